@@ -151,7 +151,7 @@ class IterationMetrics:
 def describe_flops(tflops_per_device: float, mfu: float) -> str:
     """TFLOP/s, and MFU where the device's peak is known.
 
-    >>> describe_flops(411.4, 0.416), describe_flops(0.0123, nan)
+    >>> describe_flops(411.4, 0.416), describe_flops(0.0123, float("nan"))
     ('411 TFLOP/s, MFU 41.6%', '0.0123 TFLOP/s')
     """
     share = "" if isnan(mfu) else f", MFU {mfu:.1%}"
