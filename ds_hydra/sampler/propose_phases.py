@@ -91,13 +91,19 @@ def groups_of_gathered(
     differ and beside `palette` there are communicators for them, those of the fewest groups first.
 
     With all groups of a size the planner may cut the ranks anew for every step. Candidates are the
-    fastest on average; phases of the same groups hold a mini-batch that none of them suits.
+    fastest on average; phases of the same groups hold a mini-batch that none of them suits. All
+    sizes are there with as many checkpointed layers as the widest has, too, whose groups hold what
+    is longest.
     """
     alike: dict[int, dict[Strategy, int]] = {}
-    for scheme in dict.fromkeys(s for strategy in chosen for s in strategy.schemes):
-        number, rest = divmod(num_devices, scheme.num_devices)
-        if scheme.gather and not rest and scheme.ep == 1:
-            alike.setdefault(scheme.ckpt, {})[Strategy((scheme,) * number)] = scheme.num_devices
+    used = dict.fromkeys(s for strategy in chosen for s in strategy.schemes)
+    gathered = [s for s in used if s.gather and s.ep == 1 and num_devices % s.num_devices == 0]
+    if gathered:
+        widest = max(gathered, key=lambda scheme: scheme.num_devices)
+        gathered += [replace(scheme, ckpt=widest.ckpt) for scheme in gathered]
+    for scheme in dict.fromkeys(gathered):
+        number = num_devices // scheme.num_devices
+        alike.setdefault(scheme.ckpt, {})[Strategy((scheme,) * number)] = scheme.num_devices
     wanted = [s for of_kind in alike.values() if len({*of_kind.values()}) > 1 for s in of_kind]
     found: list[Strategy] = []
     for strategy in sorted(wanted, key=lambda strategy: count_groups([strategy])):
