@@ -85,8 +85,7 @@ MUTANTS = (
         _TP,
         "if not (may_write and part.is_contiguous() and _is_alone(part)):",
         "if not part.is_contiguous():",
-        ("gemma2", "mixtral", "gpt_oss", "glm4_moe", "olmo2"),
-        values=("tp2", "tp4", "tp2pp2", "sp2tp2"),
+        tests=("tests/test_tensor_parallel.py",),
     ),
     Mutant(
         "parts of the vocabulary in the other order of ranks",
