@@ -92,19 +92,13 @@ def with_streamed_schemes(
         fits = profile.memory.knows(scheme) and profile.max_len_tokens(scheme, num_devices) > 0
         if not fits or scheme.num_devices > num_devices or not can_run(scheme):
             continue
-        source: dict[str, object]
+        source: dict[str, object] = {"derived_from": str(scheme)}
         if scheme in profile.latency:
-            model, source = profile.latency[scheme], {"derived_from": str(scheme)}
+            model = profile.latency[scheme]
         elif cluster is None:
             continue
         else:
-            if single is not None and plain.tp == 1:
-                model = cluster.with_exchanges(
-                    single.shared(plain.num_shards), plain, num_key_value_parts(profile, plain)
-                )
-                source = {"estimated": True}
-            else:
-                model, source = profile.latency[plain], {"derived_from": str(plain)}
+            model, source = _from_plain(profile, cluster, single, plain)
             traffic_ms = cluster.gather_ms(scheme) if gathers else cluster.stream_ms(scheme)
             model = replace(model, traffic_ms=traffic_ms)
         variants = [scheme]
@@ -116,6 +110,16 @@ def with_streamed_schemes(
             ratio = slowest_stage_ratio(variant, profile.memory.num_layers) if variant.ckpt else 1.0
             entries.append({**variant.to_json(), **model.scaled(ratio).to_json(), **source})
     return profile.with_more(entries)
+
+
+def _from_plain(
+    profile: Profile, cluster: Cluster, single: LatencyModel | None, plain: Scheme
+) -> tuple[LatencyModel, dict[str, object]]:
+    """T of a scheme whose layers come as they are used, without their traffic, and its source."""
+    if single is None or plain.tp > 1:
+        return profile.latency[plain], {"derived_from": str(plain)}
+    shared, parts = single.shared(plain.num_shards), num_key_value_parts(profile, plain)
+    return cluster.with_exchanges(shared, plain, parts), {"estimated": True}
 
 
 def _that_hold(
