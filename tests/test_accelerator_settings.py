@@ -174,7 +174,12 @@ def test_training_and_profiling_name_the_limit(monkeypatch):
     runtime = types.SimpleNamespace(config=config, propagator=propagator)
     iteration = types.SimpleNamespace(plan=None, load=None, objective=None)
     known = types.SimpleNamespace(
-        profile=None, config=config, propagator=propagator, strategies=(), log=None
+        profile=None,
+        config=config,
+        propagator=propagator,
+        log=None,
+        _at_start=(),
+        _measured_beside=tuple,
     )
     with pytest.raises(HydraConfigError, match="memory_limit_bytes to 900"):
         HydraRuntime.train(runtime, iteration, [], 1.0)
