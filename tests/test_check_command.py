@@ -62,10 +62,10 @@ def test_a_good_configuration_shows_memory_communicators_and_what_is_assumed(tmp
     }
     # With the engine's states and all else that it holds; 9,669 and 75,238 by App. B.1
     assert rows["<1,2>"] == "5,558"
-    assert rows["<8,1>"] == "63,088"
+    assert rows["<8,1>"] == "63,345"
     states_alone = invoke("check", path, "--devices", 8)  # the rest is counted with a model
-    assert "7,795" in states_alone.stdout
-    assert "68,454" in states_alone.stdout
+    assert "7,344" in states_alone.stdout
+    assert "67,560" in states_alone.stdout
     assert "communicators: " in result.stdout
     assert "max_position_embeddings of 4096" in result.stdout
 
