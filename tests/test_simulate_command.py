@@ -76,7 +76,7 @@ def test_timeline_of_both_spaces(files):
         result = invoke(*options, "--timeline", path, "--timeline-of", system)
         assert result.exit_code == 0, result.stderr
         assert "ds_hydra, <TP,PP> alone" in result.stdout
-        assert "T under SP and of streamed layers is estimated" in result.stdout
+        assert "T under SP and of gathered layers is estimated" in result.stdout
         found[system] = [
             Timeline.from_json(json.loads(line)) for line in path.read_text().splitlines()
         ]

@@ -229,11 +229,15 @@ def test_micro_batches_by_time_are_packed_by_hand():
 
 def test_micro_batches_by_time_are_faster_than_first_fit_micro_batches():
     workload = load_case("paper/commoncrawl-7b-16gpu-f2").workload
-    systems = ("deepspeed", "deepspeed_ac", "deepspeed_balanced")
+    systems = ("deepspeed", "deepspeed_ac", "deepspeed_balanced", "deepspeed_degrees")
     found = compare(
         workload,
         find_cluster(workload.profile, workload.num_devices),
         Settings(iterations=4, systems=systems, space="plain"),
     )
-    first_fit, checkpointed, by_time = (found.get(name).iteration_ms for name in systems)
+    first_fit, checkpointed, by_time, any_degree = (
+        found.get(name).iteration_ms for name in systems
+    )
     assert (by_time < np.minimum(first_fit, checkpointed)).all()
+    assert (any_degree <= by_time).all()
+    assert (any_degree < by_time).any()

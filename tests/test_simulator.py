@@ -78,7 +78,7 @@ def make_workload(**changes) -> Workload:
 
 
 OTHER_SCHEMES = (
-    "deepspeed", "deepspeed_ac", "deepspeed_balanced", "odc", "flexsp", "dynamic_cp", "wlb",
+    "deepspeed", "deepspeed_ac", "deepspeed_balanced", "deepspeed_degrees", "odc", "flexsp", "dynamic_cp", "wlb",
     "wlb_delay", "chunks",
 )  # fmt: skip
 """Systems whose schemes are none of the profile's."""

@@ -27,7 +27,7 @@ def _head(point: dict[str, Any]) -> str:
         f"propagation {point['distance_to_bound']:.1%} above the perfect-balance bound of "
         f"{point['perfect_balance_ms']:,.0f} ms; perfect balance has imbalance {point['imbalance_of_bound']:.2f}"
         + (_plain_head(point["plain"]) if "plain" in point else "")
-        + ("\nT under SP and of streamed layers is estimated" if point["space"] == "full" else "")
+        + ("\nT under SP and of gathered layers is estimated" if point["space"] == "full" else "")
         + (
             f"\nTFLOP/s and MFU are left out: {point['flops_unknown']}"
             if point["flops_unknown"]

@@ -95,6 +95,9 @@ SYSTEMS = {
         "DeepSpeed ZeRO-3 + Ulysses + AC", _alone(deepspeed_ulysses, is_checkpointed=True)
     ),
     "deepspeed_balanced": System("DeepSpeed + Ulysses, by time", _alone(balanced_ulysses)),
+    "deepspeed_degrees": System(
+        "DeepSpeed + Ulysses, degree too", _alone(balanced_ulysses, chooses_degree=True)
+    ),
     "odc": System("ODC", _alone(odc)),
     "flexsp": System("FlexSP", _alone(flexsp)),
     "dynamic_cp": System("Megatron-Core, dynamic CP", _alone(dynamic_cp)),

@@ -37,14 +37,16 @@ def deepspeed_ulysses(
     return _tuned(scenario, place, in_lockstep, [is_checkpointed], name)
 
 
-def balanced_ulysses(scenario: Scenario, *, name: str) -> SystemResult | None:
+def balanced_ulysses(
+    scenario: Scenario, *, name: str, chooses_degree: bool = False
+) -> SystemResult | None:
     """The same with micro-batches up to the MaxLen of the group that are balanced by time, with
     activation checkpointing or not.
 
     Sequences go, longest first, to the micro-batch that then ends first, and micro-batches of about
     the same time run in the same step of all groups; or to the micro-batch that makes the steps
     together least longer. Each mini-batch gets the better of both, with the fewest micro-batches
-    and with one more.
+    and with one more. `chooses_degree`: of all sizes of groups, too.
     """
 
     def place(group: ShardedGroup, lengths: IntArray) -> list[Sequence[MicroBatches]]:
@@ -63,7 +65,7 @@ def balanced_ulysses(scenario: Scenario, *, name: str) -> SystemResult | None:
                 num_steps += 1
         return found
 
-    return _tuned(scenario, place, in_lockstep, [False, True], name)
+    return _tuned(scenario, place, in_lockstep, [False, True], name, chooses_degree)
 
 
 def odc(scenario: Scenario, *, name: str) -> SystemResult | None:
@@ -87,22 +89,41 @@ _Run = Callable[[ShardedGroup, IntArray, Sequence[MicroBatches]], Outcome]
 
 
 def _tuned(
-    scenario: Scenario, place: _Place, run: _Run, checkpointing: Sequence[bool], name: str
+    scenario: Scenario,
+    place: _Place,
+    run: _Run,
+    checkpointing: Sequence[bool],
+    name: str,
+    chooses_degree: bool = False,
 ) -> SystemResult | None:
-    """The best size of the groups, and the best of `place` for each mini-batch."""
-    results = []
-    for group in sharded_groups(scenario, checkpointing):
-        if group.max_len < scenario.context_length:
-            continue
+    """The best size of the groups, that of each mini-batch with `chooses_degree`, and the best of
+    `place` for each mini-batch.
+    """
+
+    def best(group: ShardedGroup, lengths: IntArray) -> Outcome:
+        placed = (run(group, lengths, each) for each in place(group, lengths))
+        return min(placed, key=_iteration_ms)
+
+    groups = list(sharded_groups(scenario, checkpointing))
+    holding = [group for group in groups if group.max_len >= scenario.context_length]
+    if not holding:
+        return None
+    if chooses_degree:
         outcomes = [
-            min(
-                (run(group, lengths, placed) for placed in place(group, lengths)),
-                key=lambda outcome: outcome.iteration_ms,
-            )
+            min((best(g, lengths) for g in groups if g.max_len >= lengths.max()), key=_iteration_ms)
             for lengths in scenario.lengths
         ]
-        results.append(summarize(name, str(group), outcomes))
-    return best_of(results) if results else None
+        return summarize(name, "a degree for each mini-batch", outcomes)
+    return best_of(
+        [
+            summarize(name, str(group), [best(group, lengths) for lengths in scenario.lengths])
+            for group in holding
+        ]
+    )
+
+
+def _iteration_ms(outcome: Outcome) -> float:
+    return outcome.iteration_ms
 
 
 @compiled
