@@ -50,6 +50,8 @@ def max_launches(text, num_buckets):
 
 MAX_HOST_WAITS = 8
 """Of ds_hydra in an iteration, whatever its micro-batches, layers and parameters."""
+BARRIER = "barrier at ds_hydra streaming.py"
+"""Two in an iteration whose layers stream: no rank reads a home before all have filled it."""
 OFF_BY = 0.05
 """Of the peak, against the formula."""
 
@@ -130,6 +132,8 @@ def test_a_whole_iteration_does_not_race():
 def test_the_host_waits_for_the_device_a_few_times_in_an_iteration():
     for size, text, found in iterations():
         own = waits_with_nothing_to_do(found)
+        barriers = [own.pop(place) for place in list(own) if place.startswith(BARRIER)]
+        assert sum(barriers) == (2 if "stream" in text else 0), (size, text, own)
         assert 0 < sum(own.values()) <= MAX_HOST_WAITS, (size, text, own)
 
 
