@@ -160,6 +160,10 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
             "hydra.profiling.lengths is [5, 6]: wanted three different lengths of 2 tokens or more",
         ),
         (
+            {"planner": {"space": "wide"}},
+            'hydra.planner.space is "wide": it is called "full" now',
+        ),
+        (
             {"link": {"repull_layers": 4}},
             "hydra.link.repull_layers is no longer a key; layers stream instead: say so for each scheme in "
             "hydra.strategies, as in <1,1;stream>",

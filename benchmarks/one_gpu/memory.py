@@ -25,7 +25,7 @@ from ds_hydra.engine.profiling.profile_document import (
 )
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.strategy import Profile, Strategy
-from ds_hydra.strategy.profiles.states import OPTIMIZER_BYTES
+from ds_hydra.strategy.profiles.states import OPTIMIZER_BYTES, exchange_bytes
 
 WIDE_VOCABULARY = LlamaConfig(
     hidden_size=2048,
@@ -51,8 +51,6 @@ STRATEGIES = {
 }  # fmt: skip
 TOKENS = 4096 if HAS_GPU else 256
 LOW, HIGH = 0.95, 1.05
-PULL_BUFFERS = 4 * 2
-"""Bytes for each parameter of a layer: of two rounds in flight, both ways, in 16 bit."""
 SHARDED = ("<8,1>", "<sp8,1>", "<cp8,1>")
 """Such a rank has an eighth of a micro-batch, which is longer for that."""
 
@@ -134,7 +132,9 @@ def expect_bytes(propagator: Propagator, strategy: Strategy, tokens: int) -> tup
     )
     measured = profiler._measure_memory(propagator, {scheme: strategy}, config, Measurements())
     document = {**nominal_profile(model, [scheme]), **measured}
-    document["memory"] |= {"exchange_bytes": PULL_BUFFERS * layer_params(model) * scheme.gather}
+    document["memory"] |= {
+        "exchange_bytes": exchange_bytes(layer_params(model), 2.0) * scheme.gather
+    }
     document["schemes"] = nominal_profile(model, [scheme])["schemes"]
     whole = Profile.from_json(document).memory.rank_bytes(scheme, world, tokens)
     (activation,) = document["memory"]["activation_bytes_per_token_per_layer_per_hidden"].values()

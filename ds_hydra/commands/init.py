@@ -24,8 +24,6 @@ from ds_hydra.commands.common import (
 )
 from ds_hydra.errors import HydraConfigError
 
-"""What a start is chosen for: the lengths of the data are not known yet."""
-
 if TYPE_CHECKING:
     from ds_hydra.engine.checks.report import ConfigReport
 

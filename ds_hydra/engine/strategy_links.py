@@ -42,6 +42,7 @@ from ds_hydra.engine.transfer.stream_plan import (
 from ds_hydra.engine.transfer.streaming import HomeSlices, StreamSession
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy import Strategy
+from ds_hydra.strategy.profiles.states import EXCHANGE_BUFFERS
 from ds_hydra.strategy.schemes.placement import Role, slices_key
 from ds_hydra.zero_link import LinkPlan, RankBuckets, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
@@ -49,9 +50,6 @@ from ds_hydra.zero_link.exchange import Link
 
 GRADIENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Values of `LinkConfig.gradient_dtype`."""
-
-_EXCHANGE_BUFFERS = 4
-"""Of two rounds in flight, each with one to send and one to receive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +350,7 @@ class StrategyLinks:
     def _exchange_bytes(self, pull: LinkPlan, push: LinkPlan) -> int:
         packs = self._device.type != "cpu"
         sent = ((pull, self._dtype.itemsize), (push, self._gradient_dtype.itemsize))
-        return _EXCHANGE_BUFFERS * max(
+        return EXCHANGE_BUFFERS * max(
             plan.packed_elements * size if packs else plan.buffer_bytes(size) for plan, size in sent
         )
 

@@ -13,8 +13,9 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES
 from ds_hydra.strategy.profiles.profile import Profile
 
-_WINDOW_BUFFERS = 4
-"""A window of two rounds has so many packed buffers, each at most as large as a layer's gradients.
+EXCHANGE_BUFFERS = 4
+"""Packed ones of two rounds in flight, each with one to send and one to receive; a layer's
+gradients at most.
 """
 _TABLES = 2
 """Embedding and head of the models whose published profiles count one for both."""
@@ -40,7 +41,7 @@ def engine_states(params_per_hidden2: float, element_bytes: float) -> dict[str, 
 
 def exchange_bytes(layer_params: float, gradient_bytes: float) -> float:
     """Of packed buffers of pull and push, for a layer of so many parameters."""
-    return _WINDOW_BUFFERS * gradient_bytes * layer_params
+    return EXCHANGE_BUFFERS * gradient_bytes * layer_params
 
 
 def expert_memory(fraction: float) -> dict[str, float]:
