@@ -14,12 +14,13 @@ from dataclasses import replace
 
 from shared_data import shared_path
 
-from ds_hydra.configs import find_file, list_files
+from ds_hydra.configs import list_files
 from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.strategy.cost_models.cluster import Cluster, find_cluster
+from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.states import load_profile
-from ds_hydra.strategy.proposal.extended import with_derived_schemes, with_extended_schemes
+from ds_hydra.strategy.proposal.space import candidate_schemes, unpruned_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 DIGESTS = shared_path("costs") / "digests.json"
@@ -67,15 +68,11 @@ def find_hardware(profile: Profile, name: str, num_devices: int) -> Cluster | No
 
 
 def priced(profile: Profile, cluster: Cluster | None, num_devices: int, space: str) -> Profile:
-    """What today's code makes of it."""
+    """What a proposal knows of all schemes that it considers."""
+    world = World.of(profile, cluster, num_devices, CONTEXT)
     if space == "full":
-        return with_extended_schemes(
-            profile, num_devices=num_devices, context_length=CONTEXT, cluster=cluster,
-            tokens_per_iteration=TOKENS,
-        )  # fmt: skip
-    return with_derived_schemes(
-        profile, num_devices=num_devices, cluster=cluster, tokens_per_iteration=0.0
-    )
+        return world.costs.measured.table(candidate_schemes(world, "full", TOKENS))
+    return world.costs.measured.table(unpruned_schemes(world, 0.0))
 
 
 def lines(profile: Profile, cluster: Cluster | None, num_devices: int, space: str) -> Iterator[str]:

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import make_profile
+from spaces import full_space
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.strategy import Profile, Scheme, Strategy, parse_strategies
 from ds_hydra.strategy.cost_models.cluster import find_cluster
-from ds_hydra.strategy.proposal.extended import with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import (
     PRECISION,
@@ -219,7 +219,7 @@ def test_states_that_do_not_fit_are_said_to_and_how_many_devices_do(tmp_path):
         profile, _ = estimate_from_config(str(path), "h100", number, 32768)
         cluster = find_cluster(profile, number)
         known = {"num_devices": number, "context_length": 32768, "cluster": cluster}
-        wide = with_extended_schemes(profile, tokens_per_iteration=1e6, **known)
+        wide = full_space(profile, tokens_per_iteration=1e6, **known)
         check_context(wide, number, 32768, is_full=True, cluster=cluster, tokens_per_iteration=1e6)
 
     with pytest.raises(HydraConfigError) as error:

@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from reference import make_batch, make_profile
+from spaces import priced
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator import baselines, cases
@@ -24,7 +25,6 @@ from ds_hydra.lab.simulator.ulysses import deepspeed_ulysses
 from ds_hydra.lab.simulator.workload import Workload, draw_batches
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
 from ds_hydra.strategy.schemes.neighbours import neighbour_strategies
@@ -216,9 +216,7 @@ def test_what_a_profile_knows_of_sp_changes_neither_baselines_nor_proposals():
     scenario = make_scenario([40, 100, 60, 30])
     extended = dataclasses.replace(
         scenario,
-        profile=with_estimates(
-            scenario.profile, [Strategy.parse("2x<sp2,1>"), Strategy.parse("1x<sp4,1>")]
-        ),
+        profile=priced(scenario.profile, "2x<sp2,1>", "1x<sp4,1>"),
     )
     assert extended.profile.latency.keys() > scenario.profile.latency.keys()
     for system in (deepspeed_ulysses_plain, fixed_length, hotspa):

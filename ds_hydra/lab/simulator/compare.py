@@ -31,24 +31,23 @@ from ds_hydra.sampler.candidates import (
     MAX_ENUMERATED_RANKS,
     CandidateSettings,
     decide_candidates,
-    with_schemes_of,
 )
 from ds_hydra.sampler.trial import HEURISTIC, Progress, PruningSettings
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.states import with_engine_states
-from ds_hydra.strategy.proposal.extended import (
-    stretched_schemes,
-    with_derived_schemes,
-    with_extended_schemes,
-)
 from ds_hydra.strategy.proposal.program import (
     ProposalSettings,
     check_context,
     propose_from_histogram,
     usable_schemes,
 )
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+from ds_hydra.strategy.proposal.space import (
+    candidate_schemes,
+    pruned_schemes,
+    unpruned_schemes,
+)
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of
 
 
 def compare(
@@ -152,33 +151,9 @@ def _run_other(contest: Contest, name: str) -> SystemResult | None:
 
 def _fits_extended(workload: Workload, own: Scenario) -> bool:
     """Whether a scheme of the full space fits the context, as `_propose` looks for it."""
-    extended = with_extended_schemes(
-        own.profile,
-        num_devices=own.num_devices,
-        context_length=own.context_length,
-        cluster=own.cluster,
-        tokens_per_iteration=workload.tokens_per_iteration,
-    )
-    fitting = (s for s in extended.latency if s.num_devices <= own.num_devices)
-    longest = (extended.max_len_tokens(s, own.num_devices) for s in fitting)
-    return any(length >= own.context_length for length in longest)
-
-
-def _derived(own: Scenario) -> Profile:
-    """The profile with all that follows from it but for checkpointed layers and uneven stages."""
-    return with_derived_schemes(
-        own.profile,
-        num_devices=own.num_devices,
-        cluster=own.cluster,
-        tokens_per_iteration=0.0,
-    )
-
-
-def _stretched(derived: Profile, own: Scenario) -> tuple[Scheme, ...]:
-    """The schemes of the full space that none makes useless."""
-    return stretched_schemes(
-        derived, num_devices=own.num_devices, context_length=own.context_length
-    )
+    extended = candidate_schemes(own.world, "full", workload.tokens_per_iteration)
+    fitting = (s for s in extended if s.num_devices <= own.num_devices)
+    return any(own.max_len_tokens(s) >= own.context_length for s in fitting)
 
 
 def _run_in_space(
@@ -197,11 +172,12 @@ def _run_in_space(
             workload.strategies or candidates or _propose(workload, own, settings, "plain", inside)
         )
         return _run_strategies(name, own, strategies, usable_schemes(own.profile, own.num_devices))
-    profile = _derived(own)
-    schemes = () if candidates else _stretched(profile, own)
+    world = own.world.measured
+    unpruned = unpruned_schemes(world, 0.0)
+    schemes = () if candidates else pruned_schemes(world, unpruned)
     strategies = candidates or _propose(workload, own, settings, "full", inside)
-    profile = profile.with_schemes(schemes)
-    profile = _with_seen_traffic(with_schemes_of(profile, strategies), own.seen)
+    profile = world.costs.table((*unpruned, *schemes, *sorted(schemes_of(strategies))))
+    profile = _with_seen_traffic(profile, own.seen)
     return _run_strategies(name, replace(own, profile=profile), strategies, schemes)
 
 
@@ -274,9 +250,7 @@ def _run_strategies(
     besides.
     """
     result, plans = dynamic(scenario, strategies, name=name)
-    schemes = tuple(
-        dict.fromkeys((*schemes, *(s for strategy in strategies for s in strategy.schemes)))
-    )
+    schemes = tuple(dict.fromkeys((*schemes, *(s for each in strategies for s in each.schemes))))
     return Planned(
         result=result,
         profile=scenario.profile,

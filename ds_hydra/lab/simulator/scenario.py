@@ -24,6 +24,7 @@ from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.proposal.program import homogeneous_strategies
@@ -81,6 +82,16 @@ class Scenario:
     _planned: dict[tuple[Strategy, int, bool], Outcome] = field(
         default_factory=dict, init=False, compare=False
     )
+
+    @property
+    def costs(self) -> Costs:
+        """Prices of schemes beside those of the profile."""
+        return Costs(self.profile, self.cluster)
+
+    @property
+    def world(self) -> World:
+        """What is trained where."""
+        return World.of(self.profile, self.cluster, self.num_devices, self.context_length)
 
     @property
     def lengths(self) -> list[IntArray]:

@@ -30,14 +30,14 @@ from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.cost_models.costs import CanRun, World
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.proposal.extended import with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.rounding import (
     RelaxedStrategy,
     round_strategy,
 )
-from ds_hydra.strategy.proposal.streamed import CanRun
+from ds_hydra.strategy.proposal.space import candidate_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 PRECISION = 1e-3
@@ -124,15 +124,11 @@ def check_context(
     remedies = [f"lower the context to {longest}"] if longest > 0 else []
 
     def longest_of_full(number: int) -> int:
-        extended = with_extended_schemes(
-            profile,
-            num_devices=number,
-            context_length=context_length,
-            can_run=can_run or (lambda _: True),
-            cluster=None if cluster is None else replace(cluster, num_devices=number),
-            tokens_per_iteration=tokens_per_iteration,
-        )
-        return _longest_micro_batch(extended, extended.latency, number)
+        there = None if cluster is None else replace(cluster, num_devices=number)
+        world = World.of(profile, there, number, context_length)
+        world = replace(world, can_run=can_run or world.can_run)
+        schemes = candidate_schemes(world, "full", tokens_per_iteration)
+        return _longest_micro_batch(profile, schemes, number)
 
     def longest_on(number: int) -> int:
         return longest_of_full(number) if is_full else _longest_micro_batch(profile, known, number)
