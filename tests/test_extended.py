@@ -204,8 +204,8 @@ def test_measured_space_has_what_was_measured_and_nothing_else():
         {k: v for k, v in e.items() if k != "estimated"} if e.get("sp") == 4 else e for e in sp
     ]
     known = Profile.from_json({**profile.document, "schemes": measured})
-    assert {s.sp for s in usable_schemes(known, 16, "measured")} == {1, 4}
-    assert {s.sp for s in usable_schemes(known, 16, "full")} == {1, 2, 4, 8}
+    assert {s.sp for s in usable_schemes(World.of(known, None, 16, 1), "measured")} == {1, 4}
+    assert {s.sp for s in usable_schemes(World.of(known, None, 16, 1), "full")} == {1, 2, 4, 8}
     found = propose(known, "measured")
     assert {s.sp for s in schemes_of(found)} == {1, 4}
     assert found.assumed == ()

@@ -243,13 +243,7 @@ def check_longest(
         known, schemes = extended, set(_allowed(extended, settings))
     elif not settings.given:
         schemes = set(_usable(profile, settings).latency)
-    check_context(
-        known,
-        settings.num_devices,
-        settings.context_length,
-        schemes=schemes,
-        can_run=None if settings.given else settings.can_run,
-    )
+    check_context(settings.world(known), schemes, advises_full=not settings.given)
 
 
 def _without_lengths(profile: Profile | None, settings: CandidateSettings) -> tuple[Strategy, ...]:
@@ -304,4 +298,4 @@ def _extended(profile: Profile, settings: CandidateSettings) -> Profile:
 
 
 def _allowed(extended: Profile, settings: CandidateSettings) -> tuple[Scheme, ...]:
-    return usable_schemes(extended, settings.num_devices, settings.space)
+    return usable_schemes(settings.world(extended), settings.space)

@@ -209,15 +209,14 @@ def propose_among(
     """
     tokens = tokens_per_iteration or default_tokens_per_iteration(num_devices, context_length)
     histogram = histogram.limit(context_length)
-    is_extended = not all(scheme.is_plain for scheme in usable_schemes(profile, num_devices, space))
-    plain_fits = (
-        bool(homogeneous_strategies(profile, num_devices, context_length)) or not is_extended
-    )
+    world = replace(World.of(profile, None, num_devices, context_length), can_run=can_run)
+    is_extended = not all(scheme.is_plain for scheme in usable_schemes(world, space))
+    plain_fits = bool(homogeneous_strategies(world)) or not is_extended
     spaces: list[Space] = ["plain"] if plain_fits and not given else []
     spaces += [space] if is_extended else []
 
     if not is_extended and not given:
-        check_context(profile, num_devices, context_length, can_run=can_run)
+        check_context(world, advises_full=True)
 
     batches = sample_batches(histogram, tokens, pruning)
     trial = Trial(batches, profile, num_devices, context_length, pruning)
@@ -226,25 +225,20 @@ def propose_among(
     proposed: dict[Strategy, tuple[int, ...]] = {}
     for turn, each in enumerate(spaces):
         seen = _in_turn(progress, turn, len(spaces))
-        schemes = usable_schemes(profile, num_devices, each)
+        schemes = usable_schemes(world, each)
         if each == "plain":
             # 128 tokens are the paper's step for 32K; a short context needs its own for schemes to
             # differ.
             step = max(1, min(128, context_length // 16))
-            candidates = propose_from_histogram(
-                profile,
-                histogram,
-                num_devices=num_devices,
-                context_length=context_length,
-                settings=ProposalSettings(tokens_per_iteration=tokens, length_step=step),
-            )
+            settings_of_program = ProposalSettings(tokens_per_iteration=tokens, length_step=step)
+            candidates = propose_from_histogram(world, histogram, settings_of_program)
             proposed = {c.strategy: c.max_lengths_tokens for c in candidates}
             single = [scheme for scheme in schemes if scheme.pp == 1]
             tried = dict.fromkeys(proposed)
             tried |= dict.fromkeys(full_strategies(single, num_devices, _MAX_SINGLE_STAGE))
             table |= trial.search(tuple(tried), schemes, seen)
         if not any(map(trial.fits_context, chosen)):
-            check_context(profile, num_devices, context_length, schemes)
+            check_context(world, schemes)
             static, times_ms = trial.best_static(each)
             table[static] = times_ms
             _check_communicators(static, pruning)

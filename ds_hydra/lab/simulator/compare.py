@@ -73,17 +73,10 @@ def compare(
     workload = replace(workload, profile=replace(workload.profile, ranks_per_core=1.0))
     is_plain = settings.space == "plain" or bool(workload.strategies)
     start = replace(settings, iterations=0).scenario(workload, cluster)
-    own = replace(start, profile=workload.own_profile or with_engine_states(workload.profile))
+    own = start.knowing(workload.own_profile or with_engine_states(workload.profile))
     if known is None:
         if not (is_plain or own.statics() or _fits_extended(workload, own)):
-            check_context(
-                own.profile,
-                own.num_devices,
-                own.context_length,
-                is_full=True,
-                cluster=own.cluster,
-                tokens_per_iteration=workload.tokens_per_iteration,
-            )
+            check_context(own, is_full=True, tokens_per_iteration=workload.tokens_per_iteration)
         check_workload(workload, is_plain=is_plain)
     scenario = settings.scenario(workload, cluster)
     own = replace(own, batches=scenario.batches)
@@ -94,7 +87,7 @@ def compare(
         )
     }
     if GRADIENTS_32_BIT in settings.systems and cluster is not None:
-        pushing = replace(own, cluster=cluster.pushing_32_bit)
+        pushing = own.linked_by(cluster.pushing_32_bit)
         candidates = given.get(GRADIENTS_32_BIT)
         jobs[GRADIENTS_32_BIT] = partial(
             _run_in_space, GRADIENTS_32_BIT, workload, pushing, settings, candidates
@@ -151,7 +144,7 @@ def _run_other(contest: Contest, name: str) -> SystemResult | None:
 
 def _fits_extended(workload: Workload, own: Scenario) -> bool:
     """Whether a scheme of the full space fits the context, as `_propose` looks for it."""
-    extended = candidate_schemes(own.world, "full", workload.tokens_per_iteration)
+    extended = candidate_schemes(own, "full", workload.tokens_per_iteration)
     fitting = (s for s in extended if s.num_devices <= own.num_devices)
     return any(own.max_len_tokens(s) >= own.context_length for s in fitting)
 
@@ -167,18 +160,18 @@ def _run_in_space(
     """ds_hydra in the space of the settings, with these `candidates` if there are any."""
     if workload.strategies or settings.space == "plain":
         if not workload.strategies:
-            check_context(own.profile, own.num_devices, own.context_length)
+            check_context(own)
         strategies = (
             workload.strategies or candidates or _propose(workload, own, settings, "plain", inside)
         )
-        return _run_strategies(name, own, strategies, usable_schemes(own.profile, own.num_devices))
-    world = own.world.measured
+        return _run_strategies(name, own, strategies, usable_schemes(own))
+    world = own.measured
     unpruned = unpruned_schemes(world, 0.0)
     schemes = () if candidates else pruned_schemes(world, unpruned)
     strategies = candidates or _propose(workload, own, settings, "full", inside)
     profile = world.costs.table((*unpruned, *schemes, *sorted(schemes_of(strategies))))
     profile = _with_seen_traffic(profile, own.seen)
-    return _run_strategies(name, replace(own, profile=profile), strategies, schemes)
+    return _run_strategies(name, own.knowing(profile), strategies, schemes)
 
 
 def _with_seen_traffic(profile: Profile, share: float | None) -> Profile:
@@ -206,7 +199,7 @@ def _run_plain(
     if not named and not scenario.statics():
         return None
     strategies = named or candidates or _propose(workload, scenario, settings, "plain")
-    schemes = usable_schemes(scenario.profile, workload.num_devices)
+    schemes = usable_schemes(scenario)
     return _run_strategies(name, scenario, strategies, schemes)
 
 
@@ -223,7 +216,7 @@ def _contest(
         static, full_static = known.get("static"), known.get(FULL_STATIC)
         return Contest(
             scenario=scenario,
-            full=replace(scenario, profile=ours.profile),
+            full=scenario.knowing(ours.profile),
             strategies=(Strategy.parse(static.strategy),) if static else (),
             candidates=(Strategy.parse(full_static.strategy),) if full_static else (),
             given=workload.given,
@@ -236,7 +229,7 @@ def _contest(
         strategies = list(workload.strategies)
     return Contest(
         scenario=scenario,
-        full=replace(scenario, profile=ours.profile),
+        full=scenario.knowing(ours.profile),
         strategies=tuple(dict.fromkeys(strategies)),
         candidates=(*ours.strategies, *proposed),
         given=workload.given,
@@ -295,10 +288,8 @@ def _propose(
 def _proposed_strategies(workload: Workload) -> tuple[Strategy, ...]:
     """What the program of Eq. (4) finds, all of it."""
     proposed = propose_from_histogram(
-        workload.profile,
+        workload.world,
         workload.histogram.limit(workload.context_length),
-        num_devices=workload.num_devices,
-        context_length=workload.context_length,
-        settings=ProposalSettings(tokens_per_iteration=workload.tokens_per_iteration),
+        ProposalSettings(tokens_per_iteration=workload.tokens_per_iteration),
     )
     return tuple(p.strategy for p in proposed)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from ds_hydra.strategy.cost_models.analytic import (
     KEY_VALUE_EXCHANGES,
@@ -28,7 +28,7 @@ from ds_hydra.strategy.cost_models.analytic import (
 from ds_hydra.strategy.cost_models.cluster import GRADIENT_BYTES, Cluster, try_cluster
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.schemes.options import slowest_stage_ratio
-from ds_hydra.strategy.schemes.scheme import Scheme
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 CanRun = Callable[[Scheme], bool]
 
@@ -334,19 +334,28 @@ class World:
         """What pull and push take, None where that is not known."""
         return self.costs.cluster
 
-    def max_len_tokens(self, scheme: Scheme) -> int:
-        """MaxLen of `scheme`."""
-        return self.profile.max_len_tokens(scheme, self.num_devices)
+    def max_len_tokens(self, scheme: Scheme, beside: Strategy | None = None) -> int:
+        """MaxLen of `scheme`, as a pipeline of `beside`."""
+        return self.profile.max_len_tokens(scheme, self.num_devices, beside)
 
     def has_room(self, scheme: Scheme) -> bool:
         """Whether `scheme` can be here (`Profile.has_room`)."""
         return self.profile.has_room(scheme, self.num_devices)
 
     @property
-    def measured(self) -> World:
+    def measured(self) -> Self:
         """The same without entries that the profile has derived or estimated before."""
         return replace(self, costs=self.costs.measured)
 
-    def only(self, schemes: Iterable[Scheme]) -> World:
-        """The same where exactly `schemes` are known, at the prices that they have here."""
-        return replace(self, costs=Costs(self.costs.table(schemes), self.cluster))
+    def on(self, num_devices: int) -> Self:
+        """The same with another number of devices."""
+        cluster = self.cluster and replace(self.cluster, num_devices=num_devices)
+        return replace(self, costs=Costs(self.profile, cluster), num_devices=num_devices)
+
+    def knowing(self, profile: Profile) -> Self:
+        """The same with another profile."""
+        return replace(self, costs=Costs(profile, self.cluster))
+
+    def linked_by(self, cluster: Cluster | None) -> Self:
+        """The same with other interconnects."""
+        return replace(self, costs=Costs(self.profile, cluster))
