@@ -196,7 +196,9 @@ class HydraRuntime:
     def _fetch(self, plan: IterationPlan) -> dict[int, Example]:
         """The rows of `plan` that this rank needs; not collective."""
         assert self._data is not None
-        return fetch_examples(self._data, plan, self.propagator.positions_needed(plan))
+        mine = plan.on_rank(self.propagator.rank)
+        needed = [position for phase in mine if phase.reads_tokens for position in phase.positions]
+        return fetch_examples(self._data, plan, needed)
 
     def start_planning(self) -> PlanFeed:
         """Plan the mini-batches to come, on rank 0's host, if that is not under way; measures a
