@@ -149,7 +149,7 @@ def gathered(engine):
         weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
     counts = (engine.global_steps, engine.global_samples, engine.skipped_steps)
     steps = {float(s["step"]) for s in engine.optimizer.optimizer.state.values()}
-    return states, weights, counts, steps, engine.hydra.sampler.state
+    return states, weights, counts, steps, engine.hydra.source.sampler.state
 
 
 def save_all(folder):

@@ -306,8 +306,10 @@ def faults_that_ranks_survive(folder):
     )
 
     # The user's data raise on the ranks that read them.
-    data = engine.hydra._data
-    broken = engine.hydra.sampler.draw(engine.hydra.sampler.state)[0].sample_indices[1]
+    data = engine.hydra.source.data
+    broken = engine.hydra.source.sampler.draw(engine.hydra.source.sampler.state)[0].sample_indices[
+        1
+    ]
 
     class Broken:
         def __getitem__(self, index):
@@ -315,14 +317,14 @@ def faults_that_ranks_survive(folder):
                 raise OSError("bad block")
             return data[index]
 
-    engine.hydra._data = Broken()
+    engine.hydra.source.data = Broken()
     outcome["data"] = (broken, raised_by(engine.train_batch))
-    engine.hydra._data = data
+    engine.hydra.source.data = data
 
     # Plans that differ, on either rank: nothing is exchanged.
-    from ds_hydra.engine import runtime
+    from ds_hydra.engine import planning
 
-    broadcast = runtime.broadcast_plan
+    broadcast = planning.broadcast_plan
 
     def other_plan(deviant, make, device):
         planned = broadcast(make, device)
@@ -333,9 +335,9 @@ def faults_that_ranks_survive(folder):
 
     outcome["plan"] = []
     for deviant in (1, 0, 1):
-        runtime.broadcast_plan = functools.partial(other_plan, deviant)
+        planning.broadcast_plan = functools.partial(other_plan, deviant)
         outcome["plan"].append(raised_by(engine.train_batch))
-    runtime.broadcast_plan = broadcast
+    planning.broadcast_plan = broadcast
 
     # The disk with the metrics is full: training goes on.
     if rank == 0:

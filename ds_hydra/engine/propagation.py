@@ -29,6 +29,7 @@ from ds_hydra.engine.parallel.token_scores import score_tokens
 from ds_hydra.engine.parallel.tp_sequence_parallel import TokenShards
 from ds_hydra.engine.parallel.ulysses import SequenceShard
 from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks, raise_together
+from ds_hydra.engine.ranks.device_memory import naming_memory_limit
 from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.engine.ranks.hosts import find_hosts
 from ds_hydra.engine.strategy_links import StrategyLinks, Work
@@ -123,9 +124,10 @@ class Propagator:
         max_groups_of_rank: int = MAX_GROUPS_OF_RANK,
         link_config: LinkConfig | None = None,
         seed: int = 0,
+        memory_limit_bytes: int | None = None,
     ):
         self.stage_model = stage_model
-        self._seed = seed
+        self._seed, self._memory_limit_bytes = seed, memory_limit_bytes
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
         self.device = device
@@ -242,9 +244,10 @@ class Propagator:
         # Gathered layers come anew in each phase; slices that stay are the same in all.
         exchanges = [(phase,) for phase in mine] if plan.strategy.gathers else [mine]
         outcomes = []
-        for number, phases in enumerate(exchanges):
-            self.recorder.phase = number
-            outcomes.append(self._run_phases(phases, task, grads_P))
+        with naming_memory_limit(self._memory_limit_bytes):
+            for number, phases in enumerate(exchanges):
+                self.recorder.phase = number
+                outcomes.append(self._run_phases(phases, task, grads_P))
         return RankOutcome.of_phases(outcomes)
 
     def _run_phases(
