@@ -62,16 +62,16 @@ def start(folder, model, *, hydra=None, num_workers=0, **sections):
 def train(engine, num_iterations):
     """Losses, and the dataset rows that were trained on."""
     losses, consumed = [], []
-    original = engine.hydra.train
+    original = engine.hydra.propagator.train
 
-    def watching(iteration, *arguments):
-        consumed.append(list(iteration.plan.sample_indices))
-        return original(iteration, *arguments)
+    def watching(plan, *arguments):
+        consumed.append(list(plan.sample_indices))
+        return original(plan, *arguments)
 
-    engine.hydra.train = watching
+    engine.hydra.propagator.train = watching
     for _ in range(num_iterations):
         losses.append(float(engine.train_batch()))
-    engine.hydra.train = original
+    engine.hydra.propagator.train = original
     return losses, consumed
 
 
