@@ -42,7 +42,7 @@ from ds_hydra.engine.transfer.stream_plan import (
 from ds_hydra.engine.transfer.streaming import HomeSlices, StreamSession
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.profiles.states import EXCHANGE_BUFFERS
+from ds_hydra.strategy.profiles.state_bytes import EXCHANGE_BUFFERS
 from ds_hydra.strategy.schemes.placement import Role, slices_key
 from ds_hydra.zero_link import LinkPlan, RankBuckets, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers

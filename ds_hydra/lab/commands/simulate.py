@@ -233,9 +233,11 @@ def _refuse(is_wrong: bool, message: str) -> None:
 
 
 def _check_timeline(system: str, settings: Settings) -> None:
-    from ds_hydra.lab.simulator.systems import PLANNED
+    from ds_hydra.lab.simulator.systems import OUR_SYSTEMS
 
-    _refuse(system not in PLANNED, f"--timeline-of {system!r}: choose {' or '.join(PLANNED)}")
+    _refuse(
+        system not in OUR_SYSTEMS, f"--timeline-of {system!r}: choose {' or '.join(OUR_SYSTEMS)}"
+    )
     _refuse(
         system not in ("ds_hydra", *settings.systems),
         f"--timeline-of {system}: it is not among --systems {','.join(settings.systems)}; add it there",

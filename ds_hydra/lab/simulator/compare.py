@@ -18,12 +18,12 @@ from ds_hydra.lab.simulator.systems import (
     FULL_STATIC,
     GRADIENTS_32_BIT,
     LABELS,
+    OUR_SYSTEMS,
     PAPER,
     PLAIN,
-    PLANNED,
     STATIC,
     SYSTEMS,
-    Contest,
+    RivalInputs,
     Settings,
 )
 from ds_hydra.lab.simulator.workload import Workload, check_workload
@@ -35,7 +35,7 @@ from ds_hydra.sampler.candidates import (
 from ds_hydra.sampler.trial import HEURISTIC, Progress, PruningSettings
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.profiles.states import with_engine_states
+from ds_hydra.strategy.profiles.state_bytes import with_engine_states
 from ds_hydra.strategy.proposal.program import (
     ProposalSettings,
     check_context,
@@ -96,17 +96,21 @@ def compare(
         # Where the profile has the engine's memory already, PAPER would be PLAIN again
         if name in settings.systems and (name == PLAIN or each.profile is not own.profile):
             jobs[name] = partial(_run_plain, name, workload, each, settings, given.get(name))
-    alone = Contest(
-        scenario=scenario, full=scenario, strategies=(), candidates=(), given=workload.given
+    alone = RivalInputs(
+        scenario=scenario,
+        ours=scenario,
+        plain_candidates=(),
+        candidates=(),
+        megatron_strategy=workload.given,
     )
-    others = [name for name in settings.systems if name not in PLANNED]
+    others = [name for name in settings.systems if name not in OUR_SYSTEMS]
     jobs |= {name: partial(_run_other, alone, name) for name in others if name not in STATIC}
     found = _run_all(jobs, progress, run_each)
-    planned = {n: found[n] for n in PLANNED if found.get(n) is not None}
+    planned = {n: found[n] for n in OUR_SYSTEMS if found.get(n) is not None}
     jobs = {}
     if any(name in STATIC for name in others):
-        contest = _contest(workload, scenario, planned, settings, known)
-        jobs = {name: partial(_run_other, contest, name) for name in others if name in STATIC}
+        inputs = _rival_inputs(workload, scenario, planned, settings, known)
+        jobs = {name: partial(_run_other, inputs, name) for name in others if name in STATIC}
     found |= _run_all(jobs, progress, run_each)
     found |= {name: each.result for name, each in planned.items()}
     results = [found.get(name) for name in settings.systems]
@@ -138,8 +142,8 @@ def _call(job: Callable[[], Any]) -> Any:
     return job()
 
 
-def _run_other(contest: Contest, name: str) -> SystemResult | None:
-    return SYSTEMS[name].run(contest, name)
+def _run_other(inputs: RivalInputs, name: str) -> SystemResult | None:
+    return SYSTEMS[name].run(inputs, name)
 
 
 def _fits_extended(workload: Workload, own: Scenario) -> bool:
@@ -203,23 +207,23 @@ def _run_plain(
     return _run_strategies(name, scenario, strategies, schemes)
 
 
-def _contest(
+def _rival_inputs(
     workload: Workload,
     scenario: Scenario,
     planned: dict[str, Planned],
     settings: Settings,
     known: Comparison | None,
-) -> Contest:
+) -> RivalInputs:
     """What the other systems may use."""
     ours = planned[DS_HYDRA]
     if known is not None:
         static, full_static = known.get("static"), known.get(FULL_STATIC)
-        return Contest(
+        return RivalInputs(
             scenario=scenario,
-            full=scenario.knowing(ours.profile),
-            strategies=(Strategy.parse(static.strategy),) if static else (),
+            ours=scenario.knowing(ours.profile),
+            plain_candidates=(Strategy.parse(static.strategy),) if static else (),
             candidates=(Strategy.parse(full_static.strategy),) if full_static else (),
-            given=workload.given,
+            megatron_strategy=workload.given,
         )
     needs_proposed = set(STATIC) & set(settings.systems) and scenario.statics()
     proposed = _proposed_strategies(workload) if needs_proposed else ()
@@ -227,12 +231,12 @@ def _contest(
     strategies = [s for found in plain for s in found] + list(proposed)
     if not strategies:
         strategies = list(workload.strategies)
-    return Contest(
+    return RivalInputs(
         scenario=scenario,
-        full=scenario.knowing(ours.profile),
-        strategies=tuple(dict.fromkeys(strategies)),
+        ours=scenario.knowing(ours.profile),
+        plain_candidates=tuple(dict.fromkeys(strategies)),
         candidates=(*ours.strategies, *proposed),
-        given=workload.given,
+        megatron_strategy=workload.given,
     )
 
 

@@ -123,7 +123,7 @@ class Planned:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Comparison:
     """Results of all systems on one workload; `results[0]` is ds_hydra, `planned` those of
-    `PLANNED` that ran.
+    `OUR_SYSTEMS` that ran.
     """
 
     workload: Workload
