@@ -17,7 +17,7 @@ from ds_hydra.engine.doctor import environment
 from ds_hydra.engine.model import attention, sequence_attention
 from ds_hydra.engine.model.attention import PackedMicroBatch, Segment, hydra_varlen
 from ds_hydra.engine.model.sight import in_sight
-from ds_hydra.engine.ranks.accelerator_settings import use_deterministic_kernels
+from ds_hydra.engine.ranks.process_start import use_deterministic_kernels
 from ds_hydra.errors import UnsupportedModelError
 
 MODULE = torch.nn.Identity()

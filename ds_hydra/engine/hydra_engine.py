@@ -38,10 +38,9 @@ from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.scheme_support import check_context, find_unseen_positions
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.ranks.agreement import run_together
-from ds_hydra.engine.ranks.deepspeed_ops import clear_up, leave_out_shared_memory
-from ds_hydra.engine.ranks.host_memory import keep_freed_memory, to_device
-from ds_hydra.engine.ranks.last_words import end_with_the_sentence
-from ds_hydra.engine.ranks.process_end import let_collectives_end_at_exit
+from ds_hydra.engine.ranks.memory import keep_freed_memory, to_device
+from ds_hydra.engine.ranks.process_end import end_with_the_sentence, let_collectives_end_at_exit
+from ds_hydra.engine.ranks.process_start import clear_up, leave_out_shared_memory
 from ds_hydra.engine.ranks.watchdog import (
     find_restart_problem,
     join_watchdog,

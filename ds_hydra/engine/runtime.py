@@ -36,18 +36,17 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan
 from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.engine.propagation import Propagator, RankOutcome
-from ds_hydra.engine.ranks.accelerator_settings import (
-    overlap_where_safe,
-    use_deterministic_kernels,
-)
 from ds_hydra.engine.ranks.agreement import (
     gather_rows,
     raise_together,
     run_together,
 )
-from ds_hydra.engine.ranks.device_memory import naming_memory_limit
-from ds_hydra.engine.ranks.host_memory import to_device
-from ds_hydra.engine.ranks.stop_request import StopRequest
+from ds_hydra.engine.ranks.memory import naming_memory_limit, to_device
+from ds_hydra.engine.ranks.process_end import StopRequest
+from ds_hydra.engine.ranks.process_start import (
+    overlap_where_safe,
+    use_deterministic_kernels,
+)
 from ds_hydra.engine.ranks.watchdog import watch
 from ds_hydra.engine.telemetry.metrics import RunLog, describe_run, pack_occupancy
 from ds_hydra.engine.telemetry.trace import MemoryWatch, TraceChoice, gather_timeline

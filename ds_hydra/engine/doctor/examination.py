@@ -25,10 +25,9 @@ from ds_hydra.engine.doctor.findings import Finding, Report, Status
 from ds_hydra.engine.doctor.vigil import Vigil
 from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.profiling.profile_run import join_ranks, use_device
-from ds_hydra.engine.ranks.accelerator_settings import can_overlap
 from ds_hydra.engine.ranks.agreement import broadcast_text
-from ds_hydra.engine.ranks.deepspeed_ops import leave_out_shared_memory
 from ds_hydra.engine.ranks.hosts import Hosts, find_hosts
+from ds_hydra.engine.ranks.process_start import can_overlap, leave_out_shared_memory
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy.cost_models.analytic import Hardware

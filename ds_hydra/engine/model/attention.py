@@ -23,7 +23,7 @@ from ds_hydra.engine.model.sequence_attention import attention_per_sequence
 from ds_hydra.engine.model.sight import find_in_sight
 from ds_hydra.engine.parallel.context_parallel import KeysOfRow, attend_to_all_rows
 from ds_hydra.engine.parallel.ulysses import SequenceShard, gather_micro_batch, scatter_micro_batch
-from ds_hydra.engine.ranks.host_memory import to_device
+from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.errors import UnsupportedModelError
 
 logger = logging.getLogger(__name__)

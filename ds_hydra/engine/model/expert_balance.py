@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ds_hydra.engine.model.attention import PackedMicroBatch
 from ds_hydra.engine.model.sight import find_in_sight, is_computed_again
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
-from ds_hydra.engine.ranks.host_memory import to_device
+from ds_hydra.engine.ranks.memory import to_device
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "aux_loss_alpha")
 _OWN_LOSS = "load_balancing_loss_func"

@@ -32,13 +32,13 @@ from ds_hydra.engine.profiling.profiler import measure_profile
 from ds_hydra.engine.profiling.rehearsal import side_by_side
 from ds_hydra.engine.profiling.slice_profiler import profile_slices
 from ds_hydra.engine.propagation import Propagator
-from ds_hydra.engine.ranks.accelerator_settings import (
+from ds_hydra.engine.ranks.agreement import run_together
+from ds_hydra.engine.ranks.memory import naming_memory_limit
+from ds_hydra.engine.ranks.process_start import (
     overlap_where_safe,
     prepare_accelerator,
     use_deterministic_kernels,
 )
-from ds_hydra.engine.ranks.agreement import run_together
-from ds_hydra.engine.ranks.device_memory import naming_memory_limit
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.cost_models.topology import Topology

@@ -38,8 +38,8 @@ from ds_hydra.engine.profiling.rehearsal import (
     run_once,
 )
 from ds_hydra.engine.propagation import Propagator
-from ds_hydra.engine.ranks.device_memory import count_multiprocessors, outside_bytes
 from ds_hydra.engine.ranks.hosts import find_ranks_per_core
+from ds_hydra.engine.ranks.memory import count_multiprocessors, outside_bytes
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.progress import Progress
 from ds_hydra.sampler.packing.cuts import cut_micro_batches
