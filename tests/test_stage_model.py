@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 
 from ds_hydra.engine.model import packing_probe
+from ds_hydra.engine.model.current_micro_batch import checkpointed
+from ds_hydra.engine.model.decoder_parts import check_model
 from ds_hydra.engine.model.scheme_support import check_context
-from ds_hydra.engine.model.sight import checkpointed
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.model.supported import check_model
 from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme

@@ -22,8 +22,7 @@ from ds_hydra.engine.checks.deepspeed_section import (
 from ds_hydra.engine.checks.estimate import estimate_profile
 from ds_hydra.engine.checks.report import CheckRequest, ConfigReport
 from ds_hydra.engine.model.attention import find_softcap_problem
-from ds_hydra.engine.model.meta_model import load_model_config, making
-from ds_hydra.engine.model.random_model import build_random_stage_model
+from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config, making
 from ds_hydra.engine.model.scheme_support import (
     check_context,
     check_context_parallel,

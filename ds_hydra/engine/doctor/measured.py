@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 
 from ds_hydra.engine.doctor.findings import Finding
-from ds_hydra.engine.model.random_model import build_random_stage_model
+from ds_hydra.engine.model.meta_model import build_random_stage_model
 from ds_hydra.engine.profiling.memory_trace import trace_layer_memory
 from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch
 from ds_hydra.engine.profiling.profiler import stage_ms, token_bytes

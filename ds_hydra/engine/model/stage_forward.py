@@ -1,5 +1,13 @@
-"""The model's own forward over some of its layers: what stands in for layers of other stages, and
-how the sequences of a micro-batch pass.
+"""The model's own forward over some of its layers: what stands in for layers of other stages, how
+the sequences of a micro-batch pass, and layers that torch compiles.
+
+[Note: What compiles]
+`hydra.compile_layers` puts torch.compile around each decoder layer. Attention over a packed
+micro-batch and TP collectives stay outside (`torch.compiler.disable` where they are defined): a
+micro-batch's sequence lengths are no shapes, and collectives keep the order that the schedule gives
+them. What is left of a layer compiles for each TP degree and kind of pass, with the tokens of a
+micro-batch as a symbolic dimension: norms, rotary embedding, activation and residuals become few
+loops beside the matrix products.
 """
 
 from __future__ import annotations
@@ -11,13 +19,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from ds_hydra.engine.model.attention import PackedMicroBatch
-from ds_hydra.engine.model.decoder_parts import DecoderParts, noting_calls
-from ds_hydra.engine.model.sight import find_in_sight, in_sight
-from ds_hydra.engine.model.units import Binding
+from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, current_micro_batch, running
+from ds_hydra.engine.model.decoder_parts import Binding, DecoderParts, noting_calls
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, hook_colwise
+from ds_hydra.errors import HydraConfigError
 
 NOT_ONCE = "it calls a layer more than once, or not at all"
 _NUMBERS_OF_OUTPUTS = (0, 1, 2)
@@ -146,7 +154,7 @@ class StageForward:
             inputs |= _boundaries(micro_batch)
         self._slots[0].entering = hidden
         try:
-            with in_sight(micro_batch):
+            with running(micro_batch):
                 logits: Tensor = self._model(**inputs, use_cache=False).logits
         except StageEnd as end:
             return end.hidden
@@ -246,7 +254,7 @@ def hook_head(head: nn.Module, tp: TensorParallel) -> None:
 
 
 def _select_predicting(_head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    micro_batch = find_in_sight()
+    micro_batch = current_micro_batch()
     if micro_batch is None or micro_batch.predicting is None:
         return None
     # Tokens are the last dimension but one: ProphetNet's head sees several streams of them.
@@ -270,3 +278,37 @@ def _end_at_head(_module: nn.Module, args: tuple[Any, ...]) -> None:
 
 def _split(tensor: Tensor | None, lengths: Sequence[int], dim: int = 1) -> Sequence[Tensor | None]:
     return [None] * len(lengths) if tensor is None else tensor.split(lengths, dim)
+
+
+_MOST_VARIANTS = 64
+"""Compiled forms of one layer: TP degrees x (training, evaluation) x kinds of layers. torch gives
+up after 8.
+"""
+
+
+def compile_each(layers: Iterable[nn.Module]) -> None:
+    """Compile the forward of each layer at its first use; layers of one class share what is
+    compiled.
+
+    The forward alone, so that the module's own hooks (waiting for slices, activation checkpointing)
+    stay outside. Raises HydraConfigError where the code cannot be compiled.
+    """
+    if get_accelerator().device_name() == "cpu":
+        _check_cpp_compiler()
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_VARIANTS)
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
+
+
+def _check_cpp_compiler() -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise HydraConfigError(
+            "hydra.compile_layers is true, and torch finds no C++ compiler for CPU code; install g++ or name a "
+            f"compiler in the environment variable CXX, or set hydra.compile_layers to false ({error})"
+        ) from error

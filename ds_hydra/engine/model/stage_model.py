@@ -23,14 +23,25 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.engine.model import attention
-from ds_hydra.engine.model.adapters import check_head, unwrap_adapters, use_saved_modules
-from ds_hydra.engine.model.attention import PackedMicroBatch
-from ds_hydra.engine.model.compilation import compile_each
-from ds_hydra.engine.model.decoder_parts import DecoderParts, with_holders
+from ds_hydra.engine.model.adapters import (
+    add_neftune,
+    check_head,
+    count_noise,
+    unwrap_adapters,
+    use_saved_modules,
+)
+from ds_hydra.engine.model.attention import follow_each_sequence
+from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, checkpointed
+from ds_hydra.engine.model.decoder_parts import (
+    DecoderParts,
+    Unit,
+    bindings_of,
+    check_model,
+    on_meta,
+    with_holders,
+)
 from ds_hydra.engine.model.expert_balance import ExpertBalance
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
-from ds_hydra.engine.model.noise import add_neftune, count_noise
-from ds_hydra.engine.model.rotary import follow_each_sequence
 from ds_hydra.engine.model.scheme_support import (
     Trial,
     check_checkpointing,
@@ -40,9 +51,13 @@ from ds_hydra.engine.model.scheme_support import (
     check_tensor_parallel,
     check_trial,
 )
-from ds_hydra.engine.model.sight import checkpointed
-from ds_hydra.engine.model.stage_forward import NOT_ONCE, StageForward, bind_zeros, hook_head
-from ds_hydra.engine.model.supported import check_model
+from ds_hydra.engine.model.stage_forward import (
+    NOT_ONCE,
+    StageForward,
+    bind_zeros,
+    compile_each,
+    hook_head,
+)
 from ds_hydra.engine.model.tp_plan import (
     build_specs,
     expert_modules,
@@ -50,7 +65,6 @@ from ds_hydra.engine.model.tp_plan import (
     module_sides,
     module_styles,
 )
-from ds_hydra.engine.model.units import Unit, bindings_of, on_meta
 from ds_hydra.engine.parallel.expert_parallel import ExpertParallel, hook_dispatch
 from ds_hydra.engine.parallel.tensor_parallel import (
     GATHERED,
