@@ -65,7 +65,7 @@ def count_measurements(stop_after=None):
     would.
     """
     seen = []
-    original = profiler.stage_ms
+    original = profiler.measure_stage_ms
 
     def counted(propagator, strategy, length):
         if stop_after is not None and len(seen) == stop_after:
@@ -73,7 +73,7 @@ def count_measurements(stop_after=None):
         seen.append((str(strategy), length))
         return original(propagator, strategy, length)
 
-    profiler.stage_ms = counted
+    profiler.measure_stage_ms = counted
     return seen, lambda: setattr(profiler, "stage_ms", original)
 
 

@@ -240,7 +240,7 @@ def measure_layers(
     try:
         flops = count_flops(stage_model)
         for micro_batch in (ProbeMicroBatch(tokens), ProbeMicroBatch(tokens // 8, 8)):
-            times = [profiler.stage_ms(propagator, ALONE, micro_batch) for _ in range(4)]
+            times = [profiler.measure_stage_ms(propagator, ALONE, micro_batch) for _ in range(4)]
             ms = statistics.median(times[1:])
             lengths = (micro_batch.length,) * micro_batch.num_sequences
             found = {"passes_ms": ms, "share_of_product": flops.of(lengths) / ms * 1e3 / peak}

@@ -127,7 +127,7 @@ class HydraEngine(CheckpointingEngine):
             neftune_noise_alpha=config.neftune_noise_alpha,
         )
         stage_model = run_together(make_stage_model, self.device)
-        check_context(stage_model.trial, stage_model.config, config.context_length)
+        check_context(stage_model.abilities, stage_model.config, config.context_length)
         note = find_unseen_positions(stage_model.config, config.context_length)
         if note and deepspeed.comm.get_rank() == 0:
             logger.warning(note)

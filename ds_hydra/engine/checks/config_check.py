@@ -211,7 +211,7 @@ class _Budget:
                 num_ranks=self._report.num_devices,
                 tp_sequence_parallel=self._hydra.tp_sequence_parallel,
             )
-        check_context(self._stage_model.trial, config, self._hydra.context_length)
+        check_context(self._stage_model.abilities, config, self._hydra.context_length)
         if problem := find_softcap_problem(config, self._dtype):
             self._report.warnings.append(f"on GPUs the engine refuses this model: {problem}")
         if note := find_unseen_positions(config, self._hydra.context_length):

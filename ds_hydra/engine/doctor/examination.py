@@ -231,7 +231,9 @@ class Examination:
         self.findings.append(small_model.check_halves(device, vigil, overlap=overlap))
         self.findings.append(small_model.check_gathered(model, vigil, overlap=overlap))
         if len(propagator.hosts.names) == 1:
-            self.findings.append(small_model.check_streams(model, vigil, overlap=overlap))
+            self.findings.append(
+                small_model.check_streamed_gradients(model, vigil, overlap=overlap)
+            )
 
     def _left_s(self, max_over_ranks: Callable[[float], float]) -> float:
         gone = max_over_ranks(time.monotonic() - self.begin)

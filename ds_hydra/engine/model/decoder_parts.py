@@ -167,7 +167,7 @@ _NOISE = ("dropout", "pdrop", "drop_path", "drop_prob", "layerdrop", "jitter")
 _PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def check_model(model: nn.Module) -> None:
+def check_supported(model: nn.Module) -> None:
     """Raise UnsupportedModelError naming the first part of `model` that ds_hydra cannot train."""
     name = type(model).__name__
     config = getattr(model, "config", None)

@@ -103,7 +103,7 @@ def build_random_stage_model(
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.tie_weights()
-    trial = try_small_copy(model)
+    abilities = try_small_copy(model)
     generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(0)
     for parameter in model.parameters():
         shard_P = torch.ones(-(-parameter.numel() // num_ranks), dtype=dtype, device=device)
@@ -112,7 +112,7 @@ def build_random_stage_model(
         parameter.ds_tensor = shard_P
     stage_model = StageModel(
         model,
-        trial,
+        abilities,
         activation_checkpointing=activation_checkpointing,
         compile_layers=compile_layers,
         tp_sequence_parallel=tp_sequence_parallel,

@@ -29,12 +29,12 @@ from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch
 from ds_hydra.engine.model.decoder_parts import (
     INSTEAD_OF_ITS_LOSS,
     DecoderParts,
-    check_model,
+    check_supported,
     find_rates,
     noting_calls,
     other_layer_types,
 )
-from ds_hydra.engine.model.scheme_support import Trial
+from ds_hydra.engine.model.scheme_support import ModelAbilities
 from ds_hydra.engine.model.stage_forward import NOT_ONCE
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.errors import UnsupportedModelError
@@ -52,8 +52,8 @@ more.
 """
 
 _KEPT_APART = frozenset({"linear_attention", "conv", "moe"})
-"""Types of layers whose states kernels keep apart; what others would mix may not show in two short
-sequences.
+"""Types of layers whose kernels keep states of sequences apart. Of other types two short sequences
+may not show that they mix, so they run one by one.
 """
 
 _SMALLEST_SHARE = 1e-3
@@ -61,7 +61,7 @@ _SMALLEST_SHARE = 1e-3
 
 _MOST_PARAMETERS = 200_000_000
 
-_verdicts: dict[tuple[type, str], Trial | str] = {}
+_verdicts: dict[tuple[type, str], ModelAbilities | str] = {}
 
 
 def build_stage_model(model: nn.Module, **options: Any) -> StageModel:
@@ -69,7 +69,7 @@ def build_stage_model(model: nn.Module, **options: Any) -> StageModel:
     return StageModel(model, try_small_copy(model), **options)
 
 
-def try_small_copy(model: nn.Module) -> Trial:
+def try_small_copy(model: nn.Module) -> ModelAbilities:
     """What a small model of the class of `model` shows.
 
     Raises UnsupportedModelError where sequences are not what each of them is alone, even one after
@@ -78,13 +78,13 @@ def try_small_copy(model: nn.Module) -> Trial:
     accelerator where the family's code runs there alone.
     """
     model = unwrap_adapters(model)
-    check_model(model)
+    check_supported(model)
     kind, key = type(model), (type(model), model.config.to_json_string())
     if key not in _verdicts:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
             try:
-                _verdicts[key] = trial = _try(kind, model.config)
-                _log(kind, trial)
+                _verdicts[key] = abilities = _try(kind, model.config)
+                _log(kind, abilities)
             except UnsupportedModelError as error:
                 _verdicts[key] = str(error)
     verdict = _verdicts[key]
@@ -93,48 +93,48 @@ def try_small_copy(model: nn.Module) -> Trial:
     return verdict
 
 
-def _log(kind: type[nn.Module], trial: Trial) -> None:
-    if trial.one_by_one_because:
+def _log(kind: type[nn.Module], abilities: ModelAbilities) -> None:
+    if abilities.one_by_one_because:
         logger.warning(
             "%s runs the sequences of a micro-batch one after the other with its own attention, under TP, SP and CP 1, "
             "because %s",
             kind.__name__,
-            trial.one_by_one_because,
+            abilities.one_by_one_because,
         )
 
 
-def _try(kind: type[nn.Module], config: Any) -> Trial:
-    try_ = _first_that_runs(kind, config)
-    if problem := try_.find_loss_problem():
+def _try(kind: type[nn.Module], config: Any) -> ModelAbilities:
+    small = _first_that_runs(kind, config)
+    if problem := small.find_loss_problem():
         raise UnsupportedModelError(
             f"{kind.__name__} (model type {config.model_type!r}): {problem}{INSTEAD_OF_ITS_LOSS}"
         )
     types = other_layer_types(config)
     problem = states = f"it has layers of type {', '.join(types)}" if types else ""
-    trial = Trial(boundaries_because=states)
+    abilities = ModelAbilities(boundaries_because=states)
     if _KEPT_APART.issuperset(types):
-        problem = try_.compare(trial, Scheme(1, 1))
+        problem = small.compare(abilities, Scheme(1, 1))
         if problem and states:
             problem = f"{states}, and {problem}"
     if problem:
-        trial = Trial(one_by_one_because=problem)
-        if still := try_.compare(trial, Scheme(1, 1)):
+        abilities = ModelAbilities(one_by_one_because=problem)
+        if still := small.compare(abilities, Scheme(1, 1)):
             raise UnsupportedModelError(
                 f"{kind.__name__} (model type {config.model_type!r}) does not keep the sequences of a packed "
                 f"micro-batch apart: {problem}; and one after the other {still}"
             )
-        if try_.looks_ahead():
+        if small.looks_ahead():
             raise UnsupportedModelError(
                 f"{kind.__name__} (model type {config.model_type!r}): its tokens see later ones, which is no causal "
                 "language model; set is_decoder to true in its config where it has that"
             )
-    if not try_.runs_beyond_positions():
-        trial = replace(trial, positions_end=True)
-    if any(number != 1 for number in try_.calls.values()):
-        trial = replace(trial, no_streams_because=NOT_ONCE)
-    if try_.num_layers > 1 and (problem := try_.compare(trial, Scheme(1, try_.num_layers))):
-        trial = replace(trial, no_stages_because=problem)
-    return trial
+    if not small.runs_beyond_positions():
+        abilities = replace(abilities, positions_end=True)
+    if any(number != 1 for number in small.calls.values()):
+        abilities = replace(abilities, no_streams_because=NOT_ONCE)
+    if small.num_layers > 1 and (problem := small.compare(abilities, Scheme(1, small.num_layers))):
+        abilities = replace(abilities, no_stages_because=problem)
+    return abilities
 
 
 def _first_that_runs(kind: type[nn.Module], config: Any) -> _SmallCopy:
@@ -191,10 +191,10 @@ class _SmallCopy:
         self.calls = {layer: calls.get(layer, 0) / len(alone) for layer in layers}
         self._alone = self._gradients(alone)
 
-    def compare(self, trial: Trial, scheme: Scheme) -> str:
+    def compare(self, abilities: ModelAbilities, scheme: Scheme) -> str:
         """What differs where the sequences share a micro-batch that runs under `scheme`, or ""."""
         try:
-            stage_model = StageModel(self._model, trial)
+            stage_model = StageModel(self._model, abilities)
             if scheme.pp > 1 and stage_model.no_pp_because:
                 return stage_model.no_pp_because
             together = self._gradients(self._run_together(stage_model, scheme))

@@ -42,7 +42,7 @@ class StageEnd(Exception):
         self.hidden = hidden
 
 
-class Slot(nn.Module):
+class LayerPlaceholder(nn.Module):
     """Stands in for a layer of another stage.
 
     It answers as layers of the model do, with a tensor or with a tuple of `num_outputs` of which
@@ -96,7 +96,7 @@ class StageForward:
         self._model = model
         self._list = parts.layers
         self._layers = list(parts.layers)
-        self._slots = [Slot(layer) for layer in self._layers]
+        self._placeholders = [LayerPlaceholder(layer) for layer in self._layers]
         self._width: int = parts.embedding.weight.shape[1]
         self._one_by_one = one_by_one
         self._takes_boundaries = takes_boundaries
@@ -107,9 +107,11 @@ class StageForward:
 
     def show_layers(self, own: range) -> None:
         """Put the layers `own` in their places; the forward ends after them where others follow."""
-        for index, (layer, slot) in enumerate(zip(self._layers, self._slots, strict=True)):
-            self._list._modules[str(index)] = layer if index in own else slot
-            slot.ends = index == own.stop
+        for index, (layer, placeholder) in enumerate(
+            zip(self._layers, self._placeholders, strict=True)
+        ):
+            self._list._modules[str(index)] = layer if index in own else placeholder
+            placeholder.ends = index == own.stop
 
     def run(
         self,
@@ -152,14 +154,14 @@ class StageForward:
             inputs["position_ids"] = micro_batch.position_ids
         if self._takes_boundaries:
             inputs |= _boundaries(micro_batch)
-        self._slots[0].entering = hidden
+        self._placeholders[0].entering = hidden
         try:
             with running(micro_batch):
                 logits: Tensor = self._model(**inputs, use_cache=False).logits
         except StageEnd as end:
             return end.hidden
         finally:
-            self._slots[0].entering = None
+            self._placeholders[0].entering = None
         assert is_last, "the layer after the stage was not called"
         return logits
 
@@ -170,9 +172,11 @@ class StageForward:
         bindings: Iterable[Binding],
         params: Sequence[nn.Parameter],
     ) -> tuple[list[nn.Module], list[nn.Module], str]:
-        """Those of the `outer` modules that run before the first layer, found by running them on
-        zeros; those whose parameters are read without running them, by all that is known; and why
-        that could not be found, or "".
+        """Which of the `outer` modules a stage has to run, found by running them on zeros. Returns
+
+        - the modules that run before the first layer;
+        - the modules whose parameters are read though they do not run, as far as is known;
+        - why this could not be found, or "".
 
         `bindings` are those of `outer`, `params` what they have before and after.
         """
@@ -185,7 +189,7 @@ class StageForward:
             with noting_calls(outer) as before:
                 self._run_few(tokens, None)
             self.show_layers(range(0))
-            self._slots[0].ends = False
+            self._placeholders[0].ends = False
             handle = head.register_forward_pre_hook(_end_at_head)
             for num_outputs in _NUMBERS_OF_OUTPUTS:
                 self._answer_with(num_outputs)
@@ -206,21 +210,22 @@ class StageForward:
             problem,
         )
 
-    def find_slot_problem(self, hidden: Tensor) -> str:
-        """Let slots answer as the layers do; why they cannot stand in for them, or "". `hidden`
-        [1, 5, H] may be anything; what runs before the layers has to have parameters.
+    def find_placeholder_problem(self, hidden: Tensor) -> str:
+        """Let placeholders answer as layers do. Returns why they cannot stand in for them, or "".
+
+        `hidden` [1, 5, H] may be anything; what runs before the layers has to have parameters.
         """
         if len(self._layers) == 1:
             return ""
         self.show_layers(range(0))
-        self._slots[0].ends, self._slots[-1].ends = False, True
+        self._placeholders[0].ends, self._placeholders[-1].ends = False, True
         problem = ""
         for num_outputs in _NUMBERS_OF_OUTPUTS:
             self._answer_with(num_outputs)
             try:
-                with noting_calls(self._slots) as calls:
+                with noting_calls(self._placeholders) as calls:
                     output = self._run_few(None, hidden)
-                if [*calls.values()] != [1] * len(self._slots):
+                if [*calls.values()] != [1] * len(self._placeholders):
                     problem = NOT_ONCE
                 elif torch.equal(output.cpu(), hidden):
                     problem = ""
@@ -233,8 +238,8 @@ class StageForward:
         return problem
 
     def _answer_with(self, num_outputs: int) -> None:
-        for slot in self._slots:
-            slot.num_outputs = num_outputs
+        for placeholder in self._placeholders:
+            placeholder.num_outputs = num_outputs
 
     def _run_few(self, input_ids: Tensor | None, hidden: Tensor | None) -> Tensor:
         """Five tokens through what is in the layers' places, without gradient."""
