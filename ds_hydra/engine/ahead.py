@@ -13,7 +13,7 @@ import torch
 
 from ds_hydra.engine.model.micro_batches import Example
 from ds_hydra.engine.planning import PlanFeed, broadcast_plans
-from ds_hydra.engine.transfer.link_session import LinkThread
+from ds_hydra.engine.transfer.link_thread import LinkThread
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.plan import IterationPlan
 

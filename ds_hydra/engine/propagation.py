@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,9 @@ from ds_hydra.engine.parallel.ulysses import SequenceShard
 from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks, raise_together
 from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.engine.ranks.hosts import find_hosts
-from ds_hydra.engine.strategy_links import StrategyLinks, Work
+from ds_hydra.engine.strategy_links import StrategyLinks
 from ds_hydra.engine.telemetry.trace import Recorder
-from ds_hydra.engine.transfer.slices import Slices
+from ds_hydra.engine.transfer.session import TransferSession
 from ds_hydra.errors import HydraConfigError, PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy import Strategy
@@ -238,8 +238,8 @@ class Propagator:
         balance_before = self.stage_model.balance.value
         stamps = [self._clock.stamp()]
         training = loss_scale is not None
-        slices, session, work = self.links.open_plan(phases[0], training=training, grads_P=grads_P)
         roles = {n: Role.find(phase.strategy, self.rank) for n, phase in enumerate(phases)}
+        session = self.links.open_plan(phases[0], roles[0], training=training, grads_P=grads_P)
         busy = {
             number: role
             for number, role in roles.items()
@@ -252,7 +252,7 @@ class Propagator:
                     self.recorder.phase += 1
                 if role := busy.get(number):
                     own = self._propagate(
-                        phase, replace(work, role=role), slices, load, loss_scale, objective, noise,
+                        phase, role, session, load, loss_scale, objective, noise,
                         completes_gradients=number == max(busy),
                     )  # fmt: skip
                     if own is not None:
@@ -299,14 +299,15 @@ class Propagator:
         collectives in the same order on all ranks, in a group that nothing else uses. Collective
         over all ranks.
         """
-        slices, session, work = self.links.open_plan(plan, training=True, grads_P=None)
+        role = Role.find(plan.strategy, self.rank)
+        session = self.links.open_plan(plan, role, training=True, grads_P=None)
         self.stage_model.balance.begin(self.device, 1.0, plan.num_tokens)
         with session:
             session.await_all()
             dist.barrier()
             begin = self._clock.stamp()
             others = beside()
-            self._propagate(plan, work, slices, load, 1.0)
+            self._propagate(plan, role, session, load, 1.0)
             for other in others:
                 other.wait()
             end = self._clock.stamp()
@@ -320,8 +321,8 @@ class Propagator:
     def _propagate(
         self,
         plan: IterationPlan,
-        work: Work,
-        slices: Slices,
+        role: Role | None,
+        session: TransferSession,
         load: LoadExample,
         loss_scale: float | None,
         objective: Objective | None = None,
@@ -336,12 +337,11 @@ class Propagator:
 
         Collective over the pipeline only.
         """
-        role = work.role
         if role is None or not plan.pipelines[role.pipeline].micro_batches:
             return None
-        self._enter(role, work, slices)
+        self._enter(role, session)
         try:
-            stage = self._stage_info(role, slices)
+            stage = self._stage_info(role, session)
             sequence_shard = self._sequence_shard(role)
             micro_batches = MicroBatchTensors.load(
                 plan,
@@ -364,7 +364,7 @@ class Propagator:
                     stage, micro_batches[index], hidden, scale, loss, examples
                 )
 
-            io = self._stage_io(role, work)
+            io = self._stage_io(role, session)
             micro_batch_tokens = [
                 self.stage_model.tp.shard_tokens(micro_batch.packed.num_tokens)
                 for micro_batch in micro_batches
@@ -372,7 +372,8 @@ class Propagator:
             if loss_scale is None:
                 losses = run_forward_only(stage, io, micro_batch_tokens, forward)
             else:
-                before_last = slices.expect_last_backward if completes_gradients else lambda: None
+                expect_last = session.weights.expect_last_backward
+                before_last = expect_last if completes_gradients else lambda: None
                 losses = run_1f1b(
                     stage, io, micro_batch_tokens, forward, self.recorder, before_last
                 )
@@ -424,7 +425,7 @@ class Propagator:
             output.squeeze(0), micro_batch.targets_T, tp, scale, first_column
         )
 
-    def _enter(self, role: Role, work: Work, slices: Slices) -> None:
+    def _enter(self, role: Role, session: TransferSession) -> None:
         tp = role.scheme.tp
         group = self.groups.get("tp", role.tp_ranks) if tp > 1 else None
         self.stage_model.tp.enter(group, tp, role.tp_rank, cuts_experts=role.scheme.ep == 1)
@@ -433,15 +434,19 @@ class Propagator:
             size = role.scheme.sp * role.scheme.tp
             self.stage_model.ep.enter(ep_group, size, role.ep_place, role.scheme.ep)
         self.stage_model.bind(
-            role.scheme, role.stage, slices.leaves, work.await_bucket, work.before_backward
+            role.scheme,
+            role.stage,
+            session.weights.leaves,
+            session.await_bucket,
+            session.before_backward,
         )
 
-    def _stage_info(self, role: Role, slices: Slices) -> StageInfo:
+    def _stage_info(self, role: Role, session: TransferSession) -> StageInfo:
         return StageInfo(
             num_stages=role.scheme.pp,
             stage=role.stage,
             hidden_size=self.stage_model.hidden_size,
-            dtype=next(iter(slices.leaves.values())).dtype,
+            dtype=next(iter(session.weights.leaves.values())).dtype,
             device=self.device,
         )
 
@@ -460,12 +465,12 @@ class Propagator:
             return None
         return ContextRow(TokenShards(self.groups.get("cp", role.cp_ranks), cp), role.cp_rank)
 
-    def _stage_io(self, role: Role, work: Work) -> StageIO:
+    def _stage_io(self, role: Role, session: TransferSession) -> StageIO:
         pp = role.scheme.pp
         return StageIO(
             previous_rank=role.previous_rank,
             next_rank=role.next_rank,
             down_group=self.groups.get("pp_down", role.ranks) if pp > 1 else None,
             up_group=self.groups.get("pp_up", role.ranks) if pp > 1 else None,
-            before_receive=work.await_posts,
+            before_receive=session.await_posts,
         )
