@@ -33,7 +33,7 @@ from ds_hydra.engine.parallel.groups import check_groups_of_rank
 from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs, is_of_another_system
 from ds_hydra.engine.profiling.profile_document import count_flops, fit_memory, model_facts
 from ds_hydra.engine.profiling.profiler import default_lengths
-from ds_hydra.engine.transfer.stream_plan import home_bytes
+from ds_hydra.engine.transfer.schedule import home_bytes
 from ds_hydra.errors import HydraConfigError, HydraError
 from ds_hydra.sampler.candidates import (
     MAX_ENUMERATED_RANKS,
