@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_hydra.engine.transfer.frozen import fingerprint
-from ds_hydra.engine.transfer.slices import SlicePool
+from ds_hydra.engine.transfer.stage_weights import SlicePool
 from ds_hydra.strategy import Strategy
 
 BF16_TOLERANCE = 2**-8
@@ -161,7 +161,7 @@ def memory_of_exchanges():
         allocated = []
         for _ in range(3):
             with NewMemory() as new:
-                _, session = propagator.links.open(strategy, with_gradients=True, grads_P=grads_P)
+                session = propagator.links.open(strategy, with_gradients=True, grads_P=grads_P)
                 with session:
                     session.finish()
             allocated.append(new.nbytes)
@@ -214,7 +214,7 @@ def frozen_slices(folder):
             strategy = Strategy.parse(text)
             propagator = engine.hydra.propagator
             engine.hydra.candidates.prepare(strategy)
-            link = propagator.links.of(strategy)
+            link = propagator.links.link_for(strategy)
             session = propagator.links.open
             propagator.links.open = lambda *a, **k: (
                 pulled[keep].append(opened := session(*a, **k)) or opened
@@ -222,7 +222,7 @@ def frozen_slices(folder):
             run = engine.eval_batch if evaluate else engine.train_batch
             losses[keep].append(float(run(examples, strategy=strategy)))
             propagator.links.open = session
-            plan = pulled[keep].pop()[1]._pull_plan
+            plan = pulled[keep].pop().carrier.pull_plan
             pulled[keep].append("trained" if plan is not link.pull else "all")
 
         train("1x<2,2>")

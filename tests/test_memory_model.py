@@ -14,7 +14,7 @@ from ds_hydra.configs.files import find_profile
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs
 from ds_hydra.engine.profiling.memory_trace import slice_config, trace_layer_memory
-from ds_hydra.engine.transfer.stream_plan import home_bytes
+from ds_hydra.engine.transfer.schedule import home_bytes
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.costs import Costs

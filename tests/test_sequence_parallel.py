@@ -19,8 +19,8 @@ from test_engine_training import batches
 
 from ds_hydra.configs import find_file
 from ds_hydra.configs.files import read_json_object
-from ds_hydra.engine.model.attention import PackedMicroBatch, hydra_varlen
-from ds_hydra.engine.model.sight import in_sight
+from ds_hydra.engine.model.attention import hydra_varlen
+from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, running
 from ds_hydra.engine.parallel import ulysses
 from ds_hydra.engine.parallel.ulysses import SequenceShard
 from ds_hydra.engine.profiling.profiler import token_bytes
@@ -51,7 +51,7 @@ HEADS = ((4, 4), (4, 2), (4, 1), (12, 3), (12, 6))
 def attend(micro_batch, query, key, value, **options):
     """Output and gradients of a loss that weighs every token differently."""
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-    with in_sight(micro_batch):
+    with running(micro_batch):
         out, _ = hydra_varlen(MODULE, *leaves, None, **options)
     return out, leaves
 
@@ -111,7 +111,7 @@ def check_sequence_shards():
     micro_batch = PackedMicroBatch.build([5, 2], CPU, sequence_shard)
     cut = sequence_shard.cut(torch.arange(7), fill=-100).tolist()
     query, key = (torch.randn(1, heads, 2, 8, dtype=torch.bfloat16) for heads in (4, 2))
-    with in_sight(micro_batch):
+    with running(micro_batch):
         out, _ = hydra_varlen(MODULE, query, key, key, None)
     return (
         micro_batch.position_ids[0].tolist(),

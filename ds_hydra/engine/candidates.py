@@ -30,7 +30,7 @@ from ds_hydra.engine.ranks.agreement import (
     raise_together,
     run_together,
 )
-from ds_hydra.engine.ranks.device_memory import naming_memory_limit
+from ds_hydra.engine.ranks.memory import naming_memory_limit
 from ds_hydra.engine.ranks.watchdog import watch
 from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker
 from ds_hydra.engine.telemetry.metrics import RunLog

@@ -35,7 +35,7 @@ from ds_hydra.engine.ranks.agreement import (
     restore_error,
     run_together,
 )
-from ds_hydra.engine.transfer.link_session import LinkThread
+from ds_hydra.engine.transfer.link_thread import LinkThread
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
 from ds_hydra.sampler.data.batches import TokenBudgetSampler

@@ -29,12 +29,11 @@ from ds_hydra.engine.parallel.token_scores import score_tokens
 from ds_hydra.engine.parallel.tp_sequence_parallel import TokenShards
 from ds_hydra.engine.parallel.ulysses import SequenceShard
 from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks, raise_together
-from ds_hydra.engine.ranks.device_memory import naming_memory_limit
-from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.engine.ranks.hosts import find_hosts
-from ds_hydra.engine.strategy_links import StrategyLinks, Work
+from ds_hydra.engine.ranks.memory import naming_memory_limit, to_device
+from ds_hydra.engine.strategy_links import StrategyLinks
 from ds_hydra.engine.telemetry.trace import Recorder
-from ds_hydra.engine.transfer.slices import Slices
+from ds_hydra.engine.transfer.session import TransferSession
 from ds_hydra.errors import HydraConfigError, PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan, RankPhase
 from ds_hydra.strategy import Strategy
@@ -259,8 +258,8 @@ class Propagator:
         busy_before_ms = self.recorder.busy_ms
         balance_before = self.stage_model.balance.value
         stamps = [self._clock.stamp()]
-        slices, session, work = self.links.open_plan(
-            phases[0].plan, training=task.is_training, grads_P=grads_P
+        session = self.links.open_plan(
+            phases[0].plan, phases[0].role, training=task.is_training, grads_P=grads_P
         )
         busy = [number for number, phase in enumerate(phases) if phase.micro_batches]
         losses_of: dict[int, Tensor] = {}
@@ -270,7 +269,7 @@ class Propagator:
                     self.recorder.phase += 1
                 if number in busy:
                     is_last = number == busy[-1]
-                    own = self._propagate(phase, work, slices, task, completes_gradients=is_last)
+                    own = self._propagate(phase, session, task, completes_gradients=is_last)
                     if own is not None:
                         losses_of[number] = own
                 stamps.append(self._clock.stamp())
@@ -314,15 +313,15 @@ class Propagator:
         collectives in the same order on all ranks, in a group that nothing else uses. Collective
         over all ranks.
         """
-        slices, session, work = self.links.open_plan(plan, training=True, grads_P=None)
+        (phase,) = plan.on_rank(self.rank)
+        session = self.links.open_plan(plan, phase.role, training=True, grads_P=None)
         self.stage_model.balance.begin(self.device, 1.0, plan.num_tokens)
         with session:
             session.await_all()
             dist.barrier()
             begin = self._clock.stamp()
             others = beside()
-            (phase,) = plan.on_rank(self.rank)
-            self._propagate(phase, work, slices, self._task(load, loss_scale=1.0))
+            self._propagate(phase, session, self._task(load, loss_scale=1.0))
             for other in others:
                 other.wait()
             end = self._clock.stamp()
@@ -336,8 +335,7 @@ class Propagator:
     def _propagate(
         self,
         phase: RankPhase,
-        work: Work,
-        slices: Slices,
+        session: TransferSession,
         task: Task,
         *,
         completes_gradients: bool = True,
@@ -352,9 +350,9 @@ class Propagator:
         role = phase.role
         if role is None or not phase.micro_batches:
             return None
-        self._enter(role, work, slices)
+        self._enter(role, session)
         try:
-            stage = self._stage_info(role, slices)
+            stage = self._stage_info(role, session)
             micro_batches = MicroBatchTensors.load(
                 phase.plan,
                 phase.plan.pipelines[role.pipeline],
@@ -374,13 +372,14 @@ class Propagator:
                     stage, micro_batches[index], hidden, scale, task.loss, examples
                 )
 
-            io = self._stage_io(role, work)
+            io = self._stage_io(role, session)
             micro_batch_tokens = [
                 self.stage_model.tp.shard_tokens(micro_batch.packed.num_tokens)
                 for micro_batch in micro_batches
             ]
             if task.is_training:
-                before_last = slices.expect_last_backward if completes_gradients else lambda: None
+                expect_last = session.weights.expect_last_backward
+                before_last = expect_last if completes_gradients else lambda: None
                 losses = run_1f1b(
                     stage, io, micro_batch_tokens, forward, self.recorder, before_last
                 )
@@ -434,7 +433,7 @@ class Propagator:
             output.squeeze(0), micro_batch.targets_T, tp, scale, first_column
         )
 
-    def _enter(self, role: Role, work: Work, slices: Slices) -> None:
+    def _enter(self, role: Role, session: TransferSession) -> None:
         tp = role.scheme.tp
         group = self.groups.get("tp", role.tp_ranks) if tp > 1 else None
         self.stage_model.tp.enter(group, tp, role.tp_rank, cuts_experts=role.scheme.ep == 1)
@@ -443,15 +442,19 @@ class Propagator:
             size = role.scheme.sp * role.scheme.tp
             self.stage_model.ep.enter(ep_group, size, role.ep_place, role.scheme.ep)
         self.stage_model.bind(
-            role.scheme, role.stage, slices.leaves, work.await_bucket, work.before_backward
+            role.scheme,
+            role.stage,
+            session.weights.leaves,
+            session.await_bucket,
+            session.before_backward,
         )
 
-    def _stage_info(self, role: Role, slices: Slices) -> StageInfo:
+    def _stage_info(self, role: Role, session: TransferSession) -> StageInfo:
         return StageInfo(
             num_stages=role.scheme.pp,
             stage=role.stage,
             hidden_size=self.stage_model.hidden_size,
-            dtype=next(iter(slices.leaves.values())).dtype,
+            dtype=next(iter(session.weights.leaves.values())).dtype,
             device=self.device,
         )
 
@@ -470,12 +473,12 @@ class Propagator:
             return None
         return ContextRow(TokenShards(self.groups.get("cp", role.cp_ranks), cp), role.cp_rank)
 
-    def _stage_io(self, role: Role, work: Work) -> StageIO:
+    def _stage_io(self, role: Role, session: TransferSession) -> StageIO:
         pp = role.scheme.pp
         return StageIO(
             previous_rank=role.previous_rank,
             next_rank=role.next_rank,
             down_group=self.groups.get("pp_down", role.ranks) if pp > 1 else None,
             up_group=self.groups.get("pp_up", role.ranks) if pp > 1 else None,
-            before_receive=work.await_posts,
+            before_receive=session.await_posts,
         )

@@ -23,8 +23,7 @@ from ds_hydra.engine.checks.deepspeed_section import (
 from ds_hydra.engine.checks.estimate import estimate_profile
 from ds_hydra.engine.checks.report import CheckRequest, ConfigReport
 from ds_hydra.engine.model.attention import find_softcap_problem
-from ds_hydra.engine.model.meta_model import load_model_config, making
-from ds_hydra.engine.model.random_model import build_random_stage_model
+from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config, making
 from ds_hydra.engine.model.scheme_support import (
     check_context,
     check_context_parallel,
@@ -35,7 +34,7 @@ from ds_hydra.engine.parallel.groups import check_groups_of_rank
 from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs, is_of_another_system
 from ds_hydra.engine.profiling.profile_document import count_flops, fit_memory, model_facts
 from ds_hydra.engine.profiling.profiler import default_lengths
-from ds_hydra.engine.transfer.stream_plan import home_bytes
+from ds_hydra.engine.transfer.schedule import home_bytes
 from ds_hydra.errors import HydraConfigError, HydraError
 from ds_hydra.sampler.candidates import (
     MAX_ENUMERATED_RANKS,
@@ -214,7 +213,7 @@ class _Budget:
                 num_ranks=self._report.num_devices,
                 tp_sequence_parallel=self._hydra.tp_sequence_parallel,
             )
-        check_context(self._stage_model.trial, config, self._hydra.context_length)
+        check_context(self._stage_model.abilities, config, self._hydra.context_length)
         if problem := find_softcap_problem(config, self._dtype):
             self._report.warnings.append(f"on GPUs the engine refuses this model: {problem}")
         if note := find_unseen_positions(config, self._hydra.context_length):
