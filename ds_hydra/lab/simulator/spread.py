@@ -1,4 +1,4 @@
-"""How far speed-ups rest on what nobody measured here: coefficients that are 20% off, and transfers
+"""Sensitivity of speed-ups to coefficients that nobody measured here (20% off), and to transfers
 that the overlap hides worse than it could.
 """
 
