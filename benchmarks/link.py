@@ -349,7 +349,9 @@ def main() -> None:
     for size in SIZES if args.size == "all" else [args.size]:
         engine = start(size, args.dtype)
         strategies = [
-            s for s in engine.hydra.strategies if not args.strategies or str(s) in args.strategies
+            s
+            for s in engine.hydra.candidates.strategies
+            if not args.strategies or str(s) in args.strategies
         ]
         case = Case(engine, args.ranks_per_node or None)
         times = measure(case, strategies, args.rounds)

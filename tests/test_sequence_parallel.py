@@ -167,12 +167,16 @@ def train_everywhere(forced, candidates, in_bf16):
         "eval": before,
         "chosen": chosen,
         "bf16": in_bf16,
-        "profiled": [str(scheme) for scheme in sorted(engine.hydra.know_profile().latency)],
+        "profiled": [
+            str(scheme) for scheme in sorted(engine.hydra.candidates.ensure_profile().latency)
+        ],
         "bytes": [
-            float(token_bytes(engine.hydra.propagator, s, 64)) for s in engine.hydra.strategies
+            float(token_bytes(engine.hydra.propagator, s, 64))
+            for s in engine.hydra.candidates.strategies
         ],
         "max_len": [
-            engine.hydra.know_profile().max_len_tokens(Scheme(1, 1, sp=sp), 4) for sp in (1, 2, 4)
+            engine.hydra.candidates.ensure_profile().max_len_tokens(Scheme(1, 1, sp=sp), 4)
+            for sp in (1, 2, 4)
         ],
     }
 

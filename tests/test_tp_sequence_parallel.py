@@ -91,7 +91,7 @@ def memory():
         of_strategies = {}
         for text in ("4x<1,1>", "2x<2,1>", "1x<4,1>", "4x<1,1;ckpt=4>", "1x<4,1;ckpt=4>"):
             strategy = Strategy.parse(text)
-            engine.hydra.prepare_forced(strategy)
+            engine.hydra.candidates.prepare(strategy)
             kept = token_bytes(propagator, strategy, 256)
             run = functools.partial(stage_ms, propagator, strategy, ProbeMicroBatch(512))
             of_strategies[text] = kept, peak_bytes(run) if "<4,1" in text else None
@@ -107,11 +107,15 @@ def profiles(folder):
     }
     model = tiny("llama")
     off, on = (start_hydra(copy.deepcopy(model), hydra={**hydra, **more}) for more in ({}, ON))
-    measured_off = off.hydra.know_profile().document
+    measured_off = off.hydra.candidates.ensure_profile().document
     state = off.hydra.state_dict()
     off.hydra.load_state_dict(state)
     on.hydra.load_state_dict(state)
-    measured = [measured_off, on.hydra.know_profile().document, off.hydra.know_profile().document]
+    measured = [
+        measured_off,
+        on.hydra.candidates.ensure_profile().document,
+        off.hydra.candidates.ensure_profile().document,
+    ]
     path = Path(folder) / f"{torch.distributed.get_rank()}.json"
     path.write_text(json.dumps(measured[1]))
     with pytest.raises(HydraConfigError) as refused:

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.scheme_support import check_context_parallel
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.planning import planner_settings
 from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs
 from ds_hydra.engine.profiling.profile_document import (
     fit_memory,
@@ -54,6 +53,7 @@ from ds_hydra.sampler.candidates import (
     with_schemes_of,
 )
 from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.profile import has_re_pulls
@@ -90,6 +90,30 @@ def find_unsupported(stage_model: StageModel, schemes: Iterable[Scheme]) -> Iter
         yield f"{', '.join(map(str, refused))}: {reason}"
 
 
+def planner_settings(
+    config: HydraConfig, profile: Profile, strategies: Sequence[Strategy], num_ranks: int
+) -> PlannerSettings:
+    """The planner's settings out of the validated configuration, with the links of the profile's
+    hardware.
+    """
+    planner = config.planner
+    is_choice = len(strategies) > 1
+    cluster = try_cluster(profile, num_ranks, gradient_bytes(config)) if is_choice else None
+    return PlannerSettings(
+        objective=planner.objective,
+        dispatch=planner.dispatch,
+        num_trials=planner.num_trials,
+        seed=config.seed,
+        # Backward takes twice the forward, and recomputes it first under activation checkpointing.
+        forward_fraction=1 / 4 if config.activation_checkpointing else 1 / 3,
+        solver=planner.solver,
+        solver_gap=planner.gap_tolerance,
+        solver_deadline_s=planner.time_limit_ms / 1e3,
+        link_times={s: cluster.link_times(s) for s in strategies} if cluster else {},
+        overlaps_links=config.link.overlap,
+    )
+
+
 class EngineCandidates:
     """Candidates and profile on one rank. Methods are collective over all ranks where they say
     so.
@@ -121,7 +145,7 @@ class EngineCandidates:
         self._tracker: LatencyTracker | None = None
         self._tracked: Mapping[str, Any] = {}
 
-    def know_profile(self) -> Profile:
+    def ensure_profile(self) -> Profile:
         """The profile in use: the configured one, else the measured one, which is measured now if
         it is not yet. Collective then, so all ranks call it at the same places.
         """
@@ -282,7 +306,7 @@ class EngineCandidates:
         Rank 0 proposes. Raises InfeasiblePlanError on all ranks where nothing fits the longest
         sequence.
         """
-        profile, settings = self.know_profile(), self._settings()
+        profile, settings = self.ensure_profile(), self._settings()
         if self._proposed_with is profile:
             settings = replace(settings, given=self.strategies)
         run_together(lambda: _check_longest(profile, settings), self._device)
@@ -342,6 +366,11 @@ class EngineCandidates:
             known = with_estimates_of(load_profile(self.config.profile), self.strategies)
         assert known is not None
         log.write_profile(known.document)
+
+    def prepare(self, strategy: Strategy) -> None:
+        """Check a forced strategy and create its groups. Collective over all ranks."""
+        self.check_strategy(strategy)
+        self.propagator.prepare([strategy])
 
     def check_strategy(self, strategy: Strategy) -> None:
         """Raise HydraConfigError where the ranks or the model cannot run `strategy`."""
