@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -15,9 +16,10 @@ import torch
 from ds_hydra.configs.hydra_config import HydraConfig, LinkConfig
 from ds_hydra.engine import candidates, hydra_engine_class
 from ds_hydra.engine.doctor.environment import check_settings
+from ds_hydra.engine.propagation import Propagator, Task
 from ds_hydra.engine.ranks import memory, process_start
 from ds_hydra.engine.ranks.process_start import can_overlap, overlap_where_safe
-from ds_hydra.engine.runtime import HydraRuntime
+from ds_hydra.engine.telemetry.trace import Recorder
 from ds_hydra.environment import WANTED, missing_for_overlap, set_accelerator_environment
 from ds_hydra.errors import HydraConfigError
 
@@ -168,9 +170,16 @@ def test_training_and_profiling_name_the_limit(monkeypatch):
     accelerator = types.SimpleNamespace(memory_reserved=lambda: 900, available_memory=lambda: 200)
     monkeypatch.setattr(memory, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(candidates, "measure_profile", fail)
-    propagator = types.SimpleNamespace(train=fail)
-    runtime = types.SimpleNamespace(config=config, propagator=propagator)
-    iteration = types.SimpleNamespace(plan=None, load=None, objective=None)
+    propagator = types.SimpleNamespace(
+        _memory_limit_bytes=1000,
+        _run_phases=fail,
+        rank=0,
+        device=torch.device("cpu"),
+        recorder=Recorder(),
+        stage_model=types.SimpleNamespace(balance=types.SimpleNamespace(begin=lambda *_: None)),
+    )
+    plan = mock.MagicMock()
+    plan.on_rank.return_value = (None,)
     known = types.SimpleNamespace(
         profile=None,
         config=config,
@@ -180,9 +189,9 @@ def test_training_and_profiling_name_the_limit(monkeypatch):
         _measured_beside=tuple,
     )
     with pytest.raises(HydraConfigError, match="memory_limit_bytes to 900"):
-        HydraRuntime.train(runtime, iteration, [], 1.0)
+        Propagator._run(propagator, plan, Task(None, None, 1.0, None), [])
     with pytest.raises(HydraConfigError, match="memory_limit_bytes to 900"):
-        candidates.EngineCandidates.know_profile(known)
+        candidates.EngineCandidates.ensure_profile(known)
 
 
 def test_the_doctor_tells_of_settings_that_came_too_late(nothing_chosen):

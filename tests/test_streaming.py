@@ -30,7 +30,7 @@ from test_engine_parity import assert_parity, check_gradients
 from ds_hydra.engine import propagation
 from ds_hydra.engine.ranks import hosts
 from ds_hydra.engine.ranks.hosts import Hosts
-from ds_hydra.engine.transfer.stream_plan import check_streams
+from ds_hydra.engine.transfer.schedule import check_streams
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Scheme
 

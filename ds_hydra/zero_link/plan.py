@@ -41,11 +41,11 @@ from ds_hydra.zero_link.messages import (
     SINGLE_NUMEL,
     Batch,
     Bucket,
+    BucketEntry,
     Hop,
     LinkPlan,
     RankBuckets,
     Round,
-    SliceRef,
     Store,
 )
 
@@ -57,7 +57,7 @@ class BucketRequests:
     each of `buckets`, tuples of (slot, reference). `ids[rank, round]` is -1 where a rank has none.
     """
 
-    def __init__(self, buckets: Sequence[tuple[tuple[int, SliceRef], ...]], ids: IntArray):
+    def __init__(self, buckets: Sequence[tuple[tuple[int, BucketEntry], ...]], ids: IntArray):
         self.buckets = buckets
         self.ids = ids
         self.num_ranks, self.num_rounds = ids.shape

@@ -16,7 +16,7 @@ from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch
 from ds_hydra.engine.profiling.profiler import measure_stage_ms, token_bytes
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.agreement import gather_rows
-from ds_hydra.engine.transfer.link_session import DeviceClock
+from ds_hydra.engine.transfer.link_thread import DeviceClock
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_latency
 

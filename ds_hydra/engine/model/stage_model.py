@@ -75,11 +75,11 @@ from ds_hydra.engine.parallel.tensor_parallel import (
     hook_latent,
 )
 from ds_hydra.engine.parallel.tp_sequence_parallel import find_blocks
-from ds_hydra.engine.transfer.stream_plan import StageStreams, Window, copied_params
+from ds_hydra.engine.transfer.schedule import StageStreams, Window, copied_params
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.schemes.placement import coordinates
-from ds_hydra.zero_link import Bucket, RankBuckets, SliceRef
+from ds_hydra.zero_link import Bucket, BucketEntry, RankBuckets
 
 
 class StageModel:
@@ -261,7 +261,7 @@ class StageModel:
                 self.specs[p].slice_region(scheme.tp, tp_rank, scheme.ep, ep_rank) for p in params
             ]
             pushes = [self.specs[p].pushes_gradient(tp_rank, scheme.ep) for p in params]
-            buckets.append(tuple(map(SliceRef, params, regions, pushes)))
+            buckets.append(tuple(map(BucketEntry, params, regions, pushes)))
         return tuple(buckets)
 
     def _unshared(self, units: Sequence[Unit]) -> list[int]:

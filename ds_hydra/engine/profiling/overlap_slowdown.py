@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch, layer_params
 from ds_hydra.engine.profiling.profiler import measure_stage_ms
 from ds_hydra.engine.propagation import Propagator
-from ds_hydra.engine.transfer.link_session import DeviceClock
+from ds_hydra.engine.transfer.link_thread import DeviceClock
 from ds_hydra.strategy import Strategy
 
 _MESSAGE_BYTES = 25 << 20
