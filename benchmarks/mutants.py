@@ -364,14 +364,14 @@ MUTANTS = (
     ),
     Mutant(
         "a slice's columns come from the parameter's beginning",
-        "zero_link/direct.py",
+        "zero_link/plan.py",
         "offset += blocks.start % row_len - asks.slice_col[ask]",
         "offset += blocks.start % row_len",
         values=("tp2", "tp4"),
     ),
     Mutant(
         "what a node needs twice comes for the second need",
-        "zero_link/node_aware.py",
+        "zero_link/plan.py",
         "rounds.append(min(want.round for want in readers))",
         "rounds.append(max(want.round for want in readers))",
         ("llama", "qwen2", "llama_bias", "qwen3", "gemma2"),

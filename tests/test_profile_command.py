@@ -74,7 +74,7 @@ def count_measurements(stop_after=None):
         return original(propagator, strategy, length)
 
     profiler.measure_stage_ms = counted
-    return seen, lambda: setattr(profiler, "stage_ms", original)
+    return seen, lambda: setattr(profiler, "measure_stage_ms", original)
 
 
 def count_rehearsals():
@@ -267,7 +267,7 @@ def test_overlap_slowdown_is_of_a_micro_batch_beside_all_reduces_that_take_as_lo
         "destroy_process_group": lambda _: None,
     }
     monkeypatch.setattr(slowdown, "dist", SimpleNamespace(**fake, all_reduce=all_reduce))
-    monkeypatch.setattr(slowdown, "stage_ms", stage_ms)
+    monkeypatch.setattr(slowdown, "measure_stage_ms", stage_ms)
     monkeypatch.setattr(slowdown, "DeviceClock", Clock)
     monkeypatch.setattr(slowdown, "layer_params", lambda stage_model: 8)
     propagator = SimpleNamespace(
@@ -537,7 +537,7 @@ def test_memory_of_a_token_is_that_of_the_passes_after_the_pull(monkeypatch, tot
         peak[-1] = max(peak[-1], weights + of_token * micro_batch.length)
 
     monkeypatch.setattr(profiler, "get_accelerator", lambda: accelerator)
-    monkeypatch.setattr(profiler, "stage_ms", stage_ms)
+    monkeypatch.setattr(profiler, "measure_stage_ms", stage_ms)
     propagator = SimpleNamespace(max_over_ranks=lambda value: value)
     assert profiler.token_bytes(propagator, None, 4096) == of_token
     assert max(lengths) == longest
