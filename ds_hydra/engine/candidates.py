@@ -32,9 +32,8 @@ from ds_hydra.engine.ranks.agreement import (
 )
 from ds_hydra.engine.ranks.memory import naming_memory_limit
 from ds_hydra.engine.ranks.watchdog import watch
-from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker
+from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker, StragglerFinder
 from ds_hydra.engine.telemetry.metrics import RunLog
-from ds_hydra.engine.telemetry.straggler import StragglerFinder
 from ds_hydra.errors import (
     HydraConfigError,
     InfeasiblePlanError,

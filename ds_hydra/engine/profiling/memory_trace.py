@@ -21,12 +21,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ds_hydra.engine.model.tp_plan import module_sides
 from ds_hydra.engine.parallel.tensor_parallel import (
     GATHERED,
+    ROW,
     SPLIT,
     TensorParallel,
+    find_blocks,
     hook_block,
     hook_rowwise,
 )
-from ds_hydra.engine.parallel.tp_sequence_parallel import ROW, find_blocks
 from ds_hydra.errors import UnsupportedModelError
 
 _EXPERT_WIDTHS = {"moe_intermediate_size", "shared_expert_intermediate_size"}
