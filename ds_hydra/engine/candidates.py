@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.scheme_support import check_context_parallel
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs
+from ds_hydra.engine.profiling.memory import as_the_engine_needs
 from ds_hydra.engine.profiling.profile_document import (
     fit_memory,
     model_facts,
