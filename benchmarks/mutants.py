@@ -52,11 +52,11 @@ class Mutant(NamedTuple):
 
 
 _TP = "engine/parallel/tensor_parallel.py"
-_TP_SP = "engine/parallel/tp_sequence_parallel.py"
-_SP = "engine/parallel/ulysses.py"
-_CP = "engine/parallel/context_parallel.py"
+_TP_SP = "engine/parallel/tensor_parallel.py"
+_SP = "engine/parallel/token_cuts.py"
+_CP = "engine/parallel/token_cuts.py"
 _EP = "engine/parallel/expert_parallel.py"
-_CROSS = "engine/parallel/cross_entropy.py"
+_CROSS = "engine/parallel/token_scores.py"
 _ATTENTION = "engine/model/attention.py"
 _ROWS = "engine/model/micro_batches.py"
 _BALANCE = "engine/model/expert_balance.py"

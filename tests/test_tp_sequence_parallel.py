@@ -23,7 +23,7 @@ from torch import nn
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.candidates import find_unsupported
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.parallel.tp_sequence_parallel import COLUMN, ROW, find_blocks
+from ds_hydra.engine.parallel.tensor_parallel import COLUMN, ROW, find_blocks
 from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch
 from ds_hydra.engine.profiling.profiler import measure_stage_ms, token_bytes
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError

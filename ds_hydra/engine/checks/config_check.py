@@ -31,7 +31,7 @@ from ds_hydra.engine.model.scheme_support import (
 )
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import check_groups_of_rank
-from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs, is_of_another_system
+from ds_hydra.engine.profiling.memory import as_the_engine_needs, is_of_another_system
 from ds_hydra.engine.profiling.profile_document import count_flops, fit_memory, model_facts
 from ds_hydra.engine.profiling.profiler import default_lengths
 from ds_hydra.engine.transfer.schedule import home_bytes
