@@ -69,8 +69,7 @@ def simulate(name: str, iterations: int, *, is_eager: bool = False) -> dict[str,
     start, start_cpu = time.perf_counter(), time.process_time()
     found = with_spread(
         compare(
-            workload,
-            find_cluster(workload.profile, workload.num_devices),
+            workload.linked_by(find_cluster(workload.profile, workload.num_devices)),
             Settings(iterations=iterations),
         )
     )

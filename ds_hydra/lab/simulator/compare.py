@@ -33,7 +33,6 @@ from ds_hydra.sampler.candidates import (
     decide_candidates,
 )
 from ds_hydra.sampler.trial import HEURISTIC, Progress, PruningSettings
-from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.state_bytes import with_engine_states
 from ds_hydra.strategy.proposal.program import (
@@ -52,7 +51,6 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of
 
 def compare(
     workload: Workload,
-    cluster: Cluster | None,
     settings: Settings,
     known: Comparison | None = None,
     progress: Callable[[str], None] = lambda _: None,
@@ -70,15 +68,15 @@ def compare(
     of ds_hydra fits the context or a given strategy does not fit.
     """
     # A profile of ranks that shared cores is of a machine for trials; clusters have devices
-    workload = replace(workload, profile=replace(workload.profile, ranks_per_core=1.0))
+    workload = workload.knowing(replace(workload.profile, ranks_per_core=1.0))
     is_plain = settings.space == "plain" or bool(workload.strategies)
-    start = replace(settings, iterations=0).scenario(workload, cluster)
+    start = replace(settings, iterations=0).scenario(workload)
     own = start.knowing(workload.own_profile or with_engine_states(workload.profile))
     if known is None:
         if not (is_plain or own.statics() or _fits_extended(workload, own)):
             check_context(own, is_full=True, tokens_per_iteration=workload.tokens_per_iteration)
         check_workload(workload, is_plain=is_plain)
-    scenario = settings.scenario(workload, cluster)
+    scenario = settings.scenario(workload)
     own = replace(own, batches=scenario.batches)
     given = {name: p.strategies for name, p in known.planned.items()} if known else {}
     jobs: dict[str, Callable[[], Any]] = {
@@ -86,8 +84,8 @@ def compare(
             _run_in_space, DS_HYDRA, workload, own, settings, given.get(DS_HYDRA), inside
         )
     }
-    if GRADIENTS_32_BIT in settings.systems and cluster is not None:
-        pushing = own.linked_by(cluster.pushing_32_bit)
+    if GRADIENTS_32_BIT in settings.systems and own.cluster is not None:
+        pushing = own.linked_by(own.cluster.pushing_32_bit)
         candidates = given.get(GRADIENTS_32_BIT)
         jobs[GRADIENTS_32_BIT] = partial(
             _run_in_space, GRADIENTS_32_BIT, workload, pushing, settings, candidates
@@ -117,7 +115,6 @@ def compare(
     return Comparison(
         workload=workload,
         settings=settings,
-        cluster=cluster,
         num_tokens=np.array([batch.num_tokens for batch in scenario.batches], dtype=np.float64),
         results=(planned[DS_HYDRA].result, *(result for result in results if result is not None)),
         planned=planned,
@@ -292,7 +289,7 @@ def _propose(
 def _proposed_strategies(workload: Workload) -> tuple[Strategy, ...]:
     """What the program of Eq. (4) finds, all of it."""
     proposed = propose_from_histogram(
-        workload.world,
+        workload,
         workload.histogram.limit(workload.context_length),
         ProposalSettings(tokens_per_iteration=workload.tokens_per_iteration),
     )

@@ -22,8 +22,6 @@ from ds_hydra.lab.simulator.scenario import Scenario, SystemResult
 from ds_hydra.lab.simulator.ulysses import balanced_ulysses, deepspeed_ulysses, odc
 from ds_hydra.lab.simulator.wlb import wlb
 from ds_hydra.lab.simulator.workload import Workload, draw_batches
-from ds_hydra.strategy.cost_models.cluster import Cluster
-from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.schemes.scheme import Strategy
 
 
@@ -169,10 +167,10 @@ class Settings:
             num_proposal_batches=min(self.num_proposal_batches, most_proposal),
         )
 
-    def scenario(self, workload: Workload, cluster: Cluster | None) -> Scenario:
+    def scenario(self, workload: Workload) -> Scenario:
         """What all systems run: mini-batches of `workload`, the memory of its profile."""
         return Scenario(
-            costs=Costs(workload.profile, cluster),
+            costs=workload.costs,
             num_devices=workload.num_devices,
             context_length=workload.context_length,
             batches=draw_batches(
