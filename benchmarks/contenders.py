@@ -29,7 +29,7 @@ import transformers
 from stock_trainer import STOCK, run_stock
 from training_setup import Task, Turns, start_engine
 
-from ds_hydra.engine.ranks.host_memory import keep_freed_memory, process_bytes
+from ds_hydra.engine.ranks.memory import keep_freed_memory, process_bytes
 from ds_hydra.errors import InfeasiblePlanError
 
 # ---- ds_hydra

@@ -249,7 +249,7 @@ def describe_leak(records: list[dict[str, Any]]) -> str:
         f"{record['iterations']:,} iterations on 4 ranks, one of {len(STRATEGIES_OF_4)} strategies drawn for each, "
         "4 to 12 sequences of 2 to 60 tokens. `malloc`: MiB handed out and not freed; RSS: MiB resident. Slopes: "
         "bytes per iteration over the last half. RSS follows malloc's high-water marks, which are kept on purpose "
-        "(`engine/ranks/host_memory.py`).",
+        "(`engine/ranks/memory.py`).",
         table(["rank", *head], memory),
         "From 25% to the end:",
         table(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from reference import make_batch
+from spaces import with_moving_weights
 
 from ds_hydra.configs import find_file
 from ds_hydra.sampler import trial
 from ds_hydra.sampler.batch_planner import BatchPlanner
-from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates, with_schemes_of
+from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
 from ds_hydra.sampler.dispatch.dispatch import dispatch_trials
 from ds_hydra.sampler.planner import heuristic_times
 from ds_hydra.sampler.planner_settings import PlannerSettings
@@ -17,15 +18,15 @@ from ds_hydra.sampler.problem import PipelineKind, make_problem
 from ds_hydra.sampler.screening import UNEVEN_STEPS, Screen
 from ds_hydra.sampler.trial import PruningSettings
 from ds_hydra.strategy.cost_models.cluster import find_cluster
+from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
-from ds_hydra.strategy.proposal.streamed import with_streamed_schemes
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies, schemes_of
 
 NUM_DEVICES = 16
 PUBLISHED = Profile.load(find_file("profiles", "a800_llama2_7b"))
 CLUSTER = find_cluster(PUBLISHED, NUM_DEVICES)
-PROFILE = with_streamed_schemes(PUBLISHED, num_devices=NUM_DEVICES, cluster=CLUSTER)
+PROFILE = with_moving_weights(PUBLISHED, num_devices=NUM_DEVICES, cluster=CLUSTER)
 STRATEGIES = parse_strategies(
     [
         "2x<8,1>",
@@ -92,7 +93,7 @@ def test_a_full_proposal_gathers_and_its_profile_knows_every_scheme():
     assert all(found.profile.latency[scheme].traffic_ms > 0 for scheme in gathered)
     assert found.proposal.kept_ms < found.proposal.plain_ms
     # A plan of the proposed strategies alone, as of a file, has the same times
-    again = with_schemes_of(profile, found.strategies)
+    again = Costs.of(profile, 8).extended(schemes_of(found.strategies))
     for scheme in gathered:
         assert again.get_latency(scheme) == found.profile.get_latency(scheme)
 

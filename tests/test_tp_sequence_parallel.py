@@ -29,6 +29,7 @@ from ds_hydra.engine.profiling.profiler import stage_ms, token_bytes
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.alpha_beta import LayerShape
+from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.cost_models.topology import StageParts, Topology
 from ds_hydra.strategy.cost_models.topology import stage_ms as composed_stage_ms
 from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
@@ -191,7 +192,7 @@ def test_a_profile_of_the_other_setting_is_refused_where_it_matters():
         profile.check_tp_sequence_parallel(recorded)
         with pytest.raises(HydraConfigError, match=r"set hydra\.tp_sequence_parallel to"):
             profile.check_tp_sequence_parallel(not recorded)
-        profile.only([Scheme(1, 1)]).check_tp_sequence_parallel(not recorded)
+        Costs(profile).table([Scheme(1, 1)]).check_tp_sequence_parallel(not recorded)
     Profile.from_json(document()).check_tp_sequence_parallel(True)  # published profiles do not say
 
 

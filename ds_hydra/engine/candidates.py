@@ -30,7 +30,7 @@ from ds_hydra.engine.ranks.agreement import (
     raise_together,
     run_together,
 )
-from ds_hydra.engine.ranks.device_memory import naming_memory_limit
+from ds_hydra.engine.ranks.memory import naming_memory_limit
 from ds_hydra.engine.ranks.watchdog import watch
 from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker
 from ds_hydra.engine.telemetry.metrics import RunLog
@@ -49,13 +49,12 @@ from ds_hydra.sampler.candidates import (
     decide_candidates,
     gradient_bytes,
     proposes,
-    with_estimates_of,
-    with_schemes_of,
 )
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
-from ds_hydra.strategy.cost_models.cluster import try_cluster
+from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
+from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.profile import has_re_pulls
 from ds_hydra.strategy.profiles.states import load_profile
 from ds_hydra.strategy.proposal.candidates import (
@@ -64,7 +63,7 @@ from ds_hydra.strategy.proposal.candidates import (
     power_of_two_schemes,
 )
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
-from ds_hydra.strategy.schemes.scheme import check_one_host, parse_strategies
+from ds_hydra.strategy.schemes.scheme import check_one_host, parse_strategies, schemes_of
 
 logger = logging.getLogger(__name__)
 
@@ -276,14 +275,15 @@ class EngineCandidates:
             given=self._given,
             staying=self._at_start,
             can_run=self._model_can_run,
-            cluster=None
-            if profile is None
-            else try_cluster(profile, self.num_ranks, gradient_bytes(self.config)),
+            cluster=None if profile is None else self._cluster(profile),
             num_link_groups=self._num_link_groups,
         )
         if self.lengths is None:
             return settings
         return replace(settings, context_length=int(self.lengths.max()))
+
+    def _cluster(self, profile: Profile) -> Cluster | None:
+        return try_cluster(profile, self.num_ranks, gradient_bytes(self.config))
 
     def _decide(self, histogram: LengthHistogram | None) -> Candidates:
         """The candidates with what is known; not collective."""
@@ -333,7 +333,8 @@ class EngineCandidates:
         assert self.profile is not None
         if self._tracker is not None:
             self._tracked, self._tracker = self._tracker.state_dict(), None
-        given, self.profile = self.profile, with_schemes_of(self.profile, strategies)
+        costs = Costs(self.profile, self._cluster(self.profile))
+        given, self.profile = self.profile, costs.extended(schemes_of(strategies))
         self.reasons = tuple(f"{s}: {reason}" for s, reason in zip(strategies, reasons))
         self.strategies = strategies
         self.propagator.prepare(strategies)
@@ -363,7 +364,8 @@ class EngineCandidates:
         """
         known = self.profile
         if self.config.profile is not None:  # as given: the memory limit is in run.json
-            known = with_estimates_of(load_profile(self.config.profile), self.strategies)
+            known = load_profile(self.config.profile)
+            known = Costs(known, self._cluster(known)).extended(schemes_of(self.strategies))
         assert known is not None
         log.write_profile(known.document)
 
@@ -387,9 +389,9 @@ class EngineCandidates:
     def profile_for_forced(self, strategy: Strategy) -> Profile:
         """What a forced strategy is planned with: where nobody knows its times, FLOP counts."""
         if self.profile is not None:
-            profile = with_estimates_of(self.profile, [strategy])
-            if all(profile.has_latency(s) and profile.memory.knows(s) for s in strategy.schemes):
-                return profile.with_schemes(strategy.schemes)
+            costs, memory = Costs(self.profile, self._cluster(self.profile)), self.profile.memory
+            if all(costs.find(s) is not None and memory.knows(s) for s in strategy.schemes):
+                return costs.extended(strategy.schemes)
         return Profile.from_json(nominal_profile(self.stage_model, strategy.schemes))
 
 

@@ -33,16 +33,15 @@ from ds_hydra.engine.gradient_shards import GradientShards
 from ds_hydra.engine.iteration import Iteration, Outcomes, gather_scores, observe, score, weigh
 from ds_hydra.engine.losses.loss import CrossEntropy, Loss
 from ds_hydra.engine.losses.objective import Scores
-from ds_hydra.engine.model.bias_correction import BiasCorrection
+from ds_hydra.engine.model.expert_balance import BiasCorrection
 from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.scheme_support import check_context, find_unseen_positions
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import ExampleLike
 from ds_hydra.engine.ranks.agreement import run_together
-from ds_hydra.engine.ranks.deepspeed_ops import clear_up, leave_out_shared_memory
-from ds_hydra.engine.ranks.host_memory import keep_freed_memory, to_device
-from ds_hydra.engine.ranks.last_words import end_with_the_sentence
-from ds_hydra.engine.ranks.process_end import let_collectives_end_at_exit
+from ds_hydra.engine.ranks.memory import keep_freed_memory, to_device
+from ds_hydra.engine.ranks.process_end import end_with_the_sentence, let_collectives_end_at_exit
+from ds_hydra.engine.ranks.process_start import clear_up, leave_out_shared_memory
 from ds_hydra.engine.ranks.watchdog import (
     find_restart_problem,
     join_watchdog,
@@ -128,7 +127,7 @@ class HydraEngine(CheckpointingEngine):
             neftune_noise_alpha=config.neftune_noise_alpha,
         )
         stage_model = run_together(make_stage_model, self.device)
-        check_context(stage_model.trial, stage_model.config, config.context_length)
+        check_context(stage_model.abilities, stage_model.config, config.context_length)
         note = find_unseen_positions(stage_model.config, config.context_length)
         if note and deepspeed.comm.get_rank() == 0:
             logger.warning(note)

@@ -29,9 +29,8 @@ from ds_hydra.engine.parallel.token_scores import score_tokens
 from ds_hydra.engine.parallel.tp_sequence_parallel import TokenShards
 from ds_hydra.engine.parallel.ulysses import SequenceShard
 from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks, raise_together
-from ds_hydra.engine.ranks.device_memory import naming_memory_limit
-from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.engine.ranks.hosts import find_hosts
+from ds_hydra.engine.ranks.memory import naming_memory_limit, to_device
 from ds_hydra.engine.strategy_links import StrategyLinks
 from ds_hydra.engine.telemetry.trace import Recorder
 from ds_hydra.engine.transfer.session import TransferSession

@@ -25,13 +25,13 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import IterationSource
 from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.engine.propagation import Propagator, RankOutcome
-from ds_hydra.engine.ranks.accelerator_settings import (
+from ds_hydra.engine.ranks.agreement import gather_rows, raise_together, run_together
+from ds_hydra.engine.ranks.memory import to_device
+from ds_hydra.engine.ranks.process_end import StopRequest
+from ds_hydra.engine.ranks.process_start import (
     overlap_where_safe,
     use_deterministic_kernels,
 )
-from ds_hydra.engine.ranks.agreement import gather_rows, raise_together, run_together
-from ds_hydra.engine.ranks.host_memory import to_device
-from ds_hydra.engine.ranks.stop_request import StopRequest
 from ds_hydra.engine.telemetry.metrics import (
     RunLog,
     describe_run,

@@ -26,9 +26,9 @@ from ds_hydra.sampler.propose_phases import (
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.sampler.trial import DEFAULT_PRUNING, Progress, PruningSettings, Trial, sample_batches
 from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.cost_models.costs import CanRun, Costs, World
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.candidates import STRATEGIES_SCHEMA
-from ds_hydra.strategy.proposal.extended import with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import (
     ProposalSettings,
@@ -38,14 +38,14 @@ from ds_hydra.strategy.proposal.program import (
     propose_from_histogram,
     usable_schemes,
 )
-from ds_hydra.strategy.proposal.streamed import CanRun
+from ds_hydra.strategy.proposal.space import candidate_schemes
 from ds_hydra.strategy.schemes.neighbours import full_strategies
 from ds_hydra.strategy.schemes.placement import (
     count_groups,
     groups_of_all,
     most_groups_of_rank,
 )
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of
 
 _MAX_SINGLE_STAGE = 2000
 """Strategies of <TP,1> that are all tried, if there are no more; 64 devices have some hundred."""
@@ -163,15 +163,10 @@ def propose_strategies(
     gathered ones where `cluster` says how fast layers move.
     """
     if space == "full":
-        profile = with_extended_schemes(
-            profile,
-            num_devices=num_devices,
-            context_length=context_length,
-            can_run=can_run,
-            cluster=cluster,
-            tokens_per_iteration=tokens_per_iteration
-            or default_tokens_per_iteration(num_devices, context_length),
-        )
+        tokens = tokens_per_iteration or default_tokens_per_iteration(num_devices, context_length)
+        world = World.of(profile, cluster, num_devices, context_length).measured
+        schemes = candidate_schemes(replace(world, can_run=can_run), space, tokens)
+        profile = world.costs.table(schemes)
     return propose_among(
         profile,
         histogram,
@@ -214,15 +209,14 @@ def propose_among(
     """
     tokens = tokens_per_iteration or default_tokens_per_iteration(num_devices, context_length)
     histogram = histogram.limit(context_length)
-    is_extended = not all(scheme.is_plain for scheme in usable_schemes(profile, num_devices, space))
-    plain_fits = (
-        bool(homogeneous_strategies(profile, num_devices, context_length)) or not is_extended
-    )
+    world = replace(World.of(profile, None, num_devices, context_length), can_run=can_run)
+    is_extended = not all(scheme.is_plain for scheme in usable_schemes(world, space))
+    plain_fits = bool(homogeneous_strategies(world)) or not is_extended
     spaces: list[Space] = ["plain"] if plain_fits and not given else []
     spaces += [space] if is_extended else []
 
     if not is_extended and not given:
-        check_context(profile, num_devices, context_length, can_run=can_run)
+        check_context(world, advises_full=True)
 
     batches = sample_batches(histogram, tokens, pruning)
     trial = Trial(batches, profile, num_devices, context_length, pruning)
@@ -231,25 +225,20 @@ def propose_among(
     proposed: dict[Strategy, tuple[int, ...]] = {}
     for turn, each in enumerate(spaces):
         seen = _in_turn(progress, turn, len(spaces))
-        schemes = usable_schemes(profile, num_devices, each)
+        schemes = usable_schemes(world, each)
         if each == "plain":
             # 128 tokens are the paper's step for 32K; a short context needs its own for schemes to
             # differ.
             step = max(1, min(128, context_length // 16))
-            candidates = propose_from_histogram(
-                profile,
-                histogram,
-                num_devices=num_devices,
-                context_length=context_length,
-                settings=ProposalSettings(tokens_per_iteration=tokens, length_step=step),
-            )
+            settings_of_program = ProposalSettings(tokens_per_iteration=tokens, length_step=step)
+            candidates = propose_from_histogram(world, histogram, settings_of_program)
             proposed = {c.strategy: c.max_lengths_tokens for c in candidates}
             single = [scheme for scheme in schemes if scheme.pp == 1]
             tried = dict.fromkeys(proposed)
             tried |= dict.fromkeys(full_strategies(single, num_devices, _MAX_SINGLE_STAGE))
             table |= trial.search(tuple(tried), schemes, seen)
         if not any(map(trial.fits_context, chosen)):
-            check_context(profile, num_devices, context_length, schemes)
+            check_context(world, schemes)
             static, times_ms = trial.best_static(each)
             table[static] = times_ms
             _check_communicators(static, pruning)
@@ -284,8 +273,7 @@ def propose_among(
     beside = settings(chosen)
     if more := groups_of_gathered(chosen, palette, num_devices, beside.fits):
         palette = (*palette, *more)
-        used = {scheme for strategy in (*chosen, *palette) for scheme in strategy.schemes}
-        known = gathered.with_entries(profile, used)
+        known = Costs(gathered).extended(schemes_of((*chosen, *palette)))
         times_ms = phases_ms(batches, times_ms, (*chosen, *palette), known, beside)
     found = _describe(trial, proposed, table, chosen, plain, space, tokens)
     if not palette:
@@ -296,7 +284,7 @@ def propose_among(
         for s in palette
         if s not in chosen
     ]
-    used = {scheme for strategy in palette for scheme in strategy.schemes}
+    used = schemes_of(palette)
     return replace(
         found,
         kept=(*found.kept, *kept),

@@ -13,9 +13,9 @@ from ds_hydra.sampler.phases import find_palettes
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.schedule import FloatArray
+from ds_hydra.strategy.cost_models.costs import CanRun
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.proposal.streamed import CanRun
 from ds_hydra.strategy.schemes.placement import count_groups
 from ds_hydra.strategy.schemes.scheme import Strategy
 

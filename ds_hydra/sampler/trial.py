@@ -15,6 +15,7 @@ from ds_hydra.sampler.planner import heuristic_times
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.sampler.screening import Screen
+from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
@@ -96,7 +97,8 @@ class Trial:
 
     def best_static(self, space: Space) -> tuple[Strategy, FloatArray]:
         """The fastest strategy of one scheme that fits the context, on average, and its times."""
-        static = homogeneous_strategies(self.profile, self.num_devices, self.context_length, space)
+        world = World.of(self.profile, None, self.num_devices, self.context_length)
+        static = homogeneous_strategies(world, space)
         times = {strategy: self.times_ms(strategy) for strategy in static}
         return min(times.items(), key=lambda item: float(item[1].mean()))
 

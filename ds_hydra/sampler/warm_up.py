@@ -23,6 +23,7 @@ from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import PipelineKind, make_problem
 from ds_hydra.sampler.screening import Screen
+from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.profiles.link_times import NO_LINKS
 from ds_hydra.strategy.profiles.profile import LatencyModel
 from ds_hydra.strategy.profiles.states import load_profile
@@ -65,7 +66,7 @@ def _warm_up_proposal() -> None:
     lengths = np.array([100, 2000], dtype=np.int64)
     histogram = LengthHistogram(name="two", lengths_tokens=lengths, counts=lengths // 100)
     settings = ProposalSettings(tokens_per_iteration=4000)
-    relaxed_strategies(profile, histogram, num_devices=8, context_length=2000, settings=settings)
+    relaxed_strategies(World.of(profile, None, 8, 2000), histogram, settings)
     batch = GlobalBatch(iteration=0, sample_indices=(0,), lengths=(100,), num_label_tokens=99)
     strategies = (Strategy((Scheme(8, 1),)),)
     Screen(strategies, profile, 8).estimates_ms(batch)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hydra.engine.ranks.shared_memory import SharedMemory
+from ds_hydra.engine.ranks.hosts import SharedMemory
 from ds_hydra.engine.transfer.link_thread import Cancelled, DeviceClock
 
 _POLL_S = 5e-5

@@ -50,7 +50,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ds_hydra.engine.parallel.one_f_one_b import Pass, one_forward_one_backward
-from ds_hydra.engine.ranks.peer_memory import ALLOCATORS
+from ds_hydra.engine.ranks.hosts import ALLOCATORS
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.profiles.memory_model import STREAM_WINDOW
