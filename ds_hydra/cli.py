@@ -73,7 +73,7 @@ def _plan(
     profile_name: str, strategies_path: Path, lengths_path: Path, objective: str, seed: int
 ) -> tuple[IterationPlan, float]:
     """The plan, and the time that planning took without loading compiled code."""
-    from ds_hydra.sampler.candidates import with_schemes_of
+    from ds_hydra.sampler.candidate_set import with_schemes_of
     from ds_hydra.sampler.plan import GlobalBatch
     from ds_hydra.sampler.planner import plan_iteration
     from ds_hydra.sampler.planner_settings import PlannerSettings

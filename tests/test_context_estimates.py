@@ -12,7 +12,7 @@ from test_sequence_parallel import PROFILE
 
 from ds_hydra.configs import find_file
 from ds_hydra.configs.files import read_json_object
-from ds_hydra.sampler.candidates import with_schemes_of
+from ds_hydra.sampler.candidate_set import with_schemes_of
 from ds_hydra.strategy import Profile, Scheme, parse_strategies
 from ds_hydra.strategy.cost_models.analytic import (
     Hardware,

@@ -11,7 +11,7 @@ from test_simulate_command import invoke
 from ds_hydra.configs import list_files, load_model_preset
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.estimate import estimate_from_config
-from ds_hydra.sampler.candidates import with_estimates_of
+from ds_hydra.sampler.candidate_set import with_estimates_of
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.flops import profile_flops
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES

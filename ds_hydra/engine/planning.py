@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.ranks.agreement import broadcast_bytes, restore_error
 from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
-from ds_hydra.sampler.candidates import gradient_bytes
+from ds_hydra.sampler.candidate_set import gradient_bytes
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import plan_iteration

@@ -293,7 +293,7 @@ def _workload(
     from ds_hydra.configs.files import find_profile
     from ds_hydra.lab.simulator.sweep import Axes
     from ds_hydra.lab.simulator.workload import Workload
-    from ds_hydra.sampler.candidates import with_schemes_of
+    from ds_hydra.sampler.candidate_set import with_schemes_of
     from ds_hydra.strategy.profiles.profile import Profile
     from ds_hydra.strategy.proposal.candidates import load_strategies
     from ds_hydra.strategy.proposal.histogram import LengthHistogram

@@ -15,12 +15,17 @@ import numpy as np
 
 from ds_hydra.errors import InfeasiblePlanError
 from ds_hydra.sampler.bounds import strategy_bound_ms
-from ds_hydra.sampler.dispatch.dispatch_ilp import solve_dispatch
 from ds_hydra.sampler.dispatch.estimates import estimate_ms
 from ds_hydra.sampler.dispatch.exchange import improve_dispatch
-from ds_hydra.sampler.ilp import SolverLimits
-from ds_hydra.sampler.order import EPSILON, shuffled_order, sift_down
-from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
+from ds_hydra.sampler.integer_programs import SolverLimits, solve_dispatch
+from ds_hydra.sampler.problem import (
+    EPSILON,
+    DispatchProblem,
+    PipelineKind,
+    make_problem,
+    shuffled_order,
+    sift_down,
+)
 from ds_hydra.sampler.schedule import IntArray
 from ds_hydra.strategy.compiled import compiled
 

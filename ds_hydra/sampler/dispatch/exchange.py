@@ -11,8 +11,7 @@ from ds_hydra.sampler.dispatch.estimates import (
     estimate_ms,
     recount,
 )
-from ds_hydra.sampler.order import EPSILON
-from ds_hydra.sampler.problem import DispatchProblem
+from ds_hydra.sampler.problem import EPSILON, DispatchProblem
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
 
