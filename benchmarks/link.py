@@ -29,8 +29,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_hydra
 from ds_hydra.engine.model.meta_model import load_stage_model
-from ds_hydra.engine.transfer.link_session import DeviceClock, Spans, TwoInFlight
-from ds_hydra.engine.transfer.slices import SlicePool, Slices
+from ds_hydra.engine.transfer.session import RoundWindow
+from ds_hydra.engine.transfer.stage_weights import SlicePool, StageWeights
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import LinkPlan, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
@@ -133,7 +133,6 @@ class Case:
         buffers = ExchangeBuffers(self.device)
         self.pull_link = Link(groups[0], self.device, buffers=buffers, node_group=groups[1])
         self.push_link = Link(groups[2], self.device, buffers=buffers, node_group=groups[3])
-        self.clock = DeviceClock(self.device)
         self.pool = SlicePool(self.device)
         self.plans: dict[tuple, LinkPlan] = {}
 
@@ -149,11 +148,11 @@ class Case:
             )
         return self.plans[key]
 
-    def pull(self, strategy: Strategy, routes: str = "direct") -> Slices:
+    def pull(self, strategy: Strategy, routes: str = "direct") -> StageWeights:
         buckets = self.stage_model.strategy_buckets(strategy, dist.get_world_size())[
             dist.get_rank()
         ]
-        slices = Slices(self.stage_model.specs, buckets, self.pool, self.shards_P[0].dtype)
+        slices = StageWeights(self.stage_model.specs, buckets, self.pool, self.shards_P[0].dtype)
         plan = self.plan(strategy, routes, gradients=False)
 
         def begin(index: int) -> RoundUnderWay:
@@ -161,19 +160,19 @@ class Case:
                 plan, index, self.shards_P, _bucket(slices.bucket_S, index)
             )
 
-        with TwoInFlight(self.pull_link, begin, Spans(self.clock)) as rounds:
+        with RoundWindow(begin, self.pull_link.abandon) as rounds:
             for index in range(len(plan.rounds)):
                 rounds.post(index)
         return slices
 
-    def push(self, strategy: Strategy, slices: Slices, routes: str = "direct") -> None:
+    def push(self, strategy: Strategy, slices: StageWeights, routes: str = "direct") -> None:
         plan = self.plan(strategy, routes, gradients=True)
 
         def begin(index: int) -> RoundUnderWay:
             grads = _bucket(slices.grad_bucket_S, index)
             return self.push_link.begin_push(plan, index, grads, self.grads_P)
 
-        with TwoInFlight(self.push_link, begin, Spans(self.clock)) as rounds:
+        with RoundWindow(begin, self.push_link.abandon) as rounds:
             for index in reversed(range(len(plan.rounds))):
                 rounds.post(index)
 
@@ -350,7 +349,9 @@ def main() -> None:
     for size in SIZES if args.size == "all" else [args.size]:
         engine = start(size, args.dtype)
         strategies = [
-            s for s in engine.hydra.strategies if not args.strategies or str(s) in args.strategies
+            s
+            for s in engine.hydra.candidates.strategies
+            if not args.strategies or str(s) in args.strategies
         ]
         case = Case(engine, args.ranks_per_node or None)
         times = measure(case, strategies, args.rounds)

@@ -62,8 +62,8 @@ _ROWS = "engine/model/micro_batches.py"
 _BALANCE = "engine/model/expert_balance.py"
 _PLACES = "strategy/schemes/placement.py"
 _RUN = "engine/propagation.py"
-_SLICES = "engine/transfer/slices.py"
-_STREAM = "engine/transfer/stream_plan.py"
+_WEIGHTS = "engine/transfer/stage_weights.py"
+_SCHEDULE = "engine/transfer/schedule.py"
 
 MUTANTS = (
     Mutant(
@@ -302,36 +302,36 @@ MUTANTS = (
     Mutant(
         "a rank has its first phase's role in all of them",
         _RUN,
-        "phase, replace(work, role=role), slices",
-        "phase, work, slices",
+        "phase, role, session",
+        "phase, roles[0], session",
         ("llama", "qwen2", "qwen3", "mistral"),
         values=("then",),
     ),
     Mutant(
         "a layer arrives in its slot one use early",
-        _STREAM,
-        "loads.append(Load(position, use, last_use[slot]))",
-        "loads.append(Load(position, use, last_use[slot] - 1))",
+        _SCHEDULE,
+        "transfers.append(Transfer(bringing, bucket, last_use[slot], number))",
+        "transfers.append(Transfer(bringing, bucket, max(AT_ONCE, last_use[slot] - 1), number))",
         values=("gather", "stream"),
     ),
     Mutant(
         "a gathered layer's second micro-batch adds to the first",
-        _SLICES,
+        _WEIGHTS,
         "            state.without_gradient.update(state.gradients)\n",
         "            pass\n",
         values=("gather",),
     ),
     Mutant(
         "backward of a gathered layer does not wait for the push before",
-        "engine/transfer/gathering.py",
-        "push_before[use], of_slot[slot] = of_slot[slot], place[use, True, bucket]",
-        "push_before[use], of_slot[slot] = -1, place[use, True, bucket]",
-        tests=("tests/test_gathering.py::test_rounds_never_overwrite_what_is_used",),
+        _SCHEDULE,
+        "transfers.append(Transfer(taking, before, left, number))",
+        "transfers.append(Transfer(taking, before, left))",
+        tests=("tests/test_transfer_schedule.py",),
     ),
     Mutant(
         "streamed: every rank of a TP group adds what one has to",
-        "engine/transfer/streaming.py",
-        "        if ref.pushes_gradient:\n            self._home.add",
+        _WEIGHTS,
+        "        if entry.pushes_gradient:\n            self._home.add",
         "        if True:\n            self._home.add",
         values=("stream",),
     ),
@@ -358,9 +358,9 @@ MUTANTS = (
     ),
     Mutant(
         "the first bucket is not pushed",
-        "engine/transfer/link_session.py",
-        "for index in reversed(range(len(self._push_plan.rounds))):",
-        "for index in reversed(range(1, len(self._push_plan.rounds))):",
+        _SCHEDULE,
+        "for bucket in reversed(range(num_rounds)) if pushes else ():",
+        "for bucket in reversed(range(1, num_rounds)) if pushes else ():",
     ),
     Mutant(
         "a slice's columns come from the parameter's beginning",

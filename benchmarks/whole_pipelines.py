@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -145,7 +144,7 @@ def row_of(name: str, num_batches: int) -> tuple[str, list[float]]:
             shares += [np.nan, np.nan]
             continue
         planned = found.planned[system]
-        scenario = replace(settings.scenario(workload, cluster), profile=planned.profile)
+        scenario = settings.scenario(workload, cluster).knowing(planned.profile)
         shares += above_bound(planned, scenario)
     cells = ["cannot run" if np.isnan(share) else f"{share:.1%}" for share in shares]
     return f"| {name} | {' | '.join(cells)} |", shares

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ds_hydra.strategy import Scheme, Strategy
-from ds_hydra.zero_link import ParamSpec, RankBuckets, Region, SliceRef, Slicing
+from ds_hydra.zero_link import BucketEntry, ParamSpec, RankBuckets, Region, Slicing
 from ds_hydra.zero_link.messages import Batch, LinkPlan, Piece, Store
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 3
@@ -106,7 +106,7 @@ def strategy_buckets(
                 seen.update(params)
                 buckets.append(
                     tuple(
-                        SliceRef(p, region, specs[p].pushes_gradient(tp_rank))
+                        BucketEntry(p, region, specs[p].pushes_gradient(tp_rank))
                         for p in params
                         for region in slice_regions(specs[p], scheme.tp, tp_rank)
                     )

@@ -11,8 +11,8 @@ from distributed import run_distributed
 from test_sequence_parallel import assert_training, train_everywhere
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ds_hydra.engine.model.attention import PackedMicroBatch, Segment, hydra_varlen
-from ds_hydra.engine.model.sight import in_sight
+from ds_hydra.engine.model.attention import hydra_varlen
+from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment, running
 from ds_hydra.engine.parallel import context_parallel
 from ds_hydra.engine.parallel.context_parallel import ContextRow, KeysOfRow
 from ds_hydra.engine.parallel.tp_sequence_parallel import TokenShards
@@ -43,7 +43,7 @@ def own_row(group, rank, lengths):
 
 def attend(packed, tensors, options):
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    with in_sight(packed):
+    with running(packed):
         out, _ = hydra_varlen(MODULE, *leaves, None, **options)
     return out, leaves
 

@@ -140,7 +140,7 @@ def train_on_proposals(folder):
         return engine
 
     engine = start(100)
-    found = [str(s) for s in engine.hydra.strategies]
+    found = [str(s) for s in engine.hydra.candidates.strategies]
     described = engine.hydra.describe()
     losses = [float(engine.train_batch()) for _ in range(4)]
     engine.destroy()

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from distributed import run_distributed
 from link_cases import decoder_specs, strategy_buckets
 
-from ds_hydra.engine.transfer.link_agreement import check_link_plans
-from ds_hydra.engine.transfer.link_session import DeviceClock, Spans, TwoInFlight
+from ds_hydra.engine.strategy_links import check_link_plans
+from ds_hydra.engine.transfer.session import RoundWindow
 from ds_hydra.errors import PlanMismatchError
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import plan_link
@@ -131,7 +131,7 @@ def pull(link, plan, shards_P, bucket_S):
     def begin(index):
         return link.begin_pull(plan, index, shards_P, bucket_of(bucket_S, index))
 
-    with TwoInFlight(link, begin, Spans(DeviceClock(torch.device("cpu")))) as rounds:
+    with RoundWindow(begin, link.abandon) as rounds:
         for index in range(len(plan.rounds)):
             rounds.post(index)
 
@@ -142,7 +142,7 @@ def push(link, plan, grad_bucket_S, grads_P):
     def begin(index):
         return link.begin_push(plan, index, bucket_of(grad_bucket_S, index), grads_P)
 
-    with TwoInFlight(link, begin, Spans(DeviceClock(torch.device("cpu")))) as rounds:
+    with RoundWindow(begin, link.abandon) as rounds:
         for index in reversed(range(len(plan.rounds))):
             rounds.post(index)
 

@@ -122,7 +122,7 @@ def check_engine(rows):
         examples = examples_of(row["lengths"])
         tensors = [(e["input_ids"], e["labels"]) for e in examples]
         strategy = Strategy.parse(parity_rows.strategy_of(row))
-        engine.hydra.prepare_forced(strategy)
+        engine.hydra.candidates.prepare(strategy)
         plan = hand_plan(
             strategy,
             LENGTHS_OF[row["lengths"]],

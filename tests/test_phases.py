@@ -228,16 +228,16 @@ def test_proposed_where_they_make_mini_batches_faster():
     settings = CandidateSettings(
         num_devices=4, context_length=120, planner=SETTINGS, tolerance=0.01
     )
-    bench, every = SampleBench(batches, held_profile(), settings), GroupLimits(100)
-    found = propose_phases(bench, bench.profile, every, (), np.full(3, 150.0))
+    bench, every = SampleBench(batches, settings.world(held_profile()), settings), GroupLimits(100)
+    found = propose_phases(bench, bench.world.profile, every, (), np.full(3, 150.0))
     assert set(found.strategies) == set(GATHERED)
     assert found.times_ms == pytest.approx(130)
     assert not found.are_refused
-    none = propose_phases(bench, bench.profile, every, (), np.full(3, 131.0))
+    none = propose_phases(bench, bench.world.profile, every, (), np.full(3, 131.0))
     assert none.strategies == ()
     assert none.times_ms == pytest.approx(131)
     assert not none.are_refused
-    refused = propose_phases(bench, bench.profile, GroupLimits(0), (), np.full(3, 150.0))
+    refused = propose_phases(bench, bench.world.profile, GroupLimits(0), (), np.full(3, 150.0))
     assert refused.strategies == ()
     assert refused.are_refused
 

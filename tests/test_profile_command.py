@@ -23,7 +23,7 @@ from ds_hydra.engine.profiling import measurements, profile_run, profiler, rehea
 from ds_hydra.engine.profiling import overlap_slowdown as slowdown
 from ds_hydra.engine.profiling.measurements import Measurements
 from ds_hydra.engine.profiling.profile_run import ProfileRequest, run_profile
-from ds_hydra.engine.ranks import device_memory
+from ds_hydra.engine.ranks import memory
 from ds_hydra.engine.ranks.hosts import Hosts, find_ranks_per_core
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy
@@ -65,7 +65,7 @@ def count_measurements(stop_after=None):
     would.
     """
     seen = []
-    original = profiler.stage_ms
+    original = profiler.measure_stage_ms
 
     def counted(propagator, strategy, length):
         if stop_after is not None and len(seen) == stop_after:
@@ -73,7 +73,7 @@ def count_measurements(stop_after=None):
         seen.append((str(strategy), length))
         return original(propagator, strategy, length)
 
-    profiler.stage_ms = counted
+    profiler.measure_stage_ms = counted
     return seen, lambda: setattr(profiler, "stage_ms", original)
 
 
@@ -563,11 +563,11 @@ def test_memory_far_below_what_a_layer_keeps_is_not_believed(monkeypatch, caplog
 
 def test_what_is_in_use_outside_of_torch_is_what_torch_has_not_got(monkeypatch):
     accelerator = SimpleNamespace(device_name=lambda: "fake", memory_reserved=lambda: 50)
-    monkeypatch.setattr(device_memory, "get_accelerator", lambda: accelerator)
-    assert device_memory.outside_bytes() == 0  # a device that does not tell
+    monkeypatch.setattr(memory, "get_accelerator", lambda: accelerator)
+    assert memory.outside_bytes() == 0  # a device that does not tell
     fake = SimpleNamespace(mem_get_info=lambda: (30, 100))
     monkeypatch.setattr(torch, "fake", fake, raising=False)
-    assert device_memory.outside_bytes() == 20
+    assert memory.outside_bytes() == 20
 
 
 def filled(monkeypatch, run_once, *, memory_bytes=10_000_000, peak_bytes=0):
@@ -581,13 +581,13 @@ def filled(monkeypatch, run_once, *, memory_bytes=10_000_000, peak_bytes=0):
         available_memory=lambda: 20,
     )
     monkeypatch.setattr(profiler, "get_accelerator", lambda: accelerator)
-    monkeypatch.setattr(device_memory, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(memory, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(profiler, "run_once", run_once)
     profile = Profile.from_json(small_profile(memory_bytes, num_layers=4))
     strategies = [Strategy.parse(text) for text in ("2x<1,1>", "1x<2,1>")]
     propagator = SimpleNamespace(num_ranks=2, rank=0, max_over_ranks=lambda value: value)
     config = HydraConfig(context_length=64, tokens_per_iteration=100_000)
-    with device_memory.naming_memory_limit(memory_bytes):
+    with memory.naming_memory_limit(memory_bytes):
         profiler._fill_memory(
             propagator, {s.schemes[0]: s for s in strategies}, profile, config, Measurements()
         )

@@ -21,6 +21,7 @@ from ds_hydra.sampler.propose import GroupLimits, groups_of_gathered, propose_st
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.cost_models.cluster import find_cluster
+from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.profiles.states import with_engine_states
 from ds_hydra.strategy.proposal.candidates import enumerate_strategies, strategies_from_json
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
@@ -66,7 +67,7 @@ def proposal(github):
 
 def test_set_is_within_two_percent_of_all_strategies_on_new_batches(proposal, github):
     profile = flat_profile("a800_llama2_7b")
-    every = enumerate_strategies(usable_schemes(profile, 8), 8, max_distinct=4)
+    every = enumerate_strategies(usable_schemes(World.of(profile, None, 8, 1)), 8, max_distinct=4)
     times = {"proposed": [], "every": []}
     for lengths in github.limit(CONTEXT).draw_batches(TOKENS, 12, seed=99):
         batch = make_batch(lengths.tolist())

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from reference import make_batch
+from spaces import with_moving_weights
 
 from ds_hydra.configs import find_file
 from ds_hydra.sampler import sample_bench
-from ds_hydra.sampler.candidate_set import decide_candidates, with_schemes_of
+from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.dispatch.dispatch import dispatch_trials
 from ds_hydra.sampler.phase_plan import MiniBatch
 from ds_hydra.sampler.planner import heuristic_times, plan_with_time
@@ -21,15 +22,16 @@ from ds_hydra.sampler.sample_bench import (
     SampleBench,
 )
 from ds_hydra.strategy.cost_models.cluster import find_cluster
+from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
-from ds_hydra.strategy.proposal.streamed import with_streamed_schemes
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies, schemes_of
 
 NUM_DEVICES = 16
 PUBLISHED = Profile.load(find_file("profiles", "a800_llama2_7b"))
 CLUSTER = find_cluster(PUBLISHED, NUM_DEVICES)
-PROFILE = with_streamed_schemes(PUBLISHED, num_devices=NUM_DEVICES, cluster=CLUSTER)
+PROFILE = with_moving_weights(PUBLISHED, num_devices=NUM_DEVICES, cluster=CLUSTER)
+WORLD = World.of(PROFILE, CLUSTER, NUM_DEVICES, 16384)
 STRATEGIES = parse_strategies(
     [
         "2x<8,1>",
@@ -59,10 +61,10 @@ def estimate_ms(strategy):
 
 
 def test_all_at_once_as_one_by_one():
-    found = FastEstimator(STRATEGIES, PROFILE, NUM_DEVICES).estimates_ms(BATCH)
+    found = FastEstimator(STRATEGIES, WORLD).estimates_ms(BATCH)
     assert found[:-1] == pytest.approx([estimate_ms(s) for s in STRATEGIES[:-1]])
     assert np.isinf(found[-1])  # no micro-batch of 15,000 tokens on one rank
-    assert FastEstimator((), PROFILE, NUM_DEVICES).estimates_ms(BATCH).size == 0
+    assert FastEstimator((), WORLD).estimates_ms(BATCH).size == 0
 
 
 def test_heuristic_times_are_those_of_the_plans():
@@ -99,7 +101,7 @@ def test_a_full_proposal_gathers_and_its_profile_knows_every_scheme():
     assert all(found.profile.latency[scheme].traffic_ms > 0 for scheme in gathered)
     assert found.proposal.kept_ms < found.proposal.plain_ms
     # A plan of the proposed strategies alone, as of a file, has the same times
-    again = with_schemes_of(profile, found.strategies)
+    again = Costs.of(profile, 8).extended(schemes_of(found.strategies))
     for scheme in gathered:
         assert again.get_latency(scheme) == found.profile.get_latency(scheme)
 
@@ -121,7 +123,7 @@ def test_what_lockstep_costs_keeps_gathered_strategies_from_being_tried():
     held = profile.max_len_tokens(gathered, 2)
     assert held > 0
     for lengths, ratio in (([held, held], 1.0), ([held // 2 + 1] * 3, UNEVEN_STEPS)):
-        screen = FastEstimator(strategies, profile, 2)
+        screen = FastEstimator(strategies, World.of(profile, None, 2, held))
         screen._max_len[:] = held
         with_lockstep, alone = screen.estimates_ms(make_batch(lengths))
         assert with_lockstep == pytest.approx(ratio * alone)
@@ -132,7 +134,7 @@ def test_half_of_the_mini_batches_have_to_do_for_very_many_candidates(monkeypatc
     monkeypatch.setattr(sample_bench, "_MANY", many)
     tried = []
     settings = CandidateSettings(num_devices=NUM_DEVICES, context_length=16384, num_rounds=0)
-    bench = SampleBench([BATCH] * 6, PROFILE, settings)
+    bench = SampleBench([BATCH] * 6, WORLD, settings)
     winners = bench.winners_near(STRATEGIES, (), lambda done, of: tried.append((done, of)))
     assert tried == [(number + 1, 6) for number in range(num_tried)]
     assert set(winners) < set(STRATEGIES)

@@ -18,10 +18,11 @@ from ds_hydra.lab.simulator.ulysses import balance_micro_batches_by_time
 from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy.cost_models.cluster import find_cluster
+from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.states import with_engine_states
-from ds_hydra.strategy.proposal.extended import with_derived_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.proposal.space import unpruned_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 LONG = LengthHistogram.from_counts({5: 400, 20: 200, 200: 30}, name="long")
@@ -36,7 +37,8 @@ def comparison():
 
 
 def derived(profile, cluster):
-    return with_derived_schemes(profile, num_devices=8, cluster=cluster)
+    world = World.of(profile, cluster, 8, 1)
+    return world.costs.table(unpruned_schemes(world))
 
 
 def test_groups_as_wide_as_a_profiled_one_need_no_links():
@@ -161,7 +163,7 @@ def test_context_that_only_checkpointed_layers_fit():
     assert profile.max_len_tokens(Scheme(4, 1), 4) == 240
     assert profile.max_len_tokens(Scheme(4, 1, ckpt=4), 4) == 464
     workload = make_workload(
-        profile=profile.with_schemes(strategy.schemes), strategies=(strategy,), context_length=300,
+        profile=Costs(profile).extended(strategy.schemes), strategies=(strategy,), context_length=300,
         histogram=LengthHistogram.from_counts({5: 40, 300: 5}, name="longer"), tokens_per_iteration=600,
     )  # fmt: skip
     found = compare(workload, None, Settings(iterations=3))

@@ -93,13 +93,13 @@ def measure(
 
 
 def _measure(case: str, propagator: Propagator, strategy: Strategy, tokens: int) -> None:
-    profiler.stage_ms(propagator, strategy, ProbeMicroBatch(tokens))
+    profiler.measure_stage_ms(propagator, strategy, ProbeMicroBatch(tokens))
     formula, activation = expect_bytes(propagator, strategy, tokens)
     if HAS_GPU:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     begin = time.process_time()
-    stage_ms = profiler.stage_ms(propagator, strategy, ProbeMicroBatch(tokens))
+    stage_ms = profiler.measure_stage_ms(propagator, strategy, ProbeMicroBatch(tokens))
     host_ms = (time.process_time() - begin) * 1e3
     found = {"tokens": tokens, "stage_ms": stage_ms, "host_cpu_ms": host_ms}
     found |= {"formula_gb": formula / 1e9, "activation_bytes_per_layer_and_hidden": activation}

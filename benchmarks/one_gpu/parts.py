@@ -15,7 +15,7 @@ from benchmarks.one_gpu import ceilings
 from benchmarks.one_gpu.ceilings import DEVICE, DTYPE
 from benchmarks.one_gpu.device import HAS_GPU, median_ms, peak_gb
 from benchmarks.one_gpu.telling import skip, tell, trying
-from ds_hydra.engine.model.sequence_attention import attention_per_sequence
+from ds_hydra.engine.model.attention import attention_per_sequence
 from ds_hydra.engine.parallel.cross_entropy import summed_cross_entropy
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
 

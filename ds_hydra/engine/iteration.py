@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -24,7 +23,6 @@ from ds_hydra.engine.ranks.agreement import run_together
 from ds_hydra.errors import HydraDataError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.strategy.schemes.placement import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +112,9 @@ def observe(
 def gather_scores(iteration: Iteration, collector: Collector, propagator: Propagator) -> Scores:
     """What `collector` has kept on all ranks, on each. Collective over all ranks."""
     here = [False] * len(iteration.plan.lengths)
-    for phase in iteration.plan.in_turn:
-        role = Role.find(phase.strategy, propagator.rank)
-        if role is not None and role.tp_rank == 0:
-            for position in chain(*phase.pipelines[role.pipeline].micro_batches):
+    for phase in iteration.plan.on_rank(propagator.rank):
+        if phase.role is not None and phase.role.tp_rank == 0:
+            for position in phase.positions:
                 here[position] = True
     return collector.gather(iteration.plan.lengths, here)
 

@@ -7,25 +7,21 @@ are arguments.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.propose import GroupLimits, KeptStrategy, Proposal, propose_among
 from ds_hydra.sampler.sample_bench import CandidateSettings, Progress
+from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.proposal.candidates import enumerate_strategies, power_of_two_schemes
-from ds_hydra.strategy.proposal.context_parallel import with_context_parallelism_of
-from ds_hydra.strategy.proposal.expert_parallel import with_expert_parallelism_of
-from ds_hydra.strategy.proposal.extended import with_derived_schemes, with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import (
     check_context,
     usable_schemes,
 )
-from ds_hydra.strategy.proposal.streamed import with_streams_of
+from ds_hydra.strategy.proposal.space import candidate_schemes, unpruned_schemes
 from ds_hydra.strategy.schemes.placement import (
     LINK_GROUPS,
     MAX_GROUPS_OF_RANK,
@@ -33,7 +29,7 @@ from ds_hydra.strategy.schemes.placement import (
     groups_of_all,
     most_groups_of_rank,
 )
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of
 
 _START_GROUPS_OF_RANK = 11
 """Groups of one rank that may be taken before the lengths are known: twelve are left for what these
@@ -68,8 +64,7 @@ class Candidates:
         """Sorted."""
         if self.profile is None:
             return ()
-        used = {scheme for strategy in self.strategies for scheme in strategy.schemes}
-        return tuple(sorted(used & self.profile.assumed))
+        return tuple(sorted(schemes_of(self.strategies) & self.profile.assumed))
 
 
 def decide_candidates(
@@ -92,7 +87,7 @@ def decide_candidates(
     if profile is not None and histogram is not None:
         check_longest(profile, settings, extended)
     if settings.given:
-        known = profile and with_schemes_of(profile, settings.given)
+        known = profile and settings.world(profile).costs.extended(schemes_of(settings.given))
         return Candidates(strategies=settings.given, profile=known)
     start = _without_lengths(profile, settings)
     if (
@@ -110,13 +105,8 @@ def decide_candidates(
     gathered = extended
     if settings.space == "full":
         # Phases are put together of schemes without checkpointed layers, dominated or not
-        gathered = with_derived_schemes(
-            profile,
-            num_devices=settings.num_devices,
-            cluster=settings.cluster,
-            can_run=settings.can_run,
-            tokens_per_iteration=0.0,
-        )
+        world = settings.world(profile).measured
+        gathered = world.costs.table(unpruned_schemes(world, 0.0))
     staying = () if settings.is_enumerated else settings.staying or start
     max_groups_of_rank = MAX_GROUPS_OF_RANK - LINK_GROUPS
     proposal = propose_among(
@@ -131,27 +121,8 @@ def decide_candidates(
         progress=progress,
         gathered=gathered,
     )
-    used = {scheme for strategy in proposal.strategies for scheme in strategy.schemes}
-    known = profile.with_entries(extended, used).with_entries(gathered, used)
-    known = with_schemes_of(known, proposal.strategies)
+    known = settings.world(profile).costs.extended(schemes_of(proposal.strategies))
     return Candidates(strategies=proposal.strategies, profile=known, proposal=proposal)
-
-
-def with_estimates_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
-    """`profile` with an estimate for each scheme of `strategies` that has SP or CP, shares experts,
-    or whose layers all stream or are gathered, where it did not measure that and can estimate it.
-    """
-    known = with_context_parallelism_of(with_estimates(profile, strategies), strategies)
-    known = with_expert_parallelism_of(known, strategies)
-    return with_streams_of(known, strategies)
-
-
-def with_schemes_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
-    """`profile` with what follows from it for the schemes of `strategies` that it has no entry
-    for.
-    """
-    known = with_estimates_of(profile, strategies)
-    return known.with_schemes(scheme for strategy in strategies for scheme in strategy.schemes)
 
 
 def proposes(
@@ -171,21 +142,15 @@ def check_longest(
     profile: Profile, settings: CandidateSettings, extended: Profile | None = None
 ) -> None:
     """Raise HydraConfigError where no scheme of any candidate fits a sequence of the context."""
-    schemes = {scheme for strategy in settings.given for scheme in strategy.schemes}
-    known = with_schemes_of(profile, settings.given)
+    schemes = schemes_of(settings.given)
+    known = settings.world(profile).costs.extended(schemes)
     if not settings.given:
         extended = extended or _extended(profile, settings)
     if extended is not None and proposes(profile, settings, extended):
         known, schemes = extended, set(_allowed(extended, settings))
     elif not settings.given:
         schemes = set(_usable(profile, settings).latency)
-    check_context(
-        known,
-        settings.num_devices,
-        settings.context_length,
-        schemes=schemes,
-        can_run=None if settings.given else settings.can_run,
-    )
+    check_context(settings.world(known), schemes, advises_full=not settings.given)
 
 
 def _without_lengths(profile: Profile | None, settings: CandidateSettings) -> tuple[Strategy, ...]:
@@ -221,7 +186,8 @@ def _is_usable(scheme: Scheme, profile: Profile | None, settings: CandidateSetti
 
 
 def _usable(profile: Profile, settings: CandidateSettings) -> Profile:
-    return profile.only(s for s in profile.latency if _is_usable(s, profile, settings))
+    usable = (s for s in profile.latency if _is_usable(s, profile, settings))
+    return Costs(profile).table(usable)
 
 
 def _extended(profile: Profile, settings: CandidateSettings) -> Profile:
@@ -230,16 +196,10 @@ def _extended(profile: Profile, settings: CandidateSettings) -> Profile:
     """
     if settings.space != "full":
         return _usable(profile, settings)
-    extended = with_extended_schemes(
-        profile,
-        num_devices=settings.num_devices,
-        context_length=settings.context_length,
-        can_run=settings.can_run,
-        cluster=settings.cluster,
-        tokens_per_iteration=settings.num_tokens,
-    )
-    return _usable(extended, settings)
+    world = settings.world(profile).measured
+    schemes = candidate_schemes(world, settings.space, settings.num_tokens)
+    return _usable(world.costs.table(schemes), settings)
 
 
 def _allowed(extended: Profile, settings: CandidateSettings) -> tuple[Scheme, ...]:
-    return usable_schemes(extended, settings.num_devices, settings.space)
+    return usable_schemes(settings.world(extended), settings.space)

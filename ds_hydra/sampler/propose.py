@@ -24,10 +24,10 @@ from ds_hydra.sampler.sample_bench import (
     sample_batches,
 )
 from ds_hydra.sampler.schedule import FloatArray
+from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.link_times import NO_LINKS
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.candidates import STRATEGIES_SCHEMA
-from ds_hydra.strategy.proposal.extended import with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import (
     ProposalSettings,
@@ -36,6 +36,7 @@ from ds_hydra.strategy.proposal.program import (
     propose_from_histogram,
     usable_schemes,
 )
+from ds_hydra.strategy.proposal.space import candidate_schemes
 from ds_hydra.strategy.schemes.neighbours import full_strategies
 from ds_hydra.strategy.schemes.placement import (
     MAX_GROUPS_OF_RANK,
@@ -43,7 +44,7 @@ from ds_hydra.strategy.schemes.placement import (
     groups_of_all,
     most_groups_of_rank,
 )
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of
 
 _MAX_SINGLE_STAGE = 2000
 """Strategies of <TP,1> that are all tried, if there are no more; 64 devices have some hundred."""
@@ -172,14 +173,8 @@ def propose_strategies(
     come on top.
     """
     if settings.space == "full":
-        profile = with_extended_schemes(
-            profile,
-            num_devices=settings.num_devices,
-            context_length=settings.context_length,
-            can_run=settings.can_run,
-            cluster=settings.cluster,
-            tokens_per_iteration=settings.num_tokens,
-        )
+        world = settings.world(profile).measured
+        profile = world.costs.table(candidate_schemes(world, settings.space, settings.num_tokens))
     limits = GroupLimits(settings.max_groups)
     return propose_among(
         profile, histogram, settings, start=settings.given, limits=limits, progress=progress
@@ -207,20 +202,20 @@ def propose_among(
     Raises HydraConfigError if no scheme of the space holds the context, or if the best static
     strategy alone needs more communicators than allowed.
     """
-    number, context, space = settings.num_devices, settings.context_length, settings.space
-    histogram = histogram.limit(context)
-    is_extended = not all(scheme.is_plain for scheme in usable_schemes(profile, number, space))
-    plain_fits = bool(homogeneous_strategies(profile, number, context)) or not is_extended
+    world, space = settings.world(profile).linked_by(None), settings.space
+    histogram = histogram.limit(settings.context_length)
+    is_extended = not all(scheme.is_plain for scheme in usable_schemes(world, space))
+    plain_fits = bool(homogeneous_strategies(world)) or not is_extended
     spaces: list[Space] = ["plain"] if plain_fits and not start else []
     spaces += [space] if is_extended else []
     if not is_extended and not start:
-        check_context(profile, number, context, can_run=settings.can_run)
+        check_context(world, advises_full=True)
 
-    bench = SampleBench(sample_batches(histogram, settings), profile, settings)
+    bench = SampleBench(sample_batches(histogram, settings), world, settings)
     choice = _Choice(limits, settings.tolerance, [*start], [*start])
     for strategy in start:
         choice.rate(strategy, bench.times_ms(strategy))
-    proposed = _of_program(profile, histogram, settings) if "plain" in spaces else {}
+    proposed = _of_program(world, histogram, settings) if "plain" in spaces else {}
     plain = choice.chosen
     for turn, each in enumerate(spaces):
         show = _in_turn(progress, turn, len(spaces))
@@ -283,20 +278,15 @@ class _Choice:
 
 
 def _of_program(
-    profile: Profile, histogram: LengthHistogram, settings: CandidateSettings
+    world: World, histogram: LengthHistogram, settings: CandidateSettings
 ) -> dict[Strategy, tuple[int, ...]]:
     """Strategies of <TP,PP> near those of the histogram's program, and the maximum lengths that
     they suit.
     """
     # 128 tokens are the paper's step for 32K; a short context needs its own for schemes to differ.
     step = max(1, min(128, settings.context_length // 16))
-    found = propose_from_histogram(
-        profile,
-        histogram,
-        num_devices=settings.num_devices,
-        context_length=settings.context_length,
-        settings=ProposalSettings(tokens_per_iteration=settings.num_tokens, length_step=step),
-    )
+    steps = ProposalSettings(tokens_per_iteration=settings.num_tokens, length_step=step)
+    found = propose_from_histogram(world, histogram, steps)
     return {proposed.strategy: proposed.max_lengths_tokens for proposed in found}
 
 
@@ -308,15 +298,14 @@ def _candidates(
     progress: Progress | None,
 ) -> Iterator[Strategy]:
     """Strategies of `space` that are worth a rating, beside what is chosen so far."""
-    profile, number = bench.profile, bench.settings.num_devices
-    schemes = usable_schemes(profile, number, space)
+    schemes = usable_schemes(bench.world, space)
     if space == "plain":
         single = [scheme for scheme in schemes if scheme.pp == 1]
         tried = dict.fromkeys(proposed)
-        tried |= dict.fromkeys(full_strategies(single, number, _MAX_SINGLE_STAGE))
+        tried |= dict.fromkeys(full_strategies(single, bench.world.num_devices, _MAX_SINGLE_STAGE))
         yield from bench.winners_near(tuple(tried), schemes, progress)
     if not any(map(bench.fits_context, choice.chosen)):
-        check_context(profile, number, bench.settings.context_length, schemes)
+        check_context(bench.world, schemes)
         static = bench.best_static(space)
         _check_communicators(static, choice.limits)
         choice.keep(static)
@@ -359,8 +348,7 @@ def _with_phases(bench: SampleBench, choice: _Choice, profile: Profile) -> ForPh
     more = groups_of_gathered(found.chosen, found.strategies, bench.settings.num_devices, limits)
     if more:
         every = (*found.chosen, *found.strategies, *more)
-        used = {scheme for strategy in every for scheme in strategy.schemes}
-        known = profile.with_entries(bench.profile, used)
+        known = Costs(profile).extended(schemes_of(every))
         return ForPhases(
             found.chosen, (*found.strategies, *more), bench.phases_ms(every, found.times_ms, known)
         )
@@ -496,9 +484,10 @@ def _describe(
         for s in for_phases.strategies
         if s not in chosen
     ]
-    measured = bench.profile.latency.keys() - bench.profile.assumed
-    own, used = ({x for s in of for x in s.schemes} for of in (chosen, for_phases.strategies))
-    assumed = (own & bench.profile.assumed) | (used - measured)
+    profile = bench.world.profile
+    measured = profile.latency.keys() - profile.assumed
+    assumed = schemes_of(chosen) & profile.assumed
+    assumed |= schemes_of(for_phases.strategies) - measured
     return Proposal(
         space=settings.space,
         num_devices=settings.num_devices,

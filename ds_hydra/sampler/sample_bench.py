@@ -23,13 +23,13 @@ from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.cost_models.costs import CanRun, Costs, World, runs_all
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import (
     default_tokens_per_iteration,
     homogeneous_strategies,
 )
-from ds_hydra.strategy.proposal.streamed import CanRun
 from ds_hydra.strategy.schemes.neighbours import neighbour_strategies
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
@@ -86,7 +86,7 @@ class CandidateSettings:
     given: tuple[Strategy, ...] = ()
     staying: tuple[Strategy, ...] = ()
     space: Space = "full"
-    can_run: CanRun = lambda _: True
+    can_run: CanRun = runs_all
     cluster: Cluster | None = None
     max_groups: int = MAX_PROCESS_GROUPS
     num_link_groups: int = 2
@@ -126,6 +126,15 @@ class CandidateSettings:
             planner=replace(HEURISTIC, overlaps_links=config.link.overlap),
         )
 
+    def world(self, profile: Profile) -> World:
+        """What is trained where, with the prices that follow from `profile`."""
+        return World(
+            costs=Costs(profile, self.cluster),
+            num_devices=self.num_devices,
+            context_length=self.context_length,
+            can_run=self.can_run,
+        )
+
     @property
     def is_enumerated(self) -> bool:
         """Whether all strategies of two schemes are candidates."""
@@ -151,23 +160,21 @@ class SampleBench:
     """The same mini-batches, planned with different candidates."""
 
     def __init__(
-        self, batches: Sequence[GlobalBatch], profile: Profile, settings: CandidateSettings
+        self, batches: Sequence[GlobalBatch], world: World, settings: CandidateSettings
     ) -> None:
-        self.profile, self.settings, self.batches = profile, settings, batches
+        self.world, self.settings, self.batches = world, settings, batches
         self._known: list[dict[Strategy, float]] = [{} for _ in batches]
 
     def fits_context(self, strategy: Strategy) -> bool:
         """Whether a sequence of the context has a place in `strategy`."""
         longest = max(
-            self.profile.max_len_tokens(s, self.settings.num_devices, strategy)
-            for s in dict.fromkeys(strategy.schemes)
+            self.world.max_len_tokens(s, strategy) for s in dict.fromkeys(strategy.schemes)
         )
-        return longest >= self.settings.context_length
+        return longest >= self.world.context_length
 
     def best_static(self, space: Space) -> Strategy:
         """The fastest strategy of one scheme that fits the context, on average."""
-        number, context = self.settings.num_devices, self.settings.context_length
-        static = homogeneous_strategies(self.profile, number, context, space)
+        static = homogeneous_strategies(self.world, space)
         return min(static, key=lambda strategy: float(self.times_ms(strategy).mean()))
 
     def winners_near(
@@ -195,7 +202,7 @@ class SampleBench:
 
         Each is estimated by one greedy dispatch of some mini-batches.
         """
-        number = self.settings.num_devices
+        number = self.world.num_devices
         alike = [Strategy((s,) * (number // s.num_devices)) for s in schemes]
         screened: dict[Strategy, FloatArray] = {}
         chosen: list[Strategy] = [*start]
@@ -203,7 +210,7 @@ class SampleBench:
             near = dict.fromkeys([*chosen, *alike])
             near |= dict.fromkeys(n for s in chosen for n in neighbour_strategies(s, schemes))
             new = [strategy for strategy in near if strategy not in screened]
-            estimator = FastEstimator(new, self.profile, number)
+            estimator = FastEstimator(new, self.world)
             times = [estimator.estimates_ms(batch) for batch in self.batches[:_NUM_SCREENED]]
             screened |= dict(zip(new, np.array(times).T))
             before, chosen = chosen, fastest_together(start, screened, most=_NUM_TRIED)
@@ -226,8 +233,8 @@ class SampleBench:
             times = heuristic_times(
                 self.batches[number],
                 strategies=missing,
-                profile=self.profile,
-                num_devices=self.settings.num_devices,
+                profile=self.world.profile,
+                num_devices=self.world.num_devices,
                 settings=self.settings.planner_with_links(missing),
             )
             known.update(zip(missing, times.tolist()))
@@ -239,7 +246,7 @@ class SampleBench:
         """`known_ms` of each of the first mini-batches, or what phases out of `strategies` take by
         `profile` where that is less.
         """
-        number, settings = self.settings.num_devices, self.settings.planner_with_links(strategies)
+        number, settings = self.world.num_devices, self.settings.planner_with_links(strategies)
         found = []
         for batch, limit_ms in zip(self.batches, known_ms.tolist()):
             mini_batch = MiniBatch(batch, profile, number, settings)
@@ -259,8 +266,7 @@ class SampleBench:
         if len(strategies) > most:
             estimator = FastEstimator(
                 strategies,
-                self.profile,
-                self.settings.num_devices,
+                self.world,
                 num_trials=self.settings.planner.num_trials,
                 seed=self.settings.planner.seed,
             )
@@ -323,8 +329,7 @@ class FastEstimator:
     def __init__(
         self,
         strategies: Sequence[Strategy],
-        profile: Profile,
-        num_devices: int,
+        world: World,
         *,
         num_trials: int = 1,
         seed: int = 0,
@@ -341,11 +346,11 @@ class FastEstimator:
         for row, strategy in enumerate(strategies):
             for scheme, count in Counter(strategy.schemes).items():
                 self._counts[row, column[scheme]] = count
-                longest = profile.max_len_tokens(scheme, num_devices, strategy)
+                longest = world.max_len_tokens(scheme, strategy)
                 self._max_len[row, column[scheme]] = max(0, longest)
         self._gathers = np.array([strategy.gathers for strategy in strategies], dtype=np.bool_)
         self._kinds = [
-            PipelineKind(1, scheme.pp, 1, profile.get_latency(scheme)) for scheme in schemes
+            PipelineKind(1, scheme.pp, 1, world.profile.get_latency(scheme)) for scheme in schemes
         ]
 
     def estimates_ms(self, batch: GlobalBatch) -> FloatArray:

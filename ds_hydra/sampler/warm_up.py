@@ -24,6 +24,7 @@ from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import PipelineKind, make_problem
 from ds_hydra.sampler.sample_bench import FastEstimator
+from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.profiles.link_times import NO_LINKS
 from ds_hydra.strategy.profiles.profile import LatencyModel
 from ds_hydra.strategy.profiles.states import load_profile
@@ -66,10 +67,11 @@ def _warm_up_proposal() -> None:
     lengths = np.array([100, 2000], dtype=np.int64)
     histogram = LengthHistogram(name="two", lengths_tokens=lengths, counts=lengths // 100)
     settings = ProposalSettings(tokens_per_iteration=4000)
-    relaxed_strategies(profile, histogram, num_devices=8, context_length=2000, settings=settings)
+    world = World.of(profile, None, 8, 2000)
+    relaxed_strategies(world, histogram, settings)
     batch = GlobalBatch(iteration=0, sample_indices=(0,), lengths=(100,), num_label_tokens=99)
     strategies = (Strategy((Scheme(8, 1),)),)
-    FastEstimator(strategies, profile, 8).estimates_ms(batch)
+    FastEstimator(strategies, world).estimates_ms(batch)
     plan_iteration(
         batch, strategies=strategies, profile=profile, num_devices=8, settings=PlannerSettings()
     )

@@ -182,11 +182,11 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         return epoch, 0 if self.args.ignore_data_skip else into
 
     def _attach_data(self) -> None:
-        self.engine.hydra.attach_data(self._train_tokens)
+        self.engine.hydra.source.attach(self._train_tokens)
 
     def _prepare_for_training(self, *args: Any) -> tuple[nn.Module, DataLoader]:
         prepared = super()._prepare_for_training(*args)
-        self.engine.hydra.start_planning()
+        self.engine.hydra.source.start()
         return prepared
 
     def _run_epoch(self, **settings: Any) -> None:

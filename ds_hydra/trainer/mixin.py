@@ -253,7 +253,7 @@ class EngineMixin:
         steps = self.state.global_step - self._initial_global_step
         exact = self._trained.num_sequences * self.state.max_steps / max(steps, 1)
         output = super()._finalize_training(trial, exact, start_time)
-        self.engine.hydra.close_feed()
+        self.engine.hydra.source.close_feed()
         return output
 
     # ---- Checkpoints

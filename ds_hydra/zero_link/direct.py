@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_hydra.zero_link.layout import Blocks, IntArray, ParamSpec, Region, Regions, ShardTable
-from ds_hydra.zero_link.messages import Batch, Bucket, Phase, RankBuckets, Round, SliceRef, Store
+from ds_hydra.zero_link.messages import Batch, Bucket, BucketEntry, Phase, RankBuckets, Round, Store
 
 
 class AskedBuckets:
@@ -19,7 +19,7 @@ class AskedBuckets:
     each of `buckets`, tuples of (slot, reference). `ids[rank, round]` is -1 where a rank has none.
     """
 
-    def __init__(self, buckets: Sequence[tuple[tuple[int, SliceRef], ...]], ids: IntArray):
+    def __init__(self, buckets: Sequence[tuple[tuple[int, BucketEntry], ...]], ids: IntArray):
         self.buckets = buckets
         self.ids = ids
         self.num_ranks, self.num_rounds = ids.shape

@@ -20,7 +20,7 @@ packed.
 
 
 @dataclass(frozen=True, slots=True)
-class SliceRef:
+class BucketEntry:
     """One slice in a bucket: which parameter, which rectangle, and whether its gradient is
     pushed.
     """
@@ -30,7 +30,7 @@ class SliceRef:
     pushes_gradient: bool
 
 
-Bucket = tuple[SliceRef, ...]
+Bucket = tuple[BucketEntry, ...]
 RankBuckets = tuple[Bucket, ...]
 """The buckets of one rank in the order in which propagation needs them; empty for an idle rank."""
 

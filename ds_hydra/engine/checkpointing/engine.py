@@ -74,7 +74,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         Raises CheckpointError on all ranks where one of them could not write, was given other
         arguments, or another job is saving to `save_dir`; then the checkpoint before it stays.
         """
-        with self.hydra.section("saving"):
+        with watch("saving"):
             self._save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         return True
 
@@ -165,7 +165,7 @@ class CheckpointingEngine(DeepSpeedEngine):
             load_lr_scheduler_states,
             load_module_only,
         )
-        with self.hydra.section("loading"):
+        with watch("loading"):
             return self._load(load_dir, tag, *options, custom_load_fn, load_data_position)
 
     def _load(

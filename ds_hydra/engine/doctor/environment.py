@@ -19,9 +19,8 @@ from torch.utils import cpp_extension
 
 from ds_hydra.engine.doctor.findings import Finding, Status
 from ds_hydra.engine.model.attention import find_kernel, kernel_error
-from ds_hydra.engine.ranks.accelerator_settings import find_overlap_problem
-from ds_hydra.engine.ranks.deepspeed_ops import NO_COMPILER, compiles_adam
-from ds_hydra.engine.ranks.host_memory import available_bytes
+from ds_hydra.engine.ranks.memory import available_bytes
+from ds_hydra.engine.ranks.process_start import NO_COMPILER, compiles_adam, find_overlap_problem
 from ds_hydra.environment import WANTED
 from ds_hydra.strategy.compiled import HAS_NUMBA
 

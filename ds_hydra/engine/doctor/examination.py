@@ -25,10 +25,9 @@ from ds_hydra.engine.doctor.findings import Finding, Report, Status
 from ds_hydra.engine.doctor.vigil import Vigil
 from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.profiling.profile_run import join_ranks, use_device
-from ds_hydra.engine.ranks.accelerator_settings import can_overlap
 from ds_hydra.engine.ranks.agreement import broadcast_text
-from ds_hydra.engine.ranks.deepspeed_ops import leave_out_shared_memory
 from ds_hydra.engine.ranks.hosts import Hosts, find_hosts
+from ds_hydra.engine.ranks.process_start import can_overlap, leave_out_shared_memory
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy.cost_models.analytic import Hardware
@@ -232,7 +231,9 @@ class Examination:
         self.findings.append(small_model.check_halves(device, vigil, overlap=overlap))
         self.findings.append(small_model.check_gathered(model, vigil, overlap=overlap))
         if len(propagator.hosts.names) == 1:
-            self.findings.append(small_model.check_streams(model, vigil, overlap=overlap))
+            self.findings.append(
+                small_model.check_streamed_gradients(model, vigil, overlap=overlap)
+            )
 
     def _left_s(self, max_over_ranks: Callable[[float], float]) -> float:
         gone = max_over_ranks(time.monotonic() - self.begin)

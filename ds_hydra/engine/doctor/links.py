@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ds_hydra.engine.doctor.findings import Finding, Status
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.engine.ranks.hosts import Hosts
-from ds_hydra.engine.transfer.link_session import DeviceClock
+from ds_hydra.engine.transfer.link_thread import DeviceClock
 from ds_hydra.strategy.cost_models.analytic import Hardware, find_shipped_hardware
 
 CPU_NAME = "one CPU core"

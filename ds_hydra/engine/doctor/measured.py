@@ -10,13 +10,13 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 
 from ds_hydra.engine.doctor.findings import Finding
-from ds_hydra.engine.model.random_model import build_random_stage_model
+from ds_hydra.engine.model.meta_model import build_random_stage_model
 from ds_hydra.engine.profiling.memory_trace import trace_layer_memory
 from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch
-from ds_hydra.engine.profiling.profiler import stage_ms, token_bytes
+from ds_hydra.engine.profiling.profiler import measure_stage_ms, token_bytes
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.agreement import gather_rows
-from ds_hydra.engine.transfer.link_session import DeviceClock
+from ds_hydra.engine.transfer.link_thread import DeviceClock
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_latency
 
@@ -103,7 +103,9 @@ def check_profile_point(device: torch.device, hardware: Hardware | None) -> list
     propagator = Propagator(stage_model, device=device, max_groups=4)
     try:
         micro_batch = ProbeMicroBatch(probe.num_tokens)
-        times_ms = [stage_ms(propagator, strategy, micro_batch) for _ in range(1 + _REPEATS)]
+        times_ms = [
+            measure_stage_ms(propagator, strategy, micro_batch) for _ in range(1 + _REPEATS)
+        ]
         num_bytes = token_bytes(propagator, strategy, probe.num_tokens)
     finally:
         propagator.close()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_hydra.engine.losses.loss import NUM_COUNTED, WEIGHT, Fields, Loss, SequenceLoss, Tokens
 from ds_hydra.engine.parallel.token_scores import TokenScores
-from ds_hydra.engine.ranks.host_memory import to_device
+from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.errors import HydraConfigError, HydraError
 from ds_hydra.sampler.data.examples import IGNORED_LABEL, check_unmasked
 

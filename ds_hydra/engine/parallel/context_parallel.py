@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from ds_hydra.engine.parallel.tp_sequence_parallel import TokenShards
-from ds_hydra.engine.ranks.host_memory import to_device
+from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.sampler.packing.cuts import Row
-from ds_hydra.strategy.profiles.sequence_parallel import MOST_KEY_VALUE_PARTS
+from ds_hydra.strategy.cost_models.costs import MOST_KEY_VALUE_PARTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch, layer_params
-from ds_hydra.engine.profiling.profiler import stage_ms
+from ds_hydra.engine.profiling.profiler import measure_stage_ms
 from ds_hydra.engine.propagation import Propagator
-from ds_hydra.engine.transfer.link_session import DeviceClock
+from ds_hydra.engine.transfer.link_thread import DeviceClock
 from ds_hydra.strategy import Strategy
 
 _MESSAGE_BYTES = 25 << 20
@@ -74,7 +74,9 @@ def measure_overlap_slowdown(
 
     def micro_batch_ms(beside: Callable[[], Iterable[dist.Work]] = tuple) -> float:
         passes = 2 * strategy.schemes[0].pp - 1
-        return passes * stage_ms(propagator, strategy, ProbeMicroBatch(length), beside=beside)
+        return passes * measure_stage_ms(
+            propagator, strategy, ProbeMicroBatch(length), beside=beside
+        )
 
     try:
         micro_batch_ms()  # compiles and allocates

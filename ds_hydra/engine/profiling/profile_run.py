@@ -21,8 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from transformers import PretrainedConfig
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.model.meta_model import load_model_config, making
-from ds_hydra.engine.model.random_model import build_random_stage_model
+from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config, making
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.measurements import Measurements
 from ds_hydra.engine.profiling.memory_trace import check_slices
@@ -32,13 +31,13 @@ from ds_hydra.engine.profiling.profiler import measure_profile
 from ds_hydra.engine.profiling.rehearsal import side_by_side
 from ds_hydra.engine.profiling.slice_profiler import profile_slices
 from ds_hydra.engine.propagation import Propagator
-from ds_hydra.engine.ranks.accelerator_settings import (
+from ds_hydra.engine.ranks.agreement import run_together
+from ds_hydra.engine.ranks.memory import naming_memory_limit
+from ds_hydra.engine.ranks.process_start import (
     overlap_where_safe,
     prepare_accelerator,
     use_deterministic_kernels,
 )
-from ds_hydra.engine.ranks.agreement import run_together
-from ds_hydra.engine.ranks.device_memory import naming_memory_limit
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.cost_models.topology import Topology

@@ -293,11 +293,11 @@ def _workload(
     from ds_hydra.configs.files import find_profile
     from ds_hydra.lab.simulator.sweep import Axes
     from ds_hydra.lab.simulator.workload import Workload
-    from ds_hydra.sampler.candidate_set import with_schemes_of
+    from ds_hydra.strategy.cost_models.costs import Costs
     from ds_hydra.strategy.profiles.profile import Profile
     from ds_hydra.strategy.proposal.candidates import load_strategies
     from ds_hydra.strategy.proposal.histogram import LengthHistogram
-    from ds_hydra.strategy.schemes.scheme import Strategy, check_one_host
+    from ds_hydra.strategy.schemes.scheme import Strategy, check_one_host, schemes_of
 
     given = {
         "--profile": estimated.name if estimated else profile,
@@ -323,7 +323,7 @@ def _workload(
     given_profile = estimated or Profile.load(find_profile(profile))
     for each in named:
         check_one_host(each, -(-max(axes.devices) // given_profile.memory.devices_per_node))
-    known = with_schemes_of(given_profile, named)
+    known = Costs.of(given_profile, num_devices).extended(schemes_of(named))
     workload = Workload(
         name=f"{profile}, {histogram}",
         profile=known,

@@ -27,7 +27,7 @@ from ds_hydra.lab.simulator.systems import (
     Settings,
 )
 from ds_hydra.lab.simulator.workload import Workload, check_workload
-from ds_hydra.sampler.candidate_set import decide_candidates, with_schemes_of
+from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.sample_bench import (
     HEURISTIC,
     MAX_ENUMERATED_RANKS,
@@ -37,18 +37,18 @@ from ds_hydra.sampler.sample_bench import (
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.states import with_engine_states
-from ds_hydra.strategy.proposal.extended import (
-    stretched_schemes,
-    with_derived_schemes,
-    with_extended_schemes,
-)
 from ds_hydra.strategy.proposal.program import (
     ProposalSettings,
     check_context,
     propose_from_histogram,
     usable_schemes,
 )
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+from ds_hydra.strategy.proposal.space import (
+    candidate_schemes,
+    pruned_schemes,
+    unpruned_schemes,
+)
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of
 
 
 def compare(
@@ -74,17 +74,10 @@ def compare(
     workload = replace(workload, profile=replace(workload.profile, ranks_per_core=1.0))
     is_plain = settings.space == "plain" or bool(workload.strategies)
     start = replace(settings, iterations=0).scenario(workload, cluster)
-    own = replace(start, profile=workload.own_profile or with_engine_states(workload.profile))
+    own = start.knowing(workload.own_profile or with_engine_states(workload.profile))
     if known is None:
         if not (is_plain or own.statics() or _fits_extended(workload, own)):
-            check_context(
-                own.profile,
-                own.num_devices,
-                own.context_length,
-                is_full=True,
-                cluster=own.cluster,
-                tokens_per_iteration=workload.tokens_per_iteration,
-            )
+            check_context(own, is_full=True, tokens_per_iteration=workload.tokens_per_iteration)
         check_workload(workload, is_plain=is_plain)
     scenario = settings.scenario(workload, cluster)
     own = replace(own, batches=scenario.batches)
@@ -95,7 +88,7 @@ def compare(
         )
     }
     if GRADIENTS_32_BIT in settings.systems and cluster is not None:
-        pushing = replace(own, cluster=cluster.pushing_32_bit)
+        pushing = own.linked_by(cluster.pushing_32_bit)
         candidates = given.get(GRADIENTS_32_BIT)
         jobs[GRADIENTS_32_BIT] = partial(
             _run_in_space, GRADIENTS_32_BIT, workload, pushing, settings, candidates
@@ -152,33 +145,9 @@ def _run_other(contest: Contest, name: str) -> SystemResult | None:
 
 def _fits_extended(workload: Workload, own: Scenario) -> bool:
     """Whether a scheme of the full space fits the context, as `_propose` looks for it."""
-    extended = with_extended_schemes(
-        own.profile,
-        num_devices=own.num_devices,
-        context_length=own.context_length,
-        cluster=own.cluster,
-        tokens_per_iteration=workload.tokens_per_iteration,
-    )
-    fitting = (s for s in extended.latency if s.num_devices <= own.num_devices)
-    longest = (extended.max_len_tokens(s, own.num_devices) for s in fitting)
-    return any(length >= own.context_length for length in longest)
-
-
-def _derived(own: Scenario) -> Profile:
-    """The profile with all that follows from it but for checkpointed layers and uneven stages."""
-    return with_derived_schemes(
-        own.profile,
-        num_devices=own.num_devices,
-        cluster=own.cluster,
-        tokens_per_iteration=0.0,
-    )
-
-
-def _stretched(derived: Profile, own: Scenario) -> tuple[Scheme, ...]:
-    """The schemes of the full space that none makes useless."""
-    return stretched_schemes(
-        derived, num_devices=own.num_devices, context_length=own.context_length
-    )
+    extended = candidate_schemes(own, "full", workload.tokens_per_iteration)
+    fitting = (s for s in extended if s.num_devices <= own.num_devices)
+    return any(own.max_len_tokens(s) >= own.context_length for s in fitting)
 
 
 def _run_in_space(
@@ -192,17 +161,18 @@ def _run_in_space(
     """ds_hydra in the space of the settings, with these `candidates` if there are any."""
     if workload.strategies or settings.space == "plain":
         if not workload.strategies:
-            check_context(own.profile, own.num_devices, own.context_length)
+            check_context(own)
         strategies = (
             workload.strategies or candidates or _propose(workload, own, settings, "plain", inside)
         )
-        return _run_strategies(name, own, strategies, usable_schemes(own.profile, own.num_devices))
-    profile = _derived(own)
-    schemes = () if candidates else _stretched(profile, own)
+        return _run_strategies(name, own, strategies, usable_schemes(own))
+    world = own.measured
+    unpruned = unpruned_schemes(world, 0.0)
+    schemes = () if candidates else pruned_schemes(world, unpruned)
     strategies = candidates or _propose(workload, own, settings, "full", inside)
-    profile = profile.with_schemes(schemes)
-    profile = _with_seen_traffic(with_schemes_of(profile, strategies), own.seen)
-    return _run_strategies(name, replace(own, profile=profile), strategies, schemes)
+    profile = world.costs.table((*unpruned, *schemes, *sorted(schemes_of(strategies))))
+    profile = _with_seen_traffic(profile, own.seen)
+    return _run_strategies(name, own.knowing(profile), strategies, schemes)
 
 
 def _with_seen_traffic(profile: Profile, share: float | None) -> Profile:
@@ -230,7 +200,7 @@ def _run_plain(
     if not named and not scenario.statics():
         return None
     strategies = named or candidates or _propose(workload, scenario, settings, "plain")
-    schemes = usable_schemes(scenario.profile, workload.num_devices)
+    schemes = usable_schemes(scenario)
     return _run_strategies(name, scenario, strategies, schemes)
 
 
@@ -247,7 +217,7 @@ def _contest(
         static, full_static = known.get("static"), known.get(FULL_STATIC)
         return Contest(
             scenario=scenario,
-            full=replace(scenario, profile=ours.profile),
+            full=scenario.knowing(ours.profile),
             strategies=(Strategy.parse(static.strategy),) if static else (),
             candidates=(Strategy.parse(full_static.strategy),) if full_static else (),
             given=workload.given,
@@ -260,7 +230,7 @@ def _contest(
         strategies = list(workload.strategies)
     return Contest(
         scenario=scenario,
-        full=replace(scenario, profile=ours.profile),
+        full=scenario.knowing(ours.profile),
         strategies=tuple(dict.fromkeys(strategies)),
         candidates=(*ours.strategies, *proposed),
         given=workload.given,
@@ -274,9 +244,7 @@ def _run_strategies(
     besides.
     """
     result, plans = dynamic(scenario, strategies, name=name)
-    schemes = tuple(
-        dict.fromkeys((*schemes, *(s for strategy in strategies for s in strategy.schemes)))
-    )
+    schemes = tuple(dict.fromkeys((*schemes, *(s for each in strategies for s in each.schemes))))
     return Planned(
         result=result,
         profile=scenario.profile,
@@ -319,10 +287,8 @@ def _propose(
 def _proposed_strategies(workload: Workload) -> tuple[Strategy, ...]:
     """What the program of Eq. (4) finds, all of it."""
     proposed = propose_from_histogram(
-        workload.profile,
+        workload.world,
         workload.histogram.limit(workload.context_length),
-        num_devices=workload.num_devices,
-        context_length=workload.context_length,
-        settings=ProposalSettings(tokens_per_iteration=workload.tokens_per_iteration),
+        ProposalSettings(tokens_per_iteration=workload.tokens_per_iteration),
     )
     return tuple(p.strategy for p in proposed)

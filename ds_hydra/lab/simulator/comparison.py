@@ -192,7 +192,7 @@ class Comparison:
         cluster = self.cluster
         if system == GRADIENTS_32_BIT and cluster is not None:
             cluster = cluster.pushing_32_bit
-        scenario = replace(self._scenario(), profile=planned.profile, cluster=cluster)
+        scenario = self._scenario().knowing(planned.profile).linked_by(cluster)
         return scenario.simulate(planned.plans[position])
 
     def replan(self, strategy: str) -> tuple[IterationPlan, ...]:

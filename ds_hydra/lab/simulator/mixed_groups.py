@@ -64,7 +64,7 @@ def dynamic_cp(scenario: Scenario, *, name: str) -> SystemResult | None:
     of CP sizes chosen for each micro-batch. See [Note: Mixed groups]. Tuned over <TP,PP>.
     """
     results = []
-    for scheme in usable_schemes(scenario.profile, scenario.num_devices):
+    for scheme in usable_schemes(scenario):
         found = _dynamic_cp(scenario, scheme, name)
         if found is not None:
             results.append(found)

@@ -23,6 +23,7 @@ from ds_hydra.lab.simulator.ulysses import balanced_ulysses, deepspeed_ulysses, 
 from ds_hydra.lab.simulator.wlb import wlb
 from ds_hydra.lab.simulator.workload import Workload, draw_batches
 from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.schemes.scheme import Strategy
 
 
@@ -171,7 +172,7 @@ class Settings:
     def scenario(self, workload: Workload, cluster: Cluster | None) -> Scenario:
         """What all systems run: mini-batches of `workload`, the memory of its profile."""
         return Scenario(
-            profile=workload.profile,
+            costs=Costs(workload.profile, cluster),
             num_devices=workload.num_devices,
             context_length=workload.context_length,
             batches=draw_batches(
@@ -180,7 +181,6 @@ class Settings:
                 self.iterations,
                 self.seed,
             ),
-            cluster=cluster,
             overlap=self.overlap,
             seen=self.seen,
         )

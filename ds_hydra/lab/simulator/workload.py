@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch
+from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import check_context
@@ -33,13 +34,18 @@ class Workload:
     plain_strategies: tuple[Strategy, ...] = ()
     own_profile: Profile | None = None
 
+    @property
+    def world(self) -> World:
+        """Of <TP,PP>, whose prices need no interconnects."""
+        return World.of(self.profile, None, self.num_devices, self.context_length)
+
 
 def check_workload(workload: Workload, *, is_plain: bool = True) -> None:
     """Raise HydraConfigError for a context that nothing fits, or a strategy that has no place in
     the cluster.
     """
     if is_plain:
-        check_context(workload.profile, workload.num_devices, workload.context_length)
+        check_context(workload.world)
     if workload.tokens_per_iteration < workload.context_length:
         raise HydraConfigError(
             f"{workload.tokens_per_iteration} tokens per iteration are fewer than one sequence of the context, "

@@ -6,18 +6,16 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.zero_link import Bucket, ParamSpec, RankBuckets, SliceRef
-
-if TYPE_CHECKING:
-    from ds_hydra.engine.transfer.streaming import HomeSlices
+from ds_hydra.engine.transfer.home import Home
+from ds_hydra.engine.transfer.schedule import StageStreams, only_copied
+from ds_hydra.zero_link import Bucket, BucketEntry, ParamSpec, RankBuckets
 
 ALIGNMENT = 64
 """Slices begin at multiples of this many elements, as fast matrix kernels want them."""
@@ -77,22 +75,24 @@ class SlicePool:
         return taken
 
 
-def _padded_numel(spec: ParamSpec, ref: SliceRef) -> int:
+def _padded_numel(spec: ParamSpec, entry: BucketEntry) -> int:
     """Elements that a slice takes in its bucket's flat tensor (a FIRST_RANK slice has its full
     shape everywhere).
     """
-    return -(-prod(spec.slice_shape(ref.region)) // ALIGNMENT) * ALIGNMENT
+    return -(-prod(spec.slice_shape(entry.region)) // ALIGNMENT) * ALIGNMENT
 
 
 def slice_numel(specs: Sequence[ParamSpec], bucket: Bucket) -> int:
     """Elements of the flat tensor that holds the slices of `bucket`."""
-    return sum(_padded_numel(specs[ref.param], ref) for ref in bucket)
+    return sum(_padded_numel(specs[entry.param], entry) for entry in bucket)
 
 
 def gradient_numel(specs: Sequence[ParamSpec], bucket: Bucket) -> int:
     """Elements of the flat tensor that holds the gradients of `bucket`."""
     return sum(
-        _padded_numel(specs[ref.param], ref) for ref in bucket if specs[ref.param].requires_grad
+        _padded_numel(specs[entry.param], entry)
+        for entry in bucket
+        if specs[entry.param].requires_grad
     )
 
 
@@ -135,20 +135,60 @@ class _BucketState:
     """Trained parameters that the last backward pass has not come to."""
 
 
-class Slices:
-    """The slices of this rank's stage for one iteration, and their fp32 gradients if
-    `with_gradients`.
+class StreamedWeights:
+    """A stage's slices in a home: which of them are views, and where gradients go.
 
-    The tensors are views into `pool`: making new Slices of a pool ends the life of the old ones'
-    content. Gradients are complete after `on_gradient` or `zero_missing`. Buckets in `slot_of` take
-    turns in the memory of their slot: `prepare`, then what is pulled, until another bucket takes
-    the slot. Autograd may save such slices: what it saved reads the slot when backward runs, by
-    when the bucket is there again. With `gathers` their gradients, those of one micro-batch in
-    `dtype`, take turns as well: `expect_next` once they are pushed. `on_gradient(bucket)`, if set,
-    is called in backward when all gradients of a bucket have been accumulated in the micro-batch
-    announced by `expect_last_backward`. With a `home`, slices in one piece are views of it, and
-    only the others have memory here; gradients of what streams are added there after every
-    micro-batch.
+    - A slice in one piece is a view of the home. One that is not (columns of a row-wise parameter
+      under TP) is copied into memory of `StageWeights`.
+    - The gradient of a streamed parameter is added to the sums after every micro-batch and dropped.
+      Buckets that do not stream keep their gradients, and add them once, at the end.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        specs: Sequence[ParamSpec],
+        buckets: RankBuckets,
+        streams: StageStreams,
+    ):
+        self.streams = streams
+        self.copied = only_copied(buckets, streams.copied)
+        self._home = home
+        self._entries = {entry.param: entry for bucket in buckets for entry in bucket}
+        self.views: dict[int, Tensor] = {}
+        for entry in self._entries.values():
+            if entry.param not in streams.copied and entry.region.numel:
+                view = home.read(entry.param, entry.region)
+                assert view is not None, specs[entry.param].fqn
+                self.views[entry.param] = view
+
+    def add(self, param: int, grad: Tensor) -> None:
+        """Add the gradient of a slice, unless another rank of the TP group adds the same."""
+        entry = self._entries[param]
+        if entry.pushes_gradient:
+            self._home.add(param, entry.region, grad)
+
+    def load(self, bucket: int, slices_S: Sequence[Tensor]) -> None:
+        """Copy the slices of a bucket that are not in one piece into `slices_S`."""
+        for entry, flat in zip(self.copied[bucket], slices_S, strict=True):
+            self._home.copy(entry.param, entry.region, flat)
+
+
+class StageWeights:
+    """The slices of this rank's stage for one iteration, and their gradients if `with_gradients`.
+
+    - The tensors are views into `pool`: new StageWeights of a pool end the life of the old ones'
+      content.
+    - Gradients are fp32 and add up over micro-batches. They are complete after `on_gradient` or
+      `zero_missing`. `on_gradient(bucket)`, if set, is called in backward when all gradients of a
+      bucket have been accumulated in the micro-batch that `expect_last_backward` announces.
+    - Buckets in `slot_of` take turns in the memory of their slot: `prepare` once a bucket is
+      brought, until another bucket takes the slot. Autograd may save slices of a slot. Saved views
+      are valid in backward because the bucket is brought again before.
+    - With `gathers`, gradients of these buckets take turns as well. They are those of one
+      micro-batch, in `dtype`; `expect_next` once they are pushed.
+    - With `streamed` weights, slices in one piece are views of the home and only the others have
+      memory here. Gradients of what streams are added to the home after every micro-batch.
     """
 
     def __init__(
@@ -160,10 +200,10 @@ class Slices:
         *,
         with_gradients: bool = True,
         slot_of: Mapping[int, int] | None = None,
-        home: HomeSlices | None = None,
+        streamed: StreamedWeights | None = None,
         gathers: bool = False,
     ):
-        self.home = home
+        self.streamed = streamed
         self.leaves: dict[int, nn.Parameter] = {}
         self.bucket_S: list[list[Tensor]] = []
         self.grad_bucket_S: list[list[Tensor]] = []
@@ -171,9 +211,9 @@ class Slices:
         self._states = [_BucketState() for _ in buckets]
         self._is_last_backward = False
         slot_of = slot_of or {}
-        owned = buckets if home is None else home.copied
+        owned = buckets if streamed is None else streamed.copied
         self._gathered = frozenset(slot_of) if gathers else frozenset()
-        self._streams = home is not None and home.streams.is_streamed
+        self._streams = streamed is not None and streamed.streams.is_streamed
         kept = [r for r in range(len(buckets)) if r not in slot_of]
         numels = {("slices", r): slice_numel(specs, owned[r]) for r in kept}
         window = slot_numels(slice_numel, specs, owned, slot_of)
@@ -204,7 +244,7 @@ class Slices:
                 self.prepare(index)
 
     def prepare(self, index: int) -> None:
-        """Set to zero what nothing is pulled into; call when a bucket takes its slot."""
+        """Set to zero what nothing is pulled into; call when a bucket was brought into its slot."""
         for flat in self._states[index].not_pulled:
             flat.zero_()
 
@@ -243,42 +283,42 @@ class Slices:
         shares_memory: bool,
     ) -> None:
         flats, grads = [], []
-        for ref in bucket:
-            spec = specs[ref.param]
-            shape = spec.slice_shape(ref.region)
-            numel, padded = prod(shape), _padded_numel(spec, ref)
-            if self.home is not None and ref.param not in self.home.streams.copied:
-                flat = self.home.views.get(ref.param)
-                flat = slices_flat.new_zeros(numel) if flat is None else flat
+        for entry in bucket:
+            spec = specs[entry.param]
+            shape = spec.slice_shape(entry.region)
+            numel, padded = prod(shape), _padded_numel(spec, entry)
+            if self.streamed is not None and entry.param not in self.streamed.streams.copied:
+                view = self.streamed.views.get(entry.param)
+                flat = slices_flat.new_zeros(numel) if view is None else view
             else:
                 flat, slices_flat = slices_flat[:numel], slices_flat[padded:]
                 flats.append(flat)
-            if not ref.region.numel:
-                self._states[index].not_pulled.append(flat)
+                if not entry.region.numel:
+                    self._states[index].not_pulled.append(flat)
             # By way of `data`, so that the next bucket in the slot is no modification of what
             # autograd has saved.
             leaf = nn.Parameter(
                 (flat.data if shares_memory else flat).view(shape), spec.requires_grad
             )
-            self.leaves[ref.param] = leaf
-            if self.home is not None and self._streams and leaf.requires_grad:
-                add = functools.partial(self.home.add, ref.param)
-                self._after_backward(leaf, index, ref.param, add)
+            self.leaves[entry.param] = leaf
+            if self.streamed is not None and self._streams and leaf.requires_grad:
+                add = functools.partial(self.streamed.add, entry.param)
+                self._after_backward(leaf, index, entry.param, add)
             if grads_flat is None or not leaf.requires_grad:
                 grads.append(flat.new_empty(0, dtype=torch.float32))
                 continue
             grad, grads_flat = grads_flat[:numel], grads_flat[padded:]
-            self._attach_gradient(leaf, grad.view_as(leaf), index, ref.param)
+            self._attach_gradient(leaf, grad.view_as(leaf), index, entry.param)
             grads.append(grad)
         self.bucket_S.append(flats)
         self.grad_bucket_S.append(grads)
 
-    def has_gradient(self, index: int, param: int) -> bool:
-        """Whether any micro-batch has given `param`, of bucket `index`, a gradient that is kept
-        here.
-        """
-        spec_is_trained = self.leaves[param].requires_grad
-        return spec_is_trained and param not in self._states[index].without_gradient
+    def gradients(self, index: int) -> Iterator[tuple[int, Tensor]]:
+        """Parameters of a bucket that some micro-batch has given a gradient, and the gradients."""
+        state = self._states[index]
+        for param, grad in state.gradients.items():
+            if param not in state.without_gradient:
+                yield param, grad.flatten()
 
     def _attach_gradient(
         self, leaf: nn.Parameter, main_grad: Tensor, bucket: int, param: int
@@ -318,15 +358,15 @@ class Slices:
         weak_self = weakref.ref(self)
 
         def after_accumulate(leaf: Tensor) -> None:
-            slices = weak_self()
+            weights = weak_self()
             assert leaf.grad is not None
-            assert slices is not None
+            assert weights is not None
             leaf.grad = take(leaf.grad)
-            missing = slices._states[bucket].missing
-            if slices._is_last_backward and param in missing:
+            missing = weights._states[bucket].missing
+            if weights._is_last_backward and param in missing:
                 missing.remove(param)
                 if not missing:
-                    slices._report(bucket)
+                    weights._report(bucket)
 
         leaf.register_post_accumulate_grad_hook(after_accumulate)
 
