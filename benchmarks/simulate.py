@@ -40,7 +40,7 @@ def eager_profile(workload: Workload) -> Profile:
 
     from ds_hydra.configs.hydra_config import HydraConfig
     from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config
-    from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs
+    from ds_hydra.engine.profiling.memory import as_the_engine_needs
 
     name = workload.profile.document["model"]["name"]
     config = HydraConfig(

@@ -24,7 +24,8 @@ from ds_hydra.engine.checks.config_check import check_config
 from ds_hydra.engine.checks.report import CheckRequest
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler import candidates
-from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
+from ds_hydra.sampler.candidate_set import decide_candidates
+from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.state_bytes import load_profile

@@ -12,8 +12,7 @@ from transformers import Gemma2Config, LlamaConfig, Qwen3Config
 
 from ds_hydra.configs.files import find_profile
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs
-from ds_hydra.engine.profiling.memory_trace import slice_config, trace_layer_memory
+from ds_hydra.engine.profiling.memory import as_the_engine_needs, slice_config, trace_layer_memory
 from ds_hydra.engine.transfer.schedule import home_bytes
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy

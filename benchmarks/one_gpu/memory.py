@@ -17,8 +17,8 @@ from benchmarks.one_gpu.telling import skip, tell, trying
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.meta_model import load_model_config
 from ds_hydra.engine.profiling import profiler
-from ds_hydra.engine.profiling.measurements import Measurements
 from ds_hydra.engine.profiling.profile_document import (
+    Measurements,
     ProbeMicroBatch,
     layer_params,
     nominal_profile,
