@@ -48,13 +48,9 @@ def test_groups_as_wide_as_a_profiled_one_need_no_links():
         Scheme(1, 1, sp=4),
         Scheme(2, 1, sp=2),
     }
-    heads = dataclasses.replace(
-        small_profile(),
-        document={
-            **small_profile().document,
-            "model": {**small_profile().document["model"], "num_attention_heads": 2},
-        },
-    )
+    document = small_profile().document
+    model = {**document["model"], "num_attention_heads": 2}
+    heads = Profile.from_json({**document, "model": model})
     found = derived(heads, None).latency
     assert [str(s) for s in found if s.num_shards > 1] == [
         *("<sp2,1>", "<cp2,1>", "<cp4,1>", "<sp2,cp2,1>", "<cp2,2,1>"),
