@@ -52,11 +52,11 @@ class Mutant(NamedTuple):
 
 
 _TP = "engine/parallel/tensor_parallel.py"
-_TP_SP = "engine/parallel/tp_sequence_parallel.py"
-_SP = "engine/parallel/ulysses.py"
-_CP = "engine/parallel/context_parallel.py"
+_TP_SP = "engine/parallel/tensor_parallel.py"
+_SP = "engine/parallel/token_cuts.py"
+_CP = "engine/parallel/token_cuts.py"
 _EP = "engine/parallel/expert_parallel.py"
-_CROSS = "engine/parallel/cross_entropy.py"
+_CROSS = "engine/parallel/token_scores.py"
 _ATTENTION = "engine/model/attention.py"
 _ROWS = "engine/model/micro_batches.py"
 _BALANCE = "engine/model/expert_balance.py"
@@ -378,14 +378,14 @@ MUTANTS = (
     ),
     Mutant(
         "a slice's columns come from the parameter's beginning",
-        "zero_link/direct.py",
+        "zero_link/plan.py",
         "offset += blocks.start % row_len - asks.slice_col[ask]",
         "offset += blocks.start % row_len",
         values=("tp2", "tp4"),
     ),
     Mutant(
         "what a node needs twice comes for the second need",
-        "zero_link/node_aware.py",
+        "zero_link/plan.py",
         "rounds.append(min(want.round for want in readers))",
         "rounds.append(max(want.round for want in readers))",
         ("llama", "qwen2", "llama_bias", "qwen3", "gemma2"),

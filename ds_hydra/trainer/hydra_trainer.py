@@ -30,19 +30,21 @@ from ds_hydra.trainer.arguments import (
     check_arguments,
     check_data_collator,
     check_elsewhere,
+    check_overrides,
+    is_overridden,
     map_arguments,
     read_loss_option,
 )
 from ds_hydra.trainer.data import (
+    DatasetReader,
     Epochs,
     EvalBatches,
     IterationLoader,
     TokenRows,
+    draw_train_rows,
     pad_examples,
 )
 from ds_hydra.trainer.mixin import EngineMixin, say_nothing
-from ds_hydra.trainer.overrides import check_overrides, is_overridden
-from ds_hydra.trainer.reading import DatasetReader, draw_train_rows
 
 
 class HydraTrainer(EngineMixin, transformers.Trainer):

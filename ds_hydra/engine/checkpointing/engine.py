@@ -18,21 +18,19 @@ from ds_hydra.engine.checkpointing.files import (
     HydraCheckpointEngine,
     Saving,
     check_client_state,
+    check_folder_name,
+    check_new_tag,
     do_together,
+    find_tag,
     only_weights,
     read_tensors,
+    resolve_tag,
     verify,
 )
 from ds_hydra.engine.checkpointing.reshard import (
     common_model_file,
     read_model_states,
     read_optimizer_states,
-)
-from ds_hydra.engine.checkpointing.tags import (
-    check_folder_name,
-    check_new_tag,
-    find_tag,
-    resolve_tag,
 )
 from ds_hydra.engine.ranks.agreement import broadcast_text, raise_together
 from ds_hydra.engine.ranks.watchdog import watch

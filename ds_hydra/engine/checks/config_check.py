@@ -31,19 +31,18 @@ from ds_hydra.engine.model.scheme_support import (
 )
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import check_groups_of_rank
-from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs, is_of_another_system
+from ds_hydra.engine.profiling.memory import as_the_engine_needs, is_of_another_system
 from ds_hydra.engine.profiling.profile_document import count_flops, fit_memory, model_facts
 from ds_hydra.engine.profiling.profiler import default_lengths
 from ds_hydra.engine.transfer.schedule import home_bytes
 from ds_hydra.errors import HydraConfigError, HydraError
-from ds_hydra.sampler.candidates import (
-    MAX_ENUMERATED_RANKS,
-    CandidateSettings,
+from ds_hydra.sampler.candidate_set import (
     check_longest,
     decide_candidates,
     gradient_bytes,
     proposes,
 )
+from ds_hydra.sampler.sample_bench import MAX_ENUMERATED_RANKS, CandidateSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.analytic import Hardware
 from ds_hydra.strategy.cost_models.cluster import try_cluster
@@ -53,7 +52,7 @@ from ds_hydra.strategy.cost_models.flops import (
     profile_flops,
     profile_peak_flops,
 )
-from ds_hydra.strategy.profiles.states import load_profile
+from ds_hydra.strategy.profiles.state_bytes import load_profile
 from ds_hydra.strategy.proposal.candidates import (
     load_strategies,
     measured_beside,

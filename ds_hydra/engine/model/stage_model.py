@@ -70,11 +70,11 @@ from ds_hydra.engine.parallel.tensor_parallel import (
     LATENT,
     STYLES,
     TensorParallel,
+    find_blocks,
     hook_block,
     hook_embedding,
     hook_latent,
 )
-from ds_hydra.engine.parallel.tp_sequence_parallel import find_blocks
 from ds_hydra.engine.transfer.schedule import StageStreams, Window, copied_params
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy

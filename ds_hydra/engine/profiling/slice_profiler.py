@@ -18,9 +18,9 @@ from transformers import PretrainedConfig
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.meta_model import build_random_stage_model
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.profiling.measurements import Measurements
-from ds_hydra.engine.profiling.memory_trace import slice_config, trace_layer_memory
+from ds_hydra.engine.profiling.memory import slice_config, trace_layer_memory
 from ds_hydra.engine.profiling.profile_document import (
+    Measurements,
     ProbeMicroBatch,
     describe_hardware,
     describe_model,
