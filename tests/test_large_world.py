@@ -27,7 +27,7 @@ from ds_hydra.sampler import candidates
 from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
 from ds_hydra.strategy import Profile
 from ds_hydra.strategy.cost_models.cluster import try_cluster
-from ds_hydra.strategy.profiles.states import load_profile
+from ds_hydra.strategy.profiles.state_bytes import load_profile
 from ds_hydra.strategy.proposal.candidates import load_strategies
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.placement import groups_of

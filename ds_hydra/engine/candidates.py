@@ -55,7 +55,7 @@ from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.profile import has_re_pulls
-from ds_hydra.strategy.profiles.states import load_profile
+from ds_hydra.strategy.profiles.state_bytes import load_profile
 from ds_hydra.strategy.proposal.candidates import (
     load_strategies,
     measured_beside,

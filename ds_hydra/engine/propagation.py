@@ -257,9 +257,7 @@ class Propagator:
         busy_before_ms = self.recorder.busy_ms
         balance_before = self.stage_model.balance.value
         stamps = [self._clock.stamp()]
-        session = self.links.open_plan(
-            phases[0].plan, phases[0].role, training=task.is_training, grads_P=grads_P
-        )
+        session = self.links.open_plan(phases[0], training=task.is_training, grads_P=grads_P)
         busy = [number for number, phase in enumerate(phases) if phase.micro_batches]
         losses_of: dict[int, Tensor] = {}
         with session:
@@ -313,7 +311,7 @@ class Propagator:
         over all ranks.
         """
         (phase,) = plan.on_rank(self.rank)
-        session = self.links.open_plan(plan, phase.role, training=True, grads_P=None)
+        session = self.links.open_plan(phase, training=True, grads_P=None)
         self.stage_model.balance.begin(self.device, 1.0, plan.num_tokens)
         with session:
             session.await_all()

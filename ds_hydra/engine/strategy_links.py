@@ -16,6 +16,7 @@ from torch import Tensor
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
+from ds_hydra.engine.parallel.one_f_one_b import Pass
 from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks
 from ds_hydra.engine.ranks.hosts import Hosts, find_ranks_per_node, warn_of_placement
 from ds_hydra.engine.transfer.frozen import FrozenKeeper, without_frozen
@@ -42,9 +43,9 @@ from ds_hydra.engine.transfer.stage_weights import (
     slot_numels,
 )
 from ds_hydra.errors import PlanMismatchError
-from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.sampler.plan import IterationPlan, RankPhase
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.profiles.states import EXCHANGE_BUFFERS
+from ds_hydra.strategy.profiles.state_bytes import EXCHANGE_BUFFERS
 from ds_hydra.strategy.schemes.placement import Role, slices_key
 from ds_hydra.zero_link import LinkPlan, RankBuckets, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
@@ -228,20 +229,18 @@ class StrategyLinks:
 
     def open_plan(
         self,
-        plan: IterationPlan,
-        role: Role | None,
+        phase: RankPhase,
         *,
         training: bool,
         grads_P: Sequence[Tensor] | None,
     ) -> TransferSession:
-        """What `plan` runs on, of this rank's `role` in it; the first time collective, as
-        `link_for` is.
-        """
-        if any(scheme.stream for scheme in plan.strategy.schemes):
-            return self._open_streams(plan, role, training=training, grads_P=grads_P)
-        if plan.strategy.gathers:
-            return self._open_gather(plan, training=training, grads_P=grads_P)
-        return self.open(plan.strategy, with_gradients=training, grads_P=grads_P)
+        """What `phase` runs on; the first time collective, as `link_for` is."""
+        strategy = phase.plan.strategy
+        if any(scheme.stream for scheme in strategy.schemes):
+            return self._open_streams(phase, training=training, grads_P=grads_P)
+        if strategy.gathers:
+            return self._open_gather(phase.plan, training=training, grads_P=grads_P)
+        return self.open(strategy, with_gradients=training, grads_P=grads_P)
 
     def _open_gather(
         self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
@@ -264,23 +263,20 @@ class StrategyLinks:
 
     def _open_streams(
         self,
-        plan: IterationPlan,
-        role: Role | None,
+        phase: RankPhase,
         *,
         training: bool,
         grads_P: Sequence[Tensor] | None,
     ) -> TransferSession:
+        plan, role = phase.plan, phase.role
         link = self._stream_link_of(plan.strategy)
         assert self.home is not None, plan.strategy
         self._forget_frozen()
         num_micro_batches = [len(pipeline.micro_batches) for pipeline in plan.pipelines]
-        passes = (
-            []
-            if role is None
-            else stage_passes(
-                role.scheme.pp, role.stage, num_micro_batches[role.pipeline], training=training
-            )
-        )
+        passes: Sequence[Pass] = []
+        if role is not None:
+            own = len(phase.micro_batches)
+            passes = stage_passes(role.scheme.pp, role.stage, own, training=training)
         streamed = StreamedWeights(self.home, self.stage_model.specs, link.buckets, link.streams)
         weights = self._weights(
             link.buckets,

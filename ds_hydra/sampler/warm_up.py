@@ -26,7 +26,7 @@ from ds_hydra.sampler.screening import Screen
 from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.profiles.link_times import NO_LINKS
 from ds_hydra.strategy.profiles.profile import LatencyModel
-from ds_hydra.strategy.profiles.states import load_profile
+from ds_hydra.strategy.profiles.state_bytes import load_profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import ProposalSettings, relaxed_strategies
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy

@@ -53,7 +53,7 @@ from ds_hydra.strategy.cost_models.flops import (
     profile_flops,
     profile_peak_flops,
 )
-from ds_hydra.strategy.profiles.states import load_profile
+from ds_hydra.strategy.profiles.state_bytes import load_profile
 from ds_hydra.strategy.proposal.candidates import (
     load_strategies,
     measured_beside,

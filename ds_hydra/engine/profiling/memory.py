@@ -31,7 +31,7 @@ from ds_hydra.engine.ranks.memory import count_multiprocessors
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.sampler.candidates import gradient_bytes
 from ds_hydra.strategy import Profile, Strategy
-from ds_hydra.strategy.profiles.states import exchange_bytes
+from ds_hydra.strategy.profiles.state_bytes import exchange_bytes
 from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
 from ds_hydra.strategy.schemes.placement import groups_of
 

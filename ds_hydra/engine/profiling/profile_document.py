@@ -29,7 +29,7 @@ from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.flops import FROZEN_FLOP, TRAINED_FLOP, ModelFlops
 from ds_hydra.strategy.profiles.fit import fit_latency, saturation_tokens
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
-from ds_hydra.strategy.profiles.states import engine_states, expert_memory
+from ds_hydra.strategy.profiles.state_bytes import engine_states, expert_memory
 from ds_hydra.strategy.proposal.estimate import find_experts
 
 _SCHEMA = "ds_hydra.measurements/1"

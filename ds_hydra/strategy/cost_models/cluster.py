@@ -91,9 +91,9 @@ class Cluster:
         *,
         is_fully_sharded: bool = True,
     ) -> LinkTimes:
-        """Pull, push and step of `strategy`. Where it gathers layers for every pass, all that
-        travels counts in T, and pull and push say what is seen of it before a first layer and after
-        a last one.
+        """Pull, push and step of `strategy`. Where it gathers layers for every pass, their
+        transfers are part of T; pull and push hold the first gather and the last reduction, which
+        nothing hides.
 
         `is_fully_sharded`: states are cut over all ranks (ZeRO-3), else over the pipelines that
         hold the same slice (the distributed optimizer of Megatron-LM, homogeneous strategies only),
