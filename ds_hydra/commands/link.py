@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_hydra.commands.common import (
-    MAKES_THE_MODEL,
-    MODEL_HELP,
-    AsJson,
-    DType,
-    errors_to_stderr,
-    print_json,
-    say_loading,
-)
+from ds_hydra.commands import common
 from ds_hydra.configs.files import MAX_DEVICES, MAX_PAIRED_DEVICES, find_file
 from ds_hydra.errors import HydraConfigError
 
@@ -34,7 +26,7 @@ def link(
     ],
     model: Annotated[
         str,
-        typer.Option(help=f"{MODEL_HELP} No weights are read."),
+        typer.Option(help=f"{common.MODEL_HELP} No weights are read."),
     ],
     devices: Annotated[
         int,
@@ -57,11 +49,13 @@ def link(
             "hardware (a100, a800, cpu, h100, h200)."
         ),
     ] = "a800",
-    dtype: Annotated[DType, typer.Option(help="Type in which parameters are pulled.")] = "bf16",
-    gradient_dtype: Annotated[
-        DType, typer.Option(help="Type in which gradients are sent.")
+    dtype: Annotated[
+        common.DType, typer.Option(help="Type in which parameters are pulled.")
     ] = "bf16",
-    as_json: AsJson = False,
+    gradient_dtype: Annotated[
+        common.DType, typer.Option(help="Type in which gradients are sent.")
+    ] = "bf16",
+    as_json: common.AsJson = False,
 ) -> None:
     """Show what pull and push of a strategy send between ranks and nodes, and how long that should
     take.
@@ -69,7 +63,7 @@ def link(
     Example: ds-hydra link --strategy "1x<2,1> + 2x<1,1>" --model llama2_7b --devices 4
     --devices-per-node 2
     """
-    with errors_to_stderr(MAKES_THE_MODEL):
+    with common.errors_to_stderr(common.MAKES_THE_MODEL):
         document = _account(
             strategy,
             model,
@@ -78,7 +72,7 @@ def link(
             topology,
             {"pull": ITEMSIZE[dtype], "push": ITEMSIZE[gradient_dtype]},
         )
-    print_json(document) if as_json else print(_describe(document))
+    common.print_json(document) if as_json else print(_describe(document))
 
 
 def _account(
@@ -102,7 +96,7 @@ def _account(
     )
     check_one_host(strategy, -(-num_devices // ranks_per_node))
 
-    say_loading()
+    common.say_loading()
     from ds_hydra.engine.model.meta_model import load_stage_model
     from ds_hydra.zero_link.plan import plan_link
     from ds_hydra.zero_link.traffic import LinkAccounts

@@ -14,15 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ds_hydra.configs.files import (
-    check_object,
-    read_count,
-    read_json_lines,
-    read_list,
-    read_number,
-    read_text,
-    read_time,
-)
+from ds_hydra.configs import files
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.metrics import METRICS_FILE, METRICS_SCHEMA, describe_flops
 from ds_hydra.strategy import Scheme, Strategy
@@ -54,10 +46,10 @@ class PipelineRecord:
         return cls(
             scheme=scheme,
             ranks=read_ranks(document, scheme),
-            num_tokens=read_count(document, "num_tokens"),
-            predicted_ms=read_time(document, "predicted_ms"),
-            measured_ms=read_time(document, "measured_ms"),
-            profiled_ms=read_time(document, "profiled_ms")
+            num_tokens=files.read_count(document, "num_tokens"),
+            predicted_ms=files.read_time(document, "predicted_ms"),
+            measured_ms=files.read_time(document, "measured_ms"),
+            profiled_ms=files.read_time(document, "profiled_ms")
             if document.get("profiled_ms") is not None
             else nan,
         )
@@ -136,18 +128,18 @@ class IterationRecord:
         for hidden in ("pull_ms", "push_ms"):  # older versions hid nothing
             optional.setdefault(f"visible_{hidden}", optional.get(hidden, 0.0))
         return cls(
-            iteration=read_count(document, "iteration"),
-            loss=nan if document["loss"] is None else read_number(document, "loss"),
-            strategy=Strategy.parse(read_text(document, "strategy")),
-            num_tokens=read_count(document, "num_tokens"),
-            iteration_ms=read_time(document, "iteration_ms"),
-            tokens_per_s=read_time(document, "tokens_per_s"),
-            predicted_ms=read_time(document, "predicted_ms"),
-            measured_ms=read_time(document, "measured_ms"),
-            imbalance=read_number(document, "imbalance"),
+            iteration=files.read_count(document, "iteration"),
+            loss=nan if document["loss"] is None else files.read_number(document, "loss"),
+            strategy=Strategy.parse(files.read_text(document, "strategy")),
+            num_tokens=files.read_count(document, "num_tokens"),
+            iteration_ms=files.read_time(document, "iteration_ms"),
+            tokens_per_s=files.read_time(document, "tokens_per_s"),
+            predicted_ms=files.read_time(document, "predicted_ms"),
+            measured_ms=files.read_time(document, "measured_ms"),
+            imbalance=files.read_number(document, "imbalance"),
             pipelines=tuple(
-                PipelineRecord.from_json(check_object(entry, "a pipeline"))
-                for entry in read_list(document, "pipelines")
+                PipelineRecord.from_json(files.check_object(entry, "a pipeline"))
+                for entry in files.read_list(document, "pipelines")
             ),
             learned=_read_factors(document),
             **optional,
@@ -155,8 +147,8 @@ class IterationRecord:
 
 
 def _read_factors(document: Mapping[str, Any]) -> dict[str, float]:
-    factors = check_object(document.get("learned") or {}, "learned")
-    found = {str(name): read_number(factors, name) for name in factors}
+    factors = files.check_object(document.get("learned") or {}, "learned")
+    found = {str(name): files.read_number(factors, name) for name in factors}
     for name, factor in found.items():
         if not 0 < factor < inf:
             raise HydraConfigError(f"the factor {name!r} is {factor}, expected a number above 0")
@@ -164,21 +156,21 @@ def _read_factors(document: Mapping[str, Any]) -> dict[str, float]:
 
 
 _OPTIONAL: Mapping[str, Callable[[Mapping[str, Any], str], float]] = {
-    "num_sequences": read_count,
-    "longest_tokens": read_count,
-    "tflops_per_device": read_number,
-    "mfu": read_number,
-    "bubble": read_number,
-    "pack_occupancy": read_number,
-    "expert_imbalance": read_number,
-    "waited_ms": read_time,
-    "pull_ms": read_time,
-    "push_ms": read_time,
-    "visible_pull_ms": read_time,
-    "visible_push_ms": read_time,
-    "step_ms": read_time,
-    "trial_ms": read_time,
-    "trials_share": read_number,
+    "num_sequences": files.read_count,
+    "longest_tokens": files.read_count,
+    "tflops_per_device": files.read_number,
+    "mfu": files.read_number,
+    "bubble": files.read_number,
+    "pack_occupancy": files.read_number,
+    "expert_imbalance": files.read_number,
+    "waited_ms": files.read_time,
+    "pull_ms": files.read_time,
+    "push_ms": files.read_time,
+    "visible_pull_ms": files.read_time,
+    "visible_push_ms": files.read_time,
+    "step_ms": files.read_time,
+    "trial_ms": files.read_time,
+    "trials_share": files.read_number,
 }
 """Fields that older versions did not write, or that may not be numbers."""
 
@@ -335,7 +327,7 @@ def read_metrics(run_dir: str | Path, notes: list[str] | None = None) -> list[It
     records: list[IterationRecord] = []
     damaged: list[HydraConfigError] = []
     try:
-        for number, line in read_json_lines(path):
+        for number, line in files.read_json_lines(path):
             try:
                 record = _read_line(line, f"{path}, line {number}")
             except HydraConfigError as error:

@@ -37,14 +37,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import no_bars_in_files
 from ds_hydra.trainer.arguments import Note, map_arguments
 from ds_hydra.trainer.mixin import EngineMixin, say_nothing
-from ds_hydra.trl.arguments import (
-    add_deepspeed,
-    check_columns_of,
-    check_trainer,
-    check_trl_arguments,
-    complete_section,
-    with_clean_chats,
-)
+from ds_hydra.trl import arguments
 from ds_hydra.trl.scored_model import (
     Call,
     Given,
@@ -185,11 +178,11 @@ class HydraMixin(ReferenceMixin):
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
-        check_trainer(type(self))
+        arguments.check_trainer(type(self))
         for given in (*args, *kwargs.values()):
             if isinstance(given, TrainingArguments):
-                check_trl_arguments(given, say_nothing)
-                add_deepspeed(given)
+                arguments.check_trl_arguments(given, say_nothing)
+                arguments.add_deepspeed(given)
         model = kwargs.get("model", args[0] if args else None)
         if isinstance(model, nn.Module):
             check_model(model)
@@ -205,21 +198,21 @@ class HydraMixin(ReferenceMixin):
 
     def create_accelerator_and_postprocess(self) -> None:
         """As transformers, with DeepSpeed."""
-        add_deepspeed(self.args)
+        arguments.add_deepspeed(self.args)
         super().create_accelerator_and_postprocess()
         self._references.enter_context(reference_engines(self.hydra_config))
 
     def _check_arguments(self) -> None:
-        check_trl_arguments(self.args, say_nothing)
+        arguments.check_trl_arguments(self.args, say_nothing)
 
     def _complete_config(self, ds_config: dict[str, Any]) -> None:
-        complete_section(ds_config, self.args, self.model)
+        arguments.complete_section(ds_config, self.args, self.model)
 
     def _map_arguments(self, hydra: HydraConfig) -> HydraConfig:
         return map_arguments(self.args, hydra, self._warn, of_trl=False)
 
     def _check_used(self, note: Note) -> None:
-        check_trl_arguments(self.args, note)
+        arguments.check_trl_arguments(self.args, note)
         if self.compute_loss_func is not None:
             raise HydraConfigError(
                 f"compute_loss_func is {self.compute_loss_func!r}, which gets logits, and no rank holds those of a "
@@ -234,8 +227,8 @@ class HydraMixin(ReferenceMixin):
         that would change what is trained.
         """
         if isinstance(self, SFTTrainer):
-            check_columns_of(dataset)
-        reader = with_clean_chats(processing_class)
+            arguments.check_columns_of(dataset)
+        reader = arguments.with_clean_chats(processing_class)
         return super()._prepare_dataset(dataset, reader, *args, **more)
 
     # ---- Training

@@ -36,18 +36,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ds_hydra.zero_link import messages
 from ds_hydra.zero_link.layout import Blocks, IntArray, ParamSpec, Region, Regions, ShardTable
-from ds_hydra.zero_link.messages import (
-    SINGLE_NUMEL,
-    Batch,
-    Bucket,
-    BucketEntry,
-    Hop,
-    LinkPlan,
-    RankBuckets,
-    Round,
-    Store,
-)
 
 
 class BucketRequests:
@@ -57,15 +47,17 @@ class BucketRequests:
     each of `buckets`, tuples of (slot, reference). `ids[rank, round]` is -1 where a rank has none.
     """
 
-    def __init__(self, buckets: Sequence[tuple[tuple[int, BucketEntry], ...]], ids: IntArray):
+    def __init__(
+        self, buckets: Sequence[tuple[tuple[int, messages.BucketEntry], ...]], ids: IntArray
+    ):
         self.buckets = buckets
         self.ids = ids
         self.num_ranks, self.num_rounds = ids.shape
 
     @classmethod
-    def of(cls, rank_buckets: Sequence[RankBuckets], gradients: bool) -> BucketRequests:
+    def of(cls, rank_buckets: Sequence[messages.RankBuckets], gradients: bool) -> BucketRequests:
         """From the buckets of all ranks; with `gradients` only the slices that push."""
-        by_value: dict[Bucket, int] = {}
+        by_value: dict[messages.Bucket, int] = {}
         by_object: dict[int, int] = {}
         ids = np.full(
             (len(rank_buckets), max(map(len, rank_buckets), default=0)), -1, dtype=np.int64
@@ -135,9 +127,9 @@ class DirectPlanner:
         self.rank = rank
         self._asks: dict[int, Requests] = {}
 
-    def round(self, index: int) -> Round:
+    def round(self, index: int) -> messages.Round:
         """This rank's part in round `index`."""
-        return Round((self.shard_phase(index, range(self.asked.num_ranks)),))
+        return messages.Round((self.shard_phase(index, range(self.asked.num_ranks)),))
 
     def asks(self, rank: int, index: int) -> Requests:
         """What `rank` needs in round `index`."""
@@ -149,25 +141,27 @@ class DirectPlanner:
             )
         return self._asks[bucket]
 
-    def shard_phase(self, index: int, ranks: range) -> Hop:
+    def shard_phase(self, index: int, ranks: range) -> messages.Hop:
         """Own shards to the readers among `ranks`, own slices out of the shards of `ranks`."""
         me = np.array([self.rank])
         own = self.asks(self.rank, index)
         outgoing = []
         for members in self.readers(index, ranks):
             asks = self.asks(members[0], index)
-            outgoing.append(Batch(Store.SHARD, members, self.shard_pieces(asks.regions, me)))
+            outgoing.append(
+                messages.Batch(messages.Store.SHARD, members, self.shard_pieces(asks.regions, me))
+            )
         blocks = self.table.mutual_blocks(own.regions, me)
-        local: tuple[tuple[Batch, Batch], ...] = ()
+        local: tuple[tuple[messages.Batch, messages.Batch], ...] = ()
         if len(blocks.item):
             local = (
                 (
-                    Batch(Store.SHARD, (), self.shard_pieces(own.regions, me)),
-                    Batch(Store.SLICE, (), slice_pieces(own, blocks, self.table)),
+                    messages.Batch(messages.Store.SHARD, (), self.shard_pieces(own.regions, me)),
+                    messages.Batch(messages.Store.SLICE, (), slice_pieces(own, blocks, self.table)),
                 ),
             )
         others = np.array([rank for rank in ranks if rank != self.rank], dtype=np.int64)
-        return Hop(
+        return messages.Hop(
             outgoing=tuple(batch for batch in outgoing if len(batch.table)),
             incoming=self.slices_from(own, others, others),
             local=local,
@@ -185,7 +179,9 @@ class DirectPlanner:
         offset = blocks.start - owner[0] * self.table.shard_numel[param]
         return _pieces(param, offset, self.table.num_cols[param], blocks)
 
-    def slices_from(self, asks: Requests, owners: IntArray, senders: IntArray) -> tuple[Batch, ...]:
+    def slices_from(
+        self, asks: Requests, owners: IntArray, senders: IntArray
+    ) -> tuple[messages.Batch, ...]:
         """Blocks of `asks` that arrive from each sender, out of the shards of `owners` that it
         serves.
 
@@ -195,7 +191,7 @@ class DirectPlanner:
             return ()
         blocks = self.table.mutual_blocks(asks.regions, owners)
         pieces = slice_pieces(asks, blocks, self.table)
-        return split_by_peer(Store.SLICE, senders[blocks.item // len(asks.slot)], pieces)
+        return split_by_peer(messages.Store.SLICE, senders[blocks.item // len(asks.slot)], pieces)
 
 
 def slice_pieces(asks: Requests, blocks: Blocks, table: ShardTable) -> IntArray:
@@ -213,7 +209,9 @@ def _pieces(key: IntArray, offset: IntArray, stride: IntArray, blocks: Blocks) -
     return np.stack([key, offset, stride, blocks.rows, blocks.cols], axis=1)
 
 
-def split_by_peer(store: Store, peers: IntArray, pieces: IntArray) -> tuple[Batch, ...]:
+def split_by_peer(
+    store: messages.Store, peers: IntArray, pieces: IntArray
+) -> tuple[messages.Batch, ...]:
     """One batch for each run of equal `peers`."""
     if not len(peers):
         return ()
@@ -221,7 +219,8 @@ def split_by_peer(store: Store, peers: IntArray, pieces: IntArray) -> tuple[Batc
     bounds = [0, *cuts.tolist(), len(peers)]
     firsts = peers[bounds[:-1]].tolist()
     return tuple(
-        Batch(store, (peer,), pieces[a:b]) for peer, a, b in zip(firsts, bounds, bounds[1:])
+        messages.Batch(store, (peer,), pieces[a:b])
+        for peer, a, b in zip(firsts, bounds, bounds[1:])
     )
 
 
@@ -291,7 +290,7 @@ class NodePlanner(DirectPlanner):
             {m: self.asks(m, index).cell.tobytes() for m in ranks if m != self.rank}
         )
 
-    def round(self, index: int) -> Round:
+    def round(self, index: int) -> messages.Round:
         """Shards across nodes to the relay ranks and inside the node; then what is relayed, inside
         the node.
         """
@@ -301,15 +300,15 @@ class NodePlanner(DirectPlanner):
         alone = self.slices_from(self._part(self._cells.alone, self.rank, index), outside, outside)
         # Both ends list what goes between them in this order: inside the node, relayed, straight to
         # one rank.
-        first = Hop(
+        first = messages.Hop(
             outgoing=(*first.outgoing, *self._shards_to_nodes(index)),
             incoming=(*first.incoming, *across, *alone),
             local=first.local,
         )
         hops = first, self._spread_phase(index)
-        return Round(hops, self._relay.numel[index], self._relay.until[index])
+        return messages.Round(hops, self._relay.numel[index], self._relay.until[index])
 
-    def _shards_to_nodes(self, index: int) -> Iterable[Batch]:
+    def _shards_to_nodes(self, index: int) -> Iterable[messages.Batch]:
         """Own shards to the relay rank of other nodes that need them for the first time, and to
         lone readers.
         """
@@ -322,8 +321,10 @@ class NodePlanner(DirectPlanner):
             regions = cells.regions.take(cells.first_shared_in(index))
             pieces = self.shard_pieces(regions, np.array([self.rank]))
             if len(pieces):
-                yield Batch(
-                    Store.SHARD, tuple(self.nodes.relay_rank(self.rank, n) for n in nodes), pieces
+                yield messages.Batch(
+                    messages.Store.SHARD,
+                    tuple(self.nodes.relay_rank(self.rank, n) for n in nodes),
+                    pieces,
                 )
             for place in range(self.nodes.ranks_per_node):
                 alone = cells.alone.get((place, index))
@@ -331,7 +332,7 @@ class NodePlanner(DirectPlanner):
                     pieces = self.shard_pieces(alone.regions, np.array([self.rank]))
                     if len(pieces):
                         readers = tuple(self.nodes.ranks(node)[place] for node in nodes)
-                        yield Batch(Store.SHARD, readers, pieces)
+                        yield messages.Batch(messages.Store.SHARD, readers, pieces)
 
     def _place_relayed(self) -> RelayMemory:
         cells, num_rounds = self._cells, self.asked.num_rounds
@@ -352,11 +353,11 @@ class NodePlanner(DirectPlanner):
             of_rounds.append(int(flat.sum()))
         return RelayMemory(owners=owners, begin=begin, numel=of_rounds, until=until.tolist())
 
-    def _relayed_from_owners(self, index: int) -> tuple[Batch, ...]:
+    def _relayed_from_owners(self, index: int) -> tuple[messages.Batch, ...]:
         """What arrives from other nodes in round `index`."""
         mine = self._cells.first_shared_in(index)
         owner, pieces = self._relay_pieces(self._cells.regions.take(mine), mine)
-        return split_by_peer(Store.RELAY, self._relay.owners[owner], pieces)
+        return split_by_peer(messages.Store.RELAY, self._relay.owners[owner], pieces)
 
     def _relay_pieces(self, regions: Regions, cell: IntArray) -> tuple[IntArray, IntArray]:
         """Index of the owner and place in relay memory of all blocks of cells that are relayed
@@ -372,7 +373,7 @@ class NodePlanner(DirectPlanner):
         round_ = self._cells.round[cell[ask]]
         return owner, np.stack([round_, offset, blocks.cols, blocks.rows, blocks.cols], axis=1)
 
-    def _spread_phase(self, index: int) -> Hop:
+    def _spread_phase(self, index: int) -> messages.Hop:
         """What this rank relayed to the other ranks of its node that need it now; what they relayed
         for it.
         """
@@ -384,20 +385,25 @@ class NodePlanner(DirectPlanner):
                 asks = parts[members[0]]
                 _, pieces = self._relay_pieces(asks.regions, asks.cell)
                 if len(pieces):
-                    outgoing.append(Batch(Store.RELAY, members, pieces))
+                    outgoing.append(messages.Batch(messages.Store.RELAY, members, pieces))
         own = self._part(self._cells.shared, self.rank, index)
-        incoming: list[Batch] = []
+        incoming: list[messages.Batch] = []
         for server in ranks:
             owners = self.nodes.owners_relayed_by(server)
             if server != self.rank:
                 incoming += self.slices_from(own, owners, np.full(len(owners), server))
-        local: tuple[tuple[Batch, Batch], ...] = ()
+        local: tuple[tuple[messages.Batch, messages.Batch], ...] = ()
         _, relayed = self._relay_pieces(own.regions, own.cell)
         if len(relayed):
             blocks = self.table.mutual_blocks(own.regions, self._relay.owners)
             slices = slice_pieces(own, blocks, self.table)
-            local = ((Batch(Store.RELAY, (), relayed), Batch(Store.SLICE, (), slices)),)
-        return Hop(tuple(outgoing), tuple(incoming), local)
+            local = (
+                (
+                    messages.Batch(messages.Store.RELAY, (), relayed),
+                    messages.Batch(messages.Store.SLICE, (), slices),
+                ),
+            )
+        return messages.Hop(tuple(outgoing), tuple(incoming), local)
 
 
 _NOTHING = Requests.of([])
@@ -553,13 +559,13 @@ PLAN_VERSION = 2
 
 def plan_link(
     params: Sequence[ParamSpec],
-    rank_buckets: Sequence[RankBuckets],
+    rank_buckets: Sequence[messages.RankBuckets],
     rank: int,
     *,
     gradients: bool = False,
     ranks_per_node: int | None = None,
     independent_rounds: bool = False,
-) -> LinkPlan:
+) -> messages.LinkPlan:
     """The part of `rank` in pulling every rank's buckets; with `gradients`, in pushing their
     gradients.
 
@@ -578,7 +584,7 @@ def plan_link(
     else:
         ranks_per_node = None
         planner = DirectPlanner(params, asked, rank)
-    return LinkPlan(
+    return messages.LinkPlan(
         rank=rank,
         num_ranks=asked.num_ranks,
         ranks_per_node=ranks_per_node,
@@ -591,7 +597,7 @@ def plan_link(
 def _digest(params: Sequence[ParamSpec], asked: BucketRequests, options: tuple[object, ...]) -> int:
     """63 bits of everything that the parts of all ranks follow from."""
     digest = hashlib.blake2b(digest_size=8)
-    digest.update(repr((PLAN_VERSION, SINGLE_NUMEL, options, asked.ids.shape)).encode())
+    digest.update(repr((PLAN_VERSION, messages.SINGLE_NUMEL, options, asked.ids.shape)).encode())
     digest.update(
         repr([(s.fqn, s.shape, s.slicing.value, s.requires_grad) for s in params]).encode()
     )

@@ -24,16 +24,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.model.tp_plan import module_sides
+from ds_hydra.engine.parallel import tensor_parallel
 from ds_hydra.engine.parallel.groups import NCCL_GROUP_BYTES, NCCL_PAIR_BYTES
-from ds_hydra.engine.parallel.tensor_parallel import (
-    GATHERED,
-    ROW,
-    SPLIT,
-    TensorParallel,
-    find_blocks,
-    hook_block,
-    hook_rowwise,
-)
 from ds_hydra.engine.profiling.profile_document import layer_params, state_memory
 from ds_hydra.engine.ranks.memory import count_multiprocessors
 from ds_hydra.errors import UnsupportedModelError
@@ -209,7 +201,7 @@ def check_slices(config: PretrainedConfig) -> None:
     is not what a rank of a TP group computes.
     """
     for name, style in (config.base_model_tp_plan or {}).items():
-        if style in (GATHERED, SPLIT):
+        if style in (tensor_parallel.GATHERED, tensor_parallel.SPLIT):
             raise UnsupportedModelError(
                 f"every rank of a TP group has all features of {config.model_type} at {name} ({style}), which one "
                 "device that stands for the rank does not show; measure on ranks (torchrun, without --topology), or "
@@ -275,14 +267,14 @@ def _one_layer(config: PretrainedConfig, num_shards: int) -> tuple[nn.Module, nn
 
 
 def _cut_micro_batches(model: nn.Module, layer: nn.Module, num_shards: int) -> None:
-    tp = TensorParallel(cuts_micro_batches=True, simulated_tp_size=num_shards)
+    tp = tensor_parallel.TensorParallel(cuts_micro_batches=True, simulated_tp_size=num_shards)
     tp.enter(None, 1, 0)
     sides = module_sides(model)
-    for block in find_blocks(layer, sides):
-        hook_block(block, tp)
+    for block in tensor_parallel.find_blocks(layer, sides):
+        tensor_parallel.hook_block(block, tp)
     for module in layer.modules():
-        if sides.get(module) == ROW:
-            hook_rowwise(module, tp)
+        if sides.get(module) == tensor_parallel.ROW:
+            tensor_parallel.hook_rowwise(module, tp)
 
 
 def _run(
