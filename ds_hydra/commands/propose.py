@@ -15,6 +15,7 @@ from ds_hydra.commands.common import (
     TokensPerIteration,
     check_folder,
     errors_to_stderr,
+    log_size,
     print_json,
     progress_bar,
     write_document,
@@ -77,6 +78,7 @@ def propose(
         check_folder(out)
         with progress_bar("trying candidates", "batch") as show:
             known = load_profile(profile)
+            log_size(known)
             settings = CandidateSettings(
                 num_devices=devices,
                 context_length=context,
