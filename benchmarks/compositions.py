@@ -351,7 +351,7 @@ def train(
     """
     strategy = Strategy.parse(case.strategy)
     given = None if case.loss is None else test_losses.CASES[case.loss]
-    iteration = engine.hydra.plan_examples(examples, strategy, engine.global_steps, loss=given)
+    iteration = engine.hydra.source.plan(examples, strategy, engine.global_steps, loss=given)
     plan = iteration.plan
     if case.placement != "planned":
         plan = hand_plan(
@@ -363,7 +363,9 @@ def train(
     iteration = replace(iteration, planned=replace(iteration.planned, plan=plan))
     iteration = weigh(iteration, engine.hydra.propagator, engine.device)
     grads_P = engine._zero_gradient_shards()
-    outcome = engine.hydra.train(iteration, grads_P, 1.0)
+    outcome = engine.hydra.propagator.train(
+        iteration.plan, iteration.load, grads_P, 1.0, iteration.objective
+    )
     loss = engine.hydra.gather_outcomes(outcome).loss(plan, iteration.objective)
     has_empty_rows = any(
         sum(case.lengths[i] for i in micro_batch) < pipeline.scheme.cp

@@ -29,7 +29,7 @@ import transformers
 from stock_trainer import STOCK, run_stock
 from training_setup import Task, Turns, start_engine
 
-from ds_hydra.engine.ranks.host_memory import keep_freed_memory, process_bytes
+from ds_hydra.engine.ranks.memory import keep_freed_memory, process_bytes
 from ds_hydra.errors import InfeasiblePlanError
 
 # ---- ds_hydra
@@ -73,7 +73,7 @@ def run_explored(task: Task, turns: Turns) -> None:
 
 def measure_profile(task: Task, turns: Turns) -> None:
     """Write the profile that ds_hydra measures on these ranks to `task.profile`."""
-    document = start_engine(task).hydra.know_profile().document
+    document = start_engine(task).hydra.candidates.ensure_profile().document
     if dist.get_rank() == 0:
         assert task.profile is not None
         Path(task.profile).write_text(json.dumps(document, indent=1) + "\n")

@@ -35,10 +35,9 @@ from test_engine_parity import check_gradients, relative_errors
 from tqdm import tqdm
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ds_hydra.engine.model.decoder_parts import check_supported, find_other_inputs, find_text_config
 from ds_hydra.engine.model.expert_balance import is_experts
-from ds_hydra.engine.model.packing_probe import build_stage_model
-from ds_hydra.engine.model.small_config import small_configs
-from ds_hydra.engine.model.supported import check_model, find_other_inputs, find_text_config
+from ds_hydra.engine.model.packing_probe import build_stage_model, small_configs
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Strategy
 
@@ -110,7 +109,7 @@ def build(model_type: str) -> torch.nn.Module:
         config = type(config)(**SETTINGS[config.model_type])
     if find_other_inputs(config):
         with torch.device("meta"):
-            check_model(kind(config))
+            check_supported(kind(config))
     first: Exception | None = None
     for small in small_configs(config, POSITIONS):
         try:
@@ -162,7 +161,7 @@ def try_type(model_type: str) -> dict[str, Any]:
         stage_model = build_stage_model(model)
     except HydraError as error:
         return {**found, STRATEGIES[0]: {"refused": str(error)}}
-    found["one_by_one"] = stage_model.trial.one_by_one_because
+    found["one_by_one"] = stage_model.abilities.one_by_one_because
     runs = []
     for strategy in STRATEGIES:
         (scheme,) = Strategy.parse(strategy).schemes[:1]

@@ -29,8 +29,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_hydra
 from ds_hydra.engine.model.meta_model import load_stage_model
-from ds_hydra.engine.transfer.link_session import DeviceClock, Spans, TwoInFlight
-from ds_hydra.engine.transfer.slices import SlicePool, Slices
+from ds_hydra.engine.transfer.session import RoundWindow
+from ds_hydra.engine.transfer.stage_weights import SlicePool, StageWeights
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import LinkPlan, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
@@ -52,7 +52,7 @@ STRATEGIES = {
     ),
 }
 
-PLANNED = (
+OUR_SYSTEMS = (
     (64, "4x<16,1>"),
     (64, "1x<16,1> + 6x<8,1>"),
     (64, "1x<8,3> + 10x<4,1>"),
@@ -133,7 +133,6 @@ class Case:
         buffers = ExchangeBuffers(self.device)
         self.pull_link = Link(groups[0], self.device, buffers=buffers, node_group=groups[1])
         self.push_link = Link(groups[2], self.device, buffers=buffers, node_group=groups[3])
-        self.clock = DeviceClock(self.device)
         self.pool = SlicePool(self.device)
         self.plans: dict[tuple, LinkPlan] = {}
 
@@ -149,11 +148,11 @@ class Case:
             )
         return self.plans[key]
 
-    def pull(self, strategy: Strategy, routes: str = "direct") -> Slices:
+    def pull(self, strategy: Strategy, routes: str = "direct") -> StageWeights:
         buckets = self.stage_model.strategy_buckets(strategy, dist.get_world_size())[
             dist.get_rank()
         ]
-        slices = Slices(self.stage_model.specs, buckets, self.pool, self.shards_P[0].dtype)
+        slices = StageWeights(self.stage_model.specs, buckets, self.pool, self.shards_P[0].dtype)
         plan = self.plan(strategy, routes, gradients=False)
 
         def begin(index: int) -> RoundUnderWay:
@@ -161,19 +160,19 @@ class Case:
                 plan, index, self.shards_P, _bucket(slices.bucket_S, index)
             )
 
-        with TwoInFlight(self.pull_link, begin, Spans(self.clock)) as rounds:
+        with RoundWindow(begin, self.pull_link.abandon) as rounds:
             for index in range(len(plan.rounds)):
                 rounds.post(index)
         return slices
 
-    def push(self, strategy: Strategy, slices: Slices, routes: str = "direct") -> None:
+    def push(self, strategy: Strategy, slices: StageWeights, routes: str = "direct") -> None:
         plan = self.plan(strategy, routes, gradients=True)
 
         def begin(index: int) -> RoundUnderWay:
             grads = _bucket(slices.grad_bucket_S, index)
             return self.push_link.begin_push(plan, index, grads, self.grads_P)
 
-        with TwoInFlight(self.push_link, begin, Spans(self.clock)) as rounds:
+        with RoundWindow(begin, self.push_link.abandon) as rounds:
             for index in reversed(range(len(plan.rounds))):
                 rounds.post(index)
 
@@ -297,7 +296,7 @@ def measure_planning() -> list[dict]:
     print(
         f"{'ranks':>6} {'strategy':<34} {'direct':>9} {'node-aware':>11}   s of CPU, pull + push of one rank"
     )
-    for num_ranks, text in PLANNED:
+    for num_ranks, text in OUR_SYSTEMS:
         rank_buckets = stage_model.strategy_buckets(Strategy.parse(text), num_ranks)
         row = {"num_ranks": num_ranks, "strategy": text}
         for name, ranks_per_node in (("direct_s", None), ("node_s", 8)):
@@ -350,7 +349,9 @@ def main() -> None:
     for size in SIZES if args.size == "all" else [args.size]:
         engine = start(size, args.dtype)
         strategies = [
-            s for s in engine.hydra.strategies if not args.strategies or str(s) in args.strategies
+            s
+            for s in engine.hydra.candidates.strategies
+            if not args.strategies or str(s) in args.strategies
         ]
         case = Case(engine, args.ranks_per_node or None)
         times = measure(case, strategies, args.rounds)

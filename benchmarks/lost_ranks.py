@@ -27,32 +27,45 @@ def measure_kills(records: Records, num_rounds: int) -> None:
     folder = records.folder / "kill"
     whole = folder / "whole"
 
-    def run_whole() -> dict[str, Any]:
-        shutil.rmtree(whole, ignore_errors=True)
-        faults.run_until_end(test_faults.train_to_the_end, 3, whole, str(whole))
-        return {"curve": faults.read_json_lines(whole / "losses")}
+    nobody = (None, None, None, 0)
+    for weights, kills in test_faults.KILLS.items():
 
-    records.measure("kill", {"round": -1}, run_whole)
-    wanted = dict(records.of("kill")[0]["curve"])
-    for round_ in range(num_rounds):
-        parts = folder / f"round{round_}"
-        for where, victim, at in (*test_faults.KILLS, (None, None, None)):
-            victim = None if victim is None else (victim + round_) % 3
-            arguments = (where, victim, at)
-            keys = {"round": round_, "where": where}
-            records.measure(
-                "kill", keys, lambda parts=parts, a=arguments: run_once(parts, wanted, *a)
+        def run_whole(weights: str = weights) -> dict[str, Any]:
+            shutil.rmtree(whole, ignore_errors=True)
+            faults.run_until_end(
+                test_faults.train_to_the_end, 3, whole, str(whole), *nobody, weights
             )
+            return {"curve": faults.read_json_lines(whole / "losses")}
+
+        records.measure("kill", {"round": -1, "weights": weights}, run_whole)
+        curves = [r["curve"] for r in records.of("kill") if r["weights"] == weights]
+        wanted = dict(curves[0])
+        for round_ in range(num_rounds):
+            parts = folder / f"{weights}{round_}"
+            for where, victim, at, passes in (*kills, nobody):
+                victim = None if victim is None else (victim + round_) % 3
+                arguments = (where, victim, at, passes, weights)
+                keys = {"round": round_, "weights": weights, "where": where, "passes": passes}
+                records.measure(
+                    "kill", keys, lambda p=parts, w=wanted, a=arguments: run_once(p, w, *a)
+                )
 
 
 def run_once(
-    parts: Path, wanted: dict[int, float], where: str | None, victim: int | None, at: int | None
+    parts: Path,
+    wanted: dict[int, float],
+    where: str | None,
+    victim: int | None,
+    at: int | None,
+    passes: int,
+    weights: str,
 ) -> dict[str, Any]:
     """One start that resumes; what the kill, if any, did."""
     for name in ("losses", "resumed"):
         (parts / name).unlink(missing_ok=True)
+    arguments = (where, victim, at, passes, weights)
     ended = faults.run_until_end(
-        test_faults.train_to_the_end, 3, parts, str(parts), where, victim, at, victim=victim
+        test_faults.train_to_the_end, 3, parts, str(parts), *arguments, victim=victim
     )
     losses = faults.read_json_lines(parts / "losses") if (parts / "losses").exists() else []
     result = {
@@ -136,7 +149,7 @@ def lose_a_rank(
 
 
 def measure_streams(records: Records, num_kills: int) -> None:
-    """A rank of three is killed at a random time while layers stream."""
+    """A rank of three is killed at a random time while layers stream or are gathered."""
     faults.HANG_S = 300
     generator = random.Random(1)
     for number in range(num_kills):
@@ -192,4 +205,10 @@ def processes_with(name: str, value: str) -> list[int]:
     return found
 
 
-STREAMED = ("3x<1,1;stream>", "1x<2,1;stream> + 1x<1,1;stream>", "1x<1,3;stream>")
+STREAMED = (
+    "3x<1,1;stream>",
+    "3x<1,1;gather>",
+    "1x<2,1;stream> + 1x<1,1;stream>",
+    "1x<2,1;gather> + 1x<1,1;gather>",
+    "1x<sp3,1;gather>",
+)

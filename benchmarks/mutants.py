@@ -52,18 +52,18 @@ class Mutant(NamedTuple):
 
 
 _TP = "engine/parallel/tensor_parallel.py"
-_TP_SP = "engine/parallel/tp_sequence_parallel.py"
-_SP = "engine/parallel/ulysses.py"
-_CP = "engine/parallel/context_parallel.py"
+_TP_SP = "engine/parallel/tensor_parallel.py"
+_SP = "engine/parallel/token_cuts.py"
+_CP = "engine/parallel/token_cuts.py"
 _EP = "engine/parallel/expert_parallel.py"
-_CROSS = "engine/parallel/cross_entropy.py"
+_CROSS = "engine/parallel/token_scores.py"
 _ATTENTION = "engine/model/attention.py"
 _ROWS = "engine/model/micro_batches.py"
 _BALANCE = "engine/model/expert_balance.py"
 _PLACES = "strategy/schemes/placement.py"
 _RUN = "engine/propagation.py"
-_SLICES = "engine/transfer/slices.py"
-_STREAM = "engine/transfer/stream_plan.py"
+_WEIGHTS = "engine/transfer/stage_weights.py"
+_SCHEDULE = "engine/transfer/schedule.py"
 
 MUTANTS = (
     Mutant(
@@ -294,44 +294,44 @@ MUTANTS = (
     Mutant(
         "gradients are pushed after the first phase",
         _RUN,
-        "completes_gradients=number == max(busy),",
-        "completes_gradients=number == min(busy),",
+        "is_last = number == busy[-1]",
+        "is_last = number == busy[0]",
         ("llama", "qwen2", "qwen3", "mistral"),
         values=("then",),
     ),
     Mutant(
         "a rank has its first phase's role in all of them",
-        _RUN,
-        "phase, replace(work, role=role), slices",
-        "phase, work, slices",
+        "sampler/plan.py",
+        "Role.find(phase.strategy, rank)) for phase",
+        "Role.find(self.in_turn[0].strategy, rank)) for phase",
         ("llama", "qwen2", "qwen3", "mistral"),
         values=("then",),
     ),
     Mutant(
         "a layer arrives in its slot one use early",
-        _STREAM,
-        "loads.append(Load(position, use, last_use[slot]))",
-        "loads.append(Load(position, use, last_use[slot] - 1))",
+        _SCHEDULE,
+        "transfers.append(Transfer(bringing, bucket, last_use[slot], number))",
+        "transfers.append(Transfer(bringing, bucket, max(AT_ONCE, last_use[slot] - 1), number))",
         values=("gather", "stream"),
     ),
     Mutant(
         "a gathered layer's second micro-batch adds to the first",
-        _SLICES,
+        _WEIGHTS,
         "            state.without_gradient.update(state.gradients)\n",
         "            pass\n",
         values=("gather",),
     ),
     Mutant(
         "backward of a gathered layer does not wait for the push before",
-        "engine/transfer/gathering.py",
-        "push_before[use], of_slot[slot] = of_slot[slot], place[use, True, bucket]",
-        "push_before[use], of_slot[slot] = -1, place[use, True, bucket]",
-        tests=("tests/test_gathering.py::test_rounds_never_overwrite_what_is_used",),
+        _SCHEDULE,
+        "transfers.append(Transfer(taking, before, left, number))",
+        "transfers.append(Transfer(taking, before, left))",
+        tests=("tests/test_transfer_schedule.py",),
     ),
     Mutant(
         "streamed: every rank of a TP group adds what one has to",
-        "engine/transfer/streaming.py",
-        "        if ref.pushes_gradient:\n            self._home.add",
+        _WEIGHTS,
+        "        if entry.pushes_gradient:\n            self._home.add",
         "        if True:\n            self._home.add",
         values=("stream",),
     ),
@@ -358,20 +358,20 @@ MUTANTS = (
     ),
     Mutant(
         "the first bucket is not pushed",
-        "engine/transfer/link_session.py",
-        "for index in reversed(range(len(self._push_plan.rounds))):",
-        "for index in reversed(range(1, len(self._push_plan.rounds))):",
+        _SCHEDULE,
+        "for bucket in reversed(range(num_rounds)) if pushes else ():",
+        "for bucket in reversed(range(1, num_rounds)) if pushes else ():",
     ),
     Mutant(
         "a slice's columns come from the parameter's beginning",
-        "zero_link/direct.py",
+        "zero_link/plan.py",
         "offset += blocks.start % row_len - asks.slice_col[ask]",
         "offset += blocks.start % row_len",
         values=("tp2", "tp4"),
     ),
     Mutant(
         "what a node needs twice comes for the second need",
-        "zero_link/node_aware.py",
+        "zero_link/plan.py",
         "rounds.append(min(want.round for want in readers))",
         "rounds.append(max(want.round for want in readers))",
         ("llama", "qwen2", "llama_bias", "qwen3", "gemma2"),

@@ -27,7 +27,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_hydra
-from ds_hydra.engine.transfer.link_session import LinkThread
+from ds_hydra.engine.transfer.link_thread import LinkThread
 
 STRATEGIES = {
     2: ("2x<1,1>", "1x<2,1>", "1x<1,2>"),

@@ -5,8 +5,8 @@
 Parts: `kill` (a rank is killed in every phase of an iteration; the others must name it, restarts
 must give the same curve), `phases` (a rank is killed or stopped in every phase between an engine's
 start and its end; the other one must name it, and nothing may be left behind), `between` (the same
-in callbacks, under TRL and in the user's own collectives), `stream` (a rank is
-killed at random times while layers stream), `launch` (kills under torchrun and deepspeed),
+in callbacks, under TRL and in the user's own collectives), `stream` (a rank is killed at random
+times while layers stream or are gathered), `launch` (kills under torchrun and deepspeed),
 `planner` (planning processes killed and stopped), `saves` (a process is killed at random times of
 saving), `leak` (random strategies on 4 ranks), `shm` (a /dev/shm of 64 MB, mounted as root),
 `folders` (damaged run folders are read or refused), `documents` (damaged documents of every
@@ -344,7 +344,9 @@ def main() -> None:
     )
     parser.add_argument("--fresh", action="store_true", help="forget what is measured so far")
     parser.add_argument("--kills", type=int, default=5, help="rounds of kills, one per phase each")
-    parser.add_argument("--stream-kills", type=int, default=20, help="while layers stream")
+    parser.add_argument(
+        "--stream-kills", type=int, default=20, help="while layers stream or are gathered"
+    )
     parser.add_argument("--planner-faults", type=int, default=10, help="of each kind")
     parser.add_argument("--saves", type=int, default=100, help="kills while saving")
     parser.add_argument("--iterations", type=int, default=1000, help="of random strategies")

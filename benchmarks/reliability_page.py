@@ -53,13 +53,14 @@ def describe_kills(records: list[dict[str, Any]]) -> str:
     runs = [r for r in records if r["round"] >= 0]
     kills = [r for r in runs if r["where"] is not None]
     rows = []
-    for where in dict.fromkeys(r["where"] for r in kills):
-        mine = [r for r in kills if r["where"] == where]
+    for weights, where, passes in dict.fromkeys(map(_place, kills)):
+        mine = [r for r in kills if _place(r) == (weights, where, passes)]
         seconds = [r["detect_s"] for r in mine]
         named, others = sum(r["num_named"] for r in mine), sum(r["num_others"] for r in mine)
         rows.append(
             [
-                where,
+                f"{where}{f', after {passes} others' if passes else ''}",
+                weights,
                 len(mine),
                 f"{named} of {others}",
                 f"{statistics.median(seconds):.2f}",
@@ -71,10 +72,16 @@ def describe_kills(records: list[dict[str, Any]]) -> str:
     return paragraphs(
         f"SIGKILL of one rank of three, {len(kills)} times; after each, a new start from the last checkpoint, "
         "until ten iterations are trained. Seconds: from the kill until the last of the others has ended.",
-        table(["killed in", "runs", "others that ended with an error naming it", "median s", "worst s"], rows),
+        table(
+            ["killed in", "layers", "runs", "others that ended with an error naming it", "median s", "worst s"], rows
+        ),
         f"Losses equal to the uninterrupted run, bit for bit: **{same} of {losses}**. Engine started and "
         f"checkpoint loaded in {statistics.median(resumes):.1f} s (median; imports not counted).",
     )  # fmt: skip
+
+
+def _place(record: dict[str, Any]) -> tuple[str, str, int]:
+    return record["weights"], record["where"], record["passes"]
 
 
 def describe_between(records: list[dict[str, Any]]) -> str:
@@ -140,8 +147,8 @@ def describe_streams(records: list[dict[str, Any]]) -> str:
         )
     return paragraphs(
         f"SIGKILL of one rank of three, {len(records)} times, 0 to 2 s after the first of many iterations in which "
-        "layers stream; the victims alternate. Seconds: from the kill until the last of the others has ended. "
-        "Homes: processes that still hold one; files: what is new in /dev/shm and held by no process.",
+        "layers stream or are gathered; the victims alternate. Seconds: from the kill until the last of the others has "
+        "ended. Homes: processes that still hold one; files: what is new in /dev/shm and held by no process.",
         table(
             ["strategy", "kills", "others that ended naming it", "median s", "worst s", "homes left", "files left"],
             rows,
@@ -242,7 +249,7 @@ def describe_leak(records: list[dict[str, Any]]) -> str:
         f"{record['iterations']:,} iterations on 4 ranks, one of {len(STRATEGIES_OF_4)} strategies drawn for each, "
         "4 to 12 sequences of 2 to 60 tokens. `malloc`: MiB handed out and not freed; RSS: MiB resident. Slopes: "
         "bytes per iteration over the last half. RSS follows malloc's high-water marks, which are kept on purpose "
-        "(`engine/ranks/host_memory.py`).",
+        "(`engine/ranks/memory.py`).",
         table(["rank", *head], memory),
         "From 25% to the end:",
         table(
@@ -373,7 +380,7 @@ PARTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
     "kill": ("A rank is lost", describe_kills),
     "phases": ("A rank is lost, from the start to the end", describe_phases),
     "between": ("A rank is lost between the engine's calls", describe_between),
-    "stream": ("A rank is lost while layers stream", describe_streams),
+    "stream": ("A rank is lost while layers stream or are gathered", describe_streams),
     "launch": ("Restarts under launchers", describe_launches),
     "planner": ("A planning process is lost", describe_planner),
     "saves": ("A crash while saving", describe_saves),

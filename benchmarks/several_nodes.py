@@ -134,7 +134,7 @@ def time_strategies(repeats: int) -> dict:
     return {
         "chosen": chosen,
         "medians": medians,
-        "profile": engine.hydra.know_profile().document["schemes"],
+        "profile": engine.hydra.candidates.ensure_profile().document["schemes"],
     }
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from workloads import Batch, Shape
 
 import ds_hydra
-from ds_hydra.engine.ranks.host_memory import process_bytes
+from ds_hydra.engine.ranks.memory import process_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ from ds_hydra.lab.simulator.compare import compare
 from ds_hydra.lab.simulator.comparison import Planned
 from ds_hydra.lab.simulator.scenario import Scenario, bound_of
 from ds_hydra.lab.simulator.systems import DS_HYDRA, PLAIN, Settings
-from ds_hydra.sampler.ilp import SolverLimits, make_model
+from ds_hydra.sampler.integer_programs import SolverLimits, make_model
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.schemes.scheme import Scheme
@@ -136,16 +135,16 @@ def above_bound(planned: Planned, scenario: Scenario) -> tuple[float, float]:
 def row_of(name: str, num_batches: int) -> tuple[str, list[float]]:
     """A line of the table, and its shares for the means; NaN where <TP,PP> cannot run."""
     workload = load_case(name).workload
-    cluster = find_cluster(workload.profile, workload.num_devices)
+    workload = workload.linked_by(find_cluster(workload.profile, workload.num_devices))
     settings = Settings(iterations=num_batches, systems=[PLAIN])
-    found = compare(workload, cluster, settings)
+    found = compare(workload, settings)
     shares: list[float] = []
     for system in (PLAIN, DS_HYDRA):
         if system not in found.planned:
             shares += [np.nan, np.nan]
             continue
         planned = found.planned[system]
-        scenario = replace(settings.scenario(workload, cluster), profile=planned.profile)
+        scenario = settings.scenario(workload).knowing(planned.profile)
         shares += above_bound(planned, scenario)
     cells = ["cannot run" if np.isnan(share) else f"{share:.1%}" for share in shares]
     return f"| {name} | {' | '.join(cells)} |", shares

@@ -73,16 +73,17 @@ def _plan(
     profile_name: str, strategies_path: Path, lengths_path: Path, objective: str, seed: int
 ) -> tuple[IterationPlan, float]:
     """The plan, and the time that planning took without loading compiled code."""
-    from ds_hydra.sampler.candidates import with_schemes_of
     from ds_hydra.sampler.plan import GlobalBatch
     from ds_hydra.sampler.planner import plan_iteration
     from ds_hydra.sampler.planner_settings import PlannerSettings
     from ds_hydra.sampler.warm_up import warm_up
-    from ds_hydra.strategy.profiles.states import load_profile
+    from ds_hydra.strategy.cost_models.costs import Costs
+    from ds_hydra.strategy.profiles.state_bytes import load_profile
+    from ds_hydra.strategy.schemes.scheme import schemes_of
 
     strategies, num_devices = _read_strategies(strategies_path)
     lengths = _read_lengths(lengths_path)
-    profile = with_schemes_of(load_profile(profile_name), strategies)
+    profile = Costs.of(load_profile(profile_name), num_devices).extended(schemes_of(strategies))
     warm_up()
     start = time.perf_counter()
     result = plan_iteration(

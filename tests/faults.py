@@ -5,6 +5,7 @@ ended.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -103,7 +104,7 @@ def end_at_start(where: str, folder: str | Path, number: int = signal.SIGKILL) -
     from ds_hydra.engine import HydraEngine, hydra_engine
     from ds_hydra.engine.candidates import EngineCandidates
     from ds_hydra.engine.parallel.groups import GroupPool
-    from ds_hydra.engine.profiling.measurements import Measurements
+    from ds_hydra.engine.profiling.profile_document import Measurements
     from ds_hydra.engine.ranks import watchdog
     from ds_hydra.sampler.data.dataset import TokenDataset
 
@@ -119,8 +120,10 @@ def end_at_start(where: str, folder: str | Path, number: int = signal.SIGKILL) -
     setattr(owner, name, lambda *_, **__: die(folder, number))
 
 
-def kill_in(engine: Any, where: str, folder: str | Path, number: int = signal.SIGKILL) -> None:
-    """Let this rank die the next time it comes to `where`."""
+def kill_in(
+    engine: Any, where: str, folder: str | Path, number: int = signal.SIGKILL, passes: int = 0
+) -> None:
+    """Let this rank die the next time it comes to `where`, which it `passes` so many times."""
     import torch
 
     propagator = engine.hydra.propagator
@@ -130,14 +133,19 @@ def kill_in(engine: Any, where: str, folder: str | Path, number: int = signal.SI
         "backward": (torch.autograd, "backward"),
         "push": (propagator.links.push_link, "begin_push"),
         "step": (engine.optimizer, "step"),
-        "plan": (engine.hydra, "next_iteration"),
+        "plan": (engine.hydra.source, "next"),
         "evaluate": (propagator, "evaluate"),
         "save": (engine.checkpoint_engine, "_save"),
         "load": (engine, "_read_checkpoint"),
         "save 16 bit": (engine, "_zero3_consolidated_16bit_state_dict"),
         "destroy": (engine.hydra, "close"),
     }[where]
-    setattr(owner, name, lambda *_, **__: die(folder, number))
+    plain, times = getattr(owner, name), itertools.count()
+
+    def come(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs) if next(times) < passes else die(folder, number)
+
+    setattr(owner, name, come)
 
 
 BETWEEN = ("callback", "own collective", "own handle", "own object", "after training")

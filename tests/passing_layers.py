@@ -7,7 +7,7 @@ from engines import start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
 
-from ds_hydra.engine.transfer.slices import SlicePool
+from ds_hydra.engine.transfer.stage_weights import SlicePool
 from ds_hydra.strategy import Strategy
 
 

@@ -6,8 +6,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from ds_hydra.engine.ranks import peer_memory
-from ds_hydra.engine.ranks.shared_memory import SharedMemory
+from ds_hydra.engine.ranks import hosts
+from ds_hydra.engine.ranks.hosts import SharedMemory
 
 
 def homes_in_parts(device_type="cpu", on_device=lambda part: part):
@@ -22,4 +22,4 @@ def homes_in_parts(device_type="cpu", on_device=lambda part: part):
 
         return share
 
-    return mock.patch.dict(peer_memory.ALLOCATORS, {device_type: allocate})
+    return mock.patch.dict(hosts.ALLOCATORS, {device_type: allocate})

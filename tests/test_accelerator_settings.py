@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -14,10 +15,11 @@ import torch
 
 from ds_hydra.configs.hydra_config import HydraConfig, LinkConfig
 from ds_hydra.engine import candidates, hydra_engine_class
-from ds_hydra.engine.doctor.environment import check_settings
-from ds_hydra.engine.ranks import accelerator_settings, device_memory
-from ds_hydra.engine.ranks.accelerator_settings import can_overlap, overlap_where_safe
-from ds_hydra.engine.runtime import HydraRuntime
+from ds_hydra.engine.doctor.findings import check_settings
+from ds_hydra.engine.propagation import Propagator, Task
+from ds_hydra.engine.ranks import memory, process_start
+from ds_hydra.engine.ranks.process_start import can_overlap, overlap_where_safe
+from ds_hydra.engine.telemetry.trace import Recorder
 from ds_hydra.environment import WANTED, missing_for_overlap, set_accelerator_environment
 from ds_hydra.errors import HydraConfigError
 
@@ -85,7 +87,7 @@ def test_one_hardware_queue_is_refused(monkeypatch):
     )
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(HydraConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS is 1"):
-        accelerator_settings.prepare_accelerator()
+        process_start.prepare_accelerator()
 
 
 @pytest.mark.parametrize(("device", "is_set"), [("cuda", True), ("cpu", False)])
@@ -105,11 +107,9 @@ def test_overlap_is_off_with_one_warning_where_any_rank_was_late(
     monkeypatch, nothing_chosen, caplog
 ):
     problems = [[[0], [1]], [[0], [0]], [[1], [1]]]
-    monkeypatch.setattr(
-        accelerator_settings, "gather_rows", lambda mine: torch.tensor(problems.pop(0))
-    )
-    monkeypatch.setattr(accelerator_settings, "to_device", lambda tensor, _: tensor)
-    monkeypatch.setattr(accelerator_settings.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(process_start, "gather_rows", lambda mine: torch.tensor(problems.pop(0)))
+    monkeypatch.setattr(process_start, "to_device", lambda tensor, _: tensor)
+    monkeypatch.setattr(process_start.dist, "get_rank", lambda: 0)
     config = HydraConfig(
         context_length=64, tokens_per_iteration=64, link=LinkConfig(routes="direct")
     )
@@ -124,7 +124,7 @@ def test_overlap_is_off_with_one_warning_where_any_rank_was_late(
     assert "CUDA_DEVICE_MAX_CONNECTIONS=(not set)" in warning
     assert "export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER" in warning
     os.environ.update(WANTED)
-    assert accelerator_settings.find_overlap_problem(CUDA) == ""
+    assert process_start.find_overlap_problem(CUDA) == ""
     assert overlap_where_safe(config, torch.device("cpu")) is config  # no ranks asked
 
 
@@ -135,10 +135,10 @@ def test_overlap_is_off_with_one_warning_where_any_rank_was_late(
 def test_settings_for_debugging_switch_overlap_off(monkeypatch, nothing_chosen, setting):
     os.environ.update(WANTED)
     monkeypatch.setenv(*setting.split("="))
-    problem = accelerator_settings.find_overlap_problem(CUDA)
+    problem = process_start.find_overlap_problem(CUDA)
     assert problem.startswith(setting)
     assert "unset it" in problem
-    assert accelerator_settings.find_overlap_problem(torch.device("cpu")) == ""
+    assert process_start.find_overlap_problem(torch.device("cpu")) == ""
 
 
 @pytest.mark.parametrize(("limit", "value"), [(None, 45_000), (40_000, 36_000)])
@@ -146,17 +146,17 @@ def test_a_device_without_memory_is_told_with_a_limit_to_set(monkeypatch, limit,
     accelerator = types.SimpleNamespace(
         memory_reserved=lambda: 30_000, available_memory=lambda: 20_000
     )
-    monkeypatch.setattr(device_memory, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(memory, "get_accelerator", lambda: accelerator)
     with (
         pytest.raises(
             HydraConfigError, match=f"set hydra.memory_limit_bytes to {value},"
         ) as raised,
-        device_memory.naming_memory_limit(limit),
+        memory.naming_memory_limit(limit),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
     assert "Tried to allocate 2.00 GiB" in str(raised.value)
     assert "more" not in str(raised.value)
-    with pytest.raises(RuntimeError, match="other"), device_memory.naming_memory_limit(limit):
+    with pytest.raises(RuntimeError, match="other"), memory.naming_memory_limit(limit):
         raise RuntimeError("other")
 
 
@@ -168,11 +168,18 @@ def test_training_and_profiling_name_the_limit(monkeypatch):
 
     config = HydraConfig(context_length=64, tokens_per_iteration=64, memory_limit_bytes=1000)
     accelerator = types.SimpleNamespace(memory_reserved=lambda: 900, available_memory=lambda: 200)
-    monkeypatch.setattr(device_memory, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(memory, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(candidates, "measure_profile", fail)
-    propagator = types.SimpleNamespace(train=fail)
-    runtime = types.SimpleNamespace(config=config, propagator=propagator)
-    iteration = types.SimpleNamespace(plan=None, load=None, objective=None)
+    propagator = types.SimpleNamespace(
+        _memory_limit_bytes=1000,
+        _run_phases=fail,
+        rank=0,
+        device=torch.device("cpu"),
+        recorder=Recorder(),
+        stage_model=types.SimpleNamespace(balance=types.SimpleNamespace(begin=lambda *_: None)),
+    )
+    plan = mock.MagicMock()
+    plan.on_rank.return_value = (None,)
     known = types.SimpleNamespace(
         profile=None,
         config=config,
@@ -182,9 +189,9 @@ def test_training_and_profiling_name_the_limit(monkeypatch):
         _measured_beside=tuple,
     )
     with pytest.raises(HydraConfigError, match="memory_limit_bytes to 900"):
-        HydraRuntime.train(runtime, iteration, [], 1.0)
+        Propagator._run(propagator, plan, Task(None, None, 1.0, None), [])
     with pytest.raises(HydraConfigError, match="memory_limit_bytes to 900"):
-        candidates.EngineCandidates.know_profile(known)
+        candidates.EngineCandidates.ensure_profile(known)
 
 
 def test_the_doctor_tells_of_settings_that_came_too_late(nothing_chosen):

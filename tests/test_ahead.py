@@ -11,7 +11,7 @@ import torch
 from reference import make_batch, make_profile
 
 from ds_hydra.engine import planning
-from ds_hydra.engine.ahead import Ahead
+from ds_hydra.engine.planning import Ahead
 from ds_hydra.errors import HydraError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.planner import plan_iteration

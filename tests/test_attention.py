@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hydra.engine.doctor import environment
-from ds_hydra.engine.model import attention, sequence_attention
-from ds_hydra.engine.model.attention import PackedMicroBatch, Segment, hydra_varlen
-from ds_hydra.engine.model.sight import in_sight
-from ds_hydra.engine.ranks.accelerator_settings import use_deterministic_kernels
+from ds_hydra.engine.doctor import findings
+from ds_hydra.engine.model import attention
+from ds_hydra.engine.model.attention import hydra_varlen
+from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment, running
+from ds_hydra.engine.ranks.process_start import use_deterministic_kernels
 from ds_hydra.errors import UnsupportedModelError
 
 MODULE = torch.nn.Identity()
@@ -60,7 +60,7 @@ def test_packed_micro_batch_equals_its_sequences(
     inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
     micro_batch = PackedMicroBatch.build(lengths, torch.device("cpu"))
     options = {"sliding_window": window, "softcap": softcap, "s_aux": sinks}
-    with patch.object(sequence_attention, "_QUERY_BLOCK", block), in_sight(micro_batch):
+    with patch.object(attention, "_QUERY_BLOCK", block), running(micro_batch):
         out, _ = hydra_varlen(MODULE, query, key, value, None, **options)
     parts = zip(
         query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
@@ -98,8 +98,8 @@ def test_pieces_see_the_keys_before_them(spans, groups, window, softcap, has_sin
     value = torch.randn(1, 4 // groups, sum(ends), value_width, requires_grad=True)
     sinks = torch.randn(4, requires_grad=True) if has_sinks else None
     inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
-    with patch.object(sequence_attention, "_QUERY_BLOCK", 4):
-        out = sequence_attention.attention_per_sequence(
+    with patch.object(attention, "_QUERY_BLOCK", 4):
+        out = attention.attention_per_sequence(
             query, key, value, lengths, 8**-0.5, window, softcap, sinks, ends
         )
     parts = zip(query.split(lengths, 2), key.split(ends, 2), value.split(ends, 2), spans)
@@ -134,11 +134,11 @@ def scores_computed(monkeypatch, lengths, window=None):
         pairs.append(query.shape[2] * key.shape[2])
         return torch.zeros(*query.shape[:-1], value.shape[-1])
 
-    monkeypatch.setattr(sequence_attention.F, "scaled_dot_product_attention", counting)
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", counting)
     micro_batch = PackedMicroBatch.build(lengths, torch.device("cpu"))
     shape = (1, 2, micro_batch.num_tokens, 4)
     heads = [torch.zeros(shape) for _ in range(3)]
-    with in_sight(micro_batch):
+    with running(micro_batch):
         hydra_varlen(MODULE, *heads, None, sliding_window=window)
     return sum(pairs)
 
@@ -161,7 +161,7 @@ def test_positions_restart_in_every_sequence():
 def test_what_the_kernels_cannot_do_is_refused():
     micro_batch = PackedMicroBatch.build([2], torch.device("cpu"))
     heads = torch.zeros(1, 1, 2, 4)
-    with in_sight(micro_batch):
+    with running(micro_batch):
         with pytest.raises(UnsupportedModelError, match="attention_dropout"):
             hydra_varlen(MODULE, heads, heads, heads, None, dropout=0.1)
         with pytest.raises(UnsupportedModelError, match="a mask of its own"):
@@ -201,7 +201,7 @@ def flash_attn_3(calls):
         heads = [t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)]
         window = window_size[0] + 1 if window_size[0] >= 0 else None
         lengths, keys = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
-        out = sequence_attention.attention_per_sequence(
+        out = attention.attention_per_sequence(
             *heads, lengths, softmax_scale, window, softcap or None, None, keys
         )
         return out[0].transpose(0, 1)
@@ -232,7 +232,7 @@ def test_flash_attn_is_called_as_it_is_and_adds_in_one_order(with_flash_attn, wi
     heads_last = [t[0].transpose(0, 1) for t in (query, key, value)]
     ends = (micro_batch.cu_seqlens, micro_batch.cu_keys)
     got = kernel(*heads_last, *ends, 5, 7, 0.3, window, softcap)
-    wanted = sequence_attention.attention_per_sequence(
+    wanted = attention.attention_per_sequence(
         query, key, value, (5, 4), 0.3, window, softcap, None, (5, 7)
     )
     torch.testing.assert_close(got, wanted[0].transpose(0, 1))
@@ -294,7 +294,7 @@ def test_widths_that_kernels_refuse_are_padded_or_run_by_sequence(
     results = []
     for dtype in (torch.bfloat16, torch.float32):  # the kernel takes 16 bit alone
         leaves = [t.to(dtype).requires_grad_() for t in inputs]
-        with in_sight(PackedMicroBatch.build([5, 4], torch.device("cpu"))):
+        with running(PackedMicroBatch.build([5, 4], torch.device("cpu"))):
             out, _ = hydra_varlen(MODULE, *leaves, None)
         assert out.shape == (1, 9, 4, widths[1])
         results.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
@@ -349,14 +349,14 @@ def test_a_torch_without_a_kernel_is_named(on_a_device, monkeypatch, caplog):
 
 
 def test_the_doctor_tries_the_widths_that_models_have(on_a_device, monkeypatch):
-    monkeypatch.setattr(environment, "find_kernel", attention.find_kernel)
+    monkeypatch.setattr(findings, "find_kernel", attention.find_kernel)
     meta = types.SimpleNamespace(type="cuda")
     monkeypatch.setattr(
-        environment,
+        findings,
         "kernel_error",
         lambda k, d, *rest: attention.kernel_error(k, torch.device("cpu"), *rest),
     )
-    found = environment._check_attention(meta)
+    found = findings._check_attention(meta)
     assert found.status.value == "ok", found
     assert set(found.figures["relative_errors"]) == {"64", "128", "192/128", "256"}
 

@@ -62,16 +62,16 @@ def start(folder, model, *, hydra=None, num_workers=0, **sections):
 def train(engine, num_iterations):
     """Losses, and the dataset rows that were trained on."""
     losses, consumed = [], []
-    original = engine.hydra.train
+    original = engine.hydra.propagator.train
 
-    def watching(iteration, *arguments):
-        consumed.append(list(iteration.plan.sample_indices))
-        return original(iteration, *arguments)
+    def watching(plan, *arguments):
+        consumed.append(list(plan.sample_indices))
+        return original(plan, *arguments)
 
-    engine.hydra.train = watching
+    engine.hydra.propagator.train = watching
     for _ in range(num_iterations):
         losses.append(float(engine.train_batch()))
-    engine.hydra.train = original
+    engine.hydra.propagator.train = original
     return losses, consumed
 
 
@@ -149,7 +149,7 @@ def gathered(engine):
         weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
     counts = (engine.global_steps, engine.global_samples, engine.skipped_steps)
     steps = {float(s["step"]) for s in engine.optimizer.optimizer.state.values()}
-    return states, weights, counts, steps, engine.hydra.sampler.state
+    return states, weights, counts, steps, engine.hydra.source.sampler.state
 
 
 def save_all(folder):
@@ -312,7 +312,7 @@ def test_pieces_bring_every_element_once(shapes, old_world, new_world, old_size,
         targets = [torch.zeros(n, dtype=torch.float64) for n in new.group_numel]
         for old_rank in range(old_world):
             sources = cut(values, old, old_rank)
-            for piece in reshard.pieces(old, old_rank, new, rank):
+            for piece in reshard.shard_moves(old, old_rank, new, rank):
                 reshard._copy(piece, sources[piece.source], targets[piece.target])
         for mine, wanted in zip(targets, cut(values, new, rank), strict=True):
             assert torch.equal(mine, wanted)

@@ -5,7 +5,7 @@ import torch
 import torch._inductor.config
 from torch import nn
 
-from ds_hydra.engine.model.compilation import compile_each
+from ds_hydra.engine.model.stage_forward import compile_each
 from ds_hydra.errors import HydraConfigError
 
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from spaces import full_space, priced
 from test_sequence_parallel import PROFILE
 
 from ds_hydra.configs import find_file
 from ds_hydra.configs.files import read_json_object
-from ds_hydra.sampler.candidates import with_schemes_of
-from ds_hydra.strategy import Profile, Scheme, parse_strategies
+from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.analytic import (
     Hardware,
     ModelShape,
@@ -21,15 +21,11 @@ from ds_hydra.strategy.cost_models.analytic import (
     predict_latency,
 )
 from ds_hydra.strategy.cost_models.cluster import find_cluster
+from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.memory_model import ROW_TOLERANCE, SP_ACTIVATIONS_REPEATED
 from ds_hydra.strategy.profiles.profile import LatencyModel
-from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
-from ds_hydra.strategy.profiles.states import load_profile
-from ds_hydra.strategy.proposal.context_parallel import (
-    context_parallel_schemes,
-    with_context_parallelism,
-)
-from ds_hydra.strategy.proposal.extended import with_extended_schemes
+from ds_hydra.strategy.profiles.state_bytes import load_profile
+from ds_hydra.strategy.proposal.space import context_parallel_schemes
 
 A800 = Hardware.from_json(read_json_object(find_file("hardware", "a800")), source="a800")
 SHAPE = ModelShape(
@@ -40,15 +36,15 @@ SHAPE = ModelShape(
 def test_measured_tp_tells_what_gathered_keys_cost():
     """<2,1> takes 0.5 - 0.8 / 2 = 0.1 ms for 4 H numbers; keys and values of 2 rows are 3 H."""
     profile = Profile.from_json(PROFILE)
-    found = with_estimates(profile, parse_strategies(["1x<cp2,1>", "1x<cp4,1>"]))
+    found = priced(profile, "1x<cp2,1>")
     two = found.latency[Scheme(1, 1, cp=2)]
     assert (two.quadratic_ms, two.constant_ms) == (4e-4, 2.0)
     assert two.linear_ms == pytest.approx(0.4 + 0.1 * 3 / 4)
-    assert Scheme(1, 1, cp=4) not in found.latency, "nothing says how fast 4 ranks exchange"
+    assert Costs(profile).find(Scheme(1, 1, cp=4)) is None, "nothing says how fast 4 ranks exchange"
     assert [e["cp"] for e in found.document["schemes"] if e.get("estimated")] == [2]
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
     grouped = Profile.from_json({**PROFILE, "model": {**PROFILE["model"], **heads}})
-    quarter = with_estimates(grouped, parse_strategies(["1x<cp2,1>"])).latency[Scheme(1, 1, cp=2)]
+    quarter = priced(grouped, "1x<cp2,1>").latency[Scheme(1, 1, cp=2)]
     # Two key-value heads: in two parts, one of which travels beside the attention of the other
     assert quarter.linear_ms == pytest.approx(0.4 + 0.1 * 3 / 4 / 4 / 2)
     assert quarter.hidden_ms == pytest.approx(0.1 * 3 / 4 / 4 / 2)
@@ -77,7 +73,7 @@ def test_links_tell_where_measured_schemes_do_not():
     cluster = find_cluster(profile, 64)
     scheme = Scheme(8, 1, cp=8)
     assert Scheme(64, 1) not in profile.latency
-    found = with_context_parallelism(profile, [replace(scheme, ckpt=3)], cluster).latency[scheme]
+    found = Costs(profile, cluster).latency(scheme)
     base = profile.latency[Scheme(8, 1)]
     keys = key_values_ms(cluster.shape, cluster.hardware, scheme)
     # Five heads a rank: in four parts, three of which travel beside the attention of another
@@ -89,24 +85,25 @@ def test_links_tell_where_measured_schemes_do_not():
     assert long[1] == pytest.approx(found.linear_ms * 6e5 + found.quadratic_ms * 36e10)
     assert found.scaled(2.0).sequence_ms(100) == pytest.approx(2 * found.sequence_ms(100))
     assert LatencyModel(**found.to_json()) == found
-    assert with_context_parallelism(profile, [scheme], None) is profile
-    given = with_schemes_of(profile, parse_strategies(["1x<cp8,8,1;ckpt=3>"]))
-    assert given.latency[scheme].linear_ms == pytest.approx(found.linear_ms)
+    assert Costs(profile).find(scheme) is None
+    stretched = Costs.of(profile, 64).find(replace(scheme, ckpt=40))
+    assert stretched.latency.linear_ms == pytest.approx(4 / 3 * found.linear_ms)
+    assert (stretched.origin, stretched.sources) == ("derived", (scheme,))
 
 
 def test_cp_in_place_of_sp_and_where_heads_end():
     """40 heads divide by SP 8, 32 by 32."""
     thirteen, seven = (load_profile(f"a800_llama2_{size}b") for size in (13, 7))
-    beyond = {str(s) for s in context_parallel_schemes(thirteen, 16)}
+    beyond = {str(s) for s in context_parallel_schemes(World.of(thirteen, None, 16, 1))}
     assert {"<sp8,cp2,1>", "<sp4,cp2,2,1>", "<cp2,8,1>", "<cp4,2,1>"} <= beyond
     assert all("cp" in text for text in beyond)
-    assert all(scheme.sp == 1 for scheme in context_parallel_schemes(seven, 16))
-    assert not list(context_parallel_schemes(Profile.from_json(PROFILE), 64))
-    wide = with_extended_schemes(
+    assert all(scheme.sp == 1 for scheme in context_parallel_schemes(World.of(seven, None, 16, 1)))
+    assert not list(context_parallel_schemes(World.of(Profile.from_json(PROFILE), None, 64, 1)))
+    wide = full_space(
         thirteen, num_devices=16, context_length=16384, cluster=find_cluster(thirteen, 16)
     )
     assert any(scheme.cp == 2 for scheme in wide.latency)
-    refused = with_extended_schemes(
+    refused = full_space(
         thirteen, num_devices=16, context_length=16384, can_run=lambda scheme: scheme.cp == 1
     )
     assert not any(scheme.cp > 1 for scheme in refused.latency)

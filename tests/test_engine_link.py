@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_hydra.engine.transfer.frozen import fingerprint
-from ds_hydra.engine.transfer.slices import SlicePool
+from ds_hydra.engine.transfer.stage_weights import SlicePool
 from ds_hydra.strategy import Strategy
 
 BF16_TOLERANCE = 2**-8
@@ -65,7 +65,7 @@ def random_cases(num_sequences, seed):
 
 def train_plan(engine, plan, tensors):
     """What this rank measured, and the gradients of its shards."""
-    engine.hydra.prepare_forced(plan.strategy)
+    engine.hydra.candidates.prepare(plan.strategy)
     grads_P = engine._zero_gradient_shards()
     outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
     return outcome, [g.clone() for g in grads_P]
@@ -156,12 +156,12 @@ def memory_of_exchanges():
     result = {}
     for text in ("4x<1,1>", "1x<2,1>", "1x<1,2> + 1x<2,1>", "1x<4,1>"):
         strategy = Strategy.parse(text)
-        engine.hydra.prepare_forced(strategy)
+        engine.hydra.candidates.prepare(strategy)
         propagator.links.buffers.peak_bytes = 0
         allocated = []
         for _ in range(3):
             with NewMemory() as new:
-                _, session = propagator.links.open(strategy, with_gradients=True, grads_P=grads_P)
+                session = propagator.links.open(strategy, with_gradients=True, grads_P=grads_P)
                 with session:
                     session.finish()
             allocated.append(new.nbytes)
@@ -213,8 +213,8 @@ def frozen_slices(folder):
         def train(text, evaluate=False, engine=engine, keep=keep):
             strategy = Strategy.parse(text)
             propagator = engine.hydra.propagator
-            engine.hydra.prepare_forced(strategy)
-            link = propagator.links.of(strategy)
+            engine.hydra.candidates.prepare(strategy)
+            link = propagator.links.link_for(strategy)
             session = propagator.links.open
             propagator.links.open = lambda *a, **k: (
                 pulled[keep].append(opened := session(*a, **k)) or opened
@@ -222,7 +222,7 @@ def frozen_slices(folder):
             run = engine.eval_batch if evaluate else engine.train_batch
             losses[keep].append(float(run(examples, strategy=strategy)))
             propagator.links.open = session
-            plan = pulled[keep].pop()[1]._pull_plan
+            plan = pulled[keep].pop().carrier.pull_plan
             pulled[keep].append("trained" if plan is not link.pull else "all")
 
         train("1x<2,2>")
@@ -282,7 +282,7 @@ def failures():
     """
     engine = start_hydra(tiny("llama"))
     examples = random_examples((9, 17), VOCAB_SIZE, seed=0)
-    engine.hydra.prepare_forced(Strategy.parse("4x<1,1>"))
+    engine.hydra.candidates.prepare(Strategy.parse("4x<1,1>"))
     caught = []
     for link, name in (
         (engine.hydra.propagator.links.pull_link, "begin_pull"),

@@ -116,7 +116,7 @@ def check_gradients(
     worst = {}
     for text in strategies:
         strategy = Strategy.parse(text)
-        engine.hydra.prepare_forced(strategy)
+        engine.hydra.candidates.prepare(strategy)
         for empty_pipeline in (False, True) if len(strategy.schemes) > 1 else (False,):
             plan = hand_plan(
                 strategy, lengths, num_label_tokens(examples), empty_pipeline=empty_pipeline
@@ -360,9 +360,11 @@ def check_planned_cases(cases):
     for seed, (text, lengths) in enumerate(cases):
         examples = random_examples(lengths, VOCAB_SIZE, seed=seed)
         wanted_loss, wanted = token_mean_gradients(reference, examples)
-        iteration = engine.hydra.plan_examples(examples, Strategy.parse(text), 0)
+        iteration = engine.hydra.source.plan(examples, Strategy.parse(text), 0)
         grads_P = engine._zero_gradient_shards()
-        outcome = engine.hydra.train(iteration, grads_P, 1.0)
+        outcome = engine.hydra.propagator.train(
+            iteration.plan, iteration.load, grads_P, 1.0, iteration.objective
+        )
         loss = (
             sum(o.loss_sum for o in engine.hydra.gather_outcomes(outcome).ranks)
             / iteration.plan.num_label_tokens

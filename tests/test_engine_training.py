@@ -247,16 +247,16 @@ def test_frozen_parameters_are_pulled_but_not_trained():
 
 def gradient_memory():
     """Elements that propagation holds on this rank during an iteration, by strategy."""
-    from ds_hydra.engine.transfer.slices import SlicePool, Slices
+    from ds_hydra.engine.transfer.stage_weights import SlicePool, StageWeights
     from ds_hydra.strategy import Strategy
 
     engine = start_hydra(tiny("llama"))
     held = {}
     for text in ("4x<1,1>", "1x<4,1>", "1x<1,4>", "1x<2,1>"):
-        engine.hydra.prepare_forced(Strategy.parse(text))
-        link = engine.hydra.propagator.links.of(Strategy.parse(text))
+        engine.hydra.candidates.prepare(Strategy.parse(text))
+        link = engine.hydra.propagator.links.link_for(Strategy.parse(text))
         pool = SlicePool(torch.device("cpu"))
-        slices = Slices(engine.hydra.stage_model.specs, link.buckets, pool, torch.float32)
+        slices = StageWeights(engine.hydra.stage_model.specs, link.buckets, pool, torch.float32)
         held[text] = sum(leaf.numel() for leaf in slices.leaves.values())
     held["model"] = sum(s.numel for s in engine.hydra.stage_model.specs)
     return held
@@ -584,7 +584,9 @@ def train_without_a_scheme():
             model=model, optimizer=adamw(model), config=ds_config(hydra=hydra), training_data=data
         )
         engine.train_batch(None if data is not None else batches(1)[0])
-        results.append((engine.last_metrics.strategy, [str(s) for s in engine.hydra.strategies]))
+        results.append(
+            (engine.last_metrics.strategy, [str(s) for s in engine.hydra.candidates.strategies])
+        )
         engine.destroy()
     return results
 

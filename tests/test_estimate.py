@@ -6,18 +6,18 @@ import json
 from dataclasses import replace
 
 import pytest
+from spaces import full_space
 from test_simulate_command import invoke
 
 from ds_hydra.configs import list_files, load_model_preset
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.estimate import estimate_from_config
-from ds_hydra.sampler.candidates import with_estimates_of
 from ds_hydra.strategy.cost_models.cluster import find_cluster
+from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.cost_models.decoder import find_size
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES
 from ds_hydra.strategy.proposal.estimate import describe_model
-from ds_hydra.strategy.proposal.extended import with_extended_schemes
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of
 
 CONFIG = {
     "model_type": "qwen2", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 160,
@@ -103,25 +103,26 @@ def test_whole_experts_of_a_tp_group_are_as_many_bytes_as_cut_ones():
 def test_ep_of_a_measured_profile_is_estimated_from_sp():
     profile, _ = estimate_from_config("mixtral_8x7b", "h100", 8, 8192)
     strategies = [Strategy.parse("1x<sp8,1;ep=8>"), Strategy.parse("2x<sp4,1;ep=2>")]
-    measured = profile.only(s for s in profile.latency if s.sp == 1)
-    known = with_estimates_of(measured, strategies)
+    measured = Costs(profile).table(s for s in profile.latency if s.sp == 1)
+    costs = Costs.of(measured, 8)
+    known = costs.extended(schemes_of(strategies))
     assert set(known.latency) - set(measured.latency) == {s.schemes[0] for s in strategies}
     assert known.assumed == {s.schemes[0] for s in strategies}
     dense, _ = estimate_from_config("llama2_7b", "h100", 8, 8192)
-    assert with_estimates_of(dense, strategies[:1]).latency == dense.latency
+    assert Costs.of(dense, 8).find(strategies[0].schemes[0]) is None
 
 
 def test_a_wide_proposal_has_schemes_that_share_experts_where_they_can_run():
     profile, _ = estimate_from_config("gpt_oss_20b", "h100", 16, 8192)
-    measured = profile.only(s for s in profile.latency if s.sp == 1)
+    measured = Costs(profile).table(s for s in profile.latency if s.sp == 1)
     around = {
         "num_devices": 16,
         "context_length": 8192,
         "cluster": find_cluster(measured, 16),
     }
-    known = with_extended_schemes(measured, **around)
+    known = full_space(measured, **around)
     assert Scheme(1, 1, sp=8, ep=8) in known.latency
-    known = with_extended_schemes(measured, **around, can_run=lambda s: s.ep == 1)
+    known = full_space(measured, **around, can_run=lambda s: s.ep == 1)
     assert all(scheme.ep == 1 for scheme in known.latency)
 
 
@@ -160,7 +161,10 @@ def test_models_that_cannot_be_described(changes, words):
 
 @pytest.mark.parametrize(
     ("changes", "unknown"),
-    [({}, ""), ({"layer_types": ["rwkv", "attention"] * 2}, "qwen2 has layers of rwkv")],
+    [
+        ({}, ""),
+        ({"layer_types": ["linear_attention", "full_attention"] * 2}, "has layers of linear"),
+    ],
 )
 def test_simulate_counts_flops_or_says_why_not(tmp_path, changes, unknown):
     path = tmp_path / "config.json"

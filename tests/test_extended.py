@@ -19,16 +19,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import tiny
 from reference import make_profile
+from spaces import full_space
 
 import ds_hydra
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler.propose import propose_strategies
-from ds_hydra.sampler.trial import PruningSettings
+from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
-from ds_hydra.strategy.proposal.extended import balanced_stages, undominated, with_extended_schemes
+from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
+from ds_hydra.strategy.proposal.space import balanced_stages, undominated
 from ds_hydra.strategy.schemes.options import stage_layers
 from ds_hydra.strategy.schemes.scheme import parse_strategies
 
@@ -40,7 +42,7 @@ def a800(model):
 
 
 def widened(profile, num_devices=32, context=CONTEXT, **kwargs):
-    return with_extended_schemes(profile, num_devices=num_devices, context_length=context, **kwargs)
+    return full_space(profile, num_devices=num_devices, context_length=context, **kwargs)
 
 
 def added(profile, **kwargs):
@@ -85,7 +87,7 @@ def test_as_many_stages_as_layers_leave_each_its_layer():
     document["schemes"] = [{**document["schemes"][0], "tp": 1, "pp": 4}]
     profile = Profile.from_json(document)
     longest = profile.max_len_tokens(Scheme(1, 4), 4)
-    extended = with_extended_schemes(profile, num_devices=4, context_length=2 * longest)
+    extended = full_space(profile, num_devices=4, context_length=2 * longest)
     assert all(min(s.stages, default=1) == 1 for s in extended.latency)
     assert {balanced_stages(4, 4, k) for k in range(5)} == {(1, 1, 1, 1)}
     assert sum(balanced_stages(40, 32, 3)) == 40
@@ -96,8 +98,8 @@ def test_layers_that_are_checkpointed_already_are_not_checkpointed_again():
     known = a800("7b")
     again = Profile.from_json({**known.document, "activation_checkpointing": True})
     options = {"num_devices": 8, "context_length": 65536 * 4}
-    assert any(s.ckpt for s in with_extended_schemes(known, **options).latency)
-    assert not any(s.ckpt for s in with_extended_schemes(again, **options).latency)
+    assert any(s.ckpt for s in full_space(known, **options).latency)
+    assert not any(s.ckpt for s in full_space(again, **options).latency)
 
 
 def test_what_the_model_cannot_run_is_not_added():
@@ -137,7 +139,7 @@ def test_a_dominated_scheme_is_never_faster(costs, micro_batches):
     texts = ("<4,1>", "<2,2>", "<1,4>", "<sp2,2,1>")
     profile = make_profile(dict(zip(texts, costs)), max_len=100)
     schemes = tuple(profile.latency)
-    kept = undominated(profile, schemes, 4)
+    kept = undominated(World.of(profile, None, 4, 100), schemes)
     assert kept
 
     def time_ms(scheme, micro_batch, count):
@@ -157,7 +159,9 @@ def test_only_what_is_slower_everywhere_is_dominated():
     def kept(sp):
         times = {"<2,1>": (0.01, 1, 1), "<1,2>": (0.01, 0.5, 1), "<sp2,1>": sp, "<1,1>": (1, 9, 9)}
         profile = make_profile(times, max_len=100)
-        return [str(s) for s in undominated(profile, tuple(profile.latency), 2)]
+        return [
+            str(s) for s in undominated(World.of(profile, None, 2, 100), tuple(profile.latency))
+        ]
 
     # <1,1> is alone on one device; <1,2> takes half the time of a micro-batch and two slots more.
     assert kept((0, 1, 1)) == ["<1,2>", "<sp2,1>", "<1,1>"]
@@ -170,8 +174,10 @@ def propose(profile, space, *, num_devices=16, context=CONTEXT, **kwargs):
     return propose_strategies(
         profile,
         LengthHistogram.load(find_file("lengths", "github")),
-        num_devices=num_devices, context_length=context, tokens_per_iteration=131072,
-        space=space, pruning=PruningSettings(num_batches=6), **kwargs,
+        CandidateSettings(
+            num_devices=num_devices, context_length=context, tokens_per_iteration=131072,
+            space=space, num_batches=6, **kwargs,
+        ),
     )  # fmt: skip
 
 
@@ -200,8 +206,8 @@ def test_measured_space_has_what_was_measured_and_nothing_else():
         {k: v for k, v in e.items() if k != "estimated"} if e.get("sp") == 4 else e for e in sp
     ]
     known = Profile.from_json({**profile.document, "schemes": measured})
-    assert {s.sp for s in usable_schemes(known, 16, "measured")} == {1, 4}
-    assert {s.sp for s in usable_schemes(known, 16, "full")} == {1, 2, 4, 8}
+    assert {s.sp for s in usable_schemes(World.of(known, None, 16, 1), "measured")} == {1, 4}
+    assert {s.sp for s in usable_schemes(World.of(known, None, 16, 1), "full")} == {1, 2, 4, 8}
     found = propose(known, "measured")
     assert {s.sp for s in schemes_of(found)} == {1, 4}
     assert found.assumed == ()
@@ -222,7 +228,9 @@ def test_a_context_that_only_extended_schemes_fit():
     widest = LengthHistogram.from_counts({9_000_000: 1})
     with pytest.raises(HydraConfigError, match=r"no scheme fits a micro-batch of 9000000 tokens"):
         propose_strategies(
-            a800("32b"), widest, num_devices=16, context_length=9_000_000, space="full"
+            a800("32b"),
+            widest,
+            CandidateSettings(num_devices=16, context_length=9_000_000, space="full"),
         )
 
 
@@ -297,7 +305,7 @@ def run_engines(folder):
         for _ in range(2):
             losses.append(float(engine.train_batch()))
             used |= {str(s) for s in Strategy.parse(engine.last_metrics.strategy).schemes}
-        found = [str(s) for s in engine.hydra.strategies]
+        found = [str(s) for s in engine.hydra.candidates.strategies]
         engine.destroy()
         return losses, found, used, list(warnings)
 

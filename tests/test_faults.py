@@ -42,16 +42,20 @@ from ds_hydra.engine.ranks import process_end
 from ds_hydra.errors import CheckpointError, HydraDataError, PlanMismatchError
 
 NUM_ITERATIONS = 10
-STRATEGIES = ("1x<1,3>", "1x<2,1> + 1x<1,1>", "3x<1,1>")
+STRATEGIES = {
+    "kept": ("1x<1,3>", "1x<2,1> + 1x<1,1>", "3x<1,1>"),
+    "gathered": ("3x<1,1;gather>", "1x<2,1;gather> + 1x<1,1;gather>", "1x<sp3,1;gather>"),
+}
+"""By what becomes of weights between two passes."""
 
 
 def data_of(iteration):
     return random_examples([9, 5, 14, 7], VOCAB_SIZE, seed=iteration)
 
 
-def train_to_the_end(folder, where=None, victim=None, at=None):
+def train_to_the_end(folder, where=None, victim=None, at=None, passes=0, weights="kept"):
     """Resume, train the ten iterations, save after every second one; the victim dies at iteration
-    `at`.
+    `at`, when it comes to `where` for another time after `passes`.
     """
     begin = time.monotonic()
     engine = start_hydra(tiny("llama_tied", num_hidden_layers=3), hydra={"faults": {"grace_s": 2}})
@@ -60,58 +64,71 @@ def train_to_the_end(folder, where=None, victim=None, at=None):
         append_json(f"{folder}/resumed", time.monotonic() - begin)
     for iteration in range(engine.global_steps, NUM_ITERATIONS):
         if (dist.get_rank(), iteration) == (victim, at):
-            kill_in(engine, where, folder)
-        loss = float(engine.train_batch(data_of(iteration), strategy=STRATEGIES[iteration % 3]))
+            kill_in(engine, where, folder, passes=passes)
+        strategy = STRATEGIES[weights][iteration % 3]
+        loss = float(engine.train_batch(data_of(iteration), strategy=strategy))
         if dist.get_rank() == 0:
             append_json(f"{folder}/losses", [iteration, loss])
         if iteration % 2:
             engine.save_checkpoint(f"{folder}/checkpoints")
 
 
-KILLS = (
-    ("pull", 2, 1),
-    ("forward", 1, 2),
-    ("backward", 2, 3),
-    ("push", 0, 4),
-    ("step", 1, 6),
-    ("save", 2, 7),
-)
-"""Where, which rank, in which iteration."""
+KILLS = {
+    "kept": (
+        ("pull", 2, 1, 0),
+        ("forward", 1, 2, 0),
+        ("backward", 2, 3, 0),
+        ("push", 0, 4, 0),
+        ("step", 1, 6, 0),
+        ("save", 2, 7, 0),
+    ),
+    "gathered": (
+        ("pull", 2, 1, 0),
+        ("pull", 1, 2, 3),  # between two layers, while the one before computes
+        ("forward", 1, 3, 1),
+        ("backward", 2, 4, 0),
+        ("pull", 0, 5, 8),  # for the backward pass
+        ("push", 0, 6, 2),
+    ),
+}
+"""Where, which rank, in which iteration, and how often it has come there before."""
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
-def test_a_killed_rank_is_named_and_restarts_give_the_same_curve(tmp_path):
+@pytest.mark.parametrize(
+    "weights",
+    [
+        pytest.param("kept", marks=pytest.mark.slow),
+        pytest.param("gathered", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_killed_rank_is_named_and_restarts_give_the_same_curve(tmp_path, weights):
     whole = tmp_path / "whole"
-    assert [rank.exit_code for rank in run_until_end(train_to_the_end, 3, whole, str(whole))] == [
-        0,
-        0,
-        0,
-    ]
+    nobody = (None, None, None, 0, weights)
+    trained = run_until_end(train_to_the_end, 3, whole, str(whole), *nobody)
+    assert [rank.exit_code for rank in trained] == [0, 0, 0]
     wanted = dict(read_json_lines(whole / "losses"))
     parts = tmp_path / "parts"
-    for where, victim, at in KILLS:
-        ended = run_until_end(train_to_the_end, 3, parts, str(parts), where, victim, at)
+    for where, victim, at, passes in KILLS[weights]:
+        arguments = (where, victim, at, passes, weights)
+        ended = run_until_end(train_to_the_end, 3, parts, str(parts), *arguments)
         assert ended[victim].exit_code == -signal.SIGKILL, where
         for rank in {0, 1, 2} - {victim}:
             assert ended[rank].exit_code not in (0, -signal.SIGKILL), (where, rank)
             assert f"rank {victim} is gone: its process ended" in ended[rank].stderr, (where, rank)
-    assert [rank.exit_code for rank in run_until_end(train_to_the_end, 3, parts, str(parts))] == [
-        0,
-        0,
-        0,
-    ]
+    trained = run_until_end(train_to_the_end, 3, parts, str(parts), *nobody)
+    assert [rank.exit_code for rank in trained] == [0, 0, 0]
     seen = read_json_lines(parts / "losses")
     assert all(wanted[iteration] == loss for iteration, loss in seen)
     assert {iteration for iteration, _ in seen} == set(range(NUM_ITERATIONS))
     assert len(seen) > NUM_ITERATIONS, "some iterations were lost and trained again"
 
 
-def one_rank_fails(folder, how):
+def one_rank_fails(folder, how, weights):
     faults = {"silence_s": 15, "grace_s": 60 if how == "torn down" else 1}
     engine = start_hydra(tiny("llama_tied", num_hidden_layers=3), hydra={"faults": faults})
-    engine.train_batch(data_of(0), strategy=STRATEGIES[0])
+    engine.train_batch(data_of(0), strategy=STRATEGIES[weights][0])
     if dist.get_rank() == 1:
         mark_fault(folder)
         if how == "stopped":
@@ -122,7 +139,7 @@ def one_rank_fails(folder, how):
         elif how == "aborted":
             os.abort()
         elif how == "torn down":
-            engine.hydra.train = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            engine.hydra.propagator.train = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         else:
 
             def fail(*_, **__):
@@ -132,21 +149,34 @@ def one_rank_fails(folder, how):
     elif how == "torn down":
         # As NCCL: a collective that misses a rank does not end, and a monitor aborts the process
         logging.getLogger("ds_hydra").addHandler(logging.StreamHandler())  # as outside of pytest
-        engine.hydra.train = lambda *_: threading.Timer(5, os.abort).start() or time.sleep(3600)
+        engine.hydra.propagator.train = lambda *_: (
+            threading.Timer(5, os.abort).start() or time.sleep(3600)
+        )
     try:
-        engine.train_batch(data_of(1), strategy=STRATEGIES[0])
+        engine.train_batch(data_of(1), strategy=STRATEGIES[weights][0])
     except MemoryError:
         # A script that catches the error: the process stays, its connections stay open
         time.sleep(3600)
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize("how", ["stopped", "failed", "ctrl-c", "aborted", "torn down"])
-def test_a_silent_or_failed_rank_is_named(tmp_path, how):
+@pytest.mark.parametrize(
+    ("how", "weights"),
+    [
+        *(
+            pytest.param(how, "kept", marks=pytest.mark.slow)
+            for how in ("stopped", "failed", "ctrl-c", "aborted", "torn down")
+        ),
+        *(
+            pytest.param(how, "gathered", marks=pytest.mark.nightly)
+            for how in ("stopped", "failed", "torn down")
+        ),
+    ],
+)
+def test_a_silent_or_failed_rank_is_named(tmp_path, how, weights):
     """Whatever ends the others: an error, the watchdog (75), or a monitor like NCCL's before it."""
-    ended = run_until_end(one_rank_fails, 3, tmp_path, str(tmp_path), how, victim=1)
+    ended = run_until_end(one_rank_fails, 3, tmp_path, str(tmp_path), how, weights, victim=1)
     told = {
         "stopped": "rank 1 is silent for 15 s",
         "failed": "rank 1 failed in propagation: MemoryError: no room left, on purpose",
@@ -286,17 +316,17 @@ def faults_that_ranks_survive(folder):
     engine.train_batch()
 
     # NaN in the gradient of one rank: nobody steps.
-    before, train = weights_of(engine), engine.hydra.train
+    before, train = weights_of(engine), engine.hydra.propagator.train
 
-    def poisoned(iteration, grads_P, loss_scale):
-        result = train(iteration, grads_P, loss_scale)
+    def poisoned(plan, load, grads_P, *rest):
+        result = train(plan, load, grads_P, *rest)
         if rank == 1:
             grads_P[2][0] = float("nan")
         return result
 
-    engine.hydra.train = poisoned
+    engine.hydra.propagator.train = poisoned
     engine.train_batch()
-    engine.hydra.train = train
+    engine.hydra.propagator.train = train
     same = all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True))
     outcome["nan"] = (
         same,
@@ -306,8 +336,10 @@ def faults_that_ranks_survive(folder):
     )
 
     # The user's data raise on the ranks that read them.
-    data = engine.hydra._data
-    broken = engine.hydra.sampler.draw(engine.hydra.sampler.state)[0].sample_indices[1]
+    data = engine.hydra.source.data
+    broken = engine.hydra.source.sampler.draw(engine.hydra.source.sampler.state)[0].sample_indices[
+        1
+    ]
 
     class Broken:
         def __getitem__(self, index):
@@ -315,14 +347,14 @@ def faults_that_ranks_survive(folder):
                 raise OSError("bad block")
             return data[index]
 
-    engine.hydra._data = Broken()
+    engine.hydra.source.data = Broken()
     outcome["data"] = (broken, raised_by(engine.train_batch))
-    engine.hydra._data = data
+    engine.hydra.source.data = data
 
     # Plans that differ, on either rank: nothing is exchanged.
-    from ds_hydra.engine import runtime
+    from ds_hydra.engine import planning
 
-    broadcast = runtime.broadcast_plan
+    broadcast = planning.broadcast_plan
 
     def other_plan(deviant, make, device):
         planned = broadcast(make, device)
@@ -333,9 +365,9 @@ def faults_that_ranks_survive(folder):
 
     outcome["plan"] = []
     for deviant in (1, 0, 1):
-        runtime.broadcast_plan = functools.partial(other_plan, deviant)
+        planning.broadcast_plan = functools.partial(other_plan, deviant)
         outcome["plan"].append(raised_by(engine.train_batch))
-    runtime.broadcast_plan = broadcast
+    planning.broadcast_plan = broadcast
 
     # The disk with the metrics is full: training goes on.
     if rank == 0:

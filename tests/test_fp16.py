@@ -75,19 +75,19 @@ def train_in_fp16(folder):
 
     before, train, scale = (
         weights_of(engine),
-        engine.hydra.train,
+        engine.hydra.propagator.train,
         float(engine.optimizer.loss_scale),
     )
 
-    def poisoned(iteration, grads_P, loss_scale):
-        result = train(iteration, grads_P, loss_scale)
+    def poisoned(plan, load, grads_P, *rest):
+        result = train(plan, load, grads_P, *rest)
         if engine.global_rank == 1:
             grads_P[2][0] = float("inf")
         return result
 
-    engine.hydra.train = poisoned
+    engine.hydra.propagator.train = poisoned
     engine.train_batch(data[8], strategy=STRATEGIES[0])
-    engine.hydra.train = train
+    engine.hydra.propagator.train = train
     outcome["inf on one rank"] = is_same(before, weights_of(engine)), scale, state_of(engine)
 
     engine.save_checkpoint(folder)

@@ -8,8 +8,6 @@ import tempfile
 import pytest
 from distributed import run_distributed
 from engines import long_on_four_ranks, start_hydra
-from hypothesis import given
-from hypothesis import strategies as st
 from models import VOCAB_SIZE, tiny
 from passing_layers import (
     link_memory,
@@ -18,9 +16,6 @@ from passing_layers import (
 )
 from single_process import random_examples
 
-from ds_hydra.engine.parallel.one_f_one_b import Pass
-from ds_hydra.engine.transfer.gathering import plan_rounds
-from ds_hydra.engine.transfer.stream_plan import STREAM_WINDOW, Window
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Scheme, Strategy
 
@@ -118,51 +113,6 @@ def test_a_rank_holds_two_layers(results):
         (whole, _), (gathered, _) = found["4x<1,1>"], found["4x<1,1;gather>"]
         assert gathered.slice_bytes < 0.4 * whole.slice_bytes
         assert gathered.gradient_bytes < 0.4 * whole.gradient_bytes
-
-
-@given(st.integers(0, 6), st.integers(2, 9), st.integers(0, 3), st.integers(0, 1))
-def test_rounds_never_overwrite_what_is_used(
-    num_micro_batches, num_layers, first_trained, num_kept
-):
-    buckets = tuple(range(num_kept, num_kept + num_layers))
-    trained = tuple(position >= first_trained for position in range(num_layers))
-    window = Window(buckets=buckets, has_backward=trained)
-    rounds = plan_rounds(window, num_kept + num_layers, num_micro_batches, training=True)
-    passes = [Pass.FORWARD, Pass.BACKWARD] * num_micro_batches
-    assert list(rounds.uses[:-1]) == [buckets[p] for p in window.uses(passes)]
-    for is_early in (False, True):
-        carry_out(rounds, buckets, trained, num_micro_batches, is_early=is_early)
-
-
-def carry_out(rounds, buckets, trained, num_micro_batches, *, is_early):
-    """Every round as soon as it may be, or as late; what is used has to be there."""
-    slots, grads, pushed = {}, {}, []
-    open_rounds = [r for r in rounds.order if r.bucket in buckets]
-
-    def post(round_):
-        open_rounds.remove(round_)
-        slot = buckets.index(round_.bucket) % STREAM_WINDOW
-        if round_.is_push:
-            assert grads.pop(slot) == round_.bucket
-            pushed.append(round_.bucket)
-        else:
-            slots[slot] = round_.bucket
-
-    for use, bucket in enumerate(rounds.uses[:-1]):
-        needed = rounds.order[: max(rounds.pull_before[use], rounds.push_before[use]) + 1]
-        assert all(r.after < use for r in needed), "waits for itself"
-        for round_ in list(open_rounds):
-            if round_ in needed or (is_early and round_.after < use):
-                post(round_)
-        slot = buckets.index(bucket) % STREAM_WINDOW
-        assert slots[slot] == bucket
-        if any(r.is_push and r.after == use for r in rounds.order):
-            assert slot not in grads, "a gradient that was not pushed"
-            grads[slot] = bucket
-    for round_ in list(open_rounds):
-        post(round_)
-    wanted = [b for b, t in zip(buckets, trained, strict=True) if t] * num_micro_batches
-    assert sorted(pushed) == sorted(wanted)
 
 
 def test_what_gather_is_for():

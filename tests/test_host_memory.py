@@ -12,7 +12,7 @@ import pytest
 
 SCRIPT = """
 import ctypes, resource, torch
-from ds_hydra.engine.ranks.host_memory import keep_freed_memory
+from ds_hydra.engine.ranks.memory import keep_freed_memory
 
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a huge page has one fault instead of 512
 

@@ -24,10 +24,11 @@ from ds_hydra.engine.checks.config_check import check_config
 from ds_hydra.engine.checks.report import CheckRequest
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler import candidates
-from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
+from ds_hydra.sampler.candidate_set import decide_candidates
+from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile
 from ds_hydra.strategy.cost_models.cluster import try_cluster
-from ds_hydra.strategy.profiles.states import load_profile
+from ds_hydra.strategy.profiles.state_bytes import load_profile
 from ds_hydra.strategy.proposal.candidates import load_strategies
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.placement import groups_of
@@ -139,7 +140,7 @@ def train_on_proposals(folder):
         return engine
 
     engine = start(100)
-    found = [str(s) for s in engine.hydra.strategies]
+    found = [str(s) for s in engine.hydra.candidates.strategies]
     described = engine.hydra.describe()
     losses = [float(engine.train_batch()) for _ in range(4)]
     engine.destroy()

@@ -14,8 +14,8 @@ from link_cases import World, decoder_specs, random_link, strategy_buckets
 
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.cost_models.alpha_beta import Interconnects
-from ds_hydra.zero_link import ParamSpec, Region, SliceRef, Slicing, plan_link
-from ds_hydra.zero_link.node_aware import cut_cells
+from ds_hydra.zero_link import BucketEntry, ParamSpec, Region, Slicing, plan_link
+from ds_hydra.zero_link.plan import cut_cells
 from ds_hydra.zero_link.traffic import LinkAccounts, exchange_s
 
 
@@ -172,8 +172,8 @@ def test_equal_blocks_are_packed_once_for_all_their_readers():
     specs, rank_buckets = link_of("4x<1,1>", 4)
     plan = plan_link(specs, rank_buckets, 1)
     for round_ in plan.rounds:
-        (phase,) = round_.phases
-        assert [batch.peers for batch in phase.outgoing] == [(0, 2, 3)]
+        (hop,) = round_.hops
+        assert [batch.peers for batch in hop.outgoing] == [(0, 2, 3)]
 
 
 def test_equal_inputs_give_equal_digests_on_all_ranks_and_any_difference_another():
@@ -215,7 +215,7 @@ def test_a_rank_whose_part_differs_unbalances_the_traffic():
 
 def test_more_ranks_than_rows_leave_shards_empty():
     spec = ParamSpec(fqn="w", shape=(2, 3), slicing=Slicing.COLWISE)
-    rank_buckets = [((SliceRef(0, Region(0, 2, 0, 3), True),),)] * 9
+    rank_buckets = [((BucketEntry(0, Region(0, 2, 0, 3), True),),)] * 9
     world = World([spec], rank_buckets)
     fill_shards(world)
     world.run(plans_of([spec], rank_buckets), push=False)
@@ -232,7 +232,8 @@ def test_pushed_elements_leave_out_replicas_with_complete_gradients():
     buckets = tuple(
         (
             tuple(
-                SliceRef(p, s.slice_region(2, t), s.pushes_gradient(t)) for p, s in enumerate(specs)
+                BucketEntry(p, s.slice_region(2, t), s.pushes_gradient(t))
+                for p, s in enumerate(specs)
             ),
         )
         for t in range(2)

@@ -61,10 +61,10 @@ def gradients(engine, model, examples, strategy):
     """Loss and gradients of one iteration, without a step."""
     from deepspeed.utils import safe_get_full_grad
 
-    iteration = engine.hydra.plan_examples(examples, strategy, 0)
+    iteration = engine.hydra.source.plan(examples, strategy, 0)
     grads_P = engine._zero_gradient_shards()
-    outcomes = engine.hydra.gather_outcomes(engine.hydra.train(iteration, grads_P, 1.0))
-    engine._gradients.deposit()
+    outcome = engine.hydra.propagator.train(iteration.plan, iteration.load, grads_P, 1.0)
+    outcomes = engine.hydra.gather_outcomes(outcome)
     loss = sum(o.loss_sum for o in outcomes.ranks) / iteration.plan.num_label_tokens
     return loss, [safe_get_full_grad(p).clone() for p in model.parameters() if p.requires_grad]
 

@@ -163,10 +163,12 @@ def checks():
         wanted.backward()
         gradients = [p.grad for p in reference.parameters()]
         for strategy in strategies:
-            iteration = engine.hydra.plan_examples(examples, strategy, 0, loss=CASES[name])
+            iteration = engine.hydra.source.plan(examples, strategy, 0, loss=CASES[name])
             iteration = weigh(iteration, engine.hydra.propagator, engine.device)
             grads_P = engine._zero_gradient_shards()
-            outcome = engine.hydra.train(iteration, grads_P, 1.0)
+            outcome = engine.hydra.propagator.train(
+                iteration.plan, iteration.load, grads_P, 1.0, iteration.objective
+            )
             found = engine.hydra.gather_outcomes(outcome).loss(iteration.plan, iteration.objective)
             got = gather_gradients(engine, grads_P)
             if examples is not all_examples:  # nearly all of what attends to two tokens is rounding
@@ -393,7 +395,7 @@ def longer_than_training_holds(profile):
     ]
     counted = [own[e["labels"][1:] != -100] for own, e in zip(wanted, examples, strict=True)]
     mean = float(torch.cat(counted).mean())
-    plan = engine.hydra.plan_forward(examples, None, 0).plan
+    plan = engine.hydra.source.plan(examples, None, 0, forward_only=True).plan
     longest = max(sum(plan.lengths[p] for p in m) for x in plan.pipelines for m in x.micro_batches)
     return {
         "refused": str(refused.value),

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checks.estimate import estimate_profile
-from ds_hydra.engine.model.bias_correction import BiasCorrection
+from ds_hydra.engine.model.expert_balance import BiasCorrection
 from ds_hydra.engine.model.packing_probe import try_small_copy
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel import expert_parallel

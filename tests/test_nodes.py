@@ -185,7 +185,7 @@ def exchange(propagator, strategy, grads_P, times):
     """
 
     def once():
-        _, session = propagator.links.open(strategy, with_gradients=True, grads_P=grads_P)
+        session = propagator.links.open(strategy, with_gradients=True, grads_P=grads_P)
         with session:
             session.await_all()
             session.finish()
@@ -210,7 +210,7 @@ def planned_bytes(propagator, strategy):
     """Bytes of one pull and push that this rank sends to, and receives from, other hosts, by the
     plan.
     """
-    link = propagator.links.of(strategy)
+    link = propagator.links.link_for(strategy)
     host_of = propagator.hosts.of_rank
 
     def across(elements):

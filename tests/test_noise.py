@@ -18,7 +18,7 @@ from test_lora import STRATEGIES, adapted, gradients
 from torch import nn
 
 from ds_hydra import losses
-from ds_hydra.engine.model.noise import (
+from ds_hydra.engine.model.adapters import (
     TokenDropout,
     keep_mask,
     layer_number,

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.one_gpu import page, prepare, ranks, run
 from benchmarks.one_gpu.trim_fatbin import MAGIC, trim
-from ds_hydra.engine.ranks import peer_memory
+from ds_hydra.engine.ranks import hosts
 from ds_hydra.environment import WANTED
 from ds_hydra.errors import HydraConfigError
 
@@ -153,10 +153,10 @@ def test_a_shared_device_of_streamed_layers_is_told_what_to_export(monkeypatch):
     def refuse(*_):
         raise RuntimeError("CUDASymmetricMemory: detected allocations from overlapping devices")
 
-    monkeypatch.setattr(peer_memory, "run_together", lambda run, _: run())
-    monkeypatch.setitem(peer_memory.ALLOCATORS, "cpu", refuse)
+    monkeypatch.setattr(hosts, "run_together", lambda run, _: run())
+    monkeypatch.setitem(hosts.ALLOCATORS, "cpu", refuse)
     with pytest.raises(HydraConfigError, match="export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"):
-        peer_memory.PeerMemory(None, 8, "a home", torch.device("cpu"))
+        hosts.PeerMemory(None, 8, "a home", torch.device("cpu"))
     assert "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" in ranks.COMMON
 
 

@@ -12,17 +12,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ds_hydra.configs import find_file, list_files, load_model_preset, read_ds_config
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checks.config_check import CheckRequest, check_config
-from ds_hydra.engine.model.meta_model import load_model_config
-from ds_hydra.engine.model.random_model import build_random_stage_model
-from ds_hydra.engine.ranks.deepspeed_ops import compiles_adam
+from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config
+from ds_hydra.engine.ranks.process_start import compiles_adam
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.cases import load_case
 from ds_hydra.lab.simulator.systems import Settings
 from ds_hydra.model_config import find_quantisation, load_config, read_config
-from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates, gradient_bytes
+from ds_hydra.sampler.candidate_set import decide_candidates, gradient_bytes
+from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.cluster import try_cluster
-from ds_hydra.strategy.profiles.states import with_engine_states
+from ds_hydra.strategy.profiles.state_bytes import with_engine_states
 
 MODELS = ("llama2_13b", "llama2_32b", "llama2_7b")
 MIXTURES = ("gpt_oss_20b", "mixtral_8x7b", "qwen3_30b_a3b")

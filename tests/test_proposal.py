@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import make_profile
+from spaces import full_space
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.strategy import Profile, Scheme, Strategy, parse_strategies
 from ds_hydra.strategy.cost_models.cluster import find_cluster
-from ds_hydra.strategy.proposal.extended import with_extended_schemes
+from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import (
     PRECISION,
@@ -45,15 +46,15 @@ def profile_with_max_len(
     return profile
 
 
-def literal_time(profile, histogram, num_devices, settings):
+def literal_time(world, histogram, settings):
     """t[N][L] for every L by Eq. (4) as it is written, device by device; {L: time}."""
     step, length_step = settings.device_step, settings.length_step
-    schemes = usable_schemes(profile, num_devices)
+    schemes, num_devices = usable_schemes(world), world.num_devices
     num_bins = math.ceil(histogram.lengths_tokens[-1] / length_step)
     bin_of = -(-histogram.lengths_tokens // length_step)
     work = {
         s: [
-            float(np.sum((charge_ms(profile, s, histogram.lengths_tokens, num_devices, settings)
+            float(np.sum((charge_ms(world, s, histogram.lengths_tokens, settings)
                           * histogram.counts)[bin_of == l]))
             for l in range(num_bins + 1)
         ]
@@ -66,7 +67,7 @@ def literal_time(profile, histogram, num_devices, settings):
             best = t[n - 1][l]
             top = min(l * length_step, int(histogram.lengths_tokens[-1]))
             for s in schemes:
-                if profile.max_len_tokens(s, num_devices) < top:
+                if world.max_len_tokens(s) < top:
                     continue
                 for pipelines in range(1, n // s.num_devices + 1):
                     for before in range(l):
@@ -90,10 +91,9 @@ def test_times_are_those_of_the_literal_program(counts, costs, num_devices):
         dict(zip(("<1,1>", "<2,1>", "<4,1>"), costs)), {1: 20, 2: 45, 4: 60}
     )
     histogram = LengthHistogram.from_counts(counts)
-    relaxed = relaxed_strategies(
-        profile, histogram, num_devices=num_devices, context_length=60, settings=PAPER
-    )
-    expected = literal_time(profile, histogram, num_devices, PAPER)
+    world = World.of(profile, None, num_devices, 60)
+    relaxed = relaxed_strategies(world, histogram, PAPER)
+    expected = literal_time(world, histogram, PAPER)
     assert len(relaxed) == len(expected)
     for found, time_ms in zip(relaxed, expected):
         assert time_ms * (1 - 1e-9) <= found.time_ms <= time_ms * (1 + 2 * PRECISION)
@@ -139,15 +139,14 @@ def test_every_proposed_strategy_holds_its_lengths_and_fits(num_devices, charge)
     histogram = LengthHistogram.load(find_file("lengths", "github"))
     settings_ = ProposalSettings(charge=charge, tokens_per_iteration=100_000)
     context = 16384
-    proposed = propose_from_histogram(
-        profile, histogram, num_devices=num_devices, context_length=context, settings=settings_
-    )
+    world = World.of(profile, None, num_devices, context)
+    proposed = propose_from_histogram(world, histogram, settings_)
     assert len({p.strategy for p in proposed}) == len(proposed)
     for p in proposed:
         longest = max(profile.max_len_tokens(s, num_devices) for s in p.strategy.schemes)
         assert longest >= max(p.max_lengths_tokens, default=0)
         assert p.strategy.num_devices <= num_devices
-    static = homogeneous_strategies(profile, num_devices, context)
+    static = homogeneous_strategies(world)
     assert static
     assert set(static) <= {p.strategy for p in proposed}
     covered = {length for p in proposed for length in p.max_lengths_tokens}
@@ -161,11 +160,9 @@ def test_candidates_of_the_paper_are_found():
     profile = Profile.load(find_file("profiles", "a800_llama2_32b"))
     histogram = LengthHistogram.load(find_file("lengths", "commoncrawl"))
     proposed = propose_from_histogram(
-        profile,
+        World.of(profile, None, 64, 32768),
         histogram,
-        num_devices=64,
-        context_length=32768,
-        settings=ProposalSettings(tokens_per_iteration=200_000),
+        ProposalSettings(tokens_per_iteration=200_000),
     )
     paper = parse_strategies(
         ["4x<16,1>", "1x<16,1> + 12x<4,1>", "1x<8,3> + 10x<4,1>", "1x<8,1> + 14x<4,1>"]
@@ -176,11 +173,9 @@ def test_candidates_of_the_paper_are_found():
 def test_one_length_gives_one_scheme():
     profile = make_profile({"<1,1>": (0.0, 1.0, 0.0), "<2,1>": (0.0, 0.6, 0.0)})
     proposed = propose_from_histogram(
-        profile,
+        World.of(profile, None, 4, 50),
         LengthHistogram.from_counts({50: 7}),
-        num_devices=4,
-        context_length=50,
-        settings=ProposalSettings(tokens_per_iteration=400),
+        ProposalSettings(tokens_per_iteration=400),
     )
     assert [str(p.strategy) for p in proposed] == ["4x<1,1>", "2x<2,1>"]
 
@@ -191,11 +186,9 @@ def test_context_that_nothing_holds_is_refused_with_advice_that_works():
 
     def propose(num_devices, context_length):
         return propose_from_histogram(
-            profile,
+            World.of(profile, None, num_devices, context_length),
             histogram,
-            num_devices=num_devices,
-            context_length=context_length,
-            settings=ProposalSettings(tokens_per_iteration=100_000),
+            ProposalSettings(tokens_per_iteration=100_000),
         )
 
     with pytest.raises(HydraConfigError) as error:
@@ -219,8 +212,10 @@ def test_states_that_do_not_fit_are_said_to_and_how_many_devices_do(tmp_path):
         profile, _ = estimate_from_config(str(path), "h100", number, 32768)
         cluster = find_cluster(profile, number)
         known = {"num_devices": number, "context_length": 32768, "cluster": cluster}
-        wide = with_extended_schemes(profile, tokens_per_iteration=1e6, **known)
-        check_context(wide, number, 32768, is_full=True, cluster=cluster, tokens_per_iteration=1e6)
+        wide = full_space(profile, tokens_per_iteration=1e6, **known)
+        check_context(
+            World.of(wide, cluster, number, 32768), is_full=True, tokens_per_iteration=1e6
+        )
 
     with pytest.raises(HydraConfigError) as error:
         fits(32)
@@ -240,5 +235,5 @@ def test_bubble_and_constant_are_charged_per_micro_batch():
     profile = make_profile({"<1,2>": (0.0, 1.0, 10.0)}, max_len=50)
     settings_ = ProposalSettings(tokens_per_iteration=100)
     object.__setattr__(profile, "saturation_tokens", {1: 50})
-    charged = charge_ms(profile, Scheme(1, 2), np.array([100]), 2, settings_)
+    charged = charge_ms(World.of(profile, None, 2, 100), Scheme(1, 2), np.array([100]), settings_)
     assert charged[0] == pytest.approx(3 * 60)

@@ -19,7 +19,7 @@ from ds_hydra.lab.simulator.mixed_groups import dynamic_cp, flexsp
 from ds_hydra.lab.simulator.sharded import sharded_groups, with_traffic_ms
 from ds_hydra.lab.simulator.ulysses import balanced_ulysses, odc, without_lockstep
 from ds_hydra.lab.simulator.wlb import hold_back, wlb
-from ds_hydra.sampler.mixed_groups import MixedGroups, plan_steps, solve_step
+from ds_hydra.sampler.group_steps import MixedGroups, plan_steps, solve_step
 from ds_hydra.strategy.cost_models.analytic import key_values_ms
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.neighbours import cuts
@@ -118,7 +118,7 @@ def test_ring_hides_behind_attention():
     alone = ContextParallel(scenario=scenario, scheme=Scheme(1, 1), cp=2)
     lengths = np.array([100, 10])
     assert alone.sequences_ms(lengths) == pytest.approx((1e-3 * lengths**2 + lengths) / 2)
-    linked = dataclasses.replace(scenario, cluster=make_cluster(4))
+    linked = scenario.linked_by(make_cluster(4))
     ring = ContextParallel(scenario=linked, scheme=Scheme(1, 1), cp=2)
     cluster = linked.cluster
     sent = key_values_ms(cluster.shape, cluster.hardware, Scheme(1, 1, cp=2)) * lengths
@@ -142,7 +142,7 @@ def test_chunks_cost_no_attention_twice():
 
 def test_what_is_seen_of_the_gathers_comes_on_top():
     scenario = make_scenario([100])
-    linked = dataclasses.replace(scenario, cluster=make_cluster(4))
+    linked = scenario.linked_by(make_cluster(4))
     hidden = with_traffic_ms(linked, np.array([1e6]))
     seen = with_traffic_ms(dataclasses.replace(linked, seen=0.5), np.array([1e6]))
     assert hidden[0] == 1e6

@@ -14,17 +14,18 @@ import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra, start_stock, stock_step
 from models import tiny
+from spaces import priced
 from test_engine_training import batches
 
 from ds_hydra.configs import find_file
 from ds_hydra.configs.files import read_json_object
-from ds_hydra.engine.model.attention import PackedMicroBatch, hydra_varlen
-from ds_hydra.engine.model.sight import in_sight
-from ds_hydra.engine.parallel import ulysses
-from ds_hydra.engine.parallel.ulysses import SequenceShard
+from ds_hydra.engine.model.attention import hydra_varlen
+from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, running
+from ds_hydra.engine.parallel import token_cuts
+from ds_hydra.engine.parallel.token_cuts import SequenceShard
 from ds_hydra.engine.profiling.profiler import token_bytes
 from ds_hydra.lab.simulator.sharded import ShardedGroup
-from ds_hydra.strategy import LatencyModel, Profile, Scheme, parse_strategies
+from ds_hydra.strategy import LatencyModel, Profile, Scheme
 from ds_hydra.strategy.cost_models.analytic import (
     Hardware,
     ModelShape,
@@ -32,9 +33,9 @@ from ds_hydra.strategy.cost_models.analytic import (
     sequence_parallel_latency,
 )
 from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.memory_model import SP_ACTIVATIONS, SP_ACTIVATIONS_REPEATED
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
-from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 
 CPU = torch.device("cpu")
 MODULE = torch.nn.Identity()
@@ -50,7 +51,7 @@ HEADS = ((4, 4), (4, 2), (4, 1), (12, 3), (12, 6))
 def attend(micro_batch, query, key, value, **options):
     """Output and gradients of a loss that weighs every token differently."""
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-    with in_sight(micro_batch):
+    with running(micro_batch):
         out, _ = hydra_varlen(MODULE, *leaves, None, **options)
     return out, leaves
 
@@ -110,7 +111,7 @@ def check_sequence_shards():
     micro_batch = PackedMicroBatch.build([5, 2], CPU, sequence_shard)
     cut = sequence_shard.cut(torch.arange(7), fill=-100).tolist()
     query, key = (torch.randn(1, heads, 2, 8, dtype=torch.bfloat16) for heads in (4, 2))
-    with in_sight(micro_batch):
+    with running(micro_batch):
         out, _ = hydra_varlen(MODULE, query, key, key, None)
     return (
         micro_batch.position_ids[0].tolist(),
@@ -167,12 +168,16 @@ def train_everywhere(forced, candidates, in_bf16):
         "eval": before,
         "chosen": chosen,
         "bf16": in_bf16,
-        "profiled": [str(scheme) for scheme in sorted(engine.hydra.know_profile().latency)],
+        "profiled": [
+            str(scheme) for scheme in sorted(engine.hydra.candidates.ensure_profile().latency)
+        ],
         "bytes": [
-            float(token_bytes(engine.hydra.propagator, s, 64)) for s in engine.hydra.strategies
+            float(token_bytes(engine.hydra.propagator, s, 64))
+            for s in engine.hydra.candidates.strategies
         ],
         "max_len": [
-            engine.hydra.know_profile().max_len_tokens(Scheme(1, 1, sp=sp), 4) for sp in (1, 2, 4)
+            engine.hydra.candidates.ensure_profile().max_len_tokens(Scheme(1, 1, sp=sp), 4)
+            for sp in (1, 2, 4)
         ],
     }
 
@@ -230,15 +235,15 @@ PROFILE = {
 
 def test_what_was_not_profiled_is_estimated_between_perfect_scaling_and_tp():
     profile = Profile.from_json(PROFILE)
-    strategies = parse_strategies(["1x<sp2,1> + 1x<2,1>", "1x<sp4,1>", "1x<sp2,1,2>"])
-    found = with_estimates(profile, strategies)
+    found = priced(profile, "1x<sp2,1> + 1x<2,1>", "1x<sp4,1>")
     assert found.latency[Scheme(1, 1, sp=2)] == LatencyModel(
         quadratic_ms=4e-4, linear_ms=0.45, constant_ms=2.0
     )
     assert found.latency[Scheme(1, 1, sp=4)] == LatencyModel(
         quadratic_ms=2e-4, linear_ms=0.2, constant_ms=1.0
     )
-    assert Scheme(1, 2, sp=2) not in found.latency, "there is no <1,2> to start from"
+    assert Costs(profile).find(Scheme(1, 2, sp=2)) is None, "there is no <1,2> to start from"
+    assert Costs(profile).find(Scheme(1, 1, sp=2)).sources == (Scheme(1, 1), Scheme(2, 1))
     assert [e["sp"] for e in found.document["schemes"] if e.get("estimated")] == [2, 4]
     measured = {
         "tp": 1,
@@ -249,8 +254,9 @@ def test_what_was_not_profiled_is_estimated_between_perfect_scaling_and_tp():
         "constant_ms": 3.0,
     }
     known = Profile.from_json({**PROFILE, "schemes": [*PROFILE["schemes"], measured]})
-    assert with_estimates(known, strategies[:1]) is known
-    assert with_estimates(profile, parse_strategies(["1x<sp2,1;ep=2>"])) is profile
+    assert priced(known, "1x<sp2,1>") is known
+    assert Costs(known).find(Scheme(1, 1, sp=2)).origin == "measured"
+    assert Costs(profile).find(Scheme(1, 1, sp=2, ep=2)) is None
 
 
 def test_memory_of_a_micro_batch_is_shared_and_that_of_states_is_not():
@@ -309,9 +315,9 @@ def test_exchanges_have_one_price(sp):
     assert predict_latency(grouped, hardware, scheme).micro_batch_ms([4096]) == pytest.approx(
         expected
     )
-    assert cluster.with_exchanges(single.shared(sp), scheme).micro_batch_ms(
-        [4096]
-    ) == pytest.approx(expected)
+    document = {**PROFILE, "schemes": [{"tp": 1, "pp": 1, **single.to_json()}]}
+    costs = Costs(Profile.from_json(document), cluster)
+    assert costs.latency(scheme).micro_batch_ms([4096]) == pytest.approx(expected)
     assert rival.micro_batch_ms(np.array([4096])) == pytest.approx(expected)
     # Across nodes the eight ranks of a node share its interconnect
     rate = hardware.intra_node_rate if sp <= 8 else hardware.inter_node_rate / 8
@@ -326,12 +332,12 @@ def test_a_layer_exchanges_as_often_as_its_price_says(monkeypatch):
         sizes.append(sent.numel())
         return sent.clone()
 
-    monkeypatch.setattr(ulysses, "_all_to_all", exchange)
+    monkeypatch.setattr(token_cuts, "_all_to_all", exchange)
     shard = SequenceShard(None, 2, 0)
     query = torch.randn(1, 4, 3, 8, requires_grad=True)
     key, value = (torch.randn(1, 2, 3, 8, requires_grad=True) for _ in range(2))
-    whole_query, *_ = found = ulysses.gather_micro_batch(query, key, value, shard)
-    out = ulysses.scatter_micro_batch(whole_query.transpose(1, 2), shard)
+    whole_query, *_ = found = token_cuts.gather_micro_batch(query, key, value, shard)
+    out = token_cuts.scatter_micro_batch(whole_query.transpose(1, 2), shard)
     (out.sum() + sum(part.sum() for part in found)).backward()
     hardware = Hardware.from_json(read_json_object(find_file("hardware", "a800")), source="a800")
     shape = ModelShape(

@@ -15,13 +15,14 @@ from ds_hydra.lab.simulator.compare import compare
 from ds_hydra.lab.simulator.scenario import bound_of
 from ds_hydra.lab.simulator.systems import Settings
 from ds_hydra.lab.simulator.ulysses import balance_micro_batches_by_time
-from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
-from ds_hydra.sampler.trial import PruningSettings
+from ds_hydra.sampler.candidate_set import decide_candidates
+from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy.cost_models.cluster import find_cluster
+from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.profiles.states import with_engine_states
-from ds_hydra.strategy.proposal.extended import with_derived_schemes
+from ds_hydra.strategy.profiles.state_bytes import with_engine_states
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.proposal.space import unpruned_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 LONG = LengthHistogram.from_counts({5: 400, 20: 200, 200: 30}, name="long")
@@ -32,11 +33,12 @@ LONG = LengthHistogram.from_counts({5: 400, 20: 200, 200: 30}, name="long")
 def comparison():
     workload = make_workload(histogram=LONG, context_length=200, tokens_per_iteration=400)
     systems = ("plain", "deepspeed", "static", "full_static")
-    return compare(workload, None, Settings(iterations=12, systems=systems))
+    return compare(workload, Settings(iterations=12, systems=systems))
 
 
 def derived(profile, cluster):
-    return with_derived_schemes(profile, num_devices=8, cluster=cluster)
+    world = World.of(profile, cluster, 8, 1)
+    return world.costs.table(unpruned_schemes(world))
 
 
 def test_groups_as_wide_as_a_profiled_one_need_no_links():
@@ -111,14 +113,13 @@ def test_document_names_the_space_and_keeps_the_rest_as_it_was(comparison):
     assert document["plain"]["perfect_balance_ms"] > document["perfect_balance_ms"]
     assert document["plain"]["distance_to_bound"] >= 0
     assert document["space"] == "full"
-    without = compare(make_workload(), None, Settings(iterations=2, systems=("static",))).to_json()
+    without = compare(make_workload(), Settings(iterations=2, systems=("static",))).to_json()
     assert "plain" not in without
 
 
 def test_other_systems_do_not_see_the_extended_space(comparison):
     alone = compare(
         comparison.workload,
-        None,
         Settings(iterations=12, systems=("deepspeed", "static"), space="plain"),
     )
     for name in ("deepspeed", "static"):
@@ -161,16 +162,16 @@ def test_context_that_only_checkpointed_layers_fit():
     assert profile.max_len_tokens(Scheme(4, 1), 4) == 240
     assert profile.max_len_tokens(Scheme(4, 1, ckpt=4), 4) == 464
     workload = make_workload(
-        profile=profile.with_schemes(strategy.schemes), strategies=(strategy,), context_length=300,
+        profile=Costs(profile).extended(strategy.schemes), strategies=(strategy,), context_length=300,
         histogram=LengthHistogram.from_counts({5: 40, 300: 5}, name="longer"), tokens_per_iteration=600,
     )  # fmt: skip
-    found = compare(workload, None, Settings(iterations=3))
+    found = compare(workload, Settings(iterations=3))
     assert found.get("megatron") is None
     assert found.get("two_stage") is None
     assert found.get("static").strategy == str(strategy)
     assert np.isfinite(found.planned["ds_hydra"].perfect_balance_ms).all()
     with pytest.raises(HydraConfigError, match="no scheme fits a micro-batch of 300 tokens"):
-        compare(dataclasses.replace(workload, profile=profile), None, Settings(iterations=3))
+        compare(workload.knowing(profile), Settings(iterations=3))
 
 
 def candidates_of_the_engine(workload, cluster, seed=0):
@@ -180,7 +181,7 @@ def candidates_of_the_engine(workload, cluster, seed=0):
         tokens_per_iteration=workload.tokens_per_iteration,
         space="full",
         cluster=cluster,
-        pruning=PruningSettings(seed=seed),
+        seed=seed,
     )
     return decide_candidates(with_engine_states(workload.profile), workload.histogram, settings)
 
@@ -189,7 +190,7 @@ def test_simulated_candidates_are_those_of_the_engine():
     workload = load_case("paper/commoncrawl-7b-8gpu-f1").workload
     cluster = find_cluster(workload.profile, workload.num_devices)
     simulated = Settings(iterations=1, systems=())
-    planned = compare(workload, cluster, simulated).planned["ds_hydra"]
+    planned = compare(workload.linked_by(cluster), simulated).planned["ds_hydra"]
     found = candidates_of_the_engine(workload, cluster, simulated.seed + 1)
     assert planned.strategies == found.strategies
     assert any(s.stream or s.gather for strategy in found.strategies for s in strategy.schemes)
@@ -231,8 +232,7 @@ def test_micro_batches_by_time_are_faster_than_first_fit_micro_batches():
     workload = load_case("paper/commoncrawl-7b-16gpu-f2").workload
     systems = ("deepspeed", "deepspeed_ac", "deepspeed_balanced", "deepspeed_degrees")
     found = compare(
-        workload,
-        find_cluster(workload.profile, workload.num_devices),
+        workload.linked_by(find_cluster(workload.profile, workload.num_devices)),
         Settings(iterations=4, systems=systems, space="plain"),
     )
     first_fit, checkpointed, by_time, any_degree = (

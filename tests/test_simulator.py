@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from reference import make_batch, make_profile
+from spaces import priced
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator import baselines, cases
@@ -23,8 +24,8 @@ from ds_hydra.lab.simulator.systems import SYSTEMS, Settings
 from ds_hydra.lab.simulator.ulysses import deepspeed_ulysses
 from ds_hydra.lab.simulator.workload import Workload, draw_batches
 from ds_hydra.strategy.cost_models.cluster import find_cluster
+from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
 from ds_hydra.strategy.schemes.neighbours import neighbour_strategies
@@ -61,7 +62,7 @@ def checkpointing_document() -> dict:
 
 def make_scenario(*batches, context=100, num_devices=4):
     return Scenario(
-        profile=small_profile(), num_devices=num_devices, context_length=context,
+        costs=Costs(small_profile()), num_devices=num_devices, context_length=context,
         batches=tuple(make_batch(list(b), i) for i, b in enumerate(batches)),
     )  # fmt: skip
 
@@ -71,10 +72,11 @@ HISTOGRAM = LengthHistogram.from_counts({5: 400, 20: 200, 50: 40, 100: 5}, name=
 
 def make_workload(**changes) -> Workload:
     arguments = {
-        "name": "small", "profile": small_profile(), "histogram": HISTOGRAM, "num_devices": 4,
+        "name": "small", "histogram": HISTOGRAM, "num_devices": 4,
         "context_length": 100, "tokens_per_iteration": 400,
     }  # fmt: skip
-    return Workload(**{**arguments, **changes})
+    costs = Costs(changes.pop("profile", None) or small_profile(), changes.pop("cluster", None))
+    return Workload(costs=costs, **{**arguments, **changes})
 
 
 OTHER_SCHEMES = (
@@ -86,7 +88,7 @@ OTHER_SCHEMES = (
 
 @pytest.fixture(scope="module")
 def comparison():
-    return compare(make_workload(given=Strategy.parse("1x<4,1>")), None, Settings(iterations=12))
+    return compare(make_workload(given=Strategy.parse("1x<4,1>")), Settings(iterations=12))
 
 
 def test_megatron_by_hand():
@@ -135,13 +137,12 @@ def test_a_static_strategy_is_given_up_only_where_it_cannot_win(monkeypatch):
     case = load_case("paper/github-32b-32gpu-f2").workload
     profile = case.profile
     scenario = Scenario(
-        profile=profile,
+        costs=Costs(profile, find_cluster(profile, 32)),
         num_devices=32,
         context_length=case.context_length,
         batches=draw_batches(
             case.histogram.limit(case.context_length), case.tokens_per_iteration, 8, seed=3
         ),
-        cluster=find_cluster(profile, 32),
     )
     texts = ("1x<16,1> + 1x<8,2>", "1x<16,1> + 2x<8,1>", "1x<16,1> + 4x<4,1>", "1x<16,1> + 1x<4,4>")
     strategies = [Strategy.parse(text) for text in (*texts, "2x<16,1>")]
@@ -214,18 +215,13 @@ def test_what_a_profile_knows_of_sp_changes_neither_baselines_nor_proposals():
     group.
     """
     scenario = make_scenario([40, 100, 60, 30])
-    extended = dataclasses.replace(
-        scenario,
-        profile=with_estimates(
-            scenario.profile, [Strategy.parse("2x<sp2,1>"), Strategy.parse("1x<sp4,1>")]
-        ),
-    )
+    extended = scenario.knowing(priced(scenario.profile, "2x<sp2,1>", "1x<sp4,1>"))
     assert extended.profile.latency.keys() > scenario.profile.latency.keys()
     for system in (deepspeed_ulysses_plain, fixed_length, hotspa):
         assert system(extended, name="s").propagation_ms == pytest.approx(
             system(scenario, name="s").propagation_ms
         )
-    assert usable_schemes(extended.profile, 4) == usable_schemes(scenario.profile, 4)
+    assert usable_schemes(extended) == usable_schemes(scenario)
 
 
 def test_bound_holds_for_every_system(comparison):
@@ -238,9 +234,7 @@ def test_bound_holds_for_every_system(comparison):
 
 
 def bound_of_plain(scenario):
-    return bound_of(
-        scenario, scenario.batches[0], usable_schemes(scenario.profile, scenario.num_devices)
-    )
+    return bound_of(scenario, scenario.batches[0], usable_schemes(scenario))
 
 
 def test_bound_by_hand():
@@ -275,7 +269,7 @@ def test_document_and_prices(comparison):
 
 
 def test_the_same_seed_gives_the_same_figures(comparison):
-    again = compare(make_workload(given=Strategy.parse("1x<4,1>")), None, Settings(iterations=12))
+    again = compare(make_workload(given=Strategy.parse("1x<4,1>")), Settings(iterations=12))
     assert again.to_json() == comparison.to_json()
 
 
@@ -305,7 +299,7 @@ def test_dynamic_says_how_often_it_chose_what():
 )
 def test_workloads_without_a_meaning(changes, message):
     with pytest.raises(HydraConfigError, match=message):
-        compare(make_workload(**changes), None, Settings(iterations=1))
+        compare(make_workload(**changes), Settings(iterations=1))
 
 
 def test_unknown_system():
@@ -351,7 +345,7 @@ def test_large_mini_batches_are_fewer():
 def test_progress_names_each_system_as_it_begins():
     seen = []
     settings = Settings(iterations=1, systems=("megatron",))
-    compare(make_workload(), None, settings, progress=seen.append)
+    compare(make_workload(), settings, progress=seen.append)
     assert seen == ["ds_hydra", "Megatron-LM, tuned"]
 
 

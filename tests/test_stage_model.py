@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 
 from ds_hydra.engine.model import packing_probe
+from ds_hydra.engine.model.current_micro_batch import checkpointed
+from ds_hydra.engine.model.decoder_parts import check_supported
 from ds_hydra.engine.model.scheme_support import check_context
-from ds_hydra.engine.model.sight import checkpointed
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.model.supported import check_model
 from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme
@@ -448,7 +448,7 @@ def test_kernels_are_told_where_sequences_begin(monkeypatch, caplog):
     told = kernels_apart.install(modeling_olmo_hybrid, monkeypatch.setattr)
     monkeypatch.setattr(packing_probe, "_verdicts", {})
     stage_model = packing_probe.build_stage_model(tiny("olmo_hybrid"))
-    assert not stage_model.trial.one_by_one_because
+    assert not stage_model.abilities.one_by_one_because
     assert not caplog.messages
     assert {tuple(lengths) for lengths in told if len(lengths) > 1} == {(7, 4)}
     for works in (Scheme(1, 1), Scheme(1, 2), Scheme(1, 1, stream=True), Scheme(1, 1, ckpt=2)):
@@ -523,7 +523,7 @@ def test_models_that_no_micro_batch_is_right_for_are_refused_by_name():
     model = tiny("llama")
     model.config = vision
     with pytest.raises(UnsupportedModelError, match=r"'gemma3'.*train Gemma3ForCausalLM with its"):
-        check_model(model)
+        check_supported(model)
 
 
 def test_sequences_are_not_longer_than_learned_positions():

@@ -14,6 +14,7 @@ from shared_data import shared_path
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme, Strategy
+from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.fit import fit_latency, saturation_tokens
 from ds_hydra.strategy.profiles.profile import LatencyModel
 from ds_hydra.strategy.proposal.candidates import (
@@ -192,7 +193,7 @@ def test_a_profile_keeps_schemes_with_parts():
         {uneven: LatencyModel(quadratic_ms=0, linear_ms=4, constant_ms=0)}
     )
     assert [doubled.get_latency(s).linear_ms for s in (Scheme(1, 2), uneven)] == [1, 4]
-    assert list(doubled.only([uneven]).latency) == [uneven]
+    assert list(Costs(doubled).table([uneven]).latency) == [uneven]
 
 
 @pytest.mark.parametrize("text", ["", "4", "<4>", "0x<1,1>", "2x<1,1> +", "2*<1,1>", "1x<0,1>"])
@@ -359,11 +360,11 @@ def test_derived_entries_are_in_the_document_and_measured_ones_stay():
     measured = {"<1,2>": (0, 1, 0), "<1,2;ckpt=8>": (0, 1.5, 0)}
     profile = make_profile(measured, num_layers=8, input_bytes=2)
     uneven, whole = Scheme.parse("<1,2;stages=5,3>"), Scheme.parse("<1,2;ckpt=8>")
-    extended = profile.with_schemes([uneven, whole, Scheme(1, 2), uneven])
+    extended = Costs(profile).extended([uneven, whole, Scheme(1, 2), uneven])
     assert [e.get("derived_from") for e in extended.document["schemes"]] == [None, None, "<1,2>"]
     assert Profile.from_json(extended.document).latency == extended.latency
     assert [extended.latency[s].linear_ms for s in (Scheme(1, 2), whole, uneven)] == [1, 1.5, 1.25]
-    assert extended.with_schemes([uneven]) is extended
+    assert Costs(extended).extended([uneven]) is extended
 
 
 @pytest.mark.parametrize(
@@ -375,12 +376,12 @@ def test_derived_entries_are_in_the_document_and_measured_ones_stay():
         ),
         ("<1,2;stages=5,4>", "stages have 9 layers, the model has 8"),
         ("<1,2;ckpt=9>", "ckpt=9 is above the model's 8 layers"),
-        ("<sp2,2>", "scheme <sp2,2> is not in profile"),
-        ("<sp2,2;ckpt=1>", "and <sp2,2> from which it could be derived, is not in profile"),
+        ("<cp2,2>", "scheme <cp2,2> is not in profile"),
+        ("<cp2,2;ckpt=1>", "and <cp2,2> from which it could be derived, is not in profile"),
         ("<2,1>", "scheme <2,1> is not in profile"),
     ],
 )
 def test_schemes_that_cannot_be_derived_are_named(text, wanted):
     profile = make_profile({"<1,2>": (0, 1, 0)}, num_layers=8, input_bytes=2)
     with pytest.raises(HydraConfigError, match=wanted):
-        profile.with_schemes([Scheme.parse(text)])
+        Costs(profile).extended([Scheme.parse(text)])

@@ -7,20 +7,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from reference import make_batch
+from spaces import full_space, with_moving_weights
 from test_cluster import PARAMS, make_cluster
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.events import simulate_plan
-from ds_hydra.sampler.candidates import with_estimates_of
-from ds_hydra.sampler.lockstep import lockstep_wait_ms
+from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
-from ds_hydra.sampler.problem import PipelineKind, make_problem
 from ds_hydra.strategy.cost_models.cluster import find_cluster
+from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
-from ds_hydra.strategy.proposal.extended import undominated, with_extended_schemes
-from ds_hydra.strategy.proposal.streamed import single_rank_latency, with_streamed_schemes
+from ds_hydra.strategy.proposal.space import undominated
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 DEVICES, CONTEXT = 8, 32768
@@ -30,7 +29,12 @@ ONE, FOUR = Scheme.parse("<1,1;stream>"), Scheme.parse("<sp4,1;stream>")
 
 
 def streamed(profile=PROFILE, **more):
-    return with_streamed_schemes(profile, num_devices=DEVICES, cluster=CLUSTER, **more)
+    return with_moving_weights(profile, num_devices=DEVICES, cluster=CLUSTER, **more)
+
+
+def measuring(entry):
+    document = {**PROFILE.document, "schemes": [*PROFILE.document["schemes"], entry]}
+    return Profile.from_json(document)
 
 
 def test_a_micro_batch_takes_its_traffic_at_least():
@@ -69,15 +73,15 @@ def test_each_rank_fills_its_part_of_the_home():
 
 def test_one_rank_takes_pp_times_as_long_and_attention_no_less_than_under_tp():
     profile = Profile.load(find_file("profiles", "a800_llama2_32b"))
-    found, latency = single_rank_latency(profile), profile.latency
+    found, latency = Costs(profile).single_rank, profile.latency
     source = {s.pp * latency[s].linear_ms: s for s in latency if s.tp == 1}[found.linear_ms]
     least = min(s.tp * latency[s].quadratic_ms for s in latency if s.tp > 1 and s.pp == 1)
     assert found.quadratic_ms == least > source.pp * latency[source].quadratic_ms
     measured = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=0.0)
     entry = {"tp": 1, "pp": 1, **measured.to_json()}
     known = {**PROFILE.document, "schemes": [*PROFILE.document["schemes"], entry]}
-    assert single_rank_latency(Profile.from_json(known)) == measured
-    assert single_rank_latency(PROFILE.only([Scheme(2, 1)])) is None
+    assert Costs(Profile.from_json(known)).single_rank == measured
+    assert Costs(Costs(PROFILE).table([Scheme(2, 1)])).single_rank is None
 
 
 def test_streamed_schemes_are_estimated_and_marked():
@@ -89,8 +93,10 @@ def test_streamed_schemes_are_estimated_and_marked():
         *("<1,1;stream>", "<sp2,1;stream>", "<sp4,1;stream>", "<sp8,1;stream>"),
         *("<cp2,1;stream>", "<cp4,1;stream>", "<cp8,1;stream>"),
         *("<2,1;stream>", "<4,1;stream>", "<8,1;stream>"),
+        *("<sp2,2,1;stream>", "<sp4,2,1;stream>", "<sp2,4,1;stream>"),
+        *("<cp2,2,1;stream>", "<cp4,2,1;stream>", "<cp2,4,1;stream>"),
     }
-    single, four = single_rank_latency(PROFILE), found.latency[FOUR]
+    single, four = Costs(PROFILE).single_rank, found.latency[FOUR]
     assert four.quadratic_ms == pytest.approx(single.quadratic_ms / 4)
     assert four.linear_ms > single.linear_ms / 4  # exchanges
     assert four.traffic_ms == found.latency[ONE].traffic_ms == CLUSTER.stream_ms(ONE) > 0
@@ -108,21 +114,21 @@ def test_checkpointed_layers_of_a_streamed_scheme_cost_computation_and_no_traffi
     assert model.linear_ms == pytest.approx(4 / 3 * found.latency[base].linear_ms)
     assert model.traffic_ms == found.latency[base].traffic_ms
     assert found.max_len_tokens(more, DEVICES) > found.max_len_tokens(base, DEVICES)
-    entry = found.with_schemes([more]).document["schemes"][-1]
+    entry = Costs(found).extended([more]).document["schemes"][-1]
     assert entry["derived_from"] == "<sp4,1;stream>"
 
 
 def test_the_full_space_gathers_where_links_are_known_and_streams_where_that_was_measured():
     options = {"num_devices": DEVICES, "context_length": CONTEXT, "tokens_per_iteration": 100_000}
-    full = with_extended_schemes(PROFILE, **options, cluster=CLUSTER)
+    full = full_space(PROFILE, **options, cluster=CLUSTER)
     assert any(scheme.gather for scheme in full.latency)
     assert not any(scheme.stream for scheme in full.latency)
-    unknown = with_extended_schemes(PROFILE, **options)
+    unknown = full_space(PROFILE, **options)
     assert not any(scheme.stream or scheme.gather for scheme in unknown.latency)
-    again = with_extended_schemes(full, **options, cluster=CLUSTER)
+    again = full_space(full, **options, cluster=CLUSTER)
     assert again.latency == full.latency
     entry = {**ONE.to_json(), **PROFILE.get_latency(Scheme(2, 1)).to_json()}
-    measured = with_extended_schemes(PROFILE.with_more([entry]), **options)
+    measured = full_space(measuring(entry), **options)
     assert ONE in measured.latency
 
 
@@ -130,8 +136,8 @@ def test_checkpointed_layers_follow_from_a_measured_gathered_scheme():
     """On hardware that nothing is known of, too."""
     gathered = Scheme(1, 1, gather=True)
     entry = {**gathered.to_json(), **PROFILE.get_latency(Scheme(2, 1)).to_json()}
-    known = with_streamed_schemes(
-        PROFILE.with_more([entry]), num_devices=DEVICES, cluster=None, tokens_per_iteration=400_000
+    known = with_moving_weights(
+        measuring(entry), num_devices=DEVICES, cluster=None, tokens_per_iteration=400_000
     )
     followed = [s for s in known.latency if s.gather and s.ckpt]
     assert followed
@@ -146,9 +152,9 @@ def test_a_scheme_that_waits_for_its_traffic_does_not_dominate_one_that_does_not
     slow = streamed()
     plain, two = Scheme(2, 1), Scheme.parse("<2,1;stream>")
     assert slow.max_len_tokens(two, DEVICES) > slow.max_len_tokens(plain, DEVICES)
-    assert undominated(slow, [plain, two], DEVICES) == (plain, two)
+    assert undominated(World.of(slow, None, DEVICES, 1), [plain, two]) == (plain, two)
     fast = slow.with_latency({two: replace(slow.latency[two], traffic_ms=0.0)})
-    assert undominated(fast, [plain, two], DEVICES) == (two,)
+    assert undominated(World.of(fast, None, DEVICES, 1), [plain, two]) == (two,)
 
 
 def test_plan_and_simulator_agree_on_micro_batches_that_wait():
@@ -186,7 +192,7 @@ def test_gathered_schemes_join_where_one_micro_batch_for_each_pipeline_is_enough
     assert known.latency[GATHERED].traffic_ms == CLUSTER.gather_ms(GATHERED)
     assert known.max_len_tokens(GATHERED, DEVICES) > known.max_len_tokens(ONE, DEVICES)
     variants = [replace(GATHERED, ckpt=ckpt) for ckpt in range(41)]
-    all_known = known.with_schemes(variants)
+    all_known = Costs(known).extended(variants)
     held = [DEVICES * all_known.max_len_tokens(s, DEVICES) for s in variants]
     for tokens in (0.9 * held[0], held[0] + 1, 1.2 * held[0]):
         found = streamed(tokens_per_iteration=tokens)
@@ -201,8 +207,8 @@ def test_gathered_schemes_join_where_one_micro_batch_for_each_pipeline_is_enough
             assert found.latency[scheme].traffic_ms == known.latency[GATHERED].traffic_ms
     assert not any(scheme.gather for scheme in streamed().latency)
     # They do not go with others, so none of them makes another one useless
-    assert undominated(known, [ONE, GATHERED], DEVICES) == (ONE, GATHERED)
-    named = with_estimates_of(PROFILE, [Strategy.parse("8x<1,1;gather>")])
+    assert undominated(World.of(known, None, DEVICES, 1), [ONE, GATHERED]) == (ONE, GATHERED)
+    named = Costs.of(PROFILE, DEVICES).extended([GATHERED])
     assert named.latency.keys() - PROFILE.latency.keys() == {GATHERED}
 
 
@@ -223,14 +229,17 @@ def test_gathered_micro_batches_run_in_lockstep():
     """Steps of 30 beside 10 and of 20 beside 60: 90, where the slower of both pipelines has 70."""
     latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=0.0)
     found = streamed(tokens_per_iteration=0).with_latency({GATHERED: latency})
-    problem = make_problem(
-        np.array([60, 30, 20, 10]), [PipelineKind(2, 1, 100, latency)], forward_fraction=1 / 3
-    )
-    assignment, micro_batches = np.array([1, 0, 0, 1]), np.array([1, 0, 1, 0])
-    assert lockstep_wait_ms(problem, assignment, micro_batches, np.array([50.0, 70.0])) == 20.0
-    assert lockstep_wait_ms(problem, assignment, 0 * micro_batches, np.array([50.0, 70.0])) == 0.0
-    all_in_one = np.zeros(4, dtype=np.int64)
-    assert lockstep_wait_ms(problem, all_in_one, micro_batches, np.array([120.0, 0.0])) == 0.0
+    mini_batch = MiniBatch(make_batch([60, 30, 20, 10]), found, 2)
+
+    def wait_ms(assignment, micro_batches, pipeline_ms):
+        phase = PhasePlan.of(mini_batch, Strategy((GATHERED,) * 2))
+        phase.assignment[:], phase.micro_batches[:] = assignment, micro_batches
+        phase.pipeline_ms = np.array(pipeline_ms)
+        return phase.wait_ms
+
+    assert wait_ms([1, 0, 0, 1], [1, 0, 1, 0], [50.0, 70.0]) == 20.0
+    assert wait_ms([1, 0, 0, 1], [0, 0, 0, 0], [50.0, 70.0]) == 0.0
+    assert wait_ms([0, 0, 0, 0], [1, 0, 1, 0], [120.0, 0.0]) == 0.0
     plan = plan_iteration(
         make_batch([60, 60, 60, 60]),
         strategies=[Strategy((GATHERED,) * 2)],

@@ -28,9 +28,9 @@ from single_process import random_examples
 from test_engine_parity import assert_parity, check_gradients
 
 from ds_hydra.engine import propagation
-from ds_hydra.engine.ranks import peer_memory, shared_memory
+from ds_hydra.engine.ranks import hosts
 from ds_hydra.engine.ranks.hosts import Hosts
-from ds_hydra.engine.transfer.stream_plan import check_streams
+from ds_hydra.engine.transfer.schedule import check_streams
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Scheme
 
@@ -53,16 +53,16 @@ def refusals():
     raised = []
     for name, replacement in (
         ("available_bytes", lambda: 1000.0),
-        ("_open", functools.partial(_closed_to_rank_2, shared_memory._open)),
+        ("_open", functools.partial(_closed_to_rank_2, hosts._open)),
     ):
-        kept = getattr(shared_memory, name)
-        setattr(shared_memory, name, replacement)
+        kept = getattr(hosts, name)
+        setattr(hosts, name, replacement)
         try:
             start_hydra(tiny("llama"), hydra={"strategies": ["4x<1,1;stream>"]})
         except HydraConfigError as error:
             raised.append(str(error))
-        setattr(shared_memory, name, kept)
-    with mock.patch.dict(peer_memory.ALLOCATORS, {"cpu": _full_on_rank_1}):
+        setattr(hosts, name, kept)
+    with mock.patch.dict(hosts.ALLOCATORS, {"cpu": _full_on_rank_1}):
         try:
             start_hydra(tiny("llama"), hydra={"strategies": ["4x<1,1;stream>"]})
         except HydraConfigError as error:

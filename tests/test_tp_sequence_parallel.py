@@ -23,12 +23,13 @@ from torch import nn
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.candidates import find_unsupported
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.parallel.tp_sequence_parallel import COLUMN, ROW, find_blocks
+from ds_hydra.engine.parallel.tensor_parallel import COLUMN, ROW, find_blocks
 from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch
-from ds_hydra.engine.profiling.profiler import stage_ms, token_bytes
+from ds_hydra.engine.profiling.profiler import measure_stage_ms, token_bytes
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.alpha_beta import LayerShape
+from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.cost_models.topology import StageParts, Topology
 from ds_hydra.strategy.cost_models.topology import stage_ms as composed_stage_ms
 from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
@@ -91,9 +92,9 @@ def memory():
         of_strategies = {}
         for text in ("4x<1,1>", "2x<2,1>", "1x<4,1>", "4x<1,1;ckpt=4>", "1x<4,1;ckpt=4>"):
             strategy = Strategy.parse(text)
-            engine.hydra.prepare_forced(strategy)
+            engine.hydra.candidates.prepare(strategy)
             kept = token_bytes(propagator, strategy, 256)
-            run = functools.partial(stage_ms, propagator, strategy, ProbeMicroBatch(512))
+            run = functools.partial(measure_stage_ms, propagator, strategy, ProbeMicroBatch(512))
             of_strategies[text] = kept, peak_bytes(run) if "<4,1" in text else None
         found.append(of_strategies)
     return found
@@ -107,11 +108,15 @@ def profiles(folder):
     }
     model = tiny("llama")
     off, on = (start_hydra(copy.deepcopy(model), hydra={**hydra, **more}) for more in ({}, ON))
-    measured_off = off.hydra.know_profile().document
+    measured_off = off.hydra.candidates.ensure_profile().document
     state = off.hydra.state_dict()
     off.hydra.load_state_dict(state)
     on.hydra.load_state_dict(state)
-    measured = [measured_off, on.hydra.know_profile().document, off.hydra.know_profile().document]
+    measured = [
+        measured_off,
+        on.hydra.candidates.ensure_profile().document,
+        off.hydra.candidates.ensure_profile().document,
+    ]
     path = Path(folder) / f"{torch.distributed.get_rank()}.json"
     path.write_text(json.dumps(measured[1]))
     with pytest.raises(HydraConfigError) as refused:
@@ -187,7 +192,7 @@ def test_a_profile_of_the_other_setting_is_refused_where_it_matters():
         profile.check_tp_sequence_parallel(recorded)
         with pytest.raises(HydraConfigError, match=r"set hydra\.tp_sequence_parallel to"):
             profile.check_tp_sequence_parallel(not recorded)
-        profile.only([Scheme(1, 1)]).check_tp_sequence_parallel(not recorded)
+        Costs(profile).table([Scheme(1, 1)]).check_tp_sequence_parallel(not recorded)
     Profile.from_json(document()).check_tp_sequence_parallel(True)  # published profiles do not say
 
 

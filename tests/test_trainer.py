@@ -373,7 +373,7 @@ def resumed(folder):
         whole.model.save_pretrained, max_shard_size="30KB"
     )
     whole.save_model(f"{folder}/shards")
-    drawn = whole.engine.hydra.sampler.state
+    drawn = whole.engine.hydra.source.sampler.state
     error = None
     try:
         whole.train()
@@ -424,15 +424,15 @@ def killed_while_saving(folder):
     from transformers.trainer_utils import get_last_checkpoint
 
     import ds_hydra
-    from ds_hydra.trainer import checkpoints
+    from ds_hydra.trainer import mixin
 
     data = prepare(folder)
     points = (
         (ds_hydra.HydraTrainer, "save_model", 2),
         (ds_hydra.HydraEngine, "save_checkpoint", 2),
         (ds_hydra.HydraTrainer, "_save_rng_state", 2),
-        (checkpoints, "raise_together", 2),  # all written
-        (checkpoints, "do_together", 4),  # renamed; two calls for each checkpoint
+        (mixin, "raise_together", 2),  # all written
+        (mixin, "do_together", 4),  # renamed; two calls for each checkpoint
     )
 
     def start(run):
@@ -642,7 +642,7 @@ def customised(folder):
 
     trainer = start(Shuffled, "shuffled", lr_scheduler_type="polynomial", save_strategy="no")
     trainer.train()
-    result["drawn"] = len(trainer.engine.hydra.sampler._lengths)
+    result["drawn"] = len(trainer.engine.hydra.source.sampler._lengths)
     result["polynomial"] = numbers(trainer.state.log_history, "learning_rate")
     result["errors"] = {}
 
@@ -887,13 +887,13 @@ def around_training(folder):
     again = make(args, rows=other)
     again.train(checkpoint)
     stepped = {float(s["step"]) for s in again.deepspeed.basic_optimizer.state.values()}
-    result["next"] = again.engine.hydra.sampler.state_dict(), stepped
+    result["next"] = again.engine.hydra.source.sampler.state_dict(), stepped
     with_mask = [trainer.engine.eval_batch(other.select(range(PER_BATCH)).to_list())]
     result["loss of the other data"] = float(with_mask[0]), numbers(again.state.log_history, "loss")
-    runtime = again.engine.hydra
-    with mock.patch("ds_hydra.engine.runtime.logger.warning") as warning:
-        runtime.load_state_dict({}, 7)
-    result["no position"] = runtime.sampler.state_dict(), str(warning.call_args)
+    source = again.engine.hydra.source
+    with mock.patch("ds_hydra.engine.planning.logger.warning") as warning:
+        source.load_state_dict({}, 7)
+    result["no position"] = source.sampler.state_dict(), str(warning.call_args)
     return result
 
 

@@ -16,7 +16,7 @@ from queue import Queue
 import pytest
 import torch.distributed as dist
 
-from ds_hydra.engine.ranks import agreement, waiting, watchdog, watchdog_peers
+from ds_hydra.engine.ranks import agreement, waiting, watchdog
 from ds_hydra.engine.ranks.watchdog import Watchdog
 from ds_hydra.errors import HydraConfigError, RankLostError
 
@@ -225,7 +225,7 @@ def test_a_rank_ends_itself_where_it_waits_in_vain_and_nowhere_else(
 
 def test_strangers_do_not_hold_the_start(monkeypatch):
     """Silent ones, talkative ones, one that claims another rank with the right token."""
-    monkeypatch.setattr(watchdog_peers, "_MOST_SILENT", 3)
+    monkeypatch.setattr(watchdog, "_MOST_SILENT", 3)
     strangers = []
 
     def greet(told):

@@ -12,11 +12,15 @@ from benchmarks import whole_pipelines as bench
 from ds_hydra.lab.simulator.scenario import Scenario, bound_of
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.strategy import Strategy
+from ds_hydra.strategy.cost_models.costs import Costs
 
 
 def make_scenario(profile, lengths, num_devices):
     return Scenario(
-        profile=profile, num_devices=num_devices, context_length=100, batches=(make_batch(lengths),)
+        costs=Costs(profile),
+        num_devices=num_devices,
+        context_length=100,
+        batches=(make_batch(lengths),),
     )
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from benchmarks.one_gpu.device import HAS_GPU
 from benchmarks.one_gpu.telling import at_most, tell, trying
-from ds_hydra.engine.model.attention import PackedMicroBatch, Segment, _attend
-from ds_hydra.engine.model.sequence_attention import attention_per_sequence
-from ds_hydra.engine.ranks.accelerator_settings import use_deterministic_kernels
+from ds_hydra.engine.model.attention import _attend, attention_per_sequence
+from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment
+from ds_hydra.engine.ranks.process_start import use_deterministic_kernels
 
 DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 LENGTHS = (513, 64, 1, 1000, 7) if HAS_GPU else (33, 8, 1, 60, 7)

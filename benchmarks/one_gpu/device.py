@@ -30,7 +30,7 @@ def is_first() -> bool:
 
 def median_ms(run: Callable[[], object], repeats: int = 5, warmup: int = 2) -> float:
     """Median milliseconds of `run` by the device's own clock."""
-    from ds_hydra.engine.transfer.link_session import DeviceClock
+    from ds_hydra.engine.transfer.link_thread import DeviceClock
 
     clock = DeviceClock(torch.device("cuda", 0) if HAS_GPU else torch.device("cpu"))
     times = []

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from benchmarks.one_gpu.device import HAS_GPU
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine import strategy_links
-from ds_hydra.engine.model.random_model import build_random_stage_model
+from ds_hydra.engine.model.meta_model import build_random_stage_model
 from ds_hydra.engine.profiling.profile_run import use_device
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.strategy import Strategy

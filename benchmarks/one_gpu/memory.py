@@ -17,15 +17,15 @@ from benchmarks.one_gpu.telling import skip, tell, trying
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.meta_model import load_model_config
 from ds_hydra.engine.profiling import profiler
-from ds_hydra.engine.profiling.measurements import Measurements
 from ds_hydra.engine.profiling.profile_document import (
+    Measurements,
     ProbeMicroBatch,
     layer_params,
     nominal_profile,
 )
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.strategy import Profile, Strategy
-from ds_hydra.strategy.profiles.states import OPTIMIZER_BYTES, exchange_bytes
+from ds_hydra.strategy.profiles.state_bytes import OPTIMIZER_BYTES, exchange_bytes
 
 WIDE_VOCABULARY = LlamaConfig(
     hidden_size=2048,
@@ -93,13 +93,13 @@ def measure(
 
 
 def _measure(case: str, propagator: Propagator, strategy: Strategy, tokens: int) -> None:
-    profiler.stage_ms(propagator, strategy, ProbeMicroBatch(tokens))
+    profiler.measure_stage_ms(propagator, strategy, ProbeMicroBatch(tokens))
     formula, activation = expect_bytes(propagator, strategy, tokens)
     if HAS_GPU:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     begin = time.process_time()
-    stage_ms = profiler.stage_ms(propagator, strategy, ProbeMicroBatch(tokens))
+    stage_ms = profiler.measure_stage_ms(propagator, strategy, ProbeMicroBatch(tokens))
     host_ms = (time.process_time() - begin) * 1e3
     found = {"tokens": tokens, "stage_ms": stage_ms, "host_cpu_ms": host_ms}
     found |= {"formula_gb": formula / 1e9, "activation_bytes_per_layer_and_hidden": activation}

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks.one_gpu.device import HAS_GPU, is_first, join
 from benchmarks.one_gpu.telling import skip, tell, trying
-from ds_hydra.engine.transfer import link_session
+from ds_hydra.engine.transfer import link_thread
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Strategy
 
@@ -92,7 +92,7 @@ class Subject:
         if strategy.phases:
             engine.hydra.propagator.prepare(strategy.in_turn)
         else:
-            engine.hydra.prepare_forced(strategy)
+            engine.hydra.candidates.prepare(strategy)
         labels = num_label_tokens(self.examples)
         plan = hand_plan(strategy, LENGTHS, labels, empty_pipeline=False)
         grads_P = engine._zero_gradient_shards()
@@ -197,13 +197,13 @@ def look_for_races() -> None:
     """
     from torch.cuda import _sanitizer
 
-    serve = link_session.LinkThread._serve
+    serve = link_thread.LinkThread._serve
 
     def seen(self: Any) -> None:
         with _sanitizer.cuda_sanitizer.dispatch:
             serve(self)
 
-    link_session.LinkThread._serve = seen
+    link_thread.LinkThread._serve = seen
 
 
 def cases_of(world: int) -> Iterator[tuple[str, str, Sequence[str], dict[str, Any]]]:

@@ -16,7 +16,7 @@ from benchmarks.one_gpu import ceilings
 from benchmarks.one_gpu.device import HAS_GPU, join
 from benchmarks.one_gpu.speed import CONTEXT, VOCABULARIES, model_config
 from benchmarks.one_gpu.telling import tell, trying
-from ds_hydra.engine.model.random_model import build_random_stage_model
+from ds_hydra.engine.model.meta_model import build_random_stage_model
 from ds_hydra.engine.profiling.profile_document import nominal_profile
 from ds_hydra.strategy import Scheme
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.one_gpu.device import HAS_GPU, is_first, join
 from benchmarks.one_gpu.telling import skip, tell
 from ds_hydra.engine.parallel.groups import GroupPool
-from ds_hydra.engine.ranks.peer_memory import PeerMemory
+from ds_hydra.engine.ranks.hosts import PeerMemory
 from ds_hydra.errors import HydraError
 
 NUMEL = 1 << 20

@@ -270,10 +270,28 @@ def _read(line: str) -> dict[str, Any] | None:
 
 
 def _ask_where(process: subprocess.Popen[Any]) -> None:
-    """Let a process that hangs, and those that it has started, say in which lines, and end."""
-    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-        os.killpg(process.pid, signal.SIGABRT)
-        process.wait(2)
+    """Let a process that hangs, and those that it has started, say in which lines, and end.
+
+    One after another, the youngest first: they write to one file, a few bytes at a time.
+    """
+    for number in sorted(_of_session(process.pid), reverse=True):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGABRT)
+        end = time.monotonic() + 1
+        while number in _of_session(process.pid) and time.monotonic() < end:
+            time.sleep(0.02)
+
+
+def _of_session(leader: int) -> set[int]:
+    """The processes of a session that have not ended."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The name of a command, in parentheses, may hold blanks.
+            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+            if int(session) == leader and state not in "ZX":
+                found.add(int(path.parent.name))
+    return found
 
 
 def _end(process: subprocess.Popen[Any]) -> None:

@@ -20,8 +20,7 @@ from benchmarks.one_gpu import ceilings
 from benchmarks.one_gpu.device import HAS_GPU, join, median_ms
 from benchmarks.one_gpu.telling import skip, tell, trying
 from ds_hydra.engine.model.attention import find_kernel_for
-from ds_hydra.engine.model.meta_model import load_model_config
-from ds_hydra.engine.model.random_model import build_random_stage_model
+from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config
 from ds_hydra.engine.profiling import profiler
 from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch, count_flops
 from ds_hydra.engine.propagation import Propagator
@@ -241,7 +240,7 @@ def measure_layers(
     try:
         flops = count_flops(stage_model)
         for micro_batch in (ProbeMicroBatch(tokens), ProbeMicroBatch(tokens // 8, 8)):
-            times = [profiler.stage_ms(propagator, ALONE, micro_batch) for _ in range(4)]
+            times = [profiler.measure_stage_ms(propagator, ALONE, micro_batch) for _ in range(4)]
             ms = statistics.median(times[1:])
             lengths = (micro_batch.length,) * micro_batch.num_sequences
             found = {"passes_ms": ms, "share_of_product": flops.of(lengths) / ms * 1e3 / peak}

@@ -190,7 +190,7 @@ def _document(
 
 
 def _plot(histogram: LengthHistogram, path: Path) -> None:
-    from ds_hydra.report.length_plot import plot_lengths
+    from ds_hydra.report.plots import plot_lengths
 
     with writing(path):
         plot_lengths(histogram, path)

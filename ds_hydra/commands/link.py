@@ -154,7 +154,7 @@ def _describe_home(
     stage_model: StageModel, strategy: Strategy, itemsize: int, num_devices: int
 ) -> dict[str, Any]:
     """Bytes of the home, and what a rank of each scheme moves inside its node for a micro-batch."""
-    from ds_hydra.engine.transfer.stream_plan import home_bytes, only_copied
+    from ds_hydra.engine.transfer.schedule import home_bytes, only_copied
 
     own = home_bytes(stage_model.specs, itemsize, num_devices)
     stages = []

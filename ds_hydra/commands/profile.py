@@ -24,6 +24,7 @@ from ds_hydra.commands.common import (
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme
+from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.cost_models.decoder import find_size
 from ds_hydra.strategy.cost_models.topology import Topology
 from ds_hydra.strategy.proposal.program import check_context
@@ -205,9 +206,12 @@ def _warn_of_context(document: dict[str, Any], request: ProfileRequest) -> None:
     """
     try:
         check_context(
-            Profile.from_json(document),
-            _num_devices(document, request),
-            request.config.context_length,
+            World.of(
+                Profile.from_json(document),
+                None,
+                _num_devices(document, request),
+                request.config.context_length,
+            )
         )
     except HydraConfigError as error:
         log(f"warning: {error}")

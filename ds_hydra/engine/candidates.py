@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.scheme_support import check_context_parallel
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.planning import planner_settings
-from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs
+from ds_hydra.engine.profiling.memory import as_the_engine_needs
 from ds_hydra.engine.profiling.profile_document import (
     fit_memory,
     model_facts,
@@ -31,11 +30,10 @@ from ds_hydra.engine.ranks.agreement import (
     raise_together,
     run_together,
 )
-from ds_hydra.engine.ranks.device_memory import naming_memory_limit
+from ds_hydra.engine.ranks.memory import naming_memory_limit
 from ds_hydra.engine.ranks.watchdog import watch
-from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker
+from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker, StragglerFinder
 from ds_hydra.engine.telemetry.metrics import RunLog
-from ds_hydra.engine.telemetry.straggler import StragglerFinder
 from ds_hydra.errors import (
     HydraConfigError,
     InfeasiblePlanError,
@@ -43,28 +41,28 @@ from ds_hydra.errors import (
 )
 from ds_hydra.progress import Progress
 from ds_hydra.records.metrics import IterationMetrics
-from ds_hydra.sampler.candidates import (
+from ds_hydra.sampler.candidate_set import (
     Candidates,
-    CandidateSettings,
     check_longest,
     decide_candidates,
     gradient_bytes,
     proposes,
-    with_estimates_of,
-    with_schemes_of,
 )
 from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
-from ds_hydra.strategy.cost_models.cluster import try_cluster
+from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
+from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.profile import has_re_pulls
-from ds_hydra.strategy.profiles.states import load_profile
+from ds_hydra.strategy.profiles.state_bytes import load_profile
 from ds_hydra.strategy.proposal.candidates import (
     load_strategies,
     measured_beside,
     power_of_two_schemes,
 )
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
-from ds_hydra.strategy.schemes.scheme import check_one_host, parse_strategies
+from ds_hydra.strategy.schemes.scheme import check_one_host, parse_strategies, schemes_of
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +86,30 @@ def find_unsupported(stage_model: StageModel, schemes: Iterable[Scheme]) -> Iter
             pass
     for reason, refused in found.items():
         yield f"{', '.join(map(str, refused))}: {reason}"
+
+
+def planner_settings(
+    config: HydraConfig, profile: Profile, strategies: Sequence[Strategy], num_ranks: int
+) -> PlannerSettings:
+    """The planner's settings out of the validated configuration, with the links of the profile's
+    hardware.
+    """
+    planner = config.planner
+    is_choice = len(strategies) > 1
+    cluster = try_cluster(profile, num_ranks, gradient_bytes(config)) if is_choice else None
+    return PlannerSettings(
+        objective=planner.objective,
+        dispatch=planner.dispatch,
+        num_trials=planner.num_trials,
+        seed=config.seed,
+        # Backward takes twice the forward, and recomputes it first under activation checkpointing.
+        forward_fraction=1 / 4 if config.activation_checkpointing else 1 / 3,
+        solver=planner.solver,
+        solver_gap=planner.gap_tolerance,
+        solver_deadline_s=planner.time_limit_ms / 1e3,
+        link_times={s: cluster.link_times(s) for s in strategies} if cluster else {},
+        overlaps_links=config.link.overlap,
+    )
 
 
 class EngineCandidates:
@@ -121,7 +143,7 @@ class EngineCandidates:
         self._tracker: LatencyTracker | None = None
         self._tracked: Mapping[str, Any] = {}
 
-    def know_profile(self) -> Profile:
+    def ensure_profile(self) -> Profile:
         """The profile in use: the configured one, else the measured one, which is measured now if
         it is not yet. Collective then, so all ranks call it at the same places.
         """
@@ -252,14 +274,15 @@ class EngineCandidates:
             given=self._given,
             staying=self._at_start,
             can_run=self._model_can_run,
-            cluster=None
-            if profile is None
-            else try_cluster(profile, self.num_ranks, gradient_bytes(self.config)),
+            cluster=None if profile is None else self._cluster(profile),
             num_link_groups=self._num_link_groups,
         )
         if self.lengths is None:
             return settings
         return replace(settings, context_length=int(self.lengths.max()))
+
+    def _cluster(self, profile: Profile) -> Cluster | None:
+        return try_cluster(profile, self.num_ranks, gradient_bytes(self.config))
 
     def _decide(self, histogram: LengthHistogram | None) -> Candidates:
         """The candidates with what is known; not collective."""
@@ -282,7 +305,7 @@ class EngineCandidates:
         Rank 0 proposes. Raises InfeasiblePlanError on all ranks where nothing fits the longest
         sequence.
         """
-        profile, settings = self.know_profile(), self._settings()
+        profile, settings = self.ensure_profile(), self._settings()
         if self._proposed_with is profile:
             settings = replace(settings, given=self.strategies)
         run_together(lambda: _check_longest(profile, settings), self._device)
@@ -309,7 +332,8 @@ class EngineCandidates:
         assert self.profile is not None
         if self._tracker is not None:
             self._tracked, self._tracker = self._tracker.state_dict(), None
-        given, self.profile = self.profile, with_schemes_of(self.profile, strategies)
+        costs = Costs(self.profile, self._cluster(self.profile))
+        given, self.profile = self.profile, costs.extended(schemes_of(strategies))
         self.reasons = tuple(f"{s}: {reason}" for s, reason in zip(strategies, reasons))
         self.strategies = strategies
         self.propagator.prepare(strategies)
@@ -339,9 +363,15 @@ class EngineCandidates:
         """
         known = self.profile
         if self.config.profile is not None:  # as given: the memory limit is in run.json
-            known = with_estimates_of(load_profile(self.config.profile), self.strategies)
+            known = load_profile(self.config.profile)
+            known = Costs(known, self._cluster(known)).extended(schemes_of(self.strategies))
         assert known is not None
         log.write_profile(known.document)
+
+    def prepare(self, strategy: Strategy) -> None:
+        """Check a forced strategy and create its groups. Collective over all ranks."""
+        self.check_strategy(strategy)
+        self.propagator.prepare([strategy])
 
     def check_strategy(self, strategy: Strategy) -> None:
         """Raise HydraConfigError where the ranks or the model cannot run `strategy`."""
@@ -358,9 +388,9 @@ class EngineCandidates:
     def profile_for_forced(self, strategy: Strategy) -> Profile:
         """What a forced strategy is planned with: where nobody knows its times, FLOP counts."""
         if self.profile is not None:
-            profile = with_estimates_of(self.profile, [strategy])
-            if all(profile.has_latency(s) and profile.memory.knows(s) for s in strategy.schemes):
-                return profile.with_schemes(strategy.schemes)
+            costs, memory = Costs(self.profile, self._cluster(self.profile)), self.profile.memory
+            if all(costs.find(s) is not None and memory.knows(s) for s in strategy.schemes):
+                return costs.extended(strategy.schemes)
         return Profile.from_json(nominal_profile(self.stage_model, strategy.schemes))
 
 

@@ -33,23 +33,22 @@ from ds_hydra.engine.gradient_shards import GradientShards
 from ds_hydra.engine.iteration import Iteration, Outcomes, gather_scores, observe, score, weigh
 from ds_hydra.engine.losses.loss import CrossEntropy, Loss
 from ds_hydra.engine.losses.objective import Scores
-from ds_hydra.engine.model.bias_correction import BiasCorrection
+from ds_hydra.engine.model.expert_balance import BiasCorrection
 from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.scheme_support import check_context, find_unseen_positions
 from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.planning import ExampleLike
 from ds_hydra.engine.ranks.agreement import run_together
-from ds_hydra.engine.ranks.deepspeed_ops import clear_up, leave_out_shared_memory
-from ds_hydra.engine.ranks.host_memory import keep_freed_memory, to_device
-from ds_hydra.engine.ranks.last_words import end_with_the_sentence
-from ds_hydra.engine.ranks.process_end import let_collectives_end_at_exit
+from ds_hydra.engine.ranks.memory import keep_freed_memory, to_device
+from ds_hydra.engine.ranks.process_end import end_with_the_sentence, let_collectives_end_at_exit
+from ds_hydra.engine.ranks.process_start import clear_up, leave_out_shared_memory
 from ds_hydra.engine.ranks.watchdog import (
     find_restart_problem,
     join_watchdog,
     leave_watchdog,
     watch,
 )
-from ds_hydra.engine.runtime import ExampleLike, HydraRuntime
-from ds_hydra.engine.telemetry.metrics import expert_imbalance, measure_iteration
+from ds_hydra.engine.runtime import HydraRuntime
 from ds_hydra.engine.telemetry.trace import MemoryWatch
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
 from ds_hydra.records.metrics import IterationMetrics
@@ -106,7 +105,7 @@ class HydraEngine(CheckpointingEngine):
             # Not DeepSpeed's truth value: an empty dataset is an error to report
             if training_data is not None:
                 self.training_dataloader = self.deepspeed_io(training_data)
-                self.hydra.start_planning()
+                self.hydra.source.start()
         if self.hydra.is_first_rank:
             logger.info(self.hydra.describe())
 
@@ -128,7 +127,7 @@ class HydraEngine(CheckpointingEngine):
             neftune_noise_alpha=config.neftune_noise_alpha,
         )
         stage_model = run_together(make_stage_model, self.device)
-        check_context(stage_model.trial, stage_model.config, config.context_length)
+        check_context(stage_model.abilities, stage_model.config, config.context_length)
         note = find_unseen_positions(stage_model.config, config.context_length)
         if note and deepspeed.comm.get_rank() == 0:
             logger.warning(note)
@@ -178,26 +177,28 @@ class HydraEngine(CheckpointingEngine):
                 "a forced strategy, and a loss other than a cross entropy without weights, need a given mini-batch: "
                 "call train_batch(batch=examples, ...); strategies to choose from are listed in hydra.strategies"
             )
-        with self.hydra.section("plan"):
+        with watch("plan"):
             problem = self._find_refrozen()
             iteration = (
-                self.hydra.next_iteration(problem, loss)
+                self.hydra.source.next(problem, loss)
                 if batch is None
-                else self.hydra.plan_examples(
+                else self.hydra.source.plan(
                     batch, strategy, self.global_steps, problem, loss, may_try=True
                 )
             )
-            with self.hydra.section("propagation"):
+            with watch("propagation"):
                 iteration = weigh(iteration, self.hydra.propagator, self.device)
                 seen, collector = observe(iteration, self.device, wanted=keep_scores)
                 grads_P = self._zero_gradient_shards()
-                outcome = self.hydra.train(seen, grads_P, self._loss_scale())
+                outcome = self.hydra.propagator.train(
+                    seen.plan, seen.load, grads_P, self._loss_scale(), seen.objective
+                )
                 outcomes = self.hydra.gather_outcomes(outcome, self._gradients.norms())
                 if collector is not None:
                     self.last_scores = gather_scores(iteration, collector, self.hydra.propagator)
             value = outcomes.loss(iteration.plan, iteration.objective)
             before_step = time.perf_counter()
-            with self.hydra.section("step"):
+            with watch("step"):
                 if outcomes.nonfinite_ranks and not self.fp16_enabled():
                     self._skip_step(iteration, outcomes.nonfinite_ranks)
                 else:
@@ -205,7 +206,7 @@ class HydraEngine(CheckpointingEngine):
                         self._gradients.deposit()
                         self._step(iteration, outcomes)
             if batch is None:
-                self.hydra.mark_trained(iteration.plan.iteration)
+                self.hydra.source.mark_trained(iteration.plan.iteration)
             self._report(iteration, outcomes, value, start, before_step)
         if outcomes.is_stop_requested and self._hydra_config.faults.save_on_sigterm is not None:
             self._save_and_exit(self._hydra_config.faults.save_on_sigterm)
@@ -220,8 +221,10 @@ class HydraEngine(CheckpointingEngine):
         """Loss of `batch`, without `loss` the global token-mean, without gradients or a step;
         arguments as in `train_batch`.
         """
-        with self.hydra.section("evaluation"):
-            iteration = self.hydra.plan_forward(batch, strategy, self.global_steps, loss)
+        with watch("evaluation"):
+            iteration = self.hydra.source.plan(
+                batch, strategy, self.global_steps, loss=loss, forward_only=True
+            )
             iteration = weigh(iteration, self.hydra.propagator, self.device)
             plan, objective = iteration.plan, iteration.objective
             outcome = self.hydra.propagator.evaluate(plan, iteration.load, objective)
@@ -245,9 +248,11 @@ class HydraEngine(CheckpointingEngine):
         the order of `batch`: value i of a sequence is about token i given those before it, 0 for
         the first.
         """
-        with self.hydra.section("scores"):
+        with watch("scores"):
             rows = [only_ids(row) for row in batch]
-            iteration = self.hydra.plan_forward(rows, strategy, self.global_steps, only_scored=True)
+            iteration = self.hydra.source.plan(
+                rows, strategy, self.global_steps, forward_only=True, only_scored=True
+            )
             propagator = self.hydra.propagator
             wanted = {"entropy": entropy, "details": details, "noise": noise}
             return score(iteration, propagator, self.device, **wanted)
@@ -292,8 +297,8 @@ class HydraEngine(CheckpointingEngine):
             )
         with watch("reading data"):
             data = read_data(dataset, self._hydra_config, self.device)
-            run_together(lambda: self.hydra.attach_data(data), self.device)
-        return MiniBatches(lambda: self.hydra.iterate_examples())
+            run_together(lambda: self.hydra.source.attach(data), self.device)
+        return MiniBatches(lambda: self.hydra.source.iterate_examples())
 
     def destroy(self) -> None:
         """Stop planning processes, files, process groups; DeepSpeed's own clean-up; with the last
@@ -409,22 +414,16 @@ class HydraEngine(CheckpointingEngine):
         grad_norm = math.nan if found is None else float(found)
         self._global_grad_norm = None if found is None else grad_norm  # who logs it does not wait
         now = time.perf_counter()
-        metrics = measure_iteration(
-            iteration.plan,
-            outcomes.ranks,
+        metrics = self.last_metrics = self.hydra.report(
+            iteration,
+            outcomes,
             loss=loss,
-            balance_loss=outcomes.balance_loss,
-            expert_imbalance=expert_imbalance(outcomes.expert_tokens_LE),
             iteration_ms=(now - start) * 1e3,
             step_ms=(now - before_step) * 1e3,
             lr=float(self.get_lr()[0]),
             grad_norm=grad_norm,
             skipped_steps=self.skipped_steps,
-            **self.hydra.describe_plan(iteration.planned),
         )
-        self.hydra.candidates.learn(metrics, iteration.plan)
-        self.last_metrics = metrics
-        self.hydra.write_log(metrics, iteration.plan, outcomes.expert_tokens_LE)
         if self.monitor.enabled and self.global_rank == 0:
             self.monitor.write_events(metrics.monitor_events(self.global_samples))
 

@@ -1,5 +1,5 @@
-"""How plans reach the ranks: rank 0 plans ahead, one broadcast per iteration, errors raised on all
-ranks.
+"""How an iteration comes to be: sequences of the data or of the caller, a plan that rank 0 makes
+ahead and one broadcast tells, rows on the ranks that need them. Errors are raised on all ranks.
 """
 
 from __future__ import annotations
@@ -7,26 +7,52 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.ranks.agreement import broadcast_bytes, restore_error
+from ds_hydra.engine.candidates import EngineCandidates, planner_settings
+from ds_hydra.engine.examples import (
+    check_examples,
+    check_same_data,
+    fetch_examples,
+    fingerprint_tensors,
+)
+from ds_hydra.engine.iteration import Iteration
+from ds_hydra.engine.losses.loss import CrossEntropy, Fields, Loss
+from ds_hydra.engine.losses.objective import Objective, read_by
+from ds_hydra.engine.model.micro_batches import Example
+from ds_hydra.engine.propagation import Propagator
+from ds_hydra.engine.ranks.agreement import (
+    broadcast_bytes,
+    raise_together,
+    restore_error,
+    run_together,
+)
+from ds_hydra.engine.transfer.link_thread import LinkThread
+from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
-from ds_hydra.sampler.candidates import gradient_bytes
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
-from ds_hydra.sampler.plan import GlobalBatch
+from ds_hydra.sampler.data.dataset import TokenDataset
+from ds_hydra.sampler.data.examples import to_examples
+from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.strategy import Profile, Strategy
-from ds_hydra.strategy.cost_models.cluster import try_cluster
-from ds_hydra.strategy.profiles.corrections import Corrections
+from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS, Corrections
 
 logger = logging.getLogger(__name__)
+
+ExampleLike = Mapping[str, Any]
+"""One sequence: "input_ids" and optionally "labels" (not shifted, -100 where nothing is
+predicted), masks and "attention_mask" (see sampler/data/examples.py).
+"""
+
 
 _FIRST_DEADLINE_S = 600.0
 """For the first plan, which may wait for compilation; a planning process that hangs is not waited
@@ -34,28 +60,261 @@ for for ever.
 """
 
 
-def planner_settings(
-    config: HydraConfig, profile: Profile, strategies: Sequence[Strategy], num_ranks: int
-) -> PlannerSettings:
-    """The planner's settings out of the validated configuration, with the links of the profile's
-    hardware.
+class IterationSource:
+    """Where iterations come from: mini-batches of the attached data, or given ones, with the plans
+    that rank 0 makes. Methods are collective over all ranks unless they say otherwise.
     """
-    planner = config.planner
-    is_choice = len(strategies) > 1
-    cluster = try_cluster(profile, num_ranks, gradient_bytes(config)) if is_choice else None
-    return PlannerSettings(
-        objective=planner.objective,
-        dispatch=planner.dispatch,
-        num_trials=planner.num_trials,
-        seed=config.seed,
-        # Backward takes twice the forward, and recomputes it first under activation checkpointing.
-        forward_fraction=1 / 4 if config.activation_checkpointing else 1 / 3,
-        solver=planner.solver,
-        solver_gap=planner.gap_tolerance,
-        solver_deadline_s=planner.time_limit_ms / 1e3,
-        link_times={s: cluster.link_times(s) for s in strategies} if cluster else {},
-        overlaps_links=config.link.overlap,
-    )
+
+    def __init__(
+        self,
+        config: HydraConfig,
+        propagator: Propagator,
+        candidates: EngineCandidates,
+        device: torch.device,
+    ):
+        """Not collective."""
+        self._config, self._propagator, self._candidates = config, propagator, candidates
+        self._stage_model, self._device = propagator.stage_model, device
+        self.data: TokenDataset | None = None
+        self.sampler: TokenBudgetSampler | None = None
+        self._feed: PlanFeed | None = None
+        self._ahead = None if device.type == "cpu" else Ahead(self._fetch, device)
+        """None where the host computes: it would only take its time from the iteration."""
+        self._next_iteration: int | None = None
+        """The iteration that a checkpoint continues with; None where the sampler stands."""
+        self._loaded_position: tuple[Mapping[str, Any] | None, int, bool] | None = None
+        """Position in the data, iteration and whether a position is wanted, of a checkpoint, until
+        there is data.
+        """
+
+    def attach(self, data: TokenDataset) -> None:
+        """Draw mini-batches from `data` from now on."""
+
+        def make_sampler() -> TokenBudgetSampler:
+            data.check_vocabulary(self._stage_model.vocab_size, self._stage_model.num_logits)
+            return TokenBudgetSampler(
+                data.lengths,
+                data.num_label_tokens,
+                self._config.tokens_per_iteration,
+                seed=self._config.seed,
+                shuffle=self._config.shuffle,
+            )
+
+        sampler = run_together(make_sampler, self._device)
+        check_same_data(sampler, self._device)
+        self.close_feed()
+        self.data, self.sampler = data, sampler
+        self._candidates.lengths = data.lengths
+        self._take_position()
+
+    def next(self, problem: Exception | None = None, loss: Loss | None = None) -> Iteration:
+        """The next mini-batch of this engine's own sampler, planned, for a `loss` of tokens that
+        reads no fields; `problem`, what this rank has found wrong before, is raised on all.
+        """
+        if self.sampler is None or self.data is None:
+            error = HydraConfigError(
+                "train_batch() without a batch needs training data: pass training_data=dataset to "
+                "ds_hydra.initialize, or call train_batch(batch=examples)"
+            )
+            raise_together(error, self._device)  # what plan_examples begins with, too
+        assert self.sampler is not None
+        assert self.data is not None
+        feed = self.start()
+        if self._next_iteration is None:
+            self._next_iteration = self.sampler.state.iteration
+        iteration = self.sampler.state.iteration
+        fetch: Callable[[], dict[int, Example]]
+        if self._ahead is None:
+            planned = broadcast_plan(lambda: feed.get(iteration), self._device)
+            fetch = partial(self._fetch, planned.plan)
+        else:
+            planned, fetch = self._ahead.begin(feed, iteration)
+        plan = planned.plan
+        self.sampler.advance(len(plan.lengths))
+        examples: dict[int, Example] = {}
+        try:
+            self._stage_model.carry_over()
+            examples = fetch()
+        except Exception as caught:  # whatever the user's data raise, the other ranks wait
+            problem = problem or caught
+        self._propagator.check_plan(plan, problem=problem)
+        if self._ahead is not None:
+            self._ahead.go_on()
+        objective = None
+        if loss is not None and not _is_plain(loss):
+            fields: list[Fields] = [{}] * len(plan.lengths)
+            objective = Objective(loss=loss, normaliser=plan.num_label_tokens, fields=fields)
+        return Iteration(planned, examples.__getitem__, objective)
+
+    def _fetch(self, plan: IterationPlan) -> dict[int, Example]:
+        """The rows of `plan` that this rank needs; not collective."""
+        assert self.data is not None
+        mine = plan.on_rank(self._propagator.rank)
+        needed = [position for phase in mine if phase.reads_tokens for position in phase.positions]
+        return fetch_examples(self.data, plan, needed)
+
+    def start(self) -> PlanFeed:
+        """Plan the mini-batches to come, on rank 0's host, if that is not under way; measures a
+        missing profile.
+        """
+        assert self.sampler is not None
+        if self._feed is None:
+            self._candidates.fit_to_data()  # first: it may add schemes to the profile
+            self._feed = PlanFeed(
+                self.sampler,
+                strategies=self._candidates.strategies,
+                profile=self._candidates.ensure_profile(),
+                corrections_for=self._candidates.track().corrections_for,
+                num_ranks=self._propagator.num_ranks,
+                config=self._config,
+                plans_here=self._propagator.rank == 0,
+            )
+        return self._feed
+
+    def plan(
+        self,
+        examples: Sequence[ExampleLike],
+        strategy: str | Strategy | None,
+        iteration: int,
+        problem: Exception | None = None,
+        loss: Loss | None = None,
+        *,
+        may_try: bool = False,
+        forward_only: bool = False,
+        only_scored: bool = False,
+    ) -> Iteration:
+        """A plan for a given global mini-batch, the same list on every rank, optionally of one
+        strategy and for one loss.
+
+        `problem` is that of `next`, `may_try` that of `LatencyTracker.corrections_now`,
+        `only_scored` that of `check_examples`. `forward_only` is for passes without backward: they
+        hold longer micro-batches.
+        """
+        forced: Strategy | None = None
+        tensors, batch, objective = [], None, None
+        try:
+            if strategy is not None:
+                forced = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
+                if not isinstance(forced, Strategy):
+                    raise HydraConfigError(
+                        f'strategy is {strategy!r:.80}, expected text such as "2x<1,1>", or a Strategy'
+                    )
+                self._candidates.check_strategy(forced)
+            self._stage_model.carry_over()
+            tensors = [
+                (torch.from_numpy(input_ids), torch.from_numpy(labels))
+                for input_ids, labels in to_examples(examples, read_by(loss))
+            ]
+            batch = check_examples(
+                tensors,
+                iteration,
+                context_length=self._config.context_length,
+                vocab_size=self._stage_model.vocab_size,
+                num_logits=self._stage_model.num_logits,
+                only_scored=only_scored,
+            )
+            if loss is not None and not _is_plain(loss):
+                labels = [labels for _, labels in tensors]
+                objective = Objective.read(loss, examples, labels, self._stage_model.num_logits)
+        except Exception as caught:  # whatever the examples raise, the other ranks wait
+            problem = problem or caught
+        raise_together(problem, self._device)
+        assert batch is not None
+        if forced is None:
+            # First: measuring may leave out candidates.
+            profile = self._candidates.ensure_profile()
+            strategies = self._candidates.strategies
+        else:
+            self._candidates.prepare(forced)
+            # Does not wait for a measurement: any cost model can only place sequences in it.
+            profile, strategies = self._candidates.profile_for_forced(forced), (forced,)
+        tracker = self._candidates.find_tracker()
+        corrections = (
+            tracker.corrections_now(strategies, may_try=may_try) if tracker else NO_CORRECTIONS
+        )
+        planned = broadcast_plan(
+            lambda: PlanFeed.plan_now(
+                batch,
+                strategies,
+                profile,
+                self._propagator.num_ranks,
+                self._config,
+                corrections,
+                forward_only=forward_only,
+            ),
+            self._device,
+        )
+        self._propagator.check_plan(planned.plan, fingerprint_tensors(tensors), objective=objective)
+        return Iteration(planned, tensors.__getitem__, objective, [labels for _, labels in tensors])
+
+    def iterate_examples(self) -> Iterator[list[dict[str, Any]]]:
+        """Mini-batches from where training is, as lists of examples, without drawing them; not
+        collective.
+        """
+        assert self.sampler is not None
+        assert self.data is not None
+        state = self.sampler.state
+        while True:
+            batch, state = self.sampler.draw(state)
+            yield [self.data[index] for index in batch.sample_indices]
+
+    def _take_position(self) -> None:
+        """Let the data that is attached begin where a checkpoint that was loaded says."""
+        sampler = self.sampler
+        if sampler is None or self._loaded_position is None:
+            return
+        state, iteration, is_wanted = self._loaded_position
+        if state is not None:
+            run_together(lambda: sampler.load_state_dict(state), self._device)
+        else:
+            sampler.begin_at(iteration)
+            if is_wanted and self._propagator.rank == 0:
+                logger.warning(
+                    "the checkpoint has no position in the data (another trainer saved it, or it was trained with "
+                    "given mini-batches): the data begins at its first sequence again; leave out what was seen, for "
+                    "example with dataset.skip(n)"
+                )
+        self._next_iteration = self._loaded_position = None
+
+    def mark_trained(self, iteration: int) -> None:
+        """The weights have seen `iteration`: a checkpoint continues after it; not collective."""
+        self._next_iteration = iteration + 1
+
+    def close_feed(self) -> None:
+        """Stop planning ahead; not collective."""
+        if self._feed is not None:
+            self._feed.close()
+            self._feed = None
+        if self._ahead is not None:
+            self._ahead.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the position in the data; not collective."""
+        if self.sampler is None:
+            return {}
+        return {"sampler": self.sampler.state_dict(self._next_iteration)}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], iteration: int = 0, *, position: bool = True
+    ) -> None:
+        """Continue the mini-batches where `state` was taken; without `position`, or where `state`
+        has none, the data from its beginning, as `iteration` and those after it.
+        """
+        self.close_feed()
+        self._loaded_position = state.get("sampler") if position else None, iteration, position
+        self._take_position()
+
+    def close(self) -> None:
+        """Stop planning and fetching ahead. Safe to call twice; not collective."""
+        self.close_feed()
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None  # they hold each other
+
+
+def _is_plain(loss: Loss) -> bool:
+    """Whether `loss` is what the engine computes without one."""
+    return isinstance(loss, CrossEntropy) and loss.is_plain
 
 
 class PlanFeed:
@@ -151,6 +410,83 @@ class PlanFeed:
         return PlannedIteration(
             plan=plan, planning_ms=0.0, waited_ms=0.0, source="inline", corrections=corrections
         )
+
+
+Rows = dict[int, Example]
+"""By position in the plan."""
+
+
+@dataclass
+class _Next:
+    """An iteration to come, as a thread finds it."""
+
+    iteration: int
+    document: Mapping[str, Any]
+    job: Future[None] | None = None
+    planned: PlannedIteration | None = None
+    rows: Rows | None = None
+    error: Exception | None = None
+
+    def get_plan(self) -> PlannedIteration:
+        assert self.job is not None
+        self.job.result()
+        assert self.planned is not None
+        return self.planned
+
+    def get_rows(self) -> Rows:
+        if self.error is not None:
+            raise self.error
+        assert self.rows is not None
+        return self.rows
+
+
+class Ahead:
+    """One iteration ahead of a feed: `begin` says what this iteration is, `go_on` has a thread
+    fetch the rows of the next one, where its plan was ready. `fetch` gives a plan's rows that this
+    rank needs.
+    """
+
+    def __init__(self, fetch: Callable[[IterationPlan], Rows], device: torch.device):
+        self._fetch, self._device = fetch, device
+        self._thread = LinkThread(torch.device("cpu"), overlap=True)
+        self._next: _Next | None = None
+
+    def begin(self, feed: PlanFeed, iteration: int) -> tuple[PlannedIteration, Callable[[], Rows]]:
+        """The plan of `iteration`, and what returns the rows of it or raises what fetching them
+        raised. Collective over all ranks.
+        """
+        held, self._next = self._next, None
+        if held is not None and (held.job is None or held.iteration != iteration):
+            held = None
+        known = None if held is None else held.get_plan
+        planned, document = broadcast_plans(feed, iteration, known, self._device)
+        if document is not None:
+            self._next = _Next(iteration + 1, document)
+        if held is not None:
+            held.get_plan()
+            return planned, held.get_rows
+        return planned, lambda: self._fetch(planned.plan)
+
+    def go_on(self) -> None:
+        """Fetch what comes next, beside this iteration. Not collective."""
+        if self._next is not None:
+            coming = self._next
+            coming.job = self._thread.submit(lambda: self._find(coming))
+
+    def forget(self) -> None:
+        """Other plans will come; all ranks call it together."""
+        self._next = None
+
+    def close(self) -> None:
+        """End the thread; not collective."""
+        self._thread.close()
+
+    def _find(self, coming: _Next) -> None:
+        coming.planned = PlannedIteration.from_json(coming.document)
+        try:
+            coming.rows = self._fetch(coming.planned.plan)
+        except Exception as error:  # raised when the iteration comes
+            coming.error = error
 
 
 def broadcast_plan(make: Callable[[], PlannedIteration], device: torch.device) -> PlannedIteration:

@@ -9,33 +9,30 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import LinkConfig
-from ds_hydra.engine.losses import alike
 from ds_hydra.engine.losses.loss import Loss, Tokens
 from ds_hydra.engine.losses.objective import Objective, evaluate
 from ds_hydra.engine.model.micro_batches import LoadExample, MicroBatchTensors
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.parallel.context_parallel import ContextRow
-from ds_hydra.engine.parallel.cross_entropy import summed_cross_entropy
 from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.parallel.one_f_one_b import StageInfo, StageIO, run_1f1b, run_forward_only
-from ds_hydra.engine.parallel.token_scores import score_tokens
-from ds_hydra.engine.parallel.tp_sequence_parallel import TokenShards
-from ds_hydra.engine.parallel.ulysses import SequenceShard
+from ds_hydra.engine.parallel.tensor_parallel import TokenShards
+from ds_hydra.engine.parallel.token_cuts import ContextRow, SequenceShard
+from ds_hydra.engine.parallel.token_scores import score_tokens, summed_cross_entropy
 from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks, raise_together
-from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.engine.ranks.hosts import find_hosts
-from ds_hydra.engine.strategy_links import StrategyLinks, Work
+from ds_hydra.engine.ranks.memory import naming_memory_limit, to_device
+from ds_hydra.engine.strategy_links import StrategyLinks
 from ds_hydra.engine.telemetry.trace import Recorder
-from ds_hydra.engine.transfer.slices import Slices
+from ds_hydra.engine.transfer.session import TransferSession
 from ds_hydra.errors import HydraConfigError, PlanMismatchError
-from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.sampler.plan import IterationPlan, RankPhase
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.schemes.placement import MAX_GROUPS_OF_RANK, Role
 
@@ -77,6 +74,38 @@ class RankOutcome:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What the passes of an iteration compute, beside its plan."""
+
+    load: LoadExample
+    objective: Objective | None
+    """None for the mean cross entropy."""
+    loss_scale: float | None
+    """Of the gradients; None where there is no backward."""
+    noise_seed: int | None
+    """None for passes without dropout and NEFTune."""
+
+    @property
+    def is_training(self) -> bool:
+        """Whether gradients are computed."""
+        return self.loss_scale is not None
+
+    @property
+    def loss(self) -> Loss | None:
+        """What a caller gave."""
+        return None if self.objective is None else self.objective.loss
+
+    def scale(self, plan: IterationPlan) -> float:
+        """What a sum over tokens of `plan` is multiplied by before backward."""
+        if self.loss_scale is None:
+            return 1.0
+        objective = self.objective
+        return self.loss_scale / (
+            plan.num_label_tokens if objective is None else objective.normaliser
+        )
+
+
 class Propagator:
     """Runs plans on this rank. All methods are collective over all ranks unless they say
     otherwise.
@@ -91,9 +120,10 @@ class Propagator:
         max_groups_of_rank: int = MAX_GROUPS_OF_RANK,
         link_config: LinkConfig | None = None,
         seed: int = 0,
+        memory_limit_bytes: int | None = None,
     ):
         self.stage_model = stage_model
-        self._seed = seed
+        self._seed, self._memory_limit_bytes = seed, memory_limit_bytes
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
         self.device = device
@@ -131,7 +161,7 @@ class Propagator:
         A `problem` that any rank brings is raised on all. One all-gather.
         """
         of_plan = (plan.digest, len(plan.lengths), sum(plan.lengths))
-        row = [problem is not None, *of_plan, *fingerprint, *alike.fingerprint(objective)]
+        row = [problem is not None, *of_plan, *fingerprint, *objective.fingerprint(objective)]
         all_ranks = gather_rows(to_device(torch.tensor(row), self.device)).tolist()
         if any(row[0] for row in all_ranks):
             raise_together(problem, self.device)
@@ -150,26 +180,17 @@ class Propagator:
                 )
         objectives = [(row[7], row[8]) for row in all_ranks]
         differing = [
-            rank for rank, its in enumerate(objectives) if not alike.are_alike(objectives[0], its)
+            rank
+            for rank, its in enumerate(objectives)
+            if not objective.are_alike(objectives[0], its)
         ]
         if differing:
-            found = alike.find_difference(objective, differing[0], self.device)
+            found = objective.find_difference(objective, differing[0], self.device)
             raise PlanMismatchError(
                 f"iteration {plan.iteration}: {found} ({len(differing)} of {self.num_ranks} ranks differ); nothing was "
                 "exchanged. Give every rank the same loss and fields: what is computed on one rank can be sent to "
                 "all by torch.distributed.broadcast_object_list"
             )
-
-    def positions_needed(self, plan: IterationPlan) -> list[int]:
-        """Positions of the sequences whose tokens or labels this rank needs; not collective."""
-        return [
-            position
-            for phase in plan.in_turn
-            if (role := Role.find(phase.strategy, self.rank))
-            and role.stage in (0, role.scheme.pp - 1)
-            for micro_batch in phase.pipelines[role.pipeline].micro_batches
-            for position in micro_batch
-        ]
 
     def train(
         self,
@@ -185,7 +206,7 @@ class Propagator:
         `grads_P[param]` are flat fp32 shards (empty for frozen parameters). Slices live only inside
         this call.
         """
-        return self._run(plan, load, grads_P, loss_scale, objective)
+        return self._run(plan, self._task(load, objective, loss_scale), grads_P)
 
     def evaluate(
         self,
@@ -198,38 +219,37 @@ class Propagator:
         """Forward only; no gradient is computed. With the `noise` of training where it is asked
         for.
         """
-        return self._run(plan, load, None, None, objective, noise=noise)
+        return self._run(plan, self._task(load, objective, noise=noise), None)
 
-    def _run(
+    def _task(
         self,
-        plan: IterationPlan,
         load: LoadExample,
-        grads_P: Sequence[Tensor] | None,
-        loss_scale: float | None,
-        objective: Objective | None,
+        objective: Objective | None = None,
+        loss_scale: float | None = None,
         *,
         noise: bool = True,
+    ) -> Task:
+        seed = self._seed if noise and self.stage_model.has_noise else None
+        return Task(load, objective, loss_scale, seed)
+
+    def _run(
+        self, plan: IterationPlan, task: Task, grads_P: Sequence[Tensor] | None
     ) -> RankOutcome:
         self.recorder.begin()
         self.problem = None
-        self.stage_model.balance.begin(self.device, loss_scale, plan.num_tokens)
-        all_phases = plan.in_turn
-        # Where layers are gathered each phase has its own exchange, where slices stay all have one.
-        exchanges = [[phase] for phase in all_phases] if plan.strategy.gathers else [all_phases]
+        self.stage_model.balance.begin(self.device, task.loss_scale, plan.num_tokens)
+        mine = plan.on_rank(self.rank)
+        # Gathered layers come anew in each phase; slices that stay are the same in all.
+        exchanges = [(phase,) for phase in mine] if plan.strategy.gathers else [mine]
         outcomes = []
-        for number, phases in enumerate(exchanges):
-            self.recorder.phase = number
-            outcomes.append(self._run_phases(phases, load, grads_P, loss_scale, objective, noise))
+        with naming_memory_limit(self._memory_limit_bytes):
+            for number, phases in enumerate(exchanges):
+                self.recorder.phase = number
+                outcomes.append(self._run_phases(phases, task, grads_P))
         return RankOutcome.of_phases(outcomes)
 
     def _run_phases(
-        self,
-        phases: Sequence[IterationPlan],
-        load: LoadExample,
-        grads_P: Sequence[Tensor] | None,
-        loss_scale: float | None,
-        objective: Objective | None,
-        noise: bool,
+        self, phases: Sequence[RankPhase], task: Task, grads_P: Sequence[Tensor] | None
     ) -> RankOutcome:
         """Phases that need the same slices, one after another: pulled before the first, gradients
         pushed after the last. Ranks go on to their next phase without waiting for others.
@@ -237,24 +257,16 @@ class Propagator:
         busy_before_ms = self.recorder.busy_ms
         balance_before = self.stage_model.balance.value
         stamps = [self._clock.stamp()]
-        training = loss_scale is not None
-        slices, session, work = self.links.open_plan(phases[0], training=training, grads_P=grads_P)
-        roles = {n: Role.find(phase.strategy, self.rank) for n, phase in enumerate(phases)}
-        busy = {
-            number: role
-            for number, role in roles.items()
-            if role is not None and phases[number].pipelines[role.pipeline].micro_batches
-        }
+        session = self.links.open_plan(phases[0], training=task.is_training, grads_P=grads_P)
+        busy = [number for number, phase in enumerate(phases) if phase.micro_batches]
         losses_of: dict[int, Tensor] = {}
         with session:
             for number, phase in enumerate(phases):
                 if number:
                     self.recorder.phase += 1
-                if role := busy.get(number):
-                    own = self._propagate(
-                        phase, replace(work, role=role), slices, load, loss_scale, objective, noise,
-                        completes_gradients=number == max(busy),
-                    )  # fmt: skip
+                if number in busy:
+                    is_last = number == busy[-1]
+                    own = self._propagate(phase, session, task, completes_gradients=is_last)
                     if own is not None:
                         losses_of[number] = own
                 stamps.append(self._clock.stamp())
@@ -265,8 +277,7 @@ class Propagator:
             of_micro_batches: list[float] = own.tolist()
             bad = next((n for n, x in enumerate(of_micro_batches) if not math.isfinite(x)), None)
             if bad is not None and bad_position < 0:
-                micro_batches = phases[number].pipelines[busy[number].pipeline].micro_batches
-                bad_position = micro_batches[bad][0]
+                bad_position = phases[number].micro_batches[bad][0]
             losses = sum(of_micro_batches, losses)
         session.record(self.recorder)
         phase_ms = [self._clock.ms_between(*span) for span in itertools.pairwise(stamps)]
@@ -299,14 +310,15 @@ class Propagator:
         collectives in the same order on all ranks, in a group that nothing else uses. Collective
         over all ranks.
         """
-        slices, session, work = self.links.open_plan(plan, training=True, grads_P=None)
+        (phase,) = plan.on_rank(self.rank)
+        session = self.links.open_plan(phase, training=True, grads_P=None)
         self.stage_model.balance.begin(self.device, 1.0, plan.num_tokens)
         with session:
             session.await_all()
             dist.barrier()
             begin = self._clock.stamp()
             others = beside()
-            self._propagate(plan, work, slices, load, 1.0)
+            self._propagate(phase, session, self._task(load, loss_scale=1.0))
             for other in others:
                 other.wait()
             end = self._clock.stamp()
@@ -319,63 +331,57 @@ class Propagator:
 
     def _propagate(
         self,
-        plan: IterationPlan,
-        work: Work,
-        slices: Slices,
-        load: LoadExample,
-        loss_scale: float | None,
-        objective: Objective | None = None,
-        noise: bool = True,
+        phase: RankPhase,
+        session: TransferSession,
+        task: Task,
         *,
         completes_gradients: bool = True,
     ) -> Tensor | None:
-        """Loss sum of this rank's tokens of each micro-batch, fp64 on its device (on one TP rank of
-        the last stage, None on others);
-        trains where `loss_scale` is given, and adds nothing to gradients afterwards if it
-        `completes_gradients`.
+        """Run this rank's micro-batches of `phase`; nothing is added to gradients afterwards where
+        this `completes_gradients`.
 
-        Collective over the pipeline only.
+        Returns the loss sum of this rank's tokens of each micro-batch, fp64 on its device; None on
+        ranks that have none (all but the first TP rank of the last stage). Collective over the
+        pipeline only.
         """
-        role = work.role
-        if role is None or not plan.pipelines[role.pipeline].micro_batches:
+        role = phase.role
+        if role is None or not phase.micro_batches:
             return None
-        self._enter(role, work, slices)
+        self._enter(role, session)
         try:
-            stage = self._stage_info(role, slices)
-            sequence_shard = self._sequence_shard(role)
+            stage = self._stage_info(role, session)
             micro_batches = MicroBatchTensors.load(
-                plan,
-                plan.pipelines[role.pipeline],
+                phase.plan,
+                phase.plan.pipelines[role.pipeline],
                 stage,
-                load,
+                task.load,
                 self.device,
-                sequence_shard,
+                self._sequence_shard(role),
                 self._context(role),
-                objective,
-                self._seed if noise and self.stage_model.has_noise else None,
+                task.objective,
+                task.noise_seed,
             )
-            normaliser = plan.num_label_tokens if objective is None else objective.normaliser
-            scale = 1.0 if loss_scale is None else loss_scale / normaliser
+            scale = task.scale(phase.plan)
 
             def forward(index: int, hidden: Tensor | None) -> Tensor:
-                examples = plan.pipelines[role.pipeline].micro_batches[index]
-                loss = None if objective is None else objective.loss
+                examples = phase.micro_batches[index]
                 return self._forward_micro_batch(
-                    stage, micro_batches[index], hidden, scale, loss, examples
+                    stage, micro_batches[index], hidden, scale, task.loss, examples
                 )
 
-            io = self._stage_io(role, work)
+            io = self._stage_io(role, session)
             micro_batch_tokens = [
                 self.stage_model.tp.shard_tokens(micro_batch.packed.num_tokens)
                 for micro_batch in micro_batches
             ]
-            if loss_scale is None:
-                losses = run_forward_only(stage, io, micro_batch_tokens, forward)
-            else:
-                before_last = slices.expect_last_backward if completes_gradients else lambda: None
+            if task.is_training:
+                expect_last = session.weights.expect_last_backward
+                before_last = expect_last if completes_gradients else lambda: None
                 losses = run_1f1b(
                     stage, io, micro_batch_tokens, forward, self.recorder, before_last
                 )
+            else:
+                losses = run_forward_only(stage, io, micro_batch_tokens, forward)
         finally:
             self.stage_model.unbind()
         if not losses or role.tp_rank > 0:
@@ -424,7 +430,7 @@ class Propagator:
             output.squeeze(0), micro_batch.targets_T, tp, scale, first_column
         )
 
-    def _enter(self, role: Role, work: Work, slices: Slices) -> None:
+    def _enter(self, role: Role, session: TransferSession) -> None:
         tp = role.scheme.tp
         group = self.groups.get("tp", role.tp_ranks) if tp > 1 else None
         self.stage_model.tp.enter(group, tp, role.tp_rank, cuts_experts=role.scheme.ep == 1)
@@ -433,15 +439,19 @@ class Propagator:
             size = role.scheme.sp * role.scheme.tp
             self.stage_model.ep.enter(ep_group, size, role.ep_place, role.scheme.ep)
         self.stage_model.bind(
-            role.scheme, role.stage, slices.leaves, work.await_bucket, work.before_backward
+            role.scheme,
+            role.stage,
+            session.weights.leaves,
+            session.await_bucket,
+            session.before_backward,
         )
 
-    def _stage_info(self, role: Role, slices: Slices) -> StageInfo:
+    def _stage_info(self, role: Role, session: TransferSession) -> StageInfo:
         return StageInfo(
             num_stages=role.scheme.pp,
             stage=role.stage,
             hidden_size=self.stage_model.hidden_size,
-            dtype=next(iter(slices.leaves.values())).dtype,
+            dtype=next(iter(session.weights.leaves.values())).dtype,
             device=self.device,
         )
 
@@ -460,12 +470,12 @@ class Propagator:
             return None
         return ContextRow(TokenShards(self.groups.get("cp", role.cp_ranks), cp), role.cp_rank)
 
-    def _stage_io(self, role: Role, work: Work) -> StageIO:
+    def _stage_io(self, role: Role, session: TransferSession) -> StageIO:
         pp = role.scheme.pp
         return StageIO(
             previous_rank=role.previous_rank,
             next_rank=role.next_rank,
             down_group=self.groups.get("pp_down", role.ranks) if pp > 1 else None,
             up_group=self.groups.get("pp_up", role.ranks) if pp > 1 else None,
-            before_receive=work.await_posts,
+            before_receive=session.await_posts,
         )

@@ -5,9 +5,9 @@ Legend: tensors ending in `_P` are flat ZeRO-3 shards.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,33 +16,36 @@ from torch import Tensor
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
-from ds_hydra.engine.ranks.agreement import max_over_ranks
+from ds_hydra.engine.parallel.one_f_one_b import Pass
+from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks
 from ds_hydra.engine.ranks.hosts import Hosts, find_ranks_per_node, warn_of_placement
 from ds_hydra.engine.transfer.frozen import FrozenKeeper, without_frozen
-from ds_hydra.engine.transfer.gathering import GatherSession, plan_rounds
 from ds_hydra.engine.transfer.home import Home, open_home
-from ds_hydra.engine.transfer.link_agreement import check_link_plans
-from ds_hydra.engine.transfer.link_memory import LinkMemory
-from ds_hydra.engine.transfer.link_session import DeviceClock, LinkSession, LinkThread
-from ds_hydra.engine.transfer.slices import (
+from ds_hydra.engine.transfer.link_thread import DeviceClock, LinkThread
+from ds_hydra.engine.transfer.schedule import (
+    StageStreams,
+    TransferSchedule,
+    check_streams,
+    count_addends,
+    only_copied,
+    plan_gathered,
+    plan_kept,
+    plan_streamed,
+    stage_passes,
+)
+from ds_hydra.engine.transfer.session import Carrier, HomeCarrier, LinkCarrier, TransferSession
+from ds_hydra.engine.transfer.stage_weights import (
     SlicePool,
-    Slices,
+    StageWeights,
+    StreamedWeights,
     gradient_numel,
     held_numel,
     slot_numels,
 )
-from ds_hydra.engine.transfer.stream_plan import (
-    StageStreams,
-    Window,
-    check_streams,
-    count_addends,
-    only_copied,
-    stage_passes,
-)
-from ds_hydra.engine.transfer.streaming import HomeSlices, StreamSession
-from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.errors import PlanMismatchError
+from ds_hydra.sampler.plan import IterationPlan, RankPhase
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.profiles.states import EXCHANGE_BUFFERS
+from ds_hydra.strategy.profiles.state_bytes import EXCHANGE_BUFFERS
 from ds_hydra.strategy.schemes.placement import Role, slices_key
 from ds_hydra.zero_link import LinkPlan, RankBuckets, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
@@ -50,6 +53,23 @@ from ds_hydra.zero_link.exchange import Link
 
 GRADIENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Values of `LinkConfig.gradient_dtype`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkMemory:
+    """Most bytes that a strategy makes this rank hold for propagation, activations left out."""
+
+    slice_bytes: int
+    gradient_bytes: int
+    exchange_bytes: int
+    """Packed buffers: two rounds in flight have four, each as large as the largest.
+
+    Memory of the CPU is handed out with gaps, which may add as much again.
+    """
+    relayed_bytes: int
+    """What this rank holds of other nodes' shards (pull) or sums for them (push), with node-aware
+    routes.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,33 +88,9 @@ class StrategyLink:
 class StreamLink:
     """This rank's part of a strategy in which layers stream."""
 
-    role: Role | None
     buckets: RankBuckets
     streams: StageStreams
     memory: LinkMemory
-
-    def uses(self, plan: IterationPlan, *, training: bool) -> list[int]:
-        """In which order this rank uses the buckets of its window."""
-        role = self.role
-        if role is None:
-            return []
-        num_micro_batches = len(plan.pipelines[role.pipeline].micro_batches)
-        return self.streams.window.uses(
-            stage_passes(role.scheme.pp, role.stage, num_micro_batches, training=training)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A rank's part of one iteration's computation, and what it calls before it reads slices, and
-    before it waits for another stage.
-    """
-
-    role: Role | None
-    await_bucket: Callable[[int], None]
-    before_backward: Mapping[int, Callable[[], None] | None]
-    await_posts: Callable[[], None] = lambda: None
-    """Where layers are gathered there are no stages."""
 
 
 class StrategyLinks:
@@ -176,10 +172,10 @@ class StrategyLinks:
     def link_memory(self, strategy: Strategy) -> LinkMemory:
         """Most bytes that `strategy` makes this rank hold, activations left out. Not collective."""
         streams = any(scheme.stream for scheme in strategy.schemes)
-        link = self._stream_link_of(strategy) if streams else self.of(strategy)
+        link = self._stream_link_of(strategy) if streams else self.link_for(strategy)
         return link.memory
 
-    def of(self, strategy: Strategy) -> StrategyLink:
+    def link_for(self, strategy: Strategy) -> StrategyLink:
         """Link plans of `strategy`; the first time collective, because ranks compare them."""
         key = slices_key(strategy)
         if key not in self._links:
@@ -212,114 +208,119 @@ class StrategyLinks:
 
     def open(
         self, strategy: Strategy, *, with_gradients: bool, grads_P: Sequence[Tensor] | None
-    ) -> tuple[Slices, LinkSession]:
-        """Memory for the slices of `strategy`, and the session that fills it and pushes into
-        `grads_P`.
+    ) -> TransferSession:
+        """Memory for the slices of `strategy`, which stay for the iteration, and the session that
+        fills it and pushes into `grads_P`.
         """
-        link = self.of(strategy)
-        self._forget_failed()
+        link = self.link_for(strategy)
         pull = link.pull
         if self._frozen is not None:
             pull = self._frozen.choose(slices_key(strategy), link.pull, link.pull_trained)
-        slices = Slices(
-            self.stage_model.specs,
-            link.buckets,
-            self.pool,
-            self._dtype,
-            with_gradients=with_gradients,
+        schedule = plan_kept(
+            len(pull.rounds),
+            len(link.buckets),
+            pushes=grads_P is not None,
+            overlap=self.thread.overlap,
         )
-        session = LinkSession(
-            self.thread,
-            self.clock,
-            pull=(self.pull_link, pull),
-            push=(self.push_link, link.push),
-            shards_P=self.shards_P(),
-            slices=slices,
-            grads_P=grads_P,
+        weights = self._weights(link.buckets, with_gradients=with_gradients)
+        return self._session(
+            schedule, self._link_carrier(pull, link.push, grads_P, weights), weights
         )
-        return slices, session
-
-    def _forget_failed(self) -> None:
-        self.buffers.forget_failed()
-        self.pull_link.forget_failed()
-        self.push_link.forget_failed()
 
     def open_plan(
-        self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
-    ) -> tuple[Slices, LinkSession | StreamSession | GatherSession, Work]:
-        """What `plan` runs on; the first time collective, as `of` is."""
-        if any(scheme.stream for scheme in plan.strategy.schemes):
-            return self._open_streams(plan, training=training, grads_P=grads_P)
-        if plan.strategy.gathers:
-            return self._open_gather(plan, training=training, grads_P=grads_P)
-        slices, session = self.open(plan.strategy, with_gradients=training, grads_P=grads_P)
-        role = Role.find(plan.strategy, self.rank)
-        return slices, session, Work(role, session.await_bucket, {}, session.await_posts)
+        self,
+        phase: RankPhase,
+        *,
+        training: bool,
+        grads_P: Sequence[Tensor] | None,
+    ) -> TransferSession:
+        """What `phase` runs on; the first time collective, as `link_for` is."""
+        strategy = phase.plan.strategy
+        if any(scheme.stream for scheme in strategy.schemes):
+            return self._open_streams(phase, training=training, grads_P=grads_P)
+        if strategy.gathers:
+            return self._open_gather(phase.plan, training=training, grads_P=grads_P)
+        return self.open(strategy, with_gradients=training, grads_P=grads_P)
 
     def _open_gather(
         self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
-    ) -> tuple[Slices, GatherSession, Work]:
-        link, model = self.of(plan.strategy), self.stage_model
-        window = model.gather_window(plan.strategy.schemes[0])
-        if self._frozen is not None:
-            self._frozen.forget()  # layers take turns in the pool's memory
-        self._forget_failed()
-        slices = Slices(
-            model.specs,
-            link.buckets,
-            self.pool,
-            self._dtype,
-            with_gradients=training,
-            slot_of=self._slots(plan.strategy, link.buckets),
-            gathers=True,
+    ) -> TransferSession:
+        link = self.link_for(plan.strategy)
+        self._forget_frozen()
+        schedule = plan_gathered(
+            self.stage_model.gather_window(plan.strategy.schemes[0]),
+            len(self.stage_model.units),
+            max(len(pipeline.micro_batches) for pipeline in plan.pipelines),
+            training=training,
+            pushes=grads_P is not None,
         )
-        most = max(len(pipeline.micro_batches) for pipeline in plan.pipelines)
-        session = GatherSession(
-            self.thread,
-            self.clock,
-            pull=(self.pull_link, link.pull),
-            push=(self.push_link, link.push),
-            schedule=plan_rounds(window, len(model.units), most, training=training),
-            shards_P=self.shards_P(),
-            slices=slices,
-            grads_P=grads_P,
+        slot_of = self._slots(plan.strategy, link.buckets)
+        weights = self._weights(
+            link.buckets, with_gradients=training, slot_of=slot_of, gathers=True
         )
-        role = Role.find(plan.strategy, self.rank)
-        return slices, session, Work(role, session.await_bucket, _backward_hooks(window, session))
+        carrier = self._link_carrier(link.pull, link.push, grads_P, weights)
+        return self._session(schedule, carrier, weights)
 
     def _open_streams(
-        self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
-    ) -> tuple[Slices, StreamSession, Work]:
+        self,
+        phase: RankPhase,
+        *,
+        training: bool,
+        grads_P: Sequence[Tensor] | None,
+    ) -> TransferSession:
+        plan, role = phase.plan, phase.role
         link = self._stream_link_of(plan.strategy)
         assert self.home is not None, plan.strategy
-        specs = self.stage_model.specs
-        if self._frozen is not None:
-            self._frozen.forget()  # what is copied takes the pool's memory
-        self._forget_failed()
-        slices = Slices(
-            specs,
+        self._forget_frozen()
+        num_micro_batches = [len(pipeline.micro_batches) for pipeline in plan.pipelines]
+        passes: Sequence[Pass] = []
+        if role is not None:
+            own = len(phase.micro_batches)
+            passes = stage_passes(role.scheme.pp, role.stage, own, training=training)
+        streamed = StreamedWeights(self.home, self.stage_model.specs, link.buckets, link.streams)
+        weights = self._weights(
             link.buckets,
-            self.pool,
-            self._dtype,
             with_gradients=training,
             slot_of=link.streams.window.slot_of,
-            home=HomeSlices(self.home, specs, link.buckets, link.streams),
+            streamed=streamed,
         )
-        num_micro_batches = [len(pipeline.micro_batches) for pipeline in plan.pipelines]
-        session = StreamSession(
-            self.thread,
-            self.clock,
+        carrier = HomeCarrier(
             self.home,
+            self.shards_P(),
+            grads_P,
+            weights,
             num_addends=count_addends(plan.strategy, num_micro_batches),
-            uses=link.uses(plan, training=training),
-            shards_P=self.shards_P(),
-            buckets=link.buckets,
-            slices=slices,
-            grads_P=grads_P,
-            with_gradients=training,
+            training=training,
         )
-        hooks = _backward_hooks(link.streams.window, session)
-        return slices, session, Work(link.role, session.await_bucket, hooks, session.await_posts)
+        schedule = plan_streamed(link.streams, link.buckets, passes, training=training)
+        return self._session(schedule, carrier, weights)
+
+    def _forget_frozen(self) -> None:
+        """Layers are about to take turns in the pool's memory."""
+        if self._frozen is not None:
+            self._frozen.forget()
+
+    def _weights(self, buckets: RankBuckets, **options: Any) -> StageWeights:
+        return StageWeights(self.stage_model.specs, buckets, self.pool, self._dtype, **options)
+
+    def _link_carrier(
+        self,
+        pull: LinkPlan,
+        push: LinkPlan,
+        grads_P: Sequence[Tensor] | None,
+        weights: StageWeights,
+    ) -> LinkCarrier:
+        links = (self.pull_link, pull), (self.push_link, push)
+        return LinkCarrier(*links, self.shards_P(), grads_P, weights)
+
+    def _session(
+        self, schedule: TransferSchedule, carrier: Carrier, weights: StageWeights
+    ) -> TransferSession:
+        # No round is under way here, so what failed ones left can go.
+        self.buffers.forget_failed()
+        self.pull_link.forget_failed()
+        self.push_link.forget_failed()
+        return TransferSession(self.thread, self.clock, schedule, carrier, weights)
 
     def _stream_link_of(self, strategy: Strategy) -> StreamLink:
         """This rank's part of a strategy with streamed layers."""
@@ -331,7 +332,7 @@ class StrategyLinks:
                 buckets = self.stage_model.buckets(*place)
                 streams = self.stage_model.stage_streams(*place, has_views=self.home.has_views)
             memory = self._stream_memory_of(buckets, streams)
-            self._stream_links[strategy] = StreamLink(role, buckets, streams, memory)
+            self._stream_links[strategy] = StreamLink(buckets, streams, memory)
         return self._stream_links[strategy]
 
     def _stream_memory_of(self, buckets: RankBuckets, streams: StageStreams) -> LinkMemory:
@@ -384,12 +385,27 @@ class StrategyLinks:
         return self.stage_model.gather_window(strategy.schemes[0]).slot_of
 
 
-def _backward_hooks(
-    window: Window, session: StreamSession | GatherSession
-) -> dict[int, Callable[[], None] | None]:
-    """What is called before the backward pass of each bucket of `window`."""
-    return {
-        index: functools.partial(session.enter, index) if has_backward else None
-        for index, has_backward in zip(window.buckets, window.has_backward, strict=True)
-        if has_backward or index > 0
-    }
+def check_link_plans(strategy: Strategy, plans: Sequence[LinkPlan], device: torch.device) -> None:
+    """Raise PlanMismatchError on every rank where the parts of the ranks do not fit. Collective
+    over all ranks.
+
+    Digests say that all ranks planned from the same model, strategy and nodes; the balance that
+    every message that one rank sends is one that another expects.
+    """
+    mine = [number for plan in plans for number in (plan.digest, plan.traffic_balance)]
+    all_ranks = gather_rows(torch.tensor(mine, dtype=torch.int64, device=device)).T.tolist()
+    for index, plan in enumerate(plans):
+        what = f"{'push' if plan.gradients else 'pull'} of {strategy}"
+        digests, balances = all_ranks[2 * index : 2 * index + 2]
+        differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if differing:
+            raise PlanMismatchError(
+                f"the link plan of the {what} has digest {digests[0]:016x} on rank 0 and "
+                f"{digests[differing[0]]:016x} on rank {differing[0]} ({len(differing)} of {plan.num_ranks} ranks "
+                "differ); nothing was exchanged. Give every rank the same model and configuration"
+            )
+        if sum(balances) % (1 << 64):
+            raise PlanMismatchError(
+                f"the ranks' parts of the link plan of the {what} do not fit together although their digests "
+                f"agree ({digests[0]:016x}); nothing was exchanged. Run the same version of ds_hydra on every rank"
+            )

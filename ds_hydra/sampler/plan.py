@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 from ds_hydra.configs.files import (
@@ -24,7 +24,7 @@ from ds_hydra.configs.files import (
 )
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler.packing.cuts import Piece, Row, tile
-from ds_hydra.strategy.schemes.placement import read_ranks
+from ds_hydra.strategy.schemes.placement import Role, read_ranks
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 
@@ -45,6 +45,20 @@ class GlobalBatch:
     def num_tokens(self) -> int:
         """Tokens of all sequences."""
         return sum(self.lengths)
+
+    def to_json(self) -> dict[str, Any]:
+        """The mini-batch as a JSON document; `from_json` restores it."""
+        return {field.name: getattr(self, field.name) for field in fields(GlobalBatch)}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> GlobalBatch:
+        """The mini-batch in a document that has what `to_json` writes."""
+        return cls(
+            iteration=document["iteration"],
+            sample_indices=tuple(document["sample_indices"]),
+            lengths=tuple(document["lengths"]),
+            num_label_tokens=document["num_label_tokens"],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +82,31 @@ class PipelinePlan:
         if self.rows:
             return self.rows[micro_batch][row]
         return tuple(Piece(i, 0, lengths[i]) for i in self.micro_batches[micro_batch])
+
+
+@dataclass(frozen=True, slots=True)
+class RankPhase:
+    """What one rank does in one phase of a plan."""
+
+    plan: IterationPlan
+    """Of this phase."""
+    role: Role | None
+    """The rank's place; None where the phase's strategy leaves it idle."""
+
+    @property
+    def micro_batches(self) -> tuple[tuple[int, ...], ...]:
+        """Positions of the sequences of each micro-batch of the rank's pipeline."""
+        return () if self.role is None else self.plan.pipelines[self.role.pipeline].micro_batches
+
+    @property
+    def positions(self) -> Iterator[int]:
+        """Those of all its micro-batches."""
+        return chain.from_iterable(self.micro_batches)
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether its stage embeds tokens or has the loss: others see activations alone."""
+        return self.role is not None and self.role.stage in (0, self.role.scheme.pp - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +197,10 @@ class IterationPlan:
             )
             for phase, pipelines in zip(phases, own)
         )
+
+    def on_rank(self, rank: int) -> tuple[RankPhase, ...]:
+        """What `rank` does, phase by phase."""
+        return tuple(RankPhase(phase, Role.find(phase.strategy, rank)) for phase in self.in_turn)
 
     @property
     def imbalance(self) -> float:

@@ -30,19 +30,21 @@ from ds_hydra.trainer.arguments import (
     check_arguments,
     check_data_collator,
     check_elsewhere,
+    check_overrides,
+    is_overridden,
     map_arguments,
     read_loss_option,
 )
 from ds_hydra.trainer.data import (
+    DatasetReader,
     Epochs,
     EvalBatches,
     IterationLoader,
     TokenRows,
+    draw_train_rows,
     pad_examples,
 )
 from ds_hydra.trainer.mixin import EngineMixin, say_nothing
-from ds_hydra.trainer.overrides import check_overrides, is_overridden
-from ds_hydra.trainer.reading import DatasetReader, draw_train_rows
 
 
 class HydraTrainer(EngineMixin, transformers.Trainer):
@@ -182,11 +184,11 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         return epoch, 0 if self.args.ignore_data_skip else into
 
     def _attach_data(self) -> None:
-        self.engine.hydra.attach_data(self._train_tokens)
+        self.engine.hydra.source.attach(self._train_tokens)
 
     def _prepare_for_training(self, *args: Any) -> tuple[nn.Module, DataLoader]:
         prepared = super()._prepare_for_training(*args)
-        self.engine.hydra.start_planning()
+        self.engine.hydra.source.start()
         return prepared
 
     def _run_epoch(self, **settings: Any) -> None:

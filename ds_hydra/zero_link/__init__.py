@@ -1,16 +1,16 @@
 """The link between ZeRO-3 shards and the slices that propagation uses."""
 
 from ds_hydra.zero_link.layout import ParamSpec, Region, Slicing
-from ds_hydra.zero_link.messages import Bucket, LinkPlan, RankBuckets, SliceRef
+from ds_hydra.zero_link.messages import Bucket, BucketEntry, LinkPlan, RankBuckets
 from ds_hydra.zero_link.plan import plan_link
 
 __all__ = [
     "Bucket",
+    "BucketEntry",
     "LinkPlan",
     "ParamSpec",
     "RankBuckets",
     "Region",
-    "SliceRef",
     "Slicing",
     "plan_link",
 ]

@@ -12,7 +12,7 @@ from single_process import random_examples
 from test_engine_parity import LENGTHS
 
 from ds_hydra.engine import propagation
-from ds_hydra.engine.transfer import link_session, slices
+from ds_hydra.engine.transfer import link_thread, schedule, stage_weights
 from ds_hydra.zero_link.exchange import Link
 from standin import process_group
 from standin.checks import observed, start
@@ -25,11 +25,11 @@ def without_the_wait_for_slices() -> int:
     examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
     engine.train_batch(examples, strategy="2x<1,1>")
 
-    def wait_on_the_host_alone(flags: link_session.Flags, index: int) -> None:
-        flags._raised[index].wait()
+    def wait_on_the_host_alone(events: link_thread.BucketEvents, index: int) -> None:
+        events.wait_on_host(index)
 
     with (
-        mock.patch.object(link_session.Flags, "wait", wait_on_the_host_alone),
+        mock.patch.object(link_thread.BucketEvents, "wait", wait_on_the_host_alone),
         observed() as found,
     ):
         engine.train_batch(examples, strategy="2x<1,1>")
@@ -133,7 +133,7 @@ def a_round_posted_early() -> dict[str, int]:
     engine = start("llama")
     examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
     state = {"is_last": False, "num_early": 0}
-    expect, begin = slices.Slices.expect_last_backward, Link.begin_push
+    expect, begin = stage_weights.StageWeights.expect_last_backward, Link.begin_push
 
     def expect_last_backward(mine: Any) -> None:
         state["is_last"] = True
@@ -152,9 +152,9 @@ def a_round_posted_early() -> dict[str, int]:
         return index if index <= last else -1
 
     with (
-        mock.patch.object(slices.Slices, "expect_last_backward", expect_last_backward),
+        mock.patch.object(stage_weights.StageWeights, "expect_last_backward", expect_last_backward),
         mock.patch.object(Link, "begin_push", begin_push),
     ):
         as_it_is = count_early()
-        with mock.patch.object(link_session, "min", no_wait, create=True):
+        with mock.patch.object(schedule, "min", no_wait, create=True):
             return {"as it is": as_it_is, "put in": count_early()}

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from ds_hydra.engine.model import attention
 from ds_hydra.engine.profiling import profiler
-from ds_hydra.engine.profiling.measurements import Measurements
-from ds_hydra.engine.profiling.memory_trace import trace_layer_memory
-from ds_hydra.engine.profiling.profile_document import layer_params, nominal_profile
+from ds_hydra.engine.profiling.memory import trace_layer_memory
+from ds_hydra.engine.profiling.profile_document import Measurements, layer_params, nominal_profile
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Profile, Strategy
 from standin import device, process_group
@@ -138,7 +137,7 @@ def measured_profile() -> dict[str, Any]:
         return train(plan, *arguments)
 
     with mock.patch.object(engine.hydra.propagator, "train", noting):
-        profile = engine.hydra.know_profile()
+        profile = engine.hydra.candidates.ensure_profile()
     last = plans[-1]
     tokens = [last.lengths[n] for n in last.pipelines[0].micro_batches[0]]
     engine.destroy()
@@ -179,7 +178,7 @@ def vocabulary(size: str) -> dict[str, dict[str, float]]:
         )
         for text in VOCABULARIES:
             strategy = Strategy.parse(text)
-            engine.hydra.prepare_forced(strategy)
+            engine.hydra.candidates.prepare(strategy)
             plan = _full_pipelines(strategy, PROFILED_TOKENS)
             examples = random_examples(plan.lengths, vocab_size, seed=1)
             tensors = [(e["input_ids"], e["labels"]) for e in examples]
@@ -215,7 +214,7 @@ def peaks(family: str) -> dict[str, dict[str, float]]:
     with mock.patch.object(attention, "attention_per_sequence", _attend):
         for text in STRATEGIES:
             strategy = Strategy.parse(text)
-            engine.hydra.prepare_forced(strategy)
+            engine.hydra.candidates.prepare(strategy)
             plan = _full_pipelines(strategy)
             examples = random_examples(plan.lengths, 512, seed=1)
             tensors = [(e["input_ids"], e["labels"]) for e in examples]

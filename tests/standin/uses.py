@@ -27,7 +27,7 @@ from single_process import (
 )
 from test_engine_parity import LENGTHS
 
-from ds_hydra.engine import runtime
+from ds_hydra.engine import planning
 from ds_hydra.errors import HydraError
 from ds_hydra.sampler.plan import IterationPlan
 from standin import device
@@ -158,7 +158,10 @@ def rows_ahead() -> dict[str, Any]:
     engine = start_hydra(tiny("llama").to("standin"), hydra=hydra, training_data=data)
     given = start_hydra(tiny("llama").to("standin"), hydra=hydra)
     fetchers: list[list[str]] = [[] for _ in range(NUM_AHEAD + 2)]
-    fetch, drawn = runtime.fetch_examples, list(islice(engine.hydra.iterate_examples(), NUM_AHEAD))
+    fetch, drawn = (
+        planning.fetch_examples,
+        list(islice(engine.hydra.source.iterate_examples(), NUM_AHEAD)),
+    )
 
     def noting(data: Any, plan: IterationPlan, positions: Any) -> Any:
         is_main = threading.current_thread() is threading.main_thread()
@@ -168,10 +171,10 @@ def rows_ahead() -> dict[str, Any]:
         return fetch(data, plan, positions)
 
     found: dict[str, Any] = {"losses": [], "wanted": [], "failed": []}
-    with mock.patch.object(runtime, "fetch_examples", noting), observed() as seen:
+    with mock.patch.object(planning, "fetch_examples", noting), observed() as seen:
         for number in range(NUM_AHEAD):
             if dist.get_rank() == 0:  # until the next plan is there, too
-                planner = engine.hydra._feed._planner
+                planner = engine.hydra.source._feed._planner
                 with planner._changed:
                     assert planner._changed.wait_for(
                         lambda p=planner, n=number: n + 1 in p._replies, 60

@@ -18,21 +18,19 @@ from ds_hydra.engine.checkpointing.files import (
     HydraCheckpointEngine,
     Saving,
     check_client_state,
+    check_folder_name,
+    check_new_tag,
     do_together,
+    find_tag,
     only_weights,
     read_tensors,
+    resolve_tag,
     verify,
 )
 from ds_hydra.engine.checkpointing.reshard import (
     common_model_file,
     read_model_states,
     read_optimizer_states,
-)
-from ds_hydra.engine.checkpointing.tags import (
-    check_folder_name,
-    check_new_tag,
-    find_tag,
-    resolve_tag,
 )
 from ds_hydra.engine.ranks.agreement import broadcast_text, raise_together
 from ds_hydra.engine.ranks.watchdog import watch
@@ -74,7 +72,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         Raises CheckpointError on all ranks where one of them could not write, was given other
         arguments, or another job is saving to `save_dir`; then the checkpoint before it stays.
         """
-        with self.hydra.section("saving"):
+        with watch("saving"):
             self._save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         return True
 
@@ -165,7 +163,7 @@ class CheckpointingEngine(DeepSpeedEngine):
             load_lr_scheduler_states,
             load_module_only,
         )
-        with self.hydra.section("loading"):
+        with watch("loading"):
             return self._load(load_dir, tag, *options, custom_load_fn, load_data_position)
 
     def _load(

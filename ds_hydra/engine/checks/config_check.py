@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,7 @@ from ds_hydra.engine.checks.deepspeed_section import (
 from ds_hydra.engine.checks.estimate import estimate_profile
 from ds_hydra.engine.checks.report import CheckRequest, ConfigReport
 from ds_hydra.engine.model.attention import find_softcap_problem
-from ds_hydra.engine.model.meta_model import load_model_config, making
-from ds_hydra.engine.model.random_model import build_random_stage_model
+from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config, making
 from ds_hydra.engine.model.scheme_support import (
     check_context,
     check_context_parallel,
@@ -31,7 +31,7 @@ from ds_hydra.engine.model.scheme_support import (
 )
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import check_groups_of_rank
-from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs, is_of_another_system
+from ds_hydra.engine.profiling.memory import as_the_engine_needs, is_of_another_system
 from ds_hydra.engine.profiling.profile_document import (
     count_flops,
     count_parameters,
@@ -39,26 +39,25 @@ from ds_hydra.engine.profiling.profile_document import (
     model_facts,
 )
 from ds_hydra.engine.profiling.profiler import default_lengths
-from ds_hydra.engine.transfer.stream_plan import home_bytes
+from ds_hydra.engine.transfer.schedule import home_bytes
 from ds_hydra.errors import HydraConfigError, HydraError
-from ds_hydra.sampler.candidates import (
-    MAX_ENUMERATED_RANKS,
-    CandidateSettings,
+from ds_hydra.sampler.candidate_set import (
     check_longest,
     decide_candidates,
     gradient_bytes,
     proposes,
-    with_estimates_of,
 )
+from ds_hydra.sampler.sample_bench import MAX_ENUMERATED_RANKS, CandidateSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.analytic import Hardware
 from ds_hydra.strategy.cost_models.cluster import try_cluster
+from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.cost_models.flops import (
     ModelFlops,
     profile_flops,
     profile_peak_flops,
 )
-from ds_hydra.strategy.profiles.states import load_profile
+from ds_hydra.strategy.profiles.state_bytes import load_profile
 from ds_hydra.strategy.proposal.candidates import (
     load_strategies,
     measured_beside,
@@ -69,7 +68,7 @@ from ds_hydra.strategy.schemes.placement import (
     groups_of_all,
     most_groups_of_rank,
 )
-from ds_hydra.strategy.schemes.scheme import check_one_host
+from ds_hydra.strategy.schemes.scheme import check_one_host, schemes_of
 
 DEFAULT_DEVICES = 8
 """Devices that are assumed where neither the user nor the strategies say how many there are: one
@@ -154,8 +153,9 @@ class _Budget:
     def _estimate_sequence_parallel(self, given: Sequence[Strategy]) -> None:
         if self._profile is None:
             return
-        known, self._profile = self._profile.latency, with_estimates_of(self._profile, given)
-        if added := sorted(self._profile.latency.keys() - known.keys()):
+        costs, known = Costs(self._profile, self._settings(given).cluster), self._profile.latency
+        even = {replace(scheme, ckpt=0, stages=()) for scheme in schemes_of(given)} - known.keys()
+        if added := sorted(scheme for scheme in even if costs.find(scheme) is not None):
             self._report.assumed.append(
                 f"times of {', '.join(map(str, added))}, which the profile does not know, are estimated from "
                 "those it knows (`ds-hydra profile` measures them)"
@@ -218,7 +218,7 @@ class _Budget:
                 tp_sequence_parallel=self._hydra.tp_sequence_parallel,
             )
         self._report.parameters = count_parameters(self._stage_model).to_json()
-        check_context(self._stage_model.trial, config, self._hydra.context_length)
+        check_context(self._stage_model.abilities, config, self._hydra.context_length)
         if problem := find_softcap_problem(config, self._dtype):
             self._report.warnings.append(f"on GPUs the engine refuses this model: {problem}")
         if note := find_unseen_positions(config, self._hydra.context_length):
@@ -296,9 +296,7 @@ class _Budget:
         )
 
     def _say_which_need_cpus(self, given: Sequence[Strategy]) -> None:
-        streaming = sorted(
-            {scheme for strategy in given for scheme in strategy.schemes if scheme.stream}
-        )
+        streaming = sorted(scheme for scheme in schemes_of(given) if scheme.stream)
         if streaming:
             self._report.warnings.append(
                 f"hydra.strategies have streamed layers ({', '.join(map(str, streaming))}): their home on accelerators "
@@ -306,7 +304,7 @@ class _Budget:
             )
 
     def _describe_home(self, given: Sequence[Strategy]) -> None:
-        streams = any(scheme.stream for strategy in given for scheme in strategy.schemes)
+        streams = any(scheme.stream for scheme in schemes_of(given))
         if not streams or self._stage_model is None:
             return
         specs, number = self._stage_model.specs, self._report.num_devices
@@ -320,7 +318,7 @@ class _Budget:
     def _say_what_is_profiled(self, given: Sequence[Strategy]) -> None:
         hydra = self._hydra
         number = self._report.num_devices
-        schemes = {scheme for strategy in given for scheme in strategy.schemes}
+        schemes = schemes_of(given)
         if not given:
             schemes = {*power_of_two_schemes(number)}
             schemes |= {*measured_beside(number, hydra.planner.space)}
@@ -339,9 +337,8 @@ class _Budget:
                 check_context_parallel(scheme, context)
                 if self._stage_model is not None:
                     self._stage_model.check_scheme(scheme)
-        profile = self._profile = profile.with_schemes(
-            s for strategy in given for s in strategy.schemes
-        )
+        costs = Costs(profile, self._settings(given).cluster)
+        profile = self._profile = costs.extended(schemes_of(given))
         report.known_profile, memory = profile, profile.memory
         report.memory_bytes = memory.usable_bytes
         flops, peak = self._flops(profile)

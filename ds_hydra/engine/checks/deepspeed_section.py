@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from ds_hydra.configs.ds_config import FILL_INS, find_auto_keys, find_key
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.engine.checks.report import CheckRequest, ConfigReport
-from ds_hydra.engine.ranks.deepspeed_ops import NO_COMPILER, compiles_adam
+from ds_hydra.engine.ranks.process_start import NO_COMPILER, compiles_adam
 
 _SECTION_OF = {
     "DeepSpeedZeroConfig": "zero_optimization",

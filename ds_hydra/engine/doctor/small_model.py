@@ -205,7 +205,7 @@ def _check_apart(
     return found
 
 
-def check_streams(model: SmallModel, vigil: Vigil, *, overlap: bool) -> Finding:
+def check_streamed_gradients(model: SmallModel, vigil: Vigil, *, overlap: bool) -> Finding:
     """Gradients where all layers stream from a home. Collective over all ranks."""
     streamed = Strategy((Scheme(tp=1, pp=1, stream=True),) * dist.get_world_size())
     name, check = "from a home", "streamed layers"

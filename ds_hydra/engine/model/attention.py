@@ -1,9 +1,23 @@
-"""Attention over a packed micro-batch: each token attends inside its own sequence, at the cost of
-its own sequence.
+"""Attention and rotary embeddings of a packed micro-batch: each token attends inside its own
+sequence, at the cost of its own sequence.
 
-Registered with transformers' AttentionInterface as `hydra_varlen`; no mask function is registered
-under that name, so transformers builds no mask. Legend: B = 1 packed micro-batch, H query heads, K
-key-value heads (after TP slicing), T tokens of the micro-batch, D head dimension.
+Attention is registered with transformers' AttentionInterface as `hydra_varlen`; no mask function is
+registered under that name, so transformers builds no mask.
+
+[Note: Segments one by one]
+Where no kernel takes all segments of a micro-batch, each runs alone. Queries are the last of their
+keys: segment i has `lengths[i]` queries and `key_lengths[i]` keys, as many where sequences are
+whole, and query j sees keys up to number key_length - length + j.
+
+[Note: Frequencies by length]
+Frequencies of some rotary embeddings follow the length of a sequence (`dynamic`, `longrope`).
+transformers takes the longest position that it sees and, for `dynamic`, remembers it. Here a
+sequence gets what the model gives it alone, wherever it lies and whatever ran before, so that a
+sequence shard of a micro-batch is as good as the micro-batch.
+
+Legend: B = 1 packed micro-batch, H query heads, K key-value heads (after TP slicing), G = H / K, T
+tokens of the micro-batch or queries, N keys, D head dimension; n and m queries and keys of a
+segment.
 """
 
 from __future__ import annotations
@@ -12,128 +26,25 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import AttentionInterface
 
-from ds_hydra.engine.model.sequence_attention import attention_per_sequence
-from ds_hydra.engine.model.sight import find_in_sight
-from ds_hydra.engine.parallel.context_parallel import KeysOfRow, attend_to_all_rows
-from ds_hydra.engine.parallel.ulysses import SequenceShard, gather_micro_batch, scatter_micro_batch
-from ds_hydra.engine.ranks.host_memory import to_device
+from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, current_micro_batch
+from ds_hydra.engine.parallel.token_cuts import (
+    attend_to_all_rows,
+    gather_micro_batch,
+    scatter_micro_batch,
+)
 from ds_hydra.errors import UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
 ATTENTION_NAME = "hydra_varlen"
-
-
-class Segment(NamedTuple):
-    """Tokens `begin` to `end` of sequence `number` of a micro-batch, which has `length`."""
-
-    number: int
-    length: int
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class PackedMicroBatch:
-    """Where the sequences of a packed micro-batch are; attention finds it `in_sight`."""
-
-    segments: tuple[Segment, ...]
-    """Whole sequences, or the pieces of them that a row has, in their order; then padding."""
-    sequence_lengths: tuple[int, ...]
-    """Of all sequences of the micro-batch, then 0 for padding."""
-    cu_seqlens: Tensor
-    """[num_segments + 1] int32 on the compute device: begin of every segment, then the number of
-    tokens.
-    """
-    cu_keys: Tensor
-    """The same of the keys that each segment attends to."""
-    position_ids: Tensor
-    """[1, T] on the compute device: positions that restart at 0 in every sequence; of this rank's
-    sequence shard.
-    """
-    sequence_shard: SequenceShard | None = None
-    """What this rank holds of the micro-batch, or of its row, where that is cut or padded; segments
-    are those before.
-    """
-    keys: KeysOfRow | None = None
-    """Where they are, where the micro-batch is cut into rows."""
-    token_seeds_T: Tensor | None = None
-    """[T] int64 of what noise begins with ([Note: Noise by counting]); None where there is none."""
-    token_lengths_T: Tensor | None = None
-    """[T] int64, beside the seeds: tokens of each token's sequence."""
-    predicting: Tensor | None = None
-    """[t] int64: places of the tokens that the head is asked about; None where it is about all."""
-
-    @classmethod
-    def build(
-        cls,
-        lengths: Sequence[int],
-        device: torch.device,
-        sequence_shard: SequenceShard | None = None,
-    ) -> PackedMicroBatch:
-        """The micro-batch that concatenates sequences of `lengths` tokens, or a sequence shard of
-        it.
-        """
-        whole = [Segment(number, length, 0, length) for number, length in enumerate(lengths)]
-        return cls.of_segments(whole, lengths, device, sequence_shard)
-
-    @classmethod
-    def of_segments(
-        cls,
-        segments: Sequence[Segment],
-        lengths: Sequence[int],
-        device: torch.device,
-        sequence_shard: SequenceShard | None = None,
-        keys: KeysOfRow | None = None,
-        least: int = 0,
-    ) -> PackedMicroBatch:
-        """The concatenated `segments` of a micro-batch of `lengths`, where they are cut padded to
-        `least` tokens at least.
-        """
-        positions = torch.cat(
-            [torch.arange(0), *(torch.arange(segment.begin, segment.end) for segment in segments)]
-        )
-        if sequence_shard is not None:
-            padding = sequence_shard.padded(max(len(positions), least)) - len(positions)
-            if padding:
-                segments = [*segments, Segment(len(lengths), padding, 0, padding)]
-            positions = sequence_shard.cut(positions, least=least)
-
-        def boundaries(lengths: list[int]) -> Tensor:
-            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            return to_device(ends, device)
-
-        return cls(
-            segments=tuple(segments),
-            sequence_lengths=(*lengths, 0),
-            cu_seqlens=boundaries([segment.end - segment.begin for segment in segments]),
-            cu_keys=boundaries([segment.end for segment in segments]),
-            position_ids=to_device(positions.unsqueeze(0), device),
-            sequence_shard=sequence_shard,
-            keys=keys,
-        )
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each segment."""
-        return tuple(segment.end - segment.begin for segment in self.segments)
-
-    @property
-    def key_lengths(self) -> tuple[int, ...]:
-        """Tokens that the last token of each segment sees, itself among them."""
-        return tuple(segment.end for segment in self.segments)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the micro-batch, or of this rank's sequence shard, padding included."""
-        return self.position_ids.shape[1]
 
 
 _ALL = slice(None)
@@ -154,7 +65,7 @@ def hydra_varlen(
     s_aux: Tensor | None = None,
     **_ignored: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each sequence of the micro-batch in sight; returns ([1, T, H, D],
+    """Causal attention inside each sequence of the current micro-batch; returns ([1, T, H, D],
     None).
 
     Under sequence parallelism T are the tokens of this rank's sequence shard, and the call is
@@ -170,7 +81,7 @@ def hydra_varlen(
             f"{type(module).__name__}: attention dropout {dropout} is not supported; load the model with "
             "from_pretrained(..., attention_dropout=0.0), or set the attribute of its modules that this comes from to 0"
         )
-    packed_micro_batch = find_in_sight()
+    packed_micro_batch = current_micro_batch()
     assert packed_micro_batch is not None, "attention outside a stage model"
     if attention_mask is not None:
         raise UnsupportedModelError(
@@ -460,3 +371,247 @@ def use_packed_attention(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._attn_implementation = ATTENTION_NAME
+
+
+_QUERY_BLOCK = 1024
+"""Queries whose scores are worked on together."""
+
+_FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def attention_per_sequence(
+    query_BHTD: Tensor,
+    key_BKND: Tensor,
+    value_BKND: Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None = None,
+    key_lengths: Sequence[int] | None = None,
+) -> Tensor:
+    """One attention call per segment: the cost is the sum over them, whatever the backend.
+
+    `lengths` add up to T, `key_lengths` (None: the same) to N; returns [1, H, T, D].
+    """
+    # Heads that share keys see one copy of them, in the forward pass and kept for backward.
+    num_kv_heads = key_BKND.shape[1]
+    query_KGTD = query_BHTD[0].unflatten(0, (num_kv_heads, -1))
+    key_KGND, value_KGND = (
+        heads[0].unsqueeze(1).expand(-1, query_KGTD.shape[1], -1, -1)
+        for heads in (key_BKND, value_BKND)
+    )
+    key_lengths = lengths if key_lengths is None else key_lengths
+    # split's backward is one concatenation; slicing each sequence would zero-fill a whole
+    # micro-batch per sequence.
+    segments = zip(
+        query_KGTD.split(list(lengths), dim=2),
+        key_KGND.split(list(key_lengths), dim=2),
+        value_KGND.split(list(key_lengths), dim=2),
+        strict=True,
+    )
+    if softcap is not None or sinks_H is not None:
+        sinks_KG = None if sinks_H is None else sinks_H.view(num_kv_heads, -1)
+        parts = [_scored(q, k, v, scale, window, softcap, sinks_KG) for q, k, v in segments]
+    elif window is not None:
+        parts = [_masked(q, k, v, scale, window, window) for q, k, v in segments]
+    else:
+        parts = [_causal(q, k, v, scale) for q, k, v in segments]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    return whole.flatten(0, 1).unsqueeze(0)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    if query.shape[2] == key.shape[2]:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    is_fused = query.device.type == "cpu" and query.dtype in _FUSED_DTYPES
+    if is_fused and query.shape[-1] == value.shape[-1]:
+        out: Tensor = _AfterOthers.apply(query, key, value, scale)
+        return out
+    return _masked(query, key, value, scale, None, _QUERY_BLOCK)
+
+
+class _AfterOthers(torch.autograd.Function):
+    """Causal attention on a CPU of queries that are the last of their keys, without a mask.
+
+    The kernel runs twice, over the keys before all queries, and over the square of queries and
+    their own keys; both softmaxes have one denominator, which backward takes for each of them (as
+    in ring attention, Liu et al. 2023).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        num_before = key.shape[2] - query.shape[2]
+        parts = [
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query, k, v, 0.0, is_causal, scale=scale
+            )
+            for k, v, is_causal in _before_and_own(key, value, num_before)
+        ]
+        total = torch.logaddexp(parts[0][1], parts[1][1])
+        weights = [(logs - total).exp().unsqueeze(-1).to(query.dtype) for _, logs in parts]
+        out: Tensor = sum(weight * part[0] for weight, part in zip(weights, parts, strict=True))  # type: ignore[assignment]
+        ctx.save_for_backward(query, key, value, out, total)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, total = ctx.saved_tensors
+        num_before = key.shape[2] - query.shape[2]
+        grads = [
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, query, k, v, out, total, 0.0, is_causal, scale=ctx.scale
+            )
+            for k, v, is_causal in _before_and_own(key, value, num_before)
+        ]
+        grad_key, grad_value = (torch.cat([part[i] for part in grads], dim=2) for i in (1, 2))
+        return grads[0][0] + grads[1][0], grad_key, grad_value, None
+
+
+def _before_and_own(
+    key: Tensor, value: Tensor, num_before: int
+) -> list[tuple[Tensor, Tensor, bool]]:
+    """Keys and values that all queries see, then those of the queries; whether they are causal."""
+    return [
+        (key[:, :, :num_before], value[:, :, :num_before], False),
+        (key[:, :, num_before:], value[:, :, num_before:], True),
+    ]
+
+
+def _masked(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, block: int
+) -> Tensor:
+    """Attention of one segment in blocks of `block` queries, which see at most `window` keys: with
+    blocks of the window linear in its length.
+    """
+    num_queries, num_before = query.shape[2], key.shape[2] - query.shape[2]
+    outputs = []
+    for begin in range(0, num_queries, block):
+        end = min(begin + block, num_queries)
+        keys, allowed = _visible(begin + num_before, end + num_before, window, query.device)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                query[:, :, begin:end],
+                key[:, :, keys],
+                value[:, :, keys],
+                attn_mask=allowed,
+                scale=scale,
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+def _scored(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_KG: Tensor | None,
+) -> Tensor:
+    """Attention of one segment whose scores are capped by tanh or share their softmax with sinks,
+    which no fused CPU kernel offers.
+    """
+    num_queries, num_before = query.shape[2], key.shape[2] - query.shape[2]
+    num_groups = query.shape[1]
+    key_KND, value_KND = key[:, 0], value[:, 0]
+    outputs = []
+    for begin in range(0, num_queries, _QUERY_BLOCK):
+        end = min(begin + _QUERY_BLOCK, num_queries)
+        keys, allowed = _visible(begin + num_before, end + num_before, window, query.device)
+        scores = query[:, :, begin:end].flatten(1, 2) @ key_KND[:, keys].transpose(-1, -2) * scale
+        scores = scores.unflatten(1, (num_groups, -1))
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.masked_fill(~allowed, float("-inf"))
+        if sinks_KG is not None:
+            sinks = sinks_KG[..., None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+        weights = weights[..., : keys.stop - keys.start].flatten(1, 2)
+        outputs.append((weights @ value_KND[:, keys]).unflatten(1, (num_groups, -1)))
+    return torch.cat(outputs, dim=2)
+
+
+def _visible(
+    begin: int, end: int, window: int | None, device: torch.device
+) -> tuple[slice, Tensor]:
+    """The keys that queries at positions `begin` to `end` see, and [end - begin, keys] True where
+    position i may see position j: i - window < j <= i.
+    """
+    first = max(0, begin - window + 1) if window else 0
+    queries = torch.arange(begin, end, device=device).unsqueeze(1)
+    keys = torch.arange(first, end, device=device).unsqueeze(0)
+    allowed = keys <= queries
+    if window:
+        allowed &= keys > queries - window
+    return slice(first, end), allowed
+
+
+def follow_each_sequence(model: nn.Module) -> None:
+    """Let the rotary embeddings of `model` whose frequencies follow from lengths serve packed
+    micro-batches.
+    """
+    for module in model.modules():
+        if _types_by_length(module):
+            module.forward = functools.partial(_forward, module, module.forward)  # type: ignore[method-assign]
+
+
+def _types_by_length(module: nn.Module) -> list[str]:
+    found = getattr(module, "rope_type", None)
+    types = found.values() if isinstance(found, dict) else [found]
+    return [t for t in types if isinstance(t, str) and ("dynamic" in t or t == "longrope")]
+
+
+def _forward(
+    module: nn.Module,
+    plain: Callable[..., Any],
+    x: Tensor,
+    position_ids: Tensor,
+    layer_type: str | None = None,
+) -> Any:
+    """What `plain` gives each sequence of the micro-batch alone; `position_ids` say no more than
+    the micro-batch does.
+    """
+    micro_batch = current_micro_batch()
+    assert micro_batch is not None, "a model without its stage model"
+    kwargs = {} if layer_type is None else {"layer_type": layer_type}
+    original = _original_length(module, layer_type)
+    tables: dict[int, Any] = {}
+    for length in sorted({segment.length for segment in micro_batch.segments}, reverse=True):
+        if (key := max(length, original)) not in tables:  # one table for all that are no longer
+            _forget_lengths(module, layer_type)
+            positions = torch.arange(length, device=x.device).unsqueeze(0)
+            tables[key] = plain(x, positions, **kwargs)
+    parts = [
+        tree_map(
+            lambda table, part=part: table[:, part.begin : part.end],
+            tables[max(part.length, original)],
+        )
+        for part in micro_batch.segments
+    ]
+    whole = tree_map(lambda *of_sequences: torch.cat(of_sequences, dim=1), *parts)
+    if micro_batch.sequence_shard is None:
+        return whole
+    size, rank = micro_batch.sequence_shard.size, micro_batch.sequence_shard.rank
+    return tree_map(lambda table: table.chunk(size, dim=1)[rank], whole)
+
+
+def _original_length(module: Any, layer_type: str | None) -> int:
+    """Tokens up to which frequencies stay as they are."""
+    rope_type = module.rope_type if layer_type is None else module.rope_type[layer_type]
+    if rope_type != "longrope":
+        return int(getattr(module, "original_max_seq_len", 0))
+    parameters = module.config.rope_parameters
+    parameters = parameters if layer_type is None else parameters[layer_type]
+    return int(parameters["original_max_position_embeddings"])
+
+
+def _forget_lengths(module: Any, layer_type: str | None) -> None:
+    """What `dynamic` remembers of longer sequences; `longrope` remembers nothing."""
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    if hasattr(module, f"{prefix}original_inv_freq"):
+        setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+        setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq").clone())

@@ -1,4 +1,5 @@
-"""How tokens spread over experts: how many each expert gets, and a loss that balances them.
+"""How tokens spread over experts: how many each expert gets, a loss that balances them, and
+corrections of routers' biases.
 
 [Note: Balance of each sequence]
 transformers' loss of balance is over all tokens of a micro-batch, so it would change with the
@@ -8,11 +9,17 @@ Eqs. 17-20): for sequence s of T_s tokens in one layer
     L_s = E sum_e (c_se / T_s) (p_se / T_s)
 
 where c_se tokens have expert e among their highest scores and p_se is the sum of the normalised
-scores of e. The mean over layers and tokens, times the model's own coefficient, joins the
-loss. Only p has a gradient, so a rank that holds some tokens of a sequence needs the counts of all
-of them and nothing else: one all-reduce in forward, none in backward. The gradient enters where
+scores of e. The mean over layers and tokens, times the model's own coefficient, joins the loss.
+Only p has a gradient, so a rank that holds some tokens of a sequence needs the counts of all of
+them and nothing else: one all-reduce in forward, none in backward. The gradient enters where
 routers hand weights to experts; a layer that is computed again, streams, or lies on another stage
 needs no more.
+
+[Note: Bias in place of a loss]
+Routing without an auxiliary loss (Wang et al. 2024, Alg. 1; DeepSeek-V3, Sec. 2.1.2): what a router
+adds to the scores of its experts to choose among them, and to nothing else, moves by a fixed rate
+after every iteration, up for experts that got fewer tokens than the mean, down for those that got
+more.
 
 Legend: T tokens of this rank, K experts of a token, E experts, N sequences of the micro-batch.
 """
@@ -28,10 +35,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hydra.engine.model.attention import PackedMicroBatch
-from ds_hydra.engine.model.sight import find_in_sight, is_computed_again
+from ds_hydra.engine.model.adapters import unwrap_adapters
+from ds_hydra.engine.model.current_micro_batch import (
+    PackedMicroBatch,
+    current_micro_batch,
+    is_computed_again,
+)
+from ds_hydra.engine.model.decoder_parts import DecoderParts
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
-from ds_hydra.engine.ranks.host_memory import to_device
+from ds_hydra.engine.ranks.memory import to_device
+from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "aux_loss_alpha")
 _OWN_LOSS = "load_balancing_loss_func"
@@ -164,7 +177,7 @@ class ExpertBalance:
     def _hook_experts(self, experts: nn.Module, row: int) -> None:
         def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             logits_TE, self._logits_TE = self._logits_TE, None
-            if (micro_batch := find_in_sight()) is None:
+            if (micro_batch := current_micro_batch()) is None:
                 return None
             hidden_TH, experts_TK, weights_TK = args
             if self._seen is None or self._seen[0] is not micro_batch:
@@ -297,3 +310,58 @@ def _routers(base: Any) -> dict[nn.Module, int]:
         for module in base.modules()
         if isinstance(module, getattr(recorder, "target_class", recorder))
     }
+
+
+class BiasCorrection:
+    """The biases of a model that ZeRO-3 has partitioned: buffers are whole on every rank, of
+    parameters a rank moves its own shard. Not collective.
+    """
+
+    def __init__(self, model: nn.Module, rate: float, rank: int) -> None:
+        """Raises UnsupportedModelError where routers have none, HydraConfigError for a type in
+        which small steps are lost.
+        """
+        self._rate, self._rank = rate, rank
+        self._biases: list[tuple[int, Tensor]] = []
+        row = 0
+        for layer in DecoderParts.find(unwrap_adapters(model)).layers:
+            biases = [_tensors_of(module)[name] for module, name in find_biases(layer)]
+            rows = sum(map(is_experts, layer.modules()))
+            if biases and rows == len(biases):
+                self._biases += [(row + i, bias) for i, bias in enumerate(biases)]
+            row += rows
+        name = type(model).__name__
+        if not self._biases:
+            raise UnsupportedModelError(
+                f"hydra.moe.bias_update_rate is {rate:g}, and routers of {name} have no correction of their bias "
+                "(e_score_correction_bias); set it to 0"
+            )
+        dtypes = {bias.dtype for _, bias in self._biases}
+        if dtypes != {torch.float32}:
+            raise HydraConfigError(
+                f"hydra.moe.bias_update_rate is {rate:g}, and corrections of routers' biases of {name} are "
+                f"{', '.join(sorted(map(str, dtypes)))}, which loses such steps; keep them in fp32 (buffers loaded "
+                "by from_pretrained are), or set it to 0"
+            )
+
+    @torch.no_grad()
+    def update(self, tokens_LE: Tensor) -> None:
+        """Move all biases by the rate. `tokens_LE` [layers with experts, E] of the whole
+        mini-batch, equal on all ranks.
+        """
+        for row, bias in self._biases:
+            tokens_E = tokens_LE[row].double()
+            step_E = self._rate * (tokens_E.mean() - tokens_E).sign().to(bias)
+            shard: Any = getattr(bias, "ds_tensor", None)
+            if shard is None:
+                bias.add_(step_E.view_as(bias))
+                continue
+            begin = self._rank * shard.numel()
+            mine = step_E[begin : begin + shard.numel()]
+            shard.view(-1)[: len(mine)].add_(mine)
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers and parameters that `module` has itself."""
+    held = {**module._buffers, **module._parameters}
+    return {name: tensor for name, tensor in held.items() if tensor is not None}

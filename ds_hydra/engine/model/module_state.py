@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.engine.model.adapters import find_saved_in_use
-from ds_hydra.engine.model.noise import TokenDropout
-from ds_hydra.engine.model.supported import find_loss_problem, is_rate
+from ds_hydra.engine.model.adapters import TokenDropout, find_saved_in_use
+from ds_hydra.engine.model.decoder_parts import find_loss_problem, is_rate
 from ds_hydra.errors import UnsupportedModelError
 
 logger = logging.getLogger(__name__)

@@ -3,19 +3,20 @@ sequence alone: whether a packed micro-batch keeps its sequences apart, whether 
 stages.
 
 [Note: One by one]
-Where attention does not go through transformers' AttentionInterface, or layers have states of
-their own (linear attention, convolutions), a packed micro-batch would mix its sequences. Such a
-model runs the sequences of a micro-batch one after the other, with its own attention, which is
-right for any model that is causal. Layers with states are first told where the sequences begin: the
-kernels of flash-linear-attention and causal-conv1d, where installed, keep them apart by that, and
+Where attention does not go through transformers' AttentionInterface, or layers have states of their
+own (linear attention, convolutions), a packed micro-batch would mix its sequences. Such a model
+runs the sequences of a micro-batch one after the other, with its own attention, which is right for
+any model that is causal. Layers with states are first told where the sequences begin: the kernels
+of flash-linear-attention and causal-conv1d, where installed, keep them apart by that, and
 transformers refuses it without them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,18 +25,18 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from ds_hydra.engine.model.adapters import unwrap_adapters
-from ds_hydra.engine.model.attention import PackedMicroBatch
-from ds_hydra.engine.model.decoder_parts import DecoderParts, noting_calls
-from ds_hydra.engine.model.scheme_support import Trial
-from ds_hydra.engine.model.small_config import VOCABULARY, small_configs
-from ds_hydra.engine.model.stage_forward import NOT_ONCE
-from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.model.supported import (
+from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch
+from ds_hydra.engine.model.decoder_parts import (
     INSTEAD_OF_ITS_LOSS,
-    check_model,
+    DecoderParts,
+    check_supported,
     find_rates,
+    noting_calls,
     other_layer_types,
 )
+from ds_hydra.engine.model.scheme_support import ModelAbilities
+from ds_hydra.engine.model.stage_forward import NOT_ONCE
+from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme
 
@@ -51,8 +52,8 @@ more.
 """
 
 _KEPT_APART = frozenset({"linear_attention", "conv", "moe"})
-"""Types of layers whose states kernels keep apart; what others would mix may not show in two short
-sequences.
+"""Types of layers whose kernels keep states of sequences apart. Of other types two short sequences
+may not show that they mix, so they run one by one.
 """
 
 _SMALLEST_SHARE = 1e-3
@@ -60,7 +61,7 @@ _SMALLEST_SHARE = 1e-3
 
 _MOST_PARAMETERS = 200_000_000
 
-_verdicts: dict[tuple[type, str], Trial | str] = {}
+_verdicts: dict[tuple[type, str], ModelAbilities | str] = {}
 
 
 def build_stage_model(model: nn.Module, **options: Any) -> StageModel:
@@ -68,7 +69,7 @@ def build_stage_model(model: nn.Module, **options: Any) -> StageModel:
     return StageModel(model, try_small_copy(model), **options)
 
 
-def try_small_copy(model: nn.Module) -> Trial:
+def try_small_copy(model: nn.Module) -> ModelAbilities:
     """What a small model of the class of `model` shows.
 
     Raises UnsupportedModelError where sequences are not what each of them is alone, even one after
@@ -77,13 +78,13 @@ def try_small_copy(model: nn.Module) -> Trial:
     accelerator where the family's code runs there alone.
     """
     model = unwrap_adapters(model)
-    check_model(model)
+    check_supported(model)
     kind, key = type(model), (type(model), model.config.to_json_string())
     if key not in _verdicts:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
             try:
-                _verdicts[key] = trial = _try(kind, model.config)
-                _log(kind, trial)
+                _verdicts[key] = abilities = _try(kind, model.config)
+                _log(kind, abilities)
             except UnsupportedModelError as error:
                 _verdicts[key] = str(error)
     verdict = _verdicts[key]
@@ -92,48 +93,48 @@ def try_small_copy(model: nn.Module) -> Trial:
     return verdict
 
 
-def _log(kind: type[nn.Module], trial: Trial) -> None:
-    if trial.one_by_one_because:
+def _log(kind: type[nn.Module], abilities: ModelAbilities) -> None:
+    if abilities.one_by_one_because:
         logger.warning(
             "%s runs the sequences of a micro-batch one after the other with its own attention, under TP, SP and CP 1, "
             "because %s",
             kind.__name__,
-            trial.one_by_one_because,
+            abilities.one_by_one_because,
         )
 
 
-def _try(kind: type[nn.Module], config: Any) -> Trial:
-    try_ = _first_that_runs(kind, config)
-    if problem := try_.find_loss_problem():
+def _try(kind: type[nn.Module], config: Any) -> ModelAbilities:
+    small = _first_that_runs(kind, config)
+    if problem := small.find_loss_problem():
         raise UnsupportedModelError(
             f"{kind.__name__} (model type {config.model_type!r}): {problem}{INSTEAD_OF_ITS_LOSS}"
         )
     types = other_layer_types(config)
     problem = states = f"it has layers of type {', '.join(types)}" if types else ""
-    trial = Trial(boundaries_because=states)
+    abilities = ModelAbilities(boundaries_because=states)
     if _KEPT_APART.issuperset(types):
-        problem = try_.compare(trial, Scheme(1, 1))
+        problem = small.compare(abilities, Scheme(1, 1))
         if problem and states:
             problem = f"{states}, and {problem}"
     if problem:
-        trial = Trial(one_by_one_because=problem)
-        if still := try_.compare(trial, Scheme(1, 1)):
+        abilities = ModelAbilities(one_by_one_because=problem)
+        if still := small.compare(abilities, Scheme(1, 1)):
             raise UnsupportedModelError(
                 f"{kind.__name__} (model type {config.model_type!r}) does not keep the sequences of a packed "
                 f"micro-batch apart: {problem}; and one after the other {still}"
             )
-        if try_.looks_ahead():
+        if small.looks_ahead():
             raise UnsupportedModelError(
                 f"{kind.__name__} (model type {config.model_type!r}): its tokens see later ones, which is no causal "
                 "language model; set is_decoder to true in its config where it has that"
             )
-    if not try_.runs_beyond_positions():
-        trial = replace(trial, positions_end=True)
-    if any(number != 1 for number in try_.calls.values()):
-        trial = replace(trial, no_streams_because=NOT_ONCE)
-    if try_.num_layers > 1 and (problem := try_.compare(trial, Scheme(1, try_.num_layers))):
-        trial = replace(trial, no_stages_because=problem)
-    return trial
+    if not small.runs_beyond_positions():
+        abilities = replace(abilities, positions_end=True)
+    if any(number != 1 for number in small.calls.values()):
+        abilities = replace(abilities, no_streams_because=NOT_ONCE)
+    if small.num_layers > 1 and (problem := small.compare(abilities, Scheme(1, small.num_layers))):
+        abilities = replace(abilities, no_stages_because=problem)
+    return abilities
 
 
 def _first_that_runs(kind: type[nn.Module], config: Any) -> _SmallCopy:
@@ -190,10 +191,10 @@ class _SmallCopy:
         self.calls = {layer: calls.get(layer, 0) / len(alone) for layer in layers}
         self._alone = self._gradients(alone)
 
-    def compare(self, trial: Trial, scheme: Scheme) -> str:
+    def compare(self, abilities: ModelAbilities, scheme: Scheme) -> str:
         """What differs where the sequences share a micro-batch that runs under `scheme`, or ""."""
         try:
-            stage_model = StageModel(self._model, trial)
+            stage_model = StageModel(self._model, abilities)
             if scheme.pp > 1 and stage_model.no_pp_because:
                 return stage_model.no_pp_because
             together = self._gradients(self._run_together(stage_model, scheme))
@@ -332,3 +333,120 @@ def _compare(names: Sequence[str], got: Sequence[Tensor], wanted: Sequence[Tenso
     if errors[worst] <= _MOST_DIFFERENCE:
         return ""
     return f"{names[worst]} are off by {errors[worst]:.0%}"
+
+
+VOCABULARY = 32
+_WINDOW = 3
+_WIDTH = 48
+_HEADLESS_WIDTH = 64
+_CHUNK = 4
+
+
+def small_configs(config: Any, positions: int) -> Iterator[Any]:
+    """`config` with two layers (or one of each kind), small widths and at most `positions` learned
+    positions, smallest first: heads keep their size and their grouping, and sizes that a family
+    does not run at are followed by larger ones.
+    """
+    heads = _get(config, "num_attention_heads") or 1
+    for num_heads in sorted({min(2, heads), min(4, heads), heads}):
+        yield _shrink(config, num_heads, positions)
+        yield _shrink(config, num_heads, None)
+
+
+def _shrink(config: Any, num_heads: int, positions: int | None) -> Any:
+    small = copy.deepcopy(config)
+    layers = _layers_of_each_kind(small)
+    num_layers = _get(small, "num_hidden_layers")
+    for key, value in list(vars(small).items()):
+        if isinstance(value, list | tuple) and len(value) == num_layers:
+            setattr(small, key, type(value)(value[i] for i in layers))
+    for key, value in (
+        dict.fromkeys(_LAYER_COUNTS, len(layers)) | _small_widths(small, num_heads)
+    ).items():
+        before = _get(small, key)
+        if before is not None:
+            of_layers = isinstance(before, list | tuple)
+            _set(small, key, [value] * len(before) if of_layers else value)
+    if positions is not None and (_get(small, "max_position_embeddings") or 0) > positions:
+        small.max_position_embeddings = positions
+    if (_get(small, "pad_token_id") or 0) >= VOCABULARY:
+        small.pad_token_id = VOCABULARY - 1
+    return small
+
+
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+
+
+def _get(config: Any, key: str) -> Any:
+    """What `config` has at `key`, or None; some raise errors of their own where layers differ."""
+    try:
+        return getattr(config, key, None)
+    except Exception:  # a family's own configuration
+        return None
+
+
+def _set(config: Any, key: str, value: Any) -> None:
+    with contextlib.suppress(NotImplementedError):  # names of others that cannot be set
+        setattr(config, key, value)
+
+
+def _layers_of_each_kind(config: Any) -> list[int]:
+    """Two layers, or the first of each of more kinds, in their order; a kind is what the lists of
+    the configuration with an entry for each layer say of it.
+    """
+    num_layers = _get(config, "num_hidden_layers") or 2
+    of_layers = [
+        value
+        for value in vars(config).values()
+        if isinstance(value, list | tuple)
+        and len(value) == num_layers
+        and len(set(map(str, value))) < max(num_layers, 3)  # else numbers of layers
+    ]
+    kinds = [tuple(map(str, kind)) for kind in zip(*of_layers)] or [()] * num_layers
+    first = {kinds.index(kind) for kind in kinds}
+    return sorted(first | set(range(min(2, num_layers))))
+
+
+def _small_widths(config: Any, num_heads: int) -> dict[str, int]:
+    heads = _get(config, "num_attention_heads") or 1
+    kv_heads = _get(config, "num_key_value_heads") or heads
+    hidden = _get(config, "hidden_size") or _WIDTH
+    head_dim = _get(config, "head_dim") or hidden // heads
+    width = num_heads * head_dim if _get(config, "num_attention_heads") else _HEADLESS_WIDTH
+    widths = {
+        "num_attention_heads": num_heads,
+        "decoder_attention_heads": num_heads,
+        "encoder_attention_heads": num_heads,
+        "num_decoder_attention_heads": num_heads,
+        "num_key_value_heads": num_heads if kv_heads == heads else max(1, num_heads // 2),
+        "hidden_size": width,
+        "attention_hidden_size": width,
+        "word_embed_proj_dim": width,
+        "intermediate_size": _WIDTH,
+        "decoder_ffn_dim": _WIDTH,
+        "encoder_ffn_dim": _WIDTH,
+        "ffn_dim": _WIDTH,
+        "ffn_hidden_size": _WIDTH,
+        "moe_intermediate_size": _WIDTH,
+        "shared_expert_intermediate_size": _WIDTH,
+        "first_k_dense_replace": min(1, _get(config, "first_k_dense_replace") or 0),
+        "mamba_n_heads": _mamba_heads(config, width),
+    }
+    for key in ("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"):
+        if many := _get(config, key):
+            few = _get(config, "linear_num_key_heads") or many
+            widths[key] = 2 * max(1, many // few)
+    if _get(config, "state_size"):  # a state space model without attention
+        widths |= {"num_heads": _mamba_heads(config, width), "n_groups": 1}
+    for part, most in (("window", _WINDOW), ("chunk_size", _CHUNK), ("vocab_size", VOCABULARY)):
+        for key, value in vars(config).items():
+            if part in key and type(value) is int and value > most:
+                widths[key] = most
+    return widths
+
+
+def _mamba_heads(config: Any, width: int) -> int:
+    """Heads of a state space layer, whose width is a multiple of the model's."""
+    expanded = (_get(config, "mamba_expand") or _get(config, "expand") or 1) * width
+    size = _get(config, "mamba_d_head") or _get(config, "head_dim")
+    return max(1, expanded // size) if isinstance(size, int) and size else 1

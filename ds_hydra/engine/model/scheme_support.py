@@ -18,7 +18,7 @@ from ds_hydra.zero_link import ParamSpec, Slicing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class ModelAbilities:
     """What a small copy of a model has shown; "" where nothing stands in the way."""
 
     one_by_one_because: str = ""
@@ -33,9 +33,9 @@ class Trial:
     """Whether no sequence may be longer than `max_position_embeddings`: positions are learned."""
 
 
-def check_context(trial: Trial, config: Any, context_length: int) -> None:
+def check_context(abilities: ModelAbilities, config: Any, context_length: int) -> None:
     """Raise HydraConfigError where sequences may be longer than the positions that were learned."""
-    if trial.positions_end and context_length > config.max_position_embeddings:
+    if abilities.positions_end and context_length > config.max_position_embeddings:
         raise HydraConfigError(
             f"hydra.context_length is {context_length}, above the {config.max_position_embeddings} positions that "
             f"the model has (max_position_embeddings); set hydra.context_length to {config.max_position_embeddings} "
@@ -54,33 +54,38 @@ def find_unseen_positions(config: Any, context_length: int) -> str | None:
     )
 
 
-def check_trial(scheme: Scheme, trial: Trial, name: str) -> None:
+def check_abilities(scheme: Scheme, abilities: ModelAbilities, name: str) -> None:
     """Raise UnsupportedModelError where a model of the class `name` runs sequences one after the
     other, or has states that pass from token to token, and `scheme` wants more than whole layers.
     """
-    if trial.boundaries_because and (scheme.tp > 1 or scheme.sp > 1 or scheme.cp > 1):
+    if abilities.boundaries_because and (scheme.tp > 1 or scheme.sp > 1 or scheme.cp > 1):
         raise UnsupportedModelError(
-            f"scheme {scheme}: states pass from token to token in {name}, because {trial.boundaries_because}; use "
+            f"scheme {scheme}: states pass from token to token in {name}, because {abilities.boundaries_because}; use "
             "TP 1, SP 1 and CP 1 in hydra.strategies"
         )
-    if trial.one_by_one_because and (scheme.tp > 1 or scheme.sp > 1 or scheme.cp > 1):
+    if abilities.one_by_one_because and (scheme.tp > 1 or scheme.sp > 1 or scheme.cp > 1):
         raise UnsupportedModelError(
             f"scheme {scheme}: {name} runs the sequences of a micro-batch one after the other, because "
-            f"{trial.one_by_one_because}; use TP 1, SP 1 and CP 1 in hydra.strategies"
+            f"{abilities.one_by_one_because}; use TP 1, SP 1 and CP 1 in hydra.strategies"
         )
 
 
-def check_streams(
-    scheme: Scheme, trial: Trial, name: str, *, calls_once: bool, has_plain_embedding: bool
+def check_layers_stream(
+    scheme: Scheme,
+    abilities: ModelAbilities,
+    name: str,
+    *,
+    calls_once: bool,
+    has_plain_embedding: bool,
 ) -> None:
     """Raise UnsupportedModelError where the layers of a model of the class `name` cannot come and
     go as `stream` and `gather` want it: each is read once in forward and once in backward.
     """
     if not (scheme.stream or scheme.gather):
         return
-    because = trial.no_streams_because or ("" if calls_once else NOT_ONCE)
-    if trial.one_by_one_because:
-        because = f"it runs sequences one after the other ({trial.one_by_one_because})"
+    because = abilities.no_streams_because or ("" if calls_once else NOT_ONCE)
+    if abilities.one_by_one_because:
+        because = f"it runs sequences one after the other ({abilities.one_by_one_because})"
     elif not has_plain_embedding:
         because = because or "it has more than an embedding before its layers"
     if because:

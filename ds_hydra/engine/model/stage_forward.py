@@ -1,5 +1,13 @@
-"""The model's own forward over some of its layers: what stands in for layers of other stages, and
-how the sequences of a micro-batch pass.
+"""The model's own forward over some of its layers: what stands in for layers of other stages, how
+the sequences of a micro-batch pass, and layers that torch compiles.
+
+[Note: What compiles]
+`hydra.compile_layers` puts torch.compile around each decoder layer. Attention over a packed
+micro-batch and TP collectives stay outside (`torch.compiler.disable` where they are defined): a
+micro-batch's sequence lengths are no shapes, and collectives keep the order that the schedule gives
+them. What is left of a layer compiles for each TP degree and kind of pass, with the tokens of a
+micro-batch as a symbolic dimension: norms, rotary embedding, activation and residuals become few
+loops beside the matrix products.
 """
 
 from __future__ import annotations
@@ -11,13 +19,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from ds_hydra.engine.model.attention import PackedMicroBatch
-from ds_hydra.engine.model.decoder_parts import DecoderParts, noting_calls
-from ds_hydra.engine.model.sight import find_in_sight, in_sight
-from ds_hydra.engine.model.units import Binding
+from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, current_micro_batch, running
+from ds_hydra.engine.model.decoder_parts import Binding, DecoderParts, noting_calls
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, hook_colwise
+from ds_hydra.errors import HydraConfigError
 
 NOT_ONCE = "it calls a layer more than once, or not at all"
 _NUMBERS_OF_OUTPUTS = (0, 1, 2)
@@ -34,7 +42,7 @@ class StageEnd(Exception):
         self.hidden = hidden
 
 
-class Slot(nn.Module):
+class LayerPlaceholder(nn.Module):
     """Stands in for a layer of another stage.
 
     It answers as layers of the model do, with a tensor or with a tuple of `num_outputs` of which
@@ -88,7 +96,7 @@ class StageForward:
         self._model = model
         self._list = parts.layers
         self._layers = list(parts.layers)
-        self._slots = [Slot(layer) for layer in self._layers]
+        self._placeholders = [LayerPlaceholder(layer) for layer in self._layers]
         self._width: int = parts.embedding.weight.shape[1]
         self._one_by_one = one_by_one
         self._takes_boundaries = takes_boundaries
@@ -99,9 +107,11 @@ class StageForward:
 
     def show_layers(self, own: range) -> None:
         """Put the layers `own` in their places; the forward ends after them where others follow."""
-        for index, (layer, slot) in enumerate(zip(self._layers, self._slots, strict=True)):
-            self._list._modules[str(index)] = layer if index in own else slot
-            slot.ends = index == own.stop
+        for index, (layer, placeholder) in enumerate(
+            zip(self._layers, self._placeholders, strict=True)
+        ):
+            self._list._modules[str(index)] = layer if index in own else placeholder
+            placeholder.ends = index == own.stop
 
     def run(
         self,
@@ -144,14 +154,14 @@ class StageForward:
             inputs["position_ids"] = micro_batch.position_ids
         if self._takes_boundaries:
             inputs |= _boundaries(micro_batch)
-        self._slots[0].entering = hidden
+        self._placeholders[0].entering = hidden
         try:
-            with in_sight(micro_batch):
+            with running(micro_batch):
                 logits: Tensor = self._model(**inputs, use_cache=False).logits
         except StageEnd as end:
             return end.hidden
         finally:
-            self._slots[0].entering = None
+            self._placeholders[0].entering = None
         assert is_last, "the layer after the stage was not called"
         return logits
 
@@ -162,9 +172,11 @@ class StageForward:
         bindings: Iterable[Binding],
         params: Sequence[nn.Parameter],
     ) -> tuple[list[nn.Module], list[nn.Module], str]:
-        """Those of the `outer` modules that run before the first layer, found by running them on
-        zeros; those whose parameters are read without running them, by all that is known; and why
-        that could not be found, or "".
+        """Which of the `outer` modules a stage has to run, found by running them on zeros. Returns
+
+        - the modules that run before the first layer;
+        - the modules whose parameters are read though they do not run, as far as is known;
+        - why this could not be found, or "".
 
         `bindings` are those of `outer`, `params` what they have before and after.
         """
@@ -177,7 +189,7 @@ class StageForward:
             with noting_calls(outer) as before:
                 self._run_few(tokens, None)
             self.show_layers(range(0))
-            self._slots[0].ends = False
+            self._placeholders[0].ends = False
             handle = head.register_forward_pre_hook(_end_at_head)
             for num_outputs in _NUMBERS_OF_OUTPUTS:
                 self._answer_with(num_outputs)
@@ -198,21 +210,22 @@ class StageForward:
             problem,
         )
 
-    def find_slot_problem(self, hidden: Tensor) -> str:
-        """Let slots answer as the layers do; why they cannot stand in for them, or "". `hidden`
-        [1, 5, H] may be anything; what runs before the layers has to have parameters.
+    def find_placeholder_problem(self, hidden: Tensor) -> str:
+        """Let placeholders answer as layers do. Returns why they cannot stand in for them, or "".
+
+        `hidden` [1, 5, H] may be anything; what runs before the layers has to have parameters.
         """
         if len(self._layers) == 1:
             return ""
         self.show_layers(range(0))
-        self._slots[0].ends, self._slots[-1].ends = False, True
+        self._placeholders[0].ends, self._placeholders[-1].ends = False, True
         problem = ""
         for num_outputs in _NUMBERS_OF_OUTPUTS:
             self._answer_with(num_outputs)
             try:
-                with noting_calls(self._slots) as calls:
+                with noting_calls(self._placeholders) as calls:
                     output = self._run_few(None, hidden)
-                if [*calls.values()] != [1] * len(self._slots):
+                if [*calls.values()] != [1] * len(self._placeholders):
                     problem = NOT_ONCE
                 elif torch.equal(output.cpu(), hidden):
                     problem = ""
@@ -225,8 +238,8 @@ class StageForward:
         return problem
 
     def _answer_with(self, num_outputs: int) -> None:
-        for slot in self._slots:
-            slot.num_outputs = num_outputs
+        for placeholder in self._placeholders:
+            placeholder.num_outputs = num_outputs
 
     def _run_few(self, input_ids: Tensor | None, hidden: Tensor | None) -> Tensor:
         """Five tokens through what is in the layers' places, without gradient."""
@@ -246,7 +259,7 @@ def hook_head(head: nn.Module, tp: TensorParallel) -> None:
 
 
 def _select_predicting(_head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    micro_batch = find_in_sight()
+    micro_batch = current_micro_batch()
     if micro_batch is None or micro_batch.predicting is None:
         return None
     # Tokens are the last dimension but one: ProphetNet's head sees several streams of them.
@@ -270,3 +283,37 @@ def _end_at_head(_module: nn.Module, args: tuple[Any, ...]) -> None:
 
 def _split(tensor: Tensor | None, lengths: Sequence[int], dim: int = 1) -> Sequence[Tensor | None]:
     return [None] * len(lengths) if tensor is None else tensor.split(lengths, dim)
+
+
+_MOST_VARIANTS = 64
+"""Compiled forms of one layer: TP degrees x (training, evaluation) x kinds of layers. torch gives
+up after 8.
+"""
+
+
+def compile_each(layers: Iterable[nn.Module]) -> None:
+    """Compile the forward of each layer at its first use; layers of one class share what is
+    compiled.
+
+    The forward alone, so that the module's own hooks (waiting for slices, activation checkpointing)
+    stay outside. Raises HydraConfigError where the code cannot be compiled.
+    """
+    if get_accelerator().device_name() == "cpu":
+        _check_cpp_compiler()
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_VARIANTS)
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
+
+
+def _check_cpp_compiler() -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise HydraConfigError(
+            "hydra.compile_layers is true, and torch finds no C++ compiler for CPU code; install g++ or name a "
+            f"compiler in the environment variable CXX, or set hydra.compile_layers to false ({error})"
+        ) from error

@@ -5,10 +5,10 @@ slice goes.
 DeepSpeed's hooks on the trained model would gather whole parameters, collectively. Propagation
 therefore runs on a deep copy whose parameters are on the meta device (no memory) and whose buffers
 are real. A stage binds its slices into the copy's modules, runs the model's own `forward`, and
-unbinds them. Layers of other stages are replaced by `Slot`s, so the outer forward (rotary
-embedding, layer types, logit scaling) is the model's own for every family. What runs before the
-layers runs in every stage, later ones have zeros for its parameters and do not use what it gives;
-the forward ends after a stage's own layers.
+unbinds them. Layers of other stages are replaced by `LayerPlaceholder`s, so the outer forward
+(rotary embedding, layer types, logit scaling) is the model's own for every family. What runs before
+the layers runs in every stage, later ones have zeros for its parameters and do not use what it
+gives; the forward ends after a stage's own layers.
 """
 
 from __future__ import annotations
@@ -23,26 +23,40 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.engine.model import attention
-from ds_hydra.engine.model.adapters import check_head, unwrap_adapters, use_saved_modules
-from ds_hydra.engine.model.attention import PackedMicroBatch
-from ds_hydra.engine.model.compilation import compile_each
-from ds_hydra.engine.model.decoder_parts import DecoderParts, with_holders
+from ds_hydra.engine.model.adapters import (
+    add_neftune,
+    check_head,
+    count_noise,
+    unwrap_adapters,
+    use_saved_modules,
+)
+from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, checkpointed
+from ds_hydra.engine.model.decoder_parts import (
+    DecoderParts,
+    Unit,
+    bindings_of,
+    check_supported,
+    on_meta,
+    with_holders,
+)
 from ds_hydra.engine.model.expert_balance import ExpertBalance
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
-from ds_hydra.engine.model.noise import add_neftune, count_noise
-from ds_hydra.engine.model.rotary import follow_each_sequence
 from ds_hydra.engine.model.scheme_support import (
-    Trial,
+    ModelAbilities,
+    check_abilities,
     check_checkpointing,
     check_expert_parallel,
+    check_layers_stream,
     check_sequence_parallel,
-    check_streams,
     check_tensor_parallel,
-    check_trial,
 )
-from ds_hydra.engine.model.sight import checkpointed
-from ds_hydra.engine.model.stage_forward import NOT_ONCE, StageForward, bind_zeros, hook_head
-from ds_hydra.engine.model.supported import check_model
+from ds_hydra.engine.model.stage_forward import (
+    NOT_ONCE,
+    StageForward,
+    bind_zeros,
+    compile_each,
+    hook_head,
+)
 from ds_hydra.engine.model.tp_plan import (
     build_specs,
     expert_modules,
@@ -50,37 +64,36 @@ from ds_hydra.engine.model.tp_plan import (
     module_sides,
     module_styles,
 )
-from ds_hydra.engine.model.units import Unit, bindings_of, on_meta
 from ds_hydra.engine.parallel.expert_parallel import ExpertParallel, hook_dispatch
 from ds_hydra.engine.parallel.tensor_parallel import (
     GATHERED,
     LATENT,
     STYLES,
     TensorParallel,
+    find_blocks,
     hook_block,
     hook_embedding,
     hook_latent,
 )
-from ds_hydra.engine.parallel.tp_sequence_parallel import find_blocks
-from ds_hydra.engine.transfer.stream_plan import StageStreams, Window, copied_params
+from ds_hydra.engine.transfer.schedule import StageStreams, Window, copied_params
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.schemes.placement import coordinates
-from ds_hydra.zero_link import Bucket, RankBuckets, SliceRef
+from ds_hydra.zero_link import Bucket, BucketEntry, RankBuckets
 
 
 class StageModel:
     """A parameter-free copy of a causal language model, runnable one stage at a time.
 
     `params` are the model's own parameters in the order of `specs`, those of LoRA adapters among
-    them. `trial` is what a small copy of the model has shown (`packing_probe.try_small_copy`).
+    them. `abilities` is what a small copy of the model has shown (`packing_probe.try_small_copy`).
     Raises UnsupportedModelError by name for what cannot be trained.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        trial: Trial | None = None,
+        abilities: ModelAbilities | None = None,
         *,
         activation_checkpointing: bool = False,
         compile_layers: bool = False,
@@ -90,9 +103,9 @@ class StageModel:
         simulated_tp_size: int = 1,
     ):
         model = unwrap_adapters(model)
-        check_model(model)
+        check_supported(model)
         check_user_code(model)
-        self.trial = trial = trial or Trial()
+        self.abilities = abilities = abilities or ModelAbilities()
         self.tp = TensorParallel(
             cuts_micro_batches=tp_sequence_parallel, simulated_tp_size=simulated_tp_size
         )
@@ -112,14 +125,14 @@ class StageModel:
         self._meta_params: list[nn.Parameter] = [memo[id(p)] for p in self.params]
         parts = DecoderParts.find(self._model)
         self._base, head, self._embedding = parts.base, parts.head, parts.embedding
-        if not trial.one_by_one_because:
+        if not abilities.one_by_one_because:
             attention.use_packed_attention(self._model)
         self._model.train()
-        follow_each_sequence(self._model)
+        attention.follow_each_sequence(self._model)
         if activation_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
         self._layers = list(parts.layers)
-        alone, told = bool(trial.one_by_one_because), bool(trial.boundaries_because)
+        alone, told = bool(abilities.one_by_one_because), bool(abilities.boundaries_because)
         self._forward = StageForward(self._model, parts, one_by_one=alone, takes_boundaries=told)
         self._always_checkpointed = [
             getattr(layer, "gradient_checkpointing", False) for layer in self._layers
@@ -159,8 +172,8 @@ class StageModel:
         hook_head(head, self.tp)  # after its block has gathered shards
         bind_zeros(self.units[0].bindings, self._meta_params, self._forward.device)
         hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)
-        found = self._forward.find_slot_problem(hidden.to(self._meta_params[0].dtype))
-        self.no_pp_because = trial.no_stages_because or self.no_pp_because or found
+        found = self._forward.find_placeholder_problem(hidden.to(self._meta_params[0].dtype))
+        self.no_pp_because = abilities.no_stages_because or self.no_pp_because or found
         self.unbind()
         if compile_layers:
             compile_each(self._layers)
@@ -194,10 +207,10 @@ class StageModel:
         """
         scheme.check_layers(self.num_layers)
         name = type(self._model).__name__
-        check_trial(scheme, self.trial, name)
-        check_streams(
+        check_abilities(scheme, self.abilities, name)
+        check_layers_stream(
             scheme,
-            self.trial,
+            self.abilities,
             name,
             calls_once=self.no_pp_because != NOT_ONCE,
             has_plain_embedding=self.has_plain_embedding,
@@ -248,7 +261,7 @@ class StageModel:
                 self.specs[p].slice_region(scheme.tp, tp_rank, scheme.ep, ep_rank) for p in params
             ]
             pushes = [self.specs[p].pushes_gradient(tp_rank, scheme.ep) for p in params]
-            buckets.append(tuple(map(SliceRef, params, regions, pushes)))
+            buckets.append(tuple(map(BucketEntry, params, regions, pushes)))
         return tuple(buckets)
 
     def _unshared(self, units: Sequence[Unit]) -> list[int]:
@@ -381,7 +394,7 @@ class StageModel:
             hook = STYLES[style].hook if style in STYLES else None
             if hook is not None:
                 hook(module, self.tp)
-            elif style == LATENT and not self.trial.one_by_one_because:
+            elif style == LATENT and not self.abilities.one_by_one_because:
                 hook_latent(module, self.tp, self.config.kv_lora_rank)
         for module in expert_modules(self._base):
             hook_dispatch(module, self.ep)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ds_hydra.engine.model.adapters import SUMMED, split_style
-from ds_hydra.engine.model.units import shape_of
+from ds_hydra.engine.model.decoder_parts import shape_of
 from ds_hydra.engine.parallel.tensor_parallel import (
     EXPERTS,
     GATHERED,

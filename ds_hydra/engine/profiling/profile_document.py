@@ -1,22 +1,28 @@
-"""The parts of a `ds_hydra.profile/1` document: hardware, model, memory of the states, fitted
-schemes.
+"""What a profile is put together of: values that were measured, and the parts of a
+`ds_hydra.profile/1` document (hardware, model, memory of the states, fitted schemes).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import isfinite
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ds_hydra.configs.files import LARGEST
+from ds_hydra.configs.files import LARGEST, read_json_object
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.expert_balance import is_experts
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.model.tp_plan import num_kv_heads
+from ds_hydra.engine.ranks.agreement import broadcast_text, run_together
 from ds_hydra.engine.ranks.hosts import count_ranks_here
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.model_config import all_fields
@@ -25,9 +31,109 @@ from ds_hydra.strategy.cost_models.decoder import ModelSize, read_decoder
 from ds_hydra.strategy.cost_models.flops import FROZEN_FLOP, TRAINED_FLOP, ModelFlops
 from ds_hydra.strategy.profiles.fit import fit_latency, saturation_tokens
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
-from ds_hydra.strategy.profiles.states import engine_states, expert_memory
+from ds_hydra.strategy.profiles.state_bytes import engine_states, expert_memory
 from ds_hydra.strategy.proposal.estimate import describe_model as describe_config
 from ds_hydra.strategy.proposal.estimate import find_experts
+
+_SCHEMA = "ds_hydra.measurements/1"
+
+
+class Measurements:
+    """Measured numbers by name, equal on all ranks; rank 0 writes each to the file as it comes."""
+
+    def __init__(
+        self,
+        values: Mapping[str, float] | None = None,
+        *,
+        path: Path | None = None,
+        identity: Mapping[str, Any] | None = None,
+    ):
+        self._values = dict(values or {})
+        self._path = path
+        self._identity = dict(identity or {})
+        self.num_found = len(self._values)
+        """How many values were known from the start."""
+
+    @classmethod
+    def open(
+        cls, path: Path | None, identity: Mapping[str, Any], device: torch.device
+    ) -> Measurements:
+        """Continue `path` where it exists; rank 0 reads and writes it. Collective over all ranks.
+
+        `identity` says what is measured. Raises HydraConfigError on all ranks for a file that
+        cannot be read or belongs to something else, naming what differs.
+        """
+        path = path if dist.get_rank() == 0 else None
+
+        def read() -> dict[str, float]:
+            return _read(path, identity) if path is not None and path.exists() else {}
+
+        found = run_together(read, device)
+        (text,) = broadcast_text([json.dumps(found)], 0, device)
+        return cls(json.loads(text), path=path, identity=identity)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def get(self, name: str, measure: Callable[[], float]) -> float:
+        """The value called `name`, measured now if it is not known; `measure` is collective, equal
+        on all ranks.
+        """
+        if name not in self._values:
+            self._values[name] = measure()
+            self._write()
+        return self._values[name]
+
+    def value(self, name: str) -> float:
+        """The value called `name`, which is known."""
+        return self._values[name]
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        document = {
+            "schema": _SCHEMA,
+            "digest": _digest(self._identity),
+            "identity": self._identity,
+            "values": self._values,
+        }
+        partial = self._path.with_name(self._path.name + ".writing")
+        partial.write_text(json.dumps(document), encoding="utf-8")
+        partial.replace(self._path)
+
+
+def _read(path: Path, identity: Mapping[str, Any]) -> dict[str, float]:
+    try:
+        document = read_json_object(path)
+        found, digest = document["identity"], document["digest"]
+        values = {str(name): float(value) for name, value in document["values"].items()}
+        is_whole = document["schema"] == _SCHEMA and digest == _digest(found)
+        is_whole = is_whole and all(isfinite(value) and value >= 0 for value in values.values())
+    except (HydraConfigError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HydraConfigError(
+            f"cannot continue {path}: {error!r}; remove it to measure from the start"
+        ) from error
+    if not is_whole:
+        raise HydraConfigError(
+            f"cannot continue {path}: it is no whole {_SCHEMA} of values from 0 up; remove it to start anew"
+        )
+    if digest != _digest(identity):
+        raise HydraConfigError(
+            f"{path} continues another profile: {_differences(found, identity)}; remove it, or give --out "
+            "another name"
+        )
+    return values
+
+
+def _digest(identity: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    names = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
+    return ", ".join(
+        f"{name} {found.get(name)!r} instead of {wanted.get(name)!r}" for name in names
+    )
 
 
 def fit_memory(document: Mapping[str, Any], config: HydraConfig) -> Profile:

@@ -20,9 +20,9 @@ from torch import Tensor
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.micro_batches import Example
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.profiling.measurements import Measurements
-from ds_hydra.engine.profiling.memory_trace import trace_layer_memory
+from ds_hydra.engine.profiling.memory import trace_layer_memory
 from ds_hydra.engine.profiling.profile_document import (
+    Measurements,
     ProbeMicroBatch,
     describe_hardware,
     describe_model,
@@ -38,8 +38,8 @@ from ds_hydra.engine.profiling.rehearsal import (
     run_once,
 )
 from ds_hydra.engine.propagation import Propagator
-from ds_hydra.engine.ranks.device_memory import count_multiprocessors, outside_bytes
 from ds_hydra.engine.ranks.hosts import find_ranks_per_core
+from ds_hydra.engine.ranks.memory import count_multiprocessors, outside_bytes
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.progress import Progress
 from ds_hydra.sampler.packing.cuts import cut_micro_batches
@@ -101,7 +101,7 @@ def measure_profile(
             for scheme, micro_batches in micro_batches_of.items()
             for micro_batch in micro_batches
         ],
-        lambda scheme, micro_batch: stage_ms(propagator, homogeneous[scheme], micro_batch),
+        lambda scheme, micro_batch: measure_stage_ms(propagator, homogeneous[scheme], micro_batch),
         config,
         known,
         show_progress=propagator.rank == 0,
@@ -396,7 +396,7 @@ def _probe_example(vocab_size: int, length: int) -> Example:
     return tokens, tokens
 
 
-def stage_ms(
+def measure_stage_ms(
     propagator: Propagator,
     strategy: Strategy,
     micro_batch: ProbeMicroBatch,
@@ -436,7 +436,7 @@ def token_bytes(propagator: Propagator, strategy: Strategy, length: int) -> floa
         is_longer = length > _SHORT_TOKENS and has_room
         return _growth(propagator, strategy, length) if is_longer else found
     with _count_saved_bytes() as counted:
-        stage_ms(propagator, strategy, ProbeMicroBatch(length))
+        measure_stage_ms(propagator, strategy, ProbeMicroBatch(length))
     # Autograd keeps views of weights, which are not activations.
     for address in propagator.links.weight_addresses():
         counted.pop(address, None)
@@ -485,7 +485,7 @@ def _peak_bytes(propagator: Propagator, strategy: Strategy, length: int) -> floa
         accelerator.reset_peak_memory_stats()
         return ()
 
-    stage_ms(propagator, strategy, ProbeMicroBatch(length), beside=begin)
+    measure_stage_ms(propagator, strategy, ProbeMicroBatch(length), beside=begin)
     return propagator.max_over_ranks(float(accelerator.max_memory_allocated()))
 
 

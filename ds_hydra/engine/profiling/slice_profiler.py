@@ -16,11 +16,11 @@ import torch
 from transformers import PretrainedConfig
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.model.random_model import build_random_stage_model
+from ds_hydra.engine.model.meta_model import build_random_stage_model
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.profiling.measurements import Measurements
-from ds_hydra.engine.profiling.memory_trace import slice_config, trace_layer_memory
+from ds_hydra.engine.profiling.memory import slice_config, trace_layer_memory
 from ds_hydra.engine.profiling.profile_document import (
+    Measurements,
     ProbeMicroBatch,
     describe_hardware,
     describe_model,
@@ -32,15 +32,14 @@ from ds_hydra.engine.profiling.profiler import (
     default_lengths,
     has_device_memory,
     measure_in_rounds,
-    stage_ms,
+    measure_stage_ms,
     token_bytes,
 )
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.cost_models.alpha_beta import LayerShape
-from ds_hydra.strategy.cost_models.topology import StageParts, Topology
-from ds_hydra.strategy.cost_models.topology import stage_ms as composed_stage_ms
+from ds_hydra.strategy.cost_models.topology import StageParts, Topology, stage_ms
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
 
 _MOST_LAYERS = 4
@@ -104,7 +103,7 @@ def profile_slices(
             )
             part = parts[scheme.tp, length]
             layers = stage_model.num_layers
-            time_ms = composed_stage_ms(
+            time_ms = stage_ms(
                 scheme,
                 part,
                 interconnects,
@@ -172,7 +171,7 @@ def _measure_slice(
         cases = [(slice_, ProbeMicroBatch(length)) for slice_ in propagators for length in lengths]
         times_ms = measure_in_rounds(
             cases,
-            lambda slice_, micro_batch: stage_ms(propagators[slice_], _ALONE, micro_batch),
+            lambda slice_, micro_batch: measure_stage_ms(propagators[slice_], _ALONE, micro_batch),
             config,
             known,
             show_progress=True,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra import errors
-from ds_hydra.engine.ranks.host_memory import to_device
+from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.errors import HydraError, RankLostError
 
 _all_gather: Callable[..., object] = (

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_hydra.engine.ranks.agreement import gather_rows
-from ds_hydra.engine.ranks.host_memory import forget_peak, process_bytes
+from ds_hydra.engine.ranks.memory import forget_peak, process_bytes
 from ds_hydra.records.timeline import Event, EventKind, Timeline, Track
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy.schemes.placement import stages_of

@@ -33,12 +33,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.engine.parallel.groups import GroupPool
-from ds_hydra.engine.ranks.peer_memory import ALLOCATORS, PeerMemory
-from ds_hydra.engine.ranks.shared_memory import SharedMemory
+from ds_hydra.engine.ranks.hosts import ALLOCATORS, PeerMemory, SharedMemory
 from ds_hydra.engine.transfer.exact_sums import Adder, digit_width, value_of
 from ds_hydra.engine.transfer.inbox import Inbox, control_bytes
-from ds_hydra.engine.transfer.link_session import DeviceClock, LinkThread
-from ds_hydra.engine.transfer.stream_plan import STREAM_WINDOW
+from ds_hydra.engine.transfer.link_thread import DeviceClock, LinkThread
+from ds_hydra.engine.transfer.schedule import STREAM_WINDOW
 from ds_hydra.zero_link import ParamSpec, Region
 
 _LOCKED_NUMEL = 1 << 17

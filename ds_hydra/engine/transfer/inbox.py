@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hydra.engine.ranks.shared_memory import SharedMemory
-from ds_hydra.engine.transfer.link_session import Abandoned, DeviceClock
+from ds_hydra.engine.ranks.hosts import SharedMemory
+from ds_hydra.engine.transfer.link_thread import Cancelled, DeviceClock
 
 _POLL_S = 5e-5
 
@@ -112,6 +112,6 @@ class Inbox:
             if words[_STATE] == _FAILED:
                 raise RuntimeError(f"rank {owner} of this host could not add to its sums")
             if self._round != round_:
-                raise Abandoned
+                raise Cancelled
             time.sleep(_POLL_S)
         return words

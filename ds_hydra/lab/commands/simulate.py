@@ -235,9 +235,11 @@ def _refuse(is_wrong: bool, message: str) -> None:
 
 
 def _check_timeline(system: str, settings: Settings) -> None:
-    from ds_hydra.lab.simulator.systems import PLANNED
+    from ds_hydra.lab.simulator.systems import OUR_SYSTEMS
 
-    _refuse(system not in PLANNED, f"--timeline-of {system!r}: choose {' or '.join(PLANNED)}")
+    _refuse(
+        system not in OUR_SYSTEMS, f"--timeline-of {system!r}: choose {' or '.join(OUR_SYSTEMS)}"
+    )
     _refuse(
         system not in ("ds_hydra", *settings.systems),
         f"--timeline-of {system}: it is not among --systems {','.join(settings.systems)}; add it there",
@@ -295,11 +297,11 @@ def _workload(
     from ds_hydra.configs.files import find_profile
     from ds_hydra.lab.simulator.sweep import Axes
     from ds_hydra.lab.simulator.workload import Workload
-    from ds_hydra.sampler.candidates import with_schemes_of
+    from ds_hydra.strategy.cost_models.costs import Costs
     from ds_hydra.strategy.profiles.profile import Profile
     from ds_hydra.strategy.proposal.candidates import load_strategies
     from ds_hydra.strategy.proposal.histogram import LengthHistogram
-    from ds_hydra.strategy.schemes.scheme import Strategy, check_one_host
+    from ds_hydra.strategy.schemes.scheme import Strategy, check_one_host, schemes_of
 
     given = {
         "--profile": estimated.name if estimated else profile,
@@ -325,10 +327,10 @@ def _workload(
     given_profile = estimated or Profile.load(find_profile(profile))
     for each in named:
         check_one_host(each, -(-max(axes.devices) // given_profile.memory.devices_per_node))
-    known = with_schemes_of(given_profile, named)
+    known = Costs.of(given_profile, num_devices).extended(schemes_of(named))
     workload = Workload(
         name=f"{profile}, {histogram}",
-        profile=known,
+        costs=Costs(known),
         histogram=LengthHistogram.load(find_file("lengths", histogram)),
         num_devices=num_devices,
         context_length=context_length,
@@ -413,8 +415,8 @@ def _compare(
     from ds_hydra.lab.simulator.spread import with_spread
     from ds_hydra.strategy.cost_models.cluster import find_cluster
 
-    cluster = find_cluster(workload.profile, workload.num_devices, hardware)
-    if cluster is None:
+    workload = workload.linked_by(find_cluster(workload.profile, workload.num_devices, hardware))
+    if workload.cluster is None:
         log(
             "the profile's hardware has no description: communication counts nothing; see --hardware"
         )
@@ -430,9 +432,7 @@ def _compare(
         def begin(_system: str) -> None:
             show(next(steps), 1 + len(settings.systems) + int(spread))
 
-        found = compare(
-            workload, cluster, settings, progress=begin, run_each=run_each, inside=_tell
-        )
+        found = compare(workload, settings, progress=begin, run_each=run_each, inside=_tell)
         optional = ("given", "paper", "32_bit")
         left_out = [n for n in settings.systems if n not in optional and found.get(n) is None]
         if left_out:

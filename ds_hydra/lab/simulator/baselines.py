@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -131,7 +132,7 @@ def _hotspa_phase(scenario: Scenario, above: int, up_to: int, *, overlap: bool) 
     """All sequences of an interval of lengths with the best homogeneous strategy for them."""
     choices = []
     parts = [lengths[(lengths > above) & (lengths <= up_to)] for lengths in scenario.lengths]
-    for strategy in homogeneous_strategies(scenario.profile, scenario.num_devices, up_to):
+    for strategy in homogeneous_strategies(replace(scenario, context_length=up_to)):
         longest = min(scenario.context_length, scenario.max_len_tokens(strategy.schemes[0]))
         for pack in DEALS.values():
             outcomes = []

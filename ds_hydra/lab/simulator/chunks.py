@@ -26,7 +26,7 @@ def chunked(scenario: Scenario, *, name: str) -> SystemResult | None:
     chunk never waits for another of its sequence.
     """
     results = []
-    for scheme in usable_schemes(scenario.profile, scenario.num_devices):
+    for scheme in usable_schemes(scenario):
         strategy = Strategy((scheme,) * (scenario.num_devices // scheme.num_devices))
         max_len = scenario.max_len_tokens(scheme)
         chunk = longest = min(scenario.context_length, max_len)

@@ -18,42 +18,40 @@ from ds_hydra.lab.simulator.systems import (
     FULL_STATIC,
     GRADIENTS_32_BIT,
     LABELS,
+    OUR_SYSTEMS,
     PAPER,
     PLAIN,
-    PLANNED,
     STATIC,
     SYSTEMS,
-    Contest,
+    RivalInputs,
     Settings,
 )
 from ds_hydra.lab.simulator.workload import Workload, check_workload
-from ds_hydra.sampler.candidates import (
+from ds_hydra.sampler.candidate_set import decide_candidates
+from ds_hydra.sampler.sample_bench import (
+    HEURISTIC,
     MAX_ENUMERATED_RANKS,
     CandidateSettings,
-    decide_candidates,
-    with_schemes_of,
+    Progress,
 )
-from ds_hydra.sampler.trial import HEURISTIC, Progress, PruningSettings
-from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.profiles.states import with_engine_states
-from ds_hydra.strategy.proposal.extended import (
-    stretched_schemes,
-    with_derived_schemes,
-    with_extended_schemes,
-)
+from ds_hydra.strategy.profiles.state_bytes import with_engine_states
 from ds_hydra.strategy.proposal.program import (
     ProposalSettings,
     check_context,
     propose_from_histogram,
     usable_schemes,
 )
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+from ds_hydra.strategy.proposal.space import (
+    candidate_schemes,
+    pruned_schemes,
+    unpruned_schemes,
+)
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of
 
 
 def compare(
     workload: Workload,
-    cluster: Cluster | None,
     settings: Settings,
     known: Comparison | None = None,
     progress: Callable[[str], None] = lambda _: None,
@@ -71,22 +69,15 @@ def compare(
     of ds_hydra fits the context or a given strategy does not fit.
     """
     # A profile of ranks that shared cores is of a machine for trials; clusters have devices
-    workload = replace(workload, profile=replace(workload.profile, ranks_per_core=1.0))
+    workload = workload.knowing(replace(workload.profile, ranks_per_core=1.0))
     is_plain = settings.space == "plain" or bool(workload.strategies)
-    start = replace(settings, iterations=0).scenario(workload, cluster)
-    own = replace(start, profile=workload.own_profile or with_engine_states(workload.profile))
+    start = replace(settings, iterations=0).scenario(workload)
+    own = start.knowing(workload.own_profile or with_engine_states(workload.profile))
     if known is None:
         if not (is_plain or own.statics() or _fits_extended(workload, own)):
-            check_context(
-                own.profile,
-                own.num_devices,
-                own.context_length,
-                is_full=True,
-                cluster=own.cluster,
-                tokens_per_iteration=workload.tokens_per_iteration,
-            )
+            check_context(own, is_full=True, tokens_per_iteration=workload.tokens_per_iteration)
         check_workload(workload, is_plain=is_plain)
-    scenario = settings.scenario(workload, cluster)
+    scenario = settings.scenario(workload)
     own = replace(own, batches=scenario.batches)
     given = {name: p.strategies for name, p in known.planned.items()} if known else {}
     jobs: dict[str, Callable[[], Any]] = {
@@ -94,8 +85,8 @@ def compare(
             _run_in_space, DS_HYDRA, workload, own, settings, given.get(DS_HYDRA), inside
         )
     }
-    if GRADIENTS_32_BIT in settings.systems and cluster is not None:
-        pushing = replace(own, cluster=cluster.pushing_32_bit)
+    if GRADIENTS_32_BIT in settings.systems and own.cluster is not None:
+        pushing = own.linked_by(own.cluster.pushing_32_bit)
         candidates = given.get(GRADIENTS_32_BIT)
         jobs[GRADIENTS_32_BIT] = partial(
             _run_in_space, GRADIENTS_32_BIT, workload, pushing, settings, candidates
@@ -104,24 +95,27 @@ def compare(
         # Where the profile has the engine's memory already, PAPER would be PLAIN again
         if name in settings.systems and (name == PLAIN or each.profile is not own.profile):
             jobs[name] = partial(_run_plain, name, workload, each, settings, given.get(name))
-    alone = Contest(
-        scenario=scenario, full=scenario, strategies=(), candidates=(), given=workload.given
+    alone = RivalInputs(
+        scenario=scenario,
+        ours=scenario,
+        plain_candidates=(),
+        candidates=(),
+        megatron_strategy=workload.given,
     )
-    others = [name for name in settings.systems if name not in PLANNED]
+    others = [name for name in settings.systems if name not in OUR_SYSTEMS]
     jobs |= {name: partial(_run_other, alone, name) for name in others if name not in STATIC}
     found = _run_all(jobs, progress, run_each)
-    planned = {n: found[n] for n in PLANNED if found.get(n) is not None}
+    planned = {n: found[n] for n in OUR_SYSTEMS if found.get(n) is not None}
     jobs = {}
     if any(name in STATIC for name in others):
-        contest = _contest(workload, scenario, planned, settings, known)
-        jobs = {name: partial(_run_other, contest, name) for name in others if name in STATIC}
+        inputs = _rival_inputs(workload, scenario, planned, settings, known)
+        jobs = {name: partial(_run_other, inputs, name) for name in others if name in STATIC}
     found |= _run_all(jobs, progress, run_each)
     found |= {name: each.result for name, each in planned.items()}
     results = [found.get(name) for name in settings.systems]
     return Comparison(
         workload=workload,
         settings=settings,
-        cluster=cluster,
         num_tokens=np.array([batch.num_tokens for batch in scenario.batches], dtype=np.float64),
         results=(planned[DS_HYDRA].result, *(result for result in results if result is not None)),
         planned=planned,
@@ -146,39 +140,15 @@ def _call(job: Callable[[], Any]) -> Any:
     return job()
 
 
-def _run_other(contest: Contest, name: str) -> SystemResult | None:
-    return SYSTEMS[name].run(contest, name)
+def _run_other(inputs: RivalInputs, name: str) -> SystemResult | None:
+    return SYSTEMS[name].run(inputs, name)
 
 
 def _fits_extended(workload: Workload, own: Scenario) -> bool:
     """Whether a scheme of the full space fits the context, as `_propose` looks for it."""
-    extended = with_extended_schemes(
-        own.profile,
-        num_devices=own.num_devices,
-        context_length=own.context_length,
-        cluster=own.cluster,
-        tokens_per_iteration=workload.tokens_per_iteration,
-    )
-    fitting = (s for s in extended.latency if s.num_devices <= own.num_devices)
-    longest = (extended.max_len_tokens(s, own.num_devices) for s in fitting)
-    return any(length >= own.context_length for length in longest)
-
-
-def _derived(own: Scenario) -> Profile:
-    """The profile with all that follows from it but for checkpointed layers and uneven stages."""
-    return with_derived_schemes(
-        own.profile,
-        num_devices=own.num_devices,
-        cluster=own.cluster,
-        tokens_per_iteration=0.0,
-    )
-
-
-def _stretched(derived: Profile, own: Scenario) -> tuple[Scheme, ...]:
-    """The schemes of the full space that none makes useless."""
-    return stretched_schemes(
-        derived, num_devices=own.num_devices, context_length=own.context_length
-    )
+    extended = candidate_schemes(own, "full", workload.tokens_per_iteration)
+    fitting = (s for s in extended if s.num_devices <= own.num_devices)
+    return any(own.max_len_tokens(s) >= own.context_length for s in fitting)
 
 
 def _run_in_space(
@@ -192,17 +162,18 @@ def _run_in_space(
     """ds_hydra in the space of the settings, with these `candidates` if there are any."""
     if workload.strategies or settings.space == "plain":
         if not workload.strategies:
-            check_context(own.profile, own.num_devices, own.context_length)
+            check_context(own)
         strategies = (
             workload.strategies or candidates or _propose(workload, own, settings, "plain", inside)
         )
-        return _run_strategies(name, own, strategies, usable_schemes(own.profile, own.num_devices))
-    profile = _derived(own)
-    schemes = () if candidates else _stretched(profile, own)
+        return _run_strategies(name, own, strategies, usable_schemes(own))
+    world = own.measured
+    unpruned = unpruned_schemes(world, 0.0)
+    schemes = () if candidates else pruned_schemes(world, unpruned)
     strategies = candidates or _propose(workload, own, settings, "full", inside)
-    profile = profile.with_schemes(schemes)
-    profile = _with_seen_traffic(with_schemes_of(profile, strategies), own.seen)
-    return _run_strategies(name, replace(own, profile=profile), strategies, schemes)
+    profile = world.costs.table((*unpruned, *schemes, *sorted(schemes_of(strategies))))
+    profile = _with_seen_traffic(profile, own.seen)
+    return _run_strategies(name, own.knowing(profile), strategies, schemes)
 
 
 def _with_seen_traffic(profile: Profile, share: float | None) -> Profile:
@@ -230,27 +201,27 @@ def _run_plain(
     if not named and not scenario.statics():
         return None
     strategies = named or candidates or _propose(workload, scenario, settings, "plain")
-    schemes = usable_schemes(scenario.profile, workload.num_devices)
+    schemes = usable_schemes(scenario)
     return _run_strategies(name, scenario, strategies, schemes)
 
 
-def _contest(
+def _rival_inputs(
     workload: Workload,
     scenario: Scenario,
     planned: dict[str, Planned],
     settings: Settings,
     known: Comparison | None,
-) -> Contest:
+) -> RivalInputs:
     """What the other systems may use."""
     ours = planned[DS_HYDRA]
     if known is not None:
         static, full_static = known.get("static"), known.get(FULL_STATIC)
-        return Contest(
+        return RivalInputs(
             scenario=scenario,
-            full=replace(scenario, profile=ours.profile),
-            strategies=(Strategy.parse(static.strategy),) if static else (),
+            ours=scenario.knowing(ours.profile),
+            plain_candidates=(Strategy.parse(static.strategy),) if static else (),
             candidates=(Strategy.parse(full_static.strategy),) if full_static else (),
-            given=workload.given,
+            megatron_strategy=workload.given,
         )
     needs_proposed = set(STATIC) & set(settings.systems) and scenario.statics()
     proposed = _proposed_strategies(workload) if needs_proposed else ()
@@ -258,12 +229,12 @@ def _contest(
     strategies = [s for found in plain for s in found] + list(proposed)
     if not strategies:
         strategies = list(workload.strategies)
-    return Contest(
+    return RivalInputs(
         scenario=scenario,
-        full=replace(scenario, profile=ours.profile),
-        strategies=tuple(dict.fromkeys(strategies)),
+        ours=scenario.knowing(ours.profile),
+        plain_candidates=tuple(dict.fromkeys(strategies)),
         candidates=(*ours.strategies, *proposed),
-        given=workload.given,
+        megatron_strategy=workload.given,
     )
 
 
@@ -274,9 +245,7 @@ def _run_strategies(
     besides.
     """
     result, plans = dynamic(scenario, strategies, name=name)
-    schemes = tuple(
-        dict.fromkeys((*schemes, *(s for strategy in strategies for s in strategy.schemes)))
-    )
+    schemes = tuple(dict.fromkeys((*schemes, *(s for each in strategies for s in each.schemes))))
     return Planned(
         result=result,
         profile=scenario.profile,
@@ -306,12 +275,10 @@ def _propose(
             max_groups=settings.max_communicators,
             # Of <TP,PP> alone what suits the lengths: each of all pairs would be planned at length
             max_enumerated=0 if space == "plain" else MAX_ENUMERATED_RANKS,
-            pruning=PruningSettings(
-                num_batches=settings.num_proposal_batches,
-                num_rounds=settings.num_proposal_rounds,
-                seed=settings.seed + 1,
-                planner=replace(HEURISTIC, overlaps_links=settings.overlap),
-            ),
+            num_batches=settings.num_proposal_batches,
+            num_rounds=settings.num_proposal_rounds,
+            seed=settings.seed + 1,
+            planner=replace(HEURISTIC, overlaps_links=settings.overlap),
         ),
         inside,
     )
@@ -321,10 +288,8 @@ def _propose(
 def _proposed_strategies(workload: Workload) -> tuple[Strategy, ...]:
     """What the program of Eq. (4) finds, all of it."""
     proposed = propose_from_histogram(
-        workload.profile,
+        workload,
         workload.histogram.limit(workload.context_length),
-        num_devices=workload.num_devices,
-        context_length=workload.context_length,
-        settings=ProposalSettings(tokens_per_iteration=workload.tokens_per_iteration),
+        ProposalSettings(tokens_per_iteration=workload.tokens_per_iteration),
     )
     return tuple(p.strategy for p in proposed)

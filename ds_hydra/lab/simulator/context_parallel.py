@@ -69,7 +69,7 @@ class ContextParallel:
 
 def context_parallel(scenario: Scenario) -> Iterator[ContextParallel]:
     """Every <TP,PP> and power of two for CP that fits the devices and holds the context."""
-    for scheme in usable_schemes(scenario.profile, scenario.num_devices):
+    for scheme in usable_schemes(scenario):
         cp = 1
         while cp * scheme.num_devices <= scenario.num_devices:
             found = ContextParallel(scenario=scenario, scheme=scheme, cp=cp)

@@ -11,7 +11,7 @@ from ds_hydra.strategy.cost_models.analytic import Hardware, predict_profile
 from ds_hydra.strategy.cost_models.decoder import read_decoder
 from ds_hydra.strategy.cost_models.flops import ModelFlops
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.profiles.states import engine_states, expert_memory
+from ds_hydra.strategy.profiles.state_bytes import engine_states, expert_memory
 from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
 from ds_hydra.strategy.proposal.estimate import describe_model, expert_parallel_schemes
 

@@ -23,9 +23,9 @@ from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.schedule import FloatArray, IntArray
-from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
-from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.profiles.profile import LatencyModel
 from ds_hydra.strategy.proposal.program import homogeneous_strategies
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
@@ -61,18 +61,14 @@ class SystemResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
+class Scenario(World):
     """What all systems have in common: the mini-batches and where they run.
 
     `seen`: share of pull and push, and of ZeRO-3's gathers, that nothing hides, for all systems; as
     much as the overlap leaves if None.
     """
 
-    profile: Profile
-    num_devices: int
-    context_length: int
-    batches: tuple[GlobalBatch, ...]
-    cluster: Cluster | None = None
+    batches: tuple[GlobalBatch, ...] = ()
     overlap: bool = True
     seen: float | None = None
     forward_fraction: float = FORWARD_FRACTION
@@ -91,17 +87,13 @@ class Scenario:
             )
         return self._sorted
 
-    def max_len_tokens(self, scheme: Scheme, beside: Strategy | None = None) -> int:
-        """MaxLen of `scheme` here, as a pipeline of `beside`."""
-        return self.profile.max_len_tokens(scheme, self.num_devices, beside)
-
     def longest(self, strategy: Strategy) -> int:
         """Largest MaxLen of the pipelines of `strategy`."""
         return max(self.max_len_tokens(s, strategy) for s in dict.fromkeys(strategy.schemes))
 
     def statics(self) -> tuple[Strategy, ...]:
         """Homogeneous strategies of <TP,PP> that fit the context."""
-        return homogeneous_strategies(self.profile, self.num_devices, self.context_length)
+        return homogeneous_strategies(self)
 
     def plan(self, batch: GlobalBatch, strategies: Sequence[Strategy]) -> IterationPlan:
         """The plan of ds_hydra's planner."""

@@ -1,6 +1,6 @@
 """A group of ranks that share sequences (Ulysses) under ZeRO-3: its time, its MaxLen, its gathers.
 
-T of one rank (`single_rank_latency`) is divided by the group's size without its constant; exchanges
+T of one rank (`Costs.single_rank`) is divided by the group's size without its constant; exchanges
 of attention are priced as ds_hydra's own (`sequence_parallel_latency`). All ranks gather every
 layer for every micro-batch, forward and backward, and reduce its gradients: a micro-batch takes the
 longer of its computation and this traffic, which assumes perfect prefetching, unless
@@ -21,7 +21,6 @@ from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.cost_models.analytic import sequence_parallel_latency
 from ds_hydra.strategy.profiles.memory_model import SP_ACTIVATIONS
 from ds_hydra.strategy.profiles.profile import LatencyModel
-from ds_hydra.strategy.proposal.streamed import single_rank_latency
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 from ds_hydra.strategy.schemes.scheme import Scheme
 
@@ -86,7 +85,7 @@ def sharded_groups(scenario: Scenario, checkpointing: Sequence[bool]) -> Iterato
     """Groups of every size that divides devices and heads and holds one token at least, smallest
     first; none where the profile has no <1,PP>.
     """
-    single = single_rank_latency(scenario.profile)
+    single = scenario.costs.single_rank
     heads = scenario.profile.document["model"].get("num_attention_heads", scenario.num_devices)
     sizes = (2**i for i in range(scenario.num_devices.bit_length()))
     for size, is_checkpointed in product(sizes, checkpointing):

@@ -56,7 +56,7 @@ unit.
 _COLLECTIVES = 4
 _EXCHANGES = 4
 """All-to-alls of SP for each layer: queries, keys and values together to heads, outputs back, in
-forward and backward (`engine/parallel/ulysses.py`).
+forward and backward (`engine/parallel/token_cuts.py`).
 """
 KEY_VALUE_EXCHANGES = 3
 """Of CP for each layer: keys and values forward, again backward, and their gradients."""

@@ -24,18 +24,14 @@ from ds_hydra.configs import find_file
 from ds_hydra.configs.files import read_json_object, read_number, read_object
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import (
-    KEY_VALUE_EXCHANGES,
     Experts,
     Hardware,
     LayerMeans,
     ModelShape,
-    expert_parallel_latency,
     find_shipped_hardware,
-    key_values_ms,
-    sequence_parallel_latency,
 )
 from ds_hydra.strategy.profiles.link_times import LinkTimes
-from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.placement import coordinates
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
@@ -96,9 +92,9 @@ class Cluster:
         *,
         is_fully_sharded: bool = True,
     ) -> LinkTimes:
-        """Pull, push and step of `strategy`. Where it gathers layers for every pass, all that
-        travels counts in T, and pull and push say what is seen of it before a first layer and after
-        a last one.
+        """Pull, push and step of `strategy`. Where it gathers layers for every pass, their
+        transfers are part of T; pull and push hold the first gather and the last reduction, which
+        nothing hides.
 
         `is_fully_sharded`: states are cut over all ranks (ZeRO-3), else over the pipelines that
         hold the same slice (the distributed optimizer of Megatron-LM, homogeneous strategies only),
@@ -154,34 +150,6 @@ class Cluster:
             elements / self.hardware.intra_node_rate, outside / self.hardware.inter_node_rate
         )
         return 1e3 * (2 * _PARAM_BYTES + self.gradient_bytes) * slowest
-
-    def with_exchanges(
-        self, latency: LatencyModel, scheme: Scheme, num_parts: int = 1
-    ) -> LatencyModel:
-        """`latency` of a group without communication, with its exchanges of SP and CP."""
-        latency = self.with_key_values(latency, scheme, num_parts)
-        return latency.plus(sequence_parallel_latency(self.shape, self.hardware, scheme))
-
-    def with_key_values(
-        self, latency: LatencyModel, scheme: Scheme, num_parts: int = 1
-    ) -> LatencyModel:
-        """`latency` with what CP ranks exchange on top, in `num_parts` parts of some heads: beside
-        the attention of the others all but one can travel.
-        """
-        if scheme.cp == 1:
-            return latency
-        layers, each_ms = self.shape.num_layers / scheme.pp, self.hardware.collective_overhead_ms
-        travels_ms = key_values_ms(self.shape, self.hardware, scheme)
-        return replace(
-            latency,
-            linear_ms=latency.linear_ms + travels_ms / num_parts,
-            hidden_ms=travels_ms * (1 - 1 / num_parts),
-            constant_ms=latency.constant_ms + KEY_VALUE_EXCHANGES * num_parts * layers * each_ms,
-        )
-
-    def with_experts(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
-        """`latency` of `scheme` without ep, with tokens that travel to experts evenly."""
-        return latency.plus(expert_parallel_latency(self.shape, self.hardware, scheme))
 
     def _node_elements(self, strategy: Strategy, is_fully_sharded: bool) -> float:
         """Elements that the busiest node receives from other nodes in one pull."""

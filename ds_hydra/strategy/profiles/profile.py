@@ -7,7 +7,7 @@ sizes bytes. Source of both models: Hydraulis, App. B.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -226,36 +226,6 @@ class Profile:
         memory = replace(self.memory, forward_only=holds_longer)
         return replace(self, latency=latency, memory=memory)
 
-    def with_schemes(self, schemes: Iterable[Scheme]) -> Profile:
-        """This profile with an entry for each of `schemes` that it has none for, derived from
-        <TP,PP>.
-
-        Raises HydraConfigError naming what the profile lacks for it.
-        """
-        entries = []
-        for scheme in sorted(set(schemes) - self.latency.keys()):
-            model = self.get_latency(scheme)
-            # Whatever it is: raises where it is not known
-            self.max_len_tokens(scheme, scheme.num_devices)
-            derived_from = str(self._base(scheme))
-            entries.append({**scheme.to_json(), **model.to_json(), "derived_from": derived_from})
-        return self.with_more(entries)
-
-    def with_entries(self, other: Profile, schemes: Iterable[Scheme]) -> Profile:
-        """This profile with the entries that `other` has for those of `schemes` that it has none
-        for.
-        """
-        missing = set(schemes) - self.latency.keys()
-        entries = other.document["schemes"]
-        return self.with_more([e for e in entries if Scheme.from_json(e) in missing])
-
-    def with_more(self, entries: Sequence[Mapping[str, Any]]) -> Profile:
-        """This profile with `entries` of further schemes; itself where there are none."""
-        if not entries:
-            return self
-        schemes = [*self.document["schemes"], *entries]
-        return Profile.from_json({**self.document, "schemes": schemes})
-
     def with_latency(self, latency: Mapping[Scheme, LatencyModel]) -> Profile:
         """This profile with the coefficients of `latency` in place of its own, in the document as
         well.
@@ -266,11 +236,10 @@ class Profile:
             entries.append(dict(entry) if model is None else {**entry, **asdict(model)})
         return Profile.from_json({**self.document, "schemes": entries})
 
-    def only(self, schemes: Iterable[Scheme]) -> Profile:
-        """This profile without the schemes that are not among `schemes`."""
-        kept = set(schemes)
-        entries = [e for e in self.document["schemes"] if Scheme.from_json(e) in kept]
-        return Profile.from_json({**self.document, "schemes": entries})
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether all layers of what was measured are checkpointed."""
+        return bool(self.document.get("activation_checkpointing"))
 
     @property
     def num_experts(self) -> int:

@@ -19,7 +19,7 @@ are what the planner is for; a proposal only says which strategies it should con
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -29,15 +29,13 @@ from ds_hydra.configs.files import MAX_DEVICES
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.compiled import compiled
-from ds_hydra.strategy.cost_models.cluster import Cluster
-from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.proposal.extended import with_extended_schemes
+from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.rounding import (
     RelaxedStrategy,
     round_strategy,
 )
-from ds_hydra.strategy.proposal.streamed import CanRun
+from ds_hydra.strategy.proposal.space import candidate_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 PRECISION = 1e-3
@@ -79,78 +77,67 @@ def default_tokens_per_iteration(num_devices: int, context_length: int) -> int:
     return max(100_000 * num_devices // 64, 4 * context_length)
 
 
-def usable_schemes(
-    profile: Profile, num_devices: int, space: Space = "plain"
-) -> tuple[Scheme, ...]:
-    """Schemes of the profile that fit `num_devices` and fit a micro-batch of one token at least,
+def usable_schemes(world: World, space: Space = "plain") -> tuple[Scheme, ...]:
+    """Schemes of the profile that fit the devices and fit a micro-batch of one token at least,
     smallest first.
 
     `space`: <TP,PP> only ("plain"), every scheme that was measured, or all that the profile has an
     entry for ("full").
     """
-    left_out = profile.assumed if space == "measured" else frozenset()
+    known = world.profile.latency
+    left_out = world.profile.assumed if space == "measured" else frozenset()
     return tuple(
         scheme
-        for scheme in sorted(profile.latency, key=lambda s: (s.num_devices, s))
+        for scheme in sorted(known, key=lambda s: (s.num_devices, s))
         if (scheme.is_plain or space != "plain")
         and scheme not in left_out
-        and profile.has_room(scheme, num_devices)
+        and world.has_room(scheme)
     )
 
 
 def check_context(
-    profile: Profile,
-    num_devices: int,
-    context_length: int,
+    world: World,
     schemes: Iterable[Scheme] | None = None,
     *,
-    can_run: CanRun | None = None,
+    advises_full: bool = False,
     is_full: bool = False,
-    cluster: Cluster | None = None,
     tokens_per_iteration: float | None = None,
 ) -> None:
     """Raise HydraConfigError if none of `schemes` (None: all profiled ones) fits a micro-batch of
-    `context_length` tokens.
+    the context.
 
-    The message says what fits, or that the states alone do not, how many devices would do, and
-    where `can_run` tells which schemes the model runs, whether one of the full space would.
-    `is_full`: `schemes` are all of that space, which `cluster` and `tokens_per_iteration` are part
-    of.
+    The message says what fits, or that the states alone do not, how many devices would do, and if
+    `advises_full` whether a scheme of the full space would. `is_full`: `schemes` are all of that
+    space, which `tokens_per_iteration` are part of.
     """
+    profile, number, context_length = world.profile, world.num_devices, world.context_length
     known = list(profile.latency if schemes is None else schemes)
-    longest = _longest_micro_batch(profile, known, num_devices)
+    longest = _longest_micro_batch(world, known)
     if longest >= context_length:
         return
     remedies = [f"lower the context to {longest}"] if longest > 0 else []
 
-    def longest_of_full(number: int) -> int:
-        extended = with_extended_schemes(
-            profile,
-            num_devices=number,
-            context_length=context_length,
-            can_run=can_run or (lambda _: True),
-            cluster=None if cluster is None else replace(cluster, num_devices=number),
-            tokens_per_iteration=tokens_per_iteration,
-        )
-        return _longest_micro_batch(extended, extended.latency, number)
+    def longest_of_full(there: World) -> int:
+        return _longest_micro_batch(there, candidate_schemes(there, "full", tokens_per_iteration))
 
-    def longest_on(number: int) -> int:
-        return longest_of_full(number) if is_full else _longest_micro_batch(profile, known, number)
+    def longest_on(num_devices: int) -> int:
+        there = world.on(num_devices)
+        return longest_of_full(there) if is_full else _longest_micro_batch(there, known)
 
-    of_full = longest_of_full(num_devices) if can_run is not None and not is_full else 0
-    remedies += _remedies(profile, num_devices, context_length, longest_on, of_full, is_full)
+    of_full = longest_of_full(world) if advises_full else 0
+    remedies += _remedies(world, longest_on, of_full, is_full)
     why = f"the longest that fits has {longest}"
     if longest <= 0:
-        why = _describe_states(profile, known, num_devices)
+        why = _describe_states(world, known)
     raise HydraConfigError(
-        f"profile {profile.name!r}: no scheme fits a micro-batch of {context_length} tokens on {num_devices} devices, "
+        f"profile {profile.name!r}: no scheme fits a micro-batch of {context_length} tokens on {number} devices, "
         f"{why}; {', or '.join(remedies)}"
     )
 
 
-def _describe_states(profile: Profile, schemes: Sequence[Scheme], num_devices: int) -> str:
+def _describe_states(world: World, schemes: Sequence[Scheme]) -> str:
     """What the states need and what there is, where no token fits beside them."""
-    memory = profile.memory
+    memory, num_devices = world.profile.memory, world.num_devices
     usable, sharded = memory.usable_bytes, memory.sharded_bytes
     if sharded > num_devices * usable:
         each = memory.sharded_bytes_per_param
@@ -173,14 +160,10 @@ def _describe_states(profile: Profile, schemes: Sequence[Scheme], num_devices: i
 
 
 def _remedies(
-    profile: Profile,
-    num_devices: int,
-    context_length: int,
-    longest_on: Callable[[int], int],
-    longest_of_full: int,
-    is_full: bool,
+    world: World, longest_on: Callable[[int], int], longest_of_full: int, is_full: bool
 ) -> list[str]:
-    """What lets a micro-batch of `context_length` fit, each as advice to the user."""
+    """What lets a micro-batch of the context fit, each as advice to the user."""
+    profile, num_devices, context_length = world.profile, world.num_devices, world.context_length
     sharded = profile.memory.sharded_bytes / max(1, profile.memory.usable_bytes)
     doublings = (num_devices << exponent for exponent in range(1, 15))
     possible = (n for n in doublings if sharded < n <= MAX_DEVICES)
@@ -193,7 +176,7 @@ def _remedies(
         )
     if sharded > num_devices and found:
         return found  # nothing else makes them fit
-    if not is_full and not profile.document.get("activation_checkpointing"):
+    if not is_full and not profile.is_checkpointed:
         is_estimate = bool(profile.document.get("estimated"))
         found.append(
             "turn on activation checkpointing (hydra.activation_checkpointing; simulate: --space full)"
@@ -205,17 +188,13 @@ def _remedies(
     return found or ["use more devices with more memory"]
 
 
-def _longest_micro_batch(profile: Profile, schemes: Iterable[Scheme], num_devices: int) -> int:
-    fitting = [s for s in schemes if s.num_devices <= num_devices]
-    return max((profile.max_len_tokens(s, num_devices) for s in fitting), default=0)
+def _longest_micro_batch(world: World, schemes: Iterable[Scheme]) -> int:
+    fitting = [s for s in schemes if s.num_devices <= world.num_devices]
+    return max((world.max_len_tokens(s) for s in fitting), default=0)
 
 
 def charge_ms(
-    profile: Profile,
-    scheme: Scheme,
-    lengths_tokens: IntArray,
-    num_devices: int,
-    settings: ProposalSettings,
+    world: World, scheme: Scheme, lengths_tokens: IntArray, settings: ProposalSettings
 ) -> FloatArray:
     """What each length is charged on one pipeline of `scheme`, in ms.
 
@@ -228,15 +207,15 @@ def charge_ms(
     with the V that minimises it for a dataset of the mean cost b, between U / MaxLen and U /
     UtilLen.
     """
-    model = profile.get_latency(scheme)
+    model = world.costs.latency(scheme)
     variable = model.sequences_ms(lengths_tokens)
     if settings.charge == "per_sequence":
         return variable + model.constant_ms
     if settings.tokens_per_iteration is None:
         raise ValueError("charge 'per_micro_batch' needs tokens_per_iteration")
-    share_tokens = max(1.0, settings.tokens_per_iteration * scheme.num_devices / num_devices)
-    fewest = max(1, int(np.ceil(share_tokens / profile.max_len_tokens(scheme, num_devices))))
-    saturated = profile.saturation_tokens.get(scheme.tp, 1) * scheme.num_shards
+    share_tokens = max(1.0, settings.tokens_per_iteration * scheme.num_devices / world.num_devices)
+    fewest = max(1, int(np.ceil(share_tokens / world.max_len_tokens(scheme))))
+    saturated = world.profile.saturation_tokens.get(scheme.tp, 1) * scheme.num_shards
     most = max(fewest, int(share_tokens // saturated))
     micro_batches = np.unique(np.geomspace(fewest, most, 64).astype(np.int64)).astype(np.float64)
     work = model.linear_ms * share_tokens
@@ -342,10 +321,8 @@ class _Program:
     first_closed: IntArray
 
 
-def _make_program(
-    profile: Profile, histogram: LengthHistogram, num_devices: int, settings: ProposalSettings
-) -> _Program:
-    schemes = usable_schemes(profile, num_devices)
+def _make_program(world: World, histogram: LengthHistogram, settings: ProposalSettings) -> _Program:
+    schemes = usable_schemes(world)
     lengths, counts = histogram.lengths_tokens, histogram.counts
     bin_of = -(-lengths // settings.length_step)
     occupied, position = np.unique(bin_of, return_inverse=True)
@@ -354,10 +331,10 @@ def _make_program(
     edges[-1] = min(edges[-1], lengths[-1])
     work = np.zeros((len(schemes), occupied.size + 1))
     for k, scheme in enumerate(schemes):
-        charged = charge_ms(profile, scheme, lengths, num_devices, settings) * counts
+        charged = charge_ms(world, scheme, lengths, settings) * counts
         work[k, 1:] = np.bincount(position, weights=charged, minlength=occupied.size)
     sizes = np.array([scheme.num_devices for scheme in schemes], dtype=np.float64)
-    max_len = np.array([profile.max_len_tokens(scheme, num_devices) for scheme in schemes])
+    max_len = np.array([world.max_len_tokens(scheme) for scheme in schemes])
     is_held = max_len[:, None] >= edges[None, :]
     least = np.where(is_held, work[:, 1:] * sizes[:, None], np.inf).min(axis=0)
     return _Program(
@@ -371,20 +348,15 @@ def _make_program(
 
 
 def relaxed_strategies(
-    profile: Profile,
-    histogram: LengthHistogram,
-    *,
-    num_devices: int,
-    context_length: int,
-    settings: ProposalSettings,
+    world: World, histogram: LengthHistogram, settings: ProposalSettings
 ) -> tuple[RelaxedStrategy, ...]:
     """S[N][L] for every maximum length L on the grid that a mini-batch can have, shortest first.
 
     Times are those of the whole dataset, schemes <TP,PP>. Raises HydraConfigError if none fits the
     context.
     """
-    check_context(profile, num_devices, context_length, usable_schemes(profile, num_devices))
-    program = _make_program(profile, histogram.limit(context_length), num_devices, settings)
+    check_context(world, usable_schemes(world))
+    program = _make_program(world, histogram.limit(world.context_length), settings)
     tables = (
         program.work_ms,
         program.least_work,
@@ -394,7 +366,7 @@ def relaxed_strategies(
     )
     num_bins = len(program.edges_tokens)
     times = np.empty(num_bins + 1)
-    _bisect_times(float(num_devices), *tables, PRECISION, times)
+    _bisect_times(float(world.num_devices), *tables, PRECISION, times)
     devices = np.empty(num_bins + 1)
     from_bin, by_scheme = (
         np.zeros(num_bins + 1, dtype=np.int64),
@@ -430,47 +402,34 @@ def _trace_back(
     )
 
 
-def homogeneous_strategies(
-    profile: Profile, num_devices: int, context_length: int, space: Space = "plain"
-) -> tuple[Strategy, ...]:
+def homogeneous_strategies(world: World, space: Space = "plain") -> tuple[Strategy, ...]:
     """As many pipelines of one scheme as fit, for every scheme that fits the context: the static
     choices.
     """
     return tuple(
-        Strategy((scheme,) * (num_devices // scheme.num_devices))
-        for scheme in usable_schemes(profile, num_devices, space)
-        if profile.max_len_tokens(scheme, num_devices) >= context_length
+        Strategy((scheme,) * (world.num_devices // scheme.num_devices))
+        for scheme in usable_schemes(world, space)
+        if world.max_len_tokens(scheme) >= world.context_length
     )
 
 
 def propose_from_histogram(
-    profile: Profile,
-    histogram: LengthHistogram,
-    *,
-    num_devices: int,
-    context_length: int,
-    settings: ProposalSettings,
+    world: World, histogram: LengthHistogram, settings: ProposalSettings
 ) -> tuple[ProposedStrategy, ...]:
     """The proposed subset of Problem 1: everything near S[N][L] for every L, and every static
     choice.
 
     A static choice has no maximum length of its own unless the program arrives at it too.
     """
-    fillers = usable_schemes(profile, num_devices)[::-1]
+    fillers = usable_schemes(world)[::-1]
     lengths_of: dict[Strategy, list[int]] = {}
     rounded: dict[tuple[tuple[Scheme, float], ...], tuple[Strategy, ...]] = {}
-    for relaxed in relaxed_strategies(
-        profile,
-        histogram,
-        num_devices=num_devices,
-        context_length=context_length,
-        settings=settings,
-    ):
+    for relaxed in relaxed_strategies(world, histogram, settings):
         if relaxed.num_pipelines not in rounded:
-            rounded[relaxed.num_pipelines] = round_strategy(relaxed, num_devices, fillers)
+            rounded[relaxed.num_pipelines] = round_strategy(relaxed, world.num_devices, fillers)
         for strategy in rounded[relaxed.num_pipelines]:
             lengths_of.setdefault(strategy, []).append(relaxed.max_length_tokens)
-    for strategy in homogeneous_strategies(profile, num_devices, context_length):
+    for strategy in homogeneous_strategies(world):
         lengths_of.setdefault(strategy, [])
     return tuple(
         ProposedStrategy(strategy=strategy, max_lengths_tokens=tuple(lengths))

@@ -366,6 +366,11 @@ def _runs(schemes: Iterable[Scheme]) -> list[tuple[Scheme, int]]:
     return [(scheme, sum(1 for _ in run)) for scheme, run in groupby(schemes)]
 
 
+def schemes_of(strategies: Iterable[Strategy]) -> set[Scheme]:
+    """All schemes of `strategies`."""
+    return {scheme for strategy in strategies for scheme in strategy.schemes}
+
+
 def parse_strategies(texts: Iterable[str]) -> tuple[Strategy, ...]:
     """The strategies written as `texts`, duplicates removed, first occurrence kept. Raises
     HydraConfigError for phases, which the planner alone puts together.

@@ -1,0 +1,169 @@
+"""A packed micro-batch: where its sequences are, and which one is running now.
+
+Attention, rotary embeddings and experts ask for the running one: layers of some families drop
+keyword arguments, and a layer that is computed again in backward has to see its own micro-batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ds_hydra.engine.parallel.token_cuts import KeysOfRow, SequenceShard, checkpoint_contexts
+from ds_hydra.engine.ranks.memory import to_device
+
+
+class Segment(NamedTuple):
+    """Tokens `begin` to `end` of sequence `number` of a micro-batch, which has `length`."""
+
+    number: int
+    length: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMicroBatch:
+    """Where the sequences of a packed micro-batch are; attention finds it `running`."""
+
+    segments: tuple[Segment, ...]
+    """Whole sequences, or the pieces of them that a row has, in their order; then padding."""
+    sequence_lengths: tuple[int, ...]
+    """Of all sequences of the micro-batch, then 0 for padding."""
+    cu_seqlens: Tensor
+    """[num_segments + 1] int32 on the compute device: begin of every segment, then the number of
+    tokens.
+    """
+    cu_keys: Tensor
+    """The same of the keys that each segment attends to."""
+    position_ids: Tensor
+    """[1, T] on the compute device: positions that restart at 0 in every sequence; of this rank's
+    sequence shard.
+    """
+    sequence_shard: SequenceShard | None = None
+    """What this rank holds of the micro-batch, or of its row, where that is cut or padded; segments
+    are those before.
+    """
+    keys: KeysOfRow | None = None
+    """Where they are, where the micro-batch is cut into rows."""
+    token_seeds_T: Tensor | None = None
+    """[T] int64 of what noise begins with ([Note: Noise by counting]); None where there is none."""
+    token_lengths_T: Tensor | None = None
+    """[T] int64, beside the seeds: tokens of each token's sequence."""
+    predicting: Tensor | None = None
+    """[t] int64: places of the tokens that the head is asked about; None where it is about all."""
+
+    @classmethod
+    def build(
+        cls,
+        lengths: Sequence[int],
+        device: torch.device,
+        sequence_shard: SequenceShard | None = None,
+    ) -> PackedMicroBatch:
+        """The micro-batch that concatenates sequences of `lengths` tokens, or a sequence shard of
+        it.
+        """
+        whole = [Segment(number, length, 0, length) for number, length in enumerate(lengths)]
+        return cls.of_segments(whole, lengths, device, sequence_shard)
+
+    @classmethod
+    def of_segments(
+        cls,
+        segments: Sequence[Segment],
+        lengths: Sequence[int],
+        device: torch.device,
+        sequence_shard: SequenceShard | None = None,
+        keys: KeysOfRow | None = None,
+        least: int = 0,
+    ) -> PackedMicroBatch:
+        """The concatenated `segments` of a micro-batch of `lengths`, where they are cut padded to
+        `least` tokens at least.
+        """
+        positions = torch.cat(
+            [torch.arange(0), *(torch.arange(segment.begin, segment.end) for segment in segments)]
+        )
+        if sequence_shard is not None:
+            padding = sequence_shard.padded(max(len(positions), least)) - len(positions)
+            if padding:
+                segments = [*segments, Segment(len(lengths), padding, 0, padding)]
+            positions = sequence_shard.cut(positions, least=least)
+
+        def boundaries(lengths: list[int]) -> Tensor:
+            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            return to_device(ends, device)
+
+        return cls(
+            segments=tuple(segments),
+            sequence_lengths=(*lengths, 0),
+            cu_seqlens=boundaries([segment.end - segment.begin for segment in segments]),
+            cu_keys=boundaries([segment.end for segment in segments]),
+            position_ids=to_device(positions.unsqueeze(0), device),
+            sequence_shard=sequence_shard,
+            keys=keys,
+        )
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each segment."""
+        return tuple(segment.end - segment.begin for segment in self.segments)
+
+    @property
+    def key_lengths(self) -> tuple[int, ...]:
+        """Tokens that the last token of each segment sees, itself among them."""
+        return tuple(segment.end for segment in self.segments)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the micro-batch, or of this rank's sequence shard, padding included."""
+        return self.position_ids.shape[1]
+
+
+_running: list[tuple[PackedMicroBatch, bool]] = []
+"""Micro-batches, the innermost last, and whether they are computed again."""
+
+
+def current_micro_batch() -> PackedMicroBatch | None:
+    """The micro-batch whose forward runs now, or whose checkpointed layer is computed again."""
+    return _running[-1][0] if _running else None
+
+
+def is_computed_again() -> bool:
+    """Whether backward runs the forward of a layer now."""
+    return bool(_running) and _running[-1][1]
+
+
+@contextmanager
+def running(micro_batch: PackedMicroBatch, *, again: bool = False) -> Iterator[None]:
+    """While open, `micro_batch` is the current one; `again` where backward computes it again."""
+    _running.append((micro_batch, again))
+    try:
+        yield
+    finally:
+        _running.pop()
+
+
+@torch.compiler.disable(recursive=False)
+def checkpointed(layer: Callable[..., Any], *args: Any) -> Any:
+    """`layer(*args)`, computed again in backward with the same current micro-batch."""
+    run = functools.partial(_run_again, current_micro_batch(), layer)
+    return checkpoint(
+        run,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,  # see [Note: Noise by counting]
+        context_fn=checkpoint_contexts,
+    )
+
+
+def _run_again(micro_batch: PackedMicroBatch, layer: Callable[..., Any], *args: Any) -> Any:
+    if current_micro_batch() is micro_batch:
+        return layer(*args)
+    with running(micro_batch, again=True):
+        return layer(*args)

@@ -1,0 +1,362 @@
+"""Sequence and context parallelism: the ranks of a group share the tokens of a micro-batch,
+contiguous shards of it (SP) or rows of pieces (CP).
+
+[Note: Sequence shards of a micro-batch]
+The ranks of an SP group hold the same slices. A micro-batch is cut into contiguous sequence shards
+of equal length, wherever its sequences begin; padding, at most SP - 1 tokens, is a sequence of its
+own without labels. Labels are shifted before the cut. Everything in a layer but attention works on
+single tokens, because packed micro-batches demand that anyway. Attention exchanges sequence shards
+of all heads for all sequence shards of some heads and back (DeepSpeed-Ulysses, Jacobs et al. 2023,
+Sec. 3), so its kernel sees whole sequences. Each rank pushes the gradient of its own tokens, and
+owners add them up as they do for data parallel pipelines.
+
+[Note: Keys of other rows]
+Everything in a layer but attention works on the tokens of a row ([Note: Rows of a micro-batch] says
+which). In attention queries stay, and keys and values are all-gathered in the group, as Llama 3
+does (Dubey et al. 2024, Sec. 3.3.2): grouped-query heads are few. Out of them a rank takes, for
+each of its pieces, those of the sequence from its beginning to the piece's end, so that a kernel
+for sequences of unequal numbers of queries and keys, with causal masks aligned at their ends, does
+the rest. Gradients are reduce-scattered back. Gathered keys do not wait for backward, which would
+keep those of all layers: backward gathers them anew, unless the layer is checkpointed and runs
+again anyway.
+
+Heads do not see each other, so keys travel in parts of some heads each: all gathers are posted at
+once, and attention to a part's keys runs beside the gathers of the parts after it, in backward
+beside the reduce-scatters of those before.
+
+Legend: P ranks of the group, H query heads, K key-value heads (of a part under CP), T tokens of the
+padded micro-batch, t those of a shard or of a padded row, N keys of all pieces of a row, D head
+dimension, W = K (D + Dv) numbers of a token's keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hydra.engine.parallel.tensor_parallel import TokenShards
+from ds_hydra.engine.ranks.memory import to_device
+from ds_hydra.sampler.packing.cuts import Row
+from ds_hydra.strategy.cost_models.costs import MOST_KEY_VALUE_PARTS
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceShard:
+    """Which part of each micro-batch this rank holds: sequence shard `rank` of `size`, the others
+    being with the ranks of `group`.
+
+    Sequence shards have a multiple of `multiple` tokens. There is one alone, without a group, where
+    micro-batches are only padded.
+    """
+
+    group: dist.ProcessGroup | None
+    size: int
+    rank: int
+    multiple: int = 1
+
+    def padded(self, num_tokens: int) -> int:
+        """Tokens of a micro-batch of `num_tokens` with those that let it be cut evenly."""
+        step = self.size * self.multiple
+        return -(-num_tokens // step) * step
+
+    def cut(self, micro_batch_T: Tensor, fill: int = 0, least: int = 0) -> Tensor:
+        """[t, ...] of this rank out of one row per token of the micro-batch, padded with `fill`, to
+        `least` tokens at least.
+        """
+        num_padding = self.padded(max(len(micro_batch_T), least)) - len(micro_batch_T)
+        padding = micro_batch_T.new_full((num_padding, *micro_batch_T.shape[1:]), fill)
+        return torch.cat([micro_batch_T, padding]).chunk(self.size)[self.rank]
+
+
+def gather_micro_batch(
+    query_BHtD: Tensor, key_BKtD: Tensor, value_BKtD: Tensor, sequence_shard: SequenceShard
+) -> tuple[Tensor, ...]:
+    """The whole micro-batch for this rank's part of the heads: [1, H / P, T, D] queries, their keys
+    and values.
+
+    H divides by P. Key-value heads are repeated where they do not, so that a rank has those of its
+    queries and each of them serves as many. One exchange for all three. Collective over the group,
+    in backward too.
+    """
+    copies = lcm(key_BKtD.shape[1], sequence_shard.size) // key_BKtD.shape[1]
+    if copies > 1:
+        key_BKtD = key_BKtD.repeat_interleave(copies, dim=1)
+        value_BKtD = value_BKtD.repeat_interleave(copies, dim=1)
+    parts = (query_BHtD, key_BKtD, value_BKtD)
+    columns = [
+        part[0].unflatten(0, (sequence_shard.size, -1)).transpose(1, 2).flatten(2) for part in parts
+    ]
+    received: Tensor = _Exchange.apply(torch.cat(columns, dim=2), sequence_shard.group)
+    widths = [part.shape[2] for part in columns]
+    return tuple(
+        heads.unflatten(1, (-1, part.shape[3])).transpose(0, 1).unsqueeze(0)
+        for part, heads in zip(parts, received.flatten(0, 1).split(widths, dim=1), strict=True)
+    )
+
+
+def scatter_micro_batch(out_BThD: Tensor, sequence_shard: SequenceShard) -> Tensor:
+    """This rank's sequence shard of all heads, [1, t, H, D], out of all tokens of its part of the
+    heads, [1, T, H / P, D].
+
+    Collective over the group, in backward too.
+    """
+    received: Tensor = _Exchange.apply(
+        out_BThD[0].unflatten(0, (sequence_shard.size, -1)), sequence_shard.group
+    )
+    return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+class _Exchange(torch.autograd.Function):
+    """Part i of [P, ...] goes to rank i, and what rank i sends becomes part i; its own inverse in
+    backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return _all_to_all(sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(grad, ctx.group), None
+
+
+def _all_to_all(sent: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    sent = sent.contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRow:
+    """Which row of its micro-batches this rank has: number `rank` of those of `group`, a CP
+    group.
+    """
+
+    group: TokenShards
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeysOfRow:
+    """Where the keys of a row's pieces are among those of all rows."""
+
+    group: TokenShards
+    blocks: tuple[Tensor, ...]
+    """[n] places in the P t gathered tokens, on the compute device: of consecutive pieces of
+    different sequences, so that none is twice in a block and gradients add up in one order.
+    """
+    places_N: Tensor
+    """All blocks, one after another."""
+
+    @classmethod
+    def find(
+        cls, rows: Sequence[Row], own: ContextRow, row_tokens: int, device: torch.device
+    ) -> KeysOfRow:
+        """Those of row `own`, whose padding attends to itself; all `rows` are padded to
+        `row_tokens`.
+        """
+        places: dict[int, list[tuple[int, Tensor]]] = {}
+        for number, row in enumerate(rows):
+            at = number * row_tokens
+            for piece in row:
+                end = at + piece.end - piece.begin
+                places.setdefault(piece.position, []).append((piece.begin, torch.arange(at, end)))
+                at = end
+        of_sequence = {
+            position: torch.cat([place for _, place in sorted(found, key=lambda part: part[0])])
+            for position, found in places.items()
+        }
+        blocks: list[dict[int, Tensor]] = [{}]
+        for piece in rows[own.rank]:
+            if piece.position in blocks[-1]:
+                blocks.append({})
+            blocks[-1][piece.position] = of_sequence[piece.position][: piece.end]
+        used = sum(piece.end - piece.begin for piece in rows[own.rank])
+        blocks[-1][-1] = torch.arange(used, row_tokens) + own.rank * row_tokens
+        of_blocks = [torch.cat([*block.values()]) for block in blocks]
+        places_N = to_device(torch.cat(of_blocks), device)
+        return cls(own.group, places_N.split([*map(len, of_blocks)]), places_N)
+
+    def post(self, row_tW: Tensor) -> Callable[[], Tensor]:
+        """Returns what waits for [N, W] of this rank's pieces, out of all rows. Collective over the
+        group.
+        """
+        whole, wait = self.group.gather(row_tW.unsqueeze(0))
+
+        def select() -> Tensor:
+            wait()
+            return whole[0].index_select(0, self.places_N)
+
+        return select
+
+
+class _Part:
+    """The keys and values of some heads of a row, from which backward gathers those of its pieces
+    again.
+    """
+
+    def __init__(self, row_tW: Tensor, keys: KeysOfRow) -> None:
+        self.row_tW, self.keys = row_tW.detach(), keys
+        self.select = keys.post(self.row_tW)
+        self._address = 0
+        self._again: Tensor | None = None
+
+    @contextmanager
+    def left_out(self, selected_NW: Tensor) -> Iterator[None]:
+        """Autograd keeps no view of `selected_NW` in this context."""
+        self._address = selected_NW.untyped_storage().data_ptr()
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _pack(self, tensor: Tensor) -> Tensor | tuple[Any, ...]:
+        if tensor.untyped_storage().data_ptr() != self._address:
+            return tensor
+        return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def _unpack(self, packed: Tensor | tuple[Any, ...]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if self._again is None:
+            self._again = self.select()
+            self.select = _gone
+        return self._again.as_strided(*packed)
+
+    def gather_again(self) -> None:
+        """Collective over the group."""
+        self.select = self.keys.post(self.row_tW)
+
+    def let_go(self) -> None:
+        self._again = None
+
+
+def _gone() -> Tensor:
+    raise AssertionError("keys are gathered before their attention's backward")
+
+
+class _Rows(torch.autograd.Function):
+    """The parts of a row as they are; in backward what waits for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, waits: list[Callable[[], None]], *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.waits = waits
+        return tuple(row.view_as(row) for row in rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        for wait in ctx.waits:
+            wait()
+        ctx.waits.clear()
+        return None, *grads
+
+
+class _Select(torch.autograd.Function):
+    """The keys of a row's pieces; in backward the gradients of all ranks go back to the rows, there
+    once `waits` are over.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, row_tW: Tensor, part: _Part, waits: list[Callable[[], None]]) -> Tensor:
+        ctx.part, ctx.waits, ctx.num_tokens = part, waits, len(row_tW) * part.keys.group.size
+        selected = part.select()
+        part.select = _gone
+        return selected
+
+    @staticmethod
+    def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor, None, None]:
+        ctx.part.let_go()
+        whole = grad_NW.new_zeros(ctx.num_tokens, grad_NW.shape[1])
+        keys = ctx.part.keys
+        for block, grad in zip(keys.blocks, grad_NW.split([*map(len, keys.blocks)]), strict=True):
+            # No place is twice in a block; `index_add_` would add by atomics
+            whole.index_copy_(0, block, whole.index_select(0, block).add_(grad))
+        row, wait = keys.group.post_reduce_scatter(whole.unsqueeze(0))
+        ctx.waits.append(wait)
+        return row[0], None, None
+
+
+class _GatherAgain(torch.autograd.Function):
+    """Its input; before the backward pass of what made that, keys are gathered again, those first
+    whose attention's backward comes first.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, parts: list[_Part]) -> Tensor:
+        ctx.parts = parts
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        for part in reversed(ctx.parts):
+            part.gather_again()
+        return grad, None
+
+
+LEAST_PART_BYTES = 1 << 20
+"""A gather that is shorter costs more than what hides it is worth."""
+
+
+def attend_to_all_rows(
+    query_BHtD: Tensor,
+    key_BKtD: Tensor,
+    value_BKtD: Tensor,
+    keys: KeysOfRow,
+    attend: Callable[[Tensor, Tensor, Tensor, slice], Tensor],
+) -> Tensor:
+    """`attend` of this rank's queries and of the keys and values of its pieces, [1, K, N, D] and
+    [1, K, N, Dv], and which query heads these are; [1, t, H, Dv] of all heads.
+
+    Collective over the group, in backward too, twice for each part.
+    """
+    num_heads = key_BKtD.shape[1]
+    num_bytes = (key_BKtD.numel() + value_BKtD.numel()) * key_BKtD.element_size()
+    num_parts = max(1, min(MOST_KEY_VALUE_PARTS, num_heads, num_bytes // LEAST_PART_BYTES))
+    ratio = query_BHtD.shape[1] // num_heads
+    chunks = list(zip(key_BKtD[0].chunk(num_parts), value_BKtD[0].chunk(num_parts)))
+    queries = query_BHtD.split([ratio * len(key) for key, _ in chunks], dim=1)
+    rows = [torch.cat([x.transpose(0, 1).flatten(1) for x in both], dim=1) for both in chunks]
+    waits: list[Callable[[], None]] = []
+    parts = [_Part(row, keys) for row in rows]
+    gathers_again = rows[0].requires_grad and torch.is_grad_enabled() and not _runs_again
+    outs, begin = [], 0
+    for row, part, query, both in zip(_Rows.apply(waits, *rows), parts, queries, chunks):
+        selected_NW: Tensor = _Select.apply(row, part, waits)
+        key, value = (
+            wide.unflatten(1, (len(own), -1)).transpose(0, 1).unsqueeze(0)
+            for wide, own in zip(selected_NW.split([x[:, 0].numel() for x in both], dim=1), both)
+        )
+        end = begin + query.shape[1]
+        with part.left_out(selected_NW) if gathers_again else nullcontext():
+            outs.append(attend(query, key, value, slice(begin, end)))
+        begin = end
+    out = torch.cat(outs, dim=2) if num_parts > 1 else outs[0]
+    return _GatherAgain.apply(out, parts) if gathers_again else out
+
+
+_runs_again = False
+"""Whether the layer that is being computed is checkpointed."""
+
+
+@contextmanager
+def _checkpointed() -> Iterator[None]:
+    global _runs_again
+    before, _runs_again = _runs_again, True
+    try:
+        yield
+    finally:
+        _runs_again = before
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For `torch.utils.checkpoint`: what a checkpointed layer gathers is gone after its forward
+    anyway, and there again when it has run again.
+    """
+    return _checkpointed(), _checkpointed()

@@ -1,0 +1,330 @@
+"""Memory that nobody measured: activations of one decoder layer traced without a device, and what
+the engine holds beside the profile of another system.
+
+The trace (forward and backward under fake tensors) answers what A of App. B.1 is for a model that
+nobody has measured: bytes that one token costs per layer and hidden unit, for the rank's own share
+of the heads and of the MLP under TP. What is counted for the engine is never less than it holds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.model.tp_plan import module_sides
+from ds_hydra.engine.parallel.groups import NCCL_GROUP_BYTES, NCCL_PAIR_BYTES
+from ds_hydra.engine.parallel.tensor_parallel import (
+    GATHERED,
+    ROW,
+    SPLIT,
+    TensorParallel,
+    find_blocks,
+    hook_block,
+    hook_rowwise,
+)
+from ds_hydra.engine.profiling.profile_document import layer_params, state_memory
+from ds_hydra.engine.ranks.memory import count_multiprocessors
+from ds_hydra.errors import UnsupportedModelError
+from ds_hydra.sampler.candidate_set import gradient_bytes
+from ds_hydra.strategy import Profile, Strategy
+from ds_hydra.strategy.profiles.state_bytes import exchange_bytes
+from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
+from ds_hydra.strategy.schemes.placement import groups_of
+
+_CONTEXT_BYTES = 1 << 30
+"""Of CUDA and its libraries in each process."""
+
+
+def is_of_another_system(document: Mapping[str, Any]) -> bool:
+    """Whether a profile says that something else than this engine was measured."""
+    return bool(document.get("measured_with"))
+
+
+def as_the_engine_needs(
+    profile: Profile, stage_model: StageModel, config: HydraConfig, num_devices: int
+) -> Profile:
+    """`profile` with the larger of what it says and what the engine is known to hold; where it was
+    measured by this engine as it is, but for what `hydra.deterministic` takes if it was measured
+    without.
+
+    States are counted from the dtypes in use, activations of a layer are traced, communicators are
+    those of all homogeneous strategies on one rank, exchange buffers four times the gradients of a
+    layer. Not collective. Where the user has set `hydra.memory_limit_bytes`, communicators are the
+    user's to leave out.
+    """
+    profile = _with_ordered_sums(profile, config)
+    document = profile.document
+    if not is_of_another_system(document):
+        return profile
+    memory = dict(document["memory"])
+    counted = state_memory(stage_model)
+    pairs = [_split(memory), _split(counted)]
+    sharded, held = (max(parts) for parts in zip(*pairs, strict=True))
+    memory |= {
+        "state_bytes_per_layer_per_hidden2": sharded + held,
+        "sharded_fraction": sharded / (sharded + held),
+        "vocabulary_tables": counted["vocabulary_tables"],
+        "exchange_bytes": exchange_bytes(layer_params(stage_model), gradient_bytes(config)),
+    }
+    key = "activation_bytes_per_token_per_layer_per_hidden"
+    traced = _trace(stage_model, map(int, memory[key]), config)
+    memory[key] = {tp: max(value, traced.get(int(tp), 0.0)) for tp, value in memory[key].items()}
+    hardware = dict(document["hardware"])
+    if config.memory_limit_bytes is None:
+        hardware["reserved_bytes"] = max(
+            hardware["reserved_bytes"], _CONTEXT_BYTES + _communicator_bytes(num_devices)
+        )
+    cut = config.tp_sequence_parallel
+    changed = {"memory": memory, "hardware": hardware, "tp_sequence_parallel": cut}
+    return Profile.from_json({**document, **changed})
+
+
+def _with_ordered_sums(profile: Profile, config: HydraConfig) -> Profile:
+    """`profile`, with copies of gradients that `hydra.deterministic` takes and it does not have."""
+    document = profile.document
+    has_none = document["hardware"]["name"] == "cpu" or document.get("deterministic")
+    if has_none or not config.deterministic:
+        return profile
+    memory = {**document["memory"], "ordered_multiprocessors": count_multiprocessors()}
+    return Profile.from_json({**document, "memory": memory})
+
+
+def _split(memory: Mapping[str, Any]) -> tuple[float, float]:
+    """Sharded and held bytes of states per layer and hidden unit squared."""
+    total, share = memory["state_bytes_per_layer_per_hidden2"], memory["sharded_fraction"]
+    return total * share, total * (1 - share)
+
+
+def _trace(
+    stage_model: StageModel, degrees: Iterable[int], config: HydraConfig
+) -> dict[int, float]:
+    """Activation bytes by TP degree, of those that the model allows and torch can trace."""
+    model_config: PretrainedConfig = stage_model.config
+    traced = {}
+    for tp in degrees:
+        try:
+            layer = trace_layer_memory(
+                model_config,
+                tp=tp,
+                dtype=stage_model.params[0].dtype,
+                checkpointing=config.activation_checkpointing,
+                tp_sequence_parallel=config.tp_sequence_parallel,
+            )
+        except UnsupportedModelError:
+            continue
+        traced[tp] = layer.activation_bytes
+    return traced
+
+
+def _communicator_bytes(num_devices: int) -> int:
+    """Device memory of NCCL's communicators on rank 0, with those of pull, push and the homogeneous
+    strategies of all powers of two.
+    """
+    everyone = tuple(range(num_devices))
+    keys = {("pull", everyone), ("push", everyone)}
+    for scheme in power_of_two_schemes(num_devices):
+        keys |= groups_of(Strategy((scheme,) * (num_devices // scheme.num_devices)))
+    sizes = [len(ranks) for _, ranks in keys if 0 in ranks and len(ranks) > 1]
+    return sum(NCCL_PAIR_BYTES if size == 2 else NCCL_GROUP_BYTES for size in sizes)
+
+
+_EXPERT_WIDTHS = {"moe_intermediate_size", "shared_expert_intermediate_size"}
+"""Keys of widths that TP cuts, where they are not those of the MLP."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory:
+    """Bytes of one layer on one rank for a micro-batch of `num_tokens`.
+
+    `kept_bytes` wait for the backward pass; `peak_bytes` is the most that is alive during forward
+    and backward, parameters and their gradients left out.
+    """
+
+    num_tokens: int
+    hidden_size: int
+    tp: int
+    kept_bytes: int
+    peak_bytes: int
+
+    @property
+    def activation_bytes(self) -> float:
+        """A of App. B.1, for which a layer keeps S * H / TP * A."""
+        return self.kept_bytes * self.tp / (self.num_tokens * self.hidden_size)
+
+
+def trace_layer_memory(
+    config: PretrainedConfig,
+    *,
+    num_tokens: int = 1024,
+    tp: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    checkpointing: bool = False,
+    tp_sequence_parallel: bool = False,
+) -> LayerMemory:
+    """Memory of one decoder layer of `config` for one sequence; allocates nothing.
+
+    TP is traced as a layer with the rank's share of heads and MLP; residual stream and norms are
+    whole on each rank, or with `tp_sequence_parallel` a shard of the tokens, padded to a multiple
+    of `tp`. Raises UnsupportedModelError if the shapes do not divide by `tp`.
+
+    Left out: the all-reduce's buffers, the embedding and the head, and fragmentation.
+    """
+    sliced = slice_config(config, tp)  # neither embedding nor head is traced
+    num_shards = tp if tp_sequence_parallel else 1
+    num_tokens += -num_tokens % num_shards
+    with FakeTensorMode(), _default_dtype(dtype):
+        layer, rotary = _one_layer(sliced, num_shards)
+        hidden = torch.empty(1, num_tokens // num_shards, config.hidden_size, requires_grad=True)
+        positions = rotary(hidden, torch.arange(num_tokens)[None])
+        tracker = MemTracker()
+        tracker.track_external(layer, hidden, *positions)
+        with tracker:
+            kept = _Kept(layer)
+            with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+                output = _run(layer, hidden, positions, checkpointing)
+            output.sum().backward()
+        return LayerMemory(
+            num_tokens=num_tokens,
+            hidden_size=config.hidden_size,
+            tp=tp,
+            kept_bytes=kept.num_bytes,
+            peak_bytes=_peak_bytes(tracker),
+        )
+
+
+def check_slices(config: PretrainedConfig) -> None:
+    """Raise UnsupportedModelError where a model with a part of the heads and of the MLP of `config`
+    is not what a rank of a TP group computes.
+    """
+    for name, style in (config.base_model_tp_plan or {}).items():
+        if style in (GATHERED, SPLIT):
+            raise UnsupportedModelError(
+                f"every rank of a TP group has all features of {config.model_type} at {name} ({style}), which one "
+                "device that stands for the rank does not show; measure on ranks (torchrun, without --topology), or "
+                "leave TP above 1 out (--tp 1)"
+            )
+
+
+def slice_config(
+    config: PretrainedConfig, tp: int, *, num_layers: int = 1, vocab_size: int = 8
+) -> PretrainedConfig:
+    """The model that one rank of a TP group computes: its share of heads and MLP, `num_layers` of
+    the layers.
+
+    Raises UnsupportedModelError if the shapes do not divide by `tp`, or where the share does not
+    show what the rank computes.
+    """
+    if tp > 1:
+        check_slices(config)
+    for key in ("num_attention_heads", "intermediate_size"):
+        if getattr(config, key, None) is None:
+            raise UnsupportedModelError(f"a {config.model_type} config has no {key} to slice by")
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    for name, value in (
+        ("attention heads", heads),
+        ("intermediate size", config.intermediate_size),
+    ):
+        if value % tp:
+            raise UnsupportedModelError(f"{value} {name} do not divide into TP {tp}")
+    sliced = copy.deepcopy(config)
+    sliced.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    sliced.num_attention_heads = heads // tp
+    sliced.num_key_value_heads = max(1, (kv_heads or heads) // tp)
+    sliced.intermediate_size = config.intermediate_size // tp
+    for key in _EXPERT_WIDTHS & vars(config).keys():
+        if width := getattr(config, key):
+            if width % tp:
+                raise UnsupportedModelError(f"{key} {width} does not divide into TP {tp}")
+            setattr(sliced, key, width // tp)
+    sliced.num_hidden_layers = num_layers
+    sliced.vocab_size = vocab_size
+    sliced.pad_token_id = None  # may be outside the micro-batches that are left
+    if getattr(config, "layer_types", None):
+        sliced.layer_types = config.layer_types[:num_layers]
+    return sliced
+
+
+def _one_layer(config: PretrainedConfig, num_shards: int) -> tuple[nn.Module, nn.Module]:
+    """A layer, which runs on one of `num_shards` shards of a micro-batch, and what makes its rotary
+    embeddings.
+    """
+    try:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").base_model
+    except ValueError as error:  # softcapped attention, of which the eager kind keeps all scores
+        raise UnsupportedModelError(str(error).split(".")[0]) from error
+    if not hasattr(model, "layers") or not hasattr(model, "rotary_emb"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no 'layers' and 'rotary_emb' to trace"
+        )
+    layer = model.layers[0]
+    if num_shards > 1:
+        _cut_micro_batches(model, layer, num_shards)
+    return layer, model.rotary_emb
+
+
+def _cut_micro_batches(model: nn.Module, layer: nn.Module, num_shards: int) -> None:
+    tp = TensorParallel(cuts_micro_batches=True, simulated_tp_size=num_shards)
+    tp.enter(None, 1, 0)
+    sides = module_sides(model)
+    for block in find_blocks(layer, sides):
+        hook_block(block, tp)
+    for module in layer.modules():
+        if sides.get(module) == ROW:
+            hook_rowwise(module, tp)
+
+
+def _run(
+    layer: nn.Module, hidden: Tensor, positions: tuple[Tensor, Tensor], checkpointing: bool
+) -> Tensor:
+    def forward(hidden: Tensor) -> Tensor:
+        output = layer(hidden, position_embeddings=positions)
+        return output[0] if isinstance(output, tuple) else output
+
+    return checkpoint(forward, hidden, use_reentrant=True) if checkpointing else forward(hidden)
+
+
+class _Kept:
+    """Counts each storage that autograd keeps once, parameters left out."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._parameters = {p.untyped_storage()._cdata for p in layer.parameters()}
+        self._storages: dict[int, Tensor] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage()._cdata
+        if address not in self._parameters:
+            self._storages[address] = tensor
+        return tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._storages.values())
+
+
+def _peak_bytes(tracker: MemTracker) -> int:
+    """Most bytes of activations and temporary buffers that were alive at once."""
+    (by_kind,) = tracker.get_tracker_snapshot("peak").values()
+    wanted = ("Activation", "Temp", "Other")
+    return sum(size for kind, size in by_kind.items() if getattr(kind, "value", kind) in wanted)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

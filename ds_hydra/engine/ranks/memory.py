@@ -1,0 +1,142 @@
+"""Memory of the host and of the device: what is in use, what is left, and what a rank says when its
+device has none left. Copies to a device that nobody waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from ds_hydra.errors import HydraConfigError
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
+
+_USER_CHOICES = (
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_MAX_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "GLIBC_TUNABLES",
+)
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc not to give freed blocks back to the system, nor to map large ones one by one.
+
+    A tensor of some MB is otherwise mapped, touched page by page, and unmapped in every layer.
+    Returns whether it was done: not where another C library is in use, nor where the user has
+    chosen through the environment. Holds for the process, which keeps the memory of its peak until
+    it ends.
+    """
+    if any(name in os.environ for name in _USER_CHOICES):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and all([mallopt(_M_MMAP_MAX, 0), mallopt(_M_TRIM_THRESHOLD, -1)])
+
+
+def process_bytes(field: str) -> int:
+    """A line of Linux' /proc/self/status, such as "VmRSS" or "VmHWM" (its peak), in bytes; 0
+    elsewhere.
+    """
+    try:
+        text = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    found = [line.split()[1] for line in text.splitlines() if line.startswith(f"{field}:")]
+    return int(found[0]) * 1024 if found else 0
+
+
+def forget_peak() -> None:
+    """Let "VmHWM" start again from what is in use now, where the system allows it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`, in the order of the current stream; the host does not wait for the
+    copy.
+    """
+    if device.type == "cpu":
+        return tensor
+    return get_accelerator().pin_memory(tensor).to(device, non_blocking=True)
+
+
+def available_bytes() -> float:
+    """Memory that this host, or the control group of this process, has left; infinite where neither
+    says.
+    """
+    found = [free for free in (_free_of_host(), _free_of_group()) if free is not None]
+    return min(found, default=float("inf"))
+
+
+def _free_of_host() -> float | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    free = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return float(free[0]) * 1024 if free else None
+
+
+def _free_of_group() -> float | None:
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
+        return float(limit) - float(used)
+    except (OSError, ValueError):  # no limit reads "max"
+        return None
+
+
+_SHARE = 0.9
+"""Of what did not suffice."""
+
+
+_MULTIPROCESSORS = 132
+"""Of a device that is not at hand: those of an H100."""
+
+
+def count_multiprocessors() -> int:
+    """Those of this process's CUDA device; of an H100 where there is none."""
+    if not torch.cuda.is_available():
+        return _MULTIPROCESSORS
+    device = torch.cuda.current_device()
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def outside_bytes() -> int:
+    """Bytes of this process's device that are in use outside of torch's allocator: contexts,
+    kernels, communicators, other processes. 0 where the device does not tell.
+    """
+    accelerator = get_accelerator()
+    read = getattr(getattr(torch, accelerator.device_name(), None), "mem_get_info", None)
+    if read is None:
+        return 0
+    free, total = read()
+    return max(0, int(total - free - accelerator.memory_reserved()))
+
+
+@contextlib.contextmanager
+def naming_memory_limit(limit_bytes: int | None) -> Iterator[None]:
+    """While open, a device without memory raises HydraConfigError with a value below `limit_bytes`,
+    or below what torch could have of the device; the watchdog tells the other ranks.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        accelerator = get_accelerator()
+        reached = accelerator.memory_reserved() + accelerator.available_memory()
+        bound = reached if limit_bytes is None else min(reached, limit_bytes)
+        raise HydraConfigError(
+            f"the device has no memory left: torch has {accelerator.memory_reserved() / 1e9:.1f} GB of the "
+            f"{reached / 1e9:.1f} GB that it can have, and hydra.memory_limit_bytes is {limit_bytes}; set "
+            f"hydra.memory_limit_bytes to {int(_SHARE * bound)}, for which plans hold less at a time "
+            f"({str(error).splitlines()[0][:200]})"
+        ) from error

@@ -1,0 +1,201 @@
+"""The thread of the link beside computation, and what the two tell each other."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ds_hydra.engine.telemetry.trace import Recorder
+from ds_hydra.errors import RankLostError
+from ds_hydra.records.timeline import EventKind
+
+
+class DeviceClock:
+    """Points in the work of the calling thread's stream, to wait for and to measure between.
+
+    On an accelerator a stamp is an event on the current stream; on the CPU, where every call
+    returns when its work is done, it is a reading of `time.perf_counter`.
+    """
+
+    def __init__(self, device: torch.device):
+        self.has_streams = device.type != "cpu"
+
+    def stamp(self) -> Any:
+        """The present point of the current stream."""
+        if not self.has_streams:
+            return time.perf_counter()
+        event = get_accelerator().Event(enable_timing=True)
+        event.record(get_accelerator().current_stream())
+        return event
+
+    def wait_for(self, stamp: Any) -> None:
+        """Let the current stream go on only after `stamp`."""
+        if self.has_streams:
+            get_accelerator().current_stream().wait_event(stamp)
+
+    def settle(self, stamp: Any) -> None:
+        """Wait, on the host, until `stamp` is reached and all that it comes after."""
+        if self.has_streams:
+            stamp.synchronize()
+
+    def ms_between(self, begin: Any, end: Any) -> float:
+        """Milliseconds from `begin` to `end`, both of them reached (`settle`)."""
+        if not self.has_streams:
+            return float(end - begin) * 1e3
+        return float(begin.elapsed_time(end))
+
+
+class Spans:
+    """Spans of one kind of work, in the streams of the threads that did it."""
+
+    def __init__(self, clock: DeviceClock):
+        self._clock = clock
+        self._spans: list[tuple[Any, Any]] = []
+
+    def add(self, begin: Any, end: Any) -> None:
+        """A span between two stamps."""
+        self._spans.append((begin, end))
+
+    @contextlib.contextmanager
+    def measure(self) -> Iterator[None]:
+        """The span of what happens inside; a block that raises has none."""
+        begin = self._clock.stamp()
+        yield
+        self.add(begin, self._clock.stamp())
+
+    def total_ms(self) -> float:
+        """Milliseconds of all spans, all of them over (`settle`)."""
+        return sum(self._clock.ms_between(begin, end) for begin, end in self._spans)
+
+    def settle(self) -> None:
+        """Wait, on the host, until the last span is over."""
+        if self._spans:
+            self._clock.settle(self._spans[-1][1])
+
+    def join(self) -> None:
+        """Let the current stream go on only after the last span."""
+        if self._spans:
+            self._clock.wait_for(self._spans[-1][1])
+
+    def record(self, recorder: Recorder, kind: EventKind) -> None:
+        """Hand all spans to `recorder`."""
+        for begin, end in self._spans:
+            recorder.add(kind, begin, end)
+
+
+class LinkThread:
+    """Runs jobs one after the other: in a thread with a side stream of its own, or at once if not
+    `overlap`.
+    """
+
+    def __init__(self, device: torch.device, *, overlap: bool):
+        self.overlap = overlap
+        self.device = device
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread: threading.Thread | None = None
+        self._is_stuck = False
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        """The job's future; it holds what the job raised. Raises RankLostError after `give_up`."""
+        if self._is_stuck:
+            raise RankLostError(
+                "an earlier error left an exchange between ranks in the middle of a round; restart from the last "
+                "checkpoint"
+            )
+        future: Future[None] = Future()
+        if not self.overlap:
+            _run(job, future)
+            return future
+        if self._thread is None:
+            # A daemon: a collective that never ends must not keep the process from ending.
+            self._thread = threading.Thread(target=self._serve, name="ds_hydra link", daemon=True)
+            self._thread.start()
+        self._jobs.put((job, future))
+        return future
+
+    def give_up(self) -> None:
+        """A job does not end: its buffers stay in use, and nothing can be submitted any more."""
+        self._is_stuck = True
+
+    def close(self) -> None:
+        """End the thread after the jobs submitted so far. Safe to call twice."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread = None
+
+    def _serve(self) -> None:
+        context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.device.type != "cpu":
+            get_accelerator().set_device(self.device.index)  # a new thread starts on device 0
+            # Other ranks wait for what is packed here; passes fill the device anyway
+            context = get_accelerator().stream(get_accelerator().Stream(priority=-1))
+        with context:
+            while (entry := self._jobs.get()) is not None:
+                _run(*entry)
+                del entry  # nothing of the iteration stays alive while waiting
+
+
+def _run(job: Callable[[], None], future: Future[None]) -> None:
+    try:
+        job()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+
+
+class Cancelled(Exception):
+    """The event will not be recorded."""
+
+
+class BucketEvents:
+    """Numbered events, each recorded once by one thread and awaited by another."""
+
+    def __init__(self, count: int, clock: DeviceClock):
+        self._clock = clock
+        self._recorded = [threading.Event() for _ in range(count)]
+        self._stamps: list[Any] = [None] * count
+
+    def __len__(self) -> int:
+        return len(self._recorded)
+
+    def is_recorded(self, index: int) -> bool:
+        """Whether a wait for the event would end at once on the host."""
+        return self._recorded[index].is_set()
+
+    def record(self, index: int) -> None:
+        """Everything the current stream has been given so far belongs to the event. Repeating it
+        changes nothing.
+        """
+        if not self._recorded[index].is_set():
+            # Before the event is set: who waits reads the stamp as soon as it is.
+            self._stamps[index] = self._clock.stamp()
+            self._recorded[index].set()
+
+    def cancel(self) -> None:
+        """Wake everyone who waits for an event that is not recorded."""
+        for event in self._recorded:
+            event.set()
+
+    def wait_on_host(self, index: int) -> None:
+        """Wait until the event is recorded, whatever the device has done. Raises Cancelled."""
+        self._recorded[index].wait()
+        if self._stamps[index] is None:
+            raise Cancelled
+
+    def wait(self, index: int) -> None:
+        """Wait until the event is recorded, and let the current stream go on after it. Raises
+        Cancelled.
+        """
+        self.wait_on_host(index)
+        self._clock.wait_for(self._stamps[index])

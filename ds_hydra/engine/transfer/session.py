@@ -1,0 +1,511 @@
+"""Carries out the transfers of one iteration beside its computation (Fig. 8): [Note: Transfers] in
+`schedule.py` has the order and why no rank waits for itself.
+
+[Note: The host does not run ahead]
+On an accelerator posting a round does not wait for it, and a pass is launched long before it runs.
+A full launch queue stops the thread that launches, and with it perhaps the other one.
+
+- The thread waits until the round before the last is over, on the device, before it posts another
+  round of kept weights. Rounds of gathered layers wait for computation, which paces them.
+- Before computation waits for another stage, all of its pull is posted, without these waits
+  (`await_posts`): the other stage may need just these rounds.
+- Passes are launched at most two micro-batches ahead (`Recorder.keep_up`).
+
+No pass waits for what waits here for another rank's passes. On the CPU every call waits anyway.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hydra.engine.telemetry.trace import Recorder
+from ds_hydra.engine.transfer.home import Home
+from ds_hydra.engine.transfer.link_thread import (
+    BucketEvents,
+    Cancelled,
+    DeviceClock,
+    LinkThread,
+    Spans,
+)
+from ds_hydra.engine.transfer.schedule import AT_ONCE, NEVER, Kind, Transfer, TransferSchedule
+from ds_hydra.engine.transfer.stage_weights import StageWeights
+from ds_hydra.records.timeline import EventKind
+from ds_hydra.zero_link import LinkPlan
+from ds_hydra.zero_link.exchange import Link, RoundUnderWay
+
+LEAVING_S = 5.0
+"""How long a failed iteration waits for its exchanges to end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredLinkTimes:
+    """Milliseconds of one iteration's exchanges on this rank.
+
+    `pull_ms` and `push_ms` are the link's own: packing, transport, unpacking or summing, and
+    waiting for other ranks in it, but not for this rank's gradients. `visible_*` is the part that
+    computation waited for.
+    """
+
+    pull_ms: float
+    push_ms: float
+    visible_pull_ms: float
+    visible_push_ms: float
+
+
+class RoundWindow:
+    """Rounds of a link, at most `depth` of them on the wire, which end in the order of their begin.
+
+    `begin(index)` posts a round, `is_over(index)` follows its end. A context manager: at its end
+    all rounds are over, also after Cancelled; after another error, those on the wire go to
+    `abandon`.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[int], RoundUnderWay],
+        abandon: Callable[[RoundUnderWay], None],
+        is_over: Callable[[int], None] = lambda index: None,
+        *,
+        depth: int = 2,
+    ):
+        self._begin, self._abandon, self._is_over = begin, abandon, is_over
+        self._depth = depth
+        self._on_wire: dict[int, RoundUnderWay] = {}
+
+    def __len__(self) -> int:
+        return len(self._on_wire)
+
+    def __enter__(self) -> RoundWindow:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            if error is None or isinstance(error, Cancelled):
+                self.settle()
+        finally:
+            for under_way in self._on_wire.values():
+                self._abandon(under_way)
+
+    def post(self, index: int) -> None:
+        """Begin round `index`, then finish those that are too many on the wire."""
+        self._on_wire[index] = self._begin(index)
+        self._finish_all_but(self._depth - 1)
+
+    def settle(self) -> None:
+        """Finish what is on the wire."""
+        self._finish_all_but(0)
+
+    def _finish_all_but(self, count: int) -> None:
+        while len(self._on_wire) > count:
+            index = next(iter(self._on_wire))
+            self._on_wire[index]()
+            # Kept until here: a round whose end fails is abandoned with the others.
+            del self._on_wire[index]
+            self._is_over(index)
+
+
+class Carrier(ABC):
+    """What moves the bytes of transfers: between shards and slices, or a home and slices."""
+
+    @property
+    @abstractmethod
+    def has_sums(self) -> bool:
+        """Whether this iteration's gradients go to the shards."""
+
+    def open(self) -> bool:
+        """Get ready, in the computing thread; whether weights moved. Collective over all ranks."""
+        return False
+
+    def close(self) -> bool:
+        """Finish after all transfers, in the computing thread; whether sums moved. Collective over
+        all ranks.
+        """
+        return False
+
+    @abstractmethod
+    def begin(self, transfer: Transfer) -> RoundUnderWay:
+        """Begin a transfer; the result ends it."""
+
+    @abstractmethod
+    def abandon(self, under_way: RoundUnderWay) -> None:
+        """A transfer that was begun will not be ended, because something failed."""
+
+
+class LinkCarrier(Carrier):
+    """Rounds of the pull, and of the push where `grads_P` is given."""
+
+    def __init__(
+        self,
+        pull: tuple[Link, LinkPlan],
+        push: tuple[Link, LinkPlan],
+        shards_P: Sequence[Tensor],
+        grads_P: Sequence[Tensor] | None,
+        weights: StageWeights,
+    ):
+        self._pull_link, self.pull_plan = pull
+        self._push_link, self._push_plan = push
+        self._shards_P, self._grads_P = shards_P, grads_P
+        self._weights = weights
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether something is pushed."""
+        return self._grads_P is not None
+
+    def begin(self, transfer: Transfer) -> RoundUnderWay:
+        """Post a round; this rank takes part with nothing where it does not have the bucket."""
+        bucket = transfer.bucket
+        is_own = bucket < len(self._weights.bucket_S)
+        if transfer.kind is Kind.PULL:
+            slices_S = self._weights.bucket_S[bucket] if is_own else ()
+            return self._pull_link.begin_pull(self.pull_plan, bucket, self._shards_P, slices_S)
+        assert self._grads_P is not None
+        if is_own:
+            self._weights.zero_missing(bucket)
+        grads_S = self._weights.grad_bucket_S[bucket] if is_own else ()
+        return self._push_link.begin_push(self._push_plan, bucket, grads_S, self._grads_P)
+
+    def abandon(self, under_way: RoundUnderWay) -> None:
+        """Keep what is on the wire for as long as the link lives."""
+        # Either link does: all that counts is that somebody holds it.
+        self._pull_link.abandon(under_way)
+
+
+class HomeCarrier(Carrier):
+    """Copies out of a home, and gradients into its sums.
+
+    [Note: Streaming]
+    An iteration begins with every rank's own shards in the home and ends with the sums of its own
+    shards; a barrier follows the first and comes before the second. In between no rank posts
+    anything for another. Each reads and adds when its own computation is there, so ranks may have
+    any micro-batches, or none.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        shards_P: Sequence[Tensor],
+        grads_P: Sequence[Tensor] | None,
+        weights: StageWeights,
+        *,
+        num_addends: int,
+        training: bool,
+    ):
+        """`num_addends` bounds the addends of an element. Without `grads_P` nobody wants sums."""
+        assert weights.streamed is not None
+        self._home, self._streamed, self._weights = home, weights.streamed, weights
+        self._shards_P, self._grads_P = shards_P, grads_P
+        self._num_addends, self._training = num_addends, training
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether this rank takes the sums of its shards."""
+        return self._grads_P is not None
+
+    def open(self) -> bool:
+        """Put this rank's shards into the home."""
+        self._home.fill(self._shards_P)
+        if self._training:
+            self._home.begin_sums(self._num_addends)
+        # No rank reads, or adds, before all have filled their part and set their sums to zero.
+        dist.barrier()
+        return True
+
+    def close(self) -> bool:
+        """Take the sums of this rank's shards."""
+        self._home.finish_adds()
+        dist.barrier()  # everyone has read and added
+        if self._grads_P is None:
+            return False
+        self._home.collect(self._grads_P)
+        return True
+
+    def begin(self, transfer: Transfer) -> RoundUnderWay:
+        """Copy, or add, at once."""
+        bucket = transfer.bucket
+        if transfer.kind is Kind.LOAD:
+            self._streamed.load(bucket, self._weights.bucket_S[bucket])
+        else:
+            for param, grad in self._weights.gradients(bucket):
+                self._streamed.add(param, grad)
+        return lambda: None
+
+    def abandon(self, under_way: RoundUnderWay) -> None:
+        """Nothing of a copy is on the wire."""
+
+
+class TransferSession:
+    """The transfers of one iteration. A context manager: when it ends, none of them is under way.
+
+    Every rank runs it with its own schedule, with work or without. Computation calls
+    `await_bucket` before every forward pass that reads the slices of a bucket, those of
+    `before_backward` before backward passes, `await_posts` before it waits for another stage, and
+    `finish` when it is over. Results have the same bits with the thread and without: the transfers
+    are the same, and so is the order of sums in each.
+
+    Errors of the thread are raised where computation waits for it. Should computation fail, the
+    thread begins nothing more that waits for it.
+    """
+
+    def __init__(
+        self,
+        thread: LinkThread,
+        clock: DeviceClock,
+        schedule: TransferSchedule,
+        carrier: Carrier,
+        weights: StageWeights,
+    ):
+        self.weights = weights
+        self.carrier = carrier
+        self._thread, self._clock, self._schedule = thread, clock, schedule
+        self._left = BucketEvents(schedule.end + 1, clock)
+        self._over = BucketEvents(len(schedule.transfers), clock)
+        # The last transfer of those that a use needs: they end in order.
+        self._needed: dict[int, int] = {}
+        # Of buckets that are brought once, for the whole iteration.
+        self._brought: dict[int, int] = {}
+        self._num_at_once = 0
+        for number, transfer in enumerate(schedule.transfers):
+            if transfer.needed_by != NEVER:
+                self._needed[transfer.needed_by] = number
+            elif transfer.kind.is_bringing:
+                self._brought[transfer.bucket] = number
+            if transfer.after == AT_ONCE:
+                self._num_at_once = number + 1
+        self._in_window = frozenset(schedule.window.buckets)
+        self._use = -1
+        self._next = 0
+        self._awaited: set[int] = set()
+        self._is_paced = clock.has_streams and schedule.depth > 1
+        self._is_pull_paced = self._is_paced
+        self._running: Future[None] | None = None
+        self._waits = Spans(clock)
+        self._work = {is_bringing: Spans(clock) for is_bringing in (True, False)}
+        self._last_work = self._work[True]
+
+    def __enter__(self) -> TransferSession:
+        begin = self._clock.stamp()
+        has_moved = self.carrier.open()
+        self._start = self._clock.stamp()
+        if has_moved:
+            self._work[True].add(begin, self._start)
+            self._waits.add(begin, self._start)
+        if self._schedule.waits_for_gradients:
+            self.weights.on_gradient = self.gradients_complete
+        if not self._thread.overlap:
+            self._catch_up()
+        elif self._schedule.transfers:
+            self._running = self._thread.submit(self._run)
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        # Else weights and session hold each other, and a whole stage's memory, until the garbage
+        # collector comes.
+        self.weights.on_gradient = None
+        if error is None or self._running is None:
+            return
+        # Transfers that wait for nothing of this rank's computation end by themselves, the others
+        # do not begin. A round that other ranks never join does not end: they may be waiting for
+        # what has just failed here.
+        self._left.cancel()
+        _, under_way = wait([self._running], LEAVING_S)
+        if under_way:
+            self._thread.give_up()
+        else:
+            self._join_streams()
+
+    @property
+    def before_backward(self) -> dict[int, Callable[[], None] | None]:
+        """What is called before the backward pass of each bucket of the window; None where no
+        gradient goes through the bucket.
+        """
+        window = self._schedule.window
+        return {
+            bucket: functools.partial(self.enter, bucket) if has_backward else None
+            for bucket, has_backward in zip(window.buckets, window.has_backward, strict=True)
+            if has_backward or bucket > 0
+        }
+
+    def await_bucket(self, bucket: int) -> None:
+        """Let computation read the slices of a bucket in a forward pass. Raises what the thread
+        raised.
+        """
+        if bucket in self._in_window:
+            self.enter(bucket)
+        elif bucket in self._brought and bucket not in self._awaited:
+            self._wait_for(self._brought[bucket])
+            self._awaited.add(bucket)
+
+    def await_all(self) -> None:
+        """Wait until every transfer that waits for no event is over. Raises what the thread
+        raised.
+        """
+        if self._num_at_once:
+            self._wait_for(self._num_at_once - 1)
+
+    def await_posts(self) -> None:
+        """Wait, on the host, until every transfer that waits for no event is posted: [Note: The
+        host does not run ahead]. Raises what the thread raised.
+        """
+        if self._clock.has_streams and self._num_at_once:
+            self._is_pull_paced = False
+            # Not `wait`, by which passes would run after the whole pull.
+            self._raising(self._over.wait_on_host, self._num_at_once - 1)
+
+    def enter(self, bucket: int) -> None:
+        """Computation leaves the bucket of the window it was in and comes to `bucket`.
+
+        Nothing happens where it is in `bucket` already, as when a checkpointed layer is recomputed.
+        """
+        uses = self._schedule.uses
+        while self._use < 0 or uses[self._use] != bucket:
+            if self._use + 1 == len(uses):
+                raise RuntimeError(
+                    f"layer {bucket} of this stage was used out of the order of the iteration's plan"
+                )
+            self._go_on()
+
+    def gradients_complete(self, bucket: int) -> None:
+        """This rank adds nothing more to its gradients of a bucket."""
+        self._left.record(bucket)
+
+    def finish(self) -> MeasuredLinkTimes:
+        """Computation is over: wait for the rest of the transfers. Raises what the thread raised.
+
+        Collective over all ranks.
+        """
+        # What it waits for from here on counts as waiting for the push, as a whole.
+        waits, self._waits = self._waits, Spans(self._clock)
+        begin = self._clock.stamp()
+        # Uses that are left: of other pipelines' micro-batches, or of a backward that needed
+        # nothing. One after another: without overlap each posts its rounds.
+        while self._use + 1 < len(self._schedule.uses):
+            self._go_on()
+        for event in range(len(self._left)):
+            self._left.record(event)
+        if self._thread.overlap:
+            if self._running is not None:
+                self._running.result()
+        else:
+            self._catch_up()
+        self._join_streams()
+        closing = self._clock.stamp()
+        if self.carrier.close():
+            self._work[False].add(closing, self._clock.stamp())
+        end = self._clock.stamp()
+        self._clock.settle(end)
+        has_sums = self.carrier.has_sums
+        return MeasuredLinkTimes(
+            pull_ms=self._work[True].total_ms(),
+            push_ms=self._work[False].total_ms() if has_sums else 0.0,
+            visible_pull_ms=waits.total_ms(),
+            visible_push_ms=self._clock.ms_between(begin, end) if has_sums else 0.0,
+        )
+
+    def record(self, recorder: Recorder) -> None:
+        """Hand the spans of all transfers to `recorder`; call after `finish`."""
+        self._work[True].record(recorder, EventKind.PULL)
+        self._work[False].record(recorder, EventKind.PUSH)
+
+    def _join_streams(self) -> None:
+        """Let the current stream go on only after all transfers."""
+        for work in self._work.values():
+            work.join()
+
+    def _go_on(self) -> None:
+        """Leave the present use for the next one, and wait for what that needs."""
+        if self._use >= 0:
+            self._left.record(self._use)
+            if not self._thread.overlap:
+                self._catch_up()
+        self._use += 1
+        if self._use in self._needed:
+            self._wait_for(self._needed[self._use])
+
+    def _wait_for(self, number: int) -> None:
+        """Wait for a transfer, and count the time as visible."""
+        with self._waits.measure():
+            self._raising(self._over.wait, number)
+
+    def _raising(self, wait_for: Callable[[int], None], number: int) -> None:
+        """Wait; what the thread raised instead is raised here."""
+        try:
+            wait_for(number)
+        except Cancelled:
+            assert self._running is not None
+            self._running.result()
+            raise
+
+    def _run(self) -> None:
+        """All transfers, each as soon as its event is recorded. The job of the thread."""
+        # Shards are up to date, and memory of the last iteration is free.
+        self._clock.wait_for(self._start)
+        try:
+            with self._window() as window:
+                for number, transfer in enumerate(self._schedule.transfers):
+                    if transfer.after != AT_ONCE:
+                        if not self._left.is_recorded(transfer.after):
+                            # Others wait for this round, and would until the gradient is there.
+                            self._settle(window)
+                        self._left.wait(transfer.after)
+                    self._post(number, window)
+                self._settle(window)
+        except Cancelled:
+            pass  # computation has failed
+        except BaseException:
+            self._over.cancel()
+            raise
+
+    def _catch_up(self) -> None:
+        """Without overlap: all transfers whose event is recorded, in the computing thread."""
+        transfers = self._schedule.transfers
+        with self._waits.measure(), self._window() as window:
+            while self._next < len(transfers):
+                after = transfers[self._next].after
+                if after != AT_ONCE and not self._left.is_recorded(after):
+                    break
+                self._post(self._next, window)
+                self._next += 1
+            self._settle(window)
+
+    def _window(self) -> RoundWindow:
+        def begin(number: int) -> RoundUnderWay:
+            return self.carrier.begin(self._schedule.transfers[number])
+
+        return RoundWindow(begin, self.carrier.abandon, self._end, depth=self._schedule.depth)
+
+    def _post(self, number: int, window: RoundWindow) -> None:
+        """Begin a transfer, and end what is too many on the wire."""
+        is_bringing = self._schedule.transfers[number].kind.is_bringing
+        if number and self._schedule.transfers[number - 1].kind.is_bringing != is_bringing:
+            # Pull and push have groups of their own, whose order of messages differs between ranks
+            # that begin the push earlier and later.
+            self._settle(window)
+        work = self._work[is_bringing]
+        if self._is_pull_paced if is_bringing else self._is_paced:
+            work.settle()
+        with work.measure():
+            window.post(number)
+        self._last_work = work
+
+    def _settle(self, window: RoundWindow) -> None:
+        if len(window):
+            with self._last_work.measure():
+                window.settle()
+
+    def _end(self, number: int) -> None:
+        """A transfer is over."""
+        transfer = self._schedule.transfers[number]
+        if transfer.bucket in self._in_window and transfer.bucket < len(self.weights.bucket_S):
+            if transfer.kind.is_bringing:
+                self.weights.prepare(transfer.bucket)
+            else:
+                self.weights.expect_next(transfer.bucket)
+        self._over.record(number)

@@ -1,0 +1,375 @@
+"""What propagation holds of the model in one iteration: pulled slices and their fp32 gradients, in
+reused memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from ds_hydra.engine.transfer.home import Home
+from ds_hydra.engine.transfer.schedule import StageStreams, only_copied
+from ds_hydra.zero_link import Bucket, BucketEntry, ParamSpec, RankBuckets
+
+ALIGNMENT = 64
+"""Slices begin at multiples of this many elements, as fast matrix kernels want them."""
+
+BucketKey = tuple[str, int]
+"""(kind, index of the bucket)."""
+
+
+class SlicePool:
+    """Flat tensors that outlive the iteration, one per bucket and kind ("slices", "grads"), or per
+    slot ("window").
+
+    On the CPU a tensor stays as large as the largest bucket it ever held, because touching memory
+    for the first time is what costs there. Elsewhere (`exact`) it is always as large as the current
+    strategy needs: device memory belongs to activations, and the caching allocator makes a change
+    of size cheap.
+    """
+
+    def __init__(self, device: torch.device, *, exact: bool | None = None):
+        self._device = device
+        self._exact = device.type != "cpu" if exact is None else exact
+        self._held: dict[BucketKey, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(tensor.nbytes for tensor in self._held.values())
+
+    def addresses(self) -> set[int]:
+        """Where the storages held begin."""
+        return {tensor.untyped_storage().data_ptr() for tensor in self._held.values()}
+
+    def resize(
+        self, numels: dict[BucketKey, int], dtypes: dict[str, torch.dtype]
+    ) -> dict[BucketKey, Tensor]:
+        """A flat tensor [numel] for each key; content survives where the size does, and is unknown
+        elsewhere.
+
+        `dtypes` names the kinds that the keys belong to. Without keys everything stays for whoever
+        comes next.
+        """
+        if self._exact and numels:
+            for key in [
+                k for k in self._held if k[0] in dtypes and self._held[k].numel() != numels.get(k)
+            ]:
+                del self._held[key]  # before anything new is allocated
+        taken = {}
+        for key, numel in numels.items():
+            held = self._held.get(key)
+            if held is None or held.numel() < numel:
+                self._held.pop(key, None)
+                del held
+                held = self._held[key] = torch.empty(
+                    numel, dtype=dtypes[key[0]], device=self._device
+                )
+            taken[key] = held[:numel]
+        return taken
+
+
+def _padded_numel(spec: ParamSpec, entry: BucketEntry) -> int:
+    """Elements that a slice takes in its bucket's flat tensor (a FIRST_RANK slice has its full
+    shape everywhere).
+    """
+    return -(-prod(spec.slice_shape(entry.region)) // ALIGNMENT) * ALIGNMENT
+
+
+def slice_numel(specs: Sequence[ParamSpec], bucket: Bucket) -> int:
+    """Elements of the flat tensor that holds the slices of `bucket`."""
+    return sum(_padded_numel(specs[entry.param], entry) for entry in bucket)
+
+
+def gradient_numel(specs: Sequence[ParamSpec], bucket: Bucket) -> int:
+    """Elements of the flat tensor that holds the gradients of `bucket`."""
+    return sum(
+        _padded_numel(specs[entry.param], entry)
+        for entry in bucket
+        if specs[entry.param].requires_grad
+    )
+
+
+def slot_numels(
+    numel_of: Callable[[Sequence[ParamSpec], Bucket], int],
+    specs: Sequence[ParamSpec],
+    buckets: RankBuckets,
+    slot_of: Mapping[int, int],
+) -> dict[int, int]:
+    """Elements of each slot, in which slices or gradients (`numel_of`) of the buckets that share it
+    take turns.
+    """
+    numels: dict[int, int] = {}
+    for bucket, slot in slot_of.items():
+        numels[slot] = max(numels.get(slot, 0), numel_of(specs, buckets[bucket]))
+    return numels
+
+
+def held_numel(specs: Sequence[ParamSpec], buckets: RankBuckets, slot_of: Mapping[int, int]) -> int:
+    """Elements of all slices that a rank holds at once: buckets of its own, and the slots that the
+    others share.
+    """
+    own = sum(
+        slice_numel(specs, bucket) for index, bucket in enumerate(buckets) if index not in slot_of
+    )
+    return own + sum(slot_numels(slice_numel, specs, buckets, slot_of).values())
+
+
+@dataclass(slots=True)
+class _BucketState:
+    """What is left to do for a bucket; tensors are flat."""
+
+    not_pulled: list[Tensor] = field(default_factory=list)
+    """Slices that nothing is pulled into."""
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    """Of trained parameters whose gradients add up here."""
+    without_gradient: dict[int, Tensor] = field(default_factory=dict)
+    """Those of them that no micro-batch has given a gradient."""
+    missing: set[int] = field(default_factory=set)
+    """Trained parameters that the last backward pass has not come to."""
+
+
+class StreamedWeights:
+    """A stage's slices in a home: which of them are views, and where gradients go.
+
+    - A slice in one piece is a view of the home. One that is not (columns of a row-wise parameter
+      under TP) is copied into memory of `StageWeights`.
+    - The gradient of a streamed parameter is added to the sums after every micro-batch and dropped.
+      Buckets that do not stream keep their gradients, and add them once, at the end.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        specs: Sequence[ParamSpec],
+        buckets: RankBuckets,
+        streams: StageStreams,
+    ):
+        self.streams = streams
+        self.copied = only_copied(buckets, streams.copied)
+        self._home = home
+        self._entries = {entry.param: entry for bucket in buckets for entry in bucket}
+        self.views: dict[int, Tensor] = {}
+        for entry in self._entries.values():
+            if entry.param not in streams.copied and entry.region.numel:
+                view = home.read(entry.param, entry.region)
+                assert view is not None, specs[entry.param].fqn
+                self.views[entry.param] = view
+
+    def add(self, param: int, grad: Tensor) -> None:
+        """Add the gradient of a slice, unless another rank of the TP group adds the same."""
+        entry = self._entries[param]
+        if entry.pushes_gradient:
+            self._home.add(param, entry.region, grad)
+
+    def load(self, bucket: int, slices_S: Sequence[Tensor]) -> None:
+        """Copy the slices of a bucket that are not in one piece into `slices_S`."""
+        for entry, flat in zip(self.copied[bucket], slices_S, strict=True):
+            self._home.copy(entry.param, entry.region, flat)
+
+
+class StageWeights:
+    """The slices of this rank's stage for one iteration, and their gradients if `with_gradients`.
+
+    - The tensors are views into `pool`: new StageWeights of a pool end the life of the old ones'
+      content.
+    - Gradients are fp32 and add up over micro-batches. They are complete after `on_gradient` or
+      `zero_missing`. `on_gradient(bucket)`, if set, is called in backward when all gradients of a
+      bucket have been accumulated in the micro-batch that `expect_last_backward` announces.
+    - Buckets in `slot_of` take turns in the memory of their slot: `prepare` once a bucket is
+      brought, until another bucket takes the slot. Autograd may save slices of a slot. Saved views
+      are valid in backward because the bucket is brought again before.
+    - With `gathers`, gradients of these buckets take turns as well. They are those of one
+      micro-batch, in `dtype`; `expect_next` once they are pushed.
+    - With `streamed` weights, slices in one piece are views of the home and only the others have
+      memory here. Gradients of what streams are added to the home after every micro-batch.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ParamSpec],
+        buckets: RankBuckets,
+        pool: SlicePool,
+        dtype: torch.dtype,
+        *,
+        with_gradients: bool = True,
+        slot_of: Mapping[int, int] | None = None,
+        streamed: StreamedWeights | None = None,
+        gathers: bool = False,
+    ):
+        self.streamed = streamed
+        self.leaves: dict[int, nn.Parameter] = {}
+        self.bucket_S: list[list[Tensor]] = []
+        self.grad_bucket_S: list[list[Tensor]] = []
+        self.on_gradient: Callable[[int], None] | None = None
+        self._states = [_BucketState() for _ in buckets]
+        self._is_last_backward = False
+        slot_of = slot_of or {}
+        owned = buckets if streamed is None else streamed.copied
+        self._gathered = frozenset(slot_of) if gathers else frozenset()
+        self._streams = streamed is not None and streamed.streams.is_streamed
+        kept = [r for r in range(len(buckets)) if r not in slot_of]
+        numels = {("slices", r): slice_numel(specs, owned[r]) for r in kept}
+        window = slot_numels(slice_numel, specs, owned, slot_of)
+        numels |= {("window", slot): numel for slot, numel in window.items()}
+        dtypes = {"slices": dtype, "window": dtype}
+        if with_gradients:
+            numels |= {
+                ("grads", r): gradient_numel(specs, bucket)
+                for r, bucket in enumerate(buckets)
+                if not self._streams and r not in self._gathered
+            }
+            dtypes["grads"] = torch.float32
+            shared = {r: slot_of[r] for r in self._gathered}
+            gathered = slot_numels(gradient_numel, specs, buckets, shared)
+            numels |= {("gathered", slot): numel for slot, numel in gathered.items()}
+            dtypes["gathered"] = dtype
+        flat = pool.resize(numels, dtypes)
+        for index, bucket in enumerate(buckets):
+            shares = index in slot_of
+            key = ("window", slot_of[index]) if shares else ("slices", index)
+            grads_key = (
+                ("gathered", slot_of[index]) if index in self._gathered else ("grads", index)
+            )
+            self._add_bucket(
+                index, specs, bucket, flat[key], flat.get(grads_key), shares_memory=shares
+            )
+            if not shares:
+                self.prepare(index)
+
+    def prepare(self, index: int) -> None:
+        """Set to zero what nothing is pulled into; call when a bucket was brought into its slot."""
+        for flat in self._states[index].not_pulled:
+            flat.zero_()
+
+    def expect_last_backward(self) -> None:
+        """From now on, report buckets whose gradients are complete; call before the last
+        micro-batch's backward.
+        """
+        self._is_last_backward = True
+        for index, state in enumerate(self._states):
+            if not state.missing:
+                self._report(index)
+
+    def zero_missing(self, index: int) -> None:
+        """Set to zero what no micro-batch has given a gradient in this bucket."""
+        without_gradient = self._states[index].without_gradient
+        for grad in without_gradient.values():
+            grad.zero_()
+        without_gradient.clear()
+
+    def expect_next(self, index: int) -> None:
+        """The gradients of a gathered bucket have been pushed: the next micro-batch's replace
+        them.
+        """
+        if index in self._gathered:
+            state = self._states[index]
+            state.without_gradient.update(state.gradients)
+
+    def _add_bucket(
+        self,
+        index: int,
+        specs: Sequence[ParamSpec],
+        bucket: Bucket,
+        slices_flat: Tensor,
+        grads_flat: Tensor | None,
+        *,
+        shares_memory: bool,
+    ) -> None:
+        flats, grads = [], []
+        for entry in bucket:
+            spec = specs[entry.param]
+            shape = spec.slice_shape(entry.region)
+            numel, padded = prod(shape), _padded_numel(spec, entry)
+            if self.streamed is not None and entry.param not in self.streamed.streams.copied:
+                view = self.streamed.views.get(entry.param)
+                flat = slices_flat.new_zeros(numel) if view is None else view
+            else:
+                flat, slices_flat = slices_flat[:numel], slices_flat[padded:]
+                flats.append(flat)
+                if not entry.region.numel:
+                    self._states[index].not_pulled.append(flat)
+            # By way of `data`, so that the next bucket in the slot is no modification of what
+            # autograd has saved.
+            leaf = nn.Parameter(
+                (flat.data if shares_memory else flat).view(shape), spec.requires_grad
+            )
+            self.leaves[entry.param] = leaf
+            if self.streamed is not None and self._streams and leaf.requires_grad:
+                add = functools.partial(self.streamed.add, entry.param)
+                self._after_backward(leaf, index, entry.param, add)
+            if grads_flat is None or not leaf.requires_grad:
+                grads.append(flat.new_empty(0, dtype=torch.float32))
+                continue
+            grad, grads_flat = grads_flat[:numel], grads_flat[padded:]
+            self._attach_gradient(leaf, grad.view_as(leaf), index, entry.param)
+            grads.append(grad)
+        self.bucket_S.append(flats)
+        self.grad_bucket_S.append(grads)
+
+    def gradients(self, index: int) -> Iterator[tuple[int, Tensor]]:
+        """Parameters of a bucket that some micro-batch has given a gradient, and the gradients."""
+        state = self._states[index]
+        for param, grad in state.gradients.items():
+            if param not in state.without_gradient:
+                yield param, grad.flatten()
+
+    def _attach_gradient(
+        self, leaf: nn.Parameter, main_grad: Tensor, bucket: int, param: int
+    ) -> None:
+        """Let the gradient of `leaf` add up over micro-batches in the fp32 tensor `main_grad`.
+
+        The first one is copied, so that nobody has to set the memory to zero. In memory that layers
+        share it may not stay with the leaf.
+        """
+        in_place = leaf.dtype == torch.float32 and bucket not in self._gathered
+        state = self._states[bucket]
+        state.gradients[param] = state.without_gradient[param] = main_grad
+
+        def take(grad: Tensor) -> Tensor | None:
+            if param in state.without_gradient:
+                del state.without_gradient[param]
+                main_grad.copy_(grad)
+                return main_grad if in_place else None  # autograd adds in place
+            if in_place:
+                return grad
+            # A 16-bit sum over micro-batches would lose what small gradients contribute.
+            main_grad.add_(grad)
+            return None
+
+        self._after_backward(leaf, bucket, param, take)
+
+    def _after_backward(
+        self,
+        leaf: nn.Parameter,
+        bucket: int,
+        param: int,
+        take: Callable[[Tensor], Tensor | None],
+    ) -> None:
+        """In every micro-batch `take` the gradient of `leaf`, and keep what it returns there."""
+        self._states[bucket].missing.add(param)
+        # Torch hides from the garbage collector that a leaf refers to its hook
+        weak_self = weakref.ref(self)
+
+        def after_accumulate(leaf: Tensor) -> None:
+            weights = weak_self()
+            assert leaf.grad is not None
+            assert weights is not None
+            leaf.grad = take(leaf.grad)
+            missing = weights._states[bucket].missing
+            if weights._is_last_backward and param in missing:
+                missing.remove(param)
+                if not missing:
+                    weights._report(bucket)
+
+        leaf.register_post_accumulate_grad_hook(after_accumulate)
+
+    def _report(self, bucket: int) -> None:
+        if self.on_gradient is not None:
+            self.on_gradient(bucket)

@@ -1,0 +1,220 @@
+"""Pictures as files, by matplotlib: of a run (which ranks formed which pipelines, how long those
+took, and the loss), and of a length histogram.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
+
+from ds_hydra.report.run_report import IterationRecord, read_metrics
+from ds_hydra.strategy import Scheme
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+
+_HUES = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#9c755f")
+"""Base colour of TP 1, 2, 4, 8, 16, 32; a deeper pipeline of the same TP is darker."""
+
+Colors: TypeAlias = dict[Scheme, tuple[float, float, float]]
+
+_IDLE = "#ececec"
+_INK = "#2b2b2b"
+_MAX_FRAMED_ITERATIONS = 250
+"""Above it a frame around every pipeline would hide its colour."""
+
+
+def plot_run(run_dir: str | Path, out_png: str | Path) -> None:
+    """Write a PNG of the run in `run_dir`; raises HydraConfigError where there is no readable
+    run.
+    """
+    records = read_metrics(run_dir)
+    figure = Figure(figsize=(13, 8.5), layout="constrained", dpi=130)
+    FigureCanvasAgg(figure)
+    strategy_axes, time_axes, loss_axes = figure.subplots(
+        3, 1, sharex=True, gridspec_kw={"height_ratios": [1.15, 1.25, 0.8]}
+    )
+    colors = choose_colors(sorted({p.scheme for r in records for p in r.pipelines}))
+    _draw_strategies(strategy_axes, records, colors)
+    _draw_times(time_axes, records, colors)
+    _draw_loss(loss_axes, records)
+    _tidy(time_axes)
+    _tidy(loss_axes)
+    figure.savefig(out_png)
+
+
+def choose_colors(schemes: Sequence[Scheme]) -> Colors:
+    """One colour per scheme: the hue tells TP, the darkness the place among the schemes of that TP,
+    by PP first.
+    """
+    colors = {}
+    for scheme in schemes:
+        depth = sorted(other for other in schemes if other.tp == scheme.tp).index(scheme)
+        hue = np.array(to_rgb(_HUES[(scheme.tp.bit_length() - 1) % len(_HUES)]))
+        red, green, blue = hue * 0.68**depth
+        colors[scheme] = (float(red), float(green), float(blue))
+    return colors
+
+
+def _draw_strategies(axes: Axes, records: list[IterationRecord], colors: Colors) -> None:
+    """Ranks (downwards) by iterations, coloured by the scheme of the rank's pipeline."""
+    image = paint_ranks(records, colors)
+    num_ranks = len(image)
+    extent = (records[0].iteration - 0.5, records[-1].iteration + 0.5, num_ranks - 0.5, -0.5)
+    axes.imshow(image, aspect="auto", interpolation="nearest", extent=extent)
+    if len(records) <= _MAX_FRAMED_ITERATIONS:
+        _frame_pipelines(axes, records, num_ranks)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_ylabel("rank")
+    handles = [Patch(color=color, label=str(s)) for s, color in colors.items()]
+    if any(len(_idle_ranks(record, num_ranks)) for record in records):
+        handles.append(Patch(facecolor=_IDLE, edgecolor="#bbbbbb", hatch="////", label="idle"))
+    axes.spines[:].set_visible(False)
+    _head(axes, "Pipelines <TP,PP> of each iteration", handles)
+
+
+def paint_ranks(records: Sequence[IterationRecord], colors: Colors) -> npt.NDArray[np.float64]:
+    """Colours [num_ranks, last - first iteration + 1, RGB]; white where an iteration is missing."""
+    num_ranks = 1 + max(rank for r in records for p in r.pipelines for rank in p.ranks)
+    first, last = records[0].iteration, records[-1].iteration
+    image = np.ones((num_ranks, last - first + 1, 3))
+    for record in records:
+        column = record.iteration - first
+        image[:, column] = to_rgb(_IDLE)
+        for pipeline in record.pipelines:
+            image[list(pipeline.ranks), column] = colors[pipeline.scheme]
+    return image
+
+
+def _frame_pipelines(axes: Axes, records: list[IterationRecord], num_ranks: int) -> None:
+    for record in records:
+        left = record.iteration - 0.5
+        for pipeline in record.pipelines:
+            axes.add_patch(
+                Rectangle(
+                    (left, min(pipeline.ranks) - 0.5),
+                    1,
+                    len(pipeline.ranks),
+                    fill=False,
+                    edgecolor="white",
+                    linewidth=1.2,
+                )
+            )
+        for rank in _idle_ranks(record, num_ranks):
+            axes.add_patch(
+                Rectangle(
+                    (left, rank - 0.5),
+                    1,
+                    1,
+                    fill=False,
+                    edgecolor="#bbbbbb",
+                    linewidth=0,
+                    hatch="////",
+                )
+            )
+
+
+def _idle_ranks(record: IterationRecord, num_ranks: int) -> list[int]:
+    busy = {rank for pipeline in record.pipelines for rank in pipeline.ranks}
+    return [rank for rank in range(num_ranks) if rank not in busy]
+
+
+def _draw_times(axes: Axes, records: list[IterationRecord], colors: Colors) -> None:
+    """A bar per pipeline, side by side in its iteration: the lower ones waited for the highest."""
+    frame = 0.4 if len(records) <= _MAX_FRAMED_ITERATIONS else 0
+    bars = defaultdict(list)
+    for record in records:
+        width = 0.86 / len(record.pipelines)
+        for place, pipeline in enumerate(record.pipelines):
+            left = record.iteration - 0.43 + place * width
+            bars[pipeline.scheme].append((left, pipeline.measured_ms, width))
+    for scheme, scheme_bars in bars.items():
+        lefts, heights, widths = zip(*scheme_bars, strict=True)
+        axes.bar(
+            lefts,
+            heights,
+            widths,
+            align="edge",
+            color=colors[scheme],
+            edgecolor="white",
+            linewidth=frame,
+        )
+    iterations = np.array([r.iteration for r in records])
+    predicted = axes.hlines(
+        [r.predicted_ms for r in records],
+        iterations - 0.48,
+        iterations + 0.48,
+        colors=_INK,
+        linewidth=1.6,
+        label="predicted, slowest pipeline",
+    )
+    axes.set_ylabel("time, ms")
+    _head(axes, "Measured time of each pipeline", [predicted])
+
+
+def _draw_loss(axes: Axes, records: list[IterationRecord]) -> None:
+    iterations = [r.iteration for r in records]
+    losses = [r.loss for r in records]
+    axes.plot(
+        iterations, losses, color="#e15759", linewidth=1.6, marker="." if len(records) == 1 else ""
+    )
+    axes.set_ylabel("loss")
+    axes.set_xlabel("iteration")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    _head(axes, "Loss, mean over label tokens")
+
+
+def _head(axes: Axes, title: str, handles: Sequence[Artist] = ()) -> None:
+    """Title to the left of the axes' upper edge, legend to its right."""
+    axes.set_title(title, loc="left", fontsize=11, color=_INK)
+    if handles:
+        axes.legend(
+            handles=handles,
+            loc="lower right",
+            bbox_to_anchor=(1, 1),
+            ncols=len(handles),
+            frameon=False,
+        )
+
+
+def _tidy(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(length=3)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+_BINS_PER_OCTAVE = 4
+
+
+def plot_lengths(histogram: LengthHistogram, out_png: str | Path) -> None:
+    """Write a PNG: share of sequences and share of tokens over the length on a logarithmic axis."""
+    lengths, counts = histogram.lengths_tokens, histogram.counts
+    num_bins = (
+        max(1, int(_BINS_PER_OCTAVE * np.log2(lengths[-1] / lengths[0]))) if lengths.size > 1 else 1
+    )
+    edges = np.geomspace(lengths[0], lengths[-1] + 1, num_bins + 1)
+    figure = Figure(figsize=(8, 4.5), layout="constrained", dpi=130)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for weights, label in ((counts, "sequences"), (counts * lengths, "tokens")):
+        share, _ = np.histogram(lengths, bins=edges, weights=weights / weights.sum())
+        axes.stairs(100 * share, edges, fill=True, alpha=0.55, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("length, tokens")
+    axes.set_ylabel("share, %")
+    axes.set_title(
+        f"{histogram.name}: {histogram.num_sequences:,} sequences, {histogram.num_tokens:,} tokens"
+    )
+    axes.legend()
+    figure.savefig(str(out_png))

@@ -1,0 +1,205 @@
+"""Which strategies a run chooses among: the one place where engine, `check`, `propose` and
+`simulate` decide it.
+
+Pure: what the model can run, what the hardware's interconnects are and which lengths the data has
+are arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.propose import GroupLimits, KeptStrategy, Proposal, propose_among
+from ds_hydra.sampler.sample_bench import CandidateSettings, Progress
+from ds_hydra.strategy.cost_models.costs import Costs
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.proposal.candidates import enumerate_strategies, power_of_two_schemes
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.proposal.program import (
+    check_context,
+    usable_schemes,
+)
+from ds_hydra.strategy.proposal.space import candidate_schemes, unpruned_schemes
+from ds_hydra.strategy.schemes.placement import (
+    LINK_GROUPS,
+    MAX_GROUPS_OF_RANK,
+    count_groups,
+    groups_of_all,
+    most_groups_of_rank,
+)
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of
+
+_START_GROUPS_OF_RANK = 11
+"""Groups of one rank that may be taken before the lengths are known: twelve are left for what these
+suggest. Proposals of the 36 cases of the paper's Fig. 10 would have up to twelve.
+"""
+
+
+def gradient_bytes(config: HydraConfig) -> float:
+    """Of an element that is pushed."""
+    return 2.0 if config.link.gradient_dtype == "bf16" else 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """What a run chooses among, and the profile that knows all of it.
+
+    `reasons`: why each proposed strategy stays; empty where none was proposed. `assumed`: schemes
+    of the strategies whose times nobody measured.
+    """
+
+    strategies: tuple[Strategy, ...]
+    profile: Profile | None = None
+    proposal: Proposal | None = None
+
+    @property
+    def reasons(self) -> tuple[KeptStrategy, ...]:
+        """Of the proposal, one for each strategy."""
+        return () if self.proposal is None else self.proposal.kept
+
+    @property
+    def assumed(self) -> tuple[Scheme, ...]:
+        """Sorted."""
+        if self.profile is None:
+            return ()
+        return tuple(sorted(schemes_of(self.strategies) & self.profile.assumed))
+
+
+def decide_candidates(
+    profile: Profile | None,
+    histogram: LengthHistogram | None,
+    settings: CandidateSettings,
+    progress: Progress | None = None,
+) -> Candidates:
+    """The candidates of a run.
+
+    Given strategies as they are. Otherwise up to `max_enumerated` devices all strategies of two
+    schemes <TP,PP>, and on top those of other schemes that make the lengths of `histogram` faster;
+    on more devices what these lengths suggest. As long as profile or lengths are not known:
+    strategies of two schemes, or of one scheme on more devices.
+
+    Raises HydraConfigError where nothing fits the longest of the lengths, or the model runs no
+    scheme.
+    """
+    extended = None if profile is None or settings.given else _extended(profile, settings)
+    if profile is not None and histogram is not None:
+        check_longest(profile, settings, extended)
+    if settings.given:
+        known = profile and settings.world(profile).costs.extended(schemes_of(settings.given))
+        return Candidates(strategies=settings.given, profile=known)
+    start = _without_lengths(profile, settings)
+    if (
+        profile is None
+        or extended is None
+        or histogram is None
+        or not proposes(profile, settings, extended)
+    ):
+        if not start:
+            raise HydraConfigError(
+                f"no scheme that this model can run fits {settings.num_devices} devices; set "
+                "hydra.strategies, or hydra.profile to another one"
+            )
+        return Candidates(strategies=start, profile=profile)
+    gathered = extended
+    if settings.space == "full":
+        # Phases are put together of schemes without checkpointed layers, dominated or not
+        world = settings.world(profile).measured
+        gathered = world.costs.table(unpruned_schemes(world, 0.0))
+    staying = () if settings.is_enumerated else settings.staying or start
+    max_groups_of_rank = MAX_GROUPS_OF_RANK - LINK_GROUPS
+    proposal = propose_among(
+        extended,
+        histogram,
+        settings,
+        start=start if settings.is_enumerated else (),
+        limits=GroupLimits(
+            settings.max_groups - settings.num_link_groups - count_groups(staying),
+            max_groups_of_rank - most_groups_of_rank(groups_of_all(staying)),
+        ),
+        progress=progress,
+        gathered=gathered,
+    )
+    known = settings.world(profile).costs.extended(schemes_of(proposal.strategies))
+    return Candidates(strategies=proposal.strategies, profile=known, proposal=proposal)
+
+
+def proposes(
+    profile: Profile, settings: CandidateSettings, extended: Profile | None = None
+) -> bool:
+    """Whether the lengths of the data decide: on many devices, or where there are schemes beside
+    <TP,PP>. `extended`: `profile` with all that a proposal may derive, where that is known.
+    """
+    if settings.given:
+        return False
+    if not settings.is_enumerated:
+        return True
+    return not all(s.is_plain for s in _allowed(extended or _extended(profile, settings), settings))
+
+
+def check_longest(
+    profile: Profile, settings: CandidateSettings, extended: Profile | None = None
+) -> None:
+    """Raise HydraConfigError where no scheme of any candidate fits a sequence of the context."""
+    schemes = schemes_of(settings.given)
+    known = settings.world(profile).costs.extended(schemes)
+    if not settings.given:
+        extended = extended or _extended(profile, settings)
+    if extended is not None and proposes(profile, settings, extended):
+        known, schemes = extended, set(_allowed(extended, settings))
+    elif not settings.given:
+        schemes = set(_usable(profile, settings).latency)
+    check_context(settings.world(known), schemes, advises_full=not settings.given)
+
+
+def _without_lengths(profile: Profile | None, settings: CandidateSettings) -> tuple[Strategy, ...]:
+    """All strategies of two schemes <TP,PP>, or on many devices of one.
+
+    They need half of the groups at most: the rest is for forced strategies, or for what the lengths
+    suggest.
+    """
+    number = settings.num_devices
+    schemes = [s for s in power_of_two_schemes(number) if _is_usable(s, profile, settings)]
+    if settings.is_enumerated:
+        wanted = list(enumerate_strategies(schemes, number))
+    else:
+        wanted = [Strategy((scheme,) * (number // scheme.num_devices)) for scheme in schemes]
+    kept: list[Strategy] = []
+    for strategy in sorted(wanted, key=lambda s: s.is_heterogeneous):
+        keys = groups_of_all([*kept, strategy])
+        if len(keys) > settings.max_groups // 2:
+            continue
+        if most_groups_of_rank(keys) <= _START_GROUPS_OF_RANK:
+            kept.append(strategy)
+    return tuple(kept)
+
+
+def _is_usable(scheme: Scheme, profile: Profile | None, settings: CandidateSettings) -> bool:
+    """Whether space, model, profile and memory allow `scheme`."""
+    is_in_space = scheme.is_plain or settings.space != "plain"
+    if not is_in_space or not settings.can_run(scheme):
+        return False
+    if profile is None:
+        return True
+    return scheme in profile.latency and profile.has_room(scheme, settings.num_devices)
+
+
+def _usable(profile: Profile, settings: CandidateSettings) -> Profile:
+    usable = (s for s in profile.latency if _is_usable(s, profile, settings))
+    return Costs(profile).table(usable)
+
+
+def _extended(profile: Profile, settings: CandidateSettings) -> Profile:
+    """What is usable of `profile` and of all that a proposal may derive from it. Schemes too large
+    for memory are kept as sources: their T still serves to derive others.
+    """
+    if settings.space != "full":
+        return _usable(profile, settings)
+    world = settings.world(profile).measured
+    schemes = candidate_schemes(world, settings.space, settings.num_tokens)
+    return _usable(world.costs.table(schemes), settings)
+
+
+def _allowed(extended: Profile, settings: CandidateSettings) -> tuple[Scheme, ...]:
+    return usable_schemes(settings.world(extended), settings.space)

@@ -1,0 +1,280 @@
+"""Groups of ranks of different sizes side by side, formed anew for every step, in which each group
+has one micro-batch and which ends before the next.
+
+[Note: Mixed groups] A step takes some of the sequences. Every way to cut the ranks into groups of
+the known sizes is tried, in order of a lower bound, until the bound is no better than the best.
+Sequences are assigned in order of decreasing length, each to the group that would finish it
+earliest. A mini-batch is cut into the fewest steps that can hold it, or up to `MORE_STEPS` more.
+Two ways to fill steps are tried: consecutive lengths in one step, or round-robin. FlexSP, whose
+space this is, solves integer programs with deadlines for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_hydra.sampler.problem import sift_down
+from ds_hydra.sampler.schedule import FloatArray, IntArray
+from ds_hydra.strategy.compiled import compiled
+from ds_hydra.strategy.schemes.neighbours import cuts
+
+MORE_STEPS = 2
+
+
+class GroupStep(NamedTuple):
+    """One step: groups side by side, each with one micro-batch.
+
+    `kind`: which of the `MixedGroups` it is of. `slowest_ms`: time of its slowest group.
+    `device_ms`: time of all devices together. `members`: positions of its sequences, descending in
+    length. `group_of`: the group of each member, groups of the smallest size first. `counts`:
+    number of groups of each size.
+    """
+
+    kind: int
+    slowest_ms: float
+    device_ms: float
+    members: IntArray
+    group_of: IntArray
+    counts: IntArray
+
+
+class MixedGroups:
+    """What groups of some sizes take. `sizes` in ranks, smallest first; `max_len` of each."""
+
+    def __init__(
+        self,
+        num_ranks: int,
+        sizes: Sequence[int],
+        max_len: Sequence[int],
+        constants_ms: Sequence[float],
+        sequences_ms: Sequence[Callable[[IntArray], FloatArray]],
+    ) -> None:
+        self.num_ranks, self.longest = num_ranks, max(max_len)
+        self._sizes = np.array(sizes, dtype=np.int64)
+        self._max_len = np.array(max_len, dtype=np.int64)
+        self._constants = np.array(constants_ms, dtype=np.float64)
+        self._sequences_ms = sequences_ms
+        self._cuts = _table_of_cuts(num_ranks, tuple(sizes))
+        most = (self._cuts * self._max_len).sum(axis=1)
+        self._room = int(most.max())
+
+    def fewest(self, num_tokens: int) -> int:
+        """Steps that hold so many tokens, at least."""
+        return max(1, -(-num_tokens // self._room))
+
+    def table_ms(self, lengths: IntArray) -> FloatArray:
+        """What each sequence adds to a micro-batch: [size, sequence]."""
+        return np.array([of(lengths) for of in self._sequences_ms])
+
+    def shared_ms(self, table: FloatArray) -> float:
+        """Time with all ranks busy, each sequence where it takes least."""
+        return float((table * self._sizes[:, None]).min(axis=0).sum()) / self.num_ranks
+
+    def step(
+        self,
+        kind: int,
+        lengths: IntArray,
+        table: FloatArray,
+        members: IntArray,
+        limit: float = np.inf,
+    ) -> GroupStep | None:
+        """The best step of `members`, None where no cut holds them in less than `limit`."""
+        group_of, times_ms = np.zeros(members.size, dtype=np.int64), np.zeros(2)
+        cut = 0
+        if members.size:
+            cut = solve_step(
+                lengths[members],
+                np.ascontiguousarray(table[:, members]),
+                self._constants,
+                self._sizes,
+                self._max_len,
+                self._cuts,
+                self.num_ranks,
+                limit,
+                times_ms,
+                group_of,
+            )
+        if cut < 0:
+            return None
+        slowest_ms, device_ms = times_ms.tolist()
+        return GroupStep(kind, slowest_ms, device_ms, members, group_of, self._cuts[cut])
+
+
+@lru_cache(maxsize=64)
+def _table_of_cuts(num_ranks: int, sizes: tuple[int, ...]) -> IntArray:
+    return np.array(cuts(num_ranks, sizes), dtype=np.int64)
+
+
+def plan_steps(
+    kinds: Sequence[MixedGroups],
+    lengths: IntArray,
+    finish: Callable[[FloatArray], float],
+    limit: float = np.inf,
+) -> list[GroupStep]:
+    """The steps of a mini-batch (lengths descending), each of one of `kinds`, for which `finish` of
+    the slowest groups, a convex function of their times, is least; none where that is not below
+    `limit`.
+    """
+    tables = [kind.table_ms(lengths) for kind in kinds]
+    shared_ms = min(kind.shared_ms(table) for kind, table in zip(kinds, tables))
+    fewest = [kind.fewest(int(lengths.sum())) for kind in kinds]
+    best: list[GroupStep] = []
+    least, num_tried = limit, 0
+    for count in range(min(fewest), max(*fewest, lengths.size) + 1):
+        if finish(np.full(count, shared_ms / count)) >= least:
+            break
+        is_found = False
+        for members in (_by_length(lengths, count), _dealt(lengths, count)):
+            steps: list[GroupStep] = []
+            for own in members:
+                step = _best_step(kinds, lengths, tables, own)
+                if step is None:
+                    break
+                steps.append(step)
+                ms = finish(np.array([step.slowest_ms for step in steps]))
+                if ms >= least:
+                    break
+            else:
+                best, least = steps, ms
+            is_found |= step is not None
+        num_tried += is_found
+        if num_tried > MORE_STEPS and count >= max(fewest):
+            break
+    return best
+
+
+def _best_step(
+    kinds: Sequence[MixedGroups],
+    lengths: IntArray,
+    tables: Sequence[FloatArray],
+    members: IntArray,
+) -> GroupStep | None:
+    best = None
+    for number, (kind, table) in enumerate(zip(kinds, tables)):
+        limit = np.inf if best is None else best.slowest_ms
+        best = kind.step(number, lengths, table, members, limit) or best
+    return best
+
+
+def _by_length(lengths: IntArray, count: int) -> list[IntArray]:
+    """Neighbours in length together, about as many tokens in each step."""
+    ends = np.cumsum(lengths)
+    step = np.minimum(count - 1, (ends - 1) * count // max(1, int(ends[-1])))
+    return [np.flatnonzero(step == k) for k in range(count)]
+
+
+def _dealt(lengths: IntArray, count: int) -> list[IntArray]:
+    """Every step gets sequences of all lengths."""
+    return [np.arange(k, lengths.size, count) for k in range(count)]
+
+
+@compiled
+def solve_step(
+    lengths: IntArray,
+    table: FloatArray,
+    constants: FloatArray,
+    sizes: IntArray,
+    max_len: IntArray,
+    cuts: IntArray,
+    num_ranks: int,
+    limit: float,
+    times_ms: FloatArray,
+    group_of: IntArray,
+) -> int:
+    """The best cut, -1 where none holds the sequences in less than `limit`; writes `times_ms`, of
+    its slowest group and of all devices together, and the group of each sequence. `table`: ms of
+    [size, sequence]. See [Note: Mixed groups].
+    """
+    num_sizes, num_sequences = table.shape
+    # A bound for each cut, cheapest first: placing is what takes long, and a few cuts are placed.
+    bounds = np.full(cuts.shape[0], np.inf)
+    work_ms = np.full(1 << num_sizes, -1.0)  # of cuts with the same sizes, as bits: that is equal
+    total = lengths.sum()
+    for row in range(cuts.shape[0]):
+        room, alone, used = 0, np.inf, 0
+        for k in range(num_sizes):
+            if cuts[row, k] > 0:
+                room += cuts[row, k] * max_len[k]
+                used |= 1 << k
+                if lengths[0] <= max_len[k]:
+                    alone = min(alone, table[k, 0] + constants[k])
+        if room < total or alone == np.inf:
+            continue
+        if work_ms[used] < 0.0:
+            work_ms[used] = 0.0
+            for i in range(num_sequences):
+                cheapest = np.inf
+                for k in range(num_sizes):
+                    if used >> k & 1 and lengths[i] <= max_len[k]:
+                        cheapest = min(cheapest, sizes[k] * table[k, i])
+                work_ms[used] += cheapest
+        bounds[row] = max(alone, work_ms[used] / num_ranks)
+    best, best_cut = limit, -1
+    ends, filled = np.zeros(num_ranks), np.zeros(num_ranks, dtype=np.int64)
+    heap, placed = np.zeros_like(filled), np.zeros_like(group_of)
+    for row in np.argsort(bounds):
+        if bounds[row] >= best:
+            break
+        slowest = _place(
+            lengths, table, constants, max_len, cuts[row], best, ends, filled, heap, placed
+        )
+        if slowest < best:
+            best, best_cut = slowest, row
+            group_of[:] = placed
+            times_ms[0], times_ms[1] = slowest, 0.0
+            first = 0
+            for k in range(num_sizes):
+                for g in heap[first : first + cuts[row, k]]:
+                    if filled[g] > 0:
+                        times_ms[1] += sizes[k] * ends[g]
+                first += cuts[row, k]
+    return best_cut
+
+
+@compiled
+def _place(
+    lengths: IntArray,
+    table: FloatArray,
+    constants: FloatArray,
+    max_len: IntArray,
+    cut: IntArray,
+    limit: float,
+    ends: FloatArray,
+    filled: IntArray,
+    heap: IntArray,
+    placed: IntArray,
+) -> float:
+    """The end of the slowest group, infinite where it is not below `limit`; writes which group each
+    sequence is `placed` in, the end of each group and its tokens, and for each size a `heap` of its
+    groups with the earliest first.
+
+    Each sequence goes to the earliest group of the size where it ends first and has room.
+    """
+    first = 0
+    for k in range(cut.size):
+        for g in range(first, first + cut[k]):
+            ends[g], filled[g], heap[g] = constants[k], 0, g
+        first += cut[k]
+    slowest = 0.0
+    for i in range(lengths.size):
+        end, kind, top = limit, -1, 0
+        first = 0
+        for k in range(cut.size):
+            if cut[k] > 0:
+                group = heap[first]
+                has_room = filled[group] + lengths[i] <= max_len[k]
+                if has_room and ends[group] + table[k, i] < end:
+                    end, kind, top = ends[group] + table[k, i], k, first
+            first += cut[k]
+        if kind < 0:
+            return np.inf
+        slowest = max(slowest, end)
+        group = heap[top]
+        placed[i], ends[group] = group, end
+        filled[group] += lengths[i]
+        sift_down(heap[top : top + cut[kind]], ends)
+    return slowest

@@ -1,0 +1,363 @@
+"""What a scheme costs, answered when it is asked for: T of one stage, and where T comes from.
+
+T of a scheme that the profile has no entry for is a share of what it has one for, and what each
+kind of parallelism moves beside it:
+
+    TP        in T of <TP,PP>, which is measured, or a roofline (`analytic.predict_latency`)
+    PP        each stage has its layers; hand-over is no part of T (`Cluster.hop_ms`)
+    SP        all-to-alls of queries, keys, values and outputs over the link of SP x TP ranks
+    CP        keys and values of other rows over the ring of CP ranks, beside attention
+    EP        tokens to their experts and back over the link of EP ranks
+    weights   layers that stream (inside the node) or are gathered (by all ranks), for each
+              micro-batch, beside its computation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, Self
+
+from ds_hydra.strategy.cost_models.analytic import (
+    KEY_VALUE_EXCHANGES,
+    expert_parallel_latency,
+    key_values_ms,
+    sequence_parallel_latency,
+)
+from ds_hydra.strategy.cost_models.cluster import GRADIENT_BYTES, Cluster, try_cluster
+from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.schemes.options import slowest_stage_ratio
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+CanRun = Callable[[Scheme], bool]
+
+
+def runs_all(_: Scheme) -> bool:
+    """Of a model that nothing is known of."""
+    return True
+
+
+MOST_KEY_VALUE_PARTS = 4
+"""Parts of some heads in which keys and values travel, each beside attention of the one before."""
+
+_REFERENCE_TOKENS = 32768
+"""Length for which the cheapest <1,PP> is looked for."""
+
+
+class Price(NamedTuple):
+    """T of a scheme and its origin.
+
+    "measured" and "roofline" are entries of the profile. "derived" is T of `sources[0]` with other
+    layers in a stage or other traffic; "estimated" is more than that, from T of `sources`.
+    """
+
+    latency: LatencyModel
+    origin: Literal["measured", "roofline", "derived", "estimated"]
+    sources: tuple[Scheme, ...] = ()
+
+    @property
+    def marks(self) -> dict[str, Any]:
+        """What an entry of a profile's document says of it."""
+        return {"derived_from": str(self.sources[0])} if self.origin == "derived" else {
+            "estimated": True
+        }  # fmt: skip
+
+
+class Costs:
+    """Prices of all schemes of one model on one cluster, each found once.
+
+    `cluster` is None where nothing is known of the interconnects: what only these tell has no price
+    then, and layers that come over them count nothing.
+    """
+
+    def __init__(self, profile: Profile, cluster: Cluster | None = None) -> None:
+        self.profile, self.cluster = profile, cluster
+        self._prices: dict[Scheme, Price | None] = {}
+
+    @classmethod
+    def of(
+        cls, profile: Profile, num_devices: int, gradient_bytes: float = GRADIENT_BYTES
+    ) -> Costs:
+        """On the interconnects that belong to the profile's hardware, where that is described."""
+        return cls(profile, try_cluster(profile, num_devices, gradient_bytes))
+
+    @cached_property
+    def measured(self) -> Costs:
+        """The same without entries that the profile has derived or estimated before."""
+        if not self._assumed:
+            return self
+        measured = (s for s in self.profile.latency if s not in self._assumed)
+        return Costs(self.table(measured), self.cluster)
+
+    @cached_property
+    def _assumed(self) -> frozenset[Scheme]:
+        return self.profile.assumed
+
+    @cached_property
+    def _source(self) -> Literal["measured", "roofline"]:
+        return "roofline" if self.profile.document.get("estimated") else "measured"
+
+    def find(self, scheme: Scheme) -> Price | None:
+        """The price of `scheme`; None where nothing tells it."""
+        if scheme not in self._prices:
+            self._prices[scheme] = self._price(scheme)
+        return self._prices[scheme]
+
+    def latency(self, scheme: Scheme) -> LatencyModel:
+        """T of `scheme`; raises HydraConfigError naming the schemes that were profiled."""
+        price = self.find(scheme)
+        return self.profile.get_latency(scheme) if price is None else price.latency
+
+    def table(self, schemes: Iterable[Scheme]) -> Profile:
+        """A profile with entries of exactly `schemes`, in their order: those of this profile as
+        they are, the others marked as derived or estimated.
+
+        Raises HydraConfigError naming what is lacking for one of them.
+        """
+        wanted = tuple(dict.fromkeys(schemes))
+        known = {Scheme.from_json(entry): entry for entry in self.profile.document["schemes"]}
+        if wanted == tuple(known):
+            return self.profile
+        latency, entries = {}, []
+        for scheme in wanted:
+            latency[scheme] = self.latency(scheme)
+            if scheme not in known:
+                price = self.find(scheme)
+                assert price is not None
+                entry = {**scheme.to_json(), **price.latency.to_json(), **price.marks}
+            entries.append(known.get(scheme) or entry)
+        document = {**self.profile.document, "schemes": entries}
+        return replace(self.profile, latency=latency, document=document)
+
+    def extended(self, schemes: Iterable[Scheme]) -> Profile:
+        """The profile with entries of `schemes`, sorted, on top of its own; itself where it has
+        all of them. Raises HydraConfigError naming what is lacking for one of them.
+        """
+        known = self.profile.latency
+        more = sorted({*schemes} - known.keys())
+        for scheme in more:
+            # For what it raises: memory that is not known would be found out while planning
+            self.profile.max_len_tokens(scheme, scheme.num_devices)
+        return self.table((*known, *more))
+
+    def _price(self, scheme: Scheme) -> Price | None:
+        if (entry := self.profile.latency.get(scheme)) is not None:
+            return Price(entry, "estimated" if scheme in self._assumed else self._source)
+        if scheme.stages or scheme.ckpt:
+            return self._of_stages(scheme)
+        if scheme.stream or scheme.gather:
+            return self._of_moving_weights(scheme)
+        if scheme.ep > 1:
+            return self._of_shared_experts(scheme)
+        if scheme.cp > 1:
+            return self._of_rows(scheme)
+        return self._of_sequence_shards(scheme) if scheme.sp > 1 else None
+
+    def _of_stages(self, scheme: Scheme) -> Price | None:
+        """Computation of uneven stages and checkpointed layers is that of the slowest stage."""
+        source = replace(scheme, stages=(), ckpt=0)
+        if (base := self.find(source)) is None:
+            return None
+        ratio = slowest_stage_ratio(scheme, self.profile.memory.num_layers)
+        return Price(base.latency.scaled(ratio), "derived", (source,))
+
+    def _of_moving_weights(self, scheme: Scheme) -> Price | None:
+        """T of the scheme whose weights stay, or of one rank and what SP and CP add to its share;
+        no micro-batch takes less than its weights travel.
+        """
+        plain = replace(scheme, stream=False, gather=False)
+        if (single := self.single_rank) is None or plain != Scheme(1, 1, sp=plain.sp, cp=plain.cp):
+            single = None
+        if self.cluster is None or single is None:
+            base = self.find(plain)
+            price = base and Price(base.latency, "derived", (plain,))
+        else:
+            shared = self._with_key_values(single.shared(plain.num_shards), plain)
+            price = Price(self._with_exchanges(shared, plain), "estimated", (Scheme(1, 1),))
+        if price is None or self.cluster is None:
+            return price
+        move_ms = self.cluster.gather_ms if scheme.gather else self.cluster.stream_ms
+        return price._replace(latency=replace(price.latency, traffic_ms=move_ms(scheme)))
+
+    def _of_shared_experts(self, scheme: Scheme) -> Price | None:
+        """T without `ep`, and tokens that travel evenly."""
+        source = replace(scheme, ep=1)
+        cluster, base = self.cluster, self.find(source)
+        if base is None or cluster is None or cluster.shape.experts is None:
+            return None
+        more = expert_parallel_latency(cluster.shape, cluster.hardware, scheme)
+        return Price(base.latency.plus(more), "estimated", (source,))
+
+    def _of_sequence_shards(self, scheme: Scheme) -> Price | None:
+        """T of `scheme` from those of the same PP without SP, or None where <TP,PP> has none.
+
+        SP ranks share what a micro-batch computes, its tokens and in attention its heads: a / SP
+        and b / SP of <TP,PP>. What <SP x TP,PP> takes beyond that for each token is communication,
+        of which n = SP ranks need 1 / n: a layer exchanges four tensors of S H / n elements, where
+        TP reduces two of S H in rings, which sends twice as much. The constant is the larger one of
+        both, because neither launches nor collectives get fewer. Where <SP x TP,PP> has no T,
+        exchanges of one stage count by the interconnects, of several nothing.
+        """
+        narrow, wide = Scheme(scheme.tp, scheme.pp), Scheme(scheme.ranks_per_stage, scheme.pp)
+        base, group = self.profile.latency.get(narrow), self.profile.latency.get(wide)
+        if base is None:
+            return None
+        linear_ms, constant_ms = base.linear_ms / scheme.sp, base.constant_ms
+        if group is not None:
+            linear_ms += max(0.0, group.linear_ms - linear_ms) / scheme.sp
+            constant_ms = max(constant_ms, group.constant_ms)
+        latency = LatencyModel(
+            quadratic_ms=base.quadratic_ms / scheme.sp, linear_ms=linear_ms, constant_ms=constant_ms
+        )
+        if group is not None:
+            return Price(latency, "estimated", (narrow, wide))
+        if scheme.pp == 1:
+            latency = self._with_exchanges(latency, scheme)
+        return Price(latency, "estimated", (narrow,))
+
+    def _of_rows(self, scheme: Scheme) -> Price | None:
+        """T of `scheme` from that without CP, which CP ranks share, and from <CP x SP x TP,PP>.
+
+        CP ranks gather keys and values of a micro-batch, in backward again, and give away their
+        gradients: 6 numbers a token and layer of K H / (SP x TP), K key-value heads a query head,
+        where each of n = CP x SP x TP ranks of a TP group sends 8 H (n - 1) / n in its all-reduces.
+        What <n,PP> takes beyond its share of <TP,PP> is 8 H (n - TP) / n. Where <n,PP> has no T the
+        interconnects tell how fast numbers travel; None where these are not known either.
+        """
+        uncut, num_ranks = replace(scheme, cp=1), scheme.ranks_per_stage
+        narrow, wide = Scheme(scheme.tp, scheme.pp), Scheme(num_ranks, scheme.pp)
+        base, group = self.find(uncut), self.profile.latency.get(wide)
+        alone = self.profile.latency.get(narrow)
+        if base is None:
+            return None
+        if group is None or alone is None:
+            shared = base.latency.shared(scheme.cp)
+            if self.cluster is None:
+                return None
+            return Price(self._with_key_values(shared, scheme), "estimated", (uncut,))
+        excess_ms = max(0.0, group.linear_ms - alone.linear_ms * scheme.tp / num_ranks)
+        width = scheme.sp * scheme.tp
+        gathered = 6 * self.profile.memory.key_value_share / width * (1 - 1 / scheme.cp)
+        reduced = 8 * (1 - scheme.tp / num_ranks)
+        travels_ms, num_parts = excess_ms * gathered / reduced, self._num_key_value_parts(scheme)
+        latency = LatencyModel(
+            quadratic_ms=base.latency.quadratic_ms / scheme.cp,
+            linear_ms=base.latency.linear_ms / scheme.cp + travels_ms / num_parts,
+            constant_ms=max(base.latency.constant_ms, group.constant_ms),
+            hidden_ms=travels_ms * (1 - 1 / num_parts),
+        )
+        return Price(latency, "estimated", (uncut, narrow, wide))
+
+    def _with_exchanges(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
+        """`latency` of a group without communication, with what SP ranks exchange on top."""
+        cluster = self.cluster
+        if cluster is None:
+            return latency
+        return latency.plus(sequence_parallel_latency(cluster.shape, cluster.hardware, scheme))
+
+    def _with_key_values(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
+        """`latency` of a group without communication, with what CP ranks gather on top, in parts
+        of some heads: beside the attention of the others all but one can travel.
+        """
+        cluster = self.cluster
+        if cluster is None or scheme.cp == 1:
+            return latency
+        num_parts = self._num_key_value_parts(scheme)
+        layers, each_ms = (
+            cluster.shape.num_layers / scheme.pp,
+            cluster.hardware.collective_overhead_ms,
+        )
+        travels_ms = key_values_ms(cluster.shape, cluster.hardware, scheme)
+        return replace(
+            latency,
+            linear_ms=latency.linear_ms + travels_ms / num_parts,
+            hidden_ms=travels_ms * (1 - 1 / num_parts),
+            constant_ms=latency.constant_ms + KEY_VALUE_EXCHANGES * num_parts * layers * each_ms,
+        )
+
+    def _num_key_value_parts(self, scheme: Scheme) -> int:
+        """In how many parts keys and values travel in the engine, where micro-batches are large."""
+        heads = self.profile.document["model"].get("num_attention_heads")
+        if not heads:
+            return 1
+        own = heads * self.profile.memory.key_value_share / (scheme.sp * scheme.tp)
+        return max(1, min(MOST_KEY_VALUE_PARTS, int(own)))
+
+    @cached_property
+    def single_rank(self) -> LatencyModel | None:
+        """T of the whole model on one rank, or None where the profile has no <1,PP>.
+
+        That of <1,1> where it was measured; else the cheapest PP times T of <1,PP>, for a
+        micro-batch of `_REFERENCE_TOKENS`. Its quadratic part is then at least that of the TP
+        schemes, for each device: attention of a profiled <1,PP> was measured on micro-batches
+        shorter than those that SP ranks hold together, from which its quadratic part does not
+        follow well.
+        """
+        profile, one = self.profile, Scheme(1, 1)
+        if one in profile.latency and one not in profile.assumed:
+            return profile.latency[one]
+        plain = [(s, latency) for s, latency in profile.latency.items() if s.is_plain]
+        found = [latency.scaled(s.pp) for s, latency in plain if s.tp == 1]
+        of_tp = [s.tp * latency.quadratic_ms for s, latency in plain if s.tp > 1 and s.pp == 1]
+        single = min(found, key=lambda t: t.micro_batch_ms([_REFERENCE_TOKENS]), default=None)
+        if single is None or not of_tp:
+            return single
+        return replace(single, quadratic_ms=max(single.quadratic_ms, min(of_tp)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What is trained where: prices of schemes, devices, the longest sequence in tokens, and
+    whether the model runs a scheme.
+    """
+
+    costs: Costs
+    num_devices: int
+    context_length: int
+    can_run: CanRun = runs_all
+
+    @classmethod
+    def of(
+        cls, profile: Profile, cluster: Cluster | None, num_devices: int, context_length: int
+    ) -> World:
+        """That of a profile, on interconnects that are known or not."""
+        return cls(
+            costs=Costs(profile, cluster), num_devices=num_devices, context_length=context_length
+        )
+
+    @property
+    def profile(self) -> Profile:
+        """What is known without asking for prices."""
+        return self.costs.profile
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """What pull and push take, None where that is not known."""
+        return self.costs.cluster
+
+    def max_len_tokens(self, scheme: Scheme, beside: Strategy | None = None) -> int:
+        """MaxLen of `scheme`, as a pipeline of `beside`."""
+        return self.profile.max_len_tokens(scheme, self.num_devices, beside)
+
+    def has_room(self, scheme: Scheme) -> bool:
+        """Whether `scheme` can be here (`Profile.has_room`)."""
+        return self.profile.has_room(scheme, self.num_devices)
+
+    @property
+    def measured(self) -> Self:
+        """The same without entries that the profile has derived or estimated before."""
+        return replace(self, costs=self.costs.measured)
+
+    def on(self, num_devices: int) -> Self:
+        """The same with another number of devices."""
+        cluster = self.cluster and replace(self.cluster, num_devices=num_devices)
+        return replace(self, costs=Costs(self.profile, cluster), num_devices=num_devices)
+
+    def knowing(self, profile: Profile) -> Self:
+        """The same with another profile."""
+        return replace(self, costs=Costs(profile, self.cluster))
+
+    def linked_by(self, cluster: Cluster | None) -> Self:
+        """The same with other interconnects."""
+        return replace(self, costs=Costs(self.profile, cluster))

@@ -1,0 +1,120 @@
+"""The list of transfers of an iteration: what is used is there, and no rank waits for itself."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_hydra.engine.parallel.one_f_one_b import Pass
+from ds_hydra.engine.transfer.schedule import (
+    AT_ONCE,
+    STREAM_WINDOW,
+    Kind,
+    StageStreams,
+    Window,
+    plan_gathered,
+    plan_kept,
+    plan_streamed,
+    stage_passes,
+)
+from ds_hydra.zero_link import BucketEntry, Region
+
+num_micro_batches, num_layers = st.integers(0, 6), st.integers(2, 9)
+first_trained, num_kept = st.integers(0, 3), st.integers(0, 1)
+
+
+def window_of(num_kept, num_layers, first_trained):
+    return Window(
+        buckets=tuple(range(num_kept, num_kept + num_layers)),
+        has_backward=tuple(position >= first_trained for position in range(num_layers)),
+    )
+
+
+@given(num_micro_batches, num_layers, first_trained, num_kept)
+def test_gathered_layers_are_there_when_they_are_used(micro_batches, layers, trained, kept):
+    window = window_of(kept, layers, trained)
+    schedule = plan_gathered(window, kept + layers, micro_batches, training=True, pushes=True)
+    uses = window.uses([Pass.FORWARD, Pass.BACKWARD] * micro_batches)
+    assert list(schedule.uses) == [window.buckets[use.position] for use in uses]
+    with_gradients = [b for b, t in zip(window.buckets, window.has_backward, strict=True) if t]
+    for is_early in (False, True):
+        pushed = carry_out(schedule, is_early=is_early)
+        assert sorted(pushed) == sorted(with_gradients * micro_batches)
+    of_kept = [t for t in schedule.transfers if t.bucket not in window.buckets]
+    assert [(t.kind, t.bucket, t.after) for t in of_kept] == [
+        *((Kind.PULL, bucket, AT_ONCE) for bucket in range(kept)),
+        *((Kind.PUSH, bucket, schedule.end) for bucket in range(kept)),
+    ]
+
+
+@given(num_micro_batches, num_layers, first_trained, st.integers(0, 2), st.integers(1, 3))
+def test_streamed_layers_are_there_when_they_are_used(micro_batches, layers, trained, stage, more):
+    """With a bucket that is copied and outside of the window, as a tied embedding is."""
+    window = window_of(0, layers, trained)
+    passes = stage_passes(stage + more, stage, micro_batches, training=True)
+    streams = StageStreams(is_streamed=True, window=window, copied=frozenset(range(layers + 1)))
+    buckets = tuple((BucketEntry(p, Region(0, 1, 0, 1), True),) for p in range(layers + 1))
+    schedule = plan_streamed(streams, buckets, passes, training=True)
+    for is_early in (False, True):
+        assert not carry_out(schedule, is_early=is_early)  # hooks add their gradients
+    others = [t for t in schedule.transfers if t.bucket not in window.buckets]
+    assert [(t.bucket, t.after) for t in others] == [(layers, AT_ONCE)]
+    assert all(t.kind is Kind.LOAD for t in schedule.transfers)
+
+
+def carry_out(schedule, *, is_early):
+    """Every transfer of the window as soon as it may be, or as late; what is used has to be there.
+    The buckets that were pushed.
+    """
+    buckets, transfers = schedule.window.buckets, schedule.transfers
+    assert list(transfers) == sorted(transfers, key=lambda t: t.after)
+    slots, grads, pushed = {}, {}, []
+    left = [t for t in transfers if t.bucket in buckets]
+
+    def post(transfer):
+        left.remove(transfer)
+        slot = buckets.index(transfer.bucket) % STREAM_WINDOW
+        if transfer.kind is Kind.PUSH:
+            assert grads.pop(slot) == transfer.bucket
+            pushed.append(transfer.bucket)
+        else:
+            slots[slot] = transfer.bucket
+
+    for use, bucket in enumerate(schedule.uses):
+        numbers = [n for n, t in enumerate(transfers) if t.needed_by == use]
+        needed = transfers[: max(numbers, default=-1) + 1]
+        assert all(t.after < use for t in needed), "waits for itself"
+        for transfer in list(left):
+            if transfer in needed or (is_early and transfer.after < use):
+                post(transfer)
+        slot = buckets.index(bucket) % STREAM_WINDOW
+        assert slots[slot] == bucket
+        if any(t.kind is Kind.PUSH and t.after == use and t.bucket == bucket for t in transfers):
+            assert slot not in grads, "a gradient that was not pushed"
+            grads[slot] = bucket
+    for transfer in list(left):
+        post(transfer)
+    return pushed
+
+
+@given(st.integers(1, 9), st.data(), st.booleans())
+def test_kept_weights_are_pulled_first_and_pushed_when_their_gradients_are_there(
+    num_rounds, data, overlap
+):
+    num_buckets = data.draw(st.integers(0, num_rounds))
+    schedule = plan_kept(num_rounds, num_buckets, pushes=True, overlap=overlap)
+    pulls, pushes = schedule.transfers[:num_rounds], schedule.transfers[num_rounds:]
+    assert [(t.kind, t.bucket, t.after) for t in pulls] == [
+        (Kind.PULL, bucket, AT_ONCE) for bucket in range(num_rounds)
+    ]
+    # The same rounds in the same order on every rank, whatever it has
+    assert [(t.kind, t.bucket) for t in pushes] == [
+        (Kind.PUSH, bucket) for bucket in reversed(range(num_rounds))
+    ]
+    for push in pushes:
+        if not overlap or not num_buckets:
+            assert push.after == schedule.end
+        else:
+            assert push.after == min(push.bucket, num_buckets - 1)
+    forward_only = plan_kept(num_rounds, num_buckets, pushes=False, overlap=overlap)
+    assert forward_only.transfers == pulls

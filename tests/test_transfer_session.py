@@ -1,0 +1,257 @@
+"""When the thread of a session posts its rounds, on one rank with a link that only notes them."""
+
+import contextlib
+import itertools
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ds_hydra.engine.transfer.link_thread import DeviceClock, LinkThread
+from ds_hydra.engine.transfer.schedule import Window, plan_gathered, plan_kept
+from ds_hydra.engine.transfer.session import LinkCarrier, TransferSession
+
+
+class NotedLink:
+    """Notes what is posted; a round is over at once."""
+
+    def __init__(self, posted):
+        self.posted = posted
+
+    def begin_pull(self, plan, index, shards_P, bucket):
+        self.posted.append(("pull", index, bucket))
+        return lambda: None
+
+    def begin_push(self, plan, index, bucket, grads_P):
+        self.posted.append(("push", index, bucket))
+        return lambda: None
+
+    def abandon(self, under_way):
+        pass
+
+
+class NotedClock(DeviceClock):
+    """Of an accelerator that does nothing: notes what the host waits for, after `on_wait`."""
+
+    def __init__(self, posted):
+        super().__init__(torch.device("cpu"))
+        self.has_streams, self.posted, self.count = True, posted, itertools.count()
+        self.on_wait = lambda: None
+
+    def stamp(self):
+        return next(self.count), len(self.posted)
+
+    def wait_for(self, stamp):
+        pass
+
+    def settle(self, stamp):
+        self.on_wait()
+        self.posted.append(("over", stamp[1]))  # what had been posted by then
+
+    def ms_between(self, begin, end):
+        return 0.0
+
+
+def open_session(thread, posted, num_buckets, num_rounds, clock=None, schedule=None, link=None):
+    link = link or NotedLink(posted)
+    plan = SimpleNamespace(rounds=[None] * num_rounds)
+    weights = SimpleNamespace(
+        bucket_S=list(range(num_buckets)),
+        grad_bucket_S=[f"gradients {i}" for i in range(num_buckets)],
+        on_gradient=None,
+        zero_missing=lambda index: None,
+        prepare=lambda index: posted.append(("prepared", index)),
+        expect_next=lambda index: posted.append(("pushed", index)),
+    )
+    kept = plan_kept(num_rounds, num_buckets, pushes=True, overlap=thread.overlap)
+    return TransferSession(
+        thread,
+        clock or DeviceClock(torch.device("cpu")),
+        schedule or kept,
+        LinkCarrier((link, plan), (link, plan), [], [], weights),
+        weights,
+    )
+
+
+@pytest.fixture
+def thread():
+    thread = LinkThread(torch.device("cpu"), overlap=True)
+    yield thread
+    thread.close()
+
+
+def test_no_round_of_the_push_is_posted_before_the_rank_has_computed(thread):
+    """Two buckets of its own, and two rounds of other ranks alone, which come first."""
+    posted = []
+    with open_session(thread, posted, num_buckets=2, num_rounds=4) as session:
+        session.await_all()
+        with pytest.raises(TimeoutError):
+            session._running.result(timeout=0.2)
+        assert [kind for kind, *_ in posted] == ["pull"] * 4
+        session.gradients_complete(1)
+        session.finish()
+    assert posted[4:] == [
+        ("push", 3, ()),
+        ("push", 2, ()),
+        ("push", 1, "gradients 1"),
+        ("push", 0, "gradients 0"),
+    ]
+
+
+def test_a_rank_without_a_pipeline_takes_part_in_every_round(thread):
+    posted = []
+    with open_session(thread, posted, num_buckets=0, num_rounds=3) as session:
+        session.finish()
+    assert posted[3:] == [("push", 2, ()), ("push", 1, ()), ("push", 0, ())]
+
+
+def test_a_failed_computation_posts_no_push(thread):
+    posted = []
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        open_session(thread, posted, num_buckets=1, num_rounds=3) as session,
+    ):
+        session.await_all()
+        raise ZeroDivisionError
+    assert [kind for kind, *_ in posted] == ["pull"] * 3
+    thread.submit(lambda: None).result(timeout=5)
+
+
+def rounds_under_way(posted):
+    """The most rounds of a direction that are posted and not over, `posted` as NotedClock has it:
+    the end of a post is that of the round before.
+    """
+    most, over, begun = 0, -1, 0
+    for kind, what, *_ in posted:
+        if kind == "over":
+            over = max(over, sum(entry[0] != "over" for entry in posted[:what]) - 1)
+        else:
+            begun += 1
+            most = max(most, begun - over)
+    return most
+
+
+def test_a_device_has_two_rounds_at_most_to_do(thread):
+    posted = []
+    with open_session(thread, posted, 6, 6, NotedClock(posted)) as session:
+        session.await_all()
+        assert rounds_under_way(posted) == 2
+        del posted[:]
+        for index in range(6):
+            session.gradients_complete(index)
+        session._left.record(6)
+        session._running.result()
+        assert rounds_under_way(posted) == 2
+
+
+def test_all_of_the_pull_is_posted_before_computation_waits_for_another_stage(thread):
+    """The device does nothing until the rank has come to its receive."""
+    posted, has_come = [], threading.Event()
+    clock = NotedClock(posted)
+    clock.on_wait = lambda: has_come.wait(10) or pytest.fail("the pull waited for the device")
+
+    with open_session(thread, posted, 6, 6, clock) as session:
+        wait_on_host = session._over.wait_on_host
+
+        def come(index):
+            has_come.set()
+            wait_on_host(index)
+
+        session._over.wait_on_host = come
+        session.await_posts()
+        assert [index for kind, index, *_ in posted if kind == "pull"] == list(range(6))
+        assert sum(kind == "over" for kind, *_ in posted) <= 2  # the one that it was in
+        session.finish()
+
+
+def test_a_pull_that_failed_fails_where_computation_waits_for_its_posts(thread):
+    posted = []
+
+    class Failing(NotedLink):
+        def begin_pull(self, *_):
+            raise ZeroDivisionError
+
+    link = Failing(posted)
+    session = open_session(thread, posted, 2, 2, NotedClock(posted), link=link)
+    with pytest.raises(ZeroDivisionError), session:
+        session.await_posts()
+
+
+def test_an_error_of_a_push_is_raised_when_computation_is_over(thread):
+    class Failing(NotedLink):
+        def begin_push(self, *_):
+            raise ZeroDivisionError
+
+    session = open_session(thread, [], 2, 2, link=Failing([]))
+    with session:
+        session.await_all()
+        session.gradients_complete(1)
+        with pytest.raises(ZeroDivisionError):
+            session.finish()
+
+
+def gathered_session(thread, posted):
+    """Two layers that take turns with no other, and a bucket that stays, in one micro-batch."""
+    window = Window(buckets=(1, 2), has_backward=(True, True))
+    schedule = plan_gathered(window, 3, 1, training=True, pushes=True)
+    return open_session(thread, posted, 3, 3, schedule=schedule)
+
+
+def pass_through(session):
+    """Forward and backward as a stage model makes them."""
+    for bucket in range(3):
+        session.await_bucket(bucket)
+    for bucket in (2, 1):
+        session.before_backward[bucket]()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_gathered_layer_is_pushed_once_computation_has_left_it(overlap):
+    posted = []
+    thread = LinkThread(torch.device("cpu"), overlap=overlap)
+    with gathered_session(thread, posted) as session:
+        pass_through(session)
+        session.finish()
+    thread.close()
+    assert [entry[:2] for entry in posted] == [
+        ("pull", 0),
+        ("pull", 1),
+        ("prepared", 1),
+        ("pull", 2),
+        ("prepared", 2),
+        ("push", 2),
+        ("pushed", 2),
+        ("push", 1),
+        ("pushed", 1),
+        ("push", 0),
+    ]
+
+
+def test_a_failed_pass_posts_no_round_that_waits_for_it(thread):
+    posted = []
+    with contextlib.suppress(ZeroDivisionError), gathered_session(thread, posted) as session:
+        session.await_bucket(0)
+        session.await_bucket(1)
+        raise ZeroDivisionError
+    assert all(kind != "push" for kind, *_ in posted)
+    thread.submit(lambda: None).result(timeout=5)
+
+
+def test_a_layer_out_of_the_order_of_the_plan_is_refused(thread):
+    with gathered_session(thread, []) as session:
+        pass_through(session)
+        with pytest.raises(RuntimeError, match="layer 2 of this stage was used out of the order"):
+            session.await_bucket(2)
+        session.finish()
+
+
+def test_what_does_not_overlap_is_pushed_when_computation_is_over():
+    posted = []
+    thread = LinkThread(torch.device("cpu"), overlap=False)
+    with open_session(thread, posted, num_buckets=2, num_rounds=2) as session:
+        assert [kind for kind, *_ in posted] == ["pull"] * 2
+        session.gradients_complete(1)  # as a hook inside a backward pass would
+        assert [kind for kind, *_ in posted] == ["pull"] * 2
+        session.finish()
+    assert posted[2:] == [("push", 1, "gradients 1"), ("push", 0, "gradients 0")]
