@@ -67,6 +67,7 @@ def propose(
         common.check_folder(out)
         with common.progress_bar("trying candidates", "batch") as show:
             known = load_profile(profile)
+            common.log_size(known)
             settings = CandidateSettings(
                 num_devices=devices,
                 context_length=context,
