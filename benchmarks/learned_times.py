@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_hydra.engine.telemetry.straggler import StragglerFinder
+from ds_hydra.engine.telemetry.latency_tracker import StragglerFinder
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.profiles.corrections import Corrections
 from ds_hydra.strategy.profiles.learned_times import LearnedTimes, PipelineTime

@@ -52,7 +52,7 @@ STRATEGIES = {
     ),
 }
 
-PLANNED = (
+OUR_SYSTEMS = (
     (64, "4x<16,1>"),
     (64, "1x<16,1> + 6x<8,1>"),
     (64, "1x<8,3> + 10x<4,1>"),
@@ -296,7 +296,7 @@ def measure_planning() -> list[dict]:
     print(
         f"{'ranks':>6} {'strategy':<34} {'direct':>9} {'node-aware':>11}   s of CPU, pull + push of one rank"
     )
-    for num_ranks, text in PLANNED:
+    for num_ranks, text in OUR_SYSTEMS:
         rank_buckets = stage_model.strategy_buckets(Strategy.parse(text), num_ranks)
         row = {"num_ranks": num_ranks, "strategy": text}
         for name, ranks_per_node in (("direct_s", None), ("node_s", 8)):

@@ -54,13 +54,13 @@ def count_messages(plan: LinkPlan) -> int:
     return sum(
         len(batch.messages) * len(batch.peers)
         for round_ in plan.rounds
-        for phase in round_.phases
-        for batch in (*phase.outgoing, *phase.incoming)
+        for hop in round_.hops
+        for batch in (*hop.outgoing, *hop.incoming)
     )
 
 
 def count_phases(plan: LinkPlan) -> int:
-    return sum(len(round_.phases) for round_ in plan.rounds)
+    return sum(len(round_.hops) for round_ in plan.rounds)
 
 
 def host_ms(run: Callable[[], None], repeats: int) -> float:

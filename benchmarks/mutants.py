@@ -52,12 +52,11 @@ class Mutant(NamedTuple):
 
 
 _TP = "engine/parallel/tensor_parallel.py"
-_TP_SP = "engine/parallel/tp_sequence_parallel.py"
-_SP = "engine/parallel/ulysses.py"
-_CP = "engine/parallel/context_parallel.py"
+_CUTS = "engine/parallel/token_cuts.py"
 _EP = "engine/parallel/expert_parallel.py"
-_CROSS = "engine/parallel/cross_entropy.py"
+_CROSS = "engine/parallel/token_scores.py"
 _ATTENTION = "engine/model/attention.py"
+_RUNNING = "engine/model/current_micro_batch.py"
 _ROWS = "engine/model/micro_batches.py"
 _BALANCE = "engine/model/expert_balance.py"
 _PLACES = "strategy/schemes/placement.py"
@@ -129,14 +128,14 @@ MUTANTS = (
     ),
     Mutant(
         "shards of a TP group: a sum without the first rank",
-        _TP_SP,
+        _TP,
         "torch.sum(parts.unflatten(0, (self.size, -1)), dim=0, out=shard)",
         "torch.sum(parts.unflatten(0, (self.size, -1))[1:], dim=0, out=shard)",
         values=("cut_rows",),
     ),
     Mutant(
         "a bias has the mean of its gradients",
-        _TP_SP,
+        _TP,
         "grad_bias = grad_TO.sum(dim=0)",
         "grad_bias = grad_TO.mean(dim=0)",
         ("llama_bias", "qwen2"),
@@ -166,21 +165,21 @@ MUTANTS = (
     ),
     Mutant(
         "Ulysses: keys repeated in another order",
-        _SP,
+        _CUTS,
         "key_BKtD = key_BKtD.repeat_interleave(copies, dim=1)",
         "key_BKtD = key_BKtD.repeat(1, copies, 1, 1)",
         values=("sp2", "sp4", "sp2tp2", "sp2pp2", "sp2cp2", "with_sp"),
     ),
     Mutant(
         "Ulysses: nothing is exchanged in backward",
-        _SP,
+        _CUTS,
         "return _all_to_all(grad, ctx.group), None",
         "return grad, None",
         values=("sp2", "sp4", "sp2tp2", "sp2pp2", "sp2cp2", "with_sp"),
     ),
     Mutant(
         "Ulysses: the neighbour's shard",
-        _SP,
+        _CUTS,
         ".chunk(self.size)[self.rank]",
         ".chunk(self.size)[self.rank - 1]",
         values=("sp2", "sp4", "sp2tp2", "sp2pp2", "sp2cp2", "with_sp"),
@@ -217,21 +216,21 @@ MUTANTS = (
     ),
     Mutant(
         "CP: every piece begins at position 0",
-        _ATTENTION,
+        _RUNNING,
         "*(torch.arange(segment.begin, segment.end) for segment in segments)",
         "*(torch.arange(0, segment.end - segment.begin) for segment in segments)",
         values=("cp2", "cp4", "sp2cp2", "cp2tp2"),
     ),
     Mutant(
         "CP: pieces of a sequence in the order of ranks",
-        _CP,
+        _CUTS,
         "sorted(found, key=lambda part: part[0])",
         "found",
         values=("cp2", "cp4", "sp2cp2", "cp2tp2"),
     ),
     Mutant(
         "CP: a second piece's gradient replaces the first's",
-        _CP,
+        _CUTS,
         "whole.index_copy_(0, block, whole.index_select(0, block).add_(grad))",
         "whole.index_copy_(0, block, grad)",
         values=("cp2", "cp4", "sp2cp2", "cp2tp2"),
@@ -274,8 +273,8 @@ MUTANTS = (
     Mutant(
         "the largest logit of this rank's part of the vocabulary alone",
         _CROSS,
-        "            dist.all_reduce(max_T, op=dist.ReduceOp.MAX, group=tp.group)\n",
-        "",
+        "            dist.all_reduce(max_T, op=dist.ReduceOp.MAX, group=tp.group)\n            sums_T =",
+        "            sums_T =",
         values=("tp2", "tp4"),
     ),
     Mutant(
@@ -294,16 +293,16 @@ MUTANTS = (
     Mutant(
         "gradients are pushed after the first phase",
         _RUN,
-        "completes_gradients=number == max(busy),",
-        "completes_gradients=number == min(busy),",
+        "is_last = number == busy[-1]",
+        "is_last = number == busy[0]",
         ("llama", "qwen2", "qwen3", "mistral"),
         values=("then",),
     ),
     Mutant(
         "a rank has its first phase's role in all of them",
-        _RUN,
-        "phase, role, session",
-        "phase, roles[0], session",
+        "sampler/plan.py",
+        "Role.find(phase.strategy, rank)) for phase",
+        "Role.find(self.in_turn[0].strategy, rank)) for phase",
         ("llama", "qwen2", "qwen3", "mistral"),
         values=("then",),
     ),
@@ -326,6 +325,20 @@ MUTANTS = (
         _SCHEDULE,
         "transfers.append(Transfer(taking, before, left, number))",
         "transfers.append(Transfer(taking, before, left))",
+        tests=("tests/test_transfer_schedule.py",),
+    ),
+    Mutant(
+        "computation does not wait for what a use needs",
+        "engine/transfer/session.py",
+        "if self._use in self._needed:",
+        "if False:",
+        tests=("tests/test_transfer_session.py",),
+    ),
+    Mutant(
+        "without overlap kept weights are pushed inside backward passes",
+        _SCHEDULE,
+        "is_early = overlap and num_buckets > 0",
+        "is_early = num_buckets > 0",
         tests=("tests/test_transfer_schedule.py",),
     ),
     Mutant(
@@ -364,14 +377,14 @@ MUTANTS = (
     ),
     Mutant(
         "a slice's columns come from the parameter's beginning",
-        "zero_link/direct.py",
+        "zero_link/plan.py",
         "offset += blocks.start % row_len - asks.slice_col[ask]",
         "offset += blocks.start % row_len",
         values=("tp2", "tp4"),
     ),
     Mutant(
         "what a node needs twice comes for the second need",
-        "zero_link/node_aware.py",
+        "zero_link/plan.py",
         "rounds.append(min(want.round for want in readers))",
         "rounds.append(max(want.round for want in readers))",
         ("llama", "qwen2", "llama_bias", "qwen3", "gemma2"),

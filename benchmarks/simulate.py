@@ -31,7 +31,7 @@ from ds_hydra.lab.simulator.workload import Workload
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.profiles.states import with_engine_states
+from ds_hydra.strategy.profiles.state_bytes import with_engine_states
 
 
 def eager_profile(workload: Workload) -> Profile:
@@ -40,7 +40,7 @@ def eager_profile(workload: Workload) -> Profile:
 
     from ds_hydra.configs.hydra_config import HydraConfig
     from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config
-    from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs
+    from ds_hydra.engine.profiling.memory import as_the_engine_needs
 
     name = workload.profile.document["model"]["name"]
     config = HydraConfig(
@@ -69,8 +69,7 @@ def simulate(name: str, iterations: int, *, is_eager: bool = False) -> dict[str,
     start, start_cpu = time.perf_counter(), time.process_time()
     found = with_spread(
         compare(
-            workload,
-            find_cluster(workload.profile, workload.num_devices),
+            workload.linked_by(find_cluster(workload.profile, workload.num_devices)),
             Settings(iterations=iterations),
         )
     )

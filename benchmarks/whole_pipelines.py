@@ -135,16 +135,16 @@ def above_bound(planned: Planned, scenario: Scenario) -> tuple[float, float]:
 def row_of(name: str, num_batches: int) -> tuple[str, list[float]]:
     """A line of the table, and its shares for the means; NaN where <TP,PP> cannot run."""
     workload = load_case(name).workload
-    cluster = find_cluster(workload.profile, workload.num_devices)
+    workload = workload.linked_by(find_cluster(workload.profile, workload.num_devices))
     settings = Settings(iterations=num_batches, systems=[PLAIN])
-    found = compare(workload, cluster, settings)
+    found = compare(workload, settings)
     shares: list[float] = []
     for system in (PLAIN, DS_HYDRA):
         if system not in found.planned:
             shares += [np.nan, np.nan]
             continue
         planned = found.planned[system]
-        scenario = settings.scenario(workload, cluster).knowing(planned.profile)
+        scenario = settings.scenario(workload).knowing(planned.profile)
         shares += above_bound(planned, scenario)
     cells = ["cannot run" if np.isnan(share) else f"{share:.1%}" for share in shares]
     return f"| {name} | {' | '.join(cells)} |", shares

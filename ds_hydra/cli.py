@@ -78,7 +78,7 @@ def _plan(
     from ds_hydra.sampler.planner_settings import PlannerSettings
     from ds_hydra.sampler.warm_up import warm_up
     from ds_hydra.strategy.cost_models.costs import Costs
-    from ds_hydra.strategy.profiles.states import load_profile
+    from ds_hydra.strategy.profiles.state_bytes import load_profile
     from ds_hydra.strategy.schemes.scheme import schemes_of
 
     strategies, num_devices = _read_strategies(strategies_path)

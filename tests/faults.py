@@ -104,7 +104,7 @@ def end_at_start(where: str, folder: str | Path, number: int = signal.SIGKILL) -
     from ds_hydra.engine import HydraEngine, hydra_engine
     from ds_hydra.engine.candidates import EngineCandidates
     from ds_hydra.engine.parallel.groups import GroupPool
-    from ds_hydra.engine.profiling.measurements import Measurements
+    from ds_hydra.engine.profiling.profile_document import Measurements
     from ds_hydra.engine.ranks import watchdog
     from ds_hydra.sampler.data.dataset import TokenDataset
 

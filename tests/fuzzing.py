@@ -25,10 +25,9 @@ from run_folders import write_run_folder
 from ds_hydra.configs.ds_config import read_ds_config
 from ds_hydra.engine.checkpointing.files import MANIFEST_SCHEMA, verify
 from ds_hydra.errors import HydraError
-from ds_hydra.report.document import describe_runs
-from ds_hydra.report.page import render_runs
-from ds_hydra.report.perfetto import trace_run
+from ds_hydra.report.page import describe_runs, render_runs
 from ds_hydra.report.run_folder import load_run
+from ds_hydra.report.timelines import trace_run
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings

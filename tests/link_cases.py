@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.zero_link import BucketEntry, ParamSpec, RankBuckets, Region, Slicing
-from ds_hydra.zero_link.messages import Batch, LinkPlan, Piece, Store
+from ds_hydra.zero_link.messages import Batch, LinkPlan, Store, StridedBlock
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 3
 
@@ -152,7 +152,7 @@ class World:
         self.stages: list[dict[int, np.ndarray]] = [{} for _ in range(self.num_ranks)]
 
     def place(
-        self, rank: int, index: int, store: Store, piece: Piece
+        self, rank: int, index: int, store: Store, piece: StridedBlock
     ) -> tuple[np.ndarray, np.ndarray]:
         memory = {
             Store.SHARD: lambda: self.shards[rank][piece.key],
@@ -190,31 +190,31 @@ class World:
                 )
         for index in reversed(order) if push else order:
             rounds = [plan.rounds[index] for plan in plans]
-            steps = range(len(rounds[0].phases))
-            assert all(len(r.phases) == len(steps) for r in rounds)
+            steps = range(len(rounds[0].hops))
+            assert all(len(r.hops) == len(steps) for r in rounds)
             for step in reversed(steps) if push else steps:
-                sent += self._run_phase(index, [r.phases[step] for r in rounds], push)
+                sent += self._run_hop(index, [r.hops[step] for r in rounds], push)
         return sent
 
-    def _run_phase(self, index, phases, push) -> int:
+    def _run_hop(self, index, hops, push) -> int:
         wire: dict[tuple[int, int], list[np.ndarray]] = {}
         sizes: dict[tuple[int, int], list[list[int]]] = {}
-        for rank, phase in enumerate(phases):
-            for batch in phase.incoming if push else phase.outgoing:
+        for rank, hop in enumerate(hops):
+            for batch in hop.incoming if push else hop.outgoing:
                 for peer in batch.peers:
                     wire.setdefault((rank, peer), []).append(self.read(rank, index, batch))
                     sizes.setdefault((rank, peer), []).append(
                         [sum(p.numel for p in m) for m in batch.messages]
                     )
         sent = sum(len(part) for parts in wire.values() for part in parts)
-        for rank, phase in enumerate(phases):
-            for batch in phase.outgoing if push else phase.incoming:
+        for rank, hop in enumerate(hops):
+            for batch in hop.outgoing if push else hop.incoming:
                 for peer in batch.peers:
                     assert sizes[peer, rank].pop(0) == [
                         sum(p.numel for p in m) for m in batch.messages
                     ]
                     self.write(rank, index, batch, wire[peer, rank].pop(0), add=push)
-            for shard_side, slice_side in phase.local:
+            for shard_side, slice_side in hop.local:
                 source, target = (slice_side, shard_side) if push else (shard_side, slice_side)
                 self.write(rank, index, target, self.read(rank, index, source), add=push)
         assert not any(wire.values()), "a message that nobody expects"

@@ -11,7 +11,7 @@ import numpy as np
 from ds_hydra.configs.files import find_profile
 from ds_hydra.records.metrics import METRICS_FILE, METRICS_SCHEMA
 from ds_hydra.records.timeline import Event, EventKind, Timeline
-from ds_hydra.report.predict import predict_timeline
+from ds_hydra.report.run_folder import predict_timeline
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hydra.engine.doctor import environment
+from ds_hydra.engine.doctor import findings
 from ds_hydra.engine.model import attention
 from ds_hydra.engine.model.attention import hydra_varlen
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment, running
@@ -349,14 +349,14 @@ def test_a_torch_without_a_kernel_is_named(on_a_device, monkeypatch, caplog):
 
 
 def test_the_doctor_tries_the_widths_that_models_have(on_a_device, monkeypatch):
-    monkeypatch.setattr(environment, "find_kernel", attention.find_kernel)
+    monkeypatch.setattr(findings, "find_kernel", attention.find_kernel)
     meta = types.SimpleNamespace(type="cuda")
     monkeypatch.setattr(
-        environment,
+        findings,
         "kernel_error",
         lambda k, d, *rest: attention.kernel_error(k, torch.device("cpu"), *rest),
     )
-    found = environment._check_attention(meta)
+    found = findings._check_attention(meta)
     assert found.status.value == "ok", found
     assert set(found.figures["relative_errors"]) == {"64", "128", "192/128", "256"}
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from ds_hydra.sampler.bounds import strategy_bound_ms
 from ds_hydra.sampler.dispatch.dispatch import dispatch_trials, fit_trials
-from ds_hydra.sampler.dispatch.exchange import improve_dispatch
-from ds_hydra.sampler.dispatch.refine import pack_pipelines, refine_pipelines
+from ds_hydra.sampler.dispatch.refine import improve_dispatch, pack_pipelines, refine_pipelines
 from ds_hydra.sampler.problem import PipelineKind, make_problem
 from ds_hydra.strategy.profiles.profile import LatencyModel
 

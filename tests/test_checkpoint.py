@@ -312,7 +312,7 @@ def test_pieces_bring_every_element_once(shapes, old_world, new_world, old_size,
         targets = [torch.zeros(n, dtype=torch.float64) for n in new.group_numel]
         for old_rank in range(old_world):
             sources = cut(values, old, old_rank)
-            for piece in reshard.pieces(old, old_rank, new, rank):
+            for piece in reshard.shard_moves(old, old_rank, new, rank):
                 reshard._copy(piece, sources[piece.source], targets[piece.target])
         for mine, wanted in zip(targets, cut(values, new, rank), strict=True):
             assert torch.equal(mine, wanted)

@@ -22,8 +22,8 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
+from ds_hydra.engine.checkpointing import files
 from ds_hydra.engine.checkpointing import files as checkpoint
-from ds_hydra.engine.checkpointing import tags
 from ds_hydra.engine.checkpointing.files import (
     HydraCheckpointEngine,
     Saving,
@@ -65,8 +65,8 @@ def write_and_commit(saving, writer, tag, value, numel, in_between):
 
 def load(save_dir):
     """The value of the last checkpoint, after all checks that `load_checkpoint` makes."""
-    tag = tags.find_tag(Path(save_dir), "latest")
-    folder = Path(save_dir, tags.resolve_tag(Path(save_dir), tag))
+    tag = files.find_tag(Path(save_dir), "latest")
+    folder = Path(save_dir, files.resolve_tag(Path(save_dir), tag))
     verify(folder)
     contents = [read_tensors(folder / name) for name in FILES]
     assert {c["value"] for c in contents} == {float(c["weights"][0]) for c in contents}
@@ -224,7 +224,7 @@ def test_a_tag_is_the_name_of_one_folder(tmp_path, tag):
         Saving(str(tmp_path), tag, "0")
     (tmp_path / "latest").write_text(tag)
     with pytest.raises(CheckpointError, match="expected the name of a folder"):
-        tags.find_tag(tmp_path, "latest")
+        files.find_tag(tmp_path, "latest")
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_hydra.engine.model.attention import hydra_varlen
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment, running
-from ds_hydra.engine.parallel import context_parallel
-from ds_hydra.engine.parallel.context_parallel import ContextRow, KeysOfRow
-from ds_hydra.engine.parallel.tp_sequence_parallel import TokenShards
-from ds_hydra.engine.parallel.ulysses import SequenceShard
+from ds_hydra.engine.parallel import token_cuts
+from ds_hydra.engine.parallel.tensor_parallel import TokenShards
+from ds_hydra.engine.parallel.token_cuts import ContextRow, KeysOfRow, SequenceShard
 from ds_hydra.sampler.packing.cuts import cut_micro_batch
 
 CPU = torch.device("cpu")
@@ -81,7 +80,7 @@ def check_attention():
             own_weight = torch.zeros(1, packed.num_tokens, 4, width[2])
             own_weight[:, : len(there)] = weight[:, there]
             whole = []
-            for context_parallel.LEAST_PART_BYTES in (1 << 20, 1):
+            for token_cuts.LEAST_PART_BYTES in (1 << 20, 1):
                 gathered.clear()
                 got, own_leaves = attend(packed, rows, options)
                 alive.append(sum(not keys.expired() for keys in gathered))
@@ -114,7 +113,7 @@ def test_attention_over_rows_equals_attention_over_the_micro_batch():
 @pytest.fixture(autouse=True)
 def keys_in_parts(monkeypatch):
     """As those of large micro-batches travel."""
-    monkeypatch.setattr(context_parallel, "LEAST_PART_BYTES", 1)
+    monkeypatch.setattr(token_cuts, "LEAST_PART_BYTES", 1)
 
 
 TRAINED = (

@@ -15,7 +15,7 @@ from distributed import run_distributed
 from typer.testing import CliRunner
 
 from ds_hydra.cli import app
-from ds_hydra.engine.doctor import environment, examination, links, small_model
+from ds_hydra.engine.doctor import examination, findings, probe_measurements, small_model
 from ds_hydra.engine.doctor.examination import Examination, Request, describe
 from ds_hydra.engine.doctor.findings import REPORT_SCHEMA, Finding, Report, Status
 from ds_hydra.engine.parallel import tensor_parallel
@@ -167,10 +167,10 @@ def test_two_ranks_on_one_device_are_told_what_to_do(monkeypatch):
 
 def test_versions_of_ranks_are_compared():
     one = {"torch": "2.13.0", "environment": {"NCCL_DEBUG": "INFO"}}
-    assert environment.compare_environments([one, one]).status is Status.OK
-    other = environment.compare_environments([one, {**one, "environment": {}}])
+    assert findings.compare_environments([one, one]).status is Status.OK
+    other = findings.compare_environments([one, {**one, "environment": {}}])
     assert other.status is Status.WARNING
-    other = environment.compare_environments([one, {**one, "torch": "2.12.0"}])
+    other = findings.compare_environments([one, {**one, "torch": "2.12.0"}])
     assert other.status is Status.PROBLEM
     assert "torch: 2.12.0 and 2.13.0" in other.text
 
@@ -178,27 +178,29 @@ def test_versions_of_ranks_are_compared():
 def test_a_compiler_is_asked_for_where_the_optimizer_needs_one(monkeypatch):
     def check(device="cuda", **params):
         config = {"optimizer": {"type": "AdamW", "params": params}}
-        return environment.check_compiler(torch.device(device), config)
+        return findings.check_compiler(torch.device(device), config)
 
-    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
-    monkeypatch.setattr(environment.cpp_extension, "CUDA_HOME", None)
+    monkeypatch.setattr(findings.shutil, "which", lambda name: None)
+    monkeypatch.setattr(findings.cpp_extension, "CUDA_HOME", None)
     (missing,) = check(lr=1e-3)
     assert missing.status is Status.PROBLEM
     assert '"torch_adam": true' in missing.advice
     assert check(lr=1e-3, torch_adam=True, fused=True) == check("cpu", lr=1e-3) == []
-    assert environment.check_compiler(torch.device("cuda"), {}) == []
-    monkeypatch.setattr(environment.shutil, "which", lambda name: "/usr/local/cuda/bin/nvcc")
+    assert findings.check_compiler(torch.device("cuda"), {}) == []
+    monkeypatch.setattr(findings.shutil, "which", lambda name: "/usr/local/cuda/bin/nvcc")
     assert check(lr=1e-3)[0].status is Status.OK
 
 
 def test_hardware_is_found_by_the_device():
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert links.find_hardware(None, cuda, "NVIDIA A800-SXM4-80GB").name == "A800-80GB"
-    assert "H200" in links.find_hardware(None, cuda, "NVIDIA H200").name
-    assert links.find_hardware(None, cuda, "NVIDIA A100-SXM4-40GB").name == "A100-40GB"
-    assert links.find_hardware(None, cuda, "NVIDIA H100 PCIe") is None  # has other links
-    assert links.find_hardware(None, cuda, "Radeon") is None
-    assert links.find_hardware(None, cpu, "cpu").name == links.CPU_NAME
+    assert probe_measurements.find_hardware(None, cuda, "NVIDIA A800-SXM4-80GB").name == "A800-80GB"
+    assert "H200" in probe_measurements.find_hardware(None, cuda, "NVIDIA H200").name
+    assert probe_measurements.find_hardware(None, cuda, "NVIDIA A100-SXM4-40GB").name == "A100-40GB"
+    assert (
+        probe_measurements.find_hardware(None, cuda, "NVIDIA H100 PCIe") is None
+    )  # has other links
+    assert probe_measurements.find_hardware(None, cuda, "Radeon") is None
+    assert probe_measurements.find_hardware(None, cpu, "cpu").name == probe_measurements.CPU_NAME
 
 
 @pytest.mark.parametrize(("rate", "status"), [(0.4e9, Status.WARNING), (0.6e9, Status.OK)])
@@ -207,7 +209,9 @@ def test_slow_links_are_told(rate, status):
         name="A", devices_per_node=2, memory_bytes=1, matmul_flops=1.0, attention_flops=1.0, memory_rate=1.0,
         intra_node_rate=1e9, inter_node_rate=1e9, layer_overhead_ms=0.0, collective_overhead_ms=0.0,
     )  # fmt: skip
-    finding = links._judge("links inside a host", rate, hardware, across=False, slowest=(2, 3))
+    finding = probe_measurements._judge(
+        "links inside a host", rate, hardware, across=False, slowest=(2, 3)
+    )
     assert finding.status is status
     assert "rank 2 to 3" in finding.text
     assert bool(finding.advice) == (status is Status.WARNING)

@@ -23,12 +23,12 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checks.config_check import check_config
 from ds_hydra.engine.checks.report import CheckRequest
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
-from ds_hydra.sampler import candidates
+from ds_hydra.sampler import sample_bench
 from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile
 from ds_hydra.strategy.cost_models.cluster import try_cluster
-from ds_hydra.strategy.profiles.states import load_profile
+from ds_hydra.strategy.profiles.state_bytes import load_profile
 from ds_hydra.strategy.proposal.candidates import load_strategies
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.placement import groups_of
@@ -111,7 +111,7 @@ def test_links_count_for_everyone_who_decides(tmp_path):
 
 def train_on_proposals(folder):
     """Four ranks that count as many: candidates follow the data."""
-    candidates.MAX_ENUMERATED_RANKS = 2
+    sample_bench.MAX_ENUMERATED_RANKS = 2
     folder = Path(folder)
     if dist.get_rank() == 0:
         document = small_profile(6_000_000, num_layers=4)

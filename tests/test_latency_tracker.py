@@ -18,8 +18,7 @@ from reference import make_batch, make_profile
 
 import ds_hydra
 from ds_hydra.configs.hydra_config import PlannerConfig
-from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker
-from ds_hydra.engine.telemetry.straggler import StragglerFinder
+from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker, StragglerFinder
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.background import BackgroundPlanner
 from ds_hydra.sampler.plan import IterationPlan

@@ -19,8 +19,8 @@ from ds_hydra.engine.transfer.session import RoundWindow
 from ds_hydra.errors import PlanMismatchError
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import plan_link
+from ds_hydra.zero_link.buffers import pack_hop
 from ds_hydra.zero_link.exchange import Link
-from ds_hydra.zero_link.packed import pack_phase
 
 NUM_LAYERS = 3
 STRATEGIES = (
@@ -195,7 +195,7 @@ def count_all_to_alls(run, *arguments):
 
 
 def check_packed_rounds():
-    """One all-to-all for each phase of a round: the same bits as messages, in slices and sums."""
+    """One all-to-all for each hop of a round: the same bits as messages, in slices and sums."""
     group, node_group = (dist.new_group(list(range(dist.get_world_size()))) for _ in range(2))
     cpu = torch.device("cpu")
     num_classes = set()
@@ -210,7 +210,7 @@ def check_packed_rounds():
             pull_plan, push_plan = case.plan(**routes), case.plan(gradients=True, **routes)
             slices, results = case.empty_slices(), []
             calls = count_all_to_alls(pull, packed, pull_plan, case.shards_P, slices)
-            assert calls == sum(len(round_.phases) for round_ in pull_plan.rounds)
+            assert calls == sum(len(round_.hops) for round_ in pull_plan.rounds)
             torch.testing.assert_close(slices, case.expected_slices(), rtol=0, atol=0, msg=text)
             for link in (messages, packed, packed):
                 grads_P = [torch.full_like(grad, 0.3) for grad in case.empty_shards()]
@@ -219,8 +219,8 @@ def check_packed_rounds():
             torch.testing.assert_close(results[0], results[1], rtol=0, atol=0, msg=text)
             torch.testing.assert_close(results[0], results[2], rtol=0, atol=0, msg=text)
             for round_ in push_plan.rounds:
-                for phase in round_.phases:
-                    side = pack_phase(phase, case.rank, 4)
+                for hop in round_.hops:
+                    side = pack_hop(hop, case.rank, 4)
                     num_classes.add(tuple(len(addition.begins) for addition in side.additions))
                     assert max(side.shards.numel, side.slices.numel) <= push_plan.packed_elements
     return num_classes

@@ -15,7 +15,7 @@ from link_cases import World, decoder_specs, random_link, strategy_buckets
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.cost_models.alpha_beta import Interconnects
 from ds_hydra.zero_link import BucketEntry, ParamSpec, Region, Slicing, plan_link
-from ds_hydra.zero_link.node_aware import cut_cells
+from ds_hydra.zero_link.plan import cut_cells
 from ds_hydra.zero_link.traffic import LinkAccounts, exchange_s
 
 
@@ -172,8 +172,8 @@ def test_equal_blocks_are_packed_once_for_all_their_readers():
     specs, rank_buckets = link_of("4x<1,1>", 4)
     plan = plan_link(specs, rank_buckets, 1)
     for round_ in plan.rounds:
-        (phase,) = round_.phases
-        assert [batch.peers for batch in phase.outgoing] == [(0, 2, 3)]
+        (hop,) = round_.hops
+        assert [batch.peers for batch in hop.outgoing] == [(0, 2, 3)]
 
 
 def test_equal_inputs_give_equal_digests_on_all_ranks_and_any_difference_another():

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ds_hydra.engine.parallel import cross_entropy
-from ds_hydra.engine.parallel.cross_entropy import IGNORED_LABEL, summed_cross_entropy
+from ds_hydra.engine.parallel import token_scores
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
+from ds_hydra.engine.parallel.token_scores import IGNORED_LABEL, summed_cross_entropy
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 37, 8, 11
 
@@ -20,7 +20,7 @@ NUM_TOKENS, HIDDEN, VOCABULARY = 37, 8, 11
     ids=["micro-batch by micro-batch", "four micro-batches", "at once"],
 )
 def _chunks(request, monkeypatch):
-    monkeypatch.setitem(cross_entropy._CHUNK_ELEMENTS, "cpu", request.param)
+    monkeypatch.setitem(token_scores._CHUNK_ELEMENTS, "cpu", request.param)
 
 
 def make_case(dtype=torch.float32):

@@ -12,15 +12,14 @@ from transformers import Gemma2Config, LlamaConfig, Qwen3Config
 
 from ds_hydra.configs.files import find_profile
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs
-from ds_hydra.engine.profiling.memory_trace import slice_config, trace_layer_memory
+from ds_hydra.engine.profiling.memory import as_the_engine_needs, slice_config, trace_layer_memory
 from ds_hydra.engine.transfer.schedule import home_bytes
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.memory_model import OPTIMIZER_BYTES
 from ds_hydra.strategy.profiles.profile import has_re_pulls
-from ds_hydra.strategy.profiles.states import engine_states
+from ds_hydra.strategy.profiles.state_bytes import engine_states
 from ds_hydra.zero_link import ParamSpec
 
 MODELS = ("7b", "13b", "32b")

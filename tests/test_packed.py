@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from link_cases import random_link
 
-from ds_hydra.zero_link import packed, plan_link
+from ds_hydra.zero_link import buffers, plan_link
 from ds_hydra.zero_link.exchange import Link
 
 CPU = torch.device("cpu")
@@ -105,8 +105,8 @@ def test_packed_rounds_of_random_links(link):
     for plan in pushes:
         most = plan.packed_elements
         for round_ in plan.rounds:
-            phase = packed.pack_phase(round_.phases[0], plan.rank, num_ranks)
-            assert max(phase.shards.numel, phase.slices.numel) <= most
+            hop = buffers.pack_hop(round_.hops[0], plan.rank, num_ranks)
+            assert max(hop.shards.numel, hop.slices.numel) <= most
 
 
 def add_in_order(specs, rank_buckets, grads, start):

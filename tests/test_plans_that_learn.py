@@ -12,8 +12,7 @@ import torch
 from reference import make_batch, make_profile
 
 from ds_hydra.configs.hydra_config import PlannerConfig
-from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker
-from ds_hydra.engine.telemetry.straggler import StragglerFinder
+from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker, StragglerFinder
 from ds_hydra.sampler.planner import heuristic_times, plan_iteration, profiled_times
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.strategy import Strategy

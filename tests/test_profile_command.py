@@ -19,9 +19,8 @@ from typer.testing import CliRunner
 from ds_hydra.cli import app
 from ds_hydra.configs import find_file
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.profiling import measurements, profile_run, profiler, rehearsal
-from ds_hydra.engine.profiling import overlap_slowdown as slowdown
-from ds_hydra.engine.profiling.measurements import Measurements
+from ds_hydra.engine.profiling import profile_document, profile_run, profiler, rehearsal
+from ds_hydra.engine.profiling.profile_document import Measurements
 from ds_hydra.engine.profiling.profile_run import ProfileRequest, run_profile
 from ds_hydra.engine.ranks import memory
 from ds_hydra.engine.ranks.hosts import Hosts, find_ranks_per_core
@@ -74,7 +73,7 @@ def count_measurements(stop_after=None):
         return original(propagator, strategy, length)
 
     profiler.measure_stage_ms = counted
-    return seen, lambda: setattr(profiler, "stage_ms", original)
+    return seen, lambda: setattr(profiler, "measure_stage_ms", original)
 
 
 def count_rehearsals():
@@ -107,10 +106,7 @@ def count_waits():
         counts[0] += async_op
         return Counted(work) if async_op else work
 
-    names = ("new_group", "barrier", "destroy_process_group")
-    slowdown.dist = SimpleNamespace(
-        **{name: getattr(dist, name) for name in names}, all_reduce=all_reduce
-    )
+    profile_run.dist = SimpleNamespace(**{**vars(dist), "all_reduce": all_reduce})
     return counts
 
 
@@ -172,12 +168,12 @@ def test_a_measured_zero_is_continued(tmp_path, value, is_read):
     path, identity = tmp_path / "p.json.partial", {"model": "m"}
     Measurements(path=path, identity=identity).get("slowdown", lambda: value)
     if is_read:
-        assert measurements._read(path, identity) == {"slowdown": value}
+        assert profile_document._read(path, identity) == {"slowdown": value}
     else:
         with pytest.raises(
             HydraConfigError, match=r"of values from 0 up|slowdown is nan, expected a number"
         ):
-            measurements._read(path, identity)
+            profile_document._read(path, identity)
 
 
 @pytest.mark.distributed
@@ -266,15 +262,15 @@ def test_overlap_slowdown_is_of_a_micro_batch_beside_all_reduces_that_take_as_lo
         "barrier": lambda: None,
         "destroy_process_group": lambda _: None,
     }
-    monkeypatch.setattr(slowdown, "dist", SimpleNamespace(**fake, all_reduce=all_reduce))
-    monkeypatch.setattr(slowdown, "stage_ms", stage_ms)
-    monkeypatch.setattr(slowdown, "DeviceClock", Clock)
-    monkeypatch.setattr(slowdown, "layer_params", lambda stage_model: 8)
+    monkeypatch.setattr(profile_run, "dist", SimpleNamespace(**fake, all_reduce=all_reduce))
+    monkeypatch.setattr(profile_run, "measure_stage_ms", stage_ms)
+    monkeypatch.setattr(profile_run, "DeviceClock", Clock)
+    monkeypatch.setattr(profile_run, "layer_params", lambda stage_model: 8)
     propagator = SimpleNamespace(
         stage_model=SimpleNamespace(params=[torch.zeros(1)]), max_over_ranks=lambda value: value
     )
     strategy = Strategy.parse("2x<1,1>")
-    found = slowdown.measure_overlap_slowdown(propagator, strategy, 64, device=CPU, repeats=3)
+    found = profile_run.measure_overlap_slowdown(propagator, strategy, 64, device=CPU, repeats=3)
     assert beside_a_micro_batch == [0, 0, *[0, num_messages] * 3]
     assert found == pytest.approx(wanted)
 
@@ -537,7 +533,7 @@ def test_memory_of_a_token_is_that_of_the_passes_after_the_pull(monkeypatch, tot
         peak[-1] = max(peak[-1], weights + of_token * micro_batch.length)
 
     monkeypatch.setattr(profiler, "get_accelerator", lambda: accelerator)
-    monkeypatch.setattr(profiler, "stage_ms", stage_ms)
+    monkeypatch.setattr(profiler, "measure_stage_ms", stage_ms)
     propagator = SimpleNamespace(max_over_ranks=lambda value: value)
     assert profiler.token_bytes(propagator, None, 4096) == of_token
     assert max(lengths) == longest

@@ -96,7 +96,7 @@ def test_what_scatters_counts_less():
 
 def test_two_runs_that_agree_are_enough():
     from ds_hydra.configs.hydra_config import HydraConfig
-    from ds_hydra.engine.profiling.measurements import Measurements
+    from ds_hydra.engine.profiling.profile_document import Measurements
 
     config = HydraConfig.parse(
         {"context_length": 64, "tokens_per_iteration": 64}

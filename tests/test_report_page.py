@@ -7,8 +7,7 @@ from run_folders import PROFILE, learn_from, make_plan, trace_experts, write_run
 from test_run_report import make_record, write_run
 
 from ds_hydra.report.page import render_runs, render_simulation, write_page
-from ds_hydra.report.predict import predict_timeline
-from ds_hydra.report.run_folder import load_run
+from ds_hydra.report.run_folder import load_run, predict_timeline
 
 CHROMIUM = find_chromium()
 pytestmark = pytest.mark.skipif(

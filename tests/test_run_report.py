@@ -10,7 +10,7 @@ from ds_hydra.engine.telemetry.metrics import RunLog
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.metrics import METRICS_FILE
 from ds_hydra.report import plot_run, summarize_run
-from ds_hydra.report.run_plot import choose_colors, paint_ranks
+from ds_hydra.report.plots import choose_colors, paint_ranks
 from ds_hydra.report.run_report import read_metrics
 from ds_hydra.strategy import Scheme, Strategy
 

@@ -21,8 +21,8 @@ from ds_hydra.configs import find_file
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.engine.model.attention import hydra_varlen
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, running
-from ds_hydra.engine.parallel import ulysses
-from ds_hydra.engine.parallel.ulysses import SequenceShard
+from ds_hydra.engine.parallel import token_cuts
+from ds_hydra.engine.parallel.token_cuts import SequenceShard
 from ds_hydra.engine.profiling.profiler import token_bytes
 from ds_hydra.lab.simulator.sharded import ShardedGroup
 from ds_hydra.strategy import LatencyModel, Profile, Scheme
@@ -332,12 +332,12 @@ def test_a_layer_exchanges_as_often_as_its_price_says(monkeypatch):
         sizes.append(sent.numel())
         return sent.clone()
 
-    monkeypatch.setattr(ulysses, "_all_to_all", exchange)
+    monkeypatch.setattr(token_cuts, "_all_to_all", exchange)
     shard = SequenceShard(None, 2, 0)
     query = torch.randn(1, 4, 3, 8, requires_grad=True)
     key, value = (torch.randn(1, 2, 3, 8, requires_grad=True) for _ in range(2))
-    whole_query, *_ = found = ulysses.gather_micro_batch(query, key, value, shard)
-    out = ulysses.scatter_micro_batch(whole_query.transpose(1, 2), shard)
+    whole_query, *_ = found = token_cuts.gather_micro_batch(query, key, value, shard)
+    out = token_cuts.scatter_micro_batch(whole_query.transpose(1, 2), shard)
     (out.sum() + sum(part.sum() for part in found)).backward()
     hardware = Hardware.from_json(read_json_object(find_file("hardware", "a800")), source="a800")
     shape = ModelShape(

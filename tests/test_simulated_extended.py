@@ -20,7 +20,7 @@ from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.profiles.states import with_engine_states
+from ds_hydra.strategy.profiles.state_bytes import with_engine_states
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.space import unpruned_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
@@ -33,7 +33,7 @@ LONG = LengthHistogram.from_counts({5: 400, 20: 200, 200: 30}, name="long")
 def comparison():
     workload = make_workload(histogram=LONG, context_length=200, tokens_per_iteration=400)
     systems = ("plain", "deepspeed", "static", "full_static")
-    return compare(workload, None, Settings(iterations=12, systems=systems))
+    return compare(workload, Settings(iterations=12, systems=systems))
 
 
 def derived(profile, cluster):
@@ -48,13 +48,9 @@ def test_groups_as_wide_as_a_profiled_one_need_no_links():
         Scheme(1, 1, sp=4),
         Scheme(2, 1, sp=2),
     }
-    heads = dataclasses.replace(
-        small_profile(),
-        document={
-            **small_profile().document,
-            "model": {**small_profile().document["model"], "num_attention_heads": 2},
-        },
-    )
+    document = small_profile().document
+    model = {**document["model"], "num_attention_heads": 2}
+    heads = Profile.from_json({**document, "model": model})
     found = derived(heads, None).latency
     assert [str(s) for s in found if s.num_shards > 1] == [
         *("<sp2,1>", "<cp2,1>", "<cp4,1>", "<sp2,cp2,1>", "<cp2,2,1>"),
@@ -113,14 +109,13 @@ def test_document_names_the_space_and_keeps_the_rest_as_it_was(comparison):
     assert document["plain"]["perfect_balance_ms"] > document["perfect_balance_ms"]
     assert document["plain"]["distance_to_bound"] >= 0
     assert document["space"] == "full"
-    without = compare(make_workload(), None, Settings(iterations=2, systems=("static",))).to_json()
+    without = compare(make_workload(), Settings(iterations=2, systems=("static",))).to_json()
     assert "plain" not in without
 
 
 def test_other_systems_do_not_see_the_extended_space(comparison):
     alone = compare(
         comparison.workload,
-        None,
         Settings(iterations=12, systems=("deepspeed", "static"), space="plain"),
     )
     for name in ("deepspeed", "static"):
@@ -166,13 +161,13 @@ def test_context_that_only_checkpointed_layers_fit():
         profile=Costs(profile).extended(strategy.schemes), strategies=(strategy,), context_length=300,
         histogram=LengthHistogram.from_counts({5: 40, 300: 5}, name="longer"), tokens_per_iteration=600,
     )  # fmt: skip
-    found = compare(workload, None, Settings(iterations=3))
+    found = compare(workload, Settings(iterations=3))
     assert found.get("megatron") is None
     assert found.get("two_stage") is None
     assert found.get("static").strategy == str(strategy)
     assert np.isfinite(found.planned["ds_hydra"].perfect_balance_ms).all()
     with pytest.raises(HydraConfigError, match="no scheme fits a micro-batch of 300 tokens"):
-        compare(dataclasses.replace(workload, profile=profile), None, Settings(iterations=3))
+        compare(workload.knowing(profile), Settings(iterations=3))
 
 
 def candidates_of_the_engine(workload, cluster, seed=0):
@@ -191,7 +186,7 @@ def test_simulated_candidates_are_those_of_the_engine():
     workload = load_case("paper/commoncrawl-7b-8gpu-f1").workload
     cluster = find_cluster(workload.profile, workload.num_devices)
     simulated = Settings(iterations=1, systems=())
-    planned = compare(workload, cluster, simulated).planned["ds_hydra"]
+    planned = compare(workload.linked_by(cluster), simulated).planned["ds_hydra"]
     found = candidates_of_the_engine(workload, cluster, simulated.seed + 1)
     assert planned.strategies == found.strategies
     assert any(s.stream or s.gather for strategy in found.strategies for s in strategy.schemes)
@@ -233,8 +228,7 @@ def test_micro_batches_by_time_are_faster_than_first_fit_micro_batches():
     workload = load_case("paper/commoncrawl-7b-16gpu-f2").workload
     systems = ("deepspeed", "deepspeed_ac", "deepspeed_balanced", "deepspeed_degrees")
     found = compare(
-        workload,
-        find_cluster(workload.profile, workload.num_devices),
+        workload.linked_by(find_cluster(workload.profile, workload.num_devices)),
         Settings(iterations=4, systems=systems, space="plain"),
     )
     first_fit, checkpointed, by_time, any_degree = (

@@ -72,10 +72,11 @@ HISTOGRAM = LengthHistogram.from_counts({5: 400, 20: 200, 50: 40, 100: 5}, name=
 
 def make_workload(**changes) -> Workload:
     arguments = {
-        "name": "small", "profile": small_profile(), "histogram": HISTOGRAM, "num_devices": 4,
+        "name": "small", "histogram": HISTOGRAM, "num_devices": 4,
         "context_length": 100, "tokens_per_iteration": 400,
     }  # fmt: skip
-    return Workload(**{**arguments, **changes})
+    costs = Costs(changes.pop("profile", None) or small_profile(), changes.pop("cluster", None))
+    return Workload(costs=costs, **{**arguments, **changes})
 
 
 OTHER_SCHEMES = (
@@ -87,7 +88,7 @@ OTHER_SCHEMES = (
 
 @pytest.fixture(scope="module")
 def comparison():
-    return compare(make_workload(given=Strategy.parse("1x<4,1>")), None, Settings(iterations=12))
+    return compare(make_workload(given=Strategy.parse("1x<4,1>")), Settings(iterations=12))
 
 
 def test_megatron_by_hand():
@@ -268,7 +269,7 @@ def test_document_and_prices(comparison):
 
 
 def test_the_same_seed_gives_the_same_figures(comparison):
-    again = compare(make_workload(given=Strategy.parse("1x<4,1>")), None, Settings(iterations=12))
+    again = compare(make_workload(given=Strategy.parse("1x<4,1>")), Settings(iterations=12))
     assert again.to_json() == comparison.to_json()
 
 
@@ -298,7 +299,7 @@ def test_dynamic_says_how_often_it_chose_what():
 )
 def test_workloads_without_a_meaning(changes, message):
     with pytest.raises(HydraConfigError, match=message):
-        compare(make_workload(**changes), None, Settings(iterations=1))
+        compare(make_workload(**changes), Settings(iterations=1))
 
 
 def test_unknown_system():
@@ -344,7 +345,7 @@ def test_large_mini_batches_are_fewer():
 def test_progress_names_each_system_as_it_begins():
     seen = []
     settings = Settings(iterations=1, systems=("megatron",))
-    compare(make_workload(), None, settings, progress=seen.append)
+    compare(make_workload(), settings, progress=seen.append)
     assert seen == ["ds_hydra", "Megatron-LM, tuned"]
 
 

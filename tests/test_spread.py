@@ -17,7 +17,7 @@ from ds_hydra.lab.simulator.systems import Settings
 
 def test_every_system_has_a_spread_around_its_speedup():
     settings = Settings(iterations=4, systems=("plain", "megatron", "odc", "full_static"))
-    found = with_spread(compare(make_workload(), make_cluster(4), settings))
+    found = with_spread(compare(make_workload(cluster=make_cluster(4)), settings))
     assert found.spreads.keys() == {result.name for result in found.results}
     for name, spread in found.spreads.items():
         value = found.speedup(name).value
@@ -33,7 +33,7 @@ def test_every_system_has_a_spread_around_its_speedup():
 def test_without_links_only_attention_moves_a_speedup():
     """T and interconnects that are off change all times alike."""
     settings = Settings(iterations=3, systems=("megatron",), space="plain")
-    found = compare(make_workload(), None, settings)
+    found = compare(make_workload(), settings)
     spread = with_spread(found).spreads["megatron"]
     assert spread.seen == pytest.approx(found.speedup("megatron").value)
     assert spread.low < spread.high
@@ -46,16 +46,16 @@ def test_without_links_only_attention_moves_a_speedup():
             for scheme, model in found.workload.profile.latency.items()
         }
     )
-    flat = with_spread(compare(make_workload(profile=profile), None, settings)).spreads["megatron"]
+    flat = with_spread(compare(make_workload(profile=profile), settings)).spreads["megatron"]
     assert flat.low == pytest.approx(flat.high, rel=0.02)
 
 
 def test_processes_find_the_same():
     settings = Settings(iterations=3, systems=("plain", "megatron", "flexsp", "static"))
-    found = with_spread(compare(make_workload(), make_cluster(4), settings))
+    found = with_spread(compare(make_workload(cluster=make_cluster(4)), settings))
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(2, mp_context=fork) as pool:
-        again = compare(make_workload(), make_cluster(4), settings, run_each=pool.map)
+        again = compare(make_workload(cluster=make_cluster(4)), settings, run_each=pool.map)
         again = with_spread(again, pool.map)
     assert again.to_json() == found.to_json()
 
@@ -63,7 +63,8 @@ def test_processes_find_the_same():
 def test_more_of_the_transfers_is_seen():
     seen = [
         compare(
-            make_workload(), make_cluster(4), Settings(iterations=3, systems=("megatron",), seen=s)
+            make_workload(cluster=make_cluster(4)),
+            Settings(iterations=3, systems=("megatron",), seen=s),
         )
         for s in (0.2, 0.9)
     ]

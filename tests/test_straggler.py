@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ds_hydra.engine.telemetry.straggler import StragglerFinder
+from ds_hydra.engine.telemetry.latency_tracker import StragglerFinder
 from ds_hydra.strategy.schemes.scheme import Strategy
 
 STRATEGIES = ("4x<1,1>", "2x<2,1>", "1x<2,1> + 2x<1,1>", "1x<1,3> + 1x<1,1>", "1x<4,1>")

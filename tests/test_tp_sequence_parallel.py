@@ -23,9 +23,9 @@ from torch import nn
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.candidates import find_unsupported
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.parallel.tp_sequence_parallel import COLUMN, ROW, find_blocks
+from ds_hydra.engine.parallel.tensor_parallel import COLUMN, ROW, find_blocks
 from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch
-from ds_hydra.engine.profiling.profiler import stage_ms, token_bytes
+from ds_hydra.engine.profiling.profiler import measure_stage_ms, token_bytes
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.alpha_beta import LayerShape
@@ -94,7 +94,7 @@ def memory():
             strategy = Strategy.parse(text)
             engine.hydra.candidates.prepare(strategy)
             kept = token_bytes(propagator, strategy, 256)
-            run = functools.partial(stage_ms, propagator, strategy, ProbeMicroBatch(512))
+            run = functools.partial(measure_stage_ms, propagator, strategy, ProbeMicroBatch(512))
             of_strategies[text] = kept, peak_bytes(run) if "<4,1" in text else None
         found.append(of_strategies)
     return found

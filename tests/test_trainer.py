@@ -424,15 +424,15 @@ def killed_while_saving(folder):
     from transformers.trainer_utils import get_last_checkpoint
 
     import ds_hydra
-    from ds_hydra.trainer import checkpoints
+    from ds_hydra.trainer import mixin
 
     data = prepare(folder)
     points = (
         (ds_hydra.HydraTrainer, "save_model", 2),
         (ds_hydra.HydraEngine, "save_checkpoint", 2),
         (ds_hydra.HydraTrainer, "_save_rng_state", 2),
-        (checkpoints, "raise_together", 2),  # all written
-        (checkpoints, "do_together", 4),  # renamed; two calls for each checkpoint
+        (mixin, "raise_together", 2),  # all written
+        (mixin, "do_together", 4),  # renamed; two calls for each checkpoint
     )
 
     def start(run):

@@ -27,17 +27,18 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.trainer import HydraTrainer, StrategyProgressCallback
 from ds_hydra.trainer.arguments import (
+    NOT_CALLED,
     REFUSED,
     WITHOUT_EFFECT,
     check_arguments,
     check_data_collator,
     check_dtype,
+    check_overrides,
     drop_batch_size_mismatches,
     map_arguments,
     read_loss_option,
 )
 from ds_hydra.trainer.data import Epochs, as_datasets, draw_rows, pad_examples
-from ds_hydra.trainer.overrides import NOT_CALLED, check_overrides
 
 SECTION = {"context_length": 128, "tokens_per_iteration": 512}
 SMALLEST = {"zero_optimization": {"stage": 3}, "hydra": SECTION}

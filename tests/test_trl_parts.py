@@ -29,10 +29,8 @@ from ds_hydra.trl.arguments import (
     check_trl_arguments,
     complete_section,
 )
-from ds_hydra.trl.everywhere import Weighted
-from ds_hydra.trl.reference import remove_fused_head
-from ds_hydra.trl.scored_model import Given, ScoredModel, read_sequences
-from ds_hydra.trl.sequences import Sequences, Span
+from ds_hydra.trl.mixin import remove_fused_head
+from ds_hydra.trl.scored_model import Given, ScoredModel, Sequences, Span, Weighted, read_sequences
 
 
 def config(kind=trl.SFTConfig, **settings):
@@ -240,9 +238,9 @@ def test_other_trainers_of_trl_are_refused_before_anything_is_loaded(kind):
 
 
 def test_trainers_of_trl_that_run_are_those_that_are_shipped_and_rloo():
-    from ds_hydra.trl import trainers
+    from ds_hydra.trl import mixin
 
-    for kind in (*vars(trainers).values(), trl.RLOOTrainer, torch.nn.Module):
+    for kind in (*vars(mixin).values(), trl.RLOOTrainer, torch.nn.Module):
         if isinstance(kind, type):
             check_trainer(kind)
 

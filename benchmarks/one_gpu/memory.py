@@ -17,15 +17,15 @@ from benchmarks.one_gpu.telling import skip, tell, trying
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.meta_model import load_model_config
 from ds_hydra.engine.profiling import profiler
-from ds_hydra.engine.profiling.measurements import Measurements
 from ds_hydra.engine.profiling.profile_document import (
+    Measurements,
     ProbeMicroBatch,
     layer_params,
     nominal_profile,
 )
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.strategy import Profile, Strategy
-from ds_hydra.strategy.profiles.states import OPTIMIZER_BYTES, exchange_bytes
+from ds_hydra.strategy.profiles.state_bytes import OPTIMIZER_BYTES, exchange_bytes
 
 WIDE_VOCABULARY = LlamaConfig(
     hidden_size=2048,

@@ -16,8 +16,8 @@ from benchmarks.one_gpu.ceilings import DEVICE, DTYPE
 from benchmarks.one_gpu.device import HAS_GPU, median_ms, peak_gb
 from benchmarks.one_gpu.telling import skip, tell, trying
 from ds_hydra.engine.model.attention import attention_per_sequence
-from ds_hydra.engine.parallel.cross_entropy import summed_cross_entropy
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
+from ds_hydra.engine.parallel.token_scores import summed_cross_entropy
 
 TOKENS, VOCABULARIES, WIDTH = (16_384, (32_000, 128_256), 4096) if HAS_GPU else (64, (512,), 32)
 HEADS = LlamaConfig(

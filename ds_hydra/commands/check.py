@@ -7,16 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ds_hydra.commands.common import (
-    MODEL_HELP,
-    READS_LIKE_DEEPSPEED,
-    AsJson,
-    errors_to_stderr,
-    log,
-    print_json,
-    say_loading,
-    stdout_to_stderr,
-)
+from ds_hydra.commands import common
 from ds_hydra.configs.files import MAX_DEVICES
 
 if TYPE_CHECKING:
@@ -25,7 +16,7 @@ if TYPE_CHECKING:
 
 def check(
     config: Annotated[Path, typer.Argument(help='The DeepSpeed JSON with a "hydra" section.')],
-    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
+    model: Annotated[str | None, typer.Option(help=common.MODEL_HELP)] = None,
     devices: Annotated[
         int | None,
         typer.Option(
@@ -46,7 +37,7 @@ def check(
         str | None,
         typer.Option(help="On more than 8 devices: propose candidates for these lengths."),
     ] = None,
-    as_json: AsJson = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """Check a configuration without a GPU: keys, MaxLen, memory, communicators, what is profiled or
     assumed.
@@ -55,8 +46,8 @@ def check(
 
     Example: ds-hydra check ds_config.json --model llama2_7b --devices 16
     """
-    with errors_to_stderr(READS_LIKE_DEEPSPEED), stdout_to_stderr():
-        say_loading()
+    with common.errors_to_stderr(common.READS_LIKE_DEEPSPEED), common.stdout_to_stderr():
+        common.say_loading()
         from ds_hydra.engine.checks.config_check import check_config
         from ds_hydra.engine.checks.report import CheckRequest
 
@@ -70,21 +61,25 @@ def check(
                 histogram=histogram,
             )
         )
-    print_json(report.to_json()) if as_json else print(describe_report(report))
+    common.print_json(report.to_json()) if as_json else print(describe_report(report))
     for problem in report.problems:
-        log(f"error: {problem}")
+        common.log(f"error: {problem}")
     if report.problems:
         raise typer.Exit(1)
 
 
 def describe_report(report: ConfigReport) -> str:
     """The report as text; problems are left to stderr."""
+    from ds_hydra.strategy.cost_models.decoder import ModelSize
+
     lines = []
     if report.num_devices:
         lines.append(
             f"{report.num_devices} devices, context {report.context_length:,}, "
             f"{report.tokens_per_iteration:,} tokens per iteration"
         )
+    if report.parameters:
+        lines.append(f"model: {ModelSize(**report.parameters)}")
     if report.profile is not None:
         lines.append(f"profile {report.profile}")
     if report.schemes:

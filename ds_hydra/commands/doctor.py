@@ -9,16 +9,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
-from ds_hydra.commands.common import (
-    AsJson,
-    LocalRank,
-    check_folder,
-    errors_to_stderr,
-    leave_ranks,
-    print_json,
-    stdout_to_stderr,
-    write_document,
-)
+from ds_hydra.commands import common
 
 if TYPE_CHECKING:
     from ds_hydra.engine.doctor.findings import Report
@@ -51,8 +42,8 @@ def doctor(
         Path | None,
         typer.Option(help="Where to write ds_hydra.doctor/1, to attach to a bug report."),
     ] = None,
-    as_json: AsJson = False,
-    local_rank: LocalRank = None,
+    as_json: common.AsJson = False,
+    local_rank: common.LocalRank = None,
 ) -> None:
     """Examine the launched ranks: versions, kernels, links, gradients of a tiny model, hangs,
     memory.
@@ -66,10 +57,10 @@ def doctor(
 
     Example: torchrun --nproc-per-node 8 --no-python ds-hydra doctor --device h100
     """
-    with errors_to_stderr():
-        check_folder(out)
+    with common.errors_to_stderr():
+        common.check_folder(out)
         stdout = os.dup(1)
-        with stdout_to_stderr():
+        with common.stdout_to_stderr():
             # The imports take seconds.
             from ds_hydra.engine.doctor.examination import Examination, Request, check_launch
 
@@ -84,7 +75,7 @@ def doctor(
 
             request = Request(device=device, config=config, seconds=seconds, limit_s=timeout)
             report = Examination(request, on_hang).run()
-            is_first_rank = leave_ranks() == 0
+            is_first_rank = common.leave_ranks() == 0
         if is_first_rank:
             _print(report, out, as_json, sys.stdout)
     if report.has_problem:
@@ -94,8 +85,8 @@ def doctor(
 def _print(report: Report, out: Path | None, as_json: bool, file: IO[str]) -> None:
     from ds_hydra.engine.doctor.examination import describe
 
-    write_document(report.to_json(), out)
+    common.write_document(report.to_json(), out)
     if as_json:
-        print_json(report.to_json(), file)
+        common.print_json(report.to_json(), file)
     else:
         print(describe(report), file=file, flush=True)

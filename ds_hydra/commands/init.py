@@ -10,18 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_hydra.commands.common import (
-    MODEL_HELP,
-    READS_LIKE_DEEPSPEED,
-    ContextLength,
-    NumDevices,
-    TokensPerIteration,
-    check_folder,
-    errors_to_stderr,
-    log,
-    say_loading,
-    stdout_to_stderr,
-)
+from ds_hydra.commands import common
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
@@ -29,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def init(
-    model: Annotated[str, typer.Option(help=MODEL_HELP)],
+    model: Annotated[str, typer.Option(help=common.MODEL_HELP)],
     device: Annotated[
         str, typer.Option(help="Hardware: a shipped name (a800, h100) or ds_hydra.hardware/1.")
     ],
-    devices: NumDevices,
-    context: ContextLength,
-    tokens: TokensPerIteration = None,
+    devices: common.NumDevices,
+    context: common.ContextLength,
+    tokens: common.TokensPerIteration = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Where to write the JSON; the reasons go beside it, in OUT.md."),
@@ -50,29 +39,29 @@ def init(
     Example: ds-hydra init --model llama2_7b --device a800 --devices 16 --context 32768 --out
     ds_config.json
     """
-    with errors_to_stderr(READS_LIKE_DEEPSPEED):
-        check_folder(out)
+    with common.errors_to_stderr(common.READS_LIKE_DEEPSPEED):
+        common.check_folder(out)
         reasons_file = None if out is None else out.with_suffix(".md")
         for path in (out, reasons_file):
             if path is not None and path.exists() and not force:
                 raise HydraConfigError(
                     f"{path} exists; name another file with --out, or replace it with --force"
                 )
-        with stdout_to_stderr():
-            say_loading()
+        with common.stdout_to_stderr():
+            common.say_loading()
             config, reasons = start_config(model, device, devices, context, tokens)
         text = json.dumps(config, indent=2) + "\n"
         table = describe_reasons(f"{model} on {devices} {device}", config, reasons)
         if out is None or reasons_file is None:
             print(text, end="")
-            log(table)
+            common.log(table)
             return
         try:
             out.write_text(text, encoding="utf-8")
             reasons_file.write_text(table + "\n", encoding="utf-8")
         except OSError as error:
             raise HydraConfigError(f"cannot write {out}: {error.strerror}") from error
-        log(f"wrote {out} and {reasons_file}")
+        common.log(f"wrote {out} and {reasons_file}")
 
 
 def start_config(
@@ -86,6 +75,7 @@ def start_config(
     """
     from ds_hydra.configs import list_files
     from ds_hydra.strategy.cost_models.analytic import Hardware
+    from ds_hydra.strategy.cost_models.decoder import ModelSize
     from ds_hydra.strategy.proposal.program import default_tokens_per_iteration
 
     Hardware.load(device)  # before anything slow
@@ -117,6 +107,7 @@ def start_config(
     report = _check(config, model, devices, device)
     if report.problems:
         raise HydraConfigError("; ".join(report.problems))
+    common.log(f"model: {ModelSize(**report.parameters)}")
     return config, reasons
 
 

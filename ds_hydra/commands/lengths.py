@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ds_hydra.commands.common import (
-    AsJson,
-    check_folder,
-    errors_to_stderr,
-    print_json,
-    write_document,
-    writing,
-)
+from ds_hydra.commands import common
 from ds_hydra.configs.files import MAX_LENGTH_TOKENS
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import Progress
@@ -67,7 +60,7 @@ def lengths(
     plot: Annotated[
         Path | None, typer.Option(help="PNG of the histogram; beside --out if not given.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """Count the token lengths of a dataset.
 
@@ -79,8 +72,8 @@ def lengths(
     """
     # All cores inside a batch, unless processes share the batches.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true" if num_proc is None else "false")
-    with errors_to_stderr():
-        check_folder(out)
+    with common.errors_to_stderr():
+        common.check_folder(out)
         if over_length != "keep" and context is None:
             raise HydraConfigError(
                 f"--over-length {over_length} needs --context, e.g. --context 32768"
@@ -102,9 +95,9 @@ def lengths(
             out,
         )
         document = _document(histogram, dataset, tokenizer, context, over_length)
-        write_document(document, out)
+        common.write_document(document, out)
         _plot(histogram, plot or out.with_suffix(".png"))
-    print_json(document) if as_json else print(_describe(histogram, document))
+    common.print_json(document) if as_json else print(_describe(histogram, document))
 
 
 def _load_tokenizer(name: str | None) -> Tokenize | None:
@@ -190,9 +183,9 @@ def _document(
 
 
 def _plot(histogram: LengthHistogram, path: Path) -> None:
-    from ds_hydra.report.length_plot import plot_lengths
+    from ds_hydra.report.plots import plot_lengths
 
-    with writing(path):
+    with common.writing(path):
         plot_lengths(histogram, path)
 
 

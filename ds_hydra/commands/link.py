@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_hydra.commands.common import (
-    MAKES_THE_MODEL,
-    MODEL_HELP,
-    AsJson,
-    DType,
-    errors_to_stderr,
-    print_json,
-    say_loading,
-)
+from ds_hydra.commands import common
 from ds_hydra.configs.files import MAX_DEVICES, MAX_PAIRED_DEVICES, find_file
 from ds_hydra.errors import HydraConfigError
 
@@ -34,7 +26,7 @@ def link(
     ],
     model: Annotated[
         str,
-        typer.Option(help=f"{MODEL_HELP} No weights are read."),
+        typer.Option(help=f"{common.MODEL_HELP} No weights are read."),
     ],
     devices: Annotated[
         int,
@@ -57,11 +49,13 @@ def link(
             "hardware (a100, a800, cpu, h100, h200)."
         ),
     ] = "a800",
-    dtype: Annotated[DType, typer.Option(help="Type in which parameters are pulled.")] = "bf16",
-    gradient_dtype: Annotated[
-        DType, typer.Option(help="Type in which gradients are sent.")
+    dtype: Annotated[
+        common.DType, typer.Option(help="Type in which parameters are pulled.")
     ] = "bf16",
-    as_json: AsJson = False,
+    gradient_dtype: Annotated[
+        common.DType, typer.Option(help="Type in which gradients are sent.")
+    ] = "bf16",
+    as_json: common.AsJson = False,
 ) -> None:
     """Show what pull and push of a strategy send between ranks and nodes, and how long that should
     take.
@@ -69,7 +63,7 @@ def link(
     Example: ds-hydra link --strategy "1x<2,1> + 2x<1,1>" --model llama2_7b --devices 4
     --devices-per-node 2
     """
-    with errors_to_stderr(MAKES_THE_MODEL):
+    with common.errors_to_stderr(common.MAKES_THE_MODEL):
         document = _account(
             strategy,
             model,
@@ -78,7 +72,7 @@ def link(
             topology,
             {"pull": ITEMSIZE[dtype], "push": ITEMSIZE[gradient_dtype]},
         )
-    print_json(document) if as_json else print(_describe(document))
+    common.print_json(document) if as_json else print(_describe(document))
 
 
 def _account(
@@ -102,8 +96,9 @@ def _account(
     )
     check_one_host(strategy, -(-num_devices // ranks_per_node))
 
-    say_loading()
+    common.say_loading()
     from ds_hydra.engine.model.meta_model import load_stage_model
+    from ds_hydra.engine.profiling.profile_document import count_parameters
     from ds_hydra.zero_link.plan import plan_link
     from ds_hydra.zero_link.traffic import LinkAccounts
 
@@ -122,6 +117,7 @@ def _account(
         "devices_per_node": ranks_per_node,
         "topology": name,
         "parameters": sum(spec.numel for spec in specs),
+        "model_size": count_parameters(stage_model).to_json(),
         "rounds": max(map(len, asked)),
     }
     if streams:
@@ -251,10 +247,12 @@ def _read_interconnects(
 
 
 def _describe(document: dict[str, Any]) -> str:
+    from ds_hydra.strategy.cost_models.decoder import ModelSize
+
     num_devices, per_node = document["num_devices"], document["devices_per_node"]
     num_nodes = -(-num_devices // per_node)
     lines = [
-        f"{document['strategy']} of {document['model']} ({document['parameters'] / 1e9:.2f}B parameters) on "
+        f"{document['strategy']} of {document['model']} ({ModelSize(**document['model_size'])}) on "
         f"{num_devices} devices in {num_nodes} node{'s' * (num_nodes > 1)}, {document['rounds']} rounds; "
         f"times of {document['topology']}"
     ]

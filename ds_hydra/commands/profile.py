@@ -7,24 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_hydra.commands.common import (
-    MODEL_HELP,
-    AsJson,
-    ContextLength,
-    DType,
-    LocalRank,
-    check_folder,
-    errors_to_stderr,
-    leave_ranks,
-    log,
-    print_json,
-    stdout_to_stderr,
-    write_document,
-)
+from ds_hydra.commands import common
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.costs import World
+from ds_hydra.strategy.cost_models.decoder import find_size
 from ds_hydra.strategy.cost_models.topology import Topology
 from ds_hydra.strategy.proposal.program import check_context
 
@@ -35,9 +23,9 @@ if TYPE_CHECKING:
 def profile(
     model: Annotated[
         str,
-        typer.Option(help=f"{MODEL_HELP} Weights are random."),
+        typer.Option(help=f"{common.MODEL_HELP} Weights are random."),
     ],
-    context: ContextLength,
+    context: common.ContextLength,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -45,7 +33,7 @@ def profile(
         ),
     ] = None,
     dtype: Annotated[
-        DType | None, typer.Option(help="Type of weights; bf16 if not given, fp32 on a CPU.")
+        common.DType | None, typer.Option(help="Type of weights; bf16 if not given, fp32 on a CPU.")
     ] = None,
     activation_checkpointing: Annotated[
         bool,
@@ -104,8 +92,8 @@ def profile(
             "that cluster."
         ),
     ] = None,
-    as_json: AsJson = False,
-    local_rank: LocalRank = None,
+    as_json: common.AsJson = False,
+    local_rank: common.LocalRank = None,
 ) -> None:
     """Measure time and memory of a model under every scheme <TP,PP> that fits the launched ranks.
 
@@ -124,7 +112,7 @@ def profile(
     Example: ds-hydra profile --model llama2_7b --context 32768 --tp 1,2,4,8 --pp 1,2,4
     --topology cluster.json --out profile.json
     """
-    with errors_to_stderr(), stdout_to_stderr():
+    with common.errors_to_stderr(), common.stdout_to_stderr():
         config = _config(
             {
                 "context_length": context,
@@ -146,7 +134,7 @@ def profile(
             "sp": _numbers("--sp", sp),
             "cp": _numbers("--cp", cp),
         }
-        check_folder(out)
+        common.check_folder(out)
         # After all that can be checked without them: the imports take seconds.
         from ds_hydra.engine.profiling.profile_run import ProfileRequest
 
@@ -159,8 +147,8 @@ def profile(
         )
         document, is_first_rank = _measure(request, out)
     if is_first_rank:
-        print_json(document) if as_json else print(_describe(document, request), flush=True)
-    leave_ranks()
+        common.print_json(document) if as_json else print(_describe(document, request), flush=True)
+    common.leave_ranks()
 
 
 def _config(section: dict[str, Any]) -> HydraConfig:
@@ -183,10 +171,10 @@ def _measure(request: ProfileRequest, out: Path | None) -> tuple[dict[str, Any],
     is_first_rank = dist.get_rank() == 0
     resume_file = None if out is None else out.with_name(out.name + ".partial")
     if is_first_rank and resume_file is not None and resume_file.exists():
-        log(f"continuing {resume_file}")
+        common.log(f"continuing {resume_file}")
     document = run_profile(request, device, resume_file)
     if is_first_rank:
-        write_document(document, out)
+        common.write_document(document, out)
         if resume_file is not None:
             resume_file.unlink(missing_ok=True)
         _warn_of_context(document, request)
@@ -213,7 +201,7 @@ def _warn_of_context(document: dict[str, Any], request: ProfileRequest) -> None:
             )
         )
     except HydraConfigError as error:
-        log(f"warning: {error}")
+        common.log(f"warning: {error}")
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
@@ -239,6 +227,7 @@ def _describe(document: dict[str, Any], request: ProfileRequest) -> str:
     width = max(8, *(len(str(scheme)) for scheme in known.latency))
     lines = [
         f"{known.name}, {num_devices} devices; {document['source']}",
+        f"model: {find_size(known)}",
         f"{'scheme':>{width}} {'MaxLen':>10} {'ms at ' + str(context):>14} {'tokens/s/device':>16} {'R2':>8}",
     ]
     for entry in document["schemes"]:

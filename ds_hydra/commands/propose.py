@@ -7,18 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ds_hydra.commands.common import (
-    MAX_BATCHES,
-    AsJson,
-    ContextLength,
-    NumDevices,
-    TokensPerIteration,
-    check_folder,
-    errors_to_stderr,
-    print_json,
-    progress_bar,
-    write_document,
-)
+from ds_hydra.commands import common
 from ds_hydra.configs import find_file
 from ds_hydra.configs.hydra_config import MAX_GROUPS, MAX_PROCESS_GROUPS, MAX_SEED, Space
 
@@ -33,9 +22,9 @@ def propose(
     histogram: Annotated[
         str, typer.Option(help="A ds_hydra.lengths/1 file, or the name of a shipped one.")
     ],
-    devices: NumDevices,
-    context: ContextLength,
-    tokens: TokensPerIteration = None,
+    devices: common.NumDevices,
+    context: common.ContextLength,
+    tokens: common.TokensPerIteration = None,
     space: Annotated[
         Space,
         typer.Option(
@@ -44,7 +33,8 @@ def propose(
         ),
     ] = "full",
     batches: Annotated[
-        int, typer.Option(min=1, max=MAX_BATCHES, help="Mini-batches to try the candidates on.")
+        int,
+        typer.Option(min=1, max=common.MAX_BATCHES, help="Mini-batches to try the candidates on."),
     ] = 32,
     max_communicators: Annotated[
         int,
@@ -56,7 +46,7 @@ def propose(
         int, typer.Option(min=0, max=MAX_SEED, help="Seed of the sampled mini-batches.")
     ] = 0,
     out: Annotated[Path | None, typer.Option(help="Where to write ds_hydra.strategies/1.")] = None,
-    as_json: AsJson = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """Propose candidate strategies and say why each is there.
 
@@ -70,13 +60,14 @@ def propose(
     from ds_hydra.sampler.candidate_set import decide_candidates
     from ds_hydra.sampler.sample_bench import CandidateSettings
     from ds_hydra.strategy.cost_models.cluster import try_cluster
-    from ds_hydra.strategy.profiles.states import load_profile
+    from ds_hydra.strategy.profiles.state_bytes import load_profile
     from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
-    with errors_to_stderr():
-        check_folder(out)
-        with progress_bar("trying candidates", "batch") as show:
+    with common.errors_to_stderr():
+        common.check_folder(out)
+        with common.progress_bar("trying candidates", "batch") as show:
             known = load_profile(profile)
+            common.log_size(known)
             settings = CandidateSettings(
                 num_devices=devices,
                 context_length=context,
@@ -91,8 +82,8 @@ def propose(
             lengths = LengthHistogram.load(find_file("lengths", histogram))
             proposal = decide_candidates(known, lengths, settings, show).proposal
             assert proposal is not None
-        write_document(proposal.to_json(), out)
-    print_json(proposal.to_json()) if as_json else print(_describe(proposal))
+        common.write_document(proposal.to_json(), out)
+    common.print_json(proposal.to_json()) if as_json else print(_describe(proposal))
 
 
 def _describe(proposal: Proposal) -> str:

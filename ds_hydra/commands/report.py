@@ -76,8 +76,7 @@ def _default_page(run_dirs: list[Path]) -> Path:
 
 def _write(run_dirs: list[Path], page: Path, perfetto: bool) -> dict[str, Any]:
     """Write the files; returns the document that names them."""
-    from ds_hydra.report.document import describe_runs
-    from ds_hydra.report.page import render_runs, write_page
+    from ds_hydra.report.page import describe_runs, render_runs, write_page
     from ds_hydra.report.run_folder import load_run
 
     runs = [load_run(run_dir) for run_dir in run_dirs]
@@ -95,9 +94,8 @@ def _write(run_dirs: list[Path], page: Path, perfetto: bool) -> dict[str, Any]:
 
 def _write_simulation(path: Path, page: Path, perfetto: bool) -> dict[str, Any]:
     """Page and trace of the timelines in `path`."""
-    from ds_hydra.report.document import describe_timelines
-    from ds_hydra.report.page import render_simulation, write_page
-    from ds_hydra.report.perfetto import trace_timelines, write_trace
+    from ds_hydra.report.page import describe_timelines, render_simulation, write_page
+    from ds_hydra.report.timelines import trace_timelines, write_trace
 
     timelines = _read_timelines(path)
     num_devices = timelines[0].num_devices
@@ -129,14 +127,14 @@ def _read_timelines(path: Path) -> list[Timeline]:
 
 
 def _write_trace(run: Run, run_dir: Path) -> str:
-    from ds_hydra.report.perfetto import trace_run, write_trace
+    from ds_hydra.report.timelines import trace_run, write_trace
 
     write_trace(trace_run(run), run_dir / TRACE)
     return str(run_dir / TRACE)
 
 
 def _describe(document: dict[str, Any]) -> str:
-    from ds_hydra.report.learning import FEWEST
+    from ds_hydra.report.strategies import FEWEST
 
     lines = [f"page: {document['page']}"]
     lines += [

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ds_hydra.configs.files import plain_json, read_json_object
-from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.configs.problems import SMALLEST_SECTION, find_auto
+from ds_hydra.configs.hydra_config import SMALLEST_SECTION, HydraConfig, find_auto
 from ds_hydra.errors import HydraConfigError
 
 logger = logging.getLogger(__name__)

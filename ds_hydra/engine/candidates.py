@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.scheme_support import check_context_parallel
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs
+from ds_hydra.engine.profiling.memory import as_the_engine_needs
 from ds_hydra.engine.profiling.profile_document import (
     fit_memory,
     model_facts,
@@ -32,9 +32,8 @@ from ds_hydra.engine.ranks.agreement import (
 )
 from ds_hydra.engine.ranks.memory import naming_memory_limit
 from ds_hydra.engine.ranks.watchdog import watch
-from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker
+from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker, StragglerFinder
 from ds_hydra.engine.telemetry.metrics import RunLog
-from ds_hydra.engine.telemetry.straggler import StragglerFinder
 from ds_hydra.errors import (
     HydraConfigError,
     InfeasiblePlanError,
@@ -56,7 +55,7 @@ from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.profile import has_re_pulls
-from ds_hydra.strategy.profiles.states import load_profile
+from ds_hydra.strategy.profiles.state_bytes import load_profile
 from ds_hydra.strategy.proposal.candidates import (
     load_strategies,
     measured_beside,

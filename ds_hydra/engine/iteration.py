@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ds_hydra.engine.losses.alike import check_value
 from ds_hydra.engine.losses.loss import WEIGHT, SequenceLoss
 from ds_hydra.engine.losses.objective import (
-    Collector,
     Objective,
     Scores,
+    TokenScoreRecorder,
     WeightedObjective,
+    check_value,
     name_of,
 )
 from ds_hydra.engine.model.micro_batches import LoadExample
@@ -92,31 +92,35 @@ def score(
     training has where it is asked for. Collective over all ranks, returned on each.
     """
     lengths = iteration.plan.lengths
-    collector = Collector(sum(lengths), device, entropy=entropy, details=details)
-    objective = collector.objective(lengths)
+    recorder = TokenScoreRecorder(sum(lengths), device, entropy=entropy, details=details)
+    objective = recorder.objective(lengths)
     propagator.evaluate(iteration.plan, iteration.load, objective, noise=noise)
-    return gather_scores(iteration, collector, propagator)
+    return gather_scores(iteration, recorder, propagator)
 
 
 def observe(
     iteration: Iteration, device: torch.device, *, wanted: bool
-) -> tuple[Iteration, Collector | None]:
+) -> tuple[Iteration, TokenScoreRecorder | None]:
     """`iteration`, and where `wanted` what keeps the scores of its tokens that count meanwhile."""
     objective, lengths = iteration.objective, iteration.plan.lengths
     if not wanted or objective is None:
         return iteration, None
-    collector = Collector(sum(lengths), device, entropy=True, details=True, inner=objective.loss)
-    return replace(iteration, objective=collector.objective(lengths, objective)), collector
+    recorder = TokenScoreRecorder(
+        sum(lengths), device, entropy=True, details=True, inner=objective.loss
+    )
+    return replace(iteration, objective=recorder.objective(lengths, objective)), recorder
 
 
-def gather_scores(iteration: Iteration, collector: Collector, propagator: Propagator) -> Scores:
-    """What `collector` has kept on all ranks, on each. Collective over all ranks."""
+def gather_scores(
+    iteration: Iteration, recorder: TokenScoreRecorder, propagator: Propagator
+) -> Scores:
+    """What `recorder` has kept on all ranks, on each. Collective over all ranks."""
     here = [False] * len(iteration.plan.lengths)
     for phase in iteration.plan.on_rank(propagator.rank):
         if phase.role is not None and phase.role.tp_rank == 0:
             for position in phase.positions:
                 here[position] = True
-    return collector.gather(iteration.plan.lengths, here)
+    return recorder.gather(iteration.plan.lengths, here)
 
 
 def weigh(iteration: Iteration, propagator: Propagator, device: torch.device) -> Iteration:

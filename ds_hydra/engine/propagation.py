@@ -16,18 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import LinkConfig
-from ds_hydra.engine.losses import alike
 from ds_hydra.engine.losses.loss import Loss, Tokens
 from ds_hydra.engine.losses.objective import Objective, evaluate
 from ds_hydra.engine.model.micro_batches import LoadExample, MicroBatchTensors
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.parallel.context_parallel import ContextRow
-from ds_hydra.engine.parallel.cross_entropy import summed_cross_entropy
 from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.parallel.one_f_one_b import StageInfo, StageIO, run_1f1b, run_forward_only
-from ds_hydra.engine.parallel.token_scores import score_tokens
-from ds_hydra.engine.parallel.tp_sequence_parallel import TokenShards
-from ds_hydra.engine.parallel.ulysses import SequenceShard
+from ds_hydra.engine.parallel.tensor_parallel import TokenShards
+from ds_hydra.engine.parallel.token_cuts import ContextRow, SequenceShard
+from ds_hydra.engine.parallel.token_scores import score_tokens, summed_cross_entropy
 from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks, raise_together
 from ds_hydra.engine.ranks.hosts import find_hosts
 from ds_hydra.engine.ranks.memory import naming_memory_limit, to_device
@@ -164,7 +161,7 @@ class Propagator:
         A `problem` that any rank brings is raised on all. One all-gather.
         """
         of_plan = (plan.digest, len(plan.lengths), sum(plan.lengths))
-        row = [problem is not None, *of_plan, *fingerprint, *alike.fingerprint(objective)]
+        row = [problem is not None, *of_plan, *fingerprint, *objective.fingerprint(objective)]
         all_ranks = gather_rows(to_device(torch.tensor(row), self.device)).tolist()
         if any(row[0] for row in all_ranks):
             raise_together(problem, self.device)
@@ -183,10 +180,12 @@ class Propagator:
                 )
         objectives = [(row[7], row[8]) for row in all_ranks]
         differing = [
-            rank for rank, its in enumerate(objectives) if not alike.are_alike(objectives[0], its)
+            rank
+            for rank, its in enumerate(objectives)
+            if not objective.are_alike(objectives[0], its)
         ]
         if differing:
-            found = alike.find_difference(objective, differing[0], self.device)
+            found = objective.find_difference(objective, differing[0], self.device)
             raise PlanMismatchError(
                 f"iteration {plan.iteration}: {found} ({len(differing)} of {self.num_ranks} ranks differ); nothing was "
                 "exchanged. Give every rank the same loss and fields: what is computed on one rank can be sent to "
@@ -258,9 +257,7 @@ class Propagator:
         busy_before_ms = self.recorder.busy_ms
         balance_before = self.stage_model.balance.value
         stamps = [self._clock.stamp()]
-        session = self.links.open_plan(
-            phases[0].plan, phases[0].role, training=task.is_training, grads_P=grads_P
-        )
+        session = self.links.open_plan(phases[0], training=task.is_training, grads_P=grads_P)
         busy = [number for number, phase in enumerate(phases) if phase.micro_batches]
         losses_of: dict[int, Tensor] = {}
         with session:
@@ -314,7 +311,7 @@ class Propagator:
         over all ranks.
         """
         (phase,) = plan.on_rank(self.rank)
-        session = self.links.open_plan(plan, phase.role, training=True, grads_P=None)
+        session = self.links.open_plan(phase, training=True, grads_P=None)
         self.stage_model.balance.begin(self.device, 1.0, plan.num_tokens)
         with session:
             session.await_all()

@@ -16,6 +16,7 @@ from torch import Tensor
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
+from ds_hydra.engine.parallel.one_f_one_b import Pass
 from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks
 from ds_hydra.engine.ranks.hosts import Hosts, find_ranks_per_node, warn_of_placement
 from ds_hydra.engine.transfer.frozen import FrozenKeeper, without_frozen
@@ -42,9 +43,9 @@ from ds_hydra.engine.transfer.stage_weights import (
     slot_numels,
 )
 from ds_hydra.errors import PlanMismatchError
-from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.sampler.plan import IterationPlan, RankPhase
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.profiles.states import EXCHANGE_BUFFERS
+from ds_hydra.strategy.profiles.state_bytes import EXCHANGE_BUFFERS
 from ds_hydra.strategy.schemes.placement import Role, slices_key
 from ds_hydra.zero_link import LinkPlan, RankBuckets, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
@@ -116,6 +117,7 @@ class StrategyLinks:
         self.ranks_per_node = find_ranks_per_node(config, hosts.of_rank)
         purposes = ["pull", "push"] + (["pull_node", "push_node"] if self.ranks_per_node else [])
         groups.create([(purpose, everyone) for purpose in purposes])
+        # A group each: one rank may push while another has not ended its pull.
         pull, push, *of_nodes = (groups.get(purpose, everyone) for purpose in purposes)
         pull_node, push_node = of_nodes or (None, None)
         self._dtype: torch.dtype = stage_model.params[0].ds_tensor.dtype
@@ -192,9 +194,11 @@ class StrategyLinks:
 
             pull, push = plan(rank_buckets, gradients=False), plan(rank_buckets, gradients=True)
             pull_trained = pull
+            # Gathered layers take turns in memory, so nothing frozen could stay there.
             if self._frozen is not None and not strategy.gathers:
                 trained = without_frozen(self.stage_model.specs, rank_buckets)
                 pull_trained = plan(trained, gradients=False)
+            # Before anything is exchanged: ranks with different plans would hang, not fail.
             check_link_plans(strategy, (pull, pull_trained, push), self._device)
             self._links[key] = StrategyLink(
                 buckets=rank_buckets[self.rank],
@@ -228,20 +232,18 @@ class StrategyLinks:
 
     def open_plan(
         self,
-        plan: IterationPlan,
-        role: Role | None,
+        phase: RankPhase,
         *,
         training: bool,
         grads_P: Sequence[Tensor] | None,
     ) -> TransferSession:
-        """What `plan` runs on, of this rank's `role` in it; the first time collective, as
-        `link_for` is.
-        """
-        if any(scheme.stream for scheme in plan.strategy.schemes):
-            return self._open_streams(plan, role, training=training, grads_P=grads_P)
-        if plan.strategy.gathers:
-            return self._open_gather(plan, training=training, grads_P=grads_P)
-        return self.open(plan.strategy, with_gradients=training, grads_P=grads_P)
+        """What `phase` runs on; the first time collective, as `link_for` is."""
+        strategy = phase.plan.strategy
+        if any(scheme.stream for scheme in strategy.schemes):
+            return self._open_streams(phase, training=training, grads_P=grads_P)
+        if strategy.gathers:
+            return self._open_gather(phase.plan, training=training, grads_P=grads_P)
+        return self.open(strategy, with_gradients=training, grads_P=grads_P)
 
     def _open_gather(
         self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
@@ -264,23 +266,20 @@ class StrategyLinks:
 
     def _open_streams(
         self,
-        plan: IterationPlan,
-        role: Role | None,
+        phase: RankPhase,
         *,
         training: bool,
         grads_P: Sequence[Tensor] | None,
     ) -> TransferSession:
+        plan, role = phase.plan, phase.role
         link = self._stream_link_of(plan.strategy)
         assert self.home is not None, plan.strategy
         self._forget_frozen()
         num_micro_batches = [len(pipeline.micro_batches) for pipeline in plan.pipelines]
-        passes = (
-            []
-            if role is None
-            else stage_passes(
-                role.scheme.pp, role.stage, num_micro_batches[role.pipeline], training=training
-            )
-        )
+        passes: Sequence[Pass] = []
+        if role is not None:
+            own = len(phase.micro_batches)
+            passes = stage_passes(role.scheme.pp, role.stage, own, training=training)
         streamed = StreamedWeights(self.home, self.stage_model.specs, link.buckets, link.streams)
         weights = self._weights(
             link.buckets,
@@ -343,6 +342,7 @@ class StrategyLinks:
         assert self.home is not None
         specs = self.stage_model.specs
         copied = only_copied(buckets, streams.copied)
+        # A streamed gradient is added after its micro-batch, and never kept.
         kept = () if streams.is_streamed else buckets
         copies = held_numel(specs, copied, streams.window.slot_of) * self._dtype.itemsize
         return LinkMemory(
@@ -353,6 +353,7 @@ class StrategyLinks:
         )
 
     def _exchange_bytes(self, pull: LinkPlan, push: LinkPlan) -> int:
+        # CPU ranks send contiguous blocks from where they are; devices pack every round.
         packs = self._device.type != "cpu"
         sent = ((pull, self._dtype.itemsize), (push, self._gradient_dtype.itemsize))
         return EXCHANGE_BUFFERS * max(

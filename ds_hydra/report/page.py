@@ -1,15 +1,16 @@
-"""The report as one HTML file that needs nothing else: of a run, of two runs side by side, of a
-simulation.
+"""The report as one HTML file that needs nothing else (of a run, of two runs side by side, of a
+simulation), or as one JSON document for scripts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
-from math import isnan
+from math import isfinite, isnan
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -17,13 +18,12 @@ from markupsafe import Markup
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.metrics import describe_flops
 from ds_hydra.records.timeline import Timeline
-from ds_hydra.report import charts, strip
-from ds_hydra.report.experts import draw_experts
-from ds_hydra.report.gantt import align, draw_gantt
-from ds_hydra.report.learning import draw_learned
-from ds_hydra.report.run_folder import Run
-from ds_hydra.report.run_report import IterationRecord, RunSummary
-from ds_hydra.report.slowest import divide_time, find_slowest
+from ds_hydra.report import charts, strategies
+from ds_hydra.report.charts import draw_experts
+from ds_hydra.report.run_folder import Run, rank_memory
+from ds_hydra.report.run_report import IterationRecord, RunSummary, divide_time, find_slowest
+from ds_hydra.report.strategies import draw_learned, scheme_errors
+from ds_hydra.report.timelines import align, draw_gantt
 from ds_hydra.version import __version__
 
 _MAX_GANTTS = 12
@@ -105,7 +105,7 @@ def render_simulation(timelines: Sequence[Timeline], *, title: str, subtitle: st
             ("bubble", [f"{median(bubbles):.1%}"]),
         ],
         sections=[
-            Section(*_STRATEGIES, [strip.draw_strip(used, strip.strategy_colors(names))]),
+            Section(*_STRATEGIES, [strategies.draw_strip(used, strategies.strategy_colors(names))]),
             Section(
                 "gantt",
                 "Timeline of an iteration",
@@ -306,7 +306,7 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[Sequence[Run]], Sequence[Markup]
     ("loss", "Loss", "Mean over the label tokens of each iteration.", charts.draw_losses),
     ("throughput", "Tokens per second", "Tokens of sequences; no padding is counted, and none is computed.",
      charts.draw_throughputs),
-    (*_STRATEGIES, strip.draw_strategies),
+    (*_STRATEGIES, strategies.draw_strategies),
     ("shares", "Where the time went", "All iterations together, averaged over ranks.", charts.draw_shares),
     ("scatter", "Predicted and measured time of each pipeline",
      "Forward and backward of all micro-batches; above the line it took longer than planned.",
@@ -331,3 +331,77 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[Sequence[Run]], Sequence[Markup]
     ("slowest", "Slowest iterations, and why", "Compared with the median of the run.", _draw_slowest),
 )  # fmt: skip
 """Of the page of runs: key, title, hint, and what draws a panel for each run, or none at all."""
+
+
+REPORT_SCHEMA = "ds_hydra.report/1"
+
+
+def describe_runs(runs: Sequence[Run]) -> dict[str, Any]:
+    """`ds_hydra.report/1`: the numbers of each run that its page shows. What is unknown is null."""
+    return {"schema": REPORT_SCHEMA, "runs": [_describe(run) for run in runs]}
+
+
+def describe_timelines(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """`ds_hydra.report/1` of simulated iterations."""
+    return {
+        "schema": REPORT_SCHEMA,
+        "timelines": len(timelines),
+        "num_iterations": len({timeline.iteration for timeline in timelines}),
+        "iterations": [
+            {
+                name: getattr(timeline, name)
+                for name in ("iteration", "source", "strategy", "duration_ms", "bubble")
+            }
+            for timeline in timelines
+        ],
+    }
+
+
+def _describe(run: Run) -> dict[str, Any]:
+    summary = run.summary
+    document = {
+        "name": run.name,
+        "num_ranks": run.num_ranks,
+        **_fields(summary),
+        "bubble": _median([r.bubble for r in run.records]),
+        "pack_occupancy": _median([r.pack_occupancy for r in run.records]),
+        "time_ms": asdict(divide_time(run.records)),
+        "strategies": [{**_fields(u), "strategy": str(u.strategy)} for u in summary.strategies],
+        "schemes": [{**_fields(e), "scheme": str(e.scheme)} for e in scheme_errors(run.records)],
+        "num_trials": sum(r.trial_ms > 0 for r in run.records),
+        "trials_share": run.records[-1].trials_share,
+        "max_len_tokens": {str(scheme): tokens for scheme, tokens in run.max_len().items()},
+        "memory": [asdict(memory) for memory in rank_memory(run)],
+        "slowest": [
+            {
+                "iteration": slow.record.iteration,
+                "iteration_ms": slow.record.iteration_ms,
+                "times_median": slow.times_median,
+                "strategy": str(slow.record.strategy),
+                "causes": [_fields(cause) for cause in slow.causes],
+            }
+            for slow in find_slowest(run.records)
+        ],
+        "traced_iterations": sorted(run.traces),
+        "notes": list(run.notes),
+    }
+    return {key: _known(value) for key, value in document.items()}
+
+
+def _known(value: Any) -> Any:
+    """`value` with null for every number in it that is not known."""
+    if isinstance(value, dict):
+        return {key: _known(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_known(inner) for inner in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """What a dataclass with slots holds, by name."""
+    return {name: getattr(value, name) for name in value.__slots__}
+
+
+def _median(values: Sequence[float]) -> float | None:
+    known = [value for value in values if not isnan(value)]
+    return median(known) if known else None

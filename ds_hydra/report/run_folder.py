@@ -1,5 +1,5 @@
-"""Everything that a run left in its folder: metrics, plans, traces, profile; and what is missing
-there.
+"""Everything that a run left in its folder: metrics, plans, traces, profile; what is missing there,
+and the timelines that its plans and profile promised.
 """
 
 from __future__ import annotations
@@ -9,19 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_hydra.configs.files import (
-    MAX_DEVICES,
-    check_object,
-    read_count,
-    read_counts,
-    read_json_lines,
-    read_json_object,
-    read_list,
-    read_text,
-)
+from ds_hydra.configs import files
 from ds_hydra.errors import HydraConfigError, HydraError
+from ds_hydra.records.events import simulate_plan
 from ds_hydra.records.timeline import Timeline
-from ds_hydra.report.predict import predict_timeline
 from ds_hydra.report.run_report import (
     IterationRecord,
     RunSummary,
@@ -50,20 +41,20 @@ class Trace:
         """The trace in one line of `trace.jsonl`; raises HydraConfigError."""
         return cls(
             Timeline.from_json(document, source=source),
-            read_counts({"peak_bytes": [], **document}, "peak_bytes", most=1 << 62),
-            _read_expert_tokens(check_object(document.get("experts", {}), "experts")),
+            files.read_counts({"peak_bytes": [], **document}, "peak_bytes", most=1 << 62),
+            _read_expert_tokens(files.check_object(document.get("experts", {}), "experts")),
         )
 
 
 def _read_expert_tokens(experts: Mapping[str, Any]) -> dict[int, tuple[int, ...]]:
     if not experts:
         return {}
-    layers = read_counts(experts, "layers")
-    rows = read_list(experts, "tokens")
+    layers = files.read_counts(experts, "layers")
+    rows = files.read_list(experts, "tokens")
     if len(rows) != len(layers):
         raise HydraConfigError(f"experts has {len(layers)} layers and tokens of {len(rows)}")
     return {
-        layer: read_counts({"tokens": row}, "tokens", most=1 << 62)
+        layer: files.read_counts({"tokens": row}, "tokens", most=1 << 62)
         for layer, row in zip(layers, rows, strict=True)
     }
 
@@ -84,17 +75,25 @@ class RunFacts:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> RunFacts:
         """The facts in the document; raises HydraConfigError for values of another kind."""
-        model = check_object(document.get("model", {}), "model")
-        hydra = check_object(document.get("hydra", {}), "hydra")
+        model = files.check_object(document.get("model", {}), "model")
+        hydra = files.check_object(document.get("hydra", {}), "hydra")
         given: dict[str, Any] = {"recomputes": hydra.get("activation_checkpointing") is True}
         if "num_ranks" in document:
-            given["num_ranks"] = read_count(document, "num_ranks", least=1, most=MAX_DEVICES)
+            given["num_ranks"] = files.read_count(
+                document, "num_ranks", least=1, most=files.MAX_DEVICES
+            )
         if hydra.get("memory_limit_bytes") is not None:
-            given["memory_limit_bytes"] = read_count(hydra, "memory_limit_bytes", most=1 << 62)
-        given |= {key: read_text(document, key) for key in ("device", "started") if key in document}
+            given["memory_limit_bytes"] = files.read_count(
+                hydra, "memory_limit_bytes", most=1 << 62
+            )
+        given |= {
+            key: files.read_text(document, key) for key in ("device", "started") if key in document
+        }
         if model:
-            given["model_type"] = read_text({"type": "model", **model}, "type")
-            given["num_parameters"] = read_count({"num_parameters": 0, **model}, "num_parameters")
+            given["model_type"] = files.read_text({"type": "model", **model}, "type")
+            given["num_parameters"] = files.read_count(
+                {"num_parameters": 0, **model}, "num_parameters"
+            )
         return cls(**given)
 
 
@@ -178,7 +177,7 @@ def _read_facts(path: Path, notes: list[str]) -> RunFacts:
     if not path.exists():
         return RunFacts()
     try:
-        return RunFacts.from_json(read_json_object(path))
+        return RunFacts.from_json(files.read_json_object(path))
     except HydraConfigError as error:
         notes.append(f"run.json cannot be read ({error}).")
         return RunFacts()
@@ -196,7 +195,7 @@ def _read_plans(
         if (index % step and record.iteration not in slowest) or not path.exists():
             continue
         try:
-            plans[record.iteration] = IterationPlan.from_json(read_json_object(path))
+            plans[record.iteration] = IterationPlan.from_json(files.read_json_object(path))
         except HydraError:
             damaged.append(path.name)
     if damaged:
@@ -220,7 +219,7 @@ def _read_traces(
     traces: dict[int, Trace] = {}
     damaged: list[HydraConfigError] = []
     try:
-        for number, line in read_json_lines(path):
+        for number, line in files.read_json_lines(path):
             try:
                 if isinstance(line, HydraConfigError):
                     raise line
@@ -312,3 +311,26 @@ def _expected_bytes(run: Run, last: int | None) -> Iterator[tuple[int, float]]:
         ]
         if sizes:
             yield rank, max(sizes)
+
+
+def predict_timeline(plan: IterationPlan, profile: Profile, *, forward_fraction: float) -> Timeline:
+    """Forwards and backwards of every stage under T(l, P) of `profile`; time 0 is the first
+    forward.
+
+    The plan may have been made with coefficients that were re-fitted since: each pipeline is
+    stretched to the time that the plan says. Left out, as in the planner: pull, push, step, and P2P
+    between stages.
+    """
+    simulation = simulate_plan(plan, profile, overlap=False, forward_fraction=forward_fraction)
+    stretch = [
+        pipeline.makespan_ms / end_ms if end_ms > 0 else 1.0
+        for pipeline, end_ms in zip(plan.pipelines, simulation.pipeline_ms, strict=True)
+    ]
+    timeline = simulation.timeline()
+    events = tuple(
+        replace(e, start_ms=e.start_ms * stretch[e.pipeline], end_ms=e.end_ms * stretch[e.pipeline])
+        for e in timeline.events
+    )
+    return replace(
+        timeline, events=events, duration_ms=max((e.end_ms for e in events), default=0.0)
+    )

@@ -1,4 +1,6 @@
-"""What a training run did, from its `metrics.jsonl`: read, summarised, printed."""
+"""What a training run did, from its `metrics.jsonl`: read, summarised, printed; where the time of
+iterations went, and why the slowest ones were slow.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ds_hydra.configs.files import (
-    check_object,
-    read_count,
-    read_json_lines,
-    read_list,
-    read_number,
-    read_text,
-    read_time,
-)
+from ds_hydra.configs import files
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.metrics import METRICS_FILE, METRICS_SCHEMA, describe_flops
 from ds_hydra.strategy import Scheme, Strategy
@@ -52,10 +46,10 @@ class PipelineRecord:
         return cls(
             scheme=scheme,
             ranks=read_ranks(document, scheme),
-            num_tokens=read_count(document, "num_tokens"),
-            predicted_ms=read_time(document, "predicted_ms"),
-            measured_ms=read_time(document, "measured_ms"),
-            profiled_ms=read_time(document, "profiled_ms")
+            num_tokens=files.read_count(document, "num_tokens"),
+            predicted_ms=files.read_time(document, "predicted_ms"),
+            measured_ms=files.read_time(document, "measured_ms"),
+            profiled_ms=files.read_time(document, "profiled_ms")
             if document.get("profiled_ms") is not None
             else nan,
         )
@@ -134,18 +128,18 @@ class IterationRecord:
         for hidden in ("pull_ms", "push_ms"):  # older versions hid nothing
             optional.setdefault(f"visible_{hidden}", optional.get(hidden, 0.0))
         return cls(
-            iteration=read_count(document, "iteration"),
-            loss=nan if document["loss"] is None else read_number(document, "loss"),
-            strategy=Strategy.parse(read_text(document, "strategy")),
-            num_tokens=read_count(document, "num_tokens"),
-            iteration_ms=read_time(document, "iteration_ms"),
-            tokens_per_s=read_time(document, "tokens_per_s"),
-            predicted_ms=read_time(document, "predicted_ms"),
-            measured_ms=read_time(document, "measured_ms"),
-            imbalance=read_number(document, "imbalance"),
+            iteration=files.read_count(document, "iteration"),
+            loss=nan if document["loss"] is None else files.read_number(document, "loss"),
+            strategy=Strategy.parse(files.read_text(document, "strategy")),
+            num_tokens=files.read_count(document, "num_tokens"),
+            iteration_ms=files.read_time(document, "iteration_ms"),
+            tokens_per_s=files.read_time(document, "tokens_per_s"),
+            predicted_ms=files.read_time(document, "predicted_ms"),
+            measured_ms=files.read_time(document, "measured_ms"),
+            imbalance=files.read_number(document, "imbalance"),
             pipelines=tuple(
-                PipelineRecord.from_json(check_object(entry, "a pipeline"))
-                for entry in read_list(document, "pipelines")
+                PipelineRecord.from_json(files.check_object(entry, "a pipeline"))
+                for entry in files.read_list(document, "pipelines")
             ),
             learned=_read_factors(document),
             **optional,
@@ -153,8 +147,8 @@ class IterationRecord:
 
 
 def _read_factors(document: Mapping[str, Any]) -> dict[str, float]:
-    factors = check_object(document.get("learned") or {}, "learned")
-    found = {str(name): read_number(factors, name) for name in factors}
+    factors = files.check_object(document.get("learned") or {}, "learned")
+    found = {str(name): files.read_number(factors, name) for name in factors}
     for name, factor in found.items():
         if not 0 < factor < inf:
             raise HydraConfigError(f"the factor {name!r} is {factor}, expected a number above 0")
@@ -162,21 +156,21 @@ def _read_factors(document: Mapping[str, Any]) -> dict[str, float]:
 
 
 _OPTIONAL: Mapping[str, Callable[[Mapping[str, Any], str], float]] = {
-    "num_sequences": read_count,
-    "longest_tokens": read_count,
-    "tflops_per_device": read_number,
-    "mfu": read_number,
-    "bubble": read_number,
-    "pack_occupancy": read_number,
-    "expert_imbalance": read_number,
-    "waited_ms": read_time,
-    "pull_ms": read_time,
-    "push_ms": read_time,
-    "visible_pull_ms": read_time,
-    "visible_push_ms": read_time,
-    "step_ms": read_time,
-    "trial_ms": read_time,
-    "trials_share": read_number,
+    "num_sequences": files.read_count,
+    "longest_tokens": files.read_count,
+    "tflops_per_device": files.read_number,
+    "mfu": files.read_number,
+    "bubble": files.read_number,
+    "pack_occupancy": files.read_number,
+    "expert_imbalance": files.read_number,
+    "waited_ms": files.read_time,
+    "pull_ms": files.read_time,
+    "push_ms": files.read_time,
+    "visible_pull_ms": files.read_time,
+    "visible_push_ms": files.read_time,
+    "step_ms": files.read_time,
+    "trial_ms": files.read_time,
+    "trials_share": files.read_number,
 }
 """Fields that older versions did not write, or that may not be numbers."""
 
@@ -333,7 +327,7 @@ def read_metrics(run_dir: str | Path, notes: list[str] | None = None) -> list[It
     records: list[IterationRecord] = []
     damaged: list[HydraConfigError] = []
     try:
-        for number, line in read_json_lines(path):
+        for number, line in files.read_json_lines(path):
             try:
                 record = _read_line(line, f"{path}, line {number}")
             except HydraConfigError as error:
@@ -374,3 +368,162 @@ def _read_line(line: dict[str, Any] | HydraConfigError, place: str) -> Iteration
         raise HydraConfigError(f"{place} has no {error}") from error
     except HydraConfigError as error:
         raise HydraConfigError(f"{place} is not the record of an iteration: {error}") from error
+
+
+_WORTH_A_WORD = 0.05
+"""Share of the excess over a usual iteration below which a cause is not named."""
+_MISPREDICTED = 0.10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeShares:
+    """One iteration, or a sum of them, cut into what ranks did on average; milliseconds, all 0 or
+    more.
+
+    `pull` and `push` are what computation waited for; what it hid is in `compute`.
+
+    `compute` and `idle` divide the time of the slowest pipeline by the bubble; where a run did not
+    measure the bubble, all of it is `compute`.
+    """
+
+    plan_wait: float
+    pull: float
+    compute: float
+    idle: float
+    push: float
+    step: float
+    other: float
+
+
+def divide_time(records: Sequence[IterationRecord]) -> TimeShares:
+    """The time of all `records`."""
+    idle = sum(0.0 if isnan(r.bubble) else max(0.0, r.bubble) * r.measured_ms for r in records)
+    named = {
+        "plan_wait": sum(r.waited_ms for r in records),
+        "pull": sum(r.visible_pull_ms for r in records),
+        "compute": sum(r.measured_ms for r in records) - idle,
+        "idle": idle,
+        "push": sum(r.visible_push_ms for r in records),
+        "step": sum(r.step_ms for r in records),
+    }
+    other = sum(r.iteration_ms for r in records) - sum(named.values())
+    return TimeShares(**named, other=max(0.0, other))
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Part of an iteration's excess over a usual one."""
+
+    excess_ms: float
+    text: str
+
+
+_FEWEST = 3
+"""Iterations of which a median says what is usual: of two each would be as far from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlowIteration:
+    """A slow iteration: how often the median iteration would fit into it, and why, largest cause
+    first.
+    """
+
+    record: IterationRecord
+    times_median: float
+    causes: tuple[Cause, ...]
+
+
+def find_slowest(records: Sequence[IterationRecord], *, count: int = 10) -> list[SlowIteration]:
+    """The `count` longest iterations, longest first."""
+    usual = _Usual(records)
+    few = (Cause(0.0, f"too few iterations to say what is usual ({len(records)})"),)
+    is_known = len(records) >= _FEWEST
+    slowest = sorted(records, key=lambda r: (-r.iteration_ms, r.iteration))[:count]
+    return [
+        SlowIteration(
+            record,
+            record.iteration_ms / usual.iteration_ms if usual.iteration_ms > 0 else 1.0,
+            tuple(usual.explain(record)) if is_known else few,
+        )
+        for record in slowest
+    ]
+
+
+class _Usual:
+    """Medians of a run, to which one iteration is compared."""
+
+    def __init__(self, records: Sequence[IterationRecord]):
+        self.iteration_ms = median(r.iteration_ms for r in records)
+        self._predicted_ms = median(r.predicted_ms for r in records)
+        self._tokens = median(r.num_tokens for r in records)
+        self._longest = median(r.longest_tokens for r in records)
+        errors = [r.prediction_error for r in records if not isnan(r.prediction_error)]
+        self._ratio = 1 + (median(errors) if errors else 0.0)
+        self._parts = {
+            name: median(getattr(r, name) for r in records)
+            for name in ("waited_ms", "visible_pull_ms", "visible_push_ms", "step_ms")
+        }
+
+    def explain(self, record: IterationRecord) -> list[Cause]:
+        excess_ms = record.iteration_ms - self.iteration_ms
+        if excess_ms <= 0:
+            return [Cause(0.0, "no slower than usual")]
+        causes = [
+            Cause(
+                (record.predicted_ms - self._predicted_ms) * self._ratio,
+                self._describe_batch(record),
+            ),
+            self._misprediction(record),
+            *self._parts_causes(record),
+        ]
+        named = [cause for cause in causes if cause.excess_ms > _WORTH_A_WORD * excess_ms]
+        named.sort(key=lambda cause: -cause.excess_ms)
+        return named or [
+            Cause(excess_ms, "outside of what is measured: data loading, logging, other processes")
+        ]
+
+    def _describe_batch(self, record: IterationRecord) -> str:
+        reasons = []
+        if record.longest_tokens > 1.1 * self._longest > 0:
+            reasons.append(
+                f"its longest sequence has {record.longest_tokens:,} tokens, usual {self._longest:,.0f}"
+            )
+        if record.num_tokens > 1.1 * self._tokens:
+            reasons.append(f"it has {record.num_tokens:,} tokens, usual {self._tokens:,.0f}")
+        why = f" ({'; '.join(reasons)})" if reasons else ""
+        return (
+            f"planned to take {record.predicted_ms:,.0f} ms, usual {self._predicted_ms:,.0f}{why}"
+        )
+
+    def _misprediction(self, record: IterationRecord) -> Cause:
+        excess_ms = record.measured_ms - record.predicted_ms * self._ratio
+        busy = [p for p in record.pipelines if p.predicted_ms > 0]
+        if not busy:
+            return Cause(0.0, "")
+        worst = max(busy, key=lambda p: p.measured_ms)
+        late = [
+            p for p in busy if p.measured_ms > (1 + _MISPREDICTED) * self._ratio * p.predicted_ms
+        ]
+        who = "every pipeline" if len(late) == len(busy) > 1 else _name(worst)
+        ratio = worst.measured_ms / worst.predicted_ms
+        return Cause(
+            excess_ms, f"{who} took longer than planned ({ratio:.2f} x, usual {self._ratio:.2f} x)"
+        )
+
+    def _parts_causes(self, record: IterationRecord) -> list[Cause]:
+        texts = {
+            "waited_ms": "waited {:,.0f} ms for its plan",
+            "visible_pull_ms": "pull took {:,.0f} ms, usual {:,.0f}",
+            "visible_push_ms": "push took {:,.0f} ms, usual {:,.0f}",
+            "step_ms": "optimizer step took {:,.0f} ms, usual {:,.0f}",
+        }
+        return [
+            Cause(getattr(record, name) - usual, texts[name].format(getattr(record, name), usual))
+            for name, usual in self._parts.items()
+        ]
+
+
+def _name(pipeline: PipelineRecord) -> str:
+    first, last = pipeline.ranks[0], pipeline.ranks[-1]
+    ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+    return f"{pipeline.scheme} on {ranks}"

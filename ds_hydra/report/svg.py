@@ -1,5 +1,5 @@
 """Plots as inline SVG that follows the width of its page: marks in percent, text as HTML beside
-them.
+them, and lines over the iterations of runs.
 
 A plot has no size of its own. Horizontal positions are percentages of whatever width it gets,
 heights are CSS pixels, so that text and lines keep their size from a telephone to a wide screen.
@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, isfinite, log2, log10
+from statistics import median
 
 from markupsafe import Markup, escape
+
+from ds_hydra.report.run_folder import Run
 
 Point = tuple[float, float]
 
@@ -207,3 +210,54 @@ def stroke(css: str) -> str:
 
 def _tip(text: str) -> str:
     return f' data-tip="{escape(text)}"' if text else ""
+
+
+def draw_lines(
+    runs: Sequence[Run],
+    series: Sequence[Sequence[Point]],
+    label: str,
+    css: str,
+    *,
+    from_zero: bool = False,
+    with_median: bool = False,
+    height: int = 180,
+) -> list[Markup]:
+    """A panel with one line for each run; nothing for a run without points."""
+    x = iteration_axis(runs)
+    values = (value for points in series for _, value in points)
+    y = value_axis(values, title=label, from_zero=from_zero)
+    panels = []
+    for points in series:
+        marks = [line(points, x, y, css)]
+        finite = [value for _, value in points if isfinite(value)]
+        if with_median and finite:
+            marks.append(horizontal(y.percent(median(finite)), "median"))
+        gaps = len(points) - len(finite)
+        panel = plot(marks, x, y, f"{label} over {len(points)} iterations", height=height)
+        if gaps:
+            panel += Markup(
+                f'<p class="warn">{gaps} of {len(points)} iterations have a {label} that is not a number.</p>'
+            )
+        panels.append(panel if points else Markup(""))
+    return panels
+
+
+def iteration_axis(runs: Sequence[Run]) -> Axis:
+    """From the first iteration of any run to the last."""
+    numbers = [r.iteration for run in runs for r in run.records]
+    first, last = min(numbers) - 0.5, max(numbers) + 0.5
+    return linear_axis(first, last, title="iteration", num_ticks=8, integer=True)
+
+
+_REACH = 4
+"""Neighbours on each side of which a running median is."""
+
+
+def running_median(points: Sequence[Point]) -> list[Point]:
+    """The median of each finite value and its neighbours."""
+    known = [point for point in points if isfinite(point[1])]
+    smooth = []
+    for index, (place, _) in enumerate(known):
+        near = known[max(0, index - _REACH) : index + _REACH + 1]
+        smooth.append((place, median(value for _, value in near)))
+    return smooth

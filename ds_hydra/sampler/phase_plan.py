@@ -15,8 +15,8 @@ import numpy as np
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.bounds import strategy_bound_ms
 from ds_hydra.sampler.dispatch.dispatch import dispatch_sequences, dispatch_trials, fit_trials
-from ds_hydra.sampler.dispatch.exchange import improve_dispatch
 from ds_hydra.sampler.dispatch.refine import (
+    improve_dispatch,
     iteration_ms,
     order_micro_batches,
     pack_pipelines,

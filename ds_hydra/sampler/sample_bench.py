@@ -122,6 +122,7 @@ class CandidateSettings:
             cluster=cluster,
             max_groups=config.max_process_groups,
             num_link_groups=num_link_groups,
+            max_enumerated=MAX_ENUMERATED_RANKS,
             seed=config.seed,
             planner=replace(HEURISTIC, overlaps_links=config.link.overlap),
         )

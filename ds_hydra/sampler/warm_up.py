@@ -7,8 +7,8 @@ import numpy as np
 from ds_hydra.sampler.bounds import strategy_bound_ms
 from ds_hydra.sampler.candidate import GroupMenu
 from ds_hydra.sampler.dispatch.dispatch import dispatch_trials, fit_trials
-from ds_hydra.sampler.dispatch.exchange import improve_dispatch
 from ds_hydra.sampler.dispatch.refine import (
+    improve_dispatch,
     iteration_ms,
     order_micro_batches,
     pack_pipelines,
@@ -27,7 +27,7 @@ from ds_hydra.sampler.sample_bench import FastEstimator
 from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.profiles.link_times import NO_LINKS
 from ds_hydra.strategy.profiles.profile import LatencyModel
-from ds_hydra.strategy.profiles.states import load_profile
+from ds_hydra.strategy.profiles.state_bytes import load_profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import ProposalSettings, relaxed_strategies
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy

@@ -25,24 +25,8 @@ from ds_hydra.engine.losses.loss import CrossEntropy
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset
-from ds_hydra.trainer.arguments import (
-    Note,
-    check_arguments,
-    check_data_collator,
-    check_elsewhere,
-    map_arguments,
-    read_loss_option,
-)
-from ds_hydra.trainer.data import (
-    Epochs,
-    EvalBatches,
-    IterationLoader,
-    TokenRows,
-    pad_examples,
-)
+from ds_hydra.trainer import arguments, data
 from ds_hydra.trainer.mixin import EngineMixin, say_nothing
-from ds_hydra.trainer.overrides import check_overrides, is_overridden
-from ds_hydra.trainer.reading import DatasetReader, draw_train_rows
 
 
 class HydraTrainer(EngineMixin, transformers.Trainer):
@@ -66,35 +50,35 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         assistant_only_loss: bool | None = None,
         **kwargs: Any,
     ):
-        check_elsewhere(kwargs)
+        arguments.check_elsewhere(kwargs)
         if model is not None:
             check_model(model)
         self._train_tokens: TokenDataset | None = None
-        self._epochs: Epochs | None = None
+        self._epochs: data.Epochs | None = None
         super().__init__(model, *args, **kwargs)
-        self._reader = DatasetReader(
+        self._reader = data.DatasetReader(
             self.args,
             self.hydra_config,
-            completion_only_loss=read_loss_option(
+            completion_only_loss=arguments.read_loss_option(
                 self.args, "completion_only_loss", completion_only_loss
             ),
             assistant_only_loss=bool(
-                read_loss_option(self.args, "assistant_only_loss", assistant_only_loss)
+                arguments.read_loss_option(self.args, "assistant_only_loss", assistant_only_loss)
             ),
         )
 
     # ---- Configuration
 
     def _check_arguments(self) -> None:
-        check_arguments(self.args, say_nothing)
+        arguments.check_arguments(self.args, say_nothing)
 
     def _map_arguments(self, hydra: HydraConfig) -> HydraConfig:
-        return map_arguments(self.args, hydra, self._warn)
+        return arguments.map_arguments(self.args, hydra, self._warn)
 
-    def _check_used(self, note: Note) -> None:
-        check_arguments(self.args, note)
-        check_overrides(self, HydraTrainer)
-        check_data_collator(self.data_collator, note)
+    def _check_used(self, note: arguments.Note) -> None:
+        arguments.check_arguments(self.args, note)
+        arguments.check_overrides(self, HydraTrainer)
+        arguments.check_data_collator(self.data_collator, note)
 
     # ---- Data
 
@@ -111,17 +95,17 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
             seed=config.seed,
             shuffle=config.shuffle,
         )
-        self._epochs = Epochs(
+        self._epochs = data.Epochs(
             sampler, len(tokens), limit=self.args.max_steps, device=self.args.device
         )
-        return IterationLoader(self._epochs)
+        return data.IterationLoader(self._epochs)
 
     def _choose_rows(self) -> Any:
         """The training rows: all, or those that an overridden _get_train_sampler draws."""
-        if not is_overridden(self, "_get_train_sampler", HydraTrainer):
+        if not arguments.is_overridden(self, "_get_train_sampler", HydraTrainer):
             return self.train_dataset
         sampler = self._get_train_sampler(self.train_dataset)
-        rows, shuffle = draw_train_rows(
+        rows, shuffle = data.draw_train_rows(
             self.train_dataset, sampler, self.hydra_config, self.args.device, self._warn
         )
         self.hydra_config = self.hydra_config.model_copy(update={"shuffle": shuffle})
@@ -139,7 +123,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
                 "evaluate() needs an eval_dataset; pass it to HydraTrainer or evaluate()"
             )
         if self.compute_metrics is None and not self._has_own_evaluation():
-            return EvalBatches(
+            return data.EvalBatches(
                 self._read(dataset, "eval_dataset"), self.hydra_config.tokens_per_iteration
             )
         return self._padded_loader(dataset, "eval_dataset")
@@ -150,14 +134,14 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
 
     def _has_own_evaluation(self) -> bool:
         return any(
-            is_overridden(self, name, HydraTrainer)
+            arguments.is_overridden(self, name, HydraTrainer)
             for name in ("evaluation_loop", "prediction_step")
         )
 
     def _padded_loader(self, dataset: Any, what: str) -> DataLoader:
-        rows = TokenRows(self._read(dataset, what))
+        rows = data.TokenRows(self._read(dataset, what))
         pad_token_id = getattr(self.processing_class, "pad_token_id", None) or 0
-        collate = functools.partial(pad_examples, pad_token_id=pad_token_id)
+        collate = functools.partial(data.pad_examples, pad_token_id=pad_token_id)
         return self.accelerator.prepare(
             DataLoader(rows, batch_size=self.args.eval_batch_size, collate_fn=collate)
         )
@@ -236,7 +220,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         """
         self._check_used(say_nothing)
         with self._starting_engine():  # evaluation before training starts one
-            if isinstance(dataloader, EvalBatches):
+            if isinstance(dataloader, data.EvalBatches):
                 return self._evaluate_packed(dataloader, metric_key_prefix)
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -245,7 +229,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
             output.metrics[f"{metric_key_prefix}_perplexity"] = _perplexity(loss)
         return output
 
-    def _evaluate_packed(self, batches: EvalBatches, prefix: str) -> EvalLoopOutput:
+    def _evaluate_packed(self, batches: data.EvalBatches, prefix: str) -> EvalLoopOutput:
         if self.deepspeed is None:  # as transformers starts one, without optimizer
             deepspeed_init(self, num_training_steps=0, inference=True)
             self.model_wrapped = self.deepspeed = self.accelerator.prepare(self.model)

@@ -1,6 +1,11 @@
-"""What every Trainer on HydraEngine shares, whoever draws its mini-batches.
+"""What every Trainer on HydraEngine shares, whoever draws its mini-batches: the engine in the loop,
+checkpoint folders, and counters in its log and bar.
 
 The overrides use names of transformers 5; a test compares them with the installed version.
+
+[Note: Checkpoint folders of the Trainer]
+A folder is either whole or not there under its name. While it is written, `checkpoint-3` is called
+`.saving-checkpoint-3`, as in engine/checkpointing/files.py.
 """
 
 from __future__ import annotations
@@ -10,10 +15,14 @@ import copy
 import logging
 import math
 import os
-from collections.abc import Iterator
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from math import isfinite
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -25,15 +34,16 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ds_hydra.configs import HydraConfig, read_ds_config
 from ds_hydra.engine import HydraEngine, hydra_engine_class
+from ds_hydra.engine.checkpointing.files import do_together, put_in_place, restore_replaced
 from ds_hydra.engine.checks.deepspeed_section import dtype_of
 from ds_hydra.engine.hydra_engine import needs_metric
 from ds_hydra.engine.model.adapters import unify_adapter_dtype, unwrap_adapters
+from ds_hydra.engine.ranks.agreement import raise_together
 from ds_hydra.engine.ranks.watchdog import names_losses
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.progress import no_bars_in_files
+from ds_hydra.progress import Progress, no_bars_in_files
+from ds_hydra.records.metrics import IterationMetrics, describe_flops
 from ds_hydra.trainer.arguments import Note, check_dtype, drop_batch_size_mismatches
-from ds_hydra.trainer.checkpoints import restore_checkpoints, written_aside
-from ds_hydra.trainer.progress import Counters, StrategyProgressCallback
 
 logger = logging.getLogger(__name__)
 
@@ -343,3 +353,99 @@ class EngineMixin:
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if self.args.include_num_input_tokens_seen != "no":
             self.state.num_input_tokens_seen += self.engine.last_metrics.num_tokens
+
+
+@contextlib.contextmanager
+def written_aside(folder: Path, *, commits: bool, device: torch.device) -> Iterator[Path]:
+    """The folder to write to in place of `folder`, which it becomes when all ranks have written.
+
+    Collective over all ranks; those that `commits` make and rename it: one on each file system.
+    Errors of writing are raised on all ranks as CheckpointError, and then nothing has changed.
+    """
+    aside = folder.with_name(f".saving-{folder.name}")
+    do_together(lambda: _make_anew(aside) if commits else None, device)
+    error: Exception | None = None
+    try:
+        yield aside
+    except Exception as caught:
+        error = caught
+    try:
+        raise_together(error, device)
+        do_together(lambda: put_in_place(aside, folder) if commits else None, device)
+    except Exception:
+        if commits:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def restore_checkpoints(output_dir: Path, *, commits: bool, device: torch.device) -> None:
+    """Put back what a crash has left between the two renames of a checkpoint that was written
+    again. Collective over all ranks.
+    """
+    do_together(lambda: restore_replaced(output_dir) if commits else None, device)
+
+
+def _make_anew(aside: Path) -> None:
+    aside.parent.mkdir(parents=True, exist_ok=True)
+    restore_replaced(aside.parent)
+    if aside.exists():  # what a crash left
+        shutil.rmtree(aside)
+    aside.mkdir()
+
+
+class StrategyProgressCallback(ProgressCallback):
+    """transformers' progress bar; `last_metrics()` gives what it shows of the iteration."""
+
+    def __init__(self, last_metrics: Callable[[], IterationMetrics | None]):
+        super().__init__()
+        self._last_metrics = last_metrics
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """As transformers; without a terminal some lines in place of the bar."""
+        self.current_step = 0
+        if state.is_world_process_zero:
+            self.training_bar = Progress(total=state.max_steps, dynamic_ncols=True)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """As transformers, where somebody looks on."""
+        if sys.stderr.isatty():
+            super().on_prediction_step(args, state, control, **kwargs)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Show the iteration that has just ended."""
+        super().on_step_end(args, state, control, **kwargs)
+        metrics = self._last_metrics()
+        if state.is_world_process_zero and metrics is not None:
+            parts = [metrics.strategy, f"{metrics.tokens_per_s:,.0f} tokens/s"]
+            if isfinite(metrics.tflops_per_device):
+                parts.append(describe_flops(metrics.tflops_per_device, metrics.mfu))
+            parts.append(f"loss {metrics.loss:.3f}")
+            self.training_bar.set_postfix_str(" | ".join(parts))
+
+
+class Counters:
+    """What was trained since some moment."""
+
+    def __init__(self) -> None:
+        self.num_iterations = self.num_sequences = self.num_tokens = 0
+        self._ms = self._imbalance = self._tflop = self._mfu_ms = 0.0
+
+    def add(self, metrics: IterationMetrics) -> None:
+        """Count one iteration."""
+        self.num_iterations += 1
+        self.num_sequences += metrics.num_sequences
+        self.num_tokens += metrics.num_tokens
+        self._ms += metrics.iteration_ms
+        self._imbalance += metrics.imbalance
+        self._tflop += metrics.tflops_per_device * metrics.iteration_ms
+        self._mfu_ms += metrics.mfu * metrics.iteration_ms
+
+    def summary(self) -> dict[str, float]:
+        """Numbers for the log; without those that are not known."""
+        numbers = {
+            "tokens_per_second": round(self.num_tokens / self._ms * 1e3, 1),
+            "tflops_per_device": float(f"{self._tflop / self._ms:.4g}"),
+            "mfu": round(self._mfu_ms / self._ms, 4),
+            "imbalance": round(self._imbalance / self.num_iterations, 4),
+        }
+        return {name: value for name, value in numbers.items() if isfinite(value)}

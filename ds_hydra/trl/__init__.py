@@ -5,7 +5,6 @@ try:
 except ImportError as error:
     raise ImportError("ds_hydra.trl needs TRL; pip install 'ds_hydra[trl]'") from error
 
-from ds_hydra.trl.mixin import HydraMixin
-from ds_hydra.trl.trainers import HydraDPOTrainer, HydraGRPOTrainer, HydraSFTTrainer
+from ds_hydra.trl.mixin import HydraDPOTrainer, HydraGRPOTrainer, HydraMixin, HydraSFTTrainer
 
 __all__ = ["HydraDPOTrainer", "HydraGRPOTrainer", "HydraMixin", "HydraSFTTrainer"]

@@ -1,10 +1,12 @@
-"""Arguments of TRL's trainers: what is refused, what has no effect, and the DeepSpeed configuration
-of a script that has none.
+"""Arguments and datasets of TRL's trainers: what is refused, what has no effect, the DeepSpeed
+configuration of a script that has none, and chats where TRL alone would train something else
+without a word.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +16,8 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.data.dataset import check_dataset_columns
+from ds_hydra.sampler.data.sft import OF_OTHER_TOOLS, render_chat
 from ds_hydra.trainer.arguments import Note, check_arguments
 
 OF_THE_LOOP = frozenset(
@@ -112,3 +116,32 @@ def _find_refused(args: TrainingArguments) -> Iterator[str]:
             yield f"{name}={value!r}: {why}"
     if (temperature := getattr(args, "temperature", 1.0)) not in (None, 1.0):
         yield f"temperature={temperature!r}: log-probabilities are those of temperature 1; set it to 1.0"
+
+
+_READ = ("seq_lengths",)
+"""Columns that TRL reads beside those of HydraTrainer."""
+
+
+def with_clean_chats(processing_class: Any) -> Any:
+    """A copy of the tokenizer (or processor) whose `apply_chat_template` is `render_chat`."""
+    if processing_class is None or not hasattr(processing_class, "apply_chat_template"):
+        return processing_class
+    reader = copy.copy(processing_class)
+    reader.apply_chat_template = functools.partial(render_chat, processing_class)
+    return reader
+
+
+def check_columns_of(dataset: Any) -> None:
+    """Raise HydraConfigError where `dataset`, which may be a stream, has a mask that TRL does not
+    read.
+    """
+    if dataset.features is None:
+        dataset = dataset._resolve_features()
+    names = list(dataset.features)
+    for name in OF_OTHER_TOOLS:
+        if name in names and "labels" not in names:
+            raise HydraConfigError(
+                f"the dataset has {name!r}, which TRL does not read; call it 'assistant_masks', or put -100 into "
+                "'labels' where it is 0"
+            )
+    check_dataset_columns(dataset, _READ)

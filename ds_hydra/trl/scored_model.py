@@ -2,28 +2,197 @@
 that end there.
 
 [Note: Losses as TRL computes them]
-`compute_loss` runs as it is written, on each rank's own batch. The model that it calls gives
-log-probabilities (and entropies) that all ranks have computed together, as leaves of the graph.
-What `backward` leaves in them is all that the weights' gradient needs to know of the loss, whatever
-it is: the gradient is that of the log-probabilities' sum, weighted by it, and on that sum the
-engine trains (everywhere.py).
+`compute_loss` runs as it is written, on each rank's own batch. The batch is taken apart into
+sequences, and those of all ranks become one mini-batch of the engine. The model that `compute_loss`
+calls gives log-probabilities (and entropies) that all ranks have computed together, as leaves of
+the graph. What `backward` leaves in them is all that the weights' gradient needs to know of the
+loss, whatever it is: the gradient is that of the log-probabilities' sum, weighted by it, and on
+that sum the engine trains (`train_everywhere`).
+
+Legend: B rows and L places of a collated batch, l tokens of one sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from trl.trainer.utils import FusedCausalLMOutput
 
 from ds_hydra.engine import HydraEngine
+from ds_hydra.engine.losses import Loss, Tokens
 from ds_hydra.engine.losses.objective import Scores
+from ds_hydra.engine.ranks.agreement import gather_ragged, gather_rows
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.trl.everywhere import score_everywhere
-from ds_hydra.trl.sequences import Sequences
+
+
+class Span(NamedTuple):
+    """Where a sequence lies in a batch."""
+
+    row: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The sequences of one collated batch, without padding, in the order of its rows."""
+
+    ids: tuple[Tensor, ...]
+    """[l] int64 on the CPU."""
+    spans: tuple[Span, ...]
+    shape: tuple[int, int]
+    device: torch.device
+
+    @classmethod
+    def read(
+        cls,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Sequences:
+        """Sequences of `input_ids` [B, L]: where `attention_mask` is 1, or from each position 0 on.
+
+        Those of a single token, in which nothing is predicted, are left out. Raises
+        HydraConfigError for a mask with holes.
+
+        >>> ids = torch.tensor([[0, 5, 6], [7, 8, 0]])
+        >>> Sequences.read(ids, (ids > 0).long()).spans
+        (Span(row=0, begin=1, end=3), Span(row=1, begin=0, end=2))
+        >>> Sequences.read(torch.tensor([[5, 6, 7, 8]]), None, torch.tensor([[0, 1, 0, 1]])).spans
+        (Span(row=0, begin=0, end=2), Span(row=0, begin=2, end=4))
+        """
+        on_cpu = input_ids.detach().cpu()
+        if attention_mask is not None:
+            spans = list(_between_padding(attention_mask.detach().cpu()))
+        elif position_ids is not None:
+            spans = list(_from_position_0(position_ids.detach().cpu().expand(on_cpu.shape)))
+        else:
+            spans = [Span(row, 0, on_cpu.shape[1]) for row in range(len(on_cpu))]
+        spans = [span for span in spans if span.end - span.begin > 1]
+        ids = tuple(on_cpu[row, begin:end] for row, begin, end in spans)
+        return cls(ids, tuple(spans), tuple(on_cpu.shape), input_ids.device)
+
+    def spread(self, values: Sequence[Tensor]) -> Tensor:
+        """[B, L-1] fp32 of a value [l] for each token: place i is about token i+1, padding is 0."""
+        spread = torch.zeros(self.shape)
+        for (row, begin, end), of_tokens in zip(self.spans, values, strict=True):
+            spread[row, begin:end] = of_tokens
+        return spread[:, 1:].to(self.device)
+
+    def collect(self, spread: Tensor | None) -> list[Tensor]:
+        """[l] for each sequence out of what `spread` makes; zeros where that is None."""
+        if spread is None:
+            return [torch.zeros(len(ids)) for ids in self.ids]
+        whole = torch.nn.functional.pad(spread.detach().float().cpu(), (1, 0))
+        return [whole[row, begin:end].clone() for row, begin, end in self.spans]
+
+
+def _between_padding(mask: Tensor) -> Iterator[Span]:
+    for row, values in enumerate(mask.bool()):
+        places = values.nonzero().flatten().tolist()
+        if not places:
+            continue
+        span = Span(row, places[0], places[-1] + 1)
+        if len(places) != span.end - span.begin:
+            raise HydraConfigError(
+                f"'attention_mask' of row {row} of a batch has {len(places)} ones between place {span.begin} and "
+                f"{span.end - 1}; only padding at the beginning or the end can be taken away: mend data_collator"
+            )
+        yield span
+
+
+def _from_position_0(position_ids: Tensor) -> Iterator[Span]:
+    for row, positions in enumerate(position_ids):
+        begins = (positions == 0).nonzero().flatten().tolist()
+        for begin, end in zip(begins, [*begins[1:], len(positions)], strict=True):
+            yield Span(row, begin, end)
+
+
+WEIGHT, ENTROPY_WEIGHT = "weight", "entropy_weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighted(Loss):
+    """Log-probabilities (and entropies) times given weights, summed: what has the gradient of any
+    function of them whose derivatives are the weights.
+
+    `label_smoothing` mixes in the mean over the vocabulary, as transformers does.
+    """
+
+    label_smoothing: float = 0.0
+    with_entropy: bool = False
+
+    def __post_init__(self) -> None:
+        names = (WEIGHT, *([ENTROPY_WEIGHT] if self.with_entropy else []))
+        object.__setattr__(self, "token_fields", names)
+        object.__setattr__(self, "needs_entropy", self.with_entropy)
+        object.__setattr__(self, "needs_mean_log_prob", self.label_smoothing > 0)
+
+    def __call__(self, tokens: Tokens) -> Tensor:
+        """Sum over the tokens."""
+        values_T = tokens.log_probs_T
+        if self.label_smoothing:
+            values_T = values_T.lerp(tokens.scores.mean_log_prob_T, self.label_smoothing)
+        total = (values_T * tokens.fields[WEIGHT]).sum()
+        if self.with_entropy:
+            total = total + (tokens.scores.entropy_T * tokens.fields[ENTROPY_WEIGHT]).sum()
+        return total
+
+    def normaliser(self, counts: Sequence[Tensor], fields: Sequence[object]) -> float:
+        """1: the weights have all there is to divide by."""
+        return 1.0
+
+
+def score_everywhere(engine: HydraEngine, ids: Sequence[Tensor], *, noise: bool = False) -> Scores:
+    """Scores of this rank's sequences `ids` [l], by all ranks together, with the `noise` of the
+    iteration that trains them next. Collective over all ranks; each may bring another number of
+    them.
+    """
+    ranks = gather_ragged(ids, torch.int64, engine.device)
+    batch = [{"input_ids": tokens} for of_rank in ranks for tokens in of_rank]
+    if not batch:
+        return Scores((), (), (), ())
+    return _own(engine.score(batch, entropy=True, details=True, noise=noise), ranks, engine)
+
+
+def train_everywhere(
+    engine: HydraEngine,
+    ids: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    entropy_weights: Sequence[Tensor],
+    *,
+    label_smoothing: float = 0.0,
+    keep_scores: bool = False,
+) -> tuple[float, Scores | None]:
+    """One iteration of the engine on the sequences of all ranks, each with a weight for each of its
+    tokens' log-probabilities and entropies. Collective over all ranks.
+
+    Returns the weighted sum, and with `keep_scores` the scores of this rank's sequences.
+    """
+    ranks = gather_ragged(ids, torch.int64, engine.device)
+    has_entropy = torch.tensor([any(w.any() for w in entropy_weights)], device=engine.device)
+    loss = Weighted(
+        label_smoothing=label_smoothing, with_entropy=bool(gather_rows(has_entropy).any())
+    )
+    columns = {"input_ids": ranks, WEIGHT: gather_ragged(weights, torch.float32, engine.device)}
+    if loss.with_entropy:
+        columns[ENTROPY_WEIGHT] = gather_ragged(entropy_weights, torch.float32, engine.device)
+    flat = {name: [t for rank in lists for t in rank] for name, lists in columns.items()}
+    batch = [dict(zip(flat, row)) for row in zip(*flat.values(), strict=True)]
+    value = float(engine.train_batch(batch, loss=loss, keep_scores=keep_scores))
+    return value, _own(engine.last_scores, ranks, engine) if keep_scores else None
+
+
+def _own(scores: Scores, ranks: Sequence[Sequence[Tensor]], engine: HydraEngine) -> Scores:
+    """What of `scores` is about this rank's sequences."""
+    rank = engine.global_rank
+    begin = sum(map(len, ranks[:rank]))
+    return Scores(*(values[begin : begin + len(ranks[rank])] for values in scores))
+
 
 _READ = ("input_ids", "attention_mask", "position_ids", "labels")
 _NOT_NEEDED = (

@@ -1,15 +1,306 @@
-"""Exchange buffers in memory that outlives their round, so that it is allocated and touched
-once.
+"""Memory of an exchange: shards, slices and packed buffers as views, which strided copies fill and
+empty a buffer, and buffers that outlive their round.
+
+[Note: One all-to-all]
+On an accelerator the host pays for every message and every copy, beside kernel launches of the same
+interpreter. So all that goes to a rank in one hop lies together in one buffer, and blocks that lie
+alike for consecutive ranks are one copy.
+
+[Note: Sums in packed buffers]
+Owners add what arrives in the order of ranks. Where ranks that contribute the same blocks
+contribute to disjoint elements than all others, each such class is summed in a buffer of its own,
+one addition for each rank: the same additions of each element in the same order.
+
+Legend: tensors ending in `_P` are flat ZeRO-3 shards of one parameter, tensors ending in `_S` flat
+slices.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ds_hydra.zero_link.messages import ALIGNMENT_BYTES
+from ds_hydra.zero_link.layout import IntArray
+from ds_hydra.zero_link.messages import (
+    ALIGNMENT_BYTES,
+    SINGLE_NUMEL,
+    Batch,
+    Hop,
+    Message,
+    Store,
+    StridedBlock,
+)
+
+
+def view_of(tensor: Tensor, piece: StridedBlock) -> Tensor:
+    """[rows, cols] of a flat tensor."""
+    offset = tensor.storage_offset() + piece.offset
+    return tensor.as_strided((piece.rows, piece.cols), (piece.stride, 1), offset)
+
+
+def places_in(buffer: Tensor, message: Message) -> Iterable[tuple[StridedBlock, Tensor]]:
+    """Each piece of `message` and its [rows, cols] place in the packed `buffer`."""
+    begin = 0
+    for piece in message:
+        yield piece, buffer[begin : begin + piece.numel].view(piece.rows, piece.cols)
+        begin += piece.numel
+
+
+def message_numel(message: Message) -> int:
+    """Elements of a message."""
+    return sum(piece.numel for piece in message)
+
+
+def is_one_run(message: Message) -> bool:
+    """Whether `message` is one contiguous block, which needs no buffer."""
+    return len(message) == 1 and message[0].numel >= SINGLE_NUMEL and message[0].is_run
+
+
+def cut_off(space: Tensor, message: Message) -> tuple[Tensor, Tensor]:
+    """The place of `message` at the beginning of `space`, and the rest."""
+    numel = message_numel(message)
+    return space[:numel], space[numel:]
+
+
+MAX_MARKED = 1 << 23
+"""Elements that are marked at most to see whether sums are disjoint; larger shards are of few
+ranks, which have few blocks.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StridedCopy:
+    """A block of [count, rows, cols] elements, in a store and in a packed buffer."""
+
+    store: Store
+    key: int
+    begin: int
+    strides: tuple[int, int]
+    shape: tuple[int, int, int]
+    packed_begin: int
+    packed_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBuffer:
+    """What a rank sends, or receives: elements for every rank, and the copies between stores and
+    buffer.
+    """
+
+    splits: tuple[int, ...]
+    copies: tuple[StridedCopy, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer."""
+        return sum(self.splits)
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedSum:
+    """Contributions to equal blocks of this rank's shards, in the order of ranks: where each begins
+    in the receive buffer, None for this rank's own.
+    """
+
+    numel: int
+    begins: tuple[int | None, ...]
+    targets: tuple[StridedCopy, ...]
+    own: tuple[StridedCopy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedHop:
+    """A hop of a round. `shards`, or what is relayed of other nodes, is sent in a pull and
+    received in a push; `slices`, or what comes to be relayed, the other way round.
+    """
+
+    shards: PackedBuffer
+    slices: PackedBuffer
+    additions: tuple[OrderedSum, ...]
+
+
+def pack_hop(hop: Hop, rank: int, num_ranks: int) -> PackedHop:
+    """How `hop` fills and empties its buffers. Pure."""
+    shards = _packed_buffer(hop.outgoing, num_ranks)
+    return PackedHop(
+        shards=shards,
+        slices=_packed_buffer(hop.incoming, num_ranks),
+        additions=tuple(_ordered_sums(hop, rank, shards.splits)),
+    )
+
+
+def _packed_buffer(batches: Sequence[Batch], num_ranks: int) -> PackedBuffer:
+    """Messages in the order of ranks, batches of a rank in their order, as both ends have them."""
+    splits = [0] * num_ranks
+    for batch in batches:
+        for peer in batch.peers:
+            splits[peer] += batch.numel
+    begins = np.concatenate([[0], np.cumsum(splits)])[:-1].tolist()
+    by_peer: list[tuple[int, Batch]] = [(peer, b) for b in batches for peer in b.peers]
+    open_: dict[tuple[int, ...], list[_Run]] = {}
+    runs: list[_Run] = []
+    for peer, batch in sorted(by_peer, key=lambda entry: entry[0]):  # stable: batches in order
+        for key, offset, stride, rows, cols in batch.table.tolist():
+            kind = (int(batch.store), key, stride, rows, cols)
+            known = open_.setdefault(kind, [])
+            run = next((run for run in known if run.takes(offset, begins[peer])), None)
+            if run is None:
+                run = _Run(batch.store, key, offset, stride, rows, cols, begins[peer])
+                known.append(run)
+                runs.append(run)
+            else:
+                run.add(offset, begins[peer])
+            begins[peer] += rows * cols
+    return PackedBuffer(tuple(splits), tuple(run.copy() for run in runs))
+
+
+class _Run:
+    """Equal blocks at equal distances, in the store and in the buffer."""
+
+    __slots__ = ("_count", "_first", "_kind", "_last", "_step")
+
+    def __init__(
+        self, store: Store, key: int, offset: int, stride: int, rows: int, cols: int, begin: int
+    ):
+        self._kind = (store, key, stride, rows, cols)
+        self._first = self._last = (offset, begin)
+        self._step = (0, 0)
+        self._count = 1
+
+    def takes(self, offset: int, begin: int) -> bool:
+        step = (offset - self._last[0], begin - self._last[1])
+        if step[0] < 0 or step[1] <= 0:
+            return False
+        return self._count == 1 or step == self._step
+
+    def add(self, offset: int, begin: int) -> None:
+        self._step = (offset - self._last[0], begin - self._last[1])
+        self._last = (offset, begin)
+        self._count += 1
+
+    def copy(self) -> StridedCopy:
+        store, key, stride, rows, cols = self._kind
+        offset, begin = self._first
+        shape = (self._count, rows, cols)
+        return StridedCopy(store, key, offset, (self._step[0], stride), shape, begin, self._step[1])
+
+
+def _alone(batch: Batch) -> tuple[StridedCopy, ...]:
+    """Copies between one message of `batch` and a buffer that begins with it."""
+    copies, begin = [], 0
+    for key, offset, stride, rows, cols in batch.table.tolist():
+        copies.append(StridedCopy(batch.store, key, offset, (0, stride), (1, rows, cols), begin, 0))
+        begin += rows * cols
+    return tuple(copies)
+
+
+def _ordered_sums(hop: Hop, rank: int, splits: Sequence[int]) -> Iterator[OrderedSum]:
+    """What is added to this rank's shards. Classes of ranks where these are disjoint, else rank by
+    rank.
+    """
+    begins = np.concatenate([[0], np.cumsum(splits)])[:-1].tolist()
+    parts: list[tuple[int, Batch, int | None, tuple[StridedCopy, ...]]] = []
+    for batch in hop.outgoing:
+        for peer in batch.peers:
+            parts.append((peer, batch, begins[peer], ()))
+            begins[peer] += batch.numel
+    for target, source in hop.local:
+        parts.append((rank, target, None, _alone(source)))
+    parts.sort(key=lambda part: part[0])
+    classes: dict[bytes, list[tuple[int, Batch, int | None, tuple[StridedCopy, ...]]]] = {}
+    for part in parts:
+        classes.setdefault(part[1].table.tobytes(), []).append(part)
+    are_apart = len(classes) == 1 or _are_disjoint(
+        [found[0][1].table for found in classes.values()]
+    )
+    for found in classes.values() if are_apart else [[part] for part in parts]:
+        batch = found[0][1]
+        own = next((copies for *_, copies in found if copies), ())
+        yield OrderedSum(batch.numel, tuple(part[2] for part in found), _alone(batch), own)
+
+
+def _are_disjoint(tables: Sequence[IntArray]) -> bool:
+    """Whether no element of a shard is in two of `tables`; False where that is too long to find
+    out.
+    """
+    pieces = [piece for table in tables for piece in table.tolist()]
+    sizes: dict[int, int] = {}
+    for key, offset, stride, rows, cols in pieces:
+        sizes[key] = max(sizes.get(key, 0), offset + (rows - 1) * stride + cols)
+    if sum(sizes.values()) > MAX_MARKED:
+        return False
+    marked = {key: np.zeros(size, dtype=bool) for key, size in sizes.items()}
+    for key, offset, stride, rows, cols in pieces:
+        inside = marked[key][offset : offset + (rows - 1) * stride + cols]
+        item = np.lib.stride_tricks.as_strided(inside, (rows, cols), (stride, 1))
+        if item.any():
+            return False
+        item[:] = True
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """The tensors that one round reads and writes, of one type; those it does not touch may be
+    empty.
+    """
+
+    dtype: torch.dtype
+    shards_P: Sequence[Tensor]
+    slices_S: Sequence[Tensor]
+    stages: dict[int, Tensor]
+
+    def tensor(self, store: Store, key: int) -> Tensor:
+        """The flat tensor of a piece."""
+        if store is Store.RELAY:
+            return self.stages[key]
+        return (self.shards_P if store is Store.SHARD else self.slices_S)[key]
+
+    def view(self, batch: Batch, piece: StridedBlock) -> Tensor:
+        """[rows, cols] of a piece of `batch`."""
+        return view_of(self.tensor(batch.store, piece.key), piece)
+
+
+def stored_views(stores: Stores, copies: Sequence[StridedCopy]) -> list[Tensor]:
+    """[count, rows, cols] of each copy in its store."""
+    views = []
+    for copy in copies:
+        tensor = stores.tensor(copy.store, copy.key)
+        offset = tensor.storage_offset() + copy.begin
+        views.append(tensor.as_strided(copy.shape, (*copy.strides, 1), offset))
+    return views
+
+
+def packed_views(buffer: Tensor, copies: Sequence[StridedCopy]) -> list[Tensor]:
+    """[count, rows, cols] of each copy in the packed buffer."""
+    begin = buffer.storage_offset()
+    return [
+        buffer.as_strided(
+            copy.shape, (copy.packed_stride, copy.shape[2], 1), begin + copy.packed_begin
+        )
+        for copy in copies
+    ]
+
+
+def run_pairs(
+    targets: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    run: Callable[[list[Tensor], list[Tensor]], object] = torch._foreach_copy_,
+) -> None:
+    """`run` on pairs: what is contiguous on both sides in one kernel where the device has one."""
+    runs: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for target, source in zip(targets, sources, strict=True):
+        if target.is_contiguous() and source.is_contiguous():
+            runs[0].append(target)
+            runs[1].append(source)
+        else:
+            run([target], [source])
+    if runs[0]:
+        run(*runs)
 
 
 @dataclass(slots=True)

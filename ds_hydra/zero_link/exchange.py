@@ -3,7 +3,7 @@ nothing.
 
 Between CPU ranks a block that is contiguous travels straight from shard to slice (or from gradient
 to the owner's buffer); what is strided or small goes through a packed buffer, which is packed once
-however many ranks it is sent to. On an accelerator each phase of a round is one all-to-all of
+however many ranks it is sent to. On an accelerator each hop of a round is one all-to-all of
 packed buffers: under node-aware routes one across nodes, then one inside them.
 
 Legend: tensors ending in `_P` are flat ZeRO-3 shards of one parameter, tensors ending in `_S` flat
@@ -19,11 +19,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hydra.zero_link.buffers import ExchangeBuffers
-from ds_hydra.zero_link.messages import Batch, LinkPlan, Message, Phase, Round
-from ds_hydra.zero_link.packed import Addition, PackedPhase, Side, pack_phase
-from ds_hydra.zero_link.stores import Stores, packed_views, run_pairs, stored_views
-from ds_hydra.zero_link.views import cut_off, is_one_run, message_numel, places_in
+from ds_hydra.zero_link.buffers import (
+    ExchangeBuffers,
+    OrderedSum,
+    PackedBuffer,
+    PackedHop,
+    Stores,
+    cut_off,
+    is_one_run,
+    message_numel,
+    pack_hop,
+    packed_views,
+    places_in,
+    run_pairs,
+    stored_views,
+)
+from ds_hydra.zero_link.messages import Batch, Hop, LinkPlan, Message, Round
 
 _FEW = 2
 """Contributions to a block that are added where the sum belongs."""
@@ -66,13 +77,13 @@ class Link:
     ):
         """`buffers` may be shared by links that one thread runs one after the other.
 
-        `node_group` carries the second phase of node-aware plans, which is posted when a round is
+        `node_group` carries the second hop of node-aware plans, which is posted when a round is
         finished: with a group of its own its order does not depend on how many rounds were begun
-        before. It spans all ranks. `packs`: one all-to-all for each phase of a round; by default on
+        before. It spans all ranks. `packs`: one all-to-all for each hop of a round; by default on
         accelerators, where the host would pay for every message.
         """
         self._packs = device.type != "cpu" if packs is None else packs
-        self._packed: dict[int, tuple[Round, tuple[PackedPhase, ...]]] = {}
+        self._packed: dict[int, tuple[Round, tuple[PackedHop, ...]]] = {}
         self._groups = (group, group if node_group is None else node_group)
         self._buffers = ExchangeBuffers(device) if buffers is None else buffers
         self._gradient_dtype = gradient_dtype
@@ -98,19 +109,17 @@ class Link:
         packed = self._pack(plan, index)
 
         def post(number: int) -> _Posted:
-            phase = round_.phases[number]
+            hop = round_.hops[number]
             if packed is not None:
                 side = packed[number]
                 return self._post_packed(side.shards, side.slices, stores, dtype, number)
-            posted = self._post(
-                phase.outgoing, phase.incoming, stores, dtype, number, in_place=True
-            )
-            self._copy_local(phase, stores)
+            posted = self._post(hop.outgoing, hop.incoming, stores, dtype, number, in_place=True)
+            self._copy_local(hop, stores)
             return posted
 
         def take(number: int, posted: _Posted) -> None:
             if packed is not None:
-                self._unpack_all(posted, packed[number], round_.phases[number].local, stores)
+                self._unpack_all(posted, packed[number], round_.hops[number].local, stores)
             else:
                 self._unpack(posted, stores)
 
@@ -118,7 +127,7 @@ class Link:
 
         def finish() -> None:
             take(0, posted)
-            for number in range(1, len(round_.phases)):
+            for number in range(1, len(round_.hops)):
                 take(number, post(number))
             for first in [r for r in self._relayed if plan.rounds[r].relayed_until == index]:
                 self._buffers.give_back(self._relayed.pop(first))
@@ -144,19 +153,19 @@ class Link:
                 self._relayed[first] = sums.zero_()
 
         def post(number: int, group: int) -> _Posted:
-            phase = round_.phases[number]
+            hop = round_.hops[number]
             if packed is not None:
                 side = packed[number]
                 return self._post_packed(side.slices, side.shards, stores, dtype, group)
-            return self._post(phase.incoming, phase.outgoing, stores, dtype, group, in_place=False)
+            return self._post(hop.incoming, hop.outgoing, stores, dtype, group, in_place=False)
 
         def add(number: int, posted: _Posted) -> None:
             if packed is not None:
                 self._add_all(posted, packed[number], stores)
             else:
-                self._accumulate(plan.rank, round_.phases[number], posted, stores)
+                self._accumulate(plan.rank, round_.hops[number], posted, stores)
 
-        *earlier, last = range(len(round_.phases))
+        *earlier, last = range(len(round_.hops))
         posted = post(last, 0)
 
         def finish() -> None:
@@ -187,20 +196,25 @@ class Link:
         """
         self._relayed.clear()
 
-    def _pack(self, plan: LinkPlan, index: int) -> tuple[PackedPhase, ...] | None:
-        """How the phases of round `index` are packed, planned once; None where messages travel
+    def _pack(self, plan: LinkPlan, index: int) -> tuple[PackedHop, ...] | None:
+        """How the hops of round `index` are packed, planned once; None where messages travel
         alone.
         """
         if not self._packs:
             return None
         round_ = plan.rounds[index]
         if id(round_) not in self._packed:  # which stays alive with its entry
-            packed = tuple(pack_phase(phase, plan.rank, plan.num_ranks) for phase in round_.phases)
+            packed = tuple(pack_hop(hop, plan.rank, plan.num_ranks) for hop in round_.hops)
             self._packed[id(round_)] = round_, packed
         return self._packed[id(round_)][1]
 
     def _post_packed(
-        self, send: Side, receive: Side, stores: Stores, dtype: torch.dtype, group: int
+        self,
+        send: PackedBuffer,
+        receive: PackedBuffer,
+        stores: Stores,
+        dtype: torch.dtype,
+        group: int,
     ) -> _Posted:
         outgoing, incoming = (self._buffers.take(side.numel, dtype) for side in (send, receive))
         run_pairs(packed_views(outgoing, send.copies), stored_views(stores, send.copies))
@@ -217,7 +231,7 @@ class Link:
     def _unpack_all(
         self,
         posted: _Posted,
-        packed: PackedPhase,
+        packed: PackedHop,
         local: Sequence[tuple[Batch, Batch]],
         stores: Stores,
     ) -> None:
@@ -232,7 +246,7 @@ class Link:
         run_pairs(targets, sources)
         self._give_back(posted)
 
-    def _add_all(self, posted: _Posted, packed: PackedPhase, stores: Stores) -> None:
+    def _add_all(self, posted: _Posted, packed: PackedHop, stores: Stores) -> None:
         """See [Note: Sums in packed buffers]."""
         posted.wait()
         _, incoming = posted.buffers
@@ -254,7 +268,7 @@ class Link:
             self._buffers.give_back(sums)
         self._give_back(posted)
 
-    def _adds_in_place(self, addition: Addition) -> bool:
+    def _adds_in_place(self, addition: OrderedSum) -> bool:
         """Whether a sum is made where it belongs: for two ranks that takes half of the kernels, for
         many the host would pay for a view of every block of each.
         """
@@ -264,7 +278,7 @@ class Link:
         return is_plain and len(addition.begins) <= _FEW
 
     @staticmethod
-    def _add_in_place(addition: Addition, received: Tensor, stores: Stores) -> None:
+    def _add_in_place(addition: OrderedSum, received: Tensor, stores: Stores) -> None:
         targets = stored_views(stores, addition.targets)
         for begin in addition.begins:
             sources = (
@@ -275,9 +289,9 @@ class Link:
             run_pairs(targets, sources, torch._foreach_add_)
 
     @staticmethod
-    def _copy_local(phase: Phase, stores: Stores) -> None:
+    def _copy_local(hop: Hop, stores: Stores) -> None:
         """What this rank both owns and needs, in a pull."""
-        for source, target in phase.local:
+        for source, target in hop.local:
             run_pairs(
                 [stores.view(target, piece) for piece in target.pieces],
                 [stores.view(source, piece) for piece in source.pieces],
@@ -293,7 +307,7 @@ class Link:
         *,
         in_place: bool,
     ) -> _Posted:
-        """Post all messages of a phase; with `in_place` contiguous blocks are received where they
+        """Post all messages of a hop; with `in_place` contiguous blocks are received where they
         belong.
         """
         posted = _Posted()
@@ -363,7 +377,7 @@ class Link:
                 stores.view(batch, piece).copy_(place)
         self._give_back(posted)
 
-    def _accumulate(self, rank: int, phase: Phase, posted: _Posted, stores: Stores) -> None:
+    def _accumulate(self, rank: int, hop: Hop, posted: _Posted, stores: Stores) -> None:
         """Wait, and sum contributions in the order of ranks: lower ones, this rank's, higher
         ones.
         """
@@ -378,7 +392,7 @@ class Link:
                         stores.view(batch, piece).add_(place)
 
         add(lambda peer: peer < rank)
-        for target, source in phase.local:
+        for target, source in hop.local:
             for a, b in zip(target.pieces, source.pieces):
                 stores.view(target, a).add_(stores.view(source, b))
         add(lambda peer: peer > rank)

@@ -45,7 +45,7 @@ class Store(IntEnum):
     RELAY = 2
 
 
-class Piece(NamedTuple):
+class StridedBlock(NamedTuple):
     """A strided block in one store: `rows` runs of `cols` elements, `stride` elements from run to
     run.
     """
@@ -67,14 +67,14 @@ class Piece(NamedTuple):
         return self.rows == 1 or self.stride == self.cols
 
 
-Message = tuple[Piece, ...]
+Message = tuple[StridedBlock, ...]
 """What travels together: one large block, or all small ones of a batch, in order."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Blocks of one store, [n, 5] as in `Piece`, that go to (or come from) each of `peers` in a
-    phase.
+    """Blocks of one store, [n, 5] as in `StridedBlock`, that go to (or come from) each of `peers`
+    in one hop.
     """
 
     store: Store
@@ -94,9 +94,9 @@ class Batch:
         return int((rows * cols)[~in_place].sum())
 
     @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[StridedBlock, ...]:
         """The blocks in order."""
-        return tuple(map(Piece._make, self.table.tolist()))
+        return tuple(map(StridedBlock._make, self.table.tolist()))
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
@@ -109,7 +109,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Phase:
+class Hop:
     """Messages that do not wait for each other, as a pull sees them; a push swaps `outgoing` and
     `incoming`.
 
@@ -123,13 +123,13 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Round:
-    """One exchange as seen by one rank: one phase, or with node-aware routes two.
+    """One exchange as seen by one rank: one hop, or with node-aware routes two.
 
     `relayed_numel` elements of other nodes are relayed here from this round of a pull to round
     `relayed_until`.
     """
 
-    phases: tuple[Phase, ...]
+    hops: tuple[Hop, ...]
     relayed_numel: int = 0
     relayed_until: int = 0
 
@@ -151,19 +151,17 @@ class LinkPlan:
     @cached_property
     def sent_elements(self) -> dict[int, int]:
         """Elements that leave this rank over the wire in a pull, for each rank they go to."""
-        return self._count(phase.outgoing for round_ in self.rounds for phase in round_.phases)
+        return self._count(hop.outgoing for round_ in self.rounds for hop in round_.hops)
 
     @cached_property
     def received_elements(self) -> dict[int, int]:
         """Elements that arrive over the wire in a pull, for each rank they come from."""
-        return self._count(phase.incoming for round_ in self.rounds for phase in round_.phases)
+        return self._count(hop.incoming for round_ in self.rounds for hop in round_.hops)
 
     @cached_property
     def local_elements(self) -> int:
         """Elements copied inside this rank."""
-        return sum(
-            a.numel for round_ in self.rounds for phase in round_.phases for a, _ in phase.local
-        )
+        return sum(a.numel for round_ in self.rounds for hop in round_.hops for a, _ in hop.local)
 
     @cached_property
     def relayed_elements(self) -> int:
@@ -189,15 +187,13 @@ class LinkPlan:
             return -(-numel * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
         sizes = [0]
-        for phase in (phase for round_ in self.rounds for phase in round_.phases):
+        for hop in (hop for round_ in self.rounds for hop in round_.hops):
             if self.gradients:  # sent in another type perhaps, and received to be added
-                sizes.append(sum(aligned(batch.numel) for batch in phase.incoming))
-                sizes.append(
-                    sum(aligned(batch.numel) * len(batch.peers) for batch in phase.outgoing)
-                )
+                sizes.append(sum(aligned(batch.numel) for batch in hop.incoming))
+                sizes.append(sum(aligned(batch.numel) * len(batch.peers) for batch in hop.outgoing))
             else:
-                sizes.append(sum(aligned(batch.buffered_numel) for batch in phase.outgoing))
-                sizes.append(sum(aligned(batch.buffered_numel) for batch in phase.incoming))
+                sizes.append(sum(aligned(batch.buffered_numel) for batch in hop.outgoing))
+                sizes.append(sum(aligned(batch.buffered_numel) for batch in hop.incoming))
         return max(sizes)
 
     @cached_property
@@ -207,8 +203,8 @@ class LinkPlan:
             (
                 sum(batch.numel * len(batch.peers) for batch in batches)
                 for round_ in self.rounds
-                for phase in round_.phases
-                for batches in (phase.outgoing, phase.incoming)
+                for hop in round_.hops
+                for batches in (hop.outgoing, hop.incoming)
             ),
             default=0,
         )
@@ -220,8 +216,8 @@ class LinkPlan:
         """
         total = 0
         for number, round_ in enumerate(self.rounds):
-            for step, phase in enumerate(round_.phases):
-                for sign, batches in ((1, phase.outgoing), (-1, phase.incoming)):
+            for step, hop in enumerate(round_.hops):
+                for sign, batches in ((1, hop.outgoing), (-1, hop.incoming)):
                     for batch in batches:
                         for peer in batch.peers:
                             pair = (self.rank, peer) if sign > 0 else (peer, self.rank)

@@ -1,5 +1,5 @@
 """What one rank exchanges to get its slices out of the ZeRO-3 shards, and gradients back to the
-owners.
+owners: pure, by direct or by node-aware routes.
 
 [Note: Rounds]
 The unit of exchange is a bucket: the slices of one decoder layer, of the embedding, or of the head.
@@ -12,17 +12,546 @@ contributes; owners add up what arrives. That one rule subsumes data parallel re
 embeddings and shared key-value heads. What several ranks need alike is packed once and sent to
 each: an all-gather where that is everything, a broadcast where it is a part; their pushes are a
 reduce-scatter and a reduction, in the order of ranks.
+
+[Note: Node-aware routes]
+On direct routes every rank reads every shard itself; on node-aware ones what several ranks of a
+node need crosses its boundary once. The rectangles that a node's ranks need of a parameter cut each
+other into cells. A cell that several of them need crosses the node's boundary once: in the first
+round in which one needs it, to the rank of the node that has the owner's place (owner modulo ranks
+per node), which keeps it and spreads it inside the node in a second hop, now and in later rounds. A
+push sums such a cell on the relay rank in the order of ranks, and sends the sum to the owner in
+that first round, the last one of the push to need it. NodeRects that one rank of a node needs go
+straight to it, and shards inside the node are read directly.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
-from ds_hydra.zero_link.direct import AskedBuckets, DirectPlanner
-from ds_hydra.zero_link.layout import ParamSpec
-from ds_hydra.zero_link.messages import SINGLE_NUMEL, LinkPlan, RankBuckets
-from ds_hydra.zero_link.node_aware import NodePlanner
+import numpy as np
+import numpy.typing as npt
+
+from ds_hydra.zero_link import messages
+from ds_hydra.zero_link.layout import Blocks, IntArray, ParamSpec, Region, Regions, ShardTable
+
+
+class BucketRequests:
+    """Which of the distinct buckets each rank asks for in each round.
+
+    Ranks of data parallel pipelines ask for equal buckets, so everything else is computed once for
+    each of `buckets`, tuples of (slot, reference). `ids[rank, round]` is -1 where a rank has none.
+    """
+
+    def __init__(
+        self, buckets: Sequence[tuple[tuple[int, messages.BucketEntry], ...]], ids: IntArray
+    ):
+        self.buckets = buckets
+        self.ids = ids
+        self.num_ranks, self.num_rounds = ids.shape
+
+    @classmethod
+    def of(cls, rank_buckets: Sequence[messages.RankBuckets], gradients: bool) -> BucketRequests:
+        """From the buckets of all ranks; with `gradients` only the slices that push."""
+        by_value: dict[messages.Bucket, int] = {}
+        by_object: dict[int, int] = {}
+        ids = np.full(
+            (len(rank_buckets), max(map(len, rank_buckets), default=0)), -1, dtype=np.int64
+        )
+        for rank, buckets in enumerate(rank_buckets):
+            for index, bucket in enumerate(buckets):
+                known = by_object.get(id(bucket))
+                if known is None:  # hashing a bucket is dear: once for each object
+                    known = by_object[id(bucket)] = by_value.setdefault(bucket, len(by_value))
+                ids[rank, index] = known
+        kept = [
+            tuple(
+                (slot, ref)
+                for slot, ref in enumerate(bucket)
+                if ref.region.numel and (ref.pushes_gradient or not gradients)
+            )
+            for bucket in by_value
+        ]
+        return cls(kept, ids)
+
+    def peers_by_bucket(self, index: int, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
+        """For each distinct bucket of round `index`, those of `ranks` that ask for it."""
+        groups: dict[int, list[int]] = {}
+        for rank, bucket in zip(ranks, self.ids[list(ranks), index].tolist()):
+            if bucket >= 0 and self.buckets[bucket]:
+                groups.setdefault(bucket, []).append(rank)
+        return {bucket: tuple(members) for bucket, members in groups.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Requests:
+    """What one reader needs in one round: regions, and the slice (slot and rectangle) each one is
+    part of.
+    """
+
+    regions: Regions
+    slot: IntArray
+    slice_row: IntArray
+    slice_col: IntArray
+    slice_cols: IntArray
+    cell: IntArray
+
+    @classmethod
+    def of(cls, items: Sequence[tuple[int, int, Region, Region, int]]) -> Requests:
+        """From (param, slot, region, the slice's region, cell)."""
+        slices = np.array(
+            [(slot, s.row, s.col, s.num_cols, cell) for _, slot, _, s, cell in items],
+            dtype=np.int64,
+        ).reshape(-1, 5)
+        return cls(
+            Regions.of((param, region) for param, _, region, _, _ in items), *slices.T.copy()
+        )
+
+    def where(self, chosen: npt.NDArray[np.bool_]) -> Requests:
+        """The chosen ones."""
+        index = np.flatnonzero(chosen)
+        columns = (self.slot, self.slice_row, self.slice_col, self.slice_cols, self.cell)
+        return Requests(self.regions.take(index), *(column[index] for column in columns))
+
+
+class DirectPlanner:
+    """Direct routes: every rank reads every shard itself."""
+
+    def __init__(self, params: Sequence[ParamSpec], asked: BucketRequests, rank: int):
+        self.table = ShardTable(params, asked.num_ranks)
+        self.asked = asked
+        self.rank = rank
+        self._asks: dict[int, Requests] = {}
+
+    def round(self, index: int) -> messages.Round:
+        """This rank's part in round `index`."""
+        return messages.Round((self.shard_phase(index, range(self.asked.num_ranks)),))
+
+    def asks(self, rank: int, index: int) -> Requests:
+        """What `rank` needs in round `index`."""
+        bucket = int(self.asked.ids[rank, index])
+        if bucket not in self._asks:
+            kept = self.asked.buckets[bucket] if bucket >= 0 else ()
+            self._asks[bucket] = Requests.of(
+                [(r.param, slot, r.region, r.region, -1) for slot, r in kept]
+            )
+        return self._asks[bucket]
+
+    def shard_phase(self, index: int, ranks: range) -> messages.Hop:
+        """Own shards to the readers among `ranks`, own slices out of the shards of `ranks`."""
+        me = np.array([self.rank])
+        own = self.asks(self.rank, index)
+        outgoing = []
+        for members in self.readers(index, ranks):
+            asks = self.asks(members[0], index)
+            outgoing.append(
+                messages.Batch(messages.Store.SHARD, members, self.shard_pieces(asks.regions, me))
+            )
+        blocks = self.table.mutual_blocks(own.regions, me)
+        local: tuple[tuple[messages.Batch, messages.Batch], ...] = ()
+        if len(blocks.item):
+            local = (
+                (
+                    messages.Batch(messages.Store.SHARD, (), self.shard_pieces(own.regions, me)),
+                    messages.Batch(messages.Store.SLICE, (), slice_pieces(own, blocks, self.table)),
+                ),
+            )
+        others = np.array([rank for rank in ranks if rank != self.rank], dtype=np.int64)
+        return messages.Hop(
+            outgoing=tuple(batch for batch in outgoing if len(batch.table)),
+            incoming=self.slices_from(own, others, others),
+            local=local,
+        )
+
+    def readers(self, index: int, ranks: range) -> Iterable[tuple[int, ...]]:
+        """Groups of other `ranks` that need the same in round `index`."""
+        others = [rank for rank in ranks if rank != self.rank]
+        return self.asked.peers_by_bucket(index, others).values()
+
+    def shard_pieces(self, regions: Regions, owner: IntArray) -> IntArray:
+        """Places of all blocks of `regions` in the shards of the one rank in `owner`."""
+        blocks = self.table.mutual_blocks(regions, owner)
+        param = regions.param[blocks.item]
+        offset = blocks.start - owner[0] * self.table.shard_numel[param]
+        return _pieces(param, offset, self.table.num_cols[param], blocks)
+
+    def slices_from(
+        self, asks: Requests, owners: IntArray, senders: IntArray
+    ) -> tuple[messages.Batch, ...]:
+        """Blocks of `asks` that arrive from each sender, out of the shards of `owners` that it
+        serves.
+
+        `senders` ascend; owners[i] is served by senders[i].
+        """
+        if not len(owners) or not len(asks.slot):
+            return ()
+        blocks = self.table.mutual_blocks(asks.regions, owners)
+        pieces = slice_pieces(asks, blocks, self.table)
+        return split_by_peer(messages.Store.SLICE, senders[blocks.item // len(asks.slot)], pieces)
+
+
+def slice_pieces(asks: Requests, blocks: Blocks, table: ShardTable) -> IntArray:
+    """Places of all blocks in the reader's slices."""
+    ask = blocks.item % max(len(asks.slot), 1)
+    row_len = table.num_cols[asks.regions.param[ask]]
+    width = asks.slice_cols[ask]
+    offset = (blocks.start // row_len - asks.slice_row[ask]) * width
+    offset += blocks.start % row_len - asks.slice_col[ask]
+    return _pieces(asks.slot[ask], offset, width, blocks)
+
+
+def _pieces(key: IntArray, offset: IntArray, stride: IntArray, blocks: Blocks) -> IntArray:
+    stride = np.where(blocks.rows == 1, blocks.cols, stride)
+    return np.stack([key, offset, stride, blocks.rows, blocks.cols], axis=1)
+
+
+def split_by_peer(
+    store: messages.Store, peers: IntArray, pieces: IntArray
+) -> tuple[messages.Batch, ...]:
+    """One batch for each run of equal `peers`."""
+    if not len(peers):
+        return ()
+    cuts = np.flatnonzero(np.diff(peers)) + 1
+    bounds = [0, *cuts.tolist(), len(peers)]
+    firsts = peers[bounds[:-1]].tolist()
+    return tuple(
+        messages.Batch(store, (peer,), pieces[a:b])
+        for peer, a, b in zip(firsts, bounds, bounds[1:])
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NodeRects:
+    """The rectangles into which the needs of a node's ranks cut each other.
+
+    `round[c]` is the first round that needs cell c, `is_shared[c]` whether it is needed more than
+    once; `asks[place, round]` is what the rank at `place` needs then, `shared` and `alone` its two
+    parts.
+    """
+
+    regions: Regions
+    round: IntArray
+    is_shared: npt.NDArray[np.bool_]
+    asks: dict[tuple[int, int], Requests]
+    shared: dict[tuple[int, int], Requests]
+    alone: dict[tuple[int, int], Requests]
+
+    def first_shared_in(self, index: int) -> IntArray:
+        """NodeRects that are relayed, and first needed in round `index`."""
+        return np.flatnonzero((self.round == index) & self.is_shared)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RelayMemory:
+    """What a rank relays from the ranks `owners` of other nodes, by the round in which it comes.
+
+    `begin` [owners, cells] is where a cell begins in the memory of its round; that of round i has
+    `numel[i]` elements, and the last round that needs it is `until[i]`.
+    """
+
+    owners: IntArray
+    begin: IntArray
+    numel: list[int]
+    until: list[int]
+
+
+class NodePlanner(DirectPlanner):
+    """Node-aware routes ([Note: Node-aware routes])."""
+
+    def __init__(
+        self,
+        params: Sequence[ParamSpec],
+        asked: BucketRequests,
+        rank: int,
+        ranks_per_node: int,
+        independent_rounds: bool,
+    ):
+        super().__init__(params, asked, rank)
+        self.nodes = Nodes(asked.num_ranks, ranks_per_node)
+        self.node = self.nodes.node_of(rank)
+        self._of_nodes = NodeRectCache(asked, self.nodes, independent_rounds)
+        self._cells = self._of_nodes.get(self.node)
+        self._relay = self._place_relayed()
+
+    def asks(self, rank: int, index: int) -> Requests:
+        """What `rank`, of this node, needs in round `index`, as cells."""
+        return self._part(self._cells.asks, rank, index)
+
+    def _part(self, asks: dict[tuple[int, int], Requests], rank: int, index: int) -> Requests:
+        return asks.get((rank - self.nodes.ranks(self.node).start, index), _NOTHING)
+
+    def readers(self, index: int, ranks: range) -> Iterable[tuple[int, ...]]:
+        """Groups of other ranks of this node that need the same in round `index`."""
+        return _group_equal(
+            {m: self.asks(m, index).cell.tobytes() for m in ranks if m != self.rank}
+        )
+
+    def round(self, index: int) -> messages.Round:
+        """Shards across nodes to the relay ranks and inside the node; then what is relayed, inside
+        the node.
+        """
+        first = self.shard_phase(index, self.nodes.ranks(self.node))
+        across = self._relayed_from_owners(index)
+        outside = self.nodes.outside(self.node)
+        alone = self.slices_from(self._part(self._cells.alone, self.rank, index), outside, outside)
+        # Both ends list what goes between them in this order: inside the node, relayed, straight to
+        # one rank.
+        first = messages.Hop(
+            outgoing=(*first.outgoing, *self._shards_to_nodes(index)),
+            incoming=(*first.incoming, *across, *alone),
+            local=first.local,
+        )
+        hops = first, self._spread_phase(index)
+        return messages.Round(hops, self._relay.numel[index], self._relay.until[index])
+
+    def _shards_to_nodes(self, index: int) -> Iterable[messages.Batch]:
+        """Own shards to the relay rank of other nodes that need them for the first time, and to
+        lone readers.
+        """
+        kinds: dict[int, list[int]] = {}
+        for node in range(self.nodes.num_nodes):
+            if node != self.node:
+                kinds.setdefault(id(self._of_nodes.get(node)), []).append(node)
+        for nodes in kinds.values():
+            cells = self._of_nodes.get(nodes[0])
+            regions = cells.regions.take(cells.first_shared_in(index))
+            pieces = self.shard_pieces(regions, np.array([self.rank]))
+            if len(pieces):
+                yield messages.Batch(
+                    messages.Store.SHARD,
+                    tuple(self.nodes.relay_rank(self.rank, n) for n in nodes),
+                    pieces,
+                )
+            for place in range(self.nodes.ranks_per_node):
+                alone = cells.alone.get((place, index))
+                if alone is not None:
+                    pieces = self.shard_pieces(alone.regions, np.array([self.rank]))
+                    if len(pieces):
+                        readers = tuple(self.nodes.ranks(node)[place] for node in nodes)
+                        yield messages.Batch(messages.Store.SHARD, readers, pieces)
+
+    def _place_relayed(self) -> RelayMemory:
+        cells, num_rounds = self._cells, self.asked.num_rounds
+        owners = self.nodes.owners_relayed_by(self.rank)
+        # NodeRects arrive once: a round's memory is needed until the last round that asks for one.
+        until = np.arange(num_rounds)
+        for (_, index), asks in cells.shared.items():
+            np.maximum.at(until, cells.round[asks.cell], index)
+        blocks = self.table.mutual_blocks(cells.regions, owners)
+        shape = len(owners), len(cells.round)
+        of_pairs = np.bincount(blocks.item, blocks.rows * blocks.cols, minlength=math.prod(shape))
+        numel = of_pairs.astype(np.int64).reshape(shape)
+        begin, of_rounds = np.zeros_like(numel), []
+        for index in range(num_rounds):
+            mine = cells.first_shared_in(index)
+            flat = numel[:, mine].ravel()
+            begin[:, mine] = (np.cumsum(flat) - flat).reshape(len(owners), len(mine))
+            of_rounds.append(int(flat.sum()))
+        return RelayMemory(owners=owners, begin=begin, numel=of_rounds, until=until.tolist())
+
+    def _relayed_from_owners(self, index: int) -> tuple[messages.Batch, ...]:
+        """What arrives from other nodes in round `index`."""
+        mine = self._cells.first_shared_in(index)
+        owner, pieces = self._relay_pieces(self._cells.regions.take(mine), mine)
+        return split_by_peer(messages.Store.RELAY, self._relay.owners[owner], pieces)
+
+    def _relay_pieces(self, regions: Regions, cell: IntArray) -> tuple[IntArray, IntArray]:
+        """Index of the owner and place in relay memory of all blocks of cells that are relayed
+        here.
+        """
+        blocks = self.table.mutual_blocks(regions, self._relay.owners)
+        numel = blocks.rows * blocks.cols
+        owner, ask = np.divmod(blocks.item, max(len(cell), 1))
+        before = np.cumsum(numel) - numel  # of the block inside its (owner, cell) pair
+        is_first = np.diff(blocks.item, prepend=-1) != 0
+        before -= np.maximum.accumulate(np.where(is_first, before, 0))
+        offset = self._relay.begin[owner, cell[ask]] + before
+        round_ = self._cells.round[cell[ask]]
+        return owner, np.stack([round_, offset, blocks.cols, blocks.rows, blocks.cols], axis=1)
+
+    def _spread_phase(self, index: int) -> messages.Hop:
+        """What this rank relayed to the other ranks of its node that need it now; what they relayed
+        for it.
+        """
+        outgoing = []
+        ranks = self.nodes.ranks(self.node)
+        if len(self._relay.owners):
+            parts = {m: self._part(self._cells.shared, m, index) for m in ranks if m != self.rank}
+            for members in _group_equal({m: part.cell.tobytes() for m, part in parts.items()}):
+                asks = parts[members[0]]
+                _, pieces = self._relay_pieces(asks.regions, asks.cell)
+                if len(pieces):
+                    outgoing.append(messages.Batch(messages.Store.RELAY, members, pieces))
+        own = self._part(self._cells.shared, self.rank, index)
+        incoming: list[messages.Batch] = []
+        for server in ranks:
+            owners = self.nodes.owners_relayed_by(server)
+            if server != self.rank:
+                incoming += self.slices_from(own, owners, np.full(len(owners), server))
+        local: tuple[tuple[messages.Batch, messages.Batch], ...] = ()
+        _, relayed = self._relay_pieces(own.regions, own.cell)
+        if len(relayed):
+            blocks = self.table.mutual_blocks(own.regions, self._relay.owners)
+            slices = slice_pieces(own, blocks, self.table)
+            local = (
+                (
+                    messages.Batch(messages.Store.RELAY, (), relayed),
+                    messages.Batch(messages.Store.SLICE, (), slices),
+                ),
+            )
+        return messages.Hop(tuple(outgoing), tuple(incoming), local)
+
+
+_NOTHING = Requests.of([])
+
+
+def _group_equal(keys: dict[int, bytes]) -> list[tuple[int, ...]]:
+    """Ranks with equal, not empty keys."""
+    groups: dict[bytes, list[int]] = {}
+    for rank, key in keys.items():
+        if key:
+            groups.setdefault(key, []).append(rank)
+    return [tuple(members) for members in groups.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Consecutive ranks in nodes of `ranks_per_node`; the last node may have fewer."""
+
+    num_ranks: int
+    ranks_per_node: int
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes."""
+        return -(-self.num_ranks // self.ranks_per_node)
+
+    def node_of(self, rank: int) -> int:
+        """The node of `rank`."""
+        return rank // self.ranks_per_node
+
+    def ranks(self, node: int) -> range:
+        """Ranks of `node`."""
+        begin = node * self.ranks_per_node
+        return range(begin, min(begin + self.ranks_per_node, self.num_ranks))
+
+    def outside(self, node: int) -> IntArray:
+        """Ranks of all other nodes, ascending."""
+        ranks = self.ranks(node)
+        return np.array([r for r in range(self.num_ranks) if r not in ranks], dtype=np.int64)
+
+    def relay_rank(self, owner: int, node: int) -> int:
+        """The rank of `node` that receives what `owner`, in another node, has for it."""
+        ranks = self.ranks(node)
+        return ranks[owner % self.ranks_per_node % len(ranks)]
+
+    def owners_relayed_by(self, rank: int) -> IntArray:
+        """Ranks of other nodes whose elements `rank` relays, ascending."""
+        node = self.node_of(rank)
+        others = self.outside(node).tolist()
+        return np.array([o for o in others if self.relay_rank(o, node) == rank], dtype=np.int64)
+
+
+class NodeRectCache:
+    """NodeRects of every node; nodes whose ranks ask for the same share one object."""
+
+    def __init__(self, asked: BucketRequests, nodes: Nodes, independent_rounds: bool):
+        self._asked = asked
+        self._nodes = nodes
+        self._independent = independent_rounds
+        self._known: dict[bytes, NodeRects] = {}
+
+    def get(self, node: int) -> NodeRects:
+        """The cells of `node`."""
+        ids = self._asked.ids[list(self._nodes.ranks(node))]
+        key = ids.tobytes()
+        if key not in self._known:
+            self._known[key] = self._cut(ids)
+        return self._known[key]
+
+    def _cut(self, ids: IntArray) -> NodeRects:
+        wants: dict[tuple[int, int], list[_Want]] = {}
+        for place, buckets in enumerate(ids.tolist()):
+            for index, bucket in enumerate(buckets):
+                if bucket < 0:
+                    continue
+                for slot, ref in self._asked.buckets[bucket]:
+                    key = (index if self._independent else 0, ref.param)
+                    wants.setdefault(key, []).append(_Want(place, index, slot, ref.region))
+        regions: list[tuple[int, Region]] = []
+        rounds: list[int] = []
+        is_shared: list[bool] = []
+        inside: dict[frozenset[Region], dict[Region, set[Region]]] = {}
+        items: dict[tuple[int, int], list[tuple[int, int, Region, Region, int]]] = {}
+        for (_, param), group in sorted(wants.items()):
+            distinct = frozenset(want.region for want in group)
+            if distinct not in inside:  # the layers of a model are cut alike
+                inside[distinct] = {
+                    cell: {region for region in distinct if _contains(region, cell)}
+                    for cell in cut_cells(distinct)
+                }
+            for cell, covering in inside[distinct].items():
+                readers = [want for want in group if want.region in covering]
+                for want in readers:
+                    item = (param, want.slot, cell, want.region, len(regions))
+                    items.setdefault((want.place, want.round), []).append(item)
+                regions.append((param, cell))
+                rounds.append(min(want.round for want in readers))
+                is_shared.append(len(readers) > 1)
+        shared = np.array(is_shared, dtype=bool)
+        asks = {key: Requests.of(value) for key, value in items.items()}
+        return NodeRects(
+            regions=Regions.of(regions),
+            round=np.array(rounds, dtype=np.int64),
+            is_shared=shared,
+            asks=asks,
+            shared={
+                key: part for key, a in asks.items() if len((part := a.where(shared[a.cell])).cell)
+            },
+            alone={
+                key: part for key, a in asks.items() if len((part := a.where(~shared[a.cell])).cell)
+            },
+        )
+
+
+class _Want(NamedTuple):
+    place: int
+    round: int
+    slot: int
+    region: Region
+
+
+def cut_cells(regions: Set[Region]) -> list[Region]:
+    """Rectangles that do not overlap, cover what `regions` cover, and lie inside or outside of each
+    of them.
+
+    >>> cut_cells({Region(0, 4, 0, 3), Region(2, 2, 0, 3)})
+    [Region(row=0, num_rows=2, col=0, num_cols=3), Region(row=2, num_rows=2, col=0, num_cols=3)]
+    """
+    if len(regions) == 1:
+        return list(regions)
+    row_cuts = sorted({edge for r in regions for edge in (r.row, r.row + r.num_rows)})
+    col_cuts = sorted({edge for r in regions for edge in (r.col, r.col + r.num_cols)})
+    grid = [
+        Region(row, row_end - row, col, col_end - col)
+        for row, row_end in pairwise(row_cuts)
+        for col, col_end in pairwise(col_cuts)
+    ]
+    return [cell for cell in grid if any(_contains(region, cell) for region in regions)]
+
+
+def _contains(outer: Region, inner: Region) -> bool:
+    return (
+        outer.row <= inner.row
+        and inner.row + inner.num_rows <= outer.row + outer.num_rows
+        and outer.col <= inner.col
+        and inner.col + inner.num_cols <= outer.col + outer.num_cols
+    )
+
 
 PLAN_VERSION = 2
 """Part of the digest: ranks with different planners do not exchange."""
@@ -30,13 +559,13 @@ PLAN_VERSION = 2
 
 def plan_link(
     params: Sequence[ParamSpec],
-    rank_buckets: Sequence[RankBuckets],
+    rank_buckets: Sequence[messages.RankBuckets],
     rank: int,
     *,
     gradients: bool = False,
     ranks_per_node: int | None = None,
     independent_rounds: bool = False,
-) -> LinkPlan:
+) -> messages.LinkPlan:
     """The part of `rank` in pulling every rank's buckets; with `gradients`, in pushing their
     gradients.
 
@@ -47,7 +576,7 @@ def plan_link(
     Pure: every rank computes its own part from the same arguments, and the parts fit together
     because both ends enumerate blocks in the same order.
     """
-    asked = AskedBuckets.of(rank_buckets, gradients)
+    asked = BucketRequests.of(rank_buckets, gradients)
     if ranks_per_node is not None and ranks_per_node < asked.num_ranks:
         planner: DirectPlanner = NodePlanner(
             params, asked, rank, ranks_per_node, independent_rounds
@@ -55,7 +584,7 @@ def plan_link(
     else:
         ranks_per_node = None
         planner = DirectPlanner(params, asked, rank)
-    return LinkPlan(
+    return messages.LinkPlan(
         rank=rank,
         num_ranks=asked.num_ranks,
         ranks_per_node=ranks_per_node,
@@ -65,10 +594,10 @@ def plan_link(
     )
 
 
-def _digest(params: Sequence[ParamSpec], asked: AskedBuckets, options: tuple[object, ...]) -> int:
+def _digest(params: Sequence[ParamSpec], asked: BucketRequests, options: tuple[object, ...]) -> int:
     """63 bits of everything that the parts of all ranks follow from."""
     digest = hashlib.blake2b(digest_size=8)
-    digest.update(repr((PLAN_VERSION, SINGLE_NUMEL, options, asked.ids.shape)).encode())
+    digest.update(repr((PLAN_VERSION, messages.SINGLE_NUMEL, options, asked.ids.shape)).encode())
     digest.update(
         repr([(s.fqn, s.shape, s.slicing.value, s.requires_grad) for s in params]).encode()
     )

@@ -16,10 +16,9 @@ from functools import cached_property
 import numpy as np
 
 from ds_hydra.strategy.cost_models.alpha_beta import Interconnects
-from ds_hydra.zero_link.direct import AskedBuckets
 from ds_hydra.zero_link.layout import IntArray, ParamSpec, Region, Regions, ShardTable
 from ds_hydra.zero_link.messages import RankBuckets
-from ds_hydra.zero_link.node_aware import CellsOfNodes, Nodes
+from ds_hydra.zero_link.plan import BucketRequests, NodeRectCache, Nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +43,20 @@ class LinkTraffic:
     """Elements of one direction of a link under one kind of routes, as a pull sees them (a push
     goes back).
 
-    `phases[p, src, dst]` sums phase p of all rounds; `seconds` is the predicted time, rounds one
+    `hops[p, src, dst]` sums hop p of all rounds; `seconds` is the predicted time, rounds one
     after the other.
     """
 
     gradients: bool
     ranks_per_node: int | None
-    phases: IntArray
+    hops: IntArray
     local: IntArray
     seconds: float | None
 
     @cached_property
     def pairs(self) -> IntArray:
         """[src, dst] elements over the wire."""
-        total: IntArray = self.phases.sum(axis=0)
+        total: IntArray = self.hops.sum(axis=0)
         return total
 
     def across_nodes(self, nodes: Nodes) -> IntArray:
@@ -79,11 +78,11 @@ class LinkAccounts:
         *,
         gradients: bool = False,
     ):
-        self.asked = AskedBuckets.of(rank_buckets, gradients)
+        self.asked = BucketRequests.of(rank_buckets, gradients)
         self.gradients = gradients
         self.nodes = Nodes(self.asked.num_ranks, min(ranks_per_node, self.asked.num_ranks))
         self._table = ShardTable(params, self.asked.num_ranks)
-        self._cells = CellsOfNodes(self.asked, self.nodes, independent_rounds=False)
+        self._cells = NodeRectCache(self.asked, self.nodes, independent_rounds=False)
 
     def direct(self, interconnects: Interconnects | None = None, itemsize: int = 1) -> LinkTraffic:
         """Every rank reads every shard itself."""
@@ -181,8 +180,8 @@ class LinkAccounts:
         total = np.zeros((num_phases, num_ranks, num_ranks), dtype=np.int64)
         local = np.zeros(num_ranks, dtype=np.int64)
         seconds = 0.0
-        for phases in rounds:
-            for number, matrix in enumerate(phases):
+        for hops in rounds:
+            for number, matrix in enumerate(hops):
                 if number == 0 or num_phases == 1:
                     local += np.diagonal(matrix)
                 np.fill_diagonal(matrix, 0)
@@ -194,7 +193,7 @@ class LinkAccounts:
         return LinkTraffic(
             gradients=self.gradients,
             ranks_per_node=ranks_per_node,
-            phases=total,
+            hops=total,
             local=local,
             seconds=None if interconnects is None else seconds,
         )

@@ -17,7 +17,7 @@ from single_process import num_label_tokens, random_examples, token_mean_gradien
 from test_engine_parity import LENGTHS, gather_gradients, hand_plan, relative_errors
 
 from ds_hydra.engine import HydraEngine, propagation
-from ds_hydra.engine.parallel import context_parallel
+from ds_hydra.engine.parallel import token_cuts
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import exchange, messages
@@ -60,7 +60,7 @@ OTHERS = ("2x<1,1;stream>", "1x<2,1;stream>", "1x<1,2;stream>", "1x<sp2,1;stream
 SHORT = STRATEGIES[2][:5]
 
 messages.SINGLE_NUMEL = exchange.SINGLE_NUMEL = 64  # tiny models send in place, too
-context_parallel.LEAST_PART_BYTES = 1  # and their keys travel in parts
+token_cuts.LEAST_PART_BYTES = 1  # and their keys travel in parts
 
 
 def start(family: str, num_layers: int | None = None, **hydra: Any) -> Any:

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from ds_hydra.engine.model import attention
 from ds_hydra.engine.profiling import profiler
-from ds_hydra.engine.profiling.measurements import Measurements
-from ds_hydra.engine.profiling.memory_trace import trace_layer_memory
-from ds_hydra.engine.profiling.profile_document import layer_params, nominal_profile
+from ds_hydra.engine.profiling.memory import trace_layer_memory
+from ds_hydra.engine.profiling.profile_document import Measurements, layer_params, nominal_profile
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Profile, Strategy
 from standin import device, process_group

@@ -14,25 +14,11 @@ from typing import TYPE_CHECKING, Any
 import deepspeed
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_hydra.engine.checkpointing.files import (
-    HydraCheckpointEngine,
-    Saving,
-    check_client_state,
-    do_together,
-    only_weights,
-    read_tensors,
-    verify,
-)
+from ds_hydra.engine.checkpointing import files
 from ds_hydra.engine.checkpointing.reshard import (
     common_model_file,
     read_model_states,
     read_optimizer_states,
-)
-from ds_hydra.engine.checkpointing.tags import (
-    check_folder_name,
-    check_new_tag,
-    find_tag,
-    resolve_tag,
 )
 from ds_hydra.engine.ranks.agreement import broadcast_text, raise_together
 from ds_hydra.engine.ranks.watchdog import watch
@@ -86,9 +72,9 @@ class CheckpointingEngine(DeepSpeedEngine):
         save_latest: bool,
         exclude_frozen_parameters: bool,
     ) -> None:
-        self._together(lambda: check_client_state(client_state or {}))
+        self._together(lambda: files.check_client_state(client_state or {}))
         tag = f"global_step{self.global_steps}" if tag is None else tag
-        saving = Saving(save_dir, tag, self._agree_on_saving(save_dir, tag))
+        saving = files.Saving(save_dir, tag, self._agree_on_saving(save_dir, tag))
         state = {**(client_state or {}), _CLIENT_STATE_KEY: self.hydra.state_dict()}
         commits = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
         commit = functools.partial(
@@ -115,8 +101,8 @@ class CheckpointingEngine(DeepSpeedEngine):
         """The id of a saving whose arguments are valid and equal on all ranks."""
 
         def check() -> None:
-            check_folder_name("save_dir", save_dir)
-            check_new_tag(tag)
+            files.check_folder_name("save_dir", save_dir)
+            files.check_new_tag(tag)
 
         self._together(check)
         mine = [os.fspath(save_dir), tag]
@@ -187,7 +173,9 @@ class CheckpointingEngine(DeepSpeedEngine):
         rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
         readers = self._ranks_sharing_a_folder()
         self._together(
-            functools.partial(verify, folder, reader=readers.index(rank), num_readers=len(readers))
+            functools.partial(
+                files.verify, folder, reader=readers.index(rank), num_readers=len(readers)
+            )
         )
         if not universal:
             self._together(functools.partial(self._read_checkpoint, folder, load_optimizer_states))
@@ -195,7 +183,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         with_optimizer = load_optimizer_states if universal else True
         options = (load_module_strict, with_optimizer, load_lr_scheduler_states, load_module_only)
         try:
-            with only_weights():
+            with files.only_weights():
                 path, client_state = super().load_checkpoint(
                     load_dir, tag, *options, custom_load_fn
                 )
@@ -218,7 +206,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         """
         rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
         model = read_model_states(folder, rank, world_size)
-        old_world = read_tensors(common_model_file(folder, rank), mmap=True)["dp_world_size"]
+        old_world = files.read_tensors(common_model_file(folder, rank), mmap=True)["dp_world_size"]
         if self.use_node_local_storage() and old_world != world_size:
             raise CheckpointError(
                 f"{folder} was saved by {old_world} ranks on storage of each node, and there are {world_size}; "
@@ -263,20 +251,20 @@ class CheckpointingEngine(DeepSpeedEngine):
         found: list[str] = []
 
         def look() -> None:
-            check_folder_name("load_dir", load_dir)
-            wanted = find_tag(Path(load_dir), latest) if tag is None else tag
-            found.append("" if wanted is None else resolve_tag(Path(load_dir), wanted))
+            files.check_folder_name("load_dir", load_dir)
+            wanted = files.find_tag(Path(load_dir), latest) if tag is None else tag
+            found.append("" if wanted is None else files.resolve_tag(Path(load_dir), wanted))
 
         self._together(look if self.global_rank == 0 else None)
         return broadcast_text(found or [""], 0, self.device)[0] or None
 
     def _together(self, action: Callable[[], Any] | None) -> None:
         """`do_together` what this rank has to do, if anything."""
-        do_together(action or (lambda: None), self.device)
+        files.do_together(action or (lambda: None), self.device)
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
-        self.checkpoint_engine = HydraCheckpointEngine()
+        self.checkpoint_engine = files.HydraCheckpointEngine()
 
     def _copy_recovery_script(self, save_path: str) -> None:
         self.checkpoint_engine.copy_recovery_script(

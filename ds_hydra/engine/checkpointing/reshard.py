@@ -57,7 +57,7 @@ class ShardLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShardMove:
     """`numel` elements of the old rank's flat tensor `source` go to the new rank's flat tensor
     `target`.
     """
@@ -86,13 +86,15 @@ def overlap(numel: int, old: tuple[int, int], new: tuple[int, int]) -> tuple[int
     return begin, min((old[0] + 1) * old_numel, (new[0] + 1) * new_numel, numel)
 
 
-def pieces(old: ShardLayout, old_rank: int, new: ShardLayout, new_rank: int) -> Iterator[Piece]:
+def shard_moves(
+    old: ShardLayout, old_rank: int, new: ShardLayout, new_rank: int
+) -> Iterator[ShardMove]:
     """What `new_rank` takes out of the file of `old_rank`."""
     for name, (target, target_begin, numel) in new.place.items():
         source, source_begin, _ = old.place[name]
         begin, end = overlap(numel, (old_rank, old.world_size), (new_rank, new.world_size))
         if begin < end:
-            yield Piece(
+            yield ShardMove(
                 source=source,
                 source_offset=source_begin + begin - old_rank * shard_numel(numel, old.world_size),
                 target=target,
@@ -189,11 +191,11 @@ def read_optimizer_states(
     for old_rank in range(old_world):
         saved = read_tensors(_optimizer_file(folder, old_rank), mmap=True)[_OPTIMIZER]
         _check_lengths(_optimizer_file(folder, old_rank), saved[_FP32], old.group_numel)
-        for piece in pieces(old, old_rank, new, rank):
-            _copy(piece, saved[_FP32][piece.source], zero[_FP32][piece.target])
-            for key, target in base[_STATE].get(piece.target, {}).items():
+        for move in shard_moves(old, old_rank, new, rank):
+            _copy(move, saved[_FP32][move.source], zero[_FP32][move.target])
+            for key, target in base[_STATE].get(move.target, {}).items():
                 if _is_elementwise(target):
-                    _copy(piece, saved[_OPTIMIZER][_STATE][piece.source][key], target)
+                    _copy(move, saved[_OPTIMIZER][_STATE][move.source][key], target)
     zero[_OPTIMIZER] = base
     result[_OPTIMIZER] = zero
     return result
@@ -218,9 +220,9 @@ def _renewed(key: str, value: Any, old_numel: int, new_numel: int) -> Any:
     return torch.zeros(new_numel, dtype=value.dtype)
 
 
-def _copy(piece: Piece, source_P: Tensor, target_P: Tensor) -> None:
-    target_P.narrow(0, piece.target_offset, piece.numel).copy_(
-        source_P.narrow(0, piece.source_offset, piece.numel)
+def _copy(move: ShardMove, source_P: Tensor, target_P: Tensor) -> None:
+    target_P.narrow(0, move.target_offset, move.numel).copy_(
+        source_P.narrow(0, move.source_offset, move.numel)
     )
 
 

@@ -31,8 +31,13 @@ from ds_hydra.engine.model.scheme_support import (
 )
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import check_groups_of_rank
-from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs, is_of_another_system
-from ds_hydra.engine.profiling.profile_document import count_flops, fit_memory, model_facts
+from ds_hydra.engine.profiling.memory import as_the_engine_needs, is_of_another_system
+from ds_hydra.engine.profiling.profile_document import (
+    count_flops,
+    count_parameters,
+    fit_memory,
+    model_facts,
+)
 from ds_hydra.engine.profiling.profiler import default_lengths
 from ds_hydra.engine.transfer.schedule import home_bytes
 from ds_hydra.errors import HydraConfigError, HydraError
@@ -52,7 +57,7 @@ from ds_hydra.strategy.cost_models.flops import (
     profile_flops,
     profile_peak_flops,
 )
-from ds_hydra.strategy.profiles.states import load_profile
+from ds_hydra.strategy.profiles.state_bytes import load_profile
 from ds_hydra.strategy.proposal.candidates import (
     load_strategies,
     measured_beside,
@@ -212,6 +217,7 @@ class _Budget:
                 num_ranks=self._report.num_devices,
                 tp_sequence_parallel=self._hydra.tp_sequence_parallel,
             )
+        self._report.parameters = count_parameters(self._stage_model).to_json()
         check_context(self._stage_model.abilities, config, self._hydra.context_length)
         if problem := find_softcap_problem(config, self._dtype):
             self._report.warnings.append(f"on GPUs the engine refuses this model: {problem}")
@@ -253,6 +259,8 @@ class _Budget:
                 name=str(self._request.model),
             )
             report.profile = f"estimate: {known.document['source']}"
+            unpriced = known.document["model"]["unpriced"]
+            report.assumed += [f"model: {sentence}" for sentence in unpriced]
             report.assumed.append(
                 f"time and memory below are a roofline of {hardware.name}, nothing is measured; activations "
                 f"{'are recomputed' if hydra.activation_checkpointing else 'are as large as in the shipped profiles'}"

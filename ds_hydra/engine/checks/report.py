@@ -43,6 +43,8 @@ class ConfigReport:
     assumed: list[str] = field(default_factory=list)
     profiled: list[str] = field(default_factory=list)
     filled_in: list[str] = field(default_factory=list)
+    parameters: dict[str, float] = field(default_factory=dict)
+    """Of the model: all, those of one token, those of embedding and head."""
     profile: str | None = None
     memory_bytes: int | None = None
     schemes: list[dict[str, Any]] = field(default_factory=list)

@@ -20,7 +20,7 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 
 from ds_hydra.configs.files import read_json_object
-from ds_hydra.engine.doctor import environment, links, measured, small_model
+from ds_hydra.engine.doctor import findings, probe_measurements, small_model
 from ds_hydra.engine.doctor.findings import Finding, Report, Status
 from ds_hydra.engine.doctor.vigil import Vigil
 from ds_hydra.engine.parallel.groups import GroupPool
@@ -91,7 +91,7 @@ class Examination:
         name = str(accelerator.device_name())
         if name == "cuda":
             name = torch.cuda.get_device_name()
-        hardware = links.find_hardware(
+        hardware = probe_measurements.find_hardware(
             self.request.device, torch.device(accelerator.device_name()), name
         )
         limit_s = 2 * self.request.limit_s + 30 + _COMPILE_S
@@ -149,27 +149,27 @@ class Examination:
             self._compare_ranks(device, hosts)
         here = len(hosts.ranks_beside(dist.get_rank()))
         with vigil.step("kernels and limits of the system"):
-            self.findings += environment.check_kernels(device)
-            mine = environment.check_settings(device) + environment.check_system(here)
-            mine += environment.check_compiler(device, self._ds_config)
+            self.findings += findings.check_kernels(device)
+            mine = findings.check_settings(device) + findings.check_system(here)
+            mine += findings.check_compiler(device, self._ds_config)
             self._add_worst(device, mine)
         groups = GroupPool(1, device)
         with vigil.step("connecting all ranks"):
             everyone = tuple(range(dist.get_world_size()))
             groups.create([("doctor", everyone)])
         with vigil.step("rates of links"):
-            self.findings += links.check_links(
+            self.findings += probe_measurements.check_links(
                 device, hosts, hardware, groups.get("doctor", everyone)
             )
         groups.destroy()
         with vigil.step("speed of ranks"):
-            self.findings.append(measured.check_speed_of_ranks(device))
+            self.findings.append(probe_measurements.check_speed_of_ranks(device))
         with vigil.step("a point of a profile"):
-            self.findings += measured.check_profile_point(device, hardware)
+            self.findings += probe_measurements.check_profile_point(device, hardware)
         self._try_small_model(vigil, device)
 
     def _compare_ranks(self, device: torch.device, hosts: Hosts) -> None:
-        found = json.dumps(environment.describe_environment())
+        found = json.dumps(findings.describe_environment())
         everyone = [
             json.loads(broadcast_text([found], rank, device)[0])
             for rank in range(dist.get_world_size())
@@ -177,7 +177,7 @@ class Examination:
         world, num_hosts = len(everyone), len(hosts.names)
         text = f"{world} on {num_hosts} host{'s' * (num_hosts > 1)}, {device.type}"
         self.findings.append(self._judge_ranks(device, text, world))
-        self.findings.append(environment.compare_environments(everyone))
+        self.findings.append(findings.compare_environments(everyone))
 
     @staticmethod
     def _judge_ranks(device: torch.device, text: str, world: int) -> Finding:

@@ -33,8 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.engine.model.current_micro_batch import current_micro_batch
-from ds_hydra.engine.parallel.tensor_parallel import PARTIAL, STYLES
-from ds_hydra.engine.parallel.tp_sequence_parallel import COLUMN, ROW
+from ds_hydra.engine.parallel.tensor_parallel import COLUMN, PARTIAL, ROW, STYLES
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.zero_link.layout import ParamSpec, Slicing
 

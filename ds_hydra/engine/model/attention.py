@@ -35,8 +35,11 @@ from torch.utils._pytree import tree_map
 from transformers import AttentionInterface
 
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, current_micro_batch
-from ds_hydra.engine.parallel.context_parallel import attend_to_all_rows
-from ds_hydra.engine.parallel.ulysses import gather_micro_batch, scatter_micro_batch
+from ds_hydra.engine.parallel.token_cuts import (
+    attend_to_all_rows,
+    gather_micro_batch,
+    scatter_micro_batch,
+)
 from ds_hydra.errors import UnsupportedModelError
 
 logger = logging.getLogger(__name__)

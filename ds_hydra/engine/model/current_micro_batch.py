@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ds_hydra.engine.parallel.context_parallel import KeysOfRow, checkpoint_contexts
-from ds_hydra.engine.parallel.ulysses import SequenceShard
+from ds_hydra.engine.parallel.token_cuts import KeysOfRow, SequenceShard, checkpoint_contexts
 from ds_hydra.engine.ranks.memory import to_device
 
 

@@ -14,9 +14,8 @@ from torch import Tensor
 from ds_hydra.engine.losses.objective import Objective
 from ds_hydra.engine.model.adapters import token_seeds
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment
-from ds_hydra.engine.parallel.context_parallel import ContextRow, KeysOfRow
 from ds_hydra.engine.parallel.one_f_one_b import StageInfo
-from ds_hydra.engine.parallel.ulysses import SequenceShard
+from ds_hydra.engine.parallel.token_cuts import ContextRow, KeysOfRow, SequenceShard
 from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
 from ds_hydra.sampler.packing.cuts import Piece, Row

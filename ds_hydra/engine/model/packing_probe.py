@@ -24,16 +24,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from ds_hydra.engine.model import decoder_parts
 from ds_hydra.engine.model.adapters import unwrap_adapters
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch
-from ds_hydra.engine.model.decoder_parts import (
-    INSTEAD_OF_ITS_LOSS,
-    DecoderParts,
-    check_supported,
-    find_rates,
-    noting_calls,
-    other_layer_types,
-)
 from ds_hydra.engine.model.scheme_support import ModelAbilities
 from ds_hydra.engine.model.stage_forward import NOT_ONCE
 from ds_hydra.engine.model.stage_model import StageModel
@@ -78,7 +71,7 @@ def try_small_copy(model: nn.Module) -> ModelAbilities:
     accelerator where the family's code runs there alone.
     """
     model = unwrap_adapters(model)
-    check_supported(model)
+    decoder_parts.check_supported(model)
     kind, key = type(model), (type(model), model.config.to_json_string())
     if key not in _verdicts:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -107,9 +100,9 @@ def _try(kind: type[nn.Module], config: Any) -> ModelAbilities:
     small = _first_that_runs(kind, config)
     if problem := small.find_loss_problem():
         raise UnsupportedModelError(
-            f"{kind.__name__} (model type {config.model_type!r}): {problem}{INSTEAD_OF_ITS_LOSS}"
+            f"{kind.__name__} (model type {config.model_type!r}): {problem}{decoder_parts.INSTEAD_OF_ITS_LOSS}"
         )
-    types = other_layer_types(config)
+    types = decoder_parts.other_layer_types(config)
     problem = states = f"it has layers of type {', '.join(types)}" if types else ""
     abilities = ModelAbilities(boundaries_because=states)
     if _KEPT_APART.issuperset(types):
@@ -184,9 +177,9 @@ class _SmallCopy:
         # Some models keep what they have computed: a copy of the same parameters runs
         same = {id(param): param for param in self._model.parameters()}
         self._runs: Any = copy.deepcopy(self._model, same)
-        layers = list(DecoderParts.find(self._runs).layers)
+        layers = list(decoder_parts.DecoderParts.find(self._runs).layers)
         self.num_layers = len(layers)
-        with noting_calls(layers) as calls:
+        with decoder_parts.noting_calls(layers) as calls:
             alone = [_run_alone(self._runs, sequence) for sequence in self._sequences]
         self.calls = {layer: calls.get(layer, 0) / len(alone) for layer in layers}
         self._alone = self._gradients(alone)
@@ -306,7 +299,7 @@ def _build(kind: type[nn.Module], config: Any, generator: torch.Generator) -> nn
     start at.
     """
     model = kind(config).float()
-    for _, module, rate in find_rates(model):  # what is trained may have lost them
+    for _, module, rate in decoder_parts.find_rates(model):  # what is trained may have lost them
         setattr(module, rate, 0.0)
     with torch.no_grad():
         for param in model.parameters():

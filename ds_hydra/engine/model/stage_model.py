@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.engine.model import attention
+from ds_hydra.engine.model import attention, decoder_parts, scheme_support
 from ds_hydra.engine.model.adapters import (
     add_neftune,
     check_head,
@@ -31,25 +31,8 @@ from ds_hydra.engine.model.adapters import (
     use_saved_modules,
 )
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, checkpointed
-from ds_hydra.engine.model.decoder_parts import (
-    DecoderParts,
-    Unit,
-    bindings_of,
-    check_supported,
-    on_meta,
-    with_holders,
-)
 from ds_hydra.engine.model.expert_balance import ExpertBalance
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
-from ds_hydra.engine.model.scheme_support import (
-    ModelAbilities,
-    check_abilities,
-    check_checkpointing,
-    check_expert_parallel,
-    check_layers_stream,
-    check_sequence_parallel,
-    check_tensor_parallel,
-)
 from ds_hydra.engine.model.stage_forward import (
     NOT_ONCE,
     StageForward,
@@ -70,11 +53,11 @@ from ds_hydra.engine.parallel.tensor_parallel import (
     LATENT,
     STYLES,
     TensorParallel,
+    find_blocks,
     hook_block,
     hook_embedding,
     hook_latent,
 )
-from ds_hydra.engine.parallel.tp_sequence_parallel import find_blocks
 from ds_hydra.engine.transfer.schedule import StageStreams, Window, copied_params
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
@@ -93,7 +76,7 @@ class StageModel:
     def __init__(
         self,
         model: nn.Module,
-        abilities: ModelAbilities | None = None,
+        abilities: scheme_support.ModelAbilities | None = None,
         *,
         activation_checkpointing: bool = False,
         compile_layers: bool = False,
@@ -103,14 +86,14 @@ class StageModel:
         simulated_tp_size: int = 1,
     ):
         model = unwrap_adapters(model)
-        check_supported(model)
+        decoder_parts.check_supported(model)
         check_user_code(model)
-        self.abilities = abilities = abilities or ModelAbilities()
+        self.abilities = abilities = abilities or scheme_support.ModelAbilities()
         self.tp = TensorParallel(
             cuts_micro_batches=tp_sequence_parallel, simulated_tp_size=simulated_tp_size
         )
         self.ep = ExpertParallel(self.tp)
-        memo = {id(p): on_meta(p) for p in model.parameters()}
+        memo = {id(p): decoder_parts.on_meta(p) for p in model.parameters()}
         try:
             self._model = copy.deepcopy(model, memo)
         except RuntimeError as error:  # tensors that a forward has left
@@ -123,7 +106,7 @@ class StageModel:
         named = [(fqn, p) for fqn, p in model.named_parameters() if memo[id(p)] in running]
         self.params: list[nn.Parameter] = [p for _, p in named]
         self._meta_params: list[nn.Parameter] = [memo[id(p)] for p in self.params]
-        parts = DecoderParts.find(self._model)
+        parts = decoder_parts.DecoderParts.find(self._model)
         self._base, head, self._embedding = parts.base, parts.head, parts.embedding
         if not abilities.one_by_one_because:
             attention.use_packed_attention(self._model)
@@ -207,8 +190,8 @@ class StageModel:
         """
         scheme.check_layers(self.num_layers)
         name = type(self._model).__name__
-        check_abilities(scheme, self.abilities, name)
-        check_layers_stream(
+        scheme_support.check_abilities(scheme, self.abilities, name)
+        scheme_support.check_layers_stream(
             scheme,
             self.abilities,
             name,
@@ -216,14 +199,16 @@ class StageModel:
             has_plain_embedding=self.has_plain_embedding,
         )
         if scheme.ckpt:
-            check_checkpointing(scheme, self._layers, name, always=any(self._always_checkpointed))
+            scheme_support.check_checkpointing(
+                scheme, self._layers, name, always=any(self._always_checkpointed)
+            )
         if scheme.pp > 1 and self.no_pp_because:
             raise UnsupportedModelError(
                 f"scheme {scheme}: the layers of {name} cannot be split into stages, because "
                 f"{self.no_pp_because}; use PP 1 in hydra.strategies"
             )
         if scheme.tp > 1:
-            check_tensor_parallel(
+            scheme_support.check_tensor_parallel(
                 scheme,
                 self._model,
                 self.specs,
@@ -231,15 +216,15 @@ class StageModel:
                 uncut_because=self._uncut_because,
             )
         if scheme.sp > 1:
-            check_sequence_parallel(scheme, self.config)
+            scheme_support.check_sequence_parallel(scheme, self.config)
         if scheme.ep > 1:
-            check_expert_parallel(scheme, name, self.specs)
+            scheme_support.check_expert_parallel(scheme, name, self.specs)
 
     def stage_layers(self, scheme: Scheme, stage: int) -> range:
         """Decoder layers of `stage`."""
         return scheme.stage_layers(self.num_layers, stage)
 
-    def stage_units(self, scheme: Scheme, stage: int) -> tuple[Unit, ...]:
+    def stage_units(self, scheme: Scheme, stage: int) -> tuple[decoder_parts.Unit, ...]:
         """Units that `stage` needs, in the order in which forward uses them."""
         layers = self.stage_layers(scheme, stage)
         before, after = stage == 0, stage == scheme.pp - 1
@@ -264,12 +249,14 @@ class StageModel:
             buckets.append(tuple(map(BucketEntry, params, regions, pushes)))
         return tuple(buckets)
 
-    def _unshared(self, units: Sequence[Unit]) -> list[int]:
+    def _unshared(self, units: Sequence[decoder_parts.Unit]) -> list[int]:
         """Places of those of `units` that share no parameter with another unit."""
         owners = Counter(p for unit in self.units for p in {b.param for b in unit.bindings})
         return [r for r, u in enumerate(units) if all(owners[b.param] == 1 for b in u.bindings)]
 
-    def _in_order(self, units: Sequence[Unit], stage: int, buckets: Sequence[int]) -> Window:
+    def _in_order(
+        self, units: Sequence[decoder_parts.Unit], stage: int, buckets: Sequence[int]
+    ) -> Window:
         trained = [any(self.specs[b.param].requires_grad for b in unit.bindings) for unit in units]
         return Window(
             buckets=tuple(buckets),
@@ -444,14 +431,14 @@ class StageModel:
         local = self._padding_idx - self.tp.first_row(self.vocab_size)
         return local if 0 <= local < num_rows else None
 
-    def _find_units(self, parts: DecoderParts) -> tuple[Unit, ...]:
+    def _find_units(self, parts: decoder_parts.DecoderParts) -> tuple[decoder_parts.Unit, ...]:
         """What travels together: all that runs before the layers, each layer, all that follows;
         what runs before but is no table may run after them, too.
         """
         outer = parts.outer_modules(self._model)
         index_of = {id(meta): i for i, meta in enumerate(self._meta_params)}
         before, read, self.no_pp_because = self._forward.find_modules_before(
-            outer, parts.head, bindings_of(outer, index_of), self._meta_params
+            outer, parts.head, decoder_parts.bindings_of(outer, index_of), self._meta_params
         )
         first = [self._embedding, *(m for m in (*before, *read) if m is not self._embedding)]
         tables = [m for m in before if isinstance(m, nn.Embedding)]
@@ -460,11 +447,23 @@ class StageModel:
         self.has_plain_embedding = len(first) == 1
         """Whether nothing but the embedding has parameters that are used before the layers."""
 
-        def unit(name: str, modules: Sequence[nn.Module], owners: Iterable[nn.Module]) -> Unit:
-            return Unit(name, tuple(modules), bindings_of(owners, index_of))
+        def unit(
+            name: str, modules: Sequence[nn.Module], owners: Iterable[nn.Module]
+        ) -> decoder_parts.Unit:
+            return decoder_parts.Unit(
+                name, tuple(modules), decoder_parts.bindings_of(owners, index_of)
+            )
 
         return (
-            unit("embed", [*with_holders(first, self._model, parts.layers), *reader], first),
+            unit(
+                "embed",
+                [*decoder_parts.with_holders(first, self._model, parts.layers), *reader],
+                first,
+            ),
             *(unit(f"layer.{i}", [m], m.modules()) for i, m in enumerate(self._layers)),
-            unit("head", [*with_holders(last, self._model, parts.layers), *reader], last),
+            unit(
+                "head",
+                [*decoder_parts.with_holders(last, self._model, parts.layers), *reader],
+                last,
+            ),
         )

@@ -13,14 +13,7 @@ from torch import nn
 
 from ds_hydra.engine.model.adapters import SUMMED, split_style
 from ds_hydra.engine.model.decoder_parts import shape_of
-from ds_hydra.engine.parallel.tensor_parallel import (
-    EXPERTS,
-    GATHERED,
-    LATENT,
-    PARTIAL,
-    SPLIT,
-    STYLES,
-)
+from ds_hydra.engine.parallel import tensor_parallel
 from ds_hydra.zero_link import ParamSpec, Slicing
 
 _DISPATCHED, _WHOLE_EXPERTS = "ep_dispatch_experts", "grouped_gemm"
@@ -42,7 +35,11 @@ def module_styles(base: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, str]]
 
 def module_sides(base: nn.Module) -> dict[nn.Module, str]:
     """Modules whose features a TP group shares by the tp plan of `base` -> COLUMN or ROW."""
-    sides = {m: STYLES[style].side for m, (style, _) in module_styles(base) if style in STYLES}
+    sides = {
+        m: tensor_parallel.STYLES[style].side
+        for m, (style, _) in module_styles(base)
+        if style in tensor_parallel.STYLES
+    }
     return {module: side for module, side in sides.items() if side}
 
 
@@ -70,12 +67,15 @@ def parameter_styles(base: nn.Module) -> dict[tuple[nn.Module, str], tuple[str, 
     styles = {
         (part, attribute): (part_style, name)
         for module, (style, name) in module_styles(base)
-        if style != EXPERTS
+        if style != tensor_parallel.EXPERTS
         for part, part_style in split_style(module, style)
         for attribute in part._parameters
     }
     for activation in _sliced_activations(base):
-        styles |= {(activation, attribute): (PARTIAL, "") for attribute in activation._parameters}
+        styles |= {
+            (activation, attribute): (tensor_parallel.PARTIAL, "")
+            for attribute in activation._parameters
+        }
     plan = tp_plan(base)
     for fqn, _ in base.named_parameters(remove_duplicate=False):
         if (style := plan.get(_pattern(fqn))) is not None:
@@ -103,7 +103,7 @@ def _before_latent(parent: nn.Module, styles: Mapping[nn.Module, str]) -> set[nn
     """Of latent attention, the down-projections and their norms: what follows them is colwise, so
     that every rank has their whole gradient.
     """
-    if not any(styles.get(child) == LATENT for child in parent.children()):
+    if not any(styles.get(child) == tensor_parallel.LATENT for child in parent.children()):
         return set()
     before = [child for name, child in parent.named_children() if "_a_" in name]
     return {part for child in before for part in child.modules()}  # those of adapters, too
@@ -201,7 +201,7 @@ def _cut_of(
     tokens.
     """
     num_dims = len(shape)
-    if style in ("colwise", GATHERED):
+    if style in ("colwise", tensor_parallel.GATHERED):
         is_head = style == "colwise"
         if is_head and name in _KEY_VALUE_PROJECTIONS:
             return _Cut(Slicing.COLWISE, num_kv_heads(config))
@@ -211,14 +211,14 @@ def _cut_of(
         dim = max(num_dims - 2, 0)
         multiple = _aligned(shape, shape[dim] // _NUM_PACKED, element_size)
         return _Cut(Slicing.ROWWISE, cut_dim=dim, num_packed=_NUM_PACKED, cut_multiple=multiple)
-    if style in ("rowwise", SPLIT):
+    if style in ("rowwise", tensor_parallel.SPLIT):
         if num_dims == 1:
             return _Cut(Slicing.FIRST_RANK)
         multiple = _aligned(shape, shape[-1], element_size)
         return _Cut(Slicing.ROWWISE, cut_dim=num_dims - 1, cut_multiple=multiple)
     if style == SUMMED and num_dims == 1:
         return _Cut(Slicing.FIRST_RANK)
-    if style in (PARTIAL, SUMMED):
+    if style in (tensor_parallel.PARTIAL, SUMMED):
         return _Cut(Slicing.REPLICATED_PARTIAL_GRAD)
     return _Cut(Slicing.REPLICATED_PARTIAL_GRAD if cuts_micro_batches else Slicing.REPLICATED)
 

@@ -1,5 +1,6 @@
 """What `ds-hydra profile` does on every rank: join the ranks, build a random model, measure, return
-the profile.
+the profile; also how much slower computation and gradient synchronisation run beside each other
+(Galvatron-BMW, §V).
 """
 
 from __future__ import annotations
@@ -7,7 +8,8 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,14 @@ from transformers import PretrainedConfig
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config, making
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.profiling.measurements import Measurements
-from ds_hydra.engine.profiling.memory_trace import check_slices
-from ds_hydra.engine.profiling.overlap_slowdown import measure_overlap_slowdown
-from ds_hydra.engine.profiling.profile_document import fit_memory
-from ds_hydra.engine.profiling.profiler import measure_profile
+from ds_hydra.engine.profiling.memory import check_slices
+from ds_hydra.engine.profiling.profile_document import (
+    Measurements,
+    ProbeMicroBatch,
+    fit_memory,
+    layer_params,
+)
+from ds_hydra.engine.profiling.profiler import measure_profile, measure_stage_ms
 from ds_hydra.engine.profiling.rehearsal import side_by_side
 from ds_hydra.engine.profiling.slice_profiler import profile_slices
 from ds_hydra.engine.propagation import Propagator
@@ -38,6 +43,7 @@ from ds_hydra.engine.ranks.process_start import (
     prepare_accelerator,
     use_deterministic_kernels,
 )
+from ds_hydra.engine.transfer.link_thread import DeviceClock
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.cost_models.topology import Topology
@@ -291,3 +297,78 @@ def _identity(
         "accelerator": str(get_accelerator().device_name()),
         "measured": "schemes" if request.topology is None else "TP slices",
     }
+
+
+_MESSAGE_BYTES = 25 << 20
+"""At most this much in one all-reduce, as in the buckets of torch's DDP."""
+_MAX_MESSAGES = 4096
+_LEAST_SHARE = 0.2
+"""Of the longer one that the shorter one must last: the slowdown is a small difference of long
+times otherwise.
+"""
+
+
+def overlap_slowdown(compute_ms: float, collective_ms: float, both_ms: float) -> float:
+    """How many times as long either takes while both run, at least 1.
+
+    They begin together, and the longer one ends alone. 0.0 where one is too short to tell.
+
+    >>> round(overlap_slowdown(compute_ms=100, collective_ms=60, both_ms=60 * 1.3 + 40), 3)
+    1.3
+    >>> overlap_slowdown(compute_ms=100, collective_ms=10, both_ms=103)
+    0.0
+    """
+    together, longer = sorted((compute_ms, collective_ms))
+    if together < _LEAST_SHARE * longer:
+        return 0.0
+    return max(1.0, (both_ms - (longer - together)) / together)
+
+
+def measure_overlap_slowdown(
+    propagator: Propagator, strategy: Strategy, length: int, *, device: torch.device, repeats: int
+) -> float:
+    """The slowdown of a micro-batch of `length` tokens under `strategy` beside all-reduces of about
+    as many milliseconds.
+
+    Medians of `repeats` rounds that time each alone and both; 0.0 where even thousands of
+    all-reduces are too short beside the micro-batch. Collective over all ranks, equal on all. The
+    all-reduces have a process group of their own, besides those of the propagator, so that they
+    wait for nothing else, and one buffer: nobody reads what is in it.
+    """
+    stage_model = propagator.stage_model
+    dtype = stage_model.params[0].dtype
+    most = _MESSAGE_BYTES // dtype.itemsize
+    message = torch.zeros(min(most, int(layer_params(stage_model))), dtype=dtype, device=device)
+    group = dist.new_group()
+    clock = DeviceClock(device)
+    count = 1
+
+    def synchronize() -> list[dist.Work]:
+        return [dist.all_reduce(message, group=group, async_op=True) for _ in range(count)]
+
+    def collective_ms() -> float:
+        dist.barrier()
+        begin = clock.stamp()
+        for work in synchronize():
+            work.wait()
+        end = clock.stamp()
+        clock.settle(end)
+        return propagator.max_over_ranks(clock.ms_between(begin, end))
+
+    def micro_batch_ms(beside: Callable[[], Iterable[dist.Work]] = tuple) -> float:
+        passes = 2 * strategy.schemes[0].pp - 1
+        return passes * measure_stage_ms(
+            propagator, strategy, ProbeMicroBatch(length), beside=beside
+        )
+
+    try:
+        micro_batch_ms()  # compiles and allocates
+        collective_ms()  # connects the ranks
+        count = max(1, min(_MAX_MESSAGES, round(micro_batch_ms() / collective_ms())))
+        rounds = [
+            (micro_batch_ms(), collective_ms(), micro_batch_ms(beside=synchronize))
+            for _ in range(repeats)
+        ]
+    finally:
+        dist.destroy_process_group(group)
+    return overlap_slowdown(*map(statistics.median, zip(*rounds, strict=True)))

@@ -20,9 +20,9 @@ from torch import Tensor
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.micro_batches import Example
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.profiling.measurements import Measurements
-from ds_hydra.engine.profiling.memory_trace import trace_layer_memory
+from ds_hydra.engine.profiling.memory import trace_layer_memory
 from ds_hydra.engine.profiling.profile_document import (
+    Measurements,
     ProbeMicroBatch,
     describe_hardware,
     describe_model,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.micro_batches import Example
-from ds_hydra.engine.profiling.measurements import Measurements
+from ds_hydra.engine.profiling.profile_document import Measurements
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.agreement import broadcast_text, gather_rows, run_together
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan

@@ -18,16 +18,8 @@ from transformers import PretrainedConfig
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.meta_model import build_random_stage_model
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.profiling.measurements import Measurements
-from ds_hydra.engine.profiling.memory_trace import slice_config, trace_layer_memory
-from ds_hydra.engine.profiling.profile_document import (
-    ProbeMicroBatch,
-    describe_hardware,
-    describe_model,
-    saturation,
-    scheme_entry,
-    state_memory,
-)
+from ds_hydra.engine.profiling import profile_document
+from ds_hydra.engine.profiling.memory import slice_config, trace_layer_memory
 from ds_hydra.engine.profiling.profiler import (
     default_lengths,
     has_device_memory,
@@ -71,7 +63,7 @@ def profile_slices(
     schemes: Sequence[Scheme],
     topology: Topology,
     config: HydraConfig,
-    known: Measurements,
+    known: profile_document.Measurements,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -112,8 +104,8 @@ def profile_slices(
                 passes=passes,
                 cuts_micro_batches=cuts_micro_batches,
             )
-            times[ProbeMicroBatch(length)] = time_ms
-        entries.append(scheme_entry(scheme, times))
+            times[profile_document.ProbeMicroBatch(length)] = time_ms
+        entries.append(profile_document.scheme_entry(scheme, times))
     per_layer = {
         str(tp): (found.layer + found.ends / stage_model.num_layers) * tp / stage_model.hidden_size
         for tp, found in num_bytes.items()
@@ -121,8 +113,9 @@ def profile_slices(
     return {
         "schema": PROFILE_SCHEMA,
         "source": f"compute of TP slices measured on one device, communication computed from {topology.source}",
-        "hardware": describe_hardware() | {"devices_per_node": topology.nodes[0].num_devices},
-        "model": describe_model(stage_model),
+        "hardware": profile_document.describe_hardware()
+        | {"devices_per_node": topology.nodes[0].num_devices},
+        "model": profile_document.describe_model(stage_model),
         "tp_sequence_parallel": cuts_micro_batches,
         "activation_checkpointing": config.activation_checkpointing,
         "deterministic": config.deterministic,
@@ -131,9 +124,9 @@ def profile_slices(
             if has_device_memory()
             else "layer traced under fake tensors",
             "activation_bytes_per_token_per_layer_per_hidden": per_layer,
-            **state_memory(stage_model),
+            **profile_document.state_memory(stage_model),
         },
-        "saturation_tokens": saturation(entries, config.context_length),
+        "saturation_tokens": profile_document.saturation(entries, config.context_length),
         "schemes": entries,
     }
 
@@ -142,7 +135,7 @@ def _measure_slice(
     model_config: PretrainedConfig,
     tp: int,
     config: HydraConfig,
-    known: Measurements,
+    known: profile_document.Measurements,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -168,7 +161,11 @@ def _measure_slice(
     try:
         num_bytes = _token_bytes(model_config, propagators, config, known, dtype)
         lengths = _lengths_that_fit(num_bytes, many, config)
-        cases = [(slice_, ProbeMicroBatch(length)) for slice_ in propagators for length in lengths]
+        cases = [
+            (slice_, profile_document.ProbeMicroBatch(length))
+            for slice_ in propagators
+            for length in lengths
+        ]
         times_ms = measure_in_rounds(
             cases,
             lambda slice_, micro_batch: measure_stage_ms(propagators[slice_], _ALONE, micro_batch),
@@ -181,7 +178,9 @@ def _measure_slice(
             propagator.close()
     parts = {}
     for length in lengths:
-        few_ms, many_ms = (times_ms[Slice(tp, n), ProbeMicroBatch(length)] for n in (few, many))
+        few_ms, many_ms = (
+            times_ms[Slice(tp, n), profile_document.ProbeMicroBatch(length)] for n in (few, many)
+        )
         # Noise may turn the order of two short micro-batches around; a layer costs no less than
         # nothing.
         layer_ms = max(0.0, many_ms - few_ms) / (many - few) if many > few else many_ms / many
@@ -201,7 +200,7 @@ def _token_bytes(
     model_config: PretrainedConfig,
     propagators: dict[Slice, Propagator],
     config: HydraConfig,
-    known: Measurements,
+    known: profile_document.Measurements,
     dtype: torch.dtype,
 ) -> _TokenBytes:
     """By peak memory; without a device's, a layer is traced under fake tensors and the ends are
@@ -237,7 +236,7 @@ def _token_bytes(
 
 def _lengths_that_fit(num_bytes: _TokenBytes, num_layers: int, config: HydraConfig) -> list[int]:
     per_token = num_layers * num_bytes.layer + num_bytes.ends
-    memory = config.memory_limit_bytes or describe_hardware()["memory_bytes"]
+    memory = config.memory_limit_bytes or profile_document.describe_hardware()["memory_bytes"]
     longest = int(_MEMORY_SHARE * memory / per_token)
     wanted = config.profiling.lengths or default_lengths(config.context_length)
     lengths = sorted({min(length, longest) for length in wanted})

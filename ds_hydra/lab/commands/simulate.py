@@ -18,6 +18,7 @@ from ds_hydra.commands.common import (
     check_folder,
     errors_to_stderr,
     log,
+    log_size,
     print_json,
     progress_bar,
     write_document,
@@ -193,6 +194,7 @@ def simulate(
             workload, axes = _workload(
                 profile, histogram, devices, context, tokens, baseline, strategies, estimated
             )
+        log_size(workload.profile)
         if axes is not None and axes.is_sweep:
             _refuse(
                 timeline is not None, "--timeline shows one workload; give one value for each axis"
@@ -233,9 +235,11 @@ def _refuse(is_wrong: bool, message: str) -> None:
 
 
 def _check_timeline(system: str, settings: Settings) -> None:
-    from ds_hydra.lab.simulator.systems import PLANNED
+    from ds_hydra.lab.simulator.systems import OUR_SYSTEMS
 
-    _refuse(system not in PLANNED, f"--timeline-of {system!r}: choose {' or '.join(PLANNED)}")
+    _refuse(
+        system not in OUR_SYSTEMS, f"--timeline-of {system!r}: choose {' or '.join(OUR_SYSTEMS)}"
+    )
     _refuse(
         system not in ("ds_hydra", *settings.systems),
         f"--timeline-of {system}: it is not among --systems {','.join(settings.systems)}; add it there",
@@ -326,7 +330,7 @@ def _workload(
     known = Costs.of(given_profile, num_devices).extended(schemes_of(named))
     workload = Workload(
         name=f"{profile}, {histogram}",
-        profile=known,
+        costs=Costs(known),
         histogram=LengthHistogram.load(find_file("lengths", histogram)),
         num_devices=num_devices,
         context_length=context_length,
@@ -411,8 +415,8 @@ def _compare(
     from ds_hydra.lab.simulator.spread import with_spread
     from ds_hydra.strategy.cost_models.cluster import find_cluster
 
-    cluster = find_cluster(workload.profile, workload.num_devices, hardware)
-    if cluster is None:
+    workload = workload.linked_by(find_cluster(workload.profile, workload.num_devices, hardware))
+    if workload.cluster is None:
         log(
             "the profile's hardware has no description: communication counts nothing; see --hardware"
         )
@@ -428,9 +432,7 @@ def _compare(
         def begin(_system: str) -> None:
             show(next(steps), 1 + len(settings.systems) + int(spread))
 
-        found = compare(
-            workload, cluster, settings, progress=begin, run_each=run_each, inside=_tell
-        )
+        found = compare(workload, settings, progress=begin, run_each=run_each, inside=_tell)
         optional = ("given", "paper", "32_bit")
         left_out = [n for n in settings.systems if n not in optional and found.get(n) is None]
         if left_out:

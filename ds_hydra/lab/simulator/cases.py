@@ -12,6 +12,7 @@ from ds_hydra.configs.files import read_json_object, reading
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.lab.simulator.workload import Workload
+from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.scheme import Strategy, parse_strategies
@@ -89,7 +90,7 @@ def _read_case(name: str, document: Mapping[str, Any]) -> Case:
         figure=document["figure"],
         workload=Workload(
             name=name,
-            profile=_profile(document),
+            costs=Costs(_profile(document)),
             histogram=histogram.limit(context_length, document.get("over_length", "truncate")),
             num_devices=document["num_devices"],
             context_length=context_length,

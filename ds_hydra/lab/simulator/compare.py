@@ -18,12 +18,12 @@ from ds_hydra.lab.simulator.systems import (
     FULL_STATIC,
     GRADIENTS_32_BIT,
     LABELS,
+    OUR_SYSTEMS,
     PAPER,
     PLAIN,
-    PLANNED,
     STATIC,
     SYSTEMS,
-    Contest,
+    RivalInputs,
     Settings,
 )
 from ds_hydra.lab.simulator.workload import Workload, check_workload
@@ -34,9 +34,8 @@ from ds_hydra.sampler.sample_bench import (
     CandidateSettings,
     Progress,
 )
-from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.profiles.states import with_engine_states
+from ds_hydra.strategy.profiles.state_bytes import with_engine_states
 from ds_hydra.strategy.proposal.program import (
     ProposalSettings,
     check_context,
@@ -53,7 +52,6 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of
 
 def compare(
     workload: Workload,
-    cluster: Cluster | None,
     settings: Settings,
     known: Comparison | None = None,
     progress: Callable[[str], None] = lambda _: None,
@@ -71,15 +69,15 @@ def compare(
     of ds_hydra fits the context or a given strategy does not fit.
     """
     # A profile of ranks that shared cores is of a machine for trials; clusters have devices
-    workload = replace(workload, profile=replace(workload.profile, ranks_per_core=1.0))
+    workload = workload.knowing(replace(workload.profile, ranks_per_core=1.0))
     is_plain = settings.space == "plain" or bool(workload.strategies)
-    start = replace(settings, iterations=0).scenario(workload, cluster)
+    start = replace(settings, iterations=0).scenario(workload)
     own = start.knowing(workload.own_profile or with_engine_states(workload.profile))
     if known is None:
         if not (is_plain or own.statics() or _fits_extended(workload, own)):
             check_context(own, is_full=True, tokens_per_iteration=workload.tokens_per_iteration)
         check_workload(workload, is_plain=is_plain)
-    scenario = settings.scenario(workload, cluster)
+    scenario = settings.scenario(workload)
     own = replace(own, batches=scenario.batches)
     given = {name: p.strategies for name, p in known.planned.items()} if known else {}
     jobs: dict[str, Callable[[], Any]] = {
@@ -87,8 +85,8 @@ def compare(
             _run_in_space, DS_HYDRA, workload, own, settings, given.get(DS_HYDRA), inside
         )
     }
-    if GRADIENTS_32_BIT in settings.systems and cluster is not None:
-        pushing = own.linked_by(cluster.pushing_32_bit)
+    if GRADIENTS_32_BIT in settings.systems and own.cluster is not None:
+        pushing = own.linked_by(own.cluster.pushing_32_bit)
         candidates = given.get(GRADIENTS_32_BIT)
         jobs[GRADIENTS_32_BIT] = partial(
             _run_in_space, GRADIENTS_32_BIT, workload, pushing, settings, candidates
@@ -97,24 +95,27 @@ def compare(
         # Where the profile has the engine's memory already, PAPER would be PLAIN again
         if name in settings.systems and (name == PLAIN or each.profile is not own.profile):
             jobs[name] = partial(_run_plain, name, workload, each, settings, given.get(name))
-    alone = Contest(
-        scenario=scenario, full=scenario, strategies=(), candidates=(), given=workload.given
+    alone = RivalInputs(
+        scenario=scenario,
+        ours=scenario,
+        plain_candidates=(),
+        candidates=(),
+        megatron_strategy=workload.given,
     )
-    others = [name for name in settings.systems if name not in PLANNED]
+    others = [name for name in settings.systems if name not in OUR_SYSTEMS]
     jobs |= {name: partial(_run_other, alone, name) for name in others if name not in STATIC}
     found = _run_all(jobs, progress, run_each)
-    planned = {n: found[n] for n in PLANNED if found.get(n) is not None}
+    planned = {n: found[n] for n in OUR_SYSTEMS if found.get(n) is not None}
     jobs = {}
     if any(name in STATIC for name in others):
-        contest = _contest(workload, scenario, planned, settings, known)
-        jobs = {name: partial(_run_other, contest, name) for name in others if name in STATIC}
+        inputs = _rival_inputs(workload, scenario, planned, settings, known)
+        jobs = {name: partial(_run_other, inputs, name) for name in others if name in STATIC}
     found |= _run_all(jobs, progress, run_each)
     found |= {name: each.result for name, each in planned.items()}
     results = [found.get(name) for name in settings.systems]
     return Comparison(
         workload=workload,
         settings=settings,
-        cluster=cluster,
         num_tokens=np.array([batch.num_tokens for batch in scenario.batches], dtype=np.float64),
         results=(planned[DS_HYDRA].result, *(result for result in results if result is not None)),
         planned=planned,
@@ -139,8 +140,8 @@ def _call(job: Callable[[], Any]) -> Any:
     return job()
 
 
-def _run_other(contest: Contest, name: str) -> SystemResult | None:
-    return SYSTEMS[name].run(contest, name)
+def _run_other(inputs: RivalInputs, name: str) -> SystemResult | None:
+    return SYSTEMS[name].run(inputs, name)
 
 
 def _fits_extended(workload: Workload, own: Scenario) -> bool:
@@ -204,23 +205,23 @@ def _run_plain(
     return _run_strategies(name, scenario, strategies, schemes)
 
 
-def _contest(
+def _rival_inputs(
     workload: Workload,
     scenario: Scenario,
     planned: dict[str, Planned],
     settings: Settings,
     known: Comparison | None,
-) -> Contest:
+) -> RivalInputs:
     """What the other systems may use."""
     ours = planned[DS_HYDRA]
     if known is not None:
         static, full_static = known.get("static"), known.get(FULL_STATIC)
-        return Contest(
+        return RivalInputs(
             scenario=scenario,
-            full=scenario.knowing(ours.profile),
-            strategies=(Strategy.parse(static.strategy),) if static else (),
+            ours=scenario.knowing(ours.profile),
+            plain_candidates=(Strategy.parse(static.strategy),) if static else (),
             candidates=(Strategy.parse(full_static.strategy),) if full_static else (),
-            given=workload.given,
+            megatron_strategy=workload.given,
         )
     needs_proposed = set(STATIC) & set(settings.systems) and scenario.statics()
     proposed = _proposed_strategies(workload) if needs_proposed else ()
@@ -228,12 +229,12 @@ def _contest(
     strategies = [s for found in plain for s in found] + list(proposed)
     if not strategies:
         strategies = list(workload.strategies)
-    return Contest(
+    return RivalInputs(
         scenario=scenario,
-        full=scenario.knowing(ours.profile),
-        strategies=tuple(dict.fromkeys(strategies)),
+        ours=scenario.knowing(ours.profile),
+        plain_candidates=tuple(dict.fromkeys(strategies)),
         candidates=(*ours.strategies, *proposed),
-        given=workload.given,
+        megatron_strategy=workload.given,
     )
 
 
@@ -287,7 +288,7 @@ def _propose(
 def _proposed_strategies(workload: Workload) -> tuple[Strategy, ...]:
     """What the program of Eq. (4) finds, all of it."""
     proposed = propose_from_histogram(
-        workload.world,
+        workload,
         workload.histogram.limit(workload.context_length),
         ProposalSettings(tokens_per_iteration=workload.tokens_per_iteration),
     )

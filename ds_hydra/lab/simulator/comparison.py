@@ -123,16 +123,20 @@ class Planned:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Comparison:
     """Results of all systems on one workload; `results[0]` is ds_hydra, `planned` those of
-    `PLANNED` that ran.
+    `OUR_SYSTEMS` that ran.
     """
 
     workload: Workload
     settings: Settings
-    cluster: Cluster | None
     num_tokens: FloatArray
     results: tuple[SystemResult, ...]
     planned: Mapping[str, Planned]
     spreads: Mapping[str, Spread] = field(default_factory=dict)
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The interconnects of the workload."""
+        return self.workload.cluster
 
     @property
     def ours(self) -> Planned:
@@ -210,7 +214,7 @@ class Comparison:
         return tuple(scenario.plan(batch, [Strategy.parse(strategy)]) for batch in batches)
 
     def _scenario(self) -> Scenario:
-        return replace(self.settings, iterations=0).scenario(self.workload, self.cluster)
+        return replace(self.settings, iterations=0).scenario(self.workload)
 
     def to_json(self, price_per_gpu_hour: float | None = None) -> dict[str, Any]:
         """The `ds_hydra.simulation/1` document."""

@@ -1,18 +1,18 @@
-"""How far speed-ups rest on what nobody measured here: coefficients that are 20% off, and transfers
+"""Sensitivity of speed-ups to coefficients that nobody measured here (20% off), and to transfers
 that the overlap hides worse than it could.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import repeat
+from typing import NamedTuple
 
 from ds_hydra.lab.simulator.compare import compare
 from ds_hydra.lab.simulator.comparison import Comparison, Spread
 from ds_hydra.lab.simulator.systems import Settings
 from ds_hydra.lab.simulator.workload import Workload
-from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
 
 OFF = 0.2
@@ -23,10 +23,8 @@ NUM_BATCHES, MAX_TOKENS = 4, 3_200_000
 """Mini-batches of each variant, and their tokens; one mini-batch at least."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Variant:
+class _Variant(NamedTuple):
     workload: Workload
-    cluster: Cluster | None
     settings: Settings
 
 
@@ -44,8 +42,12 @@ def with_spread(
     affordable = max(1, MAX_TOKENS // found.workload.tokens_per_iteration)
     iterations = min(NUM_BATCHES, affordable, found.settings.iterations)
     settings = replace(found.settings, iterations=iterations)
-    start = _Variant(workload=found.workload, cluster=found.cluster, settings=settings)
-    variants = [start, replace(start, settings=replace(settings, seen=SEEN)), *_variants(start)]
+    start = found.workload
+    variants = [
+        _Variant(start, settings),
+        _Variant(start, replace(settings, seen=SEEN)),
+        *(_Variant(workload, settings) for workload in _variants(start)),
+    ]
     same, seen, *off = run_each(_speedups, variants, repeat(found))
     spreads = {}
     for result in found.results:
@@ -62,23 +64,23 @@ def with_spread(
 
 
 def _speedups(variant: _Variant, known: Comparison) -> dict[str, float]:
-    found = compare(variant.workload, variant.cluster, variant.settings, known)
+    found = compare(variant.workload, variant.settings, known)
     ratios = {result.name: found.speedup(result.name) for result in found.results}
     return {name: ratio.value for name, ratio in ratios.items() if ratio is not None}
 
 
-def _variants(start: _Variant) -> Iterator[_Variant]:
-    profile, cluster = start.workload.profile, start.cluster
+def _variants(start: Workload) -> Iterator[Workload]:
+    profile, cluster = start.profile, start.cluster
     for factor in (1 - OFF, 1 + OFF):
         for changed in (_slower(profile, factor), _attention(profile, factor)):
-            yield replace(start, workload=replace(start.workload, profile=changed))
+            yield start.knowing(changed)
         if cluster is not None:
             hardware = replace(
                 cluster.hardware,
                 intra_node_rate=factor * cluster.hardware.intra_node_rate,
                 inter_node_rate=factor * cluster.hardware.inter_node_rate,
             )
-            yield replace(start, cluster=replace(cluster, hardware=hardware))
+            yield start.linked_by(replace(cluster, hardware=hardware))
 
 
 def _slower(profile: Profile, factor: float) -> Profile:

@@ -54,7 +54,7 @@ def sweep(
     found = []
     for done, point in enumerate(workloads, start=1):
         cluster = find_cluster(point.profile, point.num_devices, hardware)
-        found.append(compare(point, cluster, _settings_of(point, settings)))
+        found.append(compare(point.linked_by(cluster), _settings_of(point, settings)))
         if progress is not None:
             progress(done, len(workloads))
     return found

@@ -22,31 +22,29 @@ from ds_hydra.lab.simulator.scenario import Scenario, SystemResult
 from ds_hydra.lab.simulator.ulysses import balanced_ulysses, deepspeed_ulysses, odc
 from ds_hydra.lab.simulator.wlb import wlb
 from ds_hydra.lab.simulator.workload import Workload, draw_batches
-from ds_hydra.strategy.cost_models.cluster import Cluster
-from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.schemes.scheme import Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contest:
-    """What systems other than ds_hydra may use.
-
-    `scenario`: with <TP,PP> and the memory of the profile as it is published. `full`, `candidates`:
-    ds_hydra's own schemes, memory and strategies. `strategies`: its candidates of <TP,PP>, with
-    those of the whole program of Eq. (4). `given`: a strategy for Megatron-LM.
-    """
+class RivalInputs:
+    """What systems other than ds_hydra may use."""
 
     scenario: Scenario
-    full: Scenario
-    strategies: Sequence[Strategy]
+    """Schemes <TP,PP>, and the memory of the profile as it is published."""
+    ours: Scenario
+    """Schemes and memory of ds_hydra."""
+    plain_candidates: Sequence[Strategy]
+    """Candidates of ds_hydra of <TP,PP>, and all that the program of Eq. (4) finds."""
     candidates: Sequence[Strategy]
-    given: Strategy | None
+    """Candidates of ds_hydra, and all that the program finds."""
+    megatron_strategy: Strategy | None
+    """Homogeneous, which Megatron-LM is simulated with besides its best."""
 
 
-Run = Callable[[Contest, str], SystemResult | None]
+Run = Callable[[RivalInputs, str], SystemResult | None]
 
 DS_HYDRA, GRADIENTS_32_BIT, PLAIN, PAPER = "ds_hydra", "32_bit", "plain", "paper"
-PLANNED = {
+OUR_SYSTEMS = {
     DS_HYDRA: "ds_hydra",
     GRADIENTS_32_BIT: "ds_hydra, 32-bit gradients",
     PLAIN: "ds_hydra, <TP,PP> alone",
@@ -59,20 +57,20 @@ STATIC = ("static", FULL_STATIC)
 """Systems that choose among ds_hydra's candidates."""
 
 
-def _given(contest: Contest, name: str) -> SystemResult | None:
-    given = contest.given
-    return fixed_length(contest.scenario, [given], name=name) if given else None
+def _given(inputs: RivalInputs, name: str) -> SystemResult | None:
+    given = inputs.megatron_strategy
+    return fixed_length(inputs.scenario, [given], name=name) if given else None
 
 
 def _alone(run: Callable[..., SystemResult | None], **options: bool) -> Run:
     """A system that uses the mini-batches of the scenario and nothing else."""
-    return lambda contest, name: run(contest.scenario, name=name, **options)
+    return lambda inputs, name: run(inputs.scenario, name=name, **options)
 
 
 def _homogeneous(run: Callable[..., SystemResult | None], **options: bool) -> Run:
     """The same of one with homogeneous strategies of <TP,PP>; None where none fits the context."""
-    return lambda contest, name: (
-        run(contest.scenario, name=name, **options) if contest.scenario.statics() else None
+    return lambda inputs, name: (
+        run(inputs.scenario, name=name, **options) if inputs.scenario.statics() else None
     )
 
 
@@ -113,16 +111,16 @@ SYSTEMS = {
     ),
     "static": System(
         "heterogeneous static",
-        lambda c, name: heterogeneous_static(c.scenario, c.strategies, name=name),
+        lambda c, name: heterogeneous_static(c.scenario, c.plain_candidates, name=name),
     ),
     FULL_STATIC: System(
         "heterogeneous static, full space",
-        lambda c, name: heterogeneous_static(c.full, c.candidates, name=name),
+        lambda c, name: heterogeneous_static(c.ours, c.candidates, name=name),
     ),
 }
 """All that ds_hydra is compared with, in the order they are shown."""
 
-LABELS = {**PLANNED, **{name: system.label for name, system in SYSTEMS.items()}}
+LABELS = {**OUR_SYSTEMS, **{name: system.label for name, system in SYSTEMS.items()}}
 """Systems in the order they are shown, with what users see."""
 
 
@@ -169,10 +167,10 @@ class Settings:
             num_proposal_batches=min(self.num_proposal_batches, most_proposal),
         )
 
-    def scenario(self, workload: Workload, cluster: Cluster | None) -> Scenario:
+    def scenario(self, workload: Workload) -> Scenario:
         """What all systems run: mini-batches of `workload`, the memory of its profile."""
         return Scenario(
-            costs=Costs(workload.profile, cluster),
+            costs=workload.costs,
             num_devices=workload.num_devices,
             context_length=workload.context_length,
             batches=draw_batches(

@@ -14,30 +14,20 @@ from ds_hydra.strategy.schemes.scheme import Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What is simulated. `given`: a homogeneous strategy that Megatron-LM is simulated with besides
-    its best. `own_profile`: what ds_hydra has in place of `profile`, if not the same with the
-    engine's states.
-
-    `strategies`: candidates of ds_hydra, proposed from the histogram where empty.
-    `plain_strategies`: those that a paper names, of <TP,PP>, for the rows of <TP,PP> alone.
-    """
+class Workload(World):
+    """What is simulated: a model on so many devices, and the lengths of its data."""
 
     name: str
-    profile: Profile
     histogram: LengthHistogram
-    num_devices: int
-    context_length: int
     tokens_per_iteration: int
     given: Strategy | None = None
+    """A homogeneous strategy that Megatron-LM is simulated with besides its best."""
     strategies: tuple[Strategy, ...] = ()
+    """Candidates of ds_hydra, proposed from the histogram where empty."""
     plain_strategies: tuple[Strategy, ...] = ()
+    """Those that a paper names, of <TP,PP>, for the rows of <TP,PP> alone."""
     own_profile: Profile | None = None
-
-    @property
-    def world(self) -> World:
-        """Of <TP,PP>, whose prices need no interconnects."""
-        return World.of(self.profile, None, self.num_devices, self.context_length)
+    """What ds_hydra has in place of `profile`, if not the same with the engine's states."""
 
 
 def check_workload(workload: Workload, *, is_plain: bool = True) -> None:
@@ -45,7 +35,7 @@ def check_workload(workload: Workload, *, is_plain: bool = True) -> None:
     the cluster.
     """
     if is_plain:
-        check_context(workload.world)
+        check_context(workload)
     if workload.tokens_per_iteration < workload.context_length:
         raise HydraConfigError(
             f"{workload.tokens_per_iteration} tokens per iteration are fewer than one sequence of the context, "

@@ -1,5 +1,5 @@
-"""Which pipeline gets which sequence: Alg. 1 (greedy, many trials), refinement, and the exact ILP
-of Eq. (3).
+"""Which pipeline gets which sequence: Alg. 1 (greedy, many trials), refinement, and the exact
+(0,1)-integer program of Eq. (3), which is the reference and `dispatch: ideal`.
 
 Sequences are sorted by descending length, so those that fit on few pipelines are placed before
 those that fit on many.
@@ -15,8 +15,7 @@ import numpy as np
 
 from ds_hydra.errors import InfeasiblePlanError
 from ds_hydra.sampler.bounds import strategy_bound_ms
-from ds_hydra.sampler.dispatch.estimates import estimate_ms
-from ds_hydra.sampler.dispatch.exchange import improve_dispatch
+from ds_hydra.sampler.dispatch.refine import estimate_ms, improve_dispatch
 from ds_hydra.sampler.integer_programs import SolverLimits, solve_dispatch
 from ds_hydra.sampler.problem import (
     EPSILON,

@@ -26,6 +26,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import (
     Experts,
     Hardware,
+    LayerMeans,
     ModelShape,
     find_shipped_hardware,
 )
@@ -91,9 +92,9 @@ class Cluster:
         *,
         is_fully_sharded: bool = True,
     ) -> LinkTimes:
-        """Pull, push and step of `strategy`. Where it gathers layers for every pass, all that
-        travels counts in T, and pull and push say what is seen of it before a first layer and after
-        a last one.
+        """Pull, push and step of `strategy`. Where it gathers layers for every pass, their
+        transfers are part of T; pull and push hold the first gather and the last reduction, which
+        nothing hides.
 
         `is_fully_sharded`: states are cut over all ranks (ZeRO-3), else over the pipelines that
         hold the same slice (the distributed optimizer of Megatron-LM, homogeneous strategies only),
@@ -305,4 +306,5 @@ def model_shape(profile: Profile) -> ModelShape:
         key_value_share=profile.memory.key_value_share,
         attention_width=model.get("attention_width", 0),
         experts=Experts(**model["experts"]) if model.get("experts") else None,
+        layer=LayerMeans.from_json(model["layer"]) if model.get("layer") else None,
     )

@@ -125,8 +125,6 @@ class Costs:
             if scheme not in known:
                 price = self.find(scheme)
                 assert price is not None
-                # For what it raises: memory that is not known would be found out later
-                self.profile.max_len_tokens(scheme, scheme.num_devices)
                 entry = {**scheme.to_json(), **price.latency.to_json(), **price.marks}
             entries.append(known.get(scheme) or entry)
         document = {**self.profile.document, "schemes": entries}
@@ -134,10 +132,14 @@ class Costs:
 
     def extended(self, schemes: Iterable[Scheme]) -> Profile:
         """The profile with entries of `schemes`, sorted, on top of its own; itself where it has
-        all of them.
+        all of them. Raises HydraConfigError naming what is lacking for one of them.
         """
         known = self.profile.latency
-        return self.table((*known, *sorted({*schemes} - known.keys())))
+        more = sorted({*schemes} - known.keys())
+        for scheme in more:
+            # For what it raises: memory that is not known would be found out while planning
+            self.profile.max_len_tokens(scheme, scheme.num_devices)
+        return self.table((*known, *more))
 
     def _price(self, scheme: Scheme) -> Price | None:
         if (entry := self.profile.latency.get(scheme)) is not None:
@@ -276,10 +278,10 @@ class Costs:
 
     def _num_key_value_parts(self, scheme: Scheme) -> int:
         """In how many parts keys and values travel in the engine, where micro-batches are large."""
-        heads = self.profile.document["model"].get("num_attention_heads")
-        if not heads:
+        memory = self.profile.memory
+        if not memory.num_heads:
             return 1
-        own = heads * self.profile.memory.key_value_share / (scheme.sp * scheme.tp)
+        own = memory.num_heads * memory.key_value_share / (scheme.sp * scheme.tp)
         return max(1, min(MOST_KEY_VALUE_PARTS, int(own)))
 
     @cached_property

@@ -126,8 +126,8 @@ class MemoryModel:
 
     with i = `input_bytes` of an element of a hidden state, which every rank of a TP group has whole
     (1 / TP of it with `tp_sequence_parallel`); logits and their gradient, for which other layers no
-    longer leave room, come on top. MaxLen is that of the tightest stage. What else of a layer is
-    whole or cut under TP, A says for each degree.
+    longer leave room, come on top. MaxLen is that of the tightest stage. A of a TP degree already
+    accounts for which activations TP shards.
 
     Where a pass is `forward_only` nothing waits for backward: of a micro-batch there are
 

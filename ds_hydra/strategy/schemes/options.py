@@ -56,7 +56,7 @@ def slowest_stage_ratio(scheme: Scheme, num_layers: int) -> float:
     """T of `scheme` over T of the same degrees without options, by the layers of the slowest stage.
 
     T is that of a stage of ceil(L / PP) layers; its share of embedding and head grows with the
-    layers as T does. Left out: what re-pulls do not hide.
+    layers as T does.
 
     >>> [slowest_stage_ratio(Scheme(1, 2, **o), 8) for o in ({"stages": (5, 3)}, {"ckpt": 4})]
     [1.25, 1.3333333333333333]

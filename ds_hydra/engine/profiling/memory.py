@@ -1,15 +1,18 @@
-"""Activation memory of one decoder layer without a device: forward and backward under fake tensors.
+"""Memory that nobody measured: activations of one decoder layer traced without a device, and what
+the engine holds beside the profile of another system.
 
-Answers what A of App. B.1 is for a model that nobody has measured: bytes that one token costs per
-layer and hidden unit, for the rank's own share of the heads and of the MLP under TP.
+The trace (forward and backward under fake tensors) answers what A of App. B.1 is for a model that
+nobody has measured: bytes that one token costs per layer and hidden unit, for the rank's own share
+of the heads and of the MLP under TP. What is counted for the engine is never less than it holds.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +21,116 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.model.tp_plan import module_sides
-from ds_hydra.engine.parallel.tensor_parallel import (
-    GATHERED,
-    SPLIT,
-    TensorParallel,
-    hook_block,
-    hook_rowwise,
-)
-from ds_hydra.engine.parallel.tp_sequence_parallel import ROW, find_blocks
+from ds_hydra.engine.parallel import tensor_parallel
+from ds_hydra.engine.parallel.groups import NCCL_GROUP_BYTES, NCCL_PAIR_BYTES
+from ds_hydra.engine.profiling.profile_document import layer_params, state_memory
+from ds_hydra.engine.ranks.memory import count_multiprocessors
 from ds_hydra.errors import UnsupportedModelError
+from ds_hydra.sampler.candidate_set import gradient_bytes
+from ds_hydra.strategy import Profile, Strategy
+from ds_hydra.strategy.profiles.state_bytes import exchange_bytes
+from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
+from ds_hydra.strategy.schemes.placement import groups_of
+
+_CONTEXT_BYTES = 1 << 30
+"""Of CUDA and its libraries in each process."""
+
+
+def is_of_another_system(document: Mapping[str, Any]) -> bool:
+    """Whether a profile says that something else than this engine was measured."""
+    return bool(document.get("measured_with"))
+
+
+def as_the_engine_needs(
+    profile: Profile, stage_model: StageModel, config: HydraConfig, num_devices: int
+) -> Profile:
+    """`profile` with the larger of what it says and what the engine is known to hold; where it was
+    measured by this engine as it is, but for what `hydra.deterministic` takes if it was measured
+    without.
+
+    States are counted from the dtypes in use, activations of a layer are traced, communicators are
+    those of all homogeneous strategies on one rank, exchange buffers four times the gradients of a
+    layer. Not collective. Where the user has set `hydra.memory_limit_bytes`, communicators are the
+    user's to leave out.
+    """
+    profile = _with_ordered_sums(profile, config)
+    document = profile.document
+    if not is_of_another_system(document):
+        return profile
+    memory = dict(document["memory"])
+    counted = state_memory(stage_model)
+    pairs = [_split(memory), _split(counted)]
+    sharded, held = (max(parts) for parts in zip(*pairs, strict=True))
+    memory |= {
+        "state_bytes_per_layer_per_hidden2": sharded + held,
+        "sharded_fraction": sharded / (sharded + held),
+        "vocabulary_tables": counted["vocabulary_tables"],
+        "exchange_bytes": exchange_bytes(layer_params(stage_model), gradient_bytes(config)),
+    }
+    key = "activation_bytes_per_token_per_layer_per_hidden"
+    traced = _trace(stage_model, map(int, memory[key]), config)
+    memory[key] = {tp: max(value, traced.get(int(tp), 0.0)) for tp, value in memory[key].items()}
+    hardware = dict(document["hardware"])
+    if config.memory_limit_bytes is None:
+        hardware["reserved_bytes"] = max(
+            hardware["reserved_bytes"], _CONTEXT_BYTES + _communicator_bytes(num_devices)
+        )
+    cut = config.tp_sequence_parallel
+    changed = {"memory": memory, "hardware": hardware, "tp_sequence_parallel": cut}
+    return Profile.from_json({**document, **changed})
+
+
+def _with_ordered_sums(profile: Profile, config: HydraConfig) -> Profile:
+    """`profile`, with copies of gradients that `hydra.deterministic` takes and it does not have."""
+    document = profile.document
+    has_none = document["hardware"]["name"] == "cpu" or document.get("deterministic")
+    if has_none or not config.deterministic:
+        return profile
+    memory = {**document["memory"], "ordered_multiprocessors": count_multiprocessors()}
+    return Profile.from_json({**document, "memory": memory})
+
+
+def _split(memory: Mapping[str, Any]) -> tuple[float, float]:
+    """Sharded and held bytes of states per layer and hidden unit squared."""
+    total, share = memory["state_bytes_per_layer_per_hidden2"], memory["sharded_fraction"]
+    return total * share, total * (1 - share)
+
+
+def _trace(
+    stage_model: StageModel, degrees: Iterable[int], config: HydraConfig
+) -> dict[int, float]:
+    """Activation bytes by TP degree, of those that the model allows and torch can trace."""
+    model_config: PretrainedConfig = stage_model.config
+    traced = {}
+    for tp in degrees:
+        try:
+            layer = trace_layer_memory(
+                model_config,
+                tp=tp,
+                dtype=stage_model.params[0].dtype,
+                checkpointing=config.activation_checkpointing,
+                tp_sequence_parallel=config.tp_sequence_parallel,
+            )
+        except UnsupportedModelError:
+            continue
+        traced[tp] = layer.activation_bytes
+    return traced
+
+
+def _communicator_bytes(num_devices: int) -> int:
+    """Device memory of NCCL's communicators on rank 0, with those of pull, push and the homogeneous
+    strategies of all powers of two.
+    """
+    everyone = tuple(range(num_devices))
+    keys = {("pull", everyone), ("push", everyone)}
+    for scheme in power_of_two_schemes(num_devices):
+        keys |= groups_of(Strategy((scheme,) * (num_devices // scheme.num_devices)))
+    sizes = [len(ranks) for _, ranks in keys if 0 in ranks and len(ranks) > 1]
+    return sum(NCCL_PAIR_BYTES if size == 2 else NCCL_GROUP_BYTES for size in sizes)
+
 
 _EXPERT_WIDTHS = {"moe_intermediate_size", "shared_expert_intermediate_size"}
 """Keys of widths that TP cuts, where they are not those of the MLP."""
@@ -98,7 +201,7 @@ def check_slices(config: PretrainedConfig) -> None:
     is not what a rank of a TP group computes.
     """
     for name, style in (config.base_model_tp_plan or {}).items():
-        if style in (GATHERED, SPLIT):
+        if style in (tensor_parallel.GATHERED, tensor_parallel.SPLIT):
             raise UnsupportedModelError(
                 f"every rank of a TP group has all features of {config.model_type} at {name} ({style}), which one "
                 "device that stands for the rank does not show; measure on ranks (torchrun, without --topology), or "
@@ -164,14 +267,14 @@ def _one_layer(config: PretrainedConfig, num_shards: int) -> tuple[nn.Module, nn
 
 
 def _cut_micro_batches(model: nn.Module, layer: nn.Module, num_shards: int) -> None:
-    tp = TensorParallel(cuts_micro_batches=True, simulated_tp_size=num_shards)
+    tp = tensor_parallel.TensorParallel(cuts_micro_batches=True, simulated_tp_size=num_shards)
     tp.enter(None, 1, 0)
     sides = module_sides(model)
-    for block in find_blocks(layer, sides):
-        hook_block(block, tp)
+    for block in tensor_parallel.find_blocks(layer, sides):
+        tensor_parallel.hook_block(block, tp)
     for module in layer.modules():
-        if sides.get(module) == ROW:
-            hook_rowwise(module, tp)
+        if sides.get(module) == tensor_parallel.ROW:
+            tensor_parallel.hook_rowwise(module, tp)
 
 
 def _run(
