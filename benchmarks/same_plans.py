@@ -134,13 +134,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("other", nargs="?", type=Path)
     parser.add_argument("--proposals", action="store_true")
-    parser.add_argument("--cases", type=int, help="so many of the cases")
+    parser.add_argument("--every", type=int, default=1, help="every N-th of the cases alone")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve()
         return
-    cases = json.loads(CASES.read_text())["cases"][: options.cases]
+    cases = json.loads(CASES.read_text())["cases"][:: options.every]
     requests = [{"name": case["name"], "texts": case["strategies"]} for case in cases]
     if options.proposals:
         in_paper = [case for case in cases if case["figure"] == "Fig. 10"]

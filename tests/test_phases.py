@@ -20,7 +20,7 @@ from single_process import random_examples
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.events import simulate_plan
-from ds_hydra.sampler.candidate import MAX_CUTS, Bound, OneStrategy, find_menus, phases_of
+from ds_hydra.sampler.candidate import MAX_CUTS, Bound, OneStrategy, Phases, find_menus
 from ds_hydra.sampler.phase_plan import MiniBatch
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
 from ds_hydra.sampler.planner import fastest, plan_iteration, plan_with_time
@@ -82,7 +82,7 @@ def test_each_phase_pays_for_its_first_pull_and_its_last_push():
     settings = replace(SETTINGS, link_times=links)
     _, time_ms = plan(LONG_AND_SHORT, settings=settings, profile=profile)
     mini_batch = MiniBatch(make_batch(LONG_AND_SHORT), profile, 4, settings)
-    phased = fastest(mini_batch, phases_of(GATHERED, mini_batch)).time_ms
+    phased = fastest(mini_batch, [Phases(GATHERED)]).time_ms
     assert time_ms <= phased
     assert phased >= 130 + 5 * 10
 
@@ -311,15 +311,14 @@ def test_time_outside_of_propagation_is_not_counted_for_every_phase():
     corrections = Corrections(strategies=known)
     batch = make_batch(LONG_AND_SHORT)
     mini_batch = MiniBatch(batch, KEPT_PROFILE, 4, KEPT_SETTINGS, corrections)
-    (phases,) = phases_of(KEPT, mini_batch)
-    assert sum(p.iteration_ms for p in phases.plan(mini_batch)) == pytest.approx(130)
+    assert sum(p.iteration_ms for p in Phases(KEPT).plan(mini_batch)) == pytest.approx(130)
     (widest,) = OneStrategy(KEPT[2]).plan(mini_batch)
     assert widest.iteration_ms == pytest.approx(150 + 50)
 
 
 def test_every_candidate_says_its_groups_its_bound_and_its_plan():
     mini_batch = MiniBatch(make_batch(LONG_AND_SHORT), PROFILE, 4, SETTINGS)
-    (phases,) = phases_of(GATHERED, mini_batch)
+    phases = Phases(GATHERED)
     assert phases.groups() == groups_of_all(GATHERED)
     assert OneStrategy(GATHERED[1]).groups() == groups_of(GATHERED[1])
     for candidate, held in (

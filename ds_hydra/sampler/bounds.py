@@ -42,8 +42,8 @@ def _write_capacities(
     long_sequence: int,
     capacities: FloatArray,
 ) -> int:
-    """Writes time and tokens that a pipeline of `kind` holds within `limit_ms` for each V, those
-    aside that hold less of both than the one before; returns how many: [V, (time, tokens)].
+    """Writes (time, tokens) that a pipeline of `kind` holds within `limit_ms` for each V; pairs
+    that the one before dominates are dropped. Returns how many are written: [V, (time, tokens)].
 
     `long_sequence` is known to be there (-1: none). No micro-batch of MaxLen tokens takes longer
     than one at the time per token of `longest_allowed`, the longest sequence that may be there, and

@@ -157,46 +157,74 @@ class GroupMenu(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Phases of `menus`, each step of one of them: several menus where layers are gathered, one
-    where slices stay. See [Note: Phases].
-    """
+    """Phases out of the groups that `strategies` have. See [Note: Phases]."""
 
-    menus: tuple[GroupMenu, ...]
-    num_devices: int
+    strategies: tuple[Strategy, ...]
 
     def groups(self) -> frozenset[GroupKey]:
-        """Those of the strategies of one scheme."""
-        return groups_of_all(s for menu in self.menus for s in menu.alike(self.num_devices))
+        """Those of all strategies."""
+        return groups_of_all(self.strategies)
 
     def bound(self, mini_batch: MiniBatch) -> Bound:
         """Nothing is proved, so phases are planned first: quickly, and others have to beat them."""
         return Bound(0.0, 0.0)
 
     def plan(self, mini_batch: MiniBatch, limit_ms: float = np.inf) -> list[PhasePlan]:
-        """Its phases; none where steps alone are not below `limit_ms`."""
-        if not mini_batch.is_held(max(menu.longest for menu in self.menus)):
-            return []
-        least_ms = max(menu.least_link_ms(mini_batch.num_buckets) for menu in self.menus)
-        first = self.menus[0]
-        if first.keeps_slices:
-            limit_ms, least_ms = limit_ms - least_ms, 0.0
-        steps = self._steps(mini_batch.lengths, least_ms, limit_ms)
-        if first.keeps_slices:
-            return _kept_phases(mini_batch, first, steps)
-        return [_gathered_phase(mini_batch, self.menus[step.kind], step) for step in steps]
-
-    def _steps(self, lengths: IntArray, least_link_ms: float, limit_ms: float) -> list[GroupStep]:
-        """The steps of `lengths` (descending) that take least, each with `least_link_ms` of pull
-        and push; none where that is not below `limit_ms`.
+        """Its phases: each step of any of the menus of gathered layers, or all steps of one menu of
+        slices that stay; none that take `limit_ms` or more.
         """
-        floor = max(menu.traffic_ms for menu in self.menus)
+        menus = self._menus(mini_batch)
+        gathered = [menu for menu in menus if not menu.keeps_slices]
+        kept = [[menu] for menu in menus if menu.keeps_slices]
+        found: list[PhasePlan] = []
+        for alike in filter(None, [gathered, *kept]):
+            phases = _compose(mini_batch, alike, limit_ms)
+            time_ms = sum(phase.iteration_ms for phase in phases)
+            if phases and time_ms < limit_ms:
+                found, limit_ms = phases, time_ms
+        return found
 
-        def total_ms(slowest: FloatArray) -> float:
-            return float(np.maximum(slowest, floor).sum()) + least_link_ms * slowest.size
+    def _menus(self, mini_batch: MiniBatch) -> list[GroupMenu]:
+        """Of what the strategies gather, or leave on every rank alike."""
+        return find_menus(
+            (
+                scheme
+                for strategy in self.strategies
+                if strategy.gathers or not strategy.is_heterogeneous
+                for scheme in strategy.schemes
+            ),
+            mini_batch.profile,
+            mini_batch.num_devices,
+            groups=self.groups(),
+            max_len_tokens=mini_batch.max_len_tokens,
+            links_of=mini_batch.links_of,
+            factor_of=lambda strategy: mini_batch.corrections.of(strategy).factors.get(
+                strategy.schemes[0], 1.0
+            ),
+        )
 
-        kinds = [menu.groups_of_step(self.num_devices) for menu in self.menus]
-        steps = plan_steps(kinds, lengths, total_ms, limit_ms)
-        return [step for step in steps if step.members.size]
+
+def _compose(mini_batch: MiniBatch, menus: Sequence[GroupMenu], limit_ms: float) -> list[PhasePlan]:
+    """Phases of `menus` that leave the same on every rank; none where steps alone are not below
+    `limit_ms`.
+    """
+    if not mini_batch.is_held(max(menu.longest for menu in menus)):
+        return []
+    least_ms = max(menu.least_link_ms(mini_batch.num_buckets) for menu in menus)
+    floor_ms = max(menu.traffic_ms for menu in menus)
+    keeps_slices = menus[0].keeps_slices
+    if keeps_slices:
+        limit_ms, least_ms = limit_ms - least_ms, 0.0
+
+    def total_ms(slowest: FloatArray) -> float:
+        return float(np.maximum(slowest, floor_ms).sum()) + least_ms * slowest.size
+
+    kinds = [menu.groups_of_step(mini_batch.num_devices) for menu in menus]
+    found = plan_steps(kinds, mini_batch.lengths, total_ms, limit_ms)
+    steps = [step for step in found if step.members.size]
+    if keeps_slices:
+        return _kept_phases(mini_batch, menus[0], steps)
+    return [_gathered_phase(mini_batch, menus[step.kind], step) for step in steps]
 
 
 def _kept_phases(
@@ -237,31 +265,6 @@ def _factors(mini_batch: MiniBatch, menu: GroupMenu, strategy: Strategy) -> list
         menu.factors[menu.schemes.index(scheme)] * mini_batch.corrections.slowdown(ranks)
         for scheme, ranks in zip(strategy.schemes, strategy.place())
     ]
-
-
-def phases_of(strategies: Sequence[Strategy], mini_batch: MiniBatch) -> list[Phases]:
-    """The candidates that can be put together of what `strategies` gather, or leave on every rank
-    alike, out of the groups that they have.
-    """
-    menus = find_menus(
-        (
-            scheme
-            for strategy in strategies
-            if strategy.gathers or not strategy.is_heterogeneous
-            for scheme in strategy.schemes
-        ),
-        mini_batch.profile,
-        mini_batch.num_devices,
-        groups=groups_of_all(strategies),
-        max_len_tokens=mini_batch.max_len_tokens,
-        links_of=mini_batch.links_of,
-        factor_of=lambda strategy: mini_batch.corrections.of(strategy).factors.get(
-            strategy.schemes[0], 1.0
-        ),
-    )
-    gathered = tuple(menu for menu in menus if not menu.keeps_slices)
-    kept = [(menu,) for menu in menus if menu.keeps_slices]
-    return [Phases(alike, mini_batch.num_devices) for alike in (gathered, *kept) if alike]
 
 
 def find_menus(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
-from ds_hydra.sampler.candidate import Candidate, OneStrategy, phases_of
+from ds_hydra.sampler.candidate import Candidate, OneStrategy, Phases
 from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
 from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings, PlanningTask
@@ -99,7 +99,7 @@ def plan_with_time(
     """The best plan over `strategies` and the phases out of them, and its time with pull and push.
     Or one that is tried because it could be better.
     """
-    candidates: list[Candidate] = [*phases_of(strategies, mini_batch)]
+    candidates: list[Candidate] = [Phases(tuple(strategies))]
     candidates += map(OneStrategy, strategies)
     best = fastest(mini_batch, candidates)
     if not best.phases:

@@ -8,7 +8,7 @@ them on mini-batches drawn from the same histogram, and the smallest set that is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.candidate import find_menus
+from ds_hydra.sampler.candidate import Phases, find_menus
 from ds_hydra.sampler.sample_bench import (
     CandidateSettings,
     Progress,
@@ -40,6 +40,7 @@ from ds_hydra.strategy.proposal.space import candidate_schemes
 from ds_hydra.strategy.schemes.neighbours import full_strategies
 from ds_hydra.strategy.schemes.placement import (
     MAX_GROUPS_OF_RANK,
+    GroupKey,
     count_groups,
     groups_of_all,
     most_groups_of_rank,
@@ -155,11 +156,10 @@ class GroupLimits(NamedTuple):
     num_groups: int
     num_groups_of_rank: int = MAX_GROUPS_OF_RANK
 
-    def allow(self, strategies: Iterable[Strategy]) -> bool:
-        """Whether `strategies` need no more."""
-        keys = groups_of_all(strategies)
-        is_enough = len(keys) <= self.num_groups
-        return is_enough and most_groups_of_rank(keys) <= self.num_groups_of_rank
+    def allow(self, groups: Collection[GroupKey]) -> bool:
+        """Whether `groups` are no more."""
+        is_enough = len(groups) <= self.num_groups
+        return is_enough and most_groups_of_rank(groups) <= self.num_groups_of_rank
 
 
 def propose_strategies(
@@ -271,7 +271,7 @@ class _Choice:
                 break
             added = affordable[int(np.argmax(gains))]
             open_.remove(added)
-            if not limits.allow([*self.chosen, added]):
+            if not limits.allow(groups_of_all([*self.chosen, added])):
                 continue
             self.chosen = [*self.chosen, added]
             times = np.minimum(times, self.table[added])
@@ -350,7 +350,9 @@ def _with_phases(bench: SampleBench, choice: _Choice, profile: Profile) -> ForPh
         every = (*found.chosen, *found.strategies, *more)
         known = Costs(profile).extended(schemes_of(every))
         return ForPhases(
-            found.chosen, (*found.strategies, *more), bench.phases_ms(every, found.times_ms, known)
+            found.chosen,
+            (*found.strategies, *more),
+            bench.with_phases_ms(Phases(every), found.times_ms, known),
         )
     return found
 
@@ -368,23 +370,23 @@ def propose_phases(
     best = known_ms[:_NUM_DECIDING]
     menus = dict(enumerate(_menus(profile, bench.settings)))
     chosen: tuple[Strategy, ...] = ()
-    are_refused = False
+    are_refused, taken = False, groups_of_all(beside)
     for _ in range(_MAX_MENUS):
-        tried = {number: (*chosen, *own) for number, own in menus.items()}
+        tried = {number: Phases((*chosen, *own)) for number, own in menus.items()}
         times = {
-            number: bench.phases_ms(own, best, profile)
-            for number, own in tried.items()
-            if limits.allow([*beside, *own])
+            number: bench.with_phases_ms(phases, best, profile)
+            for number, phases in tried.items()
+            if limits.allow(taken | phases.groups())
         }
         are_refused |= len(times) < len(tried)
         number = min(times, key=lambda n: float(times[n].mean()), default=None)
         least_gain = bench.settings.tolerance
         if number is None or times[number].mean() > (1 - least_gain) * best.mean():
             break
-        chosen, best = tried[number], times[number]
+        chosen, best = tried[number].strategies, times[number]
         del menus[number]
     if chosen:
-        known_ms = bench.phases_ms(chosen, known_ms, profile)
+        known_ms = bench.with_phases_ms(Phases(chosen), known_ms, profile)
     return ForPhases(beside, chosen, known_ms, are_refused)
 
 
@@ -433,7 +435,7 @@ def groups_of_gathered(
     found: list[Strategy] = []
     for strategy in sorted(wanted, key=lambda strategy: count_groups([strategy])):
         is_there = strategy in chosen or strategy in menus
-        if not is_there and limits.allow([*chosen, *menus, *found, strategy]):
+        if not is_there and limits.allow(groups_of_all([*chosen, *menus, *found, strategy])):
             found.append(strategy)
     return tuple(found)
 

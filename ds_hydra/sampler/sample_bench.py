@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_hydra.configs.hydra_config import MAX_PROCESS_GROUPS, HydraConfig, Space
-from ds_hydra.sampler.candidate import phases_of
+from ds_hydra.sampler.candidate import Phases
 from ds_hydra.sampler.dispatch.dispatch import dispatch_trials
 from ds_hydra.sampler.phase_plan import MiniBatch
 from ds_hydra.sampler.plan import GlobalBatch
@@ -241,18 +241,15 @@ class SampleBench:
             known.update(zip(missing, times.tolist()))
         return np.array([known[strategy] for strategy in strategies])
 
-    def phases_ms(
-        self, strategies: Sequence[Strategy], known_ms: FloatArray, profile: Profile
-    ) -> FloatArray:
-        """`known_ms` of each of the first mini-batches, or what phases out of `strategies` take by
-        `profile` where that is less.
+    def with_phases_ms(self, phases: Phases, known_ms: FloatArray, profile: Profile) -> FloatArray:
+        """`known_ms` of each of the first mini-batches, or what `phases` take by `profile` where
+        that is less.
         """
-        number, settings = self.world.num_devices, self.settings.planner_with_links(strategies)
+        settings = self.settings.planner_with_links(phases.strategies)
         found = []
         for batch, limit_ms in zip(self.batches, known_ms.tolist()):
-            mini_batch = MiniBatch(batch, profile, number, settings)
-            phases = phases_of(strategies, mini_batch)
-            found.append(fastest(mini_batch, phases, limit_ms).time_ms)
+            mini_batch = MiniBatch(batch, profile, self.world.num_devices, settings)
+            found.append(fastest(mini_batch, [phases], limit_ms).time_ms)
         return np.array(found)
 
     def winners(
