@@ -328,6 +328,20 @@ MUTANTS = (
         tests=("tests/test_transfer_schedule.py",),
     ),
     Mutant(
+        "computation does not wait for what a use needs",
+        "engine/transfer/session.py",
+        "if self._use in self._needed:",
+        "if False:",
+        tests=("tests/test_transfer_session.py",),
+    ),
+    Mutant(
+        "without overlap kept weights are pushed inside backward passes",
+        _SCHEDULE,
+        "is_early = overlap and num_buckets > 0",
+        "is_early = num_buckets > 0",
+        tests=("tests/test_transfer_schedule.py",),
+    ),
+    Mutant(
         "streamed: every rank of a TP group adds what one has to",
         _WEIGHTS,
         "        if entry.pushes_gradient:\n            self._home.add",

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_hydra.sampler.ilp import SolverLimits
-from ds_hydra.sampler.order import EPSILON
+from ds_hydra.sampler.integer_programs import SolverLimits
 from ds_hydra.sampler.packing.packing import THOROUGH, pack_micro_batches, solve_packing
 from ds_hydra.sampler.packing.packing_bounds import PipelineCost, pipeline_bound_ms
+from ds_hydra.sampler.problem import EPSILON
 from ds_hydra.sampler.schedule import balance_micro_batches
 from ds_hydra.strategy.profiles.profile import LatencyModel
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION

@@ -26,11 +26,11 @@ from ds_hydra.lab.whole_iteration import (
     fit_iterations,
     predict_iteration,
 )
-from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
+from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.propose import propose_strategies
-from ds_hydra.sampler.trial import PruningSettings
+from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_latency
 from ds_hydra.strategy.cost_models.cluster import find_cluster
@@ -87,8 +87,11 @@ def against_all_strategies(histogram: str, num_batches: int) -> dict[str, float]
     profile, tokens = profile_of("7b"), 100_000
     lengths = histogram_of(histogram).limit(CONTEXT)
     proposal = propose_strategies(
-        profile, lengths, num_devices=8, context_length=CONTEXT, tokens_per_iteration=tokens,
-        pruning=PruningSettings(num_batches=16),
+        profile,
+        lengths,
+        CandidateSettings(
+            num_devices=8, context_length=CONTEXT, tokens_per_iteration=tokens, num_batches=16
+        ),
     )  # fmt: skip
     every = enumerate_strategies(usable_schemes(World.of(profile, None, 8, 1)), 8, max_distinct=4)
     times: dict[str, list[float]] = {"proposed": [], "every": []}

@@ -78,8 +78,13 @@ def read_config(name: str) -> tuple[dict[str, Any], list[str]]:
     config = load_config(name)
     text = config.get_text_config()
     notes = [] if text is config else [f"model: its part for text alone ({type(text).__name__})"]
-    fields = {key: getattr(text, key, None) for key in text.attribute_map}
-    return {**text.to_dict(), **fields}, [*notes, *find_quantisation(config.to_dict())]
+    return all_fields(text), [*notes, *find_quantisation(config.to_dict())]
+
+
+def all_fields(config: PretrainedConfig) -> dict[str, Any]:
+    """Fields of `config`, also by the names that all families have for them."""
+    fields = {key: getattr(config, key, None) for key in config.attribute_map}
+    return {**config.to_dict(), **fields}
 
 
 def find_quantisation(config: Mapping[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from ds_hydra.strategy.cost_models.analytic import (
     predict_latency,
     predict_profile,
 )
+from ds_hydra.strategy.cost_models.decoder import read_decoder
 from ds_hydra.strategy.cost_models.flops import (
     Attention,
     ModelFlops,
@@ -122,6 +123,9 @@ def test_a_window_sees_what_it_sees():
 
 
 MIXED = ["sliding_attention", "full_attention"]
+SIZES = {
+    "num_hidden_layers": 2, "hidden_size": 10, "intermediate_size": 20, "vocab_size": 30, "num_attention_heads": 1,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -142,7 +146,7 @@ MIXED = ["sliding_attention", "full_attention"]
     ],
 )
 def test_what_layers_attend_to_is_read_or_said_not_to_be_known(config, windows):
-    flops = ModelFlops.of_shape(SHAPE, config)
+    flops = ModelFlops.of_decoder(read_decoder({**SIZES, **config}, "x"))
     if isinstance(windows, str):
         assert windows in flops.unknown
         assert np.isnan(flops.of([3]))

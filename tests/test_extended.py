@@ -25,7 +25,7 @@ import ds_hydra
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler.propose import propose_strategies
-from ds_hydra.sampler.trial import PruningSettings
+from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
@@ -174,8 +174,10 @@ def propose(profile, space, *, num_devices=16, context=CONTEXT, **kwargs):
     return propose_strategies(
         profile,
         LengthHistogram.load(find_file("lengths", "github")),
-        num_devices=num_devices, context_length=context, tokens_per_iteration=131072,
-        space=space, pruning=PruningSettings(num_batches=6), **kwargs,
+        CandidateSettings(
+            num_devices=num_devices, context_length=context, tokens_per_iteration=131072,
+            space=space, num_batches=6, **kwargs,
+        ),
     )  # fmt: skip
 
 
@@ -226,7 +228,9 @@ def test_a_context_that_only_extended_schemes_fit():
     widest = LengthHistogram.from_counts({9_000_000: 1})
     with pytest.raises(HydraConfigError, match=r"no scheme fits a micro-batch of 9000000 tokens"):
         propose_strategies(
-            a800("32b"), widest, num_devices=16, context_length=9_000_000, space="full"
+            a800("32b"),
+            widest,
+            CandidateSettings(num_devices=16, context_length=9_000_000, space="full"),
         )
 
 

@@ -18,7 +18,8 @@ from ds_hydra.engine.parallel.groups import (
     describe_groups,
 )
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
+from ds_hydra.sampler.candidate_set import decide_candidates
+from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.schemes.placement import (
     LINK_GROUPS,

@@ -22,8 +22,9 @@ from ds_hydra.configs import find_file
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checks.config_check import CheckRequest, check_config
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
-from ds_hydra.sampler import candidates
-from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
+from ds_hydra.sampler import sample_bench
+from ds_hydra.sampler.candidate_set import decide_candidates
+from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.state_bytes import load_profile
@@ -109,7 +110,7 @@ def test_links_count_for_everyone_who_decides(tmp_path):
 
 def train_on_proposals(folder):
     """Four ranks that count as many: candidates follow the data."""
-    candidates.MAX_ENUMERATED_RANKS = 2
+    sample_bench.MAX_ENUMERATED_RANKS = 2
     folder = Path(folder)
     if dist.get_rank() == 0:
         document = small_profile(6_000_000, num_layers=4)

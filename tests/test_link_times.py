@@ -5,6 +5,7 @@ they come from.
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,12 +19,12 @@ from ds_hydra.configs.ds_config import read_ds_config
 from ds_hydra.configs.files import find_profile
 from ds_hydra.engine.planning import planner_settings
 from ds_hydra.records.events import simulate_iteration, simulate_plan
-from ds_hydra.sampler.batch_planner import BatchPlanner
-from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.phase_plan import MiniBatch
+from ds_hydra.sampler.planner import plan_iteration, plan_with_time
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.propose import propose_strategies
+from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.sampler.schedule import linked_ms
-from ds_hydra.sampler.trial import PruningSettings
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
@@ -66,7 +67,7 @@ def with_links(links: dict[Strategy, LinkTimes], **changes) -> PlannerSettings:
 
 
 def run(lengths, strategies, planner):
-    return BatchPlanner(make_batch(lengths), LAYERED, 8, planner).plan(strategies)
+    return plan_with_time(MiniBatch(make_batch(lengths), LAYERED, 8, planner), strategies)
 
 
 batches = st.lists(st.integers(1, 80), min_size=1, max_size=30)
@@ -144,9 +145,15 @@ def test_the_proposal_counts_links():
         return propose_strategies(
             profile,
             LengthHistogram.from_counts({20: 6, 60: 3, 200: 1}),
-            num_devices=4, context_length=200, tokens_per_iteration=800,
-            pruning=PruningSettings(num_batches=6, links_of=links_of),
-        )  # fmt: skip
+            CandidateSettings(
+                num_devices=4,
+                context_length=200,
+                tokens_per_iteration=800,
+                num_batches=6,
+                cluster=links_of and SimpleNamespace(link_times=links_of),
+                space="measured",
+            ),
+        )
 
     def links_of(strategy):
         pull_ms = 1e4 if Scheme(1, 1) in strategy.schemes else 0.0

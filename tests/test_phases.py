@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,12 +20,13 @@ from single_process import random_examples
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.events import simulate_plan
-from ds_hydra.sampler.batch_planner import BatchPlanner
-from ds_hydra.sampler.phases import MAX_CUTS, find_palettes
+from ds_hydra.sampler.candidate import MAX_CUTS, Bound, OneStrategy, find_menus, phases_of
+from ds_hydra.sampler.phase_plan import MiniBatch
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
-from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.planner import fastest, plan_iteration, plan_with_time
 from ds_hydra.sampler.planner_settings import PlannerSettings
-from ds_hydra.sampler.propose_phases import PhaseSettings, propose_phases
+from ds_hydra.sampler.propose import GroupLimits, propose_phases
+from ds_hydra.sampler.sample_bench import CandidateSettings, SampleBench
 from ds_hydra.strategy.profiles.corrections import Correction, Corrections
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
@@ -48,7 +50,9 @@ LONG_AND_SHORT = [100] + [25] * 16
 
 
 def plan(lengths, strategies=GATHERED, settings=SETTINGS, profile=PROFILE, num_devices=4):
-    return BatchPlanner(make_batch(lengths), profile, num_devices, settings).plan(strategies)
+    return plan_with_time(
+        MiniBatch(make_batch(lengths), profile, num_devices, settings), strategies
+    )
 
 
 def test_a_long_sequence_on_all_ranks_then_short_ones_on_one_each():
@@ -77,7 +81,8 @@ def test_each_phase_pays_for_its_first_pull_and_its_last_push():
     )
     settings = replace(SETTINGS, link_times=links)
     _, time_ms = plan(LONG_AND_SHORT, settings=settings, profile=profile)
-    phased = BatchPlanner(make_batch(LONG_AND_SHORT), profile, 4, settings).phases_ms(GATHERED)
+    mini_batch = MiniBatch(make_batch(LONG_AND_SHORT), profile, 4, settings)
+    phased = fastest(mini_batch, phases_of(GATHERED, mini_batch)).time_ms
     assert time_ms <= phased
     assert phased >= 130 + 5 * 10
 
@@ -123,7 +128,7 @@ def test_phases_are_simulated_one_after_another():
     assert simulation.bubble == pytest.approx(0)
 
 
-def test_a_palette_has_one_scheme_for_each_number_of_ranks():
+def test_a_menu_has_one_scheme_for_each_number_of_ranks():
     schemes = [
         Scheme(2, 1, gather=True),
         Scheme(1, 1, sp=2, gather=True),
@@ -133,36 +138,36 @@ def test_a_palette_has_one_scheme_for_each_number_of_ranks():
         {str(s): (0, b, 0) for s, b in zip([*schemes, Scheme(3, 1)], (0.7, 0.55, 1, 1))}
     )
 
-    def palettes(schemes, held=lambda *_: 30):
+    def menus(schemes, held=lambda *_: 30):
         return [
-            [str(s) for s in palette.schemes]
-            for palette in find_palettes(
+            [str(s) for s in menu.schemes]
+            for menu in find_menus(
                 schemes, profile, 4, max_len_tokens=held, links_of=lambda _: NO_LINKS
             )
         ]
 
-    assert palettes(schemes) == [["<1,1;gather>", "<sp2,1;gather>"]]
-    assert palettes(schemes[:1] + schemes[2:]) == [["<1,1;gather>", "<2,1;gather>"]]
-    assert palettes(schemes[:2]) == []  # one size
-    assert palettes([Scheme(3, 1)]) == []  # does not divide the ranks
-    assert palettes(schemes, held=lambda s, _: 30 if s.sp > 1 else 0) == []  # one size that holds
+    assert menus(schemes) == [["<1,1;gather>", "<sp2,1;gather>"]]
+    assert menus(schemes[:1] + schemes[2:]) == [["<1,1;gather>", "<2,1;gather>"]]
+    assert menus(schemes[:2]) == []  # one size
+    assert menus([Scheme(3, 1)]) == []  # does not divide the ranks
+    assert menus(schemes, held=lambda s, _: 30 if s.sp > 1 else 0) == []  # one size that holds
 
 
-def test_a_palette_of_slices_that_stay_for_each_tp():
+def test_a_menu_of_slices_that_stay_for_each_tp():
     texts = ["<1,1>", "<sp2,1>", "<cp4,1>", "<2,1>", "<sp2,2,1>", "<1,2>", "<1,1;stream>", "<4,1>"]
     profile = make_profile(dict.fromkeys(texts, (0, 1, 0)))
-    found = find_palettes(
+    found = find_menus(
         profile.latency, profile, 4,
         max_len_tokens=lambda *_: 30, links_of=lambda _: NO_LINKS,
     )  # fmt: skip
-    assert [[str(s) for s in palette.schemes] for palette in found] == [
+    assert [[str(s) for s in menu.schemes] for menu in found] == [
         ["<1,1>", "<sp2,1>", "<cp4,1>"],
         ["<2,1>", "<sp2,2,1>"],
     ]
-    assert all(palette.keeps_slices for palette in found)
+    assert all(menu.keeps_slices for menu in found)
 
 
-def test_a_palette_needs_no_group_that_the_candidates_lack():
+def test_a_menu_needs_no_group_that_the_candidates_lack():
     """Candidates that leave ranks idle, or have a scheme on some ranks only."""
     texts = ["<1,1>", "<sp2,1>", "<sp4,1>", "<1,1;gather>", "<sp2,1;gather>"]
     profile = make_profile(dict.fromkeys(texts, (0, 1, 0)))
@@ -181,16 +186,16 @@ def test_a_palette_needs_no_group_that_the_candidates_lack():
         assert groups_of(found.strategy) <= groups_of_all(strategies), str(found.strategy)
 
 
-def test_one_palette_for_long_sequences_and_one_for_short_ones():
+def test_one_menu_for_long_sequences_and_one_for_short_ones():
     """<2,1> takes less for one sequence of 30 tokens, <sp2,1> for sixteen short ones."""
     profile = make_profile(
         {"<1,1;gather>": (0, 1, 0), "<2,1;gather>": (0, 0.7, 0), "<sp2,1;gather>": (0.01, 0.5, 0)}
     )
-    found = find_palettes(
+    found = find_menus(
         list(profile.latency), profile, 4,
         max_len_tokens=lambda *_: 30, links_of=lambda _: NO_LINKS,
     )  # fmt: skip
-    assert [[str(s) for s in palette.schemes] for palette in found] == [
+    assert [[str(s) for s in menu.schemes] for menu in found] == [
         ["<1,1;gather>", "<2,1;gather>"],
         ["<1,1;gather>", "<sp2,1;gather>"],
     ]
@@ -199,10 +204,10 @@ def test_one_palette_for_long_sequences_and_one_for_short_ones():
 def test_the_smallest_groups_give_way_where_there_are_too_many_cuts():
     schemes = [Scheme(1, 1, sp=2**k, gather=True) for k in range(8)]
     profile = make_profile({str(s): (0, 1 / s.sp, 0) for s in schemes})
-    (palette,) = find_palettes(
+    (menu,) = find_menus(
         schemes, profile, 128, max_len_tokens=lambda *_: 30, links_of=lambda _: NO_LINKS
     )
-    assert [s.sp for s in palette.schemes] == [2, 4, 8, 16, 32, 64, 128]
+    assert [s.sp for s in menu.schemes] == [2, 4, 8, 16, 32, 64, 128]
     assert num_cuts(128, (2, 4, 8, 16, 32, 64, 128)) <= MAX_CUTS
 
 
@@ -220,19 +225,19 @@ def held_profile():
 
 def test_proposed_where_they_make_mini_batches_faster():
     batches = [make_batch(LONG_AND_SHORT, iteration) for iteration in range(3)]
-    settings = PhaseSettings(
-        num_devices=4, planner=SETTINGS, links_of=None, fits=lambda _: True, tolerance=0.01
+    settings = CandidateSettings(
+        num_devices=4, context_length=120, planner=SETTINGS, tolerance=0.01
     )
-    found = propose_phases(held_profile(), batches, np.full(3, 150.0), settings)
+    bench, every = SampleBench(batches, settings.world(held_profile()), settings), GroupLimits(100)
+    found = propose_phases(bench, bench.world.profile, every, (), np.full(3, 150.0))
     assert set(found.strategies) == set(GATHERED)
     assert found.times_ms == pytest.approx(130)
     assert not found.are_refused
-    none = propose_phases(held_profile(), batches, np.full(3, 131.0), settings)
+    none = propose_phases(bench, bench.world.profile, every, (), np.full(3, 131.0))
     assert none.strategies == ()
     assert none.times_ms == pytest.approx(131)
     assert not none.are_refused
-    nowhere = replace(settings, fits=lambda _: False)
-    refused = propose_phases(held_profile(), batches, np.full(3, 150.0), nowhere)
+    refused = propose_phases(bench, bench.world.profile, GroupLimits(0), (), np.full(3, 150.0))
     assert refused.strategies == ()
     assert refused.are_refused
 
@@ -304,8 +309,57 @@ def test_candidates_are_tried_where_phases_are_the_fastest():
 def test_time_outside_of_propagation_is_not_counted_for_every_phase():
     known = {s: Correction(outside_ms=50.0) for s in KEPT}
     corrections = Corrections(strategies=known)
-    planner = BatchPlanner(make_batch(LONG_AND_SHORT), KEPT_PROFILE, 4, KEPT_SETTINGS, corrections)
-    assert planner.phases_ms(KEPT) == pytest.approx(130)
+    batch = make_batch(LONG_AND_SHORT)
+    mini_batch = MiniBatch(batch, KEPT_PROFILE, 4, KEPT_SETTINGS, corrections)
+    (phases,) = phases_of(KEPT, mini_batch)
+    assert sum(p.iteration_ms for p in phases.plan(mini_batch)) == pytest.approx(130)
+    (widest,) = OneStrategy(KEPT[2]).plan(mini_batch)
+    assert widest.iteration_ms == pytest.approx(150 + 50)
+
+
+def test_every_candidate_says_its_groups_its_bound_and_its_plan():
+    mini_batch = MiniBatch(make_batch(LONG_AND_SHORT), PROFILE, 4, SETTINGS)
+    (phases,) = phases_of(GATHERED, mini_batch)
+    assert phases.groups() == groups_of_all(GATHERED)
+    assert OneStrategy(GATHERED[1]).groups() == groups_of(GATHERED[1])
+    for candidate, held in (
+        (phases, True),
+        *((OneStrategy(s), s == GATHERED[2]) for s in GATHERED),
+    ):
+        found = candidate.plan(mini_batch)
+        bound = candidate.bound(mini_batch)
+        assert bool(found) == held == (bound.iteration_ms < np.inf)
+        if held:
+            time_ms = sum(phase.iteration_ms for phase in found)
+            assert bound.propagation_ms <= bound.iteration_ms <= time_ms
+    best = fastest(mini_batch, [phases, OneStrategy(GATHERED[2])])
+    assert best.time_ms == pytest.approx(130)
+    assert len(best.phases) == 5
+
+
+class Made:
+    """A candidate of one phase."""
+
+    def __init__(self, bound_ms, time_ms):
+        self.bound_ms, self.phase, self.limits = bound_ms, SimpleNamespace(iteration_ms=time_ms), []
+
+    def bound(self, mini_batch):
+        return Bound(self.bound_ms, self.bound_ms)
+
+    def plan(self, mini_batch, limit_ms):
+        self.limits.append(limit_ms)
+        return [self.phase]
+
+
+def test_candidates_are_planned_in_the_order_of_their_bounds_until_none_can_win():
+    slow, unproved, equal, late = Made(5, 90), Made(0, 60), Made(10, 60), Made(60, 1)
+    best = fastest(None, [late, slow, equal, unproved])
+    assert best.phases == [equal.phase]  # of equal times the one with a bound
+    assert best.time_ms == 60
+    tried = [made.limits for made in (unproved, slow, equal, late)]
+    assert tried == [[np.inf], [60], [60], []]
+    assert fastest(None, [unproved], 60.0).phases == []
+    assert fastest(None, [], 7.0) == ([], 7.0)
 
 
 def kept_by_the_planner(*, overlap=True, is_frozen=False):

@@ -18,7 +18,8 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.cases import load_case
 from ds_hydra.lab.simulator.systems import Settings
 from ds_hydra.model_config import find_quantisation, load_config, read_config
-from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates, gradient_bytes
+from ds_hydra.sampler.candidate_set import decide_candidates, gradient_bytes
+from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.state_bytes import with_engine_states

@@ -15,11 +15,10 @@ from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.cases import load_case
 from ds_hydra.lab.simulator.estimate import estimate_from_config
-from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
+from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.propose import propose_strategies
-from ds_hydra.sampler.propose_phases import groups_of_gathered
-from ds_hydra.sampler.trial import PruningSettings
+from ds_hydra.sampler.propose import GroupLimits, groups_of_gathered, propose_strategies
+from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import World
@@ -56,11 +55,13 @@ def proposal(github):
     return propose_strategies(
         flat_profile("a800_llama2_7b"),
         github,
-        num_devices=8,
-        context_length=CONTEXT,
-        tokens_per_iteration=TOKENS,
-        space="plain",
-        pruning=PruningSettings(num_batches=16),
+        CandidateSettings(
+            num_devices=8,
+            context_length=CONTEXT,
+            tokens_per_iteration=TOKENS,
+            space="plain",
+            num_batches=16,
+        ),
     )
 
 
@@ -99,11 +100,13 @@ def test_the_same_arguments_give_the_same_set(github, proposal):
     again = propose_strategies(
         flat_profile("a800_llama2_7b"),
         github,
-        num_devices=8,
-        context_length=CONTEXT,
-        tokens_per_iteration=TOKENS,
-        space="plain",
-        pruning=PruningSettings(num_batches=16),
+        CandidateSettings(
+            num_devices=8,
+            context_length=CONTEXT,
+            tokens_per_iteration=TOKENS,
+            space="plain",
+            num_batches=16,
+        ),
     )
     assert again == proposal
 
@@ -120,11 +123,14 @@ def test_communicators_are_bounded(github):
         return propose_strategies(
             flat_profile("a800_llama2_7b"),
             github,
-            num_devices=8,
-            context_length=CONTEXT,
-            tokens_per_iteration=TOKENS,
-            space="plain",
-            pruning=PruningSettings(num_batches=8, max_communicators=max_communicators),
+            CandidateSettings(
+                num_devices=8,
+                context_length=CONTEXT,
+                tokens_per_iteration=TOKENS,
+                space="plain",
+                num_batches=8,
+                max_groups=max_communicators,
+            ),
         )
 
     assert propose(4).num_communicators <= 4
@@ -138,10 +144,7 @@ def test_progress_is_reported(github):
     propose_strategies(
         profile,
         LengthHistogram.from_counts({50: 7}),
-        num_devices=4,
-        context_length=50,
-        space="plain",
-        pruning=PruningSettings(num_batches=3),
+        CandidateSettings(num_devices=4, context_length=50, space="plain", num_batches=3),
         progress=lambda done, total: seen.append((done, total)),
     )
     assert seen == [(1, 3), (2, 3), (3, 3)]
@@ -157,7 +160,7 @@ def candidates_of_case(name, *, num_batches, **changes):
         tokens_per_iteration=workload.tokens_per_iteration,
         space="full",
         cluster=find_cluster(profile, workload.num_devices),
-        pruning=PruningSettings(num_batches=num_batches),
+        num_batches=num_batches,
     )
     return decide_candidates(profile, workload.histogram, settings)
 
@@ -186,9 +189,9 @@ def test_a_context_that_only_gathered_layers_hold_is_proposed_for():
     assert found.proposal.kept_ms < 0.95 * found.proposal.all_candidates_ms
 
 
-def test_a_poor_palette_that_fits_gives_way_to_a_good_one_that_does_not():
+def test_a_poor_menu_that_fits_gives_way_to_a_good_one_that_does_not():
     """LLaMA 32B on 64 A800, 800K tokens of GitHub-like lengths: communicators are left for a
-    palette of checkpointed layers, which is 1.2 times as slow as one that needs those of the
+    menu of checkpointed layers, which is 1.2 times as slow as one that needs those of the
     candidates.
     """
     case = "paper/github-32b-64gpu-f3"
@@ -216,12 +219,16 @@ def test_groups_of_gathered_schemes_by_hand():
         ["1x<sp4,1;gather> + 4x<1,1;gather>", "2x<sp4,1;ckpt=2;gather>", "1x<8,1>"]
     )
     wanted = parse_strategies(["2x<sp4,1;gather>", "8x<1,1;gather>"])
-    # Groups of one rank need no communicator: they come first. One size alone is no palette
-    assert groups_of_gathered(chosen, (), 8, lambda _: True) == (wanted[1], wanted[0])
-    assert groups_of_gathered(chosen, wanted[:1], 8, lambda _: True) == (wanted[1],)
-    assert groups_of_gathered(chosen, (), 8, lambda more: wanted[0] not in more) == (wanted[1],)
-    assert groups_of_gathered(chosen, (), 8, lambda _: False) == ()
-    assert groups_of_gathered([*chosen, *wanted], (), 8, lambda _: True) == ()
+    many = GroupLimits(100)
+    # Groups of one rank need no communicator: they come first. One size alone is no menu
+    assert groups_of_gathered(chosen, (), 8, many) == (wanted[1], wanted[0])
+    assert groups_of_gathered(chosen, wanted[:1], 8, many) == (wanted[1],)
+    half = [chosen[0], chosen[2]]
+    just = GroupLimits(count_groups(half))
+    assert groups_of_gathered(half, (), 8, many) == (wanted[1], wanted[0])
+    assert groups_of_gathered(half, (), 8, just) == (wanted[1],)
+    assert groups_of_gathered(chosen, (), 8, GroupLimits(0)) == ()
+    assert groups_of_gathered([*chosen, *wanted], (), 8, many) == ()
 
 
 def test_a_model_that_no_plain_scheme_holds_is_proposed_for(tmp_path):
@@ -239,7 +246,7 @@ def test_a_model_that_no_plain_scheme_holds_is_proposed_for(tmp_path):
         tokens_per_iteration=16384,
         space="full",
         cluster=find_cluster(profile, 8),
-        pruning=PruningSettings(num_batches=1),
+        num_batches=1,
     )
     with pytest.raises(HydraConfigError, match="no scheme that this model can run fits 8 devices"):
         decide_candidates(profile, None, settings)

@@ -19,7 +19,7 @@ from ds_hydra.lab.simulator.mixed_groups import dynamic_cp, flexsp
 from ds_hydra.lab.simulator.sharded import sharded_groups, with_traffic_ms
 from ds_hydra.lab.simulator.ulysses import balanced_ulysses, odc, without_lockstep
 from ds_hydra.lab.simulator.wlb import hold_back, wlb
-from ds_hydra.sampler.mixed_groups import MixedGroups, plan_steps, solve_step
+from ds_hydra.sampler.group_steps import MixedGroups, plan_steps, solve_step
 from ds_hydra.strategy.cost_models.analytic import key_values_ms
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.neighbours import cuts

@@ -8,17 +8,21 @@ from reference import make_batch
 from spaces import with_moving_weights
 
 from ds_hydra.configs import find_file
-from ds_hydra.sampler import trial
-from ds_hydra.sampler.batch_planner import BatchPlanner
-from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
+from ds_hydra.sampler import sample_bench
+from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.dispatch.dispatch import dispatch_trials
-from ds_hydra.sampler.planner import heuristic_times
+from ds_hydra.sampler.phase_plan import MiniBatch
+from ds_hydra.sampler.planner import heuristic_times, plan_with_time
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import PipelineKind, make_problem
-from ds_hydra.sampler.screening import UNEVEN_STEPS, Screen
-from ds_hydra.sampler.trial import PruningSettings
+from ds_hydra.sampler.sample_bench import (
+    UNEVEN_STEPS,
+    CandidateSettings,
+    FastEstimator,
+    SampleBench,
+)
 from ds_hydra.strategy.cost_models.cluster import find_cluster
-from ds_hydra.strategy.cost_models.costs import Costs
+from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies, schemes_of
@@ -27,6 +31,7 @@ NUM_DEVICES = 16
 PUBLISHED = Profile.load(find_file("profiles", "a800_llama2_7b"))
 CLUSTER = find_cluster(PUBLISHED, NUM_DEVICES)
 PROFILE = with_moving_weights(PUBLISHED, num_devices=NUM_DEVICES, cluster=CLUSTER)
+WORLD = World.of(PROFILE, CLUSTER, NUM_DEVICES, 16384)
 STRATEGIES = parse_strategies(
     [
         "2x<8,1>",
@@ -56,10 +61,10 @@ def estimate_ms(strategy):
 
 
 def test_all_at_once_as_one_by_one():
-    found = Screen(STRATEGIES, PROFILE, NUM_DEVICES).estimates_ms(BATCH)
+    found = FastEstimator(STRATEGIES, WORLD).estimates_ms(BATCH)
     assert found[:-1] == pytest.approx([estimate_ms(s) for s in STRATEGIES[:-1]])
     assert np.isinf(found[-1])  # no micro-batch of 15,000 tokens on one rank
-    assert Screen((), PROFILE, NUM_DEVICES).estimates_ms(BATCH).size == 0
+    assert FastEstimator((), WORLD).estimates_ms(BATCH).size == 0
 
 
 def test_heuristic_times_are_those_of_the_plans():
@@ -67,11 +72,14 @@ def test_heuristic_times_are_those_of_the_plans():
     links = {s: CLUSTER.link_times(s) for s in STRATEGIES}
     settings = PlannerSettings(link_times=links).heuristic()
     found = heuristic_times(BATCH, strategies=STRATEGIES, settings=settings, **options)
-    planner = BatchPlanner(BATCH, settings=settings, **options)
-    one_by_one = [planner.plan([s])[1] for s in STRATEGIES[:-1]]
+
+    def time_ms(strategies):
+        return plan_with_time(MiniBatch(BATCH, settings=settings, **options), strategies)[1]
+
+    one_by_one = [time_ms([s]) for s in STRATEGIES[:-1]]
     assert found[:-1] == pytest.approx(one_by_one)
     assert np.isinf(found[-1])
-    assert planner.plan(STRATEGIES[:-1])[1] == pytest.approx(found.min())
+    assert time_ms(STRATEGIES[:-1]) == pytest.approx(found.min())
 
 
 def test_a_full_proposal_gathers_and_its_profile_knows_every_scheme():
@@ -84,7 +92,7 @@ def test_a_full_proposal_gathers_and_its_profile_knows_every_scheme():
         space="full",
         cluster=find_cluster(profile, 8),
         max_enumerated=0,
-        pruning=PruningSettings(num_batches=6),
+        num_batches=6,
     )
     found = decide_candidates(profile, histogram, settings)
     gathered = [s for x in found.strategies for s in x.schemes if s.gather]
@@ -115,17 +123,19 @@ def test_what_lockstep_costs_keeps_gathered_strategies_from_being_tried():
     held = profile.max_len_tokens(gathered, 2)
     assert held > 0
     for lengths, ratio in (([held, held], 1.0), ([held // 2 + 1] * 3, UNEVEN_STEPS)):
-        screen = Screen(strategies, profile, 2)
+        screen = FastEstimator(strategies, World.of(profile, None, 2, held))
         screen._max_len[:] = held
         with_lockstep, alone = screen.estimates_ms(make_batch(lengths))
         assert with_lockstep == pytest.approx(ratio * alone)
 
 
-@pytest.mark.parametrize(("many", "num_tried"), [(trial._MANY, 6), (0, 3)])
+@pytest.mark.parametrize(("many", "num_tried"), [(sample_bench._MANY, 6), (0, 3)])
 def test_half_of_the_mini_batches_have_to_do_for_very_many_candidates(monkeypatch, many, num_tried):
-    monkeypatch.setattr(trial, "_MANY", many)
+    monkeypatch.setattr(sample_bench, "_MANY", many)
     tried = []
-    found = trial.Trial([BATCH] * 6, PROFILE, NUM_DEVICES, 16384, PruningSettings(num_rounds=0))
-    times = found.search(STRATEGIES, (), lambda done, of: tried.append((done, of)))
+    settings = CandidateSettings(num_devices=NUM_DEVICES, context_length=16384, num_rounds=0)
+    bench = SampleBench([BATCH] * 6, WORLD, settings)
+    winners = bench.winners_near(STRATEGIES, (), lambda done, of: tried.append((done, of)))
     assert tried == [(number + 1, 6) for number in range(num_tried)]
-    assert all(of.shape == (6,) for of in times.values())
+    assert set(winners) < set(STRATEGIES)
+    assert all(bench.times_ms(strategy).shape == (6,) for strategy in winners)

@@ -15,8 +15,8 @@ from ds_hydra.lab.simulator.compare import compare
 from ds_hydra.lab.simulator.scenario import bound_of
 from ds_hydra.lab.simulator.systems import Settings
 from ds_hydra.lab.simulator.ulysses import balance_micro_batches_by_time
-from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
-from ds_hydra.sampler.trial import PruningSettings
+from ds_hydra.sampler.candidate_set import decide_candidates
+from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.profile import Profile
@@ -48,13 +48,9 @@ def test_groups_as_wide_as_a_profiled_one_need_no_links():
         Scheme(1, 1, sp=4),
         Scheme(2, 1, sp=2),
     }
-    heads = dataclasses.replace(
-        small_profile(),
-        document={
-            **small_profile().document,
-            "model": {**small_profile().document["model"], "num_attention_heads": 2},
-        },
-    )
+    document = small_profile().document
+    model = {**document["model"], "num_attention_heads": 2}
+    heads = Profile.from_json({**document, "model": model})
     found = derived(heads, None).latency
     assert [str(s) for s in found if s.num_shards > 1] == [
         *("<sp2,1>", "<cp2,1>", "<cp4,1>", "<sp2,cp2,1>", "<cp2,2,1>"),
@@ -181,7 +177,7 @@ def candidates_of_the_engine(workload, cluster, seed=0):
         tokens_per_iteration=workload.tokens_per_iteration,
         space="full",
         cluster=cluster,
-        pruning=PruningSettings(seed=seed),
+        seed=seed,
     )
     return decide_candidates(with_engine_states(workload.profile), workload.histogram, settings)
 

@@ -53,7 +53,9 @@ MAX_HOST_WAITS = 8
 """Of ds_hydra in an iteration, whatever its micro-batches, layers and parameters."""
 BARRIER = "barrier at ds_hydra session.py"
 """Two in an iteration whose layers stream: no rank reads a home before all have filled it."""
-OF_PACED_ROUNDS = re.compile(r"ds_hydra link_thread\.py:\d+ < link_thread\.py:\d+ < session\.py")
+OF_INBOX = re.compile(r"home\.py:\d+ (send|_take)\b")
+"""Threads that only send and add pieces of gradients."""
+OF_PACED_ROUNDS = re.compile(r"link_thread\.py:\d+ settle < link_thread\.py:\d+ settle < session")
 """A clock that settles spans, as the link's thread does before it posts a round."""
 OFF_BY = 0.05
 """Of the peak, against the formula."""
@@ -67,7 +69,7 @@ def waits_with_nothing_to_do(found):
         place: n
         for place, n in found["waits"].items()
         if "at ds_hydra" in place
-        and "inbox.py" not in place
+        and not OF_INBOX.search(place)
         and "exact_sums.py" not in place  # which the inbox's thread alone calls
         and "one_f_one_b.py" not in place
         and not OF_PACED_ROUNDS.search(place)

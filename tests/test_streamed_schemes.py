@@ -13,10 +13,9 @@ from test_cluster import PARAMS, make_cluster
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.events import simulate_plan
-from ds_hydra.sampler.lockstep import lockstep_wait_ms
+from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
-from ds_hydra.sampler.problem import PipelineKind, make_problem
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
@@ -230,14 +229,17 @@ def test_gathered_micro_batches_run_in_lockstep():
     """Steps of 30 beside 10 and of 20 beside 60: 90, where the slower of both pipelines has 70."""
     latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=0.0)
     found = streamed(tokens_per_iteration=0).with_latency({GATHERED: latency})
-    problem = make_problem(
-        np.array([60, 30, 20, 10]), [PipelineKind(2, 1, 100, latency)], forward_fraction=1 / 3
-    )
-    assignment, micro_batches = np.array([1, 0, 0, 1]), np.array([1, 0, 1, 0])
-    assert lockstep_wait_ms(problem, assignment, micro_batches, np.array([50.0, 70.0])) == 20.0
-    assert lockstep_wait_ms(problem, assignment, 0 * micro_batches, np.array([50.0, 70.0])) == 0.0
-    all_in_one = np.zeros(4, dtype=np.int64)
-    assert lockstep_wait_ms(problem, all_in_one, micro_batches, np.array([120.0, 0.0])) == 0.0
+    mini_batch = MiniBatch(make_batch([60, 30, 20, 10]), found, 2)
+
+    def wait_ms(assignment, micro_batches, pipeline_ms):
+        phase = PhasePlan.of(mini_batch, Strategy((GATHERED,) * 2))
+        phase.assignment[:], phase.micro_batches[:] = assignment, micro_batches
+        phase.pipeline_ms = np.array(pipeline_ms)
+        return phase.wait_ms
+
+    assert wait_ms([1, 0, 0, 1], [1, 0, 1, 0], [50.0, 70.0]) == 20.0
+    assert wait_ms([1, 0, 0, 1], [0, 0, 0, 0], [50.0, 70.0]) == 0.0
+    assert wait_ms([0, 0, 0, 0], [1, 0, 1, 0], [120.0, 0.0]) == 0.0
     plan = plan_iteration(
         make_batch([60, 60, 60, 60]),
         strategies=[Strategy((GATHERED,) * 2)],

@@ -228,6 +228,33 @@ def test_a_gathered_layer_is_pushed_once_computation_has_left_it(overlap):
     ]
 
 
+def test_computation_waits_until_a_gathered_layer_is_there(thread):
+    """Its pull is over when computation waits for it, no earlier."""
+    posted, has_come = [], threading.Event()
+    with gathered_session(thread, posted) as session:
+        begin_pull, wait = session.carrier.begin, session._over.wait
+
+        def begin(transfer):
+            if transfer.bucket == 2:
+                has_come.wait(10)
+            return begin_pull(transfer)
+
+        def come(number):
+            if session._schedule.transfers[number].bucket == 2:
+                has_come.set()
+            wait(number)
+
+        session.carrier.begin, session._over.wait = begin, come
+        session.await_bucket(0)
+        session.await_bucket(1)
+        assert ("prepared", 2) not in posted
+        session.await_bucket(2)
+        is_there = ("prepared", 2) in posted
+        has_come.set()
+        session.finish()
+    assert is_there
+
+
 def test_a_failed_pass_posts_no_round_that_waits_for_it(thread):
     posted = []
     with contextlib.suppress(ZeroDivisionError), gathered_session(thread, posted) as session:

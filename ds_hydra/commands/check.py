@@ -69,12 +69,16 @@ def check(
 
 def describe_report(report: ConfigReport) -> str:
     """The report as text; problems are left to stderr."""
+    from ds_hydra.strategy.cost_models.decoder import ModelSize
+
     lines = []
     if report.num_devices:
         lines.append(
             f"{report.num_devices} devices, context {report.context_length:,}, "
             f"{report.tokens_per_iteration:,} tokens per iteration"
         )
+    if report.parameters:
+        lines.append(f"model: {ModelSize(**report.parameters)}")
     if report.profile is not None:
         lines.append(f"profile {report.profile}")
     if report.schemes:

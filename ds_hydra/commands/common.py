@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from errno import EISDIR
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -22,6 +22,9 @@ from ds_hydra.configs.files import (
 )
 from ds_hydra.errors import HydraConfigError, HydraError
 from ds_hydra.progress import Progress
+
+if TYPE_CHECKING:
+    from ds_hydra.strategy import Profile
 
 MODEL_HELP = f"A shipped preset ({', '.join(list_files('models'))}), a folder with config.json, that file, or a hub id."
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
@@ -210,3 +213,11 @@ def leave_ranks() -> int:
     dist.barrier()
     dist.destroy_process_group()
     return rank
+
+
+def log_size(profile: Profile) -> None:
+    """Say how large the model of `profile` is, where it says its sizes."""
+    from ds_hydra.strategy.cost_models.decoder import find_size
+
+    if size := find_size(profile):
+        log(f"model: {profile.document['model']['name']}, {size}")

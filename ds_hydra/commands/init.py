@@ -75,6 +75,7 @@ def start_config(
     """
     from ds_hydra.configs import list_files
     from ds_hydra.strategy.cost_models.analytic import Hardware
+    from ds_hydra.strategy.cost_models.decoder import ModelSize
     from ds_hydra.strategy.proposal.program import default_tokens_per_iteration
 
     Hardware.load(device)  # before anything slow
@@ -106,6 +107,7 @@ def start_config(
     report = _check(config, model, devices, device)
     if report.problems:
         raise HydraConfigError("; ".join(report.problems))
+    common.log(f"model: {ModelSize(**report.parameters)}")
     return config, reasons
 
 

@@ -98,6 +98,7 @@ def _account(
 
     common.say_loading()
     from ds_hydra.engine.model.meta_model import load_stage_model
+    from ds_hydra.engine.profiling.profile_document import count_parameters
     from ds_hydra.zero_link.plan import plan_link
     from ds_hydra.zero_link.traffic import LinkAccounts
 
@@ -116,6 +117,7 @@ def _account(
         "devices_per_node": ranks_per_node,
         "topology": name,
         "parameters": sum(spec.numel for spec in specs),
+        "model_size": count_parameters(stage_model).to_json(),
         "rounds": max(map(len, asked)),
     }
     if streams:
@@ -245,10 +247,12 @@ def _read_interconnects(
 
 
 def _describe(document: dict[str, Any]) -> str:
+    from ds_hydra.strategy.cost_models.decoder import ModelSize
+
     num_devices, per_node = document["num_devices"], document["devices_per_node"]
     num_nodes = -(-num_devices // per_node)
     lines = [
-        f"{document['strategy']} of {document['model']} ({document['parameters'] / 1e9:.2f}B parameters) on "
+        f"{document['strategy']} of {document['model']} ({ModelSize(**document['model_size'])}) on "
         f"{num_devices} devices in {num_nodes} node{'s' * (num_nodes > 1)}, {document['rounds']} rounds; "
         f"times of {document['topology']}"
     ]

@@ -12,6 +12,7 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.costs import World
+from ds_hydra.strategy.cost_models.decoder import find_size
 from ds_hydra.strategy.cost_models.topology import Topology
 from ds_hydra.strategy.proposal.program import check_context
 
@@ -226,6 +227,7 @@ def _describe(document: dict[str, Any], request: ProfileRequest) -> str:
     width = max(8, *(len(str(scheme)) for scheme in known.latency))
     lines = [
         f"{known.name}, {num_devices} devices; {document['source']}",
+        f"model: {find_size(known)}",
         f"{'scheme':>{width}} {'MaxLen':>10} {'ms at ' + str(context):>14} {'tokens/s/device':>16} {'R2':>8}",
     ]
     for entry in document["schemes"]:

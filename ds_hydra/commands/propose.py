@@ -57,8 +57,8 @@ def propose(
     Example: ds-hydra propose --profile a800_llama2_7b --histogram github --devices 16 --context
     32768 --space full
     """
-    from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
-    from ds_hydra.sampler.trial import PruningSettings
+    from ds_hydra.sampler.candidate_set import decide_candidates
+    from ds_hydra.sampler.sample_bench import CandidateSettings
     from ds_hydra.strategy.cost_models.cluster import try_cluster
     from ds_hydra.strategy.profiles.state_bytes import load_profile
     from ds_hydra.strategy.proposal.histogram import LengthHistogram
@@ -67,6 +67,7 @@ def propose(
         common.check_folder(out)
         with common.progress_bar("trying candidates", "batch") as show:
             known = load_profile(profile)
+            common.log_size(known)
             settings = CandidateSettings(
                 num_devices=devices,
                 context_length=context,
@@ -75,7 +76,8 @@ def propose(
                 cluster=try_cluster(known, devices),
                 max_groups=max_communicators,
                 max_enumerated=0,
-                pruning=PruningSettings(num_batches=batches, seed=seed),
+                num_batches=batches,
+                seed=seed,
             )
             lengths = LengthHistogram.load(find_file("lengths", histogram))
             proposal = decide_candidates(known, lengths, settings, show).proposal

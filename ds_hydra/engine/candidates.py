@@ -41,9 +41,8 @@ from ds_hydra.errors import (
 )
 from ds_hydra.progress import Progress
 from ds_hydra.records.metrics import IterationMetrics
-from ds_hydra.sampler.candidates import (
+from ds_hydra.sampler.candidate_set import (
     Candidates,
-    CandidateSettings,
     check_longest,
     decide_candidates,
     gradient_bytes,
@@ -51,6 +50,7 @@ from ds_hydra.sampler.candidates import (
 )
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
 from ds_hydra.strategy.cost_models.costs import Costs

@@ -117,6 +117,7 @@ class StrategyLinks:
         self.ranks_per_node = find_ranks_per_node(config, hosts.of_rank)
         purposes = ["pull", "push"] + (["pull_node", "push_node"] if self.ranks_per_node else [])
         groups.create([(purpose, everyone) for purpose in purposes])
+        # A group each: one rank may push while another has not ended its pull.
         pull, push, *of_nodes = (groups.get(purpose, everyone) for purpose in purposes)
         pull_node, push_node = of_nodes or (None, None)
         self._dtype: torch.dtype = stage_model.params[0].ds_tensor.dtype
@@ -193,9 +194,11 @@ class StrategyLinks:
 
             pull, push = plan(rank_buckets, gradients=False), plan(rank_buckets, gradients=True)
             pull_trained = pull
+            # Gathered layers take turns in memory, so nothing frozen could stay there.
             if self._frozen is not None and not strategy.gathers:
                 trained = without_frozen(self.stage_model.specs, rank_buckets)
                 pull_trained = plan(trained, gradients=False)
+            # Before anything is exchanged: ranks with different plans would hang, not fail.
             check_link_plans(strategy, (pull, pull_trained, push), self._device)
             self._links[key] = StrategyLink(
                 buckets=rank_buckets[self.rank],
@@ -339,6 +342,7 @@ class StrategyLinks:
         assert self.home is not None
         specs = self.stage_model.specs
         copied = only_copied(buckets, streams.copied)
+        # A streamed gradient is added after its micro-batch, and never kept.
         kept = () if streams.is_streamed else buckets
         copies = held_numel(specs, copied, streams.window.slot_of) * self._dtype.itemsize
         return LinkMemory(
@@ -349,6 +353,7 @@ class StrategyLinks:
         )
 
     def _exchange_bytes(self, pull: LinkPlan, push: LinkPlan) -> int:
+        # CPU ranks send contiguous blocks from where they are; devices pack every round.
         packs = self._device.type != "cpu"
         sent = ((pull, self._dtype.itemsize), (push, self._gradient_dtype.itemsize))
         return EXCHANGE_BUFFERS * max(

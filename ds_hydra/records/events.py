@@ -24,7 +24,7 @@ import numpy as np
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.timeline import Event, EventKind, Timeline, Track
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
-from ds_hydra.sampler.schedule import FloatArray, ends_ms, one_f_one_b_ms, run_passes
+from ds_hydra.sampler.schedule import FloatArray, ends_ms, one_f_one_b_ms, run_passes, steps_ms
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
@@ -380,7 +380,8 @@ def plan_work(
         for p, micro_batches in zip(plan.pipelines, lengths)
     ]
     if plan.strategy.gathers:
-        times = _in_lockstep(times)
+        steps = steps_ms(times)  # each waits for the slowest in every step but its last
+        times = [np.append(steps[: own.size - 1], own[-1:]) if own.size else own for own in times]
     alone_ms = np.array(
         [one_f_one_b_ms(t, p.scheme.pp, forward_fraction) for t, p in zip(times, plan.pipelines)]
     )
@@ -410,14 +411,3 @@ def plan_work(
 def of_stages(times_ms: FloatArray, scheme: Scheme) -> FloatArray:
     """`times_ms` [micro-batch] for each stage: [stage, micro-batch]."""
     return np.repeat(times_ms[None], scheme.pp, axis=0)
-
-
-def _in_lockstep(times: Sequence[FloatArray]) -> list[FloatArray]:
-    """`times` [micro-batch] of each pipeline where each waits for the slowest in every step but
-    its last.
-    """
-    num_steps = max((of.size for of in times), default=0)
-    steps = np.zeros(num_steps)
-    for of in times:
-        steps[: of.size] = np.maximum(steps[: of.size], of)
-    return [np.append(steps[: of.size - 1], of[-1:]) if of.size else of for of in times]

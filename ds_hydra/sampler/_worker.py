@@ -63,7 +63,9 @@ def main() -> None:
         return
 
     from ds_hydra.errors import HydraError
-    from ds_hydra.sampler.planning_task import PlanningTask, batch_from_json
+    from ds_hydra.sampler.plan import GlobalBatch
+    from ds_hydra.sampler.planner import plan_task
+    from ds_hydra.sampler.planner_settings import PlanningTask
     from ds_hydra.sampler.warm_up import warm_up
     from ds_hydra.strategy.profiles.corrections import Corrections
 
@@ -74,7 +76,8 @@ def main() -> None:
         reply: dict[str, Any]
         try:
             corrections = Corrections.from_json(request["corrections"])
-            reply = {"plan": task.plan(batch_from_json(request), corrections).to_json()}
+            plan = plan_task(task, GlobalBatch.from_json(request), corrections)
+            reply = {"plan": plan.to_json()}
         except HydraError as error:
             reply = {"error": {"type": type(error).__name__, "message": str(error)}}
         reply["planning_ms"] = (time.perf_counter() - start) * 1e3

@@ -25,8 +25,8 @@ import ds_hydra
 from ds_hydra import errors
 from ds_hydra.sampler._worker import read_message, write_message
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings
-from ds_hydra.sampler.planning_task import PlanningTask, batch_to_json
+from ds_hydra.sampler.planner import plan_task
+from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings, PlanningTask
 from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS, Corrections
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.scheme import Strategy
@@ -52,7 +52,7 @@ class _Job(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """What a planning process is asked."""
-        return batch_to_json(self.batch) | {"corrections": self.corrections.to_json()}
+        return self.batch.to_json() | {"corrections": self.corrections.to_json()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +213,7 @@ class BackgroundPlanner:
             )
             task = replace(task, settings=task.settings.heuristic())
         planning_start = time.perf_counter()
-        plan = task.plan(job.batch, job.corrections)
+        plan = plan_task(task, job.batch, job.corrections)
         return PlannedIteration(
             plan=plan,
             planning_ms=_elapsed_ms(planning_start),

@@ -24,6 +24,7 @@ from ds_hydra.sampler.packing.waves import pack_waves
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.schedule import steps_ms
 from ds_hydra.strategy.cost_models.analytic import Hardware, predict_latency
 from ds_hydra.strategy.profiles.memory_model import MemoryModel
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, LatencyModel, Profile
@@ -113,7 +114,8 @@ def balance_rows(
     row_ms = tuple(
         tuple(latency.micro_batch_ms(tokens[i] for i in row) for row in own) for own in rows
     )
-    predicted = sum(map(max, zip(*row_ms))) if lockstep else max(map(sum, row_ms))
+    of_ranks = [np.array(own, dtype=np.float64) for own in row_ms]
+    predicted = float(steps_ms(of_ranks).sum()) if lockstep else max(map(sum, row_ms))
     return BalancedRows(
         rows=rows,
         row_ms=row_ms,

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_hydra.sampler.order import EPSILON
-from ds_hydra.sampler.problem import DispatchProblem
+from ds_hydra.sampler.problem import EPSILON, DispatchProblem
 from ds_hydra.sampler.schedule import MAX_BALANCED_MICRO_BATCHES, FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
 

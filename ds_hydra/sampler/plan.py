@@ -46,6 +46,20 @@ class GlobalBatch:
         """Tokens of all sequences."""
         return sum(self.lengths)
 
+    def to_json(self) -> dict[str, Any]:
+        """The mini-batch as a JSON document; `from_json` restores it."""
+        return {field.name: getattr(self, field.name) for field in fields(GlobalBatch)}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> GlobalBatch:
+        """The mini-batch in a document that has what `to_json` writes."""
+        return cls(
+            iteration=document["iteration"],
+            sample_indices=tuple(document["sample_indices"]),
+            lengths=tuple(document["lengths"]),
+            num_label_tokens=document["num_label_tokens"],
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:

@@ -7,14 +7,16 @@ process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.batch_planner import BatchPlanner
+from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
+from ds_hydra.sampler.candidate import Candidate, OneStrategy, phases_of
+from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
-from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings
+from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings, PlanningTask
 from ds_hydra.sampler.schedule import FloatArray, ends_ms, makespan_ms
 from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS, Corrections
 from ds_hydra.strategy.profiles.profile import Profile
@@ -42,8 +44,137 @@ def plan_iteration(
     Raises InfeasiblePlanError if a sequence fits on no pipeline of any strategy, HydraConfigError
     if a strategy needs more devices than there are or a scheme that was not profiled.
     """
-    planner = BatchPlanner(batch, profile, num_devices, settings, corrections)
-    return planner.plan(_check_strategies(strategies, num_devices))[0]
+    _check_strategies(strategies, num_devices)
+    return plan_with_time(
+        MiniBatch(batch, profile, num_devices, settings, corrections), strategies
+    )[0]
+
+
+def plan_task(
+    task: PlanningTask, batch: GlobalBatch, corrections: Corrections = NO_CORRECTIONS
+) -> IterationPlan:
+    """`plan_iteration` of `batch` with what is the same for all iterations."""
+    return plan_iteration(
+        batch,
+        strategies=task.strategies,
+        profile=task.profile,
+        num_devices=task.num_devices,
+        settings=task.settings,
+        corrections=corrections,
+    )
+
+
+class Fastest(NamedTuple):
+    """The phases of the best plan, none where no candidate has one, and its time with pull and
+    push.
+    """
+
+    phases: list[PhasePlan]
+    time_ms: float
+
+
+def fastest(
+    mini_batch: MiniBatch, candidates: Iterable[Candidate], limit_ms: float = np.inf
+) -> Fastest:
+    """The best plan of `candidates` that takes less than `limit_ms`, in the order of their bounds
+    until no bound can win.
+    """
+    best, best_rank = Fastest([], limit_ms), (limit_ms, False)
+    bounds = [(candidate.bound(mini_batch).iteration_ms, candidate) for candidate in candidates]
+    for bound_ms, candidate in sorted(bounds, key=lambda item: item[0]):
+        if bound_ms >= best.time_ms:
+            break
+        phases = candidate.plan(mini_batch, best.time_ms)
+        time_ms = sum(phase.iteration_ms for phase in phases)
+        # Of equals the one whose bound says how good it is
+        rank = (time_ms, bound_ms == 0.0)
+        if phases and rank < best_rank:
+            best, best_rank = Fastest(phases, time_ms), rank
+    return best
+
+
+def plan_with_time(
+    mini_batch: MiniBatch, strategies: Sequence[Strategy]
+) -> tuple[IterationPlan, float]:
+    """The best plan over `strategies` and the phases out of them, and its time with pull and push.
+    Or one that is tried because it could be better.
+    """
+    candidates: list[Candidate] = [*phases_of(strategies, mini_batch)]
+    candidates += map(OneStrategy, strategies)
+    best = fastest(mini_batch, candidates)
+    if not best.phases:
+        raise _no_plan(mini_batch, strategies)
+    trial = _find_trial(mini_batch, best)
+    phases = [trial] if trial else best.phases
+    trial_ms = max(0.0, trial.iteration_ms - best.time_ms) if trial else 0.0
+    for phase in phases:
+        phase.solve_slowest()
+    return _finish(mini_batch, phases, trial_ms), sum(phase.iteration_ms for phase in phases)
+
+
+def _find_trial(mini_batch: MiniBatch, best: Fastest) -> PhasePlan | None:
+    """The strategy to run instead of the best known plan, to learn its true time.
+
+    First choice: the one that would be fastest if its time lay some standard deviations below
+    expectation. Else the fastest that never ran: a profile may be more wrong than profiles are.
+    None if either takes more than the allowed time above `best`, or none is allowed.
+    """
+    allowed_ms = mini_batch.corrections.trial_ms
+    if allowed_ms <= 0:
+        return None
+    most_ms = best.time_ms + allowed_ms
+    found, found_ms = None, best.phases[0].optimistic_ms(best.time_ms)
+    never_ran, never_ran_ms = None, np.inf
+    for phase in sorted(mini_batch.bounded.values(), key=lambda phase: phase.least_ms):
+        may_win = phase.optimistic_ms(phase.least_ms) < found_ms
+        is_new = phase.correction.is_new and phase.least_ms < never_ran_ms
+        if phase is best.phases[0] or phase.least_ms > most_ms or not (may_win or is_new):
+            continue
+        if phase.iteration_ms == np.inf:
+            phase.search(best.time_ms)
+        if phase.iteration_ms > most_ms:
+            continue
+        if phase.optimistic_ms(phase.iteration_ms) < found_ms:
+            found, found_ms = phase, phase.optimistic_ms(phase.iteration_ms)
+        if phase.correction.is_new and phase.iteration_ms < never_ran_ms:
+            never_ran, never_ran_ms = phase, phase.iteration_ms
+    return found or never_ran
+
+
+def _finish(mini_batch: MiniBatch, phases: Sequence[PhasePlan], trial_ms: float) -> IterationPlan:
+    batch = mini_batch.batch
+    found = [phase.pipelines() for phase in phases]
+    makespan = sum(
+        max(pipeline.makespan_ms for pipeline in pipelines) + phase.wait_ms
+        for phase, pipelines in zip(phases, found)
+    )
+    return IterationPlan(
+        iteration=batch.iteration,
+        num_devices=mini_batch.num_devices,
+        strategy=Strategy.of_phases([phase.strategy for phase in phases]),
+        sample_indices=batch.sample_indices,
+        lengths=batch.lengths,
+        num_label_tokens=batch.num_label_tokens,
+        pipelines=tuple(pipeline for pipelines in found for pipeline in pipelines),
+        makespan_ms=makespan,
+        lower_bound_ms=min(makespan, sum(phase.least_propagation_ms for phase in phases)),
+        trial_ms=trial_ms,
+    )
+
+
+def _no_plan(mini_batch: MiniBatch, strategies: Iterable[Strategy]) -> InfeasiblePlanError:
+    largest = max(mini_batch.longest(strategy) for strategy in strategies)
+    position = int(mini_batch.order[0])
+    advice = (
+        f"lower hydra.context_length to {largest} or less, or "
+        if largest > 0
+        else f"states and slices alone fill the memory of {mini_batch.num_devices} devices; take more of them, "
+    )
+    return InfeasiblePlanError(
+        f"iteration {mini_batch.batch.iteration}: sequence {position} has {mini_batch.lengths[0]} tokens, the "
+        f"largest MaxLen over all candidate strategies is {largest}; {advice}raise "
+        "hydra.memory_limit_bytes or add a strategy with higher TP to hydra.strategies"
+    )
 
 
 def heuristic_times(
@@ -57,11 +188,12 @@ def heuristic_times(
     """What `batch` takes under each of `strategies` by a heuristic plan, with pull and push:
     [strategy], ms; inf where a sequence does not fit.
 
-    The times of `BatchPlanner.plan` with `settings.heuristic()`, without plans and their bounds,
+    The times of `plan_with_time` with `settings.heuristic()`, without plans and their bounds,
     which take longer than such a plan.
     """
-    planner = BatchPlanner(batch, profile, num_devices, settings.heuristic())
-    return np.array([planner.time_ms(strategy) for strategy in strategies], dtype=np.float64)
+    mini_batch = MiniBatch(batch, profile, num_devices, settings.heuristic())
+    plans = [OneStrategy(strategy).plan(mini_batch) for strategy in strategies]
+    return np.array([plan[0].iteration_ms if plan else np.inf for plan in plans], dtype=np.float64)
 
 
 def profiled_times(
@@ -111,11 +243,12 @@ def bound_iterations(
 
     Infinite where a sequence does not fit.
     """
-    planner = BatchPlanner(batch, profile, num_devices, settings)
-    return np.array([planner.least_ms(strategy) for strategy in strategies], dtype=np.float64).T
+    mini_batch = MiniBatch(batch, profile, num_devices, settings)
+    bounds = [OneStrategy(strategy).bound(mini_batch) for strategy in strategies]
+    return np.array(bounds, dtype=np.float64).T
 
 
-def _check_strategies(strategies: Sequence[Strategy], num_devices: int) -> Sequence[Strategy]:
+def _check_strategies(strategies: Sequence[Strategy], num_devices: int) -> None:
     if not strategies:
         raise HydraConfigError(
             "there is no candidate strategy; set hydra.strategies, e.g. ['1x<1,1>']"
@@ -127,4 +260,3 @@ def _check_strategies(strategies: Sequence[Strategy], num_devices: int) -> Seque
                 f"strategy {strategy} needs {strategy.num_devices} ranks, there are {num_devices}; "
                 f"remove it from hydra.strategies or start {strategy.num_devices} ranks"
             )
-    return strategies

@@ -1,4 +1,6 @@
-"""How the planner searches: what a plan depends on besides lengths, strategies and profile."""
+"""What the planner may do, and everything that is the same for all plans of a run: what a planning
+process is told, as JSON.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ds_hydra.sampler.ilp import SolverLimits
+from ds_hydra.sampler.integer_programs import SolverLimits
 from ds_hydra.strategy.profiles.link_times import LinkTimes
+from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,3 +94,32 @@ class PlannerSettings:
 
 
 DEFAULT_SETTINGS = PlannerSettings()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningTask:
+    """Everything about planning that is the same for all iterations."""
+
+    strategies: tuple[Strategy, ...]
+    profile: Profile
+    num_devices: int
+    settings: PlannerSettings
+
+    def to_json(self) -> dict[str, Any]:
+        """The task as a JSON document."""
+        return {
+            "strategies": [str(strategy) for strategy in self.strategies],
+            "profile": self.profile.document,
+            "num_devices": self.num_devices,
+            "settings": self.settings.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> PlanningTask:
+        """The task in a document written by `to_json`."""
+        return cls(
+            strategies=parse_strategies(document["strategies"]),
+            profile=Profile.from_json(document["profile"]),
+            num_devices=document["num_devices"],
+            settings=PlannerSettings.from_json(document["settings"]),
+        )

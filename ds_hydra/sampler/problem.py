@@ -1,4 +1,6 @@
-"""One mini-batch and the pipelines of one strategy, as the arrays that compiled code works on."""
+"""One mini-batch and the pipelines of one strategy, as the arrays that compiled code works on; in
+which order they are tried, and when one time is better than another.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_hydra.sampler.schedule import FloatArray, IntArray, balance_micro_batches
+from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.profiles.profile import LatencyModel
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
+
+EPSILON = 1e-9
+"""Relative improvement below which two times count as equal: rounding must not decide."""
 
 
 class PipelineKind(NamedTuple):
@@ -71,3 +77,35 @@ def make_problem(
         is_exact=is_exact,
         is_eq2=is_eq2,
     )
+
+
+@compiled
+def shuffled_order(lengths: IntArray, spread: float, seed: int) -> IntArray:
+    """Positions of `lengths` by descending length, where each length is first scaled by 1 to 1 +
+    `spread`.
+
+    `spread` 0 sorts, a large one shuffles. The generator is a small LCG of its own, so that a seed
+    means the same order everywhere.
+    """
+    keys = np.empty(lengths.size)
+    state = seed % 2**31
+    for i in range(lengths.size):
+        state = (state * 1103515245 + 12345) % 2**31
+        keys[i] = -lengths[i] * (1.0 + spread * state / 2**31)
+    return np.argsort(keys, kind="mergesort")
+
+
+@compiled
+def sift_down(heap: IntArray, value: FloatArray) -> None:
+    """Restores the order of a heap of positions in `value`, the smallest value on top, after the
+    value of the top one has grown.
+    """
+    parent = 0
+    while 2 * parent + 1 < heap.size:
+        child = 2 * parent + 1
+        if child + 1 < heap.size and value[heap[child + 1]] < value[heap[child]]:
+            child += 1
+        if value[heap[parent]] <= value[heap[child]]:
+            return
+        heap[parent], heap[child] = heap[child], heap[parent]
+        parent = child

@@ -8,32 +8,30 @@ them on mini-batches drawn from the same histogram, and the smallest set that is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.propose_phases import (
-    Phases,
-    PhaseSettings,
-    groups_of_gathered,
-    phases_ms,
-    propose_phases,
+from ds_hydra.sampler.candidate import find_menus
+from ds_hydra.sampler.sample_bench import (
+    CandidateSettings,
+    Progress,
+    SampleBench,
+    sample_batches,
 )
 from ds_hydra.sampler.schedule import FloatArray
-from ds_hydra.sampler.trial import DEFAULT_PRUNING, Progress, PruningSettings, Trial, sample_batches
-from ds_hydra.strategy.cost_models.cluster import Cluster
-from ds_hydra.strategy.cost_models.costs import CanRun, Costs, World
+from ds_hydra.strategy.cost_models.costs import Costs, World
+from ds_hydra.strategy.profiles.link_times import NO_LINKS
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.candidates import STRATEGIES_SCHEMA
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import (
     ProposalSettings,
     check_context,
-    default_tokens_per_iteration,
     homogeneous_strategies,
     propose_from_histogram,
     usable_schemes,
@@ -41,6 +39,7 @@ from ds_hydra.strategy.proposal.program import (
 from ds_hydra.strategy.proposal.space import candidate_schemes
 from ds_hydra.strategy.schemes.neighbours import full_strategies
 from ds_hydra.strategy.schemes.placement import (
+    MAX_GROUPS_OF_RANK,
     count_groups,
     groups_of_all,
     most_groups_of_rank,
@@ -49,6 +48,11 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of
 
 _MAX_SINGLE_STAGE = 2000
 """Strategies of <TP,1> that are all tried, if there are no more; 64 devices have some hundred."""
+_CKPT_STEPS = 4
+"""Shares of checkpointed layers of which menus are tried."""
+_NUM_DECIDING = 8
+"""Mini-batches that decide between menus."""
+_MAX_MENUS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,187 +149,293 @@ class Proposal:
         }
 
 
+class GroupLimits(NamedTuple):
+    """How many communicators the candidates may need, and how many of them one rank may be in."""
+
+    num_groups: int
+    num_groups_of_rank: int = MAX_GROUPS_OF_RANK
+
+    def allow(self, strategies: Iterable[Strategy]) -> bool:
+        """Whether `strategies` need no more."""
+        keys = groups_of_all(strategies)
+        is_enough = len(keys) <= self.num_groups
+        return is_enough and most_groups_of_rank(keys) <= self.num_groups_of_rank
+
+
 def propose_strategies(
     profile: Profile,
     histogram: LengthHistogram,
-    *,
-    num_devices: int,
-    context_length: int,
-    tokens_per_iteration: int | None = None,
-    space: Space = "full",
-    can_run: CanRun = lambda _: True,
-    given: Sequence[Strategy] = (),
-    pruning: PruningSettings = DEFAULT_PRUNING,
-    cluster: Cluster | None = None,
+    settings: CandidateSettings,
     progress: Progress | None = None,
 ) -> Proposal:
     """`propose_among` the schemes of `profile`, and in the full space what follows from it;
-    gathered ones where `cluster` says how fast layers move.
+    gathered ones where the cluster says how fast layers move. Strategies `given` stay, and others
+    come on top.
     """
-    if space == "full":
-        tokens = tokens_per_iteration or default_tokens_per_iteration(num_devices, context_length)
-        world = World.of(profile, cluster, num_devices, context_length).measured
-        schemes = candidate_schemes(replace(world, can_run=can_run), space, tokens)
-        profile = world.costs.table(schemes)
+    if settings.space == "full":
+        world = settings.world(profile).measured
+        profile = world.costs.table(candidate_schemes(world, settings.space, settings.num_tokens))
+    limits = GroupLimits(settings.max_groups)
     return propose_among(
-        profile,
-        histogram,
-        num_devices=num_devices,
-        context_length=context_length,
-        tokens_per_iteration=tokens_per_iteration,
-        space=space,
-        can_run=can_run,
-        given=given,
-        pruning=pruning,
-        progress=progress,
+        profile, histogram, settings, start=settings.given, limits=limits, progress=progress
     )
 
 
 def propose_among(
     profile: Profile,
     histogram: LengthHistogram,
+    settings: CandidateSettings,
     *,
-    num_devices: int,
-    context_length: int,
-    tokens_per_iteration: int | None = None,
-    space: Space = "full",
-    can_run: CanRun = lambda _: True,
-    given: Sequence[Strategy] = (),
-    pruning: PruningSettings = DEFAULT_PRUNING,
-    progress: Progress | None = None,
+    limits: GroupLimits,
+    start: Sequence[Strategy] = (),
     gathered: Profile | None = None,
+    progress: Progress | None = None,
 ) -> Proposal:
     """The smallest candidate set found that is as fast as all candidates on sampled mini-batches.
 
-    First of strategies of <TP,PP>: the best static one stays in it whatever it wins, so that every
-    sequence of the context has a place and the set is never slower than static training. Or the
-    strategies `given`, in its place. Then strategies of the extended schemes of `space` come on top
-    where they make the sampled mini-batches faster; a planner that chooses from more is never
-    slower. At last what phases are put together of, among the gathered schemes of `profile` or of
-    `gathered`.
+    It begins with strategies of <TP,PP>. The best static one always stays, so that every sequence
+    of the context has a place and the set is never slower than static training. Or the strategies
+    of `start` stay in its place. Then strategies of the other schemes of `profile` come on top
+    where they make the sampled mini-batches faster. Finally, gathered schemes of `gathered` (None:
+    of `profile`) are added that phases can be composed from.
 
     Raises HydraConfigError if no scheme of the space holds the context, or if the best static
     strategy alone needs more communicators than allowed.
     """
-    tokens = tokens_per_iteration or default_tokens_per_iteration(num_devices, context_length)
-    histogram = histogram.limit(context_length)
-    world = replace(World.of(profile, None, num_devices, context_length), can_run=can_run)
+    world, space = settings.world(profile).linked_by(None), settings.space
+    histogram = histogram.limit(settings.context_length)
     is_extended = not all(scheme.is_plain for scheme in usable_schemes(world, space))
     plain_fits = bool(homogeneous_strategies(world)) or not is_extended
-    spaces: list[Space] = ["plain"] if plain_fits and not given else []
+    spaces: list[Space] = ["plain"] if plain_fits and not start else []
     spaces += [space] if is_extended else []
-
-    if not is_extended and not given:
+    if not is_extended and not start:
         check_context(world, advises_full=True)
 
-    batches = sample_batches(histogram, tokens, pruning)
-    trial = Trial(batches, profile, num_devices, context_length, pruning)
-    table = {strategy: trial.times_ms(strategy) for strategy in given}
-    chosen, plain, staying = list(given), list(given), list(given)
-    proposed: dict[Strategy, tuple[int, ...]] = {}
+    bench = SampleBench(sample_batches(histogram, settings), world, settings)
+    choice = _Choice(limits, settings.tolerance, [*start], [*start])
+    for strategy in start:
+        choice.rate(strategy, bench.times_ms(strategy))
+    proposed = _of_program(world, histogram, settings) if "plain" in spaces else {}
+    plain = choice.chosen
     for turn, each in enumerate(spaces):
-        seen = _in_turn(progress, turn, len(spaces))
-        schemes = usable_schemes(world, each)
-        if each == "plain":
-            # 128 tokens are the paper's step for 32K; a short context needs its own for schemes to
-            # differ.
-            step = max(1, min(128, context_length // 16))
-            settings_of_program = ProposalSettings(tokens_per_iteration=tokens, length_step=step)
-            candidates = propose_from_histogram(world, histogram, settings_of_program)
-            proposed = {c.strategy: c.max_lengths_tokens for c in candidates}
-            single = [scheme for scheme in schemes if scheme.pp == 1]
-            tried = dict.fromkeys(proposed)
-            tried |= dict.fromkeys(full_strategies(single, num_devices, _MAX_SINGLE_STAGE))
-            table |= trial.search(tuple(tried), schemes, seen)
-        if not any(map(trial.fits_context, chosen)):
-            check_context(world, schemes)
-            static, times_ms = trial.best_static(each)
-            table[static] = times_ms
-            _check_communicators(static, pruning)
-            chosen.append(static)
-            staying.append(static)
-        if each != "plain":
-            table |= trial.search_near(chosen, schemes, seen)
-        chosen = _grow(chosen, table, pruning, pruning.tolerance)
-        plain = chosen if each == "plain" else plain
+        show = _in_turn(progress, turn, len(spaces))
+        for strategy in _candidates(bench, choice, each, proposed, show):
+            choice.rate(strategy, bench.times_ms(strategy))
+        choice.grow()
+        plain = choice.chosen if each == "plain" else plain
     gathered = profile if gathered is None else gathered
-
-    def settings(beside: Sequence[Strategy]) -> PhaseSettings:
-        return PhaseSettings(
-            num_devices=num_devices,
-            planner=pruning.planner,
-            links_of=pruning.links_of,
-            fits=lambda palette: _fits(beside, palette, pruning),
-            tolerance=pruning.tolerance,
-            can_run=can_run,
-        )
-
-    def propose(beside: Sequence[Strategy], known_ms: FloatArray) -> Phases:
-        return propose_phases(gathered, batches, known_ms, settings(beside))
-
-    known_ms = np.min([table[strategy] for strategy in chosen], axis=0)
-    palette, times_ms, are_refused = propose(chosen, known_ms)
-    if are_refused and len(chosen) > len(staying):
-        instead = _instead(staying, table, propose, pruning)
-        if instead.times_ms.mean() < times_ms.mean():
-            chosen, palette, times_ms = instead
-            known_ms = np.min([table[strategy] for strategy in chosen], axis=0)
-    beside = settings(chosen)
-    if more := groups_of_gathered(chosen, palette, num_devices, beside.fits):
-        palette = (*palette, *more)
-        known = Costs(gathered).extended(schemes_of((*chosen, *palette)))
-        times_ms = phases_ms(batches, times_ms, (*chosen, *palette), known, beside)
-    found = _describe(trial, proposed, table, chosen, plain, space, tokens)
-    if not palette:
-        return found
-    share = float((times_ms < known_ms).mean())
-    kept = [
-        KeptStrategy(strategy=s, share_won=share, is_for_phases=True)
-        for s in palette
-        if s not in chosen
-    ]
-    used = schemes_of(palette)
-    return replace(
-        found,
-        kept=(*found.kept, *kept),
-        num_communicators=count_groups([*chosen, *palette]),
-        assumed=tuple(
-            sorted({*found.assumed} | (used - profile.latency.keys()) | (used & profile.assumed))
-        ),
-        kept_ms=float(times_ms.mean()),
-    )
+    for_phases = _with_phases(bench, choice, gathered)
+    return _describe(bench, choice, plain, proposed, for_phases)
 
 
-class _Set(NamedTuple):
-    """Candidates, those that phases are put together of, and what mini-batches take with all."""
+@dataclass(slots=True)
+class _Choice:
+    """Candidates that were rated, and those of them that a run gets."""
 
+    limits: GroupLimits
+    tolerance: float
+    staying: list[Strategy]
+    """Those that a run gets whatever they win."""
     chosen: list[Strategy]
-    palette: tuple[Strategy, ...]
-    times_ms: FloatArray
+    table: dict[Strategy, FloatArray] = field(default_factory=dict)
+    """Time of each mini-batch, [mini-batch], with each candidate that was rated."""
+
+    def rate(self, strategy: Strategy, times_ms: FloatArray) -> None:
+        """Takes note of what mini-batches take with `strategy`."""
+        self.table[strategy] = times_ms
+
+    def keep(self, strategy: Strategy) -> None:
+        """Lets `strategy` stay whatever it wins."""
+        self.chosen = [*self.chosen, strategy]
+        self.staying.append(strategy)
+
+    @property
+    def times_ms(self) -> FloatArray:
+        """Of each mini-batch, with the best of the chosen ones."""
+        times: FloatArray = np.min([self.table[strategy] for strategy in self.chosen], axis=0)
+        return times
+
+    def grow(self) -> None:
+        """Greedy: add what shortens the mean most, until within the tolerance of all or out of
+        communicators.
+
+        One strategy at least has been chosen that has a time for every mini-batch.
+        """
+        times, limits = self.times_ms, self.limits
+        goal_ms = float(np.min(list(self.table.values()), axis=0).mean()) * (1 + self.tolerance)
+        open_ = [strategy for strategy in self.table if strategy not in self.chosen]
+        while open_ and times.mean() > goal_ms:
+            affordable = [s for s in open_ if count_groups([*self.chosen, s]) <= limits.num_groups]
+            gains = [float((times - np.minimum(times, self.table[s])).mean()) for s in affordable]
+            if not affordable or max(gains) <= 0:
+                break
+            added = affordable[int(np.argmax(gains))]
+            open_.remove(added)
+            if not limits.allow([*self.chosen, added]):
+                continue
+            self.chosen = [*self.chosen, added]
+            times = np.minimum(times, self.table[added])
 
 
-def _instead(
-    staying: Sequence[Strategy],
-    table: Mapping[Strategy, FloatArray],
-    propose: Callable[[Sequence[Strategy], FloatArray], Phases],
-    pruning: PruningSettings,
-) -> _Set:
-    """Phases beside `staying` alone, and then what is still worth a place beside both: for where
-    the candidates leave no communicators for phases.
+def _of_program(
+    world: World, histogram: LengthHistogram, settings: CandidateSettings
+) -> dict[Strategy, tuple[int, ...]]:
+    """Strategies of <TP,PP> near those of the histogram's program, and the maximum lengths that
+    they suit.
     """
-    palette, times_ms, _ = propose(staying, np.min([table[s] for s in staying], axis=0))
-    with_phases = {**table, **dict.fromkeys(palette, times_ms)}
-    grown = _grow([*staying, *palette], with_phases, pruning, pruning.tolerance)
-    times_ms = np.min([with_phases[strategy] for strategy in grown], axis=0)
-    return _Set([s for s in grown if s not in palette], palette, times_ms)
+    # 128 tokens are the paper's step for 32K; a short context needs its own for schemes to differ.
+    step = max(1, min(128, settings.context_length // 16))
+    steps = ProposalSettings(tokens_per_iteration=settings.num_tokens, length_step=step)
+    found = propose_from_histogram(world, histogram, steps)
+    return {proposed.strategy: proposed.max_lengths_tokens for proposed in found}
 
 
-def _fits(
-    chosen: Sequence[Strategy], palette: Sequence[Strategy], pruning: PruningSettings
-) -> bool:
-    keys = groups_of_all([*chosen, *palette])
-    is_enough = len(keys) <= pruning.max_communicators
-    return is_enough and most_groups_of_rank(keys) <= pruning.max_groups_of_rank
+def _candidates(
+    bench: SampleBench,
+    choice: _Choice,
+    space: Space,
+    proposed: Iterable[Strategy],
+    progress: Progress | None,
+) -> Iterator[Strategy]:
+    """Strategies of `space` that are worth a rating, beside what is chosen so far."""
+    schemes = usable_schemes(bench.world, space)
+    if space == "plain":
+        single = [scheme for scheme in schemes if scheme.pp == 1]
+        tried = dict.fromkeys(proposed)
+        tried |= dict.fromkeys(full_strategies(single, bench.world.num_devices, _MAX_SINGLE_STAGE))
+        yield from bench.winners_near(tuple(tried), schemes, progress)
+    if not any(map(bench.fits_context, choice.chosen)):
+        check_context(bench.world, schemes)
+        static = bench.best_static(space)
+        _check_communicators(static, choice.limits)
+        choice.keep(static)
+        yield static
+    if space != "plain":
+        yield from bench.climb(choice.chosen, schemes, progress)
+
+
+class ForPhases(NamedTuple):
+    """Strategies of one gathered scheme each, beside the candidates `chosen`, and what mini-batches
+    take with all of them. See [Note: Phases]. `are_refused`: whether there were others, for which
+    communicators are missing.
+    """
+
+    chosen: Sequence[Strategy]
+    strategies: tuple[Strategy, ...]
+    times_ms: FloatArray
+    are_refused: bool = False
+
+
+def _with_phases(bench: SampleBench, choice: _Choice, profile: Profile) -> ForPhases:
+    """The candidates, with gathered schemes of `profile` that phases can be composed from."""
+    limits, table = choice.limits, choice.table
+    found = propose_phases(bench, profile, limits, choice.chosen, choice.times_ms)
+    if found.are_refused and len(choice.chosen) > len(choice.staying):
+        # The candidates leave no communicators: phases beside those that stay, and then what is
+        # still worth a place beside both
+        times_ms = np.min([table[strategy] for strategy in choice.staying], axis=0)
+        instead = propose_phases(bench, profile, limits, choice.staying, times_ms)
+        own = instead.strategies
+        grown = replace(
+            choice,
+            chosen=[*choice.staying, *own],
+            table={**table, **dict.fromkeys(own, instead.times_ms)},
+        )
+        grown.grow()
+        if grown.times_ms.mean() < found.times_ms.mean():
+            chosen = [strategy for strategy in grown.chosen if strategy not in own]
+            found = ForPhases(chosen, own, grown.times_ms)
+    more = groups_of_gathered(found.chosen, found.strategies, bench.settings.num_devices, limits)
+    if more:
+        every = (*found.chosen, *found.strategies, *more)
+        known = Costs(profile).extended(schemes_of(every))
+        return ForPhases(
+            found.chosen, (*found.strategies, *more), bench.phases_ms(every, found.times_ms, known)
+        )
+    return found
+
+
+def propose_phases(
+    bench: SampleBench,
+    profile: Profile,
+    limits: GroupLimits,
+    beside: Sequence[Strategy],
+    known_ms: FloatArray,
+) -> ForPhases:
+    """Strategies of gathered schemes of `profile`, at most two menus of them, whose phases make the
+    mini-batches faster than `known_ms` [mini-batch]; none where none does.
+    """
+    best = known_ms[:_NUM_DECIDING]
+    menus = dict(enumerate(_menus(profile, bench.settings)))
+    chosen: tuple[Strategy, ...] = ()
+    are_refused = False
+    for _ in range(_MAX_MENUS):
+        tried = {number: (*chosen, *own) for number, own in menus.items()}
+        times = {
+            number: bench.phases_ms(own, best, profile)
+            for number, own in tried.items()
+            if limits.allow([*beside, *own])
+        }
+        are_refused |= len(times) < len(tried)
+        number = min(times, key=lambda n: float(times[n].mean()), default=None)
+        least_gain = bench.settings.tolerance
+        if number is None or times[number].mean() > (1 - least_gain) * best.mean():
+            break
+        chosen, best = tried[number], times[number]
+        del menus[number]
+    if chosen:
+        known_ms = bench.phases_ms(chosen, known_ms, profile)
+    return ForPhases(beside, chosen, known_ms, are_refused)
+
+
+def _menus(profile: Profile, settings: CandidateSettings) -> Iterator[tuple[Strategy, ...]]:
+    """Strategies of one scheme, one for each number of ranks."""
+    number, layers = settings.num_devices, profile.memory.num_layers
+    gathered = [s for s in profile.latency if s.gather and not s.ckpt and profile.memory.knows(s)]
+    is_checkpointed = bool(profile.document.get("activation_checkpointing"))
+    for step in [0] if is_checkpointed else range(_CKPT_STEPS + 1):
+        ckpt = -(-layers * step // _CKPT_STEPS)
+        schemes = [replace(scheme, ckpt=ckpt) for scheme in gathered]
+        menus = find_menus(
+            [scheme for scheme in schemes if settings.can_run(scheme)],
+            profile,
+            number,
+            max_len_tokens=lambda scheme, _: profile.max_len_tokens(scheme, number),
+            links_of=lambda _: NO_LINKS,
+        )
+        yield from (menu.alike(number) for menu in menus)
+
+
+def groups_of_gathered(
+    chosen: Sequence[Strategy],
+    menus: Sequence[Strategy],
+    num_devices: int,
+    limits: GroupLimits,
+) -> tuple[Strategy, ...]:
+    """Strategies of one scheme for the gathered schemes of `chosen`, where their numbers of ranks
+    differ and beside `menus` there are communicators for them, those of the fewest groups first.
+
+    With all groups of a size the planner may cut the ranks anew for every step. Candidates are the
+    fastest on average; phases of the same groups hold a mini-batch that none of them suits. All
+    sizes are there with as many checkpointed layers as the widest has, too, whose groups hold what
+    is longest.
+    """
+    alike: dict[int, dict[Strategy, int]] = {}
+    used = dict.fromkeys(s for strategy in chosen for s in strategy.schemes)
+    gathered = [s for s in used if s.gather and s.ep == 1 and num_devices % s.num_devices == 0]
+    if gathered:
+        widest = max(gathered, key=lambda scheme: scheme.num_devices)
+        gathered += [replace(scheme, ckpt=widest.ckpt) for scheme in gathered]
+    for scheme in dict.fromkeys(gathered):
+        number = num_devices // scheme.num_devices
+        alike.setdefault(scheme.ckpt, {})[Strategy((scheme,) * number)] = scheme.num_devices
+    wanted = [s for of_kind in alike.values() if len({*of_kind.values()}) > 1 for s in of_kind]
+    found: list[Strategy] = []
+    for strategy in sorted(wanted, key=lambda strategy: count_groups([strategy])):
+        is_there = strategy in chosen or strategy in menus
+        if not is_there and limits.allow([*chosen, *menus, *found, strategy]):
+            found.append(strategy)
+    return tuple(found)
 
 
 def _in_turn(progress: Progress | None, turn: int, num_turns: int) -> Progress | None:
@@ -335,56 +445,27 @@ def _in_turn(progress: Progress | None, turn: int, num_turns: int) -> Progress |
     return lambda done, total: progress(turn * total + done, num_turns * total)
 
 
-def _check_communicators(static: Strategy, pruning: PruningSettings) -> None:
+def _check_communicators(static: Strategy, limits: GroupLimits) -> None:
     needed = count_groups([static])
-    if needed > pruning.max_communicators:
+    if needed > limits.num_groups:
         raise HydraConfigError(
             f"the best static strategy {static} needs {needed} communicators, more than "
-            f"{pruning.max_communicators}; allow {needed} or more (--max-communicators, or "
+            f"{limits.num_groups}; allow {needed} or more (--max-communicators, or "
             "hydra.max_process_groups, half of which is for other strategies)"
         )
 
 
-def _grow(
-    start: Sequence[Strategy],
-    table: Mapping[Strategy, FloatArray],
-    pruning: PruningSettings,
-    tolerance: float,
-) -> list[Strategy]:
-    """Greedy: add what shortens the mean most, until within `tolerance` of all or out of
-    communicators.
-
-    One strategy of `start` at least has a time for every mini-batch.
-    """
-    goal_ms = float(np.min(list(table.values()), axis=0).mean()) * (1 + tolerance)
-    chosen, times = list(start), np.min([table[strategy] for strategy in start], axis=0)
-    open_ = [strategy for strategy in table if strategy not in chosen]
-    while open_ and times.mean() > goal_ms:
-        affordable = [s for s in open_ if count_groups([*chosen, s]) <= pruning.max_communicators]
-        gains = [float((times - np.minimum(times, table[s])).mean()) for s in affordable]
-        if not affordable or max(gains) <= 0:
-            break
-        added = affordable[int(np.argmax(gains))]
-        open_.remove(added)
-        if most_groups_of_rank(groups_of_all([*chosen, added])) > pruning.max_groups_of_rank:
-            continue
-        chosen.append(added)
-        times = np.minimum(times, table[added])
-    return chosen
-
-
 def _describe(
-    trial: Trial,
-    proposed: Mapping[Strategy, tuple[int, ...]],
-    table: Mapping[Strategy, FloatArray],
-    chosen: Sequence[Strategy],
+    bench: SampleBench,
+    choice: _Choice,
     plain: Sequence[Strategy],
-    space: Space,
-    tokens_per_iteration: int,
+    proposed: Mapping[Strategy, tuple[int, ...]],
+    for_phases: ForPhases,
 ) -> Proposal:
+    table, chosen, settings = choice.table, for_phases.chosen, bench.settings
     times = np.stack([table[strategy] for strategy in chosen])
     won = Counter(np.argmin(times, axis=0).tolist())
-    static = [s for s in chosen if not s.is_heterogeneous and trial.fits_context(s)]
+    static = [s for s in chosen if not s.is_heterogeneous and bench.fits_context(s)]
     best_static = min(static, key=lambda s: float(table[s].mean()), default=None)
     plain_ms = float(np.min([table[s] for s in plain], axis=0).mean()) if plain else np.inf
     kept = [
@@ -396,16 +477,27 @@ def _describe(
         )
         for index, strategy in enumerate(chosen)
     ]
+    kept.sort(key=lambda k: -k.share_won)
+    share = float((for_phases.times_ms < times.min(axis=0)).mean())
+    kept += [
+        KeptStrategy(strategy=s, share_won=share, is_for_phases=True)
+        for s in for_phases.strategies
+        if s not in chosen
+    ]
+    profile = bench.world.profile
+    measured = profile.latency.keys() - profile.assumed
+    assumed = schemes_of(chosen) & profile.assumed
+    assumed |= schemes_of(for_phases.strategies) - measured
     return Proposal(
-        space=space,
-        num_devices=trial.num_devices,
-        context_length=trial.context_length,
-        tokens_per_iteration=tokens_per_iteration,
-        kept=tuple(sorted(kept, key=lambda k: -k.share_won)),
+        space=settings.space,
+        num_devices=settings.num_devices,
+        context_length=settings.context_length,
+        tokens_per_iteration=settings.num_tokens,
+        kept=tuple(kept),
         num_candidates=len({*proposed, *table}),
-        num_communicators=count_groups(chosen),
-        assumed=tuple(sorted({s for c in chosen for s in c.schemes} & trial.profile.assumed)),
-        kept_ms=float(times.min(axis=0).mean()),
+        num_communicators=count_groups([*chosen, *for_phases.strategies]),
+        assumed=tuple(sorted(assumed)),
+        kept_ms=float(for_phases.times_ms.mean()),
         plain_ms=plain_ms if np.isfinite(plain_ms) else None,
         all_candidates_ms=float(np.min(list(table.values()), axis=0).mean()),
         best_static_ms=None if best_static is None else float(table[best_static].mean()),

@@ -201,6 +201,23 @@ def makespan_ms(
     return closed_form_ms(micro_batch_ms, num_stages)
 
 
+def steps_ms(times_ms: Sequence[FloatArray]) -> FloatArray:
+    """Time of each step of pipelines in lockstep, [step], where pipelines take `times_ms`
+    [micro-batch] each, as many as they have.
+
+    Ranks that gather each layer together wait for each other, so the n-th micro-batches of all
+    pipelines are one step, which lasts as long as the longest of them: a phase in which every
+    pipeline has one micro-batch.
+
+    >>> steps_ms([np.array([30.0, 20.0]), np.array([10.0, 60.0, 5.0])])
+    array([30., 60.,  5.])
+    """
+    steps = np.zeros(max((times.size for times in times_ms), default=0))
+    for times in times_ms:
+        steps[: times.size] = np.maximum(steps[: times.size], times)
+    return steps
+
+
 class MicroBatchBalance(NamedTuple):
     """How the time of a 1F1B pipeline is best divided between V micro-batches, for every V up to
     `ratio.size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ds_hydra.sampler.bounds import strategy_bound_ms
+from ds_hydra.sampler.candidate import GroupMenu
 from ds_hydra.sampler.dispatch.dispatch import dispatch_trials, fit_trials
 from ds_hydra.sampler.dispatch.refine import (
     improve_dispatch,
@@ -15,14 +16,14 @@ from ds_hydra.sampler.dispatch.refine import (
     pipeline_cost,
     refine_pipelines,
 )
+from ds_hydra.sampler.group_steps import plan_steps
 from ds_hydra.sampler.packing.cuts import cut_micro_batch
 from ds_hydra.sampler.packing.packing_bounds import pipeline_bound_ms
-from ds_hydra.sampler.phases import Palette, compose
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import PipelineKind, make_problem
-from ds_hydra.sampler.screening import Screen
+from ds_hydra.sampler.sample_bench import FastEstimator
 from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.profiles.link_times import NO_LINKS
 from ds_hydra.strategy.profiles.profile import LatencyModel
@@ -55,8 +56,8 @@ def warm_up() -> None:
         pipeline_bound_ms(problem.lengths[members], costs, pipeline_cost(problem, 0))
     cut_micro_batch(range(3), [9, 3, 3], 2)
     gathered = Scheme(1, 1, gather=True), Scheme(1, 1, sp=2, gather=True)
-    palette = Palette(gathered, (latency, latency), (1.0, 1.0), (9, 18), NO_LINKS)
-    compose(problem.lengths, [palette], 2, 0.0, np.inf)
+    menu = GroupMenu(gathered, (latency, latency), (1.0, 1.0), (9, 18), NO_LINKS)
+    plan_steps([menu.groups_of_step(2)], problem.lengths, lambda slowest: float(slowest.sum()))
     _warm_up_proposal()
 
 
@@ -66,10 +67,11 @@ def _warm_up_proposal() -> None:
     lengths = np.array([100, 2000], dtype=np.int64)
     histogram = LengthHistogram(name="two", lengths_tokens=lengths, counts=lengths // 100)
     settings = ProposalSettings(tokens_per_iteration=4000)
-    relaxed_strategies(World.of(profile, None, 8, 2000), histogram, settings)
+    world = World.of(profile, None, 8, 2000)
+    relaxed_strategies(world, histogram, settings)
     batch = GlobalBatch(iteration=0, sample_indices=(0,), lengths=(100,), num_label_tokens=99)
     strategies = (Strategy((Scheme(8, 1),)),)
-    Screen(strategies, profile, 8).estimates_ms(batch)
+    FastEstimator(strategies, world).estimates_ms(batch)
     plan_iteration(
         batch, strategies=strategies, profile=profile, num_devices=8, settings=PlannerSettings()
     )

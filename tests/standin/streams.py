@@ -25,8 +25,8 @@ _local = threading.local()
 
 
 def where() -> str:
-    """The innermost lines of ds_hydra, DeepSpeed and transformers' Trainer that led here, with the
-    package of the first one.
+    """The innermost lines and functions of ds_hydra, DeepSpeed and transformers' Trainer that led
+    here, with the package of the first one.
     """
     places: list[str] = []
     frame = sys._getframe(1)
@@ -34,7 +34,7 @@ def where() -> str:
         filename = frame.f_code.co_filename
         for package in ("ds_hydra", "deepspeed/runtime", "transformers/trainer.py"):
             if f"/{package}" in filename:
-                file = f"{filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+                file = f"{filename.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}"
                 places.append(file if places else f"{package} {file}")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(places)

@@ -31,19 +31,23 @@ from ds_hydra.engine.model.scheme_support import (
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import check_groups_of_rank
 from ds_hydra.engine.profiling.memory import as_the_engine_needs, is_of_another_system
-from ds_hydra.engine.profiling.profile_document import count_flops, fit_memory, model_facts
+from ds_hydra.engine.profiling.profile_document import (
+    count_flops,
+    count_parameters,
+    fit_memory,
+    model_facts,
+)
 from ds_hydra.engine.profiling.profiler import default_lengths
 from ds_hydra.engine.ranks.process_start import NO_COMPILER, compiles_adam
 from ds_hydra.engine.transfer.schedule import home_bytes
 from ds_hydra.errors import HydraConfigError, HydraError
-from ds_hydra.sampler.candidates import (
-    MAX_ENUMERATED_RANKS,
-    CandidateSettings,
+from ds_hydra.sampler.candidate_set import (
     check_longest,
     decide_candidates,
     gradient_bytes,
     proposes,
 )
+from ds_hydra.sampler.sample_bench import MAX_ENUMERATED_RANKS, CandidateSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.analytic import Hardware
 from ds_hydra.strategy.cost_models.cluster import try_cluster
@@ -95,6 +99,8 @@ class ConfigReport:
     assumed: list[str] = field(default_factory=list)
     profiled: list[str] = field(default_factory=list)
     filled_in: list[str] = field(default_factory=list)
+    parameters: dict[str, float] = field(default_factory=dict)
+    """Of the model: all, those of one token, those of embedding and head."""
     profile: str | None = None
     memory_bytes: int | None = None
     schemes: list[dict[str, Any]] = field(default_factory=list)
@@ -290,6 +296,7 @@ class _Budget:
                 num_ranks=self._report.num_devices,
                 tp_sequence_parallel=self._hydra.tp_sequence_parallel,
             )
+        self._report.parameters = count_parameters(self._stage_model).to_json()
         check_context(self._stage_model.abilities, config, self._hydra.context_length)
         if problem := find_softcap_problem(config, self._dtype):
             self._report.warnings.append(f"on GPUs the engine refuses this model: {problem}")
@@ -331,6 +338,8 @@ class _Budget:
                 name=str(self._request.model),
             )
             report.profile = f"estimate: {known.document['source']}"
+            unpriced = known.document["model"]["unpriced"]
+            report.assumed += [f"model: {sentence}" for sentence in unpriced]
             report.assumed.append(
                 f"time and memory below are a roofline of {hardware.name}, nothing is measured; activations "
                 f"{'are recomputed' if hydra.activation_checkpointing else 'are as large as in the shipped profiles'}"

@@ -6,9 +6,11 @@ from transformers import PretrainedConfig
 
 from ds_hydra.configs import HydraConfig
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.profiling.profile_document import state_memory
+from ds_hydra.engine.profiling.profile_document import count_parameters, state_memory
+from ds_hydra.model_config import all_fields
 from ds_hydra.strategy import Profile
 from ds_hydra.strategy.cost_models.analytic import Hardware, predict_profile
+from ds_hydra.strategy.cost_models.decoder import read_decoder
 from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
 from ds_hydra.strategy.proposal.estimate import describe_model, expert_parallel_schemes
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
@@ -25,9 +27,8 @@ def estimate_profile(
     forward counts twice in T.
     """
     config: PretrainedConfig = stage_model.config
-    shape, heads = describe_model(
-        {**config.to_dict(), "vocab_size": stage_model.vocab_size}, config.model_type
-    )
+    fields = {**all_fields(config), "vocab_size": stage_model.vocab_size}
+    shape, heads = describe_model(fields, config.model_type)
     wanted = (
         *power_of_two_schemes(num_devices),
         *expert_parallel_schemes(shape, heads, num_devices),
@@ -53,6 +54,8 @@ def estimate_profile(
         },
         context_length=hydra.context_length,
     )
+    document["model"]["parameters"] = count_parameters(stage_model).to_json()
+    document["model"]["unpriced"] = list(read_decoder(fields, config.model_type).unpriced)
     document["tp_sequence_parallel"] = hydra.tp_sequence_parallel
     document["activation_checkpointing"] = hydra.activation_checkpointing
     if hydra.activation_checkpointing:

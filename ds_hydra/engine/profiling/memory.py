@@ -29,7 +29,7 @@ from ds_hydra.engine.parallel.groups import NCCL_GROUP_BYTES, NCCL_PAIR_BYTES
 from ds_hydra.engine.profiling.profile_document import layer_params, state_memory
 from ds_hydra.engine.ranks.memory import count_multiprocessors
 from ds_hydra.errors import UnsupportedModelError
-from ds_hydra.sampler.candidates import gradient_bytes
+from ds_hydra.sampler.candidate_set import gradient_bytes
 from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.profiles.state_bytes import exchange_bytes
 from ds_hydra.strategy.proposal.candidates import power_of_two_schemes

@@ -25,11 +25,14 @@ from ds_hydra.engine.model.tp_plan import num_kv_heads
 from ds_hydra.engine.ranks.agreement import broadcast_text, run_together
 from ds_hydra.engine.ranks.hosts import count_ranks_here
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.model_config import all_fields
 from ds_hydra.strategy import Profile, Scheme
+from ds_hydra.strategy.cost_models.decoder import ModelSize, read_decoder
 from ds_hydra.strategy.cost_models.flops import FROZEN_FLOP, TRAINED_FLOP, ModelFlops
 from ds_hydra.strategy.profiles.fit import fit_latency, saturation_tokens
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
 from ds_hydra.strategy.profiles.state_bytes import engine_states, expert_memory
+from ds_hydra.strategy.proposal.estimate import describe_model as describe_config
 from ds_hydra.strategy.proposal.estimate import find_experts
 
 _SCHEMA = "ds_hydra.measurements/1"
@@ -189,7 +192,7 @@ def nominal_profile(stage_model: StageModel, schemes: Iterable[Scheme]) -> dict[
 def describe_model(stage_model: StageModel) -> dict[str, Any]:
     """The profile's "model" section."""
     config = stage_model.config
-    experts = find_experts(config.to_dict(), stage_model.num_layers, config.model_type)
+    experts = find_experts(all_fields(config), stage_model.num_layers, config.model_type)
     heads = {}
     if getattr(config, "num_attention_heads", None):  # else no attention
         heads = {
@@ -204,42 +207,78 @@ def describe_model(stage_model: StageModel) -> dict[str, Any]:
         **heads,
         "vocab_size": stage_model.vocab_size,
         **({} if experts is None else {"experts": experts.to_json()}),
+        **_describe_layers(stage_model),
+        "parameters": count_parameters(stage_model).to_json(),
         "flops": count_flops(stage_model).to_json(),
     }
 
 
+def _describe_layers(stage_model: StageModel) -> dict[str, Any]:
+    """What sizes do not say of the layers, for schemes whose T nobody measured."""
+    try:
+        shape, _ = describe_config(_fields(stage_model), stage_model.config.model_type)
+    except HydraConfigError:  # without attention heads, or with sizes of its own names
+        return {}
+    return {key: value for key, value in shape.to_json().items() if key == "layer"}
+
+
+def _fields(stage_model: StageModel) -> dict[str, Any]:
+    return {**all_fields(stage_model.config), "vocab_size": stage_model.vocab_size}
+
+
+def _active_shares(stage_model: StageModel) -> dict[int, float] | None:
+    """Of each parameter, by its number, the part that a token meets; None where the model has
+    experts that are not known as such. Raises HydraConfigError for what find_experts refuses.
+    """
+    config = stage_model.config
+    experts = find_experts(all_fields(config), stage_model.num_layers, config.model_type)
+    bound = [b for unit in stage_model.units for b in unit.bindings]
+    of_experts = {b.param for b in bound if is_experts(b.module)}
+    if (experts is None) != (not of_experts):
+        return None
+    share = experts.chosen / experts.num if experts is not None else 1.0
+    return {b.param: share if b.param in of_experts else 1.0 for b in bound}
+
+
+def count_parameters(stage_model: StageModel) -> ModelSize:
+    """Parameters of the model as it was built; all count as active where experts are not known."""
+    try:
+        shares = _active_shares(stage_model) or {}
+    except HydraConfigError:
+        shares = {}
+    numels = [spec.numel for spec in stage_model.specs]
+    tables = {
+        b.param
+        for unit in (stage_model.units[0], stage_model.units[-1])
+        for b in unit.bindings
+        if stage_model.vocab_size in stage_model.specs[b.param].shape
+    }
+    return ModelSize(
+        total=sum(numels),
+        active=sum(numel * shares.get(param, 1.0) for param, numel in enumerate(numels)),
+        tables=sum(numels[param] for param in tables),
+    )
+
+
 def count_flops(stage_model: StageModel) -> ModelFlops:
     """FLOPs of training the model, by its own parameters."""
-    config, family = stage_model.config, stage_model.config.model_type
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int):
-        return ModelFlops(unknown=f"{family} does not say how many attention heads it has")
+    family = stage_model.config.model_type
     try:
-        experts = find_experts(config.to_dict(), stage_model.num_layers, family)
+        shares = _active_shares(stage_model)
+        decoder = read_decoder(_fields(stage_model), family)
     except HydraConfigError as error:
         return ModelFlops(unknown=str(error))
-    used = [b for unit in stage_model.units for b in unit.bindings]
-    used = [b for b in used if not isinstance(b.module, nn.Embedding)]  # a table is looked up
-    of_experts = {b.param for b in used if is_experts(b.module)}
-    if (experts is None) != (not of_experts):
+    if shares is None:
         return ModelFlops(unknown=f"{family} has experts that are not known as such")
-    share = experts.chosen / experts.num if experts is not None else 1.0
+    used = [b for unit in stage_model.units for b in unit.bindings]
+    multiplied = {b.param for b in used if not isinstance(b.module, nn.Embedding)}  # others: tables
     per_token = sum(
         (TRAINED_FLOP if stage_model.specs[p].requires_grad else FROZEN_FLOP)
         * stage_model.specs[p].numel
-        * (share if p in of_experts else 1.0)
-        for p in {b.param for b in used}
+        * shares[p]
+        for p in multiplied
     )
-    head_size = getattr(config, "head_dim", None) or stage_model.hidden_size // heads
-    rotary = getattr(config, "qk_rope_head_dim", None)  # of latent attention, beside the rest
-    queries = head_size if rotary is None else config.qk_nope_head_dim + rotary
-    values = getattr(config, "v_head_dim", None) or head_size
-    return ModelFlops.build(
-        per_token,
-        config.to_dict(),
-        width=heads * (queries + values) / 2,
-        num_layers=stage_model.num_layers,
-    )
+    return ModelFlops.of_decoder(decoder, per_token)
 
 
 def model_facts(stage_model: StageModel) -> dict[str, int]:

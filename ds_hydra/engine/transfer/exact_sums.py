@@ -2,14 +2,22 @@
 
 [Note: Sums without an order]
 Ranks add to a node's sums when they have a gradient, so that none waits for another's computation.
-Sums in floating point would then depend on who came first. These are sums of integers: for every
-row of a parameter all numbers are counted in a unit that follows from the largest addend of the
-row, and what is below the unit is cut off. To be independent of the order this has to hold also
-where the largest addend comes last. Therefore units lie on a fixed grid, powers of 2^`width`, and
-each addend is cut into digits on that grid; `high` is the sum of the digits at the place `top`,
-the highest that any addend of the row reaches, and `low` that of the next place. An addend that
-reaches higher moves `high` to `low`, or drops both: those digits had been added at the same places
-if it had come first. What is lost is below 2^-width of the row's largest addend, in each addend.
+Sums in floating point would then depend on who came first. These are sums of integers. Every addend
+is cut into digits on a fixed grid of places, powers of 2^`width`. Of each row of a parameter two
+places are kept: `top`, the highest place that any addend of the row reaches, and the next one.
+`high` is the sum of the digits at `top`, `low` that of the digits below it. Digits of lower places
+are cut off.
+
+The sums may not depend on the order either where the largest addend comes last. An addend that
+reaches one place higher makes `high` the new `low`; one that reaches further drops both. The sums
+are then what they would be if this addend had come first. With places of one decimal digit:
+
+    0.37, then 4.6:   high 3, low 7, top 0.1  ->  high 0, low 3, top 1  ->  high 4, low 9, top 1
+    4.6, then 0.37:   high 4, low 6, top 1    ->  high 4, low 9, top 1
+    0.37, then 52:    high 3, low 7, top 0.1  ->  high 0, low 0, top 10 ->  high 5, low 2, top 10
+    52, then 0.37:    high 5, low 2, top 10   ->  high 5, low 2, top 10
+
+Each addend loses less than 2^-width of the row's largest addend.
 
 Both sums are int32, so `width` leaves room for the number of addends, which a plan tells:
 23 (the precision of fp32) for up to 255 of them, one less each time that they double.
@@ -71,11 +79,14 @@ class Adder:
         digits = self._digits[: addend.numel()].view_as(addend)
         scaled.copy_(addend)
         reached = _place_of(scaled.abs_().amax(1, keepdim=True), width)
+        # Read on the host: nearly every add after the first finds its place and moves nothing.
         if not bool((reached <= top).all()):
+            # `top` is 0 before the first addend: there is nothing to move.
             if bool(top.any()):
                 _make_room(high, low, top, reached)
             torch.maximum(top, reached, out=top)
         cols = slice(begin_col, begin_col + addend.shape[1])
+        # A product with a power of 2 is exact, so the digits do not depend on rounding.
         scaled.copy_(addend).mul_(_power_of_two(-_exponent(top, width)))
         digits.copy_(scaled)  # cuts towards zero
         high[:, cols].add_(digits)

@@ -53,6 +53,7 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
     for tensor in tensors:
         bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
         whole = bits.numel() // 8 * 8
+        # A view as 8-byte words needs storage that begins at a multiple of 8.
         aligned = bits[:whole] if bits.storage_offset() % 8 == 0 else bits[:whole].clone()
         step = _CHUNK_WORDS.get(bits.device.type, _LARGE_CHUNK_WORDS)
         places = torch.arange(min(step, whole // 8), device=bits.device) * _PLACE_FACTOR
@@ -87,6 +88,7 @@ class FrozenKeeper:
         """
         now = fingerprint(self._frozen_P())
         is_same = self._key == key  # on every rank or on none
+        # One rank whose shards changed makes all pull: rounds are collective.
         if is_same and not self._any_rank(not torch.equal(now, self._fingerprint)):
             return pull_trained
         self._key, self._fingerprint = key, now

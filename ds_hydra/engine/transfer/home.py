@@ -17,14 +17,23 @@ have a part each, which the others map: reading a layer copies its shards into t
 layers, and a gradient is sent to the ranks that hold its shards ([Note: Inbox]), each of which adds
 to its own sums (`PeerHome`). Both are done in threads beside computation, which waits for them only
 when `passing_bytes` of gradients are under way.
+
+[Note: Inbox]
+Gradients go to the rank that sums them, and no rank waits for another one's computation. Each rank
+of a host has a slot for every rank of it, itself included, in memory that all of them reach. A
+sender waits until its slot is free, copies a piece there, and describes the piece in counters and
+words of memory that the processes of the host share. The owner's thread finds the piece, adds it to
+its own sums, and frees the slot. Sender and owner are threads that do nothing else. The owner's
+thread ends when every sender has said that it is done.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -35,9 +44,8 @@ from torch import Tensor
 from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.ranks.hosts import ALLOCATORS, PeerMemory, SharedMemory
 from ds_hydra.engine.transfer.exact_sums import Adder, digit_width, value_of
-from ds_hydra.engine.transfer.inbox import Inbox, control_bytes
-from ds_hydra.engine.transfer.link_thread import DeviceClock, LinkThread
-from ds_hydra.engine.transfer.schedule import STREAM_WINDOW
+from ds_hydra.engine.transfer.link_thread import Cancelled, DeviceClock, LinkThread
+from ds_hydra.strategy.profiles.memory_model import STREAM_WINDOW
 from ds_hydra.zero_link import ParamSpec, Region
 
 _LOCKED_NUMEL = 1 << 17
@@ -46,6 +54,14 @@ _SENT_NUMEL = 1 << 22
 """Elements that are sent at once: a device has no use for small pieces, and scratch of 32 MiB."""
 
 _ALIGNMENT = 64
+
+_POLL_S = 5e-5
+"""Between two looks at words that another process writes."""
+_STATE, _DONE, _DTYPE, _SHAPE, _WHAT = 0, 1, 2, slice(3, 5), slice(5, 12)
+"""Places of the words of a slot."""
+_WORDS = 12
+_FREE, _FULL, _FAILED = 0, 1, 2
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Part(NamedTuple):
@@ -140,7 +156,8 @@ class Home(ABC):
     def copy(self, param: int, region: Region, into: Tensor) -> None:
         """Copy the weights in `region` into the flat tensor `into`."""
         num_cols = self._specs[param].num_cols
-        if region.num_cols == num_cols:  # as a vector, in few pieces
+        # Whole rows of a row-major matrix are a vector, which is in fewer pieces.
+        if region.num_cols == num_cols:
             region, num_cols = Region(region.row * num_cols, region.numel, 0, 1), 1
         matrix = into.view(region.num_rows, region.num_cols)
         targets, sources = [], []
@@ -158,6 +175,7 @@ class Home(ABC):
         addend = grad.detach().reshape(region.num_rows, region.num_cols)
         job = functools.partial(self._add_all, param, region, addend, self._clock.stamp())
         self._pending.append((self._sender.submit(job), grad.nbytes))
+        # Gradients under way hold memory that the next layer's backward pass wants.
         while sum(nbytes for _, nbytes in self._pending) > self._passing_bytes:
             self._pending.popleft()[0].result()
 
@@ -269,8 +287,99 @@ class SharedMemoryHome(Home):
     def _deliver(self, piece: Piece, addend: Tensor) -> None:
         sums = self._sums(piece)
         begin_byte = sums.high.data_ptr() - self._memory.bytes.data_ptr()
+        # Other processes add to the same rows.
         with self._memory.locked(begin_byte, sums.high.nbytes):
             self._adder.add(*sums, addend, piece.addend_col, self._width)
+
+
+def control_bytes(num_ranks: int) -> int:
+    """Of the words that `num_ranks` ranks of a host share."""
+    return num_ranks * num_ranks * _WORDS * 8
+
+
+class Inbox:
+    """The slots of the ranks of a host, as rank number `place` among them uses them: [Note: Inbox].
+
+    `slots[owner]` are bytes [sender, size]. One thread sends, another one serves. Not collective.
+    """
+
+    def __init__(
+        self, slots: Sequence[Tensor], control: SharedMemory, place: int, clock: DeviceClock
+    ):
+        self._slots = slots
+        self._place = place
+        self._clock = clock
+        num_ranks = len(slots)
+        words = control.bytes[: control_bytes(num_ranks)].view(torch.int64)
+        self._control = words.view(num_ranks, num_ranks, _WORDS).numpy()
+        self._round = 0
+        self._sent: Any = None
+        self.served: Any = None
+        """Where the serving thread's stream was when it last added."""
+
+    def begin(self) -> None:
+        """Forget what was under way, and begin a round; every rank calls it, then a barrier."""
+        self._round += 1
+        self._control[self._place, :, _STATE] = _FREE
+
+    def send(self, owner: int, what: Sequence[int], piece: Tensor) -> None:
+        """Give `piece` [m, n] to `owner`, with up to 7 numbers that say `what` it is."""
+        words = self._wait_for_slot(owner)
+        slot = self._slots[owner][self._place]
+        if owner == self._place and self.served is not None:
+            # Both streams are this rank's: the one that read the slot may be behind its host.
+            self._clock.wait_for(self.served)
+        slot[: piece.nbytes].view(piece.dtype).view(piece.shape).copy_(piece)
+        self._sent = self._clock.stamp()
+        # Another process knows nothing of this stream: it may read the slot when the copy is over.
+        self._clock.settle(self._sent)
+        words[_DTYPE] = _DTYPES.index(piece.dtype)
+        words[_SHAPE] = piece.shape
+        words[_WHAT][: len(what)] = what
+        # Last: the owner reads the other words once it finds the slot full.
+        words[_STATE] = _FULL
+
+    def finish(self) -> None:
+        """Wait until all that was sent has been added, and tell every owner."""
+        for owner in range(len(self._slots)):
+            self._wait_for_slot(owner)[_DONE] = self._round
+
+    def serve(self, add: Callable[[list[int], Tensor], None]) -> None:
+        """`add(what, piece)` what comes until every sender has finished. In a thread of its own."""
+        mine, round_ = self._control[self._place], self._round
+        try:
+            while self._round == round_ and (mine[:, _DONE] != round_).any():
+                senders = (mine[:, _STATE] == _FULL).nonzero()[0].tolist()
+                for sender in senders:
+                    self._take(mine[sender], sender, add)
+                if not senders:
+                    time.sleep(_POLL_S)
+        except BaseException:
+            # Else every sender would wait for its slot until the watchdog ends the run.
+            mine[:, _STATE] = _FAILED
+            raise
+
+    def _take(self, words: Any, sender: int, add: Callable[[list[int], Tensor], None]) -> None:
+        dtype, shape = _DTYPES[words[_DTYPE]], words[_SHAPE].tolist()
+        nbytes = shape[0] * shape[1] * dtype.itemsize
+        piece = self._slots[self._place][sender][:nbytes].view(dtype).view(shape)
+        if sender == self._place:
+            self._clock.wait_for(self._sent)
+        add(words[_WHAT].tolist(), piece)
+        self.served = self._clock.stamp()
+        # The sender writes the next piece as soon as the slot is free.
+        self._clock.settle(self.served)
+        words[_STATE] = _FREE
+
+    def _wait_for_slot(self, owner: int) -> Any:
+        words, round_ = self._control[owner, self._place], self._round
+        while words[_STATE] != _FREE:
+            if words[_STATE] == _FAILED:
+                raise RuntimeError(f"rank {owner} of this host could not add to its sums")
+            if self._round != round_:
+                raise Cancelled
+            time.sleep(_POLL_S)
+        return words
 
 
 class PeerHome(Home):
@@ -318,6 +427,7 @@ class PeerHome(Home):
         """
         super().finish_adds()
         if self._serving is not None:
+            # What this rank sent is added, but not yet all that others send here.
             self._inbox.finish()
             self._serving.result()  # which others' ranks finish, without waiting for this one
             self._serving = None

@@ -107,6 +107,7 @@ class LinkThread:
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
         """The job's future; it holds what the job raised. Raises RankLostError after `give_up`."""
+        # Its buffers are part of a round that other ranks may still join.
         if self._is_stuck:
             raise RankLostError(
                 "an earlier error left an exchange between ranks in the middle of a round; restart from the last "

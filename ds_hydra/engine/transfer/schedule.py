@@ -177,9 +177,10 @@ def plan_kept(
     ['pull 0 after -1', 'pull 1 after -1', 'push 1 after 0', 'push 0 after 0']
     """
     transfers = [Transfer(Kind.PULL, bucket) for bucket in range(num_rounds)]
+    # Backward completes the last bucket first.
     for bucket in reversed(range(num_rounds)) if pushes else ():
         own = min(bucket, num_buckets - 1)
-        # A rank without a pipeline has no buckets; its computation is over when it begins.
+        # A rank without a pipeline has no gradients to wait for; its computation is over at once.
         is_early = overlap and num_buckets > 0
         transfers.append(Transfer(Kind.PUSH, bucket, own if is_early else num_buckets))
     return TransferSchedule(
@@ -225,6 +226,7 @@ def plan_streamed(
     window = streams.window
     uses = window.uses(passes)
     copied = [r for r, bucket in enumerate(only_copied(buckets, streams.copied)) if bucket]
+    # Hooks add what is streamed. Other stages keep sums over micro-batches, and add them once.
     stored = range(len(buckets)) if training and not streams.is_streamed else ()
     return _plan_window(
         window,
@@ -256,6 +258,7 @@ def _plan_window(
     for number, (position, ends_backward) in enumerate(uses):
         slot = position % STREAM_WINDOW
         bucket = window.buckets[position]
+        # The slot is free once computation has left the layer that was in it.
         if content[slot] != position:
             transfers.append(Transfer(bringing, bucket, last_use[slot], number))
             content[slot] = position

@@ -277,7 +277,7 @@ class TransferSession:
                 self._needed[transfer.needed_by] = number
             elif transfer.kind.is_bringing:
                 self._brought[transfer.bucket] = number
-            if transfer.after == AT_ONCE:
+            if transfer.kind.is_bringing and transfer.after == AT_ONCE:
                 self._num_at_once = number + 1
         self._in_window = frozenset(schedule.window.buckets)
         self._use = -1
@@ -301,6 +301,7 @@ class TransferSession:
             self.weights.on_gradient = self.gradients_complete
         if not self._thread.overlap:
             self._catch_up()
+        # A rank that only reads views of a home needs no thread.
         elif self._schedule.transfers:
             self._running = self._thread.submit(self._run)
         return self
@@ -344,15 +345,15 @@ class TransferSession:
             self._awaited.add(bucket)
 
     def await_all(self) -> None:
-        """Wait until every transfer that waits for no event is over. Raises what the thread
-        raised.
+        """Wait until all that is brought without waiting for an event is there. Raises what the
+        thread raised.
         """
         if self._num_at_once:
             self._wait_for(self._num_at_once - 1)
 
     def await_posts(self) -> None:
-        """Wait, on the host, until every transfer that waits for no event is posted: [Note: The
-        host does not run ahead]. Raises what the thread raised.
+        """Wait, on the host, until all that is brought without waiting for an event is posted:
+        [Note: The host does not run ahead]. Raises what the thread raised.
         """
         if self._clock.has_streams and self._num_at_once:
             self._is_pull_paced = False
@@ -388,6 +389,7 @@ class TransferSession:
         # nothing. One after another: without overlap each posts its rounds.
         while self._use + 1 < len(self._schedule.uses):
             self._go_on()
+        # Gradients that no backward pass came to are zeros: the carrier sees to it.
         for event in range(len(self._left)):
             self._left.record(event)
         if self._thread.overlap:
@@ -400,6 +402,7 @@ class TransferSession:
         if self.carrier.close():
             self._work[False].add(closing, self._clock.stamp())
         end = self._clock.stamp()
+        # Times are read below, and the memory of shards is the optimizer's from here on.
         self._clock.settle(end)
         has_sums = self.carrier.has_sums
         return MeasuredLinkTimes(
@@ -485,8 +488,8 @@ class TransferSession:
         """Begin a transfer, and end what is too many on the wire."""
         is_bringing = self._schedule.transfers[number].kind.is_bringing
         if number and self._schedule.transfers[number - 1].kind.is_bringing != is_bringing:
-            # Pull and push have groups of their own, whose order of messages differs between ranks
-            # that begin the push earlier and later.
+            # Every rank ends its pull before it pushes: collectives of two groups that are under
+            # way at once need one order on all ranks.
             self._settle(window)
         work = self._work[is_bringing]
         if self._is_pull_paced if is_bringing else self._is_paced:

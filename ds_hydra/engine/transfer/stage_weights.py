@@ -66,6 +66,7 @@ class SlicePool:
         for key, numel in numels.items():
             held = self._held.get(key)
             if held is None or held.numel() < numel:
+                # The old tensor goes first, so that both are never held at once.
                 self._held.pop(key, None)
                 del held
                 held = self._held[key] = torch.empty(
@@ -253,6 +254,7 @@ class StageWeights:
         micro-batch's backward.
         """
         self._is_last_backward = True
+        # Buckets without trained parameters: no hook would report them.
         for index, state in enumerate(self._states):
             if not state.missing:
                 self._report(index)
@@ -269,6 +271,7 @@ class StageWeights:
         them.
         """
         if index in self._gathered:
+            # As in a first micro-batch: the next gradient is copied over this one.
             state = self._states[index]
             state.without_gradient.update(state.gradients)
 
@@ -325,9 +328,10 @@ class StageWeights:
     ) -> None:
         """Let the gradient of `leaf` add up over micro-batches in the fp32 tensor `main_grad`.
 
-        The first one is copied, so that nobody has to set the memory to zero. In memory that layers
-        share it may not stay with the leaf.
+        The first one is copied, so that nobody has to set the memory to zero.
         """
+        # A leaf keeps its gradient only where the memory is its own: of a gathered layer's slot
+        # autograd would add to what the next layer left there.
         in_place = leaf.dtype == torch.float32 and bucket not in self._gathered
         state = self._states[bucket]
         state.gradients[param] = state.without_gradient[param] = main_grad

@@ -14,6 +14,7 @@ from ds_hydra.commands.common import (
     AsJson,
     check_folder,
     errors_to_stderr,
+    log_size,
     print_json,
     write_document,
     writing,
@@ -155,8 +156,10 @@ def _read(
                 f"{layers} describes {given.num_devices} devices, --devices is {devices}; make them agree"
             )
         return given
+    known = Profile.load(find_file("profiles", profile))
+    log_size(known)
     return SearchInput.from_profile(
-        Profile.load(find_file("profiles", profile)),
+        known,
         Hardware.load(hardware),
         num_devices=devices,
         sequence_tokens=sequence,

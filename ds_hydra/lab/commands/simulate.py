@@ -18,6 +18,7 @@ from ds_hydra.commands.common import (
     check_folder,
     errors_to_stderr,
     log,
+    log_size,
     print_json,
     progress_bar,
     write_document,
@@ -193,6 +194,7 @@ def simulate(
             workload, axes = _workload(
                 profile, histogram, devices, context, tokens, baseline, strategies, estimated
             )
+        log_size(workload.profile)
         if axes is not None and axes.is_sweep:
             _refuse(
                 timeline is not None, "--timeline shows one workload; give one value for each axis"

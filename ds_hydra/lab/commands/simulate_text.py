@@ -75,7 +75,8 @@ def _system_lines(point: dict[str, Any]) -> list[str]:
     if ours["tflops_per_device"] is not None:
         lines.append(
             "TFLOP/s of each device: what the model needs for the sequences' own lengths, causal attention half, "
-            "recomputation not counted; MFU: over the device's peak in 16 bit"
+            "recomputation not counted, over the whole iteration; MFU: its share of the device's peak in 16 bit, a "
+            "ceiling for runs, as what slows them down by chance is left out"
         )
     if has_spread:
         lines.append(

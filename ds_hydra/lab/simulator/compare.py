@@ -27,12 +27,13 @@ from ds_hydra.lab.simulator.systems import (
     Settings,
 )
 from ds_hydra.lab.simulator.workload import Workload, check_workload
-from ds_hydra.sampler.candidates import (
+from ds_hydra.sampler.candidate_set import decide_candidates
+from ds_hydra.sampler.sample_bench import (
+    HEURISTIC,
     MAX_ENUMERATED_RANKS,
     CandidateSettings,
-    decide_candidates,
+    Progress,
 )
-from ds_hydra.sampler.trial import HEURISTIC, Progress, PruningSettings
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.state_bytes import with_engine_states
 from ds_hydra.strategy.proposal.program import (
@@ -274,12 +275,10 @@ def _propose(
             max_groups=settings.max_communicators,
             # Of <TP,PP> alone what suits the lengths: each of all pairs would be planned at length
             max_enumerated=0 if space == "plain" else MAX_ENUMERATED_RANKS,
-            pruning=PruningSettings(
-                num_batches=settings.num_proposal_batches,
-                num_rounds=settings.num_proposal_rounds,
-                seed=settings.seed + 1,
-                planner=replace(HEURISTIC, overlaps_links=settings.overlap),
-            ),
+            num_batches=settings.num_proposal_batches,
+            num_rounds=settings.num_proposal_rounds,
+            seed=settings.seed + 1,
+            planner=replace(HEURISTIC, overlaps_links=settings.overlap),
         ),
         inside,
     )

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ds_hydra.configs.files import find_file, read_json_object
-from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_profile
+from ds_hydra.strategy.cost_models.analytic import Hardware, predict_profile
+from ds_hydra.strategy.cost_models.decoder import read_decoder
 from ds_hydra.strategy.cost_models.flops import ModelFlops
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.state_bytes import engine_states, expert_memory
 from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
 from ds_hydra.strategy.proposal.estimate import describe_model, expert_parallel_schemes
 
-_UNGATED = ("gpt_neox", "gpt_neox_japanese", "gpt2", "gptj", "phi", "falcon", "bloom", "opt",
-            "starcoder2", "nemotron", "gpt_bigcode", "codegen", "mpt")  # fmt: skip
-"""Families whose MLPs have two matrices, where the shape counts three."""
 _ELEMENT_BYTES = 2
 
 
@@ -38,6 +36,7 @@ def estimate_from_config(
     path = find_file("models", model) if config is None else Path(model)
     config = read_json_object(path) if config is None else config
     shape, heads = describe_model(config, str(path))
+    decoder = read_decoder(config, str(path))
     source = find_file("hardware", hardware_name)
     described = read_json_object(source)
     hardware = Hardware.from_json(described, source=str(source))
@@ -63,41 +62,25 @@ def estimate_from_config(
         context_length=context_length,
         expert_skew=expert_skew,
     )
-    document["model"]["flops"] = _count_flops(shape, config).to_json()
+    document["model"]["flops"] = ModelFlops.of_decoder(decoder).to_json()
+    document["model"]["parameters"] = decoder.size.to_json()
     document["model"]["num_attention_heads"] = heads
     document["model"]["num_key_value_heads"] = round(heads * shape.key_value_share)
     reached = described["efficiency"]
     assumed = [
+        *(f"model: {sentence}" for sentence in decoder.unpriced),
         f"T: roofline of {hardware.name}, {reached['matmul']:.0%} of its peak in matmuls, "
         f"{reached['attention']:.0%} in attention ({described.get('source', 'no source given')})",
+        "MFU: those shares are a ceiling of it; left out are P2P between stages, imbalance of experts without ep, slow "
+        "devices, contention and loading of data, so that a run has less",
         f"memory: {shape.kept_bytes:.3g} + 1.5 TP bytes a token, layer and hidden unit, the engine's states, an eighth "
         "left free",
     ]
     if config.get("sliding_window") and config.get("use_sliding_window", True):
         assumed.append("attention: over the whole sequence, though the model has a sliding window")
     if shape.experts is not None:
-        assumed.append(_describe_experts(shape, expert_skew))
+        assumed.append(
+            f"experts: {shape.experts.chosen} of {shape.experts.num} for a token; with ep the busiest rank's get "
+            f"{expert_skew:g} times the mean of tokens (--expert-skew)"
+        )
     return Profile.from_json(document), tuple(assumed)
-
-
-def _count_flops(shape: ModelShape, config: Mapping[str, Any]) -> ModelFlops:
-    """FLOPs of the model, unknown where `shape` has not its parameters."""
-    family = config.get("model_type", "the model")
-    if config.get("kv_lora_rank"):
-        return ModelFlops(unknown=f"{family} has latent attention, whose parameters are estimated")
-    if family in _UNGATED:
-        return ModelFlops(unknown=f"{family} has MLPs without a gate, counted here with one")
-    return ModelFlops.of_shape(shape, config)
-
-
-def _describe_experts(shape: ModelShape, skew: float) -> str:
-    assert shape.experts is not None
-    ends = 2 * shape.vocab_size * shape.hidden_size
-    total, active = (
-        (shape.num_layers * params + ends) / 1e9
-        for params in (shape.layer_params, shape.active_layer_params)
-    )
-    return (
-        f"experts: {shape.experts.chosen} of {shape.experts.num} for a token, {active:.1f} of {total:.1f} billion "
-        f"parameters active; with ep the busiest rank's experts get {skew:g} times the mean of tokens (--expert-skew)"
-    )

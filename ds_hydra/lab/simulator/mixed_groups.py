@@ -11,7 +11,7 @@ import numpy as np
 from ds_hydra.lab.simulator.context_parallel import ContextParallel
 from ds_hydra.lab.simulator.scenario import Outcome, Scenario, SystemResult, best_of, summarize
 from ds_hydra.lab.simulator.sharded import sharded_groups, with_traffic_ms, zero3_ends_ms
-from ds_hydra.sampler.mixed_groups import MixedGroups, Step, plan_steps
+from ds_hydra.sampler.group_steps import GroupStep, MixedGroups, plan_steps
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.strategy.proposal.program import usable_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
@@ -98,6 +98,6 @@ def _dynamic_cp(scenario: Scenario, scheme: Scheme, name: str) -> SystemResult |
     return summarize(name, f"{scheme}, CP for each micro-batch", outcomes)
 
 
-def _times_ms(steps: Sequence[Step]) -> FloatArray:
+def _times_ms(steps: Sequence[GroupStep]) -> FloatArray:
     """[step, (the slowest group, device time of all)]."""
     return np.array([[s.slowest_ms, s.device_ms] for s in steps]).reshape(-1, 2)

@@ -136,7 +136,7 @@ class Settings:
 
     `systems` other than ds_hydra; `num_proposal_batches` mini-batches, drawn apart from those of
     the comparison, decide about ds_hydra's candidates. `overlap` of pull and push with propagation;
-    `seen`: see `Scenario`. `num_proposal_rounds`: see `PruningSettings`.
+    `seen`: see `Scenario`. `num_proposal_rounds`: see `CandidateSettings`.
     `max_communicators`: process groups that there may be, as in the engine's configuration. `space`
     of ds_hydra, where the workload has no strategies: that of the engine's default ("full"), or
     <TP,PP> ("plain").

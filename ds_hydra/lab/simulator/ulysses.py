@@ -16,7 +16,7 @@ from ds_hydra.lab.simulator.sharded import (
     with_traffic_ms,
     zero3_ends_ms,
 )
-from ds_hydra.sampler.schedule import FloatArray, IntArray
+from ds_hydra.sampler.schedule import FloatArray, IntArray, steps_ms
 from ds_hydra.strategy.compiled import compiled
 
 
@@ -184,20 +184,14 @@ def in_lockstep(
     group: ShardedGroup, lengths: IntArray, micro_batches: Sequence[MicroBatches]
 ) -> Outcome:
     """Micro-batches of all groups begin together, because gathers are collective."""
-    num_steps = max(len(own) for own in micro_batches)
-    times = np.zeros((len(micro_batches), num_steps))
-    for number, own in enumerate(micro_batches):
-        for step, members in enumerate(own):
-            times[number, step] = group.micro_batch_ms(lengths[members]) if len(members) else 0.0
-    return lockstep_outcome(group.scenario, times)
-
-
-def lockstep_outcome(scenario: Scenario, times: FloatArray) -> Outcome:
-    """The iteration of groups that start every step together; `times`: [groups, steps]."""
-    steps = times.max(axis=0)
-    propagation = float(steps.sum())
-    total = float(with_traffic_ms(scenario, steps).sum())
-    return _outcome(scenario, propagation, total, times.sum(axis=1))
+    times = [
+        np.array([group.micro_batch_ms(lengths[m]) if len(m) else 0.0 for m in own])
+        for own in micro_batches
+    ]
+    steps = steps_ms(times)
+    total = float(with_traffic_ms(group.scenario, steps).sum())
+    busy = np.array([own.sum() for own in times])
+    return _outcome(group.scenario, float(steps.sum()), total, busy)
 
 
 def without_lockstep(

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.sampler.order import EPSILON, shuffled_order
-from ds_hydra.sampler.packing.packing import Effort, pack_micro_batches
+from ds_hydra.sampler.packing.packing import SearchBudget, pack_micro_batches
 from ds_hydra.sampler.packing.packing_bounds import PipelineCost
-from ds_hydra.sampler.problem import DispatchProblem
+from ds_hydra.sampler.problem import EPSILON, DispatchProblem, shuffled_order
 from ds_hydra.sampler.schedule import (
     MAX_BALANCED_MICRO_BATCHES,
     FloatArray,
@@ -291,9 +290,9 @@ def improve_dispatch(
 
 
 _NUM_EXCHANGES = 8
-_FIRST_EFFORT = Effort(2, 100, 0)
-_EXCHANGE_EFFORT = Effort(3, 600, 0)
-_SLOWEST_EFFORT = Effort(8, 4000, 4)
+_FIRST_BUDGET = SearchBudget(2, 100, 0)
+_EXCHANGE_BUDGET = SearchBudget(3, 600, 0)
+_SLOWEST_BUDGET = SearchBudget(8, 4000, 4)
 
 
 @compiled
@@ -315,7 +314,7 @@ def _pack_pipeline(
     problem: DispatchProblem,
     assignment: IntArray,
     pipeline: int,
-    effort: Effort,
+    budget: SearchBudget,
     micro_batches: IntArray,
 ) -> float:
     """Packs the sequences of `pipeline`, writes their `micro_batches`, returns the time of the
@@ -326,7 +325,7 @@ def _pack_pipeline(
     packed = np.zeros(members.size, dtype=np.int64)
     cost = pipeline_cost(problem, kind)
     time = pack_micro_batches(
-        problem.lengths[members], problem.sequence_ms[kind][members], cost, effort, packed
+        problem.lengths[members], problem.sequence_ms[kind][members], cost, budget, packed
     )
     micro_batches[members] = packed
     return time
@@ -340,7 +339,7 @@ def pack_pipelines(
     pipeline_ms = np.zeros(problem.kind_of.size)
     for pipeline in range(pipeline_ms.size):
         pipeline_ms[pipeline] = _pack_pipeline(
-            problem, assignment, pipeline, _FIRST_EFFORT, micro_batches
+            problem, assignment, pipeline, _FIRST_BUDGET, micro_batches
         )
     return pipeline_ms
 
@@ -442,7 +441,7 @@ def refine_pipelines(
         if not is_searched[slowest]:
             is_searched[slowest] = True
             old_micro_batches = micro_batches.copy()
-            time = _pack_pipeline(problem, assignment, slowest, _SLOWEST_EFFORT, micro_batches)
+            time = _pack_pipeline(problem, assignment, slowest, _SLOWEST_BUDGET, micro_batches)
             if time < pipeline_ms[slowest]:
                 bias[slowest] += time - pipeline_ms[slowest]
                 pipeline_ms[slowest] = time
@@ -529,10 +528,10 @@ def _try_exchanges(
     for number in range(exchanges.shape[0]):
         partner = int(exchanges[number, 2])
         apply_exchange(assignment, slowest, exchanges[number])
-        here = _pack_pipeline(problem, assignment, slowest, _EXCHANGE_EFFORT, micro_batches)
+        here = _pack_pipeline(problem, assignment, slowest, _EXCHANGE_BUDGET, micro_batches)
         # The partner is packed only where this side gains: packing is what takes long.
         if here < pipeline_ms[slowest] * (1 - EPSILON):
-            there = _pack_pipeline(problem, assignment, partner, _EXCHANGE_EFFORT, micro_batches)
+            there = _pack_pipeline(problem, assignment, partner, _EXCHANGE_BUDGET, micro_batches)
             if there < pipeline_ms[slowest] * (1 - EPSILON):
                 pipeline_ms[slowest], pipeline_ms[partner] = here, there
                 return partner

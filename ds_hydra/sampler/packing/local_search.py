@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.sampler.order import EPSILON, shuffled_order
 from ds_hydra.sampler.packing.packing_bounds import PipelineCost
+from ds_hydra.sampler.problem import EPSILON, shuffled_order
 from ds_hydra.sampler.schedule import FloatArray, IntArray, makespan_ms
 from ds_hydra.strategy.compiled import compiled
 

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.sampler.ilp import SolverLimits
-from ds_hydra.sampler.order import EPSILON, shuffled_order
+from ds_hydra.sampler.integer_programs import SolverLimits, solve_micro_batches
 from ds_hydra.sampler.packing.local_search import (
     improve_micro_batches,
     micro_batch_times_ms,
@@ -24,7 +23,7 @@ from ds_hydra.sampler.packing.packing_bounds import (
     micro_batch_count_bound_ms,
     min_num_micro_batches,
 )
-from ds_hydra.sampler.packing.packing_ilp import solve_micro_batches
+from ds_hydra.sampler.problem import EPSILON, shuffled_order
 from ds_hydra.sampler.schedule import (
     MAX_BALANCED_MICRO_BATCHES,
     FloatArray,
@@ -34,7 +33,7 @@ from ds_hydra.sampler.schedule import (
 from ds_hydra.strategy.compiled import compiled
 
 
-class Effort(NamedTuple):
+class SearchBudget(NamedTuple):
     """How long packing searches: numbers of V to build, evaluations for each, and perturbations of
     the best one.
     """
@@ -44,7 +43,7 @@ class Effort(NamedTuple):
     num_perturbations: int
 
 
-THOROUGH = Effort(12, 10_000, 40)
+THOROUGH = SearchBudget(12, 10_000, 40)
 
 
 @compiled
@@ -179,7 +178,7 @@ def pack_micro_batches(
     lengths: IntArray,
     sequence_ms: FloatArray,
     cost: PipelineCost,
-    effort: Effort,
+    budget: SearchBudget,
     micro_batches: IntArray,
 ) -> float:
     """Writes the micro-batch of every sequence (lengths descending); returns the objective."""
@@ -190,7 +189,7 @@ def pack_micro_batches(
         lengths,
         cost.max_len_tokens,
         min_micro_batches,
-        effort.num_micro_batch_counts,
+        budget.num_micro_batch_counts,
         micro_batches,
     )
     times = micro_batch_times_ms(sequence_ms, micro_batches, fewest, cost.constant_ms)
@@ -208,7 +207,7 @@ def pack_micro_batches(
             num_micro_batches, load, longest, cost
         )
     # Most promising count first, so that the bounds of the others soon exceed the best one found.
-    for _ in range(effort.num_micro_batch_counts):
+    for _ in range(budget.num_micro_batch_counts):
         num_micro_batches = int(np.argmin(bounds))
         if bounds[num_micro_batches] >= best * (1 - EPSILON):
             break
@@ -220,13 +219,13 @@ def pack_micro_batches(
             trial[:] = fullest
             _split_micro_batches(lengths, trial, fewest, num_micro_batches)
         best = _improve_trial(
-            sequence_ms, lengths, trial, cost, effort.num_evaluations, best, micro_batches
+            sequence_ms, lengths, trial, cost, budget.num_evaluations, best, micro_batches
         )
-    for seed in range(effort.num_perturbations if micro_batches.max() > 0 else 0):
+    for seed in range(budget.num_perturbations if micro_batches.max() > 0 else 0):
         trial[:] = micro_batches
         perturb(lengths, trial, trial.max() + 1, cost.max_len_tokens, seed)
         best = _improve_trial(
-            sequence_ms, lengths, trial, cost, effort.num_evaluations, best, micro_batches
+            sequence_ms, lengths, trial, cost, budget.num_evaluations, best, micro_batches
         )
     return best
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_hydra.sampler.order import EPSILON
 from ds_hydra.sampler.packing.packing import fewest_micro_batches, fill_targets
 from ds_hydra.sampler.packing.packing_bounds import min_num_micro_batches
+from ds_hydra.sampler.problem import EPSILON
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
 

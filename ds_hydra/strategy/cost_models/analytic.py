@@ -16,9 +16,12 @@ length, 6 * 3 E H I_e / (TP ep) bytes. With ep a token's hidden state travels to
 and back, forward and backward, 4 * 2 K H (ep - 1) / ep bytes, and the busiest rank gets `skew`
 times the mean of tokens.
 
-Heads as wide as W together, where that is not H, count as W. Attention is 14 W for each pair seen
-twice (2 + 5 products of the flash kernel's two passes), half of it causal. The head adds 6 H V /
-TP, shared between the stages. Left out: P2P, the optimizer, and imbalance.
+Layers that are made of something else count by their own matrices (`decoder.py`), the mean over
+layers, and their states as matrices of as many multiplications; W is then the mean of attention's
+width, 0 in layers without it. Heads as wide as W together, where that is not H, count as W.
+Attention is 14 W for each pair seen twice (2 + 5 products of the flash kernel's two passes), half
+of it causal. The head adds 6 H V / TP, shared between the stages. Left out: P2P, the optimizer, and
+imbalance.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from ds_hydra.configs.files import (
     read_time,
     reading,
 )
+from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.profiles.fit import saturation_tokens
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, LatencyModel
 from ds_hydra.strategy.schemes.scheme import Scheme
@@ -174,6 +178,38 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMeans:
+    """What one layer has, mean over layers; elements are those of matrices."""
+
+    params: float
+    active_params: float
+    """Those that a token meets."""
+    expert_params: float
+    """Of all experts that tokens choose from."""
+    attention_width: float
+    """Features of all attention heads."""
+    state_params: float = 0.0
+    """Elements of a matrix with as many multiplications as a token has with states."""
+    kept_width: float = 0.0
+    """I of a token, as of MLPs with a gate."""
+    mixer_share: float = 1.0
+    """Layers that mix tokens over all layers."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> LayerMeans:
+        """What `to_json` gave; raises HydraConfigError for anything else."""
+        if missing := [name for name in cls.__slots__ if name not in document]:
+            raise HydraConfigError(
+                f"model.layer has no {missing[0]}; leave model.layer out, or measure the profile anew"
+            )
+        return cls(**{name: read_number(document, name, least=0) for name in cls.__slots__})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """What of a decoder the roofline needs."""
 
@@ -187,50 +223,68 @@ class ModelShape:
     attention_width: int = 0
     """Features of all attention heads; 0: the hidden size."""
     experts: Experts | None = None
+    layer: LayerMeans | None = None
+    """Where layers are not what the sizes above say: four projections, and an MLP with a gate or
+    experts without a router.
+    """
 
     @property
-    def heads_width(self) -> int:
-        """Features of all attention heads."""
-        return self.attention_width or self.hidden_size
-
-    def _params(self, intermediate_size: float) -> float:
-        attention = (2 + 2 * self.key_value_share) * self.hidden_size * self.heads_width
-        return attention + 3 * self.hidden_size * intermediate_size
+    def means(self) -> LayerMeans:
+        """Of one layer: `layer`, or by the sizes."""
+        if self.layer is not None:
+            return self.layer
+        e, width = self.experts, float(self.attention_width or self.hidden_size)
+        active_size, experts, chosen = float(self.intermediate_size), 0.0, 0.0
+        if e is not None:
+            sparse = e.shared_size + e.chosen * e.size
+            active_size = (1 - e.layer_share) * self.intermediate_size + e.layer_share * sparse
+            experts = 3.0 * self.hidden_size * e.num * e.size * e.layer_share
+            chosen = e.chosen / e.num
+        attention = (2 + 2 * self.key_value_share) * self.hidden_size * width
+        active = attention + 3 * self.hidden_size * active_size
+        return LayerMeans(
+            params=active + (1 - chosen) * experts,
+            active_params=active,
+            expert_params=experts,
+            attention_width=width,
+            kept_width=active_size,
+        )
 
     @property
-    def active_intermediate_size(self) -> float:
-        """I of a token, mean over layers."""
-        if self.experts is None:
-            return self.intermediate_size
-        e = self.experts
-        sparse = e.shared_size + e.chosen * e.size
-        return (1 - e.layer_share) * self.intermediate_size + e.layer_share * sparse
+    def heads_width(self) -> float:
+        """Features of all attention heads, mean over layers."""
+        return self.means.attention_width
 
     @property
     def expert_params(self) -> float:
         """Elements of all experts of a layer, mean over layers."""
-        e = self.experts
-        return 0.0 if e is None else 3.0 * self.hidden_size * e.num * e.size * e.layer_share
+        return self.means.expert_params
 
     @property
     def active_layer_params(self) -> float:
         """Elements of one layer's matrices that a token meets, mean over layers."""
-        return self._params(self.active_intermediate_size)
+        return self.means.active_params
 
     @property
     def layer_params(self) -> float:
         """Elements of one layer's matrices, mean over layers."""
-        chosen = 0.0 if self.experts is None else self.experts.chosen / self.experts.num
-        return self.active_layer_params + (1 - chosen) * self.expert_params
+        return self.means.params
 
     @property
     def kept_bytes(self) -> float:
-        """A of App. B.1 for TP 1."""
-        if self.experts is None:
+        """A of App. B.1 for TP 1. A layer that mixes no tokens keeps an MLP's alone."""
+        if self.experts is None and self.layer is None:
             return _KEPT_BYTES
-        width = self.active_intermediate_size / self.hidden_size - _USUAL_WIDTH
-        rows = self.experts.layer_share * self.experts.chosen
-        return _KEPT_BYTES + _KEPT_OF_MLP * width + _KEPT_OF_EXPERTS * rows
+        means = self.means
+        width = means.kept_width / self.hidden_size - _USUAL_WIDTH
+        rows = self.experts.layer_share * self.experts.chosen if self.experts is not None else 0.0
+        of_mixer = _KEPT_BYTES - _KEPT_OF_MLP * _USUAL_WIDTH
+        return (
+            _KEPT_BYTES
+            + _KEPT_OF_MLP * width
+            + _KEPT_OF_EXPERTS * rows
+            - of_mixer * (1 - means.mixer_share)
+        )
 
     def activation_bytes(self, tp: int) -> float:
         """A of App. B.1: bytes that a token leaves for each layer and hidden unit of 1/TP of a
@@ -250,6 +304,8 @@ class ModelShape:
             document["attention_width"] = self.attention_width
         if self.experts is not None:
             document["experts"] = self.experts.to_json()
+        if self.layer is not None:
+            document["layer"] = self.layer.to_json()
         return document
 
 
@@ -323,7 +379,8 @@ def predict_latency(
     """
     tp, hidden = scheme.tp, shape.hidden_size
     layers = shape.num_layers / scheme.pp
-    matmul = 6 * (shape.active_layer_params * layers + hidden * shape.vocab_size / scheme.pp) / tp
+    used = shape.active_layer_params + shape.means.state_params
+    matmul = 6 * (used * layers + hidden * shape.vocab_size / scheme.pp) / tp
     elementwise = 3 * shape.kept_bytes * hidden / tp * layers
     exchanged = _COLLECTIVES * 2 * (tp - 1) / tp * 2 * hidden * layers
     linear_s = (

@@ -26,6 +26,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import (
     Experts,
     Hardware,
+    LayerMeans,
     ModelShape,
     find_shipped_hardware,
 )
@@ -305,4 +306,5 @@ def model_shape(profile: Profile) -> ModelShape:
         key_value_share=profile.memory.key_value_share,
         attention_width=model.get("attention_width", 0),
         experts=Experts(**model["experts"]) if model.get("experts") else None,
+        layer=LayerMeans.from_json(model["layer"]) if model.get("layer") else None,
     )

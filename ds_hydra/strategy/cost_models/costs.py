@@ -278,10 +278,10 @@ class Costs:
 
     def _num_key_value_parts(self, scheme: Scheme) -> int:
         """In how many parts keys and values travel in the engine, where micro-batches are large."""
-        heads = self.profile.document["model"].get("num_attention_heads")
-        if not heads:
+        memory = self.profile.memory
+        if not memory.num_heads:
             return 1
-        own = heads * self.profile.memory.key_value_share / (scheme.sp * scheme.tp)
+        own = memory.num_heads * memory.key_value_share / (scheme.sp * scheme.tp)
         return max(1, min(MOST_KEY_VALUE_PARTS, int(own)))
 
     @cached_property

@@ -3,8 +3,10 @@
 Forward and backward of a sequence of l tokens:
 
     matrices     6 FLOP for each token and active parameter, 4 where it is frozen
-    attention    12 W for each layer and pair of tokens that see each other: l^2 / 2 of them, or
-                 w l - w^2 / 2 where a layer sees a window of w < l tokens
+    attention    12 W for each layer that has it and pair of tokens that see each other: l^2 / 2 of
+                 them, or w l - w^2 / 2 where a layer sees a window of w < l tokens
+    states       6 FLOP for each token and multiplication with the state of a layer that has one
+                 (`decoder.py`), whatever the sequence's length
 
 Active are the parameters that a token is multiplied with: those of its own experts, those of the
 head, not those of a table that is looked up. W is the mean width of all heads' queries and of their
@@ -15,8 +17,7 @@ norms' and activations' own work, experts' routing.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,16 +33,11 @@ from ds_hydra.configs.files import (
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import ModelShape, find_shipped_hardware
 from ds_hydra.strategy.cost_models.cluster import model_shape
+from ds_hydra.strategy.cost_models.decoder import Decoder
 from ds_hydra.strategy.profiles.profile import Profile
 
 TRAINED_FLOP, FROZEN_FLOP = 6.0, 4.0
 """For each token and parameter: forward, gradient of the input, gradient of the parameter."""
-_WHOLE, _WINDOWED = "full_attention", "sliding_attention"
-_OTHER_MIXERS = ("mamba", "ssm_", "linear_num_", "conv_L_", "lru_", "hybrid_", "rwkv", "kda_")
-"""Keys of a config.json begin with one of these where layers mix tokens by other means."""
-
-_SOME_LAYERS = ("sliding_window_pattern", "max_window_layers")
-"""Keys that only say which layers have a window to who knows the family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,29 +80,27 @@ class ModelFlops:
         return self.of(lengths_tokens) / device_ms / 1e9 if device_ms > 0 else float("nan")
 
     @classmethod
-    def build(
-        cls, per_token: float, config: Mapping[str, Any], *, width: float, num_layers: int
-    ) -> ModelFlops:
-        """Those of a model whose matrices take `per_token`, with attention as in its configuration
-        (config.json); `width` of one layer.
+    def of_decoder(cls, decoder: Decoder, matrices: float | None = None) -> ModelFlops:
+        """Those of a decoder whose matrices take `matrices` FLOPs a token, or what they take where
+        all are trained.
         """
-        try:
-            windows = _find_windows(config, num_layers)
-        except HydraConfigError as error:
-            return cls(unknown=str(error))
-        kinds = Counter(windows).items()
-        attention = (Attention(width=width * count, window=window) for window, count in kinds)
-        return cls(per_token=per_token, attention=tuple(attention))
+        if decoder.unknown_mixers:
+            return cls(unknown=decoder.unknown_mixers)
+        if matrices is None:
+            active = sum(layer.active_params for layer in decoder.layers)
+            matrices = TRAINED_FLOP * (active + decoder.table_params)
+        states = TRAINED_FLOP * sum(layer.state_params for layer in decoder.layers)
+        attention = (Attention(width=w, window=seen) for seen, w in decoder.windows.items())
+        return cls(per_token=matrices + states, attention=tuple(attention))
 
     @classmethod
-    def of_shape(cls, shape: ModelShape, config: Mapping[str, Any] | None = None) -> ModelFlops:
-        """Those of a decoder by its sizes; without a `config` all layers see all tokens."""
-        active = shape.num_layers * shape.active_layer_params + shape.vocab_size * shape.hidden_size
-        return cls.build(
-            TRAINED_FLOP * active,
-            config or {},
-            width=shape.heads_width,
-            num_layers=shape.num_layers,
+    def of_shape(cls, shape: ModelShape) -> ModelFlops:
+        """Those of a decoder by its sizes, whose layers see all tokens."""
+        means, number = shape.means, shape.num_layers
+        used = number * (means.active_params + means.state_params)
+        return cls(
+            per_token=TRAINED_FLOP * (used + shape.vocab_size * shape.hidden_size),
+            attention=(Attention(width=number * means.attention_width),),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -132,35 +126,6 @@ class ModelFlops:
                 for kind in kinds
             ),
         )
-
-
-def _find_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
-    """The window of each layer, None for all tokens; raises HydraConfigError where some layers do
-    not attend, or it is not known to what.
-    """
-    family = config.get("model_type", "the model")
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    kinds = config.get("layer_types")
-    if isinstance(kinds, Sequence) and len(kinds) == num_layers:
-        kinds = [_WHOLE if kind == "attention" else kind for kind in kinds]
-        others = sorted({str(kind) for kind in kinds} - {_WHOLE, _WINDOWED})
-        if others or (_WINDOWED in kinds and not isinstance(window, int)):
-            what = ", ".join(others) or f"{_WINDOWED} without sliding_window"
-            raise HydraConfigError(f"{family} has layers of {what}, whose FLOPs are not counted")
-        return [window if kind == _WINDOWED else None for kind in kinds]
-    others = sorted(
-        key for key, value in config.items() if value and str(key).startswith(_OTHER_MIXERS)
-    )
-    if others:
-        raise HydraConfigError(
-            f"{family} has layers that do not attend ({others[0]}), whose FLOPs are not counted"
-        )
-    window = window if isinstance(window, int) and window > 0 else None
-    if window and (family == "gemma2" or any(config.get(key) for key in _SOME_LAYERS)):
-        raise HydraConfigError(
-            f"{family} does not say which of its layers have a sliding window (layer_types)"
-        )
-    return [window] * num_layers
 
 
 def profile_flops(profile: Profile) -> ModelFlops:

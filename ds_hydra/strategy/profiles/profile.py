@@ -368,6 +368,9 @@ def _check_model(model: Mapping[str, Any]) -> None:
             read_count(model, key, least=1, most=1 << 32)
     if model.get("attention_width") is not None:
         read_count(model, "attention_width", most=1 << 32)
+    for key in ("layer", "parameters"):
+        if model.get(key) is not None:
+            read_object(model, key)
     if not model.get("experts"):
         return
     experts = {"shared_size": 0, "layer_share": 1.0, **read_object(model, "experts")}

@@ -7,22 +7,18 @@ are arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
-from ds_hydra.configs.hydra_config import MAX_PROCESS_GROUPS, HydraConfig, Space
+from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.propose import KeptStrategy, Proposal, propose_among
-from ds_hydra.sampler.trial import Progress, PruningSettings
-from ds_hydra.strategy.cost_models.cluster import Cluster
-from ds_hydra.strategy.cost_models.costs import CanRun, Costs, World
-from ds_hydra.strategy.profiles.link_times import LinkTimes
+from ds_hydra.sampler.propose import GroupLimits, KeptStrategy, Proposal, propose_among
+from ds_hydra.sampler.sample_bench import CandidateSettings, Progress
+from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.candidates import enumerate_strategies, power_of_two_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import (
     check_context,
-    default_tokens_per_iteration,
     usable_schemes,
 )
 from ds_hydra.strategy.proposal.space import candidate_schemes, unpruned_schemes
@@ -35,90 +31,10 @@ from ds_hydra.strategy.schemes.placement import (
 )
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of
 
-MAX_ENUMERATED_RANKS = 8
-"""Ranks up to which every strategy of two schemes is a candidate; for more, the lengths of the data
-decide.
-"""
-
 _START_GROUPS_OF_RANK = 11
 """Groups of one rank that may be taken before the lengths are known: twelve are left for what these
 suggest. Proposals of the 36 cases of the paper's Fig. 10 would have up to twelve.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CandidateSettings:
-    """What decides about candidates beside profile and lengths.
-
-    `given`: strategies of the user, which are then all. `staying`: strategies whose process groups
-    stay beside those of a proposal on many devices, if not those without lengths. `can_run`:
-    whether the model runs a scheme on these devices. `cluster`: what pull and push cost, which
-    count where it is known. `max_groups`: process groups there may be, of which `num_link_groups`
-    are those of pull and push. `max_enumerated`: devices up to which all strategies of two schemes
-    are candidates. `pruning`: how proposed ones are tried, but for links and communicators.
-    """
-
-    num_devices: int
-    context_length: int
-    tokens_per_iteration: int | None = None
-    given: tuple[Strategy, ...] = ()
-    staying: tuple[Strategy, ...] = ()
-    space: Space = "full"
-    can_run: CanRun = lambda _: True
-    cluster: Cluster | None = None
-    max_groups: int = MAX_PROCESS_GROUPS
-    num_link_groups: int = 2
-    max_enumerated: int = MAX_ENUMERATED_RANKS
-    pruning: PruningSettings = field(default_factory=PruningSettings)
-
-    @classmethod
-    def of(
-        cls,
-        config: HydraConfig,
-        *,
-        num_devices: int,
-        given: Sequence[Strategy],
-        staying: Sequence[Strategy] = (),
-        can_run: CanRun,
-        cluster: Cluster | None,
-        num_link_groups: int,
-    ) -> CandidateSettings:
-        """Those of a validated configuration."""
-        pruning = PruningSettings(seed=config.seed)
-        planner = replace(pruning.planner, overlaps_links=config.link.overlap)
-        return cls(
-            num_devices=num_devices,
-            context_length=config.context_length,
-            tokens_per_iteration=config.tokens_per_iteration,
-            given=tuple(given),
-            staying=tuple(staying),
-            space=config.planner.space,
-            can_run=can_run,
-            cluster=cluster,
-            max_groups=config.max_process_groups,
-            num_link_groups=num_link_groups,
-            max_enumerated=MAX_ENUMERATED_RANKS,
-            pruning=replace(pruning, planner=planner),
-        )
-
-    def world(self, profile: Profile) -> World:
-        """What is trained where, with the prices that follow from `profile`."""
-        return World(
-            costs=Costs(profile, self.cluster),
-            num_devices=self.num_devices,
-            context_length=self.context_length,
-            can_run=self.can_run,
-        )
-
-    @property
-    def is_enumerated(self) -> bool:
-        """Whether all strategies of two schemes are candidates."""
-        return self.num_devices <= self.max_enumerated
-
-    @property
-    def links_of(self) -> Callable[[Strategy], LinkTimes] | None:
-        """Pull and push of a strategy; None where nothing is known of the interconnects."""
-        return None if self.cluster is None else self.cluster.link_times
 
 
 def gradient_bytes(config: HydraConfig) -> float:
@@ -192,24 +108,15 @@ def decide_candidates(
         world = settings.world(profile).measured
         gathered = world.costs.table(unpruned_schemes(world, 0.0))
     staying = () if settings.is_enumerated else settings.staying or start
+    max_groups_of_rank = MAX_GROUPS_OF_RANK - LINK_GROUPS
     proposal = propose_among(
         extended,
         histogram,
-        num_devices=settings.num_devices,
-        context_length=settings.context_length,
-        tokens_per_iteration=settings.tokens_per_iteration,
-        space=settings.space,
-        can_run=settings.can_run,
-        given=start if settings.is_enumerated else (),
-        pruning=replace(
-            settings.pruning,
-            max_communicators=settings.max_groups
-            - settings.num_link_groups
-            - count_groups(staying),
-            max_groups_of_rank=MAX_GROUPS_OF_RANK
-            - LINK_GROUPS
-            - most_groups_of_rank(groups_of_all(staying)),
-            links_of=settings.links_of,
+        settings,
+        start=start if settings.is_enumerated else (),
+        limits=GroupLimits(
+            settings.max_groups - settings.num_link_groups - count_groups(staying),
+            max_groups_of_rank - most_groups_of_rank(groups_of_all(staying)),
         ),
         progress=progress,
         gathered=gathered,
@@ -284,16 +191,13 @@ def _usable(profile: Profile, settings: CandidateSettings) -> Profile:
 
 
 def _extended(profile: Profile, settings: CandidateSettings) -> Profile:
-    """What is usable of `profile` and of all that a proposal may derive from it; T of schemes that
-    do not fit is as good a source as others.
+    """What is usable of `profile` and of all that a proposal may derive from it. Schemes too large
+    for memory are kept as sources: their T still serves to derive others.
     """
     if settings.space != "full":
         return _usable(profile, settings)
-    tokens = settings.tokens_per_iteration or default_tokens_per_iteration(
-        settings.num_devices, settings.context_length
-    )
     world = settings.world(profile).measured
-    schemes = candidate_schemes(world, settings.space, tokens)
+    schemes = candidate_schemes(world, settings.space, settings.num_tokens)
     return _usable(world.costs.table(schemes), settings)
 
 

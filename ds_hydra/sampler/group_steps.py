@@ -3,9 +3,10 @@ has one micro-batch and which ends before the next.
 
 [Note: Mixed groups] A step takes some of the sequences. Every way to cut the ranks into groups of
 the known sizes is tried, in order of a lower bound, until the bound is no better than the best.
-Sequences go longest first to where they then end first. A mini-batch is cut into the fewest steps
-that can hold it, or up to `MORE_STEPS` more: neighbours in length together, or dealt out; the
-better is taken. FlexSP, whose space this is, solves integer programs with deadlines for it.
+Sequences are assigned in order of decreasing length, each to the group that would finish it
+earliest. A mini-batch is cut into the fewest steps that can hold it, or up to `MORE_STEPS` more.
+Two ways to fill steps are tried: consecutive lengths in one step, or round-robin. FlexSP, whose
+space this is, solves integer programs with deadlines for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.sampler.order import sift_down
+from ds_hydra.sampler.problem import sift_down
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.schemes.neighbours import cuts
@@ -24,9 +25,13 @@ from ds_hydra.strategy.schemes.neighbours import cuts
 MORE_STEPS = 2
 
 
-class Step(NamedTuple):
-    """`kind`: of the groups; `members`: positions of its sequences, descending in length;
-    `group_of` each of them, groups of the smallest size first; `counts`: groups of each size.
+class GroupStep(NamedTuple):
+    """One step: groups side by side, each with one micro-batch.
+
+    `kind`: which of the `MixedGroups` it is of. `slowest_ms`: time of its slowest group.
+    `device_ms`: time of all devices together. `members`: positions of its sequences, descending in
+    length. `group_of`: the group of each member, groups of the smallest size first. `counts`:
+    number of groups of each size.
     """
 
     kind: int
@@ -76,7 +81,7 @@ class MixedGroups:
         table: FloatArray,
         members: IntArray,
         limit: float = np.inf,
-    ) -> Step | None:
+    ) -> GroupStep | None:
         """The best step of `members`, None where no cut holds them in less than `limit`."""
         group_of, times_ms = np.zeros(members.size, dtype=np.int64), np.zeros(2)
         cut = 0
@@ -96,7 +101,7 @@ class MixedGroups:
         if cut < 0:
             return None
         slowest_ms, device_ms = times_ms.tolist()
-        return Step(kind, slowest_ms, device_ms, members, group_of, self._cuts[cut])
+        return GroupStep(kind, slowest_ms, device_ms, members, group_of, self._cuts[cut])
 
 
 @lru_cache(maxsize=64)
@@ -109,7 +114,7 @@ def plan_steps(
     lengths: IntArray,
     finish: Callable[[FloatArray], float],
     limit: float = np.inf,
-) -> list[Step]:
+) -> list[GroupStep]:
     """The steps of a mini-batch (lengths descending), each of one of `kinds`, for which `finish` of
     the slowest groups, a convex function of their times, is least; none where that is not below
     `limit`.
@@ -117,14 +122,14 @@ def plan_steps(
     tables = [kind.table_ms(lengths) for kind in kinds]
     shared_ms = min(kind.shared_ms(table) for kind, table in zip(kinds, tables))
     fewest = [kind.fewest(int(lengths.sum())) for kind in kinds]
-    best: list[Step] = []
+    best: list[GroupStep] = []
     least, num_tried = limit, 0
     for count in range(min(fewest), max(*fewest, lengths.size) + 1):
         if finish(np.full(count, shared_ms / count)) >= least:
             break
         is_found = False
         for members in (_by_length(lengths, count), _dealt(lengths, count)):
-            steps: list[Step] = []
+            steps: list[GroupStep] = []
             for own in members:
                 step = _best_step(kinds, lengths, tables, own)
                 if step is None:
@@ -147,7 +152,7 @@ def _best_step(
     lengths: IntArray,
     tables: Sequence[FloatArray],
     members: IntArray,
-) -> Step | None:
+) -> GroupStep | None:
     best = None
     for number, (kind, table) in enumerate(zip(kinds, tables)):
         limit = np.inf if best is None else best.slowest_ms

@@ -1,0 +1,315 @@
+"""What the planner chooses among for a mini-batch: strategies, and menus of groups that phases are
+put together of.
+
+A candidate says which process `groups` it needs, its `bound` on a mini-batch, and its `plan` there:
+the phases to run one after another. A `OneStrategy` plans one phase. `Phases` plan as many as they
+like.
+
+[Note: Phases]
+Where all ranks gather layers for every pass (`;gather`), a strategy leaves nothing behind: no
+slice, no home. And where strategies of one stage differ in SP and CP alone, all leave the same
+slices on every rank. So pipelines may be cut anew for every micro-batch at no cost, and an
+iteration may run several strategies one after another, its phases: long sequences on wide groups of
+all ranks, then short ones on narrow groups of all ranks.
+
+Such schemes are a menu of groups: the planner takes the schemes of strategies that gather, and of
+homogeneous ones that leave the same slices, one for each number of ranks, and cuts the ranks into
+them as it likes ([Note: Mixed groups]). Sizes divide each other, so groups lie as they do under the
+strategies of one scheme on all ranks, whose communicators the candidates need. Steps of gathered
+layers are phases as they are; where slices stay, those of one strategy are one phase, packed and
+refined like any plan, and all phases together are pulled for and pushed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ds_hydra.sampler.group_steps import GroupStep, MixedGroups, plan_steps
+from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
+from ds_hydra.sampler.schedule import FloatArray, IntArray
+from ds_hydra.strategy.profiles.link_times import LinkTimes
+from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.schemes.neighbours import num_cuts
+from ds_hydra.strategy.schemes.placement import GroupKey, groups_of, groups_of_all
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+_MANY = 16
+"""Equal sequences of a full micro-batch, for which a second menu is put together."""
+MAX_CUTS = 2000
+"""Ways to cut the ranks that are tried; 64 ranks have 1,828."""
+
+
+class Bound(NamedTuple):
+    """What nothing can beat: propagation alone, and the iteration with what pull and push add at
+    least. Infinite where a sequence does not fit, 0.0 where nothing is proved.
+    """
+
+    propagation_ms: float
+    iteration_ms: float
+
+
+class Candidate(Protocol):
+    """What a mini-batch may be run with."""
+
+    def groups(self) -> frozenset[GroupKey]:
+        """The process groups that it needs."""
+
+    def bound(self, mini_batch: MiniBatch) -> Bound:
+        """Lower bounds of every plan of it."""
+
+    def plan(self, mini_batch: MiniBatch, limit_ms: float = np.inf) -> list[PhasePlan]:
+        """The phases of its best plan; none where a sequence does not fit. It searches longer
+        where that may take less than `limit_ms`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class OneStrategy:
+    """One strategy for all sequences."""
+
+    strategy: Strategy
+
+    def groups(self) -> frozenset[GroupKey]:
+        """Those of the strategy."""
+        return groups_of(self.strategy)
+
+    def bound(self, mini_batch: MiniBatch) -> Bound:
+        """By prices of time and tokens (`bounds.py`)."""
+        if not mini_batch.is_held(mini_batch.longest(self.strategy)):
+            return Bound(np.inf, np.inf)
+        phase = PhasePlan.of(mini_batch, self.strategy).dispatch()
+        mini_batch.bounded[self.strategy] = phase
+        return Bound(phase.least_propagation_ms, phase.least_ms)
+
+    def plan(self, mini_batch: MiniBatch, limit_ms: float = np.inf) -> list[PhasePlan]:
+        """One phase; the search knows when it is good enough where the bound was asked for."""
+        phase = mini_batch.bounded.get(self.strategy)
+        if phase is None:
+            if not mini_batch.is_held(mini_batch.longest(self.strategy)):
+                return []
+            phase = PhasePlan.of(mini_batch, self.strategy).dispatch(is_bounded=False)
+        return [phase.search(limit_ms)]
+
+
+class GroupMenu(NamedTuple):
+    """Schemes that the planner may cut the ranks into, one for each number of ranks."""
+
+    schemes: tuple[Scheme, ...]
+    """Those of the fewest ranks first."""
+    latency: tuple[LatencyModel, ...]
+    """T of each scheme, with its factor."""
+    factors: tuple[float, ...]
+    """T over that of the profile, of each scheme."""
+    max_len_tokens: tuple[int, ...]
+    """MaxLen of each scheme."""
+    link: LinkTimes
+    """Pull and push of the scheme for which they take longest."""
+
+    @property
+    def traffic_ms(self) -> float:
+        """Least time of a step."""
+        return max(latency.traffic_ms for latency in self.latency)
+
+    @property
+    def keeps_slices(self) -> bool:
+        """Whether all leave the same slices on every rank; else layers are gathered."""
+        return not self.schemes[0].gather
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that a group holds."""
+        return max(self.max_len_tokens)
+
+    def alike(self, num_devices: int) -> tuple[Strategy, ...]:
+        """The strategies of one scheme on all ranks, whose groups are those of the menu."""
+        return tuple(Strategy((s,) * (num_devices // s.num_devices)) for s in self.schemes)
+
+    def per_token_ms(self, num_sequences: int) -> float:
+        """Of a full micro-batch of so many equal sequences on the smallest scheme."""
+        lengths = [max(1, self.max_len_tokens[0] // num_sequences)] * num_sequences
+        return self.latency[0].micro_batch_ms(lengths) / sum(lengths)
+
+    def least_link_ms(self, num_buckets: int) -> float:
+        """What pull and push add to a step at least, one by one in so many buckets; 0: as one."""
+        return _total_ms(self.link) / max(1, num_buckets)
+
+    def groups_of_step(self, num_devices: int) -> MixedGroups:
+        """What groups of its sizes take."""
+        return MixedGroups(
+            num_devices,
+            [scheme.num_devices for scheme in self.schemes],
+            self.max_len_tokens,
+            [latency.constant_ms for latency in self.latency],
+            [latency.sequences_ms for latency in self.latency],
+        )
+
+    def strategy_of(self, step: GroupStep) -> tuple[Strategy, IntArray]:
+        """The strategy of a step, and in which of its pipelines each sequence is."""
+        strategy = Strategy(tuple(s for s, n in zip(self.schemes, step.counts) for _ in range(n)))
+        places = [np.flatnonzero([s == own for own in strategy.schemes]) for s in self.schemes]
+        pipeline_of = np.concatenate(places)
+        return strategy, pipeline_of[step.group_of]
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Phases of `menus`, each step of one of them: several menus where layers are gathered, one
+    where slices stay. See [Note: Phases].
+    """
+
+    menus: tuple[GroupMenu, ...]
+    num_devices: int
+
+    def groups(self) -> frozenset[GroupKey]:
+        """Those of the strategies of one scheme."""
+        return groups_of_all(s for menu in self.menus for s in menu.alike(self.num_devices))
+
+    def bound(self, mini_batch: MiniBatch) -> Bound:
+        """Nothing is proved, so phases are planned first: quickly, and others have to beat them."""
+        return Bound(0.0, 0.0)
+
+    def plan(self, mini_batch: MiniBatch, limit_ms: float = np.inf) -> list[PhasePlan]:
+        """Its phases; none where steps alone are not below `limit_ms`."""
+        if not mini_batch.is_held(max(menu.longest for menu in self.menus)):
+            return []
+        least_ms = max(menu.least_link_ms(mini_batch.num_buckets) for menu in self.menus)
+        first = self.menus[0]
+        if first.keeps_slices:
+            limit_ms, least_ms = limit_ms - least_ms, 0.0
+        steps = self._steps(mini_batch.lengths, least_ms, limit_ms)
+        if first.keeps_slices:
+            return _kept_phases(mini_batch, first, steps)
+        return [_gathered_phase(mini_batch, self.menus[step.kind], step) for step in steps]
+
+    def _steps(self, lengths: IntArray, least_link_ms: float, limit_ms: float) -> list[GroupStep]:
+        """The steps of `lengths` (descending) that take least, each with `least_link_ms` of pull
+        and push; none where that is not below `limit_ms`.
+        """
+        floor = max(menu.traffic_ms for menu in self.menus)
+
+        def total_ms(slowest: FloatArray) -> float:
+            return float(np.maximum(slowest, floor).sum()) + least_link_ms * slowest.size
+
+        kinds = [menu.groups_of_step(self.num_devices) for menu in self.menus]
+        steps = plan_steps(kinds, lengths, total_ms, limit_ms)
+        return [step for step in steps if step.members.size]
+
+
+def _kept_phases(
+    mini_batch: MiniBatch, menu: GroupMenu, steps: Sequence[GroupStep]
+) -> list[PhasePlan]:
+    """One phase for each strategy of `steps`."""
+    members: dict[Strategy, list[IntArray]] = {}
+    for step in steps:
+        members.setdefault(menu.strategy_of(step)[0], []).append(step.members)
+    phases, link = [], menu.link
+    for number, (strategy, own) in enumerate(members.items()):
+        is_first, is_last = number == 0, number == len(members) - 1
+        phase = PhasePlan.of(
+            mini_batch,
+            strategy,
+            members=np.sort(np.concatenate(own)),
+            factors=_factors(mini_batch, menu, strategy),
+            # Pulled by the first phase, pushed by the last
+            link=replace(link, pull_ms=is_first * link.pull_ms, push_ms=is_last * link.push_ms),
+        )
+        phases.append(phase.dispatch().search())
+    return phases
+
+
+def _gathered_phase(mini_batch: MiniBatch, menu: GroupMenu, step: GroupStep) -> PhasePlan:
+    """A step, which is a phase in which every pipeline has one micro-batch."""
+    strategy, assignment = menu.strategy_of(step)
+    factors = _factors(mini_batch, menu, strategy)
+    phase = PhasePlan.of(
+        mini_batch, strategy, members=step.members, factors=factors, link=menu.link
+    )
+    return phase.pack(assignment)
+
+
+def _factors(mini_batch: MiniBatch, menu: GroupMenu, strategy: Strategy) -> list[float]:
+    """What T of each pipeline is multiplied with, slow ranks included."""
+    return [
+        menu.factors[menu.schemes.index(scheme)] * mini_batch.corrections.slowdown(ranks)
+        for scheme, ranks in zip(strategy.schemes, strategy.place())
+    ]
+
+
+def phases_of(strategies: Sequence[Strategy], mini_batch: MiniBatch) -> list[Phases]:
+    """The candidates that can be put together of what `strategies` gather, or leave on every rank
+    alike, out of the groups that they have.
+    """
+    menus = find_menus(
+        (
+            scheme
+            for strategy in strategies
+            if strategy.gathers or not strategy.is_heterogeneous
+            for scheme in strategy.schemes
+        ),
+        mini_batch.profile,
+        mini_batch.num_devices,
+        groups=groups_of_all(strategies),
+        max_len_tokens=mini_batch.max_len_tokens,
+        links_of=mini_batch.links_of,
+        factor_of=lambda strategy: mini_batch.corrections.of(strategy).factors.get(
+            strategy.schemes[0], 1.0
+        ),
+    )
+    gathered = tuple(menu for menu in menus if not menu.keeps_slices)
+    kept = [(menu,) for menu in menus if menu.keeps_slices]
+    return [Phases(alike, mini_batch.num_devices) for alike in (gathered, *kept) if alike]
+
+
+def find_menus(
+    schemes: Iterable[Scheme],
+    profile: Profile,
+    num_devices: int,
+    *,
+    max_len_tokens: Callable[[Scheme, Strategy], int],
+    links_of: Callable[[Strategy], LinkTimes],
+    factor_of: Callable[[Strategy], float] = lambda _: 1.0,
+    groups: Collection[GroupKey] | None = None,
+) -> list[GroupMenu]:
+    """Menus out of `schemes`: two at most for each number of checkpointed layers, and for each TP
+    where slices stay.
+
+    For each number of ranks they have the scheme that is fastest for one sequence as long as it
+    holds, or for `_MANY` short ones; the widest ones where all have too many cuts. `max_len_tokens`
+    of a scheme in a strategy; `factor_of` a strategy of one scheme: what measured times make of T.
+    `groups`: those that exist, where schemes that need others are left out.
+    """
+    of_kind: dict[tuple[bool, int, int], dict[int, GroupMenu]] = {}
+    for scheme in dict.fromkeys(schemes):
+        number, rest = divmod(num_devices, scheme.num_devices)
+        if scheme.pp > 1 or scheme.ep > 1 or scheme.stream or rest:
+            continue
+        alike = Strategy((scheme,) * number)
+        if groups is not None and not groups_of(alike).issubset(groups):
+            continue
+        factor, held = factor_of(alike), max_len_tokens(scheme, alike)
+        latency = profile.get_latency(scheme).scaled(factor)
+        one = GroupMenu((scheme,), (latency,), (factor,), (held,), links_of(alike))
+        for count in (1, _MANY):
+            alike_in = scheme.ckpt if scheme.gather else scheme.tp
+            of_size = of_kind.setdefault((scheme.gather, alike_in, count), {})
+            other = of_size.get(scheme.num_devices)
+            if held > 0 and (other is None or one.per_token_ms(count) < other.per_token_ms(count)):
+                of_size[scheme.num_devices] = one
+    found = []
+    for of_size in of_kind.values():
+        sizes = [n for n in sorted(of_size) if all(not (m % n and n % m) for m in of_size)]
+        while sizes and num_cuts(num_devices, tuple(sizes)) > MAX_CUTS:
+            sizes = sizes[1:]
+        if len(sizes) > 1:
+            *fields, links = zip(*(of_size[size] for size in sizes))
+            own, latencies, factors, max_len = (sum(field, ()) for field in fields)
+            found.append(GroupMenu(own, latencies, factors, max_len, max(links, key=_total_ms)))
+    return list({menu.schemes: menu for menu in found}.values())
+
+
+def _total_ms(link: LinkTimes) -> float:
+    return link.pull_ms + link.push_ms

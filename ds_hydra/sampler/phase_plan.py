@@ -1,0 +1,405 @@
+"""One strategy on one mini-batch: its sequences dispatched to pipelines, packed into micro-batches
+and refined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from math import exp
+
+import numpy as np
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.bounds import strategy_bound_ms
+from ds_hydra.sampler.dispatch.dispatch import dispatch_sequences, dispatch_trials, fit_trials
+from ds_hydra.sampler.dispatch.refine import (
+    improve_dispatch,
+    iteration_ms,
+    order_micro_batches,
+    pack_pipelines,
+    perturb_and_refine,
+    pipeline_cost,
+    refine_pipelines,
+)
+from ds_hydra.sampler.integer_programs import SolverLimits
+from ds_hydra.sampler.packing.cuts import cut_micro_batches
+from ds_hydra.sampler.packing.packing import solve_packing
+from ds_hydra.sampler.packing.packing_bounds import pipeline_bound_ms
+from ds_hydra.sampler.plan import GlobalBatch, PipelinePlan
+from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings
+from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
+from ds_hydra.sampler.schedule import FloatArray, IntArray, ends_ms, makespan_ms, steps_ms
+from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS, UNKNOWN, Correction, Corrections
+from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
+from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+_NUM_FIT_STEPS = 8
+
+_NUM_TARGETS = 4
+"""Fast pipelines that the slowest one exchanges sequences with, besides two of each scheme."""
+
+_MAX_SOLVED = 4
+"""Pipelines whose micro-batches are solved for in one iteration."""
+
+_PERTURBATION_GAP, _PERTURBATION_REACH, _FULLY_PERTURBED = 0.01, 0.05, 1400
+"""Perturbations are for plans more than 1% above their bound and less than 5% above the best plan
+so far; fewer above so many sequences, because each takes time with their square.
+"""
+
+_OPTIMISM = 1.5
+"""Standard deviations below its expected time that a strategy is tried at."""
+
+
+class MiniBatch:
+    """One mini-batch, sorted once, and the devices that it is planned for; shared by all
+    candidates.
+    """
+
+    def __init__(
+        self,
+        batch: GlobalBatch,
+        profile: Profile,
+        num_devices: int,
+        settings: PlannerSettings = DEFAULT_SETTINGS,
+        corrections: Corrections = NO_CORRECTIONS,
+    ) -> None:
+        self.batch, self.profile, self.num_devices = batch, profile, num_devices
+        self.settings, self.corrections = settings, corrections
+        lengths = np.array(batch.lengths, dtype=np.int64)
+        if lengths.size and lengths.min() < 1:
+            raise HydraConfigError(
+                f"sequence {lengths.argmin()} of iteration {batch.iteration} has {lengths.min()} tokens; "
+                "remove sequences without tokens from the dataset"
+            )
+        self.order = np.argsort(-lengths, kind="stable")
+        self.lengths = lengths[self.order]
+        self.bounded: dict[Strategy, PhasePlan] = {}
+        """Strategies whose bound was asked for: dispatched, for their plan to go on with."""
+
+    @cached_property
+    def num_buckets(self) -> int:
+        """Layers that are pulled and pushed one by one; 0 where nothing overlaps."""
+        return self.profile.memory.num_layers if self.settings.overlaps_links else 0
+
+    def is_held(self, longest_tokens: int) -> bool:
+        """Whether no sequence is longer than `longest_tokens`."""
+        return not self.lengths.size or bool(self.lengths[0] <= longest_tokens)
+
+    def longest(self, strategy: Strategy) -> int:
+        """Largest MaxLen over the schemes of `strategy`, in tokens."""
+        return max(self.max_len_tokens(scheme, strategy) for scheme in set(strategy.schemes))
+
+    def max_len_tokens(self, scheme: Scheme, strategy: Strategy) -> int:
+        """MaxLen of a pipeline of `strategy`: the setting, else by the memory model; 0 where
+        nothing fits.
+        """
+        override = self.settings.max_len_override.get(scheme)
+        return (
+            override
+            if override is not None
+            else max(0, self.profile.max_len_tokens(scheme, self.num_devices, strategy))
+        )
+
+    def links_of(self, strategy: Strategy) -> LinkTimes:
+        """Pull and push of `strategy`; none where they are not known."""
+        return self.settings.link_times.get(strategy, NO_LINKS)
+
+    def kinds(self, strategy: Strategy, factors: Sequence[float]) -> list[PipelineKind]:
+        """Neighbours of one scheme that are equally fast are one kind."""
+        return [
+            PipelineKind(
+                sum(1 for _ in same),
+                scheme.pp,
+                self.max_len_tokens(scheme, strategy),
+                _corrected(self.profile.get_latency(scheme), factor),
+            )
+            for (scheme, factor), same in groupby(zip(strategy.schemes, factors, strict=True))
+        ]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PhasePlan:
+    """One strategy, and where the sequences of a mini-batch are (in sorted order) that it runs: all
+    of them, or those of a phase.
+    """
+
+    mini_batch: MiniBatch
+    strategy: Strategy
+    problem: DispatchProblem
+    order: IntArray
+    """Where its sequences are in the mini-batch."""
+    link: LinkTimes
+    correction: Correction
+    """What measured times say of the strategy."""
+    assignment: IntArray
+    micro_batches: IntArray
+    pipeline_ms: FloatArray
+    """Time of each pipeline beside all others."""
+    lower_bound_ms: float = 0.0
+    """Of the slowest pipeline, beside all others; 0.0 before it is asked for."""
+    iteration_ms: float = np.inf
+    """Time of the slowest pipeline with pull and push, inf before the strategy is planned."""
+
+    @classmethod
+    def of(
+        cls,
+        mini_batch: MiniBatch,
+        strategy: Strategy,
+        *,
+        members: IntArray | slice = slice(None),
+        factors: Sequence[float] | None = None,
+        link: LinkTimes | None = None,
+    ) -> PhasePlan:
+        """Nothing is dispatched yet. Of `members` alone, positions in sorted order; with `factors`
+        and `link` of a phase in place of what is known of the strategy, where these are given.
+        """
+        settings, lengths = mini_batch.settings, mini_batch.lengths[members]
+        is_phase = factors is not None
+        if factors is None:
+            factors = mini_batch.corrections.pipeline_factors(strategy)
+        return cls(
+            mini_batch=mini_batch,
+            strategy=strategy,
+            problem=make_problem(
+                lengths,
+                mini_batch.kinds(strategy, factors),
+                forward_fraction=settings.forward_fraction,
+                is_exact=settings.objective == "exact",
+            ),
+            order=mini_batch.order[members],
+            link=mini_batch.links_of(strategy) if link is None else link,
+            # Time outside of propagation is the iteration's and not a phase's
+            correction=UNKNOWN if is_phase else mini_batch.corrections.of(strategy),
+            assignment=np.zeros_like(lengths),
+            micro_batches=np.zeros_like(lengths),
+            pipeline_ms=np.full(len(strategy.schemes), np.inf),
+        )
+
+    @property
+    def ranks_per_core(self) -> float:
+        """Ranks that share a core."""
+        return self.mini_batch.profile.ranks_per_core
+
+    @property
+    def least_link_ms(self) -> float:
+        """What pull and push add to propagation at least: the first bucket's pull and the last
+        one's push, which nothing hides.
+        """
+        num_stages = min(scheme.pp for scheme in self.strategy.schemes)
+        num_rounds = max(1, self.mini_batch.num_buckets // num_stages)
+        return (self.link.pull_ms + self.link.push_ms) / num_rounds
+
+    @property
+    def least_propagation_ms(self) -> float:
+        """Lower bound of propagation. Where ranks share cores the slowest pipeline may have one for
+        itself, and all cores together have all the work.
+        """
+        if self.ranks_per_core == 1.0:
+            return self.lower_bound_ms
+        num_ranks = np.array([scheme.num_devices for scheme in self.strategy.schemes])
+        of_kind = num_ranks[np.unique(self.problem.kind_of, return_index=True)[1]]
+        work = (self.problem.sequence_ms * of_kind[:, None]).min(axis=0).sum()
+        return max(
+            self.lower_bound_ms / self.ranks_per_core, float(work / self.mini_batch.num_devices)
+        )
+
+    @property
+    def least_ms(self) -> float:
+        """Lower bound of the iteration."""
+        return self.least_propagation_ms + self.least_link_ms + self.correction.outside_ms
+
+    @property
+    def wait_ms(self) -> float:
+        """What the steps of all pipelines take longer than the slowest pipeline alone, where ranks
+        gather layers in lockstep.
+        """
+        # Where nobody has a second micro-batch the only step is the slowest pipeline
+        if not self.strategy.gathers or not self.micro_batches.any():
+            return 0.0
+        steps = steps_ms([self._times_ms(n) for n in range(len(self.strategy.schemes))])
+        return max(0.0, float(steps.sum() - self.pipeline_ms.max()))
+
+    def _times_ms(self, pipeline: int) -> FloatArray:
+        """T of each micro-batch of `pipeline`."""
+        problem, kind = self.problem, self.problem.kind_of[pipeline]
+        members = np.flatnonzero(self.assignment == pipeline)
+        sums = np.bincount(self.micro_batches[members], weights=problem.sequence_ms[kind, members])
+        times: FloatArray = np.maximum(sums + problem.constant_ms[kind], problem.traffic_ms[kind])
+        return times
+
+    def ends_ms(self, times_ms: FloatArray) -> FloatArray:
+        """When pipelines end that take `times_ms` beside all others."""
+        return ends_ms(
+            times_ms,
+            [scheme.num_devices for scheme in self.strategy.schemes],
+            self.mini_batch.num_devices,
+            self.ranks_per_core,
+        )
+
+    def optimistic_ms(self, time_ms: float) -> float:
+        """`time_ms` of this strategy as short as it may be for all that is known."""
+        return time_ms * exp(-_OPTIMISM * self.correction.spread)
+
+    def dispatch(self, *, is_bounded: bool = True) -> PhasePlan:
+        """Dispatches the sequences greedily, and finds the lower bound with `is_bounded`."""
+        settings = self.mini_batch.settings
+        estimate = dispatch_trials(
+            self.problem, settings.num_trials, settings.seed, self.assignment
+        )
+        if is_bounded:
+            # The estimate is no time of a packed plan: the bound may lie above it
+            self.lower_bound_ms = strategy_bound_ms(self.problem, 1.5 * estimate)
+        return self
+
+    def search(self, best_ms: float = np.inf) -> PhasePlan:
+        """Improves the dispatch, packs and refines; searches longer where that can still beat
+        `best_ms`, the best iteration so far.
+        """
+        problem, assignment, micro_batches = self.problem, self.assignment, self.micro_batches
+        settings, best_ms = self.mini_batch.settings, best_ms - self.least_link_ms
+        num_steps = settings.max_refine_steps
+        enough_ms = self.lower_bound_ms * (1 + settings.enough_gap)
+        estimate = improve_dispatch(problem, assignment, enough_ms, num_steps, _NUM_TARGETS)
+        if self.ranks_per_core > 1.0:  # bounds say little, so ask what it is near to
+            pipeline_ms = self.pipeline_ms = pack_pipelines(problem, assignment, micro_batches)
+            if self.ends_ms(pipeline_ms).max() > best_ms * (1 + _PERTURBATION_REACH):
+                return self.finish()
+        if num_steps > 0 and estimate > enough_ms:
+            fit_trials(problem, self.lower_bound_ms, estimate, _NUM_FIT_STEPS, assignment)
+            improve_dispatch(problem, assignment, enough_ms, num_steps, _NUM_TARGETS)
+        if settings.dispatch == "ideal":
+            assignment[:] = self._ideal_dispatch()
+        pipeline_ms = self.pipeline_ms = pack_pipelines(problem, assignment, micro_batches)
+        refine_pipelines(
+            problem, assignment, micro_batches, pipeline_ms, enough_ms, num_steps, _NUM_TARGETS
+        )
+        worth_ms = self.lower_bound_ms * (1 + _PERTURBATION_GAP)
+        share = min(1.0, _FULLY_PERTURBED / max(1, problem.lengths.size))
+        if num_steps > 0 and worth_ms < pipeline_ms.max() < best_ms * (1 + _PERTURBATION_REACH):
+            perturb_and_refine(
+                problem,
+                assignment,
+                micro_batches,
+                pipeline_ms,
+                worth_ms,
+                num_steps,
+                _NUM_TARGETS,
+                int(settings.num_perturbations * share**2),
+            )
+        return self.finish()
+
+    def pack(self, assignment: IntArray) -> PhasePlan:
+        """Packs the pipelines of `assignment` as they are."""
+        self.assignment[:] = assignment
+        self.pipeline_ms = pack_pipelines(self.problem, self.assignment, self.micro_batches)
+        return self.finish()
+
+    def finish(self) -> PhasePlan:
+        """Puts the packed micro-batches in the order that hides pull and push, and counts what is
+        left of them.
+        """
+        problem, link = self.problem, self.link
+        order_micro_batches(problem, self.assignment, self.micro_batches)
+        self.iteration_ms = iteration_ms(
+            problem,
+            self.assignment,
+            self.micro_batches,
+            self.pipeline_ms,
+            link.pull_ms,
+            link.push_ms,
+            self.mini_batch.num_buckets,
+        )
+        self.iteration_ms += self.wait_ms + self.correction.outside_ms
+        # On shared cores the slowest pipeline is faster once others have ended
+        ends = self.ends_ms(self.pipeline_ms)
+        self.iteration_ms -= float(self.pipeline_ms.max() - ends.max())
+        return self
+
+    def _ideal_dispatch(self) -> IntArray:
+        """The solution of Eq. (3) within the limits of the solver, in sorted order of the
+        sequences.
+        """
+        settings = self.mini_batch.settings
+        found = dispatch_sequences(
+            self.problem.lengths.tolist(),
+            self.mini_batch.kinds(self.strategy, [1.0] * len(self.strategy.schemes)),
+            seed=settings.seed,
+            limits=replace(settings.solver_limits or SolverLimits(), gap_tolerance=1e-4),
+        )
+        return np.array(found.assignment, dtype=np.int64)
+
+    def solve_slowest(self) -> None:
+        """Solves for the micro-batches of the slowest pipelines as long as that makes the iteration
+        shorter.
+
+        Only where an integer program is exact: by the closed form, and for one stage, whose time is
+        that of the fewest micro-batches where no micro-batch waits for its traffic.
+        """
+        limits = self.mini_batch.settings.solver_limits
+        if limits is None:
+            return
+        for _ in range(_MAX_SOLVED):
+            slowest = int(self.pipeline_ms.argmax())
+            members = np.flatnonzero(self.assignment == slowest)
+            kind = self.problem.kind_of[slowest]
+            cost = pipeline_cost(self.problem, kind)
+            lengths, costs = self.problem.lengths[members], self.problem.sequence_ms[kind, members]
+            bound = pipeline_bound_ms(lengths, costs, cost)
+            is_solvable = not cost.is_exact or (cost.num_stages == 1 and cost.traffic_ms == 0.0)
+            is_optimal = self.pipeline_ms[slowest] <= bound * (1 + limits.gap_tolerance)
+            if is_optimal or not is_solvable:
+                return
+            micro_batches = self.micro_batches[members]
+            solved_ms, _ = solve_packing(lengths, costs, cost, limits, micro_batches)
+            if solved_ms >= self.pipeline_ms[slowest]:
+                return
+            self.pipeline_ms[slowest] = solved_ms
+            self.micro_batches[members] = micro_batches
+            self.finish()
+
+    def pipelines(self) -> list[PipelinePlan]:
+        """Its part of a plan of the mini-batch."""
+        found = [
+            self._pipeline(pipeline, scheme, ranks)
+            for pipeline, (scheme, ranks) in enumerate(
+                zip(self.strategy.schemes, self.strategy.place())
+            )
+        ]
+        ends = self.ends_ms(np.array([p.makespan_ms for p in found])).tolist()
+        return [replace(p, makespan_ms=end) for p, end in zip(found, ends)]
+
+    def _pipeline(self, pipeline: int, scheme: Scheme, ranks: tuple[int, ...]) -> PipelinePlan:
+        problem, kind = self.problem, self.problem.kind_of[pipeline]
+        batch, latency = self.mini_batch.batch, self.mini_batch.profile.get_latency(scheme)
+        members = np.flatnonzero(self.assignment == pipeline)
+        own = self.micro_batches[members]
+        micro_batches = [members[own == n] for n in range(own.max(initial=-1) + 1)]
+        placed = tuple(tuple(self.order[m].tolist()) for m in micro_batches)
+        times = np.array([problem.sequence_ms[kind, m].sum() for m in micro_batches])
+        bound_ms = pipeline_bound_ms(
+            problem.lengths[members],
+            problem.sequence_ms[kind, members],
+            pipeline_cost(problem, kind),
+        )
+        return PipelinePlan(
+            scheme=scheme,
+            ranks=ranks,
+            micro_batches=placed,
+            rows=cut_micro_batches(placed, batch.lengths, scheme.cp, latency),
+            makespan_ms=makespan_ms(
+                times + problem.constant_ms[kind],
+                int(problem.num_stages[kind]),
+                problem.forward_fraction,
+                problem.is_exact,
+                problem.traffic_ms[kind],
+            ),
+            lower_bound_ms=bound_ms / self.ranks_per_core,
+        )
+
+
+def _corrected(latency: LatencyModel, factor: float) -> LatencyModel:
+    return latency if factor == 1.0 else latency.scaled(factor)

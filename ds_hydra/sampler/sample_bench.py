@@ -1,0 +1,415 @@
+"""Sampled mini-batches on which candidates are rated, and what decides about candidates beside
+profile and lengths.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_hydra.configs.hydra_config import MAX_PROCESS_GROUPS, HydraConfig, Space
+from ds_hydra.sampler.candidate import phases_of
+from ds_hydra.sampler.dispatch.dispatch import dispatch_trials
+from ds_hydra.sampler.phase_plan import MiniBatch
+from ds_hydra.sampler.plan import GlobalBatch
+from ds_hydra.sampler.planner import fastest, heuristic_times
+from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
+from ds_hydra.sampler.schedule import FloatArray, IntArray
+from ds_hydra.strategy.compiled import compiled
+from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.cost_models.costs import CanRun, Costs, World, runs_all
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.proposal.program import (
+    default_tokens_per_iteration,
+    homogeneous_strategies,
+)
+from ds_hydra.strategy.schemes.neighbours import neighbour_strategies
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+BoolArray = NDArray[np.bool_]
+
+Progress = Callable[[int, int], None]
+"""Called with the number of mini-batches planned and their total."""
+
+HEURISTIC = PlannerSettings().heuristic()
+
+MAX_ENUMERATED_RANKS = 8
+"""Ranks up to which every strategy of two schemes is a candidate; for more, the lengths of the data
+decide.
+"""
+
+UNEVEN_STEPS = 1.5
+"""What lockstep makes of the estimate where pipelines have different numbers of micro-batches: one
+with two beside others with one.
+"""
+
+_MANY = 4_500_000
+"""Above so many dispatched sequences, of all mini-batches for all candidates, half of the
+mini-batches have to do.
+"""
+_LEAST_GAIN = 1e-3
+"""By so much a strategy makes the estimates of all faster, or it is not planned."""
+_MOST_STEPS = 5
+_NUM_SCREENED, _NUM_TRIED = 24, 40
+_REACH = 0.05
+"""Strategies are planned for a mini-batch whose estimate is at most so much above the best one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateSettings:
+    """What decides about candidates beside profile and lengths.
+
+    `tokens_per_iteration`: None for the paper's budget. `given`: strategies of the user, which are
+    then all. `staying`: strategies whose process groups stay beside those of a proposal on many
+    devices, if not those without lengths. `can_run`: whether the model runs a scheme on these
+    devices. `cluster`: what pull and push cost, which count where it is known. `max_groups`:
+    process groups there may be, of which `num_link_groups` are those of pull and push.
+    `max_enumerated`: devices up to which all strategies of two schemes are candidates.
+
+    How proposed ones are tried: on `num_batches` mini-batches drawn with `seed`, by plans of
+    `planner`. `max_planned`: strategies that are planned for a mini-batch; of more, those among the
+    best of one greedy dispatch. `num_rounds`: how often the strategies one step away from the
+    winners are tried too. `tolerance`: how much slower, on average over the sampled mini-batches,
+    the set that stays may be than the set of all candidates.
+    """
+
+    num_devices: int
+    context_length: int
+    tokens_per_iteration: int | None = None
+    given: tuple[Strategy, ...] = ()
+    staying: tuple[Strategy, ...] = ()
+    space: Space = "full"
+    can_run: CanRun = runs_all
+    cluster: Cluster | None = None
+    max_groups: int = MAX_PROCESS_GROUPS
+    num_link_groups: int = 2
+    max_enumerated: int = MAX_ENUMERATED_RANKS
+    num_batches: int = 32
+    seed: int = 0
+    planner: PlannerSettings = HEURISTIC
+    max_planned: int = 24
+    num_rounds: int = 1
+    tolerance: float = 0.002
+
+    @classmethod
+    def of(
+        cls,
+        config: HydraConfig,
+        *,
+        num_devices: int,
+        given: Sequence[Strategy],
+        staying: Sequence[Strategy] = (),
+        can_run: CanRun,
+        cluster: Cluster | None,
+        num_link_groups: int,
+    ) -> CandidateSettings:
+        """Those of a validated configuration."""
+        return cls(
+            num_devices=num_devices,
+            context_length=config.context_length,
+            tokens_per_iteration=config.tokens_per_iteration,
+            given=tuple(given),
+            staying=tuple(staying),
+            space=config.planner.space,
+            can_run=can_run,
+            cluster=cluster,
+            max_groups=config.max_process_groups,
+            num_link_groups=num_link_groups,
+            max_enumerated=MAX_ENUMERATED_RANKS,
+            seed=config.seed,
+            planner=replace(HEURISTIC, overlaps_links=config.link.overlap),
+        )
+
+    def world(self, profile: Profile) -> World:
+        """What is trained where, with the prices that follow from `profile`."""
+        return World(
+            costs=Costs(profile, self.cluster),
+            num_devices=self.num_devices,
+            context_length=self.context_length,
+            can_run=self.can_run,
+        )
+
+    @property
+    def is_enumerated(self) -> bool:
+        """Whether all strategies of two schemes are candidates."""
+        return self.num_devices <= self.max_enumerated
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a mini-batch."""
+        return self.tokens_per_iteration or default_tokens_per_iteration(
+            self.num_devices, self.context_length
+        )
+
+    def planner_with_links(self, strategies: Iterable[Strategy]) -> PlannerSettings:
+        """`planner` that knows pull and push of `strategies`, where anything is known of the
+        interconnects.
+        """
+        if self.cluster is None:
+            return self.planner
+        return replace(self.planner, link_times={s: self.cluster.link_times(s) for s in strategies})
+
+
+class SampleBench:
+    """The same mini-batches, planned with different candidates."""
+
+    def __init__(
+        self, batches: Sequence[GlobalBatch], world: World, settings: CandidateSettings
+    ) -> None:
+        self.world, self.settings, self.batches = world, settings, batches
+        self._known: list[dict[Strategy, float]] = [{} for _ in batches]
+
+    def fits_context(self, strategy: Strategy) -> bool:
+        """Whether a sequence of the context has a place in `strategy`."""
+        longest = max(
+            self.world.max_len_tokens(s, strategy) for s in dict.fromkeys(strategy.schemes)
+        )
+        return longest >= self.world.context_length
+
+    def best_static(self, space: Space) -> Strategy:
+        """The fastest strategy of one scheme that fits the context, on average."""
+        static = homogeneous_strategies(self.world, space)
+        return min(static, key=lambda strategy: float(self.times_ms(strategy).mean()))
+
+    def winners_near(
+        self, candidates: Sequence[Strategy], schemes: Iterable[Scheme], progress: Progress | None
+    ) -> list[Strategy]:
+        """Strategies that win a mini-batch: of `candidates`, and of those a step away by one of
+        `schemes`.
+        """
+        sequences = sum(len(batch.lengths) for batch in self.batches)
+        many = len(candidates) * sequences > _MANY
+        winners = self.winners(candidates, progress, share=1 / 2 if many else 1.0)
+        for _ in range(self.settings.num_rounds):
+            near = dict.fromkeys(
+                n for won in winners for n in (won, *neighbour_strategies(won, schemes))
+            )
+            winners = [*dict.fromkeys((*winners, *self.winners(tuple(near), None, share=1 / 2)))]
+        return winners
+
+    def climb(
+        self, start: Sequence[Strategy], schemes: Sequence[Scheme], progress: Progress | None
+    ) -> list[Strategy]:
+        """Strategies that may make the mini-batches faster beside `start`: those of one of
+        `schemes`, and others by hill climbing: from the best set so far, every strategy one
+        exchange of pipelines away is tried.
+
+        Each is estimated by one greedy dispatch of some mini-batches.
+        """
+        number = self.world.num_devices
+        alike = [Strategy((s,) * (number // s.num_devices)) for s in schemes]
+        screened: dict[Strategy, FloatArray] = {}
+        chosen: list[Strategy] = [*start]
+        for done in range(_MOST_STEPS):
+            near = dict.fromkeys([*chosen, *alike])
+            near |= dict.fromkeys(n for s in chosen for n in neighbour_strategies(s, schemes))
+            new = [strategy for strategy in near if strategy not in screened]
+            estimator = FastEstimator(new, self.world)
+            times = [estimator.estimates_ms(batch) for batch in self.batches[:_NUM_SCREENED]]
+            screened |= dict(zip(new, np.array(times).T))
+            before, chosen = chosen, fastest_together(start, screened, most=_NUM_TRIED)
+            if progress is not None:
+                progress(done + 1, _MOST_STEPS)
+            if chosen == before:
+                break
+        return chosen
+
+    def times_ms(self, strategy: Strategy) -> FloatArray:
+        """Time of every mini-batch with `strategy` alone, inf where a sequence does not fit."""
+        numbers = range(len(self.batches))
+        return np.array([self._times_ms(number, [strategy])[0] for number in numbers])
+
+    def _times_ms(self, number: int, strategies: Sequence[Strategy]) -> FloatArray:
+        """Time of one mini-batch with each of `strategies`; each is planned once."""
+        known = self._known[number]
+        missing = [strategy for strategy in strategies if strategy not in known]
+        if missing:
+            times = heuristic_times(
+                self.batches[number],
+                strategies=missing,
+                profile=self.world.profile,
+                num_devices=self.world.num_devices,
+                settings=self.settings.planner_with_links(missing),
+            )
+            known.update(zip(missing, times.tolist()))
+        return np.array([known[strategy] for strategy in strategies])
+
+    def phases_ms(
+        self, strategies: Sequence[Strategy], known_ms: FloatArray, profile: Profile
+    ) -> FloatArray:
+        """`known_ms` of each of the first mini-batches, or what phases out of `strategies` take by
+        `profile` where that is less.
+        """
+        number, settings = self.world.num_devices, self.settings.planner_with_links(strategies)
+        found = []
+        for batch, limit_ms in zip(self.batches, known_ms.tolist()):
+            mini_batch = MiniBatch(batch, profile, number, settings)
+            phases = phases_of(strategies, mini_batch)
+            found.append(fastest(mini_batch, phases, limit_ms).time_ms)
+        return np.array(found)
+
+    def winners(
+        self, strategies: Sequence[Strategy], progress: Progress | None, share: float = 1.0
+    ) -> list[Strategy]:
+        """Strategies that are the planner's choice for a mini-batch at least, most frequent first.
+
+        `share`: of the mini-batches that are looked at, rounded up.
+        """
+        won: Counter[Strategy] = Counter()
+        estimator, most = None, self.settings.max_planned
+        if len(strategies) > most:
+            estimator = FastEstimator(
+                strategies,
+                self.world,
+                num_trials=self.settings.planner.num_trials,
+                seed=self.settings.planner.seed,
+            )
+        for number in range(ceil(share * len(self.batches))):
+            tried = strategies
+            if estimator is not None:
+                estimates = estimator.estimates_ms(self.batches[number])
+                best = np.argsort(estimates, kind="stable")[:most]
+                near = best[estimates[best] <= (1 + _REACH) * estimates[best[0]]]
+                tried = [strategies[index] for index in np.sort(near)]
+            won[tried[int(np.argmin(self._times_ms(number, tried)))]] += 1
+            if progress is not None:
+                progress(number + 1, len(self.batches))
+        return [strategy for strategy, _ in won.most_common()]
+
+
+def fastest_together(
+    start: Sequence[Strategy], times_ms: Mapping[Strategy, FloatArray], *, most: int
+) -> list[Strategy]:
+    """`start`, or the fastest strategy where there is none, and one by one up to `most` that which
+    makes mini-batches faster by most.
+
+    `times_ms` [mini-batch] of each strategy, `start` among them.
+    """
+    chosen = list(start) or [min(times_ms, key=lambda s: float(times_ms[s].mean()))]
+    best = np.min([times_ms[strategy] for strategy in chosen], axis=0)
+    open_ = [strategy for strategy in times_ms if strategy not in chosen]
+    times = np.array([times_ms[strategy] for strategy in open_]).reshape(len(open_), best.size)
+    while len(chosen) < min(most, len(times_ms)):
+        means = np.minimum(best, times).mean(axis=1)
+        added = int(np.argmin(means))
+        if not means[added] < (1 - _LEAST_GAIN) * best.mean():
+            break
+        chosen.append(open_[added])
+        best = np.minimum(best, times[added])
+    return chosen
+
+
+def sample_batches(
+    histogram: LengthHistogram, settings: CandidateSettings
+) -> tuple[GlobalBatch, ...]:
+    """The mini-batches of `settings`, drawn from `histogram`."""
+    drawn = histogram.draw_batches(settings.num_tokens, settings.num_batches, settings.seed)
+    return tuple(
+        GlobalBatch(
+            iteration=iteration,
+            sample_indices=tuple(range(len(lengths))),
+            lengths=tuple(lengths.tolist()),
+            num_label_tokens=int((lengths - 1).sum()),
+        )
+        for iteration, lengths in enumerate(drawn)
+    )
+
+
+class FastEstimator:
+    """What one greedy dispatch makes of a mini-batch under each of many strategies, as the arrays
+    that compiled code works on: which of them are worth a plan.
+    """
+
+    def __init__(
+        self,
+        strategies: Sequence[Strategy],
+        world: World,
+        *,
+        num_trials: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self._num_trials, self._seed = num_trials, seed
+        placed = dict.fromkeys(scheme for strategy in strategies for scheme in strategy.schemes)
+        schemes: list[Scheme] = []
+        for gathers in (False, True):  # a strategy has one kind
+            if alike := tuple(scheme for scheme in placed if scheme.gather is gathers):
+                schemes += Strategy(alike).schemes
+        column = {scheme: k for k, scheme in enumerate(schemes)}
+        self._counts = np.zeros((len(strategies), len(schemes)), dtype=np.int64)
+        self._max_len = np.zeros((len(strategies), len(schemes)), dtype=np.int64)
+        for row, strategy in enumerate(strategies):
+            for scheme, count in Counter(strategy.schemes).items():
+                self._counts[row, column[scheme]] = count
+                longest = world.max_len_tokens(scheme, strategy)
+                self._max_len[row, column[scheme]] = max(0, longest)
+        self._gathers = np.array([strategy.gathers for strategy in strategies], dtype=np.bool_)
+        self._kinds = [
+            PipelineKind(1, scheme.pp, 1, world.profile.get_latency(scheme)) for scheme in schemes
+        ]
+
+    def estimates_ms(self, batch: GlobalBatch) -> FloatArray:
+        """Time of the slowest pipeline of each strategy after the trials of Alg. 1, without
+        packing; inf where a sequence does not fit.
+        """
+        lengths = np.sort(np.array(batch.lengths, dtype=np.int64))[::-1]
+        found = np.zeros(self._counts.shape[0])
+        if lengths.size and found.size:
+            every = make_problem(lengths, self._kinds)
+            _screen(
+                every,
+                self._counts,
+                self._max_len,
+                self._gathers,
+                self._num_trials,
+                self._seed,
+                found,
+            )
+        return found
+
+
+@compiled
+def _screen(
+    every: DispatchProblem,
+    counts: IntArray,
+    max_len: IntArray,
+    gathers: BoolArray,
+    num_trials: int,
+    seed: int,
+    found: FloatArray,
+) -> None:
+    """Writes the estimate of each strategy; `every` has one pipeline of each kind there is."""
+    assignment = np.zeros(every.lengths.size, dtype=np.int64)
+    for row in range(counts.shape[0]):
+        kinds = np.flatnonzero(counts[row])
+        if max_len[row].max() < every.lengths[0]:
+            found[row] = np.inf
+            continue
+        problem = DispatchProblem(
+            every.lengths,
+            every.sequence_ms[kinds],
+            np.repeat(np.arange(kinds.size), counts[row][kinds]),
+            every.num_stages[kinds],
+            every.constant_ms[kinds],
+            every.traffic_ms[kinds],
+            max_len[row][kinds],
+            every.ratio[kinds],
+            every.share[kinds],
+            every.forward_fraction,
+            every.is_exact,
+            every.is_eq2,
+        )
+        found[row] = dispatch_trials(problem, num_trials, seed, assignment)
+        if gathers[row]:
+            tokens = np.zeros(problem.kind_of.size)
+            for i in range(assignment.size):
+                tokens[assignment[i]] += every.lengths[i]
+            steps = np.ceil(tokens / problem.max_len_tokens[problem.kind_of])
+            if steps.max() > max(1.0, steps.min()):  # some wait for others in lockstep
+                found[row] *= UNEVEN_STEPS
