@@ -137,7 +137,8 @@ class Costs:
         known = self.profile.latency
         more = sorted({*schemes} - known.keys())
         for scheme in more:
-            # For what it raises: memory that is not known would be found out while planning
+            # For what both raise: what is not known would be found out while planning
+            self.latency(scheme)
             self.profile.max_len_tokens(scheme, scheme.num_devices)
         return self.table((*known, *more))
 
