@@ -28,7 +28,7 @@ CASES = ROOT / "docs/benchmarks/simulate.json"
 
 def serve() -> None:
     """Answers requests, one a line, with the package of the current folder."""
-    from ds_hydra.strategy.profiles.states import with_engine_states
+    from ds_hydra.strategy.profiles.state_bytes import with_engine_states
 
     from ds_hydra.configs.hydra_config import HydraConfig
     from ds_hydra.lab.simulator.cases import load_case

@@ -2,7 +2,8 @@
 
 [Note: A cache that heals]
 numba unpickles whatever its cache holds, and would run garbled machine code. So every cached file
-ends with its digest here; one that is damaged, or cannot be read or written, is compiled anew.
+ends with its digest here; one that is damaged, cannot be read or written, or names a module that
+has moved, is compiled anew.
 """
 
 # mypy: allow-untyped-calls
@@ -83,7 +84,10 @@ class CheckedFiles(IndexDataCacheFile):
     def _load_data(self, name: str) -> Any:
         if not _is_whole(Path(self._data_path(name)).read_bytes()):
             raise OSError(f"{name} is damaged")  # for numba as if it had been removed
-        return super()._load_data(name)
+        try:
+            return super()._load_data(name)
+        except ImportError as error:  # code of a callee whose module has moved since
+            raise OSError(f"{name} is out of date: {error}") from error
 
 
 def _is_whole(content: bytes) -> bool:
