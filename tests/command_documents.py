@@ -23,8 +23,7 @@ from typer.testing import CliRunner
 from ds_hydra.cli import app
 from ds_hydra.configs.files import find_file
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.checks.config_check import check_config
-from ds_hydra.engine.checks.report import CheckRequest
+from ds_hydra.engine.checks.config_check import CheckRequest, check_config
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,

@@ -14,8 +14,7 @@ from ds_hydra.cli import app
 from ds_hydra.commands.check import describe_report
 from ds_hydra.commands.init import start_config
 from ds_hydra.configs import find_file, list_files, load_model_preset
-from ds_hydra.engine.checks.config_check import check_config
-from ds_hydra.engine.checks.report import CheckRequest
+from ds_hydra.engine.checks.config_check import CheckRequest, check_config
 from ds_hydra.engine.model import attention
 from ds_hydra.engine.ranks.process_start import compiles_adam
 from ds_hydra.strategy.proposal.histogram import LengthHistogram

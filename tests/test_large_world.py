@@ -20,8 +20,7 @@ import ds_hydra
 from ds_hydra.cli import app
 from ds_hydra.configs import find_file
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.checks.config_check import check_config
-from ds_hydra.engine.checks.report import CheckRequest
+from ds_hydra.engine.checks.config_check import CheckRequest, check_config
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler import sample_bench
 from ds_hydra.sampler.candidate_set import decide_candidates

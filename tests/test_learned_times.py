@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 
 from ds_hydra.strategy import Scheme, Strategy
-from ds_hydra.strategy.profiles.corrections import Correction, Corrections
-from ds_hydra.strategy.profiles.learned_times import LearnedTimes, PipelineTime, names_of
+from ds_hydra.strategy.profiles.learned_latency import (
+    Correction,
+    Corrections,
+    LearnedTimes,
+    PipelineTime,
+    names_of,
+)
 
 ONE, TWO, FOUR = Scheme(1, 1), Scheme(2, 1), Scheme(4, 1)
 SINGLES, PAIRS, ALL = (Strategy.parse(text) for text in ("4x<1,1>", "2x<2,1>", "1x<4,1>"))

@@ -27,7 +27,7 @@ from ds_hydra.sampler.planner import fastest, plan_iteration, plan_with_time
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.propose import GroupLimits, propose_phases
 from ds_hydra.sampler.sample_bench import CandidateSettings, SampleBench
-from ds_hydra.strategy.profiles.corrections import Correction, Corrections
+from ds_hydra.strategy.profiles.learned_latency import Correction, Corrections
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.neighbours import num_cuts

@@ -19,7 +19,7 @@ from ds_hydra.errors import HydraError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
-from ds_hydra.strategy.profiles.corrections import Corrections
+from ds_hydra.strategy.profiles.learned_latency import Corrections
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 times = st.floats(0, 1e12, allow_nan=False)

@@ -16,7 +16,7 @@ from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker, StragglerF
 from ds_hydra.sampler.planner import heuristic_times, plan_iteration, profiled_times
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.profiles.corrections import Corrections
+from ds_hydra.strategy.profiles.learned_latency import Corrections
 from ds_hydra.strategy.schemes.scheme import parse_strategies
 
 TIMES = {

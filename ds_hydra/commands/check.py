@@ -11,7 +11,7 @@ from ds_hydra.commands import common
 from ds_hydra.configs.files import MAX_DEVICES
 
 if TYPE_CHECKING:
-    from ds_hydra.engine.checks.report import ConfigReport
+    from ds_hydra.engine.checks.config_check import ConfigReport
 
 
 def check(
@@ -48,8 +48,7 @@ def check(
     """
     with common.errors_to_stderr(common.READS_LIKE_DEEPSPEED), common.stdout_to_stderr():
         common.say_loading()
-        from ds_hydra.engine.checks.config_check import check_config
-        from ds_hydra.engine.checks.report import CheckRequest
+        from ds_hydra.engine.checks.config_check import CheckRequest, check_config
 
         report = check_config(
             CheckRequest(

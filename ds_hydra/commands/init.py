@@ -14,7 +14,7 @@ from ds_hydra.commands import common
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
-    from ds_hydra.engine.checks.report import ConfigReport
+    from ds_hydra.engine.checks.config_check import ConfigReport
 
 
 def init(
@@ -112,8 +112,7 @@ def start_config(
 
 
 def _check(config: dict[str, Any], model: str, devices: int, device: str) -> ConfigReport:
-    from ds_hydra.engine.checks.config_check import check_config
-    from ds_hydra.engine.checks.report import CheckRequest
+    from ds_hydra.engine.checks.config_check import CheckRequest, check_config
 
     return check_config(
         CheckRequest(config=config, model=model, num_devices=devices, device=device)

@@ -44,7 +44,7 @@ from ds_hydra.sampler.data.examples import to_examples
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.strategy import Profile, Strategy
-from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS, Corrections
+from ds_hydra.strategy.profiles.learned_latency import NO_CORRECTIONS, Corrections
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.losses.loss import Loss, Tokens
-from ds_hydra.engine.losses.objective import Objective, evaluate
+from ds_hydra.engine.losses.objective import (
+    Objective,
+    are_alike,
+    evaluate,
+    find_difference,
+)
+from ds_hydra.engine.losses.objective import fingerprint as fingerprint_of
 from ds_hydra.engine.model.micro_batches import LoadExample, MicroBatchTensors
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
@@ -161,7 +167,7 @@ class Propagator:
         A `problem` that any rank brings is raised on all. One all-gather.
         """
         of_plan = (plan.digest, len(plan.lengths), sum(plan.lengths))
-        row = [problem is not None, *of_plan, *fingerprint, *objective.fingerprint(objective)]
+        row = [problem is not None, *of_plan, *fingerprint, *fingerprint_of(objective)]
         all_ranks = gather_rows(to_device(torch.tensor(row), self.device)).tolist()
         if any(row[0] for row in all_ranks):
             raise_together(problem, self.device)
@@ -180,12 +186,10 @@ class Propagator:
                 )
         objectives = [(row[7], row[8]) for row in all_ranks]
         differing = [
-            rank
-            for rank, its in enumerate(objectives)
-            if not objective.are_alike(objectives[0], its)
+            rank for rank, its in enumerate(objectives) if not are_alike(objectives[0], its)
         ]
         if differing:
-            found = objective.find_difference(objective, differing[0], self.device)
+            found = find_difference(objective, differing[0], self.device)
             raise PlanMismatchError(
                 f"iteration {plan.iteration}: {found} ({len(differing)} of {self.num_ranks} ranks differ); nothing was "
                 "exchanged. Give every rank the same loss and fields: what is computed on one rank can be sent to "

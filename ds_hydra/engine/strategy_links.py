@@ -250,6 +250,7 @@ class StrategyLinks:
     ) -> TransferSession:
         link = self.link_for(plan.strategy)
         self._forget_frozen()
+        # Rounds are those of the pipeline with the most micro-batches, on every rank.
         schedule = plan_gathered(
             self.stage_model.gather_window(plan.strategy.schemes[0]),
             len(self.stage_model.units),

@@ -27,7 +27,7 @@ from ds_hydra.sampler._worker import read_message, write_message
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import plan_task
 from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings, PlanningTask
-from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS, Corrections
+from ds_hydra.strategy.profiles.learned_latency import NO_CORRECTIONS, Corrections
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.scheme import Strategy
 

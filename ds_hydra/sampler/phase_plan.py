@@ -32,7 +32,12 @@ from ds_hydra.sampler.plan import GlobalBatch, PipelinePlan
 from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings
 from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
 from ds_hydra.sampler.schedule import FloatArray, IntArray, ends_ms, makespan_ms, steps_ms
-from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS, UNKNOWN, Correction, Corrections
+from ds_hydra.strategy.profiles.learned_latency import (
+    NO_CORRECTIONS,
+    UNKNOWN,
+    Correction,
+    Corrections,
+)
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy

@@ -4,11 +4,12 @@ without a GPU.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,10 @@ from typing import Any
 import torch
 
 from ds_hydra.configs import HydraConfig, find_file, read_ds_config
-from ds_hydra.engine.checks.deepspeed_section import (
-    check_deepspeed,
-    dtype_of,
-)
+from ds_hydra.configs.ds_config import FILL_INS, find_auto_keys, find_key
+from ds_hydra.configs.files import read_json_object
+from ds_hydra.engine.checks.deepspeed_section import dtype_of, find_deepspeed_problems
 from ds_hydra.engine.checks.estimate import estimate_profile
-from ds_hydra.engine.checks.report import CheckRequest, ConfigReport
 from ds_hydra.engine.model.attention import find_softcap_problem
 from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config, making
 from ds_hydra.engine.model.scheme_support import (
@@ -39,6 +38,7 @@ from ds_hydra.engine.profiling.profile_document import (
     model_facts,
 )
 from ds_hydra.engine.profiling.profiler import default_lengths
+from ds_hydra.engine.ranks.process_start import NO_COMPILER, compiles_adam
 from ds_hydra.engine.transfer.schedule import home_bytes
 from ds_hydra.errors import HydraConfigError, HydraError
 from ds_hydra.sampler.candidate_set import (
@@ -52,11 +52,7 @@ from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.analytic import Hardware
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
-from ds_hydra.strategy.cost_models.flops import (
-    ModelFlops,
-    profile_flops,
-    profile_peak_flops,
-)
+from ds_hydra.strategy.cost_models.flops import ModelFlops, profile_flops, profile_peak_flops
 from ds_hydra.strategy.profiles.state_bytes import load_profile
 from ds_hydra.strategy.proposal.candidates import (
     load_strategies,
@@ -64,11 +60,64 @@ from ds_hydra.strategy.proposal.candidates import (
     power_of_two_schemes,
 )
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
-from ds_hydra.strategy.schemes.placement import (
-    groups_of_all,
-    most_groups_of_rank,
-)
+from ds_hydra.strategy.schemes.placement import groups_of_all, most_groups_of_rank
 from ds_hydra.strategy.schemes.scheme import check_one_host, schemes_of
+
+logger = logging.getLogger(__name__)
+
+CHECK_SCHEMA = "ds_hydra.check/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckRequest:
+    """What to check, and what is known beside the file. `model`, `profile`, `device`, `histogram`:
+    names or paths.
+    """
+
+    config: Path | Mapping[str, Any]
+    model: str | None = None
+    num_devices: int | None = None
+    profile: str | None = None
+    device: str | None = None
+    histogram: str | None = None
+
+
+@dataclass(slots=True)
+class ConfigReport:
+    """What was found. `problems` would stop a run; `warnings` would not; `assumed` is what nobody
+    has said.
+
+    `schemes` has a row for each scheme: MaxLen, bytes of the states, bytes with a full row of
+    `micro_batch_tokens`.
+    """
+
+    num_devices: int = 0
+    context_length: int = 0
+    tokens_per_iteration: int = 0
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
+    profiled: list[str] = field(default_factory=list)
+    filled_in: list[str] = field(default_factory=list)
+    parameters: dict[str, float] = field(default_factory=dict)
+    """Of the model: all, those of one token, those of embedding and head."""
+    profile: str | None = None
+    memory_bytes: int | None = None
+    schemes: list[dict[str, Any]] = field(default_factory=list)
+    strategies: list[str] = field(default_factory=list)
+    strategies_source: str = ""
+    communicators: dict[str, int] = field(default_factory=dict)
+    known_profile: Profile | None = field(default=None, repr=False)
+    """What the rows of `schemes` were made of; not in the document."""
+    home: dict[str, int] = field(default_factory=dict)
+    """Of streamed layers: ranks that share it, bytes of each."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The `ds_hydra.check/1` document."""
+        names = self.__dataclass_fields__.keys() - {"known_profile"}
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name in names}
+        return {"schema": CHECK_SCHEMA, "ok": not self.problems, **fields}
+
 
 DEFAULT_DEVICES = 8
 """Devices that are assumed where neither the user nor the strategies say how many there are: one
@@ -89,7 +138,7 @@ def check_config(request: CheckRequest) -> ConfigReport:
         except HydraError as error:
             report.problems.append(str(error))
             return report
-        check_deepspeed(request, ds_config, report)
+        _check_deepspeed(request, ds_config, report)
     report.context_length = hydra.context_length
     report.tokens_per_iteration = hydra.tokens_per_iteration
     try:
@@ -100,6 +149,36 @@ def check_config(request: CheckRequest) -> ConfigReport:
 
 
 @contextmanager
+def _check_deepspeed(
+    request: CheckRequest, ds_config: Mapping[str, Any], report: ConfigReport
+) -> None:
+    """Add to `report` what the DeepSpeed part of the JSON has of problems and assumptions."""
+    report.problems += find_deepspeed_problems(ds_config)
+    if auto := find_auto_keys(ds_config):
+        report.assumed.append(
+            f'{", ".join(auto)}: "auto" is filled in by HydraTrainer; write values for ds_hydra.initialize'
+        )
+    written: Any = request.config
+    if not isinstance(written, Mapping):
+        written = read_json_object(written)
+    for fill_in in FILL_INS:
+        if all(find_key(written, key) is None for key in (fill_in.key, *fill_in.unless)):
+            report.filled_in.append(f"{fill_in.key} = {json.dumps(fill_in.value)}: {fill_in.why}")
+    if "optimizer" not in ds_config:
+        report.assumed.append(
+            "the JSON has no optimizer; pass one to initialize, or TrainingArguments do"
+        )
+    elif request.device != "cpu" and compiles_adam(ds_config):
+        report.assumed.append(
+            "on GPUs, an nvcc of torch's CUDA on every host, which DeepSpeed compiles its FusedAdam with at the "
+            f"first start; without one {NO_COMPILER}"
+        )
+    if dtype_of(ds_config) == torch.float32:
+        report.warnings.append(
+            'neither "bf16" nor "fp16" is enabled: weights and activations are fp32'
+        )
+
+
 def _warnings_to(found: list[str]) -> Iterator[None]:
     """Collect what ds_hydra's readers log as warnings."""
     logger = logging.getLogger("ds_hydra.configs")

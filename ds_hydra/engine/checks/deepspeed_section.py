@@ -5,7 +5,6 @@ GPU.
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -17,10 +16,7 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import ValidationError
 
-from ds_hydra.configs.ds_config import FILL_INS, find_auto_keys, find_key
-from ds_hydra.configs.files import read_json_object
-from ds_hydra.engine.checks.report import CheckRequest, ConfigReport
-from ds_hydra.engine.ranks.process_start import NO_COMPILER, compiles_adam
+from ds_hydra.configs.ds_config import find_key
 
 _SECTION_OF = {
     "DeepSpeedZeroConfig": "zero_optimization",
@@ -158,36 +154,6 @@ def _compare_params(
     for param, is_needed in arguments.items():
         if is_needed and param not in (written.get("params") or {}):
             yield f"{key}.params.{param} is missing, and {name} has no default for it"
-
-
-def check_deepspeed(
-    request: CheckRequest, ds_config: Mapping[str, Any], report: ConfigReport
-) -> None:
-    """Add to `report` what the DeepSpeed part of the JSON has of problems and assumptions."""
-    report.problems += find_deepspeed_problems(ds_config)
-    if auto := find_auto_keys(ds_config):
-        report.assumed.append(
-            f'{", ".join(auto)}: "auto" is filled in by HydraTrainer; write values for ds_hydra.initialize'
-        )
-    written: Any = request.config
-    if not isinstance(written, Mapping):
-        written = read_json_object(written)
-    for fill_in in FILL_INS:
-        if all(find_key(written, key) is None for key in (fill_in.key, *fill_in.unless)):
-            report.filled_in.append(f"{fill_in.key} = {json.dumps(fill_in.value)}: {fill_in.why}")
-    if "optimizer" not in ds_config:
-        report.assumed.append(
-            "the JSON has no optimizer; pass one to initialize, or TrainingArguments do"
-        )
-    elif request.device != "cpu" and compiles_adam(ds_config):
-        report.assumed.append(
-            "on GPUs, an nvcc of torch's CUDA on every host, which DeepSpeed compiles its FusedAdam with at the "
-            f"first start; without one {NO_COMPILER}"
-        )
-    if dtype_of(ds_config) == torch.float32:
-        report.warnings.append(
-            'neither "bf16" nor "fp16" is enabled: weights and activations are fp32'
-        )
 
 
 def dtype_of(ds_config: Mapping[str, Any]) -> torch.dtype:

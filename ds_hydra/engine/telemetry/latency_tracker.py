@@ -28,8 +28,14 @@ from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.planner import profiled_times
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.strategy import Profile, Strategy
-from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS, Corrections, are_plausible
-from ds_hydra.strategy.profiles.learned_times import LearnedTimes, PipelineTime, names_of
+from ds_hydra.strategy.profiles.learned_latency import (
+    NO_CORRECTIONS,
+    Corrections,
+    LearnedTimes,
+    PipelineTime,
+    are_plausible,
+    names_of,
+)
 
 logger = logging.getLogger(__name__)
 

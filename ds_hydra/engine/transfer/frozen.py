@@ -86,6 +86,7 @@ class FrozenKeeper:
 
         Collective over all ranks, which have pulled the same strategies.
         """
+        # Not version counters of tensors: writes by way of `data` do not raise them.
         now = fingerprint(self._frozen_P())
         is_same = self._key == key  # on every rank or on none
         # One rank whose shards changed makes all pull: rounds are collective.
