@@ -358,8 +358,8 @@ class EngineCandidates:
         return None
 
     def write_profile(self, log: RunLog) -> None:
-        """Keep the profile in the run folder: as given or measured, with SP estimated for the
-        candidates.
+        """Keep the profile in the run folder: as given or measured, and with what follows from it
+        for the candidates, marked as derived or estimated.
         """
         known = self.profile
         if self.config.profile is not None:  # as given: the memory limit is in run.json

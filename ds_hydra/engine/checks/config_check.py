@@ -179,6 +179,7 @@ def _check_deepspeed(
         )
 
 
+@contextmanager
 def _warnings_to(found: list[str]) -> Iterator[None]:
     """Collect what ds_hydra's readers log as warnings."""
     logger = logging.getLogger("ds_hydra.configs")
