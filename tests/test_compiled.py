@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import itertools
 import os
@@ -74,6 +75,15 @@ def test_a_damaged_cache_is_compiled_anew_once(tmp_path, ending, damage):
     assert call(tmp_path) == (21, False)
     (path,) = tmp_path.glob(f"__pycache__/*.{ending}")
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    assert call(tmp_path) == (21, True)
+    assert call(tmp_path) == (21, False)
+
+
+def test_code_that_names_a_module_that_has_moved_is_compiled_anew(tmp_path):
+    assert call(tmp_path) == (21, True)
+    (path,) = tmp_path.glob("__pycache__/*.nbc")
+    body = b"cds_hydra.no_such_room\nfunction\n."  # a pickle of a function that was there once
+    path.write_bytes(body + hashlib.sha256(body).digest())
     assert call(tmp_path) == (21, True)
     assert call(tmp_path) == (21, False)
 
