@@ -163,7 +163,7 @@ def test_models_that_cannot_be_described(changes, words):
     ("changes", "unknown"),
     [
         ({}, ""),
-        ({"layer_types": ["linear_attention", "full_attention"] * 2}, "has layers of linear"),
+        ({"layer_types": ["linear_attention", "full_attention"] * 2}, "qwen2 has layers of linear"),
     ],
 )
 def test_simulate_counts_flops_or_says_why_not(tmp_path, changes, unknown):
