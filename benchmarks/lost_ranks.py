@@ -210,5 +210,5 @@ STREAMED = (
     "3x<1,1;gather>",
     "1x<2,1;stream> + 1x<1,1;stream>",
     "1x<2,1;gather> + 1x<1,1;gather>",
-    "1x<sp3,1;gather>",
+    "1x<cp3,1;gather>",
 )

@@ -44,7 +44,7 @@ from ds_hydra.errors import CheckpointError, HydraDataError, PlanMismatchError
 NUM_ITERATIONS = 10
 STRATEGIES = {
     "kept": ("1x<1,3>", "1x<2,1> + 1x<1,1>", "3x<1,1>"),
-    "gathered": ("3x<1,1;gather>", "1x<2,1;gather> + 1x<1,1;gather>", "1x<sp3,1;gather>"),
+    "gathered": ("3x<1,1;gather>", "1x<2,1;gather> + 1x<1,1;gather>", "1x<cp3,1;gather>"),
 }
 """By what becomes of weights between two passes."""
 
