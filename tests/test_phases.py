@@ -21,7 +21,7 @@ from single_process import random_examples
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.events import simulate_plan
 from ds_hydra.sampler.candidate import MAX_CUTS, Bound, OneStrategy, Phases, find_menus
-from ds_hydra.sampler.phase_plan import MiniBatch
+from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
 from ds_hydra.sampler.planner import fastest, plan_iteration, plan_with_time
 from ds_hydra.sampler.planner_settings import PlannerSettings
@@ -67,6 +67,15 @@ def test_a_long_sequence_on_all_ranks_then_short_ones_on_one_each():
     assert [len(phase.pipelines) for phase in found.in_turn] == [1, 4, 4, 4, 4]
     assert found.in_turn[0].pipelines[0].micro_batches == ((0,),)
     assert [phase.makespan_ms for phase in found.in_turn] == pytest.approx([30, 25, 25, 25, 25])
+
+
+def test_a_solver_is_asked_for_a_plan_of_one_strategy_and_not_for_each_phase(monkeypatch):
+    solved = []
+    monkeypatch.setattr(PhasePlan, "solve_slowest", lambda phase: solved.append(phase.strategy))
+    assert len(plan(LONG_AND_SHORT)[0].in_turn) == 5
+    assert not solved
+    found, _ = plan([20, 10], GATHERED[:1])
+    assert solved == [found.strategy]
 
 
 def test_each_phase_pays_for_its_first_pull_and_its_last_push():
