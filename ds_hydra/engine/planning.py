@@ -116,7 +116,7 @@ class IterationSource:
                 "train_batch() without a batch needs training data: pass training_data=dataset to "
                 "ds_hydra.initialize, or call train_batch(batch=examples)"
             )
-            raise_together(error, self._device)  # what plan_examples begins with, too
+            raise_together(error, self._device)  # `plan` begins with it, too
         assert self.sampler is not None
         assert self.data is not None
         feed = self.start()

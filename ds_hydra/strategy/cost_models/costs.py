@@ -59,9 +59,9 @@ class Price(NamedTuple):
     @property
     def marks(self) -> dict[str, Any]:
         """What an entry of a profile's document says of it."""
-        return {"derived_from": str(self.sources[0])} if self.origin == "derived" else {
-            "estimated": True
-        }  # fmt: skip
+        if self.origin == "derived":
+            return {"derived_from": str(self.sources[0])}
+        return {"estimated": True}
 
 
 class Costs:
@@ -122,11 +122,12 @@ class Costs:
         latency, entries = {}, []
         for scheme in wanted:
             latency[scheme] = self.latency(scheme)
-            if scheme not in known:
+            entry = known.get(scheme)
+            if entry is None:
                 price = self.find(scheme)
                 assert price is not None
                 entry = {**scheme.to_json(), **price.latency.to_json(), **price.marks}
-            entries.append(known.get(scheme) or entry)
+            entries.append(entry)
         document = {**self.profile.document, "schemes": entries}
         return replace(self.profile, latency=latency, document=document)
 
@@ -265,10 +266,8 @@ class Costs:
         if cluster is None or scheme.cp == 1:
             return latency
         num_parts = self._num_key_value_parts(scheme)
-        layers, each_ms = (
-            cluster.shape.num_layers / scheme.pp,
-            cluster.hardware.collective_overhead_ms,
-        )
+        layers = cluster.shape.num_layers / scheme.pp
+        each_ms = cluster.hardware.collective_overhead_ms
         travels_ms = key_values_ms(cluster.shape, cluster.hardware, scheme)
         return replace(
             latency,
