@@ -117,6 +117,7 @@ def test_gradients_of_experts(check):
         check_parity(rank[check], 6)
 
 
+@nightly
 def test_gradients_of_mixed_pipelines():
     for rank in run_checks(4, ("parity:llama_tied",)):
         check_parity(rank["parity:llama_tied"], 11)
@@ -216,12 +217,14 @@ def test_peaks_are_those_of_the_memory_model(check):
 VOCABULARIES = ("vocabulary:32000", "vocabulary:128256", "measured_profile")
 
 
+@nightly
 @pytest.mark.parametrize("check", VOCABULARIES[:2])
 def test_peaks_of_models_of_large_vocabularies_are_those_of_a_measured_profile(check):
     for text, found in run_checks(2, VOCABULARIES)[0][check].items():
         assert found["passes"] == pytest.approx(found["formula"], rel=OFF_BY), text
 
 
+@nightly
 def test_a_measured_profile_leaves_free_what_is_outside_of_torch_and_tries_its_longest():
     for rank in run_checks(2, VOCABULARIES):
         found = rank["measured_profile"]
@@ -231,11 +234,11 @@ def test_a_measured_profile_leaves_free_what_is_outside_of_torch_and_tries_its_l
         assert found["longest"] == 64
 
 
-USES = ("evaluation", "checkpoints", "doctor", "rows_ahead")
+USES = ("evaluation", "checkpoints", "doctor")
 
 
 def test_rows_of_an_iteration_are_fetched_beside_the_one_before():
-    for rank in run_checks(2, USES):
+    for rank in run_checks(2, ("rows_ahead",)):
         found = rank["rows_ahead"]
         assert found["losses"] == pytest.approx(found["wanted"], rel=1e-6)
         assert found["fetchers"][:4] == [["main"], ["beside"], ["beside"], ["beside"]]
