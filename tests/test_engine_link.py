@@ -377,17 +377,8 @@ def test_frozen_slices_stay_until_strategy_or_weights_change(results):
         assert len(set(losses[True])) > 4, "the edits changed nothing"
         assert set(pulled[False]) == {"all"}
         assert pulled[True] == [
-            "all",
-            "trained",
-            "trained",
-            "all",
-            "all",
-            "all",
-            "all",
-            "trained",
-            "all",
-            "trained",
-        ]
+            "all", "trained", "trained", "all", "all", "all", "all", "trained", "all", "trained",
+        ]  # fmt: skip
 
 
 @pytest.mark.slow
