@@ -70,7 +70,7 @@ def test_karmarkar_karp_balances():
         assert max(sums) <= max(max(batch), sum(batch) / 4 * 1.02 + 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_a_tiny_run_measures_valid_micro_batches(tmp_path):
     """Stock ZeRO-3, AutoTP, Ulysses and ds_hydra see the same mini-batches and report the same
