@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from flash_standin import installed
 from reference import make_profile
 from typer.testing import CliRunner
 
@@ -15,7 +16,6 @@ from ds_hydra.commands.check import describe_report
 from ds_hydra.commands.init import start_config
 from ds_hydra.configs import find_file, list_files, load_model_preset
 from ds_hydra.engine.checks.config_check import CheckRequest, check_config
-from ds_hydra.engine.model import attention
 from ds_hydra.engine.ranks.process_start import compiles_adam
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
@@ -188,18 +188,18 @@ def test_a_model_is_compared_with_the_profile_and_asked_for_its_schemes(tmp_path
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_softcapped_attention_is_refused_on_gpus_as_by_the_engine(tmp_path, dtype, monkeypatch):
+def test_softcapped_attention_is_refused_on_gpus_as_by_the_engine(tmp_path, dtype):
     config = transformers.Gemma2Config(num_hidden_layers=2, hidden_size=64, head_dim=16)
     config.save_pretrained(tmp_path)
     asked = changed(hydra={"profile": None}, bf16={"enabled": dtype == "bf16"})
     request = CheckRequest(config=asked, num_devices=8, model=str(tmp_path))
 
-    def warnings(kernel):
-        monkeypatch.setattr(attention, "find_kernel", lambda needs_softcap: kernel)
-        return " ".join(check_config(request).warnings)
-
-    assert "refuses this model: attn_logit_softcapping is 50.0" in warnings(None)
-    assert ("attn_logit_softcapping" in warnings(lambda: None)) == (dtype == "fp32")
+    with installed():
+        warnings = " ".join(check_config(request).warnings)
+    assert "refuses this model: attn_logit_softcapping is 50.0" in warnings
+    with installed("flash_attention_2"):
+        warnings = " ".join(check_config(request).warnings)
+    assert ("attn_logit_softcapping" in warnings) == (dtype == "fp32")
 
 
 def test_the_compiler_of_deepspeeds_own_optimizer_is_told():

@@ -125,6 +125,7 @@ class HydraEngine(CheckpointingEngine):
             tp_sequence_parallel=config.tp_sequence_parallel,
             aux_loss=config.moe.aux_loss == "sequence",
             neftune_noise_alpha=config.neftune_noise_alpha,
+            attention_kernel=config.attention,
         )
         stage_model = run_together(make_stage_model, self.device)
         check_context(stage_model.abilities, stage_model.config, config.context_length)

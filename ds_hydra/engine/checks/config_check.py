@@ -21,7 +21,7 @@ from ds_hydra.configs.ds_config import FILL_INS, find_auto_keys, find_key
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.engine.checks.deepspeed_section import dtype_of, find_deepspeed_problems
 from ds_hydra.engine.checks.estimate import estimate_profile
-from ds_hydra.engine.model.attention import find_softcap_problem
+from ds_hydra.engine.model.attention_choice import find_softcap_problem
 from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config, making
 from ds_hydra.engine.model.scheme_support import (
     check_context,
