@@ -127,14 +127,14 @@ def _attend_eagerly(
     """[1, T, H, D] where other ranks have tokens of the micro-batch, or no kernel runs."""
     packed_micro_batch = current_micro_batch()
     assert packed_micro_batch is not None, "attention outside a stage model"
-    sequence_shard = packed_micro_batch.sequence_shard
-    is_cut = sequence_shard is not None and sequence_shard.size > 1
+    layout = packed_micro_batch.layout
+    is_cut = layout is not None and layout.size > 1
     if is_cut:
         query_BHTD, key_BKTD, value_BKTD = gather_micro_batch(
-            query_BHTD, key_BKTD, value_BKTD, sequence_shard
+            query_BHTD, key_BKTD, value_BKTD, layout
         )
         if sinks_H is not None:
-            sinks_H = sinks_H.chunk(sequence_shard.size)[sequence_shard.rank]
+            sinks_H = sinks_H.chunk(layout.size)[layout.rank]
 
     def attend_to(
         query_BHTD: Tensor, key_BKND: Tensor, value_BKND: Tensor, heads: slice = _ALL
@@ -155,7 +155,7 @@ def _attend_eagerly(
         out_BTHD = attend_to(query_BHTD, key_BKTD, value_BKTD)
     else:
         out_BTHD = attend_to_all_rows(query_BHTD, key_BKTD, value_BKTD, keys, attend_to)
-    return scatter_micro_batch(out_BTHD, sequence_shard) if is_cut else out_BTHD
+    return scatter_micro_batch(out_BTHD, layout) if is_cut else out_BTHD
 
 
 def _attend(
@@ -240,9 +240,9 @@ def _forward(
         for part in micro_batch.segments
     ]
     whole = tree_map(lambda *of_sequences: torch.cat(of_sequences, dim=1), *parts)
-    if micro_batch.sequence_shard is None:
+    if micro_batch.layout is None:
         return whole
-    size, rank = micro_batch.sequence_shard.size, micro_batch.sequence_shard.rank
+    size, rank = micro_batch.layout.size, micro_batch.layout.rank
     return tree_map(lambda table: table.chunk(size, dim=1)[rank], whole)
 
 
