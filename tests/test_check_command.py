@@ -202,6 +202,23 @@ def test_softcapped_attention_is_refused_on_gpus_as_by_the_engine(tmp_path, dtyp
     assert ("attn_logit_softcapping" in warnings) == (dtype == "fp32")
 
 
+def test_the_kernel_of_attention_is_named_and_why_faster_ones_are_not():
+    def check(**hydra):
+        asked = changed(hydra=hydra, bf16={"enabled": True})
+        return check_config(CheckRequest(config=asked, num_devices=8, model="llama2_7b"))
+
+    with installed("flash_attention_2"):
+        assumed = " ".join(check().assumed)
+        assert "by the packages here: flash_attention_2 (flash-attn" in assumed
+        assert "for heads of 128 in bfloat16; not flash_attention_3: flash-attn-3 is not" in assumed
+        report = check(attention="flash_attention_3")
+        assert report.problems == []  # another host may have it
+        assert 'hydra.attention is "flash_attention_3"' in " ".join(report.warnings)
+        assert 'set it to "flash_attention_2" or "per_sequence"' in " ".join(report.warnings)
+        of_hub = " ".join(check(attention="kernels-community/flash-attn3").assumed)
+        assert "the hub has kernels-community/flash-attn3" in of_hub
+
+
 def test_the_compiler_of_deepspeeds_own_optimizer_is_told():
     said = "an nvcc of torch's CUDA on every host"
     assert said in " ".join(check_config(CheckRequest(config=BASE, num_devices=8)).assumed)
@@ -475,6 +492,7 @@ def test_init_leaves_recomputation_to_the_schemes_that_need_it(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     started, _ = start_config(str(tmp_path), "h100", 32, 131072, None)
     assert "activation_checkpointing" not in started["hydra"]
+    assert started["hydra"]["compile_layers"] is True
     hydra = {**started["hydra"], "planner": {"space": "plain"}}
     request = CheckRequest(
         config={**started, "hydra": hydra}, model=str(tmp_path), num_devices=32, device="h100"

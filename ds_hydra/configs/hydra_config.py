@@ -384,7 +384,7 @@ class HydraConfig(_Section):
 
     compile_layers: bool = False
     """Run each decoder layer through torch.compile: faster passes for a minute of compilation at
-    the start.
+    the start; `ds-hydra init` turns it on for accelerators.
     """
 
     deterministic: bool = False

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, current_micro_batch, running
 from ds_hydra.engine.model.decoder_parts import Binding, DecoderParts, noting_calls
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, hook_colwise
+from ds_hydra.engine.ranks.hosts import count_ranks_here
 from ds_hydra.errors import HydraConfigError
 
 NOT_ONCE = "it calls a layer more than once, or not at all"
@@ -294,6 +296,10 @@ up after 8.
 """
 
 
+_MOST_THREADS = 32
+"""torch's own number of processes that compile, of one rank."""
+
+
 class Compilations:
     """What torch has compiled in this process since somebody asked, and how long that took."""
 
@@ -342,6 +348,9 @@ def compile_each(layers: Iterable[nn.Module]) -> None:
     dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_VARIANTS)
     # Otherwise a micro-batch of as many tokens as hidden units is a layer of its own.
     torch.fx.experimental._config.use_duck_shape = False
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # torch counts on the host for itself
+        cores = len(os.sched_getaffinity(0)) // count_ranks_here()
+        torch._inductor.config.compile_threads = max(1, min(cores, _MOST_THREADS))
     compilations.watch()
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
