@@ -303,7 +303,8 @@ def test_exchanges_have_one_price(sp):
         scenario=SimpleNamespace(cluster=cluster),
         single=single,
         size=sp,
-        is_checkpointed=False,
+        num_heads=32,
+        checkpointed=0.0,
         max_len=1 << 20,
     )
     expected = single.shared(sp).plus(priced).micro_batch_ms([4096])
