@@ -280,6 +280,7 @@ def convert_to_universal(folder):
     (folder / "latest_universal").write_text(universal.name)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_files_are_exchanged_with_stock_deepspeed(tmp_path):
     outcome = run_distributed(exchange_with_stock, 4, str(tmp_path))[0]
