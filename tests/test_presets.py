@@ -361,7 +361,7 @@ def test_the_engine_uses_by_default_what_the_documentation_simulates(name):
     assert default_strategies(name) == simulated_strategies()[name]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_engine_uses_by_default_what_the_documentation_simulates_in_every_case():
     found = simulated_strategies()
     assert len(found) == 36

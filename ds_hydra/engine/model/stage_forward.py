@@ -2,29 +2,35 @@
 the sequences of a micro-batch pass, and layers that torch compiles.
 
 [Note: What compiles]
-`hydra.compile_layers` puts torch.compile around each decoder layer. Attention over a packed
-micro-batch and TP collectives stay outside (`torch.compiler.disable` where they are defined): a
-micro-batch's sequence lengths are no shapes, and collectives keep the order that the schedule gives
-them. What is left of a layer compiles for each TP degree and kind of pass, with the tokens of a
-micro-batch as a symbolic dimension: norms, rotary embedding, activation and residuals become few
-loops beside the matrix products.
+`hydra.compile_layers` puts torch.compile around each decoder layer. Attention by a kernel is one
+operator in its graph ([Note: One graph for all lengths]). Collectives of TP, SP and CP stay outside
+(`torch.compiler.disable` where they are defined), to keep the order that the schedule gives them,
+and so does attention that runs each sequence alone, whose lengths are no shapes. A layer compiles
+once for each TP degree and kind of pass, with the tokens of a micro-batch as a symbolic dimension:
+norms, rotary embedding, activation and residuals become few loops beside the matrix products. A
+micro-batch of a single token compiles anew, because torch takes sizes of 1 for constants.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterable, Sequence
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.fx.experimental._config
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, current_micro_batch, running
 from ds_hydra.engine.model.decoder_parts import Binding, DecoderParts, noting_calls
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, hook_colwise
+from ds_hydra.engine.ranks.hosts import count_ranks_here
 from ds_hydra.errors import HydraConfigError
 
 NOT_ONCE = "it calls a layer more than once, or not at all"
@@ -34,8 +40,14 @@ _FOREIGN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, Key
 """What a family's own code raises where a layer answers otherwise."""
 
 
+HeadLoss = Callable[[Tensor, nn.Linear], Tensor]
+"""(hidden states of the tokens that predict [t, H], head) -> loss."""
+
+
 class StageEnd(Exception):
-    """Leaves the model's forward after the last layer of a stage that is not the last one."""
+    """Leaves the model's forward after the last layer of a stage that is not the last one, or at
+    its head.
+    """
 
     def __init__(self, hidden: Tensor):
         super().__init__()
@@ -93,7 +105,8 @@ class StageForward:
         one_by_one: bool,
         takes_boundaries: bool = False,
     ):
-        self._model = model
+        self._model, self._head = model, parts.head
+        self._at_head: HeadLoss | None = None
         self._list = parts.layers
         self._layers = list(parts.layers)
         self._placeholders = [LayerPlaceholder(layer) for layer in self._layers]
@@ -120,12 +133,13 @@ class StageForward:
         hidden: Tensor | None,
         *,
         is_last: bool,
+        at_head: HeadLoss | None = None,
     ) -> Tensor:
-        """Logits of the tokens that predict where the stage `is_last`, else hidden states; see
-        `StageModel.forward_stage`.
+        """Logits of the tokens that predict where the stage `is_last`, or what `at_head` makes of
+        their hidden states, else hidden states; see `StageModel.forward_stage`.
         """
         if not self._one_by_one or len(micro_batch.lengths) == 1:
-            return self._run(micro_batch, input_ids, hidden, is_last)
+            return self._run(micro_batch, input_ids, hidden, is_last, at_head)
         lengths, device = micro_batch.lengths, micro_batch.position_ids.device
         noise = (micro_batch.token_seeds_T, micro_batch.token_lengths_T)
         seeds, of_tokens = (_split(values_T, lengths, dim=0) for values_T in noise)
@@ -134,11 +148,11 @@ class StageForward:
         for length, ids, part, seeds_T, lengths_T in parts:
             alone = PackedMicroBatch.build([length], device)
             alone = replace(alone, token_seeds_T=seeds_T, token_lengths_T=lengths_T)
-            outputs.append(self._run(alone, ids, part, is_last))
+            outputs.append(self._run(alone, ids, part, is_last, at_head and _hand_on))
         output = torch.cat(outputs, dim=1)
-        if not is_last or micro_batch.predicting is None:
-            return output
-        return output.index_select(1, micro_batch.predicting)
+        if is_last and micro_batch.predicting is not None:
+            output = output.index_select(1, micro_batch.predicting)
+        return output if at_head is None else at_head(output, self._head)
 
     def _run(
         self,
@@ -146,6 +160,7 @@ class StageForward:
         input_ids: Tensor | None,
         hidden: Tensor | None,
         is_last: bool,
+        at_head: HeadLoss | None = None,
     ) -> Tensor:
         inputs: dict[str, Any] = {"input_ids": input_ids}
         if hidden is not None:  # what runs before the layers gets something to run on
@@ -154,14 +169,14 @@ class StageForward:
             inputs["position_ids"] = micro_batch.position_ids
         if self._takes_boundaries:
             inputs |= _boundaries(micro_batch)
-        self._placeholders[0].entering = hidden
+        self._placeholders[0].entering, self._at_head = hidden, at_head
         try:
             with running(micro_batch):
                 logits: Tensor = self._model(**inputs, use_cache=False).logits
         except StageEnd as end:
             return end.hidden
         finally:
-            self._placeholders[0].entering = None
+            self._placeholders[0].entering = self._at_head = None
         assert is_last, "the layer after the stage was not called"
         return logits
 
@@ -249,13 +264,26 @@ class StageForward:
         with torch.no_grad():
             return self._run(micro_batch, ids, hidden, False)
 
+    def hook_head(self, tp: TensorParallel) -> None:
+        """Columnwise parallel logits, of those tokens alone that predict something where others are
+        many; the model's forward ends with the loss where a run has one for the head.
+        """
+        self._head.register_forward_pre_hook(_select_predicting)
+        hook_colwise(self._head, tp)
+        plain = self._head.forward
 
-def hook_head(head: nn.Module, tp: TensorParallel) -> None:
-    """Columnwise parallel logits, of those tokens alone that predict something where others are
-    many.
-    """
-    head.register_forward_pre_hook(_select_predicting)
-    hook_colwise(head, tp)
+        @functools.wraps(plain)
+        def forward(hidden: Tensor) -> Tensor:
+            if self._at_head is None:
+                return plain(hidden)
+            # Here, where the head's slices are there
+            raise StageEnd(self._at_head(hidden, self._head))
+
+        self._head.forward = forward
+
+
+def _hand_on(hidden: Tensor, _head: nn.Linear) -> Tensor:
+    return hidden
 
 
 def _select_predicting(_head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -291,6 +319,45 @@ up after 8.
 """
 
 
+_MOST_THREADS = 32
+"""torch's own number of processes that compile, of one rank."""
+
+
+class Compilations:
+    """What torch has compiled in this process since somebody asked, and how long that took."""
+
+    def __init__(self) -> None:
+        self._graphs, self._seconds, self._start = 0, 0.0, 0.0
+        self._watches = False
+
+    def watch(self) -> None:
+        """Note compilations from now on."""
+        from torch._dynamo.callback import callback_handler  # slow, and few ask
+
+        if not self._watches:
+            callback_handler.register_start_callback(self._begin)
+            callback_handler.register_end_callback(self._end)
+            self._watches = True
+
+    def take(self) -> tuple[int, float]:
+        """Graphs (a layer kind, or a piece of one between collectives) and seconds since the last
+        call.
+        """
+        found = self._graphs, self._seconds
+        self._graphs, self._seconds = 0, 0.0
+        return found
+
+    def _begin(self, _: Any) -> None:
+        self._start = time.perf_counter()
+
+    def _end(self, args: Any) -> None:
+        self._seconds += time.perf_counter() - self._start
+        self._graphs += args.callback_trigger.name == "DYNAMO"
+
+
+compilations = Compilations()
+
+
 def compile_each(layers: Iterable[nn.Module]) -> None:
     """Compile the forward of each layer at its first use; layers of one class share what is
     compiled.
@@ -302,6 +369,12 @@ def compile_each(layers: Iterable[nn.Module]) -> None:
         _check_cpp_compiler()
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_VARIANTS)
+    # Otherwise a micro-batch of as many tokens as hidden units is a layer of its own.
+    torch.fx.experimental._config.use_duck_shape = False
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # torch counts on the host for itself
+        cores = len(os.sched_getaffinity(0)) // count_ranks_here()
+        torch._inductor.config.compile_threads = max(1, min(cores, _MOST_THREADS))
+    compilations.watch()
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
 

@@ -30,15 +30,16 @@ from ds_hydra.engine.model.adapters import (
     unwrap_adapters,
     use_saved_modules,
 )
+from ds_hydra.engine.model.attention_choice import Choice, select_kernels
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, checkpointed
 from ds_hydra.engine.model.expert_balance import ExpertBalance
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
 from ds_hydra.engine.model.stage_forward import (
     NOT_ONCE,
+    HeadLoss,
     StageForward,
     bind_zeros,
     compile_each,
-    hook_head,
 )
 from ds_hydra.engine.model.tp_plan import (
     build_specs,
@@ -84,6 +85,7 @@ class StageModel:
         aux_loss: bool = True,
         neftune_noise_alpha: float = 0.0,
         simulated_tp_size: int = 1,
+        attention_kernel: str = "auto",
     ):
         model = unwrap_adapters(model)
         decoder_parts.check_supported(model)
@@ -108,6 +110,10 @@ class StageModel:
         self._meta_params: list[nn.Parameter] = [memo[id(p)] for p in self.params]
         parts = decoder_parts.DecoderParts.find(self._model)
         self._base, head, self._embedding = parts.base, parts.head, parts.embedding
+        self._attention_kernel = attention_kernel
+        self._asked_attention = getattr(model.config, "_attn_implementation", None)
+        self.attention_choices: Sequence[Choice] = ()
+        """What runs attention on the compute device, for each width of heads."""
         if not abilities.one_by_one_because:
             attention.use_packed_attention(self._model)
         self._model.train()
@@ -152,7 +158,7 @@ class StageModel:
         self.has_noise = count_noise(self._base, self.tp, spec_of) or neftune_noise_alpha > 0
         self._hook(neftune_noise_alpha)
         self._uncut_because = self._hook_blocks(head, fqn_of) if tp_sequence_parallel else ""
-        hook_head(head, self.tp)  # after its block has gathered shards
+        self._forward.hook_head(self.tp)  # after its block has gathered shards
         bind_zeros(self.units[0].bindings, self._meta_params, self._forward.device)
         hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)
         found = self._forward.find_placeholder_problem(hidden.to(self._meta_params[0].dtype))
@@ -350,15 +356,19 @@ class StageModel:
         input_ids: Tensor | None,
         hidden: Tensor | None,
         is_last: bool,
+        at_head: HeadLoss | None = None,
     ) -> Tensor:
         """The model's own forward over the bound stage: hidden states, or on the last this rank's
-        logits [1, T, V] of all tokens, or of those that `micro_batch.predicting` names.
+        logits [1, T, V] of all tokens, or of those that `micro_batch.predicting` names, or what
+        `at_head` makes of their hidden states [1, T, H].
 
         `input_ids` [1, T] on the first stage, else `hidden` [1, T, H] from the stage before; where
         TP cuts micro-batches hidden states are this rank's shard [1, T / TP, H].
         """
         try:
-            return self._forward.run(micro_batch, input_ids, hidden, is_last=is_last)
+            return self._forward.run(
+                micro_batch, input_ids, hidden, is_last=is_last, at_head=at_head
+            )
         finally:
             self.tp.forget_input()
 
@@ -367,10 +377,17 @@ class StageModel:
         self._state.carry_over()
 
     def to_device(self, device: torch.device) -> None:
-        """Move buffers (rotary frequencies) to the compute device. Raises UnsupportedModelError for
-        attention that no kernel of that device computes.
+        """Move buffers (rotary frequencies) to the compute device, and choose what runs attention
+        there. Raises UnsupportedModelError for attention that no kernel of that device computes,
+        HydraConfigError for a kernel that was asked for and cannot.
         """
-        attention.check_kernels(self.config, device, self.params[0].dtype)
+        self.attention_choices = select_kernels(
+            self.config,
+            device,
+            self.params[0].dtype,
+            request=self._attention_kernel,
+            asked_by_model=self._asked_attention,
+        )
         for module in self._model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
