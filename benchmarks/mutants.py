@@ -266,15 +266,15 @@ MUTANTS = (
     ),
     Mutant(
         "the gradient of the loss without its scale",
-        _CROSS,
-        "weights = counts_T[rows] * scale",
-        "weights = counts_T[rows] * 1.0",
+        _RUN,
+        "return PLAIN(tokens) * scale",
+        "return PLAIN(tokens)",
     ),
     Mutant(
         "the largest logit of this rank's part of the vocabulary alone",
         _CROSS,
-        "            dist.all_reduce(max_T, op=dist.ReduceOp.MAX, group=tp.group)\n            sums_T =",
-        "            sums_T =",
+        "            dist.all_reduce(max_T, op=dist.ReduceOp.MAX, group=tp.group)\n            factor_T =",
+        "            factor_T =",
         values=("tp2", "tp4"),
     ),
     Mutant(

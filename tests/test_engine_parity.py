@@ -24,7 +24,7 @@ from models import VOCAB_SIZE, tiny
 from single_process import num_label_tokens, random_examples, token_mean_gradients
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 
-from ds_hydra.engine.model import stage_model
+from ds_hydra.engine.model.stage_forward import StageForward
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
@@ -154,13 +154,14 @@ def test_gradients_equal_one_process_on_other_numbers_of_ranks(world_size):
 def check_prompts(family, strategies, hydra):
     """The number of tokens of each micro-batch that the head of the first rank was asked about."""
     asked = []
-    hooked = stage_model.hook_head
+    hook_head = StageForward.hook_head
 
-    def hook_and_count(head, tp):
-        hooked(head, tp)
-        head.register_forward_hook(lambda _head, _args, logits: asked.append(logits.shape[1]))
+    def hook_and_count(forward, tp):
+        hook_head(forward, tp)
+        head = forward._head
+        head.register_forward_pre_hook(lambda _head, args: asked.append(args[0].shape[1]))
 
-    stage_model.hook_head = hook_and_count
+    StageForward.hook_head = hook_and_count
     lengths = (64, 16, 8, 40, 32, 12)
     worst = check_gradients(family, strategies, hydra, lengths=lengths, unlabelled=0.75)
     return worst, asked

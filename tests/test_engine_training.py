@@ -474,34 +474,34 @@ def what_is_held():
     """
     import weakref
 
-    from ds_hydra.engine import propagation
+    from ds_hydra.engine.losses.head_loss import HeadLoss
 
     engine = start_hydra(tiny("llama"))
     examples = batches(1)[0]
     widths, alive, survivors = [], [], []
-    bind, loss_of = engine.hydra.stage_model.bind, propagation.summed_cross_entropy
+    bind, loss_of = engine.hydra.stage_model.bind, HeadLoss.of_chunk
 
     def watching_bind(scheme, stage, leaves, *callbacks):
         alive.extend(weakref.ref(leaf) for leaf in leaves.values())
         bind(scheme, stage, leaves, *callbacks)
 
-    def watching_loss(logits_TV, *arguments):
-        widths.append(logits_TV.shape[-1])
-        return loss_of(logits_TV, *arguments)
+    def watching_loss(head_loss, outputs_TV, *arguments, **how):
+        widths.append(outputs_TV.shape[-1])
+        return loss_of(head_loss, outputs_TV, *arguments, **how)
 
-    def failing_loss(*_arguments):
+    def failing_loss(*_arguments, **_how):
         raise RuntimeError("broken on purpose")
 
     gc.disable()  # slices must not wait for it
     engine.hydra.stage_model.bind = watching_bind
-    propagation.summed_cross_entropy = watching_loss
+    HeadLoss.of_chunk = watching_loss
     engine.train_batch(examples, strategy="1x<4,1>")
     survivors.append(sum(ref() is not None for ref in alive))
     gc.enable()
-    propagation.summed_cross_entropy = failing_loss
+    HeadLoss.of_chunk = failing_loss
     with contextlib.suppress(RuntimeError):
         engine.train_batch(examples, strategy="1x<4,1>")
-    propagation.summed_cross_entropy = loss_of
+    HeadLoss.of_chunk = loss_of
     gc.collect()
     survivors.append(sum(ref() is not None for ref in alive))
     engine.hydra.stage_model.bind = bind

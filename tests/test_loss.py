@@ -1,119 +1,290 @@
-"""Cross entropy of a packed micro-batch against torch's own, in one process (parity tests cover the
-split vocabulary).
+"""Head and loss of a packed micro-batch in chunks against torch's own on whole logits, in one
+process (parity tests cover the split vocabulary).
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
+import triton_interpreter
+from models import tiny
+from torch import nn
 
-from ds_hydra.engine.parallel import token_scores
+from ds_hydra.engine.losses import head_loss
+from ds_hydra.engine.losses.head_loss import PLAIN, HeadLoss
+from ds_hydra.engine.losses.loss import CrossEntropy, Distillation, Loss
+from ds_hydra.engine.model.packing_probe import try_small_copy
+from ds_hydra.engine.parallel import logits as passes
+from ds_hydra.engine.parallel.logits import LogitTransform
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
-from ds_hydra.engine.parallel.token_scores import IGNORED_LABEL, summed_cross_entropy
+from ds_hydra.engine.parallel.token_scores import IGNORED_LABEL, Vocabulary
 
-NUM_TOKENS, HIDDEN, VOCABULARY = 37, 8, 11
+NUM_TOKENS, HIDDEN, VOCABULARY, NUM_CANDIDATES = 19, 8, 11, 3
 
 
 @pytest.fixture(
-    params=[1, 4 * VOCABULARY, 10**6],
-    ids=["micro-batch by micro-batch", "four micro-batches", "at once"],
+    params=[(1, False), (4 * VOCABULARY, False), (4 * VOCABULARY, True), (10**6, False)],
+    ids=["token by token", "by fours", "by fours, triton", "at once"],
 )
-def _chunks(request, monkeypatch):
-    monkeypatch.setitem(token_scores._CHUNK_ELEMENTS, "cpu", request.param)
+def _ways(request, monkeypatch):
+    """Logits at a time; passes by operators of torch, or by kernels of Triton in its
+    interpreter.
+    """
+    elements, by_triton = request.param
+    monkeypatch.setitem(head_loss._CHUNK_ELEMENTS, "cpu", elements)
+    monkeypatch.setitem(passes._ELEMENTS, "cpu", 2 * VOCABULARY)
+    if by_triton:
+        triton_interpreter.use()
+        from ds_hydra.engine.parallel import logit_kernels
+
+        monkeypatch.setattr(logit_kernels, "_BLOCK", 8)  # two blocks a row, the last one partly
+        monkeypatch.setattr(passes, "find_kernels", lambda _: logit_kernels)
 
 
-def make_case(dtype=torch.float32):
+def make_case(dtype=torch.float32, *, bias=False):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, NUM_TOKENS, HIDDEN, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    head = nn.Linear(HIDDEN, VOCABULARY, bias=bias)
+    with torch.no_grad():
+        for param in head.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator))
     targets = torch.randint(0, VOCABULARY, (NUM_TOKENS,), generator=generator)
     targets[::5] = IGNORED_LABEL
-    return hidden, weight, targets
+    return hidden, head.to(dtype), targets
 
 
-def run(loss_of, hidden, weight):
-    hidden.grad = weight.grad = None
-    loss = loss_of(F.linear(hidden, weight)[0])
-    loss.backward()
-    return loss.detach(), hidden.grad, weight.grad
+def make_loss(targets, loss=PLAIN, fields=None, scale=1.0, transform=None, chunks=None):
+    def evaluate(tokens):
+        if chunks is not None:
+            chunks.append(len(tokens.counts_T))
+        return loss(tokens) * scale
+
+    vocabulary = Vocabulary(
+        tp=TensorParallel(), num_columns=VOCABULARY, transform=transform or LogitTransform()
+    )
+    return HeadLoss(
+        vocabulary=vocabulary, targets_T=targets, fields=fields or {}, loss=loss, evaluate=evaluate
+    )
 
 
-@pytest.mark.usefixtures("_chunks")
+def run(loss_of, hidden, head, factor=1.0):
+    for leaf in (hidden, *head.parameters()):
+        leaf.grad = None
+    loss = loss_of(hidden, head)
+    (factor * loss).backward()
+    return loss.detach(), hidden.grad, *(param.grad for param in head.parameters())
+
+
+def assert_same(ours, wanted, tolerance=2e-6):
+    """Of the norm of each."""
+    for mine, expected in zip(ours, wanted, strict=True):
+        assert mine.dtype == expected.dtype
+        error = float((mine.double() - expected.double()).norm())
+        assert error <= tolerance * float(expected.double().norm())
+
+
+def cross_entropy(hidden, head, targets, make=lambda x: x):
+    return F.cross_entropy(make(head(hidden)[0].float()), targets, reduction="sum")
+
+
+@pytest.mark.usefixtures("_ways")
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 1 / 77])
-def test_loss_and_gradients_are_those_of_torch(scale):
-    hidden, weight, targets = make_case()
-    ours = run(lambda x: summed_cross_entropy(x, targets, TensorParallel(), scale), hidden, weight)
-    torchs = run(lambda x: F.cross_entropy(x, targets, reduction="sum") * scale, hidden, weight)
-    for mine, expected in zip(ours, torchs, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+def test_loss_and_gradients_are_those_of_torch(scale, bias):
+    hidden, head, targets = make_case(bias=bias)
+    ours = run(make_loss(targets, scale=scale).of_hidden, hidden, head)
+    assert_same(ours, run(lambda *x: cross_entropy(*x, targets) * scale, hidden, head))
 
 
-@pytest.mark.usefixtures("_chunks")
+TRANSFORMS = {
+    LogitTransform(cap=2.5): lambda x: torch.tanh(x / 2.5) * 2.5,
+    LogitTransform(scale=0.25): lambda x: x * 0.25,
+    LogitTransform(scale=2.0, cap=3.0): lambda x: torch.tanh(x * 2 / 3) * 3,
+}
+
+
+@pytest.mark.usefixtures("_ways")
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
+def test_logits_that_are_capped_or_scaled(transform):
+    hidden, head, targets = make_case()
+    ours = run(make_loss(targets, transform=transform).of_hidden, hidden, head)
+    make = TRANSFORMS[transform]
+    assert_same(ours, run(lambda *x: cross_entropy(*x, targets, make), hidden, head))
+
+
+class AllScores(Loss):
+    """Something of each score."""
+
+    needs_entropy = needs_mean_log_prob = True
+    candidates = "ids"
+    token_fields = ("ids", "factors")
+
+    def __call__(self, tokens):
+        scores = tokens.scores
+        per_token = (
+            scores.log_probs_T * 0.3
+            + scores.log_normaliser_T.square() * 0.1
+            - scores.entropy_T * tokens.fields["factors"]
+            + scores.mean_log_prob_T.exp()
+            + scores.candidate_log_probs_TK.sin().sum(-1)
+        )
+        return torch.where(tokens.counts_T, per_token, 0.0).sum()
+
+
+@pytest.mark.usefixtures("_ways")
+@pytest.mark.parametrize("transform", [LogitTransform(), *TRANSFORMS], ids=str)
+def test_scores_of_all_kinds_and_their_gradients(transform):
+    hidden, head, targets = make_case()
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (NUM_TOKENS, NUM_CANDIDATES), generator=generator)
+    ids[3] = 7  # the same one three times
+    fields = {"ids": ids, "factors": torch.rand(NUM_TOKENS, generator=generator)}
+    make = TRANSFORMS.get(transform, lambda x: x)
+
+    def wanted(hidden, head):
+        x = make(head(hidden)[0])
+        logs = x.log_softmax(-1)
+        counted = targets != IGNORED_LABEL
+        of_target = logs.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+        per_token = (
+            of_target * 0.3
+            + x.logsumexp(-1).square() * 0.1
+            + (logs.exp() * logs).sum(-1) * fields["factors"]
+            + logs.mean(-1).exp()
+            + logs.gather(-1, ids).sin().sum(-1)
+        )
+        return per_token[counted].sum()
+
+    ours = run(make_loss(targets, AllScores(), fields, transform=transform).of_hidden, hidden, head)
+    assert_same(ours, run(wanted, hidden, head))
+
+
+@pytest.mark.usefixtures("_ways")
 def test_sixteen_bit_logits_are_summed_in_fp32():
-    hidden, weight, targets = make_case(torch.bfloat16)
-    ours = run(lambda x: summed_cross_entropy(x, targets, TensorParallel()), hidden, weight)
-    torchs = run(lambda x: F.cross_entropy(x.float(), targets, reduction="sum"), hidden, weight)
+    hidden, head, targets = make_case(torch.bfloat16)
+    ours = run(make_loss(targets).of_hidden, hidden, head)
+    wanted = run(lambda *x: cross_entropy(*x, targets), hidden, head)
     assert ours[0].dtype == torch.float32
-    torch.testing.assert_close(ours[0], torchs[0])
-    assert ours[1].dtype == torch.bfloat16
-    torch.testing.assert_close(ours[1:], torchs[1:], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(ours[0], wanted[0])
+    assert {x.dtype for x in ours[1:]} == {torch.bfloat16}
+    # Each chunk rounds the sum of the weight's gradient
+    assert_same(ours[1:], wanted[1:], 1e-2)
 
 
 def test_a_gradient_from_above_is_applied():
-    hidden, weight, targets = make_case()
-    _, expected, _ = run(
-        lambda x: summed_cross_entropy(x, targets, TensorParallel(), 3.0), hidden, weight
-    )
-    _, found, _ = run(
-        lambda x: 3.0 * summed_cross_entropy(x, targets, TensorParallel()), hidden, weight
-    )
-    torch.testing.assert_close(found, expected)
+    hidden, head, targets = make_case()
+    wanted = run(make_loss(targets, scale=3.0).of_hidden, hidden, head)
+    found = run(make_loss(targets).of_hidden, hidden, head, factor=3.0)
+    assert_same(found[1:], wanted[1:])
 
 
-@pytest.mark.parametrize("factor", [1.0, 3.0])
-def test_the_gradient_takes_the_place_of_the_logits(factor):
-    """One copy of the largest tensor of a micro-batch, whatever gradient comes from above."""
-    hidden, weight, targets = make_case()
-    logits = F.linear(hidden, weight)
-    places = []
-    logits.register_hook(lambda grad: places.append(grad.data_ptr()))
-    (factor * summed_cross_entropy(logits.squeeze(0), targets, TensorParallel())).backward()
-    assert places == [logits.data_ptr()]
+@pytest.mark.parametrize("tokens_at_a_time", [1, 5, 19, 1000])
+def test_chunks_are_alike_on_all_ranks_of_a_tp_group(monkeypatch, tokens_at_a_time):
+    monkeypatch.setitem(head_loss._CHUNK_ELEMENTS, "cpu", tokens_at_a_time * 6)
+    hidden, head, targets = make_case()
+    chunks = []
+    make_loss(targets, chunks=chunks).of_hidden(hidden, head)
+    tp = TensorParallel()
+    tp.size = 2  # ranks have 5 and 6 columns
+    loss = make_loss(targets)
+    of_group = dataclasses.replace(loss, vocabulary=dataclasses.replace(loss.vocabulary, tp=tp))
+    tokens = [rows.stop - rows.start for rows in of_group.chunks(hidden.device)]
+    assert sum(tokens) == sum(chunks) == NUM_TOKENS
+    assert max(tokens) <= max(1, tokens_at_a_time)
+    assert max(tokens) - min(tokens) <= len(tokens)
+    assert max(chunks) <= max(1, tokens_at_a_time * 6 // VOCABULARY)
 
 
-def test_logits_that_somebody_else_needs_are_left_alone():
-    """A soft cap saves its output for backward; a leaf belongs to the caller."""
-    hidden, weight, targets = make_case()
+def test_logits_of_a_whole_micro_batch_are_never_there(monkeypatch):
+    """Nothing that is made in between has as many elements as a third of them."""
+    monkeypatch.setitem(head_loss._CHUNK_ELEMENTS, "cpu", 4 * VOCABULARY)
+    hidden, head, targets = make_case()
+    largest = []
 
-    def capped(loss_of):
-        return lambda x: loss_of(torch.tanh(x / 5) * 5 + torch.tanh(x))
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest.append(out.numel())
+            return out
 
-    ours = run(capped(lambda x: summed_cross_entropy(x, targets, TensorParallel())), hidden, weight)
-    torchs = run(capped(lambda x: F.cross_entropy(x, targets, reduction="sum")), hidden, weight)
-    for mine, expected in zip(ours, torchs, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+    with Watch():
+        run(make_loss(targets).of_hidden, hidden, head)
+    assert len(largest) > 50
+    assert max(largest) <= max(NUM_TOKENS * HIDDEN, NUM_TOKENS * VOCABULARY // 3)
+
+
+def test_a_model_that_makes_more_of_its_logits_keeps_them():
+    hidden, head, targets = make_case()
+
+    def make(x):
+        return torch.tanh(x / 5) * 5 + torch.tanh(x)
+
+    ours = run(lambda h, o: make_loss(targets).of_logits(make(o(h)[0])), hidden, head)
+    assert_same(ours, run(lambda *x: cross_entropy(*x, targets, make), hidden, head))
     leaf = torch.randn(NUM_TOKENS, VOCABULARY, requires_grad=True)
     before = leaf.detach().clone()
-    summed_cross_entropy(leaf, targets, TensorParallel()).backward()
+    make_loss(targets).of_logits(leaf).backward()
     torch.testing.assert_close(leaf.detach(), before, rtol=0, atol=0)
 
 
-def test_no_gradient_is_made_and_nothing_overwritten_without_grad():
-    hidden, weight, targets = make_case()
+def test_no_gradient_is_made_without_grad():
+    hidden, head, targets = make_case()
+    wanted = cross_entropy(hidden, head, targets)
+    before = hidden.detach().clone()
     with torch.no_grad():
-        logits = F.linear(hidden, weight)[0]
-        before = logits.clone()
-        loss = summed_cross_entropy(logits, targets, TensorParallel())
-    torch.testing.assert_close(logits, before, rtol=0, atol=0)
-    torch.testing.assert_close(loss, F.cross_entropy(logits, targets, reduction="sum"))
+        loss = make_loss(targets).of_hidden(hidden, head)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, wanted.detach())
+    torch.testing.assert_close(hidden.detach(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "head"])
+def test_what_is_frozen_has_no_gradient(frozen):
+    hidden, head, targets = make_case()
+    hidden.requires_grad_(frozen != "hidden")
+    head.requires_grad_(frozen != "head")
+    loss, *grads = run(make_loss(targets).of_hidden, hidden, head)
+    wanted_loss, *wanted = run(lambda *x: cross_entropy(*x, targets), hidden, head)
+    torch.testing.assert_close(loss, wanted_loss)
+    assert [g is None for g in grads] == [g is None for g in wanted]
+    assert_same([g for g in grads if g is not None], [g for g in wanted if g is not None])
 
 
 def test_a_micro_batch_without_labels_has_no_loss_and_no_gradient():
-    hidden, weight, targets = make_case()
+    hidden, head, targets = make_case()
     targets.fill_(IGNORED_LABEL)
-    loss, grad, _ = run(
-        lambda x: summed_cross_entropy(x, targets, TensorParallel()), hidden, weight
-    )
+    loss, *grads = run(make_loss(targets).of_hidden, hidden, head)
     assert float(loss) == 0.0
-    assert not grad.any()
+    assert not any(grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("loss", [CrossEntropy(label_smoothing=0.1, z_loss=1e-2), Distillation()])
+def test_shipped_losses_are_the_same_in_chunks(monkeypatch, loss):
+    hidden, head, targets = make_case()
+    generator = torch.Generator().manual_seed(1)
+    fields = {
+        "teacher_ids": torch.randint(0, VOCABULARY, (NUM_TOKENS, 2), generator=generator),
+        "teacher_log_probs": -torch.rand(NUM_TOKENS, 2, generator=generator),
+    }
+    wanted = run(make_loss(targets, loss, fields).of_hidden, hidden, head)
+    monkeypatch.setitem(head_loss._CHUNK_ELEMENTS, "cpu", 5 * VOCABULARY)
+    found = run(make_loss(targets, loss, fields).of_hidden, hidden, head)
+    assert_same(found, wanted)
+    assert wanted[1].norm() > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "transform"),
+    [
+        ("llama", {}, LogitTransform()),
+        ("gemma2", {"final_logit_softcapping": 20.0}, LogitTransform(cap=20.0)),
+        ("granite_swa", {"logits_scaling": 8.0}, LogitTransform(scale=0.125)),
+        ("prophetnet", {}, None),
+    ],
+)
+def test_what_a_model_makes_of_its_logits_is_found(family, overrides, transform):
+    assert try_small_copy(tiny(family, **overrides)).logits == transform

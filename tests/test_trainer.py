@@ -7,7 +7,7 @@ not in its wheel), as far as they apply. Left out, with the reason:
   (tests/test_trainer_arguments.py)
 - DataLoader workers, samplers, drop_last, IterableDataset: the engine draws the mini-batches
   (tests/test_batches.py)
-- NEFTune, Liger kernels, custom loss functions: refused
+- NEFTune, custom loss functions: refused; Liger kernels: tests/test_liger.py
 - fp16/bf16 full evaluation, torch_compile, DataParallel, FSDP, SageMaker, TPU: refused or another
   launcher
 - hub upload, model cards, search of hyperparameters, other kinds of models: not touched, refused,

@@ -15,13 +15,15 @@ from benchmarks.one_gpu import ceilings
 from benchmarks.one_gpu.ceilings import DEVICE, DTYPE
 from benchmarks.one_gpu.device import HAS_GPU, median_ms, peak_gb
 from benchmarks.one_gpu.telling import skip, tell, trying
+from ds_hydra.engine.losses.head_loss import PLAIN, HeadLoss
 from ds_hydra.engine.model.attention_choice import kernels_here
 from ds_hydra.engine.model.attention_kernels import Demand
 from ds_hydra.engine.model.attention_operator import KernelUse, attend
 from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch
+from ds_hydra.engine.parallel.logits import LogitTransform
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
-from ds_hydra.engine.parallel.token_scores import summed_cross_entropy
+from ds_hydra.engine.parallel.token_scores import Vocabulary
 
 TOKENS, VOCABULARIES, WIDTH = (16_384, (32_000, 128_256), 4096) if HAS_GPU else (64, (512,), 32)
 HEADS = LlamaConfig(
@@ -54,14 +56,19 @@ def main() -> None:
 
 def measure_loss(vocabulary: int) -> None:
     """The loss and its gradient beside the three products of the head."""
-    hidden = torch.randn(TOKENS, WIDTH, device=DEVICE, dtype=DTYPE, requires_grad=True)
-    weight = torch.randn(WIDTH, vocabulary, device=DEVICE, dtype=DTYPE, requires_grad=True)
-    targets = torch.randint(0, vocabulary, (TOKENS,), device=DEVICE)
-    tp = TensorParallel()
+    hidden = torch.randn(1, TOKENS, WIDTH, device=DEVICE, dtype=DTYPE, requires_grad=True)
+    head = torch.nn.Linear(WIDTH, vocabulary, bias=False, device=DEVICE, dtype=DTYPE)
+    head_loss = HeadLoss(
+        vocabulary=Vocabulary(TensorParallel(), vocabulary, LogitTransform()),
+        targets_T=torch.randint(0, vocabulary, (TOKENS,), device=DEVICE),
+        fields={},
+        loss=PLAIN,
+        evaluate=lambda tokens: PLAIN(tokens) / TOKENS,
+    )
 
     def run() -> None:
-        loss = summed_cross_entropy(hidden @ weight, targets, tp, 1 / TOKENS)
-        torch.autograd.grad(loss, (hidden, weight))
+        loss = head_loss.of_hidden(hidden, head)
+        torch.autograd.grad(loss, (hidden, head.weight))
 
     products = ceilings._three_products_ms(TOKENS, WIDTH, vocabulary)
     logits = TOKENS * vocabulary * DTYPE.itemsize / 1e9

@@ -6,6 +6,7 @@ micro-batch.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import LinkConfig
+from ds_hydra.engine.losses.head_loss import PLAIN, HeadLoss
 from ds_hydra.engine.losses.loss import Loss, Tokens
 from ds_hydra.engine.losses.objective import (
     Objective,
@@ -27,10 +29,11 @@ from ds_hydra.engine.losses.objective import fingerprint as fingerprint_of
 from ds_hydra.engine.model.micro_batches import LoadExample, MicroBatchTensors
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
+from ds_hydra.engine.parallel.logits import LogitTransform
 from ds_hydra.engine.parallel.one_f_one_b import StageInfo, StageIO, run_1f1b, run_forward_only
 from ds_hydra.engine.parallel.tensor_parallel import TokenShards
 from ds_hydra.engine.parallel.token_cuts import TokenLayout
-from ds_hydra.engine.parallel.token_scores import score_tokens, summed_cross_entropy
+from ds_hydra.engine.parallel.token_scores import Vocabulary
 from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks, raise_together
 from ds_hydra.engine.ranks.hosts import find_hosts
 from ds_hydra.engine.ranks.memory import naming_memory_limit, to_device
@@ -400,38 +403,40 @@ class Propagator:
         loss: Loss | None,
         examples: Sequence[int],
     ) -> Tensor:
-        output = self.stage_model.forward_stage(
+        run = functools.partial(
+            self.stage_model.forward_stage,
             micro_batch.packed,
             input_ids=micro_batch.input_ids_T,
             hidden=hidden,
             is_last=stage.is_last,
         )
         if not stage.is_last:
-            return output
+            return run()
         assert micro_batch.targets_T is not None
-        tp = self.stage_model.tp
-        first_column = tp.first_row(self.stage_model.num_logits)
-        if loss is not None:
-            assert micro_batch.fields is not None
-            wanted = loss.candidates
-            scores = score_tokens(
-                output.squeeze(0),
-                micro_batch.targets_T,
-                tp,
-                first_column=first_column,
-                num_columns=self.stage_model.num_logits,
-                entropy=loss.needs_entropy,
-                mean=loss.needs_mean_log_prob,
-                candidates_TK=None if wanted is None else micro_batch.fields[wanted],
-            )
-            tokens = Tokens(scores=scores, fields=micro_batch.fields)
+
+        def evaluate_chunk(tokens: Tokens) -> Tensor:
+            if loss is None:
+                return PLAIN(tokens) * scale
             value, problem = evaluate(loss, tokens, examples)
             if problem:
                 self.problem = self.problem or HydraConfigError(problem)
             return value * scale
-        return summed_cross_entropy(
-            output.squeeze(0), micro_batch.targets_T, tp, scale, first_column
+
+        transform = self.stage_model.abilities.logits
+        head_loss = HeadLoss(
+            vocabulary=Vocabulary(
+                tp=self.stage_model.tp,
+                num_columns=self.stage_model.num_logits,
+                transform=transform or LogitTransform(),
+            ),
+            targets_T=micro_batch.targets_T,
+            fields=micro_batch.fields or {},
+            loss=PLAIN if loss is None else loss,
+            evaluate=evaluate_chunk,
         )
+        if transform is None:
+            return head_loss.of_logits(run().squeeze(0))
+        return run(at_head=head_loss.of_hidden)
 
     def _enter(self, role: Role, session: TransferSession) -> None:
         tp = role.scheme.tp

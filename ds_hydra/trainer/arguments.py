@@ -32,7 +32,6 @@ _OWN_DATA = "the engine draws, plans and loads the mini-batches itself"
 REFUSED = {
     "gradient_accumulation_steps": "an iteration is one optimizer step over hydra.tokens_per_iteration tokens, in as "
     "many micro-batches as the plan needs; leave it out and multiply hydra.tokens_per_iteration",
-    "use_liger_kernel": f"{_OWN_LAYERS}; leave it out",
     "torch_compile": f"{_OWN_LAYERS}; leave it out and set hydra.compile_layers",
     "auto_find_batch_size": "the plan keeps every rank within its memory; leave it out and set "
     "hydra.memory_limit_bytes if memory is shared",

@@ -38,6 +38,7 @@ from ds_hydra.engine.checkpointing.files import do_together, put_in_place, resto
 from ds_hydra.engine.checks.deepspeed_section import dtype_of
 from ds_hydra.engine.hydra_engine import needs_metric
 from ds_hydra.engine.model.adapters import unify_adapter_dtype, unwrap_adapters
+from ds_hydra.engine.model.liger import complete_settings
 from ds_hydra.engine.ranks.agreement import raise_together
 from ds_hydra.engine.ranks.watchdog import names_losses
 from ds_hydra.errors import HydraConfigError
@@ -97,6 +98,9 @@ class EngineMixin:
         needs around it.
         """
         self._check_arguments()
+        if self.args.use_liger_kernel:  # transformers patches the model after this
+            settings = self.args.liger_kernel_config
+            self.args.liger_kernel_config = complete_settings(unwrap_adapters(self.model), settings)
         self._forget_accelerator()
         super().create_accelerator_and_postprocess()
         if not self.is_deepspeed_enabled:

@@ -24,12 +24,13 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from ds_hydra.engine.model import decoder_parts
+from ds_hydra.engine.model import decoder_parts, liger
 from ds_hydra.engine.model.adapters import unwrap_adapters
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch
 from ds_hydra.engine.model.scheme_support import ModelAbilities
 from ds_hydra.engine.model.stage_forward import NOT_ONCE
 from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.parallel.logits import LogitTransform
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme
 
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 _LENGTHS = (7, 4)
 _POSITIONS = 10
 """Learned positions: more than a sequence takes, fewer than a micro-batch of both."""
+
+_LARGE = 1e8
+"""A logit that any cap cuts off."""
 
 _MOST_DIFFERENCE = 1e-3
 """Relative. Orders of sums differ by about 1e-6 in fp32, a sequence that sees another by 1e-2 and
@@ -59,6 +63,7 @@ _verdicts: dict[tuple[type, str], ModelAbilities | str] = {}
 
 def build_stage_model(model: nn.Module, **options: Any) -> StageModel:
     """The stage model of `model` with what its small copy shows; `options` are StageModel's."""
+    liger.check_patches(unwrap_adapters(model))
     return StageModel(model, try_small_copy(model), **options)
 
 
@@ -104,13 +109,14 @@ def _try(kind: type[nn.Module], config: Any) -> ModelAbilities:
         )
     types = decoder_parts.other_layer_types(config)
     problem = states = f"it has layers of type {', '.join(types)}" if types else ""
-    abilities = ModelAbilities(boundaries_because=states)
+    logits = small.find_logit_transform()
+    abilities = ModelAbilities(boundaries_because=states, logits=logits)
     if _KEPT_APART.issuperset(types):
         problem = small.compare(abilities, Scheme(1, 1))
         if problem and states:
             problem = f"{states}, and {problem}"
     if problem:
-        abilities = ModelAbilities(one_by_one_because=problem)
+        abilities = ModelAbilities(one_by_one_because=problem, logits=logits)
         if still := small.compare(abilities, Scheme(1, 1)):
             raise UnsupportedModelError(
                 f"{kind.__name__} (model type {config.model_type!r}) does not keep the sequences of a packed "
@@ -206,7 +212,7 @@ class _SmallCopy:
         """What the user's own forward makes of labels that is not the mean cross entropy of its
         logits, or "".
         """
-        if type(self._runs).forward.__module__.startswith("transformers."):
+        if type(self._runs).forward.__module__.startswith(("transformers.", "liger_kernel.")):
             return ""
         ids = self._sequences[0].input_ids
         self._runs.config.output_router_logits = False  # its part is the engine's
@@ -223,6 +229,38 @@ class _SmallCopy:
             f"its forward of {type(self._runs).forward.__module__} returns a loss of {float(loss):.4g} where the mean "
             f"cross entropy of its logits is {float(wanted):.4g}"
         )
+
+    def find_logit_transform(self) -> LogitTransform | None:
+        """What the model makes of its head's output, where it is one that is known: tried on
+        numbers of many sizes in the place of that output.
+        """
+        head = decoder_parts.DecoderParts.find(self._runs).head
+        if type(head) is not nn.Linear:
+            return None
+        given: list[Tensor] = []
+
+        def replace_output(_head: nn.Module, _args: Any, output: Tensor) -> Tensor:
+            numbers = torch.linspace(-90, 90, output.numel(), device=output.device)
+            numbers[-1] = _LARGE
+            given.append(numbers.view_as(output))
+            return given[-1]
+
+        handle = head.register_forward_hook(replace_output)
+        try:
+            with torch.no_grad():
+                ids = self._sequences[0].input_ids
+                logits = self._runs(input_ids=ids, use_cache=False).logits.float()
+        finally:
+            handle.remove()
+        if len(given) != 1 or logits.shape != given[0].shape:
+            return None
+        most = float(logits.flatten()[-1])
+        if not 0 < most < float("inf"):
+            return None
+        found = LogitTransform(scale=most / _LARGE)
+        if most < _LARGE * 1e-4:
+            found = LogitTransform(cap=most)
+        return found if torch.allclose(found.logits(given[0]), logits, rtol=1e-5) else None
 
     def looks_ahead(self) -> bool:
         """Whether another last token changes what a sequence gives before it."""

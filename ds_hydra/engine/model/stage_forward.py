@@ -14,10 +14,11 @@ micro-batch of a single token compiles anew, because torch takes sizes of 1 for 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +41,14 @@ _FOREIGN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, Key
 """What a family's own code raises where a layer answers otherwise."""
 
 
+HeadLoss = Callable[[Tensor, nn.Linear], Tensor]
+"""(hidden states of the tokens that predict [t, H], head) -> loss."""
+
+
 class StageEnd(Exception):
-    """Leaves the model's forward after the last layer of a stage that is not the last one."""
+    """Leaves the model's forward after the last layer of a stage that is not the last one, or at
+    its head.
+    """
 
     def __init__(self, hidden: Tensor):
         super().__init__()
@@ -99,7 +106,8 @@ class StageForward:
         one_by_one: bool,
         takes_boundaries: bool = False,
     ):
-        self._model = model
+        self._model, self._head = model, parts.head
+        self._at_head: HeadLoss | None = None
         self._list = parts.layers
         self._layers = list(parts.layers)
         self._placeholders = [LayerPlaceholder(layer) for layer in self._layers]
@@ -126,12 +134,13 @@ class StageForward:
         hidden: Tensor | None,
         *,
         is_last: bool,
+        at_head: HeadLoss | None = None,
     ) -> Tensor:
-        """Logits of the tokens that predict where the stage `is_last`, else hidden states; see
-        `StageModel.forward_stage`.
+        """Logits of the tokens that predict where the stage `is_last`, or what `at_head` makes of
+        their hidden states, else hidden states; see `StageModel.forward_stage`.
         """
         if not self._one_by_one or len(micro_batch.lengths) == 1:
-            return self._run(micro_batch, input_ids, hidden, is_last)
+            return self._run(micro_batch, input_ids, hidden, is_last, at_head)
         lengths, device = micro_batch.lengths, micro_batch.position_ids.device
         noise = (micro_batch.token_seeds_T, micro_batch.token_lengths_T)
         seeds, of_tokens = (_split(values_T, lengths, dim=0) for values_T in noise)
@@ -140,11 +149,11 @@ class StageForward:
         for length, ids, part, seeds_T, lengths_T in parts:
             alone = PackedMicroBatch.build([length], device)
             alone = replace(alone, token_seeds_T=seeds_T, token_lengths_T=lengths_T)
-            outputs.append(self._run(alone, ids, part, is_last))
+            outputs.append(self._run(alone, ids, part, is_last, at_head and _hand_on))
         output = torch.cat(outputs, dim=1)
-        if not is_last or micro_batch.predicting is None:
-            return output
-        return output.index_select(1, micro_batch.predicting)
+        if is_last and micro_batch.predicting is not None:
+            output = output.index_select(1, micro_batch.predicting)
+        return output if at_head is None else at_head(output, self._head)
 
     def _run(
         self,
@@ -152,6 +161,7 @@ class StageForward:
         input_ids: Tensor | None,
         hidden: Tensor | None,
         is_last: bool,
+        at_head: HeadLoss | None = None,
     ) -> Tensor:
         inputs: dict[str, Any] = {"input_ids": input_ids}
         if hidden is not None:  # what runs before the layers gets something to run on
@@ -160,14 +170,14 @@ class StageForward:
             inputs["position_ids"] = micro_batch.position_ids
         if self._takes_boundaries:
             inputs |= _boundaries(micro_batch)
-        self._placeholders[0].entering = hidden
+        self._placeholders[0].entering, self._at_head = hidden, at_head
         try:
             with running(micro_batch):
                 logits: Tensor = self._model(**inputs, use_cache=False).logits
         except StageEnd as end:
             return end.hidden
         finally:
-            self._placeholders[0].entering = None
+            self._placeholders[0].entering = self._at_head = None
         assert is_last, "the layer after the stage was not called"
         return logits
 
@@ -255,13 +265,26 @@ class StageForward:
         with torch.no_grad():
             return self._run(micro_batch, ids, hidden, False)
 
+    def hook_head(self, tp: TensorParallel) -> None:
+        """Columnwise parallel logits, of those tokens alone that predict something where others are
+        many; the model's forward ends with the loss where a run has one for the head.
+        """
+        self._head.register_forward_pre_hook(_select_predicting)
+        hook_colwise(self._head, tp)
+        plain = self._head.forward
 
-def hook_head(head: nn.Module, tp: TensorParallel) -> None:
-    """Columnwise parallel logits, of those tokens alone that predict something where others are
-    many.
-    """
-    head.register_forward_pre_hook(_select_predicting)
-    hook_colwise(head, tp)
+        @functools.wraps(plain)
+        def forward(hidden: Tensor) -> Tensor:
+            if self._at_head is None:
+                return plain(hidden)
+            # Here, where the head's slices are there
+            raise StageEnd(self._at_head(hidden, self._head))
+
+        self._head.forward = forward
+
+
+def _hand_on(hidden: Tensor, _head: nn.Linear) -> Tensor:
+    return hidden
 
 
 def _select_predicting(_head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

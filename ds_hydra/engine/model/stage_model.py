@@ -36,10 +36,10 @@ from ds_hydra.engine.model.expert_balance import ExpertBalance
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
 from ds_hydra.engine.model.stage_forward import (
     NOT_ONCE,
+    HeadLoss,
     StageForward,
     bind_zeros,
     compile_each,
-    hook_head,
 )
 from ds_hydra.engine.model.tp_plan import (
     build_specs,
@@ -158,7 +158,7 @@ class StageModel:
         self.has_noise = count_noise(self._base, self.tp, spec_of) or neftune_noise_alpha > 0
         self._hook(neftune_noise_alpha)
         self._uncut_because = self._hook_blocks(head, fqn_of) if tp_sequence_parallel else ""
-        hook_head(head, self.tp)  # after its block has gathered shards
+        self._forward.hook_head(self.tp)  # after its block has gathered shards
         bind_zeros(self.units[0].bindings, self._meta_params, self._forward.device)
         hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)
         found = self._forward.find_placeholder_problem(hidden.to(self._meta_params[0].dtype))
@@ -356,15 +356,19 @@ class StageModel:
         input_ids: Tensor | None,
         hidden: Tensor | None,
         is_last: bool,
+        at_head: HeadLoss | None = None,
     ) -> Tensor:
         """The model's own forward over the bound stage: hidden states, or on the last this rank's
-        logits [1, T, V] of all tokens, or of those that `micro_batch.predicting` names.
+        logits [1, T, V] of all tokens, or of those that `micro_batch.predicting` names, or what
+        `at_head` makes of their hidden states [1, T, H].
 
         `input_ids` [1, T] on the first stage, else `hidden` [1, T, H] from the stage before; where
         TP cuts micro-batches hidden states are this rank's shard [1, T / TP, H].
         """
         try:
-            return self._forward.run(micro_batch, input_ids, hidden, is_last=is_last)
+            return self._forward.run(
+                micro_batch, input_ids, hidden, is_last=is_last, at_head=at_head
+            )
         finally:
             self.tp.forget_input()
 
