@@ -187,8 +187,8 @@ MUTANTS = (
     Mutant(
         "Ulysses: the first rank's sinks",
         _ATTENTION,
-        "s_aux = s_aux.chunk(sequence_shard.size)[sequence_shard.rank]",
-        "s_aux = s_aux.chunk(sequence_shard.size)[0]",
+        "s_aux = s_aux.chunk(layout.size)[layout.rank]",
+        "s_aux = s_aux.chunk(layout.size)[0]",
         ("gpt_oss",),
         values=("sp2", "sp4", "sp2tp2", "sp2pp2", "sp2cp2", "with_sp"),
     ),

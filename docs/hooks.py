@@ -1,12 +1,14 @@
-"""What mkdocs generates: the configuration and command references, and a place for pages that the
-navigation omits.
+"""What mkdocs generates: the references of configuration, commands and metrics, and a place for
+pages that the navigation omits.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +62,11 @@ def _paths(nav: Any) -> Iterator[str]:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the two marks with what the code says."""
+    """Replace the marks with what the code says."""
     for mark, generate in (
         ("<!-- configuration -->", configuration_reference),
         ("<!-- commands -->", command_reference),
+        ("<!-- metrics -->", metrics_reference),
     ):
         if mark in markdown:
             markdown = markdown.replace(mark, generate())
@@ -126,6 +129,26 @@ def _names(schema: dict[str, Any]) -> Iterator[str]:
         yield f"`{json.dumps(schema['const'])}`"
     else:
         yield schema["type"].replace("array", "list")
+
+
+def metrics_reference() -> str:
+    """A table of the fields of a line of `metrics.jsonl`, in its order."""
+    from ds_hydra.records import metrics
+
+    module = ast.parse(Path(metrics.__file__).read_text(encoding="utf-8"))
+    body = next(
+        node.body
+        for node in module.body
+        if isinstance(node, ast.ClassDef) and node.name == metrics.IterationMetrics.__name__
+    )
+    lines = ["| field | meaning |", "|---|---|"]
+    for entry, about in pairwise(body):
+        if isinstance(entry, ast.AnnAssign) and isinstance(about, ast.Expr):
+            lines.append(
+                f"| `{ast.unparse(entry.target)}` | {' '.join(about.value.value.split())} |"
+            )
+    error = metrics.IterationMetrics.prediction_error.__doc__ or ""
+    return "\n".join([*lines, f"| `prediction_error` | {' '.join(error.split())} |"])
 
 
 def command_reference() -> str:

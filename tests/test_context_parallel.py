@@ -15,7 +15,7 @@ from ds_hydra.engine.model.attention import hydra_varlen
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment, running
 from ds_hydra.engine.parallel import token_cuts
 from ds_hydra.engine.parallel.tensor_parallel import TokenShards
-from ds_hydra.engine.parallel.token_cuts import ContextRow, KeysOfRow, SequenceShard
+from ds_hydra.engine.parallel.token_cuts import KeysOfRow, TokenLayout
 from ds_hydra.sampler.packing.cuts import cut_micro_batch
 
 CPU = torch.device("cpu")
@@ -27,16 +27,14 @@ MICRO_BATCHES = ((33, 5, 17, 8), (1,), (3, 2), (64,), (2, 40, 1, 1, 9))
 def own_row(group, rank, lengths):
     """This rank's row of a micro-batch of `lengths`, and which of its tokens are there."""
     rows = cut_micro_batch(range(len(lengths)), lengths, group.size)
-    longest = max(sum(p.end - p.begin for p in row) for row in rows)
     begins = torch.tensor([0, *lengths]).cumsum(0).tolist()
     there = [
         torch.arange(begins[p.position] + p.begin, begins[p.position] + p.end) for p in rows[rank]
     ]
     segments = [Segment(p.position, lengths[p.position], p.begin, p.end) for p in rows[rank]]
-    keys = KeysOfRow.find(rows, ContextRow(group, rank), longest, CPU)
-    packed = PackedMicroBatch.of_segments(
-        segments, lengths, CPU, SequenceShard(None, 1, 0), keys, least=longest
-    )
+    layout = TokenLayout(rows=group, row=rank)
+    keys = KeysOfRow.find(rows, layout, CPU)
+    packed = PackedMicroBatch.of_segments(segments, lengths, CPU, layout, keys)
     return packed, torch.cat([torch.arange(0), *there])
 
 

@@ -28,12 +28,12 @@ from typer.testing import CliRunner
 from ds_hydra import report
 from ds_hydra.cli import app
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.records.metrics import METRICS_FILE
+from ds_hydra.records.metrics import METRICS_FILE, IterationMetrics
 from ds_hydra.records.timeline import EventKind
 from ds_hydra.report import svg
 from ds_hydra.report.page import describe_runs, render_runs, render_simulation
 from ds_hydra.report.run_folder import load_run, predict_timeline, rank_memory
-from ds_hydra.report.run_report import IterationRecord, divide_time, find_slowest
+from ds_hydra.report.run_report import divide_time, find_slowest
 from ds_hydra.report.strategies import scheme_errors
 from ds_hydra.report.timelines import align, draw_gantt, trace_run, trace_timelines
 from ds_hydra.sampler.schedule import one_f_one_b_ms
@@ -176,7 +176,7 @@ def records(*changes):
     slow = usual[0] | {"iteration": 20, "iteration_ms": 500.0}
     for change in changes:
         slow |= change
-    return [IterationRecord.from_json(line) for line in [*usual, slow]]
+    return [IterationMetrics.from_json(line) for line in [*usual, slow]]
 
 
 def pipelines(*measured):
@@ -240,7 +240,7 @@ def test_time_is_divided_without_rest():
         "push_ms": 15.0,
         "step_ms": 12.0,
     }
-    shares = divide_time([IterationRecord.from_json(line)] * 2)
+    shares = divide_time([IterationMetrics.from_json(line)] * 2)
     assert (shares.plan_wait, shares.pull, shares.push, shares.step) == (10, 20, 30, 24)
     assert (shares.compute, shares.idle) == pytest.approx((240, 60))
     assert shares.other == pytest.approx(2 * (200 - 192))
@@ -556,8 +556,8 @@ def test_an_overlapped_link_is_drawn_beside_the_passes():
 def test_only_the_visible_part_of_an_overlapped_link_counts():
     line = make_record(0, "1x<1,1>", (150.0,)) | {"pull_ms": 90.0, "push_ms": 80.0}
     hidden = line | {"visible_pull_ms": 9.0, "visible_push_ms": 8.0}
-    assert (divide_time([IterationRecord.from_json(line)]).pull) == 90
-    shares = divide_time([IterationRecord.from_json(hidden)])
+    assert (divide_time([IterationMetrics.from_json(line)]).pull) == 90
+    shares = divide_time([IterationMetrics.from_json(hidden)])
     assert (shares.pull, shares.push) == (9, 8)
 
 
@@ -750,7 +750,7 @@ def test_a_factor_that_cannot_be_is_left_out_with_its_line(tmp_path, factor):
 
 def test_of_two_iterations_none_is_usual(tmp_path):
     records = [make_record(0, "1x<1,1>", (100.0,)), make_record(1, "1x<1,1>", (150.0,))]
-    for slow in find_slowest([IterationRecord.from_json(record) for record in records]):
+    for slow in find_slowest([IterationMetrics.from_json(record) for record in records]):
         assert [cause.text for cause in slow.causes] == [
             "too few iterations to say what is usual (2)"
         ]

@@ -22,7 +22,7 @@ from ds_hydra.configs.files import read_json_object
 from ds_hydra.engine.model.attention import hydra_varlen
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, running
 from ds_hydra.engine.parallel import token_cuts
-from ds_hydra.engine.parallel.token_cuts import SequenceShard
+from ds_hydra.engine.parallel.token_cuts import TokenLayout
 from ds_hydra.engine.profiling.profiler import token_bytes
 from ds_hydra.lab.simulator.sharded import ShardedGroup
 from ds_hydra.strategy import LatencyModel, Profile, Scheme
@@ -58,7 +58,7 @@ def attend(micro_batch, query, key, value, **options):
 
 def check_attention():
     size, rank = dist.get_world_size(), dist.get_rank()
-    sequence_shard = SequenceShard(dist.new_group(list(range(size))), size, rank)
+    layout = TokenLayout(dist.new_group(list(range(size))), size, rank)
     worst = 0.0
     for options in (
         {},
@@ -81,7 +81,7 @@ def check_attention():
                 )
                 (wanted * weight[:, :tokens]).sum().backward()
                 mine = slice(rank * padded // size, (rank + 1) * padded // size)
-                micro_batch = PackedMicroBatch.build(lengths, CPU, sequence_shard)
+                micro_batch = PackedMicroBatch.build(lengths, CPU, layout)
                 assert micro_batch.num_tokens == padded // size
                 got, got_leaves = attend(
                     micro_batch, *(x[:, :, mine] for x in (query, key, value)), **options
@@ -107,9 +107,9 @@ def check_sequence_shards():
     are.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
-    sequence_shard = SequenceShard(dist.new_group(list(range(size))), size, rank)
-    micro_batch = PackedMicroBatch.build([5, 2], CPU, sequence_shard)
-    cut = sequence_shard.cut(torch.arange(7), fill=-100).tolist()
+    layout = TokenLayout(dist.new_group(list(range(size))), size, rank)
+    micro_batch = PackedMicroBatch.build([5, 2], CPU, layout)
+    cut = layout.cut(torch.arange(7), fill=-100).tolist()
     query, key = (torch.randn(1, heads, 2, 8, dtype=torch.bfloat16) for heads in (4, 2))
     with running(micro_batch):
         out, _ = hydra_varlen(MODULE, query, key, key, None)
@@ -333,7 +333,7 @@ def test_a_layer_exchanges_as_often_as_its_price_says(monkeypatch):
         return sent.clone()
 
     monkeypatch.setattr(token_cuts, "_all_to_all", exchange)
-    shard = SequenceShard(None, 2, 0)
+    shard = TokenLayout(None, 2, 0)
     query = torch.randn(1, 4, 3, 8, requires_grad=True)
     key, value = (torch.randn(1, 2, 3, 8, requires_grad=True) for _ in range(2))
     whole_query, *_ = found = token_cuts.gather_micro_batch(query, key, value, shard)

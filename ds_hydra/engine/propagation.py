@@ -32,7 +32,7 @@ from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.parallel.logits import LogitTransform
 from ds_hydra.engine.parallel.one_f_one_b import StageInfo, StageIO, run_1f1b, run_forward_only
 from ds_hydra.engine.parallel.tensor_parallel import TokenShards
-from ds_hydra.engine.parallel.token_cuts import ContextRow, SequenceShard
+from ds_hydra.engine.parallel.token_cuts import TokenLayout
 from ds_hydra.engine.parallel.token_scores import Vocabulary
 from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks, raise_together
 from ds_hydra.engine.ranks.hosts import find_hosts
@@ -363,8 +363,7 @@ class Propagator:
                 stage,
                 task.load,
                 self.device,
-                self._sequence_shard(role),
-                self._context(role),
+                self._token_layout(role),
                 task.objective,
                 task.noise_seed,
             )
@@ -464,20 +463,15 @@ class Propagator:
             device=self.device,
         )
 
-    def _sequence_shard(self, role: Role) -> SequenceShard | None:
+    def _token_layout(self, role: Role) -> TokenLayout | None:
         """What this rank holds of each micro-batch, where its pipeline cuts or pads it."""
-        sp, multiple = role.scheme.sp, self.stage_model.tp.micro_batch_multiple(role.scheme.tp)
+        sp, cp = role.scheme.sp, role.scheme.cp
+        multiple = self.stage_model.tp.micro_batch_multiple(role.scheme.tp)
         if role.scheme.num_shards == 1 and multiple == 1:
             return None
         group = self.groups.get("sp", role.sp_ranks) if sp > 1 else None
-        return SequenceShard(group, sp, role.sp_rank, multiple)
-
-    def _context(self, role: Role) -> ContextRow | None:
-        """Which row of each micro-batch this rank has, where its pipeline cuts them into rows."""
-        cp = role.scheme.cp
-        if cp == 1:
-            return None
-        return ContextRow(TokenShards(self.groups.get("cp", role.cp_ranks), cp), role.cp_rank)
+        rows = TokenShards(self.groups.get("cp", role.cp_ranks), cp) if cp > 1 else None
+        return TokenLayout(group, sp, role.sp_rank, multiple, rows, role.cp_rank if rows else 0)
 
     def _stage_io(self, role: Role, session: TransferSession) -> StageIO:
         pp = role.scheme.pp

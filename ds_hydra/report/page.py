@@ -16,12 +16,12 @@ import jinja2
 from markupsafe import Markup
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.records.metrics import describe_flops
+from ds_hydra.records.metrics import IterationMetrics, describe_flops
 from ds_hydra.records.timeline import Timeline
 from ds_hydra.report import charts, strategies
 from ds_hydra.report.charts import draw_experts
 from ds_hydra.report.run_folder import Run, rank_memory
-from ds_hydra.report.run_report import IterationRecord, RunSummary, divide_time, find_slowest
+from ds_hydra.report.run_report import RunSummary, divide_time, find_slowest
 from ds_hydra.report.strategies import draw_learned, scheme_errors
 from ds_hydra.report.timelines import align, draw_gantt
 from ds_hydra.version import __version__
@@ -265,7 +265,7 @@ def _choose_iterations(run: Run) -> dict[int, list[str]]:
     by_time = sorted(candidates, key=lambda r: r.iteration_ms)
     chosen: dict[int, list[str]] = {}
 
-    def add(record: IterationRecord, why: str) -> None:
+    def add(record: IterationMetrics, why: str) -> None:
         chosen.setdefault(record.iteration, []).append(why)
 
     add(by_time[-1], f"slowest ({by_time[-1].iteration_ms:,.0f} ms)")
@@ -280,9 +280,9 @@ def _choose_iterations(run: Run) -> dict[int, list[str]]:
     if uneven.imbalance > 0:
         add(uneven, f"largest imbalance ({uneven.imbalance:.0%})")
     add(candidates[-1], "last")
-    seen = {str(r.strategy) for r in candidates if r.iteration in chosen}
+    seen = {r.strategy for r in candidates if r.iteration in chosen}
     for use in run.summary.strategies:
-        example = next((r for r in reversed(candidates) if r.strategy == use.strategy), None)
+        example = next((r for r in reversed(candidates) if r.strategy == str(use.strategy)), None)
         if example is not None and str(use.strategy) not in seen and len(chosen) < _MAX_GANTTS:
             add(example, f"{example.iteration_ms:,.0f} ms")
     return chosen
@@ -377,7 +377,7 @@ def _describe(run: Run) -> dict[str, Any]:
                 "iteration": slow.record.iteration,
                 "iteration_ms": slow.record.iteration_ms,
                 "times_median": slow.times_median,
-                "strategy": str(slow.record.strategy),
+                "strategy": slow.record.strategy,
                 "causes": [_fields(cause) for cause in slow.causes],
             }
             for slow in find_slowest(run.records)

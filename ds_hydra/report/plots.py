@@ -19,7 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from ds_hydra.report.run_report import IterationRecord, read_metrics
+from ds_hydra.records.metrics import IterationMetrics
+from ds_hydra.report.run_report import read_metrics
 from ds_hydra.strategy import Scheme
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
@@ -66,7 +67,7 @@ def choose_colors(schemes: Sequence[Scheme]) -> Colors:
     return colors
 
 
-def _draw_strategies(axes: Axes, records: list[IterationRecord], colors: Colors) -> None:
+def _draw_strategies(axes: Axes, records: list[IterationMetrics], colors: Colors) -> None:
     """Ranks (downwards) by iterations, coloured by the scheme of the rank's pipeline."""
     image = paint_ranks(records, colors)
     num_ranks = len(image)
@@ -83,7 +84,7 @@ def _draw_strategies(axes: Axes, records: list[IterationRecord], colors: Colors)
     _head(axes, "Pipelines <TP,PP> of each iteration", handles)
 
 
-def paint_ranks(records: Sequence[IterationRecord], colors: Colors) -> npt.NDArray[np.float64]:
+def paint_ranks(records: Sequence[IterationMetrics], colors: Colors) -> npt.NDArray[np.float64]:
     """Colours [num_ranks, last - first iteration + 1, RGB]; white where an iteration is missing."""
     num_ranks = 1 + max(rank for r in records for p in r.pipelines for rank in p.ranks)
     first, last = records[0].iteration, records[-1].iteration
@@ -96,7 +97,7 @@ def paint_ranks(records: Sequence[IterationRecord], colors: Colors) -> npt.NDArr
     return image
 
 
-def _frame_pipelines(axes: Axes, records: list[IterationRecord], num_ranks: int) -> None:
+def _frame_pipelines(axes: Axes, records: list[IterationMetrics], num_ranks: int) -> None:
     for record in records:
         left = record.iteration - 0.5
         for pipeline in record.pipelines:
@@ -124,12 +125,12 @@ def _frame_pipelines(axes: Axes, records: list[IterationRecord], num_ranks: int)
             )
 
 
-def _idle_ranks(record: IterationRecord, num_ranks: int) -> list[int]:
+def _idle_ranks(record: IterationMetrics, num_ranks: int) -> list[int]:
     busy = {rank for pipeline in record.pipelines for rank in pipeline.ranks}
     return [rank for rank in range(num_ranks) if rank not in busy]
 
 
-def _draw_times(axes: Axes, records: list[IterationRecord], colors: Colors) -> None:
+def _draw_times(axes: Axes, records: list[IterationMetrics], colors: Colors) -> None:
     """A bar per pipeline, side by side in its iteration: the lower ones waited for the highest."""
     frame = 0.4 if len(records) <= _MAX_FRAMED_ITERATIONS else 0
     bars = defaultdict(list)
@@ -162,7 +163,7 @@ def _draw_times(axes: Axes, records: list[IterationRecord], colors: Colors) -> N
     _head(axes, "Measured time of each pipeline", [predicted])
 
 
-def _draw_loss(axes: Axes, records: list[IterationRecord]) -> None:
+def _draw_loss(axes: Axes, records: list[IterationMetrics]) -> None:
     iterations = [r.iteration for r in records]
     losses = [r.loss for r in records]
     axes.plot(

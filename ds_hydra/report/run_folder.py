@@ -12,9 +12,9 @@ from typing import Any
 from ds_hydra.configs import files
 from ds_hydra.errors import HydraConfigError, HydraError
 from ds_hydra.records.events import simulate_plan
+from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.records.timeline import Timeline
 from ds_hydra.report.run_report import (
-    IterationRecord,
     RunSummary,
     describe_damage,
     read_metrics,
@@ -104,7 +104,7 @@ class Run:
     """
 
     name: str
-    records: tuple[IterationRecord, ...]
+    records: tuple[IterationMetrics, ...]
     plans: dict[int, IterationPlan]
     traces: dict[int, Trace]
     profile: Profile | None
@@ -184,7 +184,7 @@ def _read_facts(path: Path, notes: list[str]) -> RunFacts:
 
 
 def _read_plans(
-    folder: Path, records: Sequence[IterationRecord], notes: list[str]
+    folder: Path, records: Sequence[IterationMetrics], notes: list[str]
 ) -> dict[int, IterationPlan]:
     """Plans by iteration; of a long run only some."""
     plans, damaged = {}, []

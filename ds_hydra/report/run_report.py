@@ -6,173 +6,28 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
-from math import inf, isfinite, isnan, nan
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import isnan, nan
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from ds_hydra.configs import files
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.records.metrics import METRICS_FILE, METRICS_SCHEMA, describe_flops
-from ds_hydra.strategy import Scheme, Strategy
-from ds_hydra.strategy.schemes.placement import read_ranks
+from ds_hydra.records.metrics import (
+    METRICS_FILE,
+    IterationMetrics,
+    PipelineMetrics,
+    describe_flops,
+)
+from ds_hydra.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
 _BAR_CELLS = 10
 _MAX_LINES = 12
 """Strategies that a summary lists."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineRecord:
-    """One pipeline in one iteration; times in ms, 0.0 for a pipeline without sequences."""
-
-    scheme: Scheme
-    ranks: tuple[int, ...]
-    num_tokens: int
-    predicted_ms: float
-    measured_ms: float
-    profiled_ms: float = nan
-    """Predicted by the profile alone; NaN where nothing corrects it, or a run does not say."""
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> PipelineRecord:
-        """The record in one entry; raises as `IterationRecord.from_json`."""
-        scheme = Scheme.from_json(document)
-        return cls(
-            scheme=scheme,
-            ranks=read_ranks(document, scheme),
-            num_tokens=files.read_count(document, "num_tokens"),
-            predicted_ms=files.read_time(document, "predicted_ms"),
-            measured_ms=files.read_time(document, "measured_ms"),
-            profiled_ms=files.read_time(document, "profiled_ms")
-            if document.get("profiled_ms") is not None
-            else nan,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IterationRecord:
-    """One line of `metrics.jsonl`: predicted and measured time are those of the slowest pipeline.
-
-    What a line does not say (a loss that is no number, a field that an older version did not write)
-    is NaN.
-    """
-
-    iteration: int
-    loss: float
-    strategy: Strategy
-    num_tokens: int
-    iteration_ms: float
-    tokens_per_s: float
-    predicted_ms: float
-    measured_ms: float
-    imbalance: float
-    pipelines: tuple[PipelineRecord, ...]
-    num_sequences: int = 0
-    longest_tokens: int = 0
-    tflops_per_device: float = nan
-    mfu: float = nan
-    bubble: float = nan
-    pack_occupancy: float = nan
-    expert_imbalance: float = nan
-    """Of a model with experts alone."""
-    waited_ms: float = 0.0
-    pull_ms: float = 0.0
-    push_ms: float = 0.0
-    visible_pull_ms: float = 0.0
-    """Part of the pull that computation waited for; all of it where a run does not say."""
-    visible_push_ms: float = 0.0
-    step_ms: float = 0.0
-    trial_ms: float = 0.0
-    """How much longer than the best known strategy it was expected to take, where it was tried."""
-    trials_share: float = nan
-    """Part of the run's time that trials have cost so far."""
-    learned: Mapping[str, float] = field(default_factory=dict)
-    """Factors between measured and profiled times, by what they are due to."""
-
-    @property
-    def prediction_error(self) -> float:
-        """Measured over predicted, minus 1: 0.1 where it took 10% longer than planned."""
-        return self.measured_ms / self.predicted_ms - 1 if self.predicted_ms > 0 else nan
-
-    @property
-    def profile_error(self) -> float:
-        """The same of what the profile alone says; NaN where that is not known of all pipelines."""
-        pipelines, slowest_ms = iter(self.pipelines), 0.0
-        for phase in self.strategy.in_turn:
-            busy = [p for p in islice(pipelines, len(phase.schemes)) if p.measured_ms > 0]
-            slowest_ms += max((p.profiled_ms for p in busy if isfinite(p.profiled_ms)), default=0.0)
-        is_known = all(isfinite(p.profiled_ms) for p in self.pipelines if p.measured_ms > 0)
-        return self.measured_ms / slowest_ms - 1 if is_known and slowest_ms > 0 else nan
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> IterationRecord:
-        """The record in one line; raises KeyError or HydraConfigError for a line of another
-        kind.
-        """
-        if document.get("schema", METRICS_SCHEMA) != METRICS_SCHEMA:
-            raise HydraConfigError(
-                f"its schema is {document['schema']!r}, this version reads {METRICS_SCHEMA!r}; use the version of "
-                "ds_hydra that wrote the run"
-            )
-        optional: dict[str, Any] = {
-            name: read(document, name)
-            for name, read in _OPTIONAL.items()
-            if document.get(name) is not None
-        }
-        for hidden in ("pull_ms", "push_ms"):  # older versions hid nothing
-            optional.setdefault(f"visible_{hidden}", optional.get(hidden, 0.0))
-        return cls(
-            iteration=files.read_count(document, "iteration"),
-            loss=nan if document["loss"] is None else files.read_number(document, "loss"),
-            strategy=Strategy.parse(files.read_text(document, "strategy")),
-            num_tokens=files.read_count(document, "num_tokens"),
-            iteration_ms=files.read_time(document, "iteration_ms"),
-            tokens_per_s=files.read_time(document, "tokens_per_s"),
-            predicted_ms=files.read_time(document, "predicted_ms"),
-            measured_ms=files.read_time(document, "measured_ms"),
-            imbalance=files.read_number(document, "imbalance"),
-            pipelines=tuple(
-                PipelineRecord.from_json(files.check_object(entry, "a pipeline"))
-                for entry in files.read_list(document, "pipelines")
-            ),
-            learned=_read_factors(document),
-            **optional,
-        )
-
-
-def _read_factors(document: Mapping[str, Any]) -> dict[str, float]:
-    factors = files.check_object(document.get("learned") or {}, "learned")
-    found = {str(name): files.read_number(factors, name) for name in factors}
-    for name, factor in found.items():
-        if not 0 < factor < inf:
-            raise HydraConfigError(f"the factor {name!r} is {factor}, expected a number above 0")
-    return found
-
-
-_OPTIONAL: Mapping[str, Callable[[Mapping[str, Any], str], float]] = {
-    "num_sequences": files.read_count,
-    "longest_tokens": files.read_count,
-    "tflops_per_device": files.read_number,
-    "mfu": files.read_number,
-    "bubble": files.read_number,
-    "pack_occupancy": files.read_number,
-    "expert_imbalance": files.read_number,
-    "waited_ms": files.read_time,
-    "pull_ms": files.read_time,
-    "push_ms": files.read_time,
-    "visible_pull_ms": files.read_time,
-    "visible_push_ms": files.read_time,
-    "step_ms": files.read_time,
-    "trial_ms": files.read_time,
-    "trials_share": files.read_number,
-}
-"""Fields that older versions did not write, or that may not be numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,14 +125,14 @@ def summarize_run(run_dir: str | Path) -> RunSummary:
     return summarize_records(read_metrics(run_dir))
 
 
-def summarize_records(records: Sequence[IterationRecord]) -> RunSummary:
+def summarize_records(records: Sequence[IterationMetrics]) -> RunSummary:
     """The summary of the iterations of a run, at least one."""
     ratios = [r.measured_ms / r.predicted_ms for r in records if r.predicted_ms > 0] or [
         float("nan")
     ]
     return RunSummary(
         num_iterations=len(records),
-        num_heterogeneous=sum(r.strategy.is_heterogeneous for r in records),
+        num_heterogeneous=sum(r.parsed_strategy.is_heterogeneous for r in records),
         num_tokens=sum(r.num_tokens for r in records),
         total_s=sum(r.iteration_ms for r in records) / 1000,
         strategies=_count_strategies(records),
@@ -297,10 +152,10 @@ def _median_of_known(values: Iterable[float]) -> float:
     return median([value for value in values if not isnan(value)] or [nan])
 
 
-def _count_strategies(records: Sequence[IterationRecord]) -> tuple[StrategyUse, ...]:
-    groups: defaultdict[Strategy, list[IterationRecord]] = defaultdict(list)
+def _count_strategies(records: Sequence[IterationMetrics]) -> tuple[StrategyUse, ...]:
+    groups: defaultdict[Strategy, list[IterationMetrics]] = defaultdict(list)
     for record in records:
-        groups[record.strategy].append(record)
+        groups[record.parsed_strategy].append(record)
     uses = [
         StrategyUse(
             strategy=strategy,
@@ -314,7 +169,7 @@ def _count_strategies(records: Sequence[IterationRecord]) -> tuple[StrategyUse, 
     return tuple(sorted(uses, key=lambda use: (-use.num_iterations, str(use.strategy))))
 
 
-def read_metrics(run_dir: str | Path, notes: list[str] | None = None) -> list[IterationRecord]:
+def read_metrics(run_dir: str | Path, notes: list[str] | None = None) -> list[IterationMetrics]:
     """The iterations of a run in order. Raises HydraConfigError where there is none, naming the
     first line that cannot be read and what is wrong with it.
 
@@ -324,7 +179,7 @@ def read_metrics(run_dir: str | Path, notes: list[str] | None = None) -> list[It
     warning where nobody takes notes.
     """
     path = Path(run_dir) / METRICS_FILE
-    records: list[IterationRecord] = []
+    records: list[IterationMetrics] = []
     damaged: list[HydraConfigError] = []
     try:
         for number, line in files.read_json_lines(path):
@@ -359,11 +214,11 @@ def describe_damage(name: str, damaged: Sequence[HydraConfigError]) -> str:
     )
 
 
-def _read_line(line: dict[str, Any] | HydraConfigError, place: str) -> IterationRecord:
+def _read_line(line: dict[str, Any] | HydraConfigError, place: str) -> IterationMetrics:
     if isinstance(line, HydraConfigError):
         raise line
     try:
-        return IterationRecord.from_json(line)
+        return IterationMetrics.from_json(line)
     except KeyError as error:
         raise HydraConfigError(f"{place} has no {error}") from error
     except HydraConfigError as error:
@@ -395,7 +250,7 @@ class TimeShares:
     other: float
 
 
-def divide_time(records: Sequence[IterationRecord]) -> TimeShares:
+def divide_time(records: Sequence[IterationMetrics]) -> TimeShares:
     """The time of all `records`."""
     idle = sum(0.0 if isnan(r.bubble) else max(0.0, r.bubble) * r.measured_ms for r in records)
     named = {
@@ -428,12 +283,12 @@ class SlowIteration:
     first.
     """
 
-    record: IterationRecord
+    record: IterationMetrics
     times_median: float
     causes: tuple[Cause, ...]
 
 
-def find_slowest(records: Sequence[IterationRecord], *, count: int = 10) -> list[SlowIteration]:
+def find_slowest(records: Sequence[IterationMetrics], *, count: int = 10) -> list[SlowIteration]:
     """The `count` longest iterations, longest first."""
     usual = _Usual(records)
     few = (Cause(0.0, f"too few iterations to say what is usual ({len(records)})"),)
@@ -452,7 +307,7 @@ def find_slowest(records: Sequence[IterationRecord], *, count: int = 10) -> list
 class _Usual:
     """Medians of a run, to which one iteration is compared."""
 
-    def __init__(self, records: Sequence[IterationRecord]):
+    def __init__(self, records: Sequence[IterationMetrics]):
         self.iteration_ms = median(r.iteration_ms for r in records)
         self._predicted_ms = median(r.predicted_ms for r in records)
         self._tokens = median(r.num_tokens for r in records)
@@ -464,7 +319,7 @@ class _Usual:
             for name in ("waited_ms", "visible_pull_ms", "visible_push_ms", "step_ms")
         }
 
-    def explain(self, record: IterationRecord) -> list[Cause]:
+    def explain(self, record: IterationMetrics) -> list[Cause]:
         excess_ms = record.iteration_ms - self.iteration_ms
         if excess_ms <= 0:
             return [Cause(0.0, "no slower than usual")]
@@ -482,7 +337,7 @@ class _Usual:
             Cause(excess_ms, "outside of what is measured: data loading, logging, other processes")
         ]
 
-    def _describe_batch(self, record: IterationRecord) -> str:
+    def _describe_batch(self, record: IterationMetrics) -> str:
         reasons = []
         if record.longest_tokens > 1.1 * self._longest > 0:
             reasons.append(
@@ -495,7 +350,7 @@ class _Usual:
             f"planned to take {record.predicted_ms:,.0f} ms, usual {self._predicted_ms:,.0f}{why}"
         )
 
-    def _misprediction(self, record: IterationRecord) -> Cause:
+    def _misprediction(self, record: IterationMetrics) -> Cause:
         excess_ms = record.measured_ms - record.predicted_ms * self._ratio
         busy = [p for p in record.pipelines if p.predicted_ms > 0]
         if not busy:
@@ -510,7 +365,7 @@ class _Usual:
             excess_ms, f"{who} took longer than planned ({ratio:.2f} x, usual {self._ratio:.2f} x)"
         )
 
-    def _parts_causes(self, record: IterationRecord) -> list[Cause]:
+    def _parts_causes(self, record: IterationMetrics) -> list[Cause]:
         texts = {
             "waited_ms": "waited {:,.0f} ms for its plan",
             "visible_pull_ms": "pull took {:,.0f} ms, usual {:,.0f}",
@@ -523,7 +378,7 @@ class _Usual:
         ]
 
 
-def _name(pipeline: PipelineRecord) -> str:
+def _name(pipeline: PipelineMetrics) -> str:
     first, last = pipeline.ranks[0], pipeline.ranks[-1]
     ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
     return f"{pipeline.scheme} on {ranks}"

@@ -12,9 +12,9 @@ from statistics import median
 
 from markupsafe import Markup
 
+from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.report import svg
 from ds_hydra.report.run_folder import Run
-from ds_hydra.report.run_report import IterationRecord
 from ds_hydra.report.svg import iteration_axis
 from ds_hydra.strategy import Scheme
 
@@ -45,11 +45,9 @@ def draw_strategies(runs: Sequence[Run]) -> list[Markup]:
     counts: defaultdict[str, int] = defaultdict(int)
     for run in runs:
         for record in run.records:
-            counts[str(record.strategy)] += 1
+            counts[record.strategy] += 1
     colors = strategy_colors(sorted(counts, key=lambda name: (-counts[name], name)))
-    return [
-        draw_strip([(r.iteration, str(r.strategy)) for r in run.records], colors) for run in runs
-    ]
+    return [draw_strip([(r.iteration, r.strategy) for r in run.records], colors) for run in runs]
 
 
 def draw_strip(used: Sequence[tuple[int, str]], colors: Mapping[str, str]) -> Markup:
@@ -144,7 +142,7 @@ class SchemeError:
     measured_over_profiled: float
 
 
-def scheme_errors(records: Sequence[IterationRecord]) -> list[SchemeError]:
+def scheme_errors(records: Sequence[IterationMetrics]) -> list[SchemeError]:
     """Of all schemes that ran, the one that the profile has most wrong first; those of less than
     three pipelines last.
     """

@@ -20,10 +20,10 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.records.timeline import Event, EventKind, Timeline
 from ds_hydra.report import svg
 from ds_hydra.report.run_folder import Run
-from ds_hydra.report.run_report import IterationRecord
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy.schemes.placement import stages_of
 
@@ -268,7 +268,7 @@ def write_trace(document: dict[str, Any], out: Path) -> None:
 
 
 def _document(
-    groups: Iterable[tuple[list[Timeline], IterationPlan | None, IterationRecord | None]],
+    groups: Iterable[tuple[list[Timeline], IterationPlan | None, IterationMetrics | None]],
 ) -> dict[str, Any]:
     events: list[TraceEvent] = []
     threads: dict[tuple[int, int], str] = {(_ITERATIONS, _ITERATIONS * _THREADS): "iteration"}
@@ -294,7 +294,7 @@ def _document(
 
 
 def _iteration_event(
-    timeline: Timeline, record: IterationRecord | None, start_ms: float, duration_ms: float
+    timeline: Timeline, record: IterationMetrics | None, start_ms: float, duration_ms: float
 ) -> TraceEvent:
     args: dict[str, Any] = {"strategy": timeline.strategy}
     if record is not None:

@@ -72,6 +72,8 @@ def _write_capacities(
                 if num_micro_batches > MAX_BALANCED_MICRO_BATCHES
                 else problem.ratio[kind, num_micro_batches]
             )
+            # Two bounds of one pipeline, solved for its work: the balance of V micro-batches, and
+            # the way of the shortest micro-batch through the other stages.
             work = min(limit_ms / ratio, limit_ms - (num_stages - 1) * constant)
             # The micro-batch of a long sequence hides a part of the others' time alone.
             if long_sequence >= 0 and num_stages > 1:
@@ -83,9 +85,11 @@ def _write_capacities(
         if load <= 0.0:
             continue
         tokens = min(float(num_micro_batches * max_len), load / max(cheapest_token_ms, _TINY))
+        # More micro-batches hold more tokens and less time; pairs that do neither are no choice.
         if not count or load > capacities[count - 1, 0] or tokens > capacities[count - 1, 1]:
             capacities[count, 0], capacities[count, 1] = load, tokens
             count += 1
+        # Tokens are limited by time from here on, and `ratio` is 1: further V hold less of both.
         if num_micro_batches * max_len > tokens and num_micro_batches > MAX_BALANCED_MICRO_BATCHES:
             break
     return count
@@ -154,11 +158,14 @@ def _count_apart(problem: DispatchProblem, limit_ms: float, longest_allowed: Int
     """
     num_apart = np.zeros_like(longest_allowed)
     for kind in range(num_apart.size):
+        # A sequence before `longest_allowed` of a kind is too long for it: those that are too long
+        # for all others are forced on this one.
         num_forced = problem.lengths.size if longest_allowed[kind] == 0 else 0
         for other in range(num_apart.size):
             if other != kind:
                 num_forced = min(num_forced, longest_allowed[other])
         apart = min(num_forced, 1)
+        # Neighbours are the pair that fits best; if these two do not, no longer pair does.
         while apart < num_forced and _pair_ms(problem, kind, apart - 1, apart) > limit_ms:
             apart += 1
         num_apart[kind] = apart
@@ -206,6 +213,7 @@ def _write_demand(
         of_time, of_tokens = prices[0, kind], prices[1, kind]
         for i in range(longest_allowed[kind], num_sequences):
             price = of_time * problem.sequence_ms[kind, i] + of_tokens * tokens[i]
+            # Without a branch, so that the loop is vectorised: this is most of the bound's time.
             is_less = price < least_price[i]
             least_price[i] = price if is_less else least_price[i]
             cheapest[i] = kind if is_less else cheapest[i]
@@ -224,7 +232,7 @@ def _is_impossible(problem: DispatchProblem, limit_ms: float, prices: FloatArray
     """
     num_kinds, num_sequences = problem.num_stages.size, problem.lengths.size
     longest_allowed = _longest_allowed(problem, limit_ms)
-    if longest_allowed.min() > 0:
+    if longest_allowed.min() > 0:  # the longest sequence ends in time on no kind
         return True
     counts = np.zeros(num_kinds, dtype=np.int64)
     for kind in problem.kind_of:
@@ -270,6 +278,7 @@ def _is_impossible(problem: DispatchProblem, limit_ms: float, prices: FloatArray
                 lack = demand[row, kind] - supply[row, kind]
                 scale = max(demand[row, kind], supply[row, kind], _TINY)
                 prices[row, kind] *= np.exp(rate * lack / scale)
+        # A proof holds for any multiple of its prices; one scale keeps exponents in range.
         prices /= prices[0].max()
     return False
 
@@ -294,6 +303,7 @@ def strategy_bound_ms(problem: DispatchProblem, upper_ms: float) -> float:
                 )
                 alone = min(alone, time)
         low = max(low, alone)
+    # Time decides more often than memory: tokens begin at a twentieth of the price of their time.
     num_kinds = problem.num_stages.size
     prices = np.ones((2, num_kinds))
     for kind in range(num_kinds):

@@ -202,7 +202,7 @@ def solve_step(
                 used |= 1 << k
                 if lengths[0] <= max_len[k]:
                     alone = min(alone, table[k, 0] + constants[k])
-        if room < total or alone == np.inf:
+        if room < total or alone == np.inf:  # too little memory in all, or for the longest one
             continue
         if work_ms[used] < 0.0:
             work_ms[used] = 0.0
@@ -212,12 +212,13 @@ def solve_step(
                     if used >> k & 1 and lengths[i] <= max_len[k]:
                         cheapest = min(cheapest, sizes[k] * table[k, i])
                 work_ms[used] += cheapest
+        # The longest sequence takes its time; all together, each where it is cheapest, theirs.
         bounds[row] = max(alone, work_ms[used] / num_ranks)
     best, best_cut = limit, -1
     ends, filled = np.zeros(num_ranks), np.zeros(num_ranks, dtype=np.int64)
     heap, placed = np.zeros_like(filled), np.zeros_like(group_of)
     for row in np.argsort(bounds):
-        if bounds[row] >= best:
+        if bounds[row] >= best:  # and so are all that follow
             break
         slowest = _place(
             lengths, table, constants, max_len, cuts[row], best, ends, filled, heap, placed
@@ -267,6 +268,7 @@ def _place(
             if cut[k] > 0:
                 group = heap[first]
                 has_room = filled[group] + lengths[i] <= max_len[k]
+                # `end` begins at the limit: a cut that cannot win is left at its first sequence.
                 if has_room and ends[group] + table[k, i] < end:
                     end, kind, top = ends[group] + table[k, i], k, first
             first += cut[k]

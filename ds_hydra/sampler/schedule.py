@@ -57,6 +57,7 @@ def one_f_one_b_ms(micro_batch_ms: FloatArray, num_stages: int, forward_fraction
                 stage_end[stage] = forward_end
             micro_batch = wave - (num_stages - 1 - stage)
             if 0 <= micro_batch < num_micro_batches:
+                # Stage + 1 wrote it one wave ago, and overwrites it in this wave, after this read.
                 start = max(stage_end[stage], backward_end[stage + 1])
                 stage_end[stage] = start + (1.0 - forward_fraction) * micro_batch_ms[micro_batch]
                 backward_end[stage] = stage_end[stage]
@@ -288,6 +289,7 @@ def _balance(num_stages: int, forward_fraction: float, share: FloatArray) -> flo
             if one_f_one_b_ms(mean / step, num_stages, forward_fraction) < best:
                 best = one_f_one_b_ms(mean / step, num_stages, forward_fraction)
                 share[:] = mean / step
+        # The last path counts twice (optimistic steps): weights circle less and converge sooner.
         micro_batches = np.exp(-_BALANCE_RATE / num_stages * (path_sum + path - path_sum.min()))
         micro_batches /= micro_batches.sum()
     return bound
@@ -360,6 +362,7 @@ def ends_ms(
     """
     if ranks_per_core <= 1.0 or not times_ms.size:
         return times_ms
+    # Between two ends the same ranks run, all at one speed: piecewise linear, from end to end.
     order = np.argsort(times_ms, kind="stable")
     running = np.array(num_ranks)[order][::-1].cumsum()[::-1]
     speed = np.minimum(ranks_per_core, num_devices / running)

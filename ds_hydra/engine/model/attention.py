@@ -88,14 +88,14 @@ def hydra_varlen(
             f"{type(module).__name__}: the model hands it a mask of its own, and attention over a packed micro-batch "
             "knows causal, windowed and capped attention alone"
         )
-    sequence_shard = packed_micro_batch.sequence_shard
-    is_cut = sequence_shard is not None and sequence_shard.size > 1
+    layout = packed_micro_batch.layout
+    is_cut = layout is not None and layout.size > 1
     if is_cut:
         query_BHTD, key_BKTD, value_BKTD = gather_micro_batch(
-            query_BHTD, key_BKTD, value_BKTD, sequence_shard
+            query_BHTD, key_BKTD, value_BKTD, layout
         )
         if s_aux is not None:
-            s_aux = s_aux.chunk(sequence_shard.size)[sequence_shard.rank]
+            s_aux = s_aux.chunk(layout.size)[layout.rank]
 
     def attend(
         query_BHTD: Tensor, key_BKND: Tensor, value_BKND: Tensor, heads: slice = _ALL
@@ -116,7 +116,7 @@ def hydra_varlen(
         out_BTHD = attend(query_BHTD, key_BKTD, value_BKTD)
     else:
         out_BTHD = attend_to_all_rows(query_BHTD, key_BKTD, value_BKTD, keys, attend)
-    out_BTHD = scatter_micro_batch(out_BTHD, sequence_shard) if is_cut else out_BTHD
+    out_BTHD = scatter_micro_batch(out_BTHD, layout) if is_cut else out_BTHD
     return out_BTHD.contiguous(), None  # some families view it
 
 
@@ -593,9 +593,9 @@ def _forward(
         for part in micro_batch.segments
     ]
     whole = tree_map(lambda *of_sequences: torch.cat(of_sequences, dim=1), *parts)
-    if micro_batch.sequence_shard is None:
+    if micro_batch.layout is None:
         return whole
-    size, rank = micro_batch.sequence_shard.size, micro_batch.sequence_shard.rank
+    size, rank = micro_batch.layout.size, micro_batch.layout.rank
     return tree_map(lambda table: table.chunk(size, dim=1)[rank], whole)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ds_hydra.engine.parallel.token_cuts import KeysOfRow, SequenceShard, checkpoint_contexts
+from ds_hydra.engine.parallel.token_cuts import KeysOfRow, TokenLayout, checkpoint_contexts
 from ds_hydra.engine.ranks.memory import to_device
 
 
@@ -47,7 +47,7 @@ class PackedMicroBatch:
     """[1, T] on the compute device: positions that restart at 0 in every sequence; of this rank's
     sequence shard.
     """
-    sequence_shard: SequenceShard | None = None
+    layout: TokenLayout | None = None
     """What this rank holds of the micro-batch, or of its row, where that is cut or padded; segments
     are those before.
     """
@@ -65,13 +65,13 @@ class PackedMicroBatch:
         cls,
         lengths: Sequence[int],
         device: torch.device,
-        sequence_shard: SequenceShard | None = None,
+        layout: TokenLayout | None = None,
     ) -> PackedMicroBatch:
         """The micro-batch that concatenates sequences of `lengths` tokens, or a sequence shard of
         it.
         """
         whole = [Segment(number, length, 0, length) for number, length in enumerate(lengths)]
-        return cls.of_segments(whole, lengths, device, sequence_shard)
+        return cls.of_segments(whole, lengths, device, layout)
 
     @classmethod
     def of_segments(
@@ -79,21 +79,21 @@ class PackedMicroBatch:
         segments: Sequence[Segment],
         lengths: Sequence[int],
         device: torch.device,
-        sequence_shard: SequenceShard | None = None,
+        layout: TokenLayout | None = None,
         keys: KeysOfRow | None = None,
-        least: int = 0,
     ) -> PackedMicroBatch:
-        """The concatenated `segments` of a micro-batch of `lengths`, where they are cut padded to
-        `least` tokens at least.
+        """The concatenated `segments` of a micro-batch of `lengths`; rows are as long as those that
+        `keys` come from.
         """
         positions = torch.cat(
             [torch.arange(0), *(torch.arange(segment.begin, segment.end) for segment in segments)]
         )
-        if sequence_shard is not None:
-            padding = sequence_shard.padded(max(len(positions), least)) - len(positions)
+        if layout is not None:
+            least = keys.row_tokens if keys else 0
+            padding = layout.padded(max(len(positions), least)) - len(positions)
             if padding:
                 segments = [*segments, Segment(len(lengths), padding, 0, padding)]
-            positions = sequence_shard.cut(positions, least=least)
+            positions = layout.cut(positions, least=least)
 
         def boundaries(lengths: list[int]) -> Tensor:
             ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -105,7 +105,7 @@ class PackedMicroBatch:
             cu_seqlens=boundaries([segment.end - segment.begin for segment in segments]),
             cu_keys=boundaries([segment.end for segment in segments]),
             position_ids=to_device(positions.unsqueeze(0), device),
-            sequence_shard=sequence_shard,
+            layout=layout,
             keys=keys,
         )
 

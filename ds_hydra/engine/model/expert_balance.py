@@ -207,7 +207,7 @@ class ExpertBalance:
         micro-batch, 0 for padding.
         """
         ends = micro_batch.cu_seqlens
-        shard = micro_batch.sequence_shard
+        shard = micro_batch.layout
         rank = 0 if shard is None else shard.rank
         if self._tp.shards is not None:
             rank = rank * self._tp.shards.size + self._tp.rank
@@ -254,7 +254,7 @@ class ExpertBalance:
         return (scores_TE * weights_TE).sum()
 
     def _sum_over_shards(self, counts_NE: Tensor, micro_batch: PackedMicroBatch) -> None:
-        shard, keys = micro_batch.sequence_shard, micro_batch.keys
+        shard, keys = micro_batch.layout, micro_batch.keys
         if self._tp.shards is not None and self._tp.size > 1:
             dist.all_reduce(counts_NE, group=self._tp.group)
         if shard is not None and shard.size > 1:

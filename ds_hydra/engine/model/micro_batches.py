@@ -5,7 +5,7 @@ Legend: tensors ending in `_T` have one value per token of a packed micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ from ds_hydra.engine.losses.objective import Objective
 from ds_hydra.engine.model.adapters import token_seeds
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment
 from ds_hydra.engine.parallel.one_f_one_b import StageInfo
-from ds_hydra.engine.parallel.token_cuts import ContextRow, KeysOfRow, SequenceShard
+from ds_hydra.engine.parallel.token_cuts import KeysOfRow, TokenLayout
 from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
 from ds_hydra.sampler.packing.cuts import Piece, Row
@@ -54,25 +54,24 @@ class MicroBatchTensors:
         stage: StageInfo,
         load: LoadExample,
         device: torch.device,
-        sequence_shard: SequenceShard | None = None,
-        context: ContextRow | None = None,
+        layout: TokenLayout | None = None,
         objective: Objective | None = None,
         noise_seed: int | None = None,
     ) -> list[MicroBatchTensors]:
-        """The micro-batches of `pipeline` that `stage` needs, or this rank's row of each, cut to
-        `sequence_shard` after labels were shifted; with the fields of `objective`, and what noise
+        """The micro-batches of `pipeline` that `stage` needs, or of each what `layout` says, cut
+        after labels were shifted; with the fields of `objective`, and what noise
         begins with where a `noise_seed` is given.
         """
         micro_batches = []
         for number in range(len(pipeline.micro_batches)):
-            row = pipeline.own_row(number, context.rank if context else 0, plan.lengths)
-            least = _longest_row(pipeline.rows[number]) if context else 0
+            row = pipeline.own_row(number, layout.row if layout else 0, plan.lengths)
+            packed = _pack(plan, pipeline, number, row, device, layout)
+            least = packed.keys.row_tokens if packed.keys else 0
 
             def join(parts: list[Tensor], fill: int, least: int = least) -> Tensor:
                 row_T = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
-                return row_T if sequence_shard is None else sequence_shard.cut(row_T, fill, least)
+                return row_T if layout is None else layout.cut(row_T, fill, least)
 
-            packed = _pack(plan, pipeline, number, row, device, sequence_shard, context)
             ids, targets, fields = None, None, None
             if stage.is_first or stage.is_last:
                 examples = [(load(piece.position), slice(piece.begin, piece.end)) for piece in row]
@@ -116,18 +115,13 @@ class MicroBatchTensors:
         return micro_batches
 
 
-def _longest_row(rows: Sequence[Row]) -> int:
-    return max(sum(piece.end - piece.begin for piece in row) for row in rows)
-
-
 def _pack(
     plan: IterationPlan,
     pipeline: PipelinePlan,
     number: int,
     row: Row,
     device: torch.device,
-    sequence_shard: SequenceShard | None,
-    context: ContextRow | None,
+    layout: TokenLayout | None,
 ) -> PackedMicroBatch:
     """Where the sequences of micro-batch `number` are, or those of a row of it."""
     micro_batch = pipeline.micro_batches[number]
@@ -135,14 +129,11 @@ def _pack(
     segments = [
         Segment(number_of[p.position], plan.lengths[p.position], p.begin, p.end) for p in row
     ]
-    keys, least = None, 0
-    if context is not None:
-        assert sequence_shard is not None, "rows are padded to the longest of them"
-        rows = pipeline.rows[number]
-        least = _longest_row(rows)
-        keys = KeysOfRow.find(rows, context, sequence_shard.padded(least), device)
+    keys = None
+    if layout is not None and layout.rows is not None:
+        keys = KeysOfRow.find(pipeline.rows[number], layout, device)
     lengths = plan.micro_batch_lengths(micro_batch)
-    return PackedMicroBatch.of_segments(segments, lengths, device, sequence_shard, keys, least)
+    return PackedMicroBatch.of_segments(segments, lengths, device, layout, keys)
 
 
 def shift_labels(labels_T: Tensor) -> Tensor:

@@ -48,35 +48,42 @@ from ds_hydra.strategy.cost_models.costs import MOST_KEY_VALUE_PARTS
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceShard:
-    """Which part of each micro-batch this rank holds: sequence shard `rank` of `size`, the others
-    being with the ranks of `group`.
+class TokenLayout:
+    """Which tokens of each micro-batch this rank holds, where its pipeline cuts or pads them.
 
-    Sequence shards have a multiple of `multiple` tokens. There is one alone, without a group, where
-    micro-batches are only padded.
+    A row of the micro-batch (CP), of that a sequence shard (SP), of as many tokens as a TP group
+    can share (TP-SP).
     """
 
-    group: dist.ProcessGroup | None
-    size: int
-    rank: int
+    group: dist.ProcessGroup | None = None
+    """The ranks that hold the other sequence shards."""
+    size: int = 1
+    """Sequence shards of a row."""
+    rank: int = 0
+    """Number of this rank's sequence shard."""
     multiple: int = 1
+    """A sequence shard has a multiple of it of tokens."""
+    rows: TokenShards | None = None
+    """The CP group, whose ranks hold the rows; None where a micro-batch is one row."""
+    row: int = 0
+    """Number of this rank's row."""
 
     def padded(self, num_tokens: int) -> int:
-        """Tokens of a micro-batch of `num_tokens` with those that let it be cut evenly."""
+        """Tokens of a row of `num_tokens` with those that let it be cut evenly."""
         step = self.size * self.multiple
         return -(-num_tokens // step) * step
 
-    def cut(self, micro_batch_T: Tensor, fill: int = 0, least: int = 0) -> Tensor:
-        """[t, ...] of this rank out of one row per token of the micro-batch, padded with `fill`, to
-        `least` tokens at least.
+    def cut(self, row_T: Tensor, fill: int = 0, least: int = 0) -> Tensor:
+        """[t, ...] of this rank's sequence shard out of one entry per token of its row, padded with
+        `fill`, to `least` tokens at least.
         """
-        num_padding = self.padded(max(len(micro_batch_T), least)) - len(micro_batch_T)
-        padding = micro_batch_T.new_full((num_padding, *micro_batch_T.shape[1:]), fill)
-        return torch.cat([micro_batch_T, padding]).chunk(self.size)[self.rank]
+        num_padding = self.padded(max(len(row_T), least)) - len(row_T)
+        padding = row_T.new_full((num_padding, *row_T.shape[1:]), fill)
+        return torch.cat([row_T, padding]).chunk(self.size)[self.rank]
 
 
 def gather_micro_batch(
-    query_BHtD: Tensor, key_BKtD: Tensor, value_BKtD: Tensor, sequence_shard: SequenceShard
+    query_BHtD: Tensor, key_BKtD: Tensor, value_BKtD: Tensor, layout: TokenLayout
 ) -> tuple[Tensor, ...]:
     """The whole micro-batch for this rank's part of the heads: [1, H / P, T, D] queries, their keys
     and values.
@@ -85,15 +92,13 @@ def gather_micro_batch(
     queries and each of them serves as many. One exchange for all three. Collective over the group,
     in backward too.
     """
-    copies = lcm(key_BKtD.shape[1], sequence_shard.size) // key_BKtD.shape[1]
+    copies = lcm(key_BKtD.shape[1], layout.size) // key_BKtD.shape[1]
     if copies > 1:
         key_BKtD = key_BKtD.repeat_interleave(copies, dim=1)
         value_BKtD = value_BKtD.repeat_interleave(copies, dim=1)
     parts = (query_BHtD, key_BKtD, value_BKtD)
-    columns = [
-        part[0].unflatten(0, (sequence_shard.size, -1)).transpose(1, 2).flatten(2) for part in parts
-    ]
-    received: Tensor = _Exchange.apply(torch.cat(columns, dim=2), sequence_shard.group)
+    columns = [part[0].unflatten(0, (layout.size, -1)).transpose(1, 2).flatten(2) for part in parts]
+    received: Tensor = _Exchange.apply(torch.cat(columns, dim=2), layout.group)
     widths = [part.shape[2] for part in columns]
     return tuple(
         heads.unflatten(1, (-1, part.shape[3])).transpose(0, 1).unsqueeze(0)
@@ -101,15 +106,13 @@ def gather_micro_batch(
     )
 
 
-def scatter_micro_batch(out_BThD: Tensor, sequence_shard: SequenceShard) -> Tensor:
+def scatter_micro_batch(out_BThD: Tensor, layout: TokenLayout) -> Tensor:
     """This rank's sequence shard of all heads, [1, t, H, D], out of all tokens of its part of the
     heads, [1, T, H / P, D].
 
     Collective over the group, in backward too.
     """
-    received: Tensor = _Exchange.apply(
-        out_BThD[0].unflatten(0, (sequence_shard.size, -1)), sequence_shard.group
-    )
+    received: Tensor = _Exchange.apply(out_BThD[0].unflatten(0, (layout.size, -1)), layout.group)
     return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
@@ -136,20 +139,12 @@ def _all_to_all(sent: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class ContextRow:
-    """Which row of its micro-batches this rank has: number `rank` of those of `group`, a CP
-    group.
-    """
-
-    group: TokenShards
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
 class KeysOfRow:
     """Where the keys of a row's pieces are among those of all rows."""
 
     group: TokenShards
+    row_tokens: int
+    """t, the same of all rows."""
     blocks: tuple[Tensor, ...]
     """[n] places in the P t gathered tokens, on the compute device: of consecutive pieces of
     different sequences, so that none is twice in a block and gradients add up in one order.
@@ -158,12 +153,12 @@ class KeysOfRow:
     """All blocks, one after another."""
 
     @classmethod
-    def find(
-        cls, rows: Sequence[Row], own: ContextRow, row_tokens: int, device: torch.device
-    ) -> KeysOfRow:
-        """Those of row `own`, whose padding attends to itself; all `rows` are padded to
-        `row_tokens`.
+    def find(cls, rows: Sequence[Row], layout: TokenLayout, device: torch.device) -> KeysOfRow:
+        """Those of this rank's row, whose padding attends to itself; all `rows` of a micro-batch
+        are padded to the longest.
         """
+        assert layout.rows is not None, "a micro-batch of one row needs no others' keys"
+        row_tokens = layout.padded(max(sum(p.end - p.begin for p in row) for row in rows))
         places: dict[int, list[tuple[int, Tensor]]] = {}
         for number, row in enumerate(rows):
             at = number * row_tokens
@@ -176,15 +171,15 @@ class KeysOfRow:
             for position, found in places.items()
         }
         blocks: list[dict[int, Tensor]] = [{}]
-        for piece in rows[own.rank]:
+        for piece in rows[layout.row]:
             if piece.position in blocks[-1]:
                 blocks.append({})
             blocks[-1][piece.position] = of_sequence[piece.position][: piece.end]
-        used = sum(piece.end - piece.begin for piece in rows[own.rank])
-        blocks[-1][-1] = torch.arange(used, row_tokens) + own.rank * row_tokens
+        used = sum(piece.end - piece.begin for piece in rows[layout.row])
+        blocks[-1][-1] = torch.arange(used, row_tokens) + layout.row * row_tokens
         of_blocks = [torch.cat([*block.values()]) for block in blocks]
         places_N = to_device(torch.cat(of_blocks), device)
-        return cls(own.group, places_N.split([*map(len, of_blocks)]), places_N)
+        return cls(layout.rows, row_tokens, places_N.split([*map(len, of_blocks)]), places_N)
 
     def post(self, row_tW: Tensor) -> Callable[[], Tensor]:
         """Returns what waits for [N, W] of this rank's pieces, out of all rows. Collective over the

@@ -76,7 +76,6 @@ def measure_iteration(
         mfu=tflops * 1e12 / peak_flops if peak_flops else nan,
         predicted_ms=plan.makespan_ms,
         measured_ms=measured_ms,
-        prediction_error=measured_ms / plan.makespan_ms - 1 if plan.makespan_ms > 0 else nan,
         imbalance=imbalance_of((p.ranks, p.measured_ms) for p in pipelines if p.num_micro_batches),
         bubble=1 - sum(o.busy_ms for o in outcomes) / available_ms if available_ms > 0 else 0.0,
         pull_ms=max(o.pull_ms for o in outcomes),
@@ -146,11 +145,8 @@ def _measure_pipelines(
                 sum(phase.micro_batch_lengths(micro_batch)) for micro_batch in p.micro_batches
             ),
             predicted_ms=p.makespan_ms,
-            measured_ms=(
-                measured := max(propagate_ms[rank] for rank in p.ranks) if p.micro_batches else 0.0
-            ),
-            prediction_error=measured / p.makespan_ms - 1 if measured and p.makespan_ms else 0.0,
-            profiled_ms=profiled,
+            measured_ms=max(propagate_ms[rank] for rank in p.ranks) if p.micro_batches else 0.0,
+            profiled_ms=nan if profiled is None else profiled,
         )
         for p, profiled in zip(phase.pipelines, profiled_ms)
     )

@@ -47,6 +47,7 @@ def _dispatch_greedily(problem: DispatchProblem, order: IntArray, assignment: In
     value = np.zeros(num_pipelines)
     heap = np.arange(num_pipelines)
     start = np.searchsorted(problem.kind_of, np.arange(num_kinds + 1))
+    # Each read of a field counts a reference, which the inner loop would pay for.
     lengths, sequence_ms, num_stages = problem.lengths, problem.sequence_ms, problem.num_stages
     constant, traffic, max_len = problem.constant_ms, problem.traffic_ms, problem.max_len_tokens
     ratio, is_exact, is_eq2 = problem.ratio, problem.is_exact, problem.is_eq2
@@ -55,7 +56,9 @@ def _dispatch_greedily(problem: DispatchProblem, order: IntArray, assignment: In
         for kind in range(num_kinds):
             if lengths[i] > max_len[kind] or start[kind] == start[kind + 1]:
                 continue
+            # Pipelines of a kind are alike but for their load: the one that ends first can win.
             pipeline = heap[start[kind]]
+            # The smaller index is the longer sequence; a shuffled order may bring it later.
             top = i if longest[pipeline] < 0 else min(i, longest[pipeline])
             ms = estimate_ms(
                 load[pipeline] + sequence_ms[kind, i], tokens[pipeline] + lengths[i], sequence_ms[kind, top],
@@ -63,7 +66,7 @@ def _dispatch_greedily(problem: DispatchProblem, order: IntArray, assignment: In
             )  # fmt: skip
             if ms < best:
                 best_kind, best = kind, ms
-        if best_kind < 0:
+        if best_kind < 0:  # longer than every MaxLen: no order of the others helps
             return np.inf
         pipeline = heap[start[best_kind]]
         assignment[i] = pipeline
@@ -106,6 +109,7 @@ def _fit_within(
             for pipeline in range(first_open[kind], min(end[kind], first_open[kind] + _MAX_OPEN)):
                 top = i if longest[pipeline] < 0 else longest[pipeline]
                 new_load = load[pipeline] + sequence_ms[kind, i]
+                # Not the sum alone: where PP > 1 a long sequence delays every stage behind it.
                 ms = estimate_ms(
                     new_load, tokens[pipeline] + lengths[i], sequence_ms[kind, top],
                     kind, num_stages[kind], constant[kind], traffic[kind], max_len[kind], ratio, is_exact, is_eq2,
@@ -122,6 +126,7 @@ def _fit_within(
         load[chosen] = new_load
         tokens[chosen] += lengths[i]
         value[chosen] = ms
+        # Even the shortest sequence would not fit: nobody looks at this pipeline again.
         if chosen == first_open[kind] and new_load + sequence_ms[kind, last] > limit_ms:
             first_open[kind] += 1
     return float(value.max())
@@ -151,6 +156,7 @@ def fit_trials(
             if value < best * (1 - EPSILON):
                 best = value
                 assignment[:] = trial
+            # First-fit is not monotonic in its limit: this finds a good one, not the smallest.
             if value < np.inf:
                 high = min(middle, value)
             else:
@@ -166,6 +172,7 @@ def dispatch_trials(
     best = np.inf
     trial = np.empty_like(assignment)
     for number in range(num_trials):
+        # The first order is not shuffled: longest first is the best single guess (LPT).
         order = shuffled_order(problem.lengths, 0.5 * number, seed + number)
         value = _dispatch_greedily(problem, order, trial)
         if value < best * (1 - EPSILON):
@@ -219,6 +226,7 @@ def dispatch_sequences(
     order = np.argsort(-np.array(lengths, dtype=np.int64), kind="stable")
     problem = make_problem(np.array(lengths, dtype=np.int64)[order], merged, is_eq2=True)
     sorted_assignment = np.zeros(len(lengths), dtype=np.int64)
+    # The bound is searched below what greedy found, and ends the search where it is reached.
     objective = dispatch_trials(problem, _NUM_TRIALS, seed, sorted_assignment)
     lower_bound = strategy_bound_ms(problem, objective)
     objective = fit_trials(problem, lower_bound, objective, _NUM_FIT_STEPS, sorted_assignment)

@@ -62,9 +62,11 @@ def estimate_ms(
     if is_eq2:
         return float(load_ms + longest_ms * (num_stages - 1))
     min_micro_batches = -(-tokens // max_len)
+    # Without a pipeline to fill the fewest micro-batches are best: each costs its constant.
     if num_stages == 1 and is_exact:
         return float(max(load_ms + constant * min_micro_batches, traffic * min_micro_batches))
     centre = MAX_BALANCED_MICRO_BATCHES
+    # Compared squared, so that a constant of 0 divides nothing.
     if constant * centre * centre > (num_stages - 1) * load_ms:
         centre = int(np.sqrt((num_stages - 1) * load_ms / constant))
     # Four counts: the closed form is flat around its minimum, and this runs for every trial move.
@@ -79,6 +81,7 @@ def estimate_ms(
                 if num_micro_batches > MAX_BALANCED_MICRO_BATCHES
                 else ratio[kind, num_micro_batches]
             )
+            # The longest micro-batch passes all stages and hides half of the others' work.
             around_longest = (num_stages - 0.5) * (longest_ms + constant) + 0.5 * work
             value = max(work * micro_batch_ratio, around_longest)
         else:
@@ -119,6 +122,7 @@ def recount(problem: DispatchProblem, assignment: IntArray, loads: Loads, a: int
         if pipeline in (a, b):
             loads.load_ms[pipeline] += problem.sequence_ms[problem.kind_of[pipeline], i]
             loads.tokens[pipeline] += problem.lengths[i]
+            # Lengths descend: the first two that are met are the longest.
             if loads.first[pipeline] < 0:
                 loads.first[pipeline] = i
             elif loads.second[pipeline] < 0:
@@ -152,6 +156,7 @@ def choose_targets(
     """
     num_pipelines = value_ms.size
     is_target = np.zeros(num_pipelines)
+    # A stable sort: equal times in the order of pipelines, the same plan on every machine.
     by_value = np.argsort(value_ms, kind="mergesort")
     has_kind = np.zeros(problem.num_stages.size)
     for rank in range(num_pipelines):
@@ -182,6 +187,7 @@ def find_exchanges(
     `found.shape[0]` rows (i, j, pipeline) and the time of the slower of both pipelines, best first;
     returns how many.
     """
+    # Both must end before the slowest does now, by more than rounding, or exchanges go in circles.
     limit = value_ms[slowest] * (1 - EPSILON)
     max_found = found_ms.size
     found_ms[:] = limit
@@ -194,6 +200,7 @@ def find_exchanges(
     slow_kind = kind_of[slowest]
     previous_length = -1
     for i in range(assignment.size):
+        # Of sequences of one length one is tried: the others give the same times.
         if assignment[i] != slowest or lengths[i] == previous_length:
             continue
         previous_length = lengths[i]
@@ -201,6 +208,7 @@ def find_exchanges(
         left_ms = load_ms[slowest] - sequence_ms[slow_kind, i]
         left_tokens = tokens[slowest] - lengths[i]
         left_first = second[slowest] if first[slowest] == i else first[slowest]
+        # First partners j to swap with, all of them shorter, then pipelines to move to alone.
         for other in range(i + 1, assignment.size + is_target.size):
             j = other if other < assignment.size else -1
             target = assignment[j] if j >= 0 else other - assignment.size
@@ -223,6 +231,7 @@ def find_exchanges(
                 new_ms -= sequence_ms[kind, j]
                 new_tokens -= lengths[j]
                 longest = second[target] if longest == j else longest
+            # The other side costs as much again: most candidates end here.
             if here_ms >= found_ms[max_found - 1]:
                 continue
             there_ms = bias_ms[target] + estimate_ms(
@@ -233,6 +242,7 @@ def find_exchanges(
             worse_ms = max(here_ms, there_ms)
             if worse_ms >= found_ms[max_found - 1]:
                 continue
+            # Insertion into a short sorted list, which a heap would not beat.
             place = max_found - 1
             while place > 0 and found_ms[place - 1] > worse_ms:
                 found_ms[place] = found_ms[place - 1]
@@ -360,6 +370,7 @@ def order_micro_batches(
             by_time = np.argsort(
                 -_micro_batch_times_ms(problem, members, pipeline, micro_batches), kind="mergesort"
             )
+            # Longest -> last place (-1), second longest -> place 0, the others between them.
             place = np.empty(by_time.size, dtype=np.int64)
             place[by_time] = (np.arange(by_time.size) - 1) % by_time.size
             micro_batches[members] = place[micro_batches[members]]
@@ -394,6 +405,7 @@ def iteration_ms(
             linked = linked_ms(
                 times, num_stages, problem.forward_fraction, pull_ms, push_ms, buckets
             )
+            # The difference of two recurrences: `pipeline_ms` may be by the closed form.
             slowest = max(slowest, pipeline_ms[pipeline] + linked - alone)
     return slowest
 
@@ -438,6 +450,7 @@ def refine_pipelines(
         slowest = int(np.argmax(pipeline_ms))
         if pipeline_ms[slowest] <= enough_ms:
             break
+        # Packed well before it is taken apart: what a quick packing lost is no reason to exchange.
         if not is_searched[slowest]:
             is_searched[slowest] = True
             old_micro_batches = micro_batches.copy()
@@ -486,6 +499,7 @@ def perturb_and_refine(
             break
         new_assignment, new_micro_batches = assignment.copy(), micro_batches.copy()
         _perturb(problem, new_assignment, int(np.argmax(pipeline_ms)), seed)
+        # On copies, all pipelines anew: most perturbations lead to nothing better.
         new_ms = pack_pipelines(problem, new_assignment, new_micro_batches)
         time = refine_pipelines(
             problem, new_assignment, new_micro_batches, new_ms, enough_ms, max_steps, num_targets
@@ -535,6 +549,7 @@ def _try_exchanges(
             if there < pipeline_ms[slowest] * (1 - EPSILON):
                 pipeline_ms[slowest], pipeline_ms[partner] = here, there
                 return partner
+        # Taken back whole: packing has renumbered the micro-batches of both.
         assignment[:] = old_assignment
         micro_batches[:] = old_micro_batches
     return -1

@@ -64,6 +64,7 @@ def improve_micro_batches(
     left = num_evaluations
     while left > 0:
         before = best
+        # Places count by the recurrence alone: short micro-batches fill and drain a pipeline best.
         if cost.is_exact:
             best, left = _swap_micro_batches(micro_batches, state, cost, best, left)
         for i in range(micro_batches.size):
@@ -174,6 +175,7 @@ def _swap_sequence(
         if source == target or tokens == 0 or state.tokens[target] + tokens > cost.max_len_tokens:
             continue
         delta = sequence_ms[i] - sequence_ms[j]
+        # Taking back adds the same number again: rounding stays below what EPSILON lets count.
         state.times[source] -= delta
         state.times[target] += delta
         value = makespan_ms(
@@ -198,6 +200,7 @@ def perturb(
     """Moves a few sequences, chosen by `seed`, to other micro-batches that can hold them, out of a
     local optimum.
     """
+    # Noise so far above all lengths makes a uniform order of it.
     order = shuffled_order(lengths, 1e6, seed)
     targets = shuffled_order(
         np.ones(min(lengths.size, _NUM_PERTURBED), dtype=np.int64), 1e6, seed + 1

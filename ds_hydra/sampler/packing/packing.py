@@ -59,6 +59,7 @@ def _fill_micro_batches(
         best = -1
         for micro_batch in range(num_micro_batches):
             fits = tokens[micro_batch] + lengths[i] <= max_len
+            # The fullest that has room: gaps stay as large as they can be.
             if fits and (best < 0 or tokens[micro_batch] > tokens[best]):
                 best = micro_batch
         if best < 0:
@@ -80,7 +81,7 @@ def fewest_micro_batches(
     best = _fill_micro_batches(order, lengths, max_len, micro_batches)
     trial = np.empty_like(micro_batches)
     for seed in range(num_tries):
-        if best == lower_bound:
+        if best == lower_bound:  # proved: no packing has fewer
             break
         num_micro_batches = _fill_micro_batches(
             shuffled_order(lengths, 0.3, seed), lengths, max_len, trial
@@ -127,6 +128,8 @@ def _balanced_targets(num_micro_batches: int, load_ms: float, cost: PipelineCost
     """
     if not cost.is_exact or num_micro_batches > MAX_BALANCED_MICRO_BATCHES:
         return np.full(num_micro_batches, load_ms / num_micro_batches)
+    # Shares are of whole micro-batch times; what sequences may take is left without the constant,
+    # and shares that are below it are 0, so that the rest is scaled to the load again.
     work = load_ms + num_micro_batches * cost.constant_ms
     targets = np.maximum(
         cost.balance.share[num_micro_batches, :num_micro_batches] * work - cost.constant_ms, 0.0
@@ -196,6 +199,7 @@ def pack_micro_batches(
     best = makespan_ms(
         times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
     )
+    # One stage: time is the sum, so the fewest micro-batches are optimal, whatever they hold.
     if cost.num_stages == 1 and cost.is_exact and times.min() >= cost.traffic_ms:
         return best
     fullest = micro_batches.copy()
@@ -213,6 +217,7 @@ def pack_micro_batches(
             break
         bounds[num_micro_batches] = np.inf
         targets = _balanced_targets(num_micro_batches, load, cost)
+        # Balanced filling minds MaxLen last and may fail where a packing by capacity is known.
         if not fill_targets(sequence_ms, lengths, targets, cost.max_len_tokens, trial):
             if num_micro_batches < fewest:
                 continue
@@ -243,6 +248,7 @@ def _split_micro_batches(
         for i in range(micro_batches.size):
             tokens[micro_batches[i]] += lengths[i]
             counts[micro_batches[i]] += 1
+        # Every other sequence leaves: lengths descend, so both halves get long and short ones.
         source = int(np.argmax(np.where(counts > 1, tokens, -1)))
         is_second = False
         for i in range(micro_batches.size):

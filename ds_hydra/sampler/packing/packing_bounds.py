@@ -38,7 +38,7 @@ def min_num_micro_batches(lengths: IntArray, max_len: int) -> int:
     """
     best = -(-lengths.sum() // max_len)
     for threshold in lengths:
-        if 2 * threshold > max_len:
+        if 2 * threshold > max_len:  # two of these never share a micro-batch: counted below
             continue
         alone, half, half_tokens, rest_tokens = 0, 0, 0, 0
         for length in lengths:
@@ -49,6 +49,7 @@ def min_num_micro_batches(lengths: IntArray, max_len: int) -> int:
                 half_tokens += length
             elif length >= threshold:
                 rest_tokens += length
+        # Half-full micro-batches take what they have room for; what is over needs new ones.
         overflow = max(0, rest_tokens - (half * max_len - half_tokens))
         best = max(best, alone + half + -(-overflow // max_len))
     half = 0
