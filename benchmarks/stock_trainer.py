@@ -25,7 +25,7 @@ from workloads import (
     place_rebalanced,
 )
 
-from ds_hydra.engine.model.attention import attention_per_sequence
+from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
 
 PACKED_ATTENTION = "per_sequence"
 """Name under which the contenders' attention of packed micro-batches is registered: ds_hydra's own,

@@ -6,24 +6,19 @@ Prints their exit codes. Without the call of `let_collectives_end_at_exit` about
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from distributed import free_port, rank_environment
 
+from ds_hydra.engine.ranks import process_end  # before the fork, so that it is loaded once
+
 NUM_RANKS = 2
-MODULE = Path(__file__).parents[1] / "ds_hydra" / "engine" / "ranks" / "process_end.py"
 
 
 def end_after_a_collective() -> None:
-    # The file alone: what the package imports would run code of its own at exit.
-    spec = importlib.util.spec_from_file_location("process_end", MODULE)
-    process_end = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(process_end)
     process_end.let_collectives_end_at_exit()
     dist.init_process_group("gloo")
     sys.setswitchinterval(100)  # other threads get Python's lock only where this one gives it away

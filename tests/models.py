@@ -57,22 +57,13 @@ FAMILIES = {
 }
 
 _ROUTED = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-}
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "n_shared_experts": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+}  # fmt: skip
 _LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-}
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 12,
+}  # fmt: skip
 
 MIXTURES_OF_EXPERTS = {
     "mixtral": _builder("MixtralForCausalLM", "MixtralConfig", num_local_experts=4),

@@ -170,11 +170,8 @@ def write_run_folder(folder: Path, num_iterations: int = 14) -> Path:
     model = {"type": "llama", "num_parameters": 6_700_000_000}
     hydra = {"activation_checkpointing": False, "memory_limit_bytes": None}
     run = {
-        "schema": "ds_hydra.run/1",
-        "num_ranks": NUM_RANKS,
-        "device": "cuda",
-        "model": model,
+        "schema": "ds_hydra.run/1", "num_ranks": NUM_RANKS, "device": "cuda", "model": model,
         "hydra": hydra,
-    }
+    }  # fmt: skip
     (folder / "run.json").write_text(json.dumps(run))
     return folder

@@ -19,12 +19,9 @@ import workloads as w  # noqa: E402
 
 CONTEXT, TOKENS = 1024, 4096
 PLACES = (
-    w.place_evenly,
-    w.place_first_fit,
-    w.place_rebalanced,
-    w.place_balanced_tokens,
+    w.place_evenly, w.place_first_fit, w.place_rebalanced, w.place_balanced_tokens,
     w.place_balanced_flops,
-)
+)  # fmt: skip
 
 
 def shape(num_ranks=2):

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import transformers
+from flash_standin import installed
 from reference import make_profile
 from typer.testing import CliRunner
 
 from ds_hydra.cli import app
 from ds_hydra.commands.check import describe_report
 from ds_hydra.commands.init import start_config
-from ds_hydra.configs import find_file, list_files, load_model_preset
+from ds_hydra.configs import load_model_preset
 from ds_hydra.engine.checks.config_check import CheckRequest, check_config
-from ds_hydra.engine.model import attention
 from ds_hydra.engine.ranks.process_start import compiles_adam
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
@@ -188,18 +187,35 @@ def test_a_model_is_compared_with_the_profile_and_asked_for_its_schemes(tmp_path
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_softcapped_attention_is_refused_on_gpus_as_by_the_engine(tmp_path, dtype, monkeypatch):
+def test_softcapped_attention_is_refused_on_gpus_as_by_the_engine(tmp_path, dtype):
     config = transformers.Gemma2Config(num_hidden_layers=2, hidden_size=64, head_dim=16)
     config.save_pretrained(tmp_path)
     asked = changed(hydra={"profile": None}, bf16={"enabled": dtype == "bf16"})
     request = CheckRequest(config=asked, num_devices=8, model=str(tmp_path))
 
-    def warnings(kernel):
-        monkeypatch.setattr(attention, "find_kernel", lambda needs_softcap: kernel)
-        return " ".join(check_config(request).warnings)
+    with installed():
+        warnings = " ".join(check_config(request).warnings)
+    assert "refuses this model: attn_logit_softcapping is 50.0" in warnings
+    with installed("flash_attention_2"):
+        warnings = " ".join(check_config(request).warnings)
+    assert ("attn_logit_softcapping" in warnings) == (dtype == "fp32")
 
-    assert "refuses this model: attn_logit_softcapping is 50.0" in warnings(None)
-    assert ("attn_logit_softcapping" in warnings(lambda: None)) == (dtype == "fp32")
+
+def test_the_kernel_of_attention_is_named_and_why_faster_ones_are_not():
+    def check(**hydra):
+        asked = changed(hydra=hydra, bf16={"enabled": True})
+        return check_config(CheckRequest(config=asked, num_devices=8, model="llama2_7b"))
+
+    with installed("flash_attention_2"):
+        assumed = " ".join(check().assumed)
+        assert "by the packages here: flash_attention_2 (flash-attn" in assumed
+        assert "for heads of 128 in bfloat16; not flash_attention_3: flash-attn-3 is not" in assumed
+        report = check(attention="flash_attention_3")
+        assert report.problems == []  # another host may have it
+        assert 'hydra.attention is "flash_attention_3"' in " ".join(report.warnings)
+        assert 'set it to "flash_attention_2" or "per_sequence"' in " ".join(report.warnings)
+        of_hub = " ".join(check(attention="kernels-community/flash-attn3").assumed)
+        assert "the hub has kernels-community/flash-attn3" in of_hub
 
 
 def test_the_compiler_of_deepspeeds_own_optimizer_is_told():
@@ -313,19 +329,8 @@ def test_only_schemes_that_fit_the_devices_are_shown():
 )
 def test_init_writes_what_check_accepts(tmp_path, model, devices):
     out = tmp_path / "ds_config.json"
-    result = invoke(
-        "init",
-        "--model",
-        model,
-        "--device",
-        "a800",
-        "--devices",
-        devices,
-        "--context",
-        32768,
-        "--out",
-        out,
-    )
+    request = ("init", "--model", model, "--device", "a800", "--devices", devices)
+    result = invoke(*request, "--context", 32768, "--out", out)
     assert result.exit_code == 0, result.stderr
     config = json.loads(out.read_text())
     assert config["hydra"]["profile"] == f"a800_{model}"
@@ -336,19 +341,7 @@ def test_init_writes_what_check_accepts(tmp_path, model, devices):
     reasons = (tmp_path / "ds_config.md").read_text()
     for key in ("hydra.context_length", "hydra.profile", "optimizer.params", "hydra.over_length"):
         assert f"| `{key}` |" in reasons
-    again = invoke(
-        "init",
-        "--model",
-        model,
-        "--device",
-        "a800",
-        "--devices",
-        devices,
-        "--context",
-        32768,
-        "--out",
-        out,
-    )
+    again = invoke(*request, "--context", 32768, "--out", out)
     assert again.exit_code == 1
     assert "--force" in again.stderr
 
@@ -385,14 +378,6 @@ def test_init_mistakes(arguments, message):
     assert result.exit_code == 1
     assert message in result.stderr
     assert result.stdout == ""
-
-
-@pytest.mark.parametrize("name", list_files("deepspeed"))
-def test_ready_configurations_pass_check(name):
-    """Their names say model and number of GPUs: llama2_7b_16gpus."""
-    model, _, last = name.rpartition("_")
-    devices = int(last.removesuffix("gpus")) if last.endswith("gpus") else 64
-    assert problems_of(Path(find_file("deepspeed", name)), model=model, num_devices=devices) == []
 
 
 def test_schemes_with_sp_are_estimated_where_the_profile_lacks_them_and_refused_by_heads():
@@ -475,6 +460,7 @@ def test_init_leaves_recomputation_to_the_schemes_that_need_it(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     started, _ = start_config(str(tmp_path), "h100", 32, 131072, None)
     assert "activation_checkpointing" not in started["hydra"]
+    assert started["hydra"]["compile_layers"] is True
     hydra = {**started["hydra"], "planner": {"space": "plain"}}
     request = CheckRequest(
         config={**started, "hydra": hydra}, model=str(tmp_path), num_devices=32, device="h100"

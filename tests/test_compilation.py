@@ -1,16 +1,30 @@
-"""`hydra.compile_layers` without a compiler; its gradients are in test_engine_parity."""
+"""`hydra.compile_layers`: one graph of a layer for all lengths, few launches beside products and
+attention; gradients of compiled layers under schemes are in test_engine_parity.
+"""
 
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+
+import numpy as np
 import pytest
 import torch
-import torch._inductor.config
-from torch import nn
+from flash_standin import installed
+from models import tiny
 
-from ds_hydra.engine.model.stage_forward import compile_each
+from ds_hydra.engine.model import attention, attention_choice
+from ds_hydra.engine.model.attention_operator import KernelUse
+from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, running
+from ds_hydra.engine.model.stage_forward import Compilations, compile_each
 from ds_hydra.errors import HydraConfigError
+
+CPU = torch.device("cpu")
 
 
 def test_a_missing_compiler_is_named_at_the_start():
-    layer = nn.Linear(2, 2)
+    layer = torch.nn.Linear(2, 2)
     no_compiler = torch._inductor.config.patch({"cpp.cxx": (None, "/no/such/compiler")})
     with (
         no_compiler,
@@ -20,4 +34,127 @@ def test_a_missing_compiler_is_named_at_the_start():
         ),
     ):
         compile_each([layer])
-    assert "forward" not in vars(layer), "nothing was replaced"
+
+
+class Layers:
+    """The decoder layers of a tiny model, on flash-attn 2's stand-in in fp32."""
+
+    def __init__(self, family="llama", num_layers=2):
+        torch.manual_seed(0)
+        self.model = tiny(family)
+        attention.use_packed_attention(self.model)
+        self.layers = list(self.model.model.layers)[:num_layers]
+        config = self.model.config
+        width = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
+        use = KernelUse("flash_attention_2", width, width)
+        attention_choice._in_use[width, width, torch.float32, False] = use
+
+    def run(self, lengths):
+        """Output, and gradients of the input and of all weights, of a micro-batch of `lengths`."""
+        micro_batch = PackedMicroBatch.build(lengths, CPU)
+        generator = torch.Generator().manual_seed(sum(lengths))
+        shape = (1, sum(lengths), self.model.config.hidden_size)
+        hidden = given = torch.randn(shape, generator=generator).requires_grad_()
+        position = self.model.model.rotary_emb(hidden, micro_batch.position_ids)
+        with running(micro_batch):
+            for layer in self.layers:
+                found = layer(hidden, position_embeddings=position)
+                hidden = found[0] if isinstance(found, tuple) else found
+        weights = [p for layer in self.layers for p in layer.parameters()]
+        return hidden, *torch.autograd.grad(hidden.square().sum(), [given, *weights])
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """torch.compile traces forward and backward, without a compiler behind it."""
+    compiled = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr("ds_hydra.engine.model.stage_forward._check_cpp_compiler", lambda: None)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters
+    torch._dynamo.reset()
+
+
+def micro_batches(num_iterations):
+    """Lengths as the demo draws them, 6,144 tokens an iteration, at a hundredth; and shapes that
+    happen to be equal to others.
+    """
+    rng = np.random.default_rng(0)
+    yield from ([31, 1], [3], [1, 1], [7, 8, 9, 8])  # as many tokens as hidden units, or ends
+    for _ in range(num_iterations):
+        lengths, left = [], 61
+        while left > 0:
+            lengths.append(min(left, 41, max(1, int(rng.lognormal(2, 1.2)))))
+            left -= lengths[-1]
+        half = len(lengths) // 2
+        yield from filter(lambda part: sum(part) > 1, (lengths[:half], lengths[half:]))
+
+
+def test_one_graph_of_a_layer_serves_all_lengths(traced):
+    with installed("flash_attention_2"):
+        layers = Layers()
+        wanted = [layers.run(lengths) for lengths in ([4, 6, 1], [9])]
+        compile_each(layers.layers)
+        compilations = Compilations()
+        compilations.watch()
+        for lengths in micro_batches(48):
+            layers.run(lengths)
+        got = [layers.run(lengths) for lengths in ([4, 6, 1], [9])]
+    assert traced["stats"]["unique_graphs"] == 1, "two layers of one kind"
+    assert not traced["graph_break"]
+    graphs, seconds = compilations.take()
+    assert graphs == 1
+    assert seconds > 0
+    assert compilations.take() == (0, 0.0)
+    for compiled, eager in zip(got, wanted, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+
+
+def test_sinks_windows_and_padded_heads_are_in_the_graph(traced):
+    """gpt-oss: layers with a window and without are two kinds."""
+    with installed("flash_attention_2"):
+        layers = Layers("gpt_oss")
+        wanted = layers.run([11, 9, 2])
+        compile_each(layers.layers)
+        for lengths in ([3, 4], [11, 9, 2], [15]):
+            got = layers.run(lengths)
+        got = layers.run([11, 9, 2])
+    assert not traced["graph_break"]
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def count_launches(code):
+    """Calls of a compiled graph that are no product and no attention."""
+    body = code[code.index("def call(") :]
+    calls = re.findall(
+        r"^\s+(?:\w+ = )?(cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", body, re.M
+    )
+    others = [
+        c for c in calls if not re.search(r"extern_kernels\.(mm|addmm|bmm)|ds_hydra\.attention", c)
+    ]
+    assert len(others) < len(calls), "no product was found"
+    return len(others)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs"
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_compiled_layer_launches_little_beside_products_and_attention(family):
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    with installed("flash_attention_2"), torch._inductor.config.patch(fx_graph_cache=False):
+        layers = Layers(family, num_layers=1)
+        wanted = [layers.run(lengths) for lengths in ([5, 9, 3], [4] * 12)]
+        compile_each(layers.layers)
+        first, (forward, backward) = run_and_get_code(layers.run, [5, 9, 3])
+        second, more = run_and_get_code(layers.run, [4] * 12)
+    assert not more, "another number of sequences runs the same code"
+    assert count_launches(forward) <= 8
+    assert count_launches(backward) <= 12
+    torch.testing.assert_close([first, second], wanted, rtol=1e-5, atol=1e-5)

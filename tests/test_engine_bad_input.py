@@ -314,13 +314,8 @@ def test_the_launcher_stops_with_the_message_and_a_failing_exit_code(tmp_path):
     script.write_text(SCRIPT)
     tests = str(Path(__file__).parent)
     launcher = [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        "--num_gpus",
-        "2",
-        "--no_local_rank",
-    ]
+        sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--no_local_rank",
+    ]  # fmt: skip
     port = free_port()
     result = subprocess.run(
         [*launcher, "--master_port", str(port), str(script), tests],

@@ -308,7 +308,7 @@ def failures():
 def link_checks(folder):
     return {
         "bf16": gradients_sent_in_bf16(),
-        "different": gradients_with_and_without_overlap(200),
+        "different": gradients_with_and_without_overlap(40),
         "exchanges": memory_of_exchanges(),
         "held": memory_over_iterations(),
         "frozen": frozen_slices(folder),
@@ -336,9 +336,15 @@ def test_gradients_sent_in_bf16_differ_by_rounding_only(results):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_overlap_changes_no_bit_of_200_random_sequences_of_strategies(results):
+def test_overlap_changes_no_bit_of_random_sequences_of_strategies(results):
     for rank, result in enumerate(results):
         assert result["different"] == [], f"rank {rank}"
+
+
+@pytest.mark.nightly
+@pytest.mark.distributed
+def test_overlap_changes_no_bit_of_200_random_sequences_of_strategies():
+    assert run_distributed(gradients_with_and_without_overlap, 4, 200) == [[]] * 4
 
 
 @pytest.mark.slow
@@ -371,17 +377,8 @@ def test_frozen_slices_stay_until_strategy_or_weights_change(results):
         assert len(set(losses[True])) > 4, "the edits changed nothing"
         assert set(pulled[False]) == {"all"}
         assert pulled[True] == [
-            "all",
-            "trained",
-            "trained",
-            "all",
-            "all",
-            "all",
-            "all",
-            "trained",
-            "all",
-            "trained",
-        ]
+            "all", "trained", "trained", "all", "all", "all", "all", "trained", "all", "trained",
+        ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -15,15 +15,9 @@ from ds_hydra.engine import HydraEngine, gradient_shards
 from ds_hydra.engine.gradient_shards import GradientShards
 
 REPLACED = [
-    "save_checkpoint",
-    "load_checkpoint",
-    "save_16bit_model",
-    "deepspeed_io",
-    "forward",
-    "backward",
-    "step",
-    "destroy",
-]
+    "save_checkpoint", "load_checkpoint", "save_16bit_model", "deepspeed_io", "forward", "backward",
+    "step", "destroy",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REPLACED)

@@ -259,13 +259,8 @@ def run_engines(folder):
         for tp, a, b, c in ((1, 0.05, 0.1, 0.1), (2, 0.03, 0.08, 0.2), (4, 0.02, 0.07, 0.3))
     ]
     measured = {
-        "tp": 1,
-        "pp": 1,
-        "sp": 4,
-        "quadratic_ms": 0.0125,
-        "linear_ms": 0.04,
-        "constant_ms": 0.3,
-    }
+        "tp": 1, "pp": 1, "sp": 4, "quadratic_ms": 0.0125, "linear_ms": 0.04, "constant_ms": 0.3,
+    }  # fmt: skip
     if dist.get_rank() == 0:
         (folder / "tp.json").write_text(json.dumps(document))
         (folder / "sp.json").write_text(

@@ -24,14 +24,9 @@ from ds_hydra.zero_link.exchange import Link
 
 NUM_LAYERS = 3
 STRATEGIES = (
-    "4x<1,1>",
-    "1x<4,1>",
-    "1x<1,3>",
-    "1x<2,1> + 1x<1,2>",
-    "1x<2,1> + 2x<1,1>",
-    "1x<1,2> + 2x<1,1>",
+    "4x<1,1>", "1x<4,1>", "1x<1,3>", "1x<2,1> + 1x<1,2>", "1x<2,1> + 2x<1,1>", "1x<1,2> + 2x<1,1>",
     "1x<2,1>",
-)
+)  # fmt: skip
 ROUTES = (
     {},
     {"ranks_per_node": 2},

@@ -199,13 +199,21 @@ def crowd(num_iterations, num_chosen, strategies):
     return losses, [state["param"] for state in full_states(engine, trained)], reached
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("num_chosen", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_experts_that_every_token_chooses_repeat_bit_for_bit(num_chosen):
+@pytest.mark.parametrize(
+    ("num_chosen", "num_iterations"),
+    [
+        pytest.param(1, 40, marks=pytest.mark.slow),
+        pytest.param(1, 200, marks=pytest.mark.nightly),
+        pytest.param(2, 200, marks=pytest.mark.nightly),
+    ],
+)
+def test_experts_that_every_token_chooses_repeat_bit_for_bit(num_chosen, num_iterations):
     """One expert: the other rank, of ep, has none of the tokens in any iteration."""
     strategies = ("1x<sp2,1;ep=2>", "1x<2,1;ep=2>")
-    first, second = (run_distributed(crowd, 3, 200, num_chosen, strategies)[0] for _ in range(2))
+    first, second = (
+        run_distributed(crowd, 3, num_iterations, num_chosen, strategies)[0] for _ in range(2)
+    )
     assert first[0] == second[0]
     assert all(map(math.isfinite, first[0]))
     for mine, other in zip(first[1], second[1], strict=True):

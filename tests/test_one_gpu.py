@@ -29,17 +29,25 @@ def read(folder):
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
-def test_every_step_runs_on_cpu_ranks(tmp_path):
+@pytest.mark.parametrize(
+    "only",
+    [
+        pytest.param(("attention", "queues"), marks=pytest.mark.slow),
+        pytest.param((), marks=pytest.mark.nightly),
+    ],
+)
+def test_every_step_runs_on_cpu_ranks(tmp_path, only):
     """What needs a GPU is skipped by name, and all else is right."""
     command = [sys.executable, "-m", "benchmarks.one_gpu.run", "--dry-run", "--no-install"]
-    subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, check=True)
+    chosen = ["--only", *only] if only else []
+    subprocess.run([*command, *chosen, "--out", str(tmp_path)], cwd=ROOT, check=True)
     log = (tmp_path / "log.txt").read_text()[-5000:]
     records = read(tmp_path)
     assert [r for r in records if r.get("is_well") is False] == [], log
     ended = {r["step"] for r in records if r.get("end") == "ended"}
     steps = {s.name: s for _, lanes in run.STEPS for lane in lanes for s in lane}
+    steps = {name: s for name, s in steps.items() if name.startswith(only or "")}
     assert ended == {"machine"} | {name for name, s in steps.items() if not s.gpu_only}, log
     skipped = {r["step"]: r["skipped"] for r in records if "skipped" in r and "case" not in r}
     assert skipped == {name: s.gpu_only for name, s in steps.items() if s.gpu_only}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from link_cases import random_link
 
 from ds_hydra.zero_link import buffers, plan_link
@@ -119,3 +121,22 @@ def add_in_order(specs, rank_buckets, grads, start):
                     target = crop(specs[ref.param], totals[ref.param], ref.region)
                     target += grad.view_as(target)
     return totals
+
+
+BLOCKS = st.tuples(
+    *[st.integers(0, 2), st.integers(0, 12), st.integers(3, 5), *[st.integers(1, 3)] * 2]
+)
+"""(key, offset, stride, rows, cols): rows of a block do not reach into each other."""
+
+
+@given(st.lists(st.lists(BLOCKS, min_size=1, max_size=2), min_size=1, max_size=3))
+@settings(max_examples=300, deadline=None)
+def test_disjoint_blocks_are_told_from_those_that_share_an_element(tables):
+    elements = [
+        (key, offset + row * stride + col)
+        for key, offset, stride, rows, cols in (block for table in tables for block in table)
+        for row in range(rows)
+        for col in range(cols)
+    ]
+    found = buffers._are_disjoint([np.array(table) for table in tables])
+    assert found == (len(set(elements)) == len(elements))

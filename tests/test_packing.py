@@ -129,20 +129,8 @@ def test_min_num_micro_batches_is_a_lower_bound(lengths):
 
 
 def test_capacity_so_tight_that_only_the_integer_program_finds_the_micro_batches():
-    lengths = [
-        57,
-        23,
-        20,
-        55,
-        24,
-        21,
-        43,
-        31,
-        26,
-        45,
-        33,
-        22,
-    ]  # four micro-batches of 100, filled exactly
+    # Four micro-batches of 100, filled exactly
+    lengths = [57, 23, 20, 55, 24, 21, 43, 31, 26, 45, 33, 22]
     latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=1000.0)
     kwargs = {"latency": latency, "num_stages": 1, "max_len_tokens": 100}
     heuristic = pack_sequences(lengths, **kwargs)

@@ -367,20 +367,8 @@ def test_ideal_dispatch_is_legal_and_within_bounds(solver):
 
 def test_micro_batches_of_a_tight_pipeline_are_solved_for():
     profile = make_profile({"<1,1>": (0.0, 1.0, 1000.0)}, max_len=100)
-    lengths = [
-        57,
-        23,
-        20,
-        55,
-        24,
-        21,
-        43,
-        31,
-        26,
-        45,
-        33,
-        22,
-    ]  # four micro-batches of 100, filled exactly
+    # Four micro-batches of 100, filled exactly
+    lengths = [57, 23, 20, 55, 24, 21, 43, 31, 26, 45, 33, 22]
 
     def num_micro_batches(solver):
         result = plan_iteration(

@@ -334,12 +334,34 @@ def simulated_strategies() -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_attention_of_shipped_profiles_is_bounded(model):
+    """Device for device no faster than the vendor's peak (7 H FLOP for each pair and layer) and at
+    most 1.5 times that of the neighbours; what is not as published stands beside it.
+    """
+    document = load("profiles", f"a800_{model}")
+    shape, schemes = document["model"], document["schemes"]
+    peak = 7e3 * shape["hidden_size"] * shape["num_layers"] / 312e12
+    changed = {
+        "llama2_7b": {"<1,2>"},
+        "llama2_13b": {"<1,1>"},
+        "llama2_32b": {"<1,2>", "<1,4>", "<2,1>"},
+    }
+    attention = {(s["tp"], s["pp"]): s["quadratic_ms"] * s["tp"] * s["pp"] for s in schemes}
+    for (tp, pp), each in attention.items():
+        near = [(2 * tp, pp), (tp / 2, pp), (tp, 2 * pp), (tp, pp / 2)]
+        known = [attention[n] for n in near if n in attention]
+        assert peak * (1 - 1e-8) <= each <= 1.5 * max(known, default=each)
+    found = {f"<{s['tp']},{s['pp']}>" for s in schemes if "published_quadratic_ms" in s}
+    assert found == changed[model]
+
+
 @pytest.mark.parametrize("name", ["paper/github-7b-8gpu-f1", "paper/commoncrawl-13b-16gpu-f2"])
 def test_the_engine_uses_by_default_what_the_documentation_simulates(name):
     assert default_strategies(name) == simulated_strategies()[name]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_engine_uses_by_default_what_the_documentation_simulates_in_every_case():
     found = simulated_strategies()
     assert len(found) == 36

@@ -67,24 +67,13 @@ def test_places_on_axes():
     assert [axis.percent(value) for value in (-5, 0, 20, 50, 60)] == [0, 0, 40, 100, 100]
     assert [text for _, text in axis.ticks] == ["0", "10", "20", "30", "40", "50"]
     assert [text for _, text in svg.linear_axis(0, 1).ticks] == [
-        "0.0",
-        "0.2",
-        "0.4",
-        "0.6",
-        "0.8",
-        "1.0",
-    ]
+        "0.0", "0.2", "0.4", "0.6", "0.8", "1.0",
+    ]  # fmt: skip
     logarithmic = svg.log_axis(16, 1024)
     assert [logarithmic.percent(value) for value in (4, 16, 128, 1024)] == [0, 0, 50, 100]
     assert [text for _, text in logarithmic.ticks] == [
-        "16",
-        "32",
-        "64",
-        "128",
-        "256",
-        "512",
-        "1,024",
-    ]
+        "16", "32", "64", "128", "256", "512", "1,024",
+    ]  # fmt: skip
     assert svg.linear_axis(3.0, 3.0).percent(3.0) == 50
 
 
@@ -233,13 +222,9 @@ def test_an_iteration_like_all_others_needs_no_reason():
 
 def test_time_is_divided_without_rest():
     line = make_record(0, "1x<1,1>", (150.0,)) | {
-        "iteration_ms": 200.0,
-        "bubble": 0.2,
-        "waited_ms": 5.0,
-        "pull_ms": 10.0,
-        "push_ms": 15.0,
+        "iteration_ms": 200.0, "bubble": 0.2, "waited_ms": 5.0, "pull_ms": 10.0, "push_ms": 15.0,
         "step_ms": 12.0,
-    }
+    }  # fmt: skip
     shares = divide_time([IterationMetrics.from_json(line)] * 2)
     assert (shares.plan_wait, shares.pull, shares.push, shares.step) == (10, 20, 30, 24)
     assert (shares.compute, shares.idle) == pytest.approx((240, 60))

@@ -8,19 +8,21 @@ from itertools import product
 import numpy as np
 import pytest
 from test_cluster import make_cluster
-from test_simulator import make_scenario, small_profile
+from test_simulator import checkpointing_document, make_scenario, small_profile
 
 from benchmarks.wlb_table import FITTED_ATTENTION, cut, packing_table
 from ds_hydra.configs import find_file
+from ds_hydra.lab.simulator import mixed_groups
 from ds_hydra.lab.simulator.chunks import chunked
 from ds_hydra.lab.simulator.context_parallel import ContextParallel
 from ds_hydra.lab.simulator.fixed_length import pack_evenly
-from ds_hydra.lab.simulator.mixed_groups import dynamic_cp, flexsp
-from ds_hydra.lab.simulator.sharded import sharded_groups, with_traffic_ms
-from ds_hydra.lab.simulator.ulysses import balanced_ulysses, odc, without_lockstep
+from ds_hydra.lab.simulator.mixed_groups import AnyGroups, dynamic_cp, fcp, flexsp
+from ds_hydra.lab.simulator.sharded import PARTIAL, sharded_groups, with_traffic_ms
+from ds_hydra.lab.simulator.ulysses import balanced_ulysses, odc, packed_zero3, without_lockstep
 from ds_hydra.lab.simulator.wlb import hold_back, wlb
 from ds_hydra.sampler.group_steps import MixedGroups, plan_steps, solve_step
 from ds_hydra.strategy.cost_models.analytic import key_values_ms
+from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.neighbours import cuts
 from ds_hydra.strategy.schemes.scheme import Scheme
@@ -83,6 +85,60 @@ def test_steps_hold_every_sequence_once():
     assert len(steps) >= 3  # 540 tokens, 240 in a step
 
 
+@pytest.mark.parametrize("most", [4000, 1])
+def test_groups_of_three_ranks_end_before_those_of_powers_of_two(monkeypatch, most):
+    """Two sequences of 60 on 6 ranks: 3 + 3, of all cuts, or exchanged for 4 + 2."""
+    monkeypatch.setattr(mixed_groups, "MOST_CUTS", most)
+    sizes = [1, 2, 3, 4]
+    table = [lambda lengths, size=size: lengths / size for size in sizes]
+    groups = AnyGroups(6, sizes, [100 * size for size in sizes], [0.0] * 4, table)
+    lengths = np.array([60, 60])
+    found = groups.step(0, lengths, groups.table_ms(lengths), np.arange(2))
+    assert found.slowest_ms == pytest.approx(20)
+    assert found.counts.tolist() == [0, 0, 2, 0]
+
+
+def test_fcp_is_no_slower_than_flexsp_without_interconnects():
+    """Its groups have all sizes of FlexSP's, and attention of the ring costs no more then."""
+    scenario = make_scenario(*BATCHES)
+    ring = fcp(scenario, name="a").iteration_ms
+    assert ring.mean() <= 1.001 * flexsp(scenario, name="b").iteration_ms.mean()
+    assert ring.size == len(BATCHES)
+
+
+def test_the_rank_with_most_heads_decides_about_attention():
+    """Of 3 heads two ranks have 2 and 1: a l^2 of 2/3, where the rest is halved."""
+    scenario = make_scenario([100])
+    pair = next(g for g in sharded_groups(scenario, [0.0]) if g.size == 2)
+    lengths = np.array([100])
+    even = pair.micro_batch_ms(lengths)
+    uneven = dataclasses.replace(pair, num_heads=3).micro_batch_ms(lengths)
+    attention = pair.single.quadratic_ms * 100**2
+    assert uneven - even == pytest.approx(attention * (2 / 3 - 1 / 2))
+
+
+def test_some_layers_are_computed_again():
+    """Time grows with their share, and so do the tokens that a rank holds."""
+    scenario = make_scenario([100]).knowing(Profile.from_json(checkpointing_document()))
+    groups = [g for g in sharded_groups(scenario, PARTIAL) if g.size == 1]
+    assert [g.checkpointed for g in groups] == list(PARTIAL)
+    times = [g.micro_batch_ms(np.array([50])) for g in groups]
+    assert times == pytest.approx([times[0] * (1 + share / 3) for share in PARTIAL])
+    held = [g.max_len for g in groups]
+    assert held[1:] == sorted(held[1:])
+    assert held[0] < held[-1]
+
+
+def test_plain_zero3_has_no_groups_and_no_balance():
+    short = [[length for length in batch if length <= 50] for batch in BATCHES]
+    scenario = make_scenario(*short, context=50)
+    plain = packed_zero3(scenario, name="a")
+    assert "SP1" in plain.strategy
+    by_time = balanced_ulysses(scenario, name="b").iteration_ms.mean()
+    assert by_time <= plain.iteration_ms.mean()
+    assert packed_zero3(make_scenario([900], context=900), name="c") is None
+
+
 def test_systems_with_groups_of_their_own_are_no_slower_than_alike_ones():
     scenario = make_scenario(*BATCHES)
     by_time = balanced_ulysses(scenario, name="a").iteration_ms.mean()
@@ -95,7 +151,7 @@ def test_systems_with_groups_of_their_own_are_no_slower_than_alike_ones():
 def test_odc_waits_once():
     """One rank has 50 tokens, the other 30 and 20 in one micro-batch, or in two."""
     scenario = make_scenario([50, 30, 20], context=50, num_devices=2)
-    one = next(g for g in sharded_groups(scenario, [False]) if g.size == 1)
+    one = next(g for g in sharded_groups(scenario, [0.0]) if g.size == 1)
     alone = one.micro_batch_ms(np.array([50]))
     together = one.micro_batch_ms(np.array([30, 20]))
     placed = [[np.array([0])], [np.array([1, 2])]]

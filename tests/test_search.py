@@ -363,18 +363,9 @@ class TestCommand:
         path, picture = tmp_path / "layers.json", tmp_path / "plan.png"
         path.write_text(json.dumps(layers_document()))
         result = self.run(
-            "--layers",
-            path,
-            "--devices",
-            4,
-            "--memory-gb",
-            1.2,
-            "--max-batch",
-            8,
-            "--plot",
-            picture,
-            "--json",
-        )
+            "--layers", path, "--devices", 4, "--memory-gb", 1.2, "--max-batch", 8, "--plot",
+            picture, "--json",
+        )  # fmt: skip
         assert result.exit_code == 0, result.output
         document = json.loads(result.stdout)
         assert document["schema"] == "ds_hydra.search/1"

@@ -246,13 +246,8 @@ def test_what_was_not_profiled_is_estimated_between_perfect_scaling_and_tp():
     assert Costs(profile).find(Scheme(1, 1, sp=2)).sources == (Scheme(1, 1), Scheme(2, 1))
     assert [e["sp"] for e in found.document["schemes"] if e.get("estimated")] == [2, 4]
     measured = {
-        "tp": 1,
-        "pp": 1,
-        "sp": 2,
-        "quadratic_ms": 3e-4,
-        "linear_ms": 0.3,
-        "constant_ms": 3.0,
-    }
+        "tp": 1, "pp": 1, "sp": 2, "quadratic_ms": 3e-4, "linear_ms": 0.3, "constant_ms": 3.0,
+    }  # fmt: skip
     known = Profile.from_json({**PROFILE, "schemes": [*PROFILE["schemes"], measured]})
     assert priced(known, "1x<sp2,1>") is known
     assert Costs(known).find(Scheme(1, 1, sp=2)).origin == "measured"
@@ -308,7 +303,8 @@ def test_exchanges_have_one_price(sp):
         scenario=SimpleNamespace(cluster=cluster),
         single=single,
         size=sp,
-        is_checkpointed=False,
+        num_heads=32,
+        checkpointed=0.0,
         max_len=1 << 20,
     )
     expected = single.shared(sp).plus(priced).micro_batch_ms([4096])

@@ -96,12 +96,8 @@ def test_the_extended_space_is_faster_and_its_strategies_are_named(comparison):
 def test_document_names_the_space_and_keeps_the_rest_as_it_was(comparison):
     document = comparison.to_json()
     assert [s["name"] for s in document["systems"]] == [
-        "ds_hydra",
-        "plain",
-        "deepspeed",
-        "static",
-        "full_static",
-    ]
+        "ds_hydra", "plain", "deepspeed", "static", "full_static",
+    ]  # fmt: skip
     assert document["strategies"] == [str(s) for s in comparison.planned["ds_hydra"].strategies]
     assert document["plain"]["strategies"] == [
         str(s) for s in comparison.planned["plain"].strategies

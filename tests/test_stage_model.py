@@ -24,16 +24,10 @@ from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme
 
 SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 97,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 
 
 def test_a_configuration_that_is_changed_after_the_start_is_named_once(caplog):

@@ -117,6 +117,7 @@ def test_gradients_of_experts(check):
         check_parity(rank[check], 6)
 
 
+@nightly
 def test_gradients_of_mixed_pipelines():
     for rank in run_checks(4, ("parity:llama_tied",)):
         check_parity(rank["parity:llama_tied"], 11)
@@ -207,23 +208,22 @@ def test_faults_that_only_some_rank_can_see():
 @nightly
 @pytest.mark.parametrize("check", MEMORY)
 def test_peaks_are_those_of_the_memory_model(check):
-    for text, found in run_checks(2, MEMORY)[0][check].items():
+    for text, found in run_checks(2, (check,))[0][check].items():
         assert found["passes"] == pytest.approx(found["formula"], rel=OFF_BY), text
         assert found["step"] <= found["formula"], text
         assert 0.8 * found["forward"] <= found["scores"] <= found["forward"], text
 
 
-VOCABULARIES = ("vocabulary:32000", "vocabulary:128256", "measured_profile")
-
-
-@pytest.mark.parametrize("check", VOCABULARIES[:2])
+@nightly
+@pytest.mark.parametrize("check", ["vocabulary:32000", "vocabulary:128256"])
 def test_peaks_of_models_of_large_vocabularies_are_those_of_a_measured_profile(check):
-    for text, found in run_checks(2, VOCABULARIES)[0][check].items():
+    for text, found in run_checks(2, (check,))[0][check].items():
         assert found["passes"] == pytest.approx(found["formula"], rel=OFF_BY), text
 
 
+@nightly
 def test_a_measured_profile_leaves_free_what_is_outside_of_torch_and_tries_its_longest():
-    for rank in run_checks(2, VOCABULARIES):
+    for rank in run_checks(2, ("measured_profile",)):
         found = rank["measured_profile"]
         assert found["reserved"] == found["outside"] > 3 << 30
         # No MaxLen below what an iteration has: its tokens, in sequences of the context
@@ -231,11 +231,11 @@ def test_a_measured_profile_leaves_free_what_is_outside_of_torch_and_tries_its_l
         assert found["longest"] == 64
 
 
-USES = ("evaluation", "checkpoints", "doctor", "rows_ahead")
+USES = ("evaluation", "checkpoints", "doctor")
 
 
 def test_rows_of_an_iteration_are_fetched_beside_the_one_before():
-    for rank in run_checks(2, USES):
+    for rank in run_checks(2, ("rows_ahead",)):
         found = rank["rows_ahead"]
         assert found["losses"] == pytest.approx(found["wanted"], rel=1e-6)
         assert found["fetchers"][:4] == [["main"], ["beside"], ["beside"], ["beside"]]

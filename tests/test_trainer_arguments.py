@@ -367,12 +367,8 @@ def test_a_checkpoint_of_transformers_is_written_by_the_calls_that_it_makes():
         ours |= set(getattr(HydraTrainer, name).__code__.co_names)
     theirs = set(transformers.Trainer._save_checkpoint.__code__.co_names)
     other_hardware = {
-        "is_torch_xla_available",
-        "xm",
-        "rendezvous",
-        "smp",
-        "is_sagemaker_mp_enabled",
-    }
+        "is_torch_xla_available", "xm", "rendezvous", "smp", "is_sagemaker_mp_enabled",
+    }  # fmt: skip
     replaced = {"ParallelMode", "DISTRIBUTED", "parallel_mode", "dist", "barrier", "SaveStrategy"}
     replaced |= {"STEPS", "EPOCH", "BEST", "save_strategy", "hp_search_backend"}
     spelled = {"__class__", "__name__"}

@@ -218,12 +218,19 @@ def test_two_ranks_log_what_trl_logs_on_one(on_two_ranks, name):
     compare(stock[name], hydra[name])
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
-def test_four_ranks_log_what_trl_logs(tmp_path):
-    stock, hydra = both(tmp_path, 4, tuple(CASES))
-    stock |= run_distributed(histories, 4, "stock", str(tmp_path), 4, BY_RANK)[0]
-    for name in CASES:
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [
+        pytest.param(2, tuple(n for n in CASES if n not in USUAL), marks=pytest.mark.slow),
+        pytest.param(4, tuple(CASES), marks=pytest.mark.nightly),
+    ],
+    ids=("others on two ranks", "all on four ranks"),
+)
+def test_ranks_log_what_trl_logs(tmp_path, world, names):
+    stock, hydra = both(tmp_path, world, names)
+    stock |= run_distributed(histories, world, "stock", str(tmp_path), world, BY_RANK)[0]
+    for name in names:
         compare(stock[name], hydra[name])
 
 

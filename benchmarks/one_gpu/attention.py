@@ -10,7 +10,10 @@ from torch import Tensor
 
 from benchmarks.one_gpu.device import HAS_GPU
 from benchmarks.one_gpu.telling import at_most, tell, trying
-from ds_hydra.engine.model.attention import _attend, attention_per_sequence
+from ds_hydra.engine.model.attention import _attend
+from ds_hydra.engine.model.attention_choice import choose, kernel_error, kernels_here
+from ds_hydra.engine.model.attention_kernels import Demand
+from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment
 from ds_hydra.engine.ranks.process_start import use_deterministic_kernels
 
@@ -57,6 +60,11 @@ def main() -> None:
     for case in CASES:
         with trying(str(case)):
             at_most(f"{case}, bf16", error_of(case, torch.bfloat16), TOLERANCE)
+    demand = Demand(128, 128, torch.bfloat16)
+    tell("kernel, and why none before it", choose(demand, DEVICE if HAS_GPU else None).describe())
+    for kernel in kernels_here(demand, DEVICE):
+        with trying(kernel.name):
+            at_most(f"{kernel.name}, bf16", kernel_error(kernel, DEVICE, demand), TOLERANCE)
     with trying("fp32"):
         torch.backends.cuda.matmul.allow_tf32 = False
         at_most(f"{_PLAIN[1]}, fp32", error_of(_PLAIN[1], torch.float32), 1e-4)

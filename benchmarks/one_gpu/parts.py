@@ -16,7 +16,11 @@ from benchmarks.one_gpu.ceilings import DEVICE, DTYPE
 from benchmarks.one_gpu.device import HAS_GPU, median_ms, peak_gb
 from benchmarks.one_gpu.telling import skip, tell, trying
 from ds_hydra.engine.losses.head_loss import PLAIN, HeadLoss
-from ds_hydra.engine.model.attention import attention_per_sequence
+from ds_hydra.engine.model.attention_choice import kernels_here
+from ds_hydra.engine.model.attention_kernels import Demand
+from ds_hydra.engine.model.attention_operator import KernelUse, attend
+from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
+from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch
 from ds_hydra.engine.parallel.logits import LogitTransform
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
 from ds_hydra.engine.parallel.token_scores import Vocabulary
@@ -88,6 +92,13 @@ def measure_attention(name: str, lengths: tuple[int, ...]) -> None:
         "as a stage calls it": functools.partial(ceilings.attention_ms, HEADS, lengths),
         "each sequence": functools.partial(ceilings.forward_backward_ms, apart, inputs),
     }
+    width = inputs[0].shape[-1]
+    demand = Demand(width, inputs[2].shape[-1], inputs[0].dtype)
+    boundaries = PackedMicroBatch.build(lengths, inputs[0].device).boundaries
+    heads = [t[0].transpose(0, 1) for t in inputs]
+    for kernel in kernels_here(demand, inputs[0].device):
+        run = functools.partial(attend, KernelUse.of(kernel, demand), heads, boundaries, scale)
+        ways[kernel.name] = functools.partial(ceilings.forward_backward_ms, run, inputs)
     if len(lengths) == 1:
         backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION) if HAS_GPU else ()
         for backend in backends:

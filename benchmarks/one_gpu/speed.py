@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.one_gpu import ceilings
 from benchmarks.one_gpu.device import HAS_GPU, join, median_ms
 from benchmarks.one_gpu.telling import skip, tell, trying
-from ds_hydra.engine.model.attention import find_kernel_for
+from ds_hydra.engine.model.attention_choice import kernel_for
+from ds_hydra.engine.model.attention_operator import attend
 from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config
 from ds_hydra.engine.profiling import profiler
 from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch, count_flops
@@ -184,8 +185,8 @@ def _packed_attention(
 ) -> Any:
     """The kernel that ds_hydra calls too, without ds_hydra; each sequence alone on a CPU."""
     lengths, scale = _Rows.lengths, options.get("scaling")
-    kernel = find_kernel_for((query.shape[-1], value.shape[-1]), query.dtype, needs_softcap=False)
-    if kernel is None or not HAS_GPU:
+    use = kernel_for(query.shape[-1], value.shape[-1], query.dtype, False)
+    if use is None or not HAS_GPU:
         ends = [0, *itertools.accumulate(lengths)]
         parts = [
             torch.nn.functional.scaled_dot_product_attention(
@@ -199,8 +200,9 @@ def _packed_attention(
         [0, *itertools.accumulate(lengths)], dtype=torch.int32, device=query.device
     )
     heads = [t[0].transpose(0, 1) for t in (query, key, value)]
-    longest = max(lengths)
-    return kernel(*heads, ends_T, ends_T, longest, longest, scale, None, None)[None], None
+    boundaries = (ends_T, ends_T, torch.tensor([max(lengths)] * 2))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return attend(use, heads, boundaries, scale)[None], None
 
 
 def measure_floor() -> None:

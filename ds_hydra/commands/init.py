@@ -103,6 +103,12 @@ def start_config(
             "left out: nothing is shipped for this model and hardware, so every start measures it; "
             "`ds-hydra profile --out profile.json` does it once, then name that file here"
         )
+    if device != "cpu":
+        hydra["compile_layers"] = True
+        reasons["hydra.compile_layers"] = (
+            "norms, rotary embedding and activation of a layer in few kernels; a minute of compilation for each layer "
+            "kind and TP degree, when it first runs"
+        )
     config = {**_deepspeed_part(model, device, reasons), "hydra": hydra}
     report = _check(config, model, devices, device)
     if report.problems:

@@ -49,6 +49,29 @@ def _path(value: str) -> str:
     return value
 
 
+ATTENTION_KERNELS = (
+    "flash_attention_3",
+    "flash_attention_4",
+    "varlen_fa3",
+    "varlen_fa4",
+    "flash_attention_2",
+    "varlen",
+    "per_sequence",
+)
+"""The fastest first."""
+
+
+def _attention(value: str) -> str:
+    if value in ("auto", *ATTENTION_KERNELS) or re.fullmatch(r"[^/:@]+/[^/:@]+(@[^/:@]+)?", value):
+        return value
+    near = get_close_matches(value, ATTENTION_KERNELS, 1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+        f'{value!r} is no kernel{meant} Known are "auto", {", ".join(map(repr, ATTENTION_KERNELS))}, and '
+        '"owner/repository" of the Hugging Face hub'
+    )
+
+
 def _lengths(value: object) -> object:
     if not isinstance(value, list | tuple) or not all(isinstance(length, int) for length in value):
         return value
@@ -81,6 +104,7 @@ def _strategies(value: object) -> tuple[str, ...] | str | None:
 Count: TypeAlias = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Index: TypeAlias = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 Text: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(_path)]
+AttentionName: TypeAlias = Annotated[str, AfterValidator(_attention)]
 
 # Upper bounds: beyond them a run could not start, or would never end.
 DAY_S = 86_400
@@ -347,9 +371,20 @@ class HydraConfig(_Section):
     papers take 5 to 15, 0 adds none.
     """
 
+    attention: AttentionName = "auto"
+    """Kernel of packed attention: "flash_attention_3", "flash_attention_4", "varlen_fa3" and
+    "varlen_fa4" (torch's, which runs those of flash-attn), "flash_attention_2", "varlen" (torch's
+    own), "per_sequence" (no kernel), or one of the Hugging Face hub such as
+    "kernels-community/flash-attn3".
+
+    "auto": what the model was loaded with (`attn_implementation`), else the first of this order
+    that is installed, made for the device and takes the model's heads. A kernel is tried at the
+    start; one that is named and cannot run is an error.
+    """
+
     compile_layers: bool = False
     """Run each decoder layer through torch.compile: faster passes for a minute of compilation at
-    the start.
+    the start; `ds-hydra init` turns it on for accelerators.
     """
 
     deterministic: bool = False

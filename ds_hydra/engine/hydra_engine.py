@@ -36,6 +36,7 @@ from ds_hydra.engine.losses.objective import Scores
 from ds_hydra.engine.model.expert_balance import BiasCorrection
 from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.scheme_support import check_context, find_unseen_positions
+from ds_hydra.engine.model.stage_forward import compilations
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import ExampleLike
 from ds_hydra.engine.ranks.agreement import run_together
@@ -125,6 +126,7 @@ class HydraEngine(CheckpointingEngine):
             tp_sequence_parallel=config.tp_sequence_parallel,
             aux_loss=config.moe.aux_loss == "sequence",
             neftune_noise_alpha=config.neftune_noise_alpha,
+            attention_kernel=config.attention,
         )
         stage_model = run_together(make_stage_model, self.device)
         check_context(stage_model.abilities, stage_model.config, config.context_length)
@@ -424,6 +426,12 @@ class HydraEngine(CheckpointingEngine):
             grad_norm=grad_norm,
             skipped_steps=self.skipped_steps,
         )
+        graphs, seconds = compilations.take()
+        if graphs and self.global_rank == 0:
+            logger.info(
+                f"iteration {metrics.iteration}: torch compiled {graphs} kinds of decoder layers or pieces of them in "
+                f"{seconds:.1f} s of this rank"
+            )
         if self.monitor.enabled and self.global_rank == 0:
             self.monitor.write_events(metrics.monitor_events(self.global_samples))
 

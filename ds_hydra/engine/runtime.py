@@ -223,6 +223,9 @@ class HydraRuntime:
         names = ", ".join(str(s) for s in self.candidates.strategies)
         loss = self.stage_model.balance.loss
         notes = [*self.candidates.reasons, *([] if loss is None else [str(loss)])]
+        notes += [
+            f"attention: {choice.describe()}" for choice in self.stage_model.attention_choices
+        ]
         if self.flops.unknown:
             notes.append(f"TFLOP/s and MFU are left out: {self.flops.unknown}")
         return (

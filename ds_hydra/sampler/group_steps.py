@@ -58,9 +58,13 @@ class MixedGroups:
         self._max_len = np.array(max_len, dtype=np.int64)
         self._constants = np.array(constants_ms, dtype=np.float64)
         self._sequences_ms = sequences_ms
-        self._cuts = _table_of_cuts(num_ranks, tuple(sizes))
+        self._cuts = self.first_cuts()
         most = (self._cuts * self._max_len).sum(axis=1)
         self._room = int(most.max())
+
+    def first_cuts(self) -> IntArray:
+        """How many groups of each size: [cut, size], every way to use all ranks."""
+        return _table_of_cuts(self.num_ranks, tuple(self._sizes.tolist()))
 
     def fewest(self, num_tokens: int) -> int:
         """Steps that hold so many tokens, at least."""
@@ -83,6 +87,18 @@ class MixedGroups:
         limit: float = np.inf,
     ) -> GroupStep | None:
         """The best step of `members`, None where no cut holds them in less than `limit`."""
+        return self._step_of(self._cuts, kind, lengths, table, members, limit)
+
+    def _step_of(
+        self,
+        tried: IntArray,
+        kind: int,
+        lengths: IntArray,
+        table: FloatArray,
+        members: IntArray,
+        limit: float,
+    ) -> GroupStep | None:
+        """The same of the `tried` cuts."""
         group_of, times_ms = np.zeros(members.size, dtype=np.int64), np.zeros(2)
         cut = 0
         if members.size:
@@ -92,7 +108,7 @@ class MixedGroups:
                 self._constants,
                 self._sizes,
                 self._max_len,
-                self._cuts,
+                tried,
                 self.num_ranks,
                 limit,
                 times_ms,
@@ -101,7 +117,7 @@ class MixedGroups:
         if cut < 0:
             return None
         slowest_ms, device_ms = times_ms.tolist()
-        return GroupStep(kind, slowest_ms, device_ms, members, group_of, self._cuts[cut])
+        return GroupStep(kind, slowest_ms, device_ms, members, group_of, tried[cut])
 
 
 @lru_cache(maxsize=64)

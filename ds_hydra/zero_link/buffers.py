@@ -66,12 +66,6 @@ def cut_off(space: Tensor, message: Message) -> tuple[Tensor, Tensor]:
     return space[:numel], space[numel:]
 
 
-MAX_MARKED = 1 << 23
-"""Elements that are marked at most to see whether sums are disjoint; larger shards are of few
-ranks, which have few blocks.
-"""
-
-
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
     """A block of [count, rows, cols] elements, in a store and in a packed buffer."""
@@ -141,21 +135,32 @@ def _packed_buffer(batches: Sequence[Batch], num_ranks: int) -> PackedBuffer:
             splits[peer] += batch.numel
     begins = np.concatenate([[0], np.cumsum(splits)])[:-1].tolist()
     by_peer: list[tuple[int, Batch]] = [(peer, b) for b in batches for peer in b.peers]
+    places = []
+    for peer, batch in sorted(by_peer, key=lambda entry: entry[0]):  # stable: batches in order
+        places.append((batch, begins[peer]))
+        begins[peer] += batch.numel
+    return PackedBuffer(tuple(splits), _merge_blocks(places))
+
+
+def _merge_blocks(places: Iterable[tuple[Batch, int]]) -> tuple[StridedCopy, ...]:
+    """Copies between the blocks of each batch and a buffer in which they begin at a given place,
+    one after another; equal blocks at equal distances are one copy.
+    """
     open_: dict[tuple[int, ...], list[_Run]] = {}
     runs: list[_Run] = []
-    for peer, batch in sorted(by_peer, key=lambda entry: entry[0]):  # stable: batches in order
+    for batch, begin in places:
         for key, offset, stride, rows, cols in batch.table.tolist():
             kind = (int(batch.store), key, stride, rows, cols)
             known = open_.setdefault(kind, [])
-            run = next((run for run in known if run.takes(offset, begins[peer])), None)
+            run = next((run for run in known if run.takes(offset, begin)), None)
             if run is None:
-                run = _Run(batch.store, key, offset, stride, rows, cols, begins[peer])
+                run = _Run(batch.store, key, offset, stride, rows, cols, begin)
                 known.append(run)
                 runs.append(run)
             else:
-                run.add(offset, begins[peer])
-            begins[peer] += rows * cols
-    return PackedBuffer(tuple(splits), tuple(run.copy() for run in runs))
+                run.add(offset, begin)
+            begin += rows * cols
+    return tuple(run.copy() for run in runs)
 
 
 class _Run:
@@ -189,15 +194,6 @@ class _Run:
         return StridedCopy(store, key, offset, (self._step[0], stride), shape, begin, self._step[1])
 
 
-def _alone(batch: Batch) -> tuple[StridedCopy, ...]:
-    """Copies between one message of `batch` and a buffer that begins with it."""
-    copies, begin = [], 0
-    for key, offset, stride, rows, cols in batch.table.tolist():
-        copies.append(StridedCopy(batch.store, key, offset, (0, stride), (1, rows, cols), begin, 0))
-        begin += rows * cols
-    return tuple(copies)
-
-
 def _ordered_sums(hop: Hop, rank: int, splits: Sequence[int]) -> Iterator[OrderedSum]:
     """What is added to this rank's shards. Classes of ranks where these are disjoint, else rank by
     rank.
@@ -209,38 +205,29 @@ def _ordered_sums(hop: Hop, rank: int, splits: Sequence[int]) -> Iterator[Ordere
             parts.append((peer, batch, begins[peer], ()))
             begins[peer] += batch.numel
     for target, source in hop.local:
-        parts.append((rank, target, None, _alone(source)))
+        parts.append((rank, target, None, _merge_blocks([(source, 0)])))
     parts.sort(key=lambda part: part[0])
     classes: dict[bytes, list[tuple[int, Batch, int | None, tuple[StridedCopy, ...]]]] = {}
     for part in parts:
         classes.setdefault(part[1].table.tobytes(), []).append(part)
-    are_apart = len(classes) == 1 or _are_disjoint(
-        [found[0][1].table for found in classes.values()]
-    )
+    are_apart = len(classes) < 2 or _are_disjoint([found[0][1].table for found in classes.values()])
     for found in classes.values() if are_apart else [[part] for part in parts]:
         batch = found[0][1]
         own = next((copies for *_, copies in found if copies), ())
-        yield OrderedSum(batch.numel, tuple(part[2] for part in found), _alone(batch), own)
+        targets = _merge_blocks([(batch, 0)])
+        yield OrderedSum(batch.numel, tuple(part[2] for part in found), targets, own)
 
 
 def _are_disjoint(tables: Sequence[IntArray]) -> bool:
-    """Whether no element of a shard is in two of `tables`; False where that is too long to find
-    out.
-    """
-    pieces = [piece for table in tables for piece in table.tolist()]
-    sizes: dict[int, int] = {}
-    for key, offset, stride, rows, cols in pieces:
-        sizes[key] = max(sizes.get(key, 0), offset + (rows - 1) * stride + cols)
-    if sum(sizes.values()) > MAX_MARKED:
-        return False
-    marked = {key: np.zeros(size, dtype=bool) for key, size in sizes.items()}
-    for key, offset, stride, rows, cols in pieces:
-        inside = marked[key][offset : offset + (rows - 1) * stride + cols]
-        item = np.lib.stride_tricks.as_strided(inside, (rows, cols), (stride, 1))
-        if item.any():
-            return False
-        item[:] = True
-    return True
+    """Whether no element of a shard is in two of `tables`, one at least."""
+    pieces = np.concatenate(tables)
+    keys, offsets, strides, rows, cols = np.repeat(pieces, pieces[:, 3], axis=0).T
+    row = np.arange(len(rows)) - np.repeat(pieces[:, 3].cumsum() - pieces[:, 3], pieces[:, 3])
+    begins = offsets + row * strides
+    order = np.lexsort((begins, keys))
+    # Of runs of elements in order, each has to end before the next one of its tensor begins
+    keys, begins, ends = keys[order], begins[order], (begins + cols)[order]
+    return not ((keys[1:] == keys[:-1]) & (begins[1:] < ends[:-1])).any()
 
 
 @dataclass(frozen=True, slots=True)

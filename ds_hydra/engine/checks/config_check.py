@@ -21,7 +21,12 @@ from ds_hydra.configs.ds_config import FILL_INS, find_auto_keys, find_key
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.engine.checks.deepspeed_section import dtype_of, find_deepspeed_problems
 from ds_hydra.engine.checks.estimate import estimate_profile
-from ds_hydra.engine.model.attention import find_softcap_problem
+from ds_hydra.engine.model.attention_choice import (
+    choose,
+    demands_of,
+    find_softcap_problem,
+    is_of_hub,
+)
 from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config, making
 from ds_hydra.engine.model.scheme_support import (
     check_context,
@@ -301,8 +306,28 @@ class _Budget:
         check_context(self._stage_model.abilities, config, self._hydra.context_length)
         if problem := find_softcap_problem(config, self._dtype):
             self._report.warnings.append(f"on GPUs the engine refuses this model: {problem}")
+        elif self._request.device != "cpu":
+            self._name_attention(config)
         if note := find_unseen_positions(config, self._hydra.context_length):
             self._report.warnings.append(note)
+
+    def _name_attention(self, config: Any) -> None:
+        """Say which kernel the packages here would run attention by on a GPU, untried."""
+        asked = self._hydra.attention
+        if is_of_hub(asked):
+            self._report.assumed.append(
+                f"hydra.attention: the hub has {asked} for the GPUs at hand"
+            )
+            return
+        for demand in demands_of(config, self._dtype):
+            try:
+                choice = choose(demand, request=asked, is_ordered=self._hydra.deterministic)
+            except HydraConfigError as error:
+                self._report.warnings.append(f"with the packages here: {error}")
+            else:
+                self._report.assumed.append(
+                    f"attention on GPUs, by the packages here: {choice.describe()}"
+                )
 
     def _can_run(self, scheme: Scheme) -> bool:
         return self._stage_model is None or self._stage_model.can_run(scheme)

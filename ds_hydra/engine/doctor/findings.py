@@ -19,7 +19,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch.utils import cpp_extension
 
-from ds_hydra.engine.model.attention import find_kernel, kernel_error
+from ds_hydra.engine.model.attention_choice import WrongKernelError, choose, has_kernels
+from ds_hydra.engine.model.attention_kernels import Demand
 from ds_hydra.engine.ranks.memory import available_bytes
 from ds_hydra.engine.ranks.process_start import NO_COMPILER, compiles_adam, find_overlap_problem
 from ds_hydra.environment import WANTED
@@ -116,8 +117,7 @@ _LEAST_SHARED_BYTES = 1 << 30
 loader more; containers have 64 MiB if nobody asks for more."""
 _LEAST_FILES = 4096
 """Descriptors: a gloo group takes 7 of each rank."""
-_KERNEL_TOLERANCE = 2e-2
-"""Of bf16, against fp32: its mantissa has 8 bits."""
+
 _WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
 """Of queries and values, as models have them."""
 
@@ -223,45 +223,43 @@ def check_kernels(device: torch.device) -> list[Finding]:
 
 
 def _check_attention(device: torch.device) -> Finding:
-    if device.type == "cpu":
+    if not has_kernels(device):
         return Finding(
             check="attention",
             status=Status.OK,
             text=f"torch's scaled_dot_product_attention, one call for each sequence, on {device.type}",
         )
-    kernel = find_kernel(needs_softcap=False)
-    softcap = find_kernel(needs_softcap=True) is not None
-    if kernel is None:
-        return Finding(
-            check="attention",
-            status=Status.WARNING,
-            text="no kernel for packed micro-batches: one call for each sequence",
-            advice="pip install flash-attn, or torch 2.11 or later",
-        )
-    name, errors = kernel.__name__, {}
+    errors, names = {}, {}
     for widths in _WIDTHS:
         shape = "/".join(map(str, dict.fromkeys(widths)))
         try:
-            errors[shape] = kernel_error(kernel, device, torch.bfloat16, widths)
-        except (RuntimeError, ValueError) as error:
+            choice = choose(Demand(*widths, torch.bfloat16), device)
+        except WrongKernelError as error:
+            return Finding(
+                check="attention",
+                status=Status.PROBLEM,
+                text=f"heads of {shape}: {error}",
+                advice="set hydra.attention to another kernel until it is mended",
+            )
+        names[shape] = choice.name
+        if choice.kernel is None:
             return Finding(
                 check="attention",
                 status=Status.WARNING,
-                text=f"{name} refuses heads of {shape}, which run one call for each sequence: {error}",
-                advice="reinstall flash-attn for this version of torch and CUDA, or remove it",
+                text=f"no kernel for heads of {shape}, which run one call for each sequence: {choice.reasons()}",
+                advice="pip install flash-attn, or torch 2.11 or later",
             )
+        errors[shape] = choice.error or 0.0
+    softcap = choose(Demand(*_WIDTHS[0], torch.bfloat16, True)).kernel is not None
+    first = choose(Demand(*_WIDTHS[0], torch.bfloat16), device)
     worst = max(errors, key=errors.__getitem__)
-    off = f"off by {errors[worst]:.1e} (bf16, heads of {worst})"
-    is_well = all(error <= _KERNEL_TOLERANCE for error in errors.values())  # not where it is NaN
-    text = f"{name}, {off}" + ("" if softcap else "; softcap needs flash-attn")
-    return Finding.judge(
-        "attention",
-        text if is_well else f"{name} is {off}, forward or backward",
-        is_well=is_well,
-        otherwise=Status.PROBLEM,
-        advice="reinstall flash-attn for this version of torch and CUDA, or remove it",
-        figures={"kernel": name, "relative_errors": errors, "softcap": softcap},
+    kernels = " and ".join(dict.fromkeys(names.values()))
+    text = f"{kernels}, off by {errors[worst]:.1e} (bf16, heads of {worst})"
+    text += ("" if softcap else "; softcap needs flash-attn") + (
+        f"; {first.reasons()}" if first.passed_over else ""
     )
+    figures = {"kernel": names, "relative_errors": errors, "softcap": softcap}
+    return Finding(check="attention", status=Status.OK, text=text, figures=figures)
 
 
 def check_system(num_ranks_here: int) -> list[Finding]:

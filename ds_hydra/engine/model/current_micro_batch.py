@@ -43,6 +43,8 @@ class PackedMicroBatch:
     """
     cu_keys: Tensor
     """The same of the keys that each segment attends to."""
+    longest: Tensor
+    """[2] int64 on the CPU: tokens of the longest segment, and the most keys of one."""
     position_ids: Tensor
     """[1, T] on the compute device: positions that restart at 0 in every sequence; of this rank's
     sequence shard.
@@ -99,11 +101,14 @@ class PackedMicroBatch:
             ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
             return to_device(ends, device)
 
+        num_tokens = [segment.end - segment.begin for segment in segments]
+        num_keys = [segment.end for segment in segments]
         return cls(
             segments=tuple(segments),
             sequence_lengths=(*lengths, 0),
-            cu_seqlens=boundaries([segment.end - segment.begin for segment in segments]),
-            cu_keys=boundaries([segment.end for segment in segments]),
+            cu_seqlens=boundaries(num_tokens),
+            cu_keys=boundaries(num_keys),
+            longest=torch.tensor([max(num_tokens), max(num_keys)]),
             position_ids=to_device(positions.unsqueeze(0), device),
             layout=layout,
             keys=keys,
@@ -120,18 +125,35 @@ class PackedMicroBatch:
         return tuple(segment.end for segment in self.segments)
 
     @property
+    def boundaries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a kernel is told of segments: their begins, those of their keys, the longest."""
+        return self.cu_seqlens, self.cu_keys, self.longest
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether other ranks have tokens of it, too."""
+        return self.keys is not None or (self.layout is not None and self.layout.size > 1)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the micro-batch, or of this rank's sequence shard, padding included."""
         return self.position_ids.shape[1]
 
 
-_running: list[tuple[PackedMicroBatch, bool]] = []
-"""Micro-batches, the innermost last, and whether they are computed again."""
+_running: list[tuple[PackedMicroBatch, bool, tuple[Tensor, Tensor, Tensor] | None]] = []
+"""Micro-batches, the innermost last, whether they are computed again, and their boundaries."""
 
 
 def current_micro_batch() -> PackedMicroBatch | None:
     """The micro-batch whose forward runs now, or whose checkpointed layer is computed again."""
     return _running[-1][0] if _running else None
+
+
+def current_boundaries() -> tuple[Tensor, Tensor, Tensor] | None:
+    """Boundaries of the current micro-batch; None where it is cut, or none runs. A compiler finds
+    tensors here and nothing that differs between micro-batches.
+    """
+    return _running[-1][2] if _running else None
 
 
 def is_computed_again() -> bool:
@@ -142,7 +164,7 @@ def is_computed_again() -> bool:
 @contextmanager
 def running(micro_batch: PackedMicroBatch, *, again: bool = False) -> Iterator[None]:
     """While open, `micro_batch` is the current one; `again` where backward computes it again."""
-    _running.append((micro_batch, again))
+    _running.append((micro_batch, again, None if micro_batch.is_cut else micro_batch.boundaries))
     try:
         yield
     finally:

@@ -93,6 +93,7 @@ def build_random_stage_model(
     compile_layers: bool = False,
     tp_sequence_parallel: bool = False,
     simulated_tp_size: int = 1,
+    attention_kernel: str = "auto",
 ) -> StageModel:
     """The stage model of a model whose shards, 1/num_ranks of each parameter, are random; not
     collective.
@@ -117,6 +118,7 @@ def build_random_stage_model(
         compile_layers=compile_layers,
         tp_sequence_parallel=tp_sequence_parallel,
         simulated_tp_size=simulated_tp_size,
+        attention_kernel=attention_kernel,
     )
     stage_model.to_device(device)
     return stage_model

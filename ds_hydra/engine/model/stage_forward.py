@@ -2,12 +2,13 @@
 the sequences of a micro-batch pass, and layers that torch compiles.
 
 [Note: What compiles]
-`hydra.compile_layers` puts torch.compile around each decoder layer. Attention over a packed
-micro-batch and TP collectives stay outside (`torch.compiler.disable` where they are defined): a
-micro-batch's sequence lengths are no shapes, and collectives keep the order that the schedule gives
-them. What is left of a layer compiles for each TP degree and kind of pass, with the tokens of a
-micro-batch as a symbolic dimension: norms, rotary embedding, activation and residuals become few
-loops beside the matrix products.
+`hydra.compile_layers` puts torch.compile around each decoder layer. Attention by a kernel is one
+operator in its graph ([Note: One graph for all lengths]). Collectives of TP, SP and CP stay outside
+(`torch.compiler.disable` where they are defined), to keep the order that the schedule gives them,
+and so does attention that runs each sequence alone, whose lengths are no shapes. A layer compiles
+once for each TP degree and kind of pass, with the tokens of a micro-batch as a symbolic dimension:
+norms, rotary embedding, activation and residuals become few loops beside the matrix products. A
+micro-batch of a single token compiles anew, because torch takes sizes of 1 for constants.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.fx.experimental._config
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, current_micro_batch, running
 from ds_hydra.engine.model.decoder_parts import Binding, DecoderParts, noting_calls
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, hook_colwise
+from ds_hydra.engine.ranks.hosts import count_ranks_here
 from ds_hydra.errors import HydraConfigError
 
 NOT_ONCE = "it calls a layer more than once, or not at all"
@@ -314,6 +319,45 @@ up after 8.
 """
 
 
+_MOST_THREADS = 32
+"""torch's own number of processes that compile, of one rank."""
+
+
+class Compilations:
+    """What torch has compiled in this process since somebody asked, and how long that took."""
+
+    def __init__(self) -> None:
+        self._graphs, self._seconds, self._start = 0, 0.0, 0.0
+        self._watches = False
+
+    def watch(self) -> None:
+        """Note compilations from now on."""
+        from torch._dynamo.callback import callback_handler  # slow, and few ask
+
+        if not self._watches:
+            callback_handler.register_start_callback(self._begin)
+            callback_handler.register_end_callback(self._end)
+            self._watches = True
+
+    def take(self) -> tuple[int, float]:
+        """Graphs (a layer kind, or a piece of one between collectives) and seconds since the last
+        call.
+        """
+        found = self._graphs, self._seconds
+        self._graphs, self._seconds = 0, 0.0
+        return found
+
+    def _begin(self, _: Any) -> None:
+        self._start = time.perf_counter()
+
+    def _end(self, args: Any) -> None:
+        self._seconds += time.perf_counter() - self._start
+        self._graphs += args.callback_trigger.name == "DYNAMO"
+
+
+compilations = Compilations()
+
+
 def compile_each(layers: Iterable[nn.Module]) -> None:
     """Compile the forward of each layer at its first use; layers of one class share what is
     compiled.
@@ -325,6 +369,12 @@ def compile_each(layers: Iterable[nn.Module]) -> None:
         _check_cpp_compiler()
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_VARIANTS)
+    # Otherwise a micro-batch of as many tokens as hidden units is a layer of its own.
+    torch.fx.experimental._config.use_duck_shape = False
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # torch counts on the host for itself
+        cores = len(os.sched_getaffinity(0)) // count_ranks_here()
+        torch._inductor.config.compile_threads = max(1, min(cores, _MOST_THREADS))
+    compilations.watch()
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
 

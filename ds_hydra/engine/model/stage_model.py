@@ -30,6 +30,7 @@ from ds_hydra.engine.model.adapters import (
     unwrap_adapters,
     use_saved_modules,
 )
+from ds_hydra.engine.model.attention_choice import Choice, select_kernels
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, checkpointed
 from ds_hydra.engine.model.expert_balance import ExpertBalance
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
@@ -84,6 +85,7 @@ class StageModel:
         aux_loss: bool = True,
         neftune_noise_alpha: float = 0.0,
         simulated_tp_size: int = 1,
+        attention_kernel: str = "auto",
     ):
         model = unwrap_adapters(model)
         decoder_parts.check_supported(model)
@@ -108,6 +110,10 @@ class StageModel:
         self._meta_params: list[nn.Parameter] = [memo[id(p)] for p in self.params]
         parts = decoder_parts.DecoderParts.find(self._model)
         self._base, head, self._embedding = parts.base, parts.head, parts.embedding
+        self._attention_kernel = attention_kernel
+        self._asked_attention = getattr(model.config, "_attn_implementation", None)
+        self.attention_choices: Sequence[Choice] = ()
+        """What runs attention on the compute device, for each width of heads."""
         if not abilities.one_by_one_because:
             attention.use_packed_attention(self._model)
         self._model.train()
@@ -371,10 +377,17 @@ class StageModel:
         self._state.carry_over()
 
     def to_device(self, device: torch.device) -> None:
-        """Move buffers (rotary frequencies) to the compute device. Raises UnsupportedModelError for
-        attention that no kernel of that device computes.
+        """Move buffers (rotary frequencies) to the compute device, and choose what runs attention
+        there. Raises UnsupportedModelError for attention that no kernel of that device computes,
+        HydraConfigError for a kernel that was asked for and cannot.
         """
-        attention.check_kernels(self.config, device, self.params[0].dtype)
+        self.attention_choices = select_kernels(
+            self.config,
+            device,
+            self.params[0].dtype,
+            request=self._attention_kernel,
+            asked_by_model=self._asked_attention,
+        )
         for module in self._model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.model.attention_choice import keeps_copies
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.model.tp_plan import module_sides
 from ds_hydra.engine.parallel import tensor_parallel
@@ -87,7 +88,7 @@ def _with_ordered_sums(profile: Profile, config: HydraConfig) -> Profile:
     """`profile`, with copies of gradients that `hydra.deterministic` takes and it does not have."""
     document = profile.document
     has_none = document["hardware"]["name"] == "cpu" or document.get("deterministic")
-    if has_none or not config.deterministic:
+    if has_none or not config.deterministic or not keeps_copies(config.attention):
         return profile
     memory = {**document["memory"], "ordered_multiprocessors": count_multiprocessors()}
     return Profile.from_json({**document, "memory": memory})

@@ -229,6 +229,7 @@ def _prepare(
             num_ranks=num_ranks,
             activation_checkpointing=request.config.activation_checkpointing,
             compile_layers=request.config.compile_layers,
+            attention_kernel=request.config.attention,
             tp_sequence_parallel=request.config.tp_sequence_parallel,
         )
     return model_config, stage_model, _schemes(request, stage_model, num_devices)
@@ -288,6 +289,7 @@ def _identity(
         "context_length": config.context_length,
         "memory_limit_bytes": config.memory_limit_bytes,
         "activation_checkpointing": config.activation_checkpointing,
+        "attention": config.attention,
         "compile_layers": config.compile_layers,
         "deterministic": config.deterministic,
         "tp_sequence_parallel": config.tp_sequence_parallel,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.losses.head_loss import chunk_elements
+from ds_hydra.engine.model.attention_choice import keeps_copies
 from ds_hydra.engine.model.micro_batches import Example
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.memory import trace_layer_memory
@@ -278,7 +279,8 @@ def _measure_memory(
     activation = {}
     model = describe_model(stage_model)
     key_value_share, heads = read_key_value_share(model), model.get("num_attention_heads", 0)
-    ordered = count_multiprocessors() if config.deterministic and has_device else 0
+    has_copies = config.deterministic and has_device and keeps_copies(config.attention)
+    ordered = count_multiprocessors() if has_copies else 0
     for tp, scheme in sorted(deepest.items()):
         # Without the scheme's options: what a layer keeps that is not checkpointed.
         plain = _homogeneous(scheme, propagator.num_ranks)

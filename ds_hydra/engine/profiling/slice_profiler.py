@@ -154,6 +154,7 @@ def _measure_slice(
             num_ranks=1,
             activation_checkpointing=config.activation_checkpointing,
             compile_layers=config.compile_layers,
+            attention_kernel=config.attention,
             tp_sequence_parallel=config.tp_sequence_parallel,
             simulated_tp_size=tp,
         )

@@ -1,44 +1,103 @@
-"""Systems that form groups of different sizes anew for every micro-batch: FlexSP, and
+"""Systems that form groups of different sizes anew for every micro-batch: FlexSP, FCP, and
 Megatron-Core's dynamic context parallelism. See [Note: Mixed groups].
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import combinations_with_replacement
 
 import numpy as np
 
 from ds_hydra.lab.simulator.context_parallel import ContextParallel
 from ds_hydra.lab.simulator.scenario import Outcome, Scenario, SystemResult, best_of, summarize
-from ds_hydra.lab.simulator.sharded import sharded_groups, with_traffic_ms, zero3_ends_ms
+from ds_hydra.lab.simulator.sharded import (
+    PARTIAL,
+    RECOMPUTE,
+    rank_tokens,
+    sharded_groups,
+    with_traffic_ms,
+    zero3_ends_ms,
+)
 from ds_hydra.sampler.group_steps import GroupStep, MixedGroups, plan_steps
-from ds_hydra.sampler.schedule import FloatArray
+from ds_hydra.sampler.schedule import FloatArray, IntArray
+from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.proposal.program import usable_schemes
+from ds_hydra.strategy.schemes.neighbours import cuts, num_cuts
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 
 def flexsp(scenario: Scenario, *, name: str) -> SystemResult | None:
     """FlexSP: ZeRO-3, groups of Ulysses sequence parallelism of sizes chosen for each micro-batch,
-    with activation checkpointing or not. See [Note: Mixed groups]. None where nothing holds the
-    context.
+    with activation checkpointing of some layers, all or none. See [Note: Mixed groups]. None where
+    nothing holds the context.
+    """
+    choices = []
+    for checkpointed in PARTIAL:
+        groups = list(sharded_groups(scenario, [checkpointed]))
+        if groups:
+            mixed = MixedGroups(
+                scenario.num_devices,
+                [group.size for group in groups],
+                [group.max_len for group in groups],
+                [group.terms[2] for group in groups],
+                [group.sequences_ms for group in groups],
+            )
+            choices.append(mixed)
+    return _in_steps(scenario, choices, name)
+
+
+def fcp(scenario: Scenario, *, name: str) -> SystemResult | None:
+    """FCP (Flexible Context Parallelism, arXiv:2602.21788): ZeRO-3, groups of any size up to a node
+    and of whole nodes, chosen for each micro-batch; each shares its sequences by a ring (CP) that
+    hides behind attention (`ContextParallel`). With activation checkpointing of some layers, all or
+    none. None where nothing holds the context.
+
+    Granted: a group may have ranks of two nodes at the price of one, groups cost nothing to form,
+    and no launch is slower for shorter pieces of a sequence.
+    """
+    one, single = Scheme(1, 1), scenario.costs.single_rank
+    if single is None:
+        return None
+    num_devices, node = scenario.num_devices, _devices_of_node(scenario)
+    sizes = [*range(1, node), *range(node, num_devices + 1, node)]
+    choices: list[MixedGroups] = []
+    for checkpointed in PARTIAL:
+        again = single.scaled(1 + RECOMPUTE * checkpointed)
+        alone = scenario.knowing(replace(scenario.profile, latency={one: again}))
+        tokens = rank_tokens(scenario, checkpointed, exchanges=False)
+        if tokens > 0:
+            mixed = AnyGroups(
+                num_devices,
+                sizes,
+                [size * tokens for size in sizes],
+                [again.constant_ms for _ in sizes],
+                [ContextParallel(scenario=alone, scheme=one, cp=s).sequences_ms for s in sizes],
+            )
+            choices.append(mixed)
+    return _in_steps(scenario, choices, name)
+
+
+def _devices_of_node(scenario: Scenario) -> int:
+    cluster = scenario.cluster
+    most = cluster.hardware.devices_per_node if cluster else scenario.num_devices
+    return min(most, scenario.num_devices)
+
+
+def _in_steps(scenario: Scenario, choices: Sequence[MixedGroups], name: str) -> SystemResult | None:
+    """ZeRO-3 with the groups that are fastest for each mini-batch, steps of all ranks together;
+    None where no choice holds the context.
     """
     ends_ms = zero3_ends_ms(scenario)
 
     def total_ms(slowest: FloatArray) -> float:
         return float(with_traffic_ms(scenario, slowest).sum())
 
+    choices = [mixed for mixed in choices if mixed.longest >= scenario.context_length]
     found: list[Outcome | None] = [None] * len(scenario.lengths)
-    for is_checkpointed in (False, True):
-        groups = list(sharded_groups(scenario, [is_checkpointed]))
-        if not groups or groups[-1].max_len < scenario.context_length:
-            continue
-        mixed = MixedGroups(
-            scenario.num_devices,
-            [group.size for group in groups],
-            [group.max_len for group in groups],
-            [group.terms[2] for group in groups],
-            [group.sequences_ms for group in groups],
-        )
+    for mixed in choices:
         for number, lengths in enumerate(scenario.lengths):
             known = found[number]
             limit = known.iteration_ms - ends_ms if known else np.inf
@@ -57,6 +116,132 @@ def flexsp(scenario: Scenario, *, name: str) -> SystemResult | None:
     if len(outcomes) < len(found):
         return None
     return summarize(name, "groups for each micro-batch", outcomes)
+
+
+MOST_CUTS = 4000
+"""Ways to cut the ranks that are all tried: those of up to 32 into groups of any size."""
+NUM_DEADLINES = 12
+
+
+class AnyGroups(MixedGroups):
+    """Groups of so many sizes that not all cuts can be tried: beyond `MOST_CUTS` those of powers of
+    two, those that meet a deadline (halved in between `NUM_DEADLINES` times), and from the best
+    of these the best exchange of at most two groups for others, again and again.
+    """
+
+    def first_cuts(self) -> IntArray:
+        """All, or those of powers of two: [cut, size]."""
+        sizes = tuple(self._sizes.tolist())
+        if num_cuts(self.num_ranks, sizes) <= MOST_CUTS:
+            return super().first_cuts()
+        powers = [k for k, size in enumerate(sizes) if size & (size - 1) == 0]
+        found = np.array(cuts(self.num_ranks, tuple(sizes[k] for k in powers)), dtype=np.int64)
+        all_sizes = np.zeros((len(found), len(sizes)), dtype=np.int64)
+        all_sizes[:, powers] = found
+        return all_sizes
+
+    def step(
+        self,
+        kind: int,
+        lengths: IntArray,
+        table: FloatArray,
+        members: IntArray,
+        limit: float = np.inf,
+    ) -> GroupStep | None:
+        """As of `MixedGroups`."""
+        best = super().step(kind, lengths, table, members, limit)
+        if best is None or not self._exchanges.size:
+            return best
+        own, costs = lengths[members], np.ascontiguousarray(table[:, members])
+        low, high = 0.0, best.slowest_ms
+        for _ in range(NUM_DEADLINES):
+            deadline, counts = (low + high) / 2, np.zeros_like(self._sizes)
+            if cut_for_deadline(
+                own,
+                costs,
+                self._constants,
+                self._sizes,
+                self._max_len,
+                deadline,
+                self.num_ranks,
+                counts,
+            ):
+                high, tried = deadline, counts[None]
+                best = self._step_of(tried, kind, lengths, table, members, best.slowest_ms) or best
+            else:
+                low = deadline
+        while True:
+            near = best.counts + self._exchanges
+            near = np.ascontiguousarray(near[(near >= 0).all(axis=1)])
+            better = self._step_of(near, kind, lengths, table, members, best.slowest_ms)
+            if better is None:
+                return best
+            best = better
+
+    @cached_property
+    def _exchanges(self) -> IntArray:
+        """What each exchange adds to the counts of a cut: [exchange, size]; none where all cuts are
+        tried at once.
+        """
+        sizes = self._sizes
+        if num_cuts(self.num_ranks, tuple(sizes.tolist())) <= MOST_CUTS:
+            return np.zeros((0, sizes.size), dtype=np.int64)
+        few: list[tuple[int, ...]] = [(k,) for k in range(sizes.size)]
+        few += combinations_with_replacement(range(sizes.size), 2)
+        counts = np.array([np.bincount(own, minlength=sizes.size) for own in few])
+        ranks = counts @ sizes
+        pairs = np.argwhere(ranks[:, None] == ranks)
+        moves: IntArray = counts[pairs[:, 1]] - counts[pairs[:, 0]]
+        return np.ascontiguousarray(moves[moves.any(axis=1)])
+
+
+@compiled
+def cut_for_deadline(
+    lengths: IntArray,
+    table: FloatArray,
+    constants: FloatArray,
+    sizes: IntArray,
+    max_len: IntArray,
+    deadline: float,
+    num_ranks: int,
+    counts: IntArray,
+) -> bool:
+    """Adds to `counts` the groups of each size, smallest first, in which all sequences (longest
+    first) end before `deadline` ms; False where the ranks are too few. `table`: ms of [size,
+    sequence].
+
+    A sequence goes to the smallest open group that meets the deadline with it, of equals to the one
+    that ends last, else to a new one of the smallest size that does. Ranks left over are groups,
+    the largest first.
+    """
+    ends, filled = np.zeros(num_ranks), np.zeros(num_ranks, dtype=np.int64)
+    kinds = np.zeros(num_ranks, dtype=np.int64)
+    num_groups, left = 0, num_ranks
+    for i in range(lengths.size):
+        best = -1
+        for g in range(num_groups):
+            k = kinds[g]
+            if ends[g] + table[k, i] > deadline or filled[g] + lengths[i] > max_len[k]:
+                continue
+            if best < 0 or k < kinds[best] or (k == kinds[best] and ends[g] > ends[best]):
+                best = g
+        if best < 0:
+            for k in range(sizes.size):
+                fits = constants[k] + table[k, i] <= deadline and lengths[i] <= max_len[k]
+                if fits and sizes[k] <= left:
+                    best, kinds[num_groups], ends[num_groups] = num_groups, k, constants[k]
+                    num_groups += 1
+                    left -= sizes[k]
+                    counts[k] += 1
+                    break
+        if best < 0:
+            return False
+        ends[best] += table[kinds[best], i]
+        filled[best] += lengths[i]
+    for k in range(sizes.size - 1, -1, -1):
+        counts[k] += left // sizes[k]
+        left %= sizes[k]
+    return True
 
 
 def dynamic_cp(scenario: Scenario, *, name: str) -> SystemResult | None:

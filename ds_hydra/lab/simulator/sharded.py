@@ -1,16 +1,18 @@
 """A group of ranks that share sequences (Ulysses) under ZeRO-3: its time, its MaxLen, its gathers.
 
-T of one rank (`Costs.single_rank`) is divided by the group's size without its constant; exchanges
-of attention are priced as ds_hydra's own (`sequence_parallel_latency`). All ranks gather every
-layer for every micro-batch, forward and backward, and reduce its gradients: a micro-batch takes the
-longer of its computation and this traffic, which assumes perfect prefetching, unless
+T of one rank (`Costs.single_rank`) is divided by the group's size without its constant; attention
+lasts as long as on the rank with most heads (DeepSpeed's `uneven_heads_all2all`: they need not
+divide), and its exchanges cost what ds_hydra's own do (`sequence_parallel_latency`). All ranks
+gather every layer for every micro-batch, forward and backward, and reduce its gradients: one takes
+the longer of its computation and this traffic, which assumes perfect prefetching, unless
 `Scenario.seen` says what share of the traffic nothing hides.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -28,17 +30,22 @@ LAYER_INPUT_BYTES = 2
 """Bytes that activation checkpointing keeps for each token, layer and hidden unit."""
 RECOMPUTE = FORWARD_FRACTION
 """Share of T that activation checkpointing computes again."""
+PARTIAL = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the layers that activation checkpointing computes again, for systems that choose."""
 _GATHERED = Scheme(1, 1, gather=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedGroup:
-    """`size` ranks that share the sequences of their micro-batches, of `max_len` tokens at most."""
+    """`size` ranks that share the sequences of their micro-batches, of `max_len` tokens at most;
+    `checkpointed` is the share of layers that are computed again.
+    """
 
     scenario: Scenario
     single: LatencyModel
     size: int
-    is_checkpointed: bool
+    num_heads: int
+    checkpointed: float
     max_len: int
 
     @property
@@ -47,7 +54,8 @@ class ShardedGroup:
         return self.scenario.num_devices // self.size
 
     def __str__(self) -> str:
-        return f"DP{self.num_groups} SP{self.size}{' AC' if self.is_checkpointed else ''}"
+        layers = "" if self.checkpointed == 1 else f" of {self.checkpointed:.0%} of the layers"
+        return f"DP{self.num_groups} SP{self.size}" + (f" AC{layers}" if self.checkpointed else "")
 
     @cached_property
     def terms(self) -> tuple[float, float, float]:
@@ -66,10 +74,12 @@ class ShardedGroup:
 
     def micro_batch_ms(self, lengths: IntArray) -> float:
         """T of a micro-batch of `lengths`."""
+        busiest = -(-self.num_heads // self.size) * self.size / self.num_heads
+        single = replace(self.single, quadratic_ms=self.single.quadratic_ms * busiest)
         compute = (
-            packed_ms(self.single, self.single.sequences_ms(lengths)) - self.single.constant_ms
-        ) / self.size + self.single.constant_ms
-        compute *= 1 + (RECOMPUTE if self.is_checkpointed else 0.0)
+            packed_ms(single, single.sequences_ms(lengths)) - single.constant_ms
+        ) / self.size + single.constant_ms
+        compute *= 1 + RECOMPUTE * self.checkpointed
         cluster = self.scenario.cluster
         if self.size == 1 or cluster is None:
             return compute
@@ -77,35 +87,36 @@ class ShardedGroup:
         more = sequence_parallel_latency(cluster.shape, cluster.hardware, sp)
         assert more is not None
         # Recomputation exchanges once more beside forward and backward
-        passes = 3 / 2 if self.is_checkpointed else 1.0
+        passes = 1 + self.checkpointed / 2
         return compute + passes * (more.linear_ms * int(lengths.sum()) + more.constant_ms)
 
 
-def sharded_groups(scenario: Scenario, checkpointing: Sequence[bool]) -> Iterator[ShardedGroup]:
-    """Groups of every size that divides devices and heads and holds one token at least, smallest
-    first; none where the profile has no <1,PP>.
+def sharded_groups(scenario: Scenario, checkpointing: Sequence[float]) -> Iterator[ShardedGroup]:
+    """Groups of every power of two that divides the devices, has a head for each rank and holds one
+    token at least, smallest first; none where the profile has no <1,PP>.
     """
     single = scenario.costs.single_rank
     heads = scenario.profile.document["model"].get("num_attention_heads", scenario.num_devices)
     sizes = (2**i for i in range(scenario.num_devices.bit_length()))
-    for size, is_checkpointed in product(sizes, checkpointing):
-        if single is None or scenario.num_devices % size or heads % size:
+    for size, checkpointed in product(sizes, checkpointing):
+        if single is None or scenario.num_devices % size or size > heads:
             continue
-        max_len = _max_len(scenario, size, is_checkpointed)
+        max_len = size * rank_tokens(scenario, checkpointed, exchanges=size > 1)
         if max_len > 0:
             yield ShardedGroup(
                 scenario=scenario,
                 single=single,
                 size=size,
-                is_checkpointed=is_checkpointed,
+                num_heads=heads,
+                checkpointed=checkpointed,
                 max_len=max_len,
             )
 
 
-def _max_len(scenario: Scenario, size: int, is_checkpointed: bool) -> int:
-    """Tokens of a micro-batch on `size` ranks: fully sharded states, two gathered layers, the
-    16-bit gradients of one and the embedding beside them; of Ulysses attention's output on both
-    sides of an exchange.
+def rank_tokens(scenario: Scenario, checkpointed: float, *, exchanges: bool) -> int:
+    """Tokens of a micro-batch for each of its ranks: fully sharded states, two gathered layers, the
+    16-bit gradients of one and the embedding beside them; with Ulysses' `exchanges` attention's
+    output on both sides of one.
     """
     memory = scenario.profile.memory
     hidden = memory.hidden_size
@@ -118,11 +129,12 @@ def _max_len(scenario: Scenario, size: int, is_checkpointed: bool) -> int:
     ) / (scenario.num_devices)
     gathered = 3 * layer_bytes + 2 * 2 * hidden * memory.vocab_size
     budget = memory.memory_bytes - memory.safety_margin_bytes - memory.reserved_bytes
-    kept = memory.num_layers * memory.activation_bytes[1]
-    if is_checkpointed:
-        kept = memory.num_layers * LAYER_INPUT_BYTES + memory.activation_bytes[1]
-    kept *= SP_ACTIVATIONS if size > 1 else 1.0
-    return int(size * ((budget - states - gathered) // (hidden * kept)))
+    layers, again = memory.num_layers, math.ceil(memory.num_layers * checkpointed)
+    # One of those that are computed again is whole in backward
+    whole = layers - again + (1 if again else 0)
+    kept = whole * memory.activation_bytes[1] + again * LAYER_INPUT_BYTES
+    kept *= SP_ACTIVATIONS if exchanges else 1.0
+    return int((budget - states - gathered) // (hidden * kept))
 
 
 def with_traffic_ms(scenario: Scenario, computed_ms: FloatArray) -> FloatArray:

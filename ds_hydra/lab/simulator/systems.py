@@ -17,9 +17,9 @@ from ds_hydra.lab.simulator.baselines import (
     two_stage,
 )
 from ds_hydra.lab.simulator.chunks import chunked
-from ds_hydra.lab.simulator.mixed_groups import dynamic_cp, flexsp
+from ds_hydra.lab.simulator.mixed_groups import dynamic_cp, fcp, flexsp
 from ds_hydra.lab.simulator.scenario import Scenario, SystemResult
-from ds_hydra.lab.simulator.ulysses import balanced_ulysses, deepspeed_ulysses, odc
+from ds_hydra.lab.simulator.ulysses import balanced_ulysses, deepspeed_ulysses, odc, packed_zero3
 from ds_hydra.lab.simulator.wlb import wlb
 from ds_hydra.lab.simulator.workload import Workload, draw_batches
 from ds_hydra.strategy.schemes.scheme import Strategy
@@ -87,6 +87,7 @@ SYSTEMS = {
     "megatron_lengths": System(
         "Megatron-LM, length tuned too", _homogeneous(fixed_length, tunes_micro_batches=True)
     ),
+    "zero3": System("ZeRO-3 / FSDP, packed", _alone(packed_zero3)),
     "deepspeed": System(
         "DeepSpeed ZeRO-3 + Ulysses", _alone(deepspeed_ulysses, is_checkpointed=False)
     ),
@@ -99,6 +100,7 @@ SYSTEMS = {
     ),
     "odc": System("ODC", _alone(odc)),
     "flexsp": System("FlexSP", _alone(flexsp)),
+    "fcp": System("FCP", _alone(fcp)),
     "dynamic_cp": System("Megatron-Core, dynamic CP", _alone(dynamic_cp)),
     "wlb": System("WLB-LLM, no delay", _alone(wlb, delays=False)),
     "wlb_delay": System("WLB-LLM, outliers delayed", _alone(wlb, delays=True)),

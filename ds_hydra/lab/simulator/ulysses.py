@@ -1,5 +1,5 @@
-"""DeepSpeed ZeRO-3 with Ulysses sequence parallelism: as it is, with micro-batches balanced by
-time, and without lockstep (ODC).
+"""DeepSpeed ZeRO-3, or FSDP: of single ranks; with Ulysses sequence parallelism as it is, with
+micro-batches balanced by time, and without lockstep (ODC).
 """
 
 from __future__ import annotations
@@ -8,9 +8,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ds_hydra.lab.simulator.fixed_length import MicroBatches, pack_balanced, pack_fixed_length
+from ds_hydra.lab.simulator.fixed_length import (
+    MicroBatches,
+    pack_balanced,
+    pack_evenly,
+    pack_fixed_length,
+)
 from ds_hydra.lab.simulator.scenario import Outcome, Scenario, SystemResult, best_of, summarize
 from ds_hydra.lab.simulator.sharded import (
+    PARTIAL,
     ShardedGroup,
     sharded_groups,
     with_traffic_ms,
@@ -18,6 +24,20 @@ from ds_hydra.lab.simulator.sharded import (
 )
 from ds_hydra.sampler.schedule import FloatArray, IntArray, steps_ms
 from ds_hydra.strategy.compiled import compiled
+
+
+def packed_zero3(scenario: Scenario, *, name: str) -> SystemResult | None:
+    """ZeRO-3 or FSDP as most have it: each rank runs micro-batches of the context that are packed
+    first-fit-decreasing and dealt in turn, or as `pack_evenly` does where that is faster, in
+    lockstep, with activation checkpointing of some layers, all or none. None where one rank does
+    not hold the context.
+    """
+
+    def place(group: ShardedGroup, lengths: IntArray) -> list[Sequence[MicroBatches]]:
+        packs = (pack_fixed_length, pack_evenly)
+        return [pack(lengths, scenario.context_length, group.num_groups) for pack in packs]
+
+    return _tuned(scenario, place, in_lockstep, PARTIAL, name, shares_sequences=False)
 
 
 def deepspeed_ulysses(
@@ -34,14 +54,14 @@ def deepspeed_ulysses(
     def place(group: ShardedGroup, lengths: IntArray) -> list[Sequence[MicroBatches]]:
         return [pack_fixed_length(lengths, scenario.context_length, group.num_groups)]
 
-    return _tuned(scenario, place, in_lockstep, [is_checkpointed], name)
+    return _tuned(scenario, place, in_lockstep, [float(is_checkpointed)], name)
 
 
 def balanced_ulysses(
     scenario: Scenario, *, name: str, chooses_degree: bool = False
 ) -> SystemResult | None:
     """The same with micro-batches up to the MaxLen of the group that are balanced by time, with
-    activation checkpointing or not.
+    activation checkpointing of some layers, all or none.
 
     Sequences go, longest first, to the micro-batch that then ends first, and micro-batches of about
     the same time run in the same step of all groups; or to the micro-batch that makes the steps
@@ -65,15 +85,15 @@ def balanced_ulysses(
                 num_steps += 1
         return found
 
-    return _tuned(scenario, place, in_lockstep, [False, True], name, chooses_degree)
+    return _tuned(scenario, place, in_lockstep, PARTIAL, name, chooses_degree)
 
 
 def odc(scenario: Scenario, *, name: str) -> SystemResult | None:
     """ZeRO-3 by one-sided gathers (ODC): no group waits for another before the mini-batch ends.
 
     Karmarkar-Karp by time over the groups, then over the fewest micro-batches that each can have,
-    with activation checkpointing or not. The paper's groups are single ranks; here they may share
-    sequences (Ulysses), without which they would hold no context.
+    with activation checkpointing of some layers, all or none. The paper's groups are single ranks;
+    here they may share sequences (Ulysses), without which they would hold no context.
     """
 
     def place(group: ShardedGroup, lengths: IntArray) -> list[Sequence[MicroBatches]]:
@@ -81,7 +101,7 @@ def odc(scenario: Scenario, *, name: str) -> SystemResult | None:
             pack_balanced(lengths, group.sequences_ms(lengths), group.max_len, group.num_groups)
         ]
 
-    return _tuned(scenario, place, without_lockstep, [False, True], name)
+    return _tuned(scenario, place, without_lockstep, PARTIAL, name)
 
 
 _Place = Callable[[ShardedGroup, IntArray], list[Sequence[MicroBatches]]]
@@ -92,19 +112,24 @@ def _tuned(
     scenario: Scenario,
     place: _Place,
     run: _Run,
-    checkpointing: Sequence[bool],
+    checkpointing: Sequence[float],
     name: str,
     chooses_degree: bool = False,
+    shares_sequences: bool = True,
 ) -> SystemResult | None:
     """The best size of the groups, that of each mini-batch with `chooses_degree`, and the best of
-    `place` for each mini-batch.
+    `place` for each mini-batch; groups of one rank unless it `shares_sequences`.
     """
 
     def best(group: ShardedGroup, lengths: IntArray) -> Outcome:
         placed = (run(group, lengths, each) for each in place(group, lengths))
         return min(placed, key=_iteration_ms)
 
-    groups = list(sharded_groups(scenario, checkpointing))
+    groups = [
+        group
+        for group in sharded_groups(scenario, checkpointing)
+        if shares_sequences or group.size == 1
+    ]
     holding = [group for group in groups if group.max_len >= scenario.context_length]
     if not holding:
         return None

@@ -1,0 +1,514 @@
+"""Kernels for attention over packed micro-batches: which there are, and what each takes.
+
+[Note: One contract]
+A kernel is a pair of functions. Forward gives the output and, of each row, the logarithm of the sum
+of exp(scores); backward takes both. Every kernel takes segments whose queries are the last of more
+keys, windows, and fewer key-value heads than query heads. `Kernel` says in what else they differ.
+
+The functions are those that the released packages build their own autograd functions from. They are
+called by the names of their parameters, because releases differ in the order, and in what else they
+require: flash-attn 2.7 to 2.8.3, flash-attn 3 of 2.8.3 and of August 2026, flash-attn-4 4.0.0b36,
+torch 2.11 to 2.13, and what the Hugging Face hub builds of these.
+
+Legend: T queries, N keys, H query heads, K key-value heads, D and E widths of queries and values.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.attention
+from torch import Tensor
+
+HALVES = (torch.float16, torch.bfloat16)
+_MULTIPLE = 8
+"""Of which every kernel wants widths to be one."""
+
+
+class Ends(NamedTuple):
+    """Where segments begin among T queries and among N keys, [num_segments + 1] int32 on the
+    device, and the longest of both in tokens.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    longest: int
+    longest_keys: int
+
+
+class Demand(NamedTuple):
+    """What a layer's attention asks of a kernel."""
+
+    query_width: int
+    value_width: int
+    dtype: torch.dtype
+    is_capped: bool = False
+    """Whether scores are capped by tanh."""
+
+    def __str__(self) -> str:
+        widths = dict.fromkeys((self.query_width, self.value_width))
+        capped = ", capped" if self.is_capped else ""
+        return f"heads of {'/'.join(map(str, widths))}{capped} in {str(self.dtype).removeprefix('torch.')}"
+
+
+Forward = Callable[[Tensor, Tensor, Tensor, Ends, float, int | None, float], tuple[Tensor, Tensor]]
+"""(query [T, H, D], key [N, K, D], value [N, K, E], ends, scale, window, softcap; 0: none) to
+output [T, H, E] and log-sum-exp [H, T] fp32.
+"""
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""(gradient of the output, query, key, value, output, log-sum-exp, ends, scale, window, softcap) to
+gradients of query, key and value.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One kernel and what it takes ([Note: One contract])."""
+
+    name: str
+    """As `hydra.attention` has it."""
+    package: str
+    """What it comes from, with the version."""
+    forward: Forward
+    backward: Backward
+    generations: tuple[int, ...] | None = None
+    """Major compute capabilities of NVIDIA devices that run it; None: it says itself."""
+    takes_softcap: bool = True
+    dtypes: tuple[torch.dtype, ...] = HALVES
+    takes_widths: Callable[[int, int, int | None], bool] = lambda *_: True
+    """Of queries and values, multiples of 8, on a device of a major compute capability."""
+    pads_values: bool = True
+    """Whether values have to be as wide as queries."""
+    most_ordered_width: int = 256
+    """Up to which its backward can add in one order (`hydra.deterministic`)."""
+    copies_when_ordered: bool = False
+    """Whether it then keeps a copy of the gradient of queries, in fp32, for each group of
+    multiprocessors: ceil(multiprocessors / heads) of them. Others take turns instead.
+    """
+    implementation: str | None = None
+    """That torch has to have activated for it."""
+
+    def padded_widths(self, query_width: int, value_width: int) -> tuple[int, int]:
+        """What queries (and keys) and values are padded to with zeros, which add nothing."""
+        query, value = (width + -width % _MULTIPLE for width in (query_width, value_width))
+        return (max(query, value),) * 2 if self.pads_values else (query, value)
+
+    def refusal(
+        self, demand: Demand, generation: int | None = None, *, is_ordered: bool = False
+    ) -> str:
+        """Why it does not do what is asked for on a device of major compute capability
+        `generation` (None: not known); "" where it does.
+        """
+        if self.generations and generation is not None and generation not in self.generations:
+            known = " and ".join(f"{major}.x" for major in self.generations)
+            return f"it runs on compute capability {known}, the device has {generation}.x"
+        if demand.dtype not in self.dtypes:
+            return f"it computes in 16 bit, not in {str(demand.dtype).removeprefix('torch.')}"
+        widths = self.padded_widths(demand.query_width, demand.value_width)
+        if not self.takes_widths(*widths, generation):
+            return f"it does not take heads of {demand.query_width} with values of {demand.value_width}"
+        if demand.is_capped and not self.takes_softcap:
+            return "it cannot cap scores"
+        if is_ordered and max(widths) > self.most_ordered_width:
+            return (
+                f"its backward adds in one order (hydra.deterministic) up to a width of "
+                f"{self.most_ordered_width}, heads have {max(widths)}"
+            )
+        return ""
+
+
+class MissingKernelError(Exception):
+    """A kernel that is not here; the message says what is missing."""
+
+
+class _Named:
+    """A function of a package, called by names: it gets those that it has, and None for others that
+    it requires.
+    """
+
+    def __init__(self, function: Any, *needed: str):
+        schema = getattr(getattr(function, "_opoverload", None), "_schema", None)
+        if schema is None:
+            parameters = inspect.signature(function).parameters.values()
+            empty = inspect.Parameter.empty
+            known = [(p.name, None if p.default is empty else p.default) for p in parameters]
+        else:  # torch.library.custom_op hides what it wraps
+            known = [(a.name, a.default_value) for a in schema.arguments]
+        self._function, self._known = function, known
+        names = {name for name, _ in known}
+        for either in needed:
+            if names.isdisjoint(either.split("|")):
+                raise MissingKernelError(
+                    f"its {getattr(function, '__name__', function)} knows no {either.split('|')[0]}"
+                )
+
+    def __call__(self, **given: Any) -> Any:
+        return self._function(*(given.get(name, default) for name, default in self._known))
+
+
+_OF_ALL = (
+    "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale",
+    "causal|is_causal", "softcap",
+)  # fmt: skip
+
+
+def _given(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Ends,
+    scale: float,
+    window: int | None,
+    softcap: float,
+    unlimited: int | None = -1,
+) -> dict[str, Any]:
+    """Arguments that all releases have, under all of their names."""
+    left, right = (window - 1, 0) if window else (unlimited, unlimited)
+    return {
+        "q": query, "k": key, "v": value, "softmax_scale": scale, "softcap": softcap,
+        "cu_seqlens_q": ends.queries, "cu_seqlens_k": ends.keys,
+        "max_seqlen_q": ends.longest, "max_seqlen_k": ends.longest_keys,
+        "causal": True, "is_causal": True, "dropout_p": 0.0,
+        "window_size": (left, right), "window_size_left": left, "window_size_right": right,
+    }  # fmt: skip
+
+
+def _adapt(forward: Any, backward: Any, **more: Any) -> tuple[Forward, Backward]:
+    """`forward` and `backward` of flash-attn 2 or 3, of which backward fills the gradients that it
+    is given.
+    """
+    windows = "window_size|window_size_left"
+    run_forward = _Named(forward, *_OF_ALL, windows)
+    run_backward = _Named(
+        backward, *_OF_ALL, windows, "dout", "out", "softmax_lse", "dq", "deterministic"
+    )
+
+    def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = run_forward(**_given(*inputs), **more)
+        return out, lse
+
+    def differentiate(
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *rest: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        run_backward(
+            **_given(query, key, value, *rest),
+            dout=grad,
+            out=out,
+            softmax_lse=lse,
+            **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return grads
+
+    return attend, differentiate
+
+
+def _up_to_256(query_width: int, value_width: int, _generation: int | None) -> bool:
+    return max(query_width, value_width) <= 256
+
+
+def _of_flash_4(query_width: int, value_width: int, generation: int | None) -> bool:
+    if generation in (None, 9):
+        return max(query_width, value_width) <= 256
+    widths = (query_width, value_width)
+    return max(widths) <= 128 or widths in ((192, 128), (256, 256))
+
+
+def _flash_2(module: ModuleType, name: str, package: str) -> Kernel:
+    names = "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"
+    forward, backward = _adapt(*_functions(module, *names))
+    return Kernel(
+        name=name,
+        package=package,
+        forward=forward,
+        backward=backward,
+        takes_widths=_up_to_256,
+        copies_when_ordered=True,
+    )
+
+
+def _flash_3(module: ModuleType, name: str, package: str) -> Kernel:
+    functions = _functions(module, "_flash_attn_forward", "_flash_attn_backward")
+    forward, backward = _adapt(*functions, num_splits=1)
+    return Kernel(
+        name=name,
+        package=package,
+        forward=forward,
+        backward=backward,
+        generations=(8, 9),
+        takes_widths=_up_to_256,
+        most_ordered_width=192,
+    )
+
+
+def _flash_4(module: ModuleType, name: str, package: str) -> Kernel:
+    forward, backward = _functions(module, "_flash_attn_fwd", "_flash_attn_bwd")
+    run_forward = _Named(forward, *_OF_ALL, "window_size_left", "return_lse")
+    run_backward = _Named(backward, *_OF_ALL, "window_size_left", "deterministic", "dout", "lse")
+
+    def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = run_forward(**_given(*inputs, unlimited=None), return_lse=True)
+        return out, lse
+
+    def differentiate(
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *rest: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grads: tuple[Tensor, Tensor, Tensor] = run_backward(
+            **_given(query, key, value, *rest, unlimited=None),
+            dout=grad,
+            out=out,
+            lse=lse,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return grads[:3]
+
+    return Kernel(
+        name=name,
+        package=package,
+        forward=attend,
+        backward=differentiate,
+        generations=(9, 10, 11, 12),
+        takes_widths=_of_flash_4,
+        pads_values=False,
+    )
+
+
+def _varlen(name: str, implementation: str | None = None) -> Kernel:
+    """torch's own, flash attention 2 for all generations, or what it has activated in its place."""
+    forward, backward = (
+        getattr(torch.ops.aten, f"_flash_attention_{way}", None) for way in ("forward", "backward")
+    )
+    known = () if forward is None else [a.name for a in forward.default._schema.arguments]
+    if "window_size_left" not in known:
+        raise MissingKernelError(
+            f"torch {torch.__version__} has no kernel for packed micro-batches"
+        )
+    if implementation is not None:
+        import_module(*_PACKAGES[_OF_TORCH[implementation]])
+        known = getattr(torch.nn.attention, "list_flash_attention_impls", list)()
+        if implementation not in known:
+            raise MissingKernelError(f"torch {torch.__version__} cannot activate {implementation}")
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        ends: Ends,
+        scale: float,
+        window: int | None,
+        _: float,
+    ) -> tuple[Tensor, Tensor]:
+        activate(implementation)
+        out, lse, *_rest = forward(
+            query, key, value, *ends, 0.0, window is None, False, scale=scale, **_window(window)
+        )
+        return out, lse
+
+    def differentiate(
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        ends: Ends,
+        scale: float,
+        window: int | None,
+        _: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        activate(implementation)
+        state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout, which is 0
+        grads: tuple[Tensor, Tensor, Tensor] = backward(
+            grad if grad.stride(-1) == 1 else grad.contiguous(),
+            query, key, value, out, lse, *ends, 0.0, window is None, state, query.new_empty(0),
+            scale=scale, **_window(window),
+        )  # fmt: skip
+        return grads
+
+    return Kernel(
+        name=name,
+        package=f"torch {torch.__version__}",
+        forward=attend,
+        backward=differentiate,
+        generations={"FA3": (9,), "FA4": (9, 10)}.get(implementation or ""),
+        takes_softcap=False,
+        takes_widths=_of_flash_4 if implementation == "FA4" else _up_to_256,
+        pads_values=implementation != "FA4",
+        most_ordered_width=192 if implementation == "FA3" else 256,
+        copies_when_ordered=implementation is None,
+        implementation=implementation,
+    )
+
+
+def _window(window: int | None) -> dict[str, int]:
+    return {"window_size_left": window - 1 if window else -1, "window_size_right": 0}
+
+
+_activated: list[str | None] = [None]
+"""What this module has torch's attention run with, if anything."""
+
+
+def activate(implementation: str | None) -> None:
+    """Let torch's flash attention be `implementation`; None: its own, or what the user's script has
+    activated.
+    """
+    if _activated[0] == implementation:
+        return
+    if implementation is None:
+        torch.nn.attention.restore_flash_attention_impl()
+    else:
+        torch.nn.attention.activate_flash_attention_impl(implementation)
+    _activated[0] = implementation
+
+
+def _functions(module: ModuleType, *names: str) -> list[Any]:
+    """Those of `module`, or of the submodule where the packages of the hub have them."""
+    inner = (module, *(getattr(module, n, None) for n in ("flash_attn_interface", "interface")))
+    for holder in inner:
+        if all(hasattr(holder, name) for name in names):
+            return [getattr(holder, name) for name in names]
+    raise MissingKernelError(f"{module.__name__} has no {names[0]} and {names[1]}")
+
+
+def import_module(module: str, distribution: str) -> ModuleType:
+    """`module` of a package. Raises MissingKernelError."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        missing = (error.name or "").split(".")[0]
+        if missing in ("", module.split(".")[0]):
+            raise MissingKernelError(f"{distribution} is not installed") from error
+        raise MissingKernelError(f"{distribution} cannot be imported: {error}") from error
+    except (OSError, RuntimeError, AttributeError) as error:  # of another CUDA or torch
+        raise MissingKernelError(f"{distribution} cannot be imported: {error}") from error
+
+
+def _version(distribution: str, module: ModuleType) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:  # built from a checkout
+        return str(getattr(module, "__version__", "of unknown version"))
+
+
+_PACKAGES = {
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
+    "flash_attention_4": ("flash_attn.cute.interface", "flash-attn-4"),
+    "flash_attention_2": ("flash_attn.flash_attn_interface", "flash-attn"),
+}
+"""Modules that have the functions, and what is installed for them."""
+_OF_TORCH = {"FA3": "flash_attention_3", "FA4": "flash_attention_4"}
+"""What torch activates is of the same packages."""
+_BUILDERS = {"2": _flash_2, "3": _flash_3, "4": _flash_4}
+_HUB = {
+    "flash_attention_3": "kernels-community/flash-attn3",
+    "flash_attention_4": "kernels-community/flash-attn4",
+    "flash_attention_2": "kernels-community/flash-attn2",
+}
+"""Where the hub has kernels with both passes."""
+
+
+def _of_hub(name: str) -> Kernel:
+    """Kernel `name`, "owner/repository" with "@revision" where wanted; the `kernels` package
+    downloads it unless it has.
+    """
+    if "/" not in name:
+        raise MissingKernelError("it is not for packed micro-batches")
+    repository, _, revision = name.partition("@")
+    build = next((b for n, b in _BUILDERS.items() if repository.rstrip("/").endswith(n)), None)
+    if build is None:
+        raise MissingKernelError(f"{repository} is no flash-attn2, flash-attn3 or flash-attn4")
+    try:
+        from transformers.integrations import hub_kernels
+
+        version = None if revision else hub_kernels.get_attn_kernel_version(repository)
+        module = hub_kernels.get_kernel(repository, revision=revision or None, version=version)
+    except Exception as error:  # of the network, the hub, the device, or there is no such package
+        raise MissingKernelError(f"{name} cannot be loaded: {first_line(error)}") from error
+    return build(module, name, f"{name} of the Hugging Face hub")
+
+
+def _has_downloaded(repository: str) -> bool:
+    """Whether the `kernels` package has it, so that loading needs no network."""
+    try:
+        from kernels.hf_hub import CACHE_DIR
+    except ImportError:
+        return False
+    from huggingface_hub import constants
+
+    folder = Path(CACHE_DIR or os.environ.get("HF_HUB_CACHE", constants.HF_HUB_CACHE))
+    return any(folder.glob(f"*--{repository.replace('/', '--')}"))
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, as part of a sentence."""
+    return (str(error).partition("\n")[0] or type(error).__name__)[:300]
+
+
+def _flash(name: str) -> Kernel:
+    """Flash attention of a generation: its package, else what has been downloaded of it."""
+    path, distribution = _PACKAGES[name]
+    try:
+        module = import_module(path, distribution)
+        package = f"{distribution} {_version(distribution, module)}"
+        return _BUILDERS[name[-1]](module, name, package)
+    except MissingKernelError as missing:
+        if not _has_downloaded(_HUB[name]):
+            raise
+        try:
+            return _of_hub(_HUB[name])
+        except MissingKernelError as error:
+            raise MissingKernelError(f"{missing}; {error}") from error
+
+
+_LOADERS: dict[str, Callable[[], Kernel]] = {
+    "flash_attention_3": functools.partial(_flash, "flash_attention_3"),
+    "flash_attention_4": functools.partial(_flash, "flash_attention_4"),
+    "varlen_fa3": functools.partial(_varlen, "varlen_fa3", "FA3"),
+    "varlen_fa4": functools.partial(_varlen, "varlen_fa4", "FA4"),
+    "flash_attention_2": functools.partial(_flash, "flash_attention_2"),
+    "varlen": functools.partial(_varlen, "varlen"),
+}
+KERNELS = tuple(_LOADERS)
+"""The fastest first, as far as is known; each runs where its generation of devices is."""
+PER_SEQUENCE = "per_sequence"
+"""No kernel: one call of torch's attention for each sequence."""
+
+_loaded: dict[str, Kernel | str] = {}
+"""Kernels by name, or why one is missing."""
+
+
+def load_kernel(name: str) -> Kernel:
+    """Kernel `name` of `KERNELS`, or "owner/repository" of the hub. Raises MissingKernelError."""
+    if name not in _loaded:
+        try:
+            load = _LOADERS.get(name) or functools.partial(_of_hub, name)
+            _loaded[name] = load()
+        except MissingKernelError as error:
+            _loaded[name] = str(error)
+    found = _loaded[name]
+    if isinstance(found, str):
+        raise MissingKernelError(found)
+    return found

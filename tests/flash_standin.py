@@ -1,0 +1,371 @@
+"""Flash attention in fp64 on the CPU behind the signatures of the released packages.
+
+Parameters are those of flash-attn 2.8.3 (its sdist; `hopper/` of it and of the repository in August
+2026 for flash-attn 3), flash-attn-4 4.0.0b36 (its wheel); torch's operators are called as they are.
+Backward works on the output and the log-sum-exp that it is given, as the kernels do.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from contextlib import contextmanager
+
+import torch
+
+from ds_hydra.engine.model import attention_choice, attention_kernels
+
+
+def _scores(query, key, scale, window, softcap, num_before):
+    """[n, m] of one head and segment, before and after the cap, fp64; -inf where hidden."""
+    raw = scores = query @ key.T * scale
+    if softcap:
+        scores = torch.tanh(raw / softcap) * softcap
+    rows = torch.arange(len(query)).unsqueeze(1) + num_before
+    columns = torch.arange(len(key)).unsqueeze(0)
+    hidden = columns > rows
+    if window is not None:
+        hidden |= columns < rows - window
+    return raw, scores.masked_fill(hidden, float("-inf"))
+
+
+def _parts(query, key, ends, key_ends):
+    groups = query.shape[1] // key.shape[1]
+    for a, b, c, d in zip(ends[:-1], ends[1:], key_ends[:-1], key_ends[1:], strict=True):
+        for head in range(query.shape[1]):
+            yield slice(a, b), slice(c, d), head, head // groups
+
+
+def forward(query, key, value, ends, key_ends, scale, window, softcap):
+    """Output like `value` and log-sum-exp [H, T] fp32, `window` tokens to the left."""
+    q, k, v = (t.double() for t in (query, key, value))
+    out = q.new_zeros(*q.shape[:2], v.shape[2])
+    lse = q.new_zeros(q.shape[1], q.shape[0])
+    for rows, columns, head, group in _parts(q, k, ends.tolist(), key_ends.tolist()):
+        before = columns.stop - columns.start - (rows.stop - rows.start)
+        _, scores = _scores(q[rows, head], k[columns, group], scale, window, softcap, before)
+        lse[head, rows] = scores.logsumexp(1)
+        out[rows, head] = scores.softmax(1) @ v[columns, group]
+    return out.to(query.dtype), lse if query.dtype == torch.float64 else lse.float()
+
+
+def backward(grad, query, key, value, out, lse, ends, key_ends, scale, window, softcap):
+    """Gradients of query, key and value."""
+    q, k, v, o, g, lse = (t.double() for t in (query, key, value, out, grad, lse))
+    grads = [torch.zeros_like(t) for t in (q, k, v)]
+    dots = (g * o).sum(-1)
+    for rows, columns, head, group in _parts(q, k, ends.tolist(), key_ends.tolist()):
+        before = columns.stop - columns.start - (rows.stop - rows.start)
+        of_q, of_k = q[rows, head], k[columns, group]
+        raw, scores = _scores(of_q, of_k, scale, window, softcap, before)
+        weights = (scores - lse[head, rows].unsqueeze(1)).exp()
+        grads[2][columns, group] += weights.T @ g[rows, head]
+        slope = weights * (g[rows, head] @ v[columns, group].T - dots[rows, head].unsqueeze(1))
+        if softcap:
+            slope = slope * (1 - torch.tanh(raw / softcap) ** 2)
+        grads[0][rows, head] += slope @ of_k * scale
+        grads[1][columns, group] += slope.T @ of_q * scale
+    return tuple(a.to(b.dtype) for a, b in zip(grads, (query, key, value), strict=True))
+
+
+class Calls(list):
+    """What was asked of the kernel, a dictionary each; `check` may raise as a kernel would."""
+
+    def check(self, *shapes):
+        pass
+
+
+def _ends(calls, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+    for t in (q, k, v):
+        assert t.dim() == 3
+        assert t.stride(-1) == 1
+    for cu, longest in ((cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k)):
+        assert cu.dtype == torch.int32
+        assert cu.is_contiguous()
+        assert isinstance(longest, int)
+        assert longest == int(cu.diff().max())
+    calls.check(q, k, v)
+    return cu_seqlens_q, cu_seqlens_k
+
+
+def _left(window_size, causal):
+    """Tokens to the left that are seen; None: all."""
+    left, right = window_size
+    assert causal
+    assert right in ((-1, 0, None) if left in (-1, None) else (0,))
+    return None if left in (-1, None) else left
+
+
+def _nothing(*values):
+    assert not any(value not in (None, False, 0, 0.0) for value in values), values
+
+
+def flash_2(calls):
+    """`flash_attn.flash_attn_interface` of flash-attn 2.8.3."""
+
+    def _flash_attn_varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+        block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
+    ):  # fmt: skip
+        ends = _ends(calls, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        assert k.shape[-1] == v.shape[-1]
+        _nothing(
+            dropout_p, alibi_slopes, return_softmax, block_table, leftpad_k, seqused_k, zero_tensors
+        )
+        left = _left((window_size_left, window_size_right), causal)
+        calls.append({"pass": "forward", "window": left, "softcap": softcap})
+        out, lse = forward(q, k, v, *ends, softmax_scale, left, softcap)
+        return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
+
+    def _flash_attn_varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+        deterministic, rng_state=None, zero_tensors=False,
+    ):  # fmt: skip
+        ends = _ends(calls, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        _nothing(dropout_p, alibi_slopes, rng_state, zero_tensors)
+        left = _left((window_size_left, window_size_right), causal)
+        calls.append({"pass": "backward", "deterministic": deterministic})
+        found = backward(dout, q, k, v, out, softmax_lse, *ends, softmax_scale, left, softcap)
+        for given, grad in zip((dq, dk, dv), found, strict=True):
+            given.copy_(grad)
+        return torch.empty(0)
+
+    return _flash_attn_varlen_forward, _flash_attn_varlen_backward
+
+
+def flash_3(calls):
+    """`flash_attn_interface`, as in the repository since 2026."""
+
+    def _flash_attn_forward(
+        q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
+        cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
+        page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None,
+        seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
+        window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+        scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
+    ):  # fmt: skip
+        ends = _ends(calls, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        _nothing(
+            k_new, v_new, qv, out_, cu_seqlens_k_new, seqused_q, seqused_k, page_table, kv_batch_idx
+        )
+        _nothing(leftpad_k, rotary_cos, rotary_sin, seqlens_rotary, q_descale, k_descale, v_descale)
+        _nothing(attention_chunk, scheduler_metadata, pack_gqa, sm_margin)
+        assert num_splits == 1
+        left = _left((window_size_left, window_size_right), causal)
+        calls.append({"pass": "forward", "window": left, "softcap": softcap})
+        out, lse = forward(q, k, v, *ends, softmax_scale, left, softcap)
+        return out, lse, torch.empty(0), torch.empty(0)
+
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
+        max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
+    ):  # fmt: skip
+        ends = _ends(calls, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        _nothing(sequed_q, sequed_k, sm_margin)
+        left = _left((window_size_left, window_size_right), is_causal)
+        calls.append({"pass": "backward", "deterministic": deterministic})
+        found = backward(dout, q, k, v, out, softmax_lse, *ends, softmax_scale, left, softcap)
+        for given, grad in zip((dq, dk, dv), found, strict=True):
+            given.copy_(grad)
+        return torch.empty(0)
+
+    return _flash_attn_forward, _flash_attn_backward
+
+
+def flash_3_first(calls):
+    """The same as it is in the folder hopper of flash-attn 2.8.3."""
+    attend, differentiate = flash_3(calls)
+
+    def _flash_attn_forward(
+        q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
+        max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin,
+        seqlens_rotary, q_descale, k_descale, v_descale, softmax_scale, causal, window_size=(-1, -1),
+        attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1,
+        pack_gqa=None, sm_margin=0,
+    ):  # fmt: skip
+        return attend(
+            q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
+            max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin,
+            seqlens_rotary, q_descale, k_descale, v_descale, softmax_scale, causal, *window_size,
+            attention_chunk, softcap, rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin,
+        )  # fmt: skip
+
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
+        max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0,
+        deterministic=False, sm_margin=0,
+    ):  # fmt: skip
+        differentiate(
+            dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
+            max_seqlen_k, dq, dk, dv, softmax_scale, causal, *window_size, softcap, deterministic, sm_margin,
+        )  # fmt: skip
+        return dq, dk, dv, torch.empty(0)
+
+    return _flash_attn_forward, _flash_attn_backward
+
+
+def flash_4(calls):
+    """`flash_attn.cute.interface` of flash-attn-4 4.0.0b36."""
+
+    def _flash_attn_fwd(
+        q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+        max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None,
+        causal=False, softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None,
+        tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None,
+        _arch=None, score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None,
+        lse=None, aux_tensors=None, aux_scalars=None, q_descale=None, k_descale=None, v_descale=None,
+        gather_kv_indices=None, scheduler_metadata=None, seqlen_k_per_split=None,
+        disable_scheduler_metadata=False, gather_bwd_recompute_p=False,
+    ):  # fmt: skip
+        ends = _ends(calls, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        assert return_lse
+        assert num_threads == 384
+        assert num_splits == 1
+        assert -1 not in (window_size_left, window_size_right), "None is all here"
+        _nothing(
+            qv,
+            seqused_q,
+            seqused_k,
+            min_seqlen_k,
+            page_table,
+            learnable_sink,
+            tile_mn,
+            mma_pv_is_rs,
+        )
+        _nothing(
+            intra_wg_overlap, pack_gqa, _arch, score_mod, mask_mod, block_sparse_tensors, out, lse
+        )
+        _nothing(aux_tensors, aux_scalars, q_descale, k_descale, v_descale, gather_kv_indices)
+        _nothing(
+            scheduler_metadata,
+            seqlen_k_per_split,
+            disable_scheduler_metadata,
+            gather_bwd_recompute_p,
+        )
+        left = _left((window_size_left, window_size_right), causal)
+        calls.append({"pass": "forward", "window": left, "softcap": softcap})
+        return *forward(q, k, v, *ends, softmax_scale, left, softcap), None, None, None
+
+    def _flash_attn_bwd(
+        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+        window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False,
+        num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2,
+        AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None,
+        seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None,
+        dk=None, dv=None, score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None,
+        aux_scalars=None, block_sparse_tensors=None, dlse=None, learnable_sink=None,
+    ):  # fmt: skip
+        ends = _ends(calls, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        numbers = (num_stages_Q, num_stages_dO, AtomLayoutMSdP, AtomLayoutNdKV, AtomLayoutMdQ)
+        assert numbers == (2,) * 5
+        assert (m_block_size, n_block_size, num_threads) == (64, 128, 256)
+        assert -1 not in (window_size_left, window_size_right)
+        _nothing(
+            pack_gqa, SdP_swapAB, dKV_swapAB, dQ_swapAB, V_in_regs, seqused_q, seqused_k, dq, dk, dv
+        )
+        _nothing(
+            score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars, block_sparse_tensors, dlse
+        )
+        _nothing(learnable_sink)
+        left = _left((window_size_left, window_size_right), causal)
+        calls.append({"pass": "backward", "deterministic": deterministic})
+        return backward(dout, q, k, v, out, lse, *ends, softmax_scale, left, softcap)
+
+    return _flash_attn_fwd, _flash_attn_bwd
+
+
+def varlen(calls):
+    """torch's operators, of which the CPU has none; returns what keeps them registered."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def attend(
+        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
+        scale=None, window_size_left=None, window_size_right=None, **more,
+    ):  # fmt: skip
+        ends = _ends(calls, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
+        assert key.shape[-1] == value.shape[-1]
+        _nothing(dropout_p, return_debug_mask, *more.values())
+        assert is_causal == (window_size_left == -1)
+        assert window_size_right == 0
+        left = _left((window_size_left, window_size_right), True)
+        calls.append({"pass": "forward", "window": left, "softcap": 0.0})
+        out, lse = forward(query, key, value, *ends, scale, left, 0.0)
+        return out, lse, torch.zeros(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
+
+    def differentiate(
+        grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+        rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
+    ):  # fmt: skip
+        ends = _ends(calls, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
+        assert grad_out.stride(-1) == 1
+        assert (rng_state.dtype, unused.numel(), dropout_p) == (torch.uint64, 0, 0.0)
+        assert is_causal == (window_size_left == -1)
+        left = _left((window_size_left, window_size_right), True)
+        ordered = torch.are_deterministic_algorithms_enabled()  # as the operator asks
+        calls.append({"pass": "backward", "deterministic": ordered})
+        return backward(grad_out, query, key, value, out, logsumexp, *ends, scale, left, 0.0)
+
+    library.impl("_flash_attention_forward", attend, "CPU")
+    library.impl("_flash_attention_backward", differentiate, "CPU")
+    return library
+
+
+PACKAGES = {
+    "flash_attention_2": ("flash_attn.flash_attn_interface", flash_2),
+    "flash_attention_3": ("flash_attn_interface", flash_3),
+    "flash_attention_3 of 2.8.3": ("flash_attn_interface", flash_3_first),
+    "flash_attention_4": ("flash_attn.cute.interface", flash_4),
+}
+VARLEN = "varlen"
+
+
+@contextmanager
+def installed(*names):
+    """While open, the packages of `names` (of PACKAGES, or VARLEN) are the ones that are installed,
+    and the CPU is a device with kernels; yields what each was asked.
+    """
+    calls = {name: Calls() for name in names}
+    known = {module for module, _ in PACKAGES.values()}
+    modules = dict.fromkeys(known | {"flash_attn", "flash_attn.cute"})  # None: not installed
+    libraries = []
+    for name in names:
+        if name == VARLEN:
+            libraries.append(varlen(calls[name]))
+            continue
+        path, build = PACKAGES[name]
+        for end in range(1, path.count(".") + 2):
+            part = ".".join(path.split(".")[:end])
+            modules[part] = modules[part] or types.ModuleType(part)
+        for function in build(calls[name]):
+            setattr(modules[path], function.__name__, function)
+    saved = {name: sys.modules.get(name) for name in modules}
+    before = dict(attention_kernels._loaded), dict(attention_choice._in_use)
+    devices = attention_choice._KERNEL_DEVICES
+    forget()
+    if VARLEN not in names:
+        attention_kernels._loaded[VARLEN] = "it is left out"
+    sys.modules.update(modules)
+    attention_choice._KERNEL_DEVICES = ("cpu",)
+    try:
+        yield calls
+    finally:
+        for name, module in saved.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+        attention_choice._KERNEL_DEVICES = devices
+        forget()
+        attention_kernels._loaded.update(before[0])
+        attention_choice._in_use.update(before[1])
+        for library in libraries:
+            library._destroy()
+
+
+def forget():
+    """What was found installed and chosen so far."""
+    attention_kernels._loaded.clear()
+    attention_kernels._activated[:] = [None]
+    attention_choice._in_use.clear()

@@ -1,0 +1,415 @@
+"""Kernels of attention behind one contract: called as the released packages want it, right against
+fp64 through stand-ins with their signatures, and chosen by what was asked and what is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+
+import pytest
+import torch
+from flash_standin import PACKAGES, VARLEN, forget, installed
+
+from ds_hydra.configs.hydra_config import ATTENTION_KERNELS, HydraConfig
+from ds_hydra.engine.doctor import findings
+from ds_hydra.engine.model import attention_choice, attention_kernels
+from ds_hydra.engine.model.attention import hydra_varlen
+from ds_hydra.engine.model.attention_choice import choose, kernel_for, select_kernels
+from ds_hydra.engine.model.attention_kernels import Demand, load_kernel
+from ds_hydra.engine.model.attention_operator import KernelUse, attend
+from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
+from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment, running
+from ds_hydra.engine.ranks.process_start import use_deterministic_kernels
+from ds_hydra.errors import HydraConfigError, UnsupportedModelError
+
+CPU, HALF = torch.device("cpu"), torch.bfloat16
+ALL = (*PACKAGES, VARLEN)
+HEADS = Demand(64, 64, HALF)
+
+
+def name_of(package):
+    return package.partition(" ")[0]
+
+
+@pytest.mark.parametrize("package", ALL)
+@pytest.mark.parametrize(
+    ("window", "softcap", "has_sinks"),
+    [
+        (None, None, False),
+        (3, None, False),
+        (None, 2.0, False),
+        (3, None, True),
+        (None, None, True),
+    ],
+)
+def test_kernels_are_called_as_they_are(package, window, softcap, has_sinks):
+    """Ends of sequences, fewer key-value heads, values that are padded, in fp64."""
+    if softcap and package == VARLEN:
+        pytest.skip("torch's kernel has no cap")
+    torch.manual_seed(0)
+    shapes = (1, 4, 9, 24), (1, 2, 12, 24), (1, 2, 12, 13)
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if has_sinks else None
+    leaves = inputs if sinks is None else [*inputs, sinks]
+    segments = [Segment(0, 5, 0, 5), Segment(1, 9, 3, 7)]  # all of one sequence, a piece of another
+    micro_batch = PackedMicroBatch.of_segments(segments, (5, 9), CPU)
+    wanted = attention_per_sequence(*inputs, (5, 4), 0.3, window, softcap, sinks, (5, 7))
+    weight = torch.randn_like(wanted)
+    wanted_grads = torch.autograd.grad((wanted * weight).sum(), leaves)
+    with installed(package) as calls:
+        kernel = load_kernel(name_of(package))
+        use = KernelUse.of(kernel, Demand(24, 13, torch.float64))
+        heads_last = [t[0].transpose(0, 1) for t in inputs]
+        out = attend(use, heads_last, micro_batch.boundaries, 0.3, window, softcap, sinks)
+        grads = torch.autograd.grad((out.transpose(0, 1)[None] * weight).sum(), leaves)
+    # sinks scale in fp32, and so does the softmax of capped scores that is compared with
+    options = (
+        {"rtol": 1e-5, "atol": 1e-6} if has_sinks or softcap else {"rtol": 1e-10, "atol": 1e-10}
+    )
+    torch.testing.assert_close(out, wanted[0].transpose(0, 1), **options)
+    for got, expected in zip(grads, wanted_grads, strict=True):
+        torch.testing.assert_close(got, expected, **options)
+    left = None if window is None else window - 1
+    assert calls[package] == [
+        {"pass": "forward", "window": left, "softcap": softcap or 0.0},
+        {"pass": "backward", "deterministic": False},
+    ]
+
+
+@pytest.mark.parametrize("package", ALL)
+def test_a_window_that_hides_nothing_is_left_out(package):
+    ends = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
+    heads = torch.randn(3, 2, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8)
+    with installed(package) as calls:
+        use = KernelUse(name_of(package), 8, 8)
+        for window in (4, 5):
+            attend(use, heads, (*ends, torch.tensor([3, 5])), 0.3, window)
+    assert [call["window"] for call in calls[package]] == [3, None]
+
+
+@pytest.mark.parametrize("package", ALL)
+def test_sums_have_one_order_where_kernels_are_deterministic(package, monkeypatch):
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # the user's, which stays
+    heads = [torch.randn(3, 2, 8, requires_grad=True) for _ in range(3)]
+    ends = torch.tensor([0, 3], dtype=torch.int32)
+    try:
+        with installed(package) as calls:
+            for device in ("cpu", "cuda"):  # nothing to set on the first
+                use_deterministic_kernels(torch.device(device))
+                use = KernelUse(name_of(package), 8, 8)
+                attend(use, heads, (ends, ends, torch.tensor([3, 3])), 0.3).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+    backward = [call for call in calls[package] if call["pass"] == "backward"]
+    assert [call["deterministic"] for call in backward] == [False, True]
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_what_packages_of_other_releases_lack_is_named():
+    def _flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k):
+        raise AssertionError
+
+    module = types.ModuleType("old")
+    module._flash_attn_varlen_forward = _flash_attn_varlen_forward
+    with pytest.raises(
+        attention_kernels.MissingKernelError, match="old has no _flash_attn_varlen_"
+    ):
+        attention_kernels._flash_2(module, "x", "x")
+    module._flash_attn_varlen_backward = _flash_attn_varlen_forward
+    with pytest.raises(attention_kernels.MissingKernelError, match="knows no max_seqlen_q"):
+        attention_kernels._flash_2(module, "x", "x")
+
+
+@pytest.fixture
+def flash_2_on_a_device():
+    """flash-attn 2 alone is there, as strict as it is, and the CPU is its device."""
+    with installed("flash_attention_2") as calls:
+
+        def check(q, k, v):
+            if q.shape[-1] > 256 or q.shape[-1] % 8 or q.shape[-1] != v.shape[-1]:
+                raise RuntimeError(f"head sizes {q.shape[-1]} and {v.shape[-1]}\nsecond line")
+
+        calls["flash_attention_2"].check = check
+        yield calls["flash_attention_2"]
+
+
+@pytest.mark.parametrize(
+    ("widths", "calls_kernel"),
+    [((192, 128), True), ((24, 24), True), ((20, 12), True), ((64, 96), True), ((512, 512), False)],
+)
+def test_widths_that_kernels_refuse_are_padded_or_run_by_sequence(
+    flash_2_on_a_device, widths, calls_kernel
+):
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 4, 9, widths[0]), torch.randn(1, 2, 9, widths[0])
+    inputs = (query, key, torch.randn(1, 2, 9, widths[1]))
+    results = []
+    for dtype in (HALF, torch.float32):  # the kernel takes 16 bit alone
+        leaves = [t.to(dtype).requires_grad_() for t in inputs]
+        with running(PackedMicroBatch.build([5, 4], CPU)):
+            out, _ = hydra_varlen(torch.nn.Identity(), *leaves, None)
+        assert out.shape == (1, 9, 4, widths[1])
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
+    assert len(flash_2_on_a_device) == 2 * calls_kernel
+    for got, wanted in zip(*results, strict=True):
+        assert (got.float() - wanted).norm() <= 2e-2 * wanted.norm()
+
+
+LATENT = types.SimpleNamespace(
+    num_attention_heads=8, hidden_size=1024, head_dim=64, v_head_dim=128,
+    qk_nope_head_dim=128, qk_rope_head_dim=64,
+)  # fmt: skip
+MIXED = types.SimpleNamespace(num_attention_heads=8, head_dim=128, global_head_dim=512)
+PLAIN = types.SimpleNamespace(num_attention_heads=8, head_dim=64)
+CAPPED = types.SimpleNamespace(num_attention_heads=8, head_dim=64, attn_logit_softcapping=50.0)
+
+
+def test_kernels_are_tried_at_the_start_as_they_will_run(flash_2_on_a_device, caplog):
+    assert attention_choice.head_widths(LATENT) == {(192, 128)}
+    assert attention_choice.head_widths(MIXED) == {(128, 128), (512, 512)}
+    (latent,) = select_kernels(LATENT, CPU, HALF)
+    assert (
+        str(latent)
+        == "flash_attention_2 (flash-attn of unknown version) for heads of 192/128 in bfloat16"
+    )
+    assert 0 < latent.error < 2e-2
+    assert flash_2_on_a_device
+    assert not caplog.messages
+    narrow, wide = select_kernels(MIXED, CPU, HALF)
+    assert (narrow.name, wide.name) == ("flash_attention_2", "per_sequence")
+    (warning,) = caplog.messages
+    assert "one call for each sequence for heads of 512 in bfloat16" in warning
+    assert "not flash_attention_2: it does not take heads of 512 with values of 512" in warning
+
+
+def test_a_kernel_that_refuses_on_the_device_is_passed_over(flash_2_on_a_device, caplog):
+    def refuse(*_):
+        raise RuntimeError("no kernel image\nmore")
+
+    flash_2_on_a_device.check = refuse
+    (choice,) = select_kernels(LATENT, CPU, HALF)
+    assert choice.kernel is None
+    assert kernel_for(192, 128, HALF, False) is None
+    (warning,) = caplog.messages
+    assert "not flash_attention_2: it refuses: no kernel image" in warning
+    with pytest.raises(HydraConfigError, match=r'hydra.attention is "flash_attention_2".*it refuses: no kernel.*'
+                       r'set it to "per_sequence", or to "auto"'):  # fmt: skip
+        select_kernels(LATENT, CPU, HALF, request="flash_attention_2")
+
+
+def test_a_kernel_that_computes_something_else_is_an_error():
+    with installed("flash_attention_2", "flash_attention_3"):
+        kernel = load_kernel("flash_attention_3")
+
+        def wrong(*inputs):
+            out, lse = kernel.forward(*inputs)
+            return out * 1.1, lse
+
+        broken = dataclasses.replace(kernel, forward=wrong)
+        attention_kernels._loaded["flash_attention_3"] = broken
+        message = (
+            r"flash_attention_3 \(flash-attn-3.*\) is off by \d.*heads of 64 in bfloat16.*"
+            r'set hydra.attention to "flash_attention_2" or "per_sequence"'
+        )
+        with pytest.raises(UnsupportedModelError, match=message):
+            select_kernels(PLAIN, CPU, HALF)
+        with pytest.raises(UnsupportedModelError, match=message):
+            select_kernels(PLAIN, CPU, HALF, request="flash_attention_3")
+        (choice,) = select_kernels(PLAIN, CPU, HALF, request="flash_attention_2")
+        assert choice.name == "flash_attention_2"
+
+
+def test_the_fastest_of_the_device_comes_first(monkeypatch):
+    """In the order of the issue; flash-attn 3 is of Hopper, 4 of Blackwell and Hopper."""
+    with installed(*ALL):
+        for generation, wanted in ((8, 3), (9, 3), (10, 4), (12, 4), (None, 3)):
+            monkeypatch.setattr(attention_choice, "_generation", lambda _, g=generation: g)
+            assert choose(HEADS).name == f"flash_attention_{wanted}"
+        monkeypatch.setattr(attention_choice, "_generation", lambda _: 10)
+        choice = choose(HEADS)
+        assert (
+            "not flash_attention_3: it runs on compute capability 8.x and 9.x, the device has 10.x"
+            in (choice.describe())
+        )
+        assert choose(Demand(192, 192, HALF)).name == "flash_attention_2"
+        assert choose(Demand(192, 128, HALF)).name == "flash_attention_4"
+        assert choose(Demand(64, 64, torch.float32)).name == "per_sequence"
+    with installed(VARLEN):
+        assert choose(HEADS).name == VARLEN
+        assert choose(HEADS._replace(is_capped=True)).name == "per_sequence"
+    with installed("flash_attention_2", VARLEN):
+        assert choose(HEADS).name == "flash_attention_2"
+    with installed():
+        forget()
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", None)
+        assert "not varlen: torch" in choose(HEADS).describe()
+
+
+def test_one_order_where_a_kernel_has_none_takes_another():
+    wide = Demand(256, 256, HALF)
+    with installed("flash_attention_3", "flash_attention_2"):
+        assert choose(wide).name == "flash_attention_3"
+        choice = choose(wide, is_ordered=True)
+        assert choice.name == "flash_attention_2"
+        assert "hydra.deterministic" in choice.reasons()
+
+
+def test_names_of_the_configuration_are_those_of_kernels():
+    assert (*attention_kernels.KERNELS, attention_kernels.PER_SEQUENCE) == ATTENTION_KERNELS
+    given = {"context_length": 64, "tokens_per_iteration": 64}
+    for name in ("auto", *ATTENTION_KERNELS, "kernels-community/flash-attn3@v1"):
+        assert HydraConfig(**given, attention=name).attention == name
+    with pytest.raises(ValueError, match="did you mean 'flash_attention_3'"):
+        HydraConfig(**given, attention="flash_attn_3")
+
+
+@pytest.mark.parametrize(
+    ("request_", "config", "dtype", "message"),
+    [
+        ("flash_attention_4", PLAIN, HALF, "flash-attn-4 is not installed; set it to \"flash_attention_2\" or"),
+        ("flash_attention_2", PLAIN, torch.float32, "it computes in 16 bit, not in float32; set it to \"per_seq"),
+        ("flash_attention_2", MIXED, HALF, "it does not take heads of 512 with values of 512; set it to \"per"),
+        ("owner/other", PLAIN, HALF, "owner/other is no flash-attn2, flash-attn3 or flash-attn4"),
+        ("kernels-community/flash-attn3", PLAIN, HALF, "kernels-community/flash-attn3 cannot be loaded"),
+    ],
+)  # fmt: skip
+def test_a_kernel_that_was_asked_for_and_cannot_run_is_an_error(
+    flash_2_on_a_device, request_, config, dtype, message
+):
+    with pytest.raises(HydraConfigError, match=rf'hydra.attention is "{request_}".*{message}'):
+        select_kernels(config, CPU, dtype, request=request_)
+
+
+def test_kernels_are_not_for_cpus():
+    with pytest.raises(
+        HydraConfigError, match=r'"varlen", which runs on GPUs.*compute on cpu; leave it at "auto"'
+    ):
+        select_kernels(PLAIN, CPU, torch.float32, request="varlen")
+    for request in ("auto", "per_sequence"):
+        assert select_kernels(PLAIN, CPU, torch.float32, request=request) == []
+
+
+def test_what_the_model_was_loaded_with_is_honoured(caplog):
+    with installed("flash_attention_2", "flash_attention_3"):
+        for asked in ("flash_attention_2", "sdpa", "eager", None):
+            (choice,) = select_kernels(PLAIN, CPU, HALF, asked_by_model=asked)
+            wanted = asked if asked == "flash_attention_2" else "flash_attention_3"
+            assert choice.name == wanted
+        (choice,) = select_kernels(
+            PLAIN, CPU, HALF, request="flash_attention_3", asked_by_model="flash_attention_2"
+        )
+        assert choice.name == "flash_attention_3"
+        assert not caplog.messages
+        for asked in ("flash_attention_4", "flex_attention", "kernels-community/vllm-flash-attn3"):
+            (choice,) = select_kernels(PLAIN, CPU, HALF, asked_by_model=asked)
+            assert choice.name == "flash_attention_3"
+    asked_for = ("flash_attention_4", "flex_attention", "kernels-community/vllm-flash-attn3")
+    for asked, message in zip(asked_for, caplog.messages, strict=True):
+        assert message.startswith(f"the model's attn_implementation, {asked}, does not run: ")
+        assert "; flash_attention_3 (flash-attn-3" in message
+    assert "flash-attn-4 is not installed" in caplog.messages[0]
+
+
+def test_kernels_of_the_hub_have_both_passes(monkeypatch):
+    from transformers.integrations import hub_kernels
+
+    loaded = []
+
+    def get_kernel(name, revision=None, version=None):
+        loaded.append((name, revision, version))
+        module = types.ModuleType(name)
+        if "vllm" not in name:  # which has no backward
+            module.flash_attn_interface = types.SimpleNamespace(
+                **{f.__name__: f for f in PACKAGES["flash_attention_3"][1]([])}
+            )
+        return module
+
+    monkeypatch.setattr(hub_kernels, "get_kernel", get_kernel)
+    monkeypatch.setattr(attention_kernels, "_has_downloaded", lambda name: name.endswith("attn3"))
+    with installed():
+        kernel = load_kernel("kernels-community/flash-attn3@main")
+        assert kernel.generations == (8, 9)
+        assert choose(HEADS).name == "kernels-community/flash-attn3"  # has been downloaded
+        with pytest.raises(
+            attention_kernels.MissingKernelError, match="has no _flash_attn_forward"
+        ):
+            load_kernel("kernels-community/vllm-flash-attn3")
+    assert loaded[0] == ("kernels-community/flash-attn3", "main", None)
+    assert loaded[1][2] is not None
+
+
+def test_torch_runs_the_implementation_that_it_has_activated(monkeypatch):
+    from torch.nn import attention
+
+    active = []
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(attention, "restore_flash_attention_impl", lambda: active.append(None))
+    with installed("flash_attention_3", VARLEN):
+        (choice,) = select_kernels(PLAIN, CPU, HALF, request="varlen_fa3")
+        assert (choice.name, choice.kernel.implementation) == ("varlen_fa3", "FA3")
+        assert active == ["FA3"]
+        select_kernels(PLAIN, CPU, HALF, request=VARLEN)
+        select_kernels(PLAIN, CPU, HALF)
+        assert active == ["FA3", None]
+        with pytest.raises(HydraConfigError, match=r"varlen_fa4.*flash-attn-4 is not installed"):
+            select_kernels(PLAIN, CPU, HALF, request="varlen_fa4")
+    monkeypatch.setattr(attention, "list_flash_attention_impls", list)
+    with (
+        installed("flash_attention_3", VARLEN),
+        pytest.raises(HydraConfigError, match=r"cannot activate FA3"),
+    ):
+        select_kernels(PLAIN, CPU, HALF, request="varlen_fa3")
+
+
+def test_the_doctor_tries_the_widths_that_models_have(flash_2_on_a_device, monkeypatch):
+    found = findings._check_attention(CPU)
+    assert found.status.value == "ok", found
+    assert set(found.figures["relative_errors"]) == {"64", "128", "192/128", "256"}
+    assert "flash_attention_2" in found.text
+    assert "not flash_attention_3: flash-attn-3 is not installed" in found.text
+
+
+def test_a_torch_without_a_kernel_is_named(caplog):
+    with installed():
+        select_kernels(PLAIN, CPU, torch.float32)
+        assert not caplog.messages
+        select_kernels(PLAIN, CPU, HALF)
+    (warning,) = caplog.messages
+    assert (
+        "not flash_attention_2: flash-attn is not installed; not varlen: it is left out" in warning
+    )
+
+
+def test_softcap_without_a_kernel_is_refused_on_a_device():
+    with installed("flash_attention_2"):
+        assert select_kernels(CAPPED, CPU, HALF)[0].name == "flash_attention_2"
+        with pytest.raises(UnsupportedModelError, match="enable bf16"):
+            select_kernels(CAPPED, CPU, torch.float32)
+    with installed(VARLEN), pytest.raises(UnsupportedModelError, match="pip install flash-attn"):
+        select_kernels(CAPPED, CPU, HALF)
+    assert select_kernels(CAPPED, CPU, torch.float32) == []
+
+
+def test_copies_of_gradients_are_counted_where_the_kernel_makes_them():
+    assert attention_choice.keeps_copies("auto")  # not known before a device is there
+    assert not attention_choice.keeps_copies("flash_attention_3")
+    assert not attention_choice.keeps_copies("per_sequence")
+    for package in ALL:
+        with installed(package):
+            select_kernels(PLAIN, CPU, HALF)
+            found = attention_choice.keeps_copies("auto")
+            assert found == (package in ("flash_attention_2", VARLEN))
+
+
+def test_a_kernel_says_what_it_takes():
+    with installed(*ALL):
+        for package in ALL:
+            kernel = load_kernel(name_of(package))
+            assert dataclasses.is_dataclass(kernel)
+            assert kernel.padded_widths(20, 12) == (
+                (24, 16) if name_of(package)[-1] == "4" else (24, 24)
+            )
