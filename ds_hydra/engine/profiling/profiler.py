@@ -150,7 +150,7 @@ def _logit_chunk_bytes(propagator: Propagator, config: HydraConfig) -> int:
     its tokens are.
     """
     stage_model = propagator.stage_model
-    if stage_model.abilities.logits is None:
+    if stage_model.logit_transform is None:
         return 0
     most = config.tokens_per_iteration * stage_model.num_logits
     elements = min(most, chunk_elements(propagator.device))
