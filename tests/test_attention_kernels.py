@@ -124,6 +124,22 @@ def test_what_packages_of_other_releases_lack_is_named():
         attention_kernels._flash_2(module, "x", "x")
 
 
+def test_functions_that_are_operators_are_called_by_their_schema():
+    """As those of flash-attn 2 and 3 are, which torch.library.custom_op hides."""
+    operator = torch.library.custom_op(
+        "of_a_package::attend",
+        lambda q, _alibi, scale, left=-1: q * scale + left,
+        mutates_args=(),
+        schema="(Tensor q, Tensor? alibi, float scale, int left=-1) -> Tensor",
+    )
+    call = attention_kernels._Named(operator, "q", "left|other")
+    given = {"q": torch.ones(2), "scale": 3.0, "causal": True}
+    assert call(**given).tolist() == [2.0, 2.0]
+    assert call(**given, left=4).tolist() == [7.0, 7.0]
+    with pytest.raises(attention_kernels.MissingKernelError, match="knows no causal"):
+        attention_kernels._Named(operator, "causal|is_causal")
+
+
 @pytest.fixture
 def flash_2_on_a_device():
     """flash-attn 2 alone is there, as strict as it is, and the CPU is its device."""

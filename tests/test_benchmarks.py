@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from test_parity_table import NIGHTLY
@@ -18,6 +19,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import compositions  # noqa: E402
 import learned_times  # noqa: E402
+import mini_batches  # noqa: E402
 import workloads as w  # noqa: E402
 
 CONTEXT, TOKENS = 1024, 4096
@@ -35,6 +37,16 @@ def shape(num_ranks=2):
         linear_flops=100.0,
         quadratic_flops=0.1,
     )
+
+
+@pytest.mark.parametrize("name", mini_batches.LENGTHS)
+def test_lengths_of_today_fit_the_context(name):
+    found = mini_batches.histogram(name).limit(mini_batches.CONTEXT)
+    assert found.lengths_tokens.max() <= mini_batches.CONTEXT
+    if name in mini_batches.LOGNORMAL:
+        seen = np.cumsum(found.counts) / found.counts.sum()
+        median = found.lengths_tokens[np.searchsorted(seen, 0.5)]
+        assert median == pytest.approx(mini_batches.LOGNORMAL[name][0], rel=0.02)
 
 
 @pytest.mark.parametrize("name", w.WORKLOADS)
