@@ -7,22 +7,27 @@ from itertools import product
 
 import numpy as np
 import pytest
+from reference import make_batch
 from test_cluster import make_cluster
 from test_simulator import checkpointing_document, make_scenario, small_profile
 
 from benchmarks.wlb_table import FITTED_ATTENTION, cut, packing_table
 from ds_hydra.configs import find_file
 from ds_hydra.lab.simulator import mixed_groups
+from ds_hydra.lab.simulator.baselines import fixed_length, with_expert_parallelism
 from ds_hydra.lab.simulator.chunks import chunked
 from ds_hydra.lab.simulator.context_parallel import ContextParallel
+from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.lab.simulator.fixed_length import pack_evenly
 from ds_hydra.lab.simulator.mixed_groups import AnyGroups, dynamic_cp, fcp, flexsp
 from ds_hydra.lab.simulator.noise import Noise
+from ds_hydra.lab.simulator.scenario import Scenario
 from ds_hydra.lab.simulator.sharded import PARTIAL, sharded_groups, with_traffic_ms
 from ds_hydra.lab.simulator.ulysses import balanced_ulysses, odc, packed_zero3, without_lockstep
 from ds_hydra.lab.simulator.wlb import hold_back, wlb
 from ds_hydra.sampler.group_steps import MixedGroups, plan_steps, solve_step
 from ds_hydra.strategy.cost_models.analytic import key_values_ms
+from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.neighbours import cuts
@@ -181,6 +186,23 @@ def test_outliers_wait_for_one_another_and_none_is_lost():
     drawn = [np.array([90, 9]), np.array([80, 7]), np.array([70, 5]), np.array([60, 4])]
     found = hold_back(drawn, 50, 3)
     assert [own.tolist() for own in found] == [[9], [7], [90, 80, 70, 5], [60, 4]]
+
+
+def test_megatron_recomputes_layers_of_a_mixture_and_shares_its_experts():
+    profile, _ = estimate_from_config("qwen3_30b_a3b", "h100", 16, 32768)
+    batch = make_batch([32768, 9000, 5000, 3000, 2000, 1000] * 4)
+    scenario = Scenario(
+        costs=Costs.of(profile, 16), num_devices=16, context_length=32768, batches=(batch,)
+    )
+    _, choices = with_expert_parallelism(scenario)
+    assert set(choices) > set(scenario.statics())
+    schemes = [strategy.schemes[0] for strategy in choices]
+    assert any(scheme.ckpt for scheme in schemes)
+    assert any(scheme.ep > 1 for scheme in schemes)
+    plain = fixed_length(scenario, scenario.statics(), name="a").iteration_ms[0]
+    assert fixed_length(scenario, name="b").iteration_ms[0] < plain
+    dense = make_scenario([100])
+    assert with_expert_parallelism(dense) == (dense, dense.statics())
 
 
 def test_ring_hides_behind_attention():

@@ -27,8 +27,8 @@ from ds_hydra.lab.simulator.scenario import (
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.planner import bound_iterations
 from ds_hydra.sampler.schedule import FloatArray
-from ds_hydra.strategy.proposal.program import homogeneous_strategies
-from ds_hydra.strategy.schemes.scheme import Strategy
+from ds_hydra.strategy.proposal.program import homogeneous_strategies, usable_schemes
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 HOTSPA_BOUNDARIES_TOKENS = (4096, 16384)
 """Where HotSPa may change its strategy (Hydraulis, App. F)."""
@@ -47,16 +47,19 @@ def fixed_length(
     *,
     tunes_micro_batches: bool = False,
     name: str,
-) -> SystemResult:
+) -> SystemResult | None:
     """Megatron-LM: one homogeneous strategy, first-fit-decreasing micro-batches of the context,
     dealt out in turn, or as `pack_evenly` does where that is faster.
 
-    `strategies`: the choices, all that fit the context if none is given. `tunes_micro_batches`:
+    `strategies`: the choices, all that fit the context if none is given, for a mixture of experts
+    those of `with_expert_parallelism`, too. `tunes_micro_batches`:
     micro-batches may also be as long as memory allows, or half way there; Megatron-LM itself has
-    one sequence length.
+    one sequence length. None where nothing fits the context.
     """
     results = []
-    for strategy in strategies or scenario.statics():
+    if not strategies:
+        scenario, strategies = with_expert_parallelism(scenario)
+    for strategy in strategies:
         longest = scenario.max_len_tokens(strategy.schemes[0])
         if longest < scenario.context_length:
             raise HydraConfigError(
@@ -78,7 +81,31 @@ def fixed_length(
                 ]
                 text = f"{strategy}, micro-batches of {micro_batch_tokens}{dealt}"
                 results.append(summarize(name, text, outcomes))
-    return best_of(results)
+    return best_of(results) if results else None
+
+
+def with_expert_parallelism(scenario: Scenario) -> tuple[Scenario, tuple[Strategy, ...]]:
+    """`scenario.statics()`, and for a mixture of experts every <TP,PP> whose N neighbours share its
+    experts (and cut its micro-batches: `<spN,TP,PP;ep=N>`, because Megatron's experts belong to
+    ranks that have micro-batches of their own, which have no price here), each with no layer
+    recomputed or all; and a scenario that knows what they take.
+    """
+    plain, cluster = usable_schemes(scenario), scenario.cluster
+    if cluster is None or cluster.shape.experts is None:
+        return scenario, scenario.statics()
+    layers, found = scenario.profile.memory.num_layers, dict[Scheme, None]()
+    for scheme in plain:
+        sizes = (2**k for k in range(scenario.num_devices.bit_length()))
+        shared = [replace(scheme, sp=n, ep=n) for n in sizes if not cluster.shape.experts.num % n]
+        recomputed = [replace(each, ckpt=layers) for each in shared]
+        for each in (*shared, *recomputed):
+            if each.num_devices <= scenario.num_devices and scenario.costs.find(each):
+                found[each] = None
+    wider = scenario.knowing(scenario.costs.extended(found))
+    fitting = (
+        s for s in found if wider.has_room(s) and wider.max_len_tokens(s) >= wider.context_length
+    )
+    return wider, tuple(Strategy((s,) * (wider.num_devices // s.num_devices)) for s in fitting)
 
 
 def balanced(scenario: Scenario, *, name: str) -> SystemResult:

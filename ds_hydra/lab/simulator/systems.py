@@ -84,9 +84,9 @@ class System(NamedTuple):
 
 SYSTEMS = {
     "given": System("Megatron-LM, given strategy", _given),
-    "megatron": System("Megatron-LM, tuned", _homogeneous(fixed_length)),
+    "megatron": System("Megatron-LM, tuned", _alone(fixed_length)),
     "megatron_lengths": System(
-        "Megatron-LM, length tuned too", _homogeneous(fixed_length, tunes_micro_batches=True)
+        "Megatron-LM, length tuned too", _alone(fixed_length, tunes_micro_batches=True)
     ),
     "zero3": System("ZeRO-3 / FSDP, packed", _alone(packed_zero3)),
     "deepspeed": System(
