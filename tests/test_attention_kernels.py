@@ -278,9 +278,9 @@ def test_names_of_the_configuration_are_those_of_kernels():
     assert (*attention_kernels.KERNELS, attention_kernels.PER_SEQUENCE) == ATTENTION_KERNELS
     given = {"context_length": 64, "tokens_per_iteration": 64}
     for name in ("auto", *ATTENTION_KERNELS, "kernels-community/flash-attn3@v1"):
-        assert HydraConfig(**given, attention=name).attention == name
+        assert HydraConfig.parse({**given, "attention": name}).attention == name
     with pytest.raises(ValueError, match="did you mean 'flash_attention_3'"):
-        HydraConfig(**given, attention="flash_attn_3")
+        HydraConfig.parse({**given, "attention": "flash_attn_3"})
 
 
 @pytest.mark.parametrize(
