@@ -14,7 +14,7 @@ OURS, WHOLE, PAPER = "ds_hydra", "32_bit", "paper"
 NOISE = 0.002
 """By less than that nothing is slower: the planner does not look for it."""
 COLUMNS = (
-    PAPER, "deepspeed_balanced", "deepspeed_degrees", "odc", "flexsp", "dynamic_cp", "wlb",
+    PAPER, "deepspeed_balanced", "deepspeed_degrees", "odc", "flexsp", "fcp", "dynamic_cp", "wlb",
     "wlb_delay", "chunks", "hotspa", "static", "full_static",
 )  # fmt: skip
 """Systems of the table of cases."""

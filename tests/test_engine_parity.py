@@ -201,6 +201,7 @@ def check_structures():
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_other_structures_have_the_gradients_of_one_process():
     assert_parity(run_distributed(check_structures, 2)[0])

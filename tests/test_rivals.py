@@ -17,6 +17,7 @@ from ds_hydra.lab.simulator.chunks import chunked
 from ds_hydra.lab.simulator.context_parallel import ContextParallel
 from ds_hydra.lab.simulator.fixed_length import pack_evenly
 from ds_hydra.lab.simulator.mixed_groups import AnyGroups, dynamic_cp, fcp, flexsp
+from ds_hydra.lab.simulator.noise import Noise
 from ds_hydra.lab.simulator.sharded import PARTIAL, sharded_groups, with_traffic_ms
 from ds_hydra.lab.simulator.ulysses import balanced_ulysses, odc, packed_zero3, without_lockstep
 from ds_hydra.lab.simulator.wlb import hold_back, wlb
@@ -139,6 +140,19 @@ def test_plain_zero3_has_no_groups_and_no_balance():
     assert packed_zero3(make_scenario([900], context=900), name="c") is None
 
 
+@pytest.mark.parametrize("run", [flexsp, fcp, balanced_ulysses])
+def test_noise_lengthens_what_waits_for_the_slowest(run):
+    """Narrow groups side by side; all choose as without noise. Where ranks are slow, too, more."""
+    short = [[length for length in batch if length <= 50] * 3 for batch in BATCHES]
+    quiet = make_scenario(*5 * short, context=50).linked_by(make_cluster(4))
+    loud = dataclasses.replace(quiet, noise=Noise(of_micro_batch=0.1))
+    slow = dataclasses.replace(quiet, noise=Noise(of_micro_batch=0.1, of_rank=0.2))
+    times = [run(each, name="a").iteration_ms.sum() for each in (quiet, loud, slow)]
+    assert 1.01 * times[0] < times[1] < times[2] < 1.5 * times[0]
+    none = dataclasses.replace(quiet, noise=Noise())
+    assert run(none, name="a").iteration_ms == pytest.approx(run(quiet, name="a").iteration_ms)
+
+
 def test_systems_with_groups_of_their_own_are_no_slower_than_alike_ones():
     scenario = make_scenario(*BATCHES)
     by_time = balanced_ulysses(scenario, name="a").iteration_ms.mean()
@@ -154,12 +168,12 @@ def test_odc_waits_once():
     one = next(g for g in sharded_groups(scenario, [0.0]) if g.size == 1)
     alone = one.micro_batch_ms(np.array([50]))
     together = one.micro_batch_ms(np.array([30, 20]))
-    placed = [[np.array([0])], [np.array([1, 2])]]
-    found = without_lockstep(one, np.array([50, 30, 20]), placed)
+    lengths = np.array([50, 30, 20])
+    placed = one.times_ms(lengths, [[np.array([0])], [np.array([1, 2])]])
+    found = without_lockstep(one, placed)
     assert found.propagation_ms == pytest.approx(max(alone, together))
-    apart = without_lockstep(
-        one, np.array([50, 30, 20]), [[np.array([0])], [np.array([1]), np.array([2])]]
-    )
+    placed = one.times_ms(lengths, [[np.array([0])], [np.array([1]), np.array([2])]])
+    apart = without_lockstep(one, placed)
     assert apart.propagation_ms == pytest.approx(max(alone, together + one.single.constant_ms))
 
 

@@ -80,8 +80,8 @@ def make_workload(**changes) -> Workload:
 
 
 OTHER_SCHEMES = (
-    "deepspeed", "deepspeed_ac", "deepspeed_balanced", "deepspeed_degrees", "odc", "flexsp", "dynamic_cp", "wlb",
-    "wlb_delay", "chunks",
+    "zero3", "deepspeed", "deepspeed_ac", "deepspeed_balanced", "deepspeed_degrees", "odc", "flexsp", "fcp",
+    "dynamic_cp", "wlb", "wlb_delay", "chunks",
 )  # fmt: skip
 """Systems whose schemes are none of the profile's."""
 
@@ -250,7 +250,8 @@ def test_bound_by_hand():
 
 
 def test_all_systems_are_there_and_none_static_is_faster(comparison):
-    assert [r.name for r in comparison.results] == ["ds_hydra", "plain", *SYSTEMS]
+    holding = [name for name in SYSTEMS if name != "zero3"]  # one rank holds 60 of 100 tokens
+    assert [r.name for r in comparison.results] == ["ds_hydra", "plain", *holding]
     for name in SYSTEMS:
         if name not in OTHER_SCHEMES:
             assert comparison.speedup(name, of_propagation=True).value >= 0.999, name

@@ -31,6 +31,9 @@ from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
+Scatter = Callable[[Sequence[FloatArray], Sequence[Sequence[int]]], list[FloatArray]]
+"""Times of the micro-batches of each pipeline, and its ranks -> times as they turn out."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelineWork:
@@ -325,12 +328,14 @@ def simulate_plan(
     links_of: Callable[[Strategy], LinkTimes] | None = None,
     overlap: bool = True,
     forward_fraction: float = FORWARD_FRACTION,
+    scatter: Scatter | None = None,
 ) -> Simulation:
     """`plan` on `cluster`, times by the profile's T, its phases one after another: each pulls and
     pushes where layers are gathered, else the first pulls and the last pushes. Without a cluster
     communication counts nothing.
 
-    `links_of` a strategy replaces what the cluster says about pull, push and step.
+    `links_of` a strategy replaces what the cluster says about pull, push and step, `scatter` the
+    times of micro-batches.
     """
     if links_of is None:
         links_of = cluster.link_times if cluster else lambda _: NO_LINKS
@@ -343,7 +348,7 @@ def simulate_plan(
         links = [first, *[between] * (len(phases) - 2), last]
     found = [
         simulate_iteration(
-            plan_work(phase, profile, cluster, forward_fraction),
+            plan_work(phase, profile, cluster, forward_fraction, scatter),
             num_devices=plan.num_devices,
             links=of,
             overlap=overlap,
@@ -366,6 +371,7 @@ def plan_work(
     profile: Profile,
     cluster: Cluster | None,
     forward_fraction: float = FORWARD_FRACTION,
+    scatter: Scatter | None = None,
 ) -> list[PipelineWork]:
     """The work of every pipeline of a `plan` of one phase: all stages of a pipeline take T of the
     micro-batch, where ranks share cores as much of it as they do on average (`schedule.ends_ms`).
@@ -379,6 +385,8 @@ def plan_work(
         np.array([profile.get_latency(p.scheme).micro_batch_ms(m) for m in micro_batches])
         for p, micro_batches in zip(plan.pipelines, lengths)
     ]
+    if scatter is not None:
+        times = scatter(times, [p.ranks for p in plan.pipelines])
     if plan.strategy.gathers:
         steps = steps_ms(times)  # each waits for the slowest in every step but its last
         times = [np.append(steps[: own.size - 1], own[-1:]) if own.size else own for own in times]

@@ -78,6 +78,15 @@ class MixedGroups:
         """Time with all ranks busy, each sequence where it takes least."""
         return float((table * self._sizes[:, None]).min(axis=0).sum()) / self.num_ranks
 
+    def groups_of(self, lengths: IntArray, step: GroupStep) -> tuple[FloatArray, IntArray]:
+        """Time in ms and ranks of each group of `step` that has sequences."""
+        kinds = np.repeat(np.arange(self._sizes.size), step.counts)
+        times = self._constants[kinds]
+        table = self.table_ms(lengths[step.members])
+        np.add.at(times, step.group_of, table[kinds[step.group_of], np.arange(step.members.size)])
+        used = np.unique(step.group_of)
+        return times[used], self._sizes[kinds][used]
+
     def step(
         self,
         kind: int,

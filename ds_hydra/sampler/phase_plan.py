@@ -31,7 +31,14 @@ from ds_hydra.sampler.packing.packing_bounds import pipeline_bound_ms
 from ds_hydra.sampler.plan import GlobalBatch, PipelinePlan
 from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings
 from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
-from ds_hydra.sampler.schedule import FloatArray, IntArray, ends_ms, makespan_ms, steps_ms
+from ds_hydra.sampler.schedule import (
+    FloatArray,
+    IntArray,
+    ends_ms,
+    expected_slowest_ms,
+    makespan_ms,
+    steps_ms,
+)
 from ds_hydra.strategy.profiles.learned_latency import (
     NO_CORRECTIONS,
     UNKNOWN,
@@ -147,7 +154,9 @@ class PhasePlan:
     lower_bound_ms: float = 0.0
     """Of the slowest pipeline, beside all others; 0.0 before it is asked for."""
     iteration_ms: float = np.inf
-    """Time of the slowest pipeline with pull and push, inf before the strategy is planned."""
+    """Expected time of the slowest pipeline with pull and push, inf before the strategy is
+    planned.
+    """
 
     @classmethod
     def of(
@@ -227,6 +236,27 @@ class PhasePlan:
             return 0.0
         steps = steps_ms([self._times_ms(n) for n in range(len(self.strategy.schemes))])
         return max(0.0, float(steps.sum() - self.pipeline_ms.max()))
+
+    @property
+    def scatter_ms(self) -> float:
+        """What the slowest of all groups takes longer than expected of each, where times of
+        micro-batches scatter: in every step that all wait for, or over all of a pipeline's
+        micro-batches together.
+        """
+        spread = self.mini_batch.corrections.micro_batch_spread
+        if not spread:
+            return 0.0
+        times = [self._times_ms(n) for n in range(len(self.strategy.schemes))]
+        times = [own for own in times if own.size]
+        if not self.strategy.gathers:
+            totals = np.array([own.sum() for own in times])
+            scatter = spread * np.array([np.sqrt((own**2).sum()) for own in times])
+            return expected_slowest_ms(totals, scatter) - float(totals.max()) if times else 0.0
+        more_ms = 0.0
+        for step in range(max((own.size for own in times), default=0)):
+            beside = np.array([own[step] for own in times if own.size > step])
+            more_ms += expected_slowest_ms(beside, spread * beside) - float(beside.max())
+        return more_ms
 
     def _times_ms(self, pipeline: int) -> FloatArray:
         """T of each micro-batch of `pipeline`."""
@@ -318,7 +348,7 @@ class PhasePlan:
             link.push_ms,
             self.mini_batch.num_buckets,
         )
-        self.iteration_ms += self.wait_ms + self.correction.outside_ms
+        self.iteration_ms += self.wait_ms + self.correction.outside_ms + self.scatter_ms
         # On shared cores the slowest pipeline is faster once others have ended
         ends = self.ends_ms(self.pipeline_ms)
         self.iteration_ms -= float(self.pipeline_ms.max() - ends.max())

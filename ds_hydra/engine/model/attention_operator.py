@@ -150,7 +150,7 @@ class _Attention(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _grads(ctx, _backward, grad)
 
 

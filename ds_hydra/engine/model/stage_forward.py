@@ -383,7 +383,7 @@ def compile_each(layers: Iterable[nn.Module]) -> None:
         torch._inductor.config.compile_threads = max(1, min(cores, _MOST_THREADS))
     compilations.watch()
     for layer in layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
+        layer.forward = torch.compile(layer.forward, dynamic=True)
         COMPILED.add(layer)
 
 

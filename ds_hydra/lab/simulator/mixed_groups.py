@@ -12,6 +12,7 @@ from itertools import combinations_with_replacement
 import numpy as np
 
 from ds_hydra.lab.simulator.context_parallel import ContextParallel
+from ds_hydra.lab.simulator.noise import neighbours
 from ds_hydra.lab.simulator.scenario import Outcome, Scenario, SystemResult, best_of, summarize
 from ds_hydra.lab.simulator.sharded import (
     PARTIAL,
@@ -21,6 +22,7 @@ from ds_hydra.lab.simulator.sharded import (
     with_traffic_ms,
     zero3_ends_ms,
 )
+from ds_hydra.records.events import Scatter
 from ds_hydra.sampler.group_steps import GroupStep, MixedGroups, plan_steps
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
@@ -95,27 +97,47 @@ def _in_steps(scenario: Scenario, choices: Sequence[MixedGroups], name: str) -> 
     def total_ms(slowest: FloatArray) -> float:
         return float(with_traffic_ms(scenario, slowest).sum())
 
-    choices = [mixed for mixed in choices if mixed.longest >= scenario.context_length]
-    found: list[Outcome | None] = [None] * len(scenario.lengths)
+    chosen: list[tuple[MixedGroups, Sequence[GroupStep]] | None] = [None] * len(scenario.lengths)
+    least = np.full(len(chosen), np.inf)
     for mixed in choices:
+        if mixed.longest < scenario.context_length:
+            continue
         for number, lengths in enumerate(scenario.lengths):
-            known = found[number]
-            limit = known.iteration_ms - ends_ms if known else np.inf
-            steps = _times_ms(plan_steps([mixed], lengths, total_ms, limit))
-            if not steps.size:
-                continue
-            propagation = float(steps[:, 0].sum())
-            busy = float(steps[:, 1].sum()) / scenario.num_devices
-            found[number] = Outcome(
+            steps = plan_steps([mixed], lengths, total_ms, float(least[number]))
+            if steps:
+                chosen[number], least[number] = (mixed, steps), total_ms(_times_ms(steps)[:, 0])
+    outcomes = []
+    for number, found in enumerate(chosen):
+        if found is None:
+            return None
+        each = _times_ms(found[1])
+        if scenario.noise is not None:
+            scatter = scenario.noise.drawn(number, scenario.num_devices)
+            slowest = _scattered_ms(scatter, scenario.lengths[number], *found)
+            each = np.stack([slowest, each[:, 1]], axis=1)
+        propagation = float(each[:, 0].sum())
+        busy = float(each[:, 1].sum()) / scenario.num_devices
+        outcomes.append(
+            Outcome(
                 propagation_ms=propagation,
-                iteration_ms=total_ms(steps[:, 0]) + ends_ms,
+                iteration_ms=total_ms(each[:, 0]) + ends_ms,
                 imbalance=0.0,
                 bubble=1 - busy / propagation if propagation else 0.0,
             )
-    outcomes = [outcome for outcome in found if outcome is not None]
-    if len(outcomes) < len(found):
-        return None
+        )
     return summarize(name, "groups for each micro-batch", outcomes)
+
+
+def _scattered_ms(
+    scatter: Scatter, lengths: IntArray, mixed: MixedGroups, steps: Sequence[GroupStep]
+) -> FloatArray:
+    """The slowest group of each step, as times turn out."""
+    slowest = []
+    for step in steps:
+        times, sizes = mixed.groups_of(lengths, step)
+        found = scatter(np.split(times, times.size), neighbours(sizes.tolist()))
+        slowest.append(max(float(own[0]) for own in found))
+    return np.array(slowest)
 
 
 MOST_CUTS = 4000

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ds_hydra.lab.simulator.fixed_length import MicroBatches
+from ds_hydra.lab.simulator.noise import Noise
 from ds_hydra.records.events import (
     PipelineWork,
     Simulation,
@@ -24,6 +25,7 @@ from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.cost_models.costs import World
+from ds_hydra.strategy.profiles.learned_latency import NO_CORRECTIONS, Corrections
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profiles.profile import LatencyModel
 from ds_hydra.strategy.proposal.program import homogeneous_strategies
@@ -65,12 +67,14 @@ class Scenario(World):
     """What all systems have in common: the mini-batches and where they run.
 
     `seen`: share of pull and push, and of ZeRO-3's gathers, that nothing hides, for all systems; as
-    much as the overlap leaves if None.
+    much as the overlap leaves if None. `noise`: how times scatter, for all systems, which choose
+    without knowing it; the planner may know how far.
     """
 
     batches: tuple[GlobalBatch, ...] = ()
     overlap: bool = True
     seen: float | None = None
+    noise: Noise | None = None
     forward_fraction: float = FORWARD_FRACTION
     settings: PlannerSettings = WITHOUT_PROGRAMS
     _sorted: list[IntArray] = field(default_factory=list, init=False, compare=False)
@@ -103,7 +107,14 @@ class Scenario(World):
             profile=self.profile,
             num_devices=self.num_devices,
             settings=self.linked_settings(strategies),
+            corrections=self._corrections,
         )
+
+    @property
+    def _corrections(self) -> Corrections:
+        if self.noise is None or not self.noise.is_planned_for:
+            return NO_CORRECTIONS
+        return Corrections(micro_batch_spread=self.noise.of_micro_batch)
 
     def planned_outcome(
         self, strategy: Strategy, number: int, *, is_heuristic: bool = False
@@ -150,6 +161,7 @@ class Scenario(World):
             links_of=self.links,
             overlap=self.overlaps,
             forward_fraction=self.forward_fraction,
+            scatter=self.noise.drawn(plan.iteration, self.num_devices) if self.noise else None,
         )
 
     def run_micro_batches(

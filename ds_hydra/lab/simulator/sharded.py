@@ -18,6 +18,7 @@ from itertools import product
 
 import numpy as np
 
+from ds_hydra.lab.simulator.fixed_length import MicroBatches
 from ds_hydra.lab.simulator.scenario import Scenario, packed_ms
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.cost_models.analytic import sequence_parallel_latency
@@ -71,6 +72,15 @@ class ShardedGroup:
         """What each sequence adds to the time of its micro-batch: a l^2 + b l."""
         quadratic, linear, _ = self.terms
         return np.array((quadratic * lengths + linear) * lengths, dtype=np.float64)
+
+    def times_ms(
+        self, lengths: IntArray, micro_batches: Sequence[MicroBatches]
+    ) -> list[FloatArray]:
+        """T of the micro-batches of each group; 0.0 of empty ones."""
+        return [
+            np.array([self.micro_batch_ms(lengths[m]) if len(m) else 0.0 for m in own])
+            for own in micro_batches
+        ]
 
     def micro_batch_ms(self, lengths: IntArray) -> float:
         """T of a micro-batch of `lengths`."""

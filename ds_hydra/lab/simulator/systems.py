@@ -18,6 +18,7 @@ from ds_hydra.lab.simulator.baselines import (
 )
 from ds_hydra.lab.simulator.chunks import chunked
 from ds_hydra.lab.simulator.mixed_groups import dynamic_cp, fcp, flexsp
+from ds_hydra.lab.simulator.noise import Noise
 from ds_hydra.lab.simulator.scenario import Scenario, SystemResult
 from ds_hydra.lab.simulator.ulysses import balanced_ulysses, deepspeed_ulysses, odc, packed_zero3
 from ds_hydra.lab.simulator.wlb import wlb
@@ -138,7 +139,7 @@ class Settings:
 
     `systems` other than ds_hydra; `num_proposal_batches` mini-batches, drawn apart from those of
     the comparison, decide about ds_hydra's candidates. `overlap` of pull and push with propagation;
-    `seen`: see `Scenario`. `num_proposal_rounds`: see `CandidateSettings`.
+    `seen`, `noise`: see `Scenario`. `num_proposal_rounds`: see `CandidateSettings`.
     `max_communicators`: process groups that there may be, as in the engine's configuration. `space`
     of ds_hydra, where the workload has no strategies: that of the engine's default ("full"), or
     <TP,PP> ("plain").
@@ -148,6 +149,7 @@ class Settings:
     systems: tuple[str, ...] = tuple(name for name in LABELS if name != DS_HYDRA)
     overlap: bool = True
     seen: float | None = None
+    noise: Noise | None = None
     seed: int = 1
     num_proposal_batches: int = 32
     num_proposal_rounds: int = 1
@@ -183,6 +185,7 @@ class Settings:
             ),
             overlap=self.overlap,
             seen=self.seen,
+            noise=self.noise,
         )
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ micro-batches balanced by time, and without lockstep (ODC).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from ds_hydra.lab.simulator.fixed_length import (
     pack_evenly,
     pack_fixed_length,
 )
-from ds_hydra.lab.simulator.scenario import Outcome, Scenario, SystemResult, best_of, summarize
+from ds_hydra.lab.simulator.noise import neighbours
+from ds_hydra.lab.simulator.scenario import Outcome, Scenario, SystemResult, summarize
 from ds_hydra.lab.simulator.sharded import (
     PARTIAL,
     ShardedGroup,
@@ -105,7 +107,15 @@ def odc(scenario: Scenario, *, name: str) -> SystemResult | None:
 
 
 _Place = Callable[[ShardedGroup, IntArray], list[Sequence[MicroBatches]]]
-_Run = Callable[[ShardedGroup, IntArray, Sequence[MicroBatches]], Outcome]
+_Run = Callable[[ShardedGroup, Sequence[FloatArray]], Outcome]
+
+
+class _Chosen(NamedTuple):
+    """Times of the micro-batches of each group, and what the mini-batch takes with them."""
+
+    group: ShardedGroup
+    times_ms: list[FloatArray]
+    outcome: Outcome
 
 
 def _tuned(
@@ -121,9 +131,16 @@ def _tuned(
     `place` for each mini-batch; groups of one rank unless it `shares_sequences`.
     """
 
-    def best(group: ShardedGroup, lengths: IntArray) -> Outcome:
-        placed = (run(group, lengths, each) for each in place(group, lengths))
-        return min(placed, key=_iteration_ms)
+    def best(group: ShardedGroup, lengths: IntArray) -> _Chosen:
+        placed = (group.times_ms(lengths, each) for each in place(group, lengths))
+        return min((_Chosen(group, t, run(group, t)) for t in placed), key=_iteration_ms)
+
+    def finish(number: int, chosen: _Chosen) -> Outcome:
+        if scenario.noise is None:
+            return chosen.outcome
+        group, times_ms, _ = chosen
+        scatter = scenario.noise.drawn(number, scenario.num_devices)
+        return run(group, scatter(times_ms, neighbours([group.size] * len(times_ms))))
 
     groups = [
         group
@@ -134,21 +151,20 @@ def _tuned(
     if not holding:
         return None
     if chooses_degree:
-        outcomes = [
+        each = [
             min((best(g, lengths) for g in groups if g.max_len >= lengths.max()), key=_iteration_ms)
             for lengths in scenario.lengths
         ]
+        outcomes = [finish(number, chosen) for number, chosen in enumerate(each)]
         return summarize(name, "a degree for each mini-batch", outcomes)
-    return best_of(
-        [
-            summarize(name, str(group), [best(group, lengths) for lengths in scenario.lengths])
-            for group in holding
-        ]
-    )
+    of_group = [[best(group, lengths) for lengths in scenario.lengths] for group in holding]
+    found = min(of_group, key=lambda own: sum(map(_iteration_ms, own)))
+    outcomes = [finish(number, chosen) for number, chosen in enumerate(found)]
+    return summarize(name, str(found[0].group), outcomes)
 
 
-def _iteration_ms(outcome: Outcome) -> float:
-    return outcome.iteration_ms
+def _iteration_ms(chosen: _Chosen) -> float:
+    return chosen.outcome.iteration_ms
 
 
 @compiled
@@ -205,30 +221,18 @@ def _groups_of(
     return [members[group::num_groups] for group in range(num_groups)]
 
 
-def in_lockstep(
-    group: ShardedGroup, lengths: IntArray, micro_batches: Sequence[MicroBatches]
-) -> Outcome:
+def in_lockstep(group: ShardedGroup, times_ms: Sequence[FloatArray]) -> Outcome:
     """Micro-batches of all groups begin together, because gathers are collective."""
-    times = [
-        np.array([group.micro_batch_ms(lengths[m]) if len(m) else 0.0 for m in own])
-        for own in micro_batches
-    ]
-    steps = steps_ms(times)
+    steps = steps_ms(times_ms)
     total = float(with_traffic_ms(group.scenario, steps).sum())
-    busy = np.array([own.sum() for own in times])
+    busy = np.array([own.sum() for own in times_ms])
     return _outcome(group.scenario, float(steps.sum()), total, busy)
 
 
-def without_lockstep(
-    group: ShardedGroup, lengths: IntArray, micro_batches: Sequence[MicroBatches]
-) -> Outcome:
+def without_lockstep(group: ShardedGroup, times_ms: Sequence[FloatArray]) -> Outcome:
     """Each group runs its own micro-batches one after the other."""
-    times = [
-        np.array([group.micro_batch_ms(lengths[members]) for members in own])
-        for own in micro_batches
-    ]
-    busy = np.array([own.sum() for own in times])
-    total = max(float(with_traffic_ms(group.scenario, own).sum()) for own in times)
+    busy = np.array([own.sum() for own in times_ms])
+    total = max(float(with_traffic_ms(group.scenario, own).sum()) for own in times_ms)
     return _outcome(group.scenario, float(busy.max()), total, busy)
 
 

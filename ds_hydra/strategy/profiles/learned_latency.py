@@ -57,11 +57,14 @@ class Corrections:
     `slow_ranks`: ranks whose pipelines take so many times as long as those of others; a pipeline is
     as slow as its slowest rank. `trial_ms`: how much longer than the best known strategy one may
     take, as expected, that could be better for all that is known; 0.0 allows none.
+    `micro_batch_spread`: how far the time of a single micro-batch lies from what is known, the
+    standard deviation of its logarithm. Groups that wait for each other wait for the slowest.
     """
 
     strategies: Mapping[Strategy, Correction] = field(default_factory=dict)
     slow_ranks: Mapping[int, float] = field(default_factory=dict)
     trial_ms: float = 0.0
+    micro_batch_spread: float = 0.0
 
     def of(self, strategy: Strategy) -> Correction:
         """That of `strategy`, of which nothing may be known."""
@@ -95,6 +98,7 @@ class Corrections:
             },
             "slow_ranks": {str(rank): value for rank, value in self.slow_ranks.items()},
             "trial_ms": self.trial_ms,
+            "micro_batch_spread": self.micro_batch_spread,
         }
 
     @classmethod
@@ -112,6 +116,7 @@ class Corrections:
             },
             slow_ranks={int(rank): value for rank, value in document["slow_ranks"].items()},
             trial_ms=document["trial_ms"],
+            micro_batch_spread=document.get("micro_batch_spread", 0.0),
         )
 
 
