@@ -181,7 +181,9 @@ def _compiled(layer: Callable[..., Any]) -> Callable[..., Any]:
     """`layer` compiled where it is the forward of such a layer: transformers checkpoints inside of
     the forward that was compiled, where a compiler stops.
     """
-    own = layer.args[0] if isinstance(layer, functools.partial) and layer.args else None
+    if not isinstance(layer, functools.partial) or not layer.args:
+        return layer
+    own = layer.args[0]
     if not isinstance(own, nn.Module) or own not in COMPILED:
         return layer
     return functools.partial(_compile(layer.func), *layer.args, **layer.keywords)
