@@ -28,7 +28,12 @@ import torch.fx.experimental._config
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, current_micro_batch, running
+from ds_hydra.engine.model.current_micro_batch import (
+    COMPILED,
+    PackedMicroBatch,
+    current_micro_batch,
+    running,
+)
 from ds_hydra.engine.model.decoder_parts import Binding, DecoderParts, noting_calls
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, hook_colwise
 from ds_hydra.engine.ranks.hosts import count_ranks_here
@@ -379,6 +384,7 @@ def compile_each(layers: Iterable[nn.Module]) -> None:
     compilations.watch()
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
+        COMPILED.add(layer)
 
 
 def _check_cpp_compiler() -> None:
