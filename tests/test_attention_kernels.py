@@ -5,11 +5,14 @@ fp64 through stand-ins with their signatures, and chosen by what was asked and w
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import types
 
 import pytest
 import torch
+import torch.distributed as dist
+from distributed import run_distributed
 from flash_standin import PACKAGES, VARLEN, forget, installed
 from models import tiny
 
@@ -24,6 +27,7 @@ from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment, running
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.ranks.process_start import use_deterministic_kernels
+from ds_hydra.engine.runtime import warn_of_other_kernels
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 
 CPU, HALF = torch.device("cpu"), torch.bfloat16
@@ -448,3 +452,23 @@ def test_a_kernel_says_what_it_takes():
             assert kernel.padded_widths(20, 12) == (
                 (24, 16) if name_of(package)[-1] == "4" else (24, 24)
             )
+
+
+def other_kernels():
+    texts = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("ds_hydra").addHandler(handler)
+    name = "varlen" if dist.get_rank() == 1 else "flash_attention_3"
+    warn_of_other_kernels(["per_sequence", name], CPU)
+    return texts
+
+
+@pytest.mark.distributed
+def test_a_rank_with_other_kernels_says_so():
+    first, other = run_distributed(other_kernels, 2)
+    assert first == []
+    assert other == [
+        "attention runs by per_sequence, varlen on rank 1, by per_sequence, flash_attention_3 on rank 0; install "
+        "the same packages on all hosts, or set hydra.attention"
+    ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,12 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import IterationSource
 from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.engine.propagation import Propagator, RankOutcome
-from ds_hydra.engine.ranks.agreement import gather_rows, raise_together, run_together
+from ds_hydra.engine.ranks.agreement import (
+    broadcast_text,
+    gather_rows,
+    raise_together,
+    run_together,
+)
 from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.engine.ranks.process_end import StopRequest
 from ds_hydra.engine.ranks.process_start import (
@@ -49,6 +54,19 @@ logger = logging.getLogger(__name__)
 _STATE_SCHEMA = "ds_hydra.state/1"
 
 
+def warn_of_other_kernels(names: Sequence[str], device: torch.device) -> None:
+    """Say where attention runs by other kernels than on rank 0: of hosts with other packages one
+    may be slower than all others. Collective over all ranks.
+    """
+    of_first = broadcast_text(list(names), 0, device)
+    if of_first != list(names):
+        logger.warning(
+            "attention runs by %s on rank %d, by %s on rank 0; install the same packages on all hosts, or set "
+            "hydra.attention",
+            ", ".join(names), dist.get_rank(), ", ".join(of_first),
+        )  # fmt: skip
+
+
 class HydraRuntime:
     """Everything of ds_hydra on one rank. Methods are collective over all ranks unless they say
     otherwise.
@@ -66,6 +84,7 @@ class HydraRuntime:
         if config.deterministic:
             use_deterministic_kernels(device)
         run_together(lambda: stage_model.to_device(device), device)
+        warn_of_other_kernels([choice.name for choice in stage_model.attention_choices], device)
         self._device = device
         self.propagator = Propagator(
             stage_model,
