@@ -510,7 +510,8 @@ def test_slices_in_shards_keep_less_under_tp(tmp_path):
     assert shards["1"] == whole["1"]
     for tp in ("2", "4"):
         assert shards[tp] < 0.85 * whole[tp]
-    assert shards["4"] < 1.15 * shards["1"] < whole["4"]
+    # The gradient of hidden states before the head is whole on every rank until its backward
+    assert shards["4"] < 1.25 * shards["1"] < whole["4"]
 
 
 @pytest.mark.parametrize(("total", "longest"), [(80 << 30, 4096), (3 << 30, 512)])
