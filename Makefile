@@ -46,7 +46,7 @@ test: $(DEVELOPED)  ## run the tests of some minutes
 test-all: $(DEVELOPED)  ## run those too that are slow, as CI does
 	$(TEST) -m "not nightly"
 
-test-nightly: $(DEVELOPED)  ## run what is slow and rarely fails: launchers, hosts, the stand-in device in full
+test-nightly: $(DEVELOPED)  ## run what is slow and rarely fails: launchers, hosts, the stand-in device, long counts
 	$(TEST) -m nightly
 
 check: $(DEVELOPED) docs  ## lint, types, import contract, documentation

@@ -22,9 +22,9 @@ from ds_hydra.engine.parallel.token_scores import Vocabulary
 
 WIDTH = 128
 LARGE = (8192, 128 * 1024)
-SPEED = ((4096, 2048, 512), (4096, 32 * 1024, 256), (2048, 128 * 1024, 128))
+SPEED = ((4096, 2048, 512), (2048, 64 * 1024, 128))
 """Tokens, vocabulary and hidden size."""
-REPEATS = 7
+REPEATS = 5
 
 
 def make(tokens: int, vocabulary: int, width: int):

@@ -187,8 +187,8 @@ MUTANTS = (
     Mutant(
         "Ulysses: the first rank's sinks",
         _ATTENTION,
-        "s_aux = s_aux.chunk(layout.size)[layout.rank]",
-        "s_aux = s_aux.chunk(layout.size)[0]",
+        "sinks_H = sinks_H.chunk(layout.size)[layout.rank]",
+        "sinks_H = sinks_H.chunk(layout.size)[0]",
         ("gpt_oss",),
         values=("sp2", "sp4", "sp2tp2", "sp2pp2", "sp2cp2", "with_sp"),
     ),
@@ -238,8 +238,8 @@ MUTANTS = (
     Mutant(
         "CP: sinks of the first heads for every part of the heads",
         _ATTENTION,
-        "s_aux if s_aux is None else s_aux[heads],",
-        "s_aux if s_aux is None or heads == _ALL else s_aux[: heads.stop - heads.start],",
+        "sinks_H if sinks_H is None else sinks_H[heads],",
+        "sinks_H if sinks_H is None or heads == _ALL else sinks_H[: heads.stop - heads.start],",
         ("gpt_oss",),
         values=("cp2", "cp4", "sp2cp2", "cp2tp2"),
     ),
@@ -253,8 +253,8 @@ MUTANTS = (
     Mutant(
         "a window one token wider",
         _ATTENTION,
-        "window = sliding_window if sliding_window",
-        "window = sliding_window + 1 if sliding_window",
+        "window if window is not None and window < max(key_lengths) else None,",
+        "window + 1 if window is not None and window < max(key_lengths) else None,",
         ("mistral",),
     ),
     Mutant(

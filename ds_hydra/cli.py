@@ -96,7 +96,7 @@ def _plan(
         strategies=strategies,
         profile=profile,
         num_devices=num_devices,
-        settings=PlannerSettings(objective=objective, seed=seed),
+        settings=PlannerSettings(objective=objective, seed=seed),  # type: ignore[arg-type]
     )
     return result, (time.perf_counter() - start) * 1e3
 

@@ -32,7 +32,7 @@ def load_config(name: str) -> PretrainedConfig:
     document = _read_document(name)
     try:
         if document is None:
-            return AutoConfig.from_pretrained(name, trust_remote_code=False)
+            return AutoConfig.from_pretrained(name, trust_remote_code=False)  # type: ignore[no-any-return]
         if document.get("model_type") in CONFIG_MAPPING:
             return CONFIG_MAPPING[document["model_type"]].from_dict(document)
     except Exception as error:  # a file may hold anything

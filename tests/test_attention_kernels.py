@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 from flash_standin import PACKAGES, VARLEN, forget, installed
+from models import tiny
 
 from ds_hydra.configs.hydra_config import ATTENTION_KERNELS, HydraConfig
 from ds_hydra.engine.doctor import findings
@@ -21,6 +22,7 @@ from ds_hydra.engine.model.attention_kernels import Demand, load_kernel
 from ds_hydra.engine.model.attention_operator import KernelUse, attend
 from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment, running
+from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.ranks.process_start import use_deterministic_kernels
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 
@@ -122,6 +124,22 @@ def test_what_packages_of_other_releases_lack_is_named():
     module._flash_attn_varlen_backward = _flash_attn_varlen_forward
     with pytest.raises(attention_kernels.MissingKernelError, match="knows no max_seqlen_q"):
         attention_kernels._flash_2(module, "x", "x")
+
+
+def test_functions_that_are_operators_are_called_by_their_schema():
+    """As those of flash-attn 2 and 3 are, which torch.library.custom_op hides."""
+    operator = torch.library.custom_op(
+        "of_a_package::attend",
+        lambda q, _alibi, scale, left=-1: q * scale + left,
+        mutates_args=(),
+        schema="(Tensor q, Tensor? alibi, float scale, int left=-1) -> Tensor",
+    )
+    call = attention_kernels._Named(operator, "q", "left|other")
+    given = {"q": torch.ones(2), "scale": 3.0, "causal": True}
+    assert call(**given).tolist() == [2.0, 2.0]
+    assert call(**given, left=4).tolist() == [7.0, 7.0]
+    with pytest.raises(attention_kernels.MissingKernelError, match="knows no causal"):
+        attention_kernels._Named(operator, "causal|is_causal")
 
 
 @pytest.fixture
@@ -262,9 +280,9 @@ def test_names_of_the_configuration_are_those_of_kernels():
     assert (*attention_kernels.KERNELS, attention_kernels.PER_SEQUENCE) == ATTENTION_KERNELS
     given = {"context_length": 64, "tokens_per_iteration": 64}
     for name in ("auto", *ATTENTION_KERNELS, "kernels-community/flash-attn3@v1"):
-        assert HydraConfig(**given, attention=name).attention == name
+        assert HydraConfig.parse({**given, "attention": name}).attention == name
     with pytest.raises(ValueError, match="did you mean 'flash_attention_3'"):
-        HydraConfig(**given, attention="flash_attn_3")
+        HydraConfig.parse({**given, "attention": "flash_attn_3"})
 
 
 @pytest.mark.parametrize(
@@ -312,6 +330,23 @@ def test_what_the_model_was_loaded_with_is_honoured(caplog):
         assert message.startswith(f"the model's attn_implementation, {asked}, does not run: ")
         assert "; flash_attention_3 (flash-attn-3" in message
     assert "flash-attn-4 is not installed" in caplog.messages[0]
+
+
+def test_the_stage_model_asks_for_what_its_model_was_loaded_with():
+    model = tiny("llama").to(HALF)
+    with installed("flash_attention_2", "flash_attention_3"):
+        for asked, key, wanted in (
+            ("flash_attention_2", "auto", "flash_attention_2"),
+            ("flash_attention_2", "flash_attention_3", "flash_attention_3"),
+            ("sdpa", "auto", "flash_attention_3"),
+        ):
+            model.config._attn_implementation = asked
+            stage_model = StageModel(model, attention_kernel=key)
+            stage_model.to_device(CPU)
+            assert [choice.name for choice in stage_model.attention_choices] == [wanted]
+            assert kernel_for(8, 8, HALF, False).name == wanted
+    with pytest.raises(HydraConfigError, match="ranks compute on cpu"):
+        StageModel(model, attention_kernel="varlen").to_device(CPU)
 
 
 def test_kernels_of_the_hub_have_both_passes(monkeypatch):

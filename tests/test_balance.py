@@ -187,6 +187,7 @@ def run_both():
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_examples_train_to_the_losses_of_one_rank():
     two = run_distributed(run_both, 2)

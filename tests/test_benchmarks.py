@@ -10,6 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_parity_table import NIGHTLY
+
+from benchmarks import mutants
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -82,7 +85,7 @@ def test_karmarkar_karp_balances():
         assert max(sums) <= max(max(batch), sum(batch) / 4 * 1.02 + 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_a_tiny_run_measures_valid_micro_batches(tmp_path):
     """Stock ZeRO-3, AutoTP, Ulysses and ds_hydra see the same mini-batches and report the same
@@ -108,6 +111,14 @@ def test_a_tiny_run_measures_valid_micro_batches(tmp_path):
     assert set(document["contenders"]) == set(names)
     assert "invalid" not in done.stdout
     assert (tmp_path / "end_to_end_2ranks.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
+def test_every_fault_can_be_put_in(mutant):
+    """CI runs what notices it: rows of a family that is not left to the night, or tests."""
+    assert (mutants.PACKAGE / mutant.file).read_text().count(mutant.old) == 1
+    assert set(mutant.families) - set(NIGHTLY)
+    assert all((mutants.ROOT / test.partition("::")[0]).is_file() for test in mutant.tests)
 
 
 RECORDINGS = learned_times.read_recordings(learned_times.RECORDED)

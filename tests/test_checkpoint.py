@@ -75,50 +75,50 @@ def train(engine, num_iterations):
     return losses, consumed
 
 
-def resume_everywhere(folder):
-    """Two epochs in one go, and in three parts, in fp32 and bf16; candidates are left to the
-    planner.
-    """
-    results = {}
-    for name, precision in (("fp32", {}), ("bf16", BF16)):
-        save_dir = f"{folder}/{name}"
-        engine = start(folder, tiny("llama_tied"), **precision)
-        whole = train(engine, 14)
-        engine.destroy()
-        engine = start(folder, tiny("llama_tied"), **precision)
-        parts = [train(engine, 3)]
-        engine.save_checkpoint(save_dir)
-        engine.destroy()
-        num_workers = 1 if name == "fp32" else 0
-        engine = start(folder, tiny("llama_tied", seed=1), num_workers=num_workers, **precision)
-        engine.load_checkpoint(save_dir)
-        parts.append(train(engine, 2))
-        engine.save_checkpoint(save_dir)
-        parts.append(train(engine, 4))
-        engine.destroy()
-        # The last four iterations are lost and trained once more.
-        engine = start(folder, tiny("llama_tied", seed=2), **precision)
-        engine.load_checkpoint(save_dir)
-        again = train(engine, 9)
-        results[name] = (whole, parts, again, engine.global_steps)
-        engine.destroy()
-    return results
+def resume_everywhere(folder, num_workers, precision):
+    """Two epochs in one go, and in three parts; candidates are left to the planner."""
+    save_dir = f"{folder}/saved"
+    engine = start(folder, tiny("llama_tied"), **precision)
+    whole = train(engine, 14)
+    engine.destroy()
+    engine = start(folder, tiny("llama_tied"), **precision)
+    parts = [train(engine, 3)]
+    engine.save_checkpoint(save_dir)
+    engine.destroy()
+    engine = start(folder, tiny("llama_tied", seed=1), num_workers=num_workers, **precision)
+    engine.load_checkpoint(save_dir)
+    parts.append(train(engine, 2))
+    engine.save_checkpoint(save_dir)
+    parts.append(train(engine, 4))
+    engine.destroy()
+    # The last four iterations are lost and trained once more.
+    engine = start(folder, tiny("llama_tied", seed=2), **precision)
+    engine.load_checkpoint(save_dir)
+    again = train(engine, 9)
+    return whole, parts, again, engine.global_steps
 
 
 @pytest.mark.distributed
-def test_resume_is_bit_identical_and_every_sequence_is_trained_once_an_epoch(tmp_path):
-    for precision, result in run_distributed(resume_everywhere, 4, str(tmp_path))[0].items():
-        (losses, consumed), parts, (again_losses, again_consumed), steps = result
-        assert parts[0][0] + parts[1][0] + parts[2][0] == losses[:9], precision
-        assert parts[0][0] + parts[1][0] + again_losses == losses, precision
-        assert parts[0][1] + parts[1][1] + again_consumed == consumed, precision
-        assert steps == 14
-        order = [row for drawn in parts[0][1] + parts[1][1] + again_consumed for row in drawn]
-        assert len(order) >= 2 * NUM_SEQUENCES
-        for epoch in range(2):
-            once = order[epoch * NUM_SEQUENCES : (epoch + 1) * NUM_SEQUENCES]
-            assert sorted(once) == list(range(NUM_SEQUENCES)), (precision, epoch)
-        assert (tmp_path / precision / "latest").read_text() == "global_step5"
+@pytest.mark.parametrize(
+    ("num_workers", "precision"),
+    [(1, {}), pytest.param(0, BF16, marks=pytest.mark.nightly)],
+    ids=("fp32", "bf16"),
+)
+def test_resume_is_bit_identical_and_every_sequence_is_trained_once_an_epoch(
+    tmp_path, num_workers, precision
+):
+    result = run_distributed(resume_everywhere, 4, str(tmp_path), num_workers, precision)[0]
+    (losses, consumed), parts, (again_losses, again_consumed), steps = result
+    assert parts[0][0] + parts[1][0] + parts[2][0] == losses[:9]
+    assert parts[0][0] + parts[1][0] + again_losses == losses
+    assert parts[0][1] + parts[1][1] + again_consumed == consumed
+    assert steps == 14
+    order = [row for drawn in parts[0][1] + parts[1][1] + again_consumed for row in drawn]
+    assert len(order) >= 2 * NUM_SEQUENCES
+    for epoch in range(2):
+        once = order[epoch * NUM_SEQUENCES : (epoch + 1) * NUM_SEQUENCES]
+        assert sorted(once) == list(range(NUM_SEQUENCES)), epoch
+    assert (tmp_path / "saved/latest").read_text() == "global_step5"
 
 
 def frozen(model):
@@ -280,6 +280,7 @@ def convert_to_universal(folder):
     (folder / "latest_universal").write_text(universal.name)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_files_are_exchanged_with_stock_deepspeed(tmp_path):
     outcome = run_distributed(exchange_with_stock, 4, str(tmp_path))[0]

@@ -7,12 +7,15 @@ from __future__ import annotations
 import functools
 import re
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from distributed import run_distributed
 from flash_standin import installed
 from models import tiny
+from test_engine_parity import assert_parity, check_gradients
 
 from ds_hydra.engine.model import attention, attention_choice
 from ds_hydra.engine.model.attention_operator import KernelUse
@@ -143,7 +146,7 @@ def count_launches(code):
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs"
 )
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.nightly)])
 def test_a_compiled_layer_launches_little_beside_products_and_attention(family):
     from torch._inductor.utils import run_and_get_code
 
@@ -153,8 +156,43 @@ def test_a_compiled_layer_launches_little_beside_products_and_attention(family):
         wanted = [layers.run(lengths) for lengths in ([5, 9, 3], [4] * 12)]
         compile_each(layers.layers)
         first, (forward, backward) = run_and_get_code(layers.run, [5, 9, 3])
-        second, more = run_and_get_code(layers.run, [4] * 12)
-    assert not more, "another number of sequences runs the same code"
+        torch._dynamo.utils.counters.clear()
+        second = layers.run([4] * 12)
+    compiled_anew = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert not compiled_anew, "another number of sequences runs the same code"
     assert count_launches(forward) <= 8
     assert count_launches(backward) <= 12
     torch.testing.assert_close([first, second], wanted, rtol=1e-5, atol=1e-5)
+
+
+def use_standin(config, _device, dtype, **_):
+    """What `select_kernels` does, with a kernel that takes fp32."""
+    (widths,) = attention_choice.head_widths(config)
+    key = (*widths, dtype, False)
+    attention_choice._in_use[key] = KernelUse("flash_attention_2", *widths)
+    return []
+
+
+def check_engine():
+    traces = functools.partial(torch.compile, backend="aot_eager")
+    with (
+        installed("flash_attention_2") as calls,
+        mock.patch("ds_hydra.engine.model.stage_model.select_kernels", use_standin),
+        mock.patch("torch.compile", traces),
+    ):
+        worst = check_gradients("llama", ("1x<1,1>", "1x<1,1;ckpt=1>"), {"compile_layers": True})
+    counters = torch._dynamo.utils.counters
+    passes = {call["pass"] for call in calls["flash_attention_2"]}
+    return worst, counters["stats"]["unique_graphs"], dict(counters["graph_break"]), passes
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_layer_of_the_engine_is_one_graph():
+    """With its hooks, slices that come and go, and where it runs again in backward."""
+    ((worst, graphs, breaks, passes),) = run_distributed(check_engine, 1, timeout_s=600)
+    assert_parity(worst)
+    assert graphs == 2, "of a layer, and of one that runs again"
+    others = [reason for reason in breaks if "function checkpointed" not in reason]
+    assert not others, "\n".join(others)
+    assert passes == {"forward", "backward"}

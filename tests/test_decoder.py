@@ -197,7 +197,7 @@ def test_kinds_of_layers_have_the_parameters_of_the_model_that_is_built(model_ty
     check_against_the_model(model_type)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model_type", sorted(COMPARED - set(KINDS)))
 def test_every_type_that_is_called_compared_is(model_type):
     check_against_the_model(model_type)

@@ -281,7 +281,7 @@ def test_the_checks_of_this_file_find_mistakes():
         )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_site_builds_without_a_warning(tmp_path, monkeypatch):
     """As `make check` does, in this process; every key of the configuration and every command is on
     the site.

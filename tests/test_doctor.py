@@ -51,6 +51,7 @@ def well_then_wrong():
     return well, examine()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_that_are_well_and_sums_that_are_missing():
     (well, wrong), _ = run_distributed(well_then_wrong, 2)

@@ -307,7 +307,7 @@ print("not reached")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_the_launcher_stops_with_the_message_and_a_failing_exit_code(tmp_path):
     script = tmp_path / "train.py"

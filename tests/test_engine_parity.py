@@ -24,6 +24,7 @@ from models import VOCAB_SIZE, tiny
 from single_process import num_label_tokens, random_examples, token_mean_gradients
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 
+from ds_hydra.engine.losses import head_loss
 from ds_hydra.engine.model.stage_forward import StageForward
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.sampler.packing.cuts import cut_micro_batches
@@ -178,6 +179,32 @@ def test_the_head_is_asked_about_labelled_tokens_alone():
         assert asked[-5:] == [1, 2 + 8, 1, 4 + 2, 10 + 8 + 3]
 
 
+def check_chunks():
+    """Head and loss five tokens at a time, by half of the vocabulary."""
+    head_loss._CHUNK_ELEMENTS["cpu"] = 5 * (VOCAB_SIZE // 2 + 1)
+    numbers = []
+    chunks_of = head_loss.HeadLoss.chunks
+
+    def counting(of, device):
+        chunks = list(chunks_of(of, device))
+        numbers.append(len(chunks))
+        return chunks
+
+    head_loss.HeadLoss.chunks = counting
+    worst = {}
+    for family, hydra in (("llama_tied", {"tp_sequence_parallel": True}), ("gemma2", None)):
+        found = check_gradients(family, ("1x<2,1>", "1x<1,2>", "2x<1,1;gather>"), hydra)
+        worst |= {(family, *case): value for case, value in found.items()}
+    return worst, max(numbers)
+
+
+@pytest.mark.distributed
+def test_head_and_loss_in_chunks_have_the_gradients_of_one_process():
+    worst, most_chunks = run_distributed(check_chunks, 2)[1]
+    assert_parity(worst)
+    assert most_chunks > 10
+
+
 @pytest.mark.distributed
 def test_sequences_run_one_by_one_are_asked_about_labelled_tokens_alone():
     worst, _ = run_distributed(check_prompts, 2, "bloom", ("2x<1,1>", "1x<1,2>"), None)[0]
@@ -201,6 +228,7 @@ def check_structures():
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_other_structures_have_the_gradients_of_one_process():
     assert_parity(run_distributed(check_structures, 2)[0])

@@ -163,12 +163,14 @@ def results(folder):
     return run_distributed(checks, 4, str(folder), timeout_s=900)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_checkpoints_change_no_bit(results):
     for rank, result in enumerate(results):
         assert result["bits"][0] == [], f"rank {rank}"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_checkpointed_layers_keep_less(results):
     kept = results[0]["bits"][1]
@@ -176,6 +178,7 @@ def test_checkpointed_layers_keep_less(results):
     assert kept["4x<1,1;ckpt=6>"] < kept["4x<1,1;ckpt=1>"] < kept["4x<1,1>"]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_training_with_changing_parts_follows_plain_training(results):
     wide, plain = results[0]["losses"]
@@ -184,6 +187,7 @@ def test_training_with_changing_parts_follows_plain_training(results):
     assert len(set(wide)) == len(wide)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_parts_that_do_not_fit_are_refused_on_all_ranks(results):
     for result in results:
@@ -196,6 +200,7 @@ def test_parts_that_do_not_fit_are_refused_on_all_ranks(results):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_candidates_with_parts_train_from_a_dataset(results, folder):
     """With times derived from the given profile, or measured; and the run folder can be read."""

@@ -132,6 +132,7 @@ def bf16_against_stock():
     return losses, stock_losses, dtypes
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_bf16_curve_stays_within_noise_of_stock():
     losses, stock_losses, dtypes = run_distributed(bf16_against_stock, 4)[0]
@@ -213,6 +214,7 @@ def other_ways_to_start(folder):
     return outcome
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_zero_init_offload_and_evaluation(tmp_path):
     outcome = run_distributed(other_ways_to_start, 4, str(tmp_path))[0]
@@ -522,6 +524,7 @@ def what_is_held():
     return max(widths), len(alive), survivors, before.counts, after.counts
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_logits_stay_split_and_nothing_of_an_iteration_stays():
     for widest, num_seen, survivors, before, after in run_distributed(what_is_held, 4):
@@ -561,6 +564,7 @@ def engines_one_after_another(folder):
     return held, len(engines)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_destroyed_engine_gives_back_files_threads_and_memory(tmp_path):
     for held, num_alive in run_distributed(engines_one_after_another, 2, str(tmp_path)):

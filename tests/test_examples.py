@@ -69,7 +69,12 @@ def small_config(name, folder):
     return str(path)
 
 
-def run_examples(folder):
+PRETRAINING = {"llama2_github", "llama2_commoncrawl", "moe", "custom_loop"}
+ALIKE = ("llama2_commoncrawl", "grpo", "distillation", "trl_dpo")
+"""Examples that differ from another by their data or their loss."""
+
+
+def run_examples(folder, left_out):
     # Only the data: they are the same on all ranks
     folder = Path(folder) / f"rank{os.environ['RANK']}"
     folder.mkdir()
@@ -77,7 +82,7 @@ def run_examples(folder):
     shared = Path(folder).parent
     cache = ["--cache_dir", str(folder / "cache")]
     results = {}
-    for name in ("llama2_github", "llama2_commoncrawl", "moe", "custom_loop"):
+    for name in sorted(PRETRAINING.difference(left_out)):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             losses = load(f"{name}/train.py").main(
@@ -86,18 +91,19 @@ def run_examples(folder):
                     "--ds_config",
                     small_config(name, folder),
                     "--iterations",
-                    "3",
+                    "4",
                     "--run_dir",
                     f"{shared}/{name}",
                 ]
             )
         results[name] = losses, printed.getvalue()
-    for loss in ("grpo", "dpo", "distillation"):
+    for loss in [x for x in ("grpo", "dpo", "distillation") if x not in left_out]:
         with contextlib.redirect_stdout(io.StringIO()):
             results[loss] = load("post_training/train.py").main(
                 ["--loss", loss, "--iterations", "4"]
             )
-    for name, more in (("trl_sft", ["--lora"]), ("trl_dpo", [])):
+    of_trl = {"trl_sft": ["--lora"], "trl_dpo": []}
+    for name, more in [item for item in of_trl.items() if item[0] not in left_out]:
         with contextlib.redirect_stdout(io.StringIO()):
             results[name] = load(f"post_training/{name}.py").main(
                 [*more, "--max_steps", "2", "--output_dir", f"{shared}/{name}"]
@@ -122,31 +128,35 @@ def run_examples(folder):
     return results
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
-def test_every_example_runs(tmp_path):
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        pytest.param(ALIKE, marks=pytest.mark.slow, id="one of each kind"),
+        pytest.param((), marks=pytest.mark.nightly, id="all"),
+    ],
+)
+def test_every_example_runs(tmp_path, left_out):
     pytest.importorskip("peft", reason="the extra ds_hydra[peft] is not installed")
-    results = run_distributed(run_examples, 2, str(tmp_path))
+    results = run_distributed(run_examples, 2, str(tmp_path), left_out)
     first = results[0]
-    for name in ("llama2_github", "llama2_commoncrawl", "moe", "custom_loop"):
+    assert len(first) == 11 - len(left_out)
+    for name in PRETRAINING & first.keys():
         losses, _ = first[name]
         assert losses == results[1][name][0]
-        assert len(losses) == 3
+        assert len(losses) == 4
         assert losses[-1] < losses[0]
         assert (tmp_path / name).is_dir()
-    assert (
-        "lengths are those of web pages, contents and loss are not"
-        in first["llama2_commoncrawl"][1]
-    )
     assert "held-out loss" in first["custom_loop"][1]
-    for loss in ("grpo", "dpo", "distillation"):
-        assert first[loss] == results[1][loss]
-    assert first["distillation"][-1] < first["distillation"][0]
+    for name in {"grpo", "dpo", "distillation", "trl_sft", "trl_dpo"} & first.keys():
+        assert first[name] == results[1][name]
     assert first["dpo"][-1] < 0.6931 < first["dpo"][0] + 1e-3
     assert 3 < first["trl_sft"] < 5.6  # ln 258 at the start
-    assert 0 < first["trl_dpo"] < 0.75
-    for name in ("trl_sft", "trl_dpo"):
-        assert first[name] == results[1][name]
+    if not left_out:
+        said = first["llama2_commoncrawl"][1]
+        assert "lengths are those of web pages, contents and loss are not" in said
+        assert first["distillation"][-1] < first["distillation"][0]
+        assert 0 < first["trl_dpo"] < 0.75
     assert first["pretrain"]["eval_perplexity"] > 1
     assert first["sft"]["eval_loss"] > 0
     assert (tmp_path / "pretrain/model.safetensors").exists()

@@ -316,6 +316,7 @@ def run_engines(folder):
     return found, str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_engines_train_on_what_their_space_allows(tmp_path):
     results = run_distributed(run_engines, 4, str(tmp_path))

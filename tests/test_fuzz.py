@@ -49,7 +49,7 @@ def test_all_targets_are_run(tmp_path):
     assert tuple(targets(tmp_path)) == NAMES
 
 
-@pytest.mark.parametrize("num_inputs", [150, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_inputs", [150, pytest.param(1500, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", NAMES)
 def test_mutated_input_is_read_or_refused(tmp_path, name, num_inputs):
     reader, seed = targets(tmp_path)[name]
@@ -118,14 +118,14 @@ def test_a_huge_count_takes_no_memory_and_no_time(tmp_path):
         load_strategies([json.dumps("9" * 5000)])
 
 
-@pytest.mark.parametrize("num_inputs", [8, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_inputs", [8, pytest.param(100, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_damaged_documents_of_commands_are_carried_out_or_refused(tmp_path, command, num_inputs):
     # A slow machine has 10 s
     assert fuzz_command(command, tmp_path, num_inputs, seed=5, slowest_s=10)["failures"] == []
 
 
-@pytest.mark.parametrize("num_inputs", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_inputs", [60, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_hostile_configurations_are_carried_out_or_refused(tmp_path, num_inputs):
     counts = fuzz_configurations(tmp_path, num_inputs, seed=2001, slowest_s=10)
     assert counts["failures"] == []

@@ -225,6 +225,7 @@ def train_and_resume(folder):
     return losses, rest, [p.prediction_error for p in metrics.pipelines], messages
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_an_engine_corrects_its_plans_and_repeats_them_after_a_resume(tmp_path):
     results = run_distributed(train_and_resume, 4, str(tmp_path))

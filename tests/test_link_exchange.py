@@ -221,6 +221,7 @@ def check_packed_rounds():
     return num_classes
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_packed_rounds_give_the_same_bits():
     classes = set().union(*run_distributed(check_packed_rounds, 4))

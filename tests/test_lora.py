@@ -236,6 +236,7 @@ def of_whole_features():
     return {family: errors_under(adapted(family), ("1x<2,1>",))[1] for family in families}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_adapters_of_linears_with_whole_features_outside_equal_one_process():
     for family, errors in run_distributed(of_whole_features, 2)[0].items():

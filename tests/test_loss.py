@@ -5,6 +5,7 @@ process (parity tests cover the split vocabulary).
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from ds_hydra.engine.losses import head_loss
 from ds_hydra.engine.losses.head_loss import PLAIN, HeadLoss
 from ds_hydra.engine.losses.loss import CrossEntropy, Distillation, Loss
-from ds_hydra.engine.model.packing_probe import try_small_copy
+from ds_hydra.engine.model.packing_probe import build_stage_model, try_small_copy
 from ds_hydra.engine.parallel import logits as passes
 from ds_hydra.engine.parallel.logits import LogitTransform
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
@@ -288,3 +289,33 @@ def test_shipped_losses_are_the_same_in_chunks(monkeypatch, loss):
 )
 def test_what_a_model_makes_of_its_logits_is_found(family, overrides, transform):
     assert try_small_copy(tiny(family, **overrides)).logits == transform
+
+
+def test_code_of_an_instance_is_not_taken_for_that_of_its_class():
+    """Of the head, or of the model around it; Liger's forward is known."""
+
+    def forward(self, *args, **kwargs):
+        return type(self).forward(self, *args, **kwargs)
+
+    def stage_model(change):
+        model = tiny("llama")
+        change(model)
+        return build_stage_model(model)
+
+    assert stage_model(lambda _: None).logit_transform == LogitTransform()
+    for part in ("model", "head"):
+
+        def change(model, part=part):
+            owner = model if part == "model" else model.lm_head
+            owner.forward = types.MethodType(forward, owner)
+
+        assert stage_model(change).logit_transform is None
+
+    class Louder(nn.Linear):
+        def forward(self, hidden):
+            return 2.0 * super().forward(hidden)
+
+    def louder(model):
+        model.lm_head.__class__ = Louder
+
+    assert stage_model(louder).logit_transform is None

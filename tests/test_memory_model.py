@@ -221,6 +221,22 @@ def test_a_token_of_stages_and_checkpoints_by_hand(text, per_token):
     assert (longer - long) / (1 << 20) == pytest.approx(per_token)
 
 
+def test_logits_in_chunks_cost_a_rank_one_chunk_and_tokens_nothing():
+    whole, chunked = of_7b(), of_7b(logit_chunk_bytes=2**29)
+    assert whole.memory.usable_bytes - chunked.memory.usable_bytes == 2**29
+    for text, logits in (("<1,1;ckpt=32>", 30592 * 4), ("<1,1>", 0)):
+        scheme = Scheme.parse(text)
+        grown = [
+            profile.memory.rank_bytes(scheme, 8, 1) - profile.memory.rank_bytes(scheme, 8, 0)
+            for profile in (whole, chunked)
+        ]
+        assert grown[0] - grown[1] == pytest.approx(logits)
+    forward = [p.forward_only(1 / 3, holds_longer=True).memory for p in (whole, chunked)]
+    scheme = Scheme(1, 1)
+    grown = [m.rank_bytes(scheme, 8, 1) - m.rank_bytes(scheme, 8, 0) for m in forward]
+    assert grown[0] - grown[1] == pytest.approx(30592 * 4, rel=0.1)
+
+
 def test_max_len_is_the_longest_micro_batch_that_fits_and_parts_raise_it():
     profile = of_7b()
     memory = profile.memory

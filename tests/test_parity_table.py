@@ -33,7 +33,11 @@ if HAS_PEFT:
     import test_lora  # before ranks are forked: its imports are paid once
 
 IN_MINUTES = ("llama", "gemma2", "deepseek_v3")
-"""Families of which `make test` runs the rows; the others are slow."""
+"""Families of which `make test` runs the rows; the others are slow, or nightly."""
+NIGHTLY = ("glm4_moe", "dots1", "ernie4_5_moe", "granitemoe", "granite_swa")
+"""Layers of these are cut as those of a family that CI runs: deepseek_v3's experts and gemma's
+windows with other names.
+"""
 
 LENGTHS_OF = {
     "many": LENGTHS,
@@ -155,8 +159,9 @@ def results_of(family):
 
 def rows_to_run():
     for name in read_table():
-        marks = () if row_of(name)["family"] in IN_MINUTES else (pytest.mark.slow,)
-        yield pytest.param(name, marks=marks)
+        family = row_of(name)["family"]
+        mark = pytest.mark.nightly if family in NIGHTLY else pytest.mark.slow
+        yield pytest.param(name, marks=() if family in IN_MINUTES else (mark,))
 
 
 @pytest.mark.distributed

@@ -176,6 +176,7 @@ def test_a_measured_zero_is_continued(tmp_path, value, is_read):
             profile_document._read(path, identity)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_schemes_of_four_ranks_are_measured_once_even_if_interrupted(tmp_path):
     results = run_distributed(on_ranks, 4, save_model(tmp_path / "model"), tmp_path)

@@ -50,8 +50,8 @@ def github() -> LengthHistogram:
     return LengthHistogram.load(find_file("lengths", "github"))
 
 
-@pytest.fixture(scope="module")
-def proposal(github):
+def propose(github, num_batches=16, **settings):
+    """For short sequences of GitHub on 8 devices, among <TP,PP>."""
     return propose_strategies(
         flat_profile("a800_llama2_7b"),
         github,
@@ -60,9 +60,15 @@ def proposal(github):
             context_length=CONTEXT,
             tokens_per_iteration=TOKENS,
             space="plain",
-            num_batches=16,
+            num_batches=num_batches,
+            **settings,
         ),
     )
+
+
+@pytest.fixture(scope="module")
+def proposal(github):
+    return propose(github)
 
 
 def test_set_is_within_two_percent_of_all_strategies_on_new_batches(proposal, github):
@@ -97,17 +103,7 @@ def test_document_is_a_candidate_set(proposal):
 
 
 def test_the_same_arguments_give_the_same_set(github, proposal):
-    again = propose_strategies(
-        flat_profile("a800_llama2_7b"),
-        github,
-        CandidateSettings(
-            num_devices=8,
-            context_length=CONTEXT,
-            tokens_per_iteration=TOKENS,
-            space="plain",
-            num_batches=16,
-        ),
-    )
+    again = propose(github)
     assert again == proposal
 
 
@@ -119,23 +115,9 @@ def test_groups_with_the_same_ranks_are_counted_once():
 
 
 def test_communicators_are_bounded(github):
-    def propose(max_communicators: int):
-        return propose_strategies(
-            flat_profile("a800_llama2_7b"),
-            github,
-            CandidateSettings(
-                num_devices=8,
-                context_length=CONTEXT,
-                tokens_per_iteration=TOKENS,
-                space="plain",
-                num_batches=8,
-                max_groups=max_communicators,
-            ),
-        )
-
-    assert propose(4).num_communicators <= 4
+    assert propose(github, 8, max_groups=4).num_communicators <= 4
     with pytest.raises(HydraConfigError, match="more than 0; allow 2"):
-        propose(0)
+        propose(github, 8, max_groups=0)
 
 
 def test_progress_is_reported(github):

@@ -313,25 +313,8 @@ def test_broken_profiles_say_what_is_wrong(document, wanted):
 
 
 def test_scheme_that_was_not_profiled_is_named():
-    profile = Profile.from_json(
-        {
-            "schema": "ds_hydra.profile/1",
-            "hardware": {
-                "name": "h",
-                "memory_bytes": 1,
-                "reserved_bytes": 0,
-                "safety_margin_bytes": 0,
-            },
-            "model": {"name": "m", "num_layers": 1, "hidden_size": 1, "vocab_size": 1},
-            "memory": {
-                "activation_bytes_per_token_per_layer_per_hidden": {"1": 1},
-                "state_bytes_per_layer_per_hidden2": 1,
-                "sharded_fraction": 0.5,
-            },
-            "schemes": [{"tp": 1, "pp": 1, "quadratic_ms": 0, "linear_ms": 1, "constant_ms": 0}],
-        }
-    )
-    with pytest.raises(HydraConfigError, match=r"<2,1>.*m on h.*<1,1>"):
+    profile = make_profile({"<1,1>": (0, 1, 0)})
+    with pytest.raises(HydraConfigError, match=r"<2,1>.*test on test.*<1,1>"):
         profile.get_latency(Scheme(2, 1))
     with pytest.raises(HydraConfigError, match=r"TP 2.*\[1\]"):
         profile.max_len_tokens(Scheme(2, 1), 2)

@@ -142,6 +142,7 @@ def results():
     return run_distributed(checks, 4, timeout_s=900)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_equal_bits(results):
     for result in results:

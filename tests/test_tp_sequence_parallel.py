@@ -145,6 +145,7 @@ def test_gradients_of_other_blocks_equal_one_process():
     assert_parity(run_distributed(families, 2, FEATURES)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_training_follows_stock_deepspeed_and_repeats_itself(results):
     wanted, curves, in_bf16 = results[0]["training"]

@@ -548,6 +548,7 @@ def other_uses(folder):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_partitioned_models_evaluation_alone_and_metrics_on_logits(tmp_path):
     result = run_distributed(other_uses, 2, str(tmp_path))[0]
@@ -689,6 +690,7 @@ def customised(folder):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_what_users_override_is_honoured_or_refused(tmp_path):
     result = run_distributed(customised, 2, str(tmp_path))[0]
@@ -757,6 +759,7 @@ def with_adapters(folder):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_adapters_train_resume_and_are_saved_alone(tmp_path):
     peft = pytest.importorskip("peft", reason="the extra ds_hydra[peft] is not installed")
@@ -897,6 +900,7 @@ def around_training(folder):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_what_comes_before_and_after_training_is_as_transformers_has_it(tmp_path):
     result = run_distributed(around_training, 1, str(tmp_path))[0]

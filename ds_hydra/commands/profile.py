@@ -41,6 +41,9 @@ def profile(
             help="Recompute each layer in backward, as hydra.activation_checkpointing does."
         ),
     ] = False,
+    attention: Annotated[
+        str, typer.Option(help="Kernel of packed attention, as hydra.attention names them.")
+    ] = "auto",
     compile_layers: Annotated[
         bool,
         typer.Option(help="Run each layer through torch.compile, as hydra.compile_layers does."),
@@ -118,6 +121,7 @@ def profile(
                 "context_length": context,
                 "memory_limit_bytes": memory_limit,
                 "activation_checkpointing": activation_checkpointing,
+                "attention": attention,
                 "compile_layers": compile_layers,
                 "tp_sequence_parallel": tp_sequence_parallel,
                 "profiling": {

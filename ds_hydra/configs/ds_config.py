@@ -249,11 +249,15 @@ def refuse_auto(config: Mapping[str, Any]) -> None:
 
 
 def find_auto_keys(config: Mapping[str, Any]) -> list[str]:
-    """Dotted keys whose value is "auto", but for those where that is a word of DeepSpeed itself."""
+    """Dotted keys whose value is "auto", but for those where that is a word of DeepSpeed itself, or
+    of ours.
+    """
     return [
         ".".join(map(str, location))
         for location in find_auto(config)
-        if location[0] != "pipeline" and location[-1] != "keep_in_fp32_modules"
+        if location[0] != "pipeline"
+        and location[-1] != "keep_in_fp32_modules"
+        and location != ("hydra", "attention")
     ]
 
 

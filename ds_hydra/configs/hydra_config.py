@@ -444,6 +444,7 @@ class HydraConfig(_Section):
             )
         plain = plain_json(section, "hydra")
         problems = dict.fromkeys(find_auto(plain), AUTO_REFUSED)
+        problems.pop(("attention",), None)  # where it is a word of ours
         config = None
         try:
             config = cls.model_validate(plain)

@@ -90,7 +90,7 @@ class GradientShards:
             if own.data_ptr() == again.data_ptr():  # no copy in fp32
                 self._in_zero.add(own.data_ptr())
                 return own
-        numel = param.ds_tensor.numel() if param.requires_grad else 0
+        numel = param.ds_tensor.numel() if param.requires_grad else 0  # type: ignore[attr-defined]
         return torch.empty(numel, dtype=torch.float32, device=self._device)
 
     def _lend(self) -> None:
@@ -104,6 +104,6 @@ class GradientShards:
             return
         for param, grad_P in zip(self._params, self._grads_P, strict=True):
             if param.requires_grad:
-                views[param.ds_id] = grad_P
+                views[param.ds_id] = grad_P  # type: ignore[attr-defined]
                 self._in_zero.add(grad_P.data_ptr())
         self._optimizer.grad_partitions_flat_buffer = self._grads_P[0].new_empty(0)

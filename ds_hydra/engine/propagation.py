@@ -422,7 +422,7 @@ class Propagator:
                 self.problem = self.problem or HydraConfigError(problem)
             return value * scale
 
-        transform = self.stage_model.abilities.logits
+        transform = self.stage_model.logit_transform
         head_loss = HeadLoss(
             vocabulary=Vocabulary(
                 tp=self.stage_model.tp,

@@ -120,7 +120,7 @@ class StrategyLinks:
         # A group each: one rank may push while another has not ended its pull.
         pull, push, *of_nodes = (groups.get(purpose, everyone) for purpose in purposes)
         pull_node, push_node = of_nodes or (None, None)
-        self._dtype: torch.dtype = stage_model.params[0].ds_tensor.dtype
+        self._dtype: torch.dtype = stage_model.params[0].ds_tensor.dtype  # type: ignore[attr-defined]
         self._gradient_dtype = GRADIENT_DTYPES[config.gradient_dtype]
         self.buffers = ExchangeBuffers(device)
         self.pool = SlicePool(device)
@@ -363,7 +363,7 @@ class StrategyLinks:
 
     def shards_P(self) -> list[Tensor]:
         """This rank's ZeRO-3 shards."""
-        return [p.ds_tensor.detach() for p in self.stage_model.params]
+        return [p.ds_tensor.detach() for p in self.stage_model.params]  # type: ignore[attr-defined]
 
     def _frozen_P(self) -> list[Tensor]:
         specs = self.stage_model.specs

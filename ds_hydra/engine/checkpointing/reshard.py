@@ -175,7 +175,7 @@ def read_optimizer_states(
     result = dict(read_tensors(_optimizer_file(folder, 0), mmap=True))
     zero = dict(result[_OPTIMIZER])
     base = dict(zero[_OPTIMIZER])
-    first_old = {}
+    first_old: dict[int, int] = {}
     for name, (target, _, _) in new.place.items():
         first_old.setdefault(target, old.place[name][0])
     zero[_FP32] = [torch.zeros(n, dtype=zero[_FP32][0].dtype) for n in new.group_numel]

@@ -189,7 +189,7 @@ def _warnings_to(found: list[str]) -> Iterator[None]:
     """Collect what ds_hydra's readers log as warnings."""
     logger = logging.getLogger("ds_hydra.configs")
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: found.append(record.getMessage())
     propagates, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:

@@ -77,7 +77,7 @@ class Vigil:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: dist.Store,  # type: ignore[name-defined]
         rank: int,
         num_ranks: int,
         *,
@@ -185,7 +185,7 @@ class Vigil:
             self._beats[rank] = beat, since
             is_gone = now - since > _SILENCE_S - 2 * _BEAT_S
             told = (said[name] for name in ("step", "text", "seconds", "places", "error"))
-            states.append(State(rank, *told, is_gone))
+            states.append(State(rank, *told, is_gone))  # type: ignore[call-arg]
         return states
 
 

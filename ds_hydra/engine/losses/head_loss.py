@@ -32,6 +32,12 @@ _CHUNK_ELEMENTS, _LARGE_CHUNK_ELEMENTS = {"cpu": 2**26}, 2**28
 2,048, which fill a matrix product and take 512 MiB in 16 bit.
 """
 
+
+def chunk_elements(device: torch.device) -> int:
+    """Logits of a rank that are there at a time, or one token's where these are more."""
+    return _CHUNK_ELEMENTS.get(device.type, _LARGE_CHUNK_ELEMENTS)
+
+
 Evaluate = Callable[[Tokens], Tensor]
 """A loss, 0-dim, of some tokens; it may not raise, because other ranks wait for the next chunk."""
 
@@ -67,8 +73,7 @@ class HeadLoss:
         """
         num_rows = len(self.targets_T)
         columns = -(-self.vocabulary.num_columns // self.vocabulary.tp.size)
-        elements = _CHUNK_ELEMENTS.get(device.type, _LARGE_CHUNK_ELEMENTS)
-        number = -(-num_rows // max(1, elements // columns))
+        number = -(-num_rows // max(1, chunk_elements(device) // columns))
         step = max(1, -(-num_rows // max(1, number)))
         return (slice(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step))
 

@@ -67,7 +67,7 @@ class Loss:
     """Field of token ids [l, k] whose log-probabilities the loss reads."""
 
     def __call__(self, tokens: Tokens) -> Tensor:
-        """0-dim: the sum over the tokens of a micro-batch that count."""
+        """0-dim: the sum over those of `tokens` that count; a micro-batch may come in parts."""
         raise NotImplementedError
 
     def normaliser(self, counts: Sequence[Tensor], fields: Sequence[Fields]) -> float:

@@ -203,7 +203,7 @@ def follow_each_sequence(model: nn.Module) -> None:
     """
     for module in model.modules():
         if _types_by_length(module):
-            module.forward = functools.partial(_forward, module, module.forward)  # type: ignore[method-assign]
+            module.forward = functools.partial(_forward, module, module.forward)
 
 
 def _types_by_length(module: nn.Module) -> list[str]:

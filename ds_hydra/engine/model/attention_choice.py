@@ -184,7 +184,13 @@ def kernel_error(kernel: Kernel, device: torch.device, demand: Demand) -> float:
     for window, num_inputs in ((None, 3), (_PROBE_WINDOW, 3), (None, 4)):
         inputs, halves = exact[:num_inputs], rounded[:num_inputs]
         wanted = attention_per_sequence(
-            *inputs[:3], lengths, scale, window, softcap, (*inputs, None)[3], key_lengths
+            *inputs[:3],
+            lengths,
+            scale,
+            window,
+            softcap,
+            (*inputs, None)[3],
+            key_lengths,  # type: ignore[call-arg]
         )
         wanted_grads = torch.autograd.grad(wanted.square().sum(), inputs)
         heads_last = [t[0].transpose(0, 1) for t in halves[:3]]

@@ -137,9 +137,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _grads(ctx: Any, differentiate: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    *grads, grad_sinks = differentiate(grad, *ctx.saved_tensors, *ctx.options)
-    has_sinks = ctx.saved_tensors[3] is not None
-    return *grads, grad_sinks if has_sinks else None, *(None,) * 7
+    saved = ctx.saved_tensors  # once: a checkpoint makes them anew
+    *grads, grad_sinks = differentiate(grad, *saved, *ctx.options)
+    return *grads, None if saved[3] is None else grad_sinks, *(None,) * 7
 
 
 class _Attention(torch.autograd.Function):
@@ -150,7 +150,7 @@ class _Attention(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _grads(ctx, _backward, grad)
 
 

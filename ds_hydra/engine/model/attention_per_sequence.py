@@ -95,7 +95,7 @@ class _AfterOthers(torch.autograd.Function):
         ]
         total = torch.logaddexp(parts[0][1], parts[1][1])
         weights = [(logs - total).exp().unsqueeze(-1).to(query.dtype) for _, logs in parts]
-        out: Tensor = sum(weight * part[0] for weight, part in zip(weights, parts, strict=True))  # type: ignore[assignment]
+        out: Tensor = sum(weight * part[0] for weight, part in zip(weights, parts, strict=True))
         ctx.save_for_backward(query, key, value, out, total)
         ctx.scale = scale
         return out

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.engine.parallel.token_cuts import KeysOfRow, TokenLayout, checkpoint_contexts
@@ -171,10 +172,32 @@ def running(micro_batch: PackedMicroBatch, *, again: bool = False) -> Iterator[N
         _running.pop()
 
 
+COMPILED: WeakSet[nn.Module] = WeakSet()
+"""Layers that torch compiles."""
+
+
+@torch.compiler.disable
+def _compiled(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """`layer` compiled where it is the forward of such a layer: transformers checkpoints inside of
+    the forward that was compiled, where a compiler stops.
+    """
+    if not isinstance(layer, functools.partial) or not layer.args:
+        return layer
+    own = layer.args[0]
+    if not isinstance(own, nn.Module) or own not in COMPILED:
+        return layer
+    return functools.partial(_compile(layer.func), *layer.args, **layer.keywords)
+
+
+@functools.cache
+def _compile(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(forward, dynamic=True)
+
+
 @torch.compiler.disable(recursive=False)
 def checkpointed(layer: Callable[..., Any], *args: Any) -> Any:
     """`layer(*args)`, computed again in backward with the same current micro-batch."""
-    run = functools.partial(_run_again, current_micro_batch(), layer)
+    run = functools.partial(_run_again, current_micro_batch(), _compiled(layer))
     return checkpoint(
         run,
         *args,

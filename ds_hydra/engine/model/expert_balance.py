@@ -72,7 +72,7 @@ class BalanceLoss:
         """That of `model` if its configuration asks for one as transformers understands it
         (`output_router_logits`), and names a coefficient.
         """
-        config = model.base_model.config  # type: ignore[union-attr]
+        config = model.base_model.config
         asked = any(getattr(c, "output_router_logits", False) for c in (model.config, config))
         key = next((key for key in _COEFFICIENTS if getattr(config, key, None)), None)
         if not asked or key is None:
@@ -120,7 +120,7 @@ class ExpertBalance:
     ) -> None:
         self._tp = tp
         self.loss = BalanceLoss.find(model) if with_loss else None
-        for config in (model.config, model.base_model.config):  # type: ignore[union-attr]
+        for config in (model.config, model.base_model.config):
             if getattr(config, "output_router_logits", False):
                 config.output_router_logits = False  # the model would add its own
         found = [(i, m) for i, layer in enumerate(layers) for m in layer.modules() if is_experts(m)]

@@ -23,11 +23,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.fx.experimental._config
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, current_micro_batch, running
+from ds_hydra.engine.model.current_micro_batch import (
+    COMPILED,
+    PackedMicroBatch,
+    current_micro_batch,
+    running,
+)
 from ds_hydra.engine.model.decoder_parts import Binding, DecoderParts, noting_calls
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, hook_colwise
 from ds_hydra.engine.ranks.hosts import count_ranks_here
@@ -372,11 +378,13 @@ def compile_each(layers: Iterable[nn.Module]) -> None:
     # Otherwise a micro-batch of as many tokens as hidden units is a layer of its own.
     torch.fx.experimental._config.use_duck_shape = False
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # torch counts on the host for itself
-        cores = len(os.sched_getaffinity(0)) // count_ranks_here()
+        ranks = count_ranks_here() if dist.is_initialized() else 1
+        cores = len(os.sched_getaffinity(0)) // ranks
         torch._inductor.config.compile_threads = max(1, min(cores, _MOST_THREADS))
     compilations.watch()
     for layer in layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+        COMPILED.add(layer)
 
 
 def _check_cpp_compiler() -> None:

@@ -33,6 +33,7 @@ from ds_hydra.engine.model.adapters import (
 from ds_hydra.engine.model.attention_choice import Choice, select_kernels
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, checkpointed
 from ds_hydra.engine.model.expert_balance import ExpertBalance
+from ds_hydra.engine.model.liger import is_of_liger
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
 from ds_hydra.engine.model.stage_forward import (
     NOT_ONCE,
@@ -131,6 +132,8 @@ class StageModel:
                 module._gradient_checkpointing_func = checkpointed
         self._padding_idx = getattr(self._embedding, "padding_idx", None)
         check_head(head)
+        self.logit_transform = None if _has_own_forward(model, parts) else abilities.logits
+        """What the model makes of its head's output; None where that is not known."""
         self.vocab_size: int = self._embedding.weight.shape[0]
         """Rows of the embedding."""
         self.num_logits: int = head.weight.shape[0]
@@ -484,3 +487,10 @@ class StageModel:
                 last,
             ),
         )
+
+
+def _has_own_forward(model: nn.Module, parts: decoder_parts.DecoderParts) -> bool:
+    """Whether `model` or its head runs code that a small copy of its class does not have."""
+    own = vars(model).get("forward")
+    is_plain = type(parts.head) is nn.Linear and "forward" not in vars(parts.head)
+    return not is_plain or not (own is None or is_of_liger(own))

@@ -177,7 +177,7 @@ def hook_dispatch(module: nn.Module, ep: ExpertParallel) -> None:
     """Let `module`, called with hidden states, experts and weights of tokens, run on the tokens of
     the experts that this rank has.
     """
-    num_experts: int = module.num_experts  # type: ignore[assignment]
+    num_experts: int = module.num_experts
     running: list[tuple[Travel, int]] = []
 
     def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

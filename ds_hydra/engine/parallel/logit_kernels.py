@@ -19,7 +19,7 @@ _BLOCK = 4096
 """Columns that a program works on at a time."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _logits(x, scale, cap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
     y = x.to(tl.float32) * scale
     if HAS_CAP:
@@ -31,7 +31,7 @@ def _logits(x, scale, cap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-de
     return y
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _sum_rows(  # type: ignore[no-untyped-def]
     outputs,
     row_stride,
@@ -71,7 +71,7 @@ def _sum_rows(  # type: ignore[no-untyped-def]
     tl.store(sums + 3 * num_rows + row, tl.sum(total, 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _write_gradient(  # type: ignore[no-untyped-def]
     outputs,
     row_stride,

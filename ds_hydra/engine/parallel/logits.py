@@ -111,10 +111,13 @@ def write_gradient(outputs_TV: Tensor, transform: LogitTransform, of: RowGradien
         outputs_TV[rows] = transform.multiply_slope_(grad, logits)
 
 
+_DEVICES_OF_TRITON = ("cuda", "xpu")  # ROCm's are "cuda" too
+
+
 @functools.cache
 def find_kernels(device_type: str) -> ModuleType | None:
     """Kernels of Triton for such a device; None where operators of torch do the work."""
-    if device_type == "cpu":
+    if device_type not in _DEVICES_OF_TRITON:
         return None
     try:
         from ds_hydra.engine.parallel import logit_kernels

@@ -366,7 +366,7 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum_over(grad, ctx.group, may_write=grad._use_count() == 1), None
+        return _sum_over(grad, ctx.group, may_write=grad._use_count() == 1), None  # type: ignore[attr-defined]
 
 
 class _ReduceFromGroup(torch.autograd.Function):
@@ -485,7 +485,7 @@ def _keep_shard_only(linear: nn.Linear, tp: TensorParallel) -> None:
             return plain(hidden)
         return linear_of_micro_batch(linear, tp.block, tp.shards)
 
-    linear.forward = forward  # type: ignore[method-assign]
+    linear.forward = forward
 
 
 def hook_rowwise(module: nn.Module, tp: TensorParallel) -> None:

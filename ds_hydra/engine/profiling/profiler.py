@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.losses.head_loss import chunk_elements
 from ds_hydra.engine.model.attention_choice import keeps_copies
 from ds_hydra.engine.model.micro_batches import Example
 from ds_hydra.engine.model.stage_model import StageModel
@@ -142,6 +143,18 @@ def _reserved(propagator: Propagator, hardware: Mapping[str, Any]) -> dict[str, 
             propagator.groups,
         )
     return {"reserved_bytes": max(most, hardware["reserved_bytes"])}
+
+
+def _logit_chunk_bytes(propagator: Propagator, config: HydraConfig) -> int:
+    """Bytes of the logits that are there at a time, whatever the micro-batch; 0 where those of all
+    its tokens are.
+    """
+    stage_model = propagator.stage_model
+    if stage_model.logit_transform is None:
+        return 0
+    most = config.tokens_per_iteration * stage_model.num_logits
+    elements = min(most, chunk_elements(propagator.device))
+    return elements * stage_model.params[0].dtype.itemsize
 
 
 def _fill_memory(
@@ -297,6 +310,7 @@ def _measure_memory(
             else "tensors kept for backward",
             "activation_bytes_per_token_per_layer_per_hidden": activation,
             "ordered_multiprocessors": ordered,
+            "logit_chunk_bytes": _logit_chunk_bytes(propagator, config),
             **state_memory(stage_model),
         },
         "schemes": [],

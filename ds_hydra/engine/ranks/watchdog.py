@@ -249,7 +249,7 @@ class Watchdog:
     def close_connections(self) -> None:
         """Close without a word; in a forked child, which would hide the end of this process."""
         for key in list((self._selector.get_map() or {}).values()):
-            key.fileobj.close()  # type: ignore[union-attr]
+            key.fileobj.close()
         self._selector.close()
         self._waker.close()
 
@@ -552,9 +552,9 @@ def connect(rank: int, num_ranks: int, exchange_text: Callable[[str], str]) -> l
         return [Peer(0, _prepared(connection))]
     host = os.environ.get("MASTER_ADDR") or "127.0.0.1"
     with _listen(host, num_ranks) as server:
-        token = secrets.token_bytes(_TOKEN_BYTES)
-        exchange_text(f"{host} {server.getsockname()[1]} {token.hex()}")
-        return [Peer(*accepted) for accepted in _accept(server, num_ranks, token)]
+        secret = secrets.token_bytes(_TOKEN_BYTES)
+        exchange_text(f"{host} {server.getsockname()[1]} {secret.hex()}")
+        return [Peer(*accepted) for accepted in _accept(server, num_ranks, secret)]
 
 
 def _listen(host: str, backlog: int) -> socket.socket:

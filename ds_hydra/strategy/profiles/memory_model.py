@@ -136,6 +136,9 @@ class MemoryModel:
                  + S * V / TP * 2 i    logits, with a part of them in fp32
 
     or as much as in training, where that is less. States stay as they are.
+
+    Where a profile says that head and loss run in chunks, the `logit_chunk_bytes` of one are taken
+    off what a rank may fill, and tokens have no logits.
     """
 
     num_layers: int
@@ -157,6 +160,7 @@ class MemoryModel:
     vocabulary_tables: float = 0.0
     ordered_multiprocessors: int = 0
     num_heads: int = 0
+    logit_chunk_bytes: float = 0.0
     forward_only: bool = False
 
     def __post_init__(self) -> None:
@@ -213,7 +217,8 @@ class MemoryModel:
     @property
     def usable_bytes(self) -> int:
         """What a rank may fill."""
-        return self.memory_bytes - self.safety_margin_bytes - self.reserved_bytes
+        taken = self.safety_margin_bytes + self.reserved_bytes + int(self.logit_chunk_bytes)
+        return self.memory_bytes - taken
 
     @property
     def sharded_bytes(self) -> float:
@@ -260,8 +265,14 @@ class MemoryModel:
         element = self.input_bytes or _ELEMENT_BYTES
         num_ranks = scheme.ranks_per_stage if self.tp_sequence_parallel else scheme.num_shards
         hidden = 2 * self.hidden_size / num_ranks * element
-        logits = self.vocab_size / scheme.ranks_per_stage * 2 * element
+        logits = self._logit_bytes(scheme, element)
         return self._layer_bytes_per_token(scheme) + self._gathered_bytes(scheme) + hidden + logits
+
+    def _logit_bytes(self, scheme: Scheme, element: float) -> float:
+        """Per token of a micro-batch."""
+        if self.logit_chunk_bytes:
+            return 0.0
+        return self.vocab_size / scheme.ranks_per_stage * 2 * element
 
     def _training_stages(self, scheme: Scheme, num_devices: int) -> list[tuple[float, float]]:
         layer = self._layer_bytes_per_token(scheme)
@@ -277,7 +288,7 @@ class MemoryModel:
             )
         num_ranks = scheme.ranks_per_stage if self.tp_sequence_parallel else scheme.num_shards
         kept = self.hidden_size / num_ranks * self.input_bytes
-        again = self.vocab_size / scheme.ranks_per_stage * 2 * self.input_bytes
+        again = self._logit_bytes(scheme, self.input_bytes)
         stages = []
         for stage in stage_layers(scheme, self.num_layers):
             whole = stage.num_layers - stage.num_checkpointed

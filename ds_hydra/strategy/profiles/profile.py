@@ -42,6 +42,7 @@ _OPTIONAL_MEMORY = {
     "expert_fraction": 0,
     "vocabulary_tables": 0,
     "ordered_multiprocessors": 0,
+    "logit_chunk_bytes": 0,
 }
 """Of a profile that does not say them."""
 
@@ -329,6 +330,7 @@ class Profile:
                     vocabulary_tables=read_number(memory, "vocabulary_tables"),
                     ordered_multiprocessors=int(read_number(memory, "ordered_multiprocessors")),
                     num_heads=model.get("num_attention_heads") or 0,
+                    logit_chunk_bytes=read_number(memory, "logit_chunk_bytes"),
                 ),
                 saturation_tokens={
                     int(tp): read_count(saturation, tp, least=1, most=MAX_LENGTH_TOKENS)
