@@ -221,19 +221,31 @@ def test_a_token_of_stages_and_checkpoints_by_hand(text, per_token):
     assert (longer - long) / (1 << 20) == pytest.approx(per_token)
 
 
-def test_logits_in_chunks_cost_a_rank_one_chunk_and_tokens_nothing():
+def test_logits_in_chunks_cost_a_rank_one_chunk_at_most():
     whole, chunked = of_7b(), of_7b(logit_chunk_bytes=2**29)
-    assert whole.memory.usable_bytes - chunked.memory.usable_bytes == 2**29
+    single, short, long = Scheme(1, 1), 100, 1 << 20
+    for num_tokens, logits in ((short, short * 30592 * 2), (long, 2**29)):
+        each = [p.memory.rank_bytes(single, 8, num_tokens) for p in (whole, chunked)]
+        assert each[1] - each[0] == pytest.approx(logits)
+    for text in ("<1,1>", "<2,1>", "<sp2,1>", "<1,1;ckpt=32>", "<1,2;stages=14,18>"):
+        for chunk in (2**20, 2**29, 2**36):
+            memory, scheme = of_7b(logit_chunk_bytes=chunk).memory, Scheme.parse(text)
+            most = memory.max_len_tokens(scheme, 8)
+            fits = [
+                memory.rank_bytes(scheme, 8, n) <= memory.usable_bytes for n in (most, most + 1)
+            ]
+            assert fits == [True, False]
     for text, logits in (("<1,1;ckpt=32>", 30592 * 4), ("<1,1>", 0)):
         scheme = Scheme.parse(text)
         grown = [
-            profile.memory.rank_bytes(scheme, 8, 1) - profile.memory.rank_bytes(scheme, 8, 0)
+            profile.memory.rank_bytes(scheme, 8, long + 1)
+            - profile.memory.rank_bytes(scheme, 8, long)
             for profile in (whole, chunked)
         ]
         assert grown[0] - grown[1] == pytest.approx(logits)
     forward = [p.forward_only(1 / 3, holds_longer=True).memory for p in (whole, chunked)]
     scheme = Scheme(1, 1)
-    grown = [m.rank_bytes(scheme, 8, 1) - m.rank_bytes(scheme, 8, 0) for m in forward]
+    grown = [m.rank_bytes(scheme, 8, long + 1) - m.rank_bytes(scheme, 8, long) for m in forward]
     assert grown[0] - grown[1] == pytest.approx(30592 * 4, rel=0.1)
 
 

@@ -145,16 +145,12 @@ def _reserved(propagator: Propagator, hardware: Mapping[str, Any]) -> dict[str, 
     return {"reserved_bytes": max(most, hardware["reserved_bytes"])}
 
 
-def _logit_chunk_bytes(propagator: Propagator, config: HydraConfig) -> int:
-    """Bytes of the logits that are there at a time, whatever the micro-batch; 0 where those of all
-    its tokens are.
-    """
+def _logit_chunk_bytes(propagator: Propagator) -> int:
+    """Bytes of the logits that are there at a time at most; 0 where those of all tokens are."""
     stage_model = propagator.stage_model
     if stage_model.logit_transform is None:
         return 0
-    most = config.tokens_per_iteration * stage_model.num_logits
-    elements = min(most, chunk_elements(propagator.device))
-    return elements * stage_model.params[0].dtype.itemsize
+    return chunk_elements(propagator.device) * stage_model.params[0].dtype.itemsize
 
 
 def _fill_memory(
@@ -310,7 +306,7 @@ def _measure_memory(
             else "tensors kept for backward",
             "activation_bytes_per_token_per_layer_per_hidden": activation,
             "ordered_multiprocessors": ordered,
-            "logit_chunk_bytes": _logit_chunk_bytes(propagator, config),
+            "logit_chunk_bytes": _logit_chunk_bytes(propagator),
             **state_memory(stage_model),
         },
         "schemes": [],

@@ -137,8 +137,11 @@ class MemoryModel:
 
     or as much as in training, where that is less. States stay as they are.
 
-    Where a profile says that head and loss run in chunks, the `logit_chunk_bytes` of one are taken
-    off what a rank may fill, and tokens have no logits.
+    Where a profile says that head and loss run in chunks, a rank has logits of one chunk at a time,
+
+    logits       min(S * V / TP * i, `logit_chunk_bytes`)
+
+    in place of those of all tokens.
     """
 
     num_layers: int
@@ -217,8 +220,7 @@ class MemoryModel:
     @property
     def usable_bytes(self) -> int:
         """What a rank may fill."""
-        taken = self.safety_margin_bytes + self.reserved_bytes + int(self.logit_chunk_bytes)
-        return self.memory_bytes - taken
+        return self.memory_bytes - self.safety_margin_bytes - self.reserved_bytes
 
     @property
     def sharded_bytes(self) -> float:
@@ -236,7 +238,8 @@ class MemoryModel:
 
     def rank_bytes(self, scheme: Scheme, num_devices: int, micro_batch_tokens: int) -> float:
         """Bytes of one rank (left side of App. B.1, without reserved and safety margin)."""
-        return max(
+        chunk = min(micro_batch_tokens * self._chunk_bytes(scheme), self.logit_chunk_bytes)
+        return chunk + max(
             states + micro_batch_tokens * per_token
             for states, per_token in self._stages(scheme, num_devices)
         )
@@ -247,11 +250,14 @@ class MemoryModel:
 
         `home_bytes`: what the rank has besides of a home that others read.
         """
-        budget = self.usable_bytes - home_bytes
-        return min(
-            int((budget - states) // per_token)
-            for states, per_token in self._stages(scheme, num_devices)
-        )
+        budget, chunk = self.usable_bytes - home_bytes, self._chunk_bytes(scheme)
+        found = []
+        for states, per_token in self._stages(scheme, num_devices):
+            in_one = int((budget - states) // (per_token + chunk))
+            in_several = int((budget - states - self.logit_chunk_bytes) // per_token)
+            # Of two bounds of a sum with a minimum in it the larger one holds
+            found.append(max(in_one, in_several) if self.logit_chunk_bytes else in_one)
+        return min(found)
 
     def _stages(self, scheme: Scheme, num_devices: int) -> list[tuple[float, float]]:
         """Bytes of states, and per token, of each stage that could be the tightest."""
@@ -268,8 +274,14 @@ class MemoryModel:
         logits = self._logit_bytes(scheme, element)
         return self._layer_bytes_per_token(scheme) + self._gathered_bytes(scheme) + hidden + logits
 
+    def _chunk_bytes(self, scheme: Scheme) -> float:
+        """Per token of a micro-batch that is one chunk."""
+        if not self.logit_chunk_bytes:
+            return 0.0
+        return self.vocab_size / scheme.ranks_per_stage * (self.input_bytes or _ELEMENT_BYTES)
+
     def _logit_bytes(self, scheme: Scheme, element: float) -> float:
-        """Per token of a micro-batch."""
+        """Per token of a micro-batch, where its logits are there all at once."""
         if self.logit_chunk_bytes:
             return 0.0
         return self.vocab_size / scheme.ranks_per_stage * 2 * element
