@@ -28,7 +28,8 @@ def results(cases: list[dict[str, Any]]) -> str:
         "from published or estimated coefficients; nothing was measured on a GPU. Speed-ups of ds_hydra with "
         "all its schemes and the engine's memory, in whole iterations unless said otherwise. *69% seen*: that share "
         "of all transfers on top of propagation, for every system. *32-bit gradients*: of ds_hydra with "
-        "`communication_data_type` = fp32, planned for that; DeepSpeed, ODC and FlexSP keep 16 bit.",
+        "`communication_data_type` = fp32, planned for that; DeepSpeed, ODC and FlexSP keep 16 bit. A dash: the "
+        "system cannot run the case, or is younger than the figures of the case.",
         "",
     ]
     for group in dict.fromkeys(map(_group, cases)):
@@ -113,7 +114,7 @@ def _cases(cases: list[dict[str, Any]]) -> list[str]:
         cells = [
             case["name"],
             f"{ours['iteration_ms']:,.0f} ± {ours['iteration_ms_standard_error']:,.0f}",
-            *(f"{found[n]['speedup']:.2f}" if n in found else "cannot run" for n in columns),
+            *(f"{found[n]['speedup']:.2f}" if n in found else "-" for n in columns),
             f"{closest['speedup']:.2f}; {low:.2f}-{high:.2f}",
             f"{case['distance_to_bound']:.1%}",
         ]
