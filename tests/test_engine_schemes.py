@@ -211,7 +211,7 @@ def test_candidates_with_parts_train_from_a_dataset(results, folder):
         assert {str(r.strategy) for r in run.records} <= {
             str(Strategy.parse(text)) for text in CANDIDATES
         }
-        assert all(run.plans[r.iteration].strategy == r.strategy for r in run.records)
+        assert all(str(run.plans[r.iteration].strategy) == r.strategy for r in run.records)
         assert all(run.predicted(r.iteration) is not None for r in run.records)
         assert run.notes == ()
     measured, given = (load_run(folder / name).profile for name in ("measured", "given"))

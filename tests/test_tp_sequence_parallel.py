@@ -160,11 +160,13 @@ def test_activations_fall_with_tp(results):
     as a whole, are there too.
     """
     off, on = results[0]["memory"]
+    grad = 64 * 4  # before the head: made in forward, and whole on every rank until backward
     for part in ("", ";ckpt=4"):
         whole, _ = on[f"4x<1,1{part}>"]
         assert whole == off[f"4x<1,1{part}>"][0]
         (kept, peak), (kept_off, peak_off) = on[f"1x<4,1{part}>"], off[f"1x<4,1{part}>"]
-        assert whole / 4 <= kept < 1.1 * whole / 4 < kept_off / 1.5
+        share = (whole - grad) / 4
+        assert share <= kept - grad < 1.1 * share < (kept_off - grad) / 1.5
         # Of a recomputed layer, what gloo releases late decides
         assert part or peak < 0.8 * peak_off
     assert off["4x<1,1>"][0] / 2 <= on["2x<2,1>"][0] < 0.85 * off["2x<2,1>"][0]
