@@ -74,11 +74,11 @@ class IterationMetrics:
     together.
     """
     num_tokens: int
-    """Of the global mini-batch."""
+    """Tokens of the global mini-batch."""
     num_sequences: int = 0
-    """Of the global mini-batch."""
+    """Sequences of the global mini-batch."""
     longest_tokens: int = 0
-    """Of the longest sequence."""
+    """Tokens of its longest sequence."""
     iteration_ms: float
     """From the call of `train_batch` to its metrics."""
     tokens_per_s: float
@@ -88,8 +88,8 @@ class IterationMetrics:
     `iteration_ms` and all ranks, in 10^12 a second; `null` where they are not counted.
     """
     mfu: float = nan
-    """The same over the device's peak in 16 bit; `null` on CPU ranks, in fp32, and for a device
-    that no file of `ds_hydra/configs/hardware` names.
+    """`tflops_per_device` over the device's peak in 16 bit; `null` on CPU ranks, in fp32, and for a
+    device that no file of `ds_hydra/configs/hardware` names.
     """
     predicted_ms: float
     """Forward + backward of the slowest pipeline, as planned."""
@@ -123,7 +123,7 @@ class IterationMetrics:
     push_ms: float = 0.0
     """Time the link spent pushing, on the rank that waited least for others."""
     visible_pull_ms: float = 0.0
-    """Part of it that computation waited for, on the rank that waited longest."""
+    """Part of `pull_ms` that computation waited for, on the rank that waited longest."""
     visible_push_ms: float = 0.0
     """What was left to push when the last rank had computed its last gradient."""
     step_ms: float = 0.0
@@ -256,7 +256,8 @@ def _read_fields(cls: type, document: Mapping[str, Any]) -> dict[str, Any]:
         elif metric.type == "str":
             found[name] = files.read_text(document, name)
         elif metric.type == "int":
-            found[name] = files.read_count(document, name, least=-(name == "strategy_index"))
+            least = -1 if name == "strategy_index" else 0
+            found[name] = files.read_count(document, name, least=least)
         elif name.endswith("_ms") or name == "tokens_per_s":
             found[name] = files.read_time(document, name)
         else:

@@ -19,7 +19,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch.utils import cpp_extension
 
-from ds_hydra.engine.model.attention_choice import WrongKernelError, choose, has_kernels
+from ds_hydra.engine.model.attention_choice import (
+    Choice,
+    WrongKernelError,
+    choose,
+    has_kernels,
+)
 from ds_hydra.engine.model.attention_kernels import Demand
 from ds_hydra.engine.ranks.memory import available_bytes
 from ds_hydra.engine.ranks.process_start import NO_COMPILER, compiles_adam, find_overlap_problem
@@ -229,7 +234,7 @@ def _check_attention(device: torch.device) -> Finding:
             status=Status.OK,
             text=f"torch's scaled_dot_product_attention, one call for each sequence, on {device.type}",
         )
-    errors, names = {}, {}
+    choices: dict[str, Choice] = {}
     for widths in _WIDTHS:
         shape = "/".join(map(str, dict.fromkeys(widths)))
         try:
@@ -241,7 +246,7 @@ def _check_attention(device: torch.device) -> Finding:
                 text=f"heads of {shape}: {error}",
                 advice="set hydra.attention to another kernel until it is mended",
             )
-        names[shape] = choice.name
+        choices[shape] = choice
         if choice.kernel is None:
             return Finding(
                 check="attention",
@@ -249,9 +254,10 @@ def _check_attention(device: torch.device) -> Finding:
                 text=f"no kernel for heads of {shape}, which run one call for each sequence: {choice.reasons()}",
                 advice="pip install flash-attn, or torch 2.11 or later",
             )
-        errors[shape] = choice.error or 0.0
+    errors = {shape: choice.error or 0.0 for shape, choice in choices.items()}
+    names = {shape: choice.name for shape, choice in choices.items()}
+    first = next(iter(choices.values()))
     softcap = choose(Demand(*_WIDTHS[0], torch.bfloat16, True)).kernel is not None
-    first = choose(Demand(*_WIDTHS[0], torch.bfloat16), device)
     worst = max(errors, key=errors.__getitem__)
     kernels = " and ".join(dict.fromkeys(names.values()))
     text = f"{kernels}, off by {errors[worst]:.1e} (bf16, heads of {worst})"

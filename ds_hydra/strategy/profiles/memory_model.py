@@ -256,7 +256,7 @@ class MemoryModel:
             in_one = int((budget - states) // (per_token + chunk))
             in_several = int((budget - states - self.logit_chunk_bytes) // per_token)
             # Of two bounds of a sum with a minimum in it the larger one holds
-            found.append(max(in_one, in_several) if self.logit_chunk_bytes else in_one)
+            found.append(max(in_one, in_several))
         return min(found)
 
     def _stages(self, scheme: Scheme, num_devices: int) -> list[tuple[float, float]]:
