@@ -45,9 +45,10 @@ def test_measured_tp_tells_what_gathered_keys_cost():
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
     grouped = Profile.from_json({**PROFILE, "model": {**PROFILE["model"], **heads}})
     quarter = priced(grouped, "1x<cp2,1>").latency[Scheme(1, 1, cp=2)]
-    # Two key-value heads: in two parts, one of which travels beside the attention of the other
-    assert quarter.linear_ms == pytest.approx(0.4 + 0.1 * 3 / 4 / 4 / 2)
-    assert quarter.hidden_ms == pytest.approx(0.1 * 3 / 4 / 4 / 2)
+    # Two key-value heads, so two parts: of two exchanges of three the first one is seen
+    travels_ms = 0.1 * 3 / 4 / 4
+    assert quarter.linear_ms == pytest.approx(0.4 + travels_ms / 3)
+    assert quarter.hidden_ms == pytest.approx(travels_ms * 2 / 3)
 
 
 def test_keys_cross_nodes_over_one_edge_of_each_ring():
@@ -76,14 +77,21 @@ def test_links_tell_where_measured_schemes_do_not():
     found = Costs(profile, cluster).latency(scheme)
     base = profile.latency[Scheme(8, 1)]
     keys = key_values_ms(cluster.shape, cluster.hardware, scheme)
-    # Five heads a rank: in four parts, three of which travel beside the attention of another
-    assert found.linear_ms == pytest.approx(base.linear_ms / 8 + keys / 4)
-    assert found.hidden_ms == pytest.approx(keys * 3 / 4)
-    assert found.sequence_ms(100) == pytest.approx((found.linear_ms + found.hidden_ms) * 100)
-    long = found.sequences_ms(np.array([100, 600_000]))
-    assert long[0] == pytest.approx(found.sequence_ms(100))
-    assert long[1] == pytest.approx(found.linear_ms * 6e5 + found.quadratic_ms * 36e10)
-    assert found.scaled(2.0).sequence_ms(100) == pytest.approx(2 * found.sequence_ms(100))
+    # Five heads a rank, in four parts of 1, 1, 1, 2: of two exchanges of three the first is seen
+    assert found.linear_ms == pytest.approx(base.linear_ms / 8 + keys * 2 / 3 / 5)
+    start_ms = cluster.shape.num_layers * cluster.hardware.collective_overhead_ms
+    assert found.constant_ms == pytest.approx(base.constant_ms + 2 * start_ms)
+    hidden_ms = 6 / 5 * keys * (1 - 2 / 3 / 5) + (3 * 4 - 2) * start_ms / (8 * 8192)
+    assert found.hidden_ms == pytest.approx(hidden_ms)
+    assert found.quadratic_ms * 3000 < found.hidden_ms < found.quadratic_ms * 6e5
+    assert found.sequence_ms(3000) == pytest.approx((found.linear_ms + found.hidden_ms) * 3000)
+    of_each = found.sequences_ms(np.array([100, 3000, 600_000]))
+    assert of_each[0] == pytest.approx(found.sequence_ms(100))
+    assert of_each[1] == pytest.approx(found.sequence_ms(3000))
+    for place, whole_or_long in ((0, 100), (2, 600_000)):
+        attention_ms = found.quadratic_ms * whole_or_long**2
+        assert of_each[place] == pytest.approx(found.linear_ms * whole_or_long + attention_ms)
+    assert found.scaled(2.0).sequence_ms(3000) == pytest.approx(2 * found.sequence_ms(3000))
     assert LatencyModel(**found.to_json()) == found
     assert Costs(profile).find(scheme) is None
     stretched = Costs.of(profile, 64).find(replace(scheme, ckpt=40))

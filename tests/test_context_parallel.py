@@ -42,6 +42,8 @@ def attend(packed, tensors, options):
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     with running(packed):
         out, _ = hydra_varlen(MODULE, *leaves, None, **options)
+    if packed.keys is not None:  # as a layer does with its output
+        packed.keys.before_backward(out)
     return out, leaves
 
 
@@ -95,17 +97,46 @@ def check_attention():
             ]
             worst = max([worst, *(float((a - b).abs().max()) for a, b in pairs if a.numel())])
     KeysOfRow.post = post
-    return worst, max(alive), alike, num_gathered
+    return worst, max(alive), alike, num_gathered, travels(group, rank)
+
+
+def travels(group, rank):
+    """Tokens that each rank sends of a long sequence and short ones, and of short ones alone; and
+    what happens first in backward: a layer's MLP, or a gather of its keys.
+    """
+    num_tokens, events = [], []
+
+    class Watched(TokenShards):
+        def gather(self, shard):
+            events.append("gather")
+            num_tokens.append(shard.shape[1])
+            return super().gather(shard)
+
+    for lengths in ([32, 3, 3, 3, 3], [4, 4, 4, 4]):
+        num_tokens.append(0)
+        packed, _ = own_row(Watched(group.group, group.size), rank, lengths)
+        tensors = [torch.randn(1, 2, packed.num_tokens, 4, requires_grad=True) for _ in range(3)]
+        with running(packed):
+            out, _ = hydra_varlen(MODULE, *tensors, None)
+        hidden = 2 * out
+        out.register_hook(lambda _: events.append("MLP"))
+        packed.keys.before_backward(hidden)
+        events.clear()
+        hidden.sum().backward()
+        num_tokens.append(events[0] if events else None)
+    return num_tokens
 
 
 @pytest.mark.distributed
 def test_attention_over_rows_equals_attention_over_the_micro_batch():
-    for worst, alive, alike, num_gathered in run_distributed(check_attention, 4):
+    for worst, alive, alike, num_gathered, sent in run_distributed(check_attention, 4):
         assert worst < 1e-5
         assert alike, "keys that travel in parts give other values"
         assert max(num_gathered[::2]) == 2, "once in forward, once in backward"
         assert max(num_gathered[1::2]) == 4, "the same for each of two heads"
         assert alive == 0, "keys of other rows stay between forward and backward"
+        # In forward and backward two parts of the long sequence alone, asked for before the MLP
+        assert sent == [0, 8, 8, 8, 8, "gather", 0, "MLP"]
 
 
 @pytest.fixture(autouse=True)

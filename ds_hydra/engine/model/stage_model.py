@@ -31,7 +31,11 @@ from ds_hydra.engine.model.adapters import (
     use_saved_modules,
 )
 from ds_hydra.engine.model.attention_choice import Choice, select_kernels
-from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, checkpointed
+from ds_hydra.engine.model.current_micro_batch import (
+    PackedMicroBatch,
+    checkpointed,
+    current_micro_batch,
+)
 from ds_hydra.engine.model.expert_balance import ExpertBalance
 from ds_hydra.engine.model.liger import is_of_liger
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
@@ -433,9 +437,12 @@ class StageModel:
 
     def _after_layer(self, layer: nn.Module, _args: Any, output: Any) -> Any:
         """Let the gradient of the layer's output, the first that backward has of it, call
-        `before_backward`.
+        `before_backward`, and gather keys of other rows again.
         """
         hidden: Tensor = output[0] if isinstance(output, tuple) else output
+        micro_batch = current_micro_batch()
+        if micro_batch is not None and micro_batch.keys is not None:
+            micro_batch.keys.before_backward(hidden)
         if layer not in self._before_backward or not hidden.requires_grad:
             return None
         callback = self._before_backward[layer]

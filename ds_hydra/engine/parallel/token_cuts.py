@@ -16,24 +16,28 @@ which). In attention queries stay, and keys and values are all-gathered in the g
 does (Dubey et al. 2024, Sec. 3.3.2): grouped-query heads are few. Out of them a rank takes, for
 each of its pieces, those of the sequence from its beginning to the piece's end, so that a kernel
 for sequences of unequal numbers of queries and keys, with causal masks aligned at their ends, does
-the rest. Gradients are reduce-scattered back. Gathered keys do not wait for backward, which would
-keep those of all layers: backward gathers them anew, unless the layer is checkpointed and runs
-again anyway.
+the rest. Gradients are reduce-scattered back. Sequences that lie whole in a row stay out of all
+this. Gathered keys do not wait for backward, which would keep those of all layers: backward gathers
+them anew, unless the layer is checkpointed and runs again anyway.
 
 Heads do not see each other, so keys travel in parts of some heads each: all gathers are posted at
 once, and attention to a part's keys runs beside the gathers of the parts after it, in backward
-beside the reduce-scatters of those before.
+beside the reduce-scatters of those before. Nothing hides the gather of the first part, and nothing
+the reduce-scatter of the same one, which is the last in backward; so it has the fewest heads, and
+each part twice those of the one before it. Backward asks for the keys of a layer where its own
+begins, so that they travel beside its MLP.
 
 Legend: P ranks of the group, H query heads, K key-value heads (of a part under CP), T tokens of the
-padded micro-batch, t those of a shard or of a padded row, N keys of all pieces of a row, D head
-dimension, W = K (D + Dv) numbers of a token's keys and values.
+padded micro-batch, t those of a shard or of a padded row, S tokens that a row sends, N keys of all
+pieces of a row, D head dimension, W = K (D + Dv) numbers of a token's keys and values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import lcm
 from typing import Any
 
@@ -44,7 +48,7 @@ from torch import Tensor
 from ds_hydra.engine.parallel.tensor_parallel import TokenShards
 from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.sampler.packing.cuts import Row
-from ds_hydra.strategy.cost_models.costs import MOST_KEY_VALUE_PARTS
+from ds_hydra.strategy.cost_models.costs import MOST_KEY_VALUE_PARTS, key_value_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,17 +144,26 @@ def _all_to_all(sent: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class KeysOfRow:
-    """Where the keys of a row's pieces are among those of all rows."""
+    """Where the keys of a row's pieces are: among those that all rows send, then among its own."""
 
     group: TokenShards
     row_tokens: int
     """t, the same of all rows."""
+    sent_S: Tensor
+    """[S] places in this rank's row of what it sends: tokens of cut sequences. S is the same of all
+    rows; those with fewer repeat a token whose copies nobody uses.
+    """
+    num_sent: int
+    """Tokens of `sent_S` that are somebody's."""
     blocks: tuple[Tensor, ...]
-    """[n] places in the P t gathered tokens, on the compute device: of consecutive pieces of
-    different sequences, so that none is twice in a block and gradients add up in one order.
+    """[n] places in the P S sent tokens and the t of the row, on the compute device: of consecutive
+    pieces of different sequences, so that none is twice in a block and gradients add up in one
+    order.
     """
     places_N: Tensor
     """All blocks, one after another."""
+    _gathered: list[_Part] = field(default_factory=list, compare=False)
+    """What a layer's backward gathers again, noted in its forward."""
 
     @classmethod
     def find(cls, rows: Sequence[Row], layout: TokenLayout, device: torch.device) -> KeysOfRow:
@@ -159,13 +172,21 @@ class KeysOfRow:
         """
         assert layout.rows is not None, "a micro-batch of one row needs no others' keys"
         row_tokens = layout.padded(max(sum(p.end - p.begin for p in row) for row in rows))
+        num_pieces = Counter(piece.position for row in rows for piece in row)
+        sent = [_places_of_cut(row, num_pieces) for row in rows]
+        most = max(map(len, sent))
+        behind = most * len(rows)  # where the row's own tokens begin
         places: dict[int, list[tuple[int, Tensor]]] = {}
         for number, row in enumerate(rows):
-            at = number * row_tokens
+            at, own_at = number * most, behind
             for piece in row:
-                end = at + piece.end - piece.begin
-                places.setdefault(piece.position, []).append((piece.begin, torch.arange(at, end)))
-                at = end
+                length = piece.end - piece.begin
+                is_cut = num_pieces[piece.position] > 1
+                first = at if is_cut else own_at
+                found = torch.arange(first, first + length)
+                if is_cut or number == layout.row:
+                    places.setdefault(piece.position, []).append((piece.begin, found))
+                at, own_at = at + is_cut * length, own_at + length
         of_sequence = {
             position: torch.cat([place for _, place in sorted(found, key=lambda part: part[0])])
             for position, found in places.items()
@@ -176,22 +197,88 @@ class KeysOfRow:
                 blocks.append({})
             blocks[-1][piece.position] = of_sequence[piece.position][: piece.end]
         used = sum(piece.end - piece.begin for piece in rows[layout.row])
-        blocks[-1][-1] = torch.arange(used, row_tokens) + layout.row * row_tokens
+        blocks[-1][-1] = torch.arange(used, row_tokens) + behind
         of_blocks = [torch.cat([*block.values()]) for block in blocks]
         places_N = to_device(torch.cat(of_blocks), device)
-        return cls(layout.rows, row_tokens, places_N.split([*map(len, of_blocks)]), places_N)
+        own = sent[layout.row]
+        return cls(
+            layout.rows,
+            row_tokens,
+            to_device(torch.cat([own, own.new_zeros(most - len(own))]), device),
+            len(own),
+            places_N.split([*map(len, of_blocks)]),
+            places_N,
+        )
+
+    def note(self, parts: Sequence[_Part]) -> None:
+        """Lets the backward of the layer that runs gather `parts` again."""
+        self._gathered.extend(parts)
+
+    def before_backward(self, hidden: Tensor) -> None:
+        """Lets the gradient of a layer's output `hidden` gather the layer's keys again, those first
+        whose attention's backward comes first. Collective over the group in backward.
+        """
+        parts = [*reversed(self._gathered)]
+        self._gathered.clear()
+
+        def gather_again(_: Tensor) -> None:
+            for part in parts:
+                part.gather_again()
+
+        if parts:
+            hidden.register_hook(gather_again)
 
     def post(self, row_tW: Tensor) -> Callable[[], Tensor]:
-        """Returns what waits for [N, W] of this rank's pieces, out of all rows. Collective over the
-        group.
+        """Returns what waits for [N, W] of this rank's pieces, out of what all rows send and its
+        own. Collective over the group.
         """
-        whole, wait = self.group.gather(row_tW.unsqueeze(0))
+        if not len(self.sent_S):
+            return lambda: row_tW.index_select(0, self.places_N)
+        received, wait = self.group.gather(row_tW.index_select(0, self.sent_S).unsqueeze(0))
+        held = [received]
 
         def select() -> Tensor:
             wait()
-            return whole[0].index_select(0, self.places_N)
+            both = torch.cat([held.pop()[0], row_tW])
+            return both.index_select(0, self.places_N)
 
         return select
+
+    def post_gradients(self, grad_NW: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """[t, W] of this rank's row out of the gradients of all ranks, valid once the returned
+        function has been called. Collective over the group.
+        """
+        num_sent = len(self.sent_S) * self.group.size
+        both = grad_NW.new_zeros(num_sent + self.row_tokens, grad_NW.shape[1])
+        for block, grad in zip(self.blocks, grad_NW.split([*map(len, self.blocks)]), strict=True):
+            _add_at(both, block, grad)
+        if not num_sent:
+            return both, _nothing
+        sent, row = both.split([num_sent, self.row_tokens])
+        own, wait = self.group.post_reduce_scatter(sent.unsqueeze(0))
+        row = row.clone()  # what was sent does not stay with it
+
+        def add() -> None:
+            wait()
+            _add_at(row, self.sent_S[: self.num_sent], own[0, : self.num_sent])
+
+        return row, add
+
+
+def _places_of_cut(row: Row, num_pieces: Mapping[int, int]) -> Tensor:
+    """Places in a row of tokens whose sequence has several pieces."""
+    lengths = torch.tensor([piece.end - piece.begin for piece in row], dtype=torch.int64)
+    is_cut = torch.tensor([num_pieces[piece.position] > 1 for piece in row], dtype=torch.bool)
+    return is_cut.repeat_interleave(lengths).nonzero().flatten()
+
+
+def _add_at(whole: Tensor, places_n: Tensor, values: Tensor) -> None:
+    """Adds `values` at places of which none is twice; `index_add_` would add by atomics."""
+    whole.index_copy_(0, places_n, whole.index_select(0, places_n).add_(values))
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Part:
@@ -260,7 +347,7 @@ class _Select(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, row_tW: Tensor, part: _Part, waits: list[Callable[[], None]]) -> Tensor:
-        ctx.part, ctx.waits, ctx.num_tokens = part, waits, len(row_tW) * part.keys.group.size
+        ctx.part, ctx.waits = part, waits
         selected = part.select()
         part.select = _gone
         return selected
@@ -268,35 +355,15 @@ class _Select(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor, None, None]:
         ctx.part.let_go()
-        whole = grad_NW.new_zeros(ctx.num_tokens, grad_NW.shape[1])
-        keys = ctx.part.keys
-        for block, grad in zip(keys.blocks, grad_NW.split([*map(len, keys.blocks)]), strict=True):
-            # No place is twice in a block; `index_add_` would add by atomics
-            whole.index_copy_(0, block, whole.index_select(0, block).add_(grad))
-        row, wait = keys.group.post_reduce_scatter(whole.unsqueeze(0))
+        row, wait = ctx.part.keys.post_gradients(grad_NW)
         ctx.waits.append(wait)
-        return row[0], None, None
-
-
-class _GatherAgain(torch.autograd.Function):
-    """Its input; before the backward pass of what made that, keys are gathered again, those first
-    whose attention's backward comes first.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, parts: list[_Part]) -> Tensor:
-        ctx.parts = parts
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        for part in reversed(ctx.parts):
-            part.gather_again()
-        return grad, None
+        return row, None, None
 
 
 LEAST_PART_BYTES = 1 << 20
-"""A gather that is shorter costs more than what hides it is worth."""
+"""Of what a row sends in the first part: a gather that is shorter costs more than what it lets hide
+is worth.
+"""
 
 
 def attend_to_all_rows(
@@ -312,11 +379,13 @@ def attend_to_all_rows(
     Collective over the group, in backward too, twice for each part.
     """
     num_heads = key_BKtD.shape[1]
-    num_bytes = (key_BKtD.numel() + value_BKtD.numel()) * key_BKtD.element_size()
-    num_parts = max(1, min(MOST_KEY_VALUE_PARTS, num_heads, num_bytes // LEAST_PART_BYTES))
+    numbers = (key_BKtD.numel() + value_BKtD.numel()) // keys.row_tokens
+    num_bytes = numbers * len(keys.sent_S) * key_BKtD.element_size()
+    most = (num_bytes // LEAST_PART_BYTES + 1).bit_length() - 1  # the first is one of 2^n - 1
+    sizes = key_value_parts(num_heads, min(MOST_KEY_VALUE_PARTS, most))
     ratio = query_BHtD.shape[1] // num_heads
-    chunks = list(zip(key_BKtD[0].chunk(num_parts), value_BKtD[0].chunk(num_parts)))
-    queries = query_BHtD.split([ratio * len(key) for key, _ in chunks], dim=1)
+    chunks = list(zip(key_BKtD[0].split(sizes), value_BKtD[0].split(sizes)))
+    queries = query_BHtD.split([ratio * size for size in sizes], dim=1)
     rows = [torch.cat([x.transpose(0, 1).flatten(1) for x in both], dim=1) for both in chunks]
     waits: list[Callable[[], None]] = []
     parts = [_Part(row, keys) for row in rows]
@@ -332,8 +401,9 @@ def attend_to_all_rows(
         with part.left_out(selected_NW) if gathers_again else nullcontext():
             outs.append(attend(query, key, value, slice(begin, end)))
         begin = end
-    out = torch.cat(outs, dim=2) if num_parts > 1 else outs[0]
-    return _GatherAgain.apply(out, parts) if gathers_again else out
+    if gathers_again:
+        keys.note(parts)
+    return torch.cat(outs, dim=2) if len(outs) > 1 else outs[0]
 
 
 _runs_again = False

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Self
 
 from ds_hydra.strategy.cost_models.analytic import (
@@ -40,6 +41,28 @@ def runs_all(_: Scheme) -> bool:
 
 MOST_KEY_VALUE_PARTS = 4
 """Parts of some heads in which keys and values travel, each beside attention of the one before."""
+
+_ROW_TOKENS = 8192
+"""Of a CP rank's row: starts of exchanges that attention hides are counted for each of them."""
+_SEEN_EXCHANGES = 2
+"""Of CP for each layer, with what the first part has: its gather in forward, and in backward the
+sum of its gradients; keys that backward gathers travel beside the layer's MLP.
+"""
+
+
+def key_value_parts(num_heads: int, most: int) -> list[int]:
+    """Key-value heads of each part, at most `most` parts, each about twice the one before.
+
+    >>> key_value_parts(32, 4), key_value_parts(8, 4), key_value_parts(1, 4)
+    ([2, 4, 9, 17], [1, 1, 2, 4], [1])
+    """
+    number = max(1, min(num_heads, most))
+    ends = [0]
+    for part in range(1, number + 1):
+        even = round(num_heads * (2**part - 1) / (2**number - 1))
+        ends.append(min(max(even, ends[-1] + 1), num_heads - (number - part)))
+    return [end - begin for begin, end in pairwise(ends)]
+
 
 _REFERENCE_TOKENS = 32768
 """Length for which the cheapest <1,PP> is looked for."""
@@ -242,12 +265,12 @@ class Costs:
         width = scheme.sp * scheme.tp
         gathered = 6 * self.profile.memory.key_value_share / width * (1 - 1 / scheme.cp)
         reduced = 8 * (1 - scheme.tp / num_ranks)
-        travels_ms, num_parts = excess_ms * gathered / reduced, self._num_key_value_parts(scheme)
+        seen_ms, hidden_ms = self._seen_and_hidden(scheme, excess_ms * gathered / reduced)
         latency = LatencyModel(
             quadratic_ms=base.latency.quadratic_ms / scheme.cp,
-            linear_ms=base.latency.linear_ms / scheme.cp + travels_ms / num_parts,
+            linear_ms=base.latency.linear_ms / scheme.cp + seen_ms,
             constant_ms=max(base.latency.constant_ms, group.constant_ms),
-            hidden_ms=travels_ms * (1 - 1 / num_parts),
+            hidden_ms=hidden_ms,
         )
         return Price(latency, "estimated", (uncut, narrow, wide))
 
@@ -260,29 +283,44 @@ class Costs:
 
     def _with_key_values(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
         """`latency` of a group without communication, with what CP ranks gather on top, in parts
-        of some heads: beside the attention of the others all but one can travel.
+        of some heads: beside the attention of others all but the first can travel.
         """
         cluster = self.cluster
         if cluster is None or scheme.cp == 1:
             return latency
-        num_parts = self._num_key_value_parts(scheme)
         layers = cluster.shape.num_layers / scheme.pp
-        each_ms = cluster.hardware.collective_overhead_ms
+        each_ms = layers * cluster.hardware.collective_overhead_ms
         travels_ms = key_values_ms(cluster.shape, cluster.hardware, scheme)
+        seen_ms, hidden_ms = self._seen_and_hidden(scheme, travels_ms)
+        starts = KEY_VALUE_EXCHANGES * len(self._key_value_parts(scheme)) - _SEEN_EXCHANGES
         return replace(
             latency,
-            linear_ms=latency.linear_ms + travels_ms / num_parts,
-            hidden_ms=travels_ms * (1 - 1 / num_parts),
-            constant_ms=latency.constant_ms + KEY_VALUE_EXCHANGES * num_parts * layers * each_ms,
+            linear_ms=latency.linear_ms + seen_ms,
+            hidden_ms=hidden_ms + starts * each_ms / (scheme.cp * _ROW_TOKENS),
+            constant_ms=latency.constant_ms + _SEEN_EXCHANGES * each_ms,
         )
 
-    def _num_key_value_parts(self, scheme: Scheme) -> int:
-        """In how many parts keys and values travel in the engine, where micro-batches are large."""
+    def _seen_and_hidden(self, scheme: Scheme, travels_ms: float) -> tuple[float, float]:
+        """What is seen of keys and values that travel `travels_ms` for a token in all exchanges of
+        CP, and how long attention has to be to hide the rest: of one part nothing is hidden.
+
+        Attention as long as all that travels is too short for a part that is larger than the one
+        before by the difference.
+        """
+        parts = self._key_value_parts(scheme)
+        if len(parts) == 1:
+            return travels_ms, 0.0
+        share = _SEEN_EXCHANGES / KEY_VALUE_EXCHANGES * parts[0] / sum(parts)
+        hiding = 1 + (parts[-1] - parts[0]) / sum(parts)
+        return share * travels_ms, hiding * (1 - share) * travels_ms
+
+    def _key_value_parts(self, scheme: Scheme) -> list[int]:
+        """Heads of the parts in which the engine sends keys and values, where micro-batches are
+        large; one part where nothing says how many heads there are.
+        """
         memory = self.profile.memory
-        if not memory.num_heads:
-            return 1
         own = memory.num_heads * memory.key_value_share / (scheme.sp * scheme.tp)
-        return max(1, min(MOST_KEY_VALUE_PARTS, int(own)))
+        return key_value_parts(max(1, int(own)), MOST_KEY_VALUE_PARTS)
 
     @cached_property
     def single_rank(self) -> LatencyModel | None:

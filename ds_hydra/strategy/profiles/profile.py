@@ -51,6 +51,11 @@ _VOCABULARY_TOLERANCE = 0.05
 little.
 """
 
+WHOLE_TOKENS = 2048
+"""Sequences up to so many tokens count as whole under CP: their keys stay where they are. With it
+plans of the published profiles take what they take by the sequences that `cut_micro_batch` cuts.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyModel:
@@ -60,7 +65,7 @@ class LatencyModel:
     A packed micro-batch of lengths l_i costs sum(a l_i^2 + b l_i) + c, and `traffic_ms` at least:
     what the layers that stream move for every micro-batch, beside its computation. `hidden_ms` h of
     a token travels beside the attention of its sequence, which takes h l at least: keys and values
-    under CP. Left out: P2P between stages.
+    under CP of sequences above `WHOLE_TOKENS`. Left out: P2P between stages.
     """
 
     quadratic_ms: float
@@ -73,13 +78,15 @@ class LatencyModel:
         """b l + max(a l^2, h l), the part of T that adds up over the sequences of a packed
         micro-batch.
         """
-        attention = max(self.quadratic_ms * length_tokens, self.hidden_ms)
+        hidden_ms = self.hidden_ms if length_tokens > WHOLE_TOKENS else 0.0
+        attention = max(self.quadratic_ms * length_tokens, hidden_ms)
         return (attention + self.linear_ms) * length_tokens
 
     def sequences_ms(self, lengths_tokens: NDArray[Any]) -> NDArray[np.float64]:
         """The same for each of `lengths_tokens`."""
         tokens = lengths_tokens.astype(np.float64)
-        attention = np.maximum(self.quadratic_ms * tokens, self.hidden_ms)
+        hidden_ms = np.where(tokens > WHOLE_TOKENS, self.hidden_ms, 0.0)
+        attention = np.maximum(self.quadratic_ms * tokens, hidden_ms)
         return np.array((attention + self.linear_ms) * tokens, dtype=np.float64)
 
     def __post_init__(self) -> None:
