@@ -250,6 +250,53 @@ def test_the_smallest_groups_give_way_where_there_are_too_many_cuts():
     assert num_cuts(128, (2, 4, 8, 16, 32, 64, 128)) <= MAX_CUTS
 
 
+UNEVEN = [Scheme(1, 1, cp=n, gather=True) for n in (1, 2, 3, 4, 5, 6, 7, 8)]
+
+
+def uneven_menu(num_devices, schemes=UNEVEN):
+    profile = make_profile({str(s): (0, 1 / s.cp, 0) for s in schemes})
+    (menu,) = find_menus(
+        schemes, profile, num_devices,
+        max_len_tokens=lambda s, _: 30 * s.cp, links_of=lambda _: NO_LINKS,
+    )  # fmt: skip
+    return menu
+
+
+@pytest.mark.parametrize("num_devices", [8, 16, 32])
+def test_groups_of_any_size_are_those_that_the_candidates_have(num_devices):
+    """Wherever the ranks are cut, a group is one that a strategy of one size has, on one node."""
+    menu = uneven_menu(num_devices)
+    assert [s.cp for s in menu.schemes] == [1, 2, 3, 4, 5, 6, 7, 8]
+    known = groups_of_all(menu.alike(num_devices))
+    all_cuts = menu.groups_of_step(num_devices).first_cuts()
+    assert 20 <= len(all_cuts) <= MAX_CUTS
+    assert (all_cuts @ [*range(1, 9)] == num_devices).all()
+    for counts in all_cuts:
+        strategy = Strategy(tuple(s for s, n in zip(menu.schemes, counts) for _ in range(n)))
+        assert groups_of(strategy) <= known
+        assert sorted(rank for ranks in strategy.place() for rank in ranks) == [*range(num_devices)]
+        assert all(ranks[0] // 8 == ranks[-1] // 8 for ranks in strategy.place())
+
+
+def test_where_groups_of_uneven_sizes_have_no_place():
+    assert [s.cp for s in uneven_menu(64).schemes] == [1, 2, 4, 8], "too many cuts"
+    assert [s.cp for s in uneven_menu(4).schemes] == [1, 2, 3, 4]
+    assert [s.cp for s in uneven_menu(8, UNEVEN[1:]).schemes] == [2, 4, 8], "nothing for the rest"
+    without = [s for s in UNEVEN if s.cp not in (3, 6)]
+    assert [s.cp for s in uneven_menu(12, without).schemes] == [1, 2, 4], "12 = 8 + 4"
+
+
+def test_a_sequence_takes_the_ranks_that_it_needs():
+    """Seven ranks for 200 tokens, the eighth for 28: sharing these costs a hundredth more."""
+    menu = uneven_menu(8)
+    strategies = menu.alike(8)
+    profile = make_profile({str(s): (0, 1 / s.cp + 0.01 * (s.cp > 1), 0) for s in UNEVEN})
+    settings = replace(SETTINGS, max_len_override={s: 30 * s.cp for s in UNEVEN})
+    found, time_ms = plan([200, 28], strategies, settings, profile, 8)
+    assert str(found.strategy) == "1x<cp7,1;gather> + 1x<1,1;gather>"
+    assert time_ms == pytest.approx(200 * (1 / 7 + 0.01))
+
+
 def held_profile():
     """The same MaxLen out of a memory model: 30 tokens on a rank, states and layers of nothing."""
     document = PROFILE.document

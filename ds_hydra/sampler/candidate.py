@@ -15,7 +15,8 @@ all ranks, then short ones on narrow groups of all ranks.
 Such schemes are a menu of groups: the planner takes the schemes of strategies that gather, and of
 homogeneous ones that leave the same slices, one for each number of ranks, and cuts the ranks into
 them as it likes ([Note: Mixed groups]). Sizes divide each other, so groups lie as they do under the
-strategies of one scheme on all ranks, whose communicators the candidates need. Steps of gathered
+strategies of one scheme on all ranks, whose communicators the candidates need. Gathered ones may
+have 3, 5, 6 or 7 ranks, too, each at the beginning of a block of 4 or 8. Steps of gathered
 layers are phases as they are; where slices stay, those of one strategy are one phase, packed and
 refined like any plan, and all phases together are pulled for and pushed once.
 """
@@ -28,19 +29,22 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ds_hydra.sampler.group_steps import GroupStep, MixedGroups, plan_steps
+from ds_hydra.sampler.group_steps import MAX_CUTS, GroupStep, MixedGroups, plan_steps
 from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
 from ds_hydra.sampler.schedule import FloatArray, IntArray, expected_slowest_ms
 from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
-from ds_hydra.strategy.schemes.neighbours import num_cuts
+from ds_hydra.strategy.schemes.neighbours import (
+    UNEVEN_SIZES,
+    aligned_cuts,
+    fits_unevenly,
+    num_cuts,
+)
 from ds_hydra.strategy.schemes.placement import GroupKey, groups_of, groups_of_all
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 _MANY = 16
 """Equal sequences of a full micro-batch, for which a second menu is put together."""
-MAX_CUTS = 2000
-"""Ways to cut the ranks that are tried; 64 ranks have 1,828."""
 
 
 class Bound(NamedTuple):
@@ -126,7 +130,7 @@ class GroupMenu(NamedTuple):
 
     def alike(self, num_devices: int) -> tuple[Strategy, ...]:
         """The strategies of one scheme on all ranks, whose groups are those of the menu."""
-        return tuple(Strategy((s,) * (num_devices // s.num_devices)) for s in self.schemes)
+        return tuple(_on_all_ranks(s, self.schemes[0], num_devices) for s in self.schemes)
 
     def per_token_ms(self, num_sequences: int) -> float:
         """Of a full micro-batch of so many equal sequences on the smallest scheme."""
@@ -296,16 +300,17 @@ def find_menus(
     where slices stay.
 
     For each number of ranks they have the scheme that is fastest for one sequence as long as it
-    holds, or for `_MANY` short ones; the widest ones where all have too many cuts. `max_len_tokens`
-    of a scheme in a strategy; `factor_of` a strategy of one scheme: what measured times make of T.
-    `groups`: those that exist, where schemes that need others are left out.
+    holds, or for `_MANY` short ones; of gathered ones groups of 3, 5, 6 and 7 ranks, too, unless
+    all have too many cuts; then the widest ones. `max_len_tokens` of a scheme in a strategy;
+    `factor_of` a strategy of one scheme: what measured times make of T. `groups`: those that exist,
+    where schemes that need others are left out.
     """
     of_kind: dict[tuple[bool, int, int], dict[int, GroupMenu]] = {}
     for scheme in dict.fromkeys(schemes):
-        number, rest = divmod(num_devices, scheme.num_devices)
-        if scheme.pp > 1 or scheme.ep > 1 or scheme.stream or rest:
+        is_plain = scheme.pp == scheme.ep == 1 and not scheme.stream
+        if not is_plain or not _has_place(scheme, num_devices):
             continue
-        alike = Strategy((scheme,) * number)
+        alike = _on_all_ranks(scheme, replace(scheme, sp=1, cp=1, tp=1), num_devices)
         if groups is not None and not groups_of(alike).issubset(groups):
             continue
         factor, held = factor_of(alike), max_len_tokens(scheme, alike)
@@ -319,14 +324,44 @@ def find_menus(
                 of_size[scheme.num_devices] = one
     found = []
     for of_size in of_kind.values():
-        sizes = [n for n in sorted(of_size) if all(not (m % n and n % m) for m in of_size)]
-        while sizes and num_cuts(num_devices, tuple(sizes)) > MAX_CUTS:
-            sizes = sizes[1:]
+        sizes = _sizes_with_cuts(sorted(of_size), num_devices)
         if len(sizes) > 1:
             *fields, links = zip(*(of_size[size] for size in sizes))
             own, latencies, factors, max_len = (sum(field, ()) for field in fields)
             found.append(GroupMenu(own, latencies, factors, max_len, max(links, key=_total_ms)))
     return list({menu.schemes: menu for menu in found}.values())
+
+
+def _has_place(scheme: Scheme, num_devices: int) -> bool:
+    """Whether all ranks are a multiple of its own, or of the next power of two."""
+    size = scheme.num_devices
+    return num_devices % size == 0 or (scheme.gather and fits_unevenly(size, num_devices))
+
+
+def _on_all_ranks(scheme: Scheme, single: Scheme, num_devices: int) -> Strategy:
+    """As many of `scheme` as have a place, and of `single` on the ranks between."""
+    size = scheme.num_devices
+    number = num_devices // size
+    if num_devices % size:
+        number = num_devices >> size.bit_length()
+    rest = (num_devices - number * size) // single.num_devices
+    return Strategy((scheme,) * number + (single,) * rest)
+
+
+def _sizes_with_cuts(sizes: Sequence[int], num_devices: int) -> list[int]:
+    """Those of `sizes` that divide each other, with as many uneven ones as there are cuts for."""
+    even = [n for n in sizes if num_devices % n == 0]
+    even = [n for n in even if all(not (m % n and n % m) for m in even)]
+    are_powers = 1 in even and all(n & (n - 1) == 0 for n in even)
+    uneven = [n for n in UNEVEN_SIZES if n in sizes and num_devices % n and are_powers]
+    while uneven:
+        found = sorted({*even, *uneven})
+        if aligned_cuts(num_devices, tuple(found), MAX_CUTS):
+            return found
+        uneven.pop()
+    while even and num_cuts(num_devices, tuple(even)) > MAX_CUTS:
+        even = even[1:]
+    return even
 
 
 def _total_ms(link: LinkTimes) -> float:

@@ -21,7 +21,7 @@ from ds_hydra.strategy.proposal.program import (
     check_context,
     usable_schemes,
 )
-from ds_hydra.strategy.proposal.space import candidate_schemes, unpruned_schemes
+from ds_hydra.strategy.proposal.space import candidate_schemes, uneven_groups, unpruned_schemes
 from ds_hydra.strategy.schemes.placement import (
     LINK_GROUPS,
     MAX_GROUPS_OF_RANK,
@@ -106,7 +106,7 @@ def decide_candidates(
     if settings.space == "full":
         # Phases are put together of schemes without checkpointed layers, dominated or not
         world = settings.world(profile).measured
-        gathered = world.costs.table(unpruned_schemes(world, 0.0))
+        gathered = world.costs.table((*unpruned_schemes(world, 0.0), *uneven_groups(world)))
     staying = () if settings.is_enumerated else settings.staying or start
     max_groups_of_rank = MAX_GROUPS_OF_RANK - LINK_GROUPS
     proposal = propose_among(

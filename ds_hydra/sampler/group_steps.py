@@ -20,9 +20,13 @@ import numpy as np
 from ds_hydra.sampler.problem import sift_down
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
-from ds_hydra.strategy.schemes.neighbours import cuts
+from ds_hydra.strategy.schemes.neighbours import aligned_cuts
 
 MORE_STEPS = 2
+MAX_CUTS = 2400
+"""Ways to cut the ranks that are tried: 64 ranks have 1,828 into powers of two, 32 have 2,311 into
+all sizes up to 8 and powers of two.
+"""
 
 
 class GroupStep(NamedTuple):
@@ -63,7 +67,9 @@ class MixedGroups:
         self._room = int(most.max())
 
     def first_cuts(self) -> IntArray:
-        """How many groups of each size: [cut, size], every way to use all ranks."""
+        """How many groups of each size: [cut, size], every way to use all ranks with groups in
+        their places.
+        """
         return _table_of_cuts(self.num_ranks, tuple(self._sizes.tolist()))
 
     def fewest(self, num_tokens: int) -> int:
@@ -131,7 +137,7 @@ class MixedGroups:
 
 @lru_cache(maxsize=64)
 def _table_of_cuts(num_ranks: int, sizes: tuple[int, ...]) -> IntArray:
-    return np.array(cuts(num_ranks, sizes), dtype=np.int64)
+    return np.array(aligned_cuts(num_ranks, sizes, MAX_CUTS), dtype=np.int64)
 
 
 def plan_steps(

@@ -398,14 +398,18 @@ def _menus(profile: Profile, settings: CandidateSettings) -> Iterator[tuple[Stra
     for step in [0] if is_checkpointed else range(_CKPT_STEPS + 1):
         ckpt = -(-layers * step // _CKPT_STEPS)
         schemes = [replace(scheme, ckpt=ckpt) for scheme in gathered]
-        menus = find_menus(
-            [scheme for scheme in schemes if settings.can_run(scheme)],
-            profile,
-            number,
-            max_len_tokens=lambda scheme, _: profile.max_len_tokens(scheme, number),
-            links_of=lambda _: NO_LINKS,
-        )
-        yield from (menu.alike(number) for menu in menus)
+        schemes = [scheme for scheme in schemes if settings.can_run(scheme)]
+        # Uneven sizes need more communicators
+        even = [scheme for scheme in schemes if number % scheme.num_devices == 0]
+        for own in (schemes, even) if len(even) < len(schemes) else (schemes,):
+            menus = find_menus(
+                own,
+                profile,
+                number,
+                max_len_tokens=lambda scheme, _: profile.max_len_tokens(scheme, number),
+                links_of=lambda _: NO_LINKS,
+            )
+            yield from (menu.alike(number) for menu in menus)
 
 
 def groups_of_gathered(

@@ -155,7 +155,7 @@ class AnyGroups(MixedGroups):
         """All, or those of powers of two: [cut, size]."""
         sizes = tuple(self._sizes.tolist())
         if num_cuts(self.num_ranks, sizes) <= MOST_CUTS:
-            return super().first_cuts()
+            return np.array(cuts(self.num_ranks, sizes), dtype=np.int64)
         powers = [k for k, size in enumerate(sizes) if size & (size - 1) == 0]
         found = np.array(cuts(self.num_ranks, tuple(sizes[k] for k in powers)), dtype=np.int64)
         all_sizes = np.zeros((len(found), len(sizes)), dtype=np.int64)

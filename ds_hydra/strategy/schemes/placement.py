@@ -100,10 +100,7 @@ def groups_of(strategy: Strategy) -> frozenset[GroupKey]:
     if strategy.phases:
         return frozenset().union(*map(groups_of, strategy.phases))
     keys: set[GroupKey] = set()
-    begin = 0
-    for scheme in strategy.schemes:
-        ranks = range(begin, begin + scheme.num_devices)
-        begin = ranks.stop
+    for scheme, ranks in zip(strategy.schemes, strategy.blocks):
         if scheme.tp > 1:
             keys |= {("tp", group) for group in tp_groups(scheme, ranks)}
         if scheme.sp > 1:
@@ -152,7 +149,8 @@ def slices_key(strategy: Strategy) -> Hashable:
     """
     if any(scheme.ep > 1 or scheme.pp > 1 or scheme.stream for scheme in strategy.schemes):
         return strategy
-    tp_of_rank = (s.tp for s in strategy.schemes for _ in range(s.num_devices))
+    in_order = sorted(zip(strategy.blocks, strategy.schemes), key=lambda block: block[0].start)
+    tp_of_rank = (scheme.tp for ranks, scheme in in_order for _ in ranks)
     runs = tuple((tp, sum(1 for _ in run)) for tp, run in groupby(tp_of_rank))
     return strategy.gathers, runs
 
@@ -173,12 +171,9 @@ class Role:
     @classmethod
     def find(cls, strategy: Strategy, rank: int) -> Role | None:
         """The role of `rank`, or None where the strategy leaves it idle."""
-        begin = 0
-        for index, scheme in enumerate(strategy.schemes):
-            ranks = range(begin, begin + scheme.num_devices)
+        for index, (scheme, ranks) in enumerate(zip(strategy.schemes, strategy.blocks)):
             if rank in ranks:
-                return cls(index, scheme, *coordinates(scheme)[rank - begin], ranks)
-            begin = ranks.stop
+                return cls(index, scheme, *coordinates(scheme)[rank - ranks.start], ranks)
         return None
 
     @property

@@ -7,7 +7,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from functools import lru_cache
+from itertools import accumulate, groupby
 from typing import Any
 
 from ds_hydra.configs.files import MAX_DEVICES
@@ -337,7 +338,7 @@ class Strategy:
         return len(set(self.schemes)) > 1
 
     def place(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each pipeline: consecutive blocks in the order of `schemes`, starting at rank 0.
+        """Ranks of each pipeline, in the order of `schemes`: `blocks`.
 
         Inside a pipeline rank `ranks[((stage * cp + c) * sp + s) * tp + t]` runs TP slice `t` of
         `stage` on sequence shard `s` of row `c` of every micro-batch. Ranks from `num_devices` on
@@ -348,17 +349,57 @@ class Strategy:
         """
         if self.phases:
             return tuple(block for phase in self.phases for block in phase.place())
-        blocks: list[tuple[int, ...]] = []
-        start = 0
-        for scheme in self.schemes:
-            blocks.append(tuple(range(start, start + scheme.num_devices)))
-            start += scheme.num_devices
-        return tuple(blocks)
+        return tuple(map(tuple, self.blocks))
+
+    @property
+    def blocks(self) -> tuple[range, ...]:
+        """Consecutive ranks of each pipeline of a phase, one after another from rank 0 on. Where
+        layers are gathered and the ranks are no multiple of each size, a block begins at a multiple
+        of its size rounded up to a power of two, if all have room: so that many strategies have the
+        same blocks, and none has ranks of more nodes than it needs.
+
+        >>> Strategy.parse("2x<cp3,1;gather> + 2x<1,1;gather>").blocks
+        (range(0, 3), range(4, 7), range(3, 4), range(7, 8))
+        """
+        return _blocks(self)
 
     def __str__(self) -> str:
         if self.phases:
             return " then ".join(map(str, self.phases))
         return " + ".join(f"{count}x{scheme}" for scheme, count in _runs(self.schemes))
+
+
+@lru_cache(maxsize=4096)
+def _blocks(strategy: Strategy) -> tuple[range, ...]:
+    sizes = [scheme.num_devices for scheme in strategy.schemes]
+    begins = None
+    if strategy.gathers and any(sum(sizes) % size for size in sizes):
+        begins = aligned_begins(sizes)
+    if begins is None:
+        begins = [0, *accumulate(sizes[:-1])]
+    return tuple(range(begin, begin + size) for begin, size in zip(begins, sizes))
+
+
+def aligned_begins(sizes: Sequence[int]) -> list[int] | None:
+    """Where groups of `sizes` ranks, the largest first, begin in as many ranks: each at the first
+    free multiple of its size, rounded up to a power of two; None where one has no room.
+
+    >>> aligned_begins([5, 2, 1]), aligned_begins([3, 3, 2])
+    ([0, 6, 5], None)
+    """
+    num_ranks = sum(sizes)
+    is_taken, begins = [False] * num_ranks, []
+    for size in sizes:
+        step = 1 << (size - 1).bit_length()
+        places = (
+            p for p in range(0, num_ranks - size + 1, step) if not any(is_taken[p : p + size])
+        )
+        begin = next(places, None)
+        if begin is None:
+            return None
+        is_taken[begin : begin + size] = [True] * size
+        begins.append(begin)
+    return begins
 
 
 def _runs(schemes: Iterable[Scheme]) -> list[tuple[Scheme, int]]:
