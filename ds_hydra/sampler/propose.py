@@ -500,7 +500,7 @@ def _describe(
         context_length=settings.context_length,
         tokens_per_iteration=settings.num_tokens,
         kept=tuple(kept),
-        num_candidates=len({*proposed, *table}),
+        num_candidates=len({*proposed, *table, *for_phases.strategies}),
         num_communicators=count_groups([*chosen, *for_phases.strategies]),
         assumed=tuple(sorted(assumed)),
         kept_ms=float(for_phases.times_ms.mean()),
