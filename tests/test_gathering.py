@@ -11,12 +11,12 @@ import torch
 from distributed import run_distributed
 from engines import long_on_four_ranks, start_hydra
 from models import VOCAB_SIZE, tiny
+from parity_rows import row_of
 from passing_layers import (
     link_memory,
     losses_with_frozen_layers,
     repeats,
 )
-from parity_rows import row_of
 from single_process import num_label_tokens, random_examples, token_mean_gradients
 from test_engine_parity import (
     LENGTHS,
@@ -29,7 +29,6 @@ from test_parity_table import HAS_PEFT, engine_for, model_of
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Scheme, Strategy
-
 
 TRAINED = {
     "tied": ("llama", "1x<2,1;gather> + 2x<1,1;gather>"),
