@@ -28,6 +28,7 @@ from test_engine_parity import (
 from test_parity_table import HAS_PEFT, engine_for, model_of
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.records.timeline import EventKind
 from ds_hydra.strategy import Scheme, Strategy
 
 TRAINED = {
@@ -69,6 +70,10 @@ def passes_on_two_nodes(trained):
         plan = hand_plan(parsed, LENGTHS, labels, empty_pipeline=False)
         grads_P = engine._zero_gradient_shards()
         trains = propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+        recorder = propagator.recorder
+        for phase in range(len(parsed.in_turn)):
+            kinds = {s[0] for s, own in zip(recorder.read(), recorder.phases) if own == phase}
+            assert kinds >= {EventKind.PULL, EventKind.PUSH}, (text, phase)
         errors = relative_errors(
             gather_gradients(engine, grads_P), [by_name[name] for name in names], names
         )
