@@ -21,7 +21,7 @@ from faults import kill_in, read_json_lines
 from models import VOCAB_SIZE, tiny
 from nodes import PRIVATE_FOLDER, Counters, hosts_or_skip, run_on_hosts
 from single_process import random_examples, token_mean_gradients
-from test_engine_parity import LENGTHS, hand_plan
+from test_engine_parity import hand_plan
 from test_faults import raised_by
 
 from ds_hydra.configs.hydra_config import LinkConfig
@@ -251,7 +251,9 @@ def count_bytes(engine, strategies, times=2):
     grads_P = engine._zero_gradient_shards()
     found = {}
     for text in strategies:
-        plan = hand_plan(Strategy.parse(text), LENGTHS, sum(LENGTHS), empty_pipeline=False)
+        strategy = Strategy.parse(text)
+        lengths = [5] * len(strategy.schemes)  # a micro-batch each
+        plan = hand_plan(strategy, lengths, sum(lengths), empty_pipeline=False)
         for name, propagator in (("node", own), ("direct", direct)):
             planned, counted = exchange(propagator, plan, grads_P, times)
             mine = torch.tensor(planned, dtype=torch.int64)
