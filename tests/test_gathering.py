@@ -97,13 +97,12 @@ def score_errors(engine, reference, examples, strategy):
         yield float((found[1:] - wanted).abs().max())
 
 
+def all_passes():
+    return {kind: passes_on_two_nodes(kind) for kind in TRAINED if HAS_PEFT or kind != "lora"}
+
+
 def checks():
     return {
-        "passes": {
-            trained: passes_on_two_nodes(trained)
-            for trained in TRAINED
-            if HAS_PEFT or trained != "lora"
-        },
         "repeats": repeats("1x<2,1;gather> + 2x<1,1;gather>"),
         "frozen": losses_with_frozen_layers(
             ("4x<1,1;gather>", "1x<2,2>", "2x<2,1;gather>", "1x<2,2>", "4x<1,1>")
@@ -149,13 +148,19 @@ def results():
     return run_distributed(checks, world_size=4)
 
 
+@pytest.fixture(scope="module")
+def passes():
+    return run_distributed(all_passes, world_size=4)
+
+
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("trained", TRAINED)
-def test_gradients_losses_and_scores_equal_one_process(results, trained):
+def test_gradients_losses_and_scores_equal_one_process(passes, trained):
     if trained == "lora" and not HAS_PEFT:
         pytest.skip("the extra ds_hydra[peft] is not installed")
-    for result in results:
-        for strategy, errors in result["passes"][trained].items():
+    for of_rank in passes:
+        for strategy, errors in of_rank[trained].items():
             assert max(errors) <= RELATIVE_TOLERANCE, (strategy, errors)
 
 
