@@ -335,6 +335,13 @@ MUTANTS = (
         tests=("tests/test_transfer_session.py",),
     ),
     Mutant(
+        "a rank comes to its next phase while others are in the one before",
+        "engine/transfer/session.py",
+        "while self._use + 1 < self._schedule.phases[number]:",
+        "while False:",
+        tests=("tests/test_transfer_session.py",),
+    ),
+    Mutant(
         "without overlap kept weights are pushed inside backward passes",
         _SCHEDULE,
         "is_early = overlap and num_buckets > 0",

@@ -68,9 +68,18 @@ def measure_bytes(folder: Path) -> str:
     for ranks_on, strategies in (
         (
             [2, 2],
-            ["4x<1,1>", "2x<2,1>", "1x<2,2>", "1x<2,1> + 1x<1,2>", "1x<2,1> + 2x<1,1>", "1x<4,1>"],
+            [
+                "4x<1,1>",
+                "2x<2,1>",
+                "1x<2,2>",
+                "1x<2,1> + 1x<1,2>",
+                "1x<2,1> + 2x<1,1>",
+                "1x<4,1>",
+                "4x<1,1;gather>",
+                "4x<1,1;gather> then 1x<sp4,1;gather>",
+            ],
         ),
-        ([2, 2, 2], ["6x<1,1>", "3x<2,1>", "1x<2,3>", "1x<2,2> + 2x<1,1>"]),
+        ([2, 2, 2], ["6x<1,1>", "3x<2,1>", "1x<2,3>", "1x<2,2> + 2x<1,1>", "6x<1,1;gather>"]),
     ):
         with Hosts(len(ranks_on)) as hosts:
             ended = run_on_hosts(
@@ -95,7 +104,8 @@ def measure_bytes(folder: Path) -> str:
         f"One pull (fp32) and one push of a LLaMA of {num_parameters()}, MB sent by all hosts. Counted: the "
         "hosts' `eth0` (`/proc/net/dev`), three exchanges without computation, per exchange; Ethernet, IP and "
         "TCP headers and acknowledgements included (MTU 1500). Direct: one fetch per rank "
-        '(`"link": {"routes": "direct"}`).',
+        '(`"link": {"routes": "direct"}`). Gathered layers: two pulls and a push for one micro-batch of each '
+        "pipeline, in each phase, but for layers that are still there from the pass before.",
         table(
             ["hosts x ranks", "strategy", "plan", "counted", "above the plan", "direct: plan", "counted",
              "node / direct"],

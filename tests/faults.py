@@ -121,9 +121,15 @@ def end_at_start(where: str, folder: str | Path, number: int = signal.SIGKILL) -
 
 
 def kill_in(
-    engine: Any, where: str, folder: str | Path, number: int = signal.SIGKILL, passes: int = 0
+    engine: Any,
+    where: str,
+    folder: str | Path,
+    number: int | None = signal.SIGKILL,
+    passes: int = 0,
 ) -> None:
-    """Let this rank die the next time it comes to `where`, which it `passes` so many times."""
+    """Let this rank die the next time it comes to `where`, which it `passes` so many times; with
+    None in place of a signal it raises a MemoryError.
+    """
     import torch
 
     propagator = engine.hydra.propagator
@@ -143,7 +149,12 @@ def kill_in(
     plain, times = getattr(owner, name), itertools.count()
 
     def come(*args: Any, **kwargs: Any) -> Any:
-        return plain(*args, **kwargs) if next(times) < passes else die(folder, number)
+        if next(times) < passes:
+            return plain(*args, **kwargs)
+        if number is not None:
+            return die(folder, number)
+        mark_fault(folder)
+        raise MemoryError("no room left, on purpose")
 
     setattr(owner, name, come)
 

@@ -33,13 +33,15 @@ from faults import (
     run_until_end,
 )
 from models import VOCAB_SIZE, tiny
-from single_process import random_examples
+from single_process import num_label_tokens, random_examples
+from test_engine_parity import hand_plan
 from test_engine_training import batches
 
 import ds_hydra
 from ds_hydra.engine.checkpointing.files import _lock_folder
 from ds_hydra.engine.ranks import process_end
 from ds_hydra.errors import CheckpointError, HydraDataError, PlanMismatchError
+from ds_hydra.strategy import Strategy
 
 NUM_ITERATIONS = 10
 STRATEGIES = {
@@ -186,6 +188,61 @@ def test_a_silent_or_failed_rank_is_named(tmp_path, how, weights):
         expected = (-signal.SIGABRT,) if how == "torn down" else (1, 75)
         assert ended[rank].exit_code in expected, ended[rank].stderr
         assert told in ended[rank].stderr
+
+
+def lost_in_the_middle(folder, where, number, passes):
+    """An iteration of two micro-batches a rank, in the middle of whose gathered layers one ends,
+    stops or fails.
+    """
+    faults = {"silence_s": 6, "grace_s": 2}
+    engine = start_hydra(tiny("llama", num_hidden_layers=3), hydra={"faults": faults})
+    engine.train_batch(data_of(0), strategy="2x<1,1;gather>")
+    if dist.get_rank() == 1:
+        kill_in(engine, where, folder, number, passes)
+    examples = data_of(1)
+    tensors = [(e["input_ids"], e["labels"]) for e in examples]
+    strategy, lengths = Strategy.parse("2x<1,1;gather>"), [len(ids) for ids, _ in tensors]
+    plan = hand_plan(strategy, lengths, num_label_tokens(examples), empty_pipeline=False)
+    plain = engine.hydra.propagator.train
+    engine.hydra.propagator.train = lambda _, load, *rest: plain(plan, load, *rest)
+    engine.train_batch(examples, strategy=strategy)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize(
+    ("where", "number", "passes"),
+    [
+        ("pull", signal.SIGKILL, 8),  # for the backward pass
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                ("pull", signal.SIGSTOP, 3),  # beside the forward pass
+                ("forward", signal.SIGSTOP, 1),  # after the first micro-batch
+                ("backward", signal.SIGSTOP, 1),
+                ("push", signal.SIGSTOP, 2),  # beside the backward pass
+                ("push", signal.SIGKILL, 6),
+                ("pull", None, 8),
+                ("forward", None, 1),
+                ("backward", None, 0),
+                ("push", None, 2),
+            )
+        ),
+    ],
+)
+def test_a_rank_lost_in_the_middle_of_gathered_layers_is_named(tmp_path, where, number, passes):
+    arguments = (str(tmp_path), where, number, passes)
+    other, victim = run_until_end(lost_in_the_middle, 2, tmp_path, *arguments, victim=1)
+    assert other.exit_code in (1, 75), other.stderr
+    told = {
+        signal.SIGSTOP: "rank 1 is silent for 6 s",
+        signal.SIGKILL: "rank 1 is gone: its process ended",
+        None: "rank 1 failed in propagation: MemoryError: no room left, on purpose",
+    }[number]
+    assert told in other.stderr
+    assert (tmp_path / "fault").exists(), "it came there"
+    if number is None:
+        assert "MemoryError: no room left, on purpose" in victim.stderr
 
 
 def start_with_data(folder, *, hydra=None, model=None, rows=None, **sections):

@@ -2,22 +2,103 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 
 import pytest
+import torch
 from distributed import run_distributed
 from engines import long_on_four_ranks, start_hydra
 from models import VOCAB_SIZE, tiny
+from parity_rows import row_of
 from passing_layers import (
     link_memory,
     losses_with_frozen_layers,
     repeats,
 )
-from single_process import random_examples
+from single_process import num_label_tokens, random_examples, token_mean_gradients
+from test_engine_parity import (
+    LENGTHS,
+    RELATIVE_TOLERANCE,
+    gather_gradients,
+    hand_plan,
+    relative_errors,
+)
+from test_parity_table import HAS_PEFT, engine_for, model_of
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.records.timeline import EventKind
 from ds_hydra.strategy import Scheme, Strategy
+
+TRAINED = {
+    "tied": ("llama", "1x<2,1;gather> + 2x<1,1;gather>"),
+    "frozen": ("qwen3", "1x<2,1;gather> + 1x<cp2,1;gather>"),
+    "lora": ("llama", "2x<2,1;ckpt=1;gather>"),
+    "experts": ("mixtral", "2x<sp2,1;ep=2;gather>"),
+}
+"""What is trained of which family, and a strategy beside those that all run."""
+OF_ALL = (
+    "3x<1,1;gather>",
+    "4x<1,1;gather> then 1x<sp4,1;gather> then 1x<sp2,1;gather> + 2x<1,1;gather>",
+)
+"""A rank without work, or phases; pipelines with fewer micro-batches than others in both."""
+
+
+def passes_on_two_nodes(trained):
+    """Worst relative errors of gradients, of trained and evaluated losses, and worst error of
+    scores; two nodes of two ranks, as far as routes go.
+    """
+    family, strategy = TRAINED[trained]
+    what = "all" if trained == "experts" else trained
+    row = row_of(f"{family}.dp.gather.nodes_of_2") | {"trained": what}
+    model = model_of(row)
+    reference = copy.deepcopy(model)
+    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+    tensors = [(e["input_ids"], e["labels"]) for e in examples]
+    loss, gradients = token_mean_gradients(reference, examples)
+    engine = engine_for(model, row)
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    names = [name_of[id(p)] for p in engine.hydra.stage_model.params]
+    order = [name for name, _ in reference.named_parameters()]
+    by_name = dict(zip(order, gradients, strict=True))
+    propagator, found = engine.hydra.propagator, {}
+    for text in (*OF_ALL, strategy):
+        parsed = Strategy.parse(text)
+        engine.hydra.candidates.prepare(parsed)
+        labels = num_label_tokens(examples)
+        plan = hand_plan(parsed, LENGTHS, labels, empty_pipeline=False)
+        grads_P = engine._zero_gradient_shards()
+        trains = propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+        recorder = propagator.recorder
+        for phase in range(len(parsed.in_turn)):
+            kinds = {s[0] for s, own in zip(recorder.read(), recorder.phases) if own == phase}
+            assert kinds >= {EventKind.PULL, EventKind.PUSH}, (text, phase)
+        errors = relative_errors(
+            gather_gradients(engine, grads_P), [by_name[name] for name in names], names
+        )
+        evaluates = propagator.evaluate(plan, tensors.__getitem__)
+        losses = [engine.hydra.gather_outcomes(o).loss(plan) for o in (trains, evaluates)]
+        found[text] = [
+            max(errors.values()),
+            *(abs(own / loss - 1) for own in losses),
+            max(score_errors(engine, reference, examples, text) if " then " not in text else [0]),
+        ]
+    engine.destroy()
+    return found
+
+
+def score_errors(engine, reference, examples, strategy):
+    for example, found in zip(examples, engine.score(examples, strategy).log_probs, strict=True):
+        ids = example["input_ids"]
+        with torch.no_grad():
+            logits = reference(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        wanted = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        yield float((found[1:] - wanted).abs().max())
+
+
+def all_passes():
+    return {kind: passes_on_two_nodes(kind) for kind in TRAINED if HAS_PEFT or kind != "lora"}
 
 
 def checks():
@@ -65,6 +146,22 @@ def phases_by_the_planner():
 @pytest.fixture(scope="module")
 def results():
     return run_distributed(checks, world_size=4)
+
+
+@pytest.fixture(scope="module")
+def passes():
+    return run_distributed(all_passes, world_size=4)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("trained", TRAINED)
+def test_gradients_losses_and_scores_equal_one_process(passes, trained):
+    if trained == "lora" and not HAS_PEFT:
+        pytest.skip("the extra ds_hydra[peft] is not installed")
+    for of_rank in passes:
+        for strategy, errors in of_rank[trained].items():
+            assert max(errors) <= RELATIVE_TOLERANCE, (strategy, errors)
 
 
 @pytest.mark.distributed

@@ -17,10 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from engines import small_profile, start_hydra
-from faults import read_json_lines
+from faults import kill_in, read_json_lines
 from models import VOCAB_SIZE, tiny
 from nodes import PRIVATE_FOLDER, Counters, hosts_or_skip, run_on_hosts
 from single_process import random_examples, token_mean_gradients
+from test_engine_parity import hand_plan
 from test_faults import raised_by
 
 from ds_hydra.configs.hydra_config import LinkConfig
@@ -32,6 +33,7 @@ from ds_hydra.engine.ranks.hosts import (
     ranks_per_node,
     warn_of_placement,
 )
+from ds_hydra.engine.transfer.schedule import Kind
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.strategy import Profile, Strategy
@@ -143,12 +145,17 @@ def test_the_planner_keeps_tp_inside_the_nodes_of_a_slow_network():
     assert choice_on(only_late, one_row) == "1x<2,2>", "latency counts too"
 
 
-STRATEGIES = ("1x<2,2>", "2x<2,1>", "1x<2,1> + 1x<1,2>", "4x<1,1>", "1x<4,1>", "1x<1,4>")
+STRATEGIES = (
+    "1x<2,2>", "2x<2,1>", "1x<2,1> + 1x<1,2>", "4x<1,1>", "1x<4,1>", "1x<1,4>", "4x<1,1;gather>",
+    "1x<sp4,1;gather>", "1x<2,1;gather> + 2x<1,1;gather>",
+)  # fmt: skip
 """On two hosts of two ranks: TP inside and a pipeline across, all inside, mixed, none, TP across,
-four stages.
+four stages; gathered layers, with exchanges across, and mixed.
 """
 
-ROUTED = ("1x<2,2>", "1x<2,1> + 1x<1,2>", "4x<1,1>")
+ROUTED = (
+    "1x<2,2>", "1x<2,1> + 1x<1,2>", "4x<1,1>", "4x<1,1;gather>", "4x<1,1;gather> then 1x<sp4,1;gather>",
+)  # fmt: skip
 """Those whose bytes are counted."""
 
 
@@ -177,20 +184,22 @@ def num_sent_twice():
     return int(total)
 
 
-def exchange(propagator, strategy, grads_P, times):
-    """Pull and push of `strategy`, `times` times, without computation; bytes of this host's
-    interface.
+def exchange(propagator, plan, grads_P, times):
+    """All pulls and pushes of `plan`, `times` times, without computation: planned and counted bytes
+    of this host's interface.
 
     Counted once more where a busy machine made TCP send something twice.
     """
 
     def once():
-        session = propagator.links.open(strategy, with_gradients=True, grads_P=grads_P)
+        phases = plan.on_rank(propagator.rank)
+        session = propagator.links.open_phases(phases, training=True, grads_P=grads_P)
         with session:
             session.await_all()
             session.finish()
+        return session._schedule.transfers
 
-    once()  # connections are made, and plans compared
+    transfers = once()  # connections are made, and plans compared
     for _ in range(5):
         sent_twice = num_sent_twice()
         dist.barrier()
@@ -203,23 +212,29 @@ def exchange(propagator, strategy, grads_P, times):
         dist.barrier()
         if num_sent_twice() == sent_twice:
             break
-    return counted
+    return planned_bytes(propagator, plan.strategy.in_turn[0], transfers), counted
 
 
-def planned_bytes(propagator, strategy):
-    """Bytes of one pull and push that this rank sends to, and receives from, other hosts, by the
-    plan.
-    """
+def planned_bytes(propagator, strategy, transfers):
+    """Bytes of `transfers` that this rank sends to, and receives from, other hosts, by the plan."""
     link = propagator.links.link_for(strategy)
     host_of = propagator.hosts.of_rank
 
-    def across(elements):
+    def across(batches):
         return 4 * sum(
-            n for peer, n in elements.items() if host_of[peer] != host_of[propagator.rank]
+            batch.numel
+            for batch in batches
+            for peer in batch.peers
+            if host_of[peer] != host_of[propagator.rank]
         )
 
-    sent = across(link.pull.sent_elements) + across(link.push.received_elements)
-    return sent, across(link.pull.received_elements) + across(link.push.sent_elements)
+    sent = received = 0
+    for transfer in transfers:
+        is_pull = transfer.kind is Kind.PULL
+        for hop in (link.pull if is_pull else link.push).rounds[transfer.bucket].hops:
+            sent += across(hop.outgoing if is_pull else hop.incoming)
+            received += across(hop.incoming if is_pull else hop.outgoing)
+    return sent, received
 
 
 def count_bytes(engine, strategies, times=2):
@@ -237,9 +252,11 @@ def count_bytes(engine, strategies, times=2):
     found = {}
     for text in strategies:
         strategy = Strategy.parse(text)
+        lengths = [5] * len(strategy.schemes)  # a micro-batch each
+        plan = hand_plan(strategy, lengths, sum(lengths), empty_pipeline=False)
         for name, propagator in (("node", own), ("direct", direct)):
-            counted = exchange(propagator, strategy, grads_P, times)
-            mine = torch.tensor(planned_bytes(propagator, strategy), dtype=torch.int64)
+            planned, counted = exchange(propagator, plan, grads_P, times)
+            mine = torch.tensor(planned, dtype=torch.int64)
             rows = [torch.empty_like(mine) for _ in own.hosts.of_rank]
             dist.all_gather(rows, mine)
             here = [
@@ -273,7 +290,9 @@ def train(engine, strategies):
 
 
 def train_count_and_wait_for_a_cut(folder, cut, given=None):
-    """Losses and bytes; then, if `cut`, an iteration in the middle of which a host is cut off."""
+    """Losses and bytes; then an iteration of the strategy `cut`, if there is one, in the middle of
+    which a host is cut off.
+    """
     engine = start_hydra(
         big_model(),
         hydra={"faults": {"silence_s": 15, "grace_s": 2}, "link": {"devices_per_node": given}},
@@ -299,7 +318,7 @@ def train_count_and_wait_for_a_cut(folder, cut, given=None):
             return forward(*args, **kwargs)
 
         engine.hydra.stage_model.forward_stage = forward_after_the_cut
-    engine.train_batch(data_of(9), strategy="1x<2,2>")
+    engine.train_batch(data_of(9), strategy=cut)
     return None
 
 
@@ -326,7 +345,10 @@ def check_bytes(of_hosts):
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
-def test_two_hosts_of_two_ranks(tmp_path):
+@pytest.mark.parametrize(
+    "cut", ["1x<2,2>", pytest.param("4x<1,1;gather>", marks=pytest.mark.nightly)]
+)
+def test_two_hosts_of_two_ranks(tmp_path, cut):
     """As on one host, bit for bit; the plan's bytes and no more on the wire; a host that is cut off
     is named.
     """
@@ -341,8 +363,8 @@ def test_two_hosts_of_two_ranks(tmp_path):
 
     with hosts_or_skip(2) as hosts:
         function = train_count_and_wait_for_a_cut
-        alone = run_on_hosts(function, None, [4], tmp_path / "alone", "", False, 2)
-        ended = run_on_hosts(function, hosts, [2, 2], folder, str(folder), True, poll=cut_off)
+        alone = run_on_hosts(function, None, [4], tmp_path / "alone", "", "", 2)
+        ended = run_on_hosts(function, hosts, [2, 2], folder, str(folder), cut, poll=cut_off)
     outcomes = [json.loads((folder / f"outcome_{rank}").read_text()) for rank in range(4)]
     for outcome in outcomes:
         assert outcome["hosts"] == ["node-0", "node-1"]
@@ -355,7 +377,8 @@ def test_two_hosts_of_two_ranks(tmp_path):
     counted = check_bytes([outcomes[0]["bytes"], outcomes[2]["bytes"]])
     for strategy in ROUTED:
         assert counted[f"node {strategy}"] < 1.01 * counted[f"direct {strategy}"], strategy
-    assert counted["node 4x<1,1>"] < 0.51 * counted["direct 4x<1,1>"], "every rank needs everything"
+    for strategy in ("4x<1,1>", *ROUTED[3:]):  # every rank needs everything, each time anew
+        assert counted[f"node {strategy}"] < 0.51 * counted[f"direct {strategy}"], strategy
     assert counted["node 1x<2,1> + 1x<1,2>"] < 0.99 * counted["direct 1x<2,1> + 1x<1,2>"]
     for rank, lost in enumerate(["node-1 (ranks 2, 3)"] * 2 + ["node-0 (ranks 0, 1)"] * 2):
         assert ended[rank].exit_code in (1, 75), ended[rank].stderr
@@ -451,13 +474,13 @@ def train_count_and_die(folder, victim):
         "host_of": propagator.hosts.of_rank,
         "ranks_per_node": propagator.links.ranks_per_node,
     }
-    outcome["bytes"] = count_bytes(engine, strategies[:1])
+    outcome["bytes"] = count_bytes(engine, (strategies[0], "5x<1,1;gather>"))
     outcome["resumed"] = save_where_no_other_host_reads(engine, strategies[1:2])
     Path(f"{folder}/outcome_{dist.get_rank()}").write_text(json.dumps(outcome))
     dist.barrier()
-    if dist.get_rank() == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-    engine.train_batch(data_of(9), strategy=strategies[0])
+    if dist.get_rank() == victim:  # between two layers that are gathered
+        kill_in(engine, "pull", folder, passes=2)
+    engine.train_batch(data_of(9), strategy="2x<2,1;gather> + 1x<1,1;gather>")
     return None
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from link_cases import decoder_specs, strategy_buckets
 from reference import make_batch
 from spaces import full_space, with_moving_weights
 from test_cluster import PARAMS, make_cluster
@@ -21,6 +22,7 @@ from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.proposal.space import undominated
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+from ds_hydra.zero_link import plan_link
 
 DEVICES, CONTEXT = 8, 32768
 PROFILE = Profile.load(find_file("profiles", "a800_llama2_13b"))
@@ -223,6 +225,35 @@ def test_layers_that_are_gathered_move_between_nodes_for_each_pass():
     wide = cluster.pushing_32_bit
     assert wide.link_times(gathered).push_ms == pytest.approx(4 * across)
     assert wide.gather_ms(GATHERED) == pytest.approx((2 + 2 + 4) * across)
+
+
+@pytest.mark.parametrize("text", ["<1,1;gather>", "<2,1;gather>"])
+@pytest.mark.parametrize("num_nodes", [2, 3])
+def test_the_price_of_a_gathered_layer_is_what_its_routes_carry_into_a_node(text, num_nodes):
+    scheme, num_ranks = Scheme.parse(text), 4 * num_nodes
+    cluster = make_cluster(num_ranks, devices_per_node=4)
+    alike = Strategy((scheme,) * (num_ranks // scheme.num_devices))
+    specs = decoder_specs(96, 4, tied=False)
+    rank_buckets = strategy_buckets(specs, alike, num_ranks, 4)
+
+    def elements_into_nodes(ranks_per_node):
+        entering = np.zeros(num_nodes)
+        for rank in range(num_ranks):
+            plan = plan_link(
+                specs,
+                rank_buckets,
+                rank,
+                ranks_per_node=ranks_per_node,
+                independent_rounds=True,
+            )
+            for peer, numel in plan.sent_elements.items():
+                entering[peer // 4] += numel * (peer // 4 != rank // 4)
+        return entering.max() / sum(spec.numel for spec in specs)
+
+    priced = cluster.gather_ms(scheme) * 1e2 / (2 + 2 + 2) / PARAMS  # 100 bytes in a ms
+    assert elements_into_nodes(4) == pytest.approx(priced, rel=0.05)  # shards do not divide
+    # Where each rank asked for itself, 4 / TP times as much would come
+    assert elements_into_nodes(None) == pytest.approx(priced * 4 / scheme.tp, rel=0.1)
 
 
 def test_gathered_micro_batches_run_in_lockstep():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,7 +35,7 @@ def window_of(num_kept, num_layers, first_trained):
 @given(num_micro_batches, num_layers, first_trained, num_kept)
 def test_gathered_layers_are_there_when_they_are_used(micro_batches, layers, trained, kept):
     window = window_of(kept, layers, trained)
-    schedule = plan_gathered(window, kept + layers, micro_batches, training=True, pushes=True)
+    schedule = plan_gathered(window, kept + layers, [micro_batches], training=True, pushes=True)
     uses = window.uses([Pass.FORWARD, Pass.BACKWARD] * micro_batches)
     assert list(schedule.uses) == [window.buckets[use.position] for use in uses]
     with_gradients = [b for b, t in zip(window.buckets, window.has_backward, strict=True) if t]
@@ -45,6 +47,49 @@ def test_gathered_layers_are_there_when_they_are_used(micro_batches, layers, tra
         *((Kind.PULL, bucket, AT_ONCE) for bucket in range(kept)),
         *((Kind.PUSH, bucket, schedule.end) for bucket in range(kept)),
     ]
+
+
+@given(st.lists(num_micro_batches, min_size=1, max_size=4), num_layers, first_trained)
+def test_phases_of_gathered_layers_begin_where_all_ranks_meet(counts, layers, trained):
+    """Whatever a rank has done of the phase before; and their layers come as in one phase."""
+    window = window_of(0, layers, trained)
+    options = {"training": True, "pushes": True}
+    schedule = plan_gathered(window, layers, counts, **options)
+    assert schedule == replace(
+        plan_gathered(window, layers, [sum(counts)], **options), phases=schedule.phases
+    )
+    assert schedule.phases[0] == 0
+    of_one = [Pass.FORWARD, Pass.BACKWARD]
+    for number, begin in enumerate(schedule.phases):
+        if not sum(counts[number:]):
+            continue  # nobody computes from here on
+        assert schedule.uses[begin] == window.buckets[0]
+        after_all = len(window.uses(of_one * sum(counts[:number])))
+        assert begin in (after_all, after_all - 1)
+        # Ranks that leave out the rest of a phase come to the same use as those that had it all
+        before = sum(counts[:number])
+        assert begin >= len(window.uses(of_one * max(0, before - 1)))
+
+
+@given(num_micro_batches, num_layers, first_trained)
+def test_the_next_layer_comes_while_one_computes_and_no_third_is_there(count, layers, trained):
+    window = window_of(0, layers, trained)
+    schedule = plan_gathered(window, layers, [count], training=True, pushes=True)
+    slots = [window.slot_of[bucket] for bucket in schedule.uses]
+    for transfer in schedule.transfers:
+        if transfer.kind is not Kind.PULL:
+            continue
+        own = window.slot_of[transfer.bucket]
+        left = [use for use in range(transfer.needed_by) if slots[use] == own]
+        # As soon as the layer before it in its slot is left: a whole use before it is needed, but
+        # where backward ends above the first layer, in the first one's slot
+        assert transfer.after == max(left, default=AT_ONCE)
+        begins_anew = trained and transfer.bucket == 0
+        assert transfer.after <= max(AT_ONCE, transfer.needed_by - (1 if begins_anew else 2))
+    # Where forward turns into backward, and back, the layers used last are there
+    if not trained and count:
+        num_pulls = sum(t.kind is Kind.PULL for t in schedule.transfers)
+        assert num_pulls == layers + (2 * count - 1) * (layers - STREAM_WINDOW)
 
 
 @given(num_micro_batches, num_layers, first_trained, st.integers(0, 2), st.integers(1, 3))

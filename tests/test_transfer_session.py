@@ -1,8 +1,10 @@
 """When the thread of a session posts its rounds, on one rank with a link that only notes them."""
 
 import contextlib
+import functools
 import itertools
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -194,7 +196,7 @@ def test_an_error_of_a_push_is_raised_when_computation_is_over(thread):
 def gathered_session(thread, posted):
     """Two layers that take turns with no other, and a bucket that stays, in one micro-batch."""
     window = Window(buckets=(1, 2), has_backward=(True, True))
-    schedule = plan_gathered(window, 3, 1, training=True, pushes=True)
+    schedule = plan_gathered(window, 3, [1], training=True, pushes=True)
     return open_session(thread, posted, 3, 3, schedule=schedule)
 
 
@@ -253,6 +255,76 @@ def test_computation_waits_until_a_gathered_layer_is_there(thread):
         has_come.set()
         session.finish()
     assert is_there
+
+
+FOUR_LAYERS = Window(buckets=(0, 1, 2, 3), has_backward=(True,) * 4)
+
+
+def of_two_phases(thread, posted):
+    """Four layers in two slots; each phase has one micro-batch on some rank."""
+    schedule = plan_gathered(FOUR_LAYERS, 4, [1, 1], training=True, pushes=True)
+    return open_session(thread, posted, 4, 4, schedule=schedule)
+
+
+def wait_until(is_so):
+    for _ in range(2000):
+        if is_so():
+            return
+        time.sleep(0.005)
+    pytest.fail("it does not come")
+
+
+def test_the_next_layer_comes_beside_computation_into_the_next_phase(thread):
+    """While computation is in a layer the next one comes, and none that has no place; with the
+    second phase as with a second micro-batch.
+    """
+    posted = []
+
+    def kinds(kind):
+        return [entry[1] for entry in posted if entry[0] == kind]
+
+    def is_prepared(num_layers):
+        return kinds("prepared") == [0, 1, 2, 3][:num_layers]
+
+    with of_two_phases(thread, posted) as session:
+        for bucket in range(4):
+            session.await_bucket(bucket)
+            num_there = min(4, bucket + 2)
+            wait_until(functools.partial(is_prepared, num_there))
+        for bucket in (3, 2, 1, 0):
+            session.before_backward[bucket]()
+        wait_until(lambda: kinds("prepared") == [0, 1, 2, 3, 1, 0])
+        session.begin_phase(1)
+        for bucket in (0, 1):  # there since the phase before
+            session.await_bucket(bucket)
+        assert kinds("pull")[:6] == [0, 1, 2, 3, 1, 0]
+        # The first phase's last gradient travels beside the second one's passes
+        wait_until(lambda: kinds("pushed") == [3, 2, 1, 0])
+        wait_until(lambda: kinds("pull") == [0, 1, 2, 3, 1, 0, 2])
+        pass_through_again(session)
+        session.finish()
+    assert kinds("pull") == [0, 1, 2, 3, 1, 0, 2, 3, 1, 0]
+    assert kinds("push") == [3, 2, 1, 0] * 2
+
+
+def pass_through_again(session):
+    for bucket in (2, 3):
+        session.await_bucket(bucket)
+    for bucket in (3, 2, 1, 0):
+        session.before_backward[bucket]()
+
+
+def test_a_rank_without_work_in_a_phase_meets_the_others_in_the_next(thread):
+    """Else it would wait for a layer while the ranks of its group wait for what it sends."""
+    posted = []
+    with of_two_phases(thread, posted) as session:
+        session.begin_phase(1)
+        # It is one use before the others, and has posted what they need to come there
+        wait_until(lambda: [e[1] for e in posted if e[0] == "push"] == [3, 2])
+        session.await_bucket(0)
+        assert session._use == session._schedule.phases[1]
+        session.finish()
+    assert [e[1] for e in posted if e[0] == "push"] == [3, 2, 1, 0] * 2
 
 
 def test_a_failed_pass_posts_no_round_that_waits_for_it(thread):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -43,7 +43,7 @@ from ds_hydra.engine.transfer.session import TransferSession
 from ds_hydra.errors import HydraConfigError, PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan, RankPhase
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.schemes.placement import MAX_GROUPS_OF_RANK, Role
+from ds_hydra.strategy.schemes.placement import MAX_GROUPS_OF_RANK, Role, slices_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,38 +245,45 @@ class Propagator:
         self.recorder.begin()
         self.problem = None
         self.stage_model.balance.begin(self.device, task.loss_scale, plan.num_tokens)
-        mine = plan.on_rank(self.rank)
-        # Gathered layers come anew in each phase; slices that stay are the same in all.
-        exchanges = [(phase,) for phase in mine] if plan.strategy.gathers else [mine]
-        outcomes = []
+        outcomes: list[RankOutcome] = []
+        first = 0
         with naming_memory_limit(self._memory_limit_bytes):
-            for number, phases in enumerate(exchanges):
-                self.recorder.phase = number
-                outcomes.append(self._run_phases(phases, task, grads_P))
+            for _, alike in itertools.groupby(plan.on_rank(self.rank), _slices_of):
+                phases = list(alike)
+                outcomes.append(self._run_phases(phases, first, task, grads_P))
+                first += len(phases)
         return RankOutcome.of_phases(outcomes)
 
     def _run_phases(
-        self, phases: Sequence[RankPhase], task: Task, grads_P: Sequence[Tensor] | None
+        self,
+        phases: Sequence[RankPhase],
+        first: int,
+        task: Task,
+        grads_P: Sequence[Tensor] | None,
     ) -> RankOutcome:
-        """Phases that need the same slices, one after another: pulled before the first, gradients
-        pushed after the last. Ranks go on to their next phase without waiting for others.
+        """Phases that need the same slices, one after another, from number `first` on: one session
+        pulls and pushes for all. Where slices stay, ranks go on to their next phase without waiting
+        for others.
         """
         busy_before_ms = self.recorder.busy_ms
         balance_before = self.stage_model.balance.value
-        stamps = [self._clock.stamp()]
-        session = self.links.open_plan(phases[0], training=task.is_training, grads_P=grads_P)
+        begin = self._clock.stamp()
+        session = self.links.open_phases(phases, training=task.is_training, grads_P=grads_P)
         busy = [number for number, phase in enumerate(phases) if phase.micro_batches]
         losses_of: dict[int, Tensor] = {}
+        spans = []
         with session:
             for number, phase in enumerate(phases):
+                self.recorder.phase = first + number
                 if number:
-                    self.recorder.phase += 1
+                    session.begin_phase(number)
+                    begin = self._clock.stamp()
                 if number in busy:
                     is_last = number == busy[-1]
                     own = self._propagate(phase, session, task, completes_gradients=is_last)
                     if own is not None:
                         losses_of[number] = own
-                stamps.append(self._clock.stamp())
+                spans.append((begin, self._clock.stamp()))
             times = session.finish()
         # Read when the device is done: else the host would wait for it in every phase
         losses, bad_position = 0.0, -1
@@ -286,14 +293,13 @@ class Propagator:
             if bad is not None and bad_position < 0:
                 bad_position = phases[number].micro_batches[bad][0]
             losses = sum(of_micro_batches, losses)
-        session.record(self.recorder)
-        phase_ms = [self._clock.ms_between(*span) for span in itertools.pairwise(stamps)]
-        # With overlap passes wait for slices, those of the first phase with work; without it the
-        # whole pull lies before the first pass, in the first phase.
-        waiting, waited_in_passes_ms = 0, 0.0
-        if self.links.thread.overlap:
-            waiting, waited_in_passes_ms = min(busy, default=0), times.visible_pull_ms
-        phase_ms[waiting] -= times.visible_pull_ms
+        session.record(self.recorder, first)
+        phase_ms = [
+            self._clock.ms_between(*span) - session.waited_ms(number)
+            for number, span in enumerate(spans)
+        ]
+        # Without overlap what stays is pulled before the first pass.
+        waited_in_passes_ms = times.visible_pull_ms if self.links.thread.overlap else 0.0
         return RankOutcome(
             loss_sum=losses,
             balance_loss=float(self.stage_model.balance.value - balance_before),
@@ -317,8 +323,8 @@ class Propagator:
         collectives in the same order on all ranks, in a group that nothing else uses. Collective
         over all ranks.
         """
-        (phase,) = plan.on_rank(self.rank)
-        session = self.links.open_plan(phase, training=True, grads_P=None)
+        (phase,) = phases = plan.on_rank(self.rank)
+        session = self.links.open_phases(phases, training=True, grads_P=None)
         self.stage_model.balance.begin(self.device, 1.0, plan.num_tokens)
         with session:
             session.await_all()
@@ -482,3 +488,10 @@ class Propagator:
             up_group=self.groups.get("pp_up", role.ranks) if pp > 1 else None,
             before_receive=session.await_posts,
         )
+
+
+def _slices_of(phase: RankPhase) -> Hashable:
+    """Equal for phases of an iteration that one session serves."""
+    strategy = phase.plan.strategy
+    # Slices that stay are the same in all phases: no others are put together.
+    return slices_key(strategy) if strategy.gathers else None

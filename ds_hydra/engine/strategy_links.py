@@ -230,35 +230,39 @@ class StrategyLinks:
             schedule, self._link_carrier(pull, link.push, grads_P, weights), weights
         )
 
-    def open_plan(
+    def open_phases(
         self,
-        phase: RankPhase,
+        phases: Sequence[RankPhase],
         *,
         training: bool,
         grads_P: Sequence[Tensor] | None,
     ) -> TransferSession:
-        """What `phase` runs on; the first time collective, as `link_for` is."""
-        strategy = phase.plan.strategy
+        """What `phases`, which need the same slices, run on; the first time collective, as
+        `link_for` is.
+        """
+        strategy = phases[0].plan.strategy
         if any(scheme.stream for scheme in strategy.schemes):
-            return self._open_streams(phase, training=training, grads_P=grads_P)
+            return self._open_streams(phases[0], training=training, grads_P=grads_P)
         if strategy.gathers:
-            return self._open_gather(phase.plan, training=training, grads_P=grads_P)
+            plans = [phase.plan for phase in phases]
+            return self._open_gather(plans, training=training, grads_P=grads_P)
         return self.open(strategy, with_gradients=training, grads_P=grads_P)
 
     def _open_gather(
-        self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
+        self, plans: Sequence[IterationPlan], *, training: bool, grads_P: Sequence[Tensor] | None
     ) -> TransferSession:
-        link = self.link_for(plan.strategy)
+        strategy = plans[0].strategy
+        link = self.link_for(strategy)
         self._forget_frozen()
         # Rounds are those of the pipeline with the most micro-batches, on every rank.
         schedule = plan_gathered(
-            self.stage_model.gather_window(plan.strategy.schemes[0]),
+            self.stage_model.gather_window(strategy.schemes[0]),
             len(self.stage_model.units),
-            max(len(pipeline.micro_batches) for pipeline in plan.pipelines),
+            [max(len(pipeline.micro_batches) for pipeline in plan.pipelines) for plan in plans],
             training=training,
             pushes=grads_P is not None,
         )
-        slot_of = self._slots(plan.strategy, link.buckets)
+        slot_of = self._slots(strategy, link.buckets)
         weights = self._weights(
             link.buckets, with_gradients=training, slot_of=slot_of, gathers=True
         )

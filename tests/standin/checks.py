@@ -50,6 +50,7 @@ STRATEGIES = {
         "1x<sp2,1;gather> + 1x<2,1;gather>",
         "1x<2,1;stream> + 1x<sp2,1;stream>",
         "1x<sp4,1> then 1x<sp2,1> + 2x<1,1> then 4x<1,1>",
+        "4x<1,1;gather> then 1x<sp4,1;gather> then 1x<sp2,1;gather> + 2x<1,1;gather>",
     ),
 }
 """By number of ranks; the second of uneven stages has no bucket of its own in two rounds."""
@@ -174,12 +175,16 @@ def _layers_elsewhere() -> Iterator[None]:
         yield
 
 
-def waits_of_phases() -> list[dict[str, Any]]:
-    """What the device saw in an iteration of one phase, and of four."""
+def waits_of_phases() -> list[list[dict[str, Any]]]:
+    """What the device saw in an iteration of one phase, and of four, of layers that stay and that
+    are gathered.
+    """
     engine = start("llama")
     examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
     seen = []
-    for text in ("1x<sp2,1>", "1x<sp2,1> then 2x<1,1> then 1x<sp2,1> then 2x<1,1>"):
+    of_four = "1x<sp2,1> then 2x<1,1> then 1x<sp2,1> then 2x<1,1>"
+    texts = ("1x<sp2,1>", of_four)
+    for text in (*texts, *(text.replace(">", ";gather>") for text in texts)):
         strategy = Strategy.parse(text)
         engine.hydra.propagator.prepare(strategy.in_turn)
         plan = hand_plan(strategy, LENGTHS, num_label_tokens(examples), empty_pipeline=False)
@@ -188,7 +193,7 @@ def waits_of_phases() -> list[dict[str, Any]]:
         with observed() as found:
             engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
         seen.append(found)
-    return seen
+    return [seen[:2], seen[2:]]
 
 
 def norm_of_the_step() -> list[float]:

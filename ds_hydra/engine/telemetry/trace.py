@@ -58,17 +58,17 @@ class Recorder:
         """Record what happens inside; a block that raises is not recorded."""
         start = self._mark()
         yield
-        self._add(kind, micro_batch, start, self._mark())
+        self._add(kind, micro_batch, start, self._mark(), self.phase)
 
-    def add(self, kind: EventKind, start: Any, end: Any) -> None:
-        """Record a span between two marks taken elsewhere: `perf_counter()` on a CPU, events on an
-        accelerator.
+    def add(self, kind: EventKind, start: Any, end: Any, phase: int) -> None:
+        """Record a span of `phase` between two marks taken elsewhere: `perf_counter()` on a CPU,
+        events on an accelerator.
         """
-        self._add(kind, -1, start, end)
+        self._add(kind, -1, start, end, phase)
 
-    def _add(self, kind: EventKind, micro_batch: int, start: Any, end: Any) -> None:
+    def _add(self, kind: EventKind, micro_batch: int, start: Any, end: Any, phase: int) -> None:
         self._spans.append((kind, micro_batch, start, end))
-        self.phases.append(self.phase)
+        self.phases.append(phase)
 
     def keep_up(self, num_spans: int) -> None:
         """Let the host wait for an accelerator until fewer than `num_spans` spans are not over."""

@@ -57,12 +57,14 @@ class Spans:
     """Spans of one kind of work, in the streams of the threads that did it."""
 
     def __init__(self, clock: DeviceClock):
+        self.phase = 0
+        """Of the iteration, that of the next span."""
         self._clock = clock
-        self._spans: list[tuple[Any, Any]] = []
+        self._spans: list[tuple[Any, Any, int]] = []
 
     def add(self, begin: Any, end: Any) -> None:
         """A span between two stamps."""
-        self._spans.append((begin, end))
+        self._spans.append((begin, end, self.phase))
 
     @contextlib.contextmanager
     def measure(self) -> Iterator[None]:
@@ -71,9 +73,13 @@ class Spans:
         yield
         self.add(begin, self._clock.stamp())
 
-    def total_ms(self) -> float:
-        """Milliseconds of all spans, all of them over (`settle`)."""
-        return sum(self._clock.ms_between(begin, end) for begin, end in self._spans)
+    def total_ms(self, phase: int | None = None) -> float:
+        """Milliseconds of all spans, or those of `phase`; all of them over (`settle`)."""
+        return sum(
+            self._clock.ms_between(begin, end)
+            for begin, end, of_phase in self._spans
+            if phase in (None, of_phase)
+        )
 
     def settle(self) -> None:
         """Wait, on the host, until the last span is over."""
@@ -85,10 +91,10 @@ class Spans:
         if self._spans:
             self._clock.wait_for(self._spans[-1][1])
 
-    def record(self, recorder: Recorder, kind: EventKind) -> None:
-        """Hand all spans to `recorder`."""
-        for begin, end in self._spans:
-            recorder.add(kind, begin, end)
+    def record(self, recorder: Recorder, kind: EventKind, first_phase: int = 0) -> None:
+        """Hand all spans to `recorder`, which counts phases before `first_phase`, too."""
+        for begin, end, phase in self._spans:
+            recorder.add(kind, begin, end, first_phase + phase)
 
 
 class LinkThread:

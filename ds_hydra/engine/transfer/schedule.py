@@ -39,14 +39,20 @@ the rank computes would occupy an accelerator all the while.
 Without overlap the computing thread carries transfers out itself, when it records their event. It
 may not push inside a backward pass then: another stage may wait for this backward pass, and its
 part of the round would never come. So kept weights are pushed at the end.
+
+*Phases* of gathered layers that need the same slices have one list, in which the micro-batches of
+one phase follow those of the other: the layers with which a phase begins are in their slots, where
+the phase before has left them, and its gradients travel beside the next one's first passes. A rank
+that has fewer micro-batches in a phase than others leaves its other uses before the next one
+begins. Ranks that compute together are then in the same use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from ds_hydra.engine.parallel.one_f_one_b import Pass, one_forward_one_backward
@@ -160,6 +166,8 @@ class TransferSchedule:
     """The layers that take turns in slots."""
     uses: tuple[int, ...] = ()
     """Buckets of the window in the order of use."""
+    phases: tuple[int, ...] = ()
+    """The use with which each phase begins; empty where ranks do not wait for each other's."""
     waits_for_gradients: bool = False
     """Whether events are complete gradients of buckets; else they are uses."""
     depth: int = 1
@@ -193,23 +201,31 @@ def plan_kept(
 
 
 def plan_gathered(
-    window: Window, num_buckets: int, num_micro_batches: int, *, training: bool, pushes: bool
+    window: Window,
+    num_buckets: int,
+    num_micro_batches: Sequence[int],
+    *,
+    training: bool,
+    pushes: bool,
 ) -> TransferSchedule:
-    """Layers that all ranks gather for every pass; the pipeline with the most micro-batches has
-    `num_micro_batches`.
+    """Layers that all ranks gather for every pass; in each phase the pipeline with the most
+    micro-batches has `num_micro_batches`.
 
     Buckets outside of the window share a parameter with another one (tied embeddings). They are
     pulled once, their gradients add up in fp32 and are pushed at the end.
 
     >>> window = Window(buckets=(0, 1, 2), has_backward=(True,) * 3)
-    >>> schedule = plan_gathered(window, 3, 1, training=True, pushes=True)
+    >>> schedule = plan_gathered(window, 3, [1], training=True, pushes=True)
     >>> [f"{t.kind.value} {t.bucket}" for t in schedule.transfers]
     ['pull 0', 'pull 1', 'pull 2', 'pull 0', 'push 2', 'push 1', 'push 0']
     """
     passes = [Pass.FORWARD, Pass.BACKWARD] if training else [Pass.FORWARD]
-    uses = window.uses(passes * num_micro_batches)
+    uses = window.uses(passes * sum(num_micro_batches))
+    before = accumulate(num_micro_batches[:-1], initial=0)
+    # A phase begins in the use in which the one before ends where both are of the same layer.
+    begins = [len(window.uses([*passes * n, Pass.FORWARD])) - len(window.buckets) for n in before]
     kept = [bucket for bucket in range(num_buckets) if bucket not in window.buckets]
-    return _plan_window(
+    schedule = _plan_window(
         window,
         uses,
         first=[Transfer(Kind.PULL, bucket) for bucket in kept],
@@ -217,6 +233,7 @@ def plan_gathered(
         bringing=Kind.PULL,
         taking=Kind.PUSH if pushes else None,
     )
+    return replace(schedule, phases=tuple(begins))
 
 
 def plan_streamed(

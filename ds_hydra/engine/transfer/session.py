@@ -16,9 +16,10 @@ No pass waits for what waits here for another rank's passes. On the CPU every ca
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
@@ -286,7 +287,7 @@ class TransferSession:
         self._is_paced = clock.has_streams and schedule.depth > 1
         self._is_pull_paced = self._is_paced
         self._running: Future[None] | None = None
-        self._waits = Spans(clock)
+        self._waits, self._rests = Spans(clock), Spans(clock)
         self._work = {is_bringing: Spans(clock) for is_bringing in (True, False)}
         self._last_work = self._work[True]
 
@@ -333,6 +334,17 @@ class TransferSession:
             for bucket, has_backward in zip(window.buckets, window.has_backward, strict=True)
             if has_backward or bucket > 0
         }
+
+    def begin_phase(self, number: int) -> None:
+        """Computation comes to phase `number`, which is not the first one; with micro-batches of
+        its own or without.
+        """
+        if self._schedule.phases:
+            with self._outside_of_passes():
+                while self._use + 1 < self._schedule.phases[number]:
+                    self._go_on()
+        for spans in (self._waits, *self._work.values()):
+            spans.phase = number
 
     def await_bucket(self, bucket: int) -> None:
         """Let computation read the slices of a bucket in a forward pass. Raises what the thread
@@ -382,40 +394,51 @@ class TransferSession:
 
         Collective over all ranks.
         """
-        # What it waits for from here on counts as waiting for the push, as a whole.
-        waits, self._waits = self._waits, Spans(self._clock)
-        begin = self._clock.stamp()
-        # Uses that are left: of other pipelines' micro-batches, or of a backward that needed
-        # nothing. One after another: without overlap each posts its rounds.
-        while self._use + 1 < len(self._schedule.uses):
-            self._go_on()
-        # Gradients that no backward pass came to are zeros: the carrier sees to it.
-        for event in range(len(self._left)):
-            self._left.record(event)
-        if self._thread.overlap:
-            if self._running is not None:
-                self._running.result()
-        else:
-            self._catch_up()
-        self._join_streams()
-        closing = self._clock.stamp()
-        if self.carrier.close():
-            self._work[False].add(closing, self._clock.stamp())
-        end = self._clock.stamp()
+        with self._outside_of_passes():
+            # Uses that are left: of other pipelines' micro-batches, or of a backward that needed
+            # nothing. One after another: without overlap each posts its rounds.
+            while self._use + 1 < len(self._schedule.uses):
+                self._go_on()
+            # Gradients that no backward pass came to are zeros: the carrier sees to it.
+            for event in range(len(self._left)):
+                self._left.record(event)
+            if self._thread.overlap:
+                if self._running is not None:
+                    self._running.result()
+            else:
+                self._catch_up()
+            self._join_streams()
+            closing = self._clock.stamp()
+            if self.carrier.close():
+                self._work[False].add(closing, self._clock.stamp())
         # Times are read below, and the memory of shards is the optimizer's from here on.
-        self._clock.settle(end)
+        self._rests.settle()
         has_sums = self.carrier.has_sums
         return MeasuredLinkTimes(
             pull_ms=self._work[True].total_ms(),
             push_ms=self._work[False].total_ms() if has_sums else 0.0,
-            visible_pull_ms=waits.total_ms(),
-            visible_push_ms=self._clock.ms_between(begin, end) if has_sums else 0.0,
+            visible_pull_ms=self._waits.total_ms(),
+            visible_push_ms=self._rests.total_ms() if has_sums else 0.0,
         )
 
-    def record(self, recorder: Recorder) -> None:
-        """Hand the spans of all transfers to `recorder`; call after `finish`."""
-        self._work[True].record(recorder, EventKind.PULL)
-        self._work[False].record(recorder, EventKind.PUSH)
+    def waited_ms(self, phase: int) -> float:
+        """What passes of `phase` waited for; call after `finish`."""
+        return self._waits.total_ms(phase)
+
+    def record(self, recorder: Recorder, first_phase: int) -> None:
+        """Hand the spans of all transfers to `recorder`; call after `finish`. `first_phase` is the
+        session's first one in the iteration.
+        """
+        self._work[True].record(recorder, EventKind.PULL, first_phase)
+        self._work[False].record(recorder, EventKind.PUSH, first_phase)
+
+    @contextlib.contextmanager
+    def _outside_of_passes(self) -> Iterator[None]:
+        """What is waited for inside counts as waiting for the push, as a whole."""
+        waits, self._waits = self._waits, Spans(self._clock)
+        with self._rests.measure():
+            yield
+        self._waits = waits
 
     def _join_streams(self) -> None:
         """Let the current stream go on only after all transfers."""

@@ -141,7 +141,9 @@ class Cluster:
 
     def gather_ms(self, scheme: Scheme) -> float:
         """What all ranks move for one micro-batch of layers that are gathered: read forward and
-        backward, gradients given away, by the slower of both kinds of interconnect.
+        backward, gradients given away, by the slower of both kinds of interconnect. Each time a
+        layer crosses to a node once, for all its ranks: whole, also where TP spans nodes, each of
+        which then needs a part.
         """
         held = self._held_share(scheme) * self.num_params
         elements = held / scheme.tp * (1 - 1 / self.num_devices)
