@@ -108,22 +108,25 @@ def test_a_solver_is_asked_for_a_plan_of_one_strategy_and_not_for_each_phase(mon
     assert solved == [found.strategy]
 
 
-def test_each_phase_pays_for_its_first_pull_and_its_last_push():
-    """Ten layers: a tenth of 40 + 60 ms beside each of the five phases, and less where it pays."""
-    links = {strategy: LinkTimes(pull_ms=40.0, push_ms=60.0) for strategy in GATHERED}
+@pytest.mark.parametrize(("wide", "num_ends"), [("sp4", 1), ("4", 2)])
+def test_first_pull_and_last_push_are_paid_where_slices_change(wide, num_ends):
+    """A long sequence on all ranks, then four phases of short ones: ten layers, a tenth of 4 + 6
+    ms beside all phases, or twice where the first has other slices.
+    """
+    strategies = parse_strategies(["4x<1,1;gather>", f"1x<{wide},1;gather>"])
     profile = make_profile(
-        {
-            str(s.schemes[0]): (0, t.linear_ms, 0)
-            for s, t in zip(GATHERED, PROFILE.latency.values())
-        },
-        num_layers=10,
+        {str(s.schemes[0]): (0, t, 0) for s, t in zip(strategies, (1, 0.3))}, num_layers=10
     )
-    settings = replace(SETTINGS, link_times=links)
-    _, time_ms = plan(LONG_AND_SHORT, settings=settings, profile=profile)
+    settings = replace(
+        SETTINGS,
+        link_times={s: LinkTimes(pull_ms=4.0, push_ms=6.0) for s in strategies},
+        overlaps_links=True,
+        max_len_override={s.schemes[0]: n for s, n in zip(strategies, (30, 120))},
+    )
     mini_batch = MiniBatch(make_batch(LONG_AND_SHORT), profile, 4, settings)
-    phased = fastest(mini_batch, [Phases(GATHERED)]).time_ms
-    assert time_ms <= phased
-    assert phased >= 130 + 5 * 10
+    found = fastest(mini_batch, [Phases(strategies)])
+    assert len(found.phases) == 5
+    assert found.time_ms == pytest.approx(130 + num_ends)
 
 
 def check_plan(found, time_ms, lengths, strategies, settings, profile):
@@ -162,7 +165,7 @@ def test_phases_are_simulated_one_after_another():
     found, _ = plan(LONG_AND_SHORT)
     links = LinkTimes(pull_ms=4.0, push_ms=6.0, step_ms=1.0)
     simulation = simulate_plan(found, PROFILE, links_of=lambda _: links, overlap=False)
-    assert simulation.iteration_ms == pytest.approx(130 + 5 * 10 + 1)
+    assert simulation.iteration_ms == pytest.approx(130 + 10 + 1)
     assert simulation.propagation_ms == pytest.approx(130)
     assert simulation.bubble == pytest.approx(0)
 

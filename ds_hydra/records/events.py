@@ -29,6 +29,7 @@ from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
+from ds_hydra.strategy.schemes.placement import ends_of_phases
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 Scatter = Callable[[Sequence[FloatArray], Sequence[Sequence[int]]], list[FloatArray]]
@@ -330,8 +331,8 @@ def simulate_plan(
     forward_fraction: float = FORWARD_FRACTION,
     scatter: Scatter | None = None,
 ) -> Simulation:
-    """`plan` on `cluster`, times by the profile's T, its phases one after another: each pulls and
-    pushes where layers are gathered, else the first pulls and the last pushes. Without a cluster
+    """`plan` on `cluster`, times by the profile's T, its phases one after another: one pulls where
+    it has other slices than the one before, and pushes where the next one has. Without a cluster
     communication counts nothing.
 
     `links_of` a strategy replaces what the cluster says about pull, push and step, `scatter` the
@@ -342,10 +343,10 @@ def simulate_plan(
     phases = plan.in_turn
     links = [links_of(phase.strategy) for phase in phases]
     slowest = max(links, key=lambda of: of.pull_ms + of.push_ms)
-    if len(phases) > 1 and not plan.strategy.gathers:
-        between = replace(slowest, pull_ms=0.0, push_ms=0.0)
-        first, last = replace(slowest, push_ms=0.0), replace(slowest, pull_ms=0.0)
-        links = [first, *[between] * (len(phases) - 2), last]
+    if not plan.strategy.gathers:
+        links = [slowest] * len(phases)
+    ends = ends_of_phases([phase.strategy for phase in phases])
+    links = [of.at_ends(*own) for of, own in zip(links, ends)]
     found = [
         simulate_iteration(
             plan_work(phase, profile, cluster, forward_fraction, scatter),

@@ -40,7 +40,12 @@ from ds_hydra.strategy.schemes.neighbours import (
     fits_unevenly,
     num_cuts,
 )
-from ds_hydra.strategy.schemes.placement import GroupKey, groups_of, groups_of_all
+from ds_hydra.strategy.schemes.placement import (
+    GroupKey,
+    ends_of_phases,
+    groups_of,
+    groups_of_all,
+)
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 _MANY = 16
@@ -229,7 +234,8 @@ def _compose(mini_batch: MiniBatch, menus: Sequence[GroupMenu], limit_ms: float)
     least_ms = max(menu.least_link_ms(mini_batch.num_buckets) for menu in menus)
     floor_ms = max(menu.traffic_ms for menu in menus)
     keeps_slices = menus[0].keeps_slices
-    if keeps_slices:
+    if len({scheme.tp for menu in menus for scheme in menu.schemes}) == 1:
+        # All steps have the same slices, so that pull and push are seen once
         limit_ms, least_ms = limit_ms - least_ms, 0.0
 
     def total_ms(slowest: FloatArray) -> float:
@@ -243,7 +249,7 @@ def _compose(mini_batch: MiniBatch, menus: Sequence[GroupMenu], limit_ms: float)
     steps = [step for step in found if step.members.size]
     if keeps_slices:
         return _kept_phases(mini_batch, menus[0], steps)
-    return [_gathered_phase(mini_batch, menus[step.kind], step) for step in steps]
+    return _gathered_phases(mini_batch, menus, steps)
 
 
 def _kept_phases(
@@ -253,29 +259,37 @@ def _kept_phases(
     members: dict[Strategy, list[IntArray]] = {}
     for step in steps:
         members.setdefault(menu.strategy_of(step)[0], []).append(step.members)
-    phases, link = [], menu.link
-    for number, (strategy, own) in enumerate(members.items()):
-        is_first, is_last = number == 0, number == len(members) - 1
+    phases = []
+    for (strategy, own), ends in zip(members.items(), ends_of_phases([*members])):
         phase = PhasePlan.of(
             mini_batch,
             strategy,
             members=np.sort(np.concatenate(own)),
             factors=_factors(mini_batch, menu, strategy),
-            # Pulled by the first phase, pushed by the last
-            link=replace(link, pull_ms=is_first * link.pull_ms, push_ms=is_last * link.push_ms),
+            link=menu.link.at_ends(*ends),
         )
         phases.append(phase.dispatch().search())
     return phases
 
 
-def _gathered_phase(mini_batch: MiniBatch, menu: GroupMenu, step: GroupStep) -> PhasePlan:
-    """A step, which is a phase in which every pipeline has one micro-batch."""
-    strategy, assignment = menu.strategy_of(step)
-    factors = _factors(mini_batch, menu, strategy)
-    phase = PhasePlan.of(
-        mini_batch, strategy, members=step.members, factors=factors, link=menu.link
-    )
-    return phase.pack(assignment)
+def _gathered_phases(
+    mini_batch: MiniBatch, menus: Sequence[GroupMenu], steps: Sequence[GroupStep]
+) -> list[PhasePlan]:
+    """Each step is a phase in which every pipeline has one micro-batch."""
+    phases = []
+    of_steps = [menus[step.kind].strategy_of(step) for step in steps]
+    ends = ends_of_phases([strategy for strategy, _ in of_steps])
+    for step, (strategy, assignment), own in zip(steps, of_steps, ends):
+        menu = menus[step.kind]
+        phase = PhasePlan.of(
+            mini_batch,
+            strategy,
+            members=step.members,
+            factors=_factors(mini_batch, menu, strategy),
+            link=menu.link.at_ends(*own),
+        )
+        phases.append(phase.pack(assignment))
+    return phases
 
 
 def _factors(mini_batch: MiniBatch, menu: GroupMenu, strategy: Strategy) -> list[float]:

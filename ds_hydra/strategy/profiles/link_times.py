@@ -17,5 +17,10 @@ class LinkTimes:
     push_ms: float = 0.0
     step_ms: float = 0.0
 
+    def at_ends(self, pulls: bool, pushes: bool) -> LinkTimes:
+        """Of a phase that pulls, or pushes, something that no other phase does for it."""
+        pull_ms, push_ms = pulls * self.pull_ms, pushes * self.push_ms
+        return LinkTimes(pull_ms=pull_ms, push_ms=push_ms, step_ms=self.step_ms)
+
 
 NO_LINKS = LinkTimes()

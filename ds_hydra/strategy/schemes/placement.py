@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, TypeVar
 
 from ds_hydra.configs.files import MAX_DEVICES, read_counts
@@ -153,6 +153,16 @@ def slices_key(strategy: Strategy) -> Hashable:
     tp_of_rank = (scheme.tp for ranks, scheme in in_order for _ in ranks)
     runs = tuple((tp, sum(1 for _ in run)) for tp, run in groupby(tp_of_rank))
     return strategy.gathers, runs
+
+
+def ends_of_phases(phases: Sequence[Strategy]) -> list[tuple[bool, bool]]:
+    """Of each of the `phases` of an iteration, whether nothing is beside what it pulls first, and
+    whether nothing is beside what it pushes last: where the phase before, or after, has other
+    slices, or there is none.
+    """
+    keys = [slices_key(phase) for phase in phases]
+    differs = [True, *(a != b for a, b in pairwise(keys)), True]
+    return [*pairwise(differs)]
 
 
 @dataclass(frozen=True, slots=True)
