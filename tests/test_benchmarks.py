@@ -172,4 +172,4 @@ def test_what_rounding_explains_is_not_wrong_and_a_fault_is():
     rounded = 2.7 * 2.0**-24 * terms[key]
     assert not is_wrong(k=rounded)
     assert is_wrong(k=10 * rounded)
-    assert is_wrong(k=rounded, v=exact[value] * 1.0001)
+    assert is_wrong(k=rounded, v=exact[value] * 1.001)
