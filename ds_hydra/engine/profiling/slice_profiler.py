@@ -155,6 +155,8 @@ def _measure_slice(
             activation_checkpointing=config.activation_checkpointing,
             compile_layers=config.compile_layers,
             attention_kernel=config.attention,
+            float8=config.float8,
+            float8_exclude=config.float8_exclude,
             tp_sequence_parallel=config.tp_sequence_parallel,
             simulated_tp_size=tp,
         )

@@ -1,0 +1,263 @@
+"""Products of linear layers in 8 bits, by torchao's float8 training, with scales on which the ranks
+of a TP group agree.
+
+[Note: Scales of 8-bit products]
+A linear layer has three products: output (sums over I), gradient of the input (over O), gradient of
+the weight (over T). torchao casts both operands of each by scales that it takes from them: one for
+all of an operand ("tensorwise"), or one for each of its rows and columns that is summed over
+("rowwise"). Where TP cuts an operand along what a scale is taken of, a rank sees a part of it, and
+the group takes the largest of all parts: rowwise the token scales of what row-wise layers read and
+of the gradient of what column-wise ones give, and weights where they are summed over a cut
+dimension; tensorwise all that is cut. So all ranks multiply what one device would. Both operands of
+a product share a message, and what is known in forward is kept for backward.
+
+Scales are powers of two. A cast is then the same number whatever else shares the tensor, but for
+numbers that are too small beside the largest one; so a token's numbers hardly depend on which
+sequences share its micro-batch, nor on how ranks share tokens.
+
+16-bit slices stay what they are: casts live while a product runs.
+
+Legend: T tokens of the micro-batch (of a sequence shard or row of it), I input and O output
+features of this rank's slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchao.float8.config import CastConfig, Float8LinearConfig, ScalingGranularity, ScalingType
+from torchao.float8.float8_training_tensor import (
+    GemmInputRole,
+    LinearMMConfig,
+    ScaledMMConfig,
+    hp_tensor_and_scale_to_float8,
+)
+from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
+
+from ds_hydra.engine.parallel.tensor_parallel import (
+    COLUMN,
+    ROW,
+    BlockInput,
+    TensorParallel,
+    TokenShards,
+)
+
+_CUT = {COLUMN: "O", ROW: "I"}
+"""Features that TP cuts, by the side of a linear."""
+
+
+class EightBitLinear(nn.Linear):
+    """A linear layer of the stage model that multiplies in 8 bits. It is made of another by its
+    class alone, so that its parameters are bound as those of any other module.
+    """
+
+    casts: Float8LinearConfig
+    tp: TensorParallel
+    side: str
+    """COLUMN or ROW where TP cuts it, else ""."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., O] of `hidden` [..., I]. Collective over the TP group where it cuts the layer, in
+        backward too.
+        """
+        if not hidden.numel():  # experts without tokens: nothing to take a scale of
+            return super().forward(hidden)
+        tp = self.tp
+        block = tp.block if tp.shards is not None else None
+        if block is not None and hidden is not block.micro_batch:
+            block = None
+        if block is None and not (self.side and tp.size > 1):
+            output: Tensor = _Products.apply(hidden, self.weight, self.casts, "", None, None, None)
+        else:
+            cut = _CUT.get(self.side, "") if tp.size > 1 else ""
+            output = _in_group(hidden, self.weight, self.casts, cut, tp.group, block, tp.shards)
+        return output if self.bias is None else output + self.bias
+
+
+@torch.compiler.disable
+def _in_group(*args: Any) -> Tensor:
+    """The products of a linear whose scales, or whose input, ranks exchange."""
+    output: Tensor = _Products.apply(*args)
+    return output
+
+
+class _Operand(NamedTuple):
+    """One of the two factors of a product."""
+
+    tensor: Tensor
+    features: str
+    """Its two dimensions: T, I or O each."""
+    role: GemmInputRole
+    cast: CastConfig
+
+    @property
+    def is_tensorwise(self) -> bool:
+        return self.cast.scaling_granularity is ScalingGranularity.TENSORWISE
+
+
+@torch._dynamo.allow_in_graph
+class _Products(torch.autograd.Function):
+    """A linear layer without bias, and its two products in backward.
+
+    `config` says how each operand is cast. Ranks of `group` have parts of the features `cut` ("":
+    none). Of the micro-batch of a `block` the shard alone is kept, which `shards` gather again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight_OI: Tensor,
+        config: Float8LinearConfig,
+        cut: str,
+        group: dist.ProcessGroup | None,
+        block: BlockInput | None,
+        shards: TokenShards | None,
+    ) -> Tensor:
+        ctx.at = (config, cut, group, block, shards)
+        known: dict[str, Tensor] = {}
+        output_TO = _multiply(
+            _Operand(hidden.flatten(0, -2), "TI", GemmInputRole.INPUT, config.cast_config_input),
+            _Operand(weight_OI, "OI", GemmInputRole.WEIGHT, config.cast_config_weight),
+            "I",
+            ctx.at,
+            known,
+        )
+        if block is not None and ctx.needs_input_grad[1]:
+            block.again.num_waiting += 1
+        ctx.known = tuple(known)
+        kept = hidden if block is None else block.shard
+        ctx.save_for_backward(
+            kept if ctx.needs_input_grad[1] else None,
+            weight_OI if ctx.needs_input_grad[0] else None,
+            *known.values(),
+        )
+        return output_TO.unflatten(0, hidden.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, weight_OI, *amaxes = ctx.saved_tensors
+        config, _, _, block, shards = ctx.at
+        known = dict(zip(ctx.known, amaxes, strict=True))
+        grad_TO, role = grad.flatten(0, -2), GemmInputRole.GRAD_OUTPUT
+        wait: Callable[[], None] | None = None
+        if kept is not None and block is not None:
+            kept, wait = block.again.get(kept, shards)
+        grad_hidden = grad_weight = None
+        if weight_OI is not None:
+            grad_hidden = _multiply(
+                _Operand(grad_TO, "TO", role, config.cast_config_grad_output),
+                _Operand(
+                    weight_OI,
+                    "OI",
+                    GemmInputRole.WEIGHT,
+                    config.cast_config_weight_for_grad_input,
+                ),
+                "O",
+                ctx.at,
+                known,
+            ).unflatten(0, grad.shape[:-1])
+        if kept is not None:
+            if wait is not None:
+                wait()
+            grad_weight = _multiply(
+                _Operand(grad_TO, "TO", role, config.cast_config_grad_output_for_grad_weight),
+                _Operand(
+                    kept.flatten(0, -2),
+                    "TI",
+                    GemmInputRole.INPUT,
+                    config.cast_config_input_for_grad_weight,
+                ),
+                "T",
+                ctx.at,
+                known,
+            )
+            if block is not None:
+                block.again.let_go()
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _multiply(
+    left: _Operand, right: _Operand, summed: str, at: tuple[Any, ...], known: dict[str, Tensor]
+) -> Tensor:
+    """The product that sums over the features `summed`.
+
+    `known`: largest numbers of whole operands, by their features, to which those of these are
+    added. Collective over the group where an amax has to be agreed on.
+    """
+    config, cut, group, *_ = at
+    amaxes: dict[str, Tensor] = {}
+    agreed: list[str] = []
+    for operand in (left, right):
+        tensor, features, _, cast = operand
+        if cast.scaling_type is ScalingType.DISABLED:
+            continue
+        if operand.is_tensorwise and features in known:
+            amaxes[features] = known[features]
+            continue
+        amaxes[features] = tensor_to_amax(
+            tensor,
+            scaling_granularity=cast.scaling_granularity,
+            axiswise_dim=_axis(operand, summed),
+        )
+        if cut and cut in features and (operand.is_tensorwise or summed == cut):
+            agreed.append(features)
+    if agreed:
+        parts = [amaxes[features].float() for features in agreed]
+        largest = torch.cat([part.flatten() for part in parts])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        sizes = [part.numel() for part in parts]
+        for features, part, amax in zip(agreed, parts, largest.split(sizes), strict=True):
+            amaxes[features] = amax.view(part.shape)
+    products = _products_of(config, left.tensor.shape[0] if summed == "T" else 0)
+    factors = []
+    for operand in (left, right):
+        tensor, features, role, cast = operand
+        if features not in amaxes:
+            factors.append(tensor)
+            continue
+        amax = amaxes[features]
+        if operand.is_tensorwise:
+            known[features] = amax
+        scale = amax_to_scale(amax, cast.target_dtype, config.round_scales_to_power_of_2)
+        factors.append(
+            hp_tensor_and_scale_to_float8(
+                tensor, scale, cast.target_dtype, products, role, _axis(operand, summed)
+            )
+        )
+    first, second = factors
+    return torch.mm(
+        first if left.features[1] == summed else first.t(),
+        second if right.features[0] == summed else second.t(),
+    )
+
+
+def _axis(operand: _Operand, summed: str) -> int | None:
+    """The dimension of which a scale is taken, as torchao counts; None for all."""
+    if operand.is_tensorwise:
+        return None
+    return 0 if operand.features[0] == summed else -1
+
+
+def _products_of(config: Float8LinearConfig, num_tokens: Any) -> LinearMMConfig:
+    """How torchao multiplies, the way Float8Linear makes it of `config`. A weight's gradient sums
+    over `num_tokens`, which the device wants in multiples of 16: zeros are added unless it is known
+    to be one.
+    """
+    is_whole = type(num_tokens) is int and num_tokens % 16 == 0
+    gemms = (
+        config.gemm_config_output,
+        config.gemm_config_grad_input,
+        config.gemm_config_grad_weight,
+    )
+    pads = (config.pad_inner_dim, config.pad_inner_dim, config.pad_inner_dim or not is_whole)
+    return LinearMMConfig(
+        *(
+            ScaledMMConfig(config.emulate, gemm.use_fast_accum, False, pad)
+            for gemm, pad in zip(gemms, pads, strict=True)
+        )
+    )
