@@ -343,6 +343,7 @@ class _Budget:
             if self._stage_model is not None:
                 known.check_model(**model_facts(self._stage_model))
             known.check_tp_sequence_parallel(hydra.tp_sequence_parallel)
+            known.check_float8(hydra.float8)
             self._say_what_was_measured(name, known)
             if self._request.device is not None:
                 report.warnings.append(

@@ -119,6 +119,7 @@ def profile_slices(
         "tp_sequence_parallel": cuts_micro_batches,
         "activation_checkpointing": config.activation_checkpointing,
         "deterministic": config.deterministic,
+        "float8": config.float8,
         "memory": {
             "activation_source": "peak memory"
             if has_device_memory()
