@@ -48,6 +48,7 @@ class Float8Layers:
         *,
         request: str | None,
         exclude: Sequence[str],
+        is_compiled: bool = False,
     ):
         self.request = request
         """What `hydra.float8` says, or "converted" of a model that torchao has converted."""
@@ -70,7 +71,7 @@ class Float8Layers:
             linear.casts = own = config or linear.config
             _check_config(own)
             linear.__class__ = products.EightBitLinear
-            linear.tp, linear.side = tp, side
+            linear.tp, linear.side, linear.is_compiled = tp, side, is_compiled
             self.is_emulated = self.is_emulated and own.emulate
 
     def __bool__(self) -> bool:

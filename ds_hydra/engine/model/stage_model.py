@@ -170,6 +170,7 @@ class StageModel:
             self.tp,
             request=float8,
             exclude=float8_exclude,
+            is_compiled=compile_layers,
         )
         self._hook(neftune_noise_alpha)
         self._uncut_because = self._hook_blocks(head, fqn_of) if tp_sequence_parallel else ""

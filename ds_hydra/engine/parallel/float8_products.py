@@ -15,7 +15,8 @@ Scales are powers of two. A cast is then the same number whatever else shares th
 numbers that are too small beside the largest one; so a token's numbers hardly depend on which
 sequences share its micro-batch, nor on how ranks share tokens.
 
-16-bit slices stay what they are: casts live while a product runs.
+16-bit slices stay what they are: casts live while a product runs. Under `hydra.compile_layers` they
+are part of a layer's graph, or, where ranks exchange scales in between, graphs of their own.
 
 Legend: T tokens of the micro-batch (of a sequence shard or row of it), I input and O output
 features of this rank's slice.
@@ -23,6 +24,7 @@ features of this rank's slice.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -59,6 +61,8 @@ class EightBitLinear(nn.Linear):
     tp: TensorParallel
     side: str
     """COLUMN or ROW where TP cuts it, else ""."""
+    is_compiled: bool
+    """Whether layers are."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., O] of `hidden` [..., I]. Collective over the TP group where it cuts the layer, in
@@ -71,11 +75,51 @@ class EightBitLinear(nn.Linear):
         if block is not None and hidden is not block.micro_batch:
             block = None
         if block is None and not (self.side and tp.size > 1):
-            output: Tensor = _Products.apply(hidden, self.weight, self.casts, "", None, None, None)
+            output: Tensor = _Products.apply(
+                hidden, self.weight, self.casts, False, "", None, None, None
+            )
         else:
             cut = _CUT.get(self.side, "") if tp.size > 1 else ""
-            output = _in_group(hidden, self.weight, self.casts, cut, tp.group, block, tp.shards)
+            output = _in_group(
+                hidden,
+                self.weight,
+                self.casts,
+                self.is_compiled,
+                cut,
+                tp.group,
+                block,
+                tp.shards,
+            )
         return output if self.bias is None else output + self.bias
+
+
+class _Parts(NamedTuple):
+    """What is computed around a product."""
+
+    amax: Callable[..., Tensor]
+    cast: Callable[..., Tensor]
+
+
+def _cast(
+    tensor: Tensor,
+    amax: Tensor,
+    dtype: torch.dtype,
+    rounds: bool,
+    products: LinearMMConfig,
+    role: GemmInputRole,
+    axis: int | None,
+) -> Tensor:
+    """`tensor` in 8 bits, whose largest numbers are `amax`."""
+    scale = amax_to_scale(amax, dtype, rounds)
+    return hp_tensor_and_scale_to_float8(tensor, scale, dtype, products, role, axis)
+
+
+_PLAIN = _Parts(tensor_to_amax, _cast)
+
+
+@functools.cache
+def _compiled() -> _Parts:
+    return _Parts(*(torch.compile(part, dynamic=True) for part in _PLAIN))
 
 
 @torch.compiler.disable
@@ -113,12 +157,14 @@ class _Products(torch.autograd.Function):
         hidden: Tensor,
         weight_OI: Tensor,
         config: Float8LinearConfig,
+        compiles_parts: bool,
         cut: str,
         group: dist.ProcessGroup | None,
         block: BlockInput | None,
         shards: TokenShards | None,
     ) -> Tensor:
-        ctx.at = (config, cut, group, block, shards)
+        parts = _compiled() if compiles_parts else _PLAIN
+        ctx.at = (config, parts, cut, group, block, shards)
         known: dict[str, Tensor] = {}
         output_TO = _multiply(
             _Operand(hidden.flatten(0, -2), "TI", GemmInputRole.INPUT, config.cast_config_input),
@@ -141,7 +187,7 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept, weight_OI, *amaxes = ctx.saved_tensors
-        config, _, _, block, shards = ctx.at
+        config, _, _, _, block, shards = ctx.at
         known = dict(zip(ctx.known, amaxes, strict=True))
         grad_TO, role = grad.flatten(0, -2), GemmInputRole.GRAD_OUTPUT
         wait: Callable[[], None] | None = None
@@ -178,7 +224,7 @@ class _Products(torch.autograd.Function):
             )
             if block is not None:
                 block.again.let_go()
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def _multiply(
@@ -189,7 +235,7 @@ def _multiply(
     `known`: largest numbers of whole operands, by their features, to which those of these are
     added. Collective over the group where an amax has to be agreed on.
     """
-    config, cut, group, *_ = at
+    config, parts, cut, group, *_ = at
     amaxes: dict[str, Tensor] = {}
     agreed: list[str] = []
     for operand in (left, right):
@@ -199,7 +245,7 @@ def _multiply(
         if operand.is_tensorwise and features in known:
             amaxes[features] = known[features]
             continue
-        amaxes[features] = tensor_to_amax(
+        amaxes[features] = parts.amax(
             tensor,
             scaling_granularity=cast.scaling_granularity,
             axiswise_dim=_axis(operand, summed),
@@ -207,12 +253,12 @@ def _multiply(
         if cut and cut in features and (operand.is_tensorwise or summed == cut):
             agreed.append(features)
     if agreed:
-        parts = [amaxes[features].float() for features in agreed]
-        largest = torch.cat([part.flatten() for part in parts])
+        mine = [amaxes[features].float() for features in agreed]
+        largest = torch.cat([amax.flatten() for amax in mine])
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        sizes = [part.numel() for part in parts]
-        for features, part, amax in zip(agreed, parts, largest.split(sizes), strict=True):
-            amaxes[features] = amax.view(part.shape)
+        agreed_on = largest.split([amax.numel() for amax in mine])
+        for features, amax, of_all in zip(agreed, mine, agreed_on, strict=True):
+            amaxes[features] = of_all.view(amax.shape)
     products = _products_of(config, left.tensor.shape[0] if summed == "T" else 0)
     factors = []
     for operand in (left, right):
@@ -223,12 +269,8 @@ def _multiply(
         amax = amaxes[features]
         if operand.is_tensorwise:
             known[features] = amax
-        scale = amax_to_scale(amax, cast.target_dtype, config.round_scales_to_power_of_2)
-        factors.append(
-            hp_tensor_and_scale_to_float8(
-                tensor, scale, cast.target_dtype, products, role, _axis(operand, summed)
-            )
-        )
+        rounds, axis = config.round_scales_to_power_of_2, _axis(operand, summed)
+        factors.append(parts.cast(tensor, amax, cast.target_dtype, rounds, products, role, axis))
     first, second = factors
     return torch.mm(
         first if left.features[1] == summed else first.t(),
