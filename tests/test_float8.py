@@ -81,6 +81,7 @@ def check_layer(is_compiled):
             linear.weight = nn.Parameter(weight_OI.chunk(2, dim=cut)[rank].clone())
             linear.__class__ = products.EightBitLinear
             linear.casts, linear.tp, linear.side, linear.is_compiled = config, tp, side, is_compiled
+            linear.num_heads = 0
             mine = hidden_TI if side == COLUMN else hidden_TI.chunk(2, dim=-1)[rank]
             given = mine.clone().requires_grad_()
             output = linear(given)
@@ -162,20 +163,18 @@ STRATEGIES = (
 
 LEAST_ERROR = 0.08
 """Of the gradients of 8-bit products against fp32; measured: rowwise 0.097, tensorwise 0.122."""
-LARGEST_DIFFERENCE = 0.04
+LARGEST_DIFFERENCE = {ROWWISE: 0.015, "tensorwise_emulated": 0.04}
 """Of gradients of one strategy and of one process, both in 8 bits. Measured: 4e-7 at most as long
 as no number falls to the other side of where casts round, as the last bits of sums can make it;
-0.022 where that happens in this model."""
-REPEATED_HEADS = 0.08
-"""The same where each of two key-value heads is on two ranks of a TP group: their gradients come in
-parts, each of which is cast; measured: rowwise 0.033, tensorwise 0.066.
+0.0014 and 0.022 where that happens in this model. Were parts of the gradients of repeated heads
+cast (1x<4,1>): 0.033 and 0.066.
 """
 
 
-def assert_agreement(found):
+def assert_agreement(found, recipe=ROWWISE):
+    most = LARGEST_DIFFERENCE[recipe]
     for text, (apart, worst, error) in found.items():
-        most = REPEATED_HEADS if "<4,1>" in text else LARGEST_DIFFERENCE
-        assert apart < most < error, f"{text}: {apart:.1e}"
+        assert apart < most, f"{text}: {apart:.1e}"
         assert worst < 2 * most, f"{text}: {worst:.1e}"
         assert error > LEAST_ERROR, f"{text}: nothing was multiplied in 8 bits ({error:.1e})"
 
@@ -191,7 +190,7 @@ def assert_agreement(found):
 )
 def test_strategies_agree(recipe, hydra):
     found, said = run_distributed(check_strategies, 4, recipe, hydra, STRATEGIES)[0]
-    assert_agreement(found)
+    assert_agreement(found, recipe)
     assert f"float8: 14 linear layers, {recipe}" in said
 
 
@@ -209,7 +208,7 @@ def check_experts():
 @pytest.mark.distributed
 def test_strategies_agree_beside_experts():
     apart, said = run_distributed(check_experts, 2)[0]
-    assert max(apart) < LARGEST_DIFFERENCE
+    assert max(apart) < LARGEST_DIFFERENCE[ROWWISE]
     assert "float8: 8 linear layers" in said  # q, k, v and o of two layers
 
 

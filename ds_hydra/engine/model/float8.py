@@ -67,11 +67,12 @@ class Float8Layers:
         products = _import_products(request)
         config = None if request is None else _config_of(request)
         self.is_emulated = True
-        for linear, side, _ in used:
+        for linear, side, spec in used:
             linear.casts = own = config or linear.config
             _check_config(own)
             linear.__class__ = products.EightBitLinear
             linear.tp, linear.side, linear.is_compiled = tp, side, is_compiled
+            linear.num_heads = spec.num_blocks
             self.is_emulated = self.is_emulated and own.emulate
 
     def __bool__(self) -> bool:

@@ -9,7 +9,9 @@ all of an operand ("tensorwise"), or one for each of its rows and columns that i
 the group takes the largest of all parts: rowwise the token scales of what row-wise layers read and
 of the gradient of what column-wise ones give, and weights where they are summed over a cut
 dimension; tensorwise all that is cut. So all ranks multiply what one device would. Both operands of
-a product share a message, and what is known in forward is kept for backward.
+a product share a message, and what is known in forward is kept for backward. Where ranks hold a
+key-value head repeatedly, each has a part of the gradient of what it gives; parts are added up
+before they are cast, and each rank takes its share of what follows from the sum.
 
 Scales are powers of two. A cast is then the same number whatever else shares the tensor, but for
 numbers that are too small beside the largest one; so a token's numbers hardly depend on which
@@ -61,6 +63,8 @@ class EightBitLinear(nn.Linear):
     tp: TensorParallel
     side: str
     """COLUMN or ROW where TP cuts it, else ""."""
+    num_heads: int
+    """Blocks of output features that are not cut; 0: may be cut anywhere."""
     is_compiled: bool
     """Whether layers are."""
 
@@ -76,16 +80,18 @@ class EightBitLinear(nn.Linear):
             block = None
         if block is None and not (self.side and tp.size > 1):
             output: Tensor = _Products.apply(
-                hidden, self.weight, self.casts, False, "", None, None, None
+                hidden, self.weight, self.casts, False, "", 1, None, None, None
             )
         else:
             cut = _CUT.get(self.side, "") if tp.size > 1 else ""
+            is_repeated = 0 < self.num_heads < tp.size
             output = _in_group(
                 hidden,
                 self.weight,
                 self.casts,
                 self.is_compiled,
                 cut,
+                tp.size // self.num_heads if is_repeated else 1,
                 tp.group,
                 block,
                 tp.shards,
@@ -159,12 +165,14 @@ class _Products(torch.autograd.Function):
         config: Float8LinearConfig,
         compiles_parts: bool,
         cut: str,
+        num_copies: int,
         group: dist.ProcessGroup | None,
         block: BlockInput | None,
         shards: TokenShards | None,
     ) -> Tensor:
         parts = _compiled() if compiles_parts else _PLAIN
         ctx.at = (config, parts, cut, group, block, shards)
+        ctx.num_copies = num_copies
         known: dict[str, Tensor] = {}
         output_TO = _multiply(
             _Operand(hidden.flatten(0, -2), "TI", GemmInputRole.INPUT, config.cast_config_input),
@@ -187,9 +195,11 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept, weight_OI, *amaxes = ctx.saved_tensors
-        config, _, _, _, block, shards = ctx.at
+        config, _, _, group, block, shards = ctx.at
         known = dict(zip(ctx.known, amaxes, strict=True))
         grad_TO, role = grad.flatten(0, -2), GemmInputRole.GRAD_OUTPUT
+        if ctx.num_copies > 1:
+            grad_TO = _sum_of_copies(grad_TO, group, ctx.num_copies)
         wait: Callable[[], None] | None = None
         if kept is not None and block is not None:
             kept, wait = block.again.get(kept, shards)
@@ -224,7 +234,23 @@ class _Products(torch.autograd.Function):
             )
             if block is not None:
                 block.again.let_go()
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        if ctx.num_copies > 1:
+            grad_hidden, grad_weight = (
+                whole if whole is None else whole / ctx.num_copies
+                for whole in (grad_hidden, grad_weight)
+            )
+        return grad_hidden, grad_weight, *[None] * 7
+
+
+def _sum_of_copies(grad_TO: Tensor, group: dist.ProcessGroup | None, num_copies: int) -> Tensor:
+    """The gradient of the features that `num_copies` neighbours in `group` give repeatedly, out of
+    their parts.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    grads_HTO = grad_TO.new_zeros(size // num_copies, *grad_TO.shape)
+    grads_HTO[rank // num_copies] = grad_TO
+    dist.all_reduce(grads_HTO, group=group)
+    return grads_HTO[rank // num_copies]
 
 
 def _multiply(
