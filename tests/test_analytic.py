@@ -4,6 +4,8 @@ refused.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from ds_hydra.configs.files import find_profile, read_json_object
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.analytic import (
+    Experts,
     Hardware,
     ModelShape,
     predict_latency,
@@ -50,6 +53,31 @@ def test_terms_by_hand():
     assert model.linear_ms == pytest.approx(1e3 * (6 * 2300 + 2160) / 1e9)
     assert model.quadratic_ms == pytest.approx(1e3 * 140 / 1e9)
     assert model.constant_ms == 2.0
+
+
+def test_products_in_8_bits_by_hand():
+    """All of the layers' 2 (4*100 + 3*200) elements, and the casts of 16*10 + 3*30 features a token
+    and layer; on two ranks half of each.
+    """
+    fast = replace(PLAIN, float8_flops=2e9)
+    for tp in (1, 2):
+        plain, eight = (
+            predict_latency(SHAPE, fast, Scheme(tp, 1), float8=is_on) for is_on in (False, True)
+        )
+        saved, casts = 6 * 2000 / tp * (1 / 1e9 - 1 / 2e9), 8 * 2 * (80 + 90) / tp / 1e9
+        assert plain.linear_ms - eight.linear_ms == pytest.approx(1e3 * (saved - casts))
+        assert eight.constant_ms - plain.constant_ms == pytest.approx(1e3 * 8 * 2000 / tp / 1e9)
+        assert eight.quadratic_ms == plain.quadratic_ms
+    with pytest.raises(HydraConfigError, match=r"plain has no 8-bit products.*as h100"):
+        predict_latency(SHAPE, PLAIN, Scheme(1, 1), float8=True)
+
+
+def test_experts_that_tokens_choose_from_multiply_in_16_bits():
+    fast = replace(PLAIN, float8_flops=2e9, memory_rate=1e30)
+    experts = Experts(num=4, chosen=2, size=20, layer_share=1.0)
+    sparse = replace(SHAPE, experts=experts)
+    times = [predict_latency(sparse, fast, Scheme(1, 1), float8=f).linear_ms for f in (False, True)]
+    assert times[0] - times[1] == pytest.approx(1e3 * 6 * 2 * 400 * (1 / 1e9 - 1 / 2e9))
 
 
 def test_collectives_take_the_link_of_the_group():

@@ -126,6 +126,22 @@ def test_a_wide_proposal_has_schemes_that_share_experts_where_they_can_run():
     assert all(scheme.ep == 1 for scheme in known.latency)
 
 
+def test_8_bit_products_are_an_estimate_that_is_called_one():
+    scheme = Scheme(1, 1)
+    for name in ("h100", "h200", "h20", "b200"):
+        (plain, _), (eight, assumed) = (
+            estimate_from_config("llama2_7b", name, 8, 8192, float8=f) for f in (False, True)
+        )
+        ratio = eight.latency[scheme].micro_batch_ms([8192])
+        ratio /= plain.latency[scheme].micro_batch_ms([8192])
+        assert 0.5 < ratio < 0.95
+        (said,) = (text for text in assumed if "8-bit products: an estimate" in text)
+        assert f"under <1,1> is {ratio:.2f} of" in said
+        assert "with 8-bit products" in eight.document["source"]
+    with pytest.raises(HydraConfigError, match=r"A800-80GB has no 8-bit products"):
+        estimate_from_config("llama2_7b", "a800", 8, 8192, float8=True)
+
+
 def test_every_hardware_runs_a_preset_and_says_what_is_assumed():
     times = {}
     for name in set(list_files("hardware")) - {"cpu"}:

@@ -39,3 +39,17 @@ def test_shipped_profiles_belong_to_their_presets(model):
         check(
             num_layers=preset["num_hidden_layers"], hidden_size=1, vocab_size=preset["vocab_size"]
         )
+
+
+@pytest.mark.parametrize("measured", [None, "rowwise"])
+def test_a_profile_of_other_products_is_refused(measured):
+    document = copy.deepcopy(read_json_object(find_file("profiles", "a800_llama2_7b")))
+    if measured:
+        document["float8"] = measured
+    profile, other = Profile.from_json(document), "tensorwise" if measured else "rowwise"
+    profile.check_float8(measured)
+    with pytest.raises(
+        HydraConfigError,
+        match=rf'measured with hydra.float8 .*, and it is "{other}".*ds-hydra profile --float8 {other}',
+    ):
+        profile.check_float8(other)

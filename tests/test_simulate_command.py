@@ -172,6 +172,7 @@ def test_list_cases():
         (["--baseline", "4x<1,1>"], "MaxLen is 60 on 4 devices"),
         (["--strategies", "missing.json"], "cannot read missing.json"),
         (["--hardware", "h10"], "did you mean 'h100'"),
+        (["--float8"], "--float8 goes with --model and --hardware"),
         (["--plot", "x.png"], "--plot shows a sweep"),
         (["--devices", "4,8", "--timeline", "x.json"], "--timeline shows one workload"),
         (["--case", "paper/case-study"], "leave those options out"),

@@ -48,6 +48,16 @@ def profile(
         bool,
         typer.Option(help="Run each layer through torch.compile, as hydra.compile_layers does."),
     ] = False,
+    float8: Annotated[
+        str | None,
+        typer.Option(
+            help="Multiply in 8 bits in linear layers, as hydra.float8: tensorwise or rowwise."
+        ),
+    ] = None,
+    float8_exclude: Annotated[
+        str | None,
+        typer.Option(help="Parts of names of linear layers that do not, separated by commas."),
+    ] = None,
     tp_sequence_parallel: Annotated[
         bool,
         typer.Option(
@@ -123,6 +133,8 @@ def profile(
                 "activation_checkpointing": activation_checkpointing,
                 "attention": attention,
                 "compile_layers": compile_layers,
+                "float8": float8,
+                "float8_exclude": float8_exclude.split(",") if float8_exclude else [],
                 "tp_sequence_parallel": tp_sequence_parallel,
                 "profiling": {
                     "lengths": _numbers("--lengths", lengths),

@@ -61,6 +61,9 @@ ATTENTION_KERNELS = (
 """The fastest first."""
 
 
+Float8Name: TypeAlias = Literal["tensorwise", "rowwise", "tensorwise_emulated", "rowwise_emulated"]
+
+
 def _attention(value: str) -> str:
     if value in ("auto", *ATTENTION_KERNELS) or re.fullmatch(r"[^/:@]+/[^/:@]+(@[^/:@]+)?", value):
         return value
@@ -70,6 +73,11 @@ def _attention(value: str) -> str:
         f'{value!r} is no kernel{meant} Known are "auto", {", ".join(map(repr, ATTENTION_KERNELS))}, and '
         '"owner/repository" of the Hugging Face hub'
     )
+
+
+def _as_tuple(value: object) -> object:
+    """What JSON has lists for."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _lengths(value: object) -> object:
@@ -385,6 +393,21 @@ class HydraConfig(_Section):
     compile_layers: bool = False
     """Run each decoder layer through torch.compile: faster passes for a minute of compilation at
     the start; `ds-hydra init` turns it on for accelerators.
+    """
+
+    float8: Float8Name | None = None
+    """Multiply in 8 bits in the linear layers of decoder layers, by torchao's float8 training: one
+    scale for each operand ("tensorwise", faster), or one for each of its rows ("rowwise", more
+    exact); null multiplies in the model's dtype.
+
+    Weights, gradients and the output head stay what they are. Needs `ds_hydra[float8]`, a device of
+    sm89 (Ada, Hopper) or gfx94x (MI300) on, features in multiples of 16. "tensorwise_emulated" and
+    "rowwise_emulated" compute the same on any device, slowly.
+    """
+
+    float8_exclude: Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)] = ()
+    """Parts of names of linear layers that do not multiply in 8 bits, as "shared_expert_gate" or
+    "layers.0."; none by default.
     """
 
     deterministic: bool = False

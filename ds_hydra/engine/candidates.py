@@ -203,18 +203,21 @@ class EngineCandidates:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a profile that was measured on the same number of ranks, so that plans do not
         depend on a second measurement; on another number, with another
-        `hydra.tp_sequence_parallel`, or where it measured re-pulls, the new measurement stands.
+        `hydra.tp_sequence_parallel` or `hydra.float8`, or where it measured re-pulls, the new
+        measurement stands.
         """
         same_ranks = state.get("num_ranks", self.num_ranks) == self.num_ranks
-        was_cut = state.get("config", {}).get("tp_sequence_parallel", False)
+        was = {"tp_sequence_parallel": False, "float8": None, **state.get("config", {})}
         profile = state.get("cost_model", {}).get("profile")
-        same_times = same_ranks and was_cut == self.config.tp_sequence_parallel
+        same_times = same_ranks and all(
+            was[key] == getattr(self.config, key) for key in ("tp_sequence_parallel", "float8")
+        )
         same_times = same_times and not has_re_pulls(profile or {})
         self._tracker, self._tracked = None, state.get("latency", {}) if same_times else {}
         if state.get("latency") and not same_times and self.is_first_rank:
             logger.warning(
                 "what the checkpoint has learned of measured times is ignored: it is of %s ranks, or another "
-                "hydra.tp_sequence_parallel",
+                "hydra.tp_sequence_parallel or hydra.float8",
                 state.get("num_ranks"),
             )
         if profile is not None and self.config.profile is None and same_times:
@@ -244,6 +247,7 @@ class EngineCandidates:
             self.profile = fit_memory(document, self.config)
             self.profile.check_model(**model_facts(self.stage_model))
             self.profile.check_tp_sequence_parallel(self.config.tp_sequence_parallel)
+            self.profile.check_float8(self.config.float8)
             self.profile = as_the_engine_needs(
                 self.profile, self.stage_model, self.config, self.num_ranks
             )

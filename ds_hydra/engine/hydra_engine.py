@@ -127,6 +127,8 @@ class HydraEngine(CheckpointingEngine):
             aux_loss=config.moe.aux_loss == "sequence",
             neftune_noise_alpha=config.neftune_noise_alpha,
             attention_kernel=config.attention,
+            float8=config.float8,
+            float8_exclude=config.float8_exclude,
         )
         stage_model = run_together(make_stage_model, self.device)
         check_context(stage_model.abilities, stage_model.config, config.context_length)

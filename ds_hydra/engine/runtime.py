@@ -245,6 +245,8 @@ class HydraRuntime:
         notes += [
             f"attention: {choice.describe()}" for choice in self.stage_model.attention_choices
         ]
+        if self.stage_model.float8:
+            notes.append(self.stage_model.float8.describe())
         if self.flops.unknown:
             notes.append(f"TFLOP/s and MFU are left out: {self.flops.unknown}")
         return (

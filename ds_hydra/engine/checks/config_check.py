@@ -301,6 +301,8 @@ class _Budget:
                 device=torch.device("meta"),
                 num_ranks=self._report.num_devices,
                 tp_sequence_parallel=self._hydra.tp_sequence_parallel,
+                float8=self._hydra.float8,
+                float8_exclude=self._hydra.float8_exclude,
             )
         self._report.parameters = count_parameters(self._stage_model).to_json()
         check_context(self._stage_model.abilities, config, self._hydra.context_length)
@@ -341,6 +343,7 @@ class _Budget:
             if self._stage_model is not None:
                 known.check_model(**model_facts(self._stage_model))
             known.check_tp_sequence_parallel(hydra.tp_sequence_parallel)
+            known.check_float8(hydra.float8)
             self._say_what_was_measured(name, known)
             if self._request.device is not None:
                 report.warnings.append(

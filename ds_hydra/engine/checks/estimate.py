@@ -53,10 +53,12 @@ def estimate_profile(
             **state_memory(stage_model),
         },
         context_length=hydra.context_length,
+        float8=hydra.float8 in ("tensorwise", "rowwise"),
     )
     document["model"]["parameters"] = count_parameters(stage_model).to_json()
     document["model"]["unpriced"] = list(read_decoder(fields, config.model_type).unpriced)
     document["tp_sequence_parallel"] = hydra.tp_sequence_parallel
+    document["float8"] = hydra.float8
     document["activation_checkpointing"] = hydra.activation_checkpointing
     if hydra.activation_checkpointing:
         for entry in document["schemes"]:

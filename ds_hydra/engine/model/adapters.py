@@ -91,6 +91,17 @@ def is_lora(module: nn.Module) -> bool:
     return peft is not None and isinstance(module, peft.tuners.lora.LoraLayer)
 
 
+def is_linear(module: Any) -> bool:
+    """Whether `module` is a linear layer of torch, or one that torchao has converted to 8 bits."""
+    return type(module) is nn.Linear or is_converted(module)
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Whether torchao's `convert_to_float8_training` has made `module`."""
+    torchao = sys.modules.get("torchao.float8.float8_linear")
+    return torchao is not None and type(module) is torchao.Float8Linear
+
+
 def check_head(head: nn.Module) -> None:
     """Raise UnsupportedModelError for an adapter at the output head."""
     if is_lora(head):
@@ -127,7 +138,7 @@ def _find_problem(module: nn.Module) -> str | None:
         )
     if not isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
         return None
-    if type(module) is not peft.tuners.lora.Linear or type(module.base_layer) is not nn.Linear:
+    if type(module) is not peft.tuners.lora.Linear or not is_linear(module.base_layer):
         inner = type(getattr(module, "base_layer", module)).__name__
         return (
             f"{type(module).__module__.rsplit('.', 1)[-1]}.{type(module).__name__} on a {inner} is not supported; "

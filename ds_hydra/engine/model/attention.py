@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 
 from ds_hydra.engine.model import attention_choice
 from ds_hydra.engine.model.attention_choice import kernel_for
@@ -193,7 +193,7 @@ def use_packed_attention(model: nn.Module) -> None:
     """Let the attention of `model` be `hydra_varlen`."""
     AttentionInterface.register(ATTENTION_NAME, hydra_varlen)
     for module in model.modules():
-        if hasattr(module, "config"):
+        if isinstance(getattr(module, "config", None), PretrainedConfig):
             module.config._attn_implementation = ATTENTION_NAME
 
 

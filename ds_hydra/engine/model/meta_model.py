@@ -4,7 +4,7 @@ ZeRO-3 shards to measure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -94,6 +94,8 @@ def build_random_stage_model(
     tp_sequence_parallel: bool = False,
     simulated_tp_size: int = 1,
     attention_kernel: str = "auto",
+    float8: str | None = None,
+    float8_exclude: Sequence[str] = (),
 ) -> StageModel:
     """The stage model of a model whose shards, 1/num_ranks of each parameter, are random; not
     collective.
@@ -119,6 +121,8 @@ def build_random_stage_model(
         tp_sequence_parallel=tp_sequence_parallel,
         simulated_tp_size=simulated_tp_size,
         attention_kernel=attention_kernel,
+        float8=float8,
+        float8_exclude=float8_exclude,
     )
     stage_model.to_device(device)
     return stage_model

@@ -37,6 +37,7 @@ from ds_hydra.engine.model.current_micro_batch import (
     current_micro_batch,
 )
 from ds_hydra.engine.model.expert_balance import ExpertBalance
+from ds_hydra.engine.model.float8 import Float8Layers, use_plain_head
 from ds_hydra.engine.model.liger import is_of_liger
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
 from ds_hydra.engine.model.stage_forward import (
@@ -91,6 +92,8 @@ class StageModel:
         neftune_noise_alpha: float = 0.0,
         simulated_tp_size: int = 1,
         attention_kernel: str = "auto",
+        float8: str | None = None,
+        float8_exclude: Sequence[str] = (),
     ):
         model = unwrap_adapters(model)
         decoder_parts.check_supported(model)
@@ -136,6 +139,7 @@ class StageModel:
                 module._gradient_checkpointing_func = checkpointed
         self._padding_idx = getattr(self._embedding, "padding_idx", None)
         check_head(head)
+        use_plain_head(head, self._model)
         self.logit_transform = None if _has_own_forward(model, parts) else abilities.logits
         """What the model makes of its head's output; None where that is not known."""
         self.vocab_size: int = self._embedding.weight.shape[0]
@@ -163,6 +167,15 @@ class StageModel:
         self._unplanned = find_unplanned(self._base, fqn_of)
         self.balance = ExpertBalance(self._model, self._layers, self.tp, with_loss=aux_loss)
         self.has_noise = count_noise(self._base, self.tp, spec_of) or neftune_noise_alpha > 0
+        self.float8 = Float8Layers(
+            self._layers,
+            spec_of,
+            module_sides(self._base),
+            self.tp,
+            request=float8,
+            exclude=float8_exclude,
+            is_compiled=compile_layers,
+        )
         self._hook(neftune_noise_alpha)
         self._uncut_because = self._hook_blocks(head, fqn_of) if tp_sequence_parallel else ""
         self._forward.hook_head(self.tp)  # after its block has gathered shards
@@ -228,6 +241,7 @@ class StageModel:
                 unplanned=self._unplanned,
                 uncut_because=self._uncut_because,
             )
+            self.float8.check_scheme(scheme)
         if scheme.sp > 1:
             scheme_support.check_sequence_parallel(scheme, self.config)
         if scheme.ep > 1:
@@ -386,8 +400,10 @@ class StageModel:
     def to_device(self, device: torch.device) -> None:
         """Move buffers (rotary frequencies) to the compute device, and choose what runs attention
         there. Raises UnsupportedModelError for attention that no kernel of that device computes,
-        HydraConfigError for a kernel that was asked for and cannot.
+        HydraConfigError for a kernel that was asked for and cannot, and for 8-bit products that the
+        device does not have.
         """
+        self.float8.check_device(device)
         self.attention_choices = select_kernels(
             self.config,
             device,

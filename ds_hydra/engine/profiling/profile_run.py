@@ -230,6 +230,8 @@ def _prepare(
             activation_checkpointing=request.config.activation_checkpointing,
             compile_layers=request.config.compile_layers,
             attention_kernel=request.config.attention,
+            float8=request.config.float8,
+            float8_exclude=request.config.float8_exclude,
             tp_sequence_parallel=request.config.tp_sequence_parallel,
         )
     return model_config, stage_model, _schemes(request, stage_model, num_devices)
@@ -292,6 +294,8 @@ def _identity(
         "attention": config.attention,
         "compile_layers": config.compile_layers,
         "deterministic": config.deterministic,
+        "float8": config.float8,
+        "float8_exclude": list(config.float8_exclude),
         "tp_sequence_parallel": config.tp_sequence_parallel,
         "profiling": config.profiling.model_dump(mode="json"),
         "schemes": [str(scheme) for scheme in schemes],

@@ -300,6 +300,7 @@ def _measure_memory(
         "tp_sequence_parallel": stage_model.tp.cuts_micro_batches,
         "activation_checkpointing": config.activation_checkpointing,
         "deterministic": config.deterministic,
+        "float8": config.float8,
         "memory": {
             "activation_source": "peak memory"
             if has_device_memory()

@@ -119,6 +119,7 @@ def profile_slices(
         "tp_sequence_parallel": cuts_micro_batches,
         "activation_checkpointing": config.activation_checkpointing,
         "deterministic": config.deterministic,
+        "float8": config.float8,
         "memory": {
             "activation_source": "peak memory"
             if has_device_memory()
@@ -155,6 +156,8 @@ def _measure_slice(
             activation_checkpointing=config.activation_checkpointing,
             compile_layers=config.compile_layers,
             attention_kernel=config.attention,
+            float8=config.float8,
+            float8_exclude=config.float8_exclude,
             tp_sequence_parallel=config.tp_sequence_parallel,
             simulated_tp_size=tp,
         )

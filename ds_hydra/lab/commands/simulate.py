@@ -141,6 +141,13 @@ def simulate(
             help="With --model, tokens that experts of the busiest rank get over the mean, where ranks share experts.",
         ),
     ] = 1.0,
+    float8: Annotated[
+        bool,
+        typer.Option(
+            "--float8",
+            help="With --model, linear layers multiply in 8 bits, as hydra.float8; an estimate, as all of T is.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the mini-batches.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="PNG of a sweep.")] = None,
     timeline_of: Annotated[
@@ -174,6 +181,10 @@ def simulate(
         return
     with errors_to_stderr():
         check_folder(out)
+        _refuse(
+            float8 and model is None,
+            "--float8 goes with --model and --hardware: times of a profile are those it was measured with",
+        )
         settings = _settings(iterations, systems, baseline, overlap, seed, space)
         _check_timeline(timeline_of, settings)
         loaded = _load_case(
@@ -186,7 +197,7 @@ def simulate(
             if model is not None:
                 _refuse(profile is not None, "give --profile or --model, one of them")
                 histogram, devices, context, estimated = _estimate(
-                    model, hardware, histogram, nodes, devices, context, expert_skew
+                    model, hardware, histogram, nodes, devices, context, expert_skew, float8
                 )
             _refuse(
                 model is None and nodes is not None, "--nodes goes with --model; give --devices"
@@ -349,6 +360,7 @@ def _estimate(
     devices: str | None,
     context: str | None,
     expert_skew: float,
+    float8: bool,
 ) -> tuple[str, str, str, Profile]:
     """Histogram, devices and context, with defaults, and the profile of `model` by a roofline; says
     what it assumes.
@@ -373,7 +385,9 @@ def _estimate(
     most = max(_numbers("--devices", devices, MAX_DEVICES))
     longest = max(_numbers("--context", context, MAX_LENGTH_TOKENS))
     config, notes = read_config(model)
-    profile, more = estimate_from_config(model, hardware, most, longest, expert_skew, config)
+    profile, more = estimate_from_config(
+        model, hardware, most, longest, expert_skew, config, float8=float8
+    )
     for sentence in (*notes, *more, *assumed):
         log(f"assumed: {sentence}")
     return histogram, devices, context, profile

@@ -21,7 +21,8 @@ layers, and their states as matrices of as many multiplications; W is then the m
 width, 0 in layers without it. Heads as wide as W together, where that is not H, count as W.
 Attention is 14 W for each pair seen twice (2 + 5 products of the flash kernel's two passes), half
 of it causal. The head adds 6 H V / TP, shared between the stages. Left out: P2P, the optimizer, and
-imbalance.
+imbalance. With 8-bit products the layers' matrices, but for experts that tokens choose from, count
+at the device's 8-bit rate, and 8 bytes for each number that is cast.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ each expert and hidden unit: what went in and what came out. `_KEPT_BYTES` has I
 """
 _USUAL_WIDTH = 2.7
 _TOUCHED_BYTES = 6
+_CAST_BYTES = 2 + 2 * (2 + 1)
+"""Of a number that is an operand of two 8-bit products (`_EightBit`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,8 @@ class Hardware:
     collective_overhead_ms: float
     peak_flops: float | None = None
     """What the vendor states, dense and in 16 bit."""
+    float8_flops: float | None = None
+    """In 8 bits, by the same share of the peak as in 16; None for devices without."""
 
     @classmethod
     def load(cls, name: str) -> Hardware:
@@ -116,6 +121,7 @@ class Hardware:
                 name: read_number(reached, name, least=1e-6, most=1)
                 for name in ("matmul", "attention", "memory", "interconnect")
             }
+            float8 = document.get("peak_float8_flops") is not None
             return cls(
                 name=read_text(document, "name"),
                 devices_per_node=read_count(
@@ -130,6 +136,9 @@ class Hardware:
                 layer_overhead_ms=read_time(document, "layer_overhead_ms"),
                 collective_overhead_ms=read_time(document, "collective_overhead_ms"),
                 peak_flops=peak,
+                float8_flops=_read_rate(document, "peak_float8_flops") * share["matmul"]
+                if float8
+                else None,
             )
 
     def group_rate(self, num_ranks: int, *, is_shared: bool = False) -> float:
@@ -369,13 +378,49 @@ def expert_parallel_latency(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _EightBit:
+    """Of a stage whose linear layers multiply in 8 bits, by micro-batch of a rank: FLOP for each
+    token, bytes that casts move for each token, and for weights.
+    """
+
+    flop: float
+    token_bytes: float
+    weight_bytes: float
+
+    @classmethod
+    def of(cls, shape: ModelShape, layers: float, tp: int) -> _EightBit:
+        """Experts that tokens choose from multiply in 16 bits. An operand is read for its largest
+        number and for the casts of two products, which are written. Left out: what of it other
+        operations do in passing, and how ranks of a TP group agree on scales.
+        """
+        means, hidden, e = shape.means, shape.hidden_size, shape.experts
+        params, inner = means.active_params, means.kept_width
+        if e is not None:
+            params -= means.expert_params * e.chosen / e.num
+            inner -= e.layer_share * e.chosen * e.size
+        heads = means.attention_width * (2 + 2 * shape.key_value_share)
+        features = 4 * hidden * means.mixer_share + heads + 3 * (hidden + inner)
+        return cls(
+            flop=6 * params * layers / tp,
+            token_bytes=_CAST_BYTES * features * layers / tp,
+            weight_bytes=_CAST_BYTES * params * layers / tp,
+        )
+
+
 def predict_latency(
-    shape: ModelShape, hardware: Hardware, scheme: Scheme, *, expert_skew: float = 1.0
+    shape: ModelShape,
+    hardware: Hardware,
+    scheme: Scheme,
+    *,
+    expert_skew: float = 1.0,
+    float8: bool = False,
 ) -> LatencyModel:
     """T(l, scheme) by the roofline. The stage has L / PP layers and its share of the head.
 
     SP ranks share the micro-batch and exchange queries, keys, values and outputs of attention,
-    forward and backward; CP ranks keys and values.
+    forward and backward; CP ranks keys and values. With `float8` linear layers of decoder layers
+    multiply in 8 bits; raises HydraConfigError where `hardware` does not.
     """
     tp, hidden = scheme.tp, shape.hidden_size
     layers = shape.num_layers / scheme.pp
@@ -393,11 +438,22 @@ def predict_latency(
     num_collectives += KEY_VALUE_EXCHANGES if scheme.cp > 1 else 0
     collectives_ms = num_collectives * hardware.collective_overhead_ms
     experts_s = _TOUCHED_BYTES * shape.expert_params * layers / (scheme.ep if scheme.ep > 1 else tp)
+    casts_s = 0.0
+    if float8:
+        if hardware.float8_flops is None:
+            raise HydraConfigError(
+                f"hardware {hardware.name} has no 8-bit products (peak_float8_flops in its file); leave out float8, or "
+                "name hardware that has them, as h100"
+            )
+        eight = _EightBit.of(shape, layers, tp)
+        linear_s += eight.flop / hardware.float8_flops - eight.flop / hardware.matmul_flops
+        linear_s += eight.token_bytes / hardware.memory_rate
+        casts_s = eight.weight_bytes / hardware.memory_rate
     latency = LatencyModel(
         quadratic_ms=1e3 * attention / hardware.attention_flops,
         linear_ms=1e3 * linear_s / scheme.num_shards + key_values_ms(shape, hardware, scheme),
         constant_ms=layers * (hardware.layer_overhead_ms + collectives_ms)
-        + 1e3 * experts_s / hardware.memory_rate,
+        + 1e3 * (experts_s / hardware.memory_rate + casts_s),
     )
     return latency.plus(sequence_parallel_latency(shape, hardware, scheme)).plus(
         expert_parallel_latency(shape, hardware, scheme, expert_skew)
@@ -413,12 +469,13 @@ def predict_profile(
     memory: Mapping[str, Any],
     context_length: int,
     expert_skew: float = 1.0,
+    float8: bool = False,
 ) -> dict[str, Any]:
     """A `ds_hydra.profile/1` document without a measurement. `memory` is its section of that
-    name; `expert_skew` as in `expert_parallel_latency`.
+    name; `expert_skew` as in `expert_parallel_latency`, `float8` as in `predict_latency`.
     """
     latency = {
-        scheme: predict_latency(shape, hardware, scheme, expert_skew=expert_skew)
+        scheme: predict_latency(shape, hardware, scheme, expert_skew=expert_skew, float8=float8)
         for scheme in schemes
     }
     saturation: dict[str, int] = {}
@@ -430,7 +487,7 @@ def predict_profile(
     return {
         "schema": PROFILE_SCHEMA,
         "estimated": True,
-        "source": f"roofline of {hardware.name}, nothing measured",
+        "source": f"roofline of {hardware.name}{' with 8-bit products' if float8 else ''}, nothing measured",
         "hardware": {
             "name": hardware.name,
             "devices_per_node": hardware.devices_per_node,

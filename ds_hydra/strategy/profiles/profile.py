@@ -294,6 +294,18 @@ class Profile:
                 f"{' --tp-sequence-parallel' if wanted else ''}, or remove hydra.profile)"
             )
 
+    def check_float8(self, wanted: str | None) -> None:
+        """Raise HydraConfigError if the profile was measured with another `hydra.float8`; one that
+        does not say, as the published ones, with none.
+        """
+        found = self.document.get("float8")
+        if found != wanted:
+            raise HydraConfigError(
+                f"profile {self.name!r} was measured with hydra.float8 {json.dumps(found)}, and it is "
+                f"{json.dumps(wanted)}, which changes times; set hydra.float8 to {json.dumps(found)}, or measure anew "
+                f"(ds-hydra profile{f' --float8 {wanted}' if wanted else ''}, or remove hydra.profile)"
+            )
+
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, source: str = "profile") -> Profile:
         """The profile in a `ds_hydra.profile/1` document; raises HydraConfigError naming what is
