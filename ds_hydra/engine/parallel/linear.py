@@ -15,14 +15,21 @@ the group, which exchange it. The second one is therefore made
 Autograd sees no gradient of such a weight. Its node still runs, after all uses of the weight, and
 `WeightGradient` waits for the products that it was told to expect.
 
+In a layer that torch compiles, backward of a linear is one operator. A compiler takes it for a
+function of its arguments. So totals are not among them, or it would copy them to follow their
+changes; handles are, numbers in tensors of the CPU, by which the operator finds what takes its
+product. The gradient of the input is its result, and keeps it in the graph.
+
 Legend: T tokens of a micro-batch, H input and O output features.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +40,7 @@ class WeightGradient(Protocol):
     """Where the gradient of one weight [O, H] goes; `gradient_of` has it."""
 
     def expect_product(self) -> None:
-        """`add_product` will be called once more, perhaps after autograd is done with the weight."""
+        """`add_product` will be called once more, perhaps when autograd is done with the weight."""
 
     def add_product(self, grad_TO: Tensor, input_TH: Tensor) -> None:
         """Add `grad_TO.T @ input_TH`."""
@@ -47,6 +54,18 @@ def gradient_of(weight: Tensor) -> WeightGradient | None:
 def set_gradient(weight: Tensor, gradient: WeightGradient) -> None:
     """Let linears that `weight` is bound to hand their products to `gradient`."""
     weight.hydra_gradient = gradient  # type: ignore[attr-defined]
+    weight.hydra_handle = new_handle(gradient)  # type: ignore[attr-defined]
+
+
+_numbers = itertools.count(1)
+_by_handle: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def new_handle(held: Any) -> Tensor:
+    """[1] int64 on the CPU that stands for `held` in compiled code, while somebody has that."""
+    number = next(_numbers)
+    _by_handle[number] = held
+    return torch.tensor([number])
 
 
 def multiply_into(total: Tensor, left: Tensor, right: Tensor, *, adds: bool) -> None:
@@ -63,9 +82,7 @@ def multiply_into(total: Tensor, left: Tensor, right: Tensor, *, adds: bool) -> 
 
 
 @functools.cache
-def can_multiply_into(
-    total: torch.dtype, factors: torch.dtype, device: torch.device
-) -> bool:
+def can_multiply_into(total: torch.dtype, factors: torch.dtype, device: torch.device) -> bool:
     """Whether `multiply_into` runs on `device`; tried once where the types differ.
 
     torch 2.13 has such products of CUDA devices only, and not every version adds to an fp32 matrix.
@@ -89,6 +106,7 @@ class SharedBackward:
 
     def __init__(self) -> None:
         self._products: list[Callable[[], None]] = []
+        self.handle = new_handle(self)
 
     def postpone(self, product: Callable[[], None]) -> None:
         """Run `product` beside the exchange."""
@@ -178,6 +196,79 @@ def _add_product(
     gradient: WeightGradient, grad_TO: Tensor, reading: _Reading, shared: SharedBackward
 ) -> None:
     gradient.add_product(grad_TO, _read(reading, shared))
+
+
+def _backward(
+    grad_TO: Tensor, weight_OH: Tensor, input_TH: Tensor, gradient: Tensor, shared: Tensor
+) -> Tensor:
+    """Gradient [T, H] of the input, and a product for the weight's; the last two are handles."""
+    taker: WeightGradient = _by_handle[int(gradient)]
+    later: SharedBackward | None = _by_handle.get(int(shared))
+    taker.expect_product()
+    add = functools.partial(taker.add_product, grad_TO, input_TH)
+    grad_TH = grad_TO @ weight_OH
+    if later is None:
+        add()
+    else:
+        later.postpone(add)
+    return grad_TH
+
+
+_operator = torch.library.custom_op(
+    "ds_hydra::linear_backward",
+    _backward,
+    mutates_args=(),
+    schema="(Tensor grad, Tensor weight, Tensor input, Tensor gradient, Tensor shared) -> Tensor",
+)
+_NONE = torch.zeros(1, dtype=torch.int64)
+
+
+@_operator.register_fake
+def _(grad_TO: Tensor, _weight: Tensor, input_TH: Tensor, *_: Tensor) -> Tensor:
+    return torch.empty_like(input_TH, memory_format=torch.contiguous_format)
+
+
+class _TracedLinear(torch.autograd.Function):
+    """See [Note: Products for weights], of compiled layers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight_OH: Tensor,
+        bias_O: Tensor | None,
+        gradient: Tensor,
+        shared: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight_OH, gradient, shared)
+        ctx.has_bias = bias_O is not None
+        return F.linear(hidden, weight_OH, bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight_OH, gradient, shared = ctx.saved_tensors
+        grad_TO = grad.flatten(0, -2)
+        input_TH = hidden.flatten(0, -2)
+        grad_TH = torch.ops.ds_hydra.linear_backward(grad_TO, weight_OH, input_TH, gradient, shared)
+        grad_bias = grad_TO.sum(dim=0) if ctx.has_bias else None
+        return grad_TH.view(hidden.shape), None, grad_bias, None, None
+
+
+def trace_linear(
+    linear: nn.Linear,
+    plain: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    shared: SharedBackward | None = None,
+) -> Tensor:
+    """The same in a layer that torch compiles; `plain(hidden)` where nothing takes the gradient, or
+    no gradient of `hidden` would keep the operator in the graph.
+    """
+    gradient = getattr(linear.weight, "hydra_handle", None)
+    if gradient is None or not hidden.requires_grad:
+        return plain(hidden)
+    handle = _NONE if shared is None else shared.handle
+    output: Tensor = _TracedLinear.apply(hidden, linear.weight, linear.bias, gradient, handle)
+    return output
 
 
 @torch.compiler.disable

@@ -35,7 +35,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hydra.engine.parallel.linear import SharedBackward, apply_linear, gradient_of, nothing
+from ds_hydra.engine.parallel.linear import (
+    SharedBackward,
+    apply_linear,
+    gradient_of,
+    nothing,
+    trace_linear,
+)
 
 _all_gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -261,6 +267,8 @@ class TensorParallel:
         self.size, self.rank, self.cuts_experts = 1, 0, True
         self.shards: TokenShards | None = None
         """Set where micro-batches are cut now."""
+        self.columns: set[nn.Module] = set()
+        """Modules that are handed a shared copy of their input."""
         self.shared: SharedInput | None = None
         """What the linears that run now read, where its gradient is exchanged."""
 
@@ -426,6 +434,7 @@ def hook_colwise(module: nn.Module, tp: TensorParallel) -> None:
         return (tp.copy_to_group(args[0]), *args[1:]) if is_whole else None
 
     module.register_forward_pre_hook(before)
+    tp.columns.add(module)
 
 
 def hook_block(block: nn.Module, tp: TensorParallel) -> None:
@@ -457,19 +466,22 @@ def hook_linear(linear: nn.Module, tp: TensorParallel) -> None:
     """A linear without code of its own, of a layer or the head: [Note: Products for weights]."""
     if type(linear) is not nn.Linear or "forward" in vars(linear):
         return
-    plain = linear.forward
+    plain, is_handed_copy = linear.forward, linear in tp.columns
 
     @functools.wraps(plain)
     def forward(hidden: Tensor) -> Tensor:
-        weight = linear.weight
-        # A compiler makes backward from what it sees.
-        is_plain = torch.compiler.is_compiling() or gradient_of(weight) is None
-        if not weight.requires_grad or (tp.shards is None and is_plain):
+        if not linear.weight.requires_grad:
             return plain(hidden)
-        shared = tp.shared
-        if shared is None or hidden is not shared.whole:
-            return plain(hidden) if is_plain else apply_linear(linear, hidden)
-        return apply_linear(linear, hidden, shared.kept, shared.backward)
+        shared, is_compiling = tp.shared, torch.compiler.is_compiling()
+        if is_compiling and tp.shards is None:
+            # Not by comparing tensors, whose lengths a compiler would take for constants
+            is_shared = shared is not None and is_handed_copy and tp.size > 1
+            return trace_linear(linear, plain, hidden, shared.backward if is_shared else None)
+        if shared is not None and hidden is shared.whole:
+            return apply_linear(linear, hidden, shared.kept, shared.backward)
+        if is_compiling:
+            return trace_linear(linear, plain, hidden)
+        return plain(hidden) if gradient_of(linear.weight) is None else apply_linear(linear, hidden)
 
     linear.forward = forward
 
