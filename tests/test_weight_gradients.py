@@ -36,6 +36,12 @@ CPU = torch.device("cpu")
 OUT, IN = 24, 16
 
 
+@pytest.fixture(autouse=True)
+def small_weights(monkeypatch):
+    """Those of these tests count as large ones."""
+    monkeypatch.delitem(linear.LEAST_NUMEL, "cpu", raising=False)
+
+
 @contextmanager
 def products_into_fp32():
     """The CPU has what torch has for CUDA devices: products of 16-bit matrices in fp32."""

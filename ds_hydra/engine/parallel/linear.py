@@ -39,6 +39,9 @@ from torch import Tensor, nn
 class WeightGradient(Protocol):
     """Where the gradient of one weight [O, H] goes; `gradient_of` has it."""
 
+    is_direct: bool
+    """Whether products are made in the memory where they add up."""
+
     def expect_product(self) -> None:
         """`add_product` will be called once more, perhaps when autograd is done with the weight."""
 
@@ -49,6 +52,12 @@ class WeightGradient(Protocol):
 def gradient_of(weight: Tensor) -> WeightGradient | None:
     """What takes the gradient of `weight` as products; None where autograd alone brings it."""
     return getattr(weight, "hydra_gradient", None)
+
+
+def takes_products(weight: Tensor, shared: SharedBackward | None = None) -> bool:
+    """Whether products for `weight` save a pass, or run beside the exchange of a `shared` input."""
+    gradient = gradient_of(weight)
+    return gradient is not None and (gradient.is_direct or shared is not None)
 
 
 def set_gradient(weight: Tensor, gradient: WeightGradient) -> None:
@@ -79,6 +88,12 @@ def multiply_into(total: Tensor, left: Tensor, right: Tensor, *, adds: bool) -> 
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         torch.mm(left, right, out_dtype=total.dtype, out=total)
+
+
+LEAST_NUMEL = {"cpu": 2**19}
+"""Elements of a weight from which a pass over its gradient costs more than 20 microseconds of
+Python, by type of device; on others it always does.
+"""
 
 
 @functools.cache
@@ -134,6 +149,10 @@ def nothing() -> None:
     """What there is to wait for where nothing is under way."""
 
 
+_ALONE = SharedBackward()
+"""Of a tensor that one linear reads; nothing is postponed there."""
+
+
 class _Linear(torch.autograd.Function):
     """See [Note: Products for weights]."""
 
@@ -148,7 +167,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         needs_grad, trains_weight, ctx.trains_bias = ctx.needs_input_grad[:3]
         ctx.gradient = gradient_of(weight_OH) if trains_weight else None
-        ctx.shared = shared or SharedBackward()
+        ctx.shared = shared or _ALONE
         # A tensor without gradient is not exchanged.
         ctx.is_exchanged = shared is not None and needs_grad
         if trains_weight:
@@ -163,7 +182,7 @@ class _Linear(torch.autograd.Function):
         reading = None if kept is None else ctx.shared.read(kept)
         grad_input = grad_weight = None
         if weight_OH is not None:
-            grad_input = (grad_TO @ weight_OH).unflatten(0, grad.shape[:-1])
+            grad_input = (grad_TO @ weight_OH).view(*grad.shape[:-1], weight_OH.shape[1])
         grad_bias = grad_TO.sum(dim=0) if ctx.trains_bias else None
         if reading is not None:
             if ctx.gradient is None:
@@ -260,18 +279,18 @@ def trace_linear(
     hidden: Tensor,
     shared: SharedBackward | None = None,
 ) -> Tensor:
-    """The same in a layer that torch compiles; `plain(hidden)` where nothing takes the gradient, or
-    no gradient of `hidden` would keep the operator in the graph.
+    """The same in a layer that torch compiles; `plain(hidden)` where nothing is gained, or no
+    gradient of `hidden` would keep the operator in the graph.
     """
-    gradient = getattr(linear.weight, "hydra_handle", None)
-    if gradient is None or not hidden.requires_grad:
+    weight = linear.weight
+    if not (hidden.requires_grad and takes_products(weight, shared)):
         return plain(hidden)
+    gradient = weight.hydra_handle  # type: ignore[attr-defined]
     handle = _NONE if shared is None else shared.handle
-    output: Tensor = _TracedLinear.apply(hidden, linear.weight, linear.bias, gradient, handle)
+    output: Tensor = _TracedLinear.apply(hidden, weight, linear.bias, gradient, handle)
     return output
 
 
-@torch.compiler.disable
 def apply_linear(
     linear: nn.Linear,
     hidden: Tensor,
@@ -285,3 +304,7 @@ def apply_linear(
         hidden, linear.weight, linear.bias, hidden if kept is None else kept, shared
     )
     return output
+
+
+apply_outside = torch.compiler.disable(apply_linear)
+"""`apply_linear` in the middle of a layer that torch compiles."""

@@ -38,8 +38,9 @@ from torch import Tensor, nn
 from ds_hydra.engine.parallel.linear import (
     SharedBackward,
     apply_linear,
-    gradient_of,
+    apply_outside,
     nothing,
+    takes_products,
     trace_linear,
 )
 
@@ -478,10 +479,11 @@ def hook_linear(linear: nn.Module, tp: TensorParallel) -> None:
             is_shared = shared is not None and is_handed_copy and tp.size > 1
             return trace_linear(linear, plain, hidden, shared.backward if is_shared else None)
         if shared is not None and hidden is shared.whole:
-            return apply_linear(linear, hidden, shared.kept, shared.backward)
+            run = apply_outside if is_compiling else apply_linear
+            return run(linear, hidden, shared.kept, shared.backward)
         if is_compiling:
             return trace_linear(linear, plain, hidden)
-        return plain(hidden) if gradient_of(linear.weight) is None else apply_linear(linear, hidden)
+        return apply_linear(linear, hidden) if takes_products(linear.weight) else plain(hidden)
 
     linear.forward = forward
 

@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.engine.parallel.linear import can_multiply_into, multiply_into, set_gradient
+from ds_hydra.engine.parallel.linear import (
+    LEAST_NUMEL,
+    can_multiply_into,
+    multiply_into,
+    set_gradient,
+)
 from ds_hydra.engine.transfer.home import Home
 from ds_hydra.engine.transfer.schedule import StageStreams, only_copied
 from ds_hydra.zero_link import Bucket, BucketEntry, ParamSpec, RankBuckets
@@ -191,6 +196,7 @@ class _Gradient:
         multiply: Callable[[Tensor, Tensor], None] | None = None,
     ):
         self.take = take
+        self.is_direct = multiply is not None
         self._multiply = multiply
         self.complete: Callable[[], None] = lambda: None
         self._num_expected, self._is_passed = 0, False
@@ -388,9 +394,8 @@ class StageWeights:
         def multiply(left: Tensor, right: Tensor) -> None:
             multiply_into(main_grad, left, right, adds=not is_first())
 
-        is_direct = main_grad.ndim == 2 and can_multiply_into(
-            main_grad.dtype, leaf.dtype, leaf.device
-        )
+        pays = leaf.ndim == 2 and leaf.numel() >= LEAST_NUMEL.get(leaf.device.type, 0)
+        is_direct = pays and can_multiply_into(main_grad.dtype, leaf.dtype, leaf.device)
         self._watch(leaf, bucket, param, _Gradient(take, multiply if is_direct else None))
 
     def _watch(self, leaf: nn.Parameter, bucket: int, param: int, gradient: _Gradient) -> None:
