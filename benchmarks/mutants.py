@@ -52,6 +52,7 @@ class Mutant(NamedTuple):
 
 
 _TP = "engine/parallel/tensor_parallel.py"
+_LINEAR = "engine/parallel/linear.py"
 _CUTS = "engine/parallel/token_cuts.py"
 _EP = "engine/parallel/expert_parallel.py"
 _CROSS = "engine/parallel/token_scores.py"
@@ -68,15 +69,15 @@ MUTANTS = (
     Mutant(
         "a column-wise layer's input has one rank's gradient",
         _TP,
-        "return _sum_over(grad, ctx.group, may_write=grad._use_count() == 1), None",
-        "return grad, None",
+        "summed, wait = _post_sum_over(grad, ctx.group, may_write=may_write)",
+        "summed, wait = grad, lambda: None",
         values=("tp2", "tp4", "tp2pp2"),
     ),
     Mutant(
         "a row-wise layer's output is one rank's part",
         _TP,
-        "summed = _sum_over(x, group)",
-        "summed = x.clone()",
+        "summed, wait = _post_sum_over(x, group)",
+        "summed, wait = x.clone(), lambda: None",
         values=("tp2", "tp4", "tp2pp2"),
     ),
     Mutant(
@@ -135,11 +136,25 @@ MUTANTS = (
     ),
     Mutant(
         "a bias has the mean of its gradients",
-        _TP,
-        "grad_bias = grad_TO.sum(dim=0)",
-        "grad_bias = grad_TO.mean(dim=0)",
+        _LINEAR,
+        "grad_bias = grad_TO.sum(dim=0) if ctx.trains_bias",
+        "grad_bias = grad_TO.mean(dim=0) if ctx.trains_bias",
         ("llama_bias", "qwen2"),
         values=("cut_rows",),
+    ),
+    Mutant(
+        "a gradient made in the product is that of the last micro-batch",
+        _WEIGHTS,
+        "adds=not is_first()",
+        "adds=is_first() and False",
+        values=("dp",),
+    ),
+    Mutant(
+        "a gradient is told to be complete before its postponed product",
+        _WEIGHTS,
+        "self._is_passed = bool(self._num_expected)",
+        "self._is_passed = False",
+        tests=("tests/test_weight_gradients.py",),
     ),
     Mutant(
         "norms under shards of a TP group are pushed by its first rank",
@@ -231,8 +246,15 @@ MUTANTS = (
     Mutant(
         "CP: a second piece's gradient replaces the first's",
         _CUTS,
-        "whole.index_copy_(0, block, whole.index_select(0, block).add_(grad))",
-        "whole.index_copy_(0, block, grad)",
+        "whole.index_copy_(0, places_n, whole.index_select(0, places_n).add_(values))",
+        "whole.index_copy_(0, places_n, values)",
+        values=("cp2", "cp4", "sp2cp2", "cp2tp2"),
+    ),
+    Mutant(
+        "CP: gradients of sent keys are forgotten",
+        _CUTS,
+        "_add_at(row, self.sent_S[: self.num_sent], own[0, : self.num_sent])",
+        "own[0, : self.num_sent]",
         values=("cp2", "cp4", "sp2cp2", "cp2tp2"),
     ),
     Mutant(

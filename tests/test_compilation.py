@@ -21,6 +21,7 @@ from ds_hydra.engine.model import attention, attention_choice
 from ds_hydra.engine.model.attention_operator import KernelUse
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, running
 from ds_hydra.engine.model.stage_forward import Compilations, compile_each
+from ds_hydra.engine.parallel import linear
 from ds_hydra.errors import HydraConfigError
 
 CPU = torch.device("cpu")
@@ -175,24 +176,31 @@ def use_standin(config, _device, dtype, **_):
 
 def check_engine():
     traces = functools.partial(torch.compile, backend="aot_eager")
+    multiply = mock.Mock(side_effect=linear.multiply_into)
     with (
         installed("flash_attention_2") as calls,
         mock.patch("ds_hydra.engine.model.stage_model.select_kernels", use_standin),
+        mock.patch("ds_hydra.engine.transfer.stage_weights.multiply_into", multiply),
         mock.patch("torch.compile", traces),
     ):
         worst = check_gradients("llama", ("1x<1,1>", "1x<1,1;ckpt=1>"), {"compile_layers": True})
     counters = torch._dynamo.utils.counters
     passes = {call["pass"] for call in calls["flash_attention_2"]}
-    return worst, counters["stats"]["unique_graphs"], dict(counters["graph_break"]), passes
+    graphs, breaks = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+    return worst, graphs, breaks, passes, multiply.call_count
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_layer_of_the_engine_is_one_graph():
     """With its hooks, slices that come and go, and where it runs again in backward."""
-    ((worst, graphs, breaks, passes),) = run_distributed(check_engine, 1, timeout_s=600)
+    ((worst, graphs, breaks, passes, num_products),) = run_distributed(
+        check_engine, 1, timeout_s=600
+    )
     assert_parity(worst)
     assert graphs == 2, "of a layer, and of one that runs again"
     others = [reason for reason in breaks if "function checkpointed" not in reason]
     assert not others, "\n".join(others)
     assert passes == {"forward", "backward"}
+    micro_batches, linears = 4, 4 * 7
+    assert num_products == 2 * micro_batches * linears, "gradients of weights add up in products"

@@ -26,6 +26,7 @@ from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 
 from ds_hydra.engine.losses import head_loss
 from ds_hydra.engine.model.stage_forward import StageForward
+from ds_hydra.engine.parallel import linear
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
@@ -104,6 +105,7 @@ def check_gradients(
     family, strategies, hydra=None, overrides=None, lengths=LENGTHS, unlabelled=0.0, **sections
 ):
     """The first part `unlabelled` of every sequence does not count, and nothing of the longest."""
+    linear.LEAST_NUMEL.clear()  # gradients add up in products, as those of large weights
     model = family if isinstance(family, torch.nn.Module) else tiny(family, **(overrides or {}))
     reference = copy.deepcopy(model)
     names = [name for name, _ in reference.named_parameters()]

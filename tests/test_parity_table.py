@@ -25,7 +25,7 @@ from test_engine_parity import (
     relative_errors,
 )
 
-from ds_hydra.engine.parallel import token_cuts
+from ds_hydra.engine.parallel import linear, token_cuts
 from ds_hydra.strategy import Strategy
 
 HAS_PEFT = importlib.util.find_spec("peft") is not None
@@ -97,6 +97,7 @@ def examples_of(lengths):
 
 def check_rows(names):
     """(worst error of a gradient, its name, error of the loss) of each row of `names`."""
+    linear.LEAST_NUMEL.clear()  # gradients add up in products, as those of large weights
     token_cuts.LEAST_PART_BYTES = 1  # keys travel in parts, as those of large micro-batches
     rows = [(name, row_of(name)) for name in names]
     # Frozen slices may stay from one row to the next where weights are kept

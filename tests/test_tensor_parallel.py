@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -33,7 +34,12 @@ class Copies(TorchDispatchMode):
 @pytest.fixture
 def tp(monkeypatch):
     """TP 2 of two ranks that have the same."""
-    monkeypatch.setattr(tensor_parallel.dist, "all_reduce", lambda x, group: x.mul_(2))
+
+    def all_reduce(x, group, async_op):
+        x.mul_(2)
+        return mock.Mock()
+
+    monkeypatch.setattr(tensor_parallel.dist, "all_reduce", all_reduce)
     tp = TensorParallel()
     tp.enter(None, 2, 0)
     return tp

@@ -64,6 +64,7 @@ from ds_hydra.engine.parallel.tensor_parallel import (
     hook_block,
     hook_embedding,
     hook_latent,
+    hook_linear,
 )
 from ds_hydra.engine.transfer.schedule import StageStreams, Window, copied_params
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
@@ -178,6 +179,8 @@ class StageModel:
         )
         self._hook(neftune_noise_alpha)
         self._uncut_because = self._hook_blocks(head, fqn_of) if tp_sequence_parallel else ""
+        for module in (*(m for layer in self._layers for m in layer.modules()), head):
+            hook_linear(module, self.tp)
         self._forward.hook_head(self.tp)  # after its block has gathered shards
         bind_zeros(self.units[0].bindings, self._meta_params, self._forward.device)
         hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)

@@ -45,9 +45,8 @@ from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
 from ds_hydra.engine.parallel.tensor_parallel import (
     COLUMN,
     ROW,
-    BlockInput,
+    SharedInput,
     TensorParallel,
-    TokenShards,
 )
 
 _CUT = {COLUMN: "O", ROW: "I"}
@@ -75,12 +74,12 @@ class EightBitLinear(nn.Linear):
         if not hidden.numel():  # experts without tokens: nothing to take a scale of
             return super().forward(hidden)
         tp = self.tp
-        block = tp.block if tp.shards is not None else None
-        if block is not None and hidden is not block.micro_batch:
-            block = None
-        if block is None and not (self.side and tp.size > 1):
+        shared = tp.shared if tp.shards is not None else None
+        if shared is not None and hidden is not shared.whole:
+            shared = None
+        if shared is None and not (self.side and tp.size > 1):
             output: Tensor = _Products.apply(
-                hidden, self.weight, self.casts, False, "", 1, None, None, None
+                hidden, self.weight, self.casts, False, "", 1, None, None
             )
         else:
             cut = _CUT.get(self.side, "") if tp.size > 1 else ""
@@ -93,8 +92,7 @@ class EightBitLinear(nn.Linear):
                 cut,
                 tp.size // self.num_heads if is_repeated else 1,
                 tp.group,
-                block,
-                tp.shards,
+                shared,
             )
         return output if self.bias is None else output + self.bias
 
@@ -154,7 +152,7 @@ class _Products(torch.autograd.Function):
     """A linear layer without bias, and its two products in backward.
 
     `config` says how each operand is cast. Ranks of `group` have parts of the features `cut` ("":
-    none). Of the micro-batch of a `block` the shard alone is kept, which `shards` gather again.
+    none). Of a `shared` input the shard alone is kept, which is gathered again.
     """
 
     @staticmethod
@@ -167,11 +165,10 @@ class _Products(torch.autograd.Function):
         cut: str,
         num_copies: int,
         group: dist.ProcessGroup | None,
-        block: BlockInput | None,
-        shards: TokenShards | None,
+        shared: SharedInput | None,
     ) -> Tensor:
         parts = _compiled() if compiles_parts else _PLAIN
-        ctx.at = (config, parts, cut, group, block, shards)
+        ctx.at = (config, parts, cut, group, shared)
         ctx.num_copies = num_copies
         known: dict[str, Tensor] = {}
         output_TO = _multiply(
@@ -181,10 +178,10 @@ class _Products(torch.autograd.Function):
             ctx.at,
             known,
         )
-        if block is not None and ctx.needs_input_grad[1]:
-            block.again.num_waiting += 1
+        if shared is not None and ctx.needs_input_grad[1]:
+            shared.backward.expect_reader()
         ctx.known = tuple(known)
-        kept = hidden if block is None else block.shard
+        kept = hidden if shared is None else shared.kept
         ctx.save_for_backward(
             kept if ctx.needs_input_grad[1] else None,
             weight_OI if ctx.needs_input_grad[0] else None,
@@ -195,14 +192,14 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept, weight_OI, *amaxes = ctx.saved_tensors
-        config, _, _, group, block, shards = ctx.at
+        config, _, _, group, shared = ctx.at
         known = dict(zip(ctx.known, amaxes, strict=True))
         grad_TO, role = grad.flatten(0, -2), GemmInputRole.GRAD_OUTPUT
         if ctx.num_copies > 1:
             grad_TO = _sum_of_copies(grad_TO, group, ctx.num_copies)
         wait: Callable[[], None] | None = None
-        if kept is not None and block is not None:
-            kept, wait = block.again.get(kept, shards)
+        if kept is not None and shared is not None:
+            kept, wait = shared.backward.read(kept)
         grad_hidden = grad_weight = None
         if weight_OI is not None:
             grad_hidden = _multiply(
@@ -232,14 +229,14 @@ class _Products(torch.autograd.Function):
                 ctx.at,
                 known,
             )
-            if block is not None:
-                block.again.let_go()
+            if shared is not None:
+                shared.backward.let_go()
         if ctx.num_copies > 1:
             grad_hidden, grad_weight = (
                 whole if whole is None else whole / ctx.num_copies
                 for whole in (grad_hidden, grad_weight)
             )
-        return grad_hidden, grad_weight, *[None] * 7
+        return grad_hidden, grad_weight, *[None] * 6
 
 
 def _sum_of_copies(grad_TO: Tensor, group: dist.ProcessGroup | None, num_copies: int) -> Tensor:

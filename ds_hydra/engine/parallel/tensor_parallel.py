@@ -33,8 +33,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ds_hydra.engine.parallel.linear import (
+    SharedBackward,
+    apply_linear,
+    apply_outside,
+    nothing,
+    takes_products,
+    trace_linear,
+)
 
 _all_gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -94,64 +102,76 @@ class LoneShard(TokenShards):
 
     def gather(self, shard_BtH: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """[1, T, H]: this shard over and over."""
-        return torch.cat([shard_BtH] * self.size, dim=-2), _nothing
+        return torch.cat([shard_BtH] * self.size, dim=-2), nothing
 
     def post_reduce_scatter(self, partial_BTH: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """[1, t, H]: the first shard of `partial_BTH`."""
-        return partial_BTH.narrow(-2, 0, partial_BTH.shape[-2] // self.size).clone(), _nothing
+        return partial_BTH.narrow(-2, 0, partial_BTH.shape[-2] // self.size).clone(), nothing
 
 
-@dataclass(slots=True)
-class GatheredAgain:
+class GatheredAgain(SharedBackward):
     """The micro-batch that the linears of one block share in backward; gathered by the first,
     dropped after the last.
     """
 
-    num_waiting: int = 0
-    micro_batch: Tensor | None = None
+    def __init__(self, shards: TokenShards):
+        super().__init__()
+        self._shards = shards
+        self._num_waiting = 0
+        self._micro_batch: Tensor | None = None
 
-    def get(self, shard_BtH: Tensor, shards: TokenShards) -> tuple[Tensor, Callable[[], None]]:
-        """The micro-batch, valid once the returned function has been called."""
-        if self.micro_batch is not None:
-            return self.micro_batch, _nothing
-        self.micro_batch, wait = shards.gather(shard_BtH)
-        return self.micro_batch, wait
+    def expect_reader(self) -> None:
+        """A linear of the block has weights to train."""
+        self._num_waiting += 1
+
+    def read(self, kept: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """The micro-batch of which `kept` is this rank's shard, valid once the returned function
+        has been called.
+        """
+        if self._micro_batch is not None:
+            return self._micro_batch, nothing
+        self._micro_batch, wait = self._shards.gather(kept)
+        return self._micro_batch, wait
 
     def let_go(self) -> None:
         """One of the linears has done its backward pass."""
-        self.num_waiting -= 1
-        if self.num_waiting <= 0:
-            self.micro_batch = None
-
-
-def _nothing() -> None:
-    pass
+        self._num_waiting -= 1
+        if self._num_waiting <= 0:
+            self._micro_batch = None
 
 
 @dataclass(frozen=True, slots=True)
-class BlockInput:
-    """What a running block reads."""
+class SharedInput:
+    """What several linears read, and whose gradient ranks of the group exchange once."""
 
-    micro_batch: Tensor
-    """[1, T, H] of all shards."""
-    shard: Tensor
-    """[1, t, H] of this rank, detached."""
-    again: GatheredAgain
+    source: Tensor
+    """What was handed out: a whole micro-batch, or [1, t, H] of this rank."""
+    whole: Tensor
+    """[1, T, H], as linears see it."""
+    kept: Tensor
+    """What they keep of it for backward."""
+    backward: SharedBackward
 
 
 class _GatherShards(torch.autograd.Function):
     """All-gather in forward; in backward the ranks' partial gradients are reduce-scattered."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, shards: TokenShards) -> Tensor:
-        ctx.shards = shards
+    def forward(
+        ctx: Any, shard: Tensor, shards: TokenShards, products: SharedBackward | None
+    ) -> Tensor:
+        ctx.shards, ctx.products = shards, products
         micro_batch, wait = shards.gather(shard)
         wait()
         return micro_batch
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.shards.reduce_scatter(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        shard, wait = ctx.shards.post_reduce_scatter(grad)
+        if ctx.products is not None:
+            ctx.products.run()
+        wait()
+        return shard, None, None
 
 
 class _ScatterSum(torch.autograd.Function):
@@ -169,47 +189,12 @@ class _ScatterSum(torch.autograd.Function):
         return micro_batch, None
 
 
-class _LinearOfMicroBatch(torch.autograd.Function):
-    """A linear layer of the gathered micro-batch that keeps its shard only."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        micro_batch: Tensor,
-        weight_OH: Tensor,
-        bias_O: Tensor | None,
-        block: BlockInput,
-        shards: TokenShards,
-    ) -> Tensor:
-        ctx.shards, ctx.again = shards, block.again
-        trains_weight, needs_grad = ctx.needs_input_grad[1], ctx.needs_input_grad[0]
-        if trains_weight:
-            ctx.again.num_waiting += 1
-        ctx.save_for_backward(
-            block.shard if trains_weight else None, weight_OH if needs_grad else None
-        )
-        return F.linear(micro_batch, weight_OH, bias_O)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BTO: Tensor) -> tuple[Tensor | None, ...]:
-        shard, weight_OH = ctx.saved_tensors
-        micro_batch, wait = (None, _nothing) if shard is None else ctx.again.get(shard, ctx.shards)
-        grad_TO = grad_BTO.flatten(0, -2)
-        grad_micro_batch = None if weight_OH is None else grad_BTO @ weight_OH
-        grad_bias = grad_TO.sum(dim=0) if ctx.needs_input_grad[2] else None
-        grad_weight = None
-        if micro_batch is not None:
-            wait()
-            grad_weight = grad_TO.T @ micro_batch.flatten(0, -2)
-            ctx.again.let_go()
-        return grad_micro_batch, grad_weight, grad_bias, None, None
-
-
 @torch.compiler.disable
-def gather_input(shard_BtH: Tensor, shards: TokenShards) -> BlockInput:
+def gather_input(shard_BtH: Tensor, shards: TokenShards) -> SharedInput:
     """The whole micro-batch for a block that is about to run."""
-    micro_batch: Tensor = _GatherShards.apply(shard_BtH, shards)
-    return BlockInput(micro_batch, shard_BtH.detach(), GatheredAgain())
+    backward = GatheredAgain(shards)
+    micro_batch: Tensor = _GatherShards.apply(shard_BtH, shards, backward)
+    return SharedInput(shard_BtH, micro_batch, shard_BtH.detach(), backward)
 
 
 @torch.compiler.disable
@@ -217,7 +202,7 @@ def gather_shards(shard: Tensor, shards: TokenShards) -> Tensor:
     """[T, ...] of all shards [t, ...]; where it is differentiable, its gradients are parts of a
     sum.
     """
-    whole: Tensor = _GatherShards.apply(shard.unsqueeze(0), shards)
+    whole: Tensor = _GatherShards.apply(shard.unsqueeze(0), shards, None)
     return whole.squeeze(0)
 
 
@@ -226,15 +211,6 @@ def scatter_sum(partial_BTH: Tensor, shards: TokenShards) -> Tensor:
     """This rank's shard of the sum of the group's partial outputs."""
     shard: Tensor = _ScatterSum.apply(partial_BTH, shards)
     return shard
-
-
-@torch.compiler.disable
-def linear_of_micro_batch(linear: nn.Linear, block: BlockInput, shards: TokenShards) -> Tensor:
-    """What `linear` makes of the micro-batch of `block`, without keeping that for backward."""
-    output: Tensor = _LinearOfMicroBatch.apply(
-        block.micro_batch, linear.weight, linear.bias, block, shards
-    )
-    return output
 
 
 def find_blocks(layer: nn.Module, sides: Mapping[nn.Module, str]) -> Iterator[nn.Module]:
@@ -292,10 +268,10 @@ class TensorParallel:
         self.size, self.rank, self.cuts_experts = 1, 0, True
         self.shards: TokenShards | None = None
         """Set where micro-batches are cut now."""
-        self.block: BlockInput | None = None
-        """What the block that is running reads, where micro-batches are cut."""
-        self._shared_input: Tensor | None = None
-        self._shared_copy: Tensor | None = None
+        self.columns: set[nn.Module] = set()
+        """Modules that are handed a shared copy of their input."""
+        self.shared: SharedInput | None = None
+        """What the linears that run now read, where its gradient is exchanged."""
 
     def enter(
         self, group: dist.ProcessGroup | None, size: int, rank: int, *, cuts_experts: bool = True
@@ -337,10 +313,11 @@ class TensorParallel:
 
         q, k and v (gate and up) read one tensor: one all-reduce serves all of them.
         """
-        if self._shared_input is not hidden:
-            self._shared_input, self._shared_copy = hidden, _CopyToGroup.apply(hidden, self.group)
-        assert self._shared_copy is not None
-        return self._shared_copy
+        if self.shared is None or self.shared.source is not hidden:
+            backward = SharedBackward()
+            copy: Tensor = _CopyToGroup.apply(hidden, self.group, backward)
+            self.shared = SharedInput(hidden, copy, copy, backward)
+        return self.shared.whole
 
     @torch.compiler.disable
     def sum_over_group(self, partial: Tensor) -> Tensor:
@@ -353,20 +330,27 @@ class TensorParallel:
 
     def forget_input(self) -> None:
         """Drop the shared input, so that it does not outlive its stage."""
-        self._shared_input = self._shared_copy = self.block = None
+        self.shared = None
 
 
 class _CopyToGroup(torch.autograd.Function):
     """Identity in forward, all-reduce of the gradient in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, products: SharedBackward | None = None
+    ) -> Tensor:
+        ctx.group, ctx.products = group, products
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum_over(grad, ctx.group, may_write=grad._use_count() == 1), None  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        may_write = grad._use_count() == 1  # type: ignore[attr-defined]
+        summed, wait = _post_sum_over(grad, ctx.group, may_write=may_write)
+        if ctx.products is not None:
+            ctx.products.run()
+        wait()
+        return summed, None, None
 
 
 class _ReduceFromGroup(torch.autograd.Function):
@@ -374,7 +358,8 @@ class _ReduceFromGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        summed = _sum_over(x, group)
+        summed, wait = _post_sum_over(x, group)
+        wait()
         return summed.detach()  # an output that is an input would be taken for the input
 
     @staticmethod
@@ -382,13 +367,17 @@ class _ReduceFromGroup(torch.autograd.Function):
         return grad, None
 
 
-def _sum_over(part: Tensor, group: dist.ProcessGroup, *, may_write: bool = True) -> Tensor:
-    """The sum of all ranks' `part`, in its memory where nobody else has it."""
+def _post_sum_over(
+    part: Tensor, group: dist.ProcessGroup, *, may_write: bool = True
+) -> tuple[Tensor, Callable[[], None]]:
+    """The sum of all ranks' `part`, in its memory where nobody else has it; valid once the returned
+    function has been called.
+    """
     if not (may_write and part.is_contiguous() and _is_alone(part)):
         part = part.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(part, group=group)
+    work = dist.all_reduce(part, group=group, async_op=True)
     torch.autograd.graph.increment_version(part)  # an error where somebody kept it after all
-    return part
+    return part, work.wait
 
 
 def _is_alone(tensor: Tensor) -> bool:
@@ -446,6 +435,7 @@ def hook_colwise(module: nn.Module, tp: TensorParallel) -> None:
         return (tp.copy_to_group(args[0]), *args[1:]) if is_whole else None
 
     module.register_forward_pre_hook(before)
+    tp.columns.add(module)
 
 
 def hook_block(block: nn.Module, tp: TensorParallel) -> None:
@@ -459,31 +449,41 @@ def hook_block(block: nn.Module, tp: TensorParallel) -> None:
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if tp.shards is None:
             return None
-        tp.block = gather_input(args[0] if args else kwargs[name], tp.shards)
+        tp.shared = gather_input(args[0] if args else kwargs[name], tp.shards)
         return (
-            ((tp.block.micro_batch, *args[1:]), kwargs)
+            ((tp.shared.whole, *args[1:]), kwargs)
             if args
-            else (args, {**kwargs, name: tp.block.micro_batch})
+            else (args, {**kwargs, name: tp.shared.whole})
         )
 
     def after(_module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
-        tp.block = None
+        tp.shared = None
 
     block.register_forward_pre_hook(before, with_kwargs=True)
     block.register_forward_hook(after, always_call=True)
-    for module in block.modules():
-        if type(module) is nn.Linear:
-            _keep_shard_only(module, tp)
 
 
-def _keep_shard_only(linear: nn.Linear, tp: TensorParallel) -> None:
-    plain = linear.forward
+def hook_linear(linear: nn.Module, tp: TensorParallel) -> None:
+    """A linear without code of its own, of a layer or the head: [Note: Products for weights]."""
+    if type(linear) is not nn.Linear or "forward" in vars(linear):
+        return
+    plain, is_handed_copy = linear.forward, linear in tp.columns
 
     @functools.wraps(plain)
     def forward(hidden: Tensor) -> Tensor:
-        if tp.block is None or tp.shards is None or hidden is not tp.block.micro_batch:
+        if not linear.weight.requires_grad:
             return plain(hidden)
-        return linear_of_micro_batch(linear, tp.block, tp.shards)
+        shared, is_compiling = tp.shared, torch.compiler.is_compiling()
+        if is_compiling and tp.shards is None:
+            # Not by comparing tensors, whose lengths a compiler would take for constants
+            is_shared = shared is not None and is_handed_copy and tp.size > 1
+            return trace_linear(linear, plain, hidden, shared.backward if is_shared else None)
+        if shared is not None and hidden is shared.whole:
+            run = apply_outside if is_compiling else apply_linear
+            return run(linear, hidden, shared.kept, shared.backward)
+        if is_compiling:
+            return trace_linear(linear, plain, hidden)
+        return apply_linear(linear, hidden) if takes_products(linear.weight) else plain(hidden)
 
     linear.forward = forward
 

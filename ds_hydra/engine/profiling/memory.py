@@ -274,6 +274,7 @@ def _cut_micro_batches(model: nn.Module, layer: nn.Module, num_shards: int) -> N
     for block in tensor_parallel.find_blocks(layer, sides):
         tensor_parallel.hook_block(block, tp)
     for module in layer.modules():
+        tensor_parallel.hook_linear(module, tp)
         if sides.get(module) == tensor_parallel.ROW:
             tensor_parallel.hook_rowwise(module, tp)
 

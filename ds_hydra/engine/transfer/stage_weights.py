@@ -9,10 +9,17 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ds_hydra.engine.parallel.linear import (
+    LEAST_NUMEL,
+    can_multiply_into,
+    multiply_into,
+    set_gradient,
+)
 from ds_hydra.engine.transfer.home import Home
 from ds_hydra.engine.transfer.schedule import StageStreams, only_copied
 from ds_hydra.zero_link import Bucket, BucketEntry, ParamSpec, RankBuckets
@@ -175,6 +182,46 @@ class StreamedWeights:
             self._home.copy(entry.param, entry.region, flat)
 
 
+class _Gradient:
+    """The gradient of one leaf: what autograd brings is `take`n, and factors of a product are
+    multiplied where it belongs, if `multiply` is given.
+
+    `complete` is called at the end of each micro-batch: all uses of the leaf have passed by, and no
+    product is still to come.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[Tensor], None],
+        multiply: Callable[[Tensor, Tensor], None] | None = None,
+    ):
+        self.take = take
+        self.is_direct = multiply is not None
+        self._multiply = multiply
+        self.complete: Callable[[], None] = lambda: None
+        self._num_expected, self._is_passed = 0, False
+
+    def expect_product(self) -> None:
+        """`add_product` will be called once more, perhaps after `pass_by`."""
+        self._num_expected += 1
+
+    def add_product(self, grad_TO: Tensor, input_TH: Tensor) -> None:
+        """Add `grad_TO.T @ input_TH`."""
+        if self._multiply is None:
+            self.take(grad_TO.T @ input_TH)
+        else:
+            self._multiply(grad_TO.T, input_TH)
+        self._num_expected -= 1
+        if self._is_passed and not self._num_expected:
+            self.pass_by()
+
+    def pass_by(self) -> None:
+        """Backward is done with the leaf, but for products that were postponed."""
+        self._is_passed = bool(self._num_expected)
+        if not self._is_passed:
+            self.complete()
+
+
 class StageWeights:
     """The slices of this rank's stage for one iteration, and their gradients if `with_gradients`.
 
@@ -210,6 +257,7 @@ class StageWeights:
         self.grad_bucket_S: list[list[Tensor]] = []
         self.on_gradient: Callable[[int], None] | None = None
         self._states = [_BucketState() for _ in buckets]
+        self._nodes: list[torch.autograd.graph.Node] = []
         self._is_last_backward = False
         slot_of = slot_of or {}
         owned = buckets if streamed is None else streamed.copied
@@ -306,7 +354,7 @@ class StageWeights:
             self.leaves[entry.param] = leaf
             if self.streamed is not None and self._streams and leaf.requires_grad:
                 add = functools.partial(self.streamed.add, entry.param)
-                self._after_backward(leaf, index, entry.param, add)
+                self._watch(leaf, index, entry.param, _Gradient(add))
             if grads_flat is None or not leaf.requires_grad:
                 grads.append(flat.new_empty(0, dtype=torch.float32))
                 continue
@@ -326,53 +374,57 @@ class StageWeights:
     def _attach_gradient(
         self, leaf: nn.Parameter, main_grad: Tensor, bucket: int, param: int
     ) -> None:
-        """Let the gradient of `leaf` add up over micro-batches in the fp32 tensor `main_grad`.
+        """Let the gradient of `leaf` add up over micro-batches in `main_grad`.
 
         The first one is copied, so that nobody has to set the memory to zero.
         """
-        # A leaf keeps its gradient only where the memory is its own: of a gathered layer's slot
-        # autograd would add to what the next layer left there.
-        in_place = leaf.dtype == torch.float32 and bucket not in self._gathered
         state = self._states[bucket]
         state.gradients[param] = state.without_gradient[param] = main_grad
 
-        def take(grad: Tensor) -> Tensor | None:
-            if param in state.without_gradient:
-                del state.without_gradient[param]
-                main_grad.copy_(grad)
-                return main_grad if in_place else None  # autograd adds in place
-            if in_place:
-                return grad
+        def is_first() -> bool:
+            return state.without_gradient.pop(param, None) is not None
+
+        def take(grad: Tensor) -> None:
             # A 16-bit sum over micro-batches would lose what small gradients contribute.
-            main_grad.add_(grad)
-            return None
+            if is_first():
+                main_grad.copy_(grad)
+            else:
+                main_grad.add_(grad)
 
-        self._after_backward(leaf, bucket, param, take)
+        def multiply(left: Tensor, right: Tensor) -> None:
+            multiply_into(main_grad, left, right, adds=not is_first())
 
-    def _after_backward(
-        self,
-        leaf: nn.Parameter,
-        bucket: int,
-        param: int,
-        take: Callable[[Tensor], Tensor | None],
-    ) -> None:
-        """In every micro-batch `take` the gradient of `leaf`, and keep what it returns there."""
+        pays = leaf.ndim == 2 and leaf.numel() >= LEAST_NUMEL.get(leaf.device.type, 0)
+        is_direct = pays and can_multiply_into(main_grad.dtype, leaf.dtype, leaf.device)
+        self._watch(leaf, bucket, param, _Gradient(take, multiply if is_direct else None))
+
+    def _watch(self, leaf: nn.Parameter, bucket: int, param: int, gradient: _Gradient) -> None:
+        """Let `gradient` have that of `leaf` in every micro-batch."""
         self._states[bucket].missing.add(param)
-        # Torch hides from the garbage collector that a leaf refers to its hook
+        set_gradient(leaf, gradient)
+        # Not a hook of the leaf: it would not run where all of a gradient comes as products.
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+        self._nodes.append(node)
+        # What the node refers to may not hold the node.
         weak_self = weakref.ref(self)
 
-        def after_accumulate(leaf: Tensor) -> None:
+        def complete() -> None:
             weights = weak_self()
-            assert leaf.grad is not None
             assert weights is not None
-            leaf.grad = take(leaf.grad)
             missing = weights._states[bucket].missing
             if weights._is_last_backward and param in missing:
                 missing.remove(param)
                 if not missing:
                     weights._report(bucket)
 
-        leaf.register_post_accumulate_grad_hook(after_accumulate)
+        def pass_by(*_: Any) -> None:
+            if leaf.grad is not None:
+                gradient.take(leaf.grad)
+                leaf.grad = None
+            gradient.pass_by()
+
+        gradient.complete = complete
+        node.register_hook(pass_by)
 
     def _report(self, bucket: int) -> None:
         if self.on_gradient is not None:

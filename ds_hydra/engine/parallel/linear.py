@@ -1,0 +1,310 @@
+"""A linear layer's product, and where the gradient of its weight goes.
+
+[Note: Products for weights]
+Backward of a linear layer has two products, one for the gradient of its input and one for that of
+its weight. Only the first is waited for: by the layer before, and under TP by the other ranks of
+the group, which exchange it. The second one is therefore made
+
+- last: the exchange is posted, then come the products of all linears that read the same input, then
+  the exchange is waited for (the order of Megatron-LM's
+  `linear_with_grad_accumulation_and_async_allreduce`; q, k and v have one exchange here);
+- in the memory where the gradients of micro-batches add up (its "gradient accumulation fusion"),
+  where the device multiplies 16-bit matrices into an fp32 one. A gradient that is made first and
+  added afterwards is written once and read once more.
+
+Autograd sees no gradient of such a weight. Its node still runs, after all uses of the weight, and
+`WeightGradient` waits for the products that it was told to expect.
+
+In a layer that torch compiles, backward of a linear is one operator. A compiler takes it for a
+function of its arguments. So totals are not among them, or it would copy them to follow their
+changes; handles are, numbers in tensors of the CPU, by which the operator finds what takes its
+product. The gradient of the input is its result, and keeps it in the graph.
+
+Legend: T tokens of a micro-batch, H input and O output features.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class WeightGradient(Protocol):
+    """Where the gradient of one weight [O, H] goes; `gradient_of` has it."""
+
+    is_direct: bool
+    """Whether products are made in the memory where they add up."""
+
+    def expect_product(self) -> None:
+        """`add_product` will be called once more, perhaps when autograd is done with the weight."""
+
+    def add_product(self, grad_TO: Tensor, input_TH: Tensor) -> None:
+        """Add `grad_TO.T @ input_TH`."""
+
+
+def gradient_of(weight: Tensor) -> WeightGradient | None:
+    """What takes the gradient of `weight` as products; None where autograd alone brings it."""
+    return getattr(weight, "hydra_gradient", None)
+
+
+def takes_products(weight: Tensor, shared: SharedBackward | None = None) -> bool:
+    """Whether products for `weight` save a pass, or run beside the exchange of a `shared` input."""
+    gradient = gradient_of(weight)
+    return gradient is not None and (gradient.is_direct or shared is not None)
+
+
+def set_gradient(weight: Tensor, gradient: WeightGradient) -> None:
+    """Let linears that `weight` is bound to hand their products to `gradient`."""
+    weight.hydra_gradient = gradient  # type: ignore[attr-defined]
+    weight.hydra_handle = new_handle(gradient)  # type: ignore[attr-defined]
+
+
+_numbers = itertools.count(1)
+_by_handle: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def new_handle(held: Any) -> Tensor:
+    """[1] int64 on the CPU that stands for `held` in compiled code, while somebody has that."""
+    number = next(_numbers)
+    _by_handle[number] = held
+    return torch.tensor([number])
+
+
+def multiply_into(total: Tensor, left: Tensor, right: Tensor, *, adds: bool) -> None:
+    """Let `total` be the product of the matrices `left` and `right`, or grow by it, in one pass."""
+    if total.dtype == left.dtype:
+        if adds:
+            total.addmm_(left, right)
+        else:
+            torch.mm(left, right, out=total)
+    elif adds:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        torch.mm(left, right, out_dtype=total.dtype, out=total)
+
+
+LEAST_NUMEL = {"cpu": 2**19}
+"""Elements of a weight from which a pass over its gradient costs more than 20 microseconds of
+Python, by type of device; on others it always does.
+"""
+
+
+@functools.cache
+def can_multiply_into(total: torch.dtype, factors: torch.dtype, device: torch.device) -> bool:
+    """Whether `multiply_into` runs on `device`; tried once where the types differ.
+
+    torch 2.13 has such products of CUDA devices only, and not every version adds to an fp32 matrix.
+    """
+    if total == factors:
+        return True
+    ones = torch.ones(16, 16, dtype=factors, device=device)
+    sums = torch.zeros(16, 16, dtype=total, device=device)
+    try:
+        for adds in (False, True):
+            multiply_into(sums, ones, ones, adds=adds)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return bool((sums == 32).all())
+
+
+class SharedBackward:
+    """What the linears that read one tensor have in common in backward: products that wait until
+    the exchange of the tensor's gradient is posted.
+    """
+
+    def __init__(self) -> None:
+        self._products: list[Callable[[], None]] = []
+        self.handle = new_handle(self)
+
+    def postpone(self, product: Callable[[], None]) -> None:
+        """Run `product` beside the exchange."""
+        self._products.append(product)
+
+    def run(self) -> None:
+        """Run what waits; the exchange is posted."""
+        while self._products:
+            self._products.pop(0)()
+
+    def expect_reader(self) -> None:
+        """A linear has read the tensor, and reads it again in backward."""
+
+    def read(self, kept: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """The tensor of which a linear has `kept` something, valid once the returned function has
+        been called.
+        """
+        return kept, nothing
+
+    def let_go(self) -> None:
+        """One of the linears has read it."""
+
+
+def nothing() -> None:
+    """What there is to wait for where nothing is under way."""
+
+
+_ALONE = SharedBackward()
+"""Of a tensor that one linear reads; nothing is postponed there."""
+
+
+class _Linear(torch.autograd.Function):
+    """See [Note: Products for weights]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight_OH: Tensor,
+        bias_O: Tensor | None,
+        kept: Tensor,
+        shared: SharedBackward | None,
+    ) -> Tensor:
+        needs_grad, trains_weight, ctx.trains_bias = ctx.needs_input_grad[:3]
+        ctx.gradient = gradient_of(weight_OH) if trains_weight else None
+        ctx.shared = shared or _ALONE
+        # A tensor without gradient is not exchanged.
+        ctx.is_exchanged = shared is not None and needs_grad
+        if trains_weight:
+            ctx.shared.expect_reader()
+        ctx.save_for_backward(kept if trains_weight else None, weight_OH if needs_grad else None)
+        return F.linear(hidden, weight_OH, bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, weight_OH = ctx.saved_tensors
+        grad_TO = grad.flatten(0, -2)
+        reading = None if kept is None else ctx.shared.read(kept)
+        grad_input = grad_weight = None
+        if weight_OH is not None:
+            grad_input = (grad_TO @ weight_OH).view(*grad.shape[:-1], weight_OH.shape[1])
+        grad_bias = grad_TO.sum(dim=0) if ctx.trains_bias else None
+        if reading is not None:
+            if ctx.gradient is None:
+                grad_weight = _product(grad_TO, reading, ctx.shared)
+            else:
+                ctx.gradient.expect_product()
+                add = functools.partial(_add_product, ctx.gradient, grad_TO, reading, ctx.shared)
+                if ctx.is_exchanged:
+                    ctx.shared.postpone(add)
+                else:
+                    add()
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+_Reading = tuple[Tensor, Callable[[], None]]
+
+
+def _read(reading: _Reading, shared: SharedBackward) -> Tensor:
+    tensor, wait = reading
+    wait()
+    shared.let_go()
+    return tensor.flatten(0, -2)
+
+
+def _product(grad_TO: Tensor, reading: _Reading, shared: SharedBackward) -> Tensor:
+    return grad_TO.T @ _read(reading, shared)
+
+
+def _add_product(
+    gradient: WeightGradient, grad_TO: Tensor, reading: _Reading, shared: SharedBackward
+) -> None:
+    gradient.add_product(grad_TO, _read(reading, shared))
+
+
+def _backward(
+    grad_TO: Tensor, weight_OH: Tensor, input_TH: Tensor, gradient: Tensor, shared: Tensor
+) -> Tensor:
+    """Gradient [T, H] of the input, and a product for the weight's; the last two are handles."""
+    taker: WeightGradient = _by_handle[int(gradient)]
+    later: SharedBackward | None = _by_handle.get(int(shared))
+    taker.expect_product()
+    add = functools.partial(taker.add_product, grad_TO, input_TH)
+    grad_TH = grad_TO @ weight_OH
+    if later is None:
+        add()
+    else:
+        later.postpone(add)
+    return grad_TH
+
+
+_operator = torch.library.custom_op(
+    "ds_hydra::linear_backward",
+    _backward,
+    mutates_args=(),
+    schema="(Tensor grad, Tensor weight, Tensor input, Tensor gradient, Tensor shared) -> Tensor",
+)
+_NONE = torch.zeros(1, dtype=torch.int64)
+
+
+@_operator.register_fake
+def _(grad_TO: Tensor, _weight: Tensor, input_TH: Tensor, *_: Tensor) -> Tensor:
+    return torch.empty_like(input_TH, memory_format=torch.contiguous_format)
+
+
+class _TracedLinear(torch.autograd.Function):
+    """See [Note: Products for weights], of compiled layers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight_OH: Tensor,
+        bias_O: Tensor | None,
+        gradient: Tensor,
+        shared: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight_OH, gradient, shared)
+        ctx.has_bias = bias_O is not None
+        return F.linear(hidden, weight_OH, bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight_OH, gradient, shared = ctx.saved_tensors
+        grad_TO = grad.flatten(0, -2)
+        input_TH = hidden.flatten(0, -2)
+        grad_TH = torch.ops.ds_hydra.linear_backward(grad_TO, weight_OH, input_TH, gradient, shared)
+        grad_bias = grad_TO.sum(dim=0) if ctx.has_bias else None
+        return grad_TH.view(hidden.shape), None, grad_bias, None, None
+
+
+def trace_linear(
+    linear: nn.Linear,
+    plain: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    shared: SharedBackward | None = None,
+) -> Tensor:
+    """The same in a layer that torch compiles; `plain(hidden)` where nothing is gained, or no
+    gradient of `hidden` would keep the operator in the graph.
+    """
+    weight = linear.weight
+    if not (hidden.requires_grad and takes_products(weight, shared)):
+        return plain(hidden)
+    gradient = weight.hydra_handle  # type: ignore[attr-defined]
+    handle = _NONE if shared is None else shared.handle
+    output: Tensor = _TracedLinear.apply(hidden, weight, linear.bias, gradient, handle)
+    return output
+
+
+def apply_linear(
+    linear: nn.Linear,
+    hidden: Tensor,
+    kept: Tensor | None = None,
+    shared: SharedBackward | None = None,
+) -> Tensor:
+    """What `linear` makes of `hidden`; for backward it keeps `kept`, from which `shared` gets the
+    input again, or the input.
+    """
+    output: Tensor = _Linear.apply(
+        hidden, linear.weight, linear.bias, hidden if kept is None else kept, shared
+    )
+    return output
+
+
+apply_outside = torch.compiler.disable(apply_linear)
+"""`apply_linear` in the middle of a layer that torch compiles."""

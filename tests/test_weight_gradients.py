@@ -1,0 +1,310 @@
+"""Products for gradients of weights: made in the memory where they add up, beside the exchange of
+the input's gradient, and complete before anybody is told so.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from distributed import run_distributed
+from engines import start_hydra
+from models import VOCAB_SIZE, tiny
+from single_process import num_label_tokens, random_examples, token_mean_gradients
+from test_engine_parity import LENGTHS, gather_gradients, hand_plan, relative_errors
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_hydra.engine.parallel import linear, tensor_parallel
+from ds_hydra.engine.parallel.tensor_parallel import (
+    TensorParallel,
+    TokenShards,
+    hook_block,
+    hook_colwise,
+    hook_linear,
+)
+from ds_hydra.engine.transfer.stage_weights import SlicePool, StageWeights
+from ds_hydra.strategy import Strategy
+from ds_hydra.zero_link import BucketEntry, ParamSpec
+
+CPU = torch.device("cpu")
+OUT, IN = 24, 16
+
+
+@pytest.fixture(autouse=True)
+def small_weights(monkeypatch):
+    """Those of these tests count as large ones."""
+    monkeypatch.delitem(linear.LEAST_NUMEL, "cpu", raising=False)
+
+
+@contextmanager
+def products_into_fp32():
+    """The CPU has what torch has for CUDA devices: products of 16-bit matrices in fp32."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def mm(left, right, out_dtype, *, out):
+        return out.copy_(left.to(out_dtype) @ right.to(out_dtype))
+
+    def addmm(total, left, right, out_dtype, *, beta=1, alpha=1, out):
+        assert total.data_ptr() == out.data_ptr()
+        assert (beta, alpha) == (1, 1)
+        return out.copy_(total + left.to(out_dtype) @ right.to(out_dtype))
+
+    library.impl("mm.dtype_out", mm, "CPU")
+    library.impl("addmm.dtype_out", addmm, "CPU")
+    linear.can_multiply_into.cache_clear()
+    try:
+        yield
+    finally:
+        library._destroy()
+        linear.can_multiply_into.cache_clear()
+
+
+class Passes(TorchDispatchMode):
+    """Counts operations that write something of `shape` and are no product."""
+
+    def __init__(self, *shapes):
+        super().__init__()
+        self._shapes = [torch.Size(s) for s in shapes]
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        is_pass = torch.Tag.pointwise in function.tags or function._opname in ("copy_", "clone")
+        if is_pass and isinstance(result, torch.Tensor) and result.shape in self._shapes:
+            self.counts[function._opname] += 1
+        return result
+
+
+class Stage:
+    """A linear without bias whose weight is the only one of a stage, in one bucket."""
+
+    def __init__(self, dtype=torch.float32, *, gathers=False, tp=None, weight=None):
+        spec = ParamSpec(fqn="weight", shape=(OUT, IN))
+        bucket = (BucketEntry(0, spec.slice_region(1, 0), True),)
+        slots = {"slot_of": {0: 0}, "gathers": True} if gathers else {}
+        self.weights = StageWeights([spec], (bucket,), SlicePool(CPU), dtype, **slots)
+        torch.manual_seed(0)
+        self.weights.bucket_S[0][0].copy_(torch.randn(OUT * IN))
+        self.linear = nn.Linear(IN, OUT, bias=False)
+        self.linear._parameters["weight"] = self.weights.leaves[0]
+        self.tp = tp or TensorParallel()
+        hook_colwise(self.linear, self.tp)
+        hook_linear(self.linear, self.tp)
+        self.reports = []
+        self.weights.on_gradient = self.reports.append
+
+    @property
+    def gradient(self):
+        return self.weights.grad_bucket_S[0][0].view(OUT, IN)
+
+    def run(self, rows, calls=1):
+        """Forward and backward; what the gradient of the weight grows by, in fp64."""
+        x = torch.randn(1, rows, IN).to(self.linear.weight.dtype).requires_grad_()
+        grad = torch.randn(calls, rows, OUT).to(x.dtype)
+        outputs = [self.linear(x * 1) for _ in range(calls)]
+        torch.autograd.backward(torch.cat(outputs), grad)
+        return grad.double().sum(0).T @ x.detach().double()[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gathers", [False, True])
+def test_no_pass_over_a_gradient_beside_the_product(dtype, gathers):
+    with products_into_fp32():
+        stage, wanted = Stage(dtype, gathers=gathers), 0
+        for rows in (5, 7, 3):
+            stage.weights.expect_next(0)  # of a gathered layer: the gradient before was pushed
+            with Passes((OUT, IN), (IN, OUT)) as passes:
+                last = stage.run(rows)
+            assert not passes.counts
+            wanted = last if gathers else wanted + last
+        assert stage.linear.weight.grad is None
+    tolerance = 1e-2 if gathers and dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(stage.gradient.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_without_such_products_a_gradient_is_made_and_added():
+    linear.can_multiply_into.cache_clear()
+    assert not linear.can_multiply_into(torch.float32, torch.bfloat16, CPU)
+    stage = Stage(torch.bfloat16)
+    with Passes((OUT, IN)) as passes:
+        wanted = [stage.run(5), stage.run(7)]
+    assert passes.counts == {"copy_": 1, "add_": 1}
+    torch.testing.assert_close(stage.gradient.double(), sum(wanted), rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_products_that_a_device_refuses_or_gets_wrong_are_not_used(is_wrong, monkeypatch):
+    def multiply(total, *_, adds):
+        if not is_wrong:
+            raise RuntimeError("self and mat2 must have the same dtype")
+        total.fill_(16)
+
+    monkeypatch.setattr(linear, "multiply_into", multiply)
+    assert not linear.can_multiply_into.__wrapped__(torch.float32, torch.bfloat16, CPU)
+
+
+class Events(list):
+    """What happens in backward, in its order."""
+
+    def posted(self, *_, **__):
+        self.append("posted")
+        return mock.Mock(wait=lambda: self.append("waited"))
+
+
+@pytest.fixture
+def events(monkeypatch):
+    found, multiply = Events(), linear.multiply_into
+
+    def multiplied(*args, **kwargs):
+        found.append("weight")
+        multiply(*args, **kwargs)
+
+    monkeypatch.setattr(tensor_parallel.dist, "all_reduce", found.posted)
+    monkeypatch.setattr("ds_hydra.engine.transfer.stage_weights.multiply_into", multiplied)
+    return found
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_products_run_between_the_post_of_an_exchange_and_its_end(events, compiled):
+    tp = TensorParallel()
+    tp.enter(None, 2, 0)
+    stage, other = Stage(tp=tp), Stage(tp=tp)
+    for of in (stage, other):
+        if compiled:
+            of.linear.forward = torch.compile(of.linear.forward, backend="aot_eager", dynamic=True)
+        of.weights.on_gradient = lambda _: events.append("complete")
+        of.weights.expect_last_backward()
+    hidden = torch.randn(1, 5, IN, requires_grad=True) * 1
+    output = stage.linear(hidden) + other.linear(hidden)  # as q and k, or gate and up
+    output.sum().backward()
+    assert events == ["posted", "weight", "complete", "weight", "complete", "waited"]
+    for of in (stage, other):
+        wanted = hidden[0].detach().sum(0).expand(OUT, IN)
+        torch.testing.assert_close(of.gradient, wanted)
+
+
+def test_products_run_beside_a_reduce_scatter_and_read_what_was_gathered(events):
+    class Shards(TokenShards):
+        """Two ranks that have the same tokens."""
+
+        def gather(self, shard):
+            events.append("gather")
+            return torch.cat([shard, shard], dim=-2), lambda: events.append("gathered")
+
+        def post_reduce_scatter(self, partial):
+            events.append("posted")
+            return partial[:, : partial.shape[1] // 2] * 2, lambda: events.append("waited")
+
+    tp = TensorParallel(cuts_micro_batches=True)
+    tp.enter(None, 2, 0)
+    tp.shards = Shards(None, 2)
+    stage = Stage(tp=tp)
+    block = nn.Sequential(stage.linear)
+    hook_block(block, tp)
+    hidden = torch.randn(1, 3, IN, requires_grad=True) * 1
+    output = block(hidden)
+    assert events == ["gather", "gathered"]
+    events.clear()
+    output.sum().backward()
+    assert events == ["gather", "posted", "gathered", "weight", "waited"]
+    torch.testing.assert_close(stage.gradient, 2 * hidden[0].detach().sum(0).expand(OUT, IN))
+
+
+def test_nothing_waits_for_an_exchange_that_does_not_come(events):
+    """The first layer's input, where embeddings are frozen."""
+    tp = TensorParallel()
+    tp.enter(None, 2, 0)
+    stage = Stage(tp=tp)
+    stage.weights.expect_last_backward()
+    hidden = torch.randn(1, 5, IN)
+    stage.linear(hidden).sum().backward()
+    assert events == ["weight"]
+    assert stage.reports == [0]
+
+
+def test_a_weight_that_is_used_twice_is_complete_after_the_last_product(events):
+    """As in a model that runs its sequences one by one, or a layer that is called again."""
+    tp = TensorParallel()
+    tp.enter(None, 2, 0)
+    stage = Stage(tp=tp)
+    stage.run(3, calls=2)
+    assert stage.reports == []
+    stage.weights.expect_last_backward()
+    stage.weights.on_gradient = lambda _: events.append("complete")
+    events.clear()
+    stage.run(4, calls=2)
+    assert events.count("weight") == 2
+    assert events.count("complete") == 1
+    assert "weight" not in events[events.index("complete") :]
+
+
+def test_products_and_gradients_of_autograd_add_up():
+    """As of tied weights, which an embedding reads too."""
+    stage = Stage()
+    x = torch.randn(1, 5, IN, requires_grad=True)
+    stage.weights.expect_last_backward()
+    (stage.linear(x).sum() + stage.linear.weight.square().sum()).backward()
+    wanted = x.detach()[0].sum(0).expand(OUT, IN) + 2 * stage.linear.weight
+    torch.testing.assert_close(stage.gradient, wanted.detach())
+    assert stage.reports == [0]
+
+
+def test_slices_are_let_go_with_the_iteration():
+    stage = Stage()
+    stage.run(5)
+    leaf, weights = weakref.ref(stage.linear.weight), weakref.ref(stage.weights)
+    gc.disable()
+    try:
+        stage.linear._parameters["weight"] = None  # as when a stage is unbound
+        del stage
+        assert leaf() is None
+        assert weights() is None
+    finally:
+        gc.enable()
+
+
+def errors_in_bf16():
+    """Errors of gradients in bf16 against fp32 math on the same weights, of four micro-batches:
+    without products in fp32, with them, and with them again.
+    """
+    model = tiny("llama").bfloat16()
+    names = [name for name, _ in model.named_parameters()]
+    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+    tensors = [(e["input_ids"], e["labels"]) for e in examples]
+    _, wanted = token_mean_gradients(tiny("llama").bfloat16().float(), examples)
+    engine = start_hydra(model, bf16={"enabled": True})
+    strategy = Strategy.parse("1x<1,1>")
+    engine.hydra.candidates.prepare(strategy)
+    plan = hand_plan(strategy, LENGTHS, num_label_tokens(examples), empty_pipeline=False)
+    params = engine.hydra.stage_model.params
+    shapes = {tuple(p.ds_shape) for name, p in zip(names, params, strict=True) if "_proj" in name}
+    shapes |= {shape[::-1] for shape in shapes}
+
+    def measure():
+        grads_P = engine._zero_gradient_shards()
+        with Passes(*shapes) as passes:
+            engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+        found = gather_gradients(engine, grads_P)
+        return passes.counts, relative_errors(found, wanted, names), torch.cat(list(grads_P))
+
+    without = measure()
+    with products_into_fp32():
+        return names, without, measure(), measure()
+
+
+@pytest.mark.distributed
+def test_gradients_in_16_bit_are_nearer_to_fp32():
+    names, without, fused, again = run_distributed(errors_in_bf16, 1)[0]
+    linears = [name for name in names if "_proj" in name]
+    total = [sum(errors[name] for name in linears) for _, errors, _ in (without, fused)]
+    assert total[1] <= total[0]
+    assert torch.equal(fused[2], again[2]), "the same bits"
+    assert without[0]["add_"] == len(linears) * 3, "all micro-batches but the first"
+    assert not fused[0]["add_"]
+    assert not fused[0]["copy_"]
