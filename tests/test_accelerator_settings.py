@@ -22,6 +22,7 @@ from ds_hydra.engine.ranks.process_start import can_overlap, overlap_where_safe
 from ds_hydra.engine.telemetry.trace import Recorder
 from ds_hydra.environment import WANTED, missing_for_overlap, set_accelerator_environment
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy.schemes.scheme import Strategy
 
 CUDA = torch.device("cuda")
 
@@ -179,7 +180,8 @@ def test_training_and_profiling_name_the_limit(monkeypatch):
         stage_model=types.SimpleNamespace(balance=types.SimpleNamespace(begin=lambda *_: None)),
     )
     plan = mock.MagicMock()
-    plan.on_rank.return_value = (None,)
+    of_phase = types.SimpleNamespace(strategy=Strategy.parse("1x<1,1>"))
+    plan.on_rank.return_value = (types.SimpleNamespace(plan=of_phase),)
     known = types.SimpleNamespace(
         profile=None,
         config=config,

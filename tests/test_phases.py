@@ -30,7 +30,7 @@ from ds_hydra.sampler.sample_bench import CandidateSettings, SampleBench
 from ds_hydra.strategy.profiles.learned_latency import Correction, Corrections
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.schemes.neighbours import num_cuts
+from ds_hydra.strategy.schemes.neighbours import aligned_cuts, cuts, num_cuts
 from ds_hydra.strategy.schemes.placement import groups_of, groups_of_all, slices_key
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
 
@@ -287,6 +287,7 @@ def test_where_groups_of_uneven_sizes_have_no_place():
     assert [s.cp for s in uneven_menu(8, UNEVEN[1:]).schemes] == [2, 4, 8], "nothing for the rest"
     without = [s for s in UNEVEN if s.cp not in (3, 6)]
     assert [s.cp for s in uneven_menu(12, without).schemes] == [1, 2, 4], "12 = 8 + 4"
+    assert aligned_cuts(5, (1, 2, 4), 1) == cuts(5, (1, 2, 4)), "powers of two on any ranks"
 
 
 def test_a_sequence_takes_the_ranks_that_it_needs():

@@ -91,16 +91,15 @@ _MAX_COMBINATIONS = 20_000
 
 @lru_cache(maxsize=64)
 def aligned_cuts(num_ranks: int, sizes: tuple[int, ...], most: int) -> list[tuple[int, ...]]:
-    """Those of `cuts` whose groups have room where `Strategy.blocks` puts them; none where these
-    are more than `most`. `sizes` ascend; `num_ranks` is a multiple of each, rounded up to a power
-    of two.
+    """Those of `cuts` whose groups have room where `Strategy.blocks` puts them; none where uneven
+    ones among `sizes`, which ascend, make more than `most`.
 
     >>> aligned_cuts(8, (1, 3, 6), 9)
     [(8, 0, 0), (5, 1, 0), (2, 2, 0), (2, 0, 1)]
     """
-    uneven = [size for size in sizes if num_ranks % size]
+    uneven = [size for size in sizes if fits_unevenly(size, num_ranks)]
     if not uneven:
-        return cuts(num_ranks, sizes) if num_cuts(num_ranks, sizes) <= most else []
+        return cuts(num_ranks, sizes)
     block = 1 << max(uneven).bit_length()
     inside, wide = [s for s in sizes if s <= block], [s for s in sizes if s > block]
     of_block = [
