@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import resource
 import sys
 import time
 from collections import Counter
@@ -46,6 +47,8 @@ def main(name: str, num_inputs: int, folder: Path, seed: int) -> None:
     corpus.mkdir(parents=True, exist_ok=True)
     (corpus / "valid").write_text(json.dumps(valid))
     rss = psutil.Process().memory_info().rss
+    # What libFuzzer looks at, which a process takes over from the one that started it
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**10
     outcomes: Counter[str] = Counter()
     slowest = 0.0
 
@@ -80,7 +83,7 @@ def main(name: str, num_inputs: int, folder: Path, seed: int) -> None:
 
     limits = [f"-runs={num_inputs + 50}", f"-seed={seed}", "-max_len=20000", "-timeout=60"]
     limits += [
-        f"-rss_limit_mb={rss // 2**20 + 2048}",
+        f"-rss_limit_mb={max(rss // 2**20, peak) + 2048}",
         f"-artifact_prefix={folder}/",
         "-reduce_inputs=0",
     ]
