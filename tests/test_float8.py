@@ -299,6 +299,10 @@ def test_which_layers_multiply_in_8_bits():
     assert not StageModel(model).float8
     with pytest.raises(HydraConfigError, match=r"float8_exclude has 'projj', which is in no name.*q_proj"):  # fmt: skip
         StageModel(model, float8=ROWWISE, float8_exclude=("projj",))
+    with pytest.raises(
+        HydraConfigError, match=r"float8_exclude is \['mlp'\], and hydra.float8, .* is null"
+    ):
+        StageModel(model, float8_exclude=("mlp",))
 
 
 def test_sizes_that_are_no_multiples_of_16_are_named():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -248,7 +248,8 @@ class Propagator:
         outcomes: list[RankOutcome] = []
         first = 0
         with naming_memory_limit(self._memory_limit_bytes):
-            for _, alike in itertools.groupby(plan.on_rank(self.rank), _slices_of):
+            mine = plan.on_rank(self.rank)
+            for _, alike in itertools.groupby(mine, lambda own: slices_key(own.plan.strategy)):
                 phases = list(alike)
                 outcomes.append(self._run_phases(phases, first, task, grads_P))
                 first += len(phases)
@@ -488,10 +489,3 @@ class Propagator:
             up_group=self.groups.get("pp_up", role.ranks) if pp > 1 else None,
             before_receive=session.await_posts,
         )
-
-
-def _slices_of(phase: RankPhase) -> Hashable:
-    """Equal for phases of an iteration that one session serves."""
-    strategy = phase.plan.strategy
-    # Slices that stay are the same in all phases: no others are put together.
-    return slices_key(strategy) if strategy.gathers else None

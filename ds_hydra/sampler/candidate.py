@@ -355,9 +355,7 @@ def _has_place(scheme: Scheme, num_devices: int) -> bool:
 def _on_all_ranks(scheme: Scheme, single: Scheme, num_devices: int) -> Strategy:
     """As many of `scheme` as have a place, and of `single` on the ranks between."""
     size = scheme.num_devices
-    number = num_devices // size
-    if num_devices % size:
-        number = num_devices >> size.bit_length()
+    number = num_devices // (1 << size.bit_length() if num_devices % size else size)
     rest = (num_devices - number * size) // single.num_devices
     return Strategy((scheme,) * number + (single,) * rest)
 

@@ -390,8 +390,9 @@ def propose_phases(
     return ForPhases(beside, chosen, known_ms, are_refused)
 
 
-def _menus(profile: Profile, settings: CandidateSettings) -> Iterator[tuple[Strategy, ...]]:
-    """Strategies of one scheme, one for each number of ranks."""
+def _menus(profile: Profile, settings: CandidateSettings) -> Iterable[tuple[Strategy, ...]]:
+    """Strategies of one scheme, one for each number of ranks; each menu once."""
+    found: dict[tuple[Strategy, ...], None] = {}
     number, layers = settings.num_devices, profile.memory.num_layers
     gathered = [s for s in profile.latency if s.gather and not s.ckpt and profile.memory.knows(s)]
     is_checkpointed = bool(profile.document.get("activation_checkpointing"))
@@ -401,7 +402,7 @@ def _menus(profile: Profile, settings: CandidateSettings) -> Iterator[tuple[Stra
         schemes = [scheme for scheme in schemes if settings.can_run(scheme)]
         # Uneven sizes need more communicators
         even = [scheme for scheme in schemes if number % scheme.num_devices == 0]
-        for own in (schemes, even) if len(even) < len(schemes) else (schemes,):
+        for own in (schemes, even):
             menus = find_menus(
                 own,
                 profile,
@@ -409,7 +410,8 @@ def _menus(profile: Profile, settings: CandidateSettings) -> Iterator[tuple[Stra
                 max_len_tokens=lambda scheme, _: profile.max_len_tokens(scheme, number),
                 links_of=lambda _: NO_LINKS,
             )
-            yield from (menu.alike(number) for menu in menus)
+            found |= dict.fromkeys(menu.alike(number) for menu in menus)
+    return found
 
 
 def groups_of_gathered(

@@ -35,7 +35,7 @@ class Float8Layers:
 
     `layers`: the decoder layers of the copy that runs. `spec_of`: what the link knows of (module,
     attribute). `sides`: COLUMN or ROW of modules that TP cuts. Raises HydraConfigError where
-    torchao is missing, a size is no multiple of 16, or `exclude` names nothing,
+    torchao is missing, a size is no multiple of 16, or `exclude` names nothing or has no `request`,
     UnsupportedModelError for a converted model that cannot be trained.
     """
 
@@ -53,6 +53,11 @@ class Float8Layers:
         self.request = request
         """What `hydra.float8` says, or "converted" of a model that torchao has converted."""
         self._specs: list[ParamSpec] = []
+        if exclude and request is None:
+            raise HydraConfigError(
+                f"hydra.float8_exclude is {list(exclude)}, and hydra.float8, whose layers it leaves out, is null; set "
+                'that, as "rowwise", or leave out hydra.float8_exclude'
+            )
         found = [(m, side, spec_of[m, "weight"]) for m, side in _linears(layers, sides)]
         if converted := [spec for linear, _, spec in found if is_converted(linear)]:
             _check_converted(converted[0], request)

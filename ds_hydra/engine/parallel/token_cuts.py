@@ -35,7 +35,7 @@ pieces of a row, D head dimension, W = K (D + Dv) numbers of a token's keys and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import lcm
@@ -45,6 +45,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hydra.engine.parallel.linear import nothing
 from ds_hydra.engine.parallel.tensor_parallel import TokenShards
 from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.sampler.packing.cuts import Row
@@ -173,20 +174,27 @@ class KeysOfRow:
         assert layout.rows is not None, "a micro-batch of one row needs no others' keys"
         row_tokens = layout.padded(max(sum(p.end - p.begin for p in row) for row in rows))
         num_pieces = Counter(piece.position for row in rows for piece in row)
-        sent = [_places_of_cut(row, num_pieces) for row in rows]
-        most = max(map(len, sent))
+
+        def num_sent(row: Row) -> int:
+            return sum(p.end - p.begin for p in row if num_pieces[p.position] > 1)
+
+        most = max(map(num_sent, rows))
         behind = most * len(rows)  # where the row's own tokens begin
         places: dict[int, list[tuple[int, Tensor]]] = {}
+        sent = [torch.arange(0)]
         for number, row in enumerate(rows):
-            at, own_at = number * most, behind
+            at, own_at = number * most, 0
             for piece in row:
                 length = piece.end - piece.begin
-                is_cut = num_pieces[piece.position] > 1
-                first = at if is_cut else own_at
-                found = torch.arange(first, first + length)
-                if is_cut or number == layout.row:
+                own = torch.arange(own_at, own_at + length)
+                if num_pieces[piece.position] > 1:
+                    found = torch.arange(at, at + length)
                     places.setdefault(piece.position, []).append((piece.begin, found))
-                at, own_at = at + is_cut * length, own_at + length
+                    at += length
+                    sent += [own] if number == layout.row else []
+                elif number == layout.row:
+                    places[piece.position] = [(piece.begin, own + behind)]
+                own_at += length
         of_sequence = {
             position: torch.cat([place for _, place in sorted(found, key=lambda part: part[0])])
             for position, found in places.items()
@@ -200,12 +208,12 @@ class KeysOfRow:
         blocks[-1][-1] = torch.arange(used, row_tokens) + behind
         of_blocks = [torch.cat([*block.values()]) for block in blocks]
         places_N = to_device(torch.cat(of_blocks), device)
-        own = sent[layout.row]
+        sent_S = torch.cat([*sent, torch.zeros(most, dtype=torch.int64)])[:most]
         return cls(
             layout.rows,
             row_tokens,
-            to_device(torch.cat([own, own.new_zeros(most - len(own))]), device),
-            len(own),
+            to_device(sent_S, device),
+            num_sent(rows[layout.row]),
             places_N.split([*map(len, of_blocks)]),
             places_N,
         )
@@ -253,7 +261,7 @@ class KeysOfRow:
         for block, grad in zip(self.blocks, grad_NW.split([*map(len, self.blocks)]), strict=True):
             _add_at(both, block, grad)
         if not num_sent:
-            return both, _nothing
+            return both, nothing
         sent, row = both.split([num_sent, self.row_tokens])
         own, wait = self.group.post_reduce_scatter(sent.unsqueeze(0))
         row = row.clone()  # what was sent does not stay with it
@@ -265,20 +273,9 @@ class KeysOfRow:
         return row, add
 
 
-def _places_of_cut(row: Row, num_pieces: Mapping[int, int]) -> Tensor:
-    """Places in a row of tokens whose sequence has several pieces."""
-    lengths = torch.tensor([piece.end - piece.begin for piece in row], dtype=torch.int64)
-    is_cut = torch.tensor([num_pieces[piece.position] > 1 for piece in row], dtype=torch.bool)
-    return is_cut.repeat_interleave(lengths).nonzero().flatten()
-
-
 def _add_at(whole: Tensor, places_n: Tensor, values: Tensor) -> None:
     """Adds `values` at places of which none is twice; `index_add_` would add by atomics."""
     whole.index_copy_(0, places_n, whole.index_select(0, places_n).add_(values))
-
-
-def _nothing() -> None:
-    pass
 
 
 class _Part:

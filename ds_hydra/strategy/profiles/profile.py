@@ -287,11 +287,9 @@ class Profile:
         """
         found = self.document.get("tp_sequence_parallel", wanted)
         if found != wanted and any(scheme.tp > 1 for scheme in self.latency):
-            raise HydraConfigError(
-                f"profile {self.name!r} was measured with hydra.tp_sequence_parallel {_json(found)}, and it is "
-                f"{_json(wanted)}, which changes time and memory under TP; set hydra.tp_sequence_parallel to "
-                f"{_json(found)}, or measure anew (ds-hydra profile"
-                f"{' --tp-sequence-parallel' if wanted else ''}, or remove hydra.profile)"
+            option = " --tp-sequence-parallel" if wanted else ""
+            raise self._other(
+                "tp_sequence_parallel", found, wanted, "time and memory under TP", option
             )
 
     def check_float8(self, wanted: str | None) -> None:
@@ -300,11 +298,20 @@ class Profile:
         """
         found = self.document.get("float8")
         if found != wanted:
-            raise HydraConfigError(
-                f"profile {self.name!r} was measured with hydra.float8 {json.dumps(found)}, and it is "
-                f"{json.dumps(wanted)}, which changes times; set hydra.float8 to {json.dumps(found)}, or measure anew "
-                f"(ds-hydra profile{f' --float8 {wanted}' if wanted else ''}, or remove hydra.profile)"
-            )
+            option = f" --float8 {wanted}" if wanted else ""
+            raise self._other("float8", found, wanted, "times", option)
+
+    def _other(
+        self, key: str, found: object, wanted: object, changes: str, option: str
+    ) -> HydraConfigError:
+        """That it was measured with another value of a key of "hydra", which `changes` something;
+        `option` of `ds-hydra profile` is for the one that is wanted.
+        """
+        return HydraConfigError(
+            f"profile {self.name!r} was measured with hydra.{key} {json.dumps(found)}, and it is "
+            f"{json.dumps(wanted)}, which changes {changes}; set hydra.{key} to {json.dumps(found)}, or measure anew "
+            f"(ds-hydra profile{option}, or remove hydra.profile)"
+        )
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, source: str = "profile") -> Profile:
@@ -416,10 +423,6 @@ def _read_ratio(hardware: Mapping[str, Any], key: str) -> float | None:
     if not is_number or not 1 <= value < inf:
         raise HydraConfigError(f"hardware.{key} is {value!r}; it must be a number of at least 1")
     return float(value)
-
-
-def _json(value: bool) -> str:
-    return json.dumps(value)
 
 
 def has_re_pulls(document: Mapping[str, Any]) -> bool:

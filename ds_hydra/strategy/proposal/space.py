@@ -142,7 +142,7 @@ def _with_moving_weights(
     """Of each <SP,TP,1> of `known`, and of <spN,1> and <cpN,1> for each N, a power of two, that
     divides the heads or that the devices allow.
     """
-    costs, number, memory = world.costs, world.num_devices, world.profile.memory
+    costs, number = world.costs, world.num_devices
     heads = world.profile.memory.num_heads or number
     powers = [1 << exponent for exponent in range(number.bit_length())]
     wide = [Scheme(1, 1, sp=n) for n in powers if heads % n == 0]
@@ -151,8 +151,7 @@ def _with_moving_weights(
     for plain in dict.fromkeys([*whole, *wide] if costs.single_rank is not None else whole):
         for kind in kinds:
             scheme = replace(plain, **kind)  # type: ignore[arg-type]
-            is_small = scheme.num_devices <= number and memory.knows(scheme)
-            if not is_small or world.max_len_tokens(scheme) <= 0 or not world.can_run(scheme):
+            if not _can_move(world, scheme):
                 continue
             if world.cluster is None and scheme not in world.profile.latency:
                 continue  # how long its weights travel is not known
@@ -172,11 +171,14 @@ def uneven_groups(world: World) -> tuple[Scheme, ...]:
     return tuple(
         scheme
         for scheme in schemes
-        if fits_unevenly(scheme.num_devices, world.num_devices)
-        and world.profile.memory.knows(scheme)
-        and world.can_run(scheme)
-        and world.max_len_tokens(scheme) > 0
+        if fits_unevenly(scheme.num_devices, world.num_devices) and _can_move(world, scheme)
     )
+
+
+def _can_move(world: World, scheme: Scheme) -> bool:
+    """Whether `scheme`, whose layers move, has the devices and holds a token."""
+    is_small = scheme.num_devices <= world.num_devices and world.profile.memory.knows(scheme)
+    return is_small and world.max_len_tokens(scheme) > 0 and world.can_run(scheme)
 
 
 def _that_hold(world: World, scheme: Scheme, tokens: float) -> list[Scheme]:
