@@ -99,6 +99,29 @@ def test_a_long_sequence_on_all_ranks_then_short_ones_on_one_each():
     assert [phase.makespan_ms for phase in found.in_turn] == pytest.approx([30, 25, 25, 25, 25])
 
 
+def test_one_strategy_in_lockstep_is_planned_by_its_steps():
+    """T(l) = 0.005 l^2 + 0.5 l + 2, at most 50 tokens. 33 tokens take 23.945 ms, and 17 + 17 beside
+    them 21.89; a second step of 17 + 2 + 1 beside 7 takes 12.97. By slowest pipelines alone one
+    group would have one micro-batch of 50 tokens, and all would wait for the other's second.
+    """
+    profile = make_profile({"<sp2,1;gather>": (5e-3, 0.5, 2)})
+    scheme = Scheme(1, 1, sp=2, gather=True)
+    settings = replace(SETTINGS, max_len_override={scheme: 50})
+    found, time_ms = plan([33, 17, 17, 17, 7, 2, 1], GATHERED[1:2], settings, profile)
+    assert [len(pipeline.micro_batches) for pipeline in found.pipelines] == [2, 2]
+    assert time_ms == found.makespan_ms
+    assert time_ms <= 23.945 + 12.97
+
+
+def test_long_micro_batches_of_all_pipelines_are_one_step():
+    """Each rank has one of 30 and one of 28 or 25 tokens: longest first everywhere."""
+    lengths = [30] * 4 + [28] * 2 + [25] * 2
+    found, time_ms = plan(lengths, GATHERED[:1])
+    steps = zip(*(pipeline.micro_batches for pipeline in found.pipelines), strict=True)
+    assert [{lengths[i] for (i,) in step} for step in steps] == [{30}, {28, 25}]
+    assert time_ms == pytest.approx(30 + 28)
+
+
 def test_a_solver_is_asked_for_a_plan_of_one_strategy_and_not_for_each_phase(monkeypatch):
     solved = []
     monkeypatch.setattr(PhasePlan, "solve_slowest", lambda phase: solved.append(phase.strategy))

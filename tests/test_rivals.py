@@ -91,6 +91,16 @@ def test_steps_hold_every_sequence_once():
     assert len(steps) >= 3  # 540 tokens, 240 in a step
 
 
+def test_sequences_change_places_in_a_step():
+    """8, 7, 6, 5, 4 on two groups: longest first to the earliest group ends at 17, best is 15."""
+    lengths = np.array([8, 7, 6, 5, 4])
+    pair = MixedGroups(2, [1], [100], [0.0], [lambda lengths: lengths.astype(float)])
+    (step,) = plan_steps([pair], lengths, lambda slowest: float(slowest.sum()))
+    sums = np.bincount(step.group_of, weights=lengths[step.members])
+    assert step.slowest_ms == sums.max() == 15
+    assert step.device_ms == lengths.sum()
+
+
 @pytest.mark.parametrize("most", [4000, 1])
 def test_groups_of_three_ranks_end_before_those_of_powers_of_two(monkeypatch, most):
     """Two sequences of 60 on 6 ranks: 3 + 3, of all cuts, or exchanged for 4 + 2."""

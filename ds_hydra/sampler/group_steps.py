@@ -5,8 +5,9 @@ has one micro-batch and which ends before the next.
 the known sizes is tried, in order of a lower bound, until the bound is no better than the best.
 Sequences are assigned in order of decreasing length, each to the group that would finish it
 earliest. A mini-batch is cut into the fewest steps that can hold it, or up to `MORE_STEPS` more.
-Two ways to fill steps are tried: consecutive lengths in one step, or round-robin. FlexSP, whose
-space this is, solves integer programs with deadlines for it.
+Two ways to fill steps are tried: consecutive lengths in one step, or round-robin. In the best steps
+sequences then change places between the slowest group and others, as pipelines do in a dispatch.
+FlexSP, whose space this is, solves integer programs with deadlines for it.
 """
 
 from __future__ import annotations
@@ -17,12 +18,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.sampler.problem import sift_down
+from ds_hydra.sampler.dispatch.refine import improve_dispatch
+from ds_hydra.sampler.problem import DispatchProblem, sift_down
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.schemes.neighbours import aligned_cuts
+from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 
 MORE_STEPS = 2
+_MAX_EXCHANGES, _NUM_TARGETS, _ENOUGH_GAP = 400, 4, 1e-3
+"""Exchanges in a step at most, with as many of the fastest groups, until it is as near to having
+all ranks busy.
+"""
 MAX_CUTS = 2400
 """Ways to cut the ranks that are tried: 64 ranks have 1,828 into powers of two, 32 have 2,311 into
 all sizes up to 8 and powers of two.
@@ -47,7 +54,9 @@ class GroupStep(NamedTuple):
 
 
 class MixedGroups:
-    """What groups of some sizes take. `sizes` in ranks, smallest first; `max_len` of each."""
+    """What groups of some sizes take. `sizes` in ranks; `max_len` of each; `cuts`: how many groups
+    of each size, [cut, size], in place of `first_cuts`.
+    """
 
     def __init__(
         self,
@@ -56,13 +65,14 @@ class MixedGroups:
         max_len: Sequence[int],
         constants_ms: Sequence[float],
         sequences_ms: Sequence[Callable[[IntArray], FloatArray]],
+        cuts: IntArray | None = None,
     ) -> None:
         self.num_ranks, self.longest = num_ranks, max(max_len)
         self._sizes = np.array(sizes, dtype=np.int64)
         self._max_len = np.array(max_len, dtype=np.int64)
         self._constants = np.array(constants_ms, dtype=np.float64)
         self._sequences_ms = sequences_ms
-        self._cuts = self.first_cuts()
+        self._cuts = self.first_cuts() if cuts is None else cuts
         most = (self._cuts * self._max_len).sum(axis=1)
         self._room = int(most.max())
 
@@ -92,6 +102,36 @@ class MixedGroups:
         np.add.at(times, step.group_of, table[kinds[step.group_of], np.arange(step.members.size)])
         used = np.unique(step.group_of)
         return times[used], self._sizes[kinds][used]
+
+    def improved(self, lengths: IntArray, table: FloatArray, step: GroupStep) -> GroupStep:
+        """`step` once no exchange of sequences makes its slowest group faster."""
+        kind_of = np.repeat(np.arange(self._sizes.size), step.counts)
+        own_ms = np.ascontiguousarray(table[:, step.members])
+        # A second micro-batch costs more than all work, so that no exchange pays for it
+        dear_ms = float(own_ms.sum(axis=1).max())
+        of_all = np.ones_like(self._constants)
+        problem = DispatchProblem(
+            lengths=lengths[step.members],
+            sequence_ms=own_ms,
+            kind_of=kind_of,
+            num_stages=of_all.astype(np.int64),
+            constant_ms=self._constants + dear_ms,
+            traffic_ms=np.zeros_like(self._constants),
+            max_len_tokens=self._max_len,
+            ratio=of_all[:, None],  # not read, as `share`: there is one stage
+            share=of_all[:, None, None],
+            forward_fraction=FORWARD_FRACTION,
+            is_exact=True,
+            is_eq2=False,
+        )
+        group_of = step.group_of.copy()
+        least_ms = float(self._constants.min()) + self.shared_ms(own_ms)
+        enough_ms = dear_ms + (1 + _ENOUGH_GAP) * least_ms
+        improve_dispatch(problem, group_of, enough_ms, _MAX_EXCHANGES, _NUM_TARGETS)
+        moved = step._replace(group_of=group_of)
+        times_ms, sizes = self.groups_of(lengths, moved)
+        slowest_ms, device_ms = float(times_ms.max()), float(times_ms @ sizes)
+        return moved._replace(slowest_ms=slowest_ms, device_ms=device_ms)
 
     def step(
         self,
@@ -175,7 +215,10 @@ def plan_steps(
         num_tried += is_found
         if num_tried > MORE_STEPS and count >= max(fewest):
             break
-    return best
+    return [
+        kinds[step.kind].improved(lengths, tables[step.kind], step) if step.members.size else step
+        for step in best
+    ]
 
 
 def _best_step(

@@ -24,6 +24,7 @@ from ds_hydra.sampler.dispatch.refine import (
     pipeline_cost,
     refine_pipelines,
 )
+from ds_hydra.sampler.group_steps import MixedGroups, plan_steps
 from ds_hydra.sampler.integer_programs import SolverLimits
 from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.packing.packing import solve_packing
@@ -61,6 +62,9 @@ _PERTURBATION_GAP, _PERTURBATION_REACH, _FULLY_PERTURBED = 0.01, 0.05, 1400
 """Perturbations are for plans more than 1% above their bound and less than 5% above the best plan
 so far; fewer above so many sequences, because each takes time with their square.
 """
+
+_MOST_KINDS = 8
+"""Kinds of pipelines for which steps are tried: slow ranks may make every pipeline a kind."""
 
 _OPTIMISM = 1.5
 """Standard deviations below its expected time that a strategy is tried at."""
@@ -141,6 +145,7 @@ class PhasePlan:
 
     mini_batch: MiniBatch
     strategy: Strategy
+    kinds: Sequence[PipelineKind]
     problem: DispatchProblem
     order: IntArray
     """Where its sequences are in the mini-batch."""
@@ -175,12 +180,14 @@ class PhasePlan:
         is_phase = factors is not None
         if factors is None:
             factors = mini_batch.corrections.pipeline_factors(strategy)
+        kinds = mini_batch.kinds(strategy, factors)
         return cls(
             mini_batch=mini_batch,
             strategy=strategy,
+            kinds=kinds,
             problem=make_problem(
                 lengths,
-                mini_batch.kinds(strategy, factors),
+                kinds,
                 forward_fraction=settings.forward_fraction,
                 is_exact=settings.objective == "exact",
             ),
@@ -325,7 +332,48 @@ class PhasePlan:
                 _NUM_TARGETS,
                 int(settings.num_perturbations * share**2),
             )
-        return self.finish()
+        self.finish()
+        if num_steps > 0 and self.wait_ms > 0.0 and len(self.kinds) <= _MOST_KINDS:
+            self._search_steps()
+        return self
+
+    def _search_steps(self) -> None:
+        """Where all ranks gather layers together the search above does not see that a step ends
+        with its slowest pipeline: cuts the mini-batch into steps first ([Note: Mixed groups]), and
+        keeps what is faster.
+        """
+        problem, kinds = self.problem, self.kinds
+        first = np.unique(problem.kind_of, return_index=True)[1]
+        groups = MixedGroups(
+            self.strategy.num_devices,
+            [self.strategy.schemes[pipeline].num_devices for pipeline in first],
+            [kind.max_len_tokens for kind in kinds],
+            [kind.latency.constant_ms for kind in kinds],
+            [kind.latency.sequences_ms for kind in kinds],
+            np.array([[kind.num_pipelines for kind in kinds]]),
+        )
+        floor_ms = float(problem.traffic_ms.max())
+        steps = plan_steps(
+            [groups],
+            problem.lengths,
+            lambda slowest: float(np.maximum(slowest, floor_ms).sum()),
+            float(self.pipeline_ms.max()) + self.wait_ms,
+        )
+        if not steps:
+            return
+        known = self.assignment.copy(), self.micro_batches.copy(), self.pipeline_ms
+        known_ms = self.iteration_ms
+        for number, step in enumerate(steps):
+            self.assignment[step.members] = step.group_of
+            self.micro_batches[step.members] = number
+        for pipeline in range(self.pipeline_ms.size):
+            own = self.assignment == pipeline  # its micro-batches are numbered without gaps
+            self.micro_batches[own] = np.unique(self.micro_batches[own], return_inverse=True)[1]
+        times = [self._times_ms(pipeline).sum() for pipeline in range(self.pipeline_ms.size)]
+        self.pipeline_ms = np.array(times, dtype=np.float64)
+        if self.finish().iteration_ms >= known_ms:
+            self.assignment[:], self.micro_batches[:], self.pipeline_ms = known
+            self.iteration_ms = known_ms
 
     def pack(self, assignment: IntArray) -> PhasePlan:
         """Packs the pipelines of `assignment` as they are."""
@@ -338,7 +386,7 @@ class PhasePlan:
         left of them.
         """
         problem, link = self.problem, self.link
-        order_micro_batches(problem, self.assignment, self.micro_batches)
+        order_micro_batches(problem, self.assignment, self.micro_batches, self.strategy.gathers)
         self.iteration_ms = iteration_ms(
             problem,
             self.assignment,

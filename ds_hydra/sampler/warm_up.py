@@ -49,7 +49,7 @@ def warm_up() -> None:
         pipeline_ms = pack_pipelines(problem, assignment, micro_batches)
         refine_pipelines(problem, assignment, micro_batches, pipeline_ms, bound, 1, 1)
         perturb_and_refine(problem, assignment, micro_batches, pipeline_ms, bound, 1, 1, 1)
-        order_micro_batches(problem, assignment, micro_batches)
+        order_micro_batches(problem, assignment, micro_batches, False)
         iteration_ms(problem, assignment, micro_batches, pipeline_ms, 0.0, 0.0, 1)
         members = np.flatnonzero(assignment == 0)
         costs = problem.sequence_ms[0, members]

@@ -356,10 +356,11 @@ def pack_pipelines(
 
 @compiled
 def order_micro_batches(
-    problem: DispatchProblem, assignment: IntArray, micro_batches: IntArray
+    problem: DispatchProblem, assignment: IntArray, micro_batches: IntArray, is_lockstep: bool
 ) -> None:
     """Lets pipelines of one stage run their longest micro-batch last and the second longest first;
-    changes `micro_batches`.
+    in lockstep the longest first, so that long ones of all pipelines are one step. Changes
+    `micro_batches`.
 
     Their time is the same in any order, but a pull hides behind the first forward and a push, which
     has more bytes, behind the last backward.
@@ -371,8 +372,9 @@ def order_micro_batches(
                 -_micro_batch_times_ms(problem, members, pipeline, micro_batches), kind="mergesort"
             )
             # Longest -> last place (-1), second longest -> place 0, the others between them.
+            first = 0 if is_lockstep else -1
             place = np.empty(by_time.size, dtype=np.int64)
-            place[by_time] = (np.arange(by_time.size) - 1) % by_time.size
+            place[by_time] = (np.arange(by_time.size) + first) % by_time.size
             micro_batches[members] = place[micro_batches[members]]
 
 
