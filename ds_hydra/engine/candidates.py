@@ -54,6 +54,7 @@ from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
+from ds_hydra.strategy.profiles.learned_spread import NO_COUNTS
 from ds_hydra.strategy.profiles.profile import has_re_pulls
 from ds_hydra.strategy.profiles.state_bytes import load_profile
 from ds_hydra.strategy.proposal.candidates import (
@@ -179,14 +180,17 @@ class EngineCandidates:
         """`track()`; None while strategies are forced, and their plans valued by FLOP counts."""
         return None if self.profile is None else self.track()
 
-    def learn(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
-        """Take in the time of each pipeline, equal on all ranks; warns on rank 0 of drift. Not
-        collective.
+    def learn(
+        self, metrics: IterationMetrics, plan: IterationPlan, scatter: Sequence[float] = NO_COUNTS
+    ) -> None:
+        """Take in the time of each pipeline and what all ranks counted of the `scatter` of single
+        micro-batches, equal on all ranks; warns on rank 0 of drift. Not collective.
         """
         if (tracker := self.find_tracker()) is None:
             return
         measured_ms = [pipeline.measured_ms for pipeline in metrics.pipelines]
-        warning = tracker.observe(plan, measured_ms, metrics.iteration_ms - metrics.waited_ms)
+        run_ms = metrics.iteration_ms - metrics.waited_ms
+        warning = tracker.observe(plan, measured_ms, run_ms, scatter)
         if warning is not None and self.is_first_rank:
             with Progress.external_write_mode(file=sys.stderr):  # not on top of a bar
                 logger.warning("iteration %d: %s", plan.iteration, warning)
