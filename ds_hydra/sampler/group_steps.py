@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_hydra.sampler.problem import sift_down
-from ds_hydra.sampler.schedule import FloatArray, IntArray
+from ds_hydra.sampler.schedule import FloatArray, IntArray, expected_slowest_ms
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.schemes.neighbours import aligned_cuts
 
@@ -47,7 +47,9 @@ class GroupStep(NamedTuple):
 
 
 class MixedGroups:
-    """What groups of some sizes take. `sizes` in ranks, smallest first; `max_len` of each."""
+    """What groups of some sizes take. `sizes` in ranks, smallest first; `max_len` of each. Times of
+    groups scatter by `spread`, so that those of a step end as the slowest of as many equal ones.
+    """
 
     def __init__(
         self,
@@ -56,12 +58,19 @@ class MixedGroups:
         max_len: Sequence[int],
         constants_ms: Sequence[float],
         sequences_ms: Sequence[Callable[[IntArray], FloatArray]],
+        spread: float = 0.0,
     ) -> None:
         self.num_ranks, self.longest = num_ranks, max(max_len)
         self._sizes = np.array(sizes, dtype=np.int64)
         self._max_len = np.array(max_len, dtype=np.int64)
         self._constants = np.array(constants_ms, dtype=np.float64)
         self._sequences_ms = sequences_ms
+        self._slower = np.ones(num_ranks + 1)
+        """How many times as long the slowest of so many groups takes, as expected."""
+        if spread:
+            for num in range(2, num_ranks + 1):
+                equal = np.ones(num)
+                self._slower[num] = expected_slowest_ms(equal, spread * equal)
         self._cuts = self.first_cuts()
         most = (self._cuts * self._max_len).sum(axis=1)
         self._room = int(most.max())
@@ -124,6 +133,7 @@ class MixedGroups:
                 self._sizes,
                 self._max_len,
                 tried,
+                self._slower[tried.sum(axis=1)],
                 self.num_ranks,
                 limit,
                 times_ms,
@@ -211,6 +221,7 @@ def solve_step(
     sizes: IntArray,
     max_len: IntArray,
     cuts: IntArray,
+    slower: FloatArray,
     num_ranks: int,
     limit: float,
     times_ms: FloatArray,
@@ -218,7 +229,8 @@ def solve_step(
 ) -> int:
     """The best cut, -1 where none holds the sequences in less than `limit`; writes `times_ms`, of
     its slowest group and of all devices together, and the group of each sequence. `table`: ms of
-    [size, sequence]. See [Note: Mixed groups].
+    [size, sequence]; the slowest group of each cut is `slower` than it takes alone by a factor. See
+    [Note: Mixed groups].
     """
     num_sizes, num_sequences = table.shape
     # A bound for each cut, cheapest first: placing is what takes long, and a few cuts are placed.
@@ -244,15 +256,16 @@ def solve_step(
                         cheapest = min(cheapest, sizes[k] * table[k, i])
                 work_ms[used] += cheapest
         # The longest sequence takes its time; all together, each where it is cheapest, theirs.
-        bounds[row] = max(alone, work_ms[used] / num_ranks)
+        bounds[row] = max(alone, work_ms[used] / num_ranks) * slower[row]
     best, best_cut = limit, -1
     ends, filled = np.zeros(num_ranks), np.zeros(num_ranks, dtype=np.int64)
     heap, placed = np.zeros_like(filled), np.zeros_like(group_of)
     for row in np.argsort(bounds):
         if bounds[row] >= best:  # and so are all that follow
             break
-        slowest = _place(
-            lengths, table, constants, max_len, cuts[row], best, ends, filled, heap, placed
+        below = best / slower[row]
+        slowest = slower[row] * _place(
+            lengths, table, constants, max_len, cuts[row], below, ends, filled, heap, placed
         )
         if slowest < best:
             best, best_cut = slowest, row
