@@ -106,6 +106,17 @@ def test_steps_hold_every_sequence_once():
     assert len(steps) >= 3  # 540 tokens, 240 in a step
 
 
+@pytest.mark.parametrize(("spread", "counts"), [(0.0, [4, 0]), (0.1, [4, 0]), (0.25, [0, 1])])
+def test_a_step_has_one_group_where_the_slowest_of_four_takes_longer(spread, counts):
+    """25 ms (1 + 1.03 x spread) side by side, 30 ms on all ranks."""
+    table = [lambda lengths: 1.0 * lengths, lambda lengths: 0.3 * lengths]
+    groups = MixedGroups(4, [1, 4], [100, 400], [0.0, 0.0], table, spread)
+    lengths = np.array([25] * 4)
+    found = groups.step(0, lengths, groups.table_ms(lengths), np.arange(4))
+    assert found.counts.tolist() == counts
+    assert found.slowest_ms == pytest.approx(min(25 * (1 + 1.0294 * spread), 30), rel=1e-3)
+
+
 @pytest.mark.parametrize("most", [4000, 1])
 def test_groups_of_three_ranks_end_before_those_of_powers_of_two(monkeypatch, most):
     """Two sequences of 60 on 6 ranks: 3 + 3, of all cuts, or exchanged for 4 + 2."""

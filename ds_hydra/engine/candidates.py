@@ -54,7 +54,6 @@ from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
-from ds_hydra.strategy.profiles.learned_spread import NO_COUNTS
 from ds_hydra.strategy.profiles.profile import has_re_pulls
 from ds_hydra.strategy.profiles.state_bytes import load_profile
 from ds_hydra.strategy.proposal.candidates import (
@@ -181,16 +180,19 @@ class EngineCandidates:
         return None if self.profile is None else self.track()
 
     def learn(
-        self, metrics: IterationMetrics, plan: IterationPlan, scatter: Sequence[float] = NO_COUNTS
+        self,
+        metrics: IterationMetrics,
+        plan: IterationPlan,
+        spreads: Sequence[Sequence[float]] = (),
     ) -> None:
-        """Take in the time of each pipeline and what all ranks counted of the `scatter` of single
+        """Take in the time of each pipeline and what each rank tells of the `spreads` of single
         micro-batches, equal on all ranks; warns on rank 0 of drift. Not collective.
         """
         if (tracker := self.find_tracker()) is None:
             return
         measured_ms = [pipeline.measured_ms for pipeline in metrics.pipelines]
         run_ms = metrics.iteration_ms - metrics.waited_ms
-        warning = tracker.observe(plan, measured_ms, run_ms, scatter)
+        warning = tracker.observe(plan, measured_ms, run_ms, spreads)
         if warning is not None and self.is_first_rank:
             with Progress.external_write_mode(file=sys.stderr):  # not on top of a bar
                 logger.warning("iteration %d: %s", plan.iteration, warning)

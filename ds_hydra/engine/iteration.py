@@ -23,7 +23,6 @@ from ds_hydra.engine.ranks.agreement import run_together
 from ds_hydra.errors import HydraDataError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.strategy.profiles.learned_spread import NO_COUNTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +51,9 @@ class Outcomes:
     """Ranks with NaN or Inf among the gradients that they own."""
     is_stop_requested: bool
     """Whether any rank was told to stop (SIGTERM)."""
-    scatter: Sequence[float] = NO_COUNTS
-    """How often neighbouring micro-batches differ by how much from what is known, on all ranks:
-    [Note: Spread of micro-batches].
+    spreads: Sequence[Sequence[float]] = ()
+    """What each rank tells of how far its micro-batches are from what is known: [Note: Spread of
+    micro-batches].
     """
     expert_tokens_LE: Tensor | None = None
     """[layers with experts, E]: tokens that chose an expert, if a training iteration had any."""

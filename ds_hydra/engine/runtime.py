@@ -48,7 +48,7 @@ from ds_hydra.engine.telemetry.trace import MemoryWatch, TraceChoice, gather_tim
 from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy.cost_models.flops import find_peak_flops
-from ds_hydra.strategy.profiles.learned_spread import NO_COUNTS
+from ds_hydra.strategy.profiles.learned_spread import NOTHING_TOLD
 
 logger = logging.getLogger(__name__)
 
@@ -124,16 +124,16 @@ class HydraRuntime:
         names = [field.name for field in fields(RankOutcome) if field.type == "float"]
         values = [getattr(outcome, name) for name in names]
         tracker = None if plan is None else self.candidates.find_tracker()
-        scatter = NO_COUNTS
+        told: Sequence[float] = NOTHING_TOLD
         if tracker is not None and plan is not None:
-            scatter = tracker.tally(plan, self.propagator.rank, outcome.computed_ms)
+            told = tracker.tell_spread(plan, self.propagator.rank, outcome.computed_ms)
         problem = self.propagator.problem
-        mine = [*values, *scatter, *outcome.phase_ms, problem is not None]
+        mine = [*values, *told, *outcome.phase_ms, problem is not None]
         mine += [0.0, float(self._stop_request.is_set)]
         mine_N = to_device(torch.tensor(mine, dtype=torch.float64), self._device)
         if norms is not None:
             mine_N[-2] = ~norms.isfinite().all()
-        rows, end = gather_rows(mine_N).tolist(), len(names) + len(scatter)
+        rows, end = gather_rows(mine_N).tolist(), len(names) + len(told)
         if any(row[-3] for row in rows):
             raise_together(problem, self._device)
         balance, expert_tokens_LE = self.stage_model.balance, None
@@ -144,7 +144,7 @@ class HydraRuntime:
             ranks=[
                 RankOutcome(**dict(zip(names, row)), phase_ms=tuple(row[end:-3])) for row in rows
             ],
-            scatter=[sum(of_bin) for of_bin in zip(*(row[len(names) : end] for row in rows))],
+            spreads=[row[len(names) : end] for row in rows],
             nonfinite_ranks=[rank for rank, row in enumerate(rows) if row[-2]],
             is_stop_requested=any(row[-1] for row in rows),
             expert_tokens_LE=expert_tokens_LE,
@@ -180,7 +180,7 @@ class HydraRuntime:
             micro_batch_spread=tracker.spread.value if tracker else 0.0,
             **measured,
         )
-        candidates.learn(metrics, plan, outcomes.scatter)
+        candidates.learn(metrics, plan, outcomes.spreads)
         self._write_log(metrics, plan, outcomes.expert_tokens_LE)
         return metrics
 

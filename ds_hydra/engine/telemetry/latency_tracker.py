@@ -37,11 +37,9 @@ from ds_hydra.strategy.profiles.learned_latency import (
     names_of,
 )
 from ds_hydra.strategy.profiles.learned_spread import (
-    NO_COUNTS,
     LearnedSpread,
     MicroBatchTime,
-    differences,
-    tally,
+    told_by,
 )
 
 logger = logging.getLogger(__name__)
@@ -252,40 +250,42 @@ class LatencyTracker:
             ]
         return found
 
-    def tally(
+    def tell_spread(
         self, plan: IterationPlan, rank: int, computed_ms: Mapping[tuple[int, int], float]
     ) -> Sequence[float]:
-        """How much micro-batches of `rank` differ from each other beyond the profile, counted:
-        [Note: Spread of micro-batches]. `computed_ms` of each (phase, micro-batch).
-
-        Of slices that stay the first micro-batch, which runs beside the pull, and the last one,
-        beside the push, are left out.
+        """What `rank` tells the others of how far its micro-batches are from what is known: [Note:
+        Spread of micro-batches]. `computed_ms` of each (phase, micro-batch).
         """
         own = []
         for number, phase in enumerate(plan.on_rank(rank)):
-            scheme = phase.role.scheme if phase.role is not None else None
-            if scheme is None or scheme not in self.profiled.latency:
+            if phase.role is None or phase.role.scheme not in self.profiled.latency:
                 continue
-            latency = self.profiled.latency[scheme]
-            first = 0 if scheme.gather or scheme.stream else 1
-            end = len(phase.micro_batches) - first
-            for index in range(first, end):
-                lengths = plan.micro_batch_lengths(phase.micro_batches[index])
-                profiled = latency.computed_ms(lengths)
-                took = computed_ms.get((number, index), 0.0)
-                own.append(MicroBatchTime(scheme, sum(lengths), profiled, took))
-        return tally(differences(own))
+            scheme, pipeline = phase.role.scheme, phase.plan.pipelines[phase.role.pipeline]
+            stays, last = not (scheme.gather or scheme.stream), len(phase.micro_batches) - 1
+            for index, micro_batch in enumerate(phase.micro_batches):
+                lengths = plan.micro_batch_lengths(micro_batch)
+                own.append(
+                    MicroBatchTime(
+                        scheme,
+                        sum(lengths),
+                        self.profiled.latency[scheme].computed_ms(lengths),
+                        computed_ms.get((number, index), 0.0),
+                        is_beside_link=stays and index in (0, last),
+                        is_first_rank=rank == pipeline.ranks[0],
+                    )
+                )
+        return told_by(own, [*self.profiled.latency])
 
     def observe(
         self,
         plan: IterationPlan,
         measured_ms: Sequence[float],
         iteration_ms: float,
-        scatter: Sequence[float] = NO_COUNTS,
+        spreads: Sequence[Sequence[float]] = (),
     ) -> str | None:
         """Take in the measured time of every pipeline of `plan`, and of the iteration without
-        waiting for its plan, and the `tally` of all ranks; returns a warning now and then while
-        predictions are off.
+        waiting for its plan, and what each rank tells of `spreads`; returns a warning now and then
+        while predictions are off.
 
         Nothing is learned from a run's first iteration, which touches memory and loads kernels for
         the first time. After that one like it is an outlier.
@@ -306,7 +306,7 @@ class LatencyTracker:
         if all_ms and self._are_plausible(plan, all_ms, iteration_ms):
             for strategy, times in of_phases:
                 self.learned.observe(strategy, times)
-            self.spread.observe(scatter)
+            self.spread.observe(spreads)
             self._count(plan, measured_ms, iteration_ms)
             # What was planned before anything was learned need not alarm anybody.
             counts = self._planner.refit == "log" or self.corrections_for(plan.iteration).strategies
@@ -393,7 +393,7 @@ class LatencyTracker:
         """What was learned and the corrections that plans still need, for a checkpoint."""
         return {
             "learned": self.learned.state_dict(),
-            "spread": list(self.spread.counts),
+            "spread": self.spread.state_dict(),
             "schedule": [(begin, known.to_json()) for begin, known in self._schedule],
             "outside_ms": dict(self._outside_ms),
             "straggler": self._straggler.state_dict(),
@@ -407,7 +407,7 @@ class LatencyTracker:
         try:
             kept = names_of(self.profiled.latency, state["learned"]["names"])
             learned = LearnedTimes.from_state(state["learned"], kept)
-            spread = LearnedSpread.from_state(state.get("spread", NO_COUNTS))
+            spread = LearnedSpread.from_state(state.get("spread", LearnedSpread().state_dict()))
             schedule = [(int(begin), Corrections.from_json(c)) for begin, c in state["schedule"]]
             outside_ms = {str(name): float(ms) for name, ms in state["outside_ms"].items()}
             num_iterations, run_ms, trials_ms = state["run"]

@@ -13,22 +13,32 @@ below 0.6745 sqrt(2) s (0.6745 is the third quartile of the standard normal dist
 the median of |d| over 0.954. Up to half of the micro-batches may be disturbed, and their number
 counts, not how far they are off.
 
-Each rank counts its |d| in bins, so that ranks need only add up counts. t_i is computation alone:
+Where a rank has nothing to compare, the ranks before and after it and the iteration before stand in
+for it. With r = log(sum of t / sum of p) of a rank's micro-batches of one scheme
+
+    d = (r_now - r_before) of one rank - (r_now - r_before) of the next
+
+has neither what the machine is off in either iteration nor what a rank or its scheme always is. Its
+variance is s^2 times the sum of h = sum(p^2) / (sum of p)^2 of the four, 1/n of n equal
+micro-batches, so d is multiplied with sqrt(2 / sum of h) to be as above. Only the first rank of a
+pipeline tells r, for all its ranks take the same time, and the scheme has to be that of the
+iteration before.
+
+Each rank counts its |d| in bins, so that ranks need only add up counts. t is computation alone:
 ranks that gather layers together end together, and the times until they end would be alike.
 
-Left out: what all micro-batches of a rank share in an iteration (a slow rank is known as such), and
-what a rank with one micro-batch of a scheme did. Errors of T that neighbours do not share count as
-spread.
+Left out: what all micro-batches of a rank share in an iteration (a slow rank is known as such).
+Errors of T that neighbours do not share count as spread.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from math import isfinite, log, sqrt
-from typing import NamedTuple
+from math import inf, isfinite, log, sqrt
+from typing import Any, NamedTuple
 
 from ds_hydra.strategy.schemes.scheme import Scheme
 
@@ -49,12 +59,23 @@ _MOST = 0.3
 
 
 class MicroBatchTime(NamedTuple):
-    """One micro-batch on one rank: what the profile says and what its passes took, waits aside."""
+    """One micro-batch on one rank: what the profile says and what its passes took, waits aside.
+
+    `is_beside_link`: slices that stay are pulled or pushed beside it. `is_first_rank`: of its
+    pipeline.
+    """
 
     scheme: Scheme
     num_tokens: int
     profiled_ms: float
     computed_ms: float
+    is_beside_link: bool = False
+    is_first_rank: bool = True
+
+    @property
+    def is_known(self) -> bool:
+        """Whether both times can be compared."""
+        return self.profiled_ms > 0 and 0 < self.computed_ms < inf
 
 
 def differences(micro_batches: Iterable[MicroBatchTime]) -> list[float]:
@@ -67,7 +88,7 @@ def differences(micro_batches: Iterable[MicroBatchTime]) -> list[float]:
     """
     of_scheme: dict[Scheme, list[MicroBatchTime]] = {}
     for micro_batch in micro_batches:
-        if micro_batch.profiled_ms > 0 and micro_batch.computed_ms > 0 and micro_batch.num_tokens:
+        if micro_batch.is_known and not micro_batch.is_beside_link:
             of_scheme.setdefault(micro_batch.scheme, []).append(micro_batch)
     found = []
     for own in of_scheme.values():
@@ -89,23 +110,76 @@ def tally(found: Iterable[float]) -> list[float]:
     return counts
 
 
-@dataclass(slots=True)
-class LearnedSpread:
-    """What is known of the spread of single micro-batches; the same counts give the same on every
-    rank.
-
-    >>> learned = LearnedSpread()
-    >>> learned.observe(tally([0.03, 0.06] * 50))
-    >>> 0.03 < learned.value < 0.06
-    True
+class Level(NamedTuple):
+    """Of a rank without differences of its own: its scheme as a number that all ranks have for it,
+    -1.0 where there is none; r and h of its micro-batches ([Note: Spread of micro-batches]).
     """
 
-    counts: list[float] = field(default_factory=lambda: [0.0] * _NUM_BINS)
+    scheme: float = -1.0
+    level: float = 0.0
+    share: float = 0.0
 
-    def observe(self, counts: Sequence[float]) -> None:
-        """Take in one iteration: counts of all ranks, added up."""
-        if sum(counts) > 0:
-            self.counts = [_KEPT * old + new for old, new in zip(self.counts, counts, strict=True)]
+
+def told_by(own: Sequence[MicroBatchTime], schemes: Sequence[Scheme]) -> list[float]:
+    """What a rank tells the others of an iteration: counts of its differences, and its `Level`.
+    `schemes`: all, in the same order on every rank.
+    """
+    found, level = differences(own), Level()
+    if own and not found:
+        longest = max(own, key=lambda m: m.profiled_ms)
+        alike = [m for m in own if m.scheme == longest.scheme]
+        if all(m.is_first_rank and m.is_known for m in alike):
+            profiled_ms = sum(m.profiled_ms for m in alike)
+            level = Level(
+                float(schemes.index(longest.scheme)),
+                log(sum(m.computed_ms for m in alike) / profiled_ms),
+                sum(m.profiled_ms**2 for m in alike) / profiled_ms**2,
+            )
+    return [*tally(found), *level]
+
+
+NOTHING_TOLD = (*tally([]), *Level())
+
+
+@dataclass(slots=True)
+class LearnedSpread:
+    """What is known of the spread of single micro-batches; what all ranks tell gives the same on
+    every rank.
+
+    >>> learned = LearnedSpread()
+    >>> one = Scheme(1, 1)
+    >>> own = [MicroBatchTime(one, 10, 5.0, ms) for ms in (5.0, 5.2, 5.0)]
+    >>> for _ in range(40):
+    ...     learned.observe([told_by(own, [one])])
+    >>> round(learned.value, 2)
+    0.04
+    """
+
+    counts: list[float] = field(default_factory=lambda: tally([]))
+    before: dict[int, Level] = field(default_factory=dict)
+    """What ranks have told of the last iteration."""
+
+    def observe(self, told: Sequence[Sequence[float]]) -> None:
+        """Take in one iteration: what each rank tells, in their order."""
+        levels = {rank: Level(*own[_NUM_BINS:]) for rank, own in enumerate(told)}
+        found = tally(self._since_before(levels))
+        for own in told:
+            found = [old + new for old, new in zip(found, own)]
+        self.before = {rank: level for rank, level in levels.items() if level.scheme >= 0}
+        if sum(found) > 0:
+            self.counts = [_KEPT * old + new for old, new in zip(self.counts, found)]
+
+    def _since_before(self, levels: Mapping[int, Level]) -> Iterator[float]:
+        """|d| of ranks that have run the schemes of the iteration before, each and the next."""
+        pairs = [
+            (level, self.before[rank])
+            for rank, level in levels.items()
+            if level.scheme >= 0 and self.before.get(rank, Level()).scheme == level.scheme
+        ]
+        for (now, was), (other_now, other_was) in pairwise(pairs):
+            off = (now.level - was.level) - (other_now.level - other_was.level)
+            shares = now.share + was.share + other_now.share + other_was.share
+            yield abs(off) * sqrt(2 / shares)
 
     @property
     def value(self) -> float:
@@ -122,13 +196,21 @@ class LearnedSpread:
         share = (total / 2 - before[number - 1]) / self.counts[number]
         return min((low + share * (high - low)) / _MEDIAN_OF_DIFFERENCE, _MOST)
 
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        before = [[rank, *level] for rank, level in self.before.items()]
+        return {"counts": list(self.counts), "before": before}
+
     @classmethod
-    def from_state(cls, counts: Sequence[float]) -> LearnedSpread:
-        """What `counts` was; ValueError where it is not that."""
-        known = [float(value) for value in counts]
-        if len(known) != _NUM_BINS or not all(isfinite(value) and value >= 0 for value in known):
+    def from_state(cls, state: Mapping[str, Any]) -> LearnedSpread:
+        """What `state_dict` gave; ValueError where it is not that."""
+        counts = [float(value) for value in state["counts"]]
+        before = {int(rank): Level(*map(float, level)) for rank, *level in state["before"]}
+        values = [*counts, *(value for level in before.values() for value in level[1:])]
+        if len(counts) != _NUM_BINS or not all(map(isfinite, values)) or min(counts) < 0:
             raise ValueError(f"expected {_NUM_BINS} counts of 0 or more, not {counts!r:.200}")
-        return cls(known)
-
-
-NO_COUNTS = (0.0,) * _NUM_BINS
+        if any(level.share <= 0 for level in before.values()):
+            raise ValueError("shares that are not above 0")
+        return cls(counts, before)
