@@ -13,16 +13,16 @@ below 0.6745 sqrt(2) s (0.6745 is the third quartile of the standard normal dist
 the median of |d| over 0.954. Up to half of the micro-batches may be disturbed, and their number
 counts, not how far they are off.
 
-Where a rank has nothing to compare, the ranks before and after it and the iteration before stand in
-for it. With r = log(sum of t / sum of p) of a rank's micro-batches of one scheme
+Where a rank has nothing to compare, other ranks and an iteration before stand in for it. With
+r = log(sum of t / sum of p) of a rank's micro-batches of one scheme
 
     d = (r_now - r_before) of one rank - (r_now - r_before) of the next
 
 has neither what the machine is off in either iteration nor what a rank or its scheme always is. Its
 variance is s^2 times the sum of h = sum(p^2) / (sum of p)^2 of the four, 1/n of n equal
 micro-batches, so d is multiplied with sqrt(2 / sum of h) to be as above. Only the first rank of a
-pipeline tells r, for all its ranks take the same time, and the scheme has to be that of the
-iteration before.
+pipeline tells r, for all its ranks take the same time, and the iteration before is the last of 16
+in which both ranks had the schemes that they have now.
 
 Each rank counts its |d| in bins, so that ranks need only add up counts. t is computation alone:
 ranks that gather layers together end together, and the times until they end would be alike.
@@ -34,6 +34,7 @@ Errors of T that neighbours do not share count as spread.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -54,6 +55,8 @@ _KEPT = 1 - 1 / 64
 """Of all counts, from one iteration with differences to the next: about 64 count."""
 _NUM_NEEDED = 50
 """Differences before a spread is known: to about 15%."""
+_NUM_BEFORE = 16
+"""Iterations that ranks without differences of their own are compared with."""
 _MOST = 0.3
 """Largest spread that plans count with: beyond it times are of something else than computation."""
 
@@ -141,6 +144,10 @@ def told_by(own: Sequence[MicroBatchTime], schemes: Sequence[Scheme]) -> list[fl
 NOTHING_TOLD = (*tally([]), *Level())
 
 
+def _no_iterations() -> deque[dict[int, Level]]:
+    return deque(maxlen=_NUM_BEFORE)
+
+
 @dataclass(slots=True)
 class LearnedSpread:
     """What is known of the spread of single micro-batches; what all ranks tell gives the same on
@@ -156,30 +163,32 @@ class LearnedSpread:
     """
 
     counts: list[float] = field(default_factory=lambda: tally([]))
-    before: dict[int, Level] = field(default_factory=dict)
-    """What ranks have told of the last iteration."""
+    before: deque[dict[int, Level]] = field(default_factory=_no_iterations)
+    """What ranks have told of the last iterations, the latest last."""
 
     def observe(self, told: Sequence[Sequence[float]]) -> None:
         """Take in one iteration: what each rank tells, in their order."""
         levels = {rank: Level(*own[_NUM_BINS:]) for rank, own in enumerate(told)}
+        levels = {rank: level for rank, level in levels.items() if level.scheme >= 0}
         found = tally(self._since_before(levels))
         for own in told:
             found = [old + new for old, new in zip(found, own)]
-        self.before = {rank: level for rank, level in levels.items() if level.scheme >= 0}
+        if levels:
+            self.before.append(levels)
         if sum(found) > 0:
             self.counts = [_KEPT * old + new for old, new in zip(self.counts, found)]
 
     def _since_before(self, levels: Mapping[int, Level]) -> Iterator[float]:
-        """|d| of ranks that have run the schemes of the iteration before, each and the next."""
-        pairs = [
-            (level, self.before[rank])
-            for rank, level in levels.items()
-            if level.scheme >= 0 and self.before.get(rank, Level()).scheme == level.scheme
-        ]
-        for (now, was), (other_now, other_was) in pairwise(pairs):
-            off = (now.level - was.level) - (other_now.level - other_was.level)
-            shares = now.share + was.share + other_now.share + other_was.share
-            yield abs(off) * sqrt(2 / shares)
+        """|d| of each rank and the next of those that had their schemes in one iteration before."""
+        left = dict(levels)
+        for before in reversed(self.before):
+            ranks = [r for r, now in left.items() if r in before and before[r].scheme == now.scheme]
+            if len(ranks) > 1:
+                pairs = [(left.pop(rank), before[rank]) for rank in ranks]
+                for (now, was), (other_now, other_was) in pairwise(pairs):
+                    off = (now.level - was.level) - (other_now.level - other_was.level)
+                    shares = now.share + was.share + other_now.share + other_was.share
+                    yield abs(off) * sqrt(2 / shares)
 
     @property
     def value(self) -> float:
@@ -200,17 +209,21 @@ class LearnedSpread:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
-        before = [[rank, *level] for rank, level in self.before.items()]
+        before = [[[rank, *level] for rank, level in own.items()] for own in self.before]
         return {"counts": list(self.counts), "before": before}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> LearnedSpread:
         """What `state_dict` gave; ValueError where it is not that."""
         counts = [float(value) for value in state["counts"]]
-        before = {int(rank): Level(*map(float, level)) for rank, *level in state["before"]}
-        values = [*counts, *(value for level in before.values() for value in level[1:])]
+        before = [
+            {int(rank): Level(*map(float, level)) for rank, *level in own}
+            for own in state["before"]
+        ]
+        levels = [level for own in before for level in own.values()]
+        values = [*counts, *(value for level in levels for value in level)]
         if len(counts) != _NUM_BINS or not all(map(isfinite, values)) or min(counts) < 0:
             raise ValueError(f"expected {_NUM_BINS} counts of 0 or more, not {counts!r:.200}")
-        if any(level.share <= 0 for level in before.values()):
+        if any(level.share <= 0 for level in levels):
             raise ValueError("shares that are not above 0")
-        return cls(counts, before)
+        return cls(counts, deque(before, _NUM_BEFORE))
