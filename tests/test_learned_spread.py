@@ -24,6 +24,7 @@ from ds_hydra.records.timeline import EventKind
 from ds_hydra.sampler.phase_plan import MiniBatch
 from ds_hydra.sampler.planner import plan_iteration, plan_with_time
 from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.strategy.profiles.learned_latency import Corrections
 from ds_hydra.strategy.profiles.learned_spread import (
     NOTHING_TOLD,
     LearnedSpread,
@@ -237,6 +238,22 @@ def test_a_learned_spread_makes_steps_of_fewer_groups():
     logs = train(make_tracker(refit="log"), GATHERED, 30, spread=0.25)
     assert logs.spread.value == pytest.approx(0.25, rel=0.1)
     assert logs.corrections_now(GATHERED).micro_batch_spread == 0.0
+
+
+@pytest.mark.parametrize("strategies", [GATHERED, KEPT])
+def test_plans_for_the_largest_spread_are_legal_equal_and_as_long_as_without_at_least(strategies):
+    for seed in range(20):
+        lengths = np.random.default_rng(seed).integers(1, 60, 1 + 2 * seed).tolist()
+        batch = make_batch(lengths)
+        times = []
+        for spread in (0.0, 0.3):
+            known = Corrections(micro_batch_spread=spread)
+            mini_batch = MiniBatch(batch, PROFILE, NUM_RANKS, SETTINGS, known)
+            plan, time_ms = plan_with_time(mini_batch, strategies)
+            assert plan == plan_with_time(mini_batch, strategies)[0]
+            assert sorted(plan.lengths) == sorted(lengths)
+            times.append(time_ms)
+        assert times[1] >= times[0] * (1 - 1e-2)  # heuristics both
 
 
 def test_ranks_that_share_cores_count_no_spread():

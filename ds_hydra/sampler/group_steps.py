@@ -65,12 +65,8 @@ class MixedGroups:
         self._max_len = np.array(max_len, dtype=np.int64)
         self._constants = np.array(constants_ms, dtype=np.float64)
         self._sequences_ms = sequences_ms
-        self._slower = np.ones(num_ranks + 1)
+        self._slower = 1 + spread * _lateness(num_ranks)
         """How many times as long the slowest of so many groups takes, as expected."""
-        if spread:
-            for num in range(2, num_ranks + 1):
-                equal = np.ones(num)
-                self._slower[num] = expected_slowest_ms(equal, spread * equal)
         self._cuts = self.first_cuts()
         most = (self._cuts * self._max_len).sum(axis=1)
         self._room = int(most.max())
@@ -148,6 +144,15 @@ class MixedGroups:
 @lru_cache(maxsize=64)
 def _table_of_cuts(num_ranks: int, sizes: tuple[int, ...]) -> IntArray:
     return np.array(aligned_cuts(num_ranks, sizes, MAX_CUTS), dtype=np.int64)
+
+
+@lru_cache(maxsize=64)
+def _lateness(most: int) -> FloatArray:
+    """Of 0 to `most` equal groups, by how many standard deviations the slowest is later than any
+    alone, as expected.
+    """
+    of_several = (np.ones(num) for num in range(2, most + 1))
+    return np.array([0.0, 0.0, *(expected_slowest_ms(one, one) - 1 for one in of_several)])
 
 
 def plan_steps(
