@@ -26,6 +26,7 @@ from ds_hydra.lab.simulator.sharded import PARTIAL, sharded_groups, with_traffic
 from ds_hydra.lab.simulator.ulysses import balanced_ulysses, odc, packed_zero3, without_lockstep
 from ds_hydra.lab.simulator.wlb import hold_back, wlb
 from ds_hydra.sampler.group_steps import MixedGroups, plan_steps, solve_step
+from ds_hydra.sampler.schedule import expected_slowest_ms
 from ds_hydra.strategy.cost_models.analytic import key_values_ms
 from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.profile import Profile
@@ -45,8 +46,11 @@ def test_a_half_empty_micro_batch_is_spread():
     assert [len(own) for own in placed] == [2, 2]
 
 
-def test_mixed_groups_find_the_best_of_small_steps():
-    """Against every cut and every placement of sequences in its groups."""
+@pytest.mark.parametrize("spread", [0.0, 0.3])
+def test_mixed_groups_find_the_best_of_small_steps(spread):
+    """Against every cut and every placement of sequences in its groups, each cut as much slower as
+    the slowest of as many equal groups is.
+    """
     rng = np.random.default_rng(0)
     sizes, max_len, constants = (1, 2, 4), np.array([60, 120, 240]), np.array([2.0, 3.0, 4.0])
     for _ in range(20):
@@ -54,16 +58,27 @@ def test_mixed_groups_find_the_best_of_small_steps():
         table = np.array([(1e-2 * lengths**2 + lengths) / size for size in sizes])
         found, group_of = np.zeros(2), np.zeros(5, dtype=np.int64)
         tried = np.array(cuts(4, sizes))
+        slower = np.array([expected_slowest_ms(e, spread * e) for e in map(np.ones, tried.sum(1))])
         cut = solve_step(
-            lengths, table, constants, np.array(sizes), max_len, tried, 4, np.inf, found, group_of
+            lengths,
+            table,
+            constants,
+            np.array(sizes),
+            max_len,
+            tried,
+            slower,
+            4,
+            np.inf,
+            found,
+            group_of,
         )
         kinds = np.repeat(np.arange(3), tried[cut])
         ends = constants[kinds].copy()
         np.add.at(ends, group_of, table[kinds[group_of], np.arange(5)])
-        assert found[0] == pytest.approx(ends[np.unique(group_of)].max())
+        assert found[0] == pytest.approx(ends[np.unique(group_of)].max() * slower[cut])
         assert (np.bincount(group_of, lengths, kinds.size) <= max_len[kinds]).all()
         best = np.inf
-        for counts in tried:
+        for counts, factor in zip(tried, slower, strict=True):
             kinds = np.repeat(np.arange(3), counts)
             for placed in product(range(kinds.size), repeat=5):
                 ends = constants[kinds].copy()
@@ -72,7 +87,7 @@ def test_mixed_groups_find_the_best_of_small_steps():
                     ends[g] += table[kinds[g], i]
                     filled[g] += lengths[i]
                 if (filled <= max_len[kinds]).all():
-                    best = min(best, ends[filled > 0].max())
+                    best = min(best, ends[filled > 0].max() * factor)
         assert best - 1e-9 <= found[0] <= 1.2 * best
 
 
@@ -99,6 +114,17 @@ def test_sequences_change_places_in_a_step():
     sums = np.bincount(step.group_of, weights=lengths[step.members])
     assert step.slowest_ms == sums.max() == 15
     assert step.device_ms == lengths.sum()
+
+
+@pytest.mark.parametrize(("spread", "counts"), [(0.0, [4, 0]), (0.1, [4, 0]), (0.25, [0, 1])])
+def test_a_step_has_one_group_where_the_slowest_of_four_takes_longer(spread, counts):
+    """25 ms (1 + 1.03 x spread) side by side, 30 ms on all ranks."""
+    table = [lambda lengths: 1.0 * lengths, lambda lengths: 0.3 * lengths]
+    groups = MixedGroups(4, [1, 4], [100, 400], [0.0, 0.0], table, spread)
+    lengths = np.array([25] * 4)
+    found = groups.step(0, lengths, groups.table_ms(lengths), np.arange(4))
+    assert found.counts.tolist() == counts
+    assert found.slowest_ms == pytest.approx(min(25 * (1 + 1.0294 * spread), 30), rel=1e-3)
 
 
 @pytest.mark.parametrize("most", [4000, 1])

@@ -197,7 +197,8 @@ class HydraEngine(CheckpointingEngine):
                 outcome = self.hydra.propagator.train(
                     seen.plan, seen.load, grads_P, self._loss_scale(), seen.objective
                 )
-                outcomes = self.hydra.gather_outcomes(outcome, self._gradients.norms())
+                norms = self._gradients.norms()
+                outcomes = self.hydra.gather_outcomes(outcome, norms, seen.plan)
                 if collector is not None:
                     self.last_scores = gather_scores(iteration, collector, self.hydra.propagator)
             value = outcomes.loss(iteration.plan, iteration.objective)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,8 @@ class RankOutcome:
     """See MeasuredLinkTimes for these four."""
     busy_ms: float
     """Time inside forwards and backwards, TP collectives included."""
+    computed_ms: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """Of each (phase, micro-batch) the part without waiting for slices; empty for other ranks."""
 
     @classmethod
     def of_phases(cls, phases: Sequence[RankOutcome]) -> RankOutcome:
@@ -253,7 +255,8 @@ class Propagator:
                 phases = list(alike)
                 outcomes.append(self._run_phases(phases, first, task, grads_P))
                 first += len(phases)
-        return RankOutcome.of_phases(outcomes)
+        outcome = RankOutcome.of_phases(outcomes)
+        return replace(outcome, computed_ms=self.recorder.computed_ms())
 
     def _run_phases(
         self,

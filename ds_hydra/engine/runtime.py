@@ -48,6 +48,7 @@ from ds_hydra.engine.telemetry.trace import MemoryWatch, TraceChoice, gather_tim
 from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy.cost_models.flops import find_peak_flops
+from ds_hydra.strategy.profiles.learned_spread import NOTHING_TOLD
 
 logger = logging.getLogger(__name__)
 
@@ -110,20 +111,29 @@ class HydraRuntime:
         self.candidates.log = self.log
         self._stop_request = StopRequest(config.faults.save_on_sigterm is not None)
 
-    def gather_outcomes(self, outcome: RankOutcome, norms: Tensor | None = None) -> Outcomes:
+    def gather_outcomes(
+        self,
+        outcome: RankOutcome,
+        norms: Tensor | None = None,
+        plan: IterationPlan | None = None,
+    ) -> Outcomes:
         """Outcomes of all ranks, in rank order, on every rank, with what any of them has to say;
-        `norms` of this rank's gradients where it trains. Raises, on all ranks, what a given loss
-        has done wrong on one of them.
+        `norms` of this rank's gradients where it trains, with the `plan` whose times are learned
+        from. Raises, on all ranks, what a given loss has done wrong on one of them.
         """
-        names = [field.name for field in fields(RankOutcome) if field.name != "phase_ms"]
+        names = [field.name for field in fields(RankOutcome) if field.type == "float"]
         values = [getattr(outcome, name) for name in names]
+        tracker = None if plan is None else self.candidates.find_tracker()
+        told: Sequence[float] = NOTHING_TOLD
+        if tracker is not None and plan is not None:
+            told = tracker.tell_spread(plan, self.propagator.rank, outcome.computed_ms)
         problem = self.propagator.problem
-        mine = [*values, *outcome.phase_ms, problem is not None]
+        mine = [*values, *told, *outcome.phase_ms, problem is not None]
         mine += [0.0, float(self._stop_request.is_set)]
         mine_N = to_device(torch.tensor(mine, dtype=torch.float64), self._device)
         if norms is not None:
             mine_N[-2] = ~norms.isfinite().all()
-        rows = gather_rows(mine_N).tolist()
+        rows, end = gather_rows(mine_N).tolist(), len(names) + len(told)
         if any(row[-3] for row in rows):
             raise_together(problem, self._device)
         balance, expert_tokens_LE = self.stage_model.balance, None
@@ -132,9 +142,9 @@ class HydraRuntime:
             expert_tokens_LE = balance.counts_LE.cpu()
         return Outcomes(
             ranks=[
-                RankOutcome(**dict(zip(names, row)), phase_ms=tuple(row[len(names) : -3]))
-                for row in rows
+                RankOutcome(**dict(zip(names, row)), phase_ms=tuple(row[end:-3])) for row in rows
             ],
+            spreads=[row[len(names) : end] for row in rows],
             nonfinite_ranks=[rank for rank, row in enumerate(rows) if row[-2]],
             is_stop_requested=any(row[-1] for row in rows),
             expert_tokens_LE=expert_tokens_LE,
@@ -167,9 +177,10 @@ class HydraRuntime:
             profiled_ms=tracker.profiled_ms(plan) if tracker else [None] * len(plan.pipelines),
             trials_share=tracker.trials_share if tracker else 0.0,
             learned=tracker.learned.factors() if tracker else {},
+            micro_batch_spread=tracker.spread.value if tracker else 0.0,
             **measured,
         )
-        candidates.learn(metrics, plan)
+        candidates.learn(metrics, plan, outcomes.spreads)
         self._write_log(metrics, plan, outcomes.expert_tokens_LE)
         return metrics
 

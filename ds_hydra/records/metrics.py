@@ -145,6 +145,10 @@ class IterationMetrics:
     are due to: `machine`, `scheme <2,1>`, `strategy 2x<2,1>`, and `beside` for each doubling of the
     pipelines.
     """
+    micro_batch_spread: float = nan
+    """How far times of single micro-batches scatter, as known before this iteration: the standard
+    deviation of their logarithm, 0 before enough was measured.
+    """
     pipelines: tuple[PipelineMetrics, ...]
     """For each pipeline `tp`, `pp` (and `ckpt`, `stages`, `sp`, `stream` of its scheme where set),
     `ranks`, `num_micro_batches`, `num_tokens`, `predicted_ms`, `measured_ms`, `prediction_error`,

@@ -31,7 +31,7 @@ import numpy as np
 
 from ds_hydra.sampler.group_steps import MAX_CUTS, GroupStep, MixedGroups, plan_steps
 from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
-from ds_hydra.sampler.schedule import FloatArray, IntArray, expected_slowest_ms
+from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.schemes.neighbours import (
@@ -146,26 +146,15 @@ class GroupMenu(NamedTuple):
         """What pull and push add to a step at least, one by one in so many buckets; 0: as one."""
         return _total_ms(self.link) / max(1, num_buckets)
 
-    def wider(self, first: int) -> GroupMenu:
-        """The same without its `first` schemes, of the fewest ranks."""
-        schemes, latency, factors, max_len, link = self
-        return GroupMenu(schemes[first:], latency[first:], factors[first:], max_len[first:], link)
-
     def groups_of_step(self, num_devices: int, spread: float = 0.0) -> MixedGroups:
-        """What groups of its sizes take; where times scatter by `spread`, as long as the slowest of
-        as many as there can be is expected to.
-        """
-        latencies = self.latency
-        if spread:
-            most = np.ones(num_devices // self.schemes[0].num_devices)
-            slowest = expected_slowest_ms(most, spread * most)
-            latencies = tuple(latency.scaled(slowest) for latency in latencies)
+        """What groups of its sizes take, whose times scatter by `spread`."""
         return MixedGroups(
             num_devices,
             [scheme.num_devices for scheme in self.schemes],
             self.max_len_tokens,
-            [latency.constant_ms for latency in latencies],
-            [latency.sequences_ms for latency in latencies],
+            [latency.constant_ms for latency in self.latency],
+            [latency.sequences_ms for latency in self.latency],
+            spread,
         )
 
     def strategy_of(self, step: GroupStep) -> tuple[Strategy, IntArray]:
@@ -241,9 +230,8 @@ def _compose(mini_batch: MiniBatch, menus: Sequence[GroupMenu], limit_ms: float)
     def total_ms(slowest: FloatArray) -> float:
         return float(np.maximum(slowest, floor_ms).sum()) + least_ms * slowest.size
 
-    spread = mini_batch.corrections.micro_batch_spread
-    if spread and not keeps_slices:
-        menus = [menu.wider(k) for menu in menus for k in range(len(menu.schemes))]
+    # Groups whose slices stay wait for each other once, at the end
+    spread = 0.0 if keeps_slices else mini_batch.corrections.micro_batch_spread
     kinds = [menu.groups_of_step(mini_batch.num_devices, spread) for menu in menus]
     found = plan_steps(kinds, mini_batch.lengths, total_ms, limit_ms)
     steps = [step for step in found if step.members.size]

@@ -20,7 +20,7 @@ import numpy as np
 
 from ds_hydra.sampler.dispatch.refine import improve_dispatch
 from ds_hydra.sampler.problem import DispatchProblem, sift_down
-from ds_hydra.sampler.schedule import FloatArray, IntArray
+from ds_hydra.sampler.schedule import FloatArray, IntArray, expected_slowest_ms
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.schemes.neighbours import aligned_cuts
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
@@ -54,8 +54,9 @@ class GroupStep(NamedTuple):
 
 
 class MixedGroups:
-    """What groups of some sizes take. `sizes` in ranks; `max_len` of each; `cuts`: how many groups
-    of each size, [cut, size], in place of `first_cuts`.
+    """What groups of some sizes take. `sizes` in ranks; `max_len` of each. Times of groups scatter
+    by `spread`, so that those of a step end as the slowest of as many equal ones. `cuts`: how many
+    groups of each size, [cut, size], in place of `first_cuts`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class MixedGroups:
         max_len: Sequence[int],
         constants_ms: Sequence[float],
         sequences_ms: Sequence[Callable[[IntArray], FloatArray]],
+        spread: float = 0.0,
         cuts: IntArray | None = None,
     ) -> None:
         self.num_ranks, self.longest = num_ranks, max(max_len)
@@ -72,6 +74,8 @@ class MixedGroups:
         self._max_len = np.array(max_len, dtype=np.int64)
         self._constants = np.array(constants_ms, dtype=np.float64)
         self._sequences_ms = sequences_ms
+        self._slower = 1 + spread * _lateness(num_ranks)
+        """How many times as long the slowest of so many groups takes, as expected."""
         self._cuts = self.first_cuts() if cuts is None else cuts
         most = (self._cuts * self._max_len).sum(axis=1)
         self._room = int(most.max())
@@ -130,8 +134,8 @@ class MixedGroups:
         improve_dispatch(problem, group_of, enough_ms, _MAX_EXCHANGES, _NUM_TARGETS)
         moved = step._replace(group_of=group_of)
         times_ms, sizes = self.groups_of(lengths, moved)
-        slowest_ms, device_ms = float(times_ms.max()), float(times_ms @ sizes)
-        return moved._replace(slowest_ms=slowest_ms, device_ms=device_ms)
+        slowest_ms = float(times_ms.max() * self._slower[step.counts.sum()])
+        return moved._replace(slowest_ms=slowest_ms, device_ms=float(times_ms @ sizes))
 
     def step(
         self,
@@ -164,6 +168,7 @@ class MixedGroups:
                 self._sizes,
                 self._max_len,
                 tried,
+                self._slower[tried.sum(axis=1)],
                 self.num_ranks,
                 limit,
                 times_ms,
@@ -178,6 +183,15 @@ class MixedGroups:
 @lru_cache(maxsize=64)
 def _table_of_cuts(num_ranks: int, sizes: tuple[int, ...]) -> IntArray:
     return np.array(aligned_cuts(num_ranks, sizes, MAX_CUTS), dtype=np.int64)
+
+
+@lru_cache(maxsize=64)
+def _lateness(most: int) -> FloatArray:
+    """Of 0 to `most` equal groups, by how many standard deviations the slowest is later than any
+    alone, as expected.
+    """
+    of_several = (np.ones(num) for num in range(2, most + 1))
+    return np.array([0.0, 0.0, *(expected_slowest_ms(one, one) - 1 for one in of_several)])
 
 
 def plan_steps(
@@ -254,6 +268,7 @@ def solve_step(
     sizes: IntArray,
     max_len: IntArray,
     cuts: IntArray,
+    slower: FloatArray,
     num_ranks: int,
     limit: float,
     times_ms: FloatArray,
@@ -261,7 +276,8 @@ def solve_step(
 ) -> int:
     """The best cut, -1 where none holds the sequences in less than `limit`; writes `times_ms`, of
     its slowest group and of all devices together, and the group of each sequence. `table`: ms of
-    [size, sequence]. See [Note: Mixed groups].
+    [size, sequence]; the slowest group of each cut is `slower` than it takes alone by a factor. See
+    [Note: Mixed groups].
     """
     num_sizes, num_sequences = table.shape
     # A bound for each cut, cheapest first: placing is what takes long, and a few cuts are placed.
@@ -287,15 +303,16 @@ def solve_step(
                         cheapest = min(cheapest, sizes[k] * table[k, i])
                 work_ms[used] += cheapest
         # The longest sequence takes its time; all together, each where it is cheapest, theirs.
-        bounds[row] = max(alone, work_ms[used] / num_ranks)
+        bounds[row] = max(alone, work_ms[used] / num_ranks) * slower[row]
     best, best_cut = limit, -1
     ends, filled = np.zeros(num_ranks), np.zeros(num_ranks, dtype=np.int64)
     heap, placed = np.zeros_like(filled), np.zeros_like(group_of)
     for row in np.argsort(bounds):
         if bounds[row] >= best:  # and so are all that follow
             break
-        slowest = _place(
-            lengths, table, constants, max_len, cuts[row], best, ends, filled, heap, placed
+        below = best / slower[row]
+        slowest = slower[row] * _place(
+            lengths, table, constants, max_len, cuts[row], below, ends, filled, heap, placed
         )
         if slowest < best:
             best, best_cut = slowest, row

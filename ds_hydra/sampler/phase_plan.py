@@ -350,6 +350,7 @@ class PhasePlan:
             [kind.max_len_tokens for kind in kinds],
             [kind.latency.constant_ms for kind in kinds],
             [kind.latency.sequences_ms for kind in kinds],
+            self.mini_batch.corrections.micro_batch_spread,
             np.array([[kind.num_pipelines for kind in kinds]]),
         )
         floor_ms = float(problem.traffic_ms.max())
@@ -357,7 +358,7 @@ class PhasePlan:
             [groups],
             problem.lengths,
             lambda slowest: float(np.maximum(slowest, floor_ms).sum()),
-            float(self.pipeline_ms.max()) + self.wait_ms,
+            float(self.pipeline_ms.max()) + self.wait_ms + self.scatter_ms,
         )
         if not steps:
             return

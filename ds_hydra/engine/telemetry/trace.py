@@ -7,6 +7,7 @@ from __future__ import annotations
 import socket
 import time
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy.schemes.placement import stages_of
 
 _KINDS = tuple(EventKind)
+_PASSES = (EventKind.FORWARD, EventKind.BACKWARD)
 _TRACES_PER_OCTAVE = 100
 """Traces before the distance between them doubles, so that a file grows with the logarithm of a
 run.
@@ -39,6 +41,7 @@ class Recorder:
     def __init__(self) -> None:
         self._on_device = not get_accelerator().is_synchronized_device()
         self._spans: list[tuple[EventKind, int, Any, Any]] = []
+        self._waits: list[tuple[Any, Any]] = []
         self.phases: list[int] = []
         """Which phase of the iteration each span is of."""
         self.phase = 0
@@ -48,6 +51,7 @@ class Recorder:
     def begin(self) -> None:
         """Forget everything; now is time 0. The device must be idle."""
         self._spans.clear()
+        self._waits.clear()
         self.phases.clear()
         self.phase = 0
         self._zero = self._mark()
@@ -70,6 +74,10 @@ class Recorder:
         self._spans.append((kind, micro_batch, start, end))
         self.phases.append(phase)
 
+    def add_wait(self, start: Any, end: Any) -> None:
+        """What a pass waited for, between two marks taken elsewhere: part of its span."""
+        self._waits.append((start, end))
+
     def keep_up(self, num_spans: int) -> None:
         """Let the host wait for an accelerator until fewer than `num_spans` spans are not over."""
         if self._on_device and len(self._spans) >= num_spans:
@@ -86,8 +94,29 @@ class Recorder:
     @property
     def busy_ms(self) -> float:
         """Time in forwards and backwards."""
-        passes = (EventKind.FORWARD, EventKind.BACKWARD)
-        return sum(end - start for kind, _, start, end in self.read() if kind in passes)
+        return sum(end - start for start, end, _ in self._passes())
+
+    def _passes(self) -> Iterator[tuple[float, float, tuple[int, int]]]:
+        """Start, end and (phase, micro-batch) of each."""
+        for phase, (kind, index, start, end) in zip(self.phases, self._spans):
+            if kind in _PASSES:
+                yield self._ms(start), self._ms(end), (phase, index)
+
+    def computed_ms(self) -> dict[tuple[int, int], float]:
+        """Of each (phase, micro-batch) the time in its passes, without what they waited for; the
+        device must have reached all of it.
+        """
+        own = sorted(self._passes())
+        begins = [start for start, *_ in own]
+        found: dict[tuple[int, int], float] = {}
+        for start, end, place in own:
+            found[place] = found.get(place, 0.0) + end - start
+        for mark, until in self._waits:
+            start = self._ms(mark)
+            number = bisect_right(begins, start) - 1
+            if number >= 0 and start < own[number][1]:
+                found[own[number][2]] -= self._ms(until) - start
+        return found
 
     def _mark(self) -> Any:
         if not self._on_device:

@@ -91,6 +91,11 @@ class Spans:
         if self._spans:
             self._clock.wait_for(self._spans[-1][1])
 
+    def record_waits(self, recorder: Recorder) -> None:
+        """Hand all spans to `recorder` as what passes waited for."""
+        for begin, end, _ in self._spans:
+            recorder.add_wait(begin, end)
+
     def record(self, recorder: Recorder, kind: EventKind, first_phase: int = 0) -> None:
         """Hand all spans to `recorder`, which counts phases before `first_phase`, too."""
         for begin, end, phase in self._spans:

@@ -426,11 +426,12 @@ class TransferSession:
         return self._waits.total_ms(phase)
 
     def record(self, recorder: Recorder, first_phase: int) -> None:
-        """Hand the spans of all transfers to `recorder`; call after `finish`. `first_phase` is the
-        session's first one in the iteration.
+        """Hand the spans of all transfers to `recorder`, and what passes waited for; call after
+        `finish`. `first_phase` is the session's first one in the iteration.
         """
         self._work[True].record(recorder, EventKind.PULL, first_phase)
         self._work[False].record(recorder, EventKind.PUSH, first_phase)
+        self._waits.record_waits(recorder)
 
     @contextlib.contextmanager
     def _outside_of_passes(self) -> Iterator[None]:

@@ -104,8 +104,13 @@ class LatencyModel:
 
     def micro_batch_ms(self, lengths_tokens: Iterable[int]) -> float:
         """Time of one stage for one packed micro-batch; 0.0 for a micro-batch without sequences."""
+        computed_ms = self.computed_ms(lengths_tokens)
+        return max(computed_ms, self.traffic_ms) if computed_ms else 0.0
+
+    def computed_ms(self, lengths_tokens: Iterable[int]) -> float:
+        """The part of it that does not wait for traffic."""
         total = sum(self.sequence_ms(length) for length in lengths_tokens)
-        return max(total + self.constant_ms, self.traffic_ms) if total else 0.0
+        return total + self.constant_ms if total else 0.0
 
     def scaled(self, ratio: float) -> LatencyModel:
         """T of `ratio` times the computation, with the same traffic."""
