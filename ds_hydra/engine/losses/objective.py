@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ds_hydra.engine.losses.loss import NUM_COUNTED, WEIGHT, Fields, Loss, SequenceLoss, Tokens
 from ds_hydra.engine.parallel.token_scores import TokenScores
-from ds_hydra.engine.ranks.agreement import broadcast_text, gather_rows
+from ds_hydra.engine.ranks.agreement import broadcast_text, gather_rows, on_all_ranks
 from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.errors import HydraConfigError, HydraError, PlanMismatchError
 from ds_hydra.sampler.data.examples import IGNORED_LABEL, check_unmasked
@@ -423,9 +423,11 @@ def check_value(loss: str, numbers: Tensor, device: torch.device) -> None:
     rows = gather_rows(numbers.to(device)).cpu()
     for rank, row in enumerate(rows):
         if not torch.allclose(row, rows[0], rtol=1e-6, atol=1e-12):
-            raise PlanMismatchError(
-                f"loss {loss} of the mini-batch is {float(rows[0][0])} on rank 0 and {float(row[0])} on rank {rank}, "
-                "of the same fields; give every rank the same numbers in what it reads beside them"
+            raise on_all_ranks(
+                PlanMismatchError(
+                    f"loss {loss} of the mini-batch is {float(rows[0][0])} on rank 0 and {float(row[0])} on rank "
+                    f"{rank}, of the same fields; give every rank the same numbers in what it reads beside them"
+                )
             )
 
 
