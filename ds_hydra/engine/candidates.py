@@ -257,7 +257,12 @@ class EngineCandidates:
         self.profile = fit_memory(document, self.config)
         if self.config.strategies is None:  # schemes that fit no micro-batch were left out
             known = self.profile.latency
-            self.strategies = tuple(s for s in self._at_start if all(x in known for x in s.schemes))
+            kept = tuple(s for s in self._at_start if all(x in known for x in s.schemes))
+            if not kept:
+                candidates = self._decide(None)
+                kept, self.profile = candidates.strategies, candidates.profile
+                self.propagator.prepare(kept)
+            self.strategies = kept
 
     def _read_candidates(self) -> tuple[Strategy, ...]:
         """The candidates before any data, after the profile where one is configured; not
