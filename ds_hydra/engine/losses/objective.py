@@ -69,8 +69,8 @@ class Objective:
         normaliser = _read_number(loss, counts, fields)
         if not 0 < normaliser < float("inf"):
             raise HydraConfigError(
-                f"loss {name_of(loss)} is divided by {normaliser} in this mini-batch, expected a number above 0; "
-                "some token of some example must count"
+                f"loss {name_of(loss)} is divided by {normaliser} in this mini-batch, expected a finite number "
+                "above 0; some token of some example must count, and weights of tokens add up to such a number"
             )
         counted = (torch.tensor(float(count.sum())) for count in counts)
         with_counts = [{**f, NUM_COUNTED: number} for f, number in zip(fields, counted)]
