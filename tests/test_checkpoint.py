@@ -121,6 +121,39 @@ def test_resume_is_bit_identical_and_every_sequence_is_trained_once_an_epoch(
     assert (tmp_path / "saved/latest").read_text() == "global_step5"
 
 
+def resume_with_other_strategies(folder):
+    """What is planned with after a run of `1x<2,1>` whose profile was measured for that alone."""
+    from ds_hydra.engine import candidates
+
+    def measure(_propagator, strategies, _config):
+        degrees = {(s.tp, s.pp) for strategy in strategies for s in strategy.schemes}
+        document = small_profile(6_000_000, num_layers=4)
+        own = [s for s in document["schemes"] if (s["tp"], s["pp"]) in degrees]
+        return document | {"schemes": own}
+
+    candidates.measure_profile = measure
+    engine = start(folder, tiny("llama"), hydra={"profile": None, "strategies": ["1x<2,1>"]})
+    engine.train_batch()
+    engine.save_checkpoint(f"{folder}/saved")
+    engine.destroy()
+    found = []
+    for strategies in (["1x<2,1>"], ["2x<1,1>"], ["2x<1,1>", "1x<2,1>"], None):
+        engine = start(folder, tiny("llama"), hydra={"profile": None, "strategies": strategies})
+        engine.load_checkpoint(f"{folder}/saved")
+        engine.train_batch()
+        found.append(sorted(map(str, engine.hydra.candidates.strategies)))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.distributed
+def test_a_run_goes_on_with_other_strategies_than_its_profile_was_measured_for(tmp_path):
+    for found in run_distributed(resume_with_other_strategies, 2, str(tmp_path)):
+        assert found[:2] == [["1x<2,1>"], ["2x<1,1>"]]
+        assert found[2] == ["1x<2,1>", "2x<1,1>"]
+        assert set(found[3]) >= {"1x<2,1>", "2x<1,1>"}
+
+
 def frozen(model):
     for name, param in model.named_parameters():
         param.requires_grad_("layers.2" not in name)

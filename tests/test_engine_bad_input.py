@@ -19,6 +19,7 @@ from distributed import free_port, remove_shared_memory, run_distributed
 from engines import adamw, ds_config, small_profile, start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ds_hydra
 from ds_hydra.errors import (
@@ -39,6 +40,25 @@ def initialize(model=None, data=None, hydra=None, **sections):
     return ds_hydra.initialize(
         model=model, optimizer=adamw(model), training_data=data, config=config
     )[0]
+
+
+def with_weight(weight):
+    model = tiny("llama", num_hidden_layers=2)
+    model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+def train_nothing():
+    model = tiny("llama", num_hidden_layers=2).requires_grad_(False)
+    engine, *_ = ds_hydra.initialize(model=model, config=ds_config(hydra={}))
+    return engine.train_batch(batch=random_examples([7, 9], VOCAB_SIZE), strategy="2x<1,1>")
+
+
+def train_without_optimizer():
+    engine, *_ = ds_hydra.initialize(
+        model=tiny("llama", num_hidden_layers=2), config=ds_config(hydra={})
+    )
+    return engine.train_batch(batch=random_examples([7, 9], VOCAB_SIZE), strategy="2x<1,1>")
 
 
 MISTAKES = {
@@ -105,6 +125,16 @@ MISTAKES = {
         UnsupportedModelError,
         ("Linear", "LlamaForCausalLM"),
     ),
+    "quantised weights": (
+        lambda: initialize(with_weight(torch.zeros(72, 32, dtype=torch.int8))),
+        UnsupportedModelError,
+        ("layers.0.mlp.up_proj.weight is a tensor of torch.int8", "quantization_config"),
+    ),
+    "weights of two tensors": (
+        lambda: initialize(with_weight(TwoTensor(torch.zeros(72, 32), torch.zeros(72, 32)))),
+        UnsupportedModelError,
+        ("layers.0.mlp.up_proj.weight is a TwoTensor of torch.float32", "quantize_()"),
+    ),
     "empty dataset": (
         lambda: initialize(data=datasets.Dataset.from_dict({"input_ids": []})),
         HydraConfigError,
@@ -147,6 +177,16 @@ MISTAKES = {
         lambda: initialize(hydra={"profiling": {"lengths": [8, 8, 8]}}),
         HydraConfigError,
         ("hydra.profiling.lengths", "three different lengths"),
+    ),
+    "nothing to train": (
+        train_nothing,
+        HydraConfigError,
+        ("no parameter that requires gradients", "requires_grad_(True)", "eval_batch"),
+    ),
+    "no optimizer": (
+        train_without_optimizer,
+        HydraConfigError,
+        ("no optimizer", '"optimizer" section', "eval_batch"),
     ),
     "sequence above the context, refused": (
         lambda: initialize(data=dataset(5, 300), hydra={"over_length": "refuse"}),
@@ -197,6 +237,9 @@ def make_mistakes(folder):
     raised["forced strategy of no type"] = error_of(
         lambda: engine.train_batch(batch=good, strategy=2)
     )
+    raised["forced phases"] = error_of(
+        lambda: engine.train_batch(batch=good, strategy="2x<1,1;gather> then 1x<cp2,1;gather>")
+    )
     outside = [{"input_ids": [1, VOCAB_SIZE, 2]}]
     raised["id outside the vocabulary"] = error_of(
         lambda: engine.train_batch(batch=outside, strategy="1x<2,1>")
@@ -228,8 +271,13 @@ def make_mistakes(folder):
         lambda: engine.train_batch(batch=mine, strategy="2x<1,1>")
     )
     before = engine.global_steps
-    loss = float(engine.train_batch(batch=good, strategy="1x<2,1>"))
+    wanted = float(engine.eval_batch(good, strategy="1x<2,1>"))
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+        raised["evaluated under autocast"] = (wanted, float(engine.eval_batch(good, "1x<2,1>")))
+        loss = float(engine.train_batch(batch=good, strategy="1x<2,1>"))
+        raised["trained under autocast"] = (wanted, loss)
     raised["afterwards"] = ("ok", f"{loss:.6f} {before} {engine.global_steps}")
+    raised["end"] = error_of(engine.destroy)
     return raised
 
 
@@ -249,6 +297,7 @@ LATER_MISTAKES = {
     ),
     "forced strategy too large": (HydraConfigError, ("1x<4,1>", "4 ranks", "there are 2")),
     "forced strategy of no type": (HydraConfigError, ("strategy is 2", "2x<1,1>")),
+    "forced phases": (HydraConfigError, ("2 phases", "hydra.strategies by itself")),
     "id outside the vocabulary": (
         HydraConfigError,
         ("example 0", str(VOCAB_SIZE), "resize_token_embeddings"),
@@ -288,6 +337,9 @@ def test_mistakes_get_the_same_clear_error_on_all_ranks(tmp_path):
             for word in words:
                 assert word in message, f"{name}, rank {rank}: no {word!r} in {message!r}"
     assert raised[0]["padding taken away"] == raised[0]["without padding"]
+    for wanted, found in (raised[0][f"{what} under autocast"] for what in ("evaluated", "trained")):
+        assert found == pytest.approx(wanted, rel=1e-6)
+    assert raised[0]["end"] == raised[1]["end"] == ("nothing", ""), "taken for a lost rank"
     kind, text = raised[0]["afterwards"]
     assert kind == "ok"
     assert text.split()[1:] == ["0", "1"], "a refused mini-batch must not count as a step"

@@ -595,6 +595,24 @@ def train_without_a_scheme():
     return results
 
 
+def train_without_single_ranks():
+    """Candidates of an engine whose measured profile has <2,1> alone."""
+    from ds_hydra.engine import candidates
+
+    document = small_profile(6_000_000, num_layers=4)
+    document["schemes"] = document["schemes"][1:]
+    candidates.measure_profile = lambda *_arguments: document
+    engine = start_hydra(tiny("llama"), hydra={"planner": {"space": "plain"}})
+    engine.train_batch(batches(1)[0])
+    return [str(s) for s in engine.hydra.candidates.strategies], engine.last_metrics.strategy
+
+
+@pytest.mark.distributed
+def test_a_rank_stays_idle_where_single_ranks_hold_no_model():
+    for found in run_distributed(train_without_single_ranks, 3):
+        assert found == (["1x<2,1>"], "1x<2,1>")
+
+
 @pytest.mark.distributed
 def test_schemes_that_the_measured_profile_leaves_out_are_not_planned_for():
     for strategy, candidates in run_distributed(train_without_a_scheme, 2)[0]:

@@ -367,6 +367,8 @@ def test_converted_models(caplog):
     assert type(stage_model._model.lm_head) is nn.Linear
     with pytest.raises(HydraConfigError, match="float8 is 'rowwise', and torchao has converted"):
         StageModel(converted, float8="rowwise")
+    with pytest.raises(HydraConfigError, match=r"float8_exclude is \['mlp'\].*module_filter_fn"):
+        StageModel(converted, float8_exclude=("mlp",))
     on_devices = convert(copy.deepcopy(model), Float8LinearConfig())
     with pytest.raises(HydraConfigError, match=r"cannot.*Float8LinearConfig\(emulate=True\)"):
         StageModel(on_devices).to_device(torch.device("cpu"))
@@ -381,6 +383,10 @@ def test_the_key():
     assert config.float8_exclude == ("gate",)
     with pytest.raises(HydraConfigError, match=r"float8 is \"mx\": it should be 'tensorwise'"):
         HydraConfig.parse({**section, "float8": "mx"})
+    with pytest.raises(
+        HydraConfigError, match=r'float8_exclude is "gate": write a list: \["gate"\]'
+    ):
+        HydraConfig.parse({**section, "float8": "rowwise", "float8_exclude": "gate"})
 
 
 def bigram_examples(seed, count, length=48, alphabet=32):

@@ -22,7 +22,7 @@ from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import World
-from ds_hydra.strategy.profiles.state_bytes import with_engine_states
+from ds_hydra.strategy.profiles.state_bytes import load_profile, with_engine_states
 from ds_hydra.strategy.proposal.candidates import enumerate_strategies, strategies_from_json
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
@@ -33,7 +33,7 @@ from ds_hydra.strategy.schemes.placement import (
     groups_of_all,
     most_groups_of_rank,
 )
-from ds_hydra.strategy.schemes.scheme import parse_strategies
+from ds_hydra.strategy.schemes.scheme import parse_strategies, schemes_of
 
 CONTEXT, TOKENS = 32768, 65536
 
@@ -230,8 +230,30 @@ def test_a_model_that_no_plain_scheme_holds_is_proposed_for(tmp_path):
         cluster=find_cluster(profile, 8),
         num_batches=1,
     )
+    start = decide_candidates(profile, None, settings)  # as an engine before it reads its data
+    assert start.strategies
+    assert all(strategy.gathers for strategy in start.strategies)
+    assert schemes_of(start.strategies) <= set(start.profile.latency)
+    nothing = dataclasses.replace(settings, can_run=lambda _: False)
     with pytest.raises(HydraConfigError, match="no scheme that this model can run fits 8 devices"):
-        decide_candidates(profile, None, settings)
+        decide_candidates(profile, None, nothing)
     found = decide_candidates(profile, LengthHistogram.from_counts({4096: 1}), settings).strategies
     assert found
     assert all(strategy.gathers for strategy in found)
+
+
+@pytest.mark.parametrize("num_devices", [3, 5, 7])
+def test_odd_devices_have_candidates_where_a_device_alone_holds_no_model(num_devices):
+    """LLaMA 7B: pipelines of two devices or more, one device left."""
+    profile = load_profile("a800_llama2_7b")
+    settings = CandidateSettings(
+        num_devices=num_devices,
+        context_length=8192,
+        tokens_per_iteration=16384,
+        space="full",
+        cluster=find_cluster(profile, num_devices),
+        num_batches=1,
+    )
+    start = decide_candidates(profile, None, settings).strategies
+    assert f"{num_devices // 2}x<2,1>" in map(str, start)
+    assert all(strategy.num_devices <= num_devices for strategy in start)

@@ -1,17 +1,25 @@
-"""Sums over TP groups are made in place, and change nothing that anybody else reads."""
+"""Sums over TP groups are made in place, and change nothing that anybody else reads; linear layers
+that are more than a product are not cut.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from types import MethodType
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
+from models import tiny
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel import tensor_parallel
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, hook_rowwise
+from ds_hydra.errors import UnsupportedModelError
+from ds_hydra.strategy import Scheme
 
 SIZE = 8
 
@@ -119,3 +127,46 @@ def test_outputs_that_somebody_keeps_are_an_error(tp):
     hook_rowwise(layer, tp)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (layer(x).sum() + kept[0].sum()).backward()
+
+
+class Scaled(nn.Linear):
+    """As in quantisation-aware training: a scale is taken of all features of a token."""
+
+    def forward(self, x):
+        return F.linear(x / x.abs().amax(dim=-1, keepdim=True), self.weight)
+
+
+def scaled(self, x):
+    return F.linear(x / x.abs().amax(dim=-1, keepdim=True), self.weight)
+
+
+def in_training_for_int4(model):
+    qat = pytest.importorskip("torchao.quantization.qat")
+    from torchao.quantization import quantize_
+
+    weights = qat.IntxFakeQuantizeConfig(torch.int4, group_size=32)
+    quantize_(model.model.layers[0].mlp, qat.QATConfig(weight_config=weights, step="prepare"))
+
+
+EDITS = {
+    "Scaled": lambda m: setattr(m.model.layers[0].mlp.down_proj, "__class__", Scaled),
+    "Linear": lambda m: setattr(
+        m.model.layers[0].mlp.down_proj, "forward", MethodType(scaled, m.model.layers[0].mlp.down_proj)
+    ),
+    "FakeQuantizedLinear": in_training_for_int4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_linears_with_a_forward_of_their_own_refuse_tp(kind):
+    """Each rank would take the scale of its own features: gradients were off by a third."""
+    model = tiny("llama", hidden_size=64, intermediate_size=192)
+    StageModel(model).check_scheme(Scheme(2, 1))
+    EDITS[kind](model)
+    stage_model = StageModel(model)
+    for scheme in (Scheme(1, 2), Scheme(1, 1, sp=2), Scheme(1, 1, cp=2, gather=True)):
+        stage_model.check_scheme(scheme)
+    with pytest.raises(
+        UnsupportedModelError, match=rf"<2,1>: \w+_proj of LlamaModel is a {kind} of .*use TP 1"
+    ):
+        stage_model.check_scheme(Scheme(2, 1))

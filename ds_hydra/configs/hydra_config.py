@@ -77,6 +77,8 @@ def _attention(value: str) -> str:
 
 def _as_tuple(value: object) -> object:
     """What JSON has lists for."""
+    if isinstance(value, str):
+        raise ValueError(f"write a list: [{json.dumps(value)}]")
     return tuple(value) if isinstance(value, list) else value
 
 

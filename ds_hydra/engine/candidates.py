@@ -209,8 +209,8 @@ class EngineCandidates:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a profile that was measured on the same number of ranks, so that plans do not
         depend on a second measurement; on another number, with another
-        `hydra.tp_sequence_parallel` or `hydra.float8`, or where it measured re-pulls, the new
-        measurement stands.
+        `hydra.tp_sequence_parallel` or `hydra.float8`, or where it measured re-pulls or does not
+        know the candidates, the new measurement stands.
         """
         same_ranks = state.get("num_ranks", self.num_ranks) == self.num_ranks
         was = {"tp_sequence_parallel": False, "float8": None, **state.get("config", {})}
@@ -226,8 +226,29 @@ class EngineCandidates:
                 "hydra.tp_sequence_parallel or hydra.float8",
                 state.get("num_ranks"),
             )
-        if profile is not None and self.config.profile is None and same_times:
-            self._use_measured(profile)
+        if profile is None or self.config.profile is not None or not same_times:
+            return
+        if lacking := self._find_lacking(profile, was.get("strategies")):
+            self._tracked = {}
+            if self.is_first_rank:
+                logger.warning(
+                    "the profile that the checkpoint keeps has no times of %s, which hydra.strategies has now; the "
+                    "machine is measured anew",
+                    ", ".join(map(str, lacking)),
+                )
+            return
+        self._use_measured(profile)
+
+    def _find_lacking(self, document: Mapping[str, Any], strategies: Any) -> list[Scheme]:
+        """Schemes of the candidates that do not follow from a profile, which was measured for those
+        that `hydra.strategies` had then; where it was and is null, the profile decides.
+        """
+        if self.config.strategies is None and strategies is None:
+            return []
+        profile = fit_memory(document, self.config)
+        costs = Costs(profile, self._cluster(profile))
+        schemes = sorted(schemes_of(self._given or self._at_start))
+        return [s for s in schemes if costs.find(s) is None or not profile.memory.knows(s)]
 
     def _measured_beside(self) -> tuple[Strategy, ...]:
         """Strategies of more schemes that are measured at the start."""
@@ -242,7 +263,12 @@ class EngineCandidates:
         self.profile = fit_memory(document, self.config)
         if self.config.strategies is None:  # schemes that fit no micro-batch were left out
             known = self.profile.latency
-            self.strategies = tuple(s for s in self._at_start if all(x in known for x in s.schemes))
+            kept = tuple(s for s in self._at_start if all(x in known for x in s.schemes))
+            if not kept:
+                candidates = self._decide(None)
+                kept, self.profile = candidates.strategies, candidates.profile
+                self.propagator.prepare(kept)
+            self.strategies = kept
 
     def _read_candidates(self) -> tuple[Strategy, ...]:
         """The candidates before any data, after the profile where one is configured; not

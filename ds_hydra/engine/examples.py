@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.micro_batches import Example
-from ds_hydra.engine.ranks.agreement import gather_rows, run_together
+from ds_hydra.engine.ranks.agreement import gather_rows, on_all_ranks, run_together
 from ds_hydra.errors import HydraConfigError, HydraDataError, PlanMismatchError
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset
@@ -68,9 +68,11 @@ def check_same_data(sampler: TokenBudgetSampler, device: torch.device) -> None:
                 f"{sequences} sequences of {tokens} tokens, {predicted} predicted (digest {digest:015x})"
                 for sequences, tokens, predicted, digest in (of_ranks[0], found)
             )
-            raise PlanMismatchError(
-                f"the dataset has {first} on rank 0 and {other} on rank {rank}; give every rank the same dataset, "
-                "whole"
+            raise on_all_ranks(
+                PlanMismatchError(
+                    f"the dataset has {first} on rank 0 and {other} on rank {rank}; give every rank the same dataset, "
+                    "whole"
+                )
             )
 
 

@@ -15,8 +15,8 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import deepspeed
 import torch
@@ -33,6 +33,7 @@ from ds_hydra.engine.gradient_shards import GradientShards
 from ds_hydra.engine.iteration import Iteration, Outcomes, gather_scores, observe, score, weigh
 from ds_hydra.engine.losses.loss import CrossEntropy, Loss
 from ds_hydra.engine.losses.objective import Scores
+from ds_hydra.engine.model.decoder_parts import is_quantised
 from ds_hydra.engine.model.expert_balance import BiasCorrection
 from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.scheme_support import check_context, find_unseen_positions
@@ -66,6 +67,28 @@ warnings.filterwarnings(
 )
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _in_own_modes(method: Method) -> Method:
+    """`method` as if its caller had opened neither `torch.autocast` nor `torch.inference_mode`: the
+    configuration says what an iteration computes.
+    """
+
+    @functools.wraps(method)
+    def in_own_modes(self: HydraEngine, *args: Any, **kwargs: Any) -> Any:
+        kind = self.device.type
+        if torch.is_autocast_enabled(kind):
+            self._say_once(
+                f"{method.__name__}() was called under torch.autocast, which has no effect there: layers run in the "
+                'model\'s dtype; for 16 bit set "bf16": {"enabled": true}'
+            )
+        with torch.autocast(kind, enabled=False), torch.inference_mode(False):
+            return method(self, *args, **kwargs)
+
+    return in_own_modes  # type: ignore[return-value]
+
+
 class HydraEngine(CheckpointingEngine):
     """A DeepSpeed engine trained by `train_batch()` alone.
 
@@ -89,6 +112,7 @@ class HydraEngine(CheckpointingEngine):
         self._hydra: HydraRuntime | None = None
         self._bias_correction: BiasCorrection | None = None
         self._gradients: GradientShards | None = None
+        self._said: set[str] = set()
         self.last_scores: Scores | None = None
         self.last_metrics: IterationMetrics | None = None
         """Metrics of the last iteration; equal on all ranks but for this rank's own iteration and
@@ -152,6 +176,7 @@ class HydraEngine(CheckpointingEngine):
             raise HydraError("this engine was destroyed; make a new one with ds_hydra.initialize")
         return self._hydra
 
+    @_in_own_modes
     def train_batch(
         self,
         batch: Sequence[ExampleLike] | None = None,
@@ -182,7 +207,7 @@ class HydraEngine(CheckpointingEngine):
                 "call train_batch(batch=examples, ...); strategies to choose from are listed in hydra.strategies"
             )
         with watch("plan"):
-            problem = self._find_refrozen()
+            problem = self._find_untrained() or self._find_refrozen()
             iteration = (
                 self.hydra.source.next(problem, loss)
                 if batch is None
@@ -217,6 +242,7 @@ class HydraEngine(CheckpointingEngine):
             self._save_and_exit(self._hydra_config.faults.save_on_sigterm)
         return to_device(torch.tensor(value, dtype=torch.float32), self.device)
 
+    @_in_own_modes
     def eval_batch(
         self,
         batch: Sequence[ExampleLike],
@@ -236,6 +262,7 @@ class HydraEngine(CheckpointingEngine):
             value = self.hydra.gather_outcomes(outcome).loss(plan, objective)
         return to_device(torch.tensor(value, dtype=torch.float32), self.device)
 
+    @_in_own_modes
     def score(
         self,
         batch: Sequence[ExampleLike],
@@ -334,6 +361,21 @@ class HydraEngine(CheckpointingEngine):
             self._is_watched = False
             leave_watchdog(waits=waits)
 
+    def _find_untrained(self) -> HydraConfigError | None:
+        """What an engine for evaluation alone lacks."""
+        if hasattr(self.optimizer, "fp16_groups"):
+            return None
+        instead = 'no optimizer; give ds_hydra.initialize one, or the DeepSpeed config its "optimizer" section'
+        if not any(spec.requires_grad for spec in self.hydra.stage_model.specs):
+            instead = (
+                "no parameter that requires gradients; call requires_grad_(True) on what shall be trained, before "
+                "ds_hydra.initialize"
+            )
+        return HydraConfigError(
+            f"train_batch() was called and the engine has {instead}; engine.eval_batch(examples) and "
+            "engine.score(examples) need none"
+        )
+
     def _find_refrozen(self) -> HydraConfigError | None:
         """What is trained was fixed at initialisation: in the link plans and in ZeRO-3's own
         groups.
@@ -347,6 +389,11 @@ class HydraEngine(CheckpointingEngine):
                     "initialisation; set it before ds_hydra.initialize"
                 )
         return None
+
+    def _say_once(self, text: str) -> None:
+        if self.global_rank == 0 and text not in self._said:
+            logger.warning(text)
+        self._said.add(text)
 
     def _loss_scale(self) -> float:
         return float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
@@ -510,7 +557,8 @@ def _check_dtypes(model: nn.Module, config: Any) -> None:
     """
     of_dtypes: dict[torch.dtype, list[str]] = {}
     for name, param in model.named_parameters():
-        of_dtypes.setdefault(param.dtype, []).append(name)
+        if not is_quantised(param):  # refused by name where the model is copied
+            of_dtypes.setdefault(param.dtype, []).append(name)
     if len(of_dtypes) < 2:
         return
     found = ", ".join(

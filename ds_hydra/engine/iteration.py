@@ -19,7 +19,7 @@ from ds_hydra.engine.losses.objective import (
 )
 from ds_hydra.engine.model.micro_batches import LoadExample
 from ds_hydra.engine.propagation import Propagator, RankOutcome
-from ds_hydra.engine.ranks.agreement import run_together
+from ds_hydra.engine.ranks.agreement import on_all_ranks, run_together
 from ds_hydra.errors import HydraDataError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.plan import IterationPlan
@@ -73,10 +73,13 @@ class Outcomes:
             if position >= 0:
                 of_pipelines = (p.micro_batches for p in plan.pipelines)
                 beside = next(m for ms in of_pipelines for m in ms if position in m)
-                raise HydraDataError(
-                    f"iteration {plan.iteration}: loss {name_of(objective.loss)} is not finite in the micro-batch of "
-                    f"examples {', '.join(map(str, sorted(beside)))}; no weight was changed. Look at their fields "
-                    f"{', '.join((*objective.loss.token_fields, *objective.loss.sequence_fields)) or '(none)'}"
+                read = (*objective.loss.token_fields, *objective.loss.sequence_fields)
+                raise on_all_ranks(
+                    HydraDataError(
+                        f"iteration {plan.iteration}: loss {name_of(objective.loss)} is not finite in the micro-batch "
+                        f"of examples {', '.join(map(str, sorted(beside)))}; no weight was changed. Look at their "
+                        f"fields {', '.join(read) or '(none)'}"
+                    )
                 )
         if isinstance(objective, WeightedObjective):
             return objective.value + self.balance_loss

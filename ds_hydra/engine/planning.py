@@ -31,6 +31,7 @@ from ds_hydra.engine.model.micro_batches import Example
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.agreement import (
     broadcast_bytes,
+    on_all_ranks,
     raise_together,
     restore_error,
     run_together,
@@ -543,11 +544,11 @@ def _broadcast(
             document = {"error": [type(error).__name__, str(error)]}
     received = broadcast_bytes(json.dumps(document, separators=(",", ":")).encode(), 0, device)
     if error is not None:
-        raise error
+        raise on_all_ranks(error)
     if planned is not None:
         return planned, document
     document = json.loads(received)
     if "error" in document:
         name, text = document["error"]
-        raise restore_error(name, f"rank 0: {text}")
+        raise on_all_ranks(restore_error(name, f"rank 0: {text}"))
     return None, document

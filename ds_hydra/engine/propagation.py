@@ -34,7 +34,12 @@ from ds_hydra.engine.parallel.one_f_one_b import StageInfo, StageIO, run_1f1b, r
 from ds_hydra.engine.parallel.tensor_parallel import TokenShards
 from ds_hydra.engine.parallel.token_cuts import TokenLayout
 from ds_hydra.engine.parallel.token_scores import Vocabulary
-from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks, raise_together
+from ds_hydra.engine.ranks.agreement import (
+    gather_rows,
+    max_over_ranks,
+    on_all_ranks,
+    raise_together,
+)
 from ds_hydra.engine.ranks.hosts import find_hosts
 from ds_hydra.engine.ranks.memory import naming_memory_limit, to_device
 from ds_hydra.engine.strategy_links import StrategyLinks
@@ -184,10 +189,12 @@ class Propagator:
                     f"{number} sequences of {tokens} tokens (digest {digest:016x})"
                     for digest, number, tokens in (held[0], held[differing[0]])
                 )
-                raise PlanMismatchError(
-                    f"iteration {plan.iteration}: the {what} has {first} on rank 0 and {other} on rank "
-                    f"{differing[0]} ({len(differing)} of {self.num_ranks} ranks differ); nothing was "
-                    "exchanged. Give every rank the same mini-batch, dataset and configuration"
+                raise on_all_ranks(
+                    PlanMismatchError(
+                        f"iteration {plan.iteration}: the {what} has {first} on rank 0 and {other} on rank "
+                        f"{differing[0]} ({len(differing)} of {self.num_ranks} ranks differ); nothing was "
+                        "exchanged. Give every rank the same mini-batch, dataset and configuration"
+                    )
                 )
         objectives = [(row[7], row[8]) for row in all_ranks]
         differing = [
@@ -195,10 +202,12 @@ class Propagator:
         ]
         if differing:
             found = find_difference(objective, differing[0], self.device)
-            raise PlanMismatchError(
-                f"iteration {plan.iteration}: {found} ({len(differing)} of {self.num_ranks} ranks differ); nothing was "
-                "exchanged. Give every rank the same loss and fields: what is computed on one rank can be sent to "
-                "all by torch.distributed.broadcast_object_list"
+            raise on_all_ranks(
+                PlanMismatchError(
+                    f"iteration {plan.iteration}: {found} ({len(differing)} of {self.num_ranks} ranks differ); nothing "
+                    "was exchanged. Give every rank the same loss and fields: what is computed on one rank can be sent "
+                    "to all by torch.distributed.broadcast_object_list"
+                )
             )
 
     def train(

@@ -17,7 +17,7 @@ from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.parallel.one_f_one_b import Pass
-from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks
+from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks, on_all_ranks
 from ds_hydra.engine.ranks.hosts import Hosts, find_ranks_per_node, warn_of_placement
 from ds_hydra.engine.transfer.frozen import FrozenKeeper, without_frozen
 from ds_hydra.engine.transfer.home import Home, open_home
@@ -409,13 +409,17 @@ def check_link_plans(strategy: Strategy, plans: Sequence[LinkPlan], device: torc
         digests, balances = all_ranks[2 * index : 2 * index + 2]
         differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if differing:
-            raise PlanMismatchError(
-                f"the link plan of the {what} has digest {digests[0]:016x} on rank 0 and "
-                f"{digests[differing[0]]:016x} on rank {differing[0]} ({len(differing)} of {plan.num_ranks} ranks "
-                "differ); nothing was exchanged. Give every rank the same model and configuration"
+            raise on_all_ranks(
+                PlanMismatchError(
+                    f"the link plan of the {what} has digest {digests[0]:016x} on rank 0 and "
+                    f"{digests[differing[0]]:016x} on rank {differing[0]} ({len(differing)} of {plan.num_ranks} ranks "
+                    "differ); nothing was exchanged. Give every rank the same model and configuration"
+                )
             )
         if sum(balances) % (1 << 64):
-            raise PlanMismatchError(
-                f"the ranks' parts of the link plan of the {what} do not fit together although their digests "
-                f"agree ({digests[0]:016x}); nothing was exchanged. Run the same version of ds_hydra on every rank"
+            raise on_all_ranks(
+                PlanMismatchError(
+                    f"the ranks' parts of the link plan of the {what} do not fit together although their digests "
+                    f"agree ({digests[0]:016x}); nothing was exchanged. Run the same version of ds_hydra on every rank"
+                )
             )

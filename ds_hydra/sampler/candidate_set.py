@@ -7,6 +7,7 @@ are arguments.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ds_hydra.configs.hydra_config import HydraConfig
@@ -78,7 +79,8 @@ def decide_candidates(
     Given strategies as they are. Otherwise up to `max_enumerated` devices all strategies of two
     schemes <TP,PP>, and on top those of other schemes that make the lengths of `histogram` faster;
     on more devices what these lengths suggest. As long as profile or lengths are not known:
-    strategies of two schemes, or of one scheme on more devices.
+    strategies of two schemes, or of one scheme on more devices; where no <TP,PP> has room, of one
+    of the others.
 
     Raises HydraConfigError where nothing fits the longest of the lengths, or the model runs no
     scheme.
@@ -96,12 +98,11 @@ def decide_candidates(
         or histogram is None
         or not proposes(profile, settings, extended)
     ):
-        if not start:
-            raise HydraConfigError(
-                f"no scheme that this model can run fits {settings.num_devices} devices; set "
-                "hydra.strategies, or hydra.profile to another one"
-            )
-        return Candidates(strategies=start, profile=profile)
+        if not start and extended is not None:  # nothing plain has room: what shares more, alone
+            start = _within_limits(_of_one_scheme(_allowed(extended, settings), settings), settings)
+            known = profile and settings.world(profile).costs.extended(schemes_of(start))
+            return _checked(start, known, settings)
+        return _checked(start, profile, settings)
     gathered = extended
     if settings.space == "full":
         # Phases are put together of schemes without checkpointed layers, dominated or not
@@ -154,19 +155,43 @@ def check_longest(
 
 
 def _without_lengths(profile: Profile | None, settings: CandidateSettings) -> tuple[Strategy, ...]:
-    """All strategies of two schemes <TP,PP>, or on many devices of one.
+    """All strategies of two schemes <TP,PP> that use every device; on many devices, or where there
+    are none, those of one scheme.
 
     They need half of the groups at most: the rest is for forced strategies, or for what the lengths
     suggest.
     """
     number = settings.num_devices
     schemes = [s for s in power_of_two_schemes(number) if _is_usable(s, profile, settings)]
-    if settings.is_enumerated:
-        wanted = list(enumerate_strategies(schemes, number))
-    else:
-        wanted = [Strategy((scheme,) * (number // scheme.num_devices)) for scheme in schemes]
+    wanted = list(enumerate_strategies(schemes, number)) if settings.is_enumerated else []
+    if not wanted:  # on many devices, or where they are odd and one alone has no room: some idle
+        wanted = _of_one_scheme(schemes, settings)
+    return _within_limits(wanted, settings)
+
+
+def _of_one_scheme(schemes: Iterable[Scheme], settings: CandidateSettings) -> list[Strategy]:
+    """For each of `schemes` as many pipelines as have room; devices that are left stay idle."""
+    number = settings.num_devices
+    return [Strategy((scheme,) * (number // scheme.num_devices)) for scheme in schemes]
+
+
+def _checked(
+    strategies: tuple[Strategy, ...], profile: Profile | None, settings: CandidateSettings
+) -> Candidates:
+    if not strategies:
+        raise HydraConfigError(
+            f"no scheme that this model can run fits {settings.num_devices} devices; set "
+            "hydra.strategies, or hydra.profile to another one"
+        )
+    return Candidates(strategies=strategies, profile=profile)
+
+
+def _within_limits(
+    strategies: Iterable[Strategy], settings: CandidateSettings
+) -> tuple[Strategy, ...]:
+    """Those of `strategies` that need half of the groups at most, of one scheme first."""
     kept: list[Strategy] = []
-    for strategy in sorted(wanted, key=lambda s: s.is_heterogeneous):
+    for strategy in sorted(strategies, key=lambda s: s.is_heterogeneous):
         keys = groups_of_all([*kept, strategy])
         if len(keys) > settings.max_groups // 2:
             continue

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ds_hydra.engine.losses.loss import NUM_COUNTED, WEIGHT, Fields, Loss, SequenceLoss, Tokens
 from ds_hydra.engine.parallel.token_scores import TokenScores
-from ds_hydra.engine.ranks.agreement import broadcast_text, gather_rows
+from ds_hydra.engine.ranks.agreement import broadcast_text, gather_rows, on_all_ranks
 from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.errors import HydraConfigError, HydraError, PlanMismatchError
 from ds_hydra.sampler.data.examples import IGNORED_LABEL, check_unmasked
@@ -69,8 +69,8 @@ class Objective:
         normaliser = _read_number(loss, counts, fields)
         if not 0 < normaliser < float("inf"):
             raise HydraConfigError(
-                f"loss {name_of(loss)} is divided by {normaliser} in this mini-batch, expected a number above 0; "
-                "some token of some example must count"
+                f"loss {name_of(loss)} is divided by {normaliser} in this mini-batch, expected a finite number "
+                "above 0; some token of some example must count, and weights of tokens add up to such a number"
             )
         counted = (torch.tensor(float(count.sum())) for count in counts)
         with_counts = [{**f, NUM_COUNTED: number} for f, number in zip(fields, counted)]
@@ -423,9 +423,11 @@ def check_value(loss: str, numbers: Tensor, device: torch.device) -> None:
     rows = gather_rows(numbers.to(device)).cpu()
     for rank, row in enumerate(rows):
         if not torch.allclose(row, rows[0], rtol=1e-6, atol=1e-12):
-            raise PlanMismatchError(
-                f"loss {loss} of the mini-batch is {float(rows[0][0])} on rank 0 and {float(row[0])} on rank {rank}, "
-                "of the same fields; give every rank the same numbers in what it reads beside them"
+            raise on_all_ranks(
+                PlanMismatchError(
+                    f"loss {loss} of the mini-batch is {float(rows[0][0])} on rank 0 and {float(row[0])} on rank "
+                    f"{rank}, of the same fields; give every rank the same numbers in what it reads beside them"
+                )
             )
 
 

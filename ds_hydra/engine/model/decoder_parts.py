@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -55,6 +56,26 @@ def on_meta(param: nn.Parameter) -> nn.Parameter:
     """One like `param`, whole, without memory."""
     empty = torch.empty(shape_of(param), device="meta", dtype=param.dtype)
     return nn.Parameter(empty, param.requires_grad)
+
+
+def is_quantised(param: nn.Parameter) -> bool:
+    """Whether the numbers of `param` are integers, or of 8 bits."""
+    return not param.is_floating_point() or param.dtype.itemsize < 2
+
+
+def check_weights(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raise UnsupportedModelError for parameters that are no tensors of numbers alone: those of
+    quantised models, whose scales are elsewhere, and of tensor subclasses.
+    """
+    for fqn, param in named:
+        is_subclass = is_traceable_wrapper_subclass(param)
+        if is_subclass or is_quantised(param):
+            kind = type(param).__name__ if is_subclass else "tensor"
+            raise UnsupportedModelError(
+                f"parameter {fqn} is a {kind} of {param.dtype}, expected a plain tensor in fp32, bf16 or fp16: slices "
+                "of quantised or distributed weights are not known here; load the model without quantization_config, "
+                "quantize_() and device meshes"
+            )
 
 
 def bindings_of(owners: Iterable[nn.Module], index_of: Mapping[int, int]) -> tuple[Binding, ...]:

@@ -53,13 +53,20 @@ class Float8Layers:
         self.request = request
         """What `hydra.float8` says, or "converted" of a model that torchao has converted."""
         self._specs: list[ParamSpec] = []
-        if exclude and request is None:
-            raise HydraConfigError(
-                f"hydra.float8_exclude is {list(exclude)}, and hydra.float8, whose layers it leaves out, is null; set "
-                'that, as "rowwise", or leave out hydra.float8_exclude'
-            )
         found = [(m, side, spec_of[m, "weight"]) for m, side in _linears(layers, sides)]
-        if converted := [spec for linear, _, spec in found if is_converted(linear)]:
+        converted = [spec for linear, _, spec in found if is_converted(linear)]
+        if exclude and request is None:
+            instead = (
+                "torchao has converted the model: leave layers out by module_filter_fn of convert_to_float8_training, "
+                "and take hydra.float8_exclude away"
+                if converted
+                else 'set that, as "rowwise", or leave out hydra.float8_exclude'
+            )
+            raise HydraConfigError(
+                f"hydra.float8_exclude is {list(exclude)}, and hydra.float8, whose layers it leaves out, is null; "
+                f"{instead}"
+            )
+        if converted:
             _check_converted(converted[0], request)
             self.request = "converted"
             used = [item for item in found if is_converted(item[0])]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MethodType
 from typing import Any
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ds_hydra.engine.model.adapters import is_lora
 from ds_hydra.engine.model.stage_forward import NOT_ONCE
 from ds_hydra.engine.model.tp_plan import module_styles, num_kv_heads, tp_plan
 from ds_hydra.engine.parallel.logits import LogitTransform
@@ -147,6 +150,7 @@ def check_tensor_parallel(
     _check_heads(scheme, model.base_model.config)
     _check_equal_layers(scheme, model)
     _check_features(scheme, model.base_model)
+    _check_linears(scheme, model.base_model)
     _check_widths(scheme, specs)
     if unplanned:
         raise UnsupportedModelError(
@@ -208,6 +212,31 @@ def _check_features(scheme: Scheme, base: nn.Module) -> None:
                 f"scheme {scheme}: TP {scheme.tp} does not divide the {width} features that the tp plan of "
                 f"{type(base).__name__} exchanges whole at {name}; use TP that does in hydra.strategies"
             )
+
+
+def _check_linears(scheme: Scheme, base: nn.Module) -> None:
+    """Refuse cut linear layers whose forward is neither torch's nor of the family that the tp plan
+    is for: what they make of a slice need not be a part of what they make of the whole.
+    """
+    for module, (style, name) in module_styles(base):
+        if style not in STYLES or not STYLES[style].side:
+            continue
+        linear = module.base_layer if is_lora(module) else module
+        if isinstance(linear, nn.Linear) and _has_foreign_forward(linear):
+            kind = type(linear)
+            raise UnsupportedModelError(
+                f"scheme {scheme}: {name} of {type(base).__name__} is a {kind.__name__} of {kind.__module__} with a "
+                "forward of its own, which on a slice of its features may compute another number, as scales of "
+                "quantisation are; use TP 1 in hydra.strategies"
+            )
+
+
+def _has_foreign_forward(linear: nn.Linear) -> bool:
+    if isinstance(vars(linear).get("forward"), MethodType | partial):  # set by a user
+        return True
+    owner = next(kind for kind in type(linear).__mro__ if "forward" in vars(kind))
+    known = ("torch.nn.", "transformers.models.", "ds_hydra.")
+    return not owner.__module__.startswith(known)
 
 
 def _check_widths(scheme: Scheme, specs: Sequence[ParamSpec]) -> None:

@@ -177,6 +177,7 @@ class StageModel:
             exclude=float8_exclude,
             is_compiled=compile_layers,
         )
+        decoder_parts.check_weights(named)
         self._hook(neftune_noise_alpha)
         self._uncut_because = self._hook_blocks(head, fqn_of) if tp_sequence_parallel else ""
         for module in (*(m for layer in self._layers for m in layer.modules()), head):

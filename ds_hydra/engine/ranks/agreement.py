@@ -74,8 +74,15 @@ def raise_together(error: Exception | None, device: torch.device) -> None:
     name, text = broadcast_text([type(error).__name__, str(error)], source, device)
     if error is None:
         error = restore_error(name, f"rank {source}: {text}")
+    raise on_all_ranks(error, source)
+
+
+def on_all_ranks(error: ErrorType, source: int = 0) -> ErrorType:
+    """`error`, which all ranks raise at the same time, so that none has to be told of it, and rank
+    `source` alone prints where all end with it.
+    """
     setattr(error, _ON_ALL_RANKS, True)
-    raise said_by(source, error)
+    return said_by(source, error)
 
 
 def is_raised_on_all(error: BaseException) -> bool:
