@@ -5,6 +5,7 @@ results.
 from __future__ import annotations
 
 import contextlib
+import functools
 from unittest import mock
 
 import pytest
@@ -200,6 +201,28 @@ def test_gradients_have_the_same_bits_and_half_of_the_bytes_travel(recipe):
         assert share < (0.60 if recipe == RECIPES[0] else 0.65), share
 
 
+MORE = (
+    *GATHERED, "3x<1,1;gather>",
+    "4x<1,1;gather> then 1x<sp4,1;gather> then 1x<sp2,1;gather> + 2x<1,1;gather>",
+)  # fmt: skip
+"""Also a rank without work, and phases."""
+
+
+def compare_packed(recipe):
+    """Each hop of a round as one all-to-all, as accelerators have it."""
+    packs = functools.partial(Link, packs=True)
+    with mock.patch("ds_hydra.engine.strategy_links.Link", packs):
+        return compare(recipe, MORE, hydra={"link": {"devices_per_node": 2}})
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bits_are_the_same_in_packed_rounds(recipe):
+    for found in run_distributed(compare_packed, 4, recipe):
+        assert all(same for same, *_ in found.values()), found
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -212,7 +235,23 @@ def test_gradients_have_the_same_bits_and_half_of_the_bytes_travel(recipe):
     ],
 )
 def test_bits_are_the_same_on_other_routes_and_of_what_is_frozen(recipe, what, hydra):
-    for found in run_distributed(compare, 4, recipe, GATHERED, what, hydra):
+    for found in run_distributed(compare, 4, recipe, MORE, what, hydra):
         for text, (same, counts, *_) in found.items():
             assert same, text
             assert counts[torch.uint8] > 0, text
+
+
+def compare_compiled(recipe):
+    traces = functools.partial(torch.compile, backend="aot_eager")
+    with mock.patch("torch.compile", traces):
+        return compare(recipe, ("2x<1,1;gather>",), hydra={"compile_layers": True})
+
+
+@pytest.mark.nightly
+@pytest.mark.distributed
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_compiler_that_sees_both_passes_changes_no_bit(recipe):
+    for found in run_distributed(compare_compiled, 2, recipe, timeout_s=900):
+        same, counts, *_ = found["2x<1,1;gather>"]
+        assert same
+        assert counts[torch.uint8] > 0

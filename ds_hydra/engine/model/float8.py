@@ -57,6 +57,7 @@ class Float8Layers:
         ([Note: Weights that travel in 8 bits]), because both products cast them alike.
         """
         self._specs: list[ParamSpec] = []
+        self._num_whole = sum(len(spec.shape) == 3 for spec in spec_of.values())
         if exclude and request is None:
             raise HydraConfigError(
                 f"hydra.float8_exclude is {list(exclude)}, and hydra.float8, whose layers it leaves out, is null; set "
@@ -93,7 +94,8 @@ class Float8Layers:
     def describe(self) -> str:
         """For the engine's first lines."""
         how = "as torchao converted them" if self.request == "converted" else self.request
-        return f"float8: {len(self._specs)} linear layers, {how}"
+        whole = f"; {self._num_whole} weights of experts stay in 16 bit" if self._num_whole else ""
+        return f"float8: {len(self._specs)} linear layers, {how}{whole}"
 
     def check_scheme(self, scheme: Scheme) -> None:
         """Raise HydraConfigError where TP leaves a rank features that are no multiple of 16."""
