@@ -162,6 +162,8 @@ def train(recipe, strategies, what, travels, hydra):
             engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
         link = engine.hydra.propagator.links.link_for(strategy)
         found[text] = gather_gradients(engine, grads_P), dict(counts), link
+        for param in engine.hydra.stage_model.params:  # the next iteration has other scales
+            param.ds_tensor.data.mul_(3 if len(found) % 2 else 1 / 3)
     peak = engine.hydra.propagator.links.buffers.peak_bytes
     engine.destroy()
     return found, peak

@@ -6,8 +6,8 @@ The owner of a shard makes the same cast, with the scale of the whole weight, on
 agree at the start of an iteration: weights change in the optimizer's step alone. What is sent are
 the 8 bits. The reader divides by the scale, which is exact in 16 bit, and has weights that the
 product casts to the numbers it would have cast the whole ones to: a number that 8 bits hold is not
-rounded. Rounding may halve or double no scale but by moving the largest number to a power of two,
-and products do not depend on that. So every result has the bits it has without.
+rounded. Where rounding moves the largest number to a power of two the product's scale doubles, and
+nothing else. So every result has the bits it has without.
 
 *Tensorwise* one scale serves all passes. *Rowwise* products take scales of rows in forward and of
 columns in backward. A layer that is gathered for forward passes comes by the one, for backward
@@ -22,6 +22,7 @@ slices. R and C are rows and columns of a weight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -141,14 +142,15 @@ class EightBitScales:
     def find_largest(self, shards_P: Sequence[Tensor]) -> Tensor:
         """The largest numbers of this rank's shards, for each scale."""
         largest = torch.zeros_like(self._scales)
-        for param, whole in self._is_tensorwise.items():
-            own_P = self._own(param, shards_P[param]).abs()
-            if not own_P.numel():
-                continue
-            if whole:
-                largest[self._places[param, WHOLE]] = own_P.max().float()
-                continue
-            first, _, rows_RC = self._as_rows(param, own_P)
+        owned = {param: self._own(param, shards_P[param]) for param in self._is_tensorwise}
+        owned = {param: own_P for param, own_P in owned.items() if own_P.numel()}
+        whole = [param for param in owned if self._is_tensorwise[param]]
+        if whole:  # of all at once: the host pays for every launch
+            norms = torch._foreach_norm([owned[param] for param in whole], math.inf)
+            places = [self._places[param, WHOLE].start for param in whole]
+            largest[torch.tensor(places, device=largest.device)] = torch.stack(norms).float()
+        for param in owned.keys() - whole:
+            first, _, rows_RC = self._as_rows(param, owned[param].abs())
             begin = self._places[param, ROWS].start + first
             largest[begin : begin + len(rows_RC)] = rows_RC.amax(dim=1).float()
             largest[self._places[param, COLUMNS]] = rows_RC.amax(dim=0).float()
