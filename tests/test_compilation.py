@@ -204,3 +204,21 @@ def test_a_layer_of_the_engine_is_one_graph():
     assert passes == {"forward", "backward"}
     micro_batches, linears = 4, 4 * 7
     assert num_products == 2 * micro_batches * linears, "gradients of weights add up in products"
+
+
+def check_layers_that_run_again():
+    traces = functools.partial(torch.compile, backend="aot_eager")
+    with mock.patch("torch.compile", traces):
+        return check_gradients(
+            "llama",
+            ("1x<2,1;ckpt=1>",),
+            {"compile_layers": True},
+            {"num_hidden_layers": 2},
+            lengths=(4, 2),
+        )
+
+
+@pytest.mark.distributed
+def test_gradients_of_layers_that_run_again_wait_for_the_exchange_that_runs():
+    """Under TP what is postponed in backward belongs to the pass that backward has repeated."""
+    assert_parity(run_distributed(check_layers_that_run_again, 2, timeout_s=600)[0])

@@ -4,7 +4,12 @@ layers; its Triton kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import test_engine_parity
@@ -32,7 +37,7 @@ def patch(model):
     return model
 
 
-def check_patched(family):
+def check_patched(family, strategies=STRATEGIES, hydra=None):
     """Also how many of Liger's kernels the engine has called, and what it has said."""
     triton_interpreter.use()
     from liger_kernel.ops import LigerFusedMoEFunction, LigerSiLUMulFunction, rms_norm, rope
@@ -68,7 +73,7 @@ def check_patched(family):
 
     test_engine_parity.token_mean_gradients = without_liger
     model = tiny(family, num_hidden_layers=2)
-    return check_gradients(model, STRATEGIES, lengths=LENGTHS), calls, said
+    return check_gradients(model, strategies, hydra, lengths=LENGTHS), calls, said
 
 
 @pytest.mark.distributed
@@ -87,6 +92,24 @@ def test_models_of_liger_have_the_gradients_of_one_process(family):
     assert min(calls.values()) > 0, calls
     assert [len(said), len(other)] == [1, 0]
     assert "fused linear cross-entropy, in whose place" in said[0]
+
+
+def check_compiled(strategies):
+    traces = functools.partial(torch.compile, backend="aot_eager")
+    with mock.patch("torch.compile", traces):
+        found = check_patched("llama", strategies, {"compile_layers": True})
+    return *found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_compiled_layers_of_liger_have_the_gradients_of_one_process():
+    """Kernels in the interpreter, and Liger's rotary embedding anywhere, cut a layer's graph."""
+    strategies = ("1x<2,1;ckpt=1>", "2x<1,1;gather>")
+    (worst, calls, _, graphs), _ = run_distributed(check_compiled, 2, strategies, timeout_s=900)
+    assert_parity(worst)
+    assert min(calls.values()) > 0, calls
+    assert graphs > 5, "nothing was compiled"
 
 
 def check_trainer(folder):
@@ -122,6 +145,36 @@ def test_use_liger_kernel_of_training_arguments(tmp_path):
     torch.testing.assert_close(torch.tensor(fused), torch.tensor(plain), rtol=1e-4, atol=0)
     assert models == [False, True]
     assert not has_rope  # as liger_kernel_config says
+
+
+def histories_of_trl(kind, folder, world, use_liger):
+    """The log of two steps of TRL's SFT, and whether Liger's layers have run."""
+    triton_interpreter.use()
+    import test_trl
+    from liger_kernel.ops import LigerSiLUMulFunction
+
+    calls = mock.Mock(side_effect=LigerSiLUMulFunction.forward)
+    LigerSiLUMulFunction.forward = calls
+    settings = {"use_liger_kernel": use_liger, "max_steps": 2}
+    test_trl.CASES["liger"] = {"data": test_trl.texts, "arguments": settings}
+    return test_trl.histories(kind, folder, world, ["liger"])["liger"], calls.call_count > 0
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(find_spec("trl") is None, reason="needs TRL")
+def test_sft_of_trl_with_liger_logs_what_it_logs_without(tmp_path):
+    from test_trl import compare, save_model, small_profile
+
+    folder = str(tmp_path)
+    save_model(folder)
+    profile = small_profile(6_000_000, num_layers=4)
+    Path(folder, "profile.json").write_text(json.dumps(profile))
+    ((stock, is_patched),) = run_distributed(histories_of_trl, 1, "stock", folder, 1, False)
+    assert not is_patched
+    runs = run_distributed(histories_of_trl, 2, "hydra", folder, 2, True, timeout_s=900)
+    assert [has_run for _, has_run in runs] == [True, True]
+    compare(stock, runs[0][0])
 
 
 def test_liger_does_not_know_the_model_or_a_setting():

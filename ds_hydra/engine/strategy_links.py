@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,9 @@ from ds_hydra.zero_link import LinkPlan, RankBuckets, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
 from ds_hydra.zero_link.exchange import Link
 
+if TYPE_CHECKING:
+    from ds_hydra.engine.transfer.eight_bit_pull import EightBitPlans, EightBitScales
+
 GRADIENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Values of `LinkConfig.gradient_dtype`."""
 
@@ -82,6 +86,8 @@ class StrategyLink:
     """The pull without frozen parameters; the same object as `pull` where none is frozen."""
     push: LinkPlan
     memory: LinkMemory
+    eight: EightBitPlans | None = None
+    """The pull where some of it travels in 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +132,8 @@ class StrategyLinks:
         self.pool = SlicePool(device)
         self.pull_link = Link(pull, device, buffers=self.buffers, node_group=pull_node)
         self.push_link = Link(push, device, self._gradient_dtype, self.buffers, push_node)
+        self._eight_link = Link(pull, device, buffers=self.buffers, node_group=pull_node)
+        self._scales = self._scales_of_8_bits()
         self.clock = DeviceClock(device)
         self.thread = LinkThread(device, overlap=config.overlap)
         self._frozen: FrozenKeeper | None = None
@@ -137,6 +145,17 @@ class StrategyLinks:
         self._stream_links: dict[Strategy, StreamLink] = {}
         self.home: Home | None = None
         """Where weights and sums of streamed layers are, once a strategy has some."""
+
+    def _scales_of_8_bits(self) -> EightBitScales | None:
+        """For gathered weights that travel in 8 bits; None where none does."""
+        known = self.stage_model.float8.is_tensorwise
+        if not known:
+            return None
+        from ds_hydra.engine.transfer.eight_bit_pull import EightBitScales  # imports torchao
+
+        specs = self.stage_model.specs
+        numbers = {n: known[spec.fqn] for n, spec in enumerate(specs) if spec.fqn in known}
+        return EightBitScales(specs, numbers, self.rank, self.num_ranks, self._device)
 
     def close(self) -> None:
         """End the link's thread and leave the home; not collective."""
@@ -198,14 +217,22 @@ class StrategyLinks:
             if self._frozen is not None and not strategy.gathers:
                 trained = without_frozen(self.stage_model.specs, rank_buckets)
                 pull_trained = plan(trained, gradients=False)
+            eight, plans = None, (pull, pull_trained, push)
+            if strategy.gathers and self._scales is not None:
+                from ds_hydra.engine.transfer.eight_bit_pull import plan_eight_bits
+
+                own = partial(plan, gradients=False)
+                eight = plan_eight_bits(rank_buckets, self._scales.params, self.rank, own)
+                plans = (*plans, eight.eight, eight.rest)
             # Before anything is exchanged: ranks with different plans would hang, not fail.
-            check_link_plans(strategy, (pull, pull_trained, push), self._device)
+            check_link_plans(strategy, plans, self._device)
             self._links[key] = StrategyLink(
                 buckets=rank_buckets[self.rank],
                 pull=pull,
                 pull_trained=pull_trained,
                 push=push,
-                memory=self._memory_of(strategy, rank_buckets[self.rank], pull, push),
+                memory=self._memory_of(strategy, rank_buckets[self.rank], pull, push, eight),
+                eight=eight,
             )
         return self._links[key]
 
@@ -256,7 +283,7 @@ class StrategyLinks:
         self._forget_frozen()
         # Rounds are those of the pipeline with the most micro-batches, on every rank.
         schedule = plan_gathered(
-            self.stage_model.gather_window(strategy.schemes[0]),
+            self.stage_model.gather_window([s for p in plans for s in p.strategy.schemes]),
             len(self.stage_model.units),
             [max(len(pipeline.micro_batches) for pipeline in plan.pipelines) for plan in plans],
             training=training,
@@ -266,7 +293,7 @@ class StrategyLinks:
         weights = self._weights(
             link.buckets, with_gradients=training, slot_of=slot_of, gathers=True
         )
-        carrier = self._link_carrier(link.pull, link.push, grads_P, weights)
+        carrier = self._link_carrier(link.pull, link.push, grads_P, weights, link.eight)
         return self._session(schedule, carrier, weights)
 
     def _open_streams(
@@ -317,9 +344,15 @@ class StrategyLinks:
         push: LinkPlan,
         grads_P: Sequence[Tensor] | None,
         weights: StageWeights,
+        eight: EightBitPlans | None = None,
     ) -> LinkCarrier:
-        links = (self.pull_link, pull), (self.push_link, push)
-        return LinkCarrier(*links, self.shards_P(), grads_P, weights)
+        parts = (self.pull_link, pull), (self.push_link, push), self.shards_P(), grads_P, weights
+        if eight is None or self._scales is None:
+            return LinkCarrier(*parts)
+        from ds_hydra.engine.transfer.eight_bit_pull import EightBitCarrier
+
+        own = {"scales": self._scales, "link": self._eight_link, "buffers": self.buffers}
+        return EightBitCarrier(*parts, plans=eight, **own)
 
     def _session(
         self, schedule: TransferSchedule, carrier: Carrier, weights: StageWeights
@@ -327,6 +360,7 @@ class StrategyLinks:
         # No round is under way here, so what failed ones left can go.
         self.buffers.forget_failed()
         self.pull_link.forget_failed()
+        self._eight_link.forget_failed()
         self.push_link.forget_failed()
         return TransferSession(self.thread, self.clock, schedule, carrier, weights)
 
@@ -374,9 +408,15 @@ class StrategyLinks:
         return [s for s, spec in zip(self.shards_P(), specs, strict=True) if not spec.requires_grad]
 
     def _memory_of(
-        self, strategy: Strategy, buckets: RankBuckets, pull: LinkPlan, push: LinkPlan
+        self,
+        strategy: Strategy,
+        buckets: RankBuckets,
+        pull: LinkPlan,
+        push: LinkPlan,
+        eight: EightBitPlans | None,
     ) -> LinkMemory:
         specs = self.stage_model.specs
+        in_8_bits = 0 if eight is None else eight.most_bytes(specs, self.num_ranks)
         itemsize = self._dtype.itemsize
         slot_of = self._slots(strategy, buckets)
         kept = [bucket for r, bucket in enumerate(buckets) if r not in slot_of]
@@ -384,7 +424,7 @@ class StrategyLinks:
             slice_bytes=held_numel(specs, buckets, slot_of) * itemsize,
             gradient_bytes=sum(gradient_numel(specs, bucket) for bucket in kept) * 4
             + sum(slot_numels(gradient_numel, specs, buckets, slot_of).values()) * itemsize,
-            exchange_bytes=self._exchange_bytes(pull, push),
+            exchange_bytes=self._exchange_bytes(pull, push) + in_8_bits,
             relayed_bytes=max(pull.relayed_elements * itemsize, push.relayed_elements * 4),
         )
 
@@ -392,7 +432,7 @@ class StrategyLinks:
         """In which slot each bucket is gathered."""
         if not strategy.gathers or not buckets:
             return {}
-        return self.stage_model.gather_window(strategy.schemes[0]).slot_of
+        return self.stage_model.gather_window(strategy.schemes).slot_of
 
 
 def check_link_plans(strategy: Strategy, plans: Sequence[LinkPlan], device: torch.device) -> None:

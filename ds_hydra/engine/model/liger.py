@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
@@ -53,6 +54,8 @@ def check_patches(model: nn.Module) -> None:
             f"{type(model).__name__} is patched by Liger, whose Triton kernels do not run on a CPU; leave out "
             "use_liger_kernel or apply_liger_kernel_to_*, or set TRITON_INTERPRET=1, which is right and slow"
         )
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _keep_interpreter_out_of_graphs()
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     if is_first and is_of_liger(model.forward):
         logger.warning(
@@ -60,6 +63,17 @@ def check_patches(model: nn.Module) -> None:
             "rotary embedding and activations run",
             type(model).__name__,
         )
+
+
+def _keep_interpreter_out_of_graphs() -> None:
+    """Let compiled layers call Triton's interpreter, into whose Python torch's compiler would look.
+    Kernels that a device runs are part of graphs.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+
+    run = InterpretedFunction.run
+    if not hasattr(run, "_torchdynamo_disable"):
+        InterpretedFunction.run = torch.compiler.disable(run)
 
 
 def complete_settings(model: Any, settings: Mapping[str, Any] | None) -> dict[str, Any]:

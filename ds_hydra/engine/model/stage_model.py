@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -309,11 +310,18 @@ class StageModel:
             copied=copied,
         )
 
-    def gather_window(self, scheme: Scheme) -> Window:
-        """The buckets that all ranks gather for every pass: those that share no parameter."""
-        units = self.stage_units(scheme, 0)
+    def gather_window(self, schemes: Sequence[Scheme]) -> Window:
+        """The buckets that all ranks gather for every pass: those that share no parameter. A layer
+        that runs again in backward under one of `schemes` counts as one that does under all.
+        """
+        units = self.stage_units(schemes[0], 0)
         alone = self._unshared(units)
-        return self._in_order(units, 0, alone if len(alone) > 1 else [])
+        most = max(scheme.ckpt for scheme in schemes)
+        again = [n for n, always in enumerate(self._always_checkpointed) if always or n < most]
+        return replace(
+            self._in_order(units, 0, alone if len(alone) > 1 else []),
+            recomputed=frozenset(1 + layer for layer in again),
+        )
 
     def strategy_buckets(self, strategy: Strategy, num_ranks: int) -> list[RankBuckets]:
         """The buckets of all ranks under `strategy`; equal ones are one object. Idle ranks have

@@ -133,6 +133,11 @@ def _in_group(*args: Any) -> Tensor:
     return output
 
 
+def is_tensorwise(cast: CastConfig) -> bool:
+    """Whether one scale is taken of all of an operand."""
+    return cast.scaling_granularity is ScalingGranularity.TENSORWISE
+
+
 class _Operand(NamedTuple):
     """One of the two factors of a product."""
 
@@ -144,7 +149,7 @@ class _Operand(NamedTuple):
 
     @property
     def is_tensorwise(self) -> bool:
-        return self.cast.scaling_granularity is ScalingGranularity.TENSORWISE
+        return is_tensorwise(self.cast)
 
 
 @torch._dynamo.allow_in_graph

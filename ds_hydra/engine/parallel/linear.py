@@ -77,6 +77,11 @@ def new_handle(held: Any) -> Tensor:
     return torch.tensor([number])
 
 
+def find_held(handle: Tensor) -> Any:
+    """What `handle` stands for, or None where nobody has that any more."""
+    return _by_handle.get(int(handle))
+
+
 def multiply_into(total: Tensor, left: Tensor, right: Tensor, *, adds: bool) -> None:
     """Let `total` be the product of the matrices `left` and `right`, or grow by it, in one pass."""
     if total.dtype == left.dtype:
@@ -222,7 +227,7 @@ def _backward(
 ) -> Tensor:
     """Gradient [T, H] of the input, and a product for the weight's; the last two are handles."""
     taker: WeightGradient = _by_handle[int(gradient)]
-    later: SharedBackward | None = _by_handle.get(int(shared))
+    later: SharedBackward | None = find_held(shared)
     taker.expect_product()
     add = functools.partial(taker.add_product, grad_TO, input_TH)
     grad_TH = grad_TO @ weight_OH

@@ -39,6 +39,7 @@ from ds_hydra.engine.parallel.linear import (
     SharedBackward,
     apply_linear,
     apply_outside,
+    find_held,
     nothing,
     takes_products,
     trace_linear,
@@ -341,6 +342,8 @@ class _CopyToGroup(torch.autograd.Function):
         ctx: Any, x: Tensor, group: dist.ProcessGroup, products: SharedBackward | None = None
     ) -> Tensor:
         ctx.group, ctx.products = group, products
+        if products is not None:
+            ctx.save_for_backward(products.handle)
         return x.view_as(x)
 
     @staticmethod
@@ -349,6 +352,10 @@ class _CopyToGroup(torch.autograd.Function):
         summed, wait = _post_sum_over(grad, ctx.group, may_write=may_write)
         if ctx.products is not None:
             ctx.products.run()
+            # Of a layer that runs again in backward: compiled linears postpone to the one that was
+            # made then, whose handle takes this one's place.
+            if (again := find_held(*ctx.saved_tensors)) is not None:
+                again.run()
         wait()
         return summed, None, None
 

@@ -94,14 +94,20 @@ class Transfer(NamedTuple):
     after: int = AT_ONCE
     needed_by: int = NEVER
     """The first use that may not begin before it is over."""
+    readers: frozenset[Pass] = frozenset(Pass)
+    """Kinds of passes that read what is brought."""
 
 
 class Use(NamedTuple):
     """Passes of one layer that follow each other; `position` is its place in the window."""
 
     position: int
-    ends_backward: bool
-    """Whether its gradient of a micro-batch is there at the end."""
+    passes: frozenset[Pass]
+
+    @property
+    def ends_backward(self) -> bool:
+        """Whether its gradient of a micro-batch is there at the end."""
+        return Pass.BACKWARD in self.passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +121,8 @@ class Window:
 
     buckets: tuple[int, ...] = ()
     has_backward: tuple[bool, ...] = ()
+    recomputed: frozenset[int] = frozenset()
+    """Buckets whose layers run forward again in backward."""
 
     @property
     def slot_of(self) -> dict[int, int]:
@@ -131,14 +139,19 @@ class Window:
         forward = range(len(self.buckets))
         backward = [position for position in reversed(forward) if self.has_backward[position]]
         order = [
-            (position, pass_ is Pass.BACKWARD)
+            (position, pass_)
             for pass_ in passes
             for position in (forward if pass_ is Pass.FORWARD else backward)
         ]
         return [
-            Use(position, any(is_backward for _, is_backward in its_passes))
+            Use(position, frozenset(pass_ for _, pass_ in its_passes))
             for position, its_passes in groupby(order, key=lambda entry: entry[0])
         ]
+
+    def readers(self, use: Use) -> frozenset[Pass]:
+        """Kinds of passes that read the weights in `use`."""
+        runs_again = use.ends_backward and self.buckets[use.position] in self.recomputed
+        return use.passes | {Pass.FORWARD} if runs_again else use.passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,15 +284,20 @@ def _plan_window(
     """
     transfers = [*first, *last]
     content, last_use = [-1] * STREAM_WINDOW, [AT_ONCE] * STREAM_WINDOW
+    brought = [-1] * STREAM_WINDOW  # the transfer by which a slot has its content
     gradient_of: dict[int, int] = {}  # slot: the use that left a gradient there
-    for number, (position, ends_backward) in enumerate(uses):
+    for number, use in enumerate(uses):
+        position, readers = use.position, window.readers(use)
         slot = position % STREAM_WINDOW
         bucket = window.buckets[position]
         # The slot is free once computation has left the layer that was in it.
         if content[slot] != position:
-            transfers.append(Transfer(bringing, bucket, last_use[slot], number))
-            content[slot] = position
-        if ends_backward and taking:
+            content[slot], brought[slot] = position, len(transfers)
+            transfers.append(Transfer(bringing, bucket, last_use[slot], number, readers))
+        else:
+            known = transfers[brought[slot]]
+            transfers[brought[slot]] = known._replace(readers=known.readers | readers)
+        if use.ends_backward and taking:
             # The gradient before in this slot has to be gone when backward writes the next one.
             if slot in gradient_of:
                 left = gradient_of[slot]

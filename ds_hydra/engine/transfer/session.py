@@ -155,6 +155,9 @@ class LinkCarrier(Carrier):
         self._shards_P, self._grads_P = shards_P, grads_P
         self._weights = weights
 
+    def _begin_pull(self, transfer: Transfer, slices_S: Sequence[Tensor]) -> RoundUnderWay:
+        return self._pull_link.begin_pull(self.pull_plan, transfer.bucket, self._shards_P, slices_S)
+
     @property
     def has_sums(self) -> bool:
         """Whether something is pushed."""
@@ -165,8 +168,7 @@ class LinkCarrier(Carrier):
         bucket = transfer.bucket
         is_own = bucket < len(self._weights.bucket_S)
         if transfer.kind is Kind.PULL:
-            slices_S = self._weights.bucket_S[bucket] if is_own else ()
-            return self._pull_link.begin_pull(self.pull_plan, bucket, self._shards_P, slices_S)
+            return self._begin_pull(transfer, self._weights.bucket_S[bucket] if is_own else ())
         assert self._grads_P is not None
         if is_own:
             self._weights.zero_missing(bucket)

@@ -141,6 +141,8 @@ class _BucketState:
     """Those of them that no micro-batch has given a gradient."""
     missing: set[int] = field(default_factory=set)
     """Trained parameters that the last backward pass has not come to."""
+    watched: list[_Gradient] = field(default_factory=list)
+    """Gradients of the trained parameters."""
 
 
 class StreamedWeights:
@@ -200,6 +202,11 @@ class _Gradient:
         self._multiply = multiply
         self.complete: Callable[[], None] = lambda: None
         self._num_expected, self._is_passed = 0, False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a product is still to come."""
+        return self._num_expected > 0
 
     def expect_product(self) -> None:
         """`add_product` will be called once more, perhaps after `pass_by`."""
@@ -309,6 +316,7 @@ class StageWeights:
 
     def zero_missing(self, index: int) -> None:
         """Set to zero what no micro-batch has given a gradient in this bucket."""
+        assert not any(gradient.is_waiting for gradient in self._states[index].watched)
         without_gradient = self._states[index].without_gradient
         for grad in without_gradient.values():
             grad.zero_()
@@ -401,6 +409,7 @@ class StageWeights:
     def _watch(self, leaf: nn.Parameter, bucket: int, param: int, gradient: _Gradient) -> None:
         """Let `gradient` have that of `leaf` in every micro-batch."""
         self._states[bucket].missing.add(param)
+        self._states[bucket].watched.append(gradient)
         set_gradient(leaf, gradient)
         # Not a hook of the leaf: it would not run where all of a gradient comes as products.
         node = torch.autograd.graph.get_gradient_edge(leaf).node

@@ -67,6 +67,7 @@ def estimate_from_config(
         expert_skew=expert_skew,
         float8=float8,
     )
+    document["float8"] = "rowwise" if float8 else None
     document["model"]["flops"] = ModelFlops.of_decoder(decoder).to_json()
     document["model"]["parameters"] = decoder.size.to_json()
     document["model"]["num_attention_heads"] = heads

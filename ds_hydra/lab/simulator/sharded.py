@@ -156,8 +156,8 @@ def with_traffic_ms(scenario: Scenario, computed_ms: FloatArray) -> FloatArray:
 
 
 def zero3_traffic_ms(scenario: Scenario) -> float:
-    """Two gathers of all 16-bit parameters and one reduction of 16-bit gradients: as of ds_hydra's
-    own gathered layers.
+    """Two gathers of all parameters and one reduction of 16-bit gradients: as of ds_hydra's own
+    gathered layers, in 8 bits where those are (FSDP2 has that, too).
     """
     return 0.0 if scenario.cluster is None else scenario.cluster.gather_ms(_GATHERED)
 

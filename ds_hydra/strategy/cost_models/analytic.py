@@ -378,6 +378,15 @@ def expert_parallel_latency(
     )
 
 
+def eight_bit_params(shape: ModelShape) -> float:
+    """Elements of a layer's weights that may multiply in 8 bits: all but the experts that tokens
+    choose from.
+    """
+    e = shape.experts
+    chosen = 0.0 if e is None else shape.means.expert_params * e.chosen / e.num
+    return shape.means.active_params - chosen
+
+
 @dataclass(frozen=True, slots=True)
 class _EightBit:
     """Of a stage whose linear layers multiply in 8 bits, by micro-batch of a rank: FLOP for each
@@ -395,9 +404,8 @@ class _EightBit:
         operations do in passing, and how ranks of a TP group agree on scales.
         """
         means, hidden, e = shape.means, shape.hidden_size, shape.experts
-        params, inner = means.active_params, means.kept_width
+        params, inner = eight_bit_params(shape), means.kept_width
         if e is not None:
-            params -= means.expert_params * e.chosen / e.num
             inner -= e.layer_share * e.chosen * e.size
         heads = means.attention_width * (2 + 2 * shape.key_value_share)
         features = 4 * hidden * means.mixer_share + heads + 3 * (hidden + inner)

@@ -28,6 +28,7 @@ from ds_hydra.strategy.cost_models.analytic import (
     Hardware,
     LayerMeans,
     ModelShape,
+    eight_bit_params,
     find_shipped_hardware,
 )
 from ds_hydra.strategy.profiles.link_times import LinkTimes
@@ -66,6 +67,8 @@ class Cluster:
     """Of an element that is pushed where states are fully sharded (DeepSpeed's
     `communication_data_type`).
     """
+    float8: bool = False
+    """Whether linear layers multiply in 8 bits, in which gathered weights then travel."""
 
     @property
     def num_params(self) -> float:
@@ -113,11 +116,21 @@ class Cluster:
         across = elements / self.hardware.inter_node_rate
         slowest = 1e3 * max(inside, across)
         gradient_bytes = self.gradient_bytes if is_fully_sharded else MAIN_GRADIENT_BYTES
+        saved = self._saved_bytes / self.num_params if strategy.gathers else 0.0
         return LinkTimes(
-            pull_ms=_PARAM_BYTES * slowest,
+            pull_ms=(_PARAM_BYTES - saved) * slowest,
             push_ms=gradient_bytes * slowest,
             step_ms=self.step_ms,
         )
+
+    @property
+    def _saved_bytes(self) -> float:
+        """What a gather of all layers saves where weights travel in 8 bits. Left out: layers that
+        travel whole under "rowwise" (`engine/transfer/eight_bit_pull.py`).
+        """
+        if not self.float8:
+            return 0.0
+        return (_PARAM_BYTES - 1) * self.shape.num_layers * eight_bit_params(self.shape)
 
     def _held_share(self, scheme: Scheme) -> float:
         """What TP ranks hold of the model where ranks share its experts, whole ones."""
@@ -145,13 +158,16 @@ class Cluster:
         layer crosses to a node once, for all its ranks: whole, also where TP spans nodes, each of
         which then needs a part.
         """
-        held = self._held_share(scheme) * self.num_params
-        elements = held / scheme.tp * (1 - 1 / self.num_devices)
-        outside = self.num_params * (1 - self._ranks_per_node / self.num_devices)
-        slowest = max(
-            elements / self.hardware.intra_node_rate, outside / self.hardware.inter_node_rate
+        element_bytes = 2 * _PARAM_BYTES + self.gradient_bytes
+        held, whole = (
+            share * self.num_params * element_bytes - 2 * self._saved_bytes
+            for share in (self._held_share(scheme), 1.0)
         )
-        return 1e3 * (2 * _PARAM_BYTES + self.gradient_bytes) * slowest
+        inside = held / scheme.tp * (1 - 1 / self.num_devices)
+        outside = whole * (1 - self._ranks_per_node / self.num_devices)
+        return 1e3 * max(
+            inside / self.hardware.intra_node_rate, outside / self.hardware.inter_node_rate
+        )
 
     def _node_elements(self, strategy: Strategy, is_fully_sharded: bool) -> float:
         """Elements that the busiest node receives from other nodes in one pull."""
@@ -284,6 +300,7 @@ def find_cluster(profile: Profile, num_devices: int, hardware: str | None = None
             num_devices=num_devices,
             intra_node_latency_ms=1e3 * read_number(latency, "intra_node", least=0),
             inter_node_latency_ms=1e3 * read_number(latency, "inter_node", least=0),
+            float8=profile.document.get("float8") is not None,
         )
     except (KeyError, TypeError) as error:
         raise HydraConfigError(
