@@ -210,37 +210,40 @@ MORE = (
 """Also a rank without work, and phases."""
 
 
-def compare_packed(recipe):
-    """Each hop of a round as one all-to-all, as accelerators have it."""
-    packs = functools.partial(Link, packs=True)
-    with mock.patch("ds_hydra.engine.strategy_links.Link", packs):
-        return compare(recipe, MORE, hydra={"link": {"devices_per_node": 2}})
+ELSEWHERE = (
+    ("lora", {}, False),
+    ("all", {"link": {"devices_per_node": 2}}, False),
+    ("all", {"link": {"devices_per_node": 2}}, True),
+    ("all", {"link": {"overlap": False}}, False),
+)
+"""Which parameters train, the section hydra, and whether each hop of a round is one all-to-all, as
+on accelerators.
+"""
 
 
-@pytest.mark.slow
+def compare_elsewhere(recipe):
+    found = []
+    for what, hydra, packs in ELSEWHERE:
+        packing = functools.partial(Link, packs=packs)
+        with mock.patch("ds_hydra.engine.strategy_links.Link", packing):
+            found.append(compare(recipe, MORE, what, hydra))
+    return found
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_bits_are_the_same_in_packed_rounds(recipe):
-    for found in run_distributed(compare_packed, 4, recipe):
-        assert all(same for same, *_ in found.values()), found
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
-    ("what", "hydra"),
+    "recipe",
     [
-        ("lora", {}),
-        ("all", {"link": {"devices_per_node": 2}}),
-        ("all", {"link": {"overlap": False}}),
+        pytest.param(recipe, marks=mark)
+        for recipe, mark in zip(RECIPES, (pytest.mark.slow, pytest.mark.nightly), strict=True)
     ],
 )
-def test_bits_are_the_same_on_other_routes_and_of_what_is_frozen(recipe, what, hydra):
-    for found in run_distributed(compare, 4, recipe, MORE, what, hydra):
-        for text, (same, counts, *_) in found.items():
-            assert same, text
-            assert counts[torch.uint8] > 0, text
+def test_bits_are_the_same_on_other_routes_and_of_what_is_frozen(recipe):
+    for of_rank in run_distributed(compare_elsewhere, 4, recipe):
+        for (what, hydra, packs), found in zip(ELSEWHERE, of_rank, strict=True):
+            for text, (same, counts, *_) in found.items():
+                assert same, (what, hydra, packs, text)
+                assert packs or counts[torch.uint8] > 0, text
 
 
 def compare_compiled(recipe):
