@@ -331,8 +331,8 @@ MUTANTS = (
     Mutant(
         "a layer arrives in its slot one use early",
         _SCHEDULE,
-        "transfers.append(Transfer(bringing, bucket, last_use[slot], number))",
-        "transfers.append(Transfer(bringing, bucket, max(AT_ONCE, last_use[slot] - 1), number))",
+        "transfers.append(Transfer(bringing, bucket, last_use[slot], number, readers))",
+        "transfers.append(Transfer(bringing, bucket, max(AT_ONCE, last_use[slot] - 1), number, readers))",
         values=("gather", "stream"),
     ),
     Mutant(
