@@ -122,6 +122,26 @@ def test_long_micro_batches_of_all_pipelines_are_one_step():
     assert time_ms == pytest.approx(30 + 28)
 
 
+def test_a_printed_plan_says_which_phase_is_which():
+    """A bound of 0 ms would say nothing, so it is left out."""
+    lines = str(plan(LONG_AND_SHORT)[0]).splitlines()
+    assert lines[0].endswith(", predicted 130.0 ms")
+    assert lines[2] == "  phase 1: 1x<sp4,1;gather>"
+    assert lines[3].split() == ["0-3", "<sp4,1;gather>", "1", "100", "100", "30.0"]
+    assert lines[4] == "  phase 2: 4x<1,1;gather>"
+    assert len({len(line) for line in lines if line.startswith("  0")}) == 1
+    short = str(
+        plan(
+            [20, 10],
+            parse_strategies(["1x<1,1>"]),
+            num_devices=1,
+            profile=make_profile({"<1,1>": (0, 1, 0)}),
+        )[0]
+    )
+    assert short.splitlines()[0].endswith(", predicted 30.0 ms (lower bound 30.0 ms)")
+    assert "phase" not in short
+
+
 def test_a_solver_is_asked_for_a_plan_of_one_strategy_and_not_for_each_phase(monkeypatch):
     solved = []
     monkeypatch.setattr(PhasePlan, "solve_slowest", lambda phase: solved.append(phase.strategy))

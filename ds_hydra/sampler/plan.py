@@ -278,20 +278,25 @@ class IterationPlan:
         )
 
     def __str__(self) -> str:
+        bound = f" (lower bound {self.lower_bound_ms:.1f} ms)" if self.lower_bound_ms else ""
+        width = max(len(str(p.scheme)) for p in self.pipelines)
         lines = [
             f"iteration {self.iteration}: {self.strategy}, {len(self.lengths)} sequences, "
-            f"{self.num_tokens} tokens, predicted {self.makespan_ms:.1f} ms "
-            f"(lower bound {self.lower_bound_ms:.1f} ms)",
-            f"  {'ranks':<12} {'scheme':<8} {'micro-batches':>13} {'tokens':>8} {'longest':>8} {'ms':>9}",
+            f"{self.num_tokens} tokens, predicted {self.makespan_ms:.1f} ms{bound}",
+            f"  {'ranks':<12} {'scheme':<{width}} {'micro-batches':>13} {'tokens':>8} {'longest':>8} {'ms':>9}",
         ]
-        for p in self.pipelines:
-            lengths = [self.lengths[i] for micro_batch in p.micro_batches for i in micro_batch]
-            ranks = f"{p.ranks[0]}-{p.ranks[-1]}" if len(p.ranks) > 1 else f"{p.ranks[0]}"
-            lines.append(
-                f"  {ranks:<12} {p.scheme!s:<8} {len(p.micro_batches):>13} {sum(lengths):>8} "
-                f"{max(lengths, default=0):>8} {p.makespan_ms:>9.1f}"
-            )
-            lines += _describe_rows(p)
+        phases = self.in_turn
+        for number, phase in enumerate(phases, start=1):
+            if len(phases) > 1:
+                lines.append(f"  phase {number}: {phase.strategy}")
+            for p in phase.pipelines:
+                lengths = [self.lengths[i] for micro_batch in p.micro_batches for i in micro_batch]
+                ranks = f"{p.ranks[0]}-{p.ranks[-1]}" if len(p.ranks) > 1 else f"{p.ranks[0]}"
+                lines.append(
+                    f"  {ranks:<12} {p.scheme!s:<{width}} {len(p.micro_batches):>13} {sum(lengths):>8} "
+                    f"{max(lengths, default=0):>8} {p.makespan_ms:>9.1f}"
+                )
+                lines += _describe_rows(p)
         return "\n".join(lines)
 
 
