@@ -113,6 +113,16 @@ def test_one_strategy_in_lockstep_is_planned_by_its_steps():
     assert time_ms <= 23.945 + 12.97
 
 
+def test_steps_are_valued_by_the_objective_in_use():
+    """By Eq. (1) 37 and 21 take 2 x 37 on a pipeline, not 58."""
+    profile = make_profile({"<sp2,1;gather>": (0, 1, 0)})
+    settings = replace(
+        SETTINGS, max_len_override={GATHERED[1].schemes[0]: 50}, objective="closed_form"
+    )
+    found, time_ms = plan([37, 21, 21, 14], GATHERED[1:2], settings, profile)
+    assert time_ms == found.makespan_ms
+
+
 def test_long_micro_batches_of_all_pipelines_are_one_step():
     """Each rank has one of 30 and one of 28 or 25 tokens: longest first everywhere."""
     lengths = [30] * 4 + [28] * 2 + [25] * 2

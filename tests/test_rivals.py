@@ -116,6 +116,16 @@ def test_sequences_change_places_in_a_step():
     assert step.device_ms == lengths.sum()
 
 
+def test_no_exchange_fills_a_group_above_its_max_len():
+    """40 and 20 beside 30, which takes 115 ms on its group; with the others it would add 9."""
+    lengths = np.array([40, 30, 20])
+    sequences_ms = [lambda lengths: 0.1 * lengths, lambda lengths: 0.5 * lengths]
+    groups = MixedGroups(2, [1, 1], [60, 60], [1.0, 100.0], sequences_ms, cuts=np.array([[1, 1]]))
+    table = groups.table_ms(lengths)
+    placed = groups.step(0, lengths, table, np.arange(3))
+    assert groups.improved(lengths, table, placed).group_of.tolist() == [0, 1, 0]
+
+
 @pytest.mark.parametrize(("spread", "counts"), [(0.0, [4, 0]), (0.1, [4, 0]), (0.25, [0, 1])])
 def test_a_step_has_one_group_where_the_slowest_of_four_takes_longer(spread, counts):
     """25 ms (1 + 1.03 x spread) side by side, 30 ms on all ranks."""

@@ -111,8 +111,8 @@ class MixedGroups:
         """`step` once no exchange of sequences makes its slowest group faster."""
         kind_of = np.repeat(np.arange(self._sizes.size), step.counts)
         own_ms = np.ascontiguousarray(table[:, step.members])
-        # A second micro-batch costs more than all work, so that no exchange pays for it
-        dear_ms = float(own_ms.sum(axis=1).max())
+        # A second micro-batch costs more than all there is to save, so that no exchange pays for it
+        dear_ms = float(own_ms.sum(axis=1).max() + self._constants.max())
         of_all = np.ones_like(self._constants)
         problem = DispatchProblem(
             lengths=lengths[step.members],

@@ -370,8 +370,10 @@ class PhasePlan:
         for pipeline in range(self.pipeline_ms.size):
             own = self.assignment == pipeline  # its micro-batches are numbered without gaps
             self.micro_batches[own] = np.unique(self.micro_batches[own], return_inverse=True)[1]
-        times = [self._times_ms(pipeline).sum() for pipeline in range(self.pipeline_ms.size)]
-        self.pipeline_ms = np.array(times, dtype=np.float64)
+        # One stage each, as all pipelines whose layers are gathered
+        of_pipelines = map(self._times_ms, range(self.pipeline_ms.size))
+        exactly = problem.forward_fraction, problem.is_exact
+        self.pipeline_ms = np.array([makespan_ms(own, 1, *exactly) for own in of_pipelines])
         if self.finish().iteration_ms >= known_ms:
             self.assignment[:], self.micro_batches[:], self.pipeline_ms = known
             self.iteration_ms = known_ms
