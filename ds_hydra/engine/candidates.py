@@ -238,6 +238,9 @@ class EngineCandidates:
                 )
             return
         self._use_measured(profile)
+        if self.profile is not None and self._given:  # whose times may follow from others'
+            costs = Costs(self.profile, self._cluster(self.profile))
+            self.profile = costs.extended(schemes_of(self._given))
 
     def _find_lacking(self, document: Mapping[str, Any], strategies: Any) -> list[Scheme]:
         """Schemes of the candidates that do not follow from a profile, which was measured for those
