@@ -123,6 +123,17 @@ def test_steps_are_valued_by_the_objective_in_use():
     assert time_ms == found.makespan_ms
 
 
+def test_a_solver_keeps_what_is_faster_in_steps():
+    """By itself the slowest pipeline had rather fewer micro-batches, for whose steps all wait."""
+    profile = make_profile({"<sp2,1;gather>": (1, 0, 200)})
+    settings = replace(SETTINGS, max_len_override={GATHERED[1].schemes[0]: 50})
+    without, with_solver = (
+        plan([26, 11, 13, 27, 23, 17], GATHERED[1:2], replace(settings, solver=solver), profile)[1]
+        for solver in ("none", "cbc")
+    )
+    assert with_solver <= without
+
+
 def test_long_micro_batches_of_all_pipelines_are_one_step():
     """Each rank has one of 30 and one of 28 or 25 tokens: longest first everywhere."""
     lengths = [30] * 4 + [28] * 2 + [25] * 2

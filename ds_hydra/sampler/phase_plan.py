@@ -362,8 +362,7 @@ class PhasePlan:
         )
         if not steps:
             return
-        known = self.assignment.copy(), self.micro_batches.copy(), self.pipeline_ms
-        known_ms = self.iteration_ms
+        known = self._copy()
         for number, step in enumerate(steps):
             self.assignment[step.members] = step.group_of
             self.micro_batches[step.members] = number
@@ -374,9 +373,22 @@ class PhasePlan:
         of_pipelines = map(self._times_ms, range(self.pipeline_ms.size))
         exactly = problem.forward_fraction, problem.is_exact
         self.pipeline_ms = np.array([makespan_ms(own, 1, *exactly) for own in of_pipelines])
-        if self.finish().iteration_ms >= known_ms:
-            self.assignment[:], self.micro_batches[:], self.pipeline_ms = known
-            self.iteration_ms = known_ms
+        if self.finish().iteration_ms >= known.iteration_ms:
+            self._take_back(known)
+
+    def _copy(self) -> PhasePlan:
+        """The same plan, which changes of this one do not reach."""
+        return replace(
+            self,
+            assignment=self.assignment.copy(),
+            micro_batches=self.micro_batches.copy(),
+            pipeline_ms=self.pipeline_ms.copy(),
+        )
+
+    def _take_back(self, known: PhasePlan) -> None:
+        """Be what `known` is, a copy of this plan from before."""
+        self.assignment, self.micro_batches = known.assignment, known.micro_batches
+        self.pipeline_ms, self.iteration_ms = known.pipeline_ms, known.iteration_ms
 
     def pack(self, assignment: IntArray) -> PhasePlan:
         """Packs the pipelines of `assignment` as they are."""
@@ -443,9 +455,12 @@ class PhasePlan:
             solved_ms, _ = solve_packing(lengths, costs, cost, limits, micro_batches)
             if solved_ms >= self.pipeline_ms[slowest]:
                 return
+            known = self._copy()
             self.pipeline_ms[slowest] = solved_ms
             self.micro_batches[members] = micro_batches
-            self.finish()
+            if self.finish().iteration_ms > known.iteration_ms:  # others wait for longer steps
+                self._take_back(known)
+                return
 
     def pipelines(self) -> list[PipelinePlan]:
         """Its part of a plan of the mini-batch."""
