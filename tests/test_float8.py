@@ -292,6 +292,13 @@ def test_the_first_lines_say_what_of_experts_stays_in_16_bit():
     assert said.endswith("linear layers, rowwise_emulated; 4 weights of experts stay in 16 bit")
 
 
+def test_kernels_of_convolutions_are_no_weights_of_experts():
+    model = tiny("olmo_hybrid", hidden_size=64, intermediate_size=128)
+    assert any(param.ndim == 3 for param in model.parameters())
+    found = StageModel(model, float8=ROWWISE, float8_exclude=("linear_attn",)).float8
+    assert found.describe().endswith("linear layers, rowwise_emulated")
+
+
 def test_which_layers_multiply_in_8_bits():
     attention, mlp = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
     model = tiny("llama", **SIZES)

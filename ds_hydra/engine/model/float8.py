@@ -57,7 +57,10 @@ class Float8Layers:
         ([Note: Weights that travel in 8 bits]), because both products cast them alike.
         """
         self._specs: list[ParamSpec] = []
-        self._num_whole = sum(len(spec.shape) == 3 for spec in spec_of.values())
+        self._num_whole = sum(
+            len(spec.shape) == 3 and not isinstance(module, nn.Conv1d)
+            for (module, _), spec in spec_of.items()
+        )
         found = [(m, side, spec_of[m, "weight"]) for m, side in _linears(layers, sides)]
         converted = [spec for linear, _, spec in found if is_converted(linear)]
         if exclude and request is None:
