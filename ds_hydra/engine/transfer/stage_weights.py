@@ -141,8 +141,8 @@ class _BucketState:
     """Those of them that no micro-batch has given a gradient."""
     missing: set[int] = field(default_factory=set)
     """Trained parameters that the last backward pass has not come to."""
-    watched: list[_Gradient] = field(default_factory=list)
-    """Gradients of the trained parameters."""
+    watched: weakref.WeakSet[_Gradient] = field(default_factory=weakref.WeakSet)
+    """Gradients of the trained parameters, which know this by what they call when complete."""
 
 
 class StreamedWeights:
@@ -409,7 +409,7 @@ class StageWeights:
     def _watch(self, leaf: nn.Parameter, bucket: int, param: int, gradient: _Gradient) -> None:
         """Let `gradient` have that of `leaf` in every micro-batch."""
         self._states[bucket].missing.add(param)
-        self._states[bucket].watched.append(gradient)
+        self._states[bucket].watched.add(gradient)
         set_gradient(leaf, gradient)
         # Not a hook of the leaf: it would not run where all of a gradient comes as products.
         node = torch.autograd.graph.get_gradient_edge(leaf).node

@@ -159,15 +159,14 @@ class Cluster:
         which then needs a part.
         """
         element_bytes = 2 * _PARAM_BYTES + self.gradient_bytes
-        held, whole = (
-            share * self.num_params * element_bytes - 2 * self._saved_bytes
-            for share in (self._held_share(scheme), 1.0)
+        saved = 2 * self._saved_bytes / element_bytes
+        held = self._held_share(scheme) * self.num_params - saved
+        elements = held / scheme.tp * (1 - 1 / self.num_devices)
+        outside = (self.num_params - saved) * (1 - self._ranks_per_node / self.num_devices)
+        slowest = max(
+            elements / self.hardware.intra_node_rate, outside / self.hardware.inter_node_rate
         )
-        inside = held / scheme.tp * (1 - 1 / self.num_devices)
-        outside = whole * (1 - self._ranks_per_node / self.num_devices)
-        return 1e3 * max(
-            inside / self.hardware.intra_node_rate, outside / self.hardware.inter_node_rate
-        )
+        return 1e3 * element_bytes * slowest
 
     def _node_elements(self, strategy: Strategy, is_fully_sharded: bool) -> float:
         """Elements that the busiest node receives from other nodes in one pull."""
