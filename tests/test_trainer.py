@@ -22,6 +22,7 @@ import json
 import math
 import os
 import shutil
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -369,10 +370,15 @@ def resumed(folder):
         again = start("again", seed=1)  # other weights: everything must come from the checkpoint
         again.train(resume_from_checkpoint=f"{folder}/whole/checkpoint-{step}")
         curves[step] = without_times(again.state.log_history)
-    whole.model.save_pretrained = functools.partial(
-        whole.model.save_pretrained, max_shard_size="30KB"
-    )
+    save = functools.partial(whole.model.save_pretrained, max_shard_size="30KB")
+
+    def save_late(*args, **settings):
+        time.sleep(1.0 - dist.get_rank())
+        save(*args, **settings)
+
+    whole.model.save_pretrained = save_late
     whole.save_model(f"{folder}/shards")
+    is_there = os.path.exists(f"{folder}/shards/model.safetensors.index.json")
     drawn = whole.engine.hydra.source.sampler.state
     error = None
     try:
@@ -386,6 +392,7 @@ def resumed(folder):
         (drawn.epoch, drawn.position),
         error,
         epoch_order.cache_info().misses,
+        is_there,
     )
 
 
@@ -393,9 +400,10 @@ def resumed(folder):
 @pytest.mark.distributed
 def test_a_resumed_run_continues_the_very_same_curve(tmp_path):
     results = run_distributed(resumed, 2, str(tmp_path))
-    history, curves, epochs, drawn, error, _ = results[0]
+    history, curves, epochs, drawn, error, _, _ = results[0]
     assert history == results[1][0]
-    *_, num_orders_of_rank_1 = results[1]
+    *_, num_orders_of_rank_1, is_there = results[1]
+    assert is_there, "a rank may load what it has saved before the first one has written it"
     assert num_orders_of_rank_1 == 0, "orders of whole epochs belong on the rank that plans"
     num_steps = sum(epochs)
     for step, curve in curves.items():

@@ -74,8 +74,10 @@ class MixedGroups:
         self._max_len = np.array(max_len, dtype=np.int64)
         self._constants = np.array(constants_ms, dtype=np.float64)
         self._sequences_ms = sequences_ms
-        self._slower = 1 + spread * _lateness(num_ranks)
+        self._slower = np.ones(num_ranks + 1)
         """How many times as long the slowest of so many groups takes, as expected."""
+        if spread:  # the table takes a second for a thousand ranks
+            self._slower += spread * _lateness(num_ranks)
         self._cuts = self.first_cuts() if cuts is None else cuts
         most = (self._cuts * self._max_len).sum(axis=1)
         self._room = int(most.max())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import math
 import os
@@ -39,7 +40,7 @@ from ds_hydra.engine.checks.deepspeed_section import dtype_of
 from ds_hydra.engine.hydra_engine import needs_metric
 from ds_hydra.engine.model.adapters import unify_adapter_dtype, unwrap_adapters
 from ds_hydra.engine.model.liger import complete_settings
-from ds_hydra.engine.ranks.agreement import raise_together
+from ds_hydra.engine.ranks.agreement import raise_together, run_together
 from ds_hydra.engine.ranks.watchdog import names_losses
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import Progress, no_bars_in_files
@@ -273,9 +274,12 @@ class EngineMixin:
     # ---- Checkpoints
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """As transformers, without a bar where nobody looks on."""
+        """As transformers, without a bar where nobody looks on. When it returns, on any rank, the
+        files of the first one are there; its error is raised on all.
+        """
         with no_bars_in_files():
-            super()._save(output_dir, state_dict)
+            save = functools.partial(super()._save, output_dir, state_dict)
+            run_together(save, self.args.device)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As transformers, written aside: `checkpoint-N` is there when all ranks have written."""
