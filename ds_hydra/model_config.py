@@ -4,9 +4,7 @@ id of the hub; read by the classes of transformers, and never by code of the mod
 
 from __future__ import annotations
 
-import functools
 import logging
-import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -97,13 +95,6 @@ def find_quantisation(config: Mapping[str, Any]) -> list[str]:
         f"weights: in the dtype of training; the checkpoint's are quantised ({method}, quantization_config), load "
         "them dequantised"
     ]
-
-
-@functools.cache
-def say_once(note: str) -> None:
-    """Log `note` on the first rank."""
-    if os.environ.get("RANK", "0") == "0":
-        logger.warning(note)
 
 
 _OWN_CODE = "which names code of its own (auto_map); it is not run, trust_remote_code is never set"

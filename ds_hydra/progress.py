@@ -5,11 +5,16 @@ every tenth.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
 
 _LONGEST_LINE = 160
 
@@ -74,3 +79,10 @@ def no_bars_in_files() -> Iterator[None]:
     finally:
         for turn in turn_on:
             turn()
+
+
+@functools.cache
+def say_once(note: str) -> None:
+    """Log `note` on the first rank, once in a process."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(note)

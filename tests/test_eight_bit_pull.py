@@ -16,8 +16,8 @@ from engines import start_hydra
 from hypothesis import given
 from hypothesis import strategies as st
 from models import VOCAB_SIZE, tiny
-from single_process import num_label_tokens, random_examples
-from test_engine_parity import LENGTHS, gather_gradients, hand_plan
+from single_process import random_examples
+from test_engine_parity import LENGTHS, gradients_under
 from test_lora import with_adapters
 
 from ds_hydra.engine.model import float8
@@ -151,17 +151,12 @@ def train(recipe, strategies, what, travels, hydra):
     with kept:
         engine = start_hydra(build(what), hydra={"float8": recipe, **hydra}, **sections)
     examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
-    tensors = [(e["input_ids"], e["labels"]) for e in examples]
     found = {}
     for text in strategies:
-        strategy = Strategy.parse(text)
-        engine.hydra.candidates.prepare(strategy)
-        plan = hand_plan(strategy, LENGTHS, num_label_tokens(examples), empty_pipeline=False)
-        grads_P = engine._zero_gradient_shards()
         with bytes_of_pulls() as counts:
-            engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
-        link = engine.hydra.propagator.links.link_for(strategy)
-        found[text] = gather_gradients(engine, grads_P), dict(counts), link
+            gradients = gradients_under(engine, text, examples, LENGTHS)
+        link = engine.hydra.propagator.links.link_for(Strategy.parse(text))
+        found[text] = gradients, dict(counts), link
         for param in engine.hydra.stage_model.params:  # the next iteration has other scales
             param.ds_tensor.data.mul_(3 if len(found) % 2 else 1 / 3)
     peak = engine.hydra.propagator.links.buffers.peak_bytes

@@ -90,6 +90,17 @@ def gather_gradients(engine, grads_P):
     ]
 
 
+def gradients_under(engine, text, examples, lengths):
+    """Full gradients of one plan by hand under the strategy that `text` names."""
+    strategy = Strategy.parse(text)
+    engine.hydra.candidates.prepare(strategy)
+    plan = hand_plan(strategy, lengths, num_label_tokens(examples), empty_pipeline=False)
+    tensors = [(e["input_ids"], e["labels"]) for e in examples]
+    grads_P = engine._zero_gradient_shards()
+    engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+    return gather_gradients(engine, grads_P)
+
+
 def relative_errors(got, wanted, names):
     """Norm-wise error of each gradient, against its own norm or a thousandth of the largest, if
     larger.

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra
 from models import VOCAB_SIZE, tiny
-from single_process import num_label_tokens, random_examples, token_mean_gradients
+from single_process import random_examples, token_mean_gradients
 from test_compilation import Layers, compile_each, micro_batches, traced  # noqa: F401
-from test_engine_parity import LENGTHS, gather_gradients, hand_plan, relative_errors
+from test_engine_parity import LENGTHS, gradients_under, relative_errors
 from test_lora import with_adapters
 from torch import nn
 
@@ -26,7 +26,7 @@ from ds_hydra.engine.model import float8
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.tensor_parallel import COLUMN, ROW, TensorParallel
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
-from ds_hydra.strategy import Scheme, Strategy
+from ds_hydra.strategy import Scheme
 
 pytest.importorskip("torchao", reason="needs torchao")
 
@@ -114,16 +114,8 @@ def test_ranks_of_a_tp_group_agree_on_scales(is_compiled):
 def gradients_of_strategies(model, strategies, hydra):
     """Gradients under each of `strategies`, in one engine."""
     examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
-    tensors = [(e["input_ids"], e["labels"]) for e in examples]
     engine = start_hydra(model, hydra=hydra)
-    gradients = {}
-    for text in strategies:
-        strategy = Strategy.parse(text)
-        engine.hydra.candidates.prepare(strategy)
-        plan = hand_plan(strategy, LENGTHS, num_label_tokens(examples), empty_pipeline=False)
-        grads_P = engine._zero_gradient_shards()
-        engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
-        gradients[text] = gather_gradients(engine, grads_P)
+    gradients = {text: gradients_under(engine, text, examples, LENGTHS) for text in strategies}
     return gradients, engine.hydra.describe()
 
 

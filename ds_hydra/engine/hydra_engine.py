@@ -53,6 +53,7 @@ from ds_hydra.engine.ranks.watchdog import (
 from ds_hydra.engine.runtime import HydraRuntime
 from ds_hydra.engine.telemetry.trace import MemoryWatch
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
+from ds_hydra.progress import say_once
 from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.records.timeline import EventKind
 from ds_hydra.strategy import Strategy
@@ -79,7 +80,7 @@ def _in_own_modes(method: Method) -> Method:
     def in_own_modes(self: HydraEngine, *args: Any, **kwargs: Any) -> Any:
         kind = self.device.type
         if torch.is_autocast_enabled(kind):
-            self._say_once(
+            say_once(
                 f"{method.__name__}() was called under torch.autocast, which has no effect there: layers run in the "
                 'model\'s dtype; for 16 bit set "bf16": {"enabled": true}'
             )
@@ -112,7 +113,6 @@ class HydraEngine(CheckpointingEngine):
         self._hydra: HydraRuntime | None = None
         self._bias_correction: BiasCorrection | None = None
         self._gradients: GradientShards | None = None
-        self._said: set[str] = set()
         self.last_scores: Scores | None = None
         self.last_metrics: IterationMetrics | None = None
         """Metrics of the last iteration; equal on all ranks but for this rank's own iteration and
@@ -389,11 +389,6 @@ class HydraEngine(CheckpointingEngine):
                     "initialisation; set it before ds_hydra.initialize"
                 )
         return None
-
-    def _say_once(self, text: str) -> None:
-        if self.global_rank == 0 and text not in self._said:
-            logger.warning(text)
-        self._said.add(text)
 
     def _loss_scale(self) -> float:
         return float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0

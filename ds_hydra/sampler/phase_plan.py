@@ -215,15 +215,19 @@ class PhasePlan:
         return (self.link.pull_ms + self.link.push_ms) / num_rounds
 
     @property
+    def ranks_of_kinds(self) -> IntArray:
+        """Ranks of a pipeline of each kind."""
+        first = np.unique(self.problem.kind_of, return_index=True)[1]
+        return np.array([self.strategy.schemes[n].num_devices for n in first], dtype=np.int64)
+
+    @property
     def least_propagation_ms(self) -> float:
         """Lower bound of propagation. Where ranks share cores the slowest pipeline may have one for
         itself, and all cores together have all the work.
         """
         if self.ranks_per_core == 1.0:
             return self.lower_bound_ms
-        num_ranks = np.array([scheme.num_devices for scheme in self.strategy.schemes])
-        of_kind = num_ranks[np.unique(self.problem.kind_of, return_index=True)[1]]
-        work = (self.problem.sequence_ms * of_kind[:, None]).min(axis=0).sum()
+        work = (self.problem.sequence_ms * self.ranks_of_kinds[:, None]).min(axis=0).sum()
         return max(
             self.lower_bound_ms / self.ranks_per_core, float(work / self.mini_batch.num_devices)
         )
@@ -343,10 +347,9 @@ class PhasePlan:
         keeps what is faster.
         """
         problem, kinds = self.problem, self.kinds
-        first = np.unique(problem.kind_of, return_index=True)[1]
         groups = MixedGroups(
             self.strategy.num_devices,
-            [self.strategy.schemes[pipeline].num_devices for pipeline in first],
+            self.ranks_of_kinds.tolist(),
             [kind.max_len_tokens for kind in kinds],
             [kind.latency.constant_ms for kind in kinds],
             [kind.latency.sequences_ms for kind in kinds],

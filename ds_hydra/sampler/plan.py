@@ -279,7 +279,7 @@ class IterationPlan:
 
     def __str__(self) -> str:
         bound = f" (lower bound {self.lower_bound_ms:.1f} ms)" if self.lower_bound_ms else ""
-        width = max(len(str(p.scheme)) for p in self.pipelines)
+        width = max(8, *(len(str(p.scheme)) for p in self.pipelines))
         lines = [
             f"iteration {self.iteration}: {self.strategy}, {len(self.lengths)} sequences, "
             f"{self.num_tokens} tokens, predicted {self.makespan_ms:.1f} ms{bound}",

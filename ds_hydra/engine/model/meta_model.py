@@ -16,7 +16,8 @@ from transformers.initialization import no_init_weights
 from ds_hydra.engine.model.packing_probe import build_stage_model, try_small_copy
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
-from ds_hydra.model_config import find_quantisation, load_config, say_once
+from ds_hydra.model_config import find_quantisation, load_config
+from ds_hydra.progress import say_once
 
 
 def load_model_config(name: str) -> PretrainedConfig:
