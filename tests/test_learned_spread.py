@@ -18,6 +18,7 @@ from reference import make_batch, make_profile
 from single_process import random_examples
 
 from ds_hydra.configs.hydra_config import PlannerConfig
+from ds_hydra.engine.propagation import RankOutcome
 from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker, StragglerFinder
 from ds_hydra.engine.telemetry.trace import Recorder
 from ds_hydra.records.timeline import EventKind
@@ -269,15 +270,22 @@ def test_a_checkpoint_keeps_it_and_one_without_it_or_damaged_is_read(caplog):
     tracker = train(make_tracker(), GATHERED, 30, spread=0.1)
     state = json.loads(json.dumps(tracker.state_dict()))
     assert make_tracker(state).spread.value == tracker.spread.value > 0
+    compared = train(
+        make_tracker(strategies=GATHERED[:1]), GATHERED[:1], 3, spread=0.1, num_sequences=4
+    )
+    assert compared.spread.before
+    continued = make_tracker(compared.state_dict(), strategies=GATHERED)
+    assert not continued.spread.before, "schemes and ranks may have other numbers now"
+    assert continued.spread.counts == compared.spread.counts
     older = {key: value for key, value in state.items() if key != "spread"}
     assert make_tracker(older).spread.value == 0.0
     assert make_tracker(older).learned.names == tracker.learned.names
     assert not caplog.records
     counts = state["spread"]["counts"]
     for damaged in (
-        {"counts": [1.0], "before": []},
-        {"counts": [float("nan")] * len(counts), "before": []},
-        {"counts": counts, "before": [[[0, 1.0, 0.1, 0.0]]]},
+        {"counts": [1.0]},
+        {"counts": [float("nan")] * len(counts)},
+        {"counts": [-1.0, *counts[1:]]},
         None,
     ):
         assert make_tracker({**state, "spread": damaged}).spread.value == 0.0
@@ -300,6 +308,9 @@ def test_what_a_pass_waited_for_is_not_computation():
         (0, 0): pytest.approx(25.0),
         (1, 0): pytest.approx(10.0),
     }
+    # Waits before a pass, as for the first layer of a home, are none of its time either way.
+    outcome = RankOutcome.of_phases([], recorder.computed_ms())
+    assert outcome.busy_ms == pytest.approx(35.0)
     recorder.begin()
     assert recorder.computed_ms() == {}
 

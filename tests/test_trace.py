@@ -32,7 +32,7 @@ def test_spans_of_a_cpu_rank():
     assert (kind, micro_batch, step[:2]) == (EventKind.FORWARD, 3, (EventKind.STEP, -1))
     assert start >= 0
     assert start + 4 <= end <= step[2] <= step[3]
-    assert recorder.busy_ms == pytest.approx(end - start)
+    assert recorder.computed_ms() == {(0, 3): pytest.approx(end - start)}
 
 
 def test_a_block_that_raises_is_not_recorded():
@@ -81,7 +81,7 @@ def test_an_accelerator_is_asked_by_events_and_never_waited_for(monkeypatch):
     with recorder.span(EventKind.BACKWARD, 0):
         pass
     assert recorder.read() == [(EventKind.FORWARD, 0, 10, 20), (EventKind.BACKWARD, 0, 30, 40)]
-    assert recorder.busy_ms == 20
+    assert recorder.computed_ms() == {(0, 0): 20}
 
 
 def test_the_distance_between_traces_doubles():

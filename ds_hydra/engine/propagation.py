@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -68,13 +68,15 @@ class RankOutcome:
     visible_pull_ms: float
     visible_push_ms: float
     """See MeasuredLinkTimes for these four."""
-    busy_ms: float
-    """Time inside forwards and backwards, TP collectives included."""
+    busy_ms: float = 0.0
+    """Time inside forwards and backwards, TP collectives included, waiting for slices not."""
     computed_ms: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    """Of each (phase, micro-batch) the part without waiting for slices; empty for other ranks."""
+    """The same of each (phase, micro-batch); empty for other ranks."""
 
     @classmethod
-    def of_phases(cls, phases: Sequence[RankOutcome]) -> RankOutcome:
+    def of_phases(
+        cls, phases: Sequence[RankOutcome], computed_ms: Mapping[tuple[int, int], float]
+    ) -> RankOutcome:
         """That of an iteration of `phases`, one after another."""
         bad = (p.nonfinite_position for p in phases if p.nonfinite_position >= 0)
         return cls(
@@ -86,7 +88,8 @@ class RankOutcome:
             push_ms=sum(p.push_ms for p in phases),
             visible_pull_ms=sum(p.visible_pull_ms for p in phases),
             visible_push_ms=sum(p.visible_push_ms for p in phases),
-            busy_ms=sum(p.busy_ms for p in phases),
+            busy_ms=sum(computed_ms.values()),
+            computed_ms=computed_ms,
         )
 
 
@@ -264,8 +267,7 @@ class Propagator:
                 phases = list(alike)
                 outcomes.append(self._run_phases(phases, first, task, grads_P))
                 first += len(phases)
-        outcome = RankOutcome.of_phases(outcomes)
-        return replace(outcome, computed_ms=self.recorder.computed_ms())
+        return RankOutcome.of_phases(outcomes, self.recorder.computed_ms())
 
     def _run_phases(
         self,
@@ -278,7 +280,6 @@ class Propagator:
         pulls and pushes for all. Where slices stay, ranks go on to their next phase without waiting
         for others.
         """
-        busy_before_ms = self.recorder.busy_ms
         balance_before = self.stage_model.balance.value
         begin = self._clock.stamp()
         session = self.links.open_phases(phases, training=task.is_training, grads_P=grads_P)
@@ -311,14 +312,11 @@ class Propagator:
             self._clock.ms_between(*span) - session.waited_ms(number)
             for number, span in enumerate(spans)
         ]
-        # Without overlap what stays is pulled before the first pass.
-        waited_in_passes_ms = times.visible_pull_ms if self.links.thread.overlap else 0.0
         return RankOutcome(
             loss_sum=losses,
             balance_loss=float(self.stage_model.balance.value - balance_before),
             nonfinite_position=bad_position,
             phase_ms=tuple(max(0.0, ms) for ms in phase_ms),
-            busy_ms=max(0.0, self.recorder.busy_ms - busy_before_ms - waited_in_passes_ms),
             **asdict(times),
         )
 

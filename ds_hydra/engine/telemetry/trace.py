@@ -91,22 +91,15 @@ class Recorder:
             (kind, index, self._ms(start), self._ms(end)) for kind, index, start, end in self._spans
         ]
 
-    @property
-    def busy_ms(self) -> float:
-        """Time in forwards and backwards."""
-        return sum(end - start for start, end, _ in self._passes())
-
-    def _passes(self) -> Iterator[tuple[float, float, tuple[int, int]]]:
-        """Start, end and (phase, micro-batch) of each."""
-        for phase, (kind, index, start, end) in zip(self.phases, self._spans):
-            if kind in _PASSES:
-                yield self._ms(start), self._ms(end), (phase, index)
-
     def computed_ms(self) -> dict[tuple[int, int], float]:
         """Of each (phase, micro-batch) the time in its passes, without what they waited for; the
         device must have reached all of it.
         """
-        own = sorted(self._passes())
+        own = sorted(
+            (self._ms(start), self._ms(end), (phase, index))
+            for phase, (kind, index, start, end) in zip(self.phases, self._spans)
+            if kind in _PASSES
+        )
         begins = [start for start, *_ in own]
         found: dict[tuple[int, int], float] = {}
         for start, end, place in own:

@@ -208,22 +208,15 @@ class LearnedSpread:
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
-        before = [[[rank, *level] for rank, level in own.items()] for own in self.before]
-        return {"counts": list(self.counts), "before": before}
+        """Plain values, for a checkpoint. Iterations before it are not among them: a run that
+        continues may number other schemes and ranks.
+        """
+        return {"counts": list(self.counts)}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> LearnedSpread:
         """What `state_dict` gave; ValueError where it is not that."""
         counts = [float(value) for value in state["counts"]]
-        before = [
-            {int(rank): Level(*map(float, level)) for rank, *level in own}
-            for own in state["before"]
-        ]
-        levels = [level for own in before for level in own.values()]
-        values = [*counts, *(value for level in levels for value in level)]
-        if len(counts) != _NUM_BINS or not all(map(isfinite, values)) or min(counts) < 0:
+        if len(counts) != _NUM_BINS or not all(map(isfinite, counts)) or min(counts) < 0:
             raise ValueError(f"expected {_NUM_BINS} counts of 0 or more, not {counts!r:.200}")
-        if any(level.share <= 0 for level in levels):
-            raise ValueError("shares that are not above 0")
-        return cls(counts, deque(before, _NUM_BEFORE))
+        return cls(counts)
