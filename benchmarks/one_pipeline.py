@@ -15,7 +15,7 @@ from ds_hydra.sampler.packing.packing_bounds import PipelineCost, pipeline_bound
 from ds_hydra.sampler.problem import EPSILON
 from ds_hydra.sampler.schedule import balance_micro_batches
 from ds_hydra.strategy.profiles.profile import LatencyModel
-from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
+from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

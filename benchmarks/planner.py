@@ -33,8 +33,7 @@ from ds_hydra.sampler.problem import PipelineKind
 from ds_hydra.sampler.schedule import one_f_one_b_ms
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
-from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
+from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme, Strategy, parse_strategies
 
 CONTEXT = 32768
 CANDIDATES = {

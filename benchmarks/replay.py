@@ -20,7 +20,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.events import PipelineWork, Simulation, simulate_iteration
 from ds_hydra.records.timeline import Event, EventKind, Timeline
 from ds_hydra.report import load_run
-from ds_hydra.strategy.profiles.link_times import LinkTimes
+from ds_hydra.strategy.profiles.profile import LinkTimes
 
 
 def main() -> None:

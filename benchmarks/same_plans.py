@@ -38,7 +38,7 @@ def serve() -> None:
     from ds_hydra.sampler.warm_up import warm_up
     from ds_hydra.strategy.cost_models.cluster import try_cluster
     from ds_hydra.strategy.profiles.learned_latency import NO_CORRECTIONS, Correction, Corrections
-    from ds_hydra.strategy.profiles.state_bytes import with_engine_states
+    from ds_hydra.strategy.profiles.profile import with_engine_states
     from ds_hydra.strategy.schemes.scheme import parse_strategies
 
     def answer(name: str, texts: list[str] | None) -> dict[str, Any]:

@@ -30,8 +30,7 @@ from ds_hydra.lab.simulator.systems import Settings
 from ds_hydra.lab.simulator.workload import Workload
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy.cost_models.cluster import find_cluster
-from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.profiles.state_bytes import with_engine_states
+from ds_hydra.strategy.profiles.profile import Profile, with_engine_states
 
 
 def eager_profile(workload: Workload) -> Profile:

@@ -35,9 +35,9 @@ from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_latency
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import World
-from ds_hydra.strategy.proposal.candidates import enumerate_strategies
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
+from ds_hydra.strategy.schemes.enumeration import enumerate_strategies
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 

@@ -78,7 +78,7 @@ def _plan(
     from ds_hydra.sampler.planner_settings import PlannerSettings
     from ds_hydra.sampler.warm_up import warm_up
     from ds_hydra.strategy.cost_models.costs import Costs
-    from ds_hydra.strategy.profiles.state_bytes import load_profile
+    from ds_hydra.strategy.profiles.profile import load_profile
     from ds_hydra.strategy.schemes.scheme import schemes_of
 
     strategies, num_devices = _read_strategies(strategies_path)
@@ -104,7 +104,7 @@ def _plan(
 def _read_strategies(path: Path) -> tuple[tuple[Strategy, ...], int]:
     """The candidate strategies and the number of devices in a `ds_hydra.strategies/1` file."""
     from ds_hydra.configs.files import read_json_object
-    from ds_hydra.strategy.proposal.candidates import strategies_from_json
+    from ds_hydra.strategy.schemes.enumeration import strategies_from_json
 
     document = read_json_object(path)
     strategies = strategies_from_json(document, source=str(path))

@@ -32,8 +32,8 @@ from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.proposal.candidates import strategies_from_json
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.schemes.enumeration import strategies_from_json
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 SLOWEST_S = 1.0

@@ -18,8 +18,7 @@ from ds_hydra.configs import list_files
 from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.strategy.cost_models.cluster import Cluster, find_cluster
 from ds_hydra.strategy.cost_models.costs import World
-from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.profiles.state_bytes import load_profile
+from ds_hydra.strategy.profiles.profile import Profile, load_profile
 from ds_hydra.strategy.proposal.space import candidate_schemes, unpruned_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 

@@ -19,7 +19,7 @@ from ds_hydra.lab.alpha_beta import (
     pipeline_s,
     released_pipeline_hop_s,
 )
-from ds_hydra.strategy.cost_models.alpha_beta import (
+from ds_hydra.strategy.cost_models.topology import (
     Interconnects,
     LayerShape,
     pipeline_hop_s,

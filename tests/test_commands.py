@@ -25,8 +25,8 @@ from ds_hydra.progress import Progress, no_bars_in_files
 from ds_hydra.sampler.data import length_stats
 from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.strategy import Profile, Strategy
-from ds_hydra.strategy.proposal.candidates import load_strategies
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.schemes.enumeration import load_strategies
 
 
 def invoke(*arguments: str):

@@ -23,8 +23,7 @@ from ds_hydra.strategy.cost_models.analytic import (
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.memory_model import ROW_TOLERANCE, SP_ACTIVATIONS_REPEATED
-from ds_hydra.strategy.profiles.profile import LatencyModel
-from ds_hydra.strategy.profiles.state_bytes import load_profile
+from ds_hydra.strategy.profiles.profile import LatencyModel, load_profile
 from ds_hydra.strategy.proposal.space import context_parallel_schemes
 
 A800 = Hardware.from_json(read_json_object(find_file("hardware", "a800")), source="a800")

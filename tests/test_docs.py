@@ -34,7 +34,7 @@ from ds_hydra.lab.simulator.systems import LABELS
 from ds_hydra.report import summarize_run
 from ds_hydra.strategy import Profile
 from ds_hydra.strategy.cost_models.topology import Topology
-from ds_hydra.strategy.proposal.candidates import strategies_from_json
+from ds_hydra.strategy.schemes.enumeration import strategies_from_json
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(

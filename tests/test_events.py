@@ -14,9 +14,8 @@ from ds_hydra.records.timeline import EventKind, Timeline
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.schedule import one_f_one_b_ms
-from ds_hydra.strategy.profiles.link_times import LinkTimes
-from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+from ds_hydra.strategy.profiles.profile import LinkTimes
+from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme, Strategy
 
 
 def make_work(forward_ms, backward_ms, *, tp=1, first_rank=0, hop_ms=0.0):

@@ -31,8 +31,7 @@ from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
 from ds_hydra.strategy.proposal.space import balanced_stages, undominated
-from ds_hydra.strategy.schemes.options import stage_layers
-from ds_hydra.strategy.schemes.scheme import parse_strategies
+from ds_hydra.strategy.schemes.scheme import parse_strategies, stage_layers
 
 CONTEXT = 32768
 

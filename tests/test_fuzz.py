@@ -27,7 +27,7 @@ from ds_hydra.engine.model.meta_model import load_stage_model
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.length_stats import load_data
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.proposal.candidates import load_strategies
+from ds_hydra.strategy.schemes.enumeration import load_strategies
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 NAMES = (

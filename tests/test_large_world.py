@@ -27,9 +27,9 @@ from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile
 from ds_hydra.strategy.cost_models.cluster import try_cluster
-from ds_hydra.strategy.profiles.state_bytes import load_profile
-from ds_hydra.strategy.proposal.candidates import load_strategies
+from ds_hydra.strategy.profiles.profile import load_profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.schemes.enumeration import load_strategies
 from ds_hydra.strategy.schemes.placement import groups_of
 from ds_hydra.strategy.schemes.scheme import Scheme, parse_strategies
 

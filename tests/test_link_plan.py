@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from link_cases import World, decoder_specs, random_link, strategy_buckets
 
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.cost_models.alpha_beta import Interconnects
+from ds_hydra.strategy.cost_models.topology import Interconnects
 from ds_hydra.zero_link import BucketEntry, ParamSpec, Region, Slicing, plan_link
 from ds_hydra.zero_link.plan import cut_cells
 from ds_hydra.zero_link.traffic import LinkAccounts, exchange_s

@@ -26,8 +26,7 @@ from ds_hydra.sampler.propose import propose_strategies
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.sampler.schedule import linked_ms
 from ds_hydra.strategy.cost_models.cluster import try_cluster
-from ds_hydra.strategy.profiles.link_times import LinkTimes
-from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.profiles.profile import LinkTimes, Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
 

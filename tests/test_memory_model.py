@@ -18,8 +18,7 @@ from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.memory_model import OPTIMIZER_BYTES
-from ds_hydra.strategy.profiles.profile import has_re_pulls
-from ds_hydra.strategy.profiles.state_bytes import engine_states
+from ds_hydra.strategy.profiles.profile import engine_states, has_re_pulls
 from ds_hydra.zero_link import ParamSpec
 
 MODELS = ("7b", "13b", "32b")

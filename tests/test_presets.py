@@ -22,7 +22,7 @@ from ds_hydra.sampler.candidate_set import decide_candidates, gradient_bytes
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.cluster import try_cluster
-from ds_hydra.strategy.profiles.state_bytes import with_engine_states
+from ds_hydra.strategy.profiles.profile import with_engine_states
 
 MODELS = ("llama2_13b", "llama2_32b", "llama2_7b")
 MIXTURES = ("gpt_oss_20b", "mixtral_8x7b", "qwen3_30b_a3b")

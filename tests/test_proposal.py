@@ -23,14 +23,15 @@ from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import (
     PRECISION,
     ProposalSettings,
+    RelaxedStrategy,
     charge_ms,
     check_context,
     homogeneous_strategies,
     propose_from_histogram,
     relaxed_strategies,
+    round_strategy,
     usable_schemes,
 )
-from ds_hydra.strategy.proposal.rounding import RelaxedStrategy, round_strategy
 
 PAPER = ProposalSettings(device_step=0.5, length_step=10, charge="per_sequence")
 

@@ -22,10 +22,10 @@ from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import World
-from ds_hydra.strategy.profiles.state_bytes import load_profile, with_engine_states
-from ds_hydra.strategy.proposal.candidates import enumerate_strategies, strategies_from_json
+from ds_hydra.strategy.profiles.profile import load_profile, with_engine_states
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
+from ds_hydra.strategy.schemes.enumeration import enumerate_strategies, strategies_from_json
 from ds_hydra.strategy.schemes.placement import (
     LINK_GROUPS,
     MAX_GROUPS_OF_RANK,

@@ -31,7 +31,7 @@ from ds_hydra.strategy.cost_models.analytic import key_values_ms
 from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
-from ds_hydra.strategy.schemes.neighbours import cuts
+from ds_hydra.strategy.schemes.enumeration import cuts
 from ds_hydra.strategy.schemes.scheme import Scheme
 
 BATCHES = [np.random.default_rng(i).integers(1, 100, 30).tolist() for i in range(4)]

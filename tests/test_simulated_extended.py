@@ -19,8 +19,7 @@ from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs, World
-from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.profiles.state_bytes import with_engine_states
+from ds_hydra.strategy.profiles.profile import Profile, with_engine_states
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.space import unpruned_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy

@@ -28,7 +28,7 @@ from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
-from ds_hydra.strategy.schemes.neighbours import neighbour_strategies
+from ds_hydra.strategy.schemes.enumeration import neighbour_strategies
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 

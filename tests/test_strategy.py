@@ -15,9 +15,8 @@ from shared_data import shared_path
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.costs import Costs
-from ds_hydra.strategy.profiles.fit import fit_latency, saturation_tokens
-from ds_hydra.strategy.profiles.profile import LatencyModel
-from ds_hydra.strategy.proposal.candidates import (
+from ds_hydra.strategy.profiles.profile import LatencyModel, fit_latency, saturation_tokens
+from ds_hydra.strategy.schemes.enumeration import (
     enumerate_strategies,
     load_strategies,
     power_of_two_schemes,

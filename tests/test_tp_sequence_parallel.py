@@ -28,11 +28,10 @@ from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch
 from ds_hydra.engine.profiling.profiler import measure_stage_ms, token_bytes
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy
-from ds_hydra.strategy.cost_models.alpha_beta import LayerShape
 from ds_hydra.strategy.cost_models.costs import Costs
-from ds_hydra.strategy.cost_models.topology import StageParts, Topology
+from ds_hydra.strategy.cost_models.topology import LayerShape, StageParts, Topology
 from ds_hydra.strategy.cost_models.topology import stage_ms as composed_stage_ms
-from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
+from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
 from ds_hydra.zero_link.layout import Slicing
 
 ON = {"tp_sequence_parallel": True}

@@ -25,7 +25,7 @@ from ds_hydra.engine.profiling.profile_document import (
 )
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.strategy import Profile, Strategy
-from ds_hydra.strategy.profiles.state_bytes import OPTIMIZER_BYTES, exchange_bytes
+from ds_hydra.strategy.profiles.profile import OPTIMIZER_BYTES, exchange_bytes
 
 WIDE_VOCABULARY = LlamaConfig(
     hidden_size=2048,

@@ -13,7 +13,7 @@ from ds_hydra.errors import HydraConfigError
 if TYPE_CHECKING:
     from ds_hydra.engine.model.stage_model import StageModel
     from ds_hydra.strategy import Strategy
-    from ds_hydra.strategy.cost_models.alpha_beta import Interconnects
+    from ds_hydra.strategy.cost_models.topology import Interconnects
     from ds_hydra.zero_link.traffic import LinkAccounts, LinkTraffic
 
 
@@ -201,9 +201,8 @@ def _read_interconnects(
     import numpy as np
 
     from ds_hydra.configs.files import read_json_object, read_number, read_object
-    from ds_hydra.strategy.cost_models.alpha_beta import Interconnects
     from ds_hydra.strategy.cost_models.analytic import HARDWARE_SCHEMA, Hardware
-    from ds_hydra.strategy.cost_models.topology import TOPOLOGY_SCHEMA, Topology
+    from ds_hydra.strategy.cost_models.topology import TOPOLOGY_SCHEMA, Interconnects, Topology
 
     path = find_file("hardware", topology)
     document = read_json_object(path)

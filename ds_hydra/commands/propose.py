@@ -60,7 +60,7 @@ def propose(
     from ds_hydra.sampler.candidate_set import decide_candidates
     from ds_hydra.sampler.sample_bench import CandidateSettings
     from ds_hydra.strategy.cost_models.cluster import try_cluster
-    from ds_hydra.strategy.profiles.state_bytes import load_profile
+    from ds_hydra.strategy.profiles.profile import load_profile
     from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
     with common.errors_to_stderr():

@@ -54,14 +54,13 @@ from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
-from ds_hydra.strategy.profiles.profile import has_re_pulls
-from ds_hydra.strategy.profiles.state_bytes import load_profile
-from ds_hydra.strategy.proposal.candidates import (
+from ds_hydra.strategy.profiles.profile import has_re_pulls, load_profile
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.schemes.enumeration import (
     load_strategies,
     measured_beside,
     power_of_two_schemes,
 )
-from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.scheme import check_one_host, parse_strategies, schemes_of
 
 logger = logging.getLogger(__name__)

@@ -46,7 +46,7 @@ from ds_hydra.engine.transfer.stage_weights import (
 from ds_hydra.errors import PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan, RankPhase
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.profiles.state_bytes import EXCHANGE_BUFFERS
+from ds_hydra.strategy.profiles.profile import EXCHANGE_BUFFERS
 from ds_hydra.strategy.schemes.placement import Role, slices_key
 from ds_hydra.zero_link import LinkPlan, RankBuckets, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers

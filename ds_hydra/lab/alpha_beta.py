@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_hydra.strategy.cost_models.alpha_beta import (
+from ds_hydra.strategy.cost_models.topology import (
     Interconnects,
     LayerShape,
     slowest_sum_s,

@@ -26,11 +26,9 @@ from ds_hydra.records.timeline import Event, EventKind, Timeline, Track
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
 from ds_hydra.sampler.schedule import FloatArray, ends_ms, one_f_one_b_ms, run_passes, steps_ms
 from ds_hydra.strategy.cost_models.cluster import Cluster
-from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
-from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
+from ds_hydra.strategy.profiles.profile import NO_LINKS, LinkTimes, Profile
 from ds_hydra.strategy.schemes.placement import ends_of_phases
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme, Strategy
 
 Scatter = Callable[[Sequence[FloatArray], Sequence[Sequence[int]]], list[FloatArray]]
 """Times of the micro-batches of each pipeline, and its ranks -> times as they turn out."""

@@ -32,9 +32,8 @@ import numpy as np
 from ds_hydra.sampler.group_steps import MAX_CUTS, GroupStep, MixedGroups, plan_steps
 from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
 from ds_hydra.sampler.schedule import FloatArray, IntArray
-from ds_hydra.strategy.profiles.link_times import LinkTimes
-from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
-from ds_hydra.strategy.schemes.neighbours import (
+from ds_hydra.strategy.profiles.profile import LatencyModel, LinkTimes, Profile
+from ds_hydra.strategy.schemes.enumeration import (
     UNEVEN_SIZES,
     aligned_cuts,
     fits_unevenly,

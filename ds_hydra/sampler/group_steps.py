@@ -22,8 +22,8 @@ from ds_hydra.sampler.dispatch.refine import improve_dispatch
 from ds_hydra.sampler.problem import DispatchProblem, sift_down
 from ds_hydra.sampler.schedule import FloatArray, IntArray, expected_slowest_ms
 from ds_hydra.strategy.compiled import compiled
-from ds_hydra.strategy.schemes.neighbours import aligned_cuts
-from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
+from ds_hydra.strategy.schemes.enumeration import aligned_cuts
+from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION
 
 MORE_STEPS = 2
 _MAX_EXCHANGES, _NUM_TARGETS, _ENOUGH_GAP = 400, 4, 1e-3

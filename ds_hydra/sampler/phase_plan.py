@@ -46,8 +46,7 @@ from ds_hydra.strategy.profiles.learned_latency import (
     Correction,
     Corrections,
 )
-from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
-from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.profiles.profile import NO_LINKS, LatencyModel, LinkTimes, Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 _NUM_FIT_STEPS = 8

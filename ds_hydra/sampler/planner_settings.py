@@ -9,10 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ds_hydra.sampler.integer_programs import SolverLimits
-from ds_hydra.strategy.profiles.link_times import LinkTimes
-from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
+from ds_hydra.strategy.profiles.profile import LinkTimes, Profile
+from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme, Strategy, parse_strategies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

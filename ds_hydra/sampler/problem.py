@@ -12,7 +12,7 @@ import numpy as np
 from ds_hydra.sampler.schedule import FloatArray, IntArray, balance_micro_batches
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.profiles.profile import LatencyModel
-from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
+from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION
 
 EPSILON = 1e-9
 """Relative improvement below which two times count as equal: rounding must not decide."""

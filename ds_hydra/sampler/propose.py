@@ -25,9 +25,7 @@ from ds_hydra.sampler.sample_bench import (
 )
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.strategy.cost_models.costs import Costs, World
-from ds_hydra.strategy.profiles.link_times import NO_LINKS
-from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.proposal.candidates import STRATEGIES_SCHEMA
+from ds_hydra.strategy.profiles.profile import NO_LINKS, Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import (
     ProposalSettings,
@@ -37,7 +35,7 @@ from ds_hydra.strategy.proposal.program import (
     usable_schemes,
 )
 from ds_hydra.strategy.proposal.space import candidate_schemes
-from ds_hydra.strategy.schemes.neighbours import full_strategies
+from ds_hydra.strategy.schemes.enumeration import STRATEGIES_SCHEMA, full_strategies
 from ds_hydra.strategy.schemes.placement import (
     MAX_GROUPS_OF_RANK,
     GroupKey,

@@ -30,7 +30,7 @@ from ds_hydra.strategy.proposal.program import (
     default_tokens_per_iteration,
     homogeneous_strategies,
 )
-from ds_hydra.strategy.schemes.neighbours import neighbour_strategies
+from ds_hydra.strategy.schemes.enumeration import neighbour_strategies
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 BoolArray = NDArray[np.bool_]

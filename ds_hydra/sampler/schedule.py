@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_hydra.strategy.compiled import compiled
-from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
+from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

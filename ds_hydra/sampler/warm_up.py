@@ -25,9 +25,7 @@ from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import PipelineKind, make_problem
 from ds_hydra.sampler.sample_bench import FastEstimator
 from ds_hydra.strategy.cost_models.costs import World
-from ds_hydra.strategy.profiles.link_times import NO_LINKS
-from ds_hydra.strategy.profiles.profile import LatencyModel
-from ds_hydra.strategy.profiles.state_bytes import load_profile
+from ds_hydra.strategy.profiles.profile import NO_LINKS, LatencyModel, load_profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import ProposalSettings, relaxed_strategies
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy

@@ -58,13 +58,13 @@ from ds_hydra.strategy.cost_models.analytic import Hardware
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.cost_models.flops import ModelFlops, profile_flops, profile_peak_flops
-from ds_hydra.strategy.profiles.state_bytes import load_profile
-from ds_hydra.strategy.proposal.candidates import (
+from ds_hydra.strategy.profiles.profile import load_profile
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.schemes.enumeration import (
     load_strategies,
     measured_beside,
     power_of_two_schemes,
 )
-from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.placement import groups_of_all, most_groups_of_rank
 from ds_hydra.strategy.schemes.scheme import check_one_host, schemes_of
 

@@ -11,9 +11,9 @@ from ds_hydra.model_config import all_fields
 from ds_hydra.strategy import Profile
 from ds_hydra.strategy.cost_models.analytic import Hardware, predict_profile
 from ds_hydra.strategy.cost_models.decoder import read_decoder
-from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
 from ds_hydra.strategy.proposal.estimate import describe_model, expert_parallel_schemes
-from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
+from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
+from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION
 
 
 def estimate_profile(

@@ -32,8 +32,8 @@ from ds_hydra.engine.ranks.memory import count_multiprocessors
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.sampler.candidate_set import gradient_bytes
 from ds_hydra.strategy import Profile, Strategy
-from ds_hydra.strategy.profiles.state_bytes import exchange_bytes
-from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
+from ds_hydra.strategy.profiles.profile import exchange_bytes
+from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
 from ds_hydra.strategy.schemes.placement import groups_of
 
 _CONTEXT_BYTES = 1 << 30

@@ -29,9 +29,13 @@ from ds_hydra.model_config import all_fields
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.decoder import ModelSize, read_decoder
 from ds_hydra.strategy.cost_models.flops import FROZEN_FLOP, TRAINED_FLOP, ModelFlops
-from ds_hydra.strategy.profiles.fit import fit_latency, saturation_tokens
-from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
-from ds_hydra.strategy.profiles.state_bytes import engine_states, expert_memory
+from ds_hydra.strategy.profiles.profile import (
+    PROFILE_SCHEMA,
+    engine_states,
+    expert_memory,
+    fit_latency,
+    saturation_tokens,
+)
 from ds_hydra.strategy.proposal.estimate import describe_model as describe_config
 from ds_hydra.strategy.proposal.estimate import find_experts
 

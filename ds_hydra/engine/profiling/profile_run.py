@@ -47,7 +47,7 @@ from ds_hydra.engine.transfer.link_thread import DeviceClock
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.cost_models.topology import Topology
-from ds_hydra.strategy.proposal.candidates import fitting_schemes
+from ds_hydra.strategy.schemes.enumeration import fitting_schemes
 from ds_hydra.strategy.schemes.placement import LINK_GROUPS, count_groups
 
 _OVERLAP_TOKENS = 4096

@@ -30,8 +30,7 @@ from ds_hydra.engine.profiling.profiler import (
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Scheme, Strategy
-from ds_hydra.strategy.cost_models.alpha_beta import LayerShape
-from ds_hydra.strategy.cost_models.topology import StageParts, Topology, stage_ms
+from ds_hydra.strategy.cost_models.topology import LayerShape, StageParts, Topology, stage_ms
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
 
 _MOST_LAYERS = 4

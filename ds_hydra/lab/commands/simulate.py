@@ -310,8 +310,8 @@ def _workload(
     from ds_hydra.lab.simulator.workload import Workload
     from ds_hydra.strategy.cost_models.costs import Costs
     from ds_hydra.strategy.profiles.profile import Profile
-    from ds_hydra.strategy.proposal.candidates import load_strategies
     from ds_hydra.strategy.proposal.histogram import LengthHistogram
+    from ds_hydra.strategy.schemes.enumeration import load_strategies
     from ds_hydra.strategy.schemes.scheme import Strategy, check_one_host, schemes_of
 
     given = {

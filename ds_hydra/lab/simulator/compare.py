@@ -34,8 +34,7 @@ from ds_hydra.sampler.sample_bench import (
     CandidateSettings,
     Progress,
 )
-from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.profiles.state_bytes import with_engine_states
+from ds_hydra.strategy.profiles.profile import Profile, with_engine_states
 from ds_hydra.strategy.proposal.program import (
     ProposalSettings,
     check_context,

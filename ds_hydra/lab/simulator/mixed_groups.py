@@ -27,7 +27,7 @@ from ds_hydra.sampler.group_steps import GroupStep, MixedGroups, plan_steps
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.proposal.program import usable_schemes
-from ds_hydra.strategy.schemes.neighbours import cuts, num_cuts
+from ds_hydra.strategy.schemes.enumeration import cuts, num_cuts
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 

@@ -26,11 +26,9 @@ from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.profiles.learned_latency import NO_CORRECTIONS, Corrections
-from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
-from ds_hydra.strategy.profiles.profile import LatencyModel
+from ds_hydra.strategy.profiles.profile import NO_LINKS, LatencyModel, LinkTimes
 from ds_hydra.strategy.proposal.program import homogeneous_strategies
-from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme, Strategy
 
 WITHOUT_PROGRAMS = PlannerSettings(solver="none")
 """The planner without integer programs: seconds less for each plan, and the same for every planned

@@ -45,8 +45,7 @@ from ds_hydra.configs.files import (
     reading,
 )
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.profiles.fit import saturation_tokens
-from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, LatencyModel
+from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, LatencyModel, saturation_tokens
 from ds_hydra.strategy.schemes.scheme import Scheme
 
 HARDWARE_SCHEMA = "ds_hydra.hardware/1"

@@ -31,8 +31,7 @@ from ds_hydra.strategy.cost_models.analytic import (
     eight_bit_params,
     find_shipped_hardware,
 )
-from ds_hydra.strategy.profiles.link_times import LinkTimes
-from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.profiles.profile import LinkTimes, Profile
 from ds_hydra.strategy.schemes.placement import coordinates
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 

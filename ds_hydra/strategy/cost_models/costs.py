@@ -28,8 +28,7 @@ from ds_hydra.strategy.cost_models.analytic import (
 )
 from ds_hydra.strategy.cost_models.cluster import GRADIENT_BYTES, Cluster, try_cluster
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
-from ds_hydra.strategy.schemes.options import slowest_stage_ratio
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, slowest_stage_ratio
 
 CanRun = Callable[[Scheme], bool]
 

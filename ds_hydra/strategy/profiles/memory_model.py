@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.schemes.options import stage_layers
-from ds_hydra.strategy.schemes.scheme import Scheme
+from ds_hydra.strategy.schemes.scheme import Scheme, stage_layers
 
 _LARGEST_COUNT, _LARGEST_BYTES = 1 << 32, 1 << 63
 """Beyond these a profile is damaged, and arithmetic on it would overflow."""

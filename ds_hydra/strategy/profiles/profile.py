@@ -2,13 +2,21 @@
 
 One profile is one JSON file (schema `ds_hydra.profile/1`). Lengths are tokens, times milliseconds,
 sizes bytes. Source of both models: Hydraulis, App. B.
+
+Coefficients come from measured times by non-negative least squares on T(l) = a l^2 + b l + c
+(`fit_latency`).
+
+[Note: Bytes of states]
+The published constants of App. B.1 count 16.6 to 17.4 bytes a parameter. The engine has its own
+account: 16-bit shards and slices, fp32 master, moments and gradients.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -20,6 +28,7 @@ from ds_hydra.configs.files import (
     LARGEST,
     MAX_DEVICES,
     MAX_LENGTH_TOKENS,
+    find_profile,
     read_count,
     read_json_object,
     read_list,
@@ -28,9 +37,8 @@ from ds_hydra.configs.files import (
     reading,
 )
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.profiles.memory_model import MemoryModel
-from ds_hydra.strategy.schemes.options import slowest_stage_ratio
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES, MemoryModel
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, slowest_stage_ratio
 
 PROFILE_SCHEMA = "ds_hydra.profile/1"
 
@@ -438,3 +446,169 @@ def has_re_pulls(document: Mapping[str, Any]) -> bool:
         isinstance(entry, Mapping) and (entry.get("repull_layers") or entry.get("repull"))
         for entry in entries
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTimes:
+    """Time of one pull and one push on the slowest node, and of the optimizer, in ms; 0.0 where
+    unknown.
+    """
+
+    pull_ms: float = 0.0
+    push_ms: float = 0.0
+    step_ms: float = 0.0
+
+    def at_ends(self, pulls: bool, pushes: bool) -> LinkTimes:
+        """Of a phase that pulls, or pushes, something that no other phase does for it."""
+        pull_ms, push_ms = pulls * self.pull_ms, pushes * self.push_ms
+        return LinkTimes(pull_ms=pull_ms, push_ms=push_ms, step_ms=self.step_ms)
+
+
+NO_LINKS = LinkTimes()
+
+FloatArray = NDArray[np.float64]
+
+_SATURATION = 0.85
+"""UtilLen(P) is the micro-batch length at which P reaches this share of its best tokens/s (App. C).
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyFit:
+    """Fitted model, its relative residual at every measured length, and R^2 of the times."""
+
+    model: LatencyModel
+    lengths_tokens: tuple[int, ...]
+    relative_residuals: tuple[float, ...]
+    r_squared: float
+
+
+def fit_latency(
+    lengths_tokens: Sequence[int],
+    times_ms: Sequence[float],
+    num_sequences: Sequence[int] | None = None,
+) -> LatencyFit:
+    """Coefficients >= 0 that minimise the squared relative error of T for the measured
+    micro-batches.
+
+    Micro-batch i packs `num_sequences[i]` sequences (1 if not given) of `lengths_tokens[i]` tokens
+    each.
+
+    Relative, because a plan is made of micro-batches of all lengths. With three unknowns the exact
+    non-negative optimum is the best unconstrained fit over all subsets of terms whose coefficients
+    come out >= 0. Raises ValueError for fewer than two different lengths or times that are not
+    positive.
+    """
+    lengths = np.asarray(lengths_tokens, dtype=np.float64)
+    times = np.asarray(times_ms, dtype=np.float64)
+    if len(set(lengths.tolist())) < 2 or not (np.isfinite(times) & (times > 0)).all():
+        raise ValueError(
+            f"need positive, finite times at two lengths or more, got {times_ms} at {lengths_tokens}"
+        )
+    counts = (
+        np.ones_like(lengths)
+        if num_sequences is None
+        else np.asarray(num_sequences, dtype=np.float64)
+    )
+    terms = (
+        np.stack([counts * lengths**2, counts * lengths, np.ones_like(lengths)], axis=1)
+        / times[:, None]
+    )
+    # Rows are divided by their times, so that the residuals are relative errors.
+    best = solve_non_negative(terms, np.ones(len(times)))
+    predicted = (terms @ best) * times
+    spread = float(np.sum((times - times.mean()) ** 2))
+    return LatencyFit(
+        model=LatencyModel(
+            quadratic_ms=float(best[0]), linear_ms=float(best[1]), constant_ms=float(best[2])
+        ),
+        lengths_tokens=tuple(int(length) for length in lengths),
+        relative_residuals=tuple(float(r) for r in predicted / times - 1),
+        r_squared=1.0 - float(np.sum((times - predicted) ** 2)) / spread if spread else 1.0,
+    )
+
+
+def solve_non_negative(terms: FloatArray, target: FloatArray) -> FloatArray:
+    """The x >= 0 of three terms that minimises |terms x - target|^2; terms [num_samples, 3]."""
+    best, best_error = np.zeros(3), np.inf
+    for size in (1, 2, 3):
+        for subset in combinations(range(3), min(size, len(target))):
+            solution = np.linalg.lstsq(terms[:, subset], target, rcond=None)[0]
+            error = float(np.sum((terms[:, subset] @ solution - target) ** 2))
+            if (solution >= 0).all() and error < best_error - 1e-15:
+                best, best_error = np.zeros(3), error
+                best[list(subset)] = solution
+    return best
+
+
+def saturation_tokens(model: LatencyModel, longest_tokens: int) -> int:
+    """UtilLen: shortest micro-batch of one sequence, up to `longest_tokens`, at 85% of the best
+    tokens/s in range.
+    """
+    lengths = np.unique(np.geomspace(1, max(longest_tokens, 1), 512).astype(np.int64))
+    times = model.quadratic_ms * lengths**2 + model.linear_ms * lengths + model.constant_ms
+    rates = lengths / np.maximum(times, 1e-12)
+    return int(lengths[np.argmax(rates >= _SATURATION * rates.max())])
+
+
+EXCHANGE_BUFFERS = 4
+"""Packed ones of two rounds in flight, each with one to send and one to receive; a layer's
+gradients at most.
+"""
+_TABLES = 2
+"""Embedding and head of the models whose published profiles count one for both."""
+
+_STATES = "states"
+_PUBLISHED = "published"
+"""Value of `_STATES` in the memory of a profile whose bytes of states are those of the paper."""
+
+
+def engine_states(params_per_hidden2: float, element_bytes: float) -> dict[str, float]:
+    """B and alpha of App. B.1, and what streamed and checkpointed layers need, of a layer with so
+    many parameters per hidden size squared.
+    """
+    sharded = element_bytes + OPTIMIZER_BYTES
+    held = element_bytes + GRADIENT_BYTES
+    return {
+        "state_bytes_per_layer_per_hidden2": params_per_hidden2 * (sharded + held),
+        "sharded_fraction": sharded / (sharded + held),
+        "slice_bytes_per_layer_per_hidden2": params_per_hidden2 * element_bytes,
+        "input_bytes_per_token_per_layer_per_hidden": element_bytes,
+    }
+
+
+def exchange_bytes(layer_params: float, gradient_bytes: float) -> float:
+    """Of packed buffers of pull and push, for a layer of so many parameters."""
+    return EXCHANGE_BUFFERS * gradient_bytes * layer_params
+
+
+def expert_memory(fraction: float) -> dict[str, float]:
+    """What the memory of a profile says of experts that are so large a part of a layer; nothing for
+    a dense model.
+    """
+    return {"expert_fraction": fraction} if fraction else {}
+
+
+def with_engine_states(profile: Profile) -> Profile:
+    """`profile` with the engine's bytes in place of published ones; as it is where they are the
+    engine's already.
+    """
+    memory = profile.document["memory"]
+    if memory.get(_STATES) != _PUBLISHED:
+        return profile
+    known = profile.memory
+    if not known.slice_bytes or not known.input_bytes:
+        raise HydraConfigError(
+            f"profile {profile.name!r} has published states, for which its memory needs "
+            "slice_bytes_per_layer_per_hidden2 and input_bytes_per_token_per_layer_per_hidden above 0"
+        )
+    params_per_hidden2 = known.slice_bytes / known.input_bytes
+    found: dict[str, Any] = engine_states(params_per_hidden2, known.input_bytes)
+    found["exchange_bytes"] = exchange_bytes(params_per_hidden2 * known.hidden_size**2, 2.0)
+    found["vocabulary_tables"] = _TABLES
+    return Profile.from_json({**profile.document, "memory": {**memory, **found, _STATES: "engine"}})
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """The profile of that path, or the shipped one of that name, with the engine's memory."""
+    return with_engine_states(Profile.load(find_profile(name_or_path)))

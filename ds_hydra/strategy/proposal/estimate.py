@@ -19,7 +19,7 @@ from ds_hydra.strategy.cost_models.decoder import (
     read_decoder,
     shared_expert_size,
 )
-from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
+from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme
 
 

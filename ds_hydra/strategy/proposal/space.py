@@ -14,9 +14,8 @@ import numpy as np
 
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.strategy.cost_models.costs import World
-from ds_hydra.strategy.schemes.neighbours import UNEVEN_SIZES, fits_unevenly
-from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
-from ds_hydra.strategy.schemes.scheme import Scheme
+from ds_hydra.strategy.schemes.enumeration import UNEVEN_SIZES, fits_unevenly
+from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme
 
 _NUM_CKPT_STEPS = 16
 """Numbers of checkpointed layers that are tried; finer steps find schemes that fit hardly more."""

@@ -1,5 +1,6 @@
-"""What a parallel strategy is: schemes <TP,PP> and their options, their multiset, where each
-pipeline's ranks are.
+"""What a parallel strategy is: schemes <TP,PP> and their options, how they are written
+(`<sp2,4,1;ckpt=2>`), their multiset, where each pipeline's ranks are, and what uneven stages and
+checkpointed layers change in the layers of a stage.
 """
 
 from __future__ import annotations
@@ -13,7 +14,76 @@ from typing import Any
 
 from ds_hydra.configs.files import MAX_DEVICES
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.schemes.notation import ALL_STREAM, FORM, MAX_LAYERS, REPLACED, read_notation
+
+_DEGREES = re.compile(
+    r"\s*(?:sp\s*(\d{1,9})\s*,\s*)?(?:cp\s*(\d{1,9})\s*,\s*)?(?:(\d{1,9})\s*,\s*)?(\d{1,9})\s*"
+)
+_OPTION = re.compile(r"\s*([a-z_]{1,20})\s*(?:=\s*(\d{1,9}(?:\s*,\s*\d{1,9})*)\s*)?")
+_COUNTED = ("ckpt", "stages", "ep")
+_FLAGS = ("stream", "gather")
+
+MAX_LAYERS = 1 << 20
+"""Layers that an option of a scheme may name: far above any model."""
+
+ALL_STREAM = (
+    "all layers of a scheme stream or none: write <2,2;stream>, or <2,1;gather> in all pipelines"
+)
+"""To whoever gives `stream` a number."""
+
+REPLACED = "a scheme has repull, which stream replaces: write <1,1;stream>, or <1,1;gather>"
+
+FORM = (
+    "write terms like '2x<4,1>' (count x <TP,PP>) joined by '+'; a scheme may have options, as in "
+    "'<2,4;ckpt=12;stages=9,8,8,7>', '<sp2,4,1>' (<SP,TP,PP>), '<cp2,1>' (<CP,PP>), "
+    "'<2,2;stream>', '<1,1;gather>' or '<sp4,1;ep=4>' (experts)"
+)
+
+
+def read_notation(body: str) -> dict[str, Any]:
+    """Fields of the scheme whose text is `body` between angle brackets; raises HydraConfigError."""
+    first, *rest = body.split(";")
+    degrees = _DEGREES.fullmatch(first)
+    if degrees is None or not (degrees[1] or degrees[2] or degrees[3]):
+        raise HydraConfigError(f"cannot read {'<' + body[:80] + '>'!r}; {FORM}")
+    options: dict[str, tuple[int, ...]] = {}
+    flags: dict[str, bool] = {}
+    for text in rest:
+        match = _OPTION.fullmatch(text)
+        name, counts = match.groups() if match is not None else (text.strip(), None)
+        if name == "repull" and counts:
+            raise HydraConfigError(f"scheme {'<' + body[:80] + '>'!r}: {REPLACED}")
+        if name == "stream" and counts:
+            raise HydraConfigError(f"scheme {'<' + body[:80] + '>'!r}: {ALL_STREAM}")
+        if name not in (_COUNTED if counts else _FLAGS):
+            raise HydraConfigError(
+                f"scheme {'<' + body[:80] + '>'!r}: cannot read {text.strip()[:80]!r}; its options are "
+                f"{', '.join((*_COUNTED, *_FLAGS))}, as in '<2,4;ckpt=12;stages=9,8,8,7>'"
+            )
+        if name in options or name in flags:
+            raise HydraConfigError(
+                f"scheme {'<' + body[:80] + '>'!r} says {name} twice; say it once"
+            )
+        if counts:
+            options[name] = tuple(map(int, counts.split(",")))
+        else:
+            flags[name] = True
+    stages = options.pop("stages", ())
+    for option, counts in options.items():
+        if len(counts) != 1 or counts[0] < 1:
+            raise HydraConfigError(
+                f"scheme {'<' + body[:80] + '>'!r}: {option} is {','.join(map(str, counts))[:80]}, expected one number "
+                "from 1 up; leave it out for none"
+            )
+    return {
+        "tp": int(degrees[3] or 1),
+        "pp": int(degrees[4]),
+        "stages": stages,
+        "sp": int(degrees[1] or 1),
+        "cp": int(degrees[2] or 1),
+        **flags,
+        **{option: counts[0] for option, counts in options.items()},
+    }
+
 
 _TERM = re.compile(r"\s*(?:(\d{1,9})\s*x\s*)?<([^<>]*)>\s*")
 _THEN = re.compile(r"\sthen\s")  # further blanks belong to the terms
@@ -470,3 +540,60 @@ def check_one_phase(strategy: Strategy) -> None:
             f"strategy {str(strategy)[:80]!r} has {len(strategy.phases)} phases, which the planner puts together for "
             f"each mini-batch; list each in hydra.strategies by itself: '{strategy.phases[0]}', ..."
         )
+
+
+FORWARD_FRACTION = 1 / 3
+"""Part of forward and backward that is the forward, which runs again for a checkpointed layer:
+backward takes two.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLayers:
+    """What one stage holds in the worst moment of 1F1B."""
+
+    num_layers: int
+    num_checkpointed: int
+    micro_batches_in_flight: int
+    """Micro-batches whose forward is done and whose backward is not."""
+    is_last: bool
+
+    @property
+    def work(self) -> float:
+        """Time of one micro-batch in forwards and backwards of a layer; a checkpointed one also
+        runs forward again.
+        """
+        return self.num_layers + self.num_checkpointed * FORWARD_FRACTION
+
+
+def stage_layers(scheme: Scheme, num_layers: int) -> list[StageLayers]:
+    """The stages of `scheme` on a model of `num_layers`; raises HydraConfigError where they do not
+    fit.
+
+    >>> [stage.work for stage in stage_layers(Scheme(1, 2, stages=(5, 3), ckpt=6), 8)]
+    [6.666666666666666, 3.3333333333333335]
+    """
+    scheme.check_layers(num_layers)
+    layers = [scheme.stage_layers(num_layers, stage) for stage in range(scheme.pp)]
+    return [
+        StageLayers(
+            num_layers=len(own),
+            num_checkpointed=len(range(own.start, min(own.stop, scheme.ckpt))),
+            micro_batches_in_flight=scheme.pp - stage,
+            is_last=stage == scheme.pp - 1,
+        )
+        for stage, own in enumerate(layers)
+    ]
+
+
+def slowest_stage_ratio(scheme: Scheme, num_layers: int) -> float:
+    """T of `scheme` over T of the same degrees without options, by the layers of the slowest stage.
+
+    T is that of a stage of ceil(L / PP) layers; its share of embedding and head grows with the
+    layers as T does.
+
+    >>> [slowest_stage_ratio(Scheme(1, 2, **o), 8) for o in ({"stages": (5, 3)}, {"ckpt": 4})]
+    [1.25, 1.3333333333333333]
+    """
+    work = max(stage.work for stage in stage_layers(scheme, num_layers))
+    return work / -(-num_layers // scheme.pp)

@@ -1,0 +1,225 @@
+"""Which schemes fit so many devices, which strategies they make (all, those that fill the devices,
+those one step away from a given one), and those that a `ds_hydra.strategies/1` file names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import combinations_with_replacement, product
+from math import comb, lcm
+from pathlib import Path
+from typing import Any
+
+from ds_hydra.configs.files import read_json_object, reading
+from ds_hydra.configs.hydra_config import Space
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, aligned_begins, parse_strategies
+
+_FEW = 8
+"""Devices of one node, whose groups of all sizes are no more than a few."""
+
+STRATEGIES_SCHEMA = "ds_hydra.strategies/1"
+
+
+def power_of_two_schemes(num_devices: int) -> tuple[Scheme, ...]:
+    """Every <TP,PP> of powers of two that fits `num_devices`, smallest first."""
+    degrees = [2**i for i in range(num_devices.bit_length()) if 2**i <= num_devices]
+    schemes = [Scheme(tp, pp) for tp in degrees for pp in degrees if tp * pp <= num_devices]
+    return tuple(sorted(schemes, key=lambda s: (s.num_devices, s.pp)))
+
+
+def measured_beside(num_devices: int, space: Space) -> tuple[Scheme, ...]:
+    """What is measured at the start beside <TP,PP> for proposals of `space`: <1,1;gather> and
+    <spN,1;gather>, of which phases are put together, and whose times nothing else tells on hardware
+    without a description. Up to `_FEW` devices every N, on more the widest alone, whose groups are
+    few.
+
+    >>> [str(s) for s in measured_beside(4, "full")], [str(s) for s in measured_beside(64, "full")]
+    (['<1,1;gather>', '<sp2,1;gather>', '<sp4,1;gather>'], ['<1,1;gather>', '<sp8,1;gather>'])
+    """
+    if space == "plain":
+        return ()
+    widest = min(num_devices, _FEW).bit_length()
+    degrees = [1 << exponent for exponent in range(widest)]
+    if num_devices > _FEW:
+        degrees = [degrees[0], degrees[-1]]
+    return tuple(Scheme(1, 1, sp=n, gather=True) for n in degrees if num_devices % n == 0)
+
+
+def fitting_schemes(
+    num_devices: int,
+    *,
+    tp: Iterable[int] | None = None,
+    pp: Iterable[int] | None = None,
+    sp: Iterable[int] = (1,),
+    cp: Iterable[int] = (1,),
+) -> tuple[Scheme, ...]:
+    """Every <SP,CP,TP,PP> that fits `num_devices`, smallest first: of the given degrees, else of
+    powers of two and divisors of `num_devices` (which fill clusters of 6 or 12 devices).
+
+    >>> [str(s) for s in fitting_schemes(6, tp=[1, 2])]
+    ['<1,1>', '<2,1>', '<1,2>', '<1,3>', '<2,2>', '<1,4>', '<2,3>', '<1,6>']
+    """
+    degrees = [n for n in range(1, num_devices + 1) if num_devices % n == 0 or n & (n - 1) == 0]
+    schemes = {
+        Scheme(t, p, sp=s, cp=c)
+        for s, c in product(sp, cp)
+        for t in tp or degrees
+        for p in pp or degrees
+        if s * c * t * p <= num_devices
+    }
+    return tuple(sorted(schemes, key=lambda s: (s.num_devices, s.pp, s.sp, s.cp)))
+
+
+def enumerate_strategies(
+    schemes: Iterable[Scheme], num_devices: int, *, max_distinct: int = 2
+) -> tuple[Strategy, ...]:
+    """All strategies of at most `max_distinct` different `schemes` that use every device.
+
+    >>> [str(s) for s in enumerate_strategies([Scheme(1, 1), Scheme(2, 1)], 4)]
+    ['4x<1,1>', '1x<2,1> + 2x<1,1>', '2x<2,1>']
+    """
+    ordered = sorted(set(schemes), key=lambda s: (s.num_devices, s.pp))
+
+    def fill(first: int, free: int, distinct: int) -> Iterator[tuple[Scheme, ...]]:
+        if free == 0:
+            yield ()
+            return
+        if distinct == 0:
+            return
+        for index in range(first, len(ordered)):
+            scheme = ordered[index]
+            for count in range(free // scheme.num_devices, 0, -1):
+                for rest in fill(index + 1, free - count * scheme.num_devices, distinct - 1):
+                    yield (scheme,) * count + rest
+
+    return tuple(dict.fromkeys(Strategy(found) for found in fill(0, num_devices, max_distinct)))
+
+
+def strategies_from_json(
+    document: Mapping[str, Any], *, source: str = "strategies"
+) -> tuple[Strategy, ...]:
+    """The candidates in a `ds_hydra.strategies/1` document; raises HydraConfigError naming
+    `source`.
+    """
+    with reading(document, STRATEGIES_SCHEMA, source):
+        texts = document.get("strategies")
+        if not isinstance(texts, list) or not texts or {*map(type, texts)} != {str}:
+            raise HydraConfigError(
+                "strategies must be a list of texts, e.g. ['4x<16,1>', '8x<8,1>']"
+            )
+        return parse_strategies(texts)
+
+
+def load_strategies(wanted: str | Sequence[str]) -> tuple[Strategy, ...]:
+    """Strategies given as texts or as the path of a `ds_hydra.strategies/1` file."""
+    if isinstance(wanted, str):
+        return strategies_from_json(read_json_object(Path(wanted)), source=wanted)
+    return parse_strategies(wanted)
+
+
+def neighbour_strategies(strategy: Strategy, schemes: Iterable[Scheme]) -> tuple[Strategy, ...]:
+    """Every strategy in which the fewest pipelines of one scheme give way to one of `schemes`.
+
+    The exchanged pipelines have as many devices before as after.
+
+    >>> schemes = [Scheme(4, 1), Scheme(1, 1)]
+    >>> [str(s) for s in neighbour_strategies(Strategy.parse("2x<2,1>"), schemes)]
+    ['1x<4,1>', '1x<2,1> + 2x<1,1>']
+    """
+    found: dict[Strategy, None] = {}
+    counts = Counter(strategy.schemes)
+    for old, count in counts.items():
+        for new in schemes:
+            devices = lcm(old.num_devices, new.num_devices)
+            removed = devices // old.num_devices
+            if new == old or removed > count or new.gather != old.gather:
+                continue
+            changed = counts - Counter({old: removed}) + Counter({new: devices // new.num_devices})
+            found.setdefault(Strategy(tuple(changed.elements())))
+    return tuple(found)
+
+
+def full_strategies(schemes: Sequence[Scheme], num_devices: int, most: int) -> tuple[Strategy, ...]:
+    """Every strategy of `schemes` that leaves no device over; none where these are more than
+    `most`.
+
+    >>> [str(s) for s in full_strategies([Scheme(1, 1), Scheme(2, 1)], 4, 9)]
+    ['4x<1,1>', '1x<2,1> + 2x<1,1>', '2x<2,1>']
+    """
+    sizes = tuple(scheme.num_devices for scheme in schemes)
+    if not sizes or num_cuts(num_devices, sizes) > most:
+        return ()
+    return tuple(
+        Strategy(tuple(s for s, n in zip(schemes, counts) for _ in range(n)))
+        for counts in cuts(num_devices, sizes)
+    )
+
+
+@lru_cache(maxsize=4096)
+def num_cuts(num_ranks: int, sizes: tuple[int, ...]) -> int:
+    """How many `cuts` there are."""
+    if len(sizes) == 1:
+        return int(num_ranks % sizes[0] == 0)
+    last = sizes[-1]
+    return sum(num_cuts(num_ranks - k * last, sizes[:-1]) for k in range(num_ranks // last + 1))
+
+
+@lru_cache(maxsize=64)
+def cuts(num_ranks: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """How many groups of each size: every way to use all ranks.
+
+    >>> cuts(4, (1, 2))
+    [(4, 0), (2, 1), (0, 2)]
+    """
+    if len(sizes) == 1:
+        return [(num_ranks // sizes[0],)] if num_ranks % sizes[0] == 0 else []
+    last = sizes[-1]
+    return [
+        (*head, count)
+        for count in range(num_ranks // last + 1)
+        for head in cuts(num_ranks - count * last, sizes[:-1])
+    ]
+
+
+UNEVEN_SIZES = (3, 6, 5, 7)
+"""Ranks of groups beside those that divide all ranks, those first that are left out last."""
+
+
+def fits_unevenly(size: int, num_ranks: int) -> bool:
+    """Whether all ranks are no multiple of `size`, but of the next power of two."""
+    is_aligned = num_ranks % (1 << size.bit_length()) == 0
+    return size in UNEVEN_SIZES and num_ranks % size > 0 and is_aligned
+
+
+_MAX_COMBINATIONS = 20_000
+"""Of cuts of single blocks of ranks."""
+
+
+@lru_cache(maxsize=64)
+def aligned_cuts(num_ranks: int, sizes: tuple[int, ...], most: int) -> list[tuple[int, ...]]:
+    """Those of `cuts` whose groups have room where `Strategy.blocks` puts them; none where uneven
+    ones among `sizes`, which ascend, make more than `most`.
+
+    >>> aligned_cuts(8, (1, 3, 6), 9)
+    [(8, 0, 0), (5, 1, 0), (2, 2, 0), (2, 0, 1)]
+    """
+    uneven = [size for size in sizes if fits_unevenly(size, num_ranks)]
+    if not uneven:
+        return cuts(num_ranks, sizes)
+    block = 1 << max(uneven).bit_length()
+    inside, wide = [s for s in sizes if s <= block], [s for s in sizes if s > block]
+    of_block = [
+        counts
+        for counts in cuts(block, tuple(inside))
+        if aligned_begins([s for s, n in zip(inside[::-1], counts[::-1]) for _ in range(n)])
+    ]
+    found: dict[tuple[int, ...], None] = {}
+    for num_blocks, *of_wide in cuts(num_ranks // block, (1, *(size // block for size in wide))):
+        if comb(len(of_block) + num_blocks - 1, num_blocks) > _MAX_COMBINATIONS:
+            return []
+        for own in combinations_with_replacement(of_block, num_blocks):
+            found[(*map(sum, zip(*own, (0,) * len(inside))), *of_wide)] = None
+    return [*found] if len(found) <= most else []
