@@ -17,9 +17,9 @@ from itertools import product
 import numpy as np
 
 from ds_hydra.configs import find_file
+from ds_hydra.lab.simulator.cases import Workload
 from ds_hydra.lab.simulator.compare import compare
 from ds_hydra.lab.simulator.systems import DS_HYDRA, Settings
-from ds_hydra.lab.simulator.workload import Workload
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs

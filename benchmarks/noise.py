@@ -15,7 +15,7 @@ from dataclasses import replace
 from ds_hydra.lab.simulator.cases import load_case
 from ds_hydra.lab.simulator.compare import compare
 from ds_hydra.lab.simulator.comparison import Comparison
-from ds_hydra.lab.simulator.noise import Noise
+from ds_hydra.lab.simulator.scenario import Noise
 from ds_hydra.lab.simulator.systems import DS_HYDRA, Settings
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy.cost_models.cluster import find_cluster

@@ -24,7 +24,7 @@ from packers import MicroBatches, balanced, batch_rebalance, fixed_length
 
 from ds_hydra.errors import InfeasiblePlanError
 from ds_hydra.sampler.background import BackgroundPlanner
-from ds_hydra.sampler.dispatch.dispatch import dispatch_sequences
+from ds_hydra.sampler.dispatch import dispatch_sequences
 from ds_hydra.sampler.integer_programs import SolverLimits
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import plan_iteration

@@ -29,8 +29,7 @@ CASES = ROOT / "docs/benchmarks/simulate.json"
 def serve() -> None:
     """Answers requests, one a line, with the package of the current folder."""
     from ds_hydra.configs.hydra_config import HydraConfig
-    from ds_hydra.lab.simulator.cases import load_case
-    from ds_hydra.lab.simulator.workload import draw_batches
+    from ds_hydra.lab.simulator.cases import draw_batches, load_case
     from ds_hydra.sampler.candidate_set import decide_candidates
     from ds_hydra.sampler.planner import plan_iteration
     from ds_hydra.sampler.planner_settings import PlannerSettings

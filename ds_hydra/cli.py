@@ -147,7 +147,7 @@ def _plan_document(result: IterationPlan, planning_ms: float) -> dict[str, Any]:
 
 COMMANDS = (check, doctor, init, lengths, profile, propose, link, report)
 # By name, because the core imports nothing of the lab.
-for command in (*COMMANDS, *import_module("ds_hydra.lab.command_line").COMMANDS):
+for command in (*COMMANDS, *import_module("ds_hydra.lab.commands").COMMANDS):
     app.command()(command)
 
 

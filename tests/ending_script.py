@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from distributed import free_port, rank_environment
 
-from ds_hydra.engine.ranks import process_end  # before the fork, so that it is loaded once
+from ds_hydra.engine.ranks import process  # before the fork, so that it is loaded once
 
 NUM_RANKS = 2
 
 
 def end_after_a_collective() -> None:
-    process_end.let_collectives_end_at_exit()
+    process.let_collectives_end_at_exit()
     dist.init_process_group("gloo")
     sys.setswitchinterval(100)  # other threads get Python's lock only where this one gives it away
     gathered = [torch.zeros(1) for _ in range(NUM_RANKS)]

@@ -17,8 +17,8 @@ from ds_hydra.configs.hydra_config import HydraConfig, LinkConfig
 from ds_hydra.engine import candidates, hydra_engine_class
 from ds_hydra.engine.doctor.findings import check_settings
 from ds_hydra.engine.propagation import Propagator, Task
-from ds_hydra.engine.ranks import memory, process_start
-from ds_hydra.engine.ranks.process_start import can_overlap, overlap_where_safe
+from ds_hydra.engine.ranks import memory, process
+from ds_hydra.engine.ranks.process import can_overlap, overlap_where_safe
 from ds_hydra.engine.telemetry.trace import Recorder
 from ds_hydra.environment import WANTED, missing_for_overlap, set_accelerator_environment
 from ds_hydra.errors import HydraConfigError
@@ -88,7 +88,7 @@ def test_one_hardware_queue_is_refused(monkeypatch):
     )
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(HydraConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS is 1"):
-        process_start.prepare_accelerator()
+        process.prepare_accelerator()
 
 
 @pytest.mark.parametrize(("device", "is_set"), [("cuda", True), ("cpu", False)])
@@ -108,9 +108,9 @@ def test_overlap_is_off_with_one_warning_where_any_rank_was_late(
     monkeypatch, nothing_chosen, caplog
 ):
     problems = [[[0], [1]], [[0], [0]], [[1], [1]]]
-    monkeypatch.setattr(process_start, "gather_rows", lambda mine: torch.tensor(problems.pop(0)))
-    monkeypatch.setattr(process_start, "to_device", lambda tensor, _: tensor)
-    monkeypatch.setattr(process_start.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(process, "gather_rows", lambda mine: torch.tensor(problems.pop(0)))
+    monkeypatch.setattr(process, "to_device", lambda tensor, _: tensor)
+    monkeypatch.setattr(process.dist, "get_rank", lambda: 0)
     config = HydraConfig(
         context_length=64, tokens_per_iteration=64, link=LinkConfig(routes="direct")
     )
@@ -125,7 +125,7 @@ def test_overlap_is_off_with_one_warning_where_any_rank_was_late(
     assert "CUDA_DEVICE_MAX_CONNECTIONS=(not set)" in warning
     assert "export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER" in warning
     os.environ.update(WANTED)
-    assert process_start.find_overlap_problem(CUDA) == ""
+    assert process.find_overlap_problem(CUDA) == ""
     assert overlap_where_safe(config, torch.device("cpu")) is config  # no ranks asked
 
 
@@ -136,10 +136,10 @@ def test_overlap_is_off_with_one_warning_where_any_rank_was_late(
 def test_settings_for_debugging_switch_overlap_off(monkeypatch, nothing_chosen, setting):
     os.environ.update(WANTED)
     monkeypatch.setenv(*setting.split("="))
-    problem = process_start.find_overlap_problem(CUDA)
+    problem = process.find_overlap_problem(CUDA)
     assert problem.startswith(setting)
     assert "unset it" in problem
-    assert process_start.find_overlap_problem(torch.device("cpu")) == ""
+    assert process.find_overlap_problem(torch.device("cpu")) == ""
 
 
 @pytest.mark.parametrize(("limit", "value"), [(None, 45_000), (40_000, 36_000)])

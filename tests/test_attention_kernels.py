@@ -26,7 +26,7 @@ from ds_hydra.engine.model.attention_operator import KernelUse, attend
 from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment, running
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.ranks.process_start import use_deterministic_kernels
+from ds_hydra.engine.ranks.process import use_deterministic_kernels
 from ds_hydra.engine.runtime import warn_of_other_kernels
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 

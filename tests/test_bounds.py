@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hydra.sampler.bounds import strategy_bound_ms
-from ds_hydra.sampler.dispatch.dispatch import dispatch_trials, fit_trials
-from ds_hydra.sampler.dispatch.refine import improve_dispatch, pack_pipelines, refine_pipelines
+from ds_hydra.sampler.dispatch import dispatch_trials, fit_trials
 from ds_hydra.sampler.problem import PipelineKind, make_problem
+from ds_hydra.sampler.refine import improve_dispatch, pack_pipelines, refine_pipelines
 from ds_hydra.strategy.profiles.profile import LatencyModel
 
 MUCH_MS = 1e6

@@ -15,7 +15,7 @@ from ds_hydra.commands.check import describe_report
 from ds_hydra.commands.init import start_config
 from ds_hydra.configs import load_model_preset
 from ds_hydra.engine.checks.config_check import CheckRequest, check_config
-from ds_hydra.engine.ranks.process_start import compiles_adam
+from ds_hydra.engine.ranks.process import compiles_adam
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 BASE = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_sequence_parallel import PROFILE
 
 from ds_hydra.errors import HydraError
-from ds_hydra.sampler.packing.cuts import Piece, cut_micro_batch, tile
+from ds_hydra.sampler.cuts import Piece, cut_micro_batch, tile
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.strategy import LatencyModel, Profile, Scheme, parse_strategies

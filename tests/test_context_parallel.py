@@ -16,7 +16,7 @@ from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment,
 from ds_hydra.engine.parallel import token_cuts
 from ds_hydra.engine.parallel.tensor_parallel import TokenShards
 from ds_hydra.engine.parallel.token_cuts import KeysOfRow, TokenLayout
-from ds_hydra.sampler.packing.cuts import cut_micro_batch
+from ds_hydra.sampler.cuts import cut_micro_batch
 
 CPU = torch.device("cpu")
 MODULE = torch.nn.Identity()

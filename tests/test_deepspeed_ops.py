@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from ds_hydra.engine.ranks import process_start
+from ds_hydra.engine.ranks import process
 
 
 @pytest.fixture
@@ -24,12 +24,12 @@ def lock(tmp_path, monkeypatch):
 
 def grow_old(folder):
     for path in folder.rglob("*"):
-        os.utime(path, (0, time.time() - process_start.QUIET_S - 1))
+        os.utime(path, (0, time.time() - process.QUIET_S - 1))
 
 
 def test_an_old_lock_that_nobody_holds_is_removed_and_named(lock, caplog):
     grow_old(lock.parents[1])
-    process_start.remove_stale_locks()
+    process.remove_stale_locks()
     assert not lock.exists()
     assert f"removed {lock}" in caplog.text
 
@@ -37,7 +37,7 @@ def test_an_old_lock_that_nobody_holds_is_removed_and_named(lock, caplog):
 def test_a_lock_of_a_living_compiler_stays(lock):
     grow_old(lock.parents[1])
     descriptor = os.open(lock, os.O_RDONLY)  # as torch keeps it open while it compiles
-    process_start.remove_stale_locks()
+    process.remove_stale_locks()
     os.close(descriptor)
     assert lock.exists()
 
@@ -49,15 +49,15 @@ def test_a_young_lock_is_waited_for_by_name(lock, caplog, monkeypatch):
         naps.append(seconds)
         grow_old(lock.parents[1])
 
-    monkeypatch.setattr(process_start.time, "sleep", nap)
-    process_start.remove_stale_locks()
+    monkeypatch.setattr(process.time, "sleep", nap)
+    process.remove_stale_locks()
     assert naps == [1.0]
     assert not lock.exists()
     assert f"for {lock}: no process of this host holds this lock" in caplog.text
 
 
 def test_a_folder_in_which_something_is_written_is_not_quiet(lock, monkeypatch):
-    monkeypatch.setattr(process_start, "QUIET_S", 100.0)
+    monkeypatch.setattr(process, "QUIET_S", 100.0)
     grow_old(lock.parents[1])
     (lock.parent / "cpu_adam.o").touch()
     naps = []
@@ -66,19 +66,19 @@ def test_a_folder_in_which_something_is_written_is_not_quiet(lock, monkeypatch):
         naps.append(seconds)
         lock.unlink()  # the compiler has finished
 
-    monkeypatch.setattr(process_start.time, "sleep", nap)
-    process_start.remove_stale_locks()
+    monkeypatch.setattr(process.time, "sleep", nap)
+    process.remove_stale_locks()
     assert naps == [1.0]
 
 
 def test_buffers_of_this_run_are_removed_and_of_no_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(process_start, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(process, "_SHARED_MEMORY", tmp_path)
     monkeypatch.setenv("MASTER_ADDR", "host")
     monkeypatch.setenv("MASTER_PORT", "1234")
     names = [f"deepspeed_allreduce_buffer_{os.getuid()}_host_{port}_0" for port in (1234, 1235)]
     for name in names:
         (tmp_path / name).touch()
-    process_start.free_shared_memory()
+    process.free_shared_memory()
     assert [path.name for path in tmp_path.iterdir()] == names[1:]
 
 

@@ -29,7 +29,7 @@ import ds_hydra
 from ds_hydra.cli import app
 from ds_hydra.configs import find_file, read_ds_config
 from ds_hydra.engine.checks.deepspeed_section import find_deepspeed_problems
-from ds_hydra.lab.commands.simulate_text import describe_simulation
+from ds_hydra.lab.commands.simulate import describe_simulation
 from ds_hydra.lab.simulator.systems import LABELS
 from ds_hydra.report import summarize_run
 from ds_hydra.strategy import Profile

@@ -28,7 +28,7 @@ from ds_hydra.engine.losses import head_loss
 from ds_hydra.engine.model.stage_forward import StageForward
 from ds_hydra.engine.parallel import linear
 from ds_hydra.engine.ranks.agreement import gather_rows
-from ds_hydra.sampler.packing.cuts import cut_micro_batches
+from ds_hydra.sampler.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Strategy
 

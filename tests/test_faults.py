@@ -39,7 +39,7 @@ from test_engine_training import batches
 
 import ds_hydra
 from ds_hydra.engine.checkpointing.files import _lock_folder
-from ds_hydra.engine.ranks import process_end
+from ds_hydra.engine.ranks import process
 from ds_hydra.errors import CheckpointError, HydraDataError, PlanMismatchError
 from ds_hydra.strategy import Strategy
 
@@ -369,7 +369,7 @@ def faults_that_ranks_survive(folder):
     engine = start_with_data(folder, hydra=own)
     buffers = Path("/dev/shm").glob(f"deepspeed_*_{os.environ['MASTER_PORT']}_*")
     outcome["shared memory"] = deepspeed.comm.comm.cdb.shm_comm_op, list(buffers)
-    outcome["waits at exit"] = process_end.let_collectives_end_at_exit.cache_info().currsize
+    outcome["waits at exit"] = process.let_collectives_end_at_exit.cache_info().currsize
     engine.train_batch()
 
     # NaN in the gradient of one rank: nobody steps.

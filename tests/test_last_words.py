@@ -7,19 +7,19 @@ import sys
 
 import pytest
 
-from ds_hydra.engine.ranks import agreement, process_end
+from ds_hydra.engine.ranks import agreement, process
 from ds_hydra.errors import HydraConfigError, HydraDataError, RankLostError
 
 
 def end(error, monkeypatch, capsys, *, rank=0):
     """What a rank prints; a pause is told as one."""
-    monkeypatch.setattr(process_end.time, "sleep", lambda _: print("pause", file=sys.stderr))
-    monkeypatch.setattr(process_end.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(process.time, "sleep", lambda _: print("pause", file=sys.stderr))
+    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
     monkeypatch.setenv("RANK", str(rank))
     try:
         raise error
     except Exception as raised:
-        process_end._end(sys.__excepthook__, type(raised), raised, raised.__traceback__)
+        process._end(sys.__excepthook__, type(raised), raised, raised.__traceback__)
     return capsys.readouterr().err.splitlines()
 
 

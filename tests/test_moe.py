@@ -15,14 +15,18 @@ from test_engine_parity import LENGTHS, assert_parity, check_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.checks.estimate import estimate_profile
 from ds_hydra.engine.model.expert_balance import BiasCorrection
 from ds_hydra.engine.model.packing_probe import try_small_copy
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel import expert_parallel
 from ds_hydra.engine.parallel.expert_parallel import ExpertParallel
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
-from ds_hydra.engine.profiling.profile_document import layer_params, model_facts, state_memory
+from ds_hydra.engine.profiling.profile_document import (
+    estimate_profile,
+    layer_params,
+    model_facts,
+    state_memory,
+)
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.strategy import Scheme

@@ -17,7 +17,7 @@ from ds_hydra.configs.files import LARGEST
 from ds_hydra.engine.ranks.agreement import ENVELOPE_BYTES, broadcast_bytes
 from ds_hydra.errors import HydraError
 from ds_hydra.sampler.background import PlannedIteration
-from ds_hydra.sampler.packing.cuts import cut_micro_batches
+from ds_hydra.sampler.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy.profiles.learned_latency import Corrections
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy

@@ -13,7 +13,7 @@ from ds_hydra.configs import find_file, list_files, load_model_preset, read_ds_c
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checks.config_check import CheckRequest, check_config
 from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config
-from ds_hydra.engine.ranks.process_start import compiles_adam
+from ds_hydra.engine.ranks.process import compiles_adam
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.cases import load_case
 from ds_hydra.lab.simulator.systems import Settings

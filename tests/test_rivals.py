@@ -15,16 +15,13 @@ from benchmarks.wlb_table import FITTED_ATTENTION, cut, packing_table
 from ds_hydra.configs import find_file
 from ds_hydra.lab.simulator import mixed_groups
 from ds_hydra.lab.simulator.baselines import fixed_length, with_expert_parallelism
-from ds_hydra.lab.simulator.chunks import chunked
-from ds_hydra.lab.simulator.context_parallel import ContextParallel
 from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.lab.simulator.fixed_length import pack_evenly
 from ds_hydra.lab.simulator.mixed_groups import AnyGroups, dynamic_cp, fcp, flexsp
-from ds_hydra.lab.simulator.noise import Noise
-from ds_hydra.lab.simulator.scenario import Scenario
+from ds_hydra.lab.simulator.rival_pipelines import ContextParallel, chunked, hold_back, wlb
+from ds_hydra.lab.simulator.scenario import Noise, Scenario
 from ds_hydra.lab.simulator.sharded import PARTIAL, sharded_groups, with_traffic_ms
 from ds_hydra.lab.simulator.ulysses import balanced_ulysses, odc, packed_zero3, without_lockstep
-from ds_hydra.lab.simulator.wlb import hold_back, wlb
 from ds_hydra.sampler.group_steps import MixedGroups, plan_steps, solve_step
 from ds_hydra.sampler.schedule import expected_slowest_ms
 from ds_hydra.strategy.cost_models.analytic import key_values_ms

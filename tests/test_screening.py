@@ -10,7 +10,7 @@ from spaces import with_moving_weights
 from ds_hydra.configs import find_file
 from ds_hydra.sampler import sample_bench
 from ds_hydra.sampler.candidate_set import decide_candidates
-from ds_hydra.sampler.dispatch.dispatch import dispatch_trials
+from ds_hydra.sampler.dispatch import dispatch_trials
 from ds_hydra.sampler.phase_plan import MiniBatch
 from ds_hydra.sampler.planner import heuristic_times, plan_with_time
 from ds_hydra.sampler.planner_settings import PlannerSettings

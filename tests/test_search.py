@@ -24,13 +24,14 @@ from ds_hydra.lab.search import (
     layer_strategies,
 )
 from ds_hydra.lab.search.costs import CostEstimator
-from ds_hydra.lab.search.galvatron import StagePlan, pipeline_ms
-from ds_hydra.lab.search.layer_dp import StageTables, search_layers
-from ds_hydra.lab.search.partition import (
+from ds_hydra.lab.search.galvatron import (
+    StagePlan,
     balance_degree,
     balanced_partition,
     even_partition,
+    pipeline_ms,
 )
+from ds_hydra.lab.search.layer_dp import StageTables, search_layers
 from ds_hydra.lab.search.space import Paradigm
 from tests.shared_data import shared_path
 

@@ -14,7 +14,7 @@ from spaces import priced
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator import baselines, cases
 from ds_hydra.lab.simulator.baselines import balanced, dynamic, fixed_length, hotspa, two_stage
-from ds_hydra.lab.simulator.cases import list_cases, load_case
+from ds_hydra.lab.simulator.cases import Workload, draw_batches, list_cases, load_case
 from ds_hydra.lab.simulator.compare import compare
 from ds_hydra.lab.simulator.comparison import Ratio
 from ds_hydra.lab.simulator.reproduction import our_figure
@@ -22,7 +22,6 @@ from ds_hydra.lab.simulator.scenario import Outcome, Scenario, best_of, bound_of
 from ds_hydra.lab.simulator.sweep import Axes, sweep
 from ds_hydra.lab.simulator.systems import SYSTEMS, Settings
 from ds_hydra.lab.simulator.ulysses import deepspeed_ulysses
-from ds_hydra.lab.simulator.workload import Workload, draw_batches
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.profile import Profile

@@ -16,7 +16,7 @@ from queue import Queue
 import pytest
 import torch.distributed as dist
 
-from ds_hydra.engine.ranks import agreement, waiting, watchdog
+from ds_hydra.engine.ranks import agreement, watchdog
 from ds_hydra.engine.ranks.watchdog import Watchdog
 from ds_hydra.errors import HydraConfigError, RankLostError
 
@@ -188,10 +188,10 @@ def test_what_waits_for_a_rank_is_told_from_what_works(tmp_path):
         os.read(read, 1)
 
     waits, sleeps, reads = run_beside(collective, lambda: end.wait(30), debugger)
-    wait_until(lambda: waiting.find_wait(waits) is not None)
-    assert waiting.find_wait(waits) == waiting.find_wait(waits)
-    assert waiting.find_wait(sleeps) is None
-    assert waiting.find_wait(reads) is None
+    wait_until(lambda: agreement.find_wait(waits) is not None)
+    assert agreement.find_wait(waits) == agreement.find_wait(waits)
+    assert agreement.find_wait(sleeps) is None
+    assert agreement.find_wait(reads) is None
     end.set()
     os.write(write, b"x")
     wait_until(lambda: reads not in sys._current_frames())

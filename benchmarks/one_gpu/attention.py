@@ -15,7 +15,7 @@ from ds_hydra.engine.model.attention_choice import choose, kernel_error, kernels
 from ds_hydra.engine.model.attention_kernels import Demand
 from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment
-from ds_hydra.engine.ranks.process_start import use_deterministic_kernels
+from ds_hydra.engine.ranks.process import use_deterministic_kernels
 
 DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 LENGTHS = (513, 64, 1, 1000, 7) if HAS_GPU else (33, 8, 1, 60, 7)

@@ -42,8 +42,12 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import ExampleLike
 from ds_hydra.engine.ranks.agreement import run_together
 from ds_hydra.engine.ranks.memory import keep_freed_memory, to_device
-from ds_hydra.engine.ranks.process_end import end_with_the_sentence, let_collectives_end_at_exit
-from ds_hydra.engine.ranks.process_start import clear_up, leave_out_shared_memory
+from ds_hydra.engine.ranks.process import (
+    clear_up,
+    end_with_the_sentence,
+    leave_out_shared_memory,
+    let_collectives_end_at_exit,
+)
 from ds_hydra.engine.ranks.watchdog import (
     find_restart_problem,
     join_watchdog,

@@ -32,8 +32,8 @@ from ds_hydra.engine.ranks.agreement import (
     run_together,
 )
 from ds_hydra.engine.ranks.memory import to_device
-from ds_hydra.engine.ranks.process_end import StopRequest
-from ds_hydra.engine.ranks.process_start import (
+from ds_hydra.engine.ranks.process import (
+    StopRequest,
     overlap_where_safe,
     use_deterministic_kernels,
 )

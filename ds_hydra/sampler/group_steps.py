@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.sampler.dispatch.refine import improve_dispatch
 from ds_hydra.sampler.problem import DispatchProblem, sift_down
+from ds_hydra.sampler.refine import improve_dispatch
 from ds_hydra.sampler.schedule import FloatArray, IntArray, expected_slowest_ms
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.schemes.enumeration import aligned_cuts

@@ -13,9 +13,16 @@ from math import exp
 import numpy as np
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.bounds import strategy_bound_ms
-from ds_hydra.sampler.dispatch.dispatch import dispatch_sequences, dispatch_trials, fit_trials
-from ds_hydra.sampler.dispatch.refine import (
+from ds_hydra.sampler.bounds import pipeline_bound_ms, strategy_bound_ms
+from ds_hydra.sampler.cuts import cut_micro_batches
+from ds_hydra.sampler.dispatch import dispatch_sequences, dispatch_trials, fit_trials
+from ds_hydra.sampler.group_steps import MixedGroups, plan_steps
+from ds_hydra.sampler.integer_programs import SolverLimits
+from ds_hydra.sampler.packing import solve_packing
+from ds_hydra.sampler.plan import GlobalBatch, PipelinePlan
+from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings
+from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
+from ds_hydra.sampler.refine import (
     improve_dispatch,
     iteration_ms,
     order_micro_batches,
@@ -24,14 +31,6 @@ from ds_hydra.sampler.dispatch.refine import (
     pipeline_cost,
     refine_pipelines,
 )
-from ds_hydra.sampler.group_steps import MixedGroups, plan_steps
-from ds_hydra.sampler.integer_programs import SolverLimits
-from ds_hydra.sampler.packing.cuts import cut_micro_batches
-from ds_hydra.sampler.packing.packing import solve_packing
-from ds_hydra.sampler.packing.packing_bounds import pipeline_bound_ms
-from ds_hydra.sampler.plan import GlobalBatch, PipelinePlan
-from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings
-from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
 from ds_hydra.sampler.schedule import (
     FloatArray,
     IntArray,

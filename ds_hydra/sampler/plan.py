@@ -23,7 +23,7 @@ from ds_hydra.configs.files import (
     read_time,
 )
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
-from ds_hydra.sampler.packing.cuts import Piece, Row, tile
+from ds_hydra.sampler.cuts import Piece, Row, tile
 from ds_hydra.strategy.schemes.placement import Role, read_ranks
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 

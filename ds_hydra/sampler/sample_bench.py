@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ds_hydra.configs.hydra_config import MAX_PROCESS_GROUPS, HydraConfig, Space
 from ds_hydra.sampler.candidate import Phases
-from ds_hydra.sampler.dispatch.dispatch import dispatch_trials
+from ds_hydra.sampler.dispatch import dispatch_trials
 from ds_hydra.sampler.phase_plan import MiniBatch
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import fastest, heuristic_times

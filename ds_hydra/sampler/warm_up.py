@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_hydra.sampler.bounds import strategy_bound_ms
+from ds_hydra.sampler.bounds import pipeline_bound_ms, strategy_bound_ms
 from ds_hydra.sampler.candidate import GroupMenu
-from ds_hydra.sampler.dispatch.dispatch import dispatch_trials, fit_trials
-from ds_hydra.sampler.dispatch.refine import (
+from ds_hydra.sampler.cuts import cut_micro_batch
+from ds_hydra.sampler.dispatch import dispatch_trials, fit_trials
+from ds_hydra.sampler.group_steps import plan_steps
+from ds_hydra.sampler.plan import GlobalBatch
+from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.problem import PipelineKind, make_problem
+from ds_hydra.sampler.refine import (
     improve_dispatch,
     iteration_ms,
     order_micro_batches,
@@ -16,13 +22,6 @@ from ds_hydra.sampler.dispatch.refine import (
     pipeline_cost,
     refine_pipelines,
 )
-from ds_hydra.sampler.group_steps import plan_steps
-from ds_hydra.sampler.packing.cuts import cut_micro_batch
-from ds_hydra.sampler.packing.packing_bounds import pipeline_bound_ms
-from ds_hydra.sampler.plan import GlobalBatch
-from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.planner_settings import PlannerSettings
-from ds_hydra.sampler.problem import PipelineKind, make_problem
 from ds_hydra.sampler.sample_bench import FastEstimator
 from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.profiles.profile import NO_LINKS, LatencyModel, load_profile

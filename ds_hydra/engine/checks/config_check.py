@@ -20,7 +20,6 @@ from ds_hydra.configs import HydraConfig, find_file, read_ds_config
 from ds_hydra.configs.ds_config import FILL_INS, find_auto_keys, find_key
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.engine.checks.deepspeed_section import dtype_of, find_deepspeed_problems
-from ds_hydra.engine.checks.estimate import estimate_profile
 from ds_hydra.engine.model.attention_choice import (
     choose,
     demands_of,
@@ -39,11 +38,12 @@ from ds_hydra.engine.profiling.memory import as_the_engine_needs, is_of_another_
 from ds_hydra.engine.profiling.profile_document import (
     count_flops,
     count_parameters,
+    estimate_profile,
     fit_memory,
     model_facts,
 )
 from ds_hydra.engine.profiling.profiler import default_lengths
-from ds_hydra.engine.ranks.process_start import NO_COMPILER, compiles_adam
+from ds_hydra.engine.ranks.process import NO_COMPILER, compiles_adam
 from ds_hydra.engine.transfer.schedule import home_bytes
 from ds_hydra.errors import HydraConfigError, HydraError
 from ds_hydra.sampler.candidate_set import (

@@ -27,7 +27,7 @@ from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.profiling.profile_run import join_ranks, use_device
 from ds_hydra.engine.ranks.agreement import broadcast_text
 from ds_hydra.engine.ranks.hosts import Hosts, find_hosts
-from ds_hydra.engine.ranks.process_start import can_overlap, leave_out_shared_memory
+from ds_hydra.engine.ranks.process import can_overlap, leave_out_shared_memory
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy.cost_models.analytic import Hardware

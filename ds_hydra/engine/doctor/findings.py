@@ -27,7 +27,7 @@ from ds_hydra.engine.model.attention_choice import (
 )
 from ds_hydra.engine.model.attention_kernels import Demand
 from ds_hydra.engine.ranks.memory import available_bytes
-from ds_hydra.engine.ranks.process_start import NO_COMPILER, compiles_adam, find_overlap_problem
+from ds_hydra.engine.ranks.process import NO_COMPILER, compiles_adam, find_overlap_problem
 from ds_hydra.environment import WANTED
 from ds_hydra.strategy.compiled import HAS_NUMBA
 

@@ -17,8 +17,8 @@ from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment
 from ds_hydra.engine.parallel.one_f_one_b import StageInfo
 from ds_hydra.engine.parallel.token_cuts import KeysOfRow, TokenLayout
 from ds_hydra.engine.ranks.memory import to_device
+from ds_hydra.sampler.cuts import Piece, Row
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
-from ds_hydra.sampler.packing.cuts import Piece, Row
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 
 Example = tuple[Tensor, Tensor]

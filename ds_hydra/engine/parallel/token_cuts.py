@@ -48,7 +48,7 @@ from torch import Tensor
 from ds_hydra.engine.parallel.linear import nothing
 from ds_hydra.engine.parallel.tensor_parallel import TokenShards
 from ds_hydra.engine.ranks.memory import to_device
-from ds_hydra.sampler.packing.cuts import Row
+from ds_hydra.sampler.cuts import Row
 from ds_hydra.strategy.cost_models.costs import MOST_KEY_VALUE_PARTS, key_value_parts
 
 

@@ -38,7 +38,7 @@ from ds_hydra.engine.profiling.slice_profiler import profile_slices
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.agreement import run_together
 from ds_hydra.engine.ranks.memory import naming_memory_limit
-from ds_hydra.engine.ranks.process_start import (
+from ds_hydra.engine.ranks.process import (
     overlap_where_safe,
     prepare_accelerator,
     use_deterministic_kernels,

@@ -44,7 +44,7 @@ from ds_hydra.engine.ranks.hosts import find_ranks_per_core
 from ds_hydra.engine.ranks.memory import count_multiprocessors, outside_bytes
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.progress import Progress
-from ds_hydra.sampler.packing.cuts import cut_micro_batches
+from ds_hydra.sampler.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.profiles.memory_model import activation_share, ordered_share

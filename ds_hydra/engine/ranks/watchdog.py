@@ -37,17 +37,20 @@ import torch
 import torch.distributed as dist
 
 from ds_hydra.configs.hydra_config import FaultsConfig
-from ds_hydra.engine.ranks.agreement import broadcast_text, gather_rows, is_raised_on_all, said_by
-from ds_hydra.engine.ranks.hosts import find_hosts
-from ds_hydra.engine.ranks.waiting import (
+from ds_hydra.engine.ranks.agreement import (
     EXIT_CODE,
     TICK_S,
     VERDICT_WAIT_S,
+    broadcast_text,
     describe_missing,
     ends_after,
     find_wait,
+    gather_rows,
+    is_raised_on_all,
     looks_like_a_lost_peer,
+    said_by,
 )
+from ds_hydra.engine.ranks.hosts import find_hosts
 from ds_hydra.errors import RankLostError
 
 logger = logging.getLogger(__name__)

@@ -1,1 +1,9 @@
-"""Commands of the lab, one in a file."""
+"""Commands of the lab, one in a file: what it adds to the command line."""
+
+from __future__ import annotations
+
+from ds_hydra.lab.commands.fit import fit
+from ds_hydra.lab.commands.search import search
+from ds_hydra.lab.commands.simulate import simulate
+
+COMMANDS = (fit, simulate, search)

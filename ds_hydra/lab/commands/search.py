@@ -167,7 +167,7 @@ def _read(
 
 
 def _draw(plan: SearchPlan, out: Path) -> None:
-    from ds_hydra.lab.search_plot import plot_search
+    from ds_hydra.lab.plots import plot_search
 
     with writing(out):
         plot_search(plan, out)

@@ -1,4 +1,7 @@
-"""`ds-hydra simulate`: how long training would take, with ds_hydra and without, on any cluster."""
+"""`ds-hydra simulate`: how long training would take, with ds_hydra and without, on any cluster.
+
+`describe_simulation` is its `ds_hydra.simulation/1` document as text.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +31,13 @@ from ds_hydra.commands.common import (
 from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS, MAX_TOKENS_PER_ITERATION
 from ds_hydra.configs.hydra_config import MAX_SEED
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.lab.commands.simulate_text import describe_simulation
 
 if TYPE_CHECKING:
-    from ds_hydra.lab.simulator.cases import Case
+    from ds_hydra.lab.simulator.cases import Case, Workload
     from ds_hydra.lab.simulator.comparison import Comparison
     from ds_hydra.lab.simulator.sweep import Axes
     from ds_hydra.lab.simulator.systems import Settings
-    from ds_hydra.lab.simulator.workload import Workload
     from ds_hydra.strategy.profiles.profile import Profile
-
 
 DEFAULT_CONTEXT, DEFAULT_HISTOGRAM = 32768, "commoncrawl"
 """Of `--model`."""
@@ -306,8 +306,8 @@ def _workload(
 ) -> tuple[Workload, Axes]:
     from ds_hydra.configs import find_file
     from ds_hydra.configs.files import find_profile
+    from ds_hydra.lab.simulator.cases import Workload
     from ds_hydra.lab.simulator.sweep import Axes
-    from ds_hydra.lab.simulator.workload import Workload
     from ds_hydra.strategy.cost_models.costs import Costs
     from ds_hydra.strategy.profiles.profile import Profile
     from ds_hydra.strategy.proposal.histogram import LengthHistogram
@@ -426,7 +426,7 @@ def _compare(
     workload: Workload, settings: Settings, hardware: str | None, spread: bool
 ) -> Comparison:
     from ds_hydra.lab.simulator.compare import compare
-    from ds_hydra.lab.simulator.spread import with_spread
+    from ds_hydra.lab.simulator.sweep import with_spread
     from ds_hydra.strategy.cost_models.cluster import find_cluster
 
     workload = workload.linked_by(find_cluster(workload.profile, workload.num_devices, hardware))
@@ -465,7 +465,7 @@ def _sweep(
 
 
 def _plot(found: list[Comparison], path: Path) -> None:
-    from ds_hydra.lab.sweep_plot import plot_sweep
+    from ds_hydra.lab.plots import plot_sweep
 
     with writing(path):
         plot_sweep(found, path)
@@ -480,3 +480,84 @@ def _add_expected(document: dict[str, Any], case: Case | None, found: list[Compa
             {"what": e.what, "paper": e.paper, "ours": our_figure(found[0], e.metric)}
             for e in case.expected
         ]
+
+
+def describe_simulation(documents: list[dict[str, Any]], document: dict[str, Any]) -> str:
+    """What users see of simulated workloads; `document` is that of a case, or holds them all."""
+    lines = []
+    for point in documents:
+        lines += [_head(point), *_system_lines(point), ""]
+    if "published" in document:
+        lines.append(f"published ({document['figure']}) and simulated here:")
+        lines += [
+            f"  {e['what']}: paper {e['paper']}, here {e['ours']}" for e in document["published"]
+        ]
+    return "\n".join(lines).rstrip()
+
+
+def _head(point: dict[str, Any]) -> str:
+    ours = point["systems"][0]
+    return (
+        f"{point['name']}: {point['num_devices']} devices, context {point['context_length']:,}, "
+        f"{point['tokens_per_iteration']:,} tokens per iteration, {point['iterations']} mini-batches\n"
+        f"ds_hydra: {ours['strategy']}\n"
+        f"propagation {point['distance_to_bound']:.1%} above the perfect-balance bound of "
+        f"{point['perfect_balance_ms']:,.0f} ms; perfect balance has imbalance {point['imbalance_of_bound']:.2f}"
+        + (_plain_head(point["plain"]) if "plain" in point else "")
+        + ("\nT under SP and of gathered layers is estimated" if point["space"] == "full" else "")
+        + (
+            f"\nTFLOP/s and MFU are left out: {point['flops_unknown']}"
+            if point["flops_unknown"]
+            else ""
+        )
+    )
+
+
+def _rate(system: dict[str, Any]) -> str:
+    """TFLOP/s of each device and MFU, as far as they are known."""
+    if system["tflops_per_device"] is None:
+        return "-"
+    share = "" if system["mfu"] is None else f", {system['mfu']:.0%}"
+    return f"{system['tflops_per_device']:.3g}{share}"
+
+
+def _plain_head(plain: dict[str, Any]) -> str:
+    return (
+        f"\n<TP,PP> alone: {plain['distance_to_bound']:.1%} above the bound of that space, "
+        f"{plain['perfect_balance_ms']:,.0f} ms (imbalance {plain['imbalance_of_bound']:.2f})"
+    )
+
+
+def _system_lines(point: dict[str, Any]) -> list[str]:
+    ours, *_ = point["systems"]
+    has_price, has_spread = "dollars_per_billion_tokens" in ours, "speedup_69_percent_seen" in ours
+    lines = [
+        f"{'':34}{'iteration, ms':>18}{'tokens/s':>12}{'TFLOP/s, MFU':>14}{'speed-up (95%)':>20}"
+        + (f"{'20% off':>13}{'69% seen':>10}" if has_spread else "")
+        + f"{'propagation':>13}{'imbalance':>11}{'bubble':>8}{'$/10^9 tokens' if has_price else '':>15}  strategy"
+    ]
+    for s in point["systems"]:
+        low, high = s["speedup_95"]
+        price = f"{s['dollars_per_billion_tokens']:,.0f}" if has_price else ""
+        strategy = "" if s["name"] == "ds_hydra" else s["strategy"]
+        spread = ""
+        if has_spread:
+            least, most = s["speedup_20_percent_off"]
+            spread = f"{f'{least:.2f}-{most:.2f}':>13}{s['speedup_69_percent_seen']:>10.2f}"
+        lines.append(
+            f"{s['label']:34}{s['iteration_ms']:>10,.0f} ± {s['iteration_ms_standard_error']:<5,.0f}"
+            f"{s['tokens_per_s']:>12,.0f}{_rate(s):>14}{s['speedup']:>8.2f} ({low:.2f}-{high:.2f}){spread}"
+            f"{s['speedup_of_propagation']:>13.2f}{s['imbalance']:>11.2f}{s['bubble']:>8.0%}{price:>15}  {strategy}"
+        )
+    if ours["tflops_per_device"] is not None:
+        lines.append(
+            "TFLOP/s of each device: what the model needs for the sequences' own lengths, causal attention half, "
+            "recomputation not counted, over the whole iteration; MFU: its share of the device's peak in 16 bit, a "
+            "ceiling for runs, as what slows them down by chance is left out"
+        )
+    if has_spread:
+        lines.append(
+            "20% off: smallest and largest speed-up if T, interconnects or attention are 20% slower or faster; "
+            "69% seen: with that share of all transfers on top of propagation"
+        )
+    return lines

@@ -11,6 +11,7 @@ import numpy as np
 
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.lab.simulator.baselines import dynamic
+from ds_hydra.lab.simulator.cases import Workload, check_workload
 from ds_hydra.lab.simulator.comparison import Comparison, Planned
 from ds_hydra.lab.simulator.scenario import Scenario, SystemResult, bound_of
 from ds_hydra.lab.simulator.systems import (
@@ -26,7 +27,6 @@ from ds_hydra.lab.simulator.systems import (
     RivalInputs,
     Settings,
 )
-from ds_hydra.lab.simulator.workload import Workload, check_workload
 from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.sample_bench import (
     HEURISTIC,

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_hydra.lab.simulator.cases import Workload
 from ds_hydra.lab.simulator.scenario import Bound, Scenario, SystemResult
 from ds_hydra.lab.simulator.systems import DS_HYDRA, GRADIENTS_32_BIT, LABELS, Settings
-from ds_hydra.lab.simulator.workload import Workload
 from ds_hydra.records.events import Simulation
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.schedule import FloatArray
@@ -65,7 +65,7 @@ class Ratio:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
     """A speed-up of whole iterations where coefficients are 20% off, from `low` to `high`, and
-    where transfers are `seen` as the paper saw them (`spread.py`).
+    where transfers are `seen` as the paper saw them (`with_spread`).
     """
 
     low: float

@@ -11,9 +11,15 @@ from itertools import combinations_with_replacement
 
 import numpy as np
 
-from ds_hydra.lab.simulator.context_parallel import ContextParallel
-from ds_hydra.lab.simulator.noise import neighbours
-from ds_hydra.lab.simulator.scenario import Outcome, Scenario, SystemResult, best_of, summarize
+from ds_hydra.lab.simulator.rival_pipelines import ContextParallel
+from ds_hydra.lab.simulator.scenario import (
+    Outcome,
+    Scenario,
+    SystemResult,
+    best_of,
+    neighbours,
+    summarize,
+)
 from ds_hydra.lab.simulator.sharded import (
     PARTIAL,
     RECOMPUTE,

@@ -1,16 +1,21 @@
-"""What-if: the same comparison for several numbers of devices, contexts and token budgets."""
+"""What-if: the same comparison for several numbers of devices, contexts and token budgets; and with
+coefficients that nobody measured here 20% off, or transfers that the overlap hides worse than it
+could.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, repeat
+from typing import NamedTuple
 
+from ds_hydra.lab.simulator.cases import Workload, check_workload
 from ds_hydra.lab.simulator.compare import compare
-from ds_hydra.lab.simulator.comparison import Comparison
+from ds_hydra.lab.simulator.comparison import Comparison, Spread
 from ds_hydra.lab.simulator.systems import Settings
-from ds_hydra.lab.simulator.workload import Workload, check_workload
 from ds_hydra.strategy.cost_models.cluster import find_cluster
+from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.program import default_tokens_per_iteration
 
 SWEEP_SYSTEMS = ("megatron",)
@@ -80,3 +85,96 @@ def swept_axis(comparisons: Sequence[Comparison]) -> str:
     """
     fields = ("num_devices", "context_length", "tokens_per_iteration")
     return max(fields, key=lambda name: len({getattr(c.workload, name) for c in comparisons}))
+
+
+OFF = 0.2
+"""Share by which T, interconnects and attention are each off."""
+SEEN = 0.69
+"""Share of pull and push that the paper still sees with overlap: 1.18 s of 1.71 s (Table 1)."""
+NUM_BATCHES, MAX_TOKENS = 4, 3_200_000
+"""Mini-batches of each variant, and their tokens; one mini-batch at least."""
+
+
+class _Variant(NamedTuple):
+    workload: Workload
+    settings: Settings
+
+
+def with_spread(
+    found: Comparison, run_each: Callable[..., Iterable[dict[str, float]]] = map
+) -> Comparison:
+    """`found` with what becomes of each speed-up of whole iterations.
+
+    All systems run the first mini-batches again, with T, the rates of the interconnect, and the
+    efficiency of attention 20% lower and higher, one at a time, and with `SEEN` of all transfers on
+    top of propagation. Systems are tuned anew for each, but keep the strategies that they may
+    choose from. What a variant changes here is applied to the speed-up over all mini-batches.
+    `run_each`: see `compare`.
+    """
+    affordable = max(1, MAX_TOKENS // found.workload.tokens_per_iteration)
+    iterations = min(NUM_BATCHES, affordable, found.settings.iterations)
+    settings = replace(found.settings, iterations=iterations)
+    start = found.workload
+    variants = [
+        _Variant(start, settings),
+        _Variant(start, replace(settings, seen=SEEN)),
+        *(_Variant(workload, settings) for workload in _variants(start)),
+    ]
+    same, seen, *off = run_each(_speedups, variants, repeat(found))
+    spreads = {}
+    for result in found.results:
+        name, ratio = result.name, found.speedup(result.name)
+        if ratio is None or name not in same:
+            continue
+        changed = [ratio.value * each[name] / same[name] for each in off if name in each]
+        spreads[name] = Spread(
+            low=min(changed, default=ratio.value),
+            high=max(changed, default=ratio.value),
+            seen=ratio.value * seen.get(name, same[name]) / same[name],
+        )
+    return replace(found, spreads=spreads)
+
+
+def _speedups(variant: _Variant, known: Comparison) -> dict[str, float]:
+    found = compare(variant.workload, variant.settings, known)
+    ratios = {result.name: found.speedup(result.name) for result in found.results}
+    return {name: ratio.value for name, ratio in ratios.items() if ratio is not None}
+
+
+def _variants(start: Workload) -> Iterator[Workload]:
+    profile, cluster = start.profile, start.cluster
+    for factor in (1 - OFF, 1 + OFF):
+        for changed in (_slower(profile, factor), _attention(profile, factor)):
+            yield start.knowing(changed)
+        if cluster is not None:
+            hardware = replace(
+                cluster.hardware,
+                intra_node_rate=factor * cluster.hardware.intra_node_rate,
+                inter_node_rate=factor * cluster.hardware.inter_node_rate,
+            )
+            yield start.linked_by(replace(cluster, hardware=hardware))
+
+
+def _slower(profile: Profile, factor: float) -> Profile:
+    """T of every scheme times `factor`."""
+    return profile.with_latency(
+        {
+            scheme: replace(
+                model,
+                quadratic_ms=factor * model.quadratic_ms,
+                linear_ms=factor * model.linear_ms,
+                constant_ms=factor * model.constant_ms,
+            )
+            for scheme, model in profile.latency.items()
+        }
+    )
+
+
+def _attention(profile: Profile, efficiency: float) -> Profile:
+    """Attention, the quadratic part of T, at `efficiency` times its rate."""
+    return profile.with_latency(
+        {
+            scheme: replace(model, quadratic_ms=model.quadratic_ms / efficiency)
+            for scheme, model in profile.latency.items()
+        }
+    )

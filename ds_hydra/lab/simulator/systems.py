@@ -16,13 +16,11 @@ from ds_hydra.lab.simulator.baselines import (
     hotspa,
     two_stage,
 )
-from ds_hydra.lab.simulator.chunks import chunked
+from ds_hydra.lab.simulator.cases import Workload, draw_batches
 from ds_hydra.lab.simulator.mixed_groups import dynamic_cp, fcp, flexsp
-from ds_hydra.lab.simulator.noise import Noise
-from ds_hydra.lab.simulator.scenario import Scenario, SystemResult
+from ds_hydra.lab.simulator.rival_pipelines import chunked, wlb
+from ds_hydra.lab.simulator.scenario import Noise, Scenario, SystemResult
 from ds_hydra.lab.simulator.ulysses import balanced_ulysses, deepspeed_ulysses, odc, packed_zero3
-from ds_hydra.lab.simulator.wlb import wlb
-from ds_hydra.lab.simulator.workload import Workload, draw_batches
 from ds_hydra.strategy.schemes.scheme import Strategy
 
 

@@ -15,8 +15,7 @@ from ds_hydra.lab.simulator.fixed_length import (
     pack_evenly,
     pack_fixed_length,
 )
-from ds_hydra.lab.simulator.noise import neighbours
-from ds_hydra.lab.simulator.scenario import Outcome, Scenario, SystemResult, summarize
+from ds_hydra.lab.simulator.scenario import Outcome, Scenario, SystemResult, neighbours, summarize
 from ds_hydra.lab.simulator.sharded import (
     PARTIAL,
     ShardedGroup,

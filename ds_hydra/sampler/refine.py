@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.sampler.packing.packing import SearchBudget, pack_micro_batches
-from ds_hydra.sampler.packing.packing_bounds import PipelineCost
+from ds_hydra.sampler.bounds import PipelineCost
+from ds_hydra.sampler.packing import SearchBudget, pack_micro_batches
 from ds_hydra.sampler.problem import EPSILON, DispatchProblem, shuffled_order
 from ds_hydra.sampler.schedule import (
     MAX_BALANCED_MICRO_BATCHES,

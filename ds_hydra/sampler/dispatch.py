@@ -15,7 +15,6 @@ import numpy as np
 
 from ds_hydra.errors import InfeasiblePlanError
 from ds_hydra.sampler.bounds import strategy_bound_ms
-from ds_hydra.sampler.dispatch.refine import estimate_ms, improve_dispatch
 from ds_hydra.sampler.integer_programs import SolverLimits, solve_dispatch
 from ds_hydra.sampler.problem import (
     EPSILON,
@@ -25,6 +24,7 @@ from ds_hydra.sampler.problem import (
     shuffled_order,
     sift_down,
 )
+from ds_hydra.sampler.refine import estimate_ms, improve_dispatch
 from ds_hydra.sampler.schedule import IntArray
 from ds_hydra.strategy.compiled import compiled
 

@@ -1,9 +1,0 @@
-"""What the lab adds to the command line."""
-
-from __future__ import annotations
-
-from ds_hydra.lab.commands.fit import fit
-from ds_hydra.lab.commands.search import search
-from ds_hydra.lab.commands.simulate import simulate
-
-COMMANDS = (fit, simulate, search)

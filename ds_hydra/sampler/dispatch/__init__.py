@@ -1,1 +1,0 @@
-"""Which pipeline gets which sequence."""

@@ -1,1 +1,0 @@
-"""How the sequences of one pipeline are packed."""
