@@ -28,7 +28,7 @@ from ds_hydra.sampler.dispatch import dispatch_sequences
 from ds_hydra.sampler.integer_programs import SolverLimits
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.planner_settings import PlannerSettings, PlanningTask
 from ds_hydra.sampler.problem import PipelineKind
 from ds_hydra.sampler.schedule import one_f_one_b_ms
 from ds_hydra.sampler.warm_up import warm_up
@@ -256,7 +256,8 @@ def waiting(batches: list[list[int]], profile: Profile, iteration_s: float) -> d
     """
     waited, start = 0.0, time.perf_counter()
     strategies = parse_strategies(CANDIDATES[64])
-    with BackgroundPlanner(strategies=strategies, profile=profile, num_devices=64) as planner:
+    task = PlanningTask(strategies=tuple(strategies), profile=profile, num_devices=64)
+    with BackgroundPlanner(task) as planner:
         submitted = 0
         for iteration in range(len(batches)):
             while planner.has_room and submitted < len(batches):

@@ -22,6 +22,7 @@ from shared_data import REPOSITORY
 
 from ds_hydra.errors import InfeasiblePlanError
 from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
+from ds_hydra.sampler.planner_settings import PlanningTask
 from ds_hydra.strategy.schemes.scheme import parse_strategies
 
 PROFILE = make_profile(
@@ -37,7 +38,8 @@ LONG_S = 400
 
 def make_planner(**changes):
     settings = {"deadline_s": LONG_S, **changes}
-    return BackgroundPlanner(strategies=STRATEGIES, profile=PROFILE, num_devices=4, **settings)
+    task = PlanningTask(strategies=STRATEGIES, profile=PROFILE, num_devices=4)
+    return BackgroundPlanner(task, **settings)
 
 
 def state_of(pid):

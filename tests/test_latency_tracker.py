@@ -23,7 +23,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.background import BackgroundPlanner
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.planner_settings import PlannerSettings, PlanningTask
 from ds_hydra.strategy import Scheme
 from ds_hydra.strategy.profiles.learned_latency import NO_CORRECTIONS, Correction, Corrections
 from ds_hydra.strategy.schemes.scheme import parse_strategies
@@ -153,9 +153,8 @@ def test_planning_processes_take_each_batch_with_the_corrections_of_its_submissi
     slow = Corrections(strategies={STRATEGIES[0]: Correction(factors={one: 3.0})})
     corrections = [NO_CORRECTIONS, slow, slow, NO_CORRECTIONS]
     batches = [make_batch([9, 20, 31, 4], i) for i in range(4)]
-    with BackgroundPlanner(
-        strategies=STRATEGIES[:1], profile=PROFILE, num_devices=2, num_workers=num_workers
-    ) as planner:
+    task = PlanningTask(strategies=STRATEGIES[:1], profile=PROFILE, num_devices=2)
+    with BackgroundPlanner(task, num_workers=num_workers) as planner:
         for batch, known in zip(batches, corrections, strict=True):
             planner.submit(batch, known)
         found = [planner.get(batch.iteration) for batch in batches]

@@ -17,7 +17,7 @@ from test_planner import MAX_LEN, PROFILE, STRATEGIES
 
 from ds_hydra.configs.ds_config import read_ds_config
 from ds_hydra.configs.files import find_profile
-from ds_hydra.engine.planning import planner_settings
+from ds_hydra.engine.candidates import planner_settings
 from ds_hydra.records.events import simulate_iteration, simulate_plan
 from ds_hydra.sampler.phase_plan import MiniBatch
 from ds_hydra.sampler.planner import plan_iteration, plan_with_time

@@ -49,7 +49,7 @@ from ds_hydra.sampler.candidate_set import (
     proposes,
 )
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.planner_settings import PlannerSettings, PlanningTask
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
@@ -157,6 +157,26 @@ class EngineCandidates:
             self._use_measured(document)
         assert self.profile is not None
         return self.profile
+
+    def task(
+        self, strategies: Sequence[Strategy], profile: Profile, *, forward_only: bool = False
+    ) -> PlanningTask:
+        """What the planner is told besides mini-batches and corrections, `forward_only` for passes
+        without backward. Not collective.
+        """
+        settings = planner_settings(self.config, profile, strategies, self.num_ranks)
+        if forward_only:
+            # What a checkpointed layer takes while it runs is in no profile
+            holds_longer = not self.config.activation_checkpointing
+            profile = profile.forward_only(settings.forward_fraction, holds_longer=holds_longer)
+            pulls = {s: replace(links, push_ms=0.0) for s, links in settings.link_times.items()}
+            settings = replace(settings, link_times=pulls)
+        return PlanningTask(
+            strategies=tuple(strategies),
+            profile=profile,
+            num_devices=self.num_ranks,
+            settings=settings,
+        )
 
     def track(self) -> LatencyTracker:
         """What measured times say of the profile, which is known. Not collective."""

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.candidates import EngineCandidates, planner_settings
+from ds_hydra.configs.hydra_config import HydraConfig, PlannerConfig
+from ds_hydra.engine.candidates import EngineCandidates
 from ds_hydra.engine.examples import (
     check_examples,
     check_same_data,
@@ -43,8 +43,9 @@ from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.sampler.data.examples import to_examples
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.strategy import Profile, Strategy
+from ds_hydra.sampler.planner import plan_task
+from ds_hydra.sampler.planner_settings import PlanningTask
+from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.profiles.learned_latency import NO_CORRECTIONS, Corrections
 
 logger = logging.getLogger(__name__)
@@ -161,14 +162,13 @@ class IterationSource:
         assert self.sampler is not None
         if self._feed is None:
             self._candidates.fit_to_data()  # first: it may add schemes to the profile
+            strategies, profile = self._candidates.strategies, self._candidates.ensure_profile()
+            is_first = self._propagator.rank == 0
             self._feed = PlanFeed(
                 self.sampler,
-                strategies=self._candidates.strategies,
-                profile=self._candidates.ensure_profile(),
-                corrections_for=self._candidates.track().corrections_for,
-                num_ranks=self._propagator.num_ranks,
-                config=self._config,
-                plans_here=self._propagator.rank == 0,
+                self._candidates.task(strategies, profile) if is_first else None,
+                self._candidates.track().corrections_for,
+                self._config.planner,
             )
         return self._feed
 
@@ -234,14 +234,10 @@ class IterationSource:
             tracker.corrections_now(strategies, may_try=may_try) if tracker else NO_CORRECTIONS
         )
         planned = broadcast_plan(
-            lambda: PlanFeed.plan_now(
+            lambda: plan_now(
                 batch,
-                strategies,
-                profile,
-                self._propagator.num_ranks,
-                self._config,
+                self._candidates.task(strategies, profile, forward_only=forward_only),
                 corrections,
-                forward_only=forward_only,
             ),
             self._device,
         )
@@ -329,33 +325,24 @@ class PlanFeed:
     def __init__(
         self,
         sampler: TokenBudgetSampler,
-        *,
-        strategies: Sequence[Strategy],
-        profile: Profile,
+        task: PlanningTask | None,
         corrections_for: Callable[[int], Corrections],
-        num_ranks: int,
-        config: HydraConfig,
-        plans_here: bool,
+        config: PlannerConfig,
     ):
-        """`corrections_for(iteration)` of the profile are asked for when it is submitted."""
+        """`task` is None where nothing is planned; `corrections_for(iteration)` of its profile are
+        asked for when it is submitted.
+        """
         self._sampler = sampler
-        self._lookahead = config.planner.lookahead
+        self._lookahead = config.lookahead
         self._ahead = sampler.state
         self._corrections_for = corrections_for
-        deadline_ms = config.planner.deadline_ms
+        deadline_ms = config.deadline_ms
         self._deadline_s = threading.TIMEOUT_MAX if deadline_ms is None else deadline_ms / 1e3
-        self._planner = (
-            BackgroundPlanner(
-                strategies=strategies,
-                profile=profile,
-                num_devices=num_ranks,
-                settings=planner_settings(config, profile, strategies, num_ranks),
-                num_workers=config.planner.num_workers,
-                lookahead=config.planner.lookahead,
-                deadline_s=_FIRST_DEADLINE_S,
-            )
-            if plans_here
-            else None
+        self._planner = task and BackgroundPlanner(
+            task,
+            num_workers=config.num_workers,
+            lookahead=config.lookahead,
+            deadline_s=_FIRST_DEADLINE_S,
         )
         self._submit_until(self._ahead.iteration + self._lookahead)
 
@@ -381,36 +368,13 @@ class PlanFeed:
         if self._planner is not None:
             self._planner.close()
 
-    @staticmethod
-    def plan_now(
-        batch: GlobalBatch,
-        strategies: Sequence[Strategy],
-        profile: Profile,
-        num_ranks: int,
-        config: HydraConfig,
-        corrections: Corrections,
-        *,
-        forward_only: bool = False,
-    ) -> PlannedIteration:
-        """The plan of `batch`, made here and now."""
-        settings = planner_settings(config, profile, strategies, num_ranks)
-        if forward_only:
-            # What a checkpointed layer takes while it runs is in no profile
-            holds_longer = not config.activation_checkpointing
-            profile = profile.forward_only(settings.forward_fraction, holds_longer=holds_longer)
-            pulls = {s: replace(links, push_ms=0.0) for s, links in settings.link_times.items()}
-            settings = replace(settings, link_times=pulls)
-        plan = plan_iteration(
-            batch,
-            strategies=strategies,
-            profile=profile,
-            num_devices=num_ranks,
-            settings=settings,
-            corrections=corrections,
-        )
-        return PlannedIteration(
-            plan=plan, planning_ms=0.0, waited_ms=0.0, source="inline", corrections=corrections
-        )
+
+def plan_now(batch: GlobalBatch, task: PlanningTask, corrections: Corrections) -> PlannedIteration:
+    """The plan of `batch`, made here and now."""
+    plan = plan_task(task, batch, corrections)
+    return PlannedIteration(
+        plan=plan, planning_ms=0.0, waited_ms=0.0, source="inline", corrections=corrections
+    )
 
 
 Rows = dict[int, Example]

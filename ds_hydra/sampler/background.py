@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,10 +26,8 @@ from ds_hydra import errors
 from ds_hydra.sampler._worker import read_message, write_message
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import plan_task
-from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings, PlanningTask
+from ds_hydra.sampler.planner_settings import PlanningTask
 from ds_hydra.strategy.profiles.learned_latency import NO_CORRECTIONS, Corrections
-from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.schemes.scheme import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -100,21 +98,13 @@ class BackgroundPlanner:
 
     def __init__(
         self,
+        task: PlanningTask,
         *,
-        strategies: Sequence[Strategy],
-        profile: Profile,
-        num_devices: int,
-        settings: PlannerSettings = DEFAULT_SETTINGS,
         num_workers: int = 1,
         lookahead: int = 4,
         deadline_s: float = 30.0,
     ) -> None:
-        self.task = PlanningTask(
-            strategies=tuple(strategies),
-            profile=profile,
-            num_devices=num_devices,
-            settings=settings,
-        )
+        self.task = task
         self.lookahead = lookahead
         self.deadline_s = deadline_s
         self.num_restarts = 0

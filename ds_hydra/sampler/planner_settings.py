@@ -101,7 +101,7 @@ class PlanningTask:
     strategies: tuple[Strategy, ...]
     profile: Profile
     num_devices: int
-    settings: PlannerSettings
+    settings: PlannerSettings = DEFAULT_SETTINGS
 
     def to_json(self) -> dict[str, Any]:
         """The task as a JSON document."""
