@@ -17,7 +17,7 @@ from distributed import free_port, remove_shared_memory
 from faults import read_json_lines, run_until_end
 from shared_data import REPOSITORY
 
-from ds_hydra.engine.ranks.watchdog import find_restart_problem
+from ds_hydra.engine.ranks.process import find_restart_problem
 
 SCRIPT = REPOSITORY / "tests" / "restarted_script.py"
 BIN = Path(sys.executable).parent

@@ -18,27 +18,15 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.scheme_support import check_context_parallel
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.memory import as_the_engine_needs
-from ds_hydra.engine.profiling.profile_document import (
-    fit_memory,
-    model_facts,
-    nominal_profile,
-)
+from ds_hydra.engine.profiling.profile_document import fit_memory, model_facts, nominal_profile
 from ds_hydra.engine.profiling.profiler import measure_profile
 from ds_hydra.engine.propagation import Propagator
-from ds_hydra.engine.ranks.agreement import (
-    broadcast_text,
-    raise_together,
-    run_together,
-)
+from ds_hydra.engine.ranks.agreement import broadcast_text, raise_together, run_together
 from ds_hydra.engine.ranks.memory import naming_memory_limit
 from ds_hydra.engine.ranks.watchdog import watch
 from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker, StragglerFinder
 from ds_hydra.engine.telemetry.metrics import RunLog
-from ds_hydra.errors import (
-    HydraConfigError,
-    InfeasiblePlanError,
-    UnsupportedModelError,
-)
+from ds_hydra.errors import HydraConfigError, InfeasiblePlanError, UnsupportedModelError
 from ds_hydra.progress import Progress
 from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.sampler.candidate_set import (

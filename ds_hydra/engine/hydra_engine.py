@@ -45,15 +45,11 @@ from ds_hydra.engine.ranks.memory import keep_freed_memory, to_device
 from ds_hydra.engine.ranks.process import (
     clear_up,
     end_with_the_sentence,
+    find_restart_problem,
     leave_out_shared_memory,
     let_collectives_end_at_exit,
 )
-from ds_hydra.engine.ranks.watchdog import (
-    find_restart_problem,
-    join_watchdog,
-    leave_watchdog,
-    watch,
-)
+from ds_hydra.engine.ranks.watchdog import join_watchdog, leave_watchdog, watch
 from ds_hydra.engine.runtime import HydraRuntime
 from ds_hydra.engine.telemetry.trace import MemoryWatch
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError

@@ -19,12 +19,7 @@ from torch import Tensor
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.losses.head_loss import PLAIN, HeadLoss
 from ds_hydra.engine.losses.loss import Loss, Tokens
-from ds_hydra.engine.losses.objective import (
-    Objective,
-    are_alike,
-    evaluate,
-    find_difference,
-)
+from ds_hydra.engine.losses.objective import Objective, are_alike, evaluate, find_difference
 from ds_hydra.engine.losses.objective import fingerprint as fingerprint_of
 from ds_hydra.engine.model.micro_batches import LoadExample, MicroBatchTensors
 from ds_hydra.engine.model.stage_model import StageModel

@@ -32,11 +32,7 @@ from ds_hydra.engine.ranks.agreement import (
     run_together,
 )
 from ds_hydra.engine.ranks.memory import to_device
-from ds_hydra.engine.ranks.process import (
-    StopRequest,
-    overlap_where_safe,
-    use_deterministic_kernels,
-)
+from ds_hydra.engine.ranks.process import StopRequest, overlap_where_safe, use_deterministic_kernels
 from ds_hydra.engine.telemetry.metrics import (
     RunLog,
     describe_run,

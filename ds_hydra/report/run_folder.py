@@ -14,12 +14,7 @@ from ds_hydra.errors import HydraConfigError, HydraError
 from ds_hydra.records.events import simulate_plan
 from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.records.timeline import Timeline
-from ds_hydra.report.run_report import (
-    RunSummary,
-    describe_damage,
-    read_metrics,
-    summarize_records,
-)
+from ds_hydra.report.run_report import RunSummary, describe_damage, read_metrics, summarize_records
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy import Profile, Scheme
 

@@ -15,12 +15,7 @@ from typing import Any
 
 from ds_hydra.configs import files
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.records.metrics import (
-    METRICS_FILE,
-    IterationMetrics,
-    PipelineMetrics,
-    describe_flops,
-)
+from ds_hydra.records.metrics import METRICS_FILE, IterationMetrics, PipelineMetrics, describe_flops
 from ds_hydra.strategy import Strategy
 
 logger = logging.getLogger(__name__)

@@ -39,12 +39,7 @@ from ds_hydra.strategy.schemes.enumeration import (
     fits_unevenly,
     num_cuts,
 )
-from ds_hydra.strategy.schemes.placement import (
-    GroupKey,
-    ends_of_phases,
-    groups_of,
-    groups_of_all,
-)
+from ds_hydra.strategy.schemes.placement import GroupKey, ends_of_phases, groups_of, groups_of_all
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 _MANY = 16

@@ -17,10 +17,7 @@ from ds_hydra.sampler.sample_bench import CandidateSettings, Progress
 from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
-from ds_hydra.strategy.proposal.program import (
-    check_context,
-    usable_schemes,
-)
+from ds_hydra.strategy.proposal.program import check_context, usable_schemes
 from ds_hydra.strategy.proposal.space import candidate_schemes, uneven_groups, unpruned_schemes
 from ds_hydra.strategy.schemes.enumeration import enumerate_strategies, power_of_two_schemes
 from ds_hydra.strategy.schemes.placement import (

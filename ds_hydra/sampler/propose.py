@@ -17,12 +17,7 @@ import numpy as np
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.candidate import Phases, find_menus
-from ds_hydra.sampler.sample_bench import (
-    CandidateSettings,
-    Progress,
-    SampleBench,
-    sample_batches,
-)
+from ds_hydra.sampler.sample_bench import CandidateSettings, Progress, SampleBench, sample_batches
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.profile import NO_LINKS, Profile

@@ -26,10 +26,7 @@ from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.cost_models.costs import CanRun, Costs, World, runs_all
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
-from ds_hydra.strategy.proposal.program import (
-    default_tokens_per_iteration,
-    homogeneous_strategies,
-)
+from ds_hydra.strategy.proposal.program import default_tokens_per_iteration, homogeneous_strategies
 from ds_hydra.strategy.schemes.enumeration import neighbour_strategies
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 

@@ -19,12 +19,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch.utils import cpp_extension
 
-from ds_hydra.engine.model.attention_choice import (
-    Choice,
-    WrongKernelError,
-    choose,
-    has_kernels,
-)
+from ds_hydra.engine.model.attention_choice import Choice, WrongKernelError, choose, has_kernels
 from ds_hydra.engine.model.attention_kernels import Demand
 from ds_hydra.engine.ranks.memory import available_bytes
 from ds_hydra.engine.ranks.process import NO_COMPILER, compiles_adam, find_overlap_problem

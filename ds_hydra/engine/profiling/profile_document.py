@@ -42,10 +42,7 @@ from ds_hydra.strategy.profiles.profile import (
     saturation_tokens,
 )
 from ds_hydra.strategy.proposal.estimate import describe_model as describe_config
-from ds_hydra.strategy.proposal.estimate import (
-    expert_parallel_schemes,
-    find_experts,
-)
+from ds_hydra.strategy.proposal.estimate import expert_parallel_schemes, find_experts
 from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
 from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION
 

@@ -146,6 +146,22 @@ for one file, and no process of this host has it open; one of another host may s
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 
+def find_restart_problem(environment: Mapping[str, str]) -> str | None:
+    """Why a restart by this launcher would not come up, or None; looks at torchrun's variables
+    only.
+
+    torchrun's ranks meet in a store of its agent, which outlives them: a restarted rank finds the
+    address of one that is gone and waits for it (pytorch issue 135712, again so in torch 2.13).
+    """
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts == "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return (
+        f"torchrun --max-restarts {restarts} shares a store with the ranks in which restarted ones find the "
+        "addresses of lost ones and hang; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+    )
+
+
 def leave_out_shared_memory() -> None:
     """From now on DeepSpeed makes no buffers in shared memory. Repeating it changes nothing."""
     # As an attribute of deepspeed.comm, "torch" is torch itself.

@@ -30,7 +30,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -383,22 +383,6 @@ class Watchdog:
         if wait != self._wait:
             self._wait, self._wait_began = wait, now
         return wait is not None and now - self._wait_began > self._grace_s
-
-
-def find_restart_problem(environment: Mapping[str, str]) -> str | None:
-    """Why a restart by this launcher would not come up, or None; looks at torchrun's variables
-    only.
-
-    torchrun's ranks meet in a store of its agent, which outlives them: a restarted rank finds the
-    address of one that is gone and waits for it (pytorch issue 135712, again so in torch 2.13).
-    """
-    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if restarts == "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    return (
-        f"torchrun --max-restarts {restarts} shares a store with the ranks in which restarted ones find the "
-        "addresses of lost ones and hang; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
-    )
 
 
 _watchdog: Watchdog | None = None

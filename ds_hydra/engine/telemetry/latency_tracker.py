@@ -36,11 +36,7 @@ from ds_hydra.strategy.profiles.learned_latency import (
     are_plausible,
     names_of,
 )
-from ds_hydra.strategy.profiles.learned_spread import (
-    LearnedSpread,
-    MicroBatchTime,
-    told_by,
-)
+from ds_hydra.strategy.profiles.learned_spread import LearnedSpread, MicroBatchTime, told_by
 
 logger = logging.getLogger(__name__)
 

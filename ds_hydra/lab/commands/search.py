@@ -82,11 +82,7 @@ def search(
     Example: ds-hydra search --profile a800_llama2_7b --devices 8 --memory-gb 40 --sequence 4096
     --plot plan.png
     """
-    from ds_hydra.lab.search import (
-        GalvatronSearch,
-        SearchSettings,
-        layer_strategies,
-    )
+    from ds_hydra.lab.search import GalvatronSearch, SearchSettings, layer_strategies
 
     with errors_to_stderr():
         check_folder(out)

@@ -2,11 +2,7 @@
 2307.02031v2).
 """
 
-from ds_hydra.lab.search.galvatron import (
-    GalvatronSearch,
-    SearchPlan,
-    SearchSettings,
-)
+from ds_hydra.lab.search.galvatron import GalvatronSearch, SearchPlan, SearchSettings
 from ds_hydra.lab.search.layers import SearchInput
 from ds_hydra.lab.search.space import LayerStrategy, layer_strategies
 

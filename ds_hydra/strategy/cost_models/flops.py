@@ -23,13 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.configs.files import (
-    check_object,
-    read_count,
-    read_list,
-    read_number,
-    read_text,
-)
+from ds_hydra.configs.files import check_object, read_count, read_list, read_number, read_text
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import ModelShape, find_shipped_hardware
 from ds_hydra.strategy.cost_models.cluster import model_shape
