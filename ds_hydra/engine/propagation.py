@@ -404,6 +404,7 @@ class Propagator:
             self.stage_model.unbind()
         if not losses or role.tp_rank > 0:
             return None
+        # Scaled for backward, whose gradients may be of 16 bit; told as the sum that it is.
         return torch.stack(losses).double() / scale
 
     def _forward_micro_batch(

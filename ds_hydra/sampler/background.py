@@ -232,6 +232,7 @@ class BackgroundPlanner:
                 continue  # fetched by its deadline before any worker was free
             reply = self._ask(worker, job)
             with self._changed:
+                # Else `get` has planned in line: nobody asks for this reply any more.
                 if iteration in self._pending:
                     self._replies[iteration] = reply
                 self._changed.notify_all()
@@ -254,9 +255,11 @@ class BackgroundPlanner:
 
     def close(self) -> None:
         """Ends all workers; what was submitted is forgotten. May be called more than once."""
+        # A fork inherits what runs at exit, and may not end its parent's workers.
         if self._is_closed or os.getpid() != self._owner:
             return
         self._is_closed = True
+        # The registry would keep this planner, and its profile, until the process ends.
         atexit.unregister(self.close)
         for _ in self._threads:
             self._queue.put(None)

@@ -153,6 +153,7 @@ def _write_capacities(
     time follows from the bounds of one pipeline (`micro_batch_count_bound_ms`).
     """
     max_len = problem.max_len_tokens[kind]
+    # T is convex: a longer sequence takes more time per token, the shortest one takes the least.
     densest_token_ms = problem.sequence_ms[kind, longest_allowed] / problem.lengths[longest_allowed]
     densest_micro_batch_ms = densest_token_ms * max_len
     last = problem.lengths.size - 1
@@ -394,6 +395,7 @@ def strategy_bound_ms(problem: DispatchProblem, upper_ms: float) -> float:
     """
     if problem.lengths.size == 0:
         return 0.0
+    # Each sequence alone on the kind where it ends first is a bound; bisection begins above them.
     low = 0.0
     for i in range(problem.lengths.size):
         alone = np.inf
@@ -414,6 +416,7 @@ def strategy_bound_ms(problem: DispatchProblem, upper_ms: float) -> float:
     high = upper_ms
     while low < high * (1 - _PRECISION):
         middle = (low + high) / 2
+        # What is not proved impossible need not be possible: `high` only narrows the search.
         if _is_impossible(problem, middle, prices):
             low = middle
         else:

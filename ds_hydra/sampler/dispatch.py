@@ -45,6 +45,7 @@ def _dispatch_greedily(problem: DispatchProblem, order: IntArray, assignment: In
     tokens = np.zeros(num_pipelines, dtype=np.int64)
     longest = np.full(num_pipelines, -1)
     value = np.zeros(num_pipelines)
+    # Pipelines stand sorted by kind, so the heap of a kind is a range of one array.
     heap = np.arange(num_pipelines)
     start = np.searchsorted(problem.kind_of, np.arange(num_kinds + 1))
     # Each read of a field counts a reference, which the inner loop would pay for.
@@ -74,6 +75,7 @@ def _dispatch_greedily(problem: DispatchProblem, order: IntArray, assignment: In
         tokens[pipeline] += problem.lengths[i]
         longest[pipeline] = i if longest[pipeline] < 0 else min(i, longest[pipeline])
         value[pipeline] = best
+        # Only the top one has grown: one sift restores the heap, where a sort would cost D log D.
         sift_down(heap[start[best_kind] : start[best_kind + 1]], value)
     return float(value.max())
 
@@ -149,6 +151,7 @@ def fit_trials(
         kinds = np.roll(np.arange(num_kinds), number % num_kinds)
         if number >= num_kinds or (num_kinds > 3 and number == 1):
             kinds = kinds[::-1].copy()
+        # Below the bound nothing fits, and a limit above the best time found wins nothing.
         low, high = lower_ms, best
         for _ in range(num_steps):
             middle = (low + high) / 2

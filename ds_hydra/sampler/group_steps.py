@@ -212,6 +212,7 @@ def plan_steps(
     best: list[GroupStep] = []
     least, num_tried = limit, 0
     for count in range(min(fewest), max(*fewest, lengths.size) + 1):
+        # A convex function of times that add up to the same is least where all are equal.
         if finish(np.full(count, shared_ms / count)) >= least:
             break
         is_found = False

@@ -190,6 +190,7 @@ def find_exchanges(
     # Both must end before the slowest does now, by more than rounding, or exchanges go in circles.
     limit = value_ms[slowest] * (1 - EPSILON)
     max_found = found_ms.size
+    # A list that begins full of the limit needs no other test for exchanges that do not help.
     found_ms[:] = limit
     num_found = 0
     lengths, sequence_ms, num_stages = problem.lengths, problem.sequence_ms, problem.num_stages
@@ -499,6 +500,7 @@ def perturb_and_refine(
         best = pipeline_ms.max()
         if best <= enough_ms:
             break
+        # Each seed starts from the best plan so far, not from what the seed before has led to.
         new_assignment, new_micro_batches = assignment.copy(), micro_batches.copy()
         _perturb(problem, new_assignment, int(np.argmax(pipeline_ms)), seed)
         # On copies, all pipelines anew: most perturbations lead to nothing better.

@@ -46,8 +46,10 @@ def one_f_one_b_ms(micro_batch_ms: FloatArray, num_stages: int, forward_fraction
     if num_stages == 1 or num_micro_batches == 0:
         return float(micro_batch_ms.sum())
     stage_end = np.zeros(num_stages)
+    # One more than there are stages: the last one waits for no other, and reads the 0 behind it.
     backward_end = np.zeros(num_stages + 1)
     for wave in range(num_micro_batches + num_stages - 1):
+        # Stages come inside a wave, so this is the end of the stage before, in the same wave.
         forward_end = 0.0
         for stage in range(num_stages):
             if wave < num_micro_batches:
@@ -272,11 +274,13 @@ def expected_slowest_ms(mean_ms: FloatArray, deviation_ms: FloatArray) -> float:
     [100.0, 102.8]
     """
     reach = _REACH * deviation_ms
+    # Before `low` some group is sure to run, after `high` none does: the integral is in between.
     low, high = float((mean_ms - reach).max()), float((mean_ms + reach).max())
     if high <= low:
         return low
     width = (high - low) / _NUM_POINTS
     at = low + width * (np.arange(_NUM_POINTS) + 0.5)
+    # A group that does not scatter ends at its mean: a step, and no division by 0.
     z = (at[:, None] - mean_ms) / np.maximum(deviation_ms, 1e-9)
     # The normal distribution within 2e-4 (Page, Applied Statistics 26, 1977)
     have_ended = 0.5 * (1 + np.tanh(0.7988 * z * (1 + 0.04417 * z * z)))
@@ -313,6 +317,7 @@ def _balance(num_stages: int, forward_fraction: float, share: FloatArray) -> flo
                 best = one_f_one_b_ms(mean / step, num_stages, forward_fraction)
                 share[:] = mean / step
         # The last path counts twice (optimistic steps): weights circle less and converge sooner.
+        # Less the least sum, which changes no share: no exponent is above 0, and none overflows.
         micro_batches = np.exp(-_BALANCE_RATE / num_stages * (path_sum + path - path_sum.min()))
         micro_batches /= micro_batches.sum()
     return bound
@@ -387,6 +392,7 @@ def ends_ms(
         return times_ms
     # Between two ends the same ranks run, all at one speed: piecewise linear, from end to end.
     order = np.argsort(times_ms, kind="stable")
+    # Ranks of the pipelines that run until each end: its own and those that end after it.
     running = np.array(num_ranks)[order][::-1].cumsum()[::-1]
     speed = np.minimum(ranks_per_core, num_devices / running)
     ends = np.empty_like(times_ms)

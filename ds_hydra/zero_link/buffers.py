@@ -178,6 +178,7 @@ class _Run:
 
     def takes(self, offset: int, begin: int) -> bool:
         step = (offset - self._last[0], begin - self._last[1])
+        # `as_strided` takes no negative stride, and no place of the buffer is filled twice.
         if step[0] < 0 or step[1] <= 0:
             return False
         return self._count == 1 or step == self._step
@@ -210,6 +211,7 @@ def _ordered_sums(hop: Hop, rank: int, splits: Sequence[int]) -> Iterator[Ordere
     classes: dict[bytes, list[tuple[int, Batch, int | None, tuple[StridedCopy, ...]]]] = {}
     for part in parts:
         classes.setdefault(part[1].table.tobytes(), []).append(part)
+    # Where an element is in two classes they would change the order in which ranks add to it.
     are_apart = len(classes) < 2 or _are_disjoint([found[0][1].table for found in classes.values()])
     for found in classes.values() if are_apart else [[part] for part in parts]:
         batch = found[0][1]

@@ -127,6 +127,7 @@ class Link:
 
         def finish() -> None:
             take(0, posted)
+            # Not posted before: the second hop sends on what the first one has brought.
             for number in range(1, len(round_.hops)):
                 take(number, post(number))
             for first in [r for r in self._relayed if plan.rounds[r].relayed_until == index]:
@@ -170,6 +171,7 @@ class Link:
 
         def finish() -> None:
             add(last, posted)
+            # The node's sums are complete now, and go on to the ranks that own them.
             for number in reversed(earlier):
                 add(number, post(number, 1))
             if index in self._relayed:
@@ -344,6 +346,8 @@ class Link:
                 for peer in batch.peers:
                     operations.append(dist.P2POp(dist.isend, source, peer, self._groups[group]))
         if operations:
+            # One batch: sends and receives one by one would have to be in an order that suits all
+            # ranks.
             posted.works = dist.batch_isend_irecv(operations)
         return posted
 

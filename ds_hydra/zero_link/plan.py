@@ -368,6 +368,7 @@ class NodePlanner(DirectPlanner):
         owner, ask = np.divmod(blocks.item, max(len(cell), 1))
         before = np.cumsum(numel) - numel  # of the block inside its (owner, cell) pair
         is_first = np.diff(blocks.item, prepend=-1) != 0
+        # `before` only grows, so the running maximum is where the pair's first block begins.
         before -= np.maximum.accumulate(np.where(is_first, before, 0))
         offset = self._relay.begin[owner, cell[ask]] + before
         round_ = self._cells.round[cell[ask]]

@@ -72,8 +72,10 @@ class HeadLoss:
         group.
         """
         num_rows = len(self.targets_T)
+        # The widest slice of the group: all its ranks cut tokens alike, as their all-reduces need.
         columns = -(-self.vocabulary.num_columns // self.vocabulary.tp.size)
         number = -(-num_rows // max(1, chunk_elements(device) // columns))
+        # As many chunks as are needed, of one size: a short last one would hardly fill a product.
         step = max(1, -(-num_rows // max(1, number)))
         return (slice(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step))
 

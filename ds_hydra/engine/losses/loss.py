@@ -194,6 +194,7 @@ class GRPO(Loss):
         """Sum over the tokens that count."""
         fields, log_probs_T = tokens.fields, tokens.log_probs_T
         old_T = fields["old_log_probs"] if self.is_off_policy else log_probs_T.detach()
+        # Before exp, which may overflow where nothing counts: a gradient of 0 times Inf is NaN.
         ratio_T = torch.where(tokens.counts_T, log_probs_T - old_T, 0.0).exp()
         clipped_T = ratio_T.clamp(1 - self.clip_low, 1 + self.clip_high)
         advantages_T = fields["advantages"]

@@ -95,6 +95,7 @@ class Objective:
         Raises HydraConfigError where the loss, or a derivative of it, is not finite.
         """
         assert isinstance(self.loss, SequenceLoss)
+        # In fp64: losses of pairs are differences of such sums, and small beside them.
         sums_N = torch.stack([values.double().sum() for values in log_probs]).requires_grad_()
         counts_N = torch.stack([_predicted(l).sum() for l in labels])
         what = f"the mini-batch of {len(labels)} examples"

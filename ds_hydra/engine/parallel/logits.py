@@ -82,6 +82,7 @@ def sum_rows(outputs_TV: Tensor, transform: LogitTransform, *, needs_expected: b
     for rows in _chunks(outputs_TV):
         logits = transform.logits(outputs_TV[rows])
         max_T, sum_T = logits.amax(dim=-1), logits.sum(dim=-1)
+        # Less the largest of the row: no power is above 1, so none overflows.
         powers = (logits - max_T.unsqueeze(-1)).exp_()
         power_T = powers.sum(dim=-1)
         expected_T = powers.mul_(logits).sum(dim=-1) if needs_expected else power_T
@@ -95,6 +96,7 @@ def write_gradient(outputs_TV: Tensor, transform: LogitTransform, of: RowGradien
         kernels.write_gradient(outputs_TV, transform, of)
         return
     is_other_TK = of.ids_TK < 0
+    # Columns of other ranks add 0 to column 0, which every rank has.
     ids_TK, of_given_TK = of.ids_TK.clamp(min=0), of.of_given_TK.masked_fill(is_other_TK, 0.0)
     for rows in _chunks(outputs_TV):
         logits = transform.logits(outputs_TV[rows])

@@ -161,6 +161,7 @@ def run_1f1b(
                 output = forward(index, received)
             saved[index] = (received, output)
             if info.is_last:
+                # On the device: reading it here would make the host wait for every micro-batch.
                 losses.append(output.detach())
             else:
                 io.send_activation(output.detach())
@@ -173,6 +174,8 @@ def run_1f1b(
                 with recorder.span(EventKind.BACKWARD, index):
                     torch.autograd.backward(output, grad)
             if received is not None:
+                # Zeros where nothing depends on it: the stage before receives one for every micro-
+                # batch.
                 io.send_gradient(
                     torch.zeros_like(received) if received.grad is None else received.grad
                 )

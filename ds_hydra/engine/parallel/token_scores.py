@@ -92,13 +92,17 @@ class ScoredLogits:
         own = sum_rows(outputs_TV, self._transform, needs_expected=entropy)
         max_T, power_T, expected_T, sum_T = own
         if tp.size > 1:
+            # As an online softmax joins its parts: one factor, never above 1, brings this rank's
+            # powers, which are relative to its own maximum, to the maximum of all.
             max_T = max_T.clone()
             dist.all_reduce(max_T, op=dist.ReduceOp.MAX, group=tp.group)
             factor_T = (own.max_T - max_T).exp_()
             sums = torch.stack([power_T * factor_T, expected_T * factor_T, sum_T])
+            # One all-reduce for all: of a given column each rank but its owner adds 0.
             sums = torch.cat([sums, given_TK.T])
             dist.all_reduce(sums, group=tp.group)
             (power_T, expected_T, sum_T), given_TK = sums[:3], sums[3:].T.contiguous()
+        # Never the log of 0: the largest logit of a row has the power 1.
         self._normaliser_T, self._expected_T = power_T.log() + max_T, expected_T / power_T
         self._sum_T, self._given_TK = sum_T.contiguous(), given_TK
         # What the scores depend on, so that losses are differentiated by these numbers alone

@@ -271,6 +271,7 @@ class Watchdog:
                 if key.data is not None:  # nothing is read of what only wakes
                     self._receive(key.data)
             now = time.monotonic()
+            # Before silence is judged: a process that was suspended has not listened.
             self._forgive(now - last_tick, now)
             last_tick = now
             for peer in list(self._peers.values()):
@@ -300,6 +301,7 @@ class Watchdog:
             return
         except OSError:
             data = b""
+        # The stream has ended: the kernel closes it with the process, however that has ended.
         if not data:
             place = self._places[peer.rank]
             self._drop(peer, _PROCESS_ENDED + (f" on {place}" if place else ""))
@@ -355,6 +357,7 @@ class Watchdog:
                 logger.error("%s", self._describe(verdict))
 
     def _tell(self, verdict: Verdict) -> None:
+        # A copy: the main thread tells, too, while this one drops peers.
         for peer in list(self._peers.values()):
             if peer.rank != verdict.rank:
                 peer.send(verdict.kind, verdict.rank, verdict.section or 0, verdict.text)
@@ -371,6 +374,7 @@ class Watchdog:
                 file=sys.stderr,
                 flush=True,
             )
+            # Not sys.exit, which ends a thread alone: the main one stands in a collective.
             os._exit(EXIT_CODE)
 
     def _waits_in_vain(self, now: float) -> bool:
@@ -525,6 +529,7 @@ class Peer:
 
     def send(self, kind: int, rank: int, section: int, text: str) -> None:
         """Send a record; a broken connection shows up in select."""
+        # Under the lock: two threads send, and the other end reads record after record.
         body = text.encode("utf-8", "replace")[:_MAX_TEXT_BYTES]
         with contextlib.suppress(OSError), self.lock:
             self.connection.sendall(_RECORD.pack(kind, rank, section, len(body)) + body)

@@ -96,6 +96,7 @@ class Adder:
 
 def value_of(high: Tensor, low: Tensor, top: Tensor, width: int) -> Tensor:
     """[m, n] fp32 values of sums; NaN in rows to which something was added that was not finite."""
+    # Both digits as one integer: rounded once, when the sum is known, so in no order of addends.
     whole = high.to(torch.int64).bitwise_left_shift_(width).add_(low)
     unit_exponent = (_exponent(top, width) - width + _DOUBLE_BIAS).to(torch.int64)
     unit = unit_exponent.bitwise_left_shift_(_DOUBLE_MANTISSA_BITS)
@@ -116,6 +117,7 @@ def _place_of(peak: Tensor, width: int) -> Tensor:
 
 def _exponent(top: Tensor, width: int) -> Tensor:
     """The exponent of the unit of `high`; that of `low` is `width` less, and of a normal number."""
+    # Of a row that is not finite any will do: `value_of` puts NaN there.
     return (top.clamp(1, 2 * _LOWEST_NORMAL // width) - _LOWEST_NORMAL // width) * width
 
 
@@ -126,5 +128,6 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 def _make_room(high: Tensor, low: Tensor, top: Tensor, reached: Tensor) -> None:
     """Where `reached` is above `top`, move the sums as many places down."""
     rows = (reached > top).flatten().nonzero().flatten()
+    # One place up `high` is the new `low`; further up both are below what is kept.
     low[rows] = high[rows] * (reached[rows] == top[rows] + 1)
     high[rows] = 0

@@ -214,6 +214,7 @@ class Home(ABC):
 
     def _add_all(self, param: int, region: Region, addend: Tensor, stamp: Any) -> None:
         """Deliver a gradient shard by shard; each rank begins elsewhere, so that few wait."""
+        # This thread's stream may not read the gradient before backward's has written it.
         self._clock.wait_for(stamp)
         pieces = list(self._pieces(param, region, self._specs[param].num_cols))
         first = len(pieces) * self._rank // len(self._parts)
@@ -320,6 +321,7 @@ class Inbox:
     def begin(self) -> None:
         """Forget what was under way, and begin a round; every rank calls it, then a barrier."""
         self._round += 1
+        # Of its own slots alone: a slot's owner is the one who frees it.
         self._control[self._place, :, _STATE] = _FREE
 
     def send(self, owner: int, what: Sequence[int], piece: Tensor) -> None:
@@ -342,12 +344,14 @@ class Inbox:
     def finish(self) -> None:
         """Wait until all that was sent has been added, and tell every owner."""
         for owner in range(len(self._slots)):
+            # The slot is free, so the last piece has been added before the owner reads this word.
             self._wait_for_slot(owner)[_DONE] = self._round
 
     def serve(self, add: Callable[[list[int], Tensor], None]) -> None:
         """`add(what, piece)` what comes until every sender has finished. In a thread of its own."""
         mine, round_ = self._control[self._place], self._round
         try:
+            # A round that was begun anew ends this one: its iteration has failed.
             while self._round == round_ and (mine[:, _DONE] != round_).any():
                 senders = (mine[:, _STATE] == _FULL).nonzero()[0].tolist()
                 for sender in senders:

@@ -142,6 +142,7 @@ class LinkThread:
     def close(self) -> None:
         """End the thread after the jobs submitted so far. Safe to call twice."""
         if self._thread is not None:
+            # Not joined: a collective that never ends would keep this process, too.
             self._jobs.put(None)
             self._thread = None
 
@@ -160,6 +161,7 @@ class LinkThread:
 def _run(job: Callable[[], None], future: Future[None]) -> None:
     try:
         job()
+    # Whatever it is: who waits for the future would wait for ever.
     except BaseException as error:
         future.set_exception(error)
     else:
@@ -196,6 +198,7 @@ class BucketEvents:
 
     def cancel(self) -> None:
         """Wake everyone who waits for an event that is not recorded."""
+        # Without a stamp, by which who waits tells it from an event that was recorded before.
         for event in self._recorded:
             event.set()
 

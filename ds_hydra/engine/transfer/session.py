@@ -88,6 +88,7 @@ class RoundWindow:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
+            # After Cancelled, too: no round on the wire waits for this rank's computation.
             if error is None or isinstance(error, Cancelled):
                 self.settle()
         finally:
@@ -280,12 +281,14 @@ class TransferSession:
                 self._needed[transfer.needed_by] = number
             elif transfer.kind.is_bringing:
                 self._brought[transfer.bucket] = number
+            # These stand first in the list: one number says which they are.
             if transfer.kind.is_bringing and transfer.after == AT_ONCE:
                 self._num_at_once = number + 1
         self._in_window = frozenset(schedule.window.buckets)
         self._use = -1
         self._next = 0
         self._awaited: set[int] = set()
+        # Gathered layers have one round at a time, and computation paces them.
         self._is_paced = clock.has_streams and schedule.depth > 1
         self._is_pull_paced = self._is_paced
         self._running: Future[None] | None = None
@@ -451,6 +454,8 @@ class TransferSession:
     def _go_on(self) -> None:
         """Leave the present use for the next one, and wait for what that needs."""
         if self._use >= 0:
+            # Before the next use is waited for: what that needs may go into the slot that is left
+            # here.
             self._left.record(self._use)
             if not self._thread.overlap:
                 self._catch_up()
@@ -488,6 +493,7 @@ class TransferSession:
                 self._settle(window)
         except Cancelled:
             pass  # computation has failed
+        # Computation that waits for a transfer wakes up, and finds this error in the job's future.
         except BaseException:
             self._over.cancel()
             raise
@@ -498,6 +504,7 @@ class TransferSession:
         with self._waits.measure(), self._window() as window:
             while self._next < len(transfers):
                 after = transfers[self._next].after
+                # This very thread records events: waiting for one here would never end.
                 if after != AT_ONCE and not self._left.is_recorded(after):
                     break
                 self._post(self._next, window)
@@ -537,4 +544,5 @@ class TransferSession:
                 self.weights.prepare(transfer.bucket)
             else:
                 self.weights.expect_next(transfer.bucket)
+        # Last: computation reads the slices as soon as this is recorded.
         self._over.record(number)

@@ -224,6 +224,7 @@ class _Gradient:
 
     def pass_by(self) -> None:
         """Backward is done with the leaf, but for products that were postponed."""
+        # A product that waits for an exchange comes later; the last of them calls this again.
         self._is_passed = bool(self._num_expected)
         if not self._is_passed:
             self.complete()
@@ -429,6 +430,7 @@ class StageWeights:
         def pass_by(*_: Any) -> None:
             if leaf.grad is not None:
                 gradient.take(leaf.grad)
+                # Else autograd would add the next micro-batch's to it, in the type of the weights.
                 leaf.grad = None
             gradient.pass_by()
 

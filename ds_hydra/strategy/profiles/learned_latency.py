@@ -201,6 +201,7 @@ class LearnedTimes:
         """Take in the busy pipelines of one iteration; times are above 0."""
         if not pipelines:
             return
+        # In logarithms factors add up, and twice as long weighs as much as half as long.
         found = np.array([log(p.measured_ms / p.profiled_ms) for p in pipelines])
         if not self.names:
             self._know([MACHINE])
@@ -243,6 +244,7 @@ class LearnedTimes:
     def _bound(self) -> None:
         """No factor is less certain than before anything was seen."""
         scale_F = np.minimum(1.0, self._prior_F() / np.sqrt(np.diag(self.cov_FF)))
+        # Rows and columns alike: what is left is still a covariance.
         self.cov_FF = self.cov_FF * np.outer(scale_F, scale_F)
 
     def _noise(self, num: int) -> FloatArray:
@@ -261,6 +263,7 @@ class LearnedTimes:
             weight_K = np.abs(design_KF[:, number])
             if not weight_K.any():
                 continue
+            # What all pipelines have in common is the machine's surprise, and no scheme's.
             z = float(weight_K @ (z_K if name == MACHINE else z_K - common) / weight_K.sum())
             self.surprise_F[number] += _SURPRISE_RATE * (z - self.surprise_F[number])
             if abs(self.surprise_F[number]) > _SHIFT:
@@ -279,22 +282,26 @@ class LearnedTimes:
         noise_KK = self._noise(len(surprise_K))
         total_KK = cross_KF @ design_KF.T + noise_KK
         z_K = np.abs(surprise_K) / np.sqrt(np.diag(total_KK))
+        # An outlier counts as measured with more noise, so that it moves the factors less.
         heavier_K = np.maximum(1.0, z_K / _OUTLIER)
         total_KK = total_KK + noise_KK * (np.outer(heavier_K, heavier_K) - 1)
         gain_FK = np.linalg.solve(total_KK, cross_KF).T
         self.mean_F = self.mean_F + gain_FK @ surprise_K
         cov_FF = self.cov_FF - gain_FK @ cross_KF
+        # Rounding would make it lopsided, a little more in every iteration.
         self.cov_FF = (cov_FF + cov_FF.T) / 2
         self._learn_noise(design_KF, surprise_K - design_KF @ (gain_FK @ surprise_K))
 
     def _learn_noise(self, design_KF: FloatArray, left_K: FloatArray) -> None:
         """The noise is what the updated factors leave, and what they are uncertain by."""
         limit = 2 * sqrt(sum(self.noise))
+        # Cut: one outlier says little about the noise of all other iterations.
         left_K = np.clip(left_K, -limit, limit)
         found_KK = np.outer(left_K, left_K) + design_KF @ self.cov_FF @ design_KF.T
         num, (own, shared) = len(left_K), self.noise
         level = float(np.trace(found_KK)) / num
         if num > 1:
+            # The mean of what is beside the diagonal: what any two pipelines have in common.
             found_shared = max(0.0, float(found_KK.sum() - num * level) / (num * (num - 1)))
             found_own = level - min(found_shared, level)
         else:

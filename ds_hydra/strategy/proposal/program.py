@@ -339,6 +339,8 @@ def _devices_needed(
                 work = work_ms[k, l] - work_ms[k, j]
                 if (size * work + least_work[j]) / limit_ms >= best - 1e-9:
                     break
+                # Less what rounding adds: a quotient hardly above a whole number takes no step
+                # more.
                 steps = np.ceil(work / (limit_ms * device_step) - 1e-9)
                 needed = devices[j] + size * steps * device_step
                 if needed < best - 1e-9:
@@ -374,12 +376,14 @@ def _bisect_times(
         limit = low[l] * (1.0 + 4.0 * precision)
         while times_ms[l] > low[l] * (1.0 + precision):
             if times_ms[l] < np.inf:
+                # The geometric mean, because the precision is relative.
                 limit = np.sqrt(low[l] * times_ms[l])
             _devices_needed(
                 limit, work_ms, least_work, scheme_devices, first_closed, device_step, l, devices,
                 from_bin, by_scheme,
             )  # fmt: skip
             for i in range(1, l + 1):
+                # Devices are sums of many fractions of one.
                 if devices[i] <= num_devices + 1e-6:
                     times_ms[i] = min(times_ms[i], limit)
                 else:
