@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from reference import make_profile
 
@@ -13,6 +14,8 @@ from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape
 from ds_hydra.strategy.cost_models.cluster import Cluster, find_cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+from ds_hydra.zero_link import BucketEntry, ParamSpec, Slicing
+from ds_hydra.zero_link.traffic import LinkAccounts
 
 SHAPE = ModelShape(num_layers=10, hidden_size=10, intermediate_size=20, vocab_size=0)
 PARAMS = 10 * (400 + 600)
@@ -164,3 +167,39 @@ def test_a_profile_without_the_models_shape_is_refused():
     document = {**profile.document, "model": {**profile.document["model"], "intermediate_size": 3}}
     described = dataclasses.replace(profile, document=document)
     assert find_cluster(described, 8, "h100").num_params > 0
+
+
+def received_by_the_busiest_node(text: str, slicing: Slicing) -> float:
+    """Share of a model of 8 equal layers that plans of the link bring to it on two nodes of 4."""
+    strategy = Strategy.parse(text)
+    specs = [ParamSpec(fqn=f"{i}", shape=(40, 40), slicing=slicing) for i in range(8)]
+    buckets = [()] * 8
+    for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
+        for place, rank in enumerate(ranks):
+            stage, tp_rank = divmod(place, scheme.tp)
+            layers = scheme.stage_layers(8, stage)
+            buckets[rank] = tuple(
+                (BucketEntry(i, specs[i].slice_region(scheme.tp, tp_rank), True),) for i in layers
+            )
+    accounts = LinkAccounts(specs, buckets, 4)
+    across = accounts.node_aware().across_nodes(accounts.nodes)
+    np.fill_diagonal(across, 0)
+    return across.sum(axis=0).max() / (8 * 1600)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["8x<1,1>", "4x<2,1>", "2x<4,1>", "1x<1,8>", "2x<1,4>", "1x<4,2>", "1x<4,1> + 2x<1,2>"],
+)
+def test_a_node_receives_as_many_elements_as_plans_of_the_link_bring_to_it(strategy):
+    pull_ms, _ = link_times(strategy, 8)
+    share = received_by_the_busiest_node(strategy, Slicing.COLWISE)
+    assert pull_ms == pytest.approx(PARAMS * share * 2 / 100)
+
+
+def test_a_tp_group_over_nodes_receives_no_more_than_is_counted():
+    """Columns of its slices lie across all shards; rows may be in its own."""
+    pull_ms, _ = link_times("1x<8,1>", 8)
+    columns = received_by_the_busiest_node("1x<8,1>", Slicing.ROWWISE)
+    assert pull_ms == pytest.approx(PARAMS * columns * 2 / 100)
+    assert received_by_the_busiest_node("1x<8,1>", Slicing.COLWISE) == 0.0

@@ -281,17 +281,20 @@ class StrategyLinks:
         strategy = plans[0].strategy
         link = self.link_for(strategy)
         self._forget_frozen()
+        window = self.stage_model.gather_window([s for p in plans for s in p.strategy.schemes])
         # Rounds are those of the pipeline with the most micro-batches, on every rank.
         schedule = plan_gathered(
-            self.stage_model.gather_window([s for p in plans for s in p.strategy.schemes]),
+            window,
             len(self.stage_model.units),
             [max(len(pipeline.micro_batches) for pipeline in plan.pipelines) for plan in plans],
             training=training,
             pushes=grads_P is not None,
         )
-        slot_of = self._slots(strategy, link.buckets)
         weights = self._weights(
-            link.buckets, with_gradients=training, slot_of=slot_of, gathers=True
+            link.buckets,
+            with_gradients=training,
+            slot_of=window.slot_of if link.buckets else {},
+            gathers=True,
         )
         carrier = self._link_carrier(link.pull, link.push, grads_P, weights, link.eight)
         return self._session(schedule, carrier, weights)
@@ -418,7 +421,9 @@ class StrategyLinks:
         specs = self.stage_model.specs
         in_8_bits = 0 if eight is None else eight.most_bytes(specs, self.num_ranks)
         itemsize = self._dtype.itemsize
-        slot_of = self._slots(strategy, buckets)
+        slot_of: Mapping[int, int] = {}
+        if strategy.gathers and buckets:
+            slot_of = self.stage_model.gather_window(strategy.schemes).slot_of
         kept = [bucket for r, bucket in enumerate(buckets) if r not in slot_of]
         return LinkMemory(
             slice_bytes=held_numel(specs, buckets, slot_of) * itemsize,
@@ -427,12 +432,6 @@ class StrategyLinks:
             exchange_bytes=self._exchange_bytes(pull, push) + in_8_bits,
             relayed_bytes=max(pull.relayed_elements * itemsize, push.relayed_elements * 4),
         )
-
-    def _slots(self, strategy: Strategy, buckets: RankBuckets) -> Mapping[int, int]:
-        """In which slot each bucket is gathered."""
-        if not strategy.gathers or not buckets:
-            return {}
-        return self.stage_model.gather_window(strategy.schemes).slot_of
 
 
 def check_link_plans(strategy: Strategy, plans: Sequence[LinkPlan], device: torch.device) -> None:

@@ -7,6 +7,10 @@ direction; transfers of different nodes do not disturb each other. A node's home
 is filled and emptied across nodes once for each iteration, like a slice; inside the node its layers
 are read for every micro-batch (`stream_ms`). Left out: casts, launches and the latency of single
 messages in pull and push.
+
+Elements of a pull are counted by shares of the model, for thousands of strategies of models that
+nobody has loaded. `zero_link/traffic.py` counts the blocks of one strategy's plans; both agree
+where a node needs whole parameters; where TP spans nodes this one may be above.
 """
 
 from __future__ import annotations
