@@ -411,6 +411,7 @@ def improve_waves(
             if left <= 0 or height.sum() <= enough_ms:
                 return float(height.sum())
             a, second, third_ms = _longest(times, wave * num_ranks, num_ranks)
+            # A gain within rounding is none: exchanges would go in circles.
             best, best_i, best_j, best_b = -EPSILON * weight * times[a] ** 2, -1, -1, -1
             for i in range(rows.size):
                 if rows[i] != a:

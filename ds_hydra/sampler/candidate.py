@@ -246,6 +246,7 @@ def _kept_phases(
         phase = PhasePlan.of(
             mini_batch,
             strategy,
+            # Positions in sorted order: dispatch wants lengths that descend.
             members=np.sort(np.concatenate(own)),
             factors=_factors(mini_batch, menu, strategy),
             link=menu.link.at_ends(*ends),
@@ -354,6 +355,7 @@ def _sizes_with_cuts(sizes: Sequence[int], num_devices: int) -> list[int]:
             return found
         uneven.pop()
     while even and num_cuts(num_devices, tuple(even)) > MAX_CUTS:
+        # Most cuts are those that have some groups of the smallest size.
         even = even[1:]
     return even
 

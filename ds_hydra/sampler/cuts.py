@@ -62,6 +62,7 @@ def cut_micro_batch(
         overhang = _overhang(fill_rows(sizes, num_rows, num_cut, row_of), known)
         if overhang < best_overhang:
             best, best_overhang, best_row_of = num_cut, overhang, row_of.copy()
+        # The fewest that are enough: keys of a sequence that is cut travel to all rows.
         if max(overhang) <= 1 + ROW_TOLERANCE:
             break
     return _pieces(ordered, sizes.tolist(), num_rows, best, best_row_of.tolist())
@@ -113,6 +114,8 @@ def fill_rows(sizes: IntArray, num_rows: int, num_cut: int, row_of: IntArray) ->
     for i in range(num_cut):
         for chunk in range(num_chunks):
             begin, end = sizes[i] * chunk // num_chunks, sizes[i] * (chunk + 1) // num_chunks
+            # Mirrored: early tokens attend to few others, late ones to many; a row has a chunk of
+            # each.
             row = min(chunk, num_chunks - 1 - chunk)
             filled[0, row] += end - begin
             filled[1, row] += end * end - begin * begin

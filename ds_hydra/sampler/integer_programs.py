@@ -99,6 +99,7 @@ def solve_dispatch(problem: DispatchProblem, limits: SolverLimits, assignment: I
     model.start = [(variable, float(start[i] == j)) for (j, i), variable in is_on.items()]
     model.optimize(max_seconds=limits.deadline_s, max_nodes=limits.max_nodes)
     if model.num_solutions > 0:
+        # Solvers give whole numbers up to a tolerance.
         for (j, i), variable in is_on.items():
             if variable.x > 0.5:
                 assignment[i] = j

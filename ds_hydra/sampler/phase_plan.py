@@ -259,6 +259,7 @@ class PhasePlan:
         times = [own for own in times if own.size]
         if not self.strategy.gathers:
             totals = np.array([own.sum() for own in times])
+            # Micro-batches scatter independently: their variances add up.
             scatter = spread * np.array([np.sqrt((own**2).sum()) for own in times])
             return expected_slowest_ms(totals, scatter) - float(totals.max()) if times else 0.0
         more_ms = 0.0

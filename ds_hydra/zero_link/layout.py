@@ -288,6 +288,7 @@ class ShardTable:
         row_len = spread(self.num_cols[regions.param])
         numel = spread(self.numel[regions.param])
         shard = self.shard_numel[regions.param]
+        # Shards are equally long, so that the last ones may lie beyond the parameter, empty.
         begin = np.minimum((owners[:, None] * shard[None, :]).ravel(), numel)
         end = np.minimum(begin + spread(shard), numel)
         row, col = spread(regions.row), spread(regions.col)
@@ -295,12 +296,17 @@ class ShardTable:
         is_some = (begin < end) & (row < row_end) & (col < col_end)
         is_run = (col_end - col) == row_len  # whole rows of the parameter: one contiguous run
 
+        # Rows of the region of which the shard has any element.
         first = np.maximum(row, begin // row_len)
         last = np.minimum(row_end, -(-end // row_len))  # exclusive
+        # Those of them whose columns of the region all lie in the shard: row r from r * row_len +
+        # col, which is not before `begin`, to r * row_len + col_end, which is not behind `end`.
         first_whole = np.maximum(first, -(-(begin - col) // row_len))
         last_whole = np.minimum(last, (end - col_end) // row_len + 1)
         has_whole = first_whole < last_whole
         has_head = (first < last) & (~has_whole | (first < first_whole))
+        # Without whole rows there are two partial ones where the shard reaches over the end of a
+        # row.
         has_tail = np.where(has_whole, last > last_whole, last > first + 1)
 
         def partial_row(at: IntArray) -> tuple[IntArray, IntArray]:
@@ -309,6 +315,7 @@ class ShardTable:
 
         head_start, head_cols = partial_row(first)
         tail_start, tail_cols = partial_row(last - 1)
+        # Whole rows of the parameter are one run, which takes the place of the head.
         run_start = np.maximum(begin, row * row_len)
         run_cols = np.minimum(end, row_end * row_len) - run_start
         head_start, head_cols = (

@@ -94,6 +94,7 @@ class _AfterOthers(torch.autograd.Function):
             for k, v, is_causal in _before_and_own(key, value, num_before)
         ]
         total = torch.logaddexp(parts[0][1], parts[1][1])
+        # Each part is normalised by its own keys: its share of the whole denominator weighs it.
         weights = [(logs - total).exp().unsqueeze(-1).to(query.dtype) for _, logs in parts]
         out: Tensor = sum(weight * part[0] for weight, part in zip(weights, parts, strict=True))
         ctx.save_for_backward(query, key, value, out, total)
@@ -175,6 +176,7 @@ def _scored(
             sinks = sinks_KG[..., None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sinks], dim=-1)
         weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+        # Sinks have a part of the softmax and no value: their column is left out here.
         weights = weights[..., : keys.stop - keys.start].flatten(1, 2)
         outputs.append((weights @ value_KND[:, keys]).unflatten(1, (num_groups, -1)))
     return torch.cat(outputs, dim=2)

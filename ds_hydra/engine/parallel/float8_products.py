@@ -280,6 +280,7 @@ def _multiply(
         )
         if cut and cut in features and (operand.is_tensorwise or summed == cut):
             agreed.append(features)
+    # One rank would take one scale of the whole operand, of which each here has a part.
     if agreed:
         mine = [amaxes[features].float() for features in agreed]
         largest = torch.cat([amax.flatten() for amax in mine])

@@ -76,6 +76,7 @@ def raise_together(error: Exception | None, device: torch.device) -> None:
     A rank that brings one raises its own; the others raise that of the lowest failing rank, naming
     it.
     """
+    # A row of each rank and no sum: it says at once who speaks for all.
     has_error = gather_rows(to_device(torch.tensor([error is not None]).long(), device)).tolist()
     if [1] not in has_error:
         return
@@ -163,6 +164,7 @@ def _broadcast(payload: bytes, numel: int, source: int, device: torch.device) ->
 
 def max_over_ranks(value: float, device: torch.device) -> float:
     """The largest `value` of any rank. Collective over all ranks."""
+    # In fp64, in which bytes are whole numbers up to 2^53.
     largest = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)

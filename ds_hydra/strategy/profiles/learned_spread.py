@@ -188,6 +188,7 @@ class LearnedSpread:
                 for (now, was), (other_now, other_was) in pairwise(pairs):
                     off = (now.level - was.level) - (other_now.level - other_was.level)
                     shares = now.share + was.share + other_now.share + other_was.share
+                    # As of two single micro-batches, whose variances add up to two.
                     yield abs(off) * sqrt(2 / shares)
 
     @property
@@ -198,6 +199,7 @@ class LearnedSpread:
         *before, total = accumulate(self.counts)
         if total < _NUM_NEEDED:
             return 0.0
+        # By the median, which a few micro-batches that stumble do not move.
         number = bisect_right(before, total / 2)
         if number in (0, _NUM_BINS - 1):
             return 0.0 if number == 0 else _MOST
