@@ -264,6 +264,7 @@ class _Choice:
                 break
             added = affordable[int(np.argmax(gains))]
             open_.remove(added)
+            # Asked of the best one alone, because it looks at the groups of every rank.
             if not limits.allow(groups_of_all([*self.chosen, added])):
                 continue
             self.chosen = [*self.chosen, added]

@@ -271,6 +271,8 @@ class SampleBench:
                 estimates = estimator.estimates_ms(self.batches[number])
                 best = np.argsort(estimates, kind="stable")[:most]
                 near = best[estimates[best] <= (1 + _REACH) * estimates[best[0]]]
+                # In the order of the candidates: of equal times the first wins, whatever was
+                # estimated.
                 tried = [strategies[index] for index in np.sort(near)]
             won[tried[int(np.argmin(self._times_ms(number, tried)))]] += 1
             if progress is not None:

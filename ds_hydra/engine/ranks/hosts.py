@@ -69,6 +69,7 @@ def find_hosts(device: torch.device) -> Hosts:
     name = socket.gethostname().encode()[:_NAME_BYTES]
     words = (_host_digest(), *struct.unpack(f"{_NAME_BYTES // 8}q", name.ljust(_NAME_BYTES, b"\0")))
     rows = gather_rows(torch.tensor(words, dtype=torch.int64, device=device)).tolist()
+    # Reversed, so that of a host's ranks the first one's name stays.
     first = {digest: letters for digest, *letters in reversed(rows)}
     number = {digest: index for index, digest in enumerate(dict.fromkeys(row[0] for row in rows))}
     names = [struct.pack(f"{_NAME_BYTES // 8}q", *first[digest]) for digest in number]
@@ -219,6 +220,7 @@ def _create(nbytes: int, purpose: str) -> int:
             f"{free / 1e9:.2f} GB are free"
         )
     try:
+        # No name in /dev/shm, which is small in containers, and nothing is left behind by a crash.
         file = os.memfd_create(f"ds_hydra_{os.getpid()}")
         os.ftruncate(file, nbytes)
     except (OSError, AttributeError) as error:

@@ -135,6 +135,7 @@ class TokenBudgetSampler:
             block = self._read_order(epoch, position)
             tokens_until = np.cumsum(self._lengths[block], dtype=np.int64)
             num_fitting = int(np.searchsorted(tokens_until, room, side="right"))
+            # One at least, also where it alone is above the budget: no iteration is empty.
             num_fitting = max(num_fitting, 0 if drawn else 1)
             drawn += block[:num_fitting].tolist()
             position += num_fitting

@@ -432,14 +432,18 @@ def predict_latency(
     tp, hidden = scheme.tp, shape.hidden_size
     layers = shape.num_layers / scheme.pp
     used = shape.active_layer_params + shape.means.state_params
+    # Of an element and a token 2 FLOP in forward, and twice as many in backward.
     matmul = 6 * (used * layers + hidden * shape.vocab_size / scheme.pp) / tp
     elementwise = 3 * shape.kept_bytes * hidden / tp * layers
+    # A ring all-reduce sends each element 2 (TP - 1) / TP times, in 2 bytes.
     exchanged = _COLLECTIVES * 2 * (tp - 1) / tp * 2 * hidden * layers
     linear_s = (
         matmul / hardware.matmul_flops
         + elementwise / hardware.memory_rate
         + exchanged / hardware.group_rate(tp)
     )
+    # Causal, so half of the pairs: two products forward, five backward with the one made again,
+    # each of l^2 times the width.
     attention = 7 * shape.heads_width * layers / scheme.ranks_per_stage
     num_collectives = _COLLECTIVES if tp > 1 else 0
     num_collectives += KEY_VALUE_EXCHANGES if scheme.cp > 1 else 0

@@ -296,6 +296,7 @@ def charge_ms(
     fewest = max(1, int(np.ceil(share_tokens / world.max_len_tokens(scheme))))
     saturated = world.profile.saturation_tokens.get(scheme.tp, 1) * scheme.num_shards
     most = max(fewest, int(share_tokens // saturated))
+    # Evenly by ratio: time is flat around its minimum.
     micro_batches = np.unique(np.geomspace(fewest, most, 64).astype(np.int64)).astype(np.float64)
     work = model.linear_ms * share_tokens
     slots_ms = work / micro_batches + model.constant_ms
