@@ -1,5 +1,8 @@
 """Rows of the parity table: every pair of values of its factors that can meet is in one of them.
 
+Rows of compiled layers stand beside them: they take ten times as long, so they hold every value,
+and pairs of those factors alone that change which code a layer runs.
+
 `python tests/parity_rows.py` writes `tests/parity_table.txt`, the same in every run.
 """
 
@@ -18,6 +21,9 @@ NUM_RANKS = 4
 
 Row = dict[str, str]
 """A value of each factor."""
+Item = tuple[str, str]
+"""A factor and its value."""
+Pair = tuple[Item, Item]
 
 EXPERTS = (
     "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "dots1", "gpt_oss", "ernie4_5_moe", "olmoe",
@@ -73,13 +79,18 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "trained": ("all", "tied", "frozen", "lora"),
     "experts": ("no_ep", "ep2", "ep4"),
     "balance": ("no_balance", "balance"),
+    "layers": ("interpreted", "compiled"),
 }
 """A row is named by its values; those that come first are left out, but for family and kind.
 
 layout: pipelines of one kind on all ranks, ranks without work, pipelines of another kind beside
-them, two phases. routes: hydra.link. lengths: see `test_parity_table.LENGTHS_OF`.
+them, two phases. routes: hydra.link. lengths: see `test_parity_table.LENGTHS_OF`. layers:
+hydra.compile_layers.
 """
-ENGINE = ("family", "trained", "balance", "tp_sp", "overlap", "routes")
+COMPILED: Item = ("layers", "compiled")
+OF_A_LAYER = ("kind", "weights", "ckpt", "tp_sp", "trained", "experts")
+"""What changes the code of a layer, whose pairs meet in compiled rows, too."""
+ENGINE = ("family", "trained", "balance", "tp_sp", "overlap", "routes", "layers")
 """What an engine is started with, and whether it checkpoints all layers."""
 
 WITHOUT_PP = ("olmoe", "granitemoe")
@@ -164,24 +175,27 @@ def broken_rules(row: Mapping[str, str]) -> list[str]:
     ]
 
 
-Item = tuple[str, str]
-"""A factor and its value."""
-Pair = tuple[Item, Item]
-
-
 def pairs_of(row: Mapping[str, str]) -> list[Pair]:
     """((factor, value), (factor, value)) for each two factors, in the order of `FACTORS`."""
     return list(itertools.combinations([(f, row[f]) for f in FACTORS if f in row], 2))
 
 
 def all_pairs() -> list[Pair]:
-    """Those of all factors, whether they can meet or not."""
+    """Those of all factors but `layers`, whether they can meet or not."""
+    factors = [factor for factor in FACTORS if factor != COMPILED[0]]
     return [
         ((f, v), (g, w))
-        for f, g in itertools.combinations(FACTORS, 2)
+        for f, g in itertools.combinations(factors, 2)
         for v in FACTORS[f]
         for w in FACTORS[g]
     ]
+
+
+def pairs_of_compiled() -> list[Pair]:
+    """Those that rows of compiled layers hold, if they can meet."""
+    of_a_layer = [pair for pair in all_pairs() if {f for f, _ in pair} <= {*OF_A_LAYER}]
+    items = ((f, v) for f in FACTORS if f != COMPILED[0] for v in FACTORS[f])
+    return [*of_a_layer, *((item, COMPILED) for item in items)]
 
 
 def complete(
@@ -206,15 +220,27 @@ def complete(
 
 
 def generate(seed: int = 0) -> list[Row]:
-    """Rows that hold every pair that can meet, greedily: each holds as many new ones as it can,
-    under an engine that there is already where one can take the next pair.
+    """Rows that hold every pair that can meet, then those of compiled layers."""
+    rows = [
+        *cover(all_pairs(), ("layers", "interpreted"), seed),
+        *cover(pairs_of_compiled(), COMPILED, seed),
+    ]
+    by = ("layers", *ENGINE, "ckpt", *FACTORS)
+    return sorted(rows, key=lambda row: [FACTORS[f].index(row[f]) for f in by])
+
+
+def cover(pairs: Iterable[Pair], of_all: Item, seed: int) -> list[Row]:
+    """Rows with the item `of_all` that hold those of `pairs` that can meet, greedily: each holds as
+    many new ones as it can, under an engine that there is already where one can take the next pair
+    (rows of compiled layers under engines of their own).
     """
     random = Random(seed)
-    open_pairs = {pair for pair in all_pairs() if not broken_rules(dict(pair))}
+    open_pairs = {pair for pair in pairs if not broken_rules(dict(pair))}
     num_open: Counter[Item] = Counter()
     order = {factor: number for number, factor in enumerate(FACTORS)}
     rows: list[Row] = []
     engines: dict[tuple[str, ...], Row] = {}
+    factors = [factor for factor in FACTORS if factor != of_all[0]]
 
     def gain(row: Row, item: Item) -> float:
         pairs = (sorted((item, other), key=lambda i: order[i[0]]) for other in row.items())
@@ -232,18 +258,19 @@ def generate(seed: int = 0) -> list[Row]:
             row
             for begin in begins[:8]
             for _ in range(4)
-            if (row := complete(begin, shuffled(FACTORS, random), gain, random))
+            if (row := complete(begin, shuffled(factors, random), gain, random))
         ]
         if not found:
-            found = [complete(dict(wanted), shuffled(FACTORS, random), gain, random)]
+            begin = dict([of_all, *wanted])
+            found = [complete(begin, shuffled(factors, random), gain, random)]
             assert found[0], f"{wanted}: say in RULES why these cannot meet"
         row = max(found, key=num_new)
         engine = {f: v for f, v in row.items() if f in ENGINE or v == "ckpt_all"}
-        engines.setdefault(engine_of(row), engine)
+        if of_all != COMPILED:  # to compile takes longer than an engine's start
+            engines.setdefault(engine_of(row), engine)
         rows.append(row)
         open_pairs.difference_update(pairs_of(row))
-    by = (*ENGINE, "ckpt", *FACTORS)
-    return sorted(rows, key=lambda row: [FACTORS[f].index(row[f]) for f in by])
+    return rows
 
 
 def has(engine: Row, pair: Pair) -> bool:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import datasets
 import pytest
@@ -22,6 +23,8 @@ from single_process import random_examples
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ds_hydra
+from ds_hydra import losses
+from ds_hydra.engine.losses.objective import TokenScoreRecorder
 from ds_hydra.errors import (
     HydraConfigError,
     InfeasiblePlanError,
@@ -344,6 +347,46 @@ def test_mistakes_get_the_same_clear_error_on_all_ranks(tmp_path):
     assert kind == "ok"
     assert text.split()[1:] == ["0", "1"], "a refused mini-batch must not count as a step"
     assert raised[1]["afterwards"] == raised[0]["afterwards"]
+
+
+def numbers_of(engine, examples):
+    """A loss that reads fields, and the scores of all tokens."""
+    loss = engine.eval_batch(examples, "1x<2,1>", losses.CrossEntropy(weights="weights"))
+    return torch.cat([loss.view(1), *engine.score(examples, "2x<1,1>").log_probs])
+
+
+def run_under_other_defaults():
+    """Numbers under default types of the user's, and under torch's; what is left as the default;
+    the error of scores that fail on a rank.
+    """
+    model, examples = tiny("llama", num_hidden_layers=2), random_examples([7, 9], VOCAB_SIZE)
+    for example in examples:
+        example["weights"] = [1 / (3 + i) for i in range(len(example["labels"]))]
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    engine = start_hydra(model)
+    under_others = numbers_of(engine, examples)
+    left = torch.get_default_dtype(), torch.get_default_device().type
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    wanted = numbers_of(engine, examples)
+    record = TokenScoreRecorder.__call__
+    fails = mock.Mock(side_effect=RuntimeError("no memory"))
+    with mock.patch.object(
+        TokenScoreRecorder, "__call__", fails if dist.get_rank() == 1 else record
+    ):
+        error = error_of(lambda: engine.score(examples, "2x<1,1>"))
+    return under_others, wanted, left, error
+
+
+@pytest.mark.distributed
+def test_default_types_of_the_user_change_no_number():
+    for under_others, wanted, left, (kind, message) in run_distributed(run_under_other_defaults, 2):
+        torch.testing.assert_close(under_others, wanted, rtol=0, atol=0)
+        assert left == (torch.bfloat16, "meta")
+        assert kind == "HydraConfigError"
+        assert "TokenScoreRecorder raised RuntimeError" in message
+        assert "no memory" in message
 
 
 SCRIPT = """

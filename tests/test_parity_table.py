@@ -4,18 +4,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib.util
 import itertools
+from unittest import mock
 
 import parity_rows
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra
 from models import FAMILIES, MIXTURES_OF_EXPERTS, VOCAB_SIZE, tiny
-from parity_rows import FACTORS, all_pairs, broken_rules, engine_of, pairs_of, read_table, row_of
+from parity_rows import (
+    FACTORS,
+    all_pairs,
+    broken_rules,
+    engine_of,
+    pairs_of,
+    pairs_of_compiled,
+    read_table,
+    row_of,
+)
 from single_process import num_label_tokens, random_examples, token_mean_gradients
 from test_engine_parity import (
     LENGTHS,
@@ -38,6 +50,8 @@ NIGHTLY = ("glm4_moe", "dots1", "ernie4_5_moe", "granitemoe", "granite_swa")
 """Layers of these are cut as those of a family that CI runs: deepseek_v3's experts and gemma's
 windows with other names.
 """
+COMPILED_IN_CI = ("llama",)
+"""Families whose rows of compiled layers CI runs: to trace a layer takes each rank seconds."""
 
 LENGTHS_OF = {
     "many": LENGTHS,
@@ -80,6 +94,7 @@ def model_of(row):
 
 def engine_for(model, row):
     hydra = {
+        "compile_layers": row["layers"] == "compiled",
         "tp_sequence_parallel": row["tp_sp"] == "cut_rows",
         "activation_checkpointing": row["ckpt"] == "ckpt_all",
         "link": {"overlap": row["overlap"] == "overlap", **LINKS[row["routes"]]},
@@ -95,6 +110,22 @@ def examples_of(lengths):
     return examples
 
 
+@contextlib.contextmanager
+def traced():
+    """torch.compile traces forward and backward, without a compiler behind it, and gives up on no
+    layer.
+    """
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    traces = functools.partial(torch.compile, backend="aot_eager")
+    with (
+        mock.patch("torch.compile", traces),
+        mock.patch("ds_hydra.engine.model.stage_forward._check_cpp_compiler"),
+        torch._dynamo.config.patch(fail_on_recompile_limit_hit=True),
+    ):
+        yield torch._dynamo.utils.counters["stats"]
+
+
 def check_rows(names):
     """(worst error of a gradient, its name, error of the loss) of each row of `names`."""
     linear.LEAST_NUMEL.clear()  # gradients add up in products, as those of large weights
@@ -104,7 +135,14 @@ def check_rows(names):
     rows.sort(key=lambda item: (engine_of(item[1]), item[1]["weights"]))
     found = {}
     for _, group in itertools.groupby(rows, key=lambda item: engine_of(item[1])):
-        found |= check_engine(list(group))
+        of_engine = list(group)
+        if of_engine[0][1]["layers"] == "interpreted":
+            found |= check_engine(of_engine)
+            continue
+        with traced() as stats:
+            found |= check_engine(of_engine)
+            is_compiled = stats["unique_graphs"] > 0 or dist.get_rank() > 0  # others may be idle
+            assert is_compiled, f"{of_engine[0][0]}: nothing was compiled"
     return found
 
 
@@ -147,11 +185,25 @@ def check_engine(rows):
     return found
 
 
+def is_compiled(name):
+    return row_of(name)["layers"] == "compiled"
+
+
+def run_with(name):
+    """What one start of ranks runs: all rows of a family, a row of compiled layers alone."""
+    if is_compiled(name):
+        return (name,)
+    rows = {other: row_of(other) for other in read_table() if not is_compiled(other)}
+    return tuple(
+        other
+        for other, row in rows.items()
+        if row["family"] == row_of(name)["family"] and (HAS_PEFT or row["trained"] != "lora")
+    )
+
+
 @functools.cache
-def results_of(family):
-    """`check_rows` of all rows of a family, which one start of ranks runs, or how it failed."""
-    rows = [name for name in read_table() if row_of(name)["family"] == family]
-    names = [name for name in rows if HAS_PEFT or row_of(name)["trained"] != "lora"]
+def results_of(names):
+    """`check_rows` of `names`, or how it failed."""
     try:
         return run_distributed(check_rows, parity_rows.NUM_RANKS, names)[0]
     except AssertionError as error:
@@ -161,8 +213,10 @@ def results_of(family):
 def rows_to_run():
     for name in read_table():
         family = row_of(name)["family"]
-        mark = pytest.mark.nightly if family in NIGHTLY else pytest.mark.slow
-        yield pytest.param(name, marks=() if family in IN_MINUTES else (mark,))
+        in_ci = family in COMPILED_IN_CI if is_compiled(name) else family not in NIGHTLY
+        mark = pytest.mark.slow if in_ci else pytest.mark.nightly
+        in_minutes = family in IN_MINUTES and not is_compiled(name)
+        yield pytest.param(name, marks=() if in_minutes else (mark,))
 
 
 @pytest.mark.distributed
@@ -170,7 +224,7 @@ def rows_to_run():
 def test_gradients_equal_one_process(name):
     if row_of(name)["trained"] == "lora" and not HAS_PEFT:
         pytest.skip("the extra ds_hydra[peft] is not installed")
-    found = results_of(row_of(name)["family"])[name]
+    found = results_of(run_with(name))[name]
     if isinstance(found, AssertionError):
         raise found
     error, parameter, loss_error = found
@@ -193,8 +247,9 @@ def test_every_family_has_rows():
 def test_every_pair_that_can_meet_is_in_a_row():
     rows = [row_of(name) for name in read_table()]
     assert not any(broken_rules(row) for row in rows)
-    covered = {pair for row in rows for pair in pairs_of(row)}
-    assert covered == {pair for pair in all_pairs() if not broken_rules(dict(pair))}
+    for layers, pairs in (("interpreted", all_pairs()), ("compiled", pairs_of_compiled())):
+        covered = {p for row in rows if row["layers"] == layers for p in pairs_of(row)}
+        assert covered >= {pair for pair in pairs if not broken_rules(dict(pair))}
 
 
 def test_a_name_says_all_factors():

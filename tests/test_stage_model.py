@@ -198,6 +198,17 @@ def test_a_loss_of_the_model_itself_is_refused():
     StageModel(model)
 
 
+def test_what_a_forward_of_transformers_adds_to_the_loss_is_refused():
+    config = transformers.BambaConfig(num_hidden_layers=1, z_loss_coefficient=0.25)
+    with torch.device("meta"):
+        model = transformers.BambaForCausalLM(config)
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"z_loss_coefficient = 0\.25 .* loss=.*CrossEntropy\(z_loss=0\.25\)",
+    ):
+        StageModel(model)
+
+
 def test_stage_model_holds_no_parameter_memory_and_leaves_the_model_alone():
     model = tiny("llama")
     implementation = model.config._attn_implementation

@@ -15,7 +15,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import deepspeed
@@ -72,8 +72,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _in_own_modes(method: Method) -> Method:
-    """`method` as if its caller had opened neither `torch.autocast` nor `torch.inference_mode`: the
-    configuration says what an iteration computes.
+    """`method` as if its caller had opened neither `torch.autocast` nor `torch.inference_mode`, and
+    set no default dtype or device: the configuration says what an iteration computes.
     """
 
     @functools.wraps(method)
@@ -84,10 +84,22 @@ def _in_own_modes(method: Method) -> Method:
                 f"{method.__name__}() was called under torch.autocast, which has no effect there: layers run in the "
                 'model\'s dtype; for 16 bit set "bf16": {"enabled": true}'
             )
-        with torch.autocast(kind, enabled=False), torch.inference_mode(False):
+        with torch.autocast(kind, enabled=False), torch.inference_mode(False), _torch_defaults():
             return method(self, *args, **kwargs)
 
     return in_own_modes  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _torch_defaults() -> Iterator[None]:
+    """torch's own default dtype and device, in which numbers of examples are read."""
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with contextlib.nullcontext() if device.type == "cpu" else torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 class HydraEngine(CheckpointingEngine):
@@ -123,9 +135,10 @@ class HydraEngine(CheckpointingEngine):
         self.device = torch.device(get_accelerator().device_name(place))
         if deepspeed.comm.get_rank() == 0 and (problem := find_restart_problem(os.environ)):
             logger.warning(problem)
-        join_watchdog(hydra_config.faults, self.device)
+        with _torch_defaults():
+            join_watchdog(hydra_config.faults, self.device)
         self._is_watched = True
-        with watch("start"):
+        with watch("start"), _torch_defaults():
             self._start(args, model, engine_args, engine_kwargs)
             # Not DeepSpeed's truth value: an empty dataset is an error to report
             if training_data is not None:

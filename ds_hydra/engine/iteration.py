@@ -19,7 +19,7 @@ from ds_hydra.engine.losses.objective import (
 )
 from ds_hydra.engine.model.micro_batches import LoadExample
 from ds_hydra.engine.propagation import Propagator, RankOutcome
-from ds_hydra.engine.ranks.agreement import on_all_ranks, run_together
+from ds_hydra.engine.ranks.agreement import on_all_ranks, raise_together, run_together
 from ds_hydra.errors import HydraDataError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.plan import IterationPlan
@@ -102,6 +102,7 @@ def score(
     recorder = TokenScoreRecorder(sum(lengths), device, entropy=entropy, details=details)
     objective = recorder.objective(lengths)
     propagator.evaluate(iteration.plan, iteration.load, objective, noise=noise)
+    raise_together(propagator.problem, device)
     return gather_scores(iteration, recorder, propagator)
 
 

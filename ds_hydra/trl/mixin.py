@@ -260,7 +260,7 @@ class HydraMixin(ReferenceMixin):
         if self.accelerator.gradient_state.sync_gradients:
             loss = self._train_pending(num_items_in_batch)
         else:
-            loss = torch.zeros((), device=self.args.device)
+            loss = torch.zeros((), dtype=torch.float32, device=self.args.device)
         if hasattr(self, "_step"):
             self._count_step_of_policy(time.perf_counter() - start)
         return loss
@@ -306,7 +306,7 @@ class HydraMixin(ReferenceMixin):
                 self._sum_of_losses(ScoredModel(self.engine, known), batches, num_items)
         finally:
             self.label_smoother = smoother
-        return torch.tensor(value, device=self.args.device)
+        return torch.tensor(value, dtype=torch.float32, device=self.args.device)
 
     def _sum_of_losses(
         self, model: ScoredModel, batches: Sequence[Inputs], num_items: Any

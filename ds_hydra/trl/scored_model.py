@@ -78,7 +78,7 @@ class Sequences:
 
     def spread(self, values: Sequence[Tensor]) -> Tensor:
         """[B, L-1] fp32 of a value [l] for each token: place i is about token i+1, padding is 0."""
-        spread = torch.zeros(self.shape)
+        spread = torch.zeros(self.shape, dtype=torch.float32)
         for (row, begin, end), of_tokens in zip(self.spans, values, strict=True):
             spread[row, begin:end] = of_tokens
         return spread[:, 1:].to(self.device)
@@ -86,7 +86,7 @@ class Sequences:
     def collect(self, spread: Tensor | None) -> list[Tensor]:
         """[l] for each sequence out of what `spread` makes; zeros where that is None."""
         if spread is None:
-            return [torch.zeros(len(ids)) for ids in self.ids]
+            return [torch.zeros(len(ids), dtype=torch.float32) for ids in self.ids]
         whole = torch.nn.functional.pad(spread.detach().float().cpu(), (1, 0))
         return [whole[row, begin:end].clone() for row, begin, end in self.spans]
 
@@ -288,7 +288,7 @@ def scored_now(engine: HydraEngine) -> ScoredModel:
 
 def zero_scores(sequences: Sequences) -> Scores:
     """In place of scores, where only the derivatives of a linear function are asked for."""
-    zeros = tuple(torch.zeros(len(ids)) for ids in sequences.ids)
+    zeros = tuple(torch.zeros(len(ids), dtype=torch.float32) for ids in sequences.ids)
     return Scores(zeros, zeros, zeros, zeros)
 
 

@@ -280,11 +280,17 @@ def _is_number(value: Any) -> bool:
 
 def find_loss_problem(model: nn.Module) -> str:
     """Why the loss that `model` computes is not the mean cross entropy of its logits, as far as its
-    `loss_function` says; "" where it is.
+    `loss_function` and what transformers' forwards add to it say; "" where it is.
     """
     kind = type(model)
     if not isinstance(model, PreTrainedModel):
         return ""
+    if weight := getattr(model, "z_loss_coefficient", 0):  # Bamba
+        return (
+            f"z_loss_coefficient = {weight} adds squared log-normalisers to its loss, which training would not; load "
+            "it with from_pretrained(..., z_loss_coefficient=0.0) and give the loss as engine.train_batch(batch, "
+            f"loss=ds_hydra.losses.CrossEntropy(z_loss={weight}))"
+        )
     if getattr(kind, "loss_function", None) is not PreTrainedModel.loss_function:
         name = getattr(kind, "__qualname__", "")
         return f"class {name} has a loss_function of its own{INSTEAD_OF_ITS_LOSS}"
