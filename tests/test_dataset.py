@@ -160,6 +160,29 @@ def test_drop_keeps_the_others_and_counts():
     assert (dataset.report.num_dropped, dataset.report.num_without_label) == (1, 1)
 
 
+@pytest.mark.parametrize("over_length", ["truncate", "drop", "refuse"])
+def test_every_row_is_kept_whole_for_who_wants_an_answer_for_each(over_length):
+    rows = Dataset.from_dict(
+        {
+            "input_ids": [[1, 2, 3, 4], [5], [], [6, 7]],
+            "labels": [[1, 2, 3, 4], [5], [], [-100, -100]],
+        }
+    )
+    whole = TokenDataset.from_dataset(
+        rows, context_length=3, over_length=over_length, every_row=True
+    )
+    assert [row["input_ids"].tolist() for row in map(whole.__getitem__, range(4))] == [
+        [1, 2, 3, 4],
+        [5],
+        [],
+        [6, 7],
+    ]
+    assert whole.num_label_tokens.tolist() == [3, 0, 0, 0]
+    assert not whole.report.is_partial
+    partial = TokenDataset.from_dataset(rows, context_length=3)
+    assert (len(partial), partial.report.is_partial) == (1, True)
+
+
 def test_refuse_names_the_row_and_both_ways_out():
     rows = [[1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 4]]
     with pytest.raises(HydraConfigError) as caught:
