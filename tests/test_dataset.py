@@ -1,3 +1,4 @@
+import functools
 import itertools
 
 import numpy as np
@@ -399,6 +400,26 @@ BAD_DATA = [
 def test_unusable_data_is_a_config_error(dataset, message):
     with pytest.raises(HydraConfigError, match=message):
         TokenDataset.from_dataset(dataset, context_length=8)
+
+
+def test_rows_that_are_computed_when_they_are_read_are_refused():
+    def transform(batch):
+        return {"input_ids": [row[:2] for row in batch["input_ids"]]}
+
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5, 6]]})
+    assert from_ids([[1, 2, 3]]).lengths.tolist() == [3]
+    for read in (functools.partial(TokenDataset.from_dataset, context_length=9), as_rows):
+        with pytest.raises(HydraConfigError, match=r"set_transform.*\.map\(transform, batched"):
+            read(rows.with_transform(transform))
+        read(rows.with_format("torch", columns=["input_ids"]))
+    stored = rows.with_transform(transform).with_format(None).map(transform, batched=True)
+    assert TokenDataset.from_dataset(stored, context_length=9).lengths.tolist() == [2, 2]
+
+
+def as_rows(dataset):
+    from ds_hydra.trainer.data import as_datasets
+
+    return as_datasets(dataset, "train_dataset")
 
 
 def test_nothing_left_after_dropping_names_the_key():

@@ -268,7 +268,8 @@ def test_collators_that_only_pad_are_accepted():
     check_data_collator(
         transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False), notes.append
     )
-    assert len(notes) == 1
+    (note,) = notes
+    assert "labels are those of the dataset, else all tokens, those included that pad" in note
     with pytest.raises(
         HydraConfigError, match=r"data_collator is my_collator, but .*completion_mask"
     ):

@@ -253,7 +253,8 @@ def check_data_collator(collator: Any, note: Note) -> None:
             "what it computes into the dataset (input_ids with labels, assistant_masks or completion_mask)"
         )
     note(
-        f"data_collator {name} is not used: sequences are packed without padding, and all tokens are predicted"
+        f"data_collator {name} is not used: sequences are packed without padding, and labels are those of the dataset, "
+        "else all tokens, those included that pad elsewhere (often the end of a text)"
     )
 
 

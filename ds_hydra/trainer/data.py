@@ -22,7 +22,7 @@ from ds_hydra.configs import HydraConfig
 from ds_hydra.engine.ranks.agreement import gather_rows, run_together
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler
-from ds_hydra.sampler.data.dataset import TokenDataset
+from ds_hydra.sampler.data.dataset import TokenDataset, check_stored
 from ds_hydra.sampler.data.examples import IGNORED_LABEL, find_unread
 from ds_hydra.sampler.data.sft import to_labels
 
@@ -264,7 +264,10 @@ def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
     """`dataset` (of `datasets`, of torch, or a list of examples) as a `datasets.Dataset`; `name` is
     for errors.
     """
-    if isinstance(dataset, datasets.Dataset | datasets.DatasetDict):
+    if isinstance(dataset, datasets.DatasetDict):
+        return dataset
+    if isinstance(dataset, datasets.Dataset):
+        check_stored(dataset, name)
         return dataset
     if isinstance(dataset, datasets.IterableDataset | IterableDataset) or not hasattr(
         dataset, "__len__"

@@ -237,6 +237,19 @@ def _check_dataset(dataset: datasets.Dataset) -> None:
         )
     if not len(dataset):
         raise HydraConfigError("the dataset is empty (0 rows)")
+    check_stored(dataset, "the dataset")
+
+
+def check_stored(dataset: datasets.Dataset, what: str) -> None:
+    """Raise HydraConfigError for rows that are computed when they are read, so that nobody knows
+    their lengths before.
+    """
+    if dataset.format["type"] == "custom":
+        raise HydraConfigError(
+            f"{what} computes its rows when they are read (set_transform or with_transform), but mini-batches are "
+            "planned by lengths that are known before; store what it computes: "
+            "dataset.with_format(None).map(transform, batched=True)"
+        )
 
 
 def check_dataset_columns(
