@@ -427,6 +427,24 @@ def test_streams_are_refused_and_lists_are_read():
         as_datasets(stream, "train_dataset")
 
 
+def test_rows_that_are_drawn_anew_each_time_are_refused():
+    class Crops(torch.utils.data.Dataset):
+        def __init__(self, moves):
+            self.moves, self.begin = moves, 0
+
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            self.begin += self.moves
+            tokens = torch.arange(self.begin, self.begin + 3)
+            return {"input_ids": tokens, "labels": tokens, "seen": self.begin}
+
+    assert as_datasets(Crops(0), "train_dataset")["input_ids"][:] == [[0, 1, 2]] * 2
+    with pytest.raises(HydraConfigError, match="train_dataset is a Crops whose row 0 is another"):
+        as_datasets(Crops(1), "train_dataset")
+
+
 @pytest.mark.parametrize("stops", [False, True])
 def test_an_epoch_that_a_callback_stops_does_not_skip_data_in_silence(monkeypatch, caplog, stops):
     monkeypatch.setattr(transformers.Trainer, "_run_epoch", lambda self, **settings: None)

@@ -277,7 +277,23 @@ def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
             "mini-batches are planned ahead; take a part of it: "
             "datasets.Dataset.from_list(list(stream.take(100_000)))"
         )
-    return datasets.Dataset.from_list([dict(dataset[index]) for index in range(len(dataset))])
+    rows = [dict(dataset[index]) for index in range(len(dataset))]
+    if rows and _differs(rows[0], dict(dataset[0])):
+        raise HydraConfigError(
+            f"{name} is a {type(dataset).__name__} whose row 0 is another one each time it is read, but rows are read "
+            "once: mini-batches are planned by lengths that are known before; give every row as often as it shall be "
+            "seen, or engine.train_batch(batch=examples) the mini-batches"
+        )
+    return datasets.Dataset.from_list(rows)
+
+
+def _differs(row: dict[str, Any], again: dict[str, Any]) -> bool:
+    """Whether their tokens or labels are not the same."""
+    return any(
+        not np.array_equal(row[key], again.get(key))
+        for key in ("input_ids", "labels")
+        if key in row
+    )
 
 
 class DatasetReader:
