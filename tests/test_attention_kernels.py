@@ -107,6 +107,10 @@ def test_sums_have_one_order_where_kernels_are_deterministic(package, monkeypatc
                 use_deterministic_kernels(torch.device(device))
                 use = KernelUse(name_of(package), 8, 8)
                 attend(use, heads, (ends, ends, torch.tensor([3, 3])), 0.3).sum().backward()
+            assert torch.is_deterministic_algorithms_warn_only_enabled()
+            torch.use_deterministic_algorithms(True)  # the user's, as full_determinism
+            use_deterministic_kernels(torch.device("cuda"))
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = fills

@@ -1,3 +1,4 @@
+import functools
 import itertools
 
 import numpy as np
@@ -158,6 +159,29 @@ def test_drop_keeps_the_others_and_counts():
     assert dataset.lengths.tolist() == [3]
     assert_row(dataset[0], [6, 7, 8])
     assert (dataset.report.num_dropped, dataset.report.num_without_label) == (1, 1)
+
+
+@pytest.mark.parametrize("over_length", ["truncate", "drop", "refuse"])
+def test_every_row_is_kept_whole_for_who_wants_an_answer_for_each(over_length):
+    rows = Dataset.from_dict(
+        {
+            "input_ids": [[1, 2, 3, 4], [5], [], [6, 7]],
+            "labels": [[1, 2, 3, 4], [5], [], [-100, -100]],
+        }
+    )
+    whole = TokenDataset.from_dataset(
+        rows, context_length=3, over_length=over_length, every_row=True
+    )
+    assert [row["input_ids"].tolist() for row in map(whole.__getitem__, range(4))] == [
+        [1, 2, 3, 4],
+        [5],
+        [],
+        [6, 7],
+    ]
+    assert whole.num_label_tokens.tolist() == [3, 0, 0, 0]
+    assert not whole.report.is_partial
+    partial = TokenDataset.from_dataset(rows, context_length=3)
+    assert (len(partial), partial.report.is_partial) == (1, True)
 
 
 def test_refuse_names_the_row_and_both_ways_out():
@@ -376,6 +400,26 @@ BAD_DATA = [
 def test_unusable_data_is_a_config_error(dataset, message):
     with pytest.raises(HydraConfigError, match=message):
         TokenDataset.from_dataset(dataset, context_length=8)
+
+
+def test_rows_that_are_computed_when_they_are_read_are_refused():
+    def transform(batch):
+        return {"input_ids": [row[:2] for row in batch["input_ids"]]}
+
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5, 6]]})
+    assert from_ids([[1, 2, 3]]).lengths.tolist() == [3]
+    for read in (functools.partial(TokenDataset.from_dataset, context_length=9), as_rows):
+        with pytest.raises(HydraConfigError, match=r"set_transform.*\.map\(transform, batched"):
+            read(rows.with_transform(transform))
+        read(rows.with_format("torch", columns=["input_ids"]))
+    stored = rows.with_transform(transform).with_format(None).map(transform, batched=True)
+    assert TokenDataset.from_dataset(stored, context_length=9).lengths.tolist() == [2, 2]
+
+
+def as_rows(dataset):
+    from ds_hydra.trainer.data import as_datasets
+
+    return as_datasets(dataset, "train_dataset")
 
 
 def test_nothing_left_after_dropping_names_the_key():

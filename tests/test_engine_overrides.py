@@ -16,7 +16,7 @@ from ds_hydra.engine.gradient_shards import GradientShards
 
 REPLACED = [
     "save_checkpoint", "load_checkpoint", "save_16bit_model", "deepspeed_io", "forward", "backward",
-    "step", "destroy",
+    "step", "destroy", "offload_states",
 ]  # fmt: skip
 
 
@@ -94,6 +94,19 @@ def test_deepspeed_takes_its_own_norms_of_what_is_not_known(monkeypatch, why):
     args = (float("inf"),) if why == "another norm" else ()
     optimizer.get_grad_norm_direct(given, list(grads), *args)
     assert [g.shape for g in taken[0]] == [g.shape for g in given]
+
+
+def test_gradients_go_to_where_zero_has_moved_its_own(monkeypatch):
+    grads = two_shards()
+    shards, _, _ = shards_of_a_device(monkeypatch, grads)
+    for param, grad in grads.items():
+        grads[param] = grad.clone()
+    monkeypatch.setattr(gradient_shards, "safe_get_local_grad", lambda p: grads[p])
+    for _ in range(2):
+        held = shards.zeroed(None, is_fp16=False)
+        assert [g.data_ptr() for g in held] == [g.data_ptr() for g in grads.values()]
+    shards.release()
+    assert shards._grads_P == []
 
 
 def test_deepspeeds_norms_are_those_of_the_first_gradients_and_parameters():

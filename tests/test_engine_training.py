@@ -225,6 +225,49 @@ def test_zero_init_offload_and_evaluation(tmp_path):
     assert outcome["logits"] == (1, len(batches(1)[0][0]["input_ids"]), VOCAB_SIZE)
 
 
+def offloaded_states():
+    """Losses and norms with and without `offload_states` between iterations; errors."""
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    some = [OffloadStateTypeEnum.lp_grads, OffloadStateTypeEnum.lp_params]
+    data, curves, errors = batches(5), [], {}
+    for offloads in (False, True):
+        engine, curve = start_hydra(tiny("llama")), []
+        for batch in data:
+            strategy = ("2x<1,1>", "1x<2,1>")[len(curve) % 2]
+            curve.append(float(engine.train_batch(batch, strategy=strategy)))
+            curve.append(float(engine.get_global_grad_norm()))
+            if offloads:
+                engine.offload_states(include=some)
+                for name in ("train_batch", "eval_batch", "score"):
+                    with pytest.raises(ds_hydra.errors.HydraConfigError) as refused:
+                        getattr(engine, name)(batch)
+                    errors[name] = str(refused.value)
+                engine.reload_states()
+        curves.append(curve)
+    streamed = start_hydra(tiny("llama"), hydra={"strategies": ["2x<1,1;stream>"]})
+    streamed.train_batch(data[0])
+    with pytest.raises(ds_hydra.errors.HydraConfigError) as refused:
+        streamed.offload_states()
+    errors["streamed"] = str(refused.value)
+    streamed.offload_states(include=some[1:])
+    streamed.reload_states()
+    curves.append([float(streamed.train_batch(batch)) for batch in data[1:2]])
+    return curves, errors
+
+
+@pytest.mark.distributed
+def test_states_may_be_offloaded_between_iterations():
+    (plain, offloaded, streamed), errors = run_distributed(offloaded_states, 2)[0]
+    assert plain == offloaded
+    assert streamed == pytest.approx(plain[2:3], rel=1e-5)
+    assert errors["train_batch"].startswith("lp_grads, lp_params are offloaded")
+    assert errors["eval_batch"] == errors["score"]
+    assert errors["score"].startswith("lp_params are offloaded")
+    assert "call engine.reload_states() first" in errors["score"]
+    assert "offload_states() includes lp_grads" in errors["streamed"]
+
+
 def frozen_params():
     model = tiny("llama")
     for name, param in model.named_parameters():

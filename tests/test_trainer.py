@@ -534,7 +534,11 @@ def other_uses(folder):
 
     for name, base in (("stock", transformers.Trainer), ("hydra", ds_hydra.HydraTrainer)):
         args = training_arguments(
-            folder, is_stock=name == "stock", output_dir=f"{folder}/metrics", max_steps=1
+            folder,
+            is_stock=name == "stock",
+            output_dir=f"{folder}/metrics",
+            max_steps=1,
+            bf16_full_eval=name == "hydra",  # has no effect
         )
         more = {"data_collator": pad} if name == "stock" else {}
         trainer = base(
@@ -547,12 +551,18 @@ def other_uses(folder):
         )
         trainer.train()
         metrics = trainer.evaluate()
-        predictions = trainer.predict(data).predictions
+        above = list(range(1, 140))  # the context is 128
+        odd = [{"input_ids": ids, "labels": [-100] * len(ids)} for ids in ([5], [6, 7, 8])]
+        odd = [*rows()[:2], *odd, {"input_ids": above, "labels": above}]
+        predicted = trainer.predict(datasets.Dataset.from_list(odd))
         result[f"metrics {name}"] = (
             metrics["eval_accuracy"],
             metrics["eval_loss"],
-            predictions.shape,
+            predicted.predictions.shape,
+            predicted.label_ids.tolist(),
         )
+    result["buffers"] = {str(buffer.dtype) for buffer in trainer.model.buffers()}
+    result["full eval"] = args.bf16_full_eval
     return result
 
 
@@ -577,7 +587,10 @@ def test_partitioned_models_evaluation_alone_and_metrics_on_logits(tmp_path):
     )
     assert result["metrics hydra"][0] == pytest.approx(result["metrics stock"][0], abs=1e-3)
     assert result["metrics hydra"][1] == pytest.approx(result["metrics stock"][1], rel=1e-5)
-    assert result["metrics hydra"][2] == result["metrics stock"][2]
+    assert result["metrics hydra"][2] == result["metrics stock"][2] == (5, 139, VOCAB_SIZE)
+    assert result["metrics hydra"][3] == result["metrics stock"][3]
+    assert result["buffers"] == {"torch.float32"}
+    assert result["full eval"] is True
 
 
 def customised(folder):

@@ -4,8 +4,10 @@ overrides.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from ds_hydra.configs.ds_config import read_ds_config, refuse_auto
 from ds_hydra.engine import hydra_engine_class
 from ds_hydra.engine.hydra_engine import needs_metric
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.progress import say_once
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.trainer import HydraTrainer, StrategyProgressCallback
 from ds_hydra.trainer.arguments import (
@@ -38,7 +41,7 @@ from ds_hydra.trainer.arguments import (
     map_arguments,
     read_loss_option,
 )
-from ds_hydra.trainer.data import Epochs, as_datasets, draw_rows, pad_examples
+from ds_hydra.trainer.data import DatasetReader, Epochs, as_datasets, draw_rows, pad_examples
 
 SECTION = {"context_length": 128, "tokens_per_iteration": 512}
 SMALLEST = {"zero_optimization": {"stage": 3}, "hydra": SECTION}
@@ -190,11 +193,12 @@ def test_seed_order_noise_and_checkpointing_become_keys_of_hydra():
         train_sampling_strategy="sequential",
         activation_checkpointing=True,
         neftune_noise_alpha=5.0,
+        full_determinism=True,
     )
     hydra = map_arguments(args, HydraConfig.parse(SECTION), notes.append)
     assert (hydra.seed, hydra.shuffle, hydra.activation_checkpointing) == (3, False, True)
-    assert hydra.neftune_noise_alpha == 5
-    assert len(notes) == 4
+    assert (hydra.neftune_noise_alpha, hydra.deterministic) == (5, True)
+    assert len(notes) == 5
     assert "TrainingArguments.seed sets hydra.seed to 3" in notes
     assert (
         map_arguments(arguments(seed=3, data_seed=4), HydraConfig.parse(SECTION), print).seed == 4
@@ -218,6 +222,7 @@ def test_seed_order_noise_and_checkpointing_become_keys_of_hydra():
             {"activation_checkpointing": True},
             "remove one of them",
         ),
+        ({"deterministic": False}, {"full_determinism": True}, r"hydra\.deterministic is False"),
     ],
 )
 def test_contradictions_are_errors(section, settings, message):
@@ -263,7 +268,8 @@ def test_collators_that_only_pad_are_accepted():
     check_data_collator(
         transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False), notes.append
     )
-    assert len(notes) == 1
+    (note,) = notes
+    assert "labels are those of the dataset, else all tokens, those included that pad" in note
     with pytest.raises(
         HydraConfigError, match=r"data_collator is my_collator, but .*completion_mask"
     ):
@@ -421,12 +427,64 @@ def test_streams_are_refused_and_lists_are_read():
         as_datasets(stream, "train_dataset")
 
 
+def test_rows_that_are_drawn_anew_each_time_are_refused():
+    class Crops(torch.utils.data.Dataset):
+        def __init__(self, moves):
+            self.moves, self.begin = moves, 0
+
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            self.begin += self.moves
+            tokens = torch.arange(self.begin, self.begin + 3)
+            return {"input_ids": tokens, "labels": tokens, "seen": self.begin}
+
+    assert as_datasets(Crops(0), "train_dataset")["input_ids"][:] == [[0, 1, 2]] * 2
+    with pytest.raises(HydraConfigError, match="train_dataset is a Crops whose row 0 is another"):
+        as_datasets(Crops(1), "train_dataset")
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_an_epoch_that_a_callback_stops_does_not_skip_data_in_silence(monkeypatch, caplog, stops):
+    monkeypatch.setattr(transformers.Trainer, "_run_epoch", lambda self, **settings: None)
+    trainer = object.__new__(HydraTrainer)
+    trainer._epochs = SimpleNamespace(num_iterations=lambda epoch: 3)
+    trainer.control = transformers.TrainerControl(should_epoch_stop=stops)
+    say_once.cache_clear()
+    trainer._run_epoch(epoch=0)
+    assert ("mini-batches go on where those of this one stopped" in caplog.text) == stops
+
+
+@pytest.mark.parametrize("every_row", [False, True])
+def test_rows_that_are_cut_or_left_out_are_said(caplog, every_row):
+    args = SimpleNamespace(
+        main_process_first=lambda desc: contextlib.nullcontext(), process_index=0
+    )
+    reader = DatasetReader(
+        args,
+        HydraConfig.parse({**SECTION, "context_length": 4}),
+        completion_only_loss=None,
+        assistant_only_loss=False,
+    )
+    rows = [{"input_ids": [1] * length} for length in (6, 1, 3)]
+    read = [reader.read(rows, name, None, every_row=every_row) for name in ("a", "b")]
+    assert read[0] is read[1]
+    assert read[0].lengths.tolist() == ([6, 1, 3] if every_row else [4, 3])
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    wanted = ["1 truncated to 4 tokens", "1 left out, without a token to predict"]
+    assert len(said) == (0 if every_row else 1)
+    assert all(text in said[0] for text in wanted if said)
+
+
 def test_padding_hides_what_is_padded():
     examples = [{"input_ids": np.array(ids), "labels": np.array(ids)} for ids in ([5, 6, 7], [8])]
     batch = pad_examples(examples, pad_token_id=9)
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
     assert batch["labels"].tolist() == [[5, 6, 7], [8, -100, -100]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    empty = {"input_ids": np.array([], dtype=np.int64), "labels": np.array([], dtype=np.int64)}
+    assert pad_examples([empty], pad_token_id=9)["input_ids"].tolist() == [[9]]
 
 
 def test_the_progress_bar_shows_the_strategy():

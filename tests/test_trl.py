@@ -294,12 +294,14 @@ def behaviours(folder):
     found["card"] = "library_name: transformers" in card
     unlabelled = {"input_ids": [5, 6, 7, 8], "labels": [-100] * 4}
     labelled = {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8]}
-    rows = [unlabelled] * PER_STEP + [unlabelled, labelled] * (PER_STEP // 2)
+    single = {"input_ids": [5], "labels": [5]}
+    rows = [single, unlabelled] * PER_STEP + [unlabelled, labelled] * (PER_STEP // 2)
+    rows[:PER_STEP] = [single] * PER_STEP  # a step without any sequence
     found["unlabelled"] = train(
         start(
             HydraSFT(),
             datasets.Dataset.from_list(rows),
-            max_steps=2,
+            max_steps=3,
             train_sampling_strategy="sequential",
             dataset_kwargs={"skip_prepare_dataset": True},
         )
@@ -335,8 +337,8 @@ def test_subclasses_resumed_runs_and_mistakes(tmp_path):
     assert found["resumed"][:2] == found["whole"][:2]
     assert found["resumed"] == pytest.approx(found["whole"], rel=1e-6)
     assert found["card"]
-    assert found["unlabelled"][0] == 0
-    assert 0 < found["unlabelled"][1] < 10
+    assert found["unlabelled"][:2] == [0, 0]
+    assert 0 < found["unlabelled"][2] < 10
     assert found["equal rewards"] == [0, 0]
     assert found["norms"] == [0, 0]
     for result in results:

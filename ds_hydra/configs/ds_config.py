@@ -196,6 +196,8 @@ WITHOUT_EFFECT = {
     "gradient_predivide_factor": "gradients are divided by the number of label tokens, in fp32",
     "activation_checkpointing": "use hydra.activation_checkpointing",
     "dataloader_drop_last": "mini-batches run on from one epoch into the next",
+    "wall_clock_breakdown": "DeepSpeed times a forward and backward of its own, which do not run, and prints 0.00 for "
+    "them; metrics.jsonl and `ds-hydra report` have the times of every iteration (hydra.trace_every)",
 }
 """Legal DeepSpeed keys that change nothing under ds_hydra, with what does; each is a warning."""
 

@@ -49,7 +49,8 @@ def read_data(dataset: Any, config: HydraConfig, device: torch.device) -> TokenD
 
     data = run_together(read, device)
     if deepspeed.comm.get_rank() == 0:
-        logger.info(f"ds_hydra training data: {data.report}")
+        say = logger.warning if data.report.is_partial else logger.info
+        say(f"ds_hydra training data: {data.report}")
     return data
 
 

@@ -40,11 +40,17 @@ class GradientShards:
             self._grads_P = home.grads_P
             if not is_fp16:  # DeepSpeed looks for Inf in its own memory
                 self._lend()
-        if not self._grads_P:
+        if not self._grads_P or self._have_moved():
+            self.release()
             self._grads_P = [self._of(param) for param in self._params]
         torch._foreach_zero_(self._grads_P)
         self._norms = {}
         return self._grads_P
+
+    def release(self) -> None:
+        """Let go of the memory until `zeroed`."""
+        self._grads_P, self._norms = [], {}
+        self._in_zero.clear()
 
     def norms(self) -> Tensor:
         """The norm of each shard that is not empty, once they hold gradients: few kernels on a
@@ -63,6 +69,15 @@ class GradientShards:
             if param.requires_grad and grad_P.data_ptr() not in self._in_zero:
                 safe_set_local_grad(param, grad_P)
         self._optimizer.independent_gradient_partition_epilogue()
+
+    def _have_moved(self) -> bool:
+        """Whether ZeRO-3 has its gradients, which lie in one buffer, elsewhere than before: where
+        its `reload_states` has put them.
+        """
+        for param, grad_P in zip(self._params, self._grads_P, strict=True):
+            if grad_P.data_ptr() in self._in_zero:
+                return safe_get_local_grad(param).data_ptr() != grad_P.data_ptr()
+        return False
 
     def _lend_norms(self) -> None:
         """Let ZeRO-3 have `norms` where it would take them anew, one kernel or two for each

@@ -16,13 +16,14 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.constants import ROUTE_TRAIN
 from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import logger
 from torch import Tensor, nn
 
@@ -220,7 +221,9 @@ class HydraEngine(CheckpointingEngine):
                 "call train_batch(batch=examples, ...); strategies to choose from are listed in hydra.strategies"
             )
         with watch("plan"):
-            problem = self._find_untrained() or self._find_refrozen()
+            problem = (
+                self._find_untrained() or self._find_offloaded("train") or self._find_refrozen()
+            )
             iteration = (
                 self.hydra.source.next(problem, loss)
                 if batch is None
@@ -267,7 +270,12 @@ class HydraEngine(CheckpointingEngine):
         """
         with watch("evaluation"):
             iteration = self.hydra.source.plan(
-                batch, strategy, self.global_steps, loss=loss, forward_only=True
+                batch,
+                strategy,
+                self.global_steps,
+                self._find_offloaded("eval"),
+                loss,
+                forward_only=True,
             )
             iteration = weigh(iteration, self.hydra.propagator, self.device)
             plan, objective = iteration.plan, iteration.objective
@@ -296,7 +304,12 @@ class HydraEngine(CheckpointingEngine):
         with watch("scores"):
             rows = [only_ids(row) for row in batch]
             iteration = self.hydra.source.plan(
-                rows, strategy, self.global_steps, forward_only=True, only_scored=True
+                rows,
+                strategy,
+                self.global_steps,
+                self._find_offloaded("eval"),
+                forward_only=True,
+                only_scored=True,
             )
             propagator = self.hydra.propagator
             wanted = {"entropy": entropy, "details": details, "noise": noise}
@@ -345,6 +358,19 @@ class HydraEngine(CheckpointingEngine):
             run_together(lambda: self.hydra.source.attach(data), self.device)
         return MiniBatches(lambda: self.hydra.source.iterate_examples())
 
+    def offload_states(self, include: Any = None, *args: Any, **kwargs: Any) -> None:
+        """As DeepSpeed; `eval_batch` and `score` run meanwhile, but without "lp_params"."""
+        has_gradients = include is None or OffloadStateTypeEnum.lp_grads in include
+        if has_gradients and self.hydra.propagator.links.home is not None:
+            raise HydraConfigError(
+                "offload_states() includes lp_grads, but gradients are in the memory of streamed layers, which ranks "
+                "share; name what to offload without it: include=[OffloadStateTypeEnum.optim_states, "
+                "OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_params]"
+            )
+        super().offload_states(include, *args, **kwargs)
+        if has_gradients and self._gradients is not None:
+            self._gradients.release()
+
     def destroy(self) -> None:
         """Stop planning processes, files, process groups; DeepSpeed's own clean-up; with the last
         engine of a process wait for the other ranks to come here, and end the watchdog.
@@ -387,6 +413,17 @@ class HydraEngine(CheckpointingEngine):
         return HydraConfigError(
             f"train_batch() was called and the engine has {instead}; engine.eval_batch(examples) and "
             "engine.score(examples) need none"
+        )
+
+    def _find_offloaded(self, kind: Literal["train", "eval"]) -> HydraConfigError | None:
+        """What `offload_states` has taken away of what an iteration needs."""
+        offloaded = {state.value for state in getattr(self.optimizer, "offloaded_states", ())}
+        if kind == "eval":
+            offloaded &= {OffloadStateTypeEnum.lp_params.value}
+        if not offloaded:
+            return None
+        return HydraConfigError(
+            f"{', '.join(sorted(offloaded))} are offloaded (offload_states); call engine.reload_states() first"
         )
 
     def _find_refrozen(self) -> HydraConfigError | None:

@@ -169,7 +169,7 @@ def read_loss_option(args: TrainingArguments, name: str, given: bool | None) -> 
 def map_arguments(
     args: TrainingArguments, hydra: HydraConfig, note: Note, *, of_trl: bool = True
 ) -> HydraConfig:
-    """`hydra` with what TrainingArguments say about order, seed, noise and activation
+    """`hydra` with what TrainingArguments say about order, seed, determinism, noise and activation
     checkpointing, and what fields `of_trl` say.
 
     A key that the "hydra" section gives itself must not contradict them.
@@ -184,6 +184,8 @@ def map_arguments(
         wanted["shuffle"] = ("train_sampling_strategy='sequential'", False)
     if args.activation_checkpointing or args.gradient_checkpointing:
         wanted["activation_checkpointing"] = ("activation_checkpointing", True)
+    if args.full_determinism:
+        wanted["deterministic"] = ("full_determinism", True)
     if args.neftune_noise_alpha is not None:
         wanted["neftune_noise_alpha"] = ("neftune_noise_alpha", args.neftune_noise_alpha)
     for name, value in _set_fields_of_trl(args).items() if of_trl else ():
@@ -251,7 +253,8 @@ def check_data_collator(collator: Any, note: Note) -> None:
             "what it computes into the dataset (input_ids with labels, assistant_masks or completion_mask)"
         )
     note(
-        f"data_collator {name} is not used: sequences are packed without padding, and all tokens are predicted"
+        f"data_collator {name} is not used: sequences are packed without padding, and labels are those of the dataset, "
+        "else all tokens, those included that pad elsewhere (often the end of a text)"
     )
 
 

@@ -22,7 +22,7 @@ from ds_hydra.configs import HydraConfig
 from ds_hydra.engine.ranks.agreement import gather_rows, run_together
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler
-from ds_hydra.sampler.data.dataset import TokenDataset
+from ds_hydra.sampler.data.dataset import TokenDataset, check_stored
 from ds_hydra.sampler.data.examples import IGNORED_LABEL, find_unread
 from ds_hydra.sampler.data.sft import to_labels
 
@@ -245,7 +245,7 @@ def _draw_twice(sampler: Any, num_rows: int) -> tuple[list[int], bool]:
 
 def pad_examples(examples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
     """input_ids, labels and attention_mask [num_examples, longest], padded on the right."""
-    longest = max(len(example["input_ids"]) for example in examples)
+    longest = max(1, *(len(example["input_ids"]) for example in examples))
     shape = (len(examples), longest)
     batch = {
         "input_ids": torch.full(shape, pad_token_id, dtype=torch.int64),
@@ -264,7 +264,10 @@ def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
     """`dataset` (of `datasets`, of torch, or a list of examples) as a `datasets.Dataset`; `name` is
     for errors.
     """
-    if isinstance(dataset, datasets.Dataset | datasets.DatasetDict):
+    if isinstance(dataset, datasets.DatasetDict):
+        return dataset
+    if isinstance(dataset, datasets.Dataset):
+        check_stored(dataset, name)
         return dataset
     if isinstance(dataset, datasets.IterableDataset | IterableDataset) or not hasattr(
         dataset, "__len__"
@@ -274,7 +277,23 @@ def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
             "mini-batches are planned ahead; take a part of it: "
             "datasets.Dataset.from_list(list(stream.take(100_000)))"
         )
-    return datasets.Dataset.from_list([dict(dataset[index]) for index in range(len(dataset))])
+    rows = [dict(dataset[index]) for index in range(len(dataset))]
+    if rows and _differs(rows[0], dict(dataset[0])):
+        raise HydraConfigError(
+            f"{name} is a {type(dataset).__name__} whose row 0 is another one each time it is read, but rows are read "
+            "once: mini-batches are planned by lengths that are known before; give every row as often as it shall be "
+            "seen, or engine.train_batch(batch=examples) the mini-batches"
+        )
+    return datasets.Dataset.from_list(rows)
+
+
+def _differs(row: dict[str, Any], again: dict[str, Any]) -> bool:
+    """Whether their tokens or labels are not the same."""
+    return any(
+        not np.array_equal(row[key], again.get(key))
+        for key in ("input_ids", "labels")
+        if key in row
+    )
 
 
 class DatasetReader:
@@ -291,23 +310,28 @@ class DatasetReader:
         self._args, self._config = args, config
         self._completion_only_loss = completion_only_loss
         self._assistant_only_loss = assistant_only_loss
-        self._tokens_of: dict[int, tuple[Any, TokenDataset]] = {}
+        self._tokens_of: dict[tuple[int, bool], tuple[Any, TokenDataset]] = {}
 
-    def read(self, dataset: Any, what: str, tokenizer: Any) -> TokenDataset:
+    def read(
+        self, dataset: Any, what: str, tokenizer: Any, *, every_row: bool = False
+    ) -> TokenDataset:
         """Tokens and lengths of `dataset`, read once; the first rank of each node tokenises, others
-        find its cache.
+        find its cache. With `every_row` none is cut or left out.
         """
-        if id(dataset) not in self._tokens_of:
+        key = id(dataset), every_row
+        if key not in self._tokens_of:
             with self._args.main_process_first(desc=f"reading {what}"):
                 rows = as_datasets(dataset, what)
-                tokens = self._read_now(rows, tokenizer, what)
+                tokens = self._read_now(rows, tokenizer, what, every_row)
             # With the dataset, so that its id stays its own
-            self._tokens_of[id(dataset)] = dataset, tokens
-            if self._args.process_index == 0:
+            self._tokens_of[key] = dataset, tokens
+            if tokens.report.is_partial:
+                self._warn(f"{what}: {tokens.report}")
+            elif self._args.process_index == 0:
                 logger.info(f"{what}: {tokens.report}")
-        return self._tokens_of[id(dataset)][1]
+        return self._tokens_of[key][1]
 
-    def _read_now(self, dataset: Any, tokenizer: Any, what: str) -> TokenDataset:
+    def _read_now(self, dataset: Any, tokenizer: Any, what: str, every_row: bool) -> TokenDataset:
         config = self._config
         names = getattr(dataset, "column_names", ())  # of a DatasetDict those of each split
         if isinstance(names, list) and (unread := find_unread(names, config.text_column)):
@@ -327,6 +351,7 @@ class DatasetReader:
             over_length=config.over_length,
             text_column=config.text_column,
             tokenize=tokenizer,
+            every_row=every_row,
         )
 
     def _warn(self, message: str) -> None:

@@ -23,6 +23,7 @@ from ds_hydra.configs import HydraConfig
 from ds_hydra.engine.hydra_engine import check_model
 from ds_hydra.engine.losses.loss import CrossEntropy
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.progress import say_once
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.trainer import arguments, data
@@ -129,7 +130,9 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         return self._padded_loader(dataset, "eval_dataset")
 
     def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
-        """transformers' loader: `predict` returns logits."""
+        """transformers' loader: `predict` returns logits, for every row, also one above the
+        context.
+        """
         return self._padded_loader(test_dataset, "test_dataset")
 
     def _has_own_evaluation(self) -> bool:
@@ -139,15 +142,15 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         )
 
     def _padded_loader(self, dataset: Any, what: str) -> DataLoader:
-        rows = data.TokenRows(self._read(dataset, what))
+        rows = data.TokenRows(self._read(dataset, what, every_row=True))
         pad_token_id = getattr(self.processing_class, "pad_token_id", None) or 0
         collate = functools.partial(data.pad_examples, pad_token_id=pad_token_id)
         return self.accelerator.prepare(
             DataLoader(rows, batch_size=self.args.eval_batch_size, collate_fn=collate)
         )
 
-    def _read(self, dataset: Any, what: str) -> TokenDataset:
-        return self._reader.read(dataset, what, self.processing_class)
+    def _read(self, dataset: Any, what: str, *, every_row: bool = False) -> TokenDataset:
+        return self._reader.read(dataset, what, self.processing_class, every_row=every_row)
 
     # ---- Training
 
@@ -178,6 +181,12 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         num_iterations = self._epochs.num_iterations(settings["epoch"])
         settings |= {"steps_in_epoch": num_iterations, "num_update_steps_per_epoch": num_iterations}
         super()._run_epoch(**settings)
+        if self.control.should_epoch_stop:
+            say_once(
+                "a callback has set control.should_epoch_stop: the next epoch begins here, but its mini-batches go on "
+                "where those of this one stopped, in the order of all rows; to leave rows out select them in "
+                "train_dataset"
+            )
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None

@@ -212,6 +212,16 @@ class EngineMixin:
         with names_losses():
             return super().predict(*args, **kwargs)
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers, in the dtype of training: a cast would stay, in buffers, too."""
+        names = ("bf16_full_eval", "fp16_full_eval")
+        asked = {name: getattr(self.args, name) for name in names}
+        vars(self.args).update(dict.fromkeys(names, False))
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            vars(self.args).update(asked)
+
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, DataLoader]:

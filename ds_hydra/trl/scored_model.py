@@ -171,7 +171,8 @@ def train_everywhere(
     """One iteration of the engine on the sequences of all ranks, each with a weight for each of its
     tokens' log-probabilities and entropies. Collective over all ranks.
 
-    Returns the weighted sum, and with `keep_scores` the scores of this rank's sequences.
+    Returns the weighted sum, and with `keep_scores` the scores of this rank's sequences. Where no
+    rank has a sequence, because all rows have one token, the gradients are zero, as in TRL.
     """
     ranks = gather_ragged(ids, torch.int64, engine.device)
     has_entropy = torch.tensor([any(w.any() for w in entropy_weights)], device=engine.device)
@@ -183,6 +184,8 @@ def train_everywhere(
         columns[ENTROPY_WEIGHT] = gather_ragged(entropy_weights, torch.float32, engine.device)
     flat = {name: [t for rank in lists for t in rank] for name, lists in columns.items()}
     batch = [dict(zip(flat, row)) for row in zip(*flat.values(), strict=True)]
+    if not batch:  # the optimizer steps all the same
+        batch = [{"input_ids": torch.zeros(2, dtype=torch.int64), WEIGHT: torch.zeros(2)}]
     value = float(engine.train_batch(batch, loss=loss, keep_scores=keep_scores))
     return value, _own(engine.last_scores, ranks, engine) if keep_scores else None
 

@@ -89,7 +89,8 @@ def use_deterministic_kernels(device: torch.device) -> None:
     if device.type == "cpu":
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS warns
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    if not torch.are_deterministic_algorithms_enabled():  # else as strict as the caller wants it
+        torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads it
 
 

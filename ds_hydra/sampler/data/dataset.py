@@ -92,6 +92,11 @@ class DataReport:
     unread: tuple[str, ...] = ()
     """Columns that nothing reads."""
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether something was cut or left out."""
+        return bool(self.num_truncated or self.num_dropped or self.num_without_label)
+
     def __str__(self) -> str:
         lines = [
             f"{self.num_sequences:,} sequences, {self.num_tokens:,} tokens, mean "
@@ -141,6 +146,7 @@ class TokenDataset:
         tokenize: Tokenize | None = None,
         append_eos: bool = True,
         num_proc: int | None = None,
+        every_row: bool = False,
     ) -> TokenDataset:
         """The sequences of `dataset`: its `input_ids`, `labels` and masks as `to_example` reads
         them, else its texts.
@@ -148,8 +154,11 @@ class TokenDataset:
         Texts are tokenised in batches once and found in the cache of `datasets` later, whatever the
         context length; several processes should not start that at the same time. `append_eos` ends
         each text with `tokenize.eos_token_id` where the tokenizer has one. `num_proc` processes
-        share the work. Raises HydraConfigError for data that cannot be used.
+        share the work. With `every_row` none is cut or left out, for who wants an answer for each.
+        Raises HydraConfigError for data that cannot be used.
         """
+        if every_row:
+            context_length, over_length = np.iinfo(np.int32).max, "truncate"
         _check_dataset(dataset)
         unread = find_unread(dataset.column_names, text_column)
         check_dataset_columns(dataset)
@@ -162,7 +171,7 @@ class TokenDataset:
         is_over = full_lengths > context_length
         if over_length == "refuse" and is_over.any():
             raise HydraConfigError(_describe_over_length(full_lengths, context_length))
-        is_kept = has_label & ~is_over if over_length == "drop" else has_label
+        is_kept = has_label & ~is_over if over_length == "drop" else has_label | every_row
         if not is_kept.any():
             raise HydraConfigError(_describe_nothing_left(full_lengths, has_label, context_length))
         lengths = np.minimum(full_lengths, context_length)[is_kept]
@@ -180,7 +189,7 @@ class TokenDataset:
                 num_truncated=int(is_cut.sum()),
                 num_cut_tokens=int((full_lengths[is_cut] - context_length).sum()),
                 num_dropped=int((has_label & ~is_kept).sum()),
-                num_without_label=int((~has_label).sum()),
+                num_without_label=int((~(has_label | every_row)).sum()),
                 unread=tuple(unread),
             ),
             _rows=dataset.with_format("numpy", columns=_present(dataset, _TOKEN_COLUMNS)),
@@ -228,6 +237,19 @@ def _check_dataset(dataset: datasets.Dataset) -> None:
         )
     if not len(dataset):
         raise HydraConfigError("the dataset is empty (0 rows)")
+    check_stored(dataset, "the dataset")
+
+
+def check_stored(dataset: datasets.Dataset, what: str) -> None:
+    """Raise HydraConfigError for rows that are computed when they are read, so that nobody knows
+    their lengths before.
+    """
+    if dataset.format["type"] == "custom":
+        raise HydraConfigError(
+            f"{what} computes its rows when they are read (set_transform or with_transform), but mini-batches are "
+            "planned by lengths that are known before; store what it computes: "
+            "dataset.with_format(None).map(transform, batched=True)"
+        )
 
 
 def check_dataset_columns(
