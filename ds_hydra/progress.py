@@ -19,6 +19,33 @@ logger = logging.getLogger(__name__)
 _LONGEST_LINE = 160
 
 
+class _WhereNobodyListens(logging.StreamHandler[Any]):
+    """Writes to stderr as long as the program has set up no logging of its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.root.handlers:
+            super().emit(record)
+
+
+def show_notes(level: int | None) -> None:
+    """Let what the package notes be read where the program has set up no logging: from INFO on at
+    the first rank (what is proposed, and which times are estimates), warnings at the others. With
+    `level`, from there on at every rank. Not collective.
+    """
+    package = logging.getLogger("ds_hydra")
+    if level is not None:
+        package.setLevel(level)
+    elif package.level == logging.NOTSET and not logging.root.handlers:
+        is_first = os.environ.get("RANK", "0") == "0"
+        package.setLevel(logging.INFO if is_first else logging.WARNING)
+    if not package.handlers:
+        handler = _WhereNobodyListens(sys.stderr)
+        handler.setFormatter(
+            logging.Formatter("[%(asctime)s] [%(levelname)s] ds_hydra: %(message)s")
+        )
+        package.addHandler(handler)
+
+
 class Progress(tqdm):
     """tqdm on stderr; without a terminal it prints a line whenever another tenth is done."""
 

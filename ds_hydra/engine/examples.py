@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
-from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
@@ -23,6 +23,8 @@ from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
+
+logger = logging.getLogger(__name__)
 
 
 def local_rank() -> int:
@@ -50,7 +52,7 @@ def read_data(dataset: Any, config: HydraConfig, device: torch.device) -> TokenD
     data = run_together(read, device)
     if deepspeed.comm.get_rank() == 0:
         say = logger.warning if data.report.is_partial else logger.info
-        say(f"ds_hydra training data: {data.report}")
+        say(f"training data: {data.report}")
     return data
 
 

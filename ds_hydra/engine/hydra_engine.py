@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import math
 import os
 import sys
@@ -24,7 +25,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.constants import ROUTE_TRAIN
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.utils import logger
+from deepspeed.utils.logging import log_levels
 from torch import Tensor, nn
 
 from ds_hydra.configs.hydra_config import HydraConfig
@@ -54,7 +55,7 @@ from ds_hydra.engine.ranks.watchdog import join_watchdog, leave_watchdog, watch
 from ds_hydra.engine.runtime import HydraRuntime
 from ds_hydra.engine.telemetry.trace import MemoryWatch
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
-from ds_hydra.progress import say_once
+from ds_hydra.progress import say_once, show_notes
 from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.records.timeline import EventKind
 from ds_hydra.strategy import Strategy
@@ -68,6 +69,8 @@ warnings.filterwarnings(
     category=FutureWarning,
 )
 
+
+logger = logging.getLogger(__name__)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -118,6 +121,8 @@ class HydraEngine(CheckpointingEngine):
         training_data: Any = None,
         **engine_kwargs: Any,
     ):
+        document = getattr(engine_kwargs.get("config_class"), "_param_dict", None) or {}
+        show_notes(log_levels.get(document.get("log_level")))
         check_model(model)
         if get_accelerator().device_name() == "cpu":
             keep_freed_memory()

@@ -257,7 +257,7 @@ class HydraRuntime:
         if self.flops.unknown:
             notes.append(f"TFLOP/s and MFU are left out: {self.flops.unknown}")
         return (
-            f"ds_hydra: {len(self.candidates.strategies)} candidate strategies on {self.num_ranks} ranks ({names}); "
+            f"{len(self.candidates.strategies)} candidate strategies on {self.num_ranks} ranks ({names}); "
             f"{self.propagator.groups}" + "".join(f"\n  {line}" for line in notes)
         )
 
