@@ -246,9 +246,10 @@ class HydraRuntime:
 
     def describe(self) -> str:
         """Candidates and communicators, for the start of a run."""
-        names = ", ".join(str(s) for s in self.candidates.strategies)
+        strategies, reasons = self.candidates.strategies, self.candidates.reasons
+        names = "" if reasons else f" ({', '.join(map(str, strategies))})"
         loss = self.stage_model.balance.loss
-        notes = [*self.candidates.reasons, *([] if loss is None else [str(loss)])]
+        notes = [*reasons, *([] if loss is None else [str(loss)])]
         notes += [
             f"attention: {choice.describe()}" for choice in self.stage_model.attention_choices
         ]
@@ -257,7 +258,7 @@ class HydraRuntime:
         if self.flops.unknown:
             notes.append(f"TFLOP/s and MFU are left out: {self.flops.unknown}")
         return (
-            f"{len(self.candidates.strategies)} candidate strategies on {self.num_ranks} ranks ({names}); "
+            f"{len(strategies)} candidate strategies on {self.num_ranks} ranks{names}; "
             f"{self.propagator.groups}" + "".join(f"\n  {line}" for line in notes)
         )
 

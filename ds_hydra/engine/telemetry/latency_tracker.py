@@ -349,7 +349,7 @@ class LatencyTracker:
             best_ms = plan.makespan_ms - plan.trial_ms
             cost_ms = max(0.0, slowest_ms - best_ms)
             self._trials_ms += cost_ms
-            logger.info(
+            logger.debug(
                 "iteration %d: tried %s, %.0f ms in place of %.0f ms; trials have cost %.1f%% of the run's time",
                 plan.iteration,
                 plan.strategy,
