@@ -5,7 +5,6 @@ import logging
 import sys
 
 import pytest
-import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra
 from models import tiny
@@ -67,15 +66,16 @@ def test_logging_of_the_program_stays_as_it_is(monkeypatch):
     assert stderr.getvalue() == ""
 
 
-def notes_of_an_engine():
+def notes_of_an_engine(level):
     logging.root.handlers, sys.stderr = [], io.StringIO()
-    start_hydra(tiny("llama"), hydra={"strategies": ["2x<1,1>"]})
-    return dist.get_rank(), sys.stderr.getvalue()
+    sections = {} if level is None else {"log_level": level}
+    start_hydra(tiny("llama"), hydra={"strategies": ["2x<1,1>"]}, **sections)
+    return sys.stderr.getvalue()
 
 
 @pytest.mark.distributed
 def test_an_engine_says_what_it_chooses_among():
-    for rank, text in run_distributed(notes_of_an_engine, 2):
-        assert ("[INFO] ds_hydra: 1 candidate strategies on 2 ranks (2x<1,1>)" in text) == (
-            rank == 0
-        )
+    first, other = run_distributed(notes_of_an_engine, 2, None)
+    assert "[INFO] ds_hydra: 1 candidate strategy on 2 ranks (2x<1,1>)" in first
+    assert "INFO" not in other
+    assert run_distributed(notes_of_an_engine, 2, "ERROR") == ["", ""]

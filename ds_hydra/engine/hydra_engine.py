@@ -122,7 +122,7 @@ class HydraEngine(CheckpointingEngine):
         **engine_kwargs: Any,
     ):
         document = getattr(engine_kwargs.get("config_class"), "_param_dict", None) or {}
-        show_notes(log_levels.get(document.get("log_level")))
+        show_notes(log_levels.get(str(document.get("log_level")).lower()))
         check_model(model)
         if get_accelerator().device_name() == "cpu":
             keep_freed_memory()

@@ -248,6 +248,7 @@ class HydraRuntime:
         """Candidates and communicators, for the start of a run."""
         strategies, reasons = self.candidates.strategies, self.candidates.reasons
         names = "" if reasons else f" ({', '.join(map(str, strategies))})"
+        kind = "strategy" if len(strategies) == 1 else "strategies"
         loss = self.stage_model.balance.loss
         notes = [*reasons, *([] if loss is None else [str(loss)])]
         notes += [
@@ -258,7 +259,7 @@ class HydraRuntime:
         if self.flops.unknown:
             notes.append(f"TFLOP/s and MFU are left out: {self.flops.unknown}")
         return (
-            f"{len(strategies)} candidate strategies on {self.num_ranks} ranks{names}; "
+            f"{len(strategies)} candidate {kind} on {self.num_ranks} ranks{names}; "
             f"{self.propagator.groups}" + "".join(f"\n  {line}" for line in notes)
         )
 
