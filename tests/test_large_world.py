@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from pathlib import Path
 
 import datasets
@@ -138,9 +139,14 @@ def train_on_proposals(folder):
         )
         return engine
 
+    told = []
+    package, handler = logging.getLogger("ds_hydra"), logging.Handler(logging.INFO)
+    handler.emit = lambda record: told.append(record.getMessage())
+    package.addHandler(handler)
+    package.setLevel(logging.INFO)
     engine = start(100)
     found = [str(s) for s in engine.hydra.candidates.strategies]
-    described = engine.hydra.describe()
+    described = "\n".join(told)
     losses = [float(engine.train_batch()) for _ in range(4)]
     engine.destroy()
     messages = []
@@ -165,8 +171,11 @@ def test_four_ranks_propose_once_and_agree(tmp_path):
         "the static choice that fits the context"
     )
     assert len(strategies) > 1
+    for strategy in found:
+        assert described.count(f"\n  {strategy}: ") == 1, "each is named with its reason"
     assert "fastest for" in described
     assert "the best static strategy" in described
+    assert "fastest for" not in results[1][1], "by the first rank alone"
     for result in results:
         for message in result[3]:
             assert (

@@ -384,6 +384,9 @@ class EngineCandidates:
         self.strategies = strategies
         self.propagator.prepare(strategies)
         self._proposed_with = self.profile
+        if self.is_first_rank:
+            lines = "".join(f"\n  {line}" for line in self.reasons)
+            logger.info(f"candidate strategies for the lengths of the data:{lines}")
         if self.profile is not given:
             raise_together(self._try_to_log_profile(), self._device)
 

@@ -246,11 +246,12 @@ class HydraRuntime:
 
     def describe(self) -> str:
         """Candidates and communicators, for the start of a run."""
-        strategies, reasons = self.candidates.strategies, self.candidates.reasons
-        names = "" if reasons else f" ({', '.join(map(str, strategies))})"
+        strategies = self.candidates.strategies
         kind = "strategy" if len(strategies) == 1 else "strategies"
+        # Those that the data decide were named when they were found, with reasons
+        names = "" if self.candidates.reasons else f" ({', '.join(map(str, strategies))})"
         loss = self.stage_model.balance.loss
-        notes = [*reasons, *([] if loss is None else [str(loss)])]
+        notes = [] if loss is None else [str(loss)]
         notes += [
             f"attention: {choice.describe()}" for choice in self.stage_model.attention_choices
         ]
