@@ -20,6 +20,7 @@ from test_engine_parity import RELATIVE_TOLERANCE, check_gradients, hand_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.link_memory import link_memory
 from ds_hydra.engine.transfer.frozen import fingerprint
 from ds_hydra.engine.transfer.stage_weights import SlicePool
 from ds_hydra.strategy import Strategy
@@ -165,7 +166,7 @@ def memory_of_exchanges():
                 with session:
                     session.finish()
             allocated.append(new.nbytes)
-        memory = propagator.links.link_memory(strategy)
+        memory = link_memory(propagator.links, strategy)
         buffers = propagator.links.buffers
         result[text] = (
             memory,

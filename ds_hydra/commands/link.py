@@ -155,7 +155,7 @@ def _describe_home(
     for scheme in sorted({scheme for scheme in strategy.schemes if scheme.stream}):
         for stage in range(scheme.pp):
             buckets = stage_model.buckets(scheme, stage, 0)
-            streams = stage_model.stage_streams(scheme, stage, 0)
+            streams = stage_model.stage_streams(scheme, stage, buckets)
             refs = [ref for bucket in buckets for ref in bucket]
             copied = only_copied(buckets, streams.copied)
             stages.append(

@@ -56,15 +56,6 @@ class EightBitPlans:
     buckets: RankBuckets
     """Of this rank."""
 
-    def most_bytes(self, specs: Sequence[ParamSpec], num_ranks: int) -> int:
-        """What this rank's shards and slices take in 8 bits in one round, at most."""
-        owned = (sum(specs[p].shard_numel(num_ranks) for p in params) for params in self.params)
-        landing = (
-            sum(ref.region.numel for ref in bucket if ref.param in params)
-            for bucket, params in zip(self.buckets, self.params)
-        )
-        return max(map(sum, zip_longest(owned, landing, fillvalue=0)), default=0)
-
 
 def plan_eight_bits(
     rank_buckets: Sequence[RankBuckets],

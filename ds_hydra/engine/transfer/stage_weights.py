@@ -119,16 +119,6 @@ def slot_numels(
     return numels
 
 
-def held_numel(specs: Sequence[ParamSpec], buckets: RankBuckets, slot_of: Mapping[int, int]) -> int:
-    """Elements of all slices that a rank holds at once: buckets of its own, and the slots that the
-    others share.
-    """
-    own = sum(
-        slice_numel(specs, bucket) for index, bucket in enumerate(buckets) if index not in slot_of
-    )
-    return own + sum(slot_numels(slice_numel, specs, buckets, slot_of).values())
-
-
 @dataclass(slots=True)
 class _BucketState:
     """What is left to do for a bucket; tensors are flat."""
@@ -146,7 +136,8 @@ class _BucketState:
 
 
 class StreamedWeights:
-    """A stage's slices in a home: which of them are views, and where gradients go.
+    """A stage's slices in a home, the same in every iteration: which of them are views, and where
+    gradients go.
 
     - A slice in one piece is a view of the home. One that is not (columns of a row-wise parameter
       under TP) is copied into memory of `StageWeights`.
@@ -161,7 +152,7 @@ class StreamedWeights:
         buckets: RankBuckets,
         streams: StageStreams,
     ):
-        self.streams = streams
+        self.buckets, self.streams = buckets, streams
         self.copied = only_copied(buckets, streams.copied)
         self._home = home
         self._entries = {entry.param: entry for bucket in buckets for entry in bucket}
