@@ -66,7 +66,7 @@ def random_cases(num_sequences, seed):
 
 def train_plan(engine, plan, tensors):
     """What this rank measured, and the gradients of its shards."""
-    engine.hydra.candidates.prepare(plan.strategy)
+    engine.hydra.propagator.prepare([plan.strategy])
     grads_P = engine._zero_gradient_shards()
     outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
     return outcome, [g.clone() for g in grads_P]
@@ -157,7 +157,7 @@ def memory_of_exchanges():
     result = {}
     for text in ("4x<1,1>", "1x<2,1>", "1x<1,2> + 1x<2,1>", "1x<4,1>"):
         strategy = Strategy.parse(text)
-        engine.hydra.candidates.prepare(strategy)
+        engine.hydra.propagator.prepare([strategy])
         propagator.links.buffers.peak_bytes = 0
         allocated = []
         for _ in range(3):
@@ -214,7 +214,7 @@ def frozen_slices(folder):
         def train(text, evaluate=False, engine=engine, keep=keep):
             strategy = Strategy.parse(text)
             propagator = engine.hydra.propagator
-            engine.hydra.candidates.prepare(strategy)
+            engine.hydra.propagator.prepare([strategy])
             link = propagator.links.link_for(strategy)
             session = propagator.links.open
             propagator.links.open = lambda *a, **k: (
@@ -283,7 +283,7 @@ def failures():
     """
     engine = start_hydra(tiny("llama"))
     examples = random_examples((9, 17), VOCAB_SIZE, seed=0)
-    engine.hydra.candidates.prepare(Strategy.parse("4x<1,1>"))
+    engine.hydra.propagator.prepare([Strategy.parse("4x<1,1>")])
     caught = []
     for link, name in (
         (engine.hydra.propagator.links.pull_link, "begin_pull"),
