@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.link_memory import link_memory
-from ds_hydra.engine.transfer.frozen import fingerprint
-from ds_hydra.engine.transfer.stage_weights import SlicePool
+from ds_hydra.engine.transfer.stage_weights import SlicePool, fingerprint
 from ds_hydra.strategy import Strategy
 
 BF16_TOLERANCE = 2**-8

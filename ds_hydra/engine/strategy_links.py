@@ -20,7 +20,6 @@ from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.parallel.one_f_one_b import Pass
 from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks, on_all_ranks
 from ds_hydra.engine.ranks.hosts import Hosts, find_ranks_per_node, warn_of_placement
-from ds_hydra.engine.transfer.frozen import FrozenKeeper, without_frozen
 from ds_hydra.engine.transfer.home import Home, open_home
 from ds_hydra.engine.transfer.link_thread import DeviceClock, LinkThread
 from ds_hydra.engine.transfer.schedule import (
@@ -35,6 +34,7 @@ from ds_hydra.engine.transfer.schedule import (
 )
 from ds_hydra.engine.transfer.session import Carrier, HomeCarrier, LinkCarrier, TransferSession
 from ds_hydra.engine.transfer.stage_weights import (
+    FrozenKeeper,
     SlicePool,
     StageWeights,
     StreamedWeights,
@@ -43,7 +43,7 @@ from ds_hydra.errors import PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan, RankPhase
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.schemes.placement import Role, slices_key
-from ds_hydra.zero_link import LinkPlan, RankBuckets, plan_link
+from ds_hydra.zero_link import LinkPlan, RankBuckets, keep_only, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
 from ds_hydra.zero_link.exchange import Link
 
@@ -178,7 +178,8 @@ class StrategyLinks:
             pull_trained = pull
             # Gathered layers take turns in memory, so nothing frozen could stay there.
             if self._frozen is not None and not strategy.gathers:
-                trained = without_frozen(self.stage_model.specs, rank_buckets)
+                specs = self.stage_model.specs
+                trained = keep_only(rank_buckets, lambda param: specs[param].requires_grad)
                 pull_trained = plan(trained, gradients=False)
             eight, plans = None, (pull, pull_trained, push)
             if strategy.gathers and self._scales is not None:
