@@ -132,6 +132,7 @@ class IterationSource:
         else:
             planned, fetch = self._ahead.begin(feed, iteration)
         plan = planned.plan
+        # Before a rank can fail on its own: all stand at the same sequence afterwards.
         self.sampler.advance(len(plan.lengths))
         examples: dict[int, Example] = {}
         try:
@@ -424,6 +425,7 @@ class Ahead:
         if document is not None:
             self._next = _Next(iteration + 1, document)
         if held is not None:
+            # Rank 0 has its plan from the feed, and waits here for the thread that reads its rows.
             held.get_plan()
             return planned, held.get_rows
         return planned, lambda: self._fetch(planned.plan)

@@ -238,6 +238,7 @@ class Propagator:
         for others.
         """
         balance_before = self.stage_model.balance.value
+        # Before the session opens: what it waits for is taken off below.
         begin = self._clock.stamp()
         session = self.links.open_phases(phases, training=task.is_training, grads_P=grads_P)
         busy = [number for number, phase in enumerate(phases) if phase.micro_batches]
@@ -295,6 +296,7 @@ class Propagator:
         session = self.links.open_phases(phases, training=True, grads_P=None)
         self.stage_model.balance.begin(self.device, 1.0, plan.num_tokens)
         with session:
+            # Of passes alone: all slices are there, and all ranks begin together.
             session.await_all()
             dist.barrier()
             begin = self._clock.stamp()
@@ -330,8 +332,8 @@ class Propagator:
             return None
         self._enter(role, session)
         try:
-            stage = self._stage(role, session)
-            micro_batches = MicroBatchTensors.load(phase, stage, task, self._token_layout(role))
+            stage, layout = self._stage(role, session), self._token_layout(role)
+            micro_batches = MicroBatchTensors.load(phase, stage, task, layout)
             forward = functools.partial(self._forward, phase, stage, task, micro_batches)
             micro_batch_tokens = [
                 self.stage_model.tp.shard_tokens(micro_batch.packed.num_tokens)
@@ -396,6 +398,7 @@ class Propagator:
             evaluate=evaluate_chunk,
         )
         if transform is None:
+            # The model's own forward makes the logits: nobody knows what it adds to its head.
             return head_loss.of_logits(run().squeeze(0))
         return run(at_head=head_loss.of_hidden)
 

@@ -87,62 +87,67 @@ class MicroBatchTensors:
         `layout` says, cut after labels were shifted; with the fields of the task's objective, and
         what noise begins with where it has any.
         """
+        micro_batches = range(len(phase.micro_batches))
+        return [cls._load(number, phase, stage, task, layout) for number in micro_batches]
+
+    @classmethod
+    def _load(
+        cls,
+        number: int,
+        phase: RankPhase,
+        stage: PipelineStage,
+        task: Task,
+        layout: TokenLayout | None,
+    ) -> MicroBatchTensors:
         assert phase.pipeline is not None
         plan, pipeline, device = phase.plan, phase.pipeline, stage.device
         objective = task.objective
-        micro_batches = []
-        for number in range(len(pipeline.micro_batches)):
-            row = pipeline.own_row(number, layout.row if layout else 0, plan.lengths)
-            packed = _pack(plan, pipeline, number, row, device, layout)
-            least = packed.keys.row_tokens if packed.keys else 0
+        row = pipeline.own_row(number, layout.row if layout else 0, plan.lengths)
+        packed = _pack(plan, pipeline, number, row, device, layout)
+        least = packed.keys.row_tokens if packed.keys else 0
 
-            def join(parts: list[Tensor], fill: int, least: int = least) -> Tensor:
-                row_T = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
-                return row_T if layout is None else layout.cut(row_T, fill, least)
+        def join(parts: list[Tensor], fill: int) -> Tensor:
+            row_T = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
+            return row_T if layout is None else layout.cut(row_T, fill, least)
 
-            ids, targets, fields = None, None, None
-            if stage.is_first or stage.is_last:
-                examples = [
-                    (task.load(piece.position), slice(piece.begin, piece.end)) for piece in row
+        ids, targets, fields = None, None, None
+        if stage.is_first or stage.is_last:
+            examples = [(task.load(piece.position), slice(piece.begin, piece.end)) for piece in row]
+            if stage.is_first:
+                ids = join([ids[part] for (ids, _), part in examples], 0).unsqueeze(0)
+                ids = to_device(ids, device)
+            if stage.is_last:
+                # Shifted, then cut: the next token may be in another rank's piece.
+                shifted = [shift_labels(labels)[part] for (_, labels), part in examples]
+                targets = join(shifted, IGNORED_LABEL)
+                predicting = find_predicting(targets)
+                targets = to_device(targets[predicting], device)
+                if isinstance(predicting, Tensor):
+                    packed = replace(packed, predicting=to_device(predicting, device))
+            if stage.is_last and objective is not None:
+                # A row without tokens has the fields, none of which is anyone's
+                of_any = Piece(pipeline.micro_batches[number][0], 0, 0)
+                rows = [
+                    objective.rows_of(p.position, slice(p.begin, p.end), plan.lengths[p.position])
+                    for p in row or (of_any,)
                 ]
-                if stage.is_first:
-                    ids = join([ids[part] for (ids, _), part in examples], 0).unsqueeze(0)
-                    ids = to_device(ids, device)
-                if stage.is_last:
-                    shifted = [shift_labels(labels)[part] for (_, labels), part in examples]
-                    targets = join(shifted, IGNORED_LABEL)
-                    predicting = find_predicting(targets)
-                    targets = to_device(targets[predicting], device)
-                    if isinstance(predicting, Tensor):
-                        packed = replace(packed, predicting=to_device(predicting, device))
-                if stage.is_last and objective is not None:
-                    # A row without tokens has the fields, none of which is anyone's
-                    of_any = Piece(pipeline.micro_batches[number][0], 0, 0)
-                    rows = [
-                        objective.rows_of(
-                            p.position, slice(p.begin, p.end), plan.lengths[p.position]
-                        )
-                        for p in row or (of_any,)
-                    ]
-                    fields = {
-                        name: to_device(join([r[name] for r in rows], 0)[predicting], device)
-                        for name in rows[0]
-                    }
-            if task.noise_seed is not None:
-                seeds = [token_seeds(task.noise_seed, plan.iteration, *piece) for piece in row]
-                lengths = [
-                    torch.full((p.end - p.begin,), plan.lengths[p.position], dtype=torch.int64)
-                    for p in row
-                ]
-                packed = replace(
-                    packed,
-                    token_seeds_T=to_device(join(seeds, 0), device),
-                    token_lengths_T=to_device(join(lengths, 1), device),
-                )
-            micro_batches.append(
-                cls(packed=packed, input_ids_T=ids, targets_T=targets, fields=fields)
+                fields = {
+                    name: to_device(join([r[name] for r in rows], 0)[predicting], device)
+                    for name in rows[0]
+                }
+        if task.noise_seed is not None:
+            seeds = [token_seeds(task.noise_seed, plan.iteration, *piece) for piece in row]
+            # Padding counts as one token: noise is divided by the root of the length.
+            lengths = [
+                torch.full((p.end - p.begin,), plan.lengths[p.position], dtype=torch.int64)
+                for p in row
+            ]
+            packed = replace(
+                packed,
+                token_seeds_T=to_device(join(seeds, 0), device),
+                token_lengths_T=to_device(join(lengths, 1), device),
             )
-        return micro_batches
+        return cls(packed=packed, input_ids_T=ids, targets_T=targets, fields=fields)
 
 
 def _pack(
