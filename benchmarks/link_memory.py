@@ -4,16 +4,17 @@ hold against the memory that is there, and `benchmarks/streaming.py` prints.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from ds_hydra.engine.strategy_links import StrategyLink, StrategyLinks
-from ds_hydra.engine.transfer.stage_weights import gradient_numel, slice_numel, slot_numels
+from ds_hydra.engine.transfer.stage_weights import gradient_numel, slice_numel
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.profiles.profile import EXCHANGE_BUFFERS
 from ds_hydra.strategy.schemes.placement import Role
-from ds_hydra.zero_link import ParamSpec, RankBuckets
+from ds_hydra.zero_link import Bucket, ParamSpec, RankBuckets
 
 if TYPE_CHECKING:
     from ds_hydra.engine.transfer.eight_bit_pull import EightBitPlans
@@ -45,7 +46,7 @@ def link_memory(links: StrategyLinks, strategy: Strategy) -> LinkMemory:
     if strategy.gathers and link.buckets:
         slot_of = links.stage_model.gather_window(strategy.schemes).slot_of
     kept = [bucket for r, bucket in enumerate(link.buckets) if r not in slot_of]
-    in_slots = slot_numels(gradient_numel, specs, link.buckets, slot_of).values()
+    in_slots = _slot_numels(gradient_numel, specs, link.buckets, slot_of).values()
     in_8_bits = 0 if link.eight is None else _most_8_bit_bytes(link.eight, specs, links.num_ranks)
     return LinkMemory(
         slice_bytes=_held_numel(specs, link.buckets, slot_of) * itemsize,
@@ -57,10 +58,8 @@ def link_memory(links: StrategyLinks, strategy: Strategy) -> LinkMemory:
 
 def _memory_of_streams(links: StrategyLinks, strategy: Strategy) -> LinkMemory:
     assert links.home is not None
-    streamed, specs = (
-        links.streamed_for(strategy, Role.find(strategy, links.rank)),
-        links.stage_model.specs,
-    )
+    specs = links.stage_model.specs
+    streamed = links.streamed_for(strategy, Role.find(strategy, links.rank))
     copies = _held_numel(specs, streamed.copied, streamed.streams.window.slot_of)
     # A streamed gradient is added after its micro-batch, and never kept.
     kept = () if streamed.streams.is_streamed else streamed.buckets
@@ -77,7 +76,22 @@ def _held_numel(specs: list[ParamSpec], buckets: RankBuckets, slot_of: dict[int,
     others share.
     """
     own = [slice_numel(specs, bucket) for r, bucket in enumerate(buckets) if r not in slot_of]
-    return sum(own) + sum(slot_numels(slice_numel, specs, buckets, slot_of).values())
+    return sum(own) + sum(_slot_numels(slice_numel, specs, buckets, slot_of).values())
+
+
+def _slot_numels(
+    numel_of: Callable[[list[ParamSpec], Bucket], int],
+    specs: list[ParamSpec],
+    buckets: RankBuckets,
+    slot_of: dict[int, int],
+) -> dict[int, int]:
+    """Elements of each slot, in which slices or gradients (`numel_of`) of the buckets that share it
+    take turns.
+    """
+    numels: dict[int, int] = {}
+    for bucket, slot in slot_of.items():
+        numels[slot] = max(numels.get(slot, 0), numel_of(specs, buckets[bucket]))
+    return numels
 
 
 def _exchange_bytes(links: StrategyLinks, link: StrategyLink) -> int:

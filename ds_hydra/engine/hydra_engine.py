@@ -240,6 +240,7 @@ class HydraEngine(CheckpointingEngine):
             with watch("propagation"):
                 iteration = weigh(iteration, propagator)
                 plan, load = iteration.plan, iteration.load
+                # The pass that trains keeps the scores: they cost none of their own.
                 objective, recorder = observe(iteration, self.device, wanted=keep_scores)
                 grads_P = self._zero_gradient_shards()
                 scale = float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0

@@ -169,21 +169,6 @@ def gradient_numel(specs: Sequence[ParamSpec], bucket: Bucket) -> int:
     )
 
 
-def slot_numels(
-    numel_of: Callable[[Sequence[ParamSpec], Bucket], int],
-    specs: Sequence[ParamSpec],
-    buckets: RankBuckets,
-    slot_of: Mapping[int, int],
-) -> dict[int, int]:
-    """Elements of each slot, in which slices or gradients (`numel_of`) of the buckets that share it
-    take turns.
-    """
-    numels: dict[int, int] = {}
-    for bucket, slot in slot_of.items():
-        numels[slot] = max(numels.get(slot, 0), numel_of(specs, buckets[bucket]))
-    return numels
-
-
 @dataclass(slots=True)
 class _BucketState:
     """What is left to do for a bucket; tensors are flat."""
@@ -327,31 +312,29 @@ class StageWeights:
         owned = buckets if streamed is None else streamed.copied
         self._gathered = frozenset(slot_of) if gathers else frozenset()
         self._streams = streamed is not None and streamed.streams.is_streamed
-        kept = [r for r in range(len(buckets)) if r not in slot_of]
-        numels = {("slices", r): slice_numel(specs, owned[r]) for r in kept}
-        window = slot_numels(slice_numel, specs, owned, slot_of)
-        numels |= {("window", slot): numel for slot, numel in window.items()}
+        numbers = range(len(buckets))
+        of_slices = [("window", slot_of[r]) if r in slot_of else ("slices", r) for r in numbers]
+        of_grads: list[BucketKey] = []
         dtypes = {"slices": dtype, "window": dtype}
         if with_gradients:
-            numels |= {
-                ("grads", r): gradient_numel(specs, bucket)
-                for r, bucket in enumerate(buckets)
-                if not self._streams and r not in self._gathered
-            }
-            dtypes["grads"] = torch.float32
-            shared = {r: slot_of[r] for r in self._gathered}
-            gathered = slot_numels(gradient_numel, specs, buckets, shared)
-            numels |= {("gathered", slot): numel for slot, numel in gathered.items()}
-            dtypes["gathered"] = dtype
+            # fp32 where micro-batches add up; what is pushed after each has nothing to add to.
+            dtypes |= {"grads": torch.float32, "gathered": dtype}
+            if not self._streams:
+                shared = self._gathered
+                of_grads = [
+                    ("gathered", slot_of[r]) if r in shared else ("grads", r) for r in numbers
+                ]
+        numels: dict[BucketKey, int] = {}
+        for key, bucket in zip(of_slices, owned, strict=True):
+            numels[key] = max(numels.get(key, 0), slice_numel(specs, bucket))
+        for key, bucket in zip(of_grads, buckets):
+            numels[key] = max(numels.get(key, 0), gradient_numel(specs, bucket))
         flat = pool.resize(numels, dtypes)
         for index, bucket in enumerate(buckets):
             shares = index in slot_of
-            key = ("window", slot_of[index]) if shares else ("slices", index)
-            grads_key = (
-                ("gathered", slot_of[index]) if index in self._gathered else ("grads", index)
-            )
+            grads = flat[of_grads[index]] if of_grads else None
             self._add_bucket(
-                index, specs, bucket, flat[key], flat.get(grads_key), shares_memory=shares
+                index, specs, bucket, flat[of_slices[index]], grads, shares_memory=shares
             )
             if not shares:
                 self.prepare(index)
