@@ -14,7 +14,8 @@ from ds_hydra.engine.transfer.stage_weights import gradient_numel, slice_numel
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.profiles.profile import EXCHANGE_BUFFERS
 from ds_hydra.strategy.schemes.placement import Role
-from ds_hydra.zero_link import Bucket, ParamSpec, RankBuckets
+from ds_hydra.zero_link import Bucket, LinkPlan, ParamSpec, RankBuckets
+from ds_hydra.zero_link.messages import ALIGNMENT_BYTES, SINGLE_NUMEL, Batch
 
 if TYPE_CHECKING:
     from ds_hydra.engine.transfer.eight_bit_pull import EightBitPlans
@@ -99,8 +100,43 @@ def _exchange_bytes(links: StrategyLinks, link: StrategyLink) -> int:
     packs = links._device.type != "cpu"
     sent = ((link.pull, links._dtype.itemsize), (link.push, links._gradient_dtype.itemsize))
     return EXCHANGE_BUFFERS * max(
-        plan.packed_elements * size if packs else plan.buffer_bytes(size) for plan, size in sent
+        packed_elements(plan) * size if packs else _buffer_bytes(plan, size) for plan, size in sent
     )
+
+
+def packed_elements(plan: LinkPlan) -> int:
+    """Elements that a rank sends from or receives into packed buffers at once, at most, where
+    everything is packed.
+    """
+    hops = (hop for round_ in plan.rounds for hop in round_.hops)
+    sides = (batches for hop in hops for batches in (hop.outgoing, hop.incoming))
+    return max((sum(b.numel * len(b.peers) for b in batches) for batches in sides), default=0)
+
+
+def _buffer_bytes(plan: LinkPlan, itemsize: int) -> int:
+    """Bytes of the same, where elements take `itemsize` and large blocks travel from where they
+    are.
+    """
+
+    def aligned(numel: int) -> int:
+        return -(-numel * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    sizes = [0]
+    for hop in (hop for round_ in plan.rounds for hop in round_.hops):
+        if plan.gradients:  # sent in another type perhaps, and received to be added
+            sizes.append(sum(aligned(batch.numel) for batch in hop.incoming))
+            sizes.append(sum(aligned(batch.numel) * len(batch.peers) for batch in hop.outgoing))
+        else:
+            sizes.append(sum(aligned(_buffered_numel(batch)) for batch in hop.outgoing))
+            sizes.append(sum(aligned(_buffered_numel(batch)) for batch in hop.incoming))
+    return max(sizes)
+
+
+def _buffered_numel(batch: Batch) -> int:
+    """Elements of one copy that cannot travel from or to their place."""
+    _, _, stride, rows, cols = batch.table.T
+    in_place = (rows * cols >= SINGLE_NUMEL) & ((rows == 1) | (stride == cols))
+    return int((rows * cols)[~in_place].sum())
 
 
 def _most_8_bit_bytes(plans: EightBitPlans, specs: list[ParamSpec], num_ranks: int) -> int:

@@ -103,13 +103,6 @@ class Batch:
         """Elements of one copy."""
         return int((self.table[:, 3] * self.table[:, 4]).sum())
 
-    @property
-    def buffered_numel(self) -> int:
-        """Elements of one copy that cannot travel from or to their place."""
-        _, _, stride, rows, cols = self.table.T
-        in_place = (rows * cols >= SINGLE_NUMEL) & ((rows == 1) | (stride == cols))
-        return int((rows * cols)[~in_place].sum())
-
     @cached_property
     def pieces(self) -> tuple[StridedBlock, ...]:
         """The blocks in order."""
@@ -191,37 +184,6 @@ class LinkPlan:
                     if begin <= at <= r.relayed_until
                 )
                 for at in range(len(self.rounds))
-            ),
-            default=0,
-        )
-
-    def buffer_bytes(self, itemsize: int) -> int:
-        """Bytes of the packed buffers that this rank sends from or receives into at once, at most,
-        where elements take `itemsize`; each begins at a multiple of `ALIGNMENT_BYTES`.
-        """
-
-        def aligned(numel: int) -> int:
-            return -(-numel * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-        sizes = [0]
-        for hop in (hop for round_ in self.rounds for hop in round_.hops):
-            if self.gradients:  # sent in another type perhaps, and received to be added
-                sizes.append(sum(aligned(batch.numel) for batch in hop.incoming))
-                sizes.append(sum(aligned(batch.numel) * len(batch.peers) for batch in hop.outgoing))
-            else:
-                sizes.append(sum(aligned(batch.buffered_numel) for batch in hop.outgoing))
-                sizes.append(sum(aligned(batch.buffered_numel) for batch in hop.incoming))
-        return max(sizes)
-
-    @cached_property
-    def packed_elements(self) -> int:
-        """Elements of the same, where everything that a round sends or receives is packed."""
-        return max(
-            (
-                sum(batch.numel * len(batch.peers) for batch in batches)
-                for round_ in self.rounds
-                for hop in round_.hops
-                for batches in (hop.outgoing, hop.incoming)
             ),
             default=0,
         )
