@@ -40,7 +40,7 @@ class LinkMemory:
 
 def link_memory(links: StrategyLinks, strategy: Strategy) -> LinkMemory:
     """Of `strategy` on this rank. Collective over all ranks where its links are not planned yet."""
-    if any(scheme.stream for scheme in strategy.schemes):
+    if strategy.streams:
         return _memory_of_streams(links, strategy)
     link, specs, itemsize = links.link_for(strategy), links.stage_model.specs, links._dtype.itemsize
     slot_of: dict[int, int] = {}

@@ -161,7 +161,7 @@ def memory_of_exchanges():
         allocated = []
         for _ in range(3):
             with NewMemory() as new:
-                session = propagator.links.open(strategy, with_gradients=True, grads_P=grads_P)
+                session = propagator.links.open(strategy, training=True, grads_P=grads_P)
                 with session:
                     session.finish()
             allocated.append(new.nbytes)

@@ -200,7 +200,7 @@ class StrategyLinks:
         return self._links[key]
 
     def open(
-        self, strategy: Strategy, *, with_gradients: bool, grads_P: Sequence[Tensor] | None
+        self, strategy: Strategy, *, training: bool, grads_P: Sequence[Tensor] | None
     ) -> TransferSession:
         """Memory for the slices of `strategy`, which stay for the iteration, and the session that
         fills it and pushes into `grads_P`.
@@ -215,7 +215,7 @@ class StrategyLinks:
             pushes=grads_P is not None,
             overlap=self.thread.overlap,
         )
-        weights = self._weights(link.buckets, with_gradients=with_gradients)
+        weights = self._weights(link.buckets, training=training)
         return self._session(
             schedule, self._link_carrier(pull, link.push, grads_P, weights), weights
         )
@@ -231,19 +231,20 @@ class StrategyLinks:
         `link_for` is.
         """
         strategy = phases[0].plan.strategy
-        if any(scheme.stream for scheme in strategy.schemes):
+        if not strategy.streams and not strategy.gathers:
+            return self.open(strategy, training=training, grads_P=grads_P)
+        if self._frozen is not None:
+            self._frozen.forget()  # layers are about to take turns in the pool's memory
+        if strategy.streams:
             return self._open_streams(phases[0], training=training, grads_P=grads_P)
-        if strategy.gathers:
-            plans = [phase.plan for phase in phases]
-            return self._open_gather(plans, training=training, grads_P=grads_P)
-        return self.open(strategy, with_gradients=training, grads_P=grads_P)
+        plans = [phase.plan for phase in phases]
+        return self._open_gather(plans, training=training, grads_P=grads_P)
 
     def _open_gather(
         self, plans: Sequence[IterationPlan], *, training: bool, grads_P: Sequence[Tensor] | None
     ) -> TransferSession:
         strategy = plans[0].strategy
         link = self.link_for(strategy)
-        self._forget_frozen()
         window = self.stage_model.gather_window([s for p in plans for s in p.strategy.schemes])
         # Rounds are those of the pipeline with the most micro-batches, on every rank.
         schedule = plan_gathered(
@@ -255,7 +256,7 @@ class StrategyLinks:
         )
         weights = self._weights(
             link.buckets,
-            with_gradients=training,
+            training=training,
             slot_of=window.slot_of if link.buckets else {},
             gathers=True,
         )
@@ -271,7 +272,6 @@ class StrategyLinks:
     ) -> TransferSession:
         plan, role = phase.plan, phase.role
         assert self.home is not None, plan.strategy
-        self._forget_frozen()
         streamed = self.streamed_for(plan.strategy, role)
         passes: Sequence[Pass] = []
         if role is not None:
@@ -279,18 +279,17 @@ class StrategyLinks:
             passes = stage_passes(role.scheme.pp, role.stage, own, training=training)
         weights = self._weights(
             streamed.buckets,
-            with_gradients=training,
+            training=training,
             slot_of=streamed.streams.window.slot_of,
             streamed=streamed,
         )
+        num_micro_batches = [len(pipeline.micro_batches) for pipeline in plan.pipelines]
         carrier = HomeCarrier(
             self.home,
             self.shards_P(),
             grads_P,
             weights,
-            num_addends=count_addends(
-                plan.strategy, [len(p.micro_batches) for p in plan.pipelines]
-            ),
+            num_addends=count_addends(plan.strategy, num_micro_batches),
             training=training,
         )
         schedule = plan_streamed(streamed.streams, streamed.buckets, passes, training=training)
@@ -311,11 +310,6 @@ class StrategyLinks:
                 self.home, self.stage_model.specs, buckets, streams
             )
         return self._streamed[strategy]
-
-    def _forget_frozen(self) -> None:
-        """Layers are about to take turns in the pool's memory."""
-        if self._frozen is not None:
-            self._frozen.forget()
 
     def _weights(self, buckets: RankBuckets, **options: Any) -> StageWeights:
         return StageWeights(self.stage_model.specs, buckets, self.pool, self._dtype, **options)

@@ -272,7 +272,7 @@ class _Gradient:
 
 
 class StageWeights:
-    """The slices of this rank's stage for one iteration, and their gradients if `with_gradients`.
+    """The slices of this rank's stage for one iteration, and their gradients if `training`.
 
     - The tensors are views into `pool`: new StageWeights of a pool end the life of the old ones'
       content.
@@ -295,7 +295,7 @@ class StageWeights:
         pool: SlicePool,
         dtype: torch.dtype,
         *,
-        with_gradients: bool = True,
+        training: bool = True,
         slot_of: Mapping[int, int] | None = None,
         streamed: StreamedWeights | None = None,
         gathers: bool = False,
@@ -316,7 +316,7 @@ class StageWeights:
         of_slices = [("window", slot_of[r]) if r in slot_of else ("slices", r) for r in numbers]
         of_grads: list[BucketKey] = []
         dtypes = {"slices": dtype, "window": dtype}
-        if with_gradients:
+        if training:
             # fp32 where micro-batches add up; what is pushed after each has nothing to add to.
             dtypes |= {"grads": torch.float32, "gathered": dtype}
             if not self._streams:
