@@ -334,7 +334,9 @@ class Propagator:
         try:
             stage, layout = self._stage(role, session), self._token_layout(role)
             micro_batches = MicroBatchTensors.load(phase, stage, task, layout)
-            forward = functools.partial(self._forward, phase, stage, task, micro_batches)
+            forward = functools.partial(
+                self._forward_micro_batch, phase, stage, task, micro_batches
+            )
             micro_batch_tokens = [
                 self.stage_model.tp.shard_tokens(micro_batch.packed.num_tokens)
                 for micro_batch in micro_batches
@@ -352,7 +354,7 @@ class Propagator:
         # Scaled for backward, whose gradients may be of 16 bit; told as the sum that it is.
         return torch.stack(losses).double() / task.scale(phase.plan)
 
-    def _forward(
+    def _forward_micro_batch(
         self,
         phase: RankPhase,
         stage: PipelineStage,
