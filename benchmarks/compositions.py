@@ -361,7 +361,7 @@ def train(
             empty_pipeline=case.placement == "one idle",
         )
     iteration = replace(iteration, planned=replace(iteration.planned, plan=plan))
-    iteration = weigh(iteration, engine.hydra.propagator, engine.device)
+    iteration = weigh(iteration, engine.hydra.propagator)
     grads_P = engine._zero_gradient_shards()
     outcome = engine.hydra.propagator.train(
         iteration.plan, iteration.load, grads_P, 1.0, iteration.objective

@@ -430,7 +430,7 @@ MUTANTS = (
     ),
     Mutant(
         "frozen slices stay when the strategy changes",
-        "engine/transfer/frozen.py",
+        _WEIGHTS,
         "is_same = self._key == key",
         "is_same = self._key is not None",
         ("gemma3", "phi3"),

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
+from link_memory import link_memory
 from overlap import MODELS, begin, draw_batch, make_parser, report, start
 
 import ds_hydra
@@ -34,7 +35,7 @@ PAIRS = {
 def held_bytes(engine: ds_hydra.HydraEngine, strategy: str) -> dict[str, int]:
     """Slices, gradients and exchange buffers of the rank that holds most."""
     propagator = engine.hydra.propagator
-    memory = propagator.links.link_memory(Strategy.parse(strategy))
+    memory = link_memory(propagator.links, Strategy.parse(strategy))
     return {
         "slice_bytes": int(propagator.max_over_ranks(memory.slice_bytes)),
         "gradient_bytes": int(propagator.max_over_ranks(memory.gradient_bytes)),

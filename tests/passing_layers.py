@@ -7,6 +7,7 @@ from engines import start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
 
+from benchmarks.link_memory import link_memory as link_bytes
 from ds_hydra.engine.transfer.stage_weights import SlicePool
 from ds_hydra.strategy import Strategy
 
@@ -54,7 +55,7 @@ def link_memory(texts):
     for text in texts:
         links.pool = SlicePool(torch.device("cpu"), exact=True)
         engine.train_batch(examples, strategy=text)
-        found[text] = (links.link_memory(Strategy.parse(text)), links.pool.nbytes)
+        found[text] = (link_bytes(links, Strategy.parse(text)), links.pool.nbytes)
     home = links.home
     if home is None:
         return found, 0, 0

@@ -20,8 +20,8 @@ from test_engine_parity import RELATIVE_TOLERANCE, check_gradients, hand_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_hydra.engine.transfer.frozen import fingerprint
-from ds_hydra.engine.transfer.stage_weights import SlicePool
+from benchmarks.link_memory import link_memory
+from ds_hydra.engine.transfer.stage_weights import SlicePool, fingerprint
 from ds_hydra.strategy import Strategy
 
 BF16_TOLERANCE = 2**-8
@@ -65,7 +65,7 @@ def random_cases(num_sequences, seed):
 
 def train_plan(engine, plan, tensors):
     """What this rank measured, and the gradients of its shards."""
-    engine.hydra.candidates.prepare(plan.strategy)
+    engine.hydra.propagator.prepare([plan.strategy])
     grads_P = engine._zero_gradient_shards()
     outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
     return outcome, [g.clone() for g in grads_P]
@@ -156,16 +156,16 @@ def memory_of_exchanges():
     result = {}
     for text in ("4x<1,1>", "1x<2,1>", "1x<1,2> + 1x<2,1>", "1x<4,1>"):
         strategy = Strategy.parse(text)
-        engine.hydra.candidates.prepare(strategy)
+        engine.hydra.propagator.prepare([strategy])
         propagator.links.buffers.peak_bytes = 0
         allocated = []
         for _ in range(3):
             with NewMemory() as new:
-                session = propagator.links.open(strategy, with_gradients=True, grads_P=grads_P)
+                session = propagator.links.open(strategy, training=True, grads_P=grads_P)
                 with session:
                     session.finish()
             allocated.append(new.nbytes)
-        memory = propagator.links.link_memory(strategy)
+        memory = link_memory(propagator.links, strategy)
         buffers = propagator.links.buffers
         result[text] = (
             memory,
@@ -213,7 +213,7 @@ def frozen_slices(folder):
         def train(text, evaluate=False, engine=engine, keep=keep):
             strategy = Strategy.parse(text)
             propagator = engine.hydra.propagator
-            engine.hydra.candidates.prepare(strategy)
+            engine.hydra.propagator.prepare([strategy])
             link = propagator.links.link_for(strategy)
             session = propagator.links.open
             propagator.links.open = lambda *a, **k: (
@@ -282,7 +282,7 @@ def failures():
     """
     engine = start_hydra(tiny("llama"))
     examples = random_examples((9, 17), VOCAB_SIZE, seed=0)
-    engine.hydra.candidates.prepare(Strategy.parse("4x<1,1>"))
+    engine.hydra.propagator.prepare([Strategy.parse("4x<1,1>")])
     caught = []
     for link, name in (
         (engine.hydra.propagator.links.pull_link, "begin_pull"),

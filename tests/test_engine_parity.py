@@ -93,7 +93,7 @@ def gather_gradients(engine, grads_P):
 def gradients_under(engine, text, examples, lengths):
     """Full gradients of one plan by hand under the strategy that `text` names."""
     strategy = Strategy.parse(text)
-    engine.hydra.candidates.prepare(strategy)
+    engine.hydra.propagator.prepare([strategy])
     plan = hand_plan(strategy, lengths, num_label_tokens(examples), empty_pipeline=False)
     tensors = [(e["input_ids"], e["labels"]) for e in examples]
     grads_P = engine._zero_gradient_shards()
@@ -130,7 +130,7 @@ def check_gradients(
     worst = {}
     for text in strategies:
         strategy = Strategy.parse(text)
-        engine.hydra.candidates.prepare(strategy)
+        engine.hydra.propagator.prepare([strategy])
         for empty_pipeline in (False, True) if len(strategy.schemes) > 1 else (False,):
             plan = hand_plan(
                 strategy, lengths, num_label_tokens(examples), empty_pipeline=empty_pipeline

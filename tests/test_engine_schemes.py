@@ -45,7 +45,7 @@ def bits_that_differ():
 
     def run(text):
         strategy = Strategy.parse(text)
-        engine.hydra.candidates.prepare(strategy)
+        engine.hydra.propagator.prepare([strategy])
         plan = hand_plan(strategy, LENGTHS, num_label_tokens(examples), empty_pipeline=False)
         grads_P = engine._zero_gradient_shards()
         with _count_saved_bytes() as kept:

@@ -298,7 +298,7 @@ def gradient_memory():
     engine = start_hydra(tiny("llama"))
     held = {}
     for text in ("4x<1,1>", "1x<4,1>", "1x<1,4>", "1x<2,1>"):
-        engine.hydra.candidates.prepare(Strategy.parse(text))
+        engine.hydra.propagator.prepare([Strategy.parse(text)])
         link = engine.hydra.propagator.links.link_for(Strategy.parse(text))
         pool = SlicePool(torch.device("cpu"))
         slices = StageWeights(engine.hydra.stage_model.specs, link.buckets, pool, torch.float32)

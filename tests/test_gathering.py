@@ -65,7 +65,7 @@ def passes_on_two_nodes(trained):
     propagator, found = engine.hydra.propagator, {}
     for text in (*OF_ALL, strategy):
         parsed = Strategy.parse(text)
-        engine.hydra.candidates.prepare(parsed)
+        engine.hydra.propagator.prepare([parsed])
         labels = num_label_tokens(examples)
         plan = hand_plan(parsed, LENGTHS, labels, empty_pipeline=False)
         grads_P = engine._zero_gradient_shards()

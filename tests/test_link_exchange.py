@@ -14,6 +14,7 @@ import torch.distributed as dist
 from distributed import run_distributed
 from link_cases import decoder_specs, strategy_buckets
 
+from benchmarks.link_memory import packed_elements
 from ds_hydra.engine.strategy_links import check_link_plans
 from ds_hydra.engine.transfer.session import RoundWindow
 from ds_hydra.errors import PlanMismatchError
@@ -217,7 +218,7 @@ def check_packed_rounds():
                 for hop in round_.hops:
                     side = pack_hop(hop, case.rank, 4)
                     num_classes.add(tuple(len(addition.begins) for addition in side.additions))
-                    assert max(side.shards.numel, side.slices.numel) <= push_plan.packed_elements
+                    assert max(side.shards.numel, side.slices.numel) <= packed_elements(push_plan)
     return num_classes
 
 

@@ -164,7 +164,7 @@ def checks():
         gradients = [p.grad for p in reference.parameters()]
         for strategy in strategies:
             iteration = engine.hydra.source.plan(examples, strategy, 0, loss=CASES[name])
-            iteration = weigh(iteration, engine.hydra.propagator, engine.device)
+            iteration = weigh(iteration, engine.hydra.propagator)
             grads_P = engine._zero_gradient_shards()
             outcome = engine.hydra.propagator.train(
                 iteration.plan, iteration.load, grads_P, 1.0, iteration.objective

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from link_cases import random_link
 
+from benchmarks.link_memory import packed_elements
 from ds_hydra.zero_link import buffers, plan_link
 from ds_hydra.zero_link.exchange import Link
 
@@ -105,7 +106,7 @@ def test_packed_rounds_of_random_links(link):
     wanted_sums = add_in_order(specs, rank_buckets, grads, start)
     torch.testing.assert_close(sums, shards_of(specs, wanted_sums, num_ranks), rtol=0, atol=0)
     for plan in pushes:
-        most = plan.packed_elements
+        most = packed_elements(plan)
         for round_ in plan.rounds:
             hop = buffers.pack_hop(round_.hops[0], plan.rank, num_ranks)
             assert max(hop.shards.numel, hop.slices.numel) <= most

@@ -165,7 +165,7 @@ def check_engine(rows):
         examples = examples_of(row["lengths"])
         tensors = [(e["input_ids"], e["labels"]) for e in examples]
         strategy = Strategy.parse(parity_rows.strategy_of(row))
-        engine.hydra.candidates.prepare(strategy)
+        engine.hydra.propagator.prepare([strategy])
         plan = hand_plan(
             strategy,
             LENGTHS_OF[row["lengths"]],

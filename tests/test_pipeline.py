@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from ds_hydra.engine.parallel import one_f_one_b
 from ds_hydra.engine.parallel.one_f_one_b import (
     Pass,
-    StageInfo,
-    StageIO,
+    PipelineStage,
     one_forward_one_backward,
     run_1f1b,
 )
@@ -115,7 +114,7 @@ class DeviceRecorder(Recorder):
 
 
 def one_stage():
-    return StageInfo(
+    return PipelineStage(
         num_stages=1, stage=0, hidden_size=4, dtype=torch.float32, device=torch.device("cpu")
     )
 
@@ -123,9 +122,8 @@ def one_stage():
 @pytest.mark.parametrize("num_micro_batches", [1, 7])
 def test_the_host_is_two_micro_batches_ahead_of_a_device_at_most(num_micro_batches):
     weight, recorder = torch.ones(4, requires_grad=True), DeviceRecorder()
-    io = StageIO(previous_rank=None, next_rank=None, down_group=None, up_group=None)
     losses = run_1f1b(
-        one_stage(), io, [3] * num_micro_batches, lambda _index, _: weight.sum(), recorder
+        one_stage(), [3] * num_micro_batches, lambda _index, _: weight.sum(), recorder
     )
     assert len(losses) == num_micro_batches
     assert recorder.most_under_way == min(4, 2 * num_micro_batches)
@@ -141,16 +139,19 @@ def test_what_others_wait_for_is_posted_before_each_receive(monkeypatch):
     fakes = {"batch_isend_irecv": post, "P2POp": lambda op, *_: SimpleNamespace(op=op)}
     for name, fake in fakes.items():
         monkeypatch.setattr(one_f_one_b.dist, name, fake)
-    io = StageIO(
+    stage = PipelineStage(
+        num_stages=3,
+        stage=1,
+        hidden_size=4,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
         previous_rank=0,
         next_rank=2,
-        down_group=None,
-        up_group=None,
         before_receive=lambda: done.append("posted"),
     )
-    io.receive_activation(torch.ones(2))
-    io.send_activation(torch.ones(2))
-    io.receive_gradient(torch.ones(2))
-    io.send_gradient(torch.ones(2))
-    io.finish()
+    stage.receive_activation(2, requires_grad=True)
+    stage.send_activation(torch.ones(2))
+    stage.receive_gradient(torch.ones(2))
+    stage.send_gradient(torch.ones(2))
+    stage.finish()
     assert done == ["posted", "receive", "send", "posted", "receive", "send"]

@@ -91,7 +91,7 @@ def memory():
         of_strategies = {}
         for text in ("4x<1,1>", "2x<2,1>", "1x<4,1>", "4x<1,1;ckpt=4>", "1x<4,1;ckpt=4>"):
             strategy = Strategy.parse(text)
-            engine.hydra.candidates.prepare(strategy)
+            engine.hydra.propagator.prepare([strategy])
             kept = token_bytes(propagator, strategy, 256)
             run = functools.partial(measure_stage_ms, propagator, strategy, ProbeMicroBatch(512))
             of_strategies[text] = kept, peak_bytes(run) if "<4,1" in text else None

@@ -280,7 +280,7 @@ def errors_in_bf16():
     _, wanted = token_mean_gradients(tiny("llama").bfloat16().float(), examples)
     engine = start_hydra(model, bf16={"enabled": True})
     strategy = Strategy.parse("1x<1,1>")
-    engine.hydra.candidates.prepare(strategy)
+    engine.hydra.propagator.prepare([strategy])
     plan = hand_plan(strategy, LENGTHS, num_label_tokens(examples), empty_pipeline=False)
     params = engine.hydra.stage_model.params
     shapes = {tuple(p.ds_shape) for name, p in zip(names, params, strict=True) if "_proj" in name}

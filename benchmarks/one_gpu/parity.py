@@ -92,7 +92,7 @@ class Subject:
         if strategy.phases:
             engine.hydra.propagator.prepare(strategy.in_turn)
         else:
-            engine.hydra.candidates.prepare(strategy)
+            engine.hydra.propagator.prepare([strategy])
         labels = num_label_tokens(self.examples)
         plan = hand_plan(strategy, LENGTHS, labels, empty_pipeline=False)
         grads_P = engine._zero_gradient_shards()

@@ -105,9 +105,12 @@ def _account(
     stage_model = load_stage_model(model)
     for scheme in set(strategy.schemes):
         stage_model.check_scheme(scheme)
-    streams = any(scheme.stream for scheme in strategy.schemes)
     # Where layers stream ranks fill and empty the home themselves
-    asked = [()] * num_devices if streams else stage_model.strategy_buckets(strategy, num_devices)
+    asked = (
+        [()] * num_devices
+        if strategy.streams
+        else stage_model.strategy_buckets(strategy, num_devices)
+    )
     specs = stage_model.specs
     document: dict[str, Any] = {
         "strategy": str(strategy),
@@ -120,7 +123,7 @@ def _account(
         "model_size": count_parameters(stage_model).to_json(),
         "rounds": max(map(len, asked)),
     }
-    if streams:
+    if strategy.streams:
         document["home"] = _describe_home(stage_model, strategy, itemsize["pull"], num_devices)
     for direction, size in itemsize.items():
         gradients = direction == "push"
@@ -155,7 +158,7 @@ def _describe_home(
     for scheme in sorted({scheme for scheme in strategy.schemes if scheme.stream}):
         for stage in range(scheme.pp):
             buckets = stage_model.buckets(scheme, stage, 0)
-            streams = stage_model.stage_streams(scheme, stage, 0)
+            streams = stage_model.stage_streams(scheme, stage, buckets)
             refs = [ref for bucket in buckets for ref in bucket]
             copied = only_copied(buckets, streams.copied)
             stages.append(

@@ -285,6 +285,15 @@ def find_key(config: Mapping[str, Any], dotted_key: str) -> Any:
     return value
 
 
+def dtype_name(ds_config: Mapping[str, Any]) -> str:
+    """torch's name of the type of weights and activations that the DeepSpeed JSON asks for; "auto"
+    counts as bf16.
+    """
+    if find_key(ds_config, "bf16.enabled") in (True, "auto"):
+        return "bfloat16"
+    return "float16" if find_key(ds_config, "fp16.enabled") in (True, "auto") else "float32"
+
+
 def _find_misspelled(config: Mapping[str, Any]) -> Iterator[str]:
     known = KNOWN_TOP_LEVEL_KEYS | {"hydra"}
     for key in config:

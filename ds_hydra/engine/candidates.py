@@ -417,11 +417,6 @@ class EngineCandidates:
         assert known is not None
         log.write_profile(known.document)
 
-    def prepare(self, strategy: Strategy) -> None:
-        """Check a forced strategy and create its groups. Collective over all ranks."""
-        self.check_strategy(strategy)
-        self.propagator.prepare([strategy])
-
     def check_strategy(self, strategy: Strategy) -> None:
         """Raise HydraConfigError where the ranks or the model cannot run `strategy`."""
         for scheme in set(strategy.schemes):

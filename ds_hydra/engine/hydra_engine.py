@@ -226,6 +226,7 @@ class HydraEngine(CheckpointingEngine):
                 "call train_batch(batch=examples, ...); strategies to choose from are listed in hydra.strategies"
             )
         with watch("plan"):
+            propagator = self.hydra.propagator
             problem = (
                 self._find_untrained() or self._find_offloaded("train") or self._find_refrozen()
             )
@@ -237,27 +238,27 @@ class HydraEngine(CheckpointingEngine):
                 )
             )
             with watch("propagation"):
-                iteration = weigh(iteration, self.hydra.propagator, self.device)
-                seen, collector = observe(iteration, self.device, wanted=keep_scores)
+                iteration = weigh(iteration, propagator)
+                plan, load = iteration.plan, iteration.load
+                # The pass that trains keeps the scores: they cost none of their own.
+                objective, recorder = observe(iteration, self.device, wanted=keep_scores)
                 grads_P = self._zero_gradient_shards()
-                outcome = self.hydra.propagator.train(
-                    seen.plan, seen.load, grads_P, self._loss_scale(), seen.objective
-                )
-                norms = self._gradients.norms()
-                outcomes = self.hydra.gather_outcomes(outcome, norms, seen.plan)
-                if collector is not None:
-                    self.last_scores = gather_scores(iteration, collector, self.hydra.propagator)
-            value = outcomes.loss(iteration.plan, iteration.objective)
+                scale = float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
+                outcome = propagator.train(plan, load, grads_P, scale, objective)
+                outcomes = self.hydra.gather_outcomes(outcome, self._gradients.norms(), plan)
+                if recorder is not None:
+                    self.last_scores = gather_scores(iteration, recorder, propagator)
+            value = outcomes.loss(plan, iteration.objective)
             before_step = time.perf_counter()
             with watch("step"):
                 if outcomes.nonfinite_ranks and not self.fp16_enabled():
                     self._skip_step(iteration, outcomes.nonfinite_ranks)
                 else:
-                    with self.hydra.propagator.recorder.span(EventKind.STEP):
+                    with propagator.recorder.span(EventKind.STEP):
                         self._gradients.deposit()
                         self._step(iteration, outcomes)
             if batch is None:
-                self.hydra.source.mark_trained(iteration.plan.iteration)
+                self.hydra.source.mark_trained(plan.iteration)
             self._report(iteration, outcomes, value, start, before_step)
         if outcomes.is_stop_requested and self._hydra_config.faults.save_on_sigterm is not None:
             self._save_and_exit(self._hydra_config.faults.save_on_sigterm)
@@ -282,7 +283,7 @@ class HydraEngine(CheckpointingEngine):
                 loss,
                 forward_only=True,
             )
-            iteration = weigh(iteration, self.hydra.propagator, self.device)
+            iteration = weigh(iteration, self.hydra.propagator)
             plan, objective = iteration.plan, iteration.objective
             outcome = self.hydra.propagator.evaluate(plan, iteration.load, objective)
             value = self.hydra.gather_outcomes(outcome).loss(plan, objective)
@@ -316,9 +317,8 @@ class HydraEngine(CheckpointingEngine):
                 forward_only=True,
                 only_scored=True,
             )
-            propagator = self.hydra.propagator
             wanted = {"entropy": entropy, "details": details, "noise": noise}
-            return score(iteration, propagator, self.device, **wanted)
+            return score(iteration, self.hydra.propagator, **wanted)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Evaluation only: in training mode the layers run inside `train_batch`."""
@@ -444,9 +444,6 @@ class HydraEngine(CheckpointingEngine):
                     "initialisation; set it before ds_hydra.initialize"
                 )
         return None
-
-    def _loss_scale(self) -> float:
-        return float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
 
     def _zero_gradient_shards(self) -> list[Tensor]:
         """This rank's fp32 gradient shards, set to zero."""

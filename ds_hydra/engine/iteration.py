@@ -89,7 +89,6 @@ class Outcomes:
 def score(
     iteration: Iteration,
     propagator: Propagator,
-    device: torch.device,
     *,
     entropy: bool = False,
     details: bool = False,
@@ -98,7 +97,7 @@ def score(
     """Scores of every token of the iteration's sequences, forward only, with the `noise` that
     training has where it is asked for. Collective over all ranks, returned on each.
     """
-    lengths = iteration.plan.lengths
+    lengths, device = iteration.plan.lengths, propagator.device
     recorder = TokenScoreRecorder(sum(lengths), device, entropy=entropy, details=details)
     objective = recorder.objective(lengths)
     propagator.evaluate(iteration.plan, iteration.load, objective, noise=noise)
@@ -108,15 +107,17 @@ def score(
 
 def observe(
     iteration: Iteration, device: torch.device, *, wanted: bool
-) -> tuple[Iteration, TokenScoreRecorder | None]:
-    """`iteration`, and where `wanted` what keeps the scores of its tokens that count meanwhile."""
+) -> tuple[Objective | None, TokenScoreRecorder | None]:
+    """The objective of `iteration`, and where `wanted` what keeps the scores of its tokens that
+    count meanwhile.
+    """
     objective, lengths = iteration.objective, iteration.plan.lengths
     if not wanted or objective is None:
-        return iteration, None
+        return objective, None
     recorder = TokenScoreRecorder(
         sum(lengths), device, entropy=True, details=True, inner=objective.loss
     )
-    return replace(iteration, objective=recorder.objective(lengths, objective)), recorder
+    return recorder.objective(lengths, objective), recorder
 
 
 def gather_scores(
@@ -131,14 +132,15 @@ def gather_scores(
     return recorder.gather(iteration.plan.lengths, here)
 
 
-def weigh(iteration: Iteration, propagator: Propagator, device: torch.device) -> Iteration:
+def weigh(iteration: Iteration, propagator: Propagator) -> Iteration:
     """`iteration`, with a loss of sequences turned into weighted sums. Collective over all ranks;
     one forward pass where it is one.
     """
     objective = iteration.objective
     if objective is None or not isinstance(objective.loss, SequenceLoss):
         return iteration
-    log_probs = score(iteration, propagator, device, noise=True).log_probs
+    device = propagator.device
+    log_probs = score(iteration, propagator, noise=True).log_probs
     weighted = run_together(lambda: objective.weighted(log_probs, iteration.labels), device)
     weights_N = torch.stack([fields[WEIGHT] for fields in weighted.fields]).double()
     value = weights_N.new_tensor([weighted.value])

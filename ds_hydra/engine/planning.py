@@ -42,7 +42,7 @@ from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.sampler.data.examples import to_examples
-from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
+from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.planner import plan_task
 from ds_hydra.sampler.planner_settings import PlanningTask
 from ds_hydra.strategy import Strategy
@@ -132,6 +132,7 @@ class IterationSource:
         else:
             planned, fetch = self._ahead.begin(feed, iteration)
         plan = planned.plan
+        # Before a rank can fail on its own: all stand at the same sequence afterwards.
         self.sampler.advance(len(plan.lengths))
         examples: dict[int, Example] = {}
         try:
@@ -226,21 +227,25 @@ class IterationSource:
             profile = self._candidates.ensure_profile()
             strategies = self._candidates.strategies
         else:
-            self._candidates.prepare(forced)
+            self._propagator.prepare([forced])
             # Does not wait for a measurement: any cost model can only place sequences in it.
             profile, strategies = self._candidates.profile_for_forced(forced), (forced,)
         tracker = self._candidates.find_tracker()
         corrections = (
             tracker.corrections_now(strategies, may_try=may_try) if tracker else NO_CORRECTIONS
         )
-        planned = broadcast_plan(
-            lambda: plan_now(
-                batch,
-                self._candidates.task(strategies, profile, forward_only=forward_only),
-                corrections,
-            ),
-            self._device,
-        )
+
+        def plan_now() -> PlannedIteration:
+            task = self._candidates.task(strategies, profile, forward_only=forward_only)
+            return PlannedIteration(
+                plan=plan_task(task, batch, corrections),
+                planning_ms=0.0,
+                waited_ms=0.0,
+                source="inline",
+                corrections=corrections,
+            )
+
+        planned = broadcast_plan(plan_now, self._device)
         self._propagator.check_plan(planned.plan, fingerprint_tensors(tensors), objective=objective)
         return Iteration(planned, tensors.__getitem__, objective, [labels for _, labels in tensors])
 
@@ -369,14 +374,6 @@ class PlanFeed:
             self._planner.close()
 
 
-def plan_now(batch: GlobalBatch, task: PlanningTask, corrections: Corrections) -> PlannedIteration:
-    """The plan of `batch`, made here and now."""
-    plan = plan_task(task, batch, corrections)
-    return PlannedIteration(
-        plan=plan, planning_ms=0.0, waited_ms=0.0, source="inline", corrections=corrections
-    )
-
-
 Rows = dict[int, Example]
 """By position in the plan."""
 
@@ -428,6 +425,7 @@ class Ahead:
         if document is not None:
             self._next = _Next(iteration + 1, document)
         if held is not None:
+            # Rank 0 has its plan from the feed, and waits here for the thread that reads its rows.
             held.get_plan()
             return planned, held.get_rows
         return planned, lambda: self._fetch(planned.plan)

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.losses.head_loss import PLAIN, HeadLoss
-from ds_hydra.engine.losses.loss import Loss, Tokens
+from ds_hydra.engine.losses.loss import Tokens
 from ds_hydra.engine.losses.objective import Objective, are_alike, evaluate, find_difference
 from ds_hydra.engine.losses.objective import fingerprint as fingerprint_of
-from ds_hydra.engine.model.micro_batches import LoadExample, MicroBatchTensors
+from ds_hydra.engine.model.micro_batches import LoadExample, MicroBatchTensors, Task
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.parallel.logits import LogitTransform
-from ds_hydra.engine.parallel.one_f_one_b import StageInfo, StageIO, run_1f1b, run_forward_only
+from ds_hydra.engine.parallel.one_f_one_b import PipelineStage, run_1f1b, run_forward_only
 from ds_hydra.engine.parallel.tensor_parallel import TokenShards
 from ds_hydra.engine.parallel.token_cuts import TokenLayout
 from ds_hydra.engine.parallel.token_scores import Vocabulary
@@ -85,38 +85,6 @@ class RankOutcome:
             visible_push_ms=sum(p.visible_push_ms for p in phases),
             busy_ms=sum(computed_ms.values()),
             computed_ms=computed_ms,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What the passes of an iteration compute, beside its plan."""
-
-    load: LoadExample
-    objective: Objective | None
-    """None for the mean cross entropy."""
-    loss_scale: float | None
-    """Of the gradients; None where there is no backward."""
-    noise_seed: int | None
-    """None for passes without dropout and NEFTune."""
-
-    @property
-    def is_training(self) -> bool:
-        """Whether gradients are computed."""
-        return self.loss_scale is not None
-
-    @property
-    def loss(self) -> Loss | None:
-        """What a caller gave."""
-        return None if self.objective is None else self.objective.loss
-
-    def scale(self, plan: IterationPlan) -> float:
-        """What a sum over tokens of `plan` is multiplied by before backward."""
-        if self.loss_scale is None:
-            return 1.0
-        objective = self.objective
-        return self.loss_scale / (
-            plan.num_label_tokens if objective is None else objective.normaliser
         )
 
 
@@ -222,7 +190,7 @@ class Propagator:
         `grads_P[param]` are flat fp32 shards (empty for frozen parameters). Slices live only inside
         this call.
         """
-        return self._run(plan, self._task(load, objective, loss_scale), grads_P)
+        return self._run(plan, Task(load, objective, loss_scale, self._noise_seed), grads_P)
 
     def evaluate(
         self,
@@ -235,18 +203,12 @@ class Propagator:
         """Forward only; no gradient is computed. With the `noise` of training where it is asked
         for.
         """
-        return self._run(plan, self._task(load, objective, noise=noise), None)
+        seed = self._noise_seed if noise else None
+        return self._run(plan, Task(load, objective, None, seed), None)
 
-    def _task(
-        self,
-        load: LoadExample,
-        objective: Objective | None = None,
-        loss_scale: float | None = None,
-        *,
-        noise: bool = True,
-    ) -> Task:
-        seed = self._seed if noise and self.stage_model.has_noise else None
-        return Task(load, objective, loss_scale, seed)
+    @property
+    def _noise_seed(self) -> int | None:
+        return self._seed if self.stage_model.has_noise else None
 
     def _run(
         self, plan: IterationPlan, task: Task, grads_P: Sequence[Tensor] | None
@@ -276,6 +238,7 @@ class Propagator:
         for others.
         """
         balance_before = self.stage_model.balance.value
+        # Before the session opens: what it waits for is taken off below.
         begin = self._clock.stamp()
         session = self.links.open_phases(phases, training=task.is_training, grads_P=grads_P)
         busy = [number for number, phase in enumerate(phases) if phase.micro_batches]
@@ -333,11 +296,12 @@ class Propagator:
         session = self.links.open_phases(phases, training=True, grads_P=None)
         self.stage_model.balance.begin(self.device, 1.0, plan.num_tokens)
         with session:
+            # Of passes alone: all slices are there, and all ranks begin together.
             session.await_all()
             dist.barrier()
             begin = self._clock.stamp()
             others = beside()
-            self._propagate(phase, session, self._task(load, loss_scale=1.0))
+            self._propagate(phase, session, Task(load, None, 1.0, self._noise_seed))
             for other in others:
                 other.wait()
             end = self._clock.stamp()
@@ -368,26 +332,11 @@ class Propagator:
             return None
         self._enter(role, session)
         try:
-            stage = self._stage_info(role, session)
-            micro_batches = MicroBatchTensors.load(
-                phase.plan,
-                phase.plan.pipelines[role.pipeline],
-                stage,
-                task.load,
-                self.device,
-                self._token_layout(role),
-                task.objective,
-                task.noise_seed,
+            stage, layout = self._stage(role, session), self._token_layout(role)
+            micro_batches = MicroBatchTensors.load(phase, stage, task, layout)
+            forward = functools.partial(
+                self._forward_micro_batch, phase, stage, task, micro_batches
             )
-            scale = task.scale(phase.plan)
-
-            def forward(index: int, hidden: Tensor | None) -> Tensor:
-                examples = phase.micro_batches[index]
-                return self._forward_micro_batch(
-                    stage, micro_batches[index], hidden, scale, task.loss, examples
-                )
-
-            io = self._stage_io(role, session)
             micro_batch_tokens = [
                 self.stage_model.tp.shard_tokens(micro_batch.packed.num_tokens)
                 for micro_batch in micro_batches
@@ -395,27 +344,29 @@ class Propagator:
             if task.is_training:
                 expect_last = session.weights.expect_last_backward
                 before_last = expect_last if completes_gradients else lambda: None
-                losses = run_1f1b(
-                    stage, io, micro_batch_tokens, forward, self.recorder, before_last
-                )
+                losses = run_1f1b(stage, micro_batch_tokens, forward, self.recorder, before_last)
             else:
-                losses = run_forward_only(stage, io, micro_batch_tokens, forward)
+                losses = run_forward_only(stage, micro_batch_tokens, forward)
         finally:
             self.stage_model.unbind()
         if not losses or role.tp_rank > 0:
             return None
         # Scaled for backward, whose gradients may be of 16 bit; told as the sum that it is.
-        return torch.stack(losses).double() / scale
+        return torch.stack(losses).double() / task.scale(phase.plan)
 
     def _forward_micro_batch(
         self,
-        stage: StageInfo,
-        micro_batch: MicroBatchTensors,
+        phase: RankPhase,
+        stage: PipelineStage,
+        task: Task,
+        micro_batches: Sequence[MicroBatchTensors],
+        index: int,
         hidden: Tensor | None,
-        scale: float,
-        loss: Loss | None,
-        examples: Sequence[int],
     ) -> Tensor:
+        """The stage's forward pass of one micro-batch: hidden states, or the scaled loss on the
+        last.
+        """
+        micro_batch = micro_batches[index]
         run = functools.partial(
             self.stage_model.forward_stage,
             micro_batch.packed,
@@ -426,11 +377,12 @@ class Propagator:
         if not stage.is_last:
             return run()
         assert micro_batch.targets_T is not None
+        loss, scale = task.loss, task.scale(phase.plan)
 
         def evaluate_chunk(tokens: Tokens) -> Tensor:
             if loss is None:
                 return PLAIN(tokens) * scale
-            value, problem = evaluate(loss, tokens, examples)
+            value, problem = evaluate(loss, tokens, phase.micro_batches[index])
             if problem:
                 self.problem = self.problem or HydraConfigError(problem)
             return value * scale
@@ -448,6 +400,7 @@ class Propagator:
             evaluate=evaluate_chunk,
         )
         if transform is None:
+            # The model's own forward makes the logits: nobody knows what it adds to its head.
             return head_loss.of_logits(run().squeeze(0))
         return run(at_head=head_loss.of_hidden)
 
@@ -467,13 +420,19 @@ class Propagator:
             session.before_backward,
         )
 
-    def _stage_info(self, role: Role, session: TransferSession) -> StageInfo:
-        return StageInfo(
+    def _stage(self, role: Role, session: TransferSession) -> PipelineStage:
+        has_neighbours = role.scheme.pp > 1
+        return PipelineStage(
             num_stages=role.scheme.pp,
             stage=role.stage,
             hidden_size=self.stage_model.hidden_size,
             dtype=next(iter(session.weights.leaves.values())).dtype,
             device=self.device,
+            previous_rank=role.previous_rank,
+            next_rank=role.next_rank,
+            down_group=self.groups.get("pp_down", role.ranks) if has_neighbours else None,
+            up_group=self.groups.get("pp_up", role.ranks) if has_neighbours else None,
+            before_receive=session.await_posts,
         )
 
     def _token_layout(self, role: Role) -> TokenLayout | None:
@@ -485,13 +444,3 @@ class Propagator:
         group = self.groups.get("sp", role.sp_ranks) if sp > 1 else None
         rows = TokenShards(self.groups.get("cp", role.cp_ranks), cp) if cp > 1 else None
         return TokenLayout(group, sp, role.sp_rank, multiple, rows, role.cp_rank if rows else 0)
-
-    def _stage_io(self, role: Role, session: TransferSession) -> StageIO:
-        pp = role.scheme.pp
-        return StageIO(
-            previous_rank=role.previous_rank,
-            next_rank=role.next_rank,
-            down_group=self.groups.get("pp_down", role.ranks) if pp > 1 else None,
-            up_group=self.groups.get("pp_up", role.ranks) if pp > 1 else None,
-            before_receive=session.await_posts,
-        )

@@ -124,10 +124,13 @@ class HydraRuntime:
         if tracker is not None and plan is not None:
             told = tracker.tell_spread(plan, self.propagator.rank, outcome.computed_ms)
         problem = self.propagator.problem
+        # One row a rank, so that one collective tells all: times and sums, what is told of spreads,
+        # phases, and three flags.
         mine = [*values, *told, *outcome.phase_ms, problem is not None]
         mine += [0.0, float(self._stop_request.is_set)]
         mine_N = to_device(torch.tensor(mine, dtype=torch.float64), self._device)
         if norms is not None:
+            # Written on the device: the host waits for the gradients once, with the row.
             mine_N[-2] = ~norms.isfinite().all()
         rows, end = gather_rows(mine_N).tolist(), len(names) + len(told)
         if any(row[-3] for row in rows):

@@ -5,7 +5,7 @@ Legend: tensors ending in `_P` are flat ZeRO-3 shards.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.parallel.one_f_one_b import Pass
 from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks, on_all_ranks
 from ds_hydra.engine.ranks.hosts import Hosts, find_ranks_per_node, warn_of_placement
-from ds_hydra.engine.transfer.frozen import FrozenKeeper, without_frozen
 from ds_hydra.engine.transfer.home import Home, open_home
 from ds_hydra.engine.transfer.link_thread import DeviceClock, LinkThread
 from ds_hydra.engine.transfer.schedule import (
@@ -28,7 +27,6 @@ from ds_hydra.engine.transfer.schedule import (
     TransferSchedule,
     check_streams,
     count_addends,
-    only_copied,
     plan_gathered,
     plan_kept,
     plan_streamed,
@@ -36,19 +34,16 @@ from ds_hydra.engine.transfer.schedule import (
 )
 from ds_hydra.engine.transfer.session import Carrier, HomeCarrier, LinkCarrier, TransferSession
 from ds_hydra.engine.transfer.stage_weights import (
+    FrozenKeeper,
     SlicePool,
     StageWeights,
     StreamedWeights,
-    gradient_numel,
-    held_numel,
-    slot_numels,
 )
 from ds_hydra.errors import PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan, RankPhase
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.profiles.profile import EXCHANGE_BUFFERS
 from ds_hydra.strategy.schemes.placement import Role, slices_key
-from ds_hydra.zero_link import LinkPlan, RankBuckets, plan_link
+from ds_hydra.zero_link import LinkPlan, RankBuckets, keep_only, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
 from ds_hydra.zero_link.exchange import Link
 
@@ -57,23 +52,6 @@ if TYPE_CHECKING:
 
 GRADIENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Values of `LinkConfig.gradient_dtype`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkMemory:
-    """Most bytes that a strategy makes this rank hold for propagation, activations left out."""
-
-    slice_bytes: int
-    gradient_bytes: int
-    exchange_bytes: int
-    """Packed buffers: two rounds in flight have four, each as large as the largest.
-
-    Memory of the CPU is handed out with gaps, which may add as much again.
-    """
-    relayed_bytes: int
-    """What this rank holds of other nodes' shards (pull) or sums for them (push), with node-aware
-    routes.
-    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +63,8 @@ class StrategyLink:
     pull_trained: LinkPlan
     """The pull without frozen parameters; the same object as `pull` where none is frozen."""
     push: LinkPlan
-    memory: LinkMemory
     eight: EightBitPlans | None = None
     """The pull where some of it travels in 8 bits."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamLink:
-    """This rank's part of a strategy in which layers stream."""
-
-    buckets: RankBuckets
-    streams: StageStreams
-    memory: LinkMemory
 
 
 class StrategyLinks:
@@ -142,7 +110,7 @@ class StrategyLinks:
                 self._frozen_P, lambda changed: max_over_ranks(float(changed), device) > 0
             )
         self._links: dict[Hashable, StrategyLink] = {}
-        self._stream_links: dict[Strategy, StreamLink] = {}
+        self._streamed: dict[Strategy, StreamedWeights] = {}
         self.home: Home | None = None
         """Where weights and sums of streamed layers are, once a strategy has some."""
 
@@ -160,6 +128,7 @@ class StrategyLinks:
     def close(self) -> None:
         """End the link's thread and leave the home; not collective."""
         self.thread.close()
+        self._streamed.clear()  # views of the home
         if self.home is not None:
             self.home.close()
             self.home = None
@@ -189,12 +158,6 @@ class StrategyLinks:
         home = set() if self.home is None else {self.home.address}
         return self.pool.addresses() | home
 
-    def link_memory(self, strategy: Strategy) -> LinkMemory:
-        """Most bytes that `strategy` makes this rank hold, activations left out. Not collective."""
-        streams = any(scheme.stream for scheme in strategy.schemes)
-        link = self._stream_link_of(strategy) if streams else self.link_for(strategy)
-        return link.memory
-
     def link_for(self, strategy: Strategy) -> StrategyLink:
         """Link plans of `strategy`; the first time collective, because ranks compare them."""
         key = slices_key(strategy)
@@ -215,7 +178,8 @@ class StrategyLinks:
             pull_trained = pull
             # Gathered layers take turns in memory, so nothing frozen could stay there.
             if self._frozen is not None and not strategy.gathers:
-                trained = without_frozen(self.stage_model.specs, rank_buckets)
+                specs = self.stage_model.specs
+                trained = keep_only(rank_buckets, lambda param: specs[param].requires_grad)
                 pull_trained = plan(trained, gradients=False)
             eight, plans = None, (pull, pull_trained, push)
             if strategy.gathers and self._scales is not None:
@@ -231,13 +195,12 @@ class StrategyLinks:
                 pull=pull,
                 pull_trained=pull_trained,
                 push=push,
-                memory=self._memory_of(strategy, rank_buckets[self.rank], pull, push, eight),
                 eight=eight,
             )
         return self._links[key]
 
     def open(
-        self, strategy: Strategy, *, with_gradients: bool, grads_P: Sequence[Tensor] | None
+        self, strategy: Strategy, *, training: bool, grads_P: Sequence[Tensor] | None
     ) -> TransferSession:
         """Memory for the slices of `strategy`, which stay for the iteration, and the session that
         fills it and pushes into `grads_P`.
@@ -252,7 +215,7 @@ class StrategyLinks:
             pushes=grads_P is not None,
             overlap=self.thread.overlap,
         )
-        weights = self._weights(link.buckets, with_gradients=with_gradients)
+        weights = self._weights(link.buckets, training=training)
         return self._session(
             schedule, self._link_carrier(pull, link.push, grads_P, weights), weights
         )
@@ -268,19 +231,20 @@ class StrategyLinks:
         `link_for` is.
         """
         strategy = phases[0].plan.strategy
-        if any(scheme.stream for scheme in strategy.schemes):
+        if not strategy.streams and not strategy.gathers:
+            return self.open(strategy, training=training, grads_P=grads_P)
+        if self._frozen is not None:
+            self._frozen.forget()  # layers are about to take turns in the pool's memory
+        if strategy.streams:
             return self._open_streams(phases[0], training=training, grads_P=grads_P)
-        if strategy.gathers:
-            plans = [phase.plan for phase in phases]
-            return self._open_gather(plans, training=training, grads_P=grads_P)
-        return self.open(strategy, with_gradients=training, grads_P=grads_P)
+        plans = [phase.plan for phase in phases]
+        return self._open_gather(plans, training=training, grads_P=grads_P)
 
     def _open_gather(
         self, plans: Sequence[IterationPlan], *, training: bool, grads_P: Sequence[Tensor] | None
     ) -> TransferSession:
         strategy = plans[0].strategy
         link = self.link_for(strategy)
-        self._forget_frozen()
         window = self.stage_model.gather_window([s for p in plans for s in p.strategy.schemes])
         # Rounds are those of the pipeline with the most micro-batches, on every rank.
         schedule = plan_gathered(
@@ -292,7 +256,7 @@ class StrategyLinks:
         )
         weights = self._weights(
             link.buckets,
-            with_gradients=training,
+            training=training,
             slot_of=window.slot_of if link.buckets else {},
             gathers=True,
         )
@@ -307,21 +271,19 @@ class StrategyLinks:
         grads_P: Sequence[Tensor] | None,
     ) -> TransferSession:
         plan, role = phase.plan, phase.role
-        link = self._stream_link_of(plan.strategy)
         assert self.home is not None, plan.strategy
-        self._forget_frozen()
-        num_micro_batches = [len(pipeline.micro_batches) for pipeline in plan.pipelines]
+        streamed = self.streamed_for(plan.strategy, role)
         passes: Sequence[Pass] = []
         if role is not None:
             own = len(phase.micro_batches)
             passes = stage_passes(role.scheme.pp, role.stage, own, training=training)
-        streamed = StreamedWeights(self.home, self.stage_model.specs, link.buckets, link.streams)
         weights = self._weights(
-            link.buckets,
-            with_gradients=training,
-            slot_of=link.streams.window.slot_of,
+            streamed.buckets,
+            training=training,
+            slot_of=streamed.streams.window.slot_of,
             streamed=streamed,
         )
+        num_micro_batches = [len(pipeline.micro_batches) for pipeline in plan.pipelines]
         carrier = HomeCarrier(
             self.home,
             self.shards_P(),
@@ -330,13 +292,24 @@ class StrategyLinks:
             num_addends=count_addends(plan.strategy, num_micro_batches),
             training=training,
         )
-        schedule = plan_streamed(link.streams, link.buckets, passes, training=training)
+        schedule = plan_streamed(streamed.streams, streamed.buckets, passes, training=training)
         return self._session(schedule, carrier, weights)
 
-    def _forget_frozen(self) -> None:
-        """Layers are about to take turns in the pool's memory."""
-        if self._frozen is not None:
-            self._frozen.forget()
+    def streamed_for(self, strategy: Strategy, role: Role | None) -> StreamedWeights:
+        """This rank's slices in the home under `strategy`, which has streamed layers, as `role`."""
+        if strategy not in self._streamed:
+            assert self.home is not None, strategy
+            buckets, streams = (), StageStreams()
+            if role is not None:
+                place = role.scheme, role.stage, role.tp_rank, role.ep_rank
+                buckets = self.stage_model.buckets(*place)
+                streams = self.stage_model.stage_streams(
+                    role.scheme, role.stage, buckets, has_views=self.home.has_views
+                )
+            self._streamed[strategy] = StreamedWeights(
+                self.home, self.stage_model.specs, buckets, streams
+            )
+        return self._streamed[strategy]
 
     def _weights(self, buckets: RankBuckets, **options: Any) -> StageWeights:
         return StageWeights(self.stage_model.specs, buckets, self.pool, self._dtype, **options)
@@ -367,41 +340,6 @@ class StrategyLinks:
         self.push_link.forget_failed()
         return TransferSession(self.thread, self.clock, schedule, carrier, weights)
 
-    def _stream_link_of(self, strategy: Strategy) -> StreamLink:
-        """This rank's part of a strategy with streamed layers."""
-        if strategy not in self._stream_links:
-            role = Role.find(strategy, self.rank)
-            buckets, streams = (), StageStreams()
-            if role is not None and self.home is not None:
-                place = role.scheme, role.stage, role.tp_rank, role.ep_rank
-                buckets = self.stage_model.buckets(*place)
-                streams = self.stage_model.stage_streams(*place, has_views=self.home.has_views)
-            memory = self._stream_memory_of(buckets, streams)
-            self._stream_links[strategy] = StreamLink(buckets, streams, memory)
-        return self._stream_links[strategy]
-
-    def _stream_memory_of(self, buckets: RankBuckets, streams: StageStreams) -> LinkMemory:
-        assert self.home is not None
-        specs = self.stage_model.specs
-        copied = only_copied(buckets, streams.copied)
-        # A streamed gradient is added after its micro-batch, and never kept.
-        kept = () if streams.is_streamed else buckets
-        copies = held_numel(specs, copied, streams.window.slot_of) * self._dtype.itemsize
-        return LinkMemory(
-            slice_bytes=self.home.weight_bytes + copies,
-            gradient_bytes=self.home.sum_bytes + sum(gradient_numel(specs, b) for b in kept) * 4,
-            exchange_bytes=0,
-            relayed_bytes=0,
-        )
-
-    def _exchange_bytes(self, pull: LinkPlan, push: LinkPlan) -> int:
-        # CPU ranks send contiguous blocks from where they are; devices pack every round.
-        packs = self._device.type != "cpu"
-        sent = ((pull, self._dtype.itemsize), (push, self._gradient_dtype.itemsize))
-        return EXCHANGE_BUFFERS * max(
-            plan.packed_elements * size if packs else plan.buffer_bytes(size) for plan, size in sent
-        )
-
     def shards_P(self) -> list[Tensor]:
         """This rank's ZeRO-3 shards."""
         return [p.ds_tensor.detach() for p in self.stage_model.params]  # type: ignore[attr-defined]
@@ -409,29 +347,6 @@ class StrategyLinks:
     def _frozen_P(self) -> list[Tensor]:
         specs = self.stage_model.specs
         return [s for s, spec in zip(self.shards_P(), specs, strict=True) if not spec.requires_grad]
-
-    def _memory_of(
-        self,
-        strategy: Strategy,
-        buckets: RankBuckets,
-        pull: LinkPlan,
-        push: LinkPlan,
-        eight: EightBitPlans | None,
-    ) -> LinkMemory:
-        specs = self.stage_model.specs
-        in_8_bits = 0 if eight is None else eight.most_bytes(specs, self.num_ranks)
-        itemsize = self._dtype.itemsize
-        slot_of: Mapping[int, int] = {}
-        if strategy.gathers and buckets:
-            slot_of = self.stage_model.gather_window(strategy.schemes).slot_of
-        kept = [bucket for r, bucket in enumerate(buckets) if r not in slot_of]
-        return LinkMemory(
-            slice_bytes=held_numel(specs, buckets, slot_of) * itemsize,
-            gradient_bytes=sum(gradient_numel(specs, bucket) for bucket in kept) * 4
-            + sum(slot_numels(gradient_numel, specs, buckets, slot_of).values()) * itemsize,
-            exchange_bytes=self._exchange_bytes(pull, push) + in_8_bits,
-            relayed_bytes=max(pull.relayed_elements * itemsize, push.relayed_elements * 4),
-        )
 
 
 def check_link_plans(strategy: Strategy, plans: Sequence[LinkPlan], device: torch.device) -> None:

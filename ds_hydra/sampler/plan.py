@@ -94,9 +94,14 @@ class RankPhase:
     """The rank's place; None where the phase's strategy leaves it idle."""
 
     @property
+    def pipeline(self) -> PipelinePlan | None:
+        """The rank's pipeline."""
+        return None if self.role is None else self.plan.pipelines[self.role.pipeline]
+
+    @property
     def micro_batches(self) -> tuple[tuple[int, ...], ...]:
         """Positions of the sequences of each micro-batch of the rank's pipeline."""
-        return () if self.role is None else self.plan.pipelines[self.role.pipeline].micro_batches
+        return () if self.pipeline is None else self.pipeline.micro_batches
 
     @property
     def positions(self) -> Iterator[int]:

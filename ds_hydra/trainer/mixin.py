@@ -34,9 +34,9 @@ from transformers.trainer_callback import ExportableState, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ds_hydra.configs import HydraConfig, read_ds_config
+from ds_hydra.configs.ds_config import dtype_name
 from ds_hydra.engine import HydraEngine, hydra_engine_class
 from ds_hydra.engine.checkpointing.files import do_together, put_in_place, restore_replaced
-from ds_hydra.engine.checks.deepspeed_section import dtype_of
 from ds_hydra.engine.hydra_engine import needs_metric
 from ds_hydra.engine.model.adapters import unify_adapter_dtype, unwrap_adapters
 from ds_hydra.engine.model.liger import complete_settings
@@ -68,7 +68,7 @@ class EngineMixin:
                 "optimizer_cls_and_kwargs, or override create_optimizer() or create_scheduler()"
             )
         ds_config = self.accelerator.state.deepspeed_plugin.hf_ds_config.config
-        check_dtype(self.model, dtype_of(ds_config), self._warn)
+        check_dtype(self.model, getattr(torch, dtype_name(ds_config)), self._warn)
         # The engine adds it, to slices of the embedding; transformers would to the whole one
         self.neftune_noise_alpha = None
         self._check_used(self._warn)

@@ -1,7 +1,7 @@
 """The link between ZeRO-3 shards and the slices that propagation uses."""
 
 from ds_hydra.zero_link.layout import ParamSpec, Region, Slicing
-from ds_hydra.zero_link.messages import Bucket, BucketEntry, LinkPlan, RankBuckets
+from ds_hydra.zero_link.messages import Bucket, BucketEntry, LinkPlan, RankBuckets, keep_only
 from ds_hydra.zero_link.plan import plan_link
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "RankBuckets",
     "Region",
     "Slicing",
+    "keep_only",
     "plan_link",
 ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -33,6 +33,23 @@ class BucketEntry:
 Bucket = tuple[BucketEntry, ...]
 RankBuckets = tuple[Bucket, ...]
 """The buckets of one rank in the order in which propagation needs them; empty for an idle rank."""
+
+
+def keep_only(
+    rank_buckets: Sequence[RankBuckets], keeps: Callable[[int], bool]
+) -> list[RankBuckets]:
+    """`rank_buckets` with an empty region in place of the slices of a parameter that `keeps` says
+    no of, so that slots keep their numbers. Equal buckets that are one object stay one.
+    """
+    nothing = Region(0, 0, 0, 0)
+    kept: dict[int, RankBuckets] = {}
+    for buckets in rank_buckets:
+        if id(buckets) not in kept:
+            kept[id(buckets)] = tuple(
+                tuple(e if keeps(e.param) else replace(e, region=nothing) for e in bucket)
+                for bucket in buckets
+            )
+    return [kept[id(buckets)] for buckets in rank_buckets]
 
 
 class Store(IntEnum):
@@ -85,13 +102,6 @@ class Batch:
     def numel(self) -> int:
         """Elements of one copy."""
         return int((self.table[:, 3] * self.table[:, 4]).sum())
-
-    @property
-    def buffered_numel(self) -> int:
-        """Elements of one copy that cannot travel from or to their place."""
-        _, _, stride, rows, cols = self.table.T
-        in_place = (rows * cols >= SINGLE_NUMEL) & ((rows == 1) | (stride == cols))
-        return int((rows * cols)[~in_place].sum())
 
     @cached_property
     def pieces(self) -> tuple[StridedBlock, ...]:
@@ -174,37 +184,6 @@ class LinkPlan:
                     if begin <= at <= r.relayed_until
                 )
                 for at in range(len(self.rounds))
-            ),
-            default=0,
-        )
-
-    def buffer_bytes(self, itemsize: int) -> int:
-        """Bytes of the packed buffers that this rank sends from or receives into at once, at most,
-        where elements take `itemsize`; each begins at a multiple of `ALIGNMENT_BYTES`.
-        """
-
-        def aligned(numel: int) -> int:
-            return -(-numel * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-        sizes = [0]
-        for hop in (hop for round_ in self.rounds for hop in round_.hops):
-            if self.gradients:  # sent in another type perhaps, and received to be added
-                sizes.append(sum(aligned(batch.numel) for batch in hop.incoming))
-                sizes.append(sum(aligned(batch.numel) * len(batch.peers) for batch in hop.outgoing))
-            else:
-                sizes.append(sum(aligned(batch.buffered_numel) for batch in hop.outgoing))
-                sizes.append(sum(aligned(batch.buffered_numel) for batch in hop.incoming))
-        return max(sizes)
-
-    @cached_property
-    def packed_elements(self) -> int:
-        """Elements of the same, where everything that a round sends or receives is packed."""
-        return max(
-            (
-                sum(batch.numel * len(batch.peers) for batch in batches)
-                for round_ in self.rounds
-                for hop in round_.hops
-                for batches in (hop.outgoing, hop.incoming)
             ),
             default=0,
         )

@@ -382,6 +382,7 @@ class NodePlanner(DirectPlanner):
         ranks = self.nodes.ranks(self.node)
         if len(self._relay.owners):
             parts = {m: self._part(self._cells.shared, m, index) for m in ranks if m != self.rank}
+            # One packed buffer serves all ranks that need the same cells.
             for members in _group_equal({m: part.cell.tobytes() for m, part in parts.items()}):
                 asks = parts[members[0]]
                 _, pieces = self._relay_pieces(asks.regions, asks.cell)

@@ -114,7 +114,7 @@ def parity(case: str, strategies: Sequence[str] = ()) -> dict[str, Any]:
             if strategy.phases:
                 engine.hydra.propagator.prepare(strategy.in_turn)
             else:
-                engine.hydra.candidates.prepare(strategy)
+                engine.hydra.propagator.prepare([strategy])
         except HydraError as error:
             results[text] = str(error)
             continue

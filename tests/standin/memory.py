@@ -178,7 +178,7 @@ def vocabulary(size: str) -> dict[str, dict[str, float]]:
         )
         for text in VOCABULARIES:
             strategy = Strategy.parse(text)
-            engine.hydra.candidates.prepare(strategy)
+            engine.hydra.propagator.prepare([strategy])
             plan = _full_pipelines(strategy, PROFILED_TOKENS)
             examples = random_examples(plan.lengths, vocab_size, seed=1)
             tensors = [(e["input_ids"], e["labels"]) for e in examples]
@@ -214,7 +214,7 @@ def peaks(family: str) -> dict[str, dict[str, float]]:
     with mock.patch.object(attention, "attention_per_sequence", _attend):
         for text in STRATEGIES:
             strategy = Strategy.parse(text)
-            engine.hydra.candidates.prepare(strategy)
+            engine.hydra.propagator.prepare([strategy])
             plan = _full_pipelines(strategy)
             examples = random_examples(plan.lengths, 512, seed=1)
             tensors = [(e["input_ids"], e["labels"]) for e in examples]

@@ -89,6 +89,7 @@ class CheckpointingEngine(DeepSpeedEngine):
             super().save_checkpoint(folder, tag, state, False, exclude_frozen_parameters)
             self.checkpoint_engine.write_digests(saving.folder, self.global_rank)
             raise_together(self.checkpoint_engine.take_error(), self.device)
+            # Every rank's files are there: until here the checkpoint before is the latest one.
             self._together(commit if commits else None)
         except CheckpointError:
             if commits:

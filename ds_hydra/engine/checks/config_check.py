@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from ds_hydra.configs import HydraConfig, find_file, read_ds_config
-from ds_hydra.configs.ds_config import FILL_INS, find_auto_keys, find_key
+from ds_hydra.configs.ds_config import FILL_INS, dtype_name, find_auto_keys, find_key
 from ds_hydra.configs.files import read_json_object
-from ds_hydra.engine.checks.deepspeed_section import dtype_of, find_deepspeed_problems
+from ds_hydra.engine.checks.deepspeed_section import find_deepspeed_problems
 from ds_hydra.engine.model.attention_choice import (
     choose,
     demands_of,
@@ -178,7 +178,7 @@ def _check_deepspeed(
             "on GPUs, an nvcc of torch's CUDA on every host, which DeepSpeed compiles its FusedAdam with at the "
             f"first start; without one {NO_COMPILER}"
         )
-    if dtype_of(ds_config) == torch.float32:
+    if dtype_name(ds_config) == "float32":
         report.warnings.append(
             'neither "bf16" nor "fp16" is enabled: weights and activations are fp32'
         )
@@ -210,7 +210,7 @@ class _Budget:
         report: ConfigReport,
     ):
         self._request, self._hydra, self._report = request, hydra, report
-        self._dtype = dtype_of(ds_config)
+        self._dtype: torch.dtype = getattr(torch, dtype_name(ds_config))
         self._stage_model: StageModel | None = None
         self._profile: Profile | None = None
         self._started_with: Sequence[Strategy] = ()

@@ -16,8 +16,6 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import ValidationError
 
-from ds_hydra.configs.ds_config import find_key
-
 _SECTION_OF = {
     "DeepSpeedZeroConfig": "zero_optimization",
     "DeepSpeedBF16Config": "bf16",
@@ -154,12 +152,3 @@ def _compare_params(
     for param, is_needed in arguments.items():
         if is_needed and param not in (written.get("params") or {}):
             yield f"{key}.params.{param} is missing, and {name} has no default for it"
-
-
-def dtype_of(ds_config: Mapping[str, Any]) -> torch.dtype:
-    """The type of weights and activations that the DeepSpeed JSON asks for; "auto" counts as
-    bf16.
-    """
-    if find_key(ds_config, "bf16.enabled") in (True, "auto"):
-        return torch.bfloat16
-    return torch.float16 if find_key(ds_config, "fp16.enabled") in (True, "auto") else torch.float32

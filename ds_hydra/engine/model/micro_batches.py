@@ -11,21 +11,54 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ds_hydra.engine.losses.loss import Loss
 from ds_hydra.engine.losses.objective import Objective
 from ds_hydra.engine.model.adapters import token_seeds
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment
-from ds_hydra.engine.parallel.one_f_one_b import StageInfo
+from ds_hydra.engine.parallel.one_f_one_b import PipelineStage
 from ds_hydra.engine.parallel.token_cuts import KeysOfRow, TokenLayout
 from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.sampler.cuts import Piece, Row
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
-from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
+from ds_hydra.sampler.plan import IterationPlan, PipelinePlan, RankPhase
 
 Example = tuple[Tensor, Tensor]
 """(input_ids [l], labels [l]) of one sequence, int64; labels not yet shifted."""
 
 LoadExample = Callable[[int], Example]
 """The sequence at a position of the plan; called only on ranks that need its tokens or labels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What the passes of an iteration compute, beside its plan."""
+
+    load: LoadExample
+    objective: Objective | None
+    """None for the mean cross entropy."""
+    loss_scale: float | None
+    """Of the gradients; None where there is no backward."""
+    noise_seed: int | None
+    """None for passes without dropout and NEFTune."""
+
+    @property
+    def is_training(self) -> bool:
+        """Whether gradients are computed."""
+        return self.loss_scale is not None
+
+    @property
+    def loss(self) -> Loss | None:
+        """What a caller gave."""
+        return None if self.objective is None else self.objective.loss
+
+    def scale(self, plan: IterationPlan) -> float:
+        """What a sum over tokens of `plan` is multiplied by before backward."""
+        if self.loss_scale is None:
+            return 1.0
+        objective = self.objective
+        return self.loss_scale / (
+            plan.num_label_tokens if objective is None else objective.normaliser
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,71 +81,73 @@ class MicroBatchTensors:
 
     @classmethod
     def load(
-        cls,
-        plan: IterationPlan,
-        pipeline: PipelinePlan,
-        stage: StageInfo,
-        load: LoadExample,
-        device: torch.device,
-        layout: TokenLayout | None = None,
-        objective: Objective | None = None,
-        noise_seed: int | None = None,
+        cls, phase: RankPhase, stage: PipelineStage, task: Task, layout: TokenLayout | None
     ) -> list[MicroBatchTensors]:
-        """The micro-batches of `pipeline` that `stage` needs, or of each what `layout` says, cut
-        after labels were shifted; with the fields of `objective`, and what noise
-        begins with where a `noise_seed` is given.
+        """What `stage` needs of each micro-batch of `phase`: of all its tokens, or those that
+        `layout` says, cut after labels were shifted; with the fields of the task's objective, and
+        what noise begins with where it has any.
         """
-        micro_batches = []
-        for number in range(len(pipeline.micro_batches)):
-            row = pipeline.own_row(number, layout.row if layout else 0, plan.lengths)
-            packed = _pack(plan, pipeline, number, row, device, layout)
-            least = packed.keys.row_tokens if packed.keys else 0
+        micro_batches = range(len(phase.micro_batches))
+        return [cls._load(number, phase, stage, task, layout) for number in micro_batches]
 
-            def join(parts: list[Tensor], fill: int, least: int = least) -> Tensor:
-                row_T = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
-                return row_T if layout is None else layout.cut(row_T, fill, least)
+    @classmethod
+    def _load(
+        cls,
+        number: int,
+        phase: RankPhase,
+        stage: PipelineStage,
+        task: Task,
+        layout: TokenLayout | None,
+    ) -> MicroBatchTensors:
+        assert phase.pipeline is not None
+        plan, pipeline, device = phase.plan, phase.pipeline, stage.device
+        objective = task.objective
+        row = pipeline.own_row(number, layout.row if layout else 0, plan.lengths)
+        packed = _pack(plan, pipeline, number, row, device, layout)
+        least = packed.keys.row_tokens if packed.keys else 0
 
-            ids, targets, fields = None, None, None
-            if stage.is_first or stage.is_last:
-                examples = [(load(piece.position), slice(piece.begin, piece.end)) for piece in row]
-                if stage.is_first:
-                    ids = join([ids[part] for (ids, _), part in examples], 0).unsqueeze(0)
-                    ids = to_device(ids, device)
-                if stage.is_last:
-                    shifted = [shift_labels(labels)[part] for (_, labels), part in examples]
-                    targets = join(shifted, IGNORED_LABEL)
-                    predicting = find_predicting(targets)
-                    targets = to_device(targets[predicting], device)
-                    if isinstance(predicting, Tensor):
-                        packed = replace(packed, predicting=to_device(predicting, device))
-                if stage.is_last and objective is not None:
-                    # A row without tokens has the fields, none of which is anyone's
-                    of_any = Piece(pipeline.micro_batches[number][0], 0, 0)
-                    rows = [
-                        objective.rows_of(
-                            p.position, slice(p.begin, p.end), plan.lengths[p.position]
-                        )
-                        for p in row or (of_any,)
-                    ]
-                    fields = {
-                        name: to_device(join([r[name] for r in rows], 0)[predicting], device)
-                        for name in rows[0]
-                    }
-            if noise_seed is not None:
-                seeds = [token_seeds(noise_seed, plan.iteration, *piece) for piece in row]
-                lengths = [
-                    torch.full((p.end - p.begin,), plan.lengths[p.position], dtype=torch.int64)
-                    for p in row
+        def join(parts: list[Tensor], fill: int) -> Tensor:
+            row_T = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
+            return row_T if layout is None else layout.cut(row_T, fill, least)
+
+        ids, targets, fields = None, None, None
+        if stage.is_first or stage.is_last:
+            examples = [(task.load(piece.position), slice(piece.begin, piece.end)) for piece in row]
+            if stage.is_first:
+                ids = join([ids[part] for (ids, _), part in examples], 0).unsqueeze(0)
+                ids = to_device(ids, device)
+            if stage.is_last:
+                # Shifted, then cut: the next token may be in another rank's piece.
+                shifted = [shift_labels(labels)[part] for (_, labels), part in examples]
+                targets = join(shifted, IGNORED_LABEL)
+                predicting = find_predicting(targets)
+                targets = to_device(targets[predicting], device)
+                if isinstance(predicting, Tensor):
+                    packed = replace(packed, predicting=to_device(predicting, device))
+            if stage.is_last and objective is not None:
+                # A row without tokens has the fields, none of which is anyone's
+                of_any = Piece(pipeline.micro_batches[number][0], 0, 0)
+                rows = [
+                    objective.rows_of(p.position, slice(p.begin, p.end), plan.lengths[p.position])
+                    for p in row or (of_any,)
                 ]
-                packed = replace(
-                    packed,
-                    token_seeds_T=to_device(join(seeds, 0), device),
-                    token_lengths_T=to_device(join(lengths, 1), device),
-                )
-            micro_batches.append(
-                cls(packed=packed, input_ids_T=ids, targets_T=targets, fields=fields)
+                fields = {
+                    name: to_device(join([r[name] for r in rows], 0)[predicting], device)
+                    for name in rows[0]
+                }
+        if task.noise_seed is not None:
+            seeds = [token_seeds(task.noise_seed, plan.iteration, *piece) for piece in row]
+            # Padding counts as one token: noise is divided by the root of the length.
+            lengths = [
+                torch.full((p.end - p.begin,), plan.lengths[p.position], dtype=torch.int64)
+                for p in row
+            ]
+            packed = replace(
+                packed,
+                token_seeds_T=to_device(join(seeds, 0), device),
+                token_lengths_T=to_device(join(lengths, 1), device),
             )
-        return micro_batches
+        return cls(packed=packed, input_ids_T=ids, targets_T=targets, fields=fields)
 
 
 def _pack(

@@ -296,11 +296,12 @@ class StageModel:
         )
 
     def stage_streams(
-        self, scheme: Scheme, stage: int, tp_rank: int, ep_rank: int = 0, *, has_views: bool = True
+        self, scheme: Scheme, stage: int, buckets: RankBuckets, *, has_views: bool = True
     ) -> StageStreams:
-        """Whether buckets of `tp_rank` stream, and what is copied of a home that `has_views`."""
+        """Whether the `buckets` of a rank of `stage` stream, and what is copied of a home that
+        `has_views`.
+        """
         units = self.stage_units(scheme, stage)
-        buckets = self.buckets(scheme, stage, tp_rank, ep_rank)
         copied = copied_params(self.specs, buckets, has_views=has_views)
         used = [r for r, unit in enumerate(units) if any(b.param in copied for b in unit.bindings)]
         window = [r for r in self._unshared(units) if scheme.stream and r in used]

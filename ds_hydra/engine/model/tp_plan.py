@@ -213,6 +213,7 @@ def _cut_of(
         return _Cut(Slicing.ROWWISE, cut_dim=dim, num_packed=_NUM_PACKED, cut_multiple=multiple)
     if style in ("rowwise", tensor_parallel.SPLIT):
         if num_dims == 1:
+            # A bias: added once, although every rank has a part of the products.
             return _Cut(Slicing.FIRST_RANK)
         multiple = _aligned(shape, shape[-1], element_size)
         return _Cut(Slicing.ROWWISE, cut_dim=num_dims - 1, cut_multiple=multiple)

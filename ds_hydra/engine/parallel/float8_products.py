@@ -221,7 +221,7 @@ class _Products(torch.autograd.Function):
             ).unflatten(0, grad.shape[:-1])
         if kept is not None:
             if wait is not None:
-                wait()
+                wait()  # only now: shards were gathered beside the product above
             grad_weight = _multiply(
                 _Operand(grad_TO, "TO", role, config.cast_config_grad_output_for_grad_weight),
                 _Operand(

@@ -48,30 +48,53 @@ def one_forward_one_backward(
 
 
 @dataclass(kw_only=True)
-class StageIO:
-    """Point-to-point neighbours of this rank in its pipeline (same SP and TP rank, stage before and
-    after).
+class PipelineStage:
+    """This rank's place in its pipeline: what activations look like there, and the neighbours that
+    it sends to and receives from (same SP and TP rank, stage before and after).
 
     Two groups, one per direction, so that an activation going down and a gradient coming up between
     the same two ranks never wait for each other on one communicator. Every message is a batch of
     one: for a lone one NCCL makes a communicator of the two ranks, which nobody has counted.
     """
 
-    previous_rank: int | None
-    next_rank: int | None
-    down_group: dist.ProcessGroup | None
-    up_group: dist.ProcessGroup | None
+    num_stages: int
+    stage: int
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+    previous_rank: int | None = None
+    next_rank: int | None = None
+    down_group: dist.ProcessGroup | None = None
+    up_group: dist.ProcessGroup | None = None
     before_receive: Callable[[], None] = lambda: None
     """What other stages may be waiting for, and this rank has to have posted before it waits."""
     _in_flight: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
-    def receive_activation(self, like: Tensor) -> Tensor:
-        """Activation of the previous stage, received into `like`."""
-        return self._receive(like, self.previous_rank, self.down_group)
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage embeds tokens."""
+        return self.stage == 0
 
-    def receive_gradient(self, like: Tensor) -> Tensor:
-        """Gradient from the next stage, received into `like`."""
-        return self._receive(like, self.next_rank, self.up_group)
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage computes the loss."""
+        return self.stage == self.num_stages - 1
+
+    def receive_activation(self, num_tokens: int, *, requires_grad: bool) -> Tensor | None:
+        """Activation [1, num_tokens, hidden] of the previous stage; None on the first."""
+        if self.is_first:
+            return None
+        shape = (1, num_tokens, self.hidden_size)
+        like = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return self._receive(like, self.previous_rank, self.down_group).requires_grad_(
+            requires_grad
+        )
+
+    def receive_gradient(self, output: Tensor) -> Tensor | None:
+        """Gradient of `output` from the next stage; None on the last."""
+        if self.is_last:
+            return None
+        return self._receive(torch.empty_like(output), self.next_rank, self.up_group)
 
     def send_activation(self, tensor: Tensor) -> None:
         """Send to the next stage without waiting."""
@@ -101,32 +124,6 @@ class StageIO:
         return like
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageInfo:
-    """This rank's place in its pipeline, and what activations look like there."""
-
-    num_stages: int
-    stage: int
-    hidden_size: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this stage embeds tokens."""
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this stage computes the loss."""
-        return self.stage == self.num_stages - 1
-
-    def empty_activation(self, num_tokens: int) -> Tensor:
-        """[1, num_tokens, hidden] to receive into."""
-        shape = (1, num_tokens, self.hidden_size)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
-
-
 StageForward = Callable[[int, Tensor | None], Tensor]
 """(micro-batch, activation of the previous stage or None) -> activation, or the loss on the last
 stage.
@@ -134,8 +131,7 @@ stage.
 
 
 def run_1f1b(
-    info: StageInfo,
-    io: StageIO,
+    stage: PipelineStage,
     micro_batch_tokens: Sequence[int],
     forward: StageForward,
     recorder: Recorder,
@@ -152,22 +148,22 @@ def run_1f1b(
     losses: list[Tensor] = []
     saved: dict[int, tuple[Tensor | None, Tensor]] = {}
     for pass_, index in one_forward_one_backward(
-        info.num_stages, info.stage, len(micro_batch_tokens)
+        stage.num_stages, stage.stage, len(micro_batch_tokens)
     ):
         recorder.keep_up(_PASSES_AHEAD)
         if pass_ is Pass.FORWARD:
-            received = _receive_activation(info, io, micro_batch_tokens[index], requires_grad=True)
+            received = stage.receive_activation(micro_batch_tokens[index], requires_grad=True)
             with recorder.span(EventKind.FORWARD, index):
                 output = forward(index, received)
             saved[index] = (received, output)
-            if info.is_last:
+            if stage.is_last:
                 # On the device: reading it here would make the host wait for every micro-batch.
                 losses.append(output.detach())
             else:
-                io.send_activation(output.detach())
+                stage.send_activation(output.detach())
         else:
             received, output = saved.pop(index)
-            grad = None if info.is_last else io.receive_gradient(torch.empty_like(output))
+            grad = stage.receive_gradient(output)
             if index == len(micro_batch_tokens) - 1:
                 before_last_backward()
             if output.requires_grad:  # false where everything up to here is frozen
@@ -176,32 +172,24 @@ def run_1f1b(
             if received is not None:
                 # Zeros where nothing depends on it: the stage before receives one for every micro-
                 # batch.
-                io.send_gradient(
+                stage.send_gradient(
                     torch.zeros_like(received) if received.grad is None else received.grad
                 )
-    io.finish()
+    stage.finish()
     return losses
 
 
 def run_forward_only(
-    info: StageInfo, io: StageIO, micro_batch_tokens: Sequence[int], forward: StageForward
+    stage: PipelineStage, micro_batch_tokens: Sequence[int], forward: StageForward
 ) -> list[Tensor]:
     """Forward of every micro-batch without gradients; returns the losses (last stage only)."""
     losses: list[Tensor] = []
     with torch.no_grad():
         for index, num_tokens in enumerate(micro_batch_tokens):
-            output = forward(index, _receive_activation(info, io, num_tokens, requires_grad=False))
-            if info.is_last:
+            output = forward(index, stage.receive_activation(num_tokens, requires_grad=False))
+            if stage.is_last:
                 losses.append(output)
             else:
-                io.send_activation(output)
-    io.finish()
+                stage.send_activation(output)
+    stage.finish()
     return losses
-
-
-def _receive_activation(
-    info: StageInfo, io: StageIO, num_tokens: int, *, requires_grad: bool
-) -> Tensor | None:
-    if info.is_first:
-        return None
-    return io.receive_activation(info.empty_activation(num_tokens)).requires_grad_(requires_grad)

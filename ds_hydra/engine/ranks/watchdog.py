@@ -580,6 +580,7 @@ def _accept(server: socket.socket, num_ranks: int, token: bytes) -> list[tuple[i
                 if rank is not None:
                     selector.unregister(connection)
                     del hellos[connection]
+                    # A second connection of a rank is a stranger: the first one is watched.
                     is_ours = 0 < rank < num_ranks and rank not in accepted
                     if is_ours:
                         accepted[rank] = _prepared(connection)

@@ -161,6 +161,7 @@ def gather_timeline(recorder: Recorder, plan: IterationPlan, device: torch.devic
         [len(spans), host, recorder.zero_s * 1e3], dtype=torch.float64, device=device
     )
     counts, hosts, zeros_ms = gather_rows(mine).T.tolist()
+    # As long as the longest one: an all-gather takes tables of one size.
     table = torch.zeros(int(max(counts)), 5, dtype=torch.float64)
     for row, (phase, (kind, micro_batch, *interval_ms)) in enumerate(zip(recorder.phases, spans)):
         table[row] = torch.tensor(

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -37,7 +37,7 @@ from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 from ds_hydra.engine.parallel.one_f_one_b import Pass
 from ds_hydra.engine.transfer.schedule import Transfer
 from ds_hydra.engine.transfer.session import LinkCarrier
-from ds_hydra.zero_link import LinkPlan, ParamSpec, RankBuckets, Region
+from ds_hydra.zero_link import LinkPlan, ParamSpec, RankBuckets, Region, keep_only
 from ds_hydra.zero_link.buffers import ExchangeBuffers
 from ds_hydra.zero_link.exchange import Link, RoundUnderWay
 
@@ -56,15 +56,6 @@ class EightBitPlans:
     buckets: RankBuckets
     """Of this rank."""
 
-    def most_bytes(self, specs: Sequence[ParamSpec], num_ranks: int) -> int:
-        """What this rank's shards and slices take in 8 bits in one round, at most."""
-        owned = (sum(specs[p].shard_numel(num_ranks) for p in params) for params in self.params)
-        landing = (
-            sum(ref.region.numel for ref in bucket if ref.param in params)
-            for bucket, params in zip(self.buckets, self.params)
-        )
-        return max(map(sum, zip_longest(owned, landing, fillvalue=0)), default=0)
-
 
 def plan_eight_bits(
     rank_buckets: Sequence[RankBuckets],
@@ -73,28 +64,12 @@ def plan_eight_bits(
     plan: Callable[[Sequence[RankBuckets]], LinkPlan],
 ) -> EightBitPlans:
     """`plan` makes a pull of the buckets of all ranks, of which `params` travel in 8 bits. Pure."""
-    nothing = Region(0, 0, 0, 0)
     distinct = {id(buckets): buckets for buckets in rank_buckets}
-
-    def part(is_eight: bool) -> LinkPlan:
-        # An empty region in place of the others, so that slots keep their numbers
-        kept: dict[int, RankBuckets] = {
-            key: tuple(
-                tuple(
-                    ref if (ref.param in params) is is_eight else replace(ref, region=nothing)
-                    for ref in bucket
-                )
-                for bucket in buckets
-            )
-            for key, buckets in distinct.items()
-        }
-        return plan([kept[id(buckets)] for buckets in rank_buckets])
-
     rounds = zip_longest(*distinct.values(), fillvalue=())
     asked = [{r.param for bucket in of_ranks for r in bucket} & params for of_ranks in rounds]
     return EightBitPlans(
-        eight=part(True),
-        rest=part(False),
+        eight=plan(keep_only(rank_buckets, lambda param: param in params)),
+        rest=plan(keep_only(rank_buckets, lambda param: param not in params)),
         params=tuple(map(frozenset, asked)),
         buckets=rank_buckets[rank],
     )

@@ -1,12 +1,12 @@
 """What propagation holds of the model in one iteration: pulled slices and their fp32 gradients, in
-reused memory.
+reused memory, where slices of frozen parameters may still be those of the iteration before.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -22,10 +22,17 @@ from ds_hydra.engine.parallel.linear import (
 )
 from ds_hydra.engine.transfer.home import Home
 from ds_hydra.engine.transfer.schedule import StageStreams, only_copied
-from ds_hydra.zero_link import Bucket, BucketEntry, ParamSpec, RankBuckets
+from ds_hydra.zero_link import Bucket, BucketEntry, LinkPlan, ParamSpec, RankBuckets
 
 ALIGNMENT = 64
 """Slices begin at multiples of this many elements, as fast matrix kernels want them."""
+
+_CHUNK_WORDS = {"cpu": 2**17}
+"""8-byte words digested at a time: on a CPU what its cache holds, elsewhere 32 MiB."""
+_LARGE_CHUNK_WORDS = 2**22
+
+_WORD_FACTOR, _PLACE_FACTOR = -7046029254386353131, -4658895280553007687
+"""Odd, so that every bit of a word reaches its upper half (of splitmix64 and xxhash)."""
 
 BucketKey = tuple[str, int]
 """(kind, index of the bucket)."""
@@ -83,6 +90,64 @@ class SlicePool:
         return taken
 
 
+class FrozenKeeper:
+    """Remembers of which slices the pool holds those of frozen parameters."""
+
+    def __init__(self, frozen_P: Callable[[], Sequence[Tensor]], any_rank: Callable[[bool], bool]):
+        """`frozen_P()` are this rank's shards of frozen parameters; `any_rank` is collective."""
+        self._frozen_P = frozen_P
+        self._any_rank = any_rank
+        self._key: Hashable = None
+        self._fingerprint = torch.zeros(0)
+
+    def choose(self, key: Hashable, pull: LinkPlan, pull_trained: LinkPlan) -> LinkPlan:
+        """`pull_trained` where the frozen slices of `key`, that of strategies which need the same
+        slices, are in the pool and no rank's shards have changed since; else `pull`, of all slices,
+        into the pool now.
+
+        Collective over all ranks, which have pulled the same strategies.
+        """
+        # Not version counters of tensors: writes by way of `data` do not raise them.
+        now = fingerprint(self._frozen_P())
+        is_same = self._key == key  # on every rank or on none
+        # One rank whose shards changed makes all pull: rounds are collective.
+        if is_same and not self._any_rank(not torch.equal(now, self._fingerprint)):
+            return pull_trained
+        self._key, self._fingerprint = key, now
+        return pull
+
+    def forget(self) -> None:
+        """The pool no longer holds what was pulled."""
+        self._key = None
+
+
+def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
+    """int64 digests of the bits of each tensor, one for each chunk of 8-byte words.
+
+    A word is mixed with its place before it is added, so that edits whose sums stay, and values
+    that move, change a digest but for about one in 2^32. One pass over the shards, near memory
+    bandwidth; nothing is copied but a last, incomplete word.
+    """
+    digests = [torch.zeros(0, dtype=torch.int64)]
+    for tensor in tensors:
+        bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        whole = bits.numel() // 8 * 8
+        # A view as 8-byte words needs storage that begins at a multiple of 8.
+        aligned = bits[:whole] if bits.storage_offset() % 8 == 0 else bits[:whole].clone()
+        step = _CHUNK_WORDS.get(bits.device.type, _LARGE_CHUNK_WORDS)
+        places = torch.arange(min(step, whole // 8), device=bits.device) * _PLACE_FACTOR
+        for words in aligned.view(torch.int64).split(step):
+            digests.append(_digest(words, places[: len(words)]))
+        digests.append(bits[whole:].to(torch.int64))
+    return torch.cat([d.to(digests[-1].device) for d in digests])
+
+
+def _digest(words: Tensor, places: Tensor) -> Tensor:
+    mixed = torch.add(places, words, alpha=_WORD_FACTOR)
+    mixed ^= mixed >> 32
+    return mixed.sum().view(1)
+
+
 def _padded_numel(spec: ParamSpec, entry: BucketEntry) -> int:
     """Elements that a slice takes in its bucket's flat tensor (a FIRST_RANK slice has its full
     shape everywhere).
@@ -104,31 +169,6 @@ def gradient_numel(specs: Sequence[ParamSpec], bucket: Bucket) -> int:
     )
 
 
-def slot_numels(
-    numel_of: Callable[[Sequence[ParamSpec], Bucket], int],
-    specs: Sequence[ParamSpec],
-    buckets: RankBuckets,
-    slot_of: Mapping[int, int],
-) -> dict[int, int]:
-    """Elements of each slot, in which slices or gradients (`numel_of`) of the buckets that share it
-    take turns.
-    """
-    numels: dict[int, int] = {}
-    for bucket, slot in slot_of.items():
-        numels[slot] = max(numels.get(slot, 0), numel_of(specs, buckets[bucket]))
-    return numels
-
-
-def held_numel(specs: Sequence[ParamSpec], buckets: RankBuckets, slot_of: Mapping[int, int]) -> int:
-    """Elements of all slices that a rank holds at once: buckets of its own, and the slots that the
-    others share.
-    """
-    own = sum(
-        slice_numel(specs, bucket) for index, bucket in enumerate(buckets) if index not in slot_of
-    )
-    return own + sum(slot_numels(slice_numel, specs, buckets, slot_of).values())
-
-
 @dataclass(slots=True)
 class _BucketState:
     """What is left to do for a bucket; tensors are flat."""
@@ -146,7 +186,8 @@ class _BucketState:
 
 
 class StreamedWeights:
-    """A stage's slices in a home: which of them are views, and where gradients go.
+    """A stage's slices in a home, the same in every iteration: which of them are views, and where
+    gradients go.
 
     - A slice in one piece is a view of the home. One that is not (columns of a row-wise parameter
       under TP) is copied into memory of `StageWeights`.
@@ -161,7 +202,7 @@ class StreamedWeights:
         buckets: RankBuckets,
         streams: StageStreams,
     ):
-        self.streams = streams
+        self.buckets, self.streams = buckets, streams
         self.copied = only_copied(buckets, streams.copied)
         self._home = home
         self._entries = {entry.param: entry for bucket in buckets for entry in bucket}
@@ -231,7 +272,7 @@ class _Gradient:
 
 
 class StageWeights:
-    """The slices of this rank's stage for one iteration, and their gradients if `with_gradients`.
+    """The slices of this rank's stage for one iteration, and their gradients if `training`.
 
     - The tensors are views into `pool`: new StageWeights of a pool end the life of the old ones'
       content.
@@ -254,7 +295,7 @@ class StageWeights:
         pool: SlicePool,
         dtype: torch.dtype,
         *,
-        with_gradients: bool = True,
+        training: bool = True,
         slot_of: Mapping[int, int] | None = None,
         streamed: StreamedWeights | None = None,
         gathers: bool = False,
@@ -271,31 +312,29 @@ class StageWeights:
         owned = buckets if streamed is None else streamed.copied
         self._gathered = frozenset(slot_of) if gathers else frozenset()
         self._streams = streamed is not None and streamed.streams.is_streamed
-        kept = [r for r in range(len(buckets)) if r not in slot_of]
-        numels = {("slices", r): slice_numel(specs, owned[r]) for r in kept}
-        window = slot_numels(slice_numel, specs, owned, slot_of)
-        numels |= {("window", slot): numel for slot, numel in window.items()}
+        numbers = range(len(buckets))
+        of_slices = [("window", slot_of[r]) if r in slot_of else ("slices", r) for r in numbers]
+        of_grads: list[BucketKey] = []
         dtypes = {"slices": dtype, "window": dtype}
-        if with_gradients:
-            numels |= {
-                ("grads", r): gradient_numel(specs, bucket)
-                for r, bucket in enumerate(buckets)
-                if not self._streams and r not in self._gathered
-            }
-            dtypes["grads"] = torch.float32
-            shared = {r: slot_of[r] for r in self._gathered}
-            gathered = slot_numels(gradient_numel, specs, buckets, shared)
-            numels |= {("gathered", slot): numel for slot, numel in gathered.items()}
-            dtypes["gathered"] = dtype
+        if training:
+            # fp32 where micro-batches add up; what is pushed after each has nothing to add to.
+            dtypes |= {"grads": torch.float32, "gathered": dtype}
+            if not self._streams:
+                shared = self._gathered
+                of_grads = [
+                    ("gathered", slot_of[r]) if r in shared else ("grads", r) for r in numbers
+                ]
+        numels: dict[BucketKey, int] = {}
+        for key, bucket in zip(of_slices, owned, strict=True):
+            numels[key] = max(numels.get(key, 0), slice_numel(specs, bucket))
+        for key, bucket in zip(of_grads, buckets):
+            numels[key] = max(numels.get(key, 0), gradient_numel(specs, bucket))
         flat = pool.resize(numels, dtypes)
         for index, bucket in enumerate(buckets):
             shares = index in slot_of
-            key = ("window", slot_of[index]) if shares else ("slices", index)
-            grads_key = (
-                ("gathered", slot_of[index]) if index in self._gathered else ("grads", index)
-            )
+            grads = flat[of_grads[index]] if of_grads else None
             self._add_bucket(
-                index, specs, bucket, flat[key], flat.get(grads_key), shares_memory=shares
+                index, specs, bucket, flat[of_slices[index]], grads, shares_memory=shares
             )
             if not shares:
                 self.prepare(index)

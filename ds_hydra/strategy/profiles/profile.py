@@ -221,9 +221,7 @@ class Profile:
 
         Where another pipeline of it streams, each rank has its share of the home.
         """
-        has_home = (
-            beside is not None and not scheme.stream and any(s.stream for s in beside.schemes)
-        )
+        has_home = beside is not None and not scheme.stream and beside.streams
         key = (scheme, num_devices, has_home)
         if key not in self._max_len:
             home = self.memory.home_bytes(num_devices) if has_home else 0.0

@@ -403,6 +403,11 @@ class Strategy:
         return self.schemes[0].gather
 
     @property
+    def streams(self) -> bool:
+        """Whether any of its pipelines has streamed layers."""
+        return any(scheme.stream for scheme in self.schemes)
+
+    @property
     def is_heterogeneous(self) -> bool:
         """Whether two pipelines have different schemes."""
         return len(set(self.schemes)) > 1
@@ -518,7 +523,7 @@ def _parse_each(texts: Iterable[str]) -> list[Strategy]:
 
 def check_one_host(strategy: Strategy, num_hosts: int) -> None:
     """Raise HydraConfigError where layers of `strategy` stream and ranks are on several hosts."""
-    if num_hosts == 1 or not any(scheme.stream for scheme in strategy.schemes):
+    if num_hosts == 1 or not strategy.streams:
         return
     can_gather = all(scheme.pp == 1 for scheme in strategy.schemes)
     others = Strategy(tuple(replace(s, stream=False, gather=can_gather) for s in strategy.schemes))

@@ -1,0 +1,149 @@
+"""Bytes that a strategy makes a rank hold for propagation, counted from its link plans: what tests
+hold against the memory that is there, and `benchmarks/streaming.py` prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from ds_hydra.engine.strategy_links import StrategyLink, StrategyLinks
+from ds_hydra.engine.transfer.stage_weights import gradient_numel, slice_numel
+from ds_hydra.strategy import Strategy
+from ds_hydra.strategy.profiles.profile import EXCHANGE_BUFFERS
+from ds_hydra.strategy.schemes.placement import Role
+from ds_hydra.zero_link import Bucket, LinkPlan, ParamSpec, RankBuckets
+from ds_hydra.zero_link.messages import ALIGNMENT_BYTES, SINGLE_NUMEL, Batch
+
+if TYPE_CHECKING:
+    from ds_hydra.engine.transfer.eight_bit_pull import EightBitPlans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkMemory:
+    """Most bytes that a strategy makes this rank hold for propagation, activations left out."""
+
+    slice_bytes: int
+    gradient_bytes: int
+    exchange_bytes: int
+    """Packed buffers: two rounds in flight have four, each as large as the largest.
+
+    Memory of the CPU is handed out with gaps, which may add as much again.
+    """
+    relayed_bytes: int
+    """What this rank holds of other nodes' shards (pull) or sums for them (push), with node-aware
+    routes.
+    """
+
+
+def link_memory(links: StrategyLinks, strategy: Strategy) -> LinkMemory:
+    """Of `strategy` on this rank. Collective over all ranks where its links are not planned yet."""
+    if strategy.streams:
+        return _memory_of_streams(links, strategy)
+    link, specs, itemsize = links.link_for(strategy), links.stage_model.specs, links._dtype.itemsize
+    slot_of: dict[int, int] = {}
+    if strategy.gathers and link.buckets:
+        slot_of = links.stage_model.gather_window(strategy.schemes).slot_of
+    kept = [bucket for r, bucket in enumerate(link.buckets) if r not in slot_of]
+    in_slots = _slot_numels(gradient_numel, specs, link.buckets, slot_of).values()
+    in_8_bits = 0 if link.eight is None else _most_8_bit_bytes(link.eight, specs, links.num_ranks)
+    return LinkMemory(
+        slice_bytes=_held_numel(specs, link.buckets, slot_of) * itemsize,
+        gradient_bytes=sum(gradient_numel(specs, b) for b in kept) * 4 + sum(in_slots) * itemsize,
+        exchange_bytes=_exchange_bytes(links, link) + in_8_bits,
+        relayed_bytes=max(link.pull.relayed_elements * itemsize, link.push.relayed_elements * 4),
+    )
+
+
+def _memory_of_streams(links: StrategyLinks, strategy: Strategy) -> LinkMemory:
+    assert links.home is not None
+    specs = links.stage_model.specs
+    streamed = links.streamed_for(strategy, Role.find(strategy, links.rank))
+    copies = _held_numel(specs, streamed.copied, streamed.streams.window.slot_of)
+    # A streamed gradient is added after its micro-batch, and never kept.
+    kept = () if streamed.streams.is_streamed else streamed.buckets
+    return LinkMemory(
+        slice_bytes=links.home.weight_bytes + copies * links._dtype.itemsize,
+        gradient_bytes=links.home.sum_bytes + sum(gradient_numel(specs, b) for b in kept) * 4,
+        exchange_bytes=0,
+        relayed_bytes=0,
+    )
+
+
+def _held_numel(specs: list[ParamSpec], buckets: RankBuckets, slot_of: dict[int, int]) -> int:
+    """Elements of all slices that a rank holds at once: buckets of its own, and the slots that the
+    others share.
+    """
+    own = [slice_numel(specs, bucket) for r, bucket in enumerate(buckets) if r not in slot_of]
+    return sum(own) + sum(_slot_numels(slice_numel, specs, buckets, slot_of).values())
+
+
+def _slot_numels(
+    numel_of: Callable[[list[ParamSpec], Bucket], int],
+    specs: list[ParamSpec],
+    buckets: RankBuckets,
+    slot_of: dict[int, int],
+) -> dict[int, int]:
+    """Elements of each slot, in which slices or gradients (`numel_of`) of the buckets that share it
+    take turns.
+    """
+    numels: dict[int, int] = {}
+    for bucket, slot in slot_of.items():
+        numels[slot] = max(numels.get(slot, 0), numel_of(specs, buckets[bucket]))
+    return numels
+
+
+def _exchange_bytes(links: StrategyLinks, link: StrategyLink) -> int:
+    # CPU ranks send contiguous blocks from where they are; devices pack every round.
+    packs = links._device.type != "cpu"
+    sent = ((link.pull, links._dtype.itemsize), (link.push, links._gradient_dtype.itemsize))
+    return EXCHANGE_BUFFERS * max(
+        packed_elements(plan) * size if packs else _buffer_bytes(plan, size) for plan, size in sent
+    )
+
+
+def packed_elements(plan: LinkPlan) -> int:
+    """Elements that a rank sends from or receives into packed buffers at once, at most, where
+    everything is packed.
+    """
+    hops = (hop for round_ in plan.rounds for hop in round_.hops)
+    sides = (batches for hop in hops for batches in (hop.outgoing, hop.incoming))
+    return max((sum(b.numel * len(b.peers) for b in batches) for batches in sides), default=0)
+
+
+def _buffer_bytes(plan: LinkPlan, itemsize: int) -> int:
+    """Bytes of the same, where elements take `itemsize` and large blocks travel from where they
+    are.
+    """
+
+    def aligned(numel: int) -> int:
+        return -(-numel * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    sizes = [0]
+    for hop in (hop for round_ in plan.rounds for hop in round_.hops):
+        if plan.gradients:  # sent in another type perhaps, and received to be added
+            sizes.append(sum(aligned(batch.numel) for batch in hop.incoming))
+            sizes.append(sum(aligned(batch.numel) * len(batch.peers) for batch in hop.outgoing))
+        else:
+            sizes.append(sum(aligned(_buffered_numel(batch)) for batch in hop.outgoing))
+            sizes.append(sum(aligned(_buffered_numel(batch)) for batch in hop.incoming))
+    return max(sizes)
+
+
+def _buffered_numel(batch: Batch) -> int:
+    """Elements of one copy that cannot travel from or to their place."""
+    _, _, stride, rows, cols = batch.table.T
+    in_place = (rows * cols >= SINGLE_NUMEL) & ((rows == 1) | (stride == cols))
+    return int((rows * cols)[~in_place].sum())
+
+
+def _most_8_bit_bytes(plans: EightBitPlans, specs: list[ParamSpec], num_ranks: int) -> int:
+    """What a rank's shards and slices take in 8 bits in one round, at most."""
+    owned = (sum(specs[p].shard_numel(num_ranks) for p in params) for params in plans.params)
+    landing = (
+        sum(ref.region.numel for ref in bucket if ref.param in params)
+        for bucket, params in zip(plans.buckets, plans.params)
+    )
+    return max(map(sum, zip_longest(owned, landing, fillvalue=0)), default=0)
