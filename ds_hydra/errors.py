@@ -28,8 +28,8 @@ class InfeasiblePlanError(HydraError, ValueError):
 
 
 class PlanMismatchError(HydraError, RuntimeError):
-    """Ranks hold different plans for one iteration. No gradient was exchanged, no weight
-    changed.
+    """Ranks hold different plans for one iteration, or have called different methods of an engine.
+    No gradient was exchanged, no weight changed.
     """
 
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from ds_hydra.configs import HydraConfig, PlannerConfig, ProfilingConfig, read_ds_config
 from ds_hydra.configs.ds_config import (
+    _REMOVED_KEYS,
     FILL_INS,
     KNOWN_TOP_LEVEL_KEYS,
     REFUSALS,
@@ -327,6 +328,7 @@ REFUSED = {
     "zero_optimization.zero_quantized_nontrainable_weights": True,
     "zero_optimization.zero_quantized_gradients": True,
     "zero_optimization.offload_param.device": "cpu",
+    "zero_optimization.cpu_offload_param": True,
     "zero_optimization.offload_optimizer.super_offload": True,
     "zero_optimization.zenflow": {"topk_ratio": 0.1},
     "tensor_parallel.autotp_size": 2,
@@ -357,6 +359,9 @@ def test_an_unsupported_feature_is_refused_by_name_and_the_advice_works(refusal)
     value = REFUSED[refusal.key]
     text = config_problem(merge(ds_config(), nested(refusal.key, value)))
     assert text.startswith(f"{refusal.key} is {json.dumps(value)}: ")
+    if not refusal.instead:
+        assert text.endswith("; remove the key")
+        return
     advised = json.loads(refusal.instead.split(" or ")[0])
     read_ds_config(merge(ds_config(), nested(refusal.key, advised)))
 
@@ -398,6 +403,24 @@ def test_what_has_no_effect_is_said(key, caplog):
         f"{key} has no effect: {WITHOUT_EFFECT[key]}"
     ]
     assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_what_has_no_effect_and_is_off_is_not_said(caplog):
+    read_ds_config(ds_config(comms_logger={"enabled": False}))
+    assert not caplog.records
+
+
+def test_keys_that_deepspeed_no_longer_reads_are_left_to_what_it_says_of_them(caplog):
+    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS as REMOVED
+
+    from ds_hydra.engine.checks.deepspeed_section import find_deepspeed_problems
+
+    caplog.clear()  # of what imports say
+    assert set(REMOVED) == _REMOVED_KEYS
+    documents = [read_ds_config(ds_config(**{key: True}))[0] for key in REMOVED]
+    assert not caplog.records
+    for document in documents:
+        assert any("removed" in problem for problem in find_deepspeed_problems(document))
 
 
 def test_a_coarse_gradient_sum_is_said(caplog):

@@ -16,7 +16,7 @@ from ds_hydra.engine.gradient_shards import GradientShards
 
 REPLACED = [
     "save_checkpoint", "load_checkpoint", "save_16bit_model", "deepspeed_io", "forward", "backward",
-    "step", "destroy", "offload_states",
+    "step", "destroy", "offload_states", "_zero3_consolidated_16bit_state_dict",
 ]  # fmt: skip
 
 

@@ -524,6 +524,36 @@ def test_faults_that_leave_all_ranks_able_to_train(tmp_path):
         assert outcome["goes on"] > 0
 
 
+CALLS = {
+    "save_checkpoint()": lambda engine, folder: engine.save_checkpoint(f"{folder}/checkpoints"),
+    "save_16bit_model() or save_model()": lambda engine, folder: engine.save_16bit_model(folder),
+    "load_checkpoint()": lambda engine, folder: engine.load_checkpoint(folder),
+    "eval_batch()": lambda engine, folder: engine.eval_batch(data_of(1)),
+    "score()": lambda engine, folder: engine.score(data_of(1)),
+    "train_batch(batch)": lambda engine, folder: engine.train_batch(data_of(1)),
+}
+
+
+def call_on_one_rank_alone(folder):
+    engine = start_with_data(folder)
+    outcome = []
+    for call in CALLS.values():
+        act = call if dist.get_rank() == 1 else lambda engine, _: engine.train_batch()
+        outcome.append(raised_by(functools.partial(act, engine, folder)))
+    left = [path.name for path in Path(folder).iterdir()]
+    return outcome, left, float(engine.train_batch())
+
+
+@pytest.mark.distributed
+def test_a_method_that_one_rank_alone_calls_is_named_on_all_and_nothing_happens(tmp_path):
+    for outcome, left, loss in run_distributed(call_on_one_rank_alone, 2, str(tmp_path)):
+        for name, (kind, text) in zip(CALLS, outcome, strict=True):
+            assert kind is PlanMismatchError
+            assert f"different methods: train_batch() on rank 0; {name} on rank 1" in text
+        assert left == ["profile.json"]
+        assert loss > 0
+
+
 def stop_on_sigterm(folder):
     engine = start_with_data(folder, hydra={"faults": {"save_on_sigterm": f"{folder}/checkpoints"}})
     if dist.get_rank() == 0:

@@ -18,7 +18,7 @@ def end(error, monkeypatch, capsys, *, rank=0):
     monkeypatch.setenv("RANK", str(rank))
     try:
         raise error
-    except Exception as raised:
+    except (Exception, KeyboardInterrupt) as raised:
         process._end(sys.__excepthook__, type(raised), raised, raised.__traceback__)
     return capsys.readouterr().err.splitlines()
 
@@ -78,3 +78,9 @@ def test_other_errors_are_left_to_python(monkeypatch, capsys):
     printed = end(ValueError("of the user"), monkeypatch, capsys, rank=3)
     assert printed[0] == "Traceback (most recent call last):"
     assert printed[-1] == "ValueError: of the user"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_ctrl_c_the_first_rank_alone_shows_where_it_was(rank, monkeypatch, capsys):
+    printed = end(KeyboardInterrupt(), monkeypatch, capsys, rank=rank)
+    assert printed[-1:] == ([] if rank else ["KeyboardInterrupt"])

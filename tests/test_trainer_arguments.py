@@ -17,6 +17,7 @@ from deepspeed.runtime.lr_schedules import WarmupLR
 from hypothesis import given
 from hypothesis import strategies as st
 from models import tiny
+from torch import nn
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler
 from transformers import TrainingArguments
 
@@ -42,6 +43,7 @@ from ds_hydra.trainer.arguments import (
     read_loss_option,
 )
 from ds_hydra.trainer.data import DatasetReader, Epochs, as_datasets, draw_rows, pad_examples
+from ds_hydra.trainer.mixin import EngineMixin
 
 SECTION = {"context_length": 128, "tokens_per_iteration": 512}
 SMALLEST = {"zero_optimization": {"stage": 3}, "hydra": SECTION}
@@ -562,3 +564,13 @@ def test_schedules_that_want_a_metric_are_known_by_their_step():
     assert needs_metric(transformers.optimization.GreedyLR(optimizer))
     for own in (schedules.ConstantLR(optimizer), WarmupLR(optimizer), None):
         assert not needs_metric(own)
+
+
+def test_a_checkpoint_of_weights_alone_is_not_resumed_from_and_says_what_to_do(tmp_path):
+    trainer = SimpleNamespace(
+        engine=SimpleNamespace(load_checkpoint=lambda *_, **__: (None, {})),
+        model=nn.Linear(1, 1),
+        args=SimpleNamespace(ignore_data_skip=False),
+    )
+    with pytest.raises(HydraConfigError, match=r"save_only_model=True saves weights alone"):
+        EngineMixin._load_engine(trainer, str(tmp_path))

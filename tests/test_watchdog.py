@@ -223,6 +223,15 @@ def test_a_rank_ends_itself_where_it_waits_in_vain_and_nowhere_else(
     assert ("ending rank 0" in capfd.readouterr().err) == ends
 
 
+def test_a_rank_that_waits_long_for_others_to_call_the_same_says_so_once(pair, caplog):
+    now = time.monotonic()
+    pair[0].call = "save_checkpoint()", now
+    for seconds in (1, 29, 31, 61):
+        pair[0]._say_who_waits(now + seconds)
+    (record,) = caplog.records
+    assert "rank 0 has waited 30 s in save_checkpoint() for other ranks" in record.getMessage()
+
+
 def test_strangers_do_not_hold_the_start(monkeypatch):
     """Silent ones, talkative ones, one that claims another rank with the right token."""
     monkeypatch.setattr(watchdog, "_MOST_SILENT", 3)

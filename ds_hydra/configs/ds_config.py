@@ -36,6 +36,14 @@ KNOWN_TOP_LEVEL_KEYS = frozenset(
 effect.
 """
 
+_REMOVED_KEYS = frozenset(
+    """
+    amp compression_training curriculum_learning eigenvalue elasticity graph_harvesting nebula
+    progressive_layer_drop quantize_training sparse_attention sparse_gradients
+    """.split()  # noqa: SIM905
+)
+"""Of which DeepSpeed 0.19 says itself, when the engine starts, that it no longer reads them."""
+
 _NEAR_MISS = 0.82
 """Similarity from which an unknown key counts as misspelled: catches one wrong letter in a word of
 four.
@@ -47,7 +55,7 @@ class Refusal:
     """A DeepSpeed feature that propagation outside of ZeRO-3 cannot honour.
 
     `key` is dotted; `is_on` says whether a value switches the feature on; `instead` is a value that
-    works.
+    works, "" where none does.
     """
 
     key: str
@@ -60,9 +68,8 @@ class Refusal:
         value = find_key(config, self.key)
         if not self.is_on(value):
             return None
-        return (
-            f"{self.key} is {json.dumps(value, default=repr)}: {self.why}; "
-            f"remove the key or set it to {self.instead}"
+        return f"{self.key} is {json.dumps(value, default=repr)}: {self.why}; remove the key" + (
+            f" or set it to {self.instead}" if self.instead else ""
         )
 
 
@@ -82,8 +89,8 @@ _FP32_MASTER = "ds_hydra keeps master weights and sums gradients in fp32"
 
 REFUSALS = (
     Refusal("zero_optimization.zero_hpz_partition_size", _OWN_LAYOUT, "1", _is_above(1)),
-    Refusal("zero_optimization.mics_shard_size", _OWN_LAYOUT, "-1", _is_above(0)),
-    Refusal("zero_optimization.mics_hierarchical_params_gather", _OWN_LAYOUT),
+    Refusal("zero_optimization.mics_shard_size", _OWN_LAYOUT, "", _is_above(0)),
+    Refusal("zero_optimization.mics_hierarchical_params_gather", _OWN_LAYOUT, ""),
     Refusal("zero_optimization.zero_quantized_weights", _OWN_LAYOUT),
     Refusal("zero_optimization.zero_quantized_nontrainable_weights", _OWN_LAYOUT),
     Refusal(
@@ -94,6 +101,10 @@ REFUSALS = (
         "slices are pulled out of the device's own shards, in every iteration; offload_optimizer works",
         '"none"',
         lambda value: value in ("cpu", "nvme"),
+    ),
+    Refusal(
+        "zero_optimization.cpu_offload_param",
+        "it is DeepSpeed's old name of offload_param, which slices are not pulled from; offload_optimizer works",
     ),
     Refusal("zero_optimization.offload_optimizer.super_offload", _OWN_EXECUTION),
     Refusal("zero_optimization.zenflow", _OWN_EXECUTION, "null"),
@@ -195,6 +206,8 @@ WITHOUT_EFFECT = {
     "prescale_gradients": "gradients are divided by the number of label tokens, in fp32",
     "gradient_predivide_factor": "gradients are divided by the number of label tokens, in fp32",
     "activation_checkpointing": "use hydra.activation_checkpointing",
+    "comms_logger": "it counts collectives of deepspeed.comm, through which neither pull, push nor pipelines go; "
+    "metrics.jsonl and `ds-hydra report` have their times (link_ms, hydra.trace_every)",
     "dataloader_drop_last": "mini-batches run on from one epoch into the next",
     "wall_clock_breakdown": "DeepSpeed times a forward and backward of its own, which do not run, and prints 0.00 for "
     "them; metrics.jsonl and `ds-hydra report` have the times of every iteration (hydra.trace_every)",
@@ -295,12 +308,13 @@ def dtype_name(ds_config: Mapping[str, Any]) -> str:
 
 
 def _find_misspelled(config: Mapping[str, Any]) -> Iterator[str]:
-    known = KNOWN_TOP_LEVEL_KEYS | {"hydra"}
+    known = KNOWN_TOP_LEVEL_KEYS | _REMOVED_KEYS | {"hydra"}
     for key in config:
         if key in known:
             continue
         normalised = key.lower().replace("-", "_")
-        if nearest := get_close_matches(normalised, sorted(known), n=1, cutoff=_NEAR_MISS):
+        meant = sorted(known - _REMOVED_KEYS)
+        if nearest := get_close_matches(normalised, meant, n=1, cutoff=_NEAR_MISS):
             yield f'"{key}" is not a DeepSpeed key and would be ignored; did you mean "{nearest[0]}"?'
 
 
@@ -327,9 +341,11 @@ def _without_infinite_prints(given: Any) -> Any:
 
 def _find_without_effect(config: Mapping[str, Any]) -> Iterator[str]:
     for key in config:
-        if key in WITHOUT_EFFECT and config[key] not in (None, False, "auto"):
+        value = config[key]
+        is_off = value in (None, False, "auto") or find_key(config, f"{key}.enabled") is False
+        if key in WITHOUT_EFFECT and not is_off:
             yield f"{key} has no effect: {WITHOUT_EFFECT[key]}"
-        elif key not in KNOWN_TOP_LEVEL_KEYS:
+        elif key not in KNOWN_TOP_LEVEL_KEYS | _REMOVED_KEYS:
             nearest = get_close_matches(key, sorted(KNOWN_TOP_LEVEL_KEYS), n=1)
             hint = f'; did you mean "{nearest[0]}"?' if nearest else ""
             yield f'"{key}" is not a key that DeepSpeed or ds_hydra reads{hint}'

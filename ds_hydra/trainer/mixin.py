@@ -247,7 +247,10 @@ class EngineMixin:
             load_data_position=not self.args.ignore_data_skip,
         )
         if found is None:
-            raise ValueError(f"Can't find a valid checkpoint at {checkpoint}")
+            raise HydraConfigError(
+                f"{checkpoint} holds no state of an engine to resume from (save_only_model=True saves weights alone); "
+                "train anew from its weights with from_pretrained(), or resume from a checkpoint saved without it"
+            )
 
     def _take_scheduler(self) -> None:
         """Let the loop step a schedule that wants a metric: accelerate has wrapped DeepSpeed's, so

@@ -21,7 +21,7 @@ from ds_hydra.engine.checkpointing.reshard import (
     read_optimizer_states,
 )
 from ds_hydra.engine.ranks.agreement import broadcast_text, raise_together
-from ds_hydra.engine.ranks.watchdog import watch
+from ds_hydra.engine.ranks.watchdog import call_together, watch
 from ds_hydra.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         arguments, or another job is saving to `save_dir`; then the checkpoint before it stays.
         """
         with watch("saving"):
+            call_together("save_checkpoint()", self.device)
             self._save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         return True
 
@@ -153,6 +154,7 @@ class CheckpointingEngine(DeepSpeedEngine):
             load_module_only,
         )
         with watch("loading"):
+            call_together("load_checkpoint()", self.device)
             return self._load(load_dir, tag, *options, custom_load_fn, load_data_position)
 
     def _load(
@@ -244,6 +246,11 @@ class CheckpointingEngine(DeepSpeedEngine):
             is_saved = super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
             raise_together(self.checkpoint_engine.take_error(), self.device)
         return is_saved
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+        with watch("saving"):
+            call_together("save_16bit_model() or save_model()", self.device)
+            return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def _agree_on_tag(self, load_dir: str, tag: str | None, latest: str) -> str | None:
         """The folder of the given checkpoint, or of the one that rank 0 sees as the last; None

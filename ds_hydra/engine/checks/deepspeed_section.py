@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import ValidationError
 
@@ -52,7 +52,9 @@ def find_deepspeed_problems(config: Mapping[str, Any]) -> list[str]:
         DeepSpeedConfig(dict(plain))
     except ValidationError as error:
         problems += [_explain(error.title, details) for details in error.errors()]
-    except (AssertionError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (
+        DeepSpeedConfigError, AssertionError, ValueError, TypeError, KeyError, AttributeError,
+    ) as error:  # fmt: skip
         problems.append(f"DeepSpeed refuses the configuration: {error}")
     return problems
 

@@ -14,7 +14,7 @@ tracebacks, through libraries in which its reader has nothing to look for. So on
 lines of the user's own code and the sentence, and ends; the others end after it without a word, or
 by their launcher. Only a rank that cannot know whether the others fail alike speaks after a pause.
 Who has lost a rank says so on every rank, after its lines of the user's code: hosts have logs of
-their own.
+their own. Of Ctrl-C the first rank alone shows where it was.
 
 [Note: Work that outlives its wait]
 torch's gloo threads drop the tensors of a collective after its `wait` has returned, and need
@@ -297,7 +297,9 @@ def _end(
     if (loss := find_loss_behind(error)) is not None:
         error = loss.with_traceback(trace)
     if not isinstance(error, HydraError):
-        otherwise(kind, error, trace)
+        # A terminal interrupts all ranks, and the others would say the same
+        if own_rank() == 0 or not isinstance(error, KeyboardInterrupt):
+            otherwise(kind, error, trace)
         return
     speaker = own_rank() if isinstance(error, RankLostError) else rank_that_says(error)
     if own_rank() != speaker:

@@ -48,10 +48,12 @@ from ds_hydra.engine.ranks.agreement import (
     gather_rows,
     is_raised_on_all,
     looks_like_a_lost_peer,
+    on_all_ranks,
     said_by,
 )
 from ds_hydra.engine.ranks.hosts import find_hosts
-from ds_hydra.errors import RankLostError
+from ds_hydra.engine.ranks.memory import to_device
+from ds_hydra.errors import PlanMismatchError, RankLostError
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +113,8 @@ class Watchdog:
         self._engine_thread = threading.get_ident()
         self._wait: tuple[int, int] | None = None
         self._wait_began = 0.0
+        self.call: tuple[str, float] | None = None
+        """To which this rank waits for the others to come, and since when."""
         self._changed = threading.Condition()
         self._peers: dict[int, Peer] = {}
         self._is_leaving = False
@@ -284,7 +288,19 @@ class Watchdog:
                 elif now - peer.last_told > self._silence_s / 4:
                     peer.last_told = now
                     peer.send(ALIVE, self._rank, 0, "")
+            self._say_who_waits(now)
             self._end_if_stuck(now)
+
+    def _say_who_waits(self, now: float) -> None:
+        """Name a call for which the others let this rank wait; once, they may only be slow."""
+        call = self.call
+        if call is not None and now - call[1] > _PATIENCE_S:
+            self.call = None
+            logger.warning(
+                "rank %d has waited %.0f s in %s for other ranks to call it, too; every rank has to, not one alone "
+                "(`if rank == 0`)",
+                self._rank, _PATIENCE_S, call[0],
+            )  # fmt: skip
 
     def _forgive(self, seconds: float, now: float) -> None:
         """A pause of this very process (a job that was suspended and continued) is no silence of
@@ -389,6 +405,10 @@ class Watchdog:
         return wait is not None and now - self._wait_began > self._grace_s
 
 
+_CALL_BYTES = 48
+_PATIENCE_S = 30.0
+"""Until a rank says for which call it waits."""
+
 _watchdog: Watchdog | None = None
 _num_engines = 0
 _num_starts = 0
@@ -435,6 +455,38 @@ def leave_watchdog(*, waits: bool) -> None:
 def watch(phase: str) -> contextlib.AbstractContextManager[None]:
     """`Watchdog.section` of this process' watchdog, if it has one."""
     return contextlib.nullcontext() if _watchdog is None else _watchdog.section(phase)
+
+
+def call_together(call: str, device: torch.device) -> None:
+    """Raise PlanMismatchError, on all ranks, unless each has come to the same `call` of an engine.
+
+    Collective over all ranks, before anything else is exchanged: collectives of two methods would
+    hang, end the process, or take each other's data.
+    """
+    mine = torch.zeros(_CALL_BYTES, dtype=torch.uint8)
+    mine[: len(call)] = torch.frombuffer(bytearray(call, "ascii"), dtype=torch.uint8)
+    if _watchdog is not None:
+        _watchdog.call = call, time.monotonic()
+    try:
+        rows = gather_rows(to_device(mine, device))
+    finally:
+        if _watchdog is not None:
+            _watchdog.call = None
+    if bool((rows == rows[0]).all()):
+        return
+    of_calls: dict[str, list[int]] = {}
+    for rank, row in enumerate(rows.cpu().numpy()):
+        of_calls.setdefault(row.tobytes().rstrip(b"\0").decode("ascii", "replace"), []).append(rank)
+    said = (
+        f"{name} on rank {', '.join(map(str, ranks[:4]))}{', ...' if len(ranks) > 4 else ''}"
+        for name, ranks in of_calls.items()
+    )
+    raise on_all_ranks(
+        PlanMismatchError(
+            f"ranks have called different methods: {'; '.join(said)}. All ranks take part in each: call it on every "
+            "rank, not on one alone (`if rank == 0`)"
+        )
+    )
 
 
 def find_loss_behind(error: BaseException) -> RankLostError | None:
