@@ -164,11 +164,9 @@ def vocabulary(size: str) -> dict[str, dict[str, float]]:
     is_tied = size.endswith("tied")
     sizes = {"hidden_size": 64, "max_position_embeddings": 4096, "tie_word_embeddings": is_tied}
     model = tiny("llama", vocab_size=vocab_size, num_hidden_layers=4, **sizes)
-    engine = start_hydra(
-        model.bfloat16().to(device.NAME),
-        bf16={"enabled": True},
-        hydra={"context_length": PROFILED_TOKENS},
-    )
+    model = model.bfloat16().to(device.NAME)
+    model.tie_weights()  # the stand-in's tensors are new parameters
+    engine = start_hydra(model, bf16={"enabled": True}, hydra={"context_length": PROFILED_TOKENS})
     propagator, stage_model = engine.hydra.propagator, engine.hydra.stage_model
     found = {}
     with mock.patch.object(attention, "attention_per_sequence", _attend):
