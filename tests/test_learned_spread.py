@@ -236,7 +236,7 @@ def test_a_learned_spread_makes_steps_of_fewer_groups():
     )
     assert str(planned(quiet).strategy) == "4x<1,1;gather>"
     assert str(planned(loud).strategy) == "1x<sp4,1;gather>"
-    logs = train(make_tracker(refit="log"), GATHERED, 30, spread=0.25)
+    logs = train(make_tracker(refit="log"), GATHERED, 100, spread=0.25)
     assert logs.spread.value == pytest.approx(0.25, rel=0.1)
     assert logs.corrections_now(GATHERED).micro_batch_spread == 0.0
 

@@ -18,7 +18,7 @@ from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.memory_model import OPTIMIZER_BYTES
-from ds_hydra.strategy.profiles.profile import engine_states, has_re_pulls
+from ds_hydra.strategy.profiles.profile import engine_states, exchange_bytes, has_re_pulls
 from ds_hydra.zero_link import ParamSpec
 
 MODELS = ("7b", "13b", "32b")
@@ -198,6 +198,8 @@ def of_7b(**changes):
 
 LAYER = 4096 * 38
 """Bytes that one token costs one layer of 7B without TP."""
+LAYER_7B = 24.125 / 2 * 4096**2
+"""Its parameters."""
 
 
 @pytest.mark.parametrize(
@@ -332,11 +334,45 @@ def test_a_home_takes_what_the_engine_opens(num_devices):
     assert memory.home_bytes(num_devices) == pytest.approx(sum(opened), rel=1e-3)
 
 
-@pytest.mark.parametrize("text", ["<2,1>", "<2,1;gather>"])
-def test_exchange_buffers_count_with_slices_that_stay_and_that_pass(text):
+@pytest.mark.parametrize(("text", "wanted"), [("<2,1>", 1 << 29), ("<2,1;gather>", 5 << 26)])
+def test_exchange_buffers_count_with_slices_that_stay_and_that_pass(text, wanted):
+    """1 GiB of two rounds, of TP 2 half; gathered layers have one round on the wire, and a quarter
+    more.
+    """
     scheme = Scheme.parse(text)
     without, counted = (of_7b(exchange_bytes=n).memory for n in (0, 1 << 30))
-    assert counted.rank_bytes(scheme, 8, 9) - without.rank_bytes(scheme, 8, 9) == 1 << 29
+    assert counted.rank_bytes(scheme, 8, 9) - without.rank_bytes(scheme, 8, 9) == wanted
+
+
+def test_exchange_buffers_are_those_of_a_table_that_is_larger_than_a_layer():
+    assert exchange_bytes(10, 4, 2.0) == 2 * 2 * (2 * 10) * 2 / 2
+    assert exchange_bytes(10, 30, 2.0) == 2 * 2 * (10 + 30) * 2 / 2
+    large = replace(of_7b(exchange_bytes=4 << 20).memory, vocab_size=int(3 * LAYER_7B / 4096))
+    without = replace(large, exchange_bytes=0.0)
+    one = Scheme(1, 1, gather=True)
+    added = large.rank_bytes(one, 8, 9) - without.rank_bytes(one, 8, 9)
+    assert added == pytest.approx(1.25 * 3 / 4 * (4 << 20), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "tables", "slots_and_kept"),
+    [
+        (32, 2, 4 * (3 + 3)),  # embedding in one slot, head in the other
+        (31, 2, 4 * (3 + 1)),  # both in the first
+        (32, 1, 4 * (1 + 1) + 6 * 3),  # stays, in 16 bit, with sums of gradients in 32
+        (31, 1, 4 * (1 + 1) + 6 * 3),
+    ],
+)
+def test_gathered_layers_take_turns_with_embedding_and_head(num_layers, tables, slots_and_kept):
+    """A table as large as three layers: bytes of what passes, in layers."""
+    memory = replace(
+        of_7b(vocabulary_tables=tables, exchange_bytes=0).memory,
+        num_layers=num_layers,
+        vocab_size=int(3 * LAYER_7B / 4096),
+    )
+    sharded = memory._all_state_bytes() / 8 * memory.sharded_fraction
+    passing = memory.rank_bytes(Scheme(1, 1, gather=True), 8, 0) - sharded
+    assert passing == pytest.approx(slots_and_kept * LAYER_7B, rel=1e-3)
 
 
 def test_pipelines_beside_streamed_ones_hold_their_share_of_the_home():

@@ -15,6 +15,7 @@ from benchmarks.wlb_table import FITTED_ATTENTION, cut, packing_table
 from ds_hydra.configs import find_file
 from ds_hydra.lab.simulator import mixed_groups
 from ds_hydra.lab.simulator.baselines import fixed_length, with_expert_parallelism
+from ds_hydra.lab.simulator.cases import draw_batches, load_case
 from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.lab.simulator.fixed_length import pack_evenly
 from ds_hydra.lab.simulator.mixed_groups import AnyGroups, dynamic_cp, fcp, flexsp
@@ -111,6 +112,64 @@ def test_sequences_change_places_in_a_step():
     sums = np.bincount(step.group_of, weights=lengths[step.members])
     assert step.slowest_ms == sums.max() == 15
     assert step.device_ms == lengths.sum()
+
+
+def test_what_ends_before_the_slowest_group_and_has_room_fills_a_step():
+    """50 on two ranks takes 25 ms, and leaves two single ranks of 30 tokens, one with 20 already:
+    of 26, 20, 9 and 4 that are left 20 goes to the empty one, 9 beside it would end at 29, and 4
+    goes to the one that ends last.
+    """
+    lengths = np.array([50, 26, 20, 20, 9, 4])
+    table = [lambda lengths: 1.0 * lengths, lambda lengths: 0.5 * lengths]
+    groups = MixedGroups(4, [1, 2], [30, 60], [0.0, 0.0], table, cuts=np.array([[2, 1]]))
+    costs = groups.table_ms(lengths)
+    step = groups.step(0, lengths, costs, np.array([0, 2]))
+    assert step.slowest_ms == 25
+    filled = groups.filled(lengths, costs, step, np.arange(6))
+    assert filled.members.tolist() == [0, 2, 3, 5]
+    assert filled.slowest_ms == 25
+    assert filled.device_ms == 2 * 25 + 20 + 20 + 4
+    assert np.bincount(filled.group_of, lengths[filled.members]).tolist() in (
+        [20, 24, 50],
+        [24, 20, 50],
+    )
+    little = MixedGroups(4, [1, 2], [23, 60], [0.0, 0.0], table, cuts=np.array([[2, 1]]))
+    assert little.filled(lengths, costs, step, np.arange(6)).members.tolist() == [0, 2, 3]
+
+
+def test_short_sequences_run_beside_the_long_one_that_a_step_waits_for(monkeypatch):
+    """Of a mini-batch with one sequence of up to 128K wide groups need long attention to hide their
+    exchanges: ranks are busy in all steps, and without what fills them steps take longer.
+    """
+    workload = load_case("bytescale/github-7b").workload
+    sizes = [2**k for k in range(7)]
+
+    def sequences_ms(size):
+        exchanged_ms = 0.012 if size > 8 else 0.003 if size > 1 else 0.0
+        return lambda lengths: (
+            lengths * (0.072 / size + np.maximum(1.7e-6 * lengths / size, exchanged_ms))
+        )
+
+    batches = draw_batches(workload.histogram, workload.tokens_per_iteration, 3, seed=1)
+    mini_batches = [np.sort(batch.lengths)[::-1].copy() for batch in batches]
+
+    def plan():
+        groups = MixedGroups(
+            64, sizes, [14_000 * s for s in sizes], [20.0] * 7, [sequences_ms(s) for s in sizes]
+        )
+        plans = [
+            plan_steps([groups], lengths, lambda slowest: float(slowest.sum()))
+            for lengths in mini_batches
+        ]
+        for lengths, steps in zip(mini_batches, plans, strict=True):
+            assert sorted(i for s in steps for i in s.members) == list(range(lengths.size))
+        steps = [step for steps in plans for step in steps]
+        return sum(s.slowest_ms for s in steps), sum(s.device_ms for s in steps) / 64
+
+    total_ms, busy_ms = plan()
+    assert busy_ms > 0.97 * total_ms
+    monkeypatch.setattr(MixedGroups, "filled", lambda self, lengths, table, step, left: step)
+    assert plan()[0] > 1.01 * total_ms
 
 
 def test_no_exchange_fills_a_group_above_its_max_len():

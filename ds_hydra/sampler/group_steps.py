@@ -5,7 +5,11 @@ has one micro-batch and which ends before the next.
 the known sizes is tried, in order of a lower bound, until the bound is no better than the best.
 Sequences are assigned in order of decreasing length, each to the group that would finish it
 earliest. A mini-batch is cut into the fewest steps that can hold it, or up to `MORE_STEPS` more.
-Two ways to fill steps are tried: consecutive lengths in one step, or round-robin. In the best steps
+Steps are made one after the other out of the sequences that are left: the longest of them, about as
+many tokens as each step would have, somewhat less, or every second one of two steps. What else ends
+before the slowest group, and has room, goes into the same step, longest first. So a step that has
+to wait for a long sequence has short ones beside it, and the steps after it are shorter. A way is
+left once what it has takes longer, with the others all busy, than the best. In the best steps
 sequences then change places between the slowest group and others, as pipelines do in a dispatch.
 FlexSP, whose space this is, solves integer programs with deadlines for it.
 """
@@ -29,6 +33,11 @@ MORE_STEPS = 2
 _MAX_EXCHANGES, _NUM_TARGETS, _ENOUGH_GAP = 400, 4, 1e-3
 """Exchanges in a step at most, with as many of the fastest groups, until it is as near to having
 all ranks busy.
+"""
+_EVERY = 0.0
+_SHARES = (_EVERY, 1.0, 0.9, 0.8)
+"""What a step takes first: so much of its part of the tokens, longest sequences first, or every
+n-th sequence where n steps are left.
 """
 MAX_CUTS = 2400
 """Ways to cut the ranks that are tried: 64 ranks have 1,828 into powers of two, 32 have 2,311 into
@@ -73,6 +82,8 @@ class MixedGroups:
         self._sizes = np.array(sizes, dtype=np.int64)
         self._max_len = np.array(max_len, dtype=np.int64)
         self._constants = np.array(constants_ms, dtype=np.float64)
+        self.start_ms = float(self._constants.min())
+        """What no step takes less than."""
         self._sequences_ms = sequences_ms
         self._slower = np.ones(num_ranks + 1)
         """How many times as long the slowest of so many groups takes, as expected."""
@@ -96,9 +107,10 @@ class MixedGroups:
         """What each sequence adds to a micro-batch: [size, sequence]."""
         return np.array([of(lengths) for of in self._sequences_ms])
 
-    def shared_ms(self, table: FloatArray) -> float:
-        """Time with all ranks busy, each sequence where it takes least."""
-        return float((table * self._sizes[:, None]).min(axis=0).sum()) / self.num_ranks
+    def work_ms(self, table: FloatArray) -> FloatArray:
+        """Of each sequence, shared by all ranks, with the size where it takes least."""
+        least: FloatArray = (table * self._sizes[:, None]).min(axis=0) / self.num_ranks
+        return least
 
     def groups_of(self, lengths: IntArray, step: GroupStep) -> tuple[FloatArray, IntArray]:
         """Time in ms and ranks of each group of `step` that has sequences."""
@@ -131,13 +143,37 @@ class MixedGroups:
             is_eq2=False,
         )
         group_of = step.group_of.copy()
-        least_ms = float(self._constants.min()) + self.shared_ms(own_ms)
+        least_ms = self.start_ms + float(self.work_ms(own_ms).sum())
         enough_ms = dear_ms + (1 + _ENOUGH_GAP) * least_ms
         improve_dispatch(problem, group_of, enough_ms, _MAX_EXCHANGES, _NUM_TARGETS)
         moved = step._replace(group_of=group_of)
         times_ms, sizes = self.groups_of(lengths, moved)
         slowest_ms = float(times_ms.max() * self._slower[step.counts.sum()])
         return moved._replace(slowest_ms=slowest_ms, device_ms=float(times_ms @ sizes))
+
+    def filled(
+        self, lengths: IntArray, table: FloatArray, step: GroupStep, left: IntArray
+    ) -> GroupStep:
+        """`step` with those of the sequences `left` (descending) that a group has room for, and
+        with which it ends no later than the slowest.
+        """
+        kind_of = np.repeat(np.arange(self._sizes.size), step.counts)
+        group_of = np.full(lengths.size, -1, dtype=np.int64)
+        group_of[step.members] = step.group_of
+        limit_ms = step.slowest_ms / self._slower[step.counts.sum()]
+        device_ms = fill_step(
+            lengths,
+            table,
+            self._constants,
+            self._sizes,
+            self._max_len,
+            kind_of,
+            left,
+            limit_ms,
+            group_of,
+        )
+        members = left[group_of[left] >= 0]
+        return step._replace(device_ms=device_ms, members=members, group_of=group_of[members])
 
     def step(
         self,
@@ -207,23 +243,36 @@ def plan_steps(
     `limit`.
     """
     tables = [kind.table_ms(lengths) for kind in kinds]
-    shared_ms = min(kind.shared_ms(table) for kind, table in zip(kinds, tables))
+    work_ms = np.min([kind.work_ms(table) for kind, table in zip(kinds, tables)], axis=0)
+    start_ms = min(kind.start_ms for kind in kinds)
     fewest = [kind.fewest(int(lengths.sum())) for kind in kinds]
     best: list[GroupStep] = []
     least, num_tried = limit, 0
-    for count in range(min(fewest), max(*fewest, lengths.size) + 1):
+
+    def bound(steps: Sequence[GroupStep], left: IntArray, count: int) -> float:
+        """What `steps` and `count` more, which have the sequences `left`, take at least."""
         # A convex function of times that add up to the same is least where all are equal.
-        if finish(np.full(count, shared_ms / count)) >= least:
+        even = [float(work_ms[left].sum()) / count + start_ms] * count if count else []
+        return finish(np.array([*(step.slowest_ms for step in steps), *even]))
+
+    everything = np.arange(lengths.size)
+    for count in range(min(fewest), max(*fewest, lengths.size) + 1):
+        if bound([], everything, count) >= least:
             break
         is_found = False
-        for members in (_by_length(lengths, count), _dealt(lengths, count)):
+        for share in _SHARES:
             steps: list[GroupStep] = []
-            for own in members:
+            left = everything
+            for rest in reversed(range(count)):
+                own = _first_of(lengths, left, rest + 1, share)
                 step = _best_step(kinds, lengths, tables, own)
                 if step is None:
                     break
+                if rest:
+                    step = kinds[step.kind].filled(lengths, tables[step.kind], step, left)
                 steps.append(step)
-                ms = finish(np.array([step.slowest_ms for step in steps]))
+                left = np.setdiff1d(left, step.members, assume_unique=True)
+                ms = bound(steps, left, rest)
                 if ms >= least:
                     break
             else:
@@ -251,16 +300,15 @@ def _best_step(
     return best
 
 
-def _by_length(lengths: IntArray, count: int) -> list[IntArray]:
-    """Neighbours in length together, about as many tokens in each step."""
-    ends = np.cumsum(lengths)
-    step = np.minimum(count - 1, (ends - 1) * count // max(1, int(ends[-1])))
-    return [np.flatnonzero(step == k) for k in range(count)]
-
-
-def _dealt(lengths: IntArray, count: int) -> list[IntArray]:
-    """Every step gets sequences of all lengths."""
-    return [np.arange(k, lengths.size, count) for k in range(count)]
+def _first_of(lengths: IntArray, left: IntArray, count: int, share: float) -> IntArray:
+    """What the next one of `count` steps takes first of the sequences `left`, by one of
+    `_SHARES`.
+    """
+    if count == 1 or share == _EVERY or not left.size:
+        return left[::count]
+    ends = np.cumsum(lengths[left])
+    most = share * float(ends[-1]) / count
+    return left[: max(1, int(np.searchsorted(ends, most, side="right")))]
 
 
 @compiled
@@ -283,6 +331,7 @@ def solve_step(
     [Note: Mixed groups].
     """
     num_sizes, num_sequences = table.shape
+    start_ms = constants.min()
     # A bound for each cut, cheapest first: placing is what takes long, and a few cuts are placed.
     bounds = np.full(cuts.shape[0], np.inf)
     work_ms = np.full(1 << num_sizes, -1.0)  # of cuts with the same sizes, as bits: that is equal
@@ -306,7 +355,7 @@ def solve_step(
                         cheapest = min(cheapest, sizes[k] * table[k, i])
                 work_ms[used] += cheapest
         # The longest sequence takes its time; all together, each where it is cheapest, theirs.
-        bounds[row] = max(alone, work_ms[used] / num_ranks) * slower[row]
+        bounds[row] = max(alone, work_ms[used] / num_ranks + start_ms) * slower[row]
     best, best_cut = limit, -1
     ends, filled = np.zeros(num_ranks), np.zeros(num_ranks, dtype=np.int64)
     heap, placed = np.zeros_like(filled), np.zeros_like(group_of)
@@ -374,3 +423,45 @@ def _place(
         filled[group] += lengths[i]
         sift_down(heap[top : top + cut[kind]], ends)
     return slowest
+
+
+@compiled
+def fill_step(
+    lengths: IntArray,
+    table: FloatArray,
+    constants: FloatArray,
+    sizes: IntArray,
+    max_len: IntArray,
+    kind_of: IntArray,
+    left: IntArray,
+    limit_ms: float,
+    group_of: IntArray,
+) -> float:
+    """Writes to `group_of` (-1: none) a group for each sequence of `left` that one has room for,
+    and with which it ends by `limit_ms`: where the sequence takes the least time of devices, of
+    equals the one that ends last. Returns the time of all devices together.
+    """
+    ends, filled = constants[kind_of], np.zeros(kind_of.size, dtype=np.int64)
+    is_used = np.zeros(kind_of.size, dtype=np.bool_)
+    for i in left:
+        if group_of[i] >= 0:
+            ends[group_of[i]] += table[kind_of[group_of[i]], i]
+            filled[group_of[i]] += lengths[i]
+            is_used[group_of[i]] = True
+    for i in left:
+        if group_of[i] >= 0:
+            continue
+        best, least = -1, np.inf
+        for g in range(kind_of.size):
+            own_ms = table[kind_of[g], i]
+            if ends[g] + own_ms > limit_ms or filled[g] + lengths[i] > max_len[kind_of[g]]:
+                continue
+            device_ms = sizes[kind_of[g]] * own_ms
+            if device_ms < least or (device_ms == least and ends[g] > ends[best]):
+                best, least = g, device_ms
+        if best >= 0:
+            group_of[i] = best
+            ends[best] += table[kind_of[best], i]
+            filled[best] += lengths[i]
+            is_used[best] = True
+    return float((ends * sizes[kind_of] * is_used).sum())

@@ -150,23 +150,23 @@ def measured_profile() -> dict[str, Any]:
     }
 
 
-VOCABULARIES = ("2x<1,1>", "1x<2,1>", "1x<sp2,1>", "1x<1,2>")
+VOCABULARIES = ("2x<1,1>", "1x<2,1>", "1x<sp2,1>", "1x<1,2>", "2x<1,1;gather>", "1x<2,1;gather>")
 PROFILED_TOKENS = 256
 """Of the micro-batch that memory of a token is measured with, as the profiler does."""
 
 
 def vocabulary(size: str) -> dict[str, dict[str, float]]:
     """By strategy: the most bytes of any rank in the passes of a model whose vocabulary outweighs
-    its layers, and what the formula says with activations that the profiler measures.
+    its layers, and what the formula says with activations that the profiler measures. `size` may
+    end in "tied": embedding and head are one.
     """
-    accelerator, vocab_size = get_accelerator(), int(size)
-    sizes = {"hidden_size": 64, "max_position_embeddings": 4096, "tie_word_embeddings": False}
+    accelerator, vocab_size = get_accelerator(), int(size.removesuffix("tied"))
+    is_tied = size.endswith("tied")
+    sizes = {"hidden_size": 64, "max_position_embeddings": 4096, "tie_word_embeddings": is_tied}
     model = tiny("llama", vocab_size=vocab_size, num_hidden_layers=4, **sizes)
-    engine = start_hydra(
-        model.bfloat16().to(device.NAME),
-        bf16={"enabled": True},
-        hydra={"context_length": PROFILED_TOKENS},
-    )
+    model = model.bfloat16().to(device.NAME)
+    model.tie_weights()  # the stand-in's tensors are new parameters
+    engine = start_hydra(model, bf16={"enabled": True}, hydra={"context_length": PROFILED_TOKENS})
     propagator, stage_model = engine.hydra.propagator, engine.hydra.stage_model
     found = {}
     with mock.patch.object(attention, "attention_per_sequence", _attend):

@@ -53,9 +53,9 @@ def as_the_engine_needs(
     without.
 
     States are counted from the dtypes in use, activations of a layer are traced, communicators are
-    those of all homogeneous strategies on one rank, exchange buffers four times the gradients of a
-    layer. Not collective. Where the user has set `hydra.memory_limit_bytes`, communicators are the
-    user's to leave out.
+    those of all homogeneous strategies on one rank, exchange buffers those of two layers, or of a
+    layer and a larger embedding. Not collective. Where the user has set
+    `hydra.memory_limit_bytes`, communicators are the user's to leave out.
     """
     profile = _with_ordered_sums(profile, config)
     document = profile.document
@@ -69,7 +69,11 @@ def as_the_engine_needs(
         "state_bytes_per_layer_per_hidden2": sharded + held,
         "sharded_fraction": sharded / (sharded + held),
         "vocabulary_tables": counted["vocabulary_tables"],
-        "exchange_bytes": exchange_bytes(layer_params(stage_model), gradient_bytes(config)),
+        "exchange_bytes": exchange_bytes(
+            layer_params(stage_model),
+            stage_model.hidden_size * stage_model.vocab_size,
+            gradient_bytes(config),
+        ),
     }
     key = "activation_bytes_per_token_per_layer_per_hidden"
     traced = _trace(stage_model, map(int, memory[key]), config)

@@ -96,7 +96,7 @@ class MemoryModel:
 
     copies       S / CP * H / (SP TP) * 4 * ceil(M SP TP / heads)
 
-    Ours: `exchange_bytes` / TP of packed exchange buffers, where they are counted.
+    Ours: `exchange_bytes` / TP of packed exchange buffers of two rounds, where they are counted.
 
     Ours: with ep a rank holds 1 / ep of a layer's experts, whole ones, which are `expert_fraction`
     of its parameters, and 1 / TP of the rest; shards are what they were.
@@ -109,7 +109,9 @@ class MemoryModel:
                  + (two layers, or twice the head) / TP * 2 i     window, with its gradients
 
     Where all ranks gather each layer for every pass there is no home: shards, window and exchange
-    buffers alone.
+    buffers of one round alone, and with one table for embedding and head, whose gradients add up,
+
+    table        H V / TP * (i + 4)
 
     A profile that the engine measured says i + 16 bytes a parameter for the shards: with the home
     24 in 16 bit, which is what the engine holds. The published constants have 12.5 there. Other
@@ -358,11 +360,14 @@ class MemoryModel:
         if scheme.gather or scheme.stream:
             layer, ends = self._num_params()
             layer *= self._held_share(scheme)
-            passing = STREAM_WINDOW * max(layer, ends / 2) / scheme.tp * 2 * self.input_bytes
+            # Weights and their gradients of one micro-batch
+            each = 2 * self.input_bytes / scheme.tp
             sharded = self._all_state_bytes() / num_devices * self.sharded_fraction
             if scheme.stream:
-                return sharded + passing + self.home_bytes(num_devices)
-            return sharded + passing + self.exchange_bytes / scheme.tp
+                window = STREAM_WINDOW * max(layer, ends / 2) * each
+                return sharded + window + self.home_bytes(num_devices)
+            exchanged = self._one_round_bytes(layer, ends / 2) / scheme.tp
+            return sharded + self._gathered_states(layer, ends / 2, each) + exchanged
         sharded = self._all_state_bytes() / num_devices
         tables = self.vocabulary_tables
         if scheme.pp > 1:
@@ -370,6 +375,24 @@ class MemoryModel:
         held = self._all_state_bytes(self._held_share(scheme) * num_layers, tables) / scheme.tp
         states = sharded * self.sharded_fraction + held * (1 - self.sharded_fraction)
         return states + self.exchange_bytes / scheme.tp
+
+    def _gathered_states(self, layer: float, table: float, each: float) -> float:
+        """Of two slots in which layers take turns, and with them embedding and head; a table that
+        both use stays instead, with sums of its gradients.
+        """
+        if 0 < self.vocabulary_tables < 2:
+            kept = (self.input_bytes + GRADIENT_BYTES) / (2 * self.input_bytes) * table
+            return (STREAM_WINDOW * layer + kept) * each
+        with_table = max(layer, table)
+        # Embedding, L layers, head: both are in the first slot where L is odd
+        return (with_table + (layer if self.num_layers % STREAM_WINDOW else with_table)) * each
+
+    def _one_round_bytes(self, layer: float, table: float) -> float:
+        """Of the exchange buffers those of one round, the largest: gathered layers have no other
+        one on the wire. A quarter more is for what is relayed to a node, and for sums in fp32.
+        """
+        largest = max(layer, table)
+        return 1.25 * self.exchange_bytes * largest / (layer + largest)
 
     def _held_share(self, scheme: Scheme) -> float:
         """What a TP group of a stage holds of a layer, times TP / EP of its experts where ranks

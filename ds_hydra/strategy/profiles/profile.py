@@ -550,9 +550,7 @@ def saturation_tokens(model: LatencyModel, longest_tokens: int) -> int:
 
 
 EXCHANGE_BUFFERS = 4
-"""Packed ones of two rounds in flight, each with one to send and one to receive; a layer's
-gradients at most.
-"""
+"""Packed ones of two rounds in flight, each with one to send and one to receive."""
 _TABLES = 2
 """Embedding and head of the models whose published profiles count one for both."""
 
@@ -575,9 +573,12 @@ def engine_states(params_per_hidden2: float, element_bytes: float) -> dict[str, 
     }
 
 
-def exchange_bytes(layer_params: float, gradient_bytes: float) -> float:
-    """Of packed buffers of pull and push, for a layer of so many parameters."""
-    return EXCHANGE_BUFFERS * gradient_bytes * layer_params
+def exchange_bytes(layer_params: float, table_params: float, gradient_bytes: float) -> float:
+    """Of packed buffers of pull and push: a layer's of so many parameters, and beside them those of
+    another layer, or of a larger table of the vocabulary.
+    """
+    each = EXCHANGE_BUFFERS / 2 * gradient_bytes
+    return each * (layer_params + max(layer_params, table_params))
 
 
 def expert_memory(fraction: float) -> dict[str, float]:
@@ -602,7 +603,8 @@ def with_engine_states(profile: Profile) -> Profile:
         )
     params_per_hidden2 = known.slice_bytes / known.input_bytes
     found: dict[str, Any] = engine_states(params_per_hidden2, known.input_bytes)
-    found["exchange_bytes"] = exchange_bytes(params_per_hidden2 * known.hidden_size**2, 2.0)
+    layer, table = params_per_hidden2 * known.hidden_size**2, known.hidden_size * known.vocab_size
+    found["exchange_bytes"] = exchange_bytes(layer, table, 2.0)
     found["vocabulary_tables"] = _TABLES
     return Profile.from_json({**profile.document, "memory": {**memory, **found, _STATES: "engine"}})
 
