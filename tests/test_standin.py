@@ -220,7 +220,8 @@ def test_peaks_are_those_of_the_memory_model(check):
 @pytest.mark.parametrize("check", ["vocabulary:32000", "vocabulary:128256", "vocabulary:32000tied"])
 def test_peaks_of_models_of_large_vocabularies_are_those_of_a_measured_profile(check):
     for text, found in run_checks(2, (check,))[0][check].items():
-        assert found["passes"] == pytest.approx(found["formula"], rel=OFF_BY), text
+        assert found["passes"] == pytest.approx(found["with logits once"], rel=OFF_BY), text
+        assert found["passes"] <= found["formula"], text
 
 
 @nightly

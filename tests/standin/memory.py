@@ -188,14 +188,15 @@ def vocabulary(size: str) -> dict[str, dict[str, float]]:
             gc.collect()
             accelerator.reset_peak_memory_stats()
             propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+            document = nominal_profile(stage_model, [strategy.schemes[0]])
+            memory = Profile.from_json({**document, "memory": model["memory"]}).memory
+            # Of a micro-batch that is one chunk, a token's activations have its logits already
+            once = replace(memory, logit_chunk_bytes=0.0)
+            of_rank = strategy.schemes[0], 2, PROFILED_TOKENS
             found[text] = {
                 "passes": propagator.max_over_ranks(accelerator.max_memory_allocated()),
-                "formula": Profile.from_json(
-                    {
-                        **nominal_profile(stage_model, [strategy.schemes[0]]),
-                        "memory": model["memory"],
-                    }
-                ).memory.rank_bytes(strategy.schemes[0], 2, PROFILED_TOKENS),
+                "formula": memory.rank_bytes(*of_rank),
+                "with logits once": once.rank_bytes(*of_rank),
             }
     engine.destroy()
     return found
