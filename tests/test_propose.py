@@ -179,8 +179,10 @@ def test_a_poor_menu_that_fits_gives_way_to_a_good_one_that_does_not():
     case = "paper/github-32b-64gpu-f3"
     found = candidates_of_case(case, num_batches=2, tokens_per_iteration=800_000).proposal
     for_phases = [kept.strategy for kept in found.kept if kept.is_for_phases]
-    assert for_phases
-    assert not any(scheme.ckpt for strategy in for_phases for scheme in strategy.schemes)
+    good = {
+        strategy.schemes[0].num_devices for strategy in for_phases if not strategy.schemes[0].ckpt
+    }
+    assert good >= {1, 2, 4, 8, 16, 32}
     assert found.kept_ms < 0.9 * found.all_candidates_ms
 
 

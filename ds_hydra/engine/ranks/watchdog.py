@@ -468,14 +468,14 @@ def call_together(call: str, device: torch.device) -> None:
     if _watchdog is not None:
         _watchdog.call = call, time.monotonic()
     try:
-        rows = gather_rows(to_device(mine, device))
+        rows = gather_rows(to_device(mine, device)).cpu().numpy()
     finally:
         if _watchdog is not None:
             _watchdog.call = None
-    if bool((rows == rows[0]).all()):
+    if (rows == rows[0]).all():
         return
     of_calls: dict[str, list[int]] = {}
-    for rank, row in enumerate(rows.cpu().numpy()):
+    for rank, row in enumerate(rows):
         of_calls.setdefault(row.tobytes().rstrip(b"\0").decode("ascii", "replace"), []).append(rank)
     said = (
         f"{name} on rank {', '.join(map(str, ranks[:4]))}{', ...' if len(ranks) > 4 else ''}"
