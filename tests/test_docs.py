@@ -346,7 +346,7 @@ def test_the_demo_in_the_readme_has_the_form_that_a_run_prints(tmp_path):
 
 
 def test_the_simulation_in_the_readme_has_columns_and_systems_of_the_command():
-    head, columns, *rows = _in_readme("above the perfect-balance bound of")
+    head, columns, *rows = _in_readme("propagation ")
     names = re.split(r"\s{2,}", columns.strip())
     document = {
         "name": "x", "num_devices": 8, "context_length": 1, "tokens_per_iteration": 1, "iterations": 1,
