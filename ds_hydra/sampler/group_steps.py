@@ -448,20 +448,33 @@ def fill_step(
             ends[group_of[i]] += table[kind_of[group_of[i]], i]
             filled[group_of[i]] += lengths[i]
             is_used[group_of[i]] = True
+    first = np.searchsorted(kind_of, np.arange(sizes.size + 1))
+    # Of most sequences that find no place these say so, without a look at each group.
+    earliest, emptiest = np.full(sizes.size, np.inf), np.full(sizes.size, np.inf)
+    for g in range(kind_of.size):
+        earliest[kind_of[g]] = min(earliest[kind_of[g]], ends[g])
+        emptiest[kind_of[g]] = min(emptiest[kind_of[g]], filled[g])
     for i in left:
         if group_of[i] >= 0:
             continue
         best, least = -1, np.inf
-        for g in range(kind_of.size):
-            own_ms = table[kind_of[g], i]
-            if ends[g] + own_ms > limit_ms or filled[g] + lengths[i] > max_len[kind_of[g]]:
+        for k in range(sizes.size):
+            own_ms = table[k, i]
+            device_ms = sizes[k] * own_ms
+            is_late = device_ms > least or earliest[k] + own_ms > limit_ms
+            if is_late or emptiest[k] + lengths[i] > max_len[k]:
                 continue
-            device_ms = sizes[kind_of[g]] * own_ms
-            if device_ms < least or (device_ms == least and ends[g] > ends[best]):
-                best, least = g, device_ms
-        if best >= 0:
-            group_of[i] = best
-            ends[best] += table[kind_of[best], i]
-            filled[best] += lengths[i]
-            is_used[best] = True
+            for g in range(first[k], first[k + 1]):
+                if ends[g] + own_ms > limit_ms or filled[g] + lengths[i] > max_len[k]:
+                    continue
+                if device_ms < least or ends[g] > ends[best]:
+                    best, least = g, device_ms
+        if best < 0:
+            continue
+        group_of[i], kind = best, kind_of[best]
+        ends[best] += table[kind, i]
+        filled[best] += lengths[i]
+        is_used[best] = True
+        of_kind = kind_of == kind
+        earliest[kind], emptiest[kind] = ends[of_kind].min(), filled[of_kind].min()
     return float((ends * sizes[kind_of] * is_used).sum())
