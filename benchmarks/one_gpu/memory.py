@@ -132,8 +132,9 @@ def expect_bytes(propagator: Propagator, strategy: Strategy, tokens: int) -> tup
     )
     measured = profiler._measure_memory(propagator, {scheme: strategy}, config, Measurements())
     document = {**nominal_profile(model, [scheme]), **measured}
+    table = model.hidden_size * model.vocab_size
     document["memory"] |= {
-        "exchange_bytes": exchange_bytes(layer_params(model), 2.0) * scheme.gather
+        "exchange_bytes": exchange_bytes(layer_params(model), table, 2.0) * scheme.gather
     }
     document["schemes"] = nominal_profile(model, [scheme])["schemes"]
     whole = Profile.from_json(document).memory.rank_bytes(scheme, world, tokens)

@@ -28,7 +28,7 @@ MOST_BYTES = 60 << 20
 """Of all files; the machine takes 64 MiB with those of the project."""
 CARRIED = (
     "deepspeed", "hjson", "transformers", "datasets", "dill", "multiprocess", "pydantic",
-    "pydantic-core", "annotated-types", "typing-inspection",
+    "pydantic-core", "annotated-types", "typing-inspection", "liger-kernel", "torchao",
 )  # fmt: skip
 THERE = (
     "accelerate", "einops", "filelock", "fsspec", "huggingface-hub", "jinja2", "llvmlite", "markupsafe",

@@ -16,6 +16,7 @@ import contextlib
 import json
 import lzma
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -256,6 +257,9 @@ class Run:
         # Wheels are installed without bytecode, which the first process that imports them writes.
         own |= {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "", "PYTHONFAULTHANDLER": "1"}
         own["DS_ACCELERATOR"] = "cuda" if self._has_gpu else "cpu"
+        if architectures := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+            # DeepSpeed takes what follows the point for a number, and fails at "9.0a"
+            own["TORCH_CUDA_ARCH_LIST"] = re.sub("[a-z]", "", architectures)
         if not self._has_gpu:
             own |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         return {**os.environ, **own, **(more or {})}

@@ -61,34 +61,45 @@ def main() -> None:
     peak = ceilings.matmul_flops()
     tell("a large product, TFLOP/s", peak / 1e12, wanted="790 to 798 of an H100")
     tell("a copy, TB/s", ceilings.copy_bytes_per_s() / 1e12, wanted="3.0 of an H100")
-    ways = [(vocabulary, False) for vocabulary in VOCABULARIES]
-    for vocabulary, compiled in (*ways, (VOCABULARIES[0], True)):
-        name = f"1B, vocabulary {vocabulary:,}{', compiled' if compiled else ''}"
-        if compiled and not HAS_GPU:
-            skip(name, "a CPU compiles for a minute")
-            continue
-        with trying(name):
-            measure_engine(name, vocabulary, compiled, device, peak)
-        _clean()
-    for vocabulary in VOCABULARIES:
-        with trying(f"transformers, vocabulary {vocabulary:,}"):
-            measure_plain(vocabulary, device, peak)
-        _clean()
     with trying("bare operations"):
         measure_floor()
-    for compiled in (False, True):
-        name = f"{LAYERS} layers of 7B{', compiled' if compiled else ''}"
-        if compiled and not HAS_GPU:
-            skip(name, "a CPU compiles for a minute")
+    first, last = VOCABULARIES
+    for vocabulary, way in ((first, ""), (first, "compiled"), (first, "Liger"), (last, "")):
+        name = _name(f"1B, vocabulary {vocabulary:,}", way)
+        if way and not HAS_GPU:
+            skip(name, _WHY_NOT[way])
             continue
         with trying(name):
-            measure_layers(name, LAYERS, LAYER_TOKENS, compiled, device, peak)
+            measure_engine(name, vocabulary, way, device, peak)
+        _clean()
+        if not way:
+            with trying(f"transformers, vocabulary {vocabulary:,}"):
+                measure_plain(vocabulary, device, peak)
+            _clean()
+    for way in ("", "compiled", "8 bits"):
+        name = _name(f"{LAYERS} layers of 7B", way)
+        if way and not HAS_GPU:
+            skip(name, _WHY_NOT[way])
+            continue
+        with trying(name):
+            measure_layers(name, LAYERS, LAYER_TOKENS, way, device, peak)
         _clean()
     if not HAS_GPU:
         skip("LLaMA 2 7B", "54 GB")
         return
     with trying("LLaMA 2 7B"):
-        measure_layers("LLaMA 2 7B", None, WHOLE_TOKENS, False, device, peak)
+        measure_layers("LLaMA 2 7B", None, WHOLE_TOKENS, "", device, peak)
+
+
+_WHY_NOT = {
+    "compiled": "a CPU compiles for a minute",
+    "Liger": "its kernels are for GPUs",
+    "8 bits": "a CPU has no such products",
+}
+
+
+def _name(what: str, way: str) -> str:
+    return f"{what}, {way}" if way else what
 
 
 def _clean() -> None:
@@ -108,10 +119,13 @@ def _examples(lengths: Sequence[int], vocab_size: int) -> list[dict[str, torch.T
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def measure_engine(
-    name: str, vocab_size: int, compiled: bool, device: torch.device, peak: float
-) -> None:
+def measure_engine(name: str, vocab_size: int, way: str, device: torch.device, peak: float) -> None:
     """Whole iterations of the engine."""
+    compiled, model = way == "compiled", _build(vocab_size, device)
+    if way == "Liger":
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
     hydra = {
         "context_length": CONTEXT,
         "tokens_per_iteration": sum(ROWS[next(iter(ROWS))]),
@@ -119,7 +133,7 @@ def measure_engine(
         "planner": {"solver": "none", "num_workers": 0},
     }
     sections = {"bf16": {"enabled": True}} if HAS_GPU else {}
-    engine = start_hydra(_build(vocab_size, device), hydra=hydra, **sections)
+    engine = start_hydra(model, hydra=hydra, **sections)
     try:
         flops = count_flops(engine.hydra.stage_model)
         for row, lengths in ROWS.items():
@@ -224,7 +238,7 @@ def measure_layers(
     name: str,
     num_layers: int | None,
     tokens: int,
-    compiled: bool,
+    way: str,
     device: torch.device,
     peak: float,
 ) -> None:
@@ -235,8 +249,9 @@ def measure_layers(
     if not HAS_GPU:
         config.hidden_size, config.intermediate_size, config.head_dim = 64, 160, 2
     stage_model = build_random_stage_model(
-        config, dtype=ceilings.DTYPE, device=device, num_ranks=1, compile_layers=compiled
-    )
+        config, dtype=ceilings.DTYPE, device=device, num_ranks=1,
+        compile_layers=bool(way), float8="rowwise" if way == "8 bits" else None,
+    )  # fmt: skip
     propagator = Propagator(stage_model, device=device, max_groups=4)
     propagator.prepare([ALONE])
     try:

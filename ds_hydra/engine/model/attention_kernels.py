@@ -30,6 +30,8 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
+from ds_hydra.engine.ranks.process import in_one_order
+
 HALVES = (torch.float16, torch.bfloat16)
 _MULTIPLE = 8
 """Of which every kernel wants widths to be one."""
@@ -341,11 +343,12 @@ def _varlen(name: str, implementation: str | None = None) -> Kernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         activate(implementation)
         state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout, which is 0
-        grads: tuple[Tensor, Tensor, Tensor] = backward(
-            grad if grad.stride(-1) == 1 else grad.contiguous(),
-            query, key, value, out, lse, *ends, 0.0, window is None, state, query.new_empty(0),
-            scale=scale, **_window(window),
-        )  # fmt: skip
+        with in_one_order():
+            grads: tuple[Tensor, Tensor, Tensor] = backward(
+                grad if grad.stride(-1) == 1 else grad.contiguous(),
+                query, key, value, out, lse, *ends, 0.0, window is None, state, query.new_empty(0),
+                scale=scale, **_window(window),
+            )  # fmt: skip
         return grads
 
     return Kernel(

@@ -11,12 +11,15 @@ queries and keys of a segment.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ds_hydra.engine.ranks.process import in_one_order
 
 _QUERY_BLOCK = 1024
 """Queries whose scores are worked on together."""
@@ -68,12 +71,25 @@ def attention_per_sequence(
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     if query.shape[2] == key.shape[2]:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+        return _fused(query, key, value, scale, is_causal=True)
     is_fused = query.device.type == "cpu" and query.dtype in _FUSED_DTYPES
     if is_fused and query.shape[-1] == value.shape[-1]:
         out: Tensor = _AfterOthers.apply(query, key, value, scale)
         return out
     return _masked(query, key, value, scale, None, _QUERY_BLOCK)
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float, **options: Any) -> Tensor:
+    """torch's attention, whose backward adds in one order where that is asked for."""
+    out = F.scaled_dot_product_attention(query, key, value, scale=scale, **options)
+    if out.requires_grad and torch.is_deterministic_algorithms_warn_only_enabled():
+        node = out.grad_fn
+        if "Attention" not in node.name():  # what cuts off columns that pad
+            node = node.next_functions[0][0]
+        order = contextlib.ExitStack()
+        node.register_prehook(lambda _: order.enter_context(in_one_order()))
+        node.register_hook(lambda *_: order.close())
+    return out
 
 
 class _AfterOthers(torch.autograd.Function):
@@ -137,12 +153,12 @@ def _masked(
         end = min(begin + block, num_queries)
         keys, allowed = _visible(begin + num_before, end + num_before, window, query.device)
         outputs.append(
-            F.scaled_dot_product_attention(
+            _fused(
                 query[:, :, begin:end],
                 key[:, :, keys],
                 value[:, :, keys],
+                scale,
                 attn_mask=allowed,
-                scale=scale,
             )
         )
     return torch.cat(outputs, dim=2)

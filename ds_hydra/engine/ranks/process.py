@@ -94,6 +94,23 @@ def use_deterministic_kernels(device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads it
 
 
+@contextlib.contextmanager
+def in_one_order() -> Iterator[None]:
+    """Where kernels of this process are to add in one order, attention of torch does inside.
+
+    Its backward passes do so only where operations that have no such order are errors
+    (`warn_only=False`), and to other operations of a model that would be the end.
+    """
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
 def find_overlap_problem(device: torch.device) -> str:
     """Why exchanges beside computation could hang on the CUDA device of this process; "" where they
     could not.

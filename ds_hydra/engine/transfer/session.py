@@ -12,6 +12,13 @@ A full launch queue stops the thread that launches, and with it perhaps the othe
 - Passes are launched at most two micro-batches ahead (`Recorder.keep_up`).
 
 No pass waits for what waits here for another rank's passes. On the CPU every call waits anyway.
+
+[Note: A kernel's first use]
+A CUDA library loads the code of a kernel when it is first used, cuBLAS with EAGER loading, too. The
+launch then waits until the device has nothing to do. A push that waits on the device for another
+stage's gradients, which wait for this stage's launch, would never end: seen with `<1,2>` on an
+H200. So kept weights are pushed once this rank has launched all of its passes. Their rounds still
+follow gradients of single buckets on the device, where passes are behind the host.
 """
 
 from __future__ import annotations
@@ -485,9 +492,12 @@ class TransferSession:
             with self._window() as window:
                 for number, transfer in enumerate(self._schedule.transfers):
                     if transfer.after != AT_ONCE:
-                        if not self._left.is_recorded(transfer.after):
+                        # [Note: A kernel's first use]
+                        posts_after = self._schedule.end if self._is_paced else transfer.after
+                        if not self._left.is_recorded(posts_after):
                             # Others wait for this round, and would until the gradient is there.
                             self._settle(window)
+                        self._left.wait_on_host(posts_after)
                         self._left.wait(transfer.after)
                     self._post(number, window)
                 self._settle(window)
