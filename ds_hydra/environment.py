@@ -4,22 +4,25 @@ ds_hydra is imported, and without importing torch.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Mapping, MutableMapping
 
 WANTED = {
-    # Kernels of the link's stream and of communicators queue behind computation with fewer.
+    # Kernels of the link's stream and of communicators could queue behind computation with fewer;
+    # on an H200 31 streams ran side by side with the default, too.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # A kernel that is loaded at its first launch waits for those that run, collectives among them.
+    # A kernel that is loaded at its first launch waits for those that run, collectives among them:
+    # streamed layers hung with LAZY on an H200. (cuBLAS loads at the first launch with both.)
     "CUDA_MODULE_LOADING": "EAGER",
-    # A thread whose launch queue is full waits, and may hold what another thread launches with.
+    # 4,093 launches before a thread waits for its stream in place of 1,021, measured on an H200;
+    # others do not wait with it.
     "CUDA_SCALE_LAUNCH_QUEUES": "4x",
     # Slices and micro-batches have other sizes in every iteration.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-"""What is set where the user has not chosen. Nobody has measured it with ds_hydra: the first is the
-number of hardware queues, the others follow from the documentation of CUDA and torch."""
+"""What is set where the user has not chosen; docs/benchmarks/one_gpu.md has the measurements."""
 
 _OVERLAP_NEEDS = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING")
 _OVERLAP_FORBIDS = {
@@ -34,10 +37,25 @@ _OLD_NAMES = {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF",)}
 
 
 def is_device_started() -> bool:
-    """Whether torch has begun to use a CUDA device in this process, which then has its settings."""
+    """Whether CUDA has begun in this process, and so has its settings: `torch.cuda.is_available()`,
+    which `import deepspeed` calls, is enough.
+    """
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)  # None while torch itself is being imported
-    return cuda is not None and bool(cuda.is_initialized())
+    return (cuda is not None and bool(cuda.is_initialized())) or module_loading() != ""
+
+
+def module_loading() -> str:
+    """How CUDA's driver loads kernels in this process, "EAGER" or "LAZY"; "" where it has not
+    started, and so not read its settings.
+    """
+    mode = ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        code = driver.cuModuleGetLoadingMode(ctypes.byref(mode))
+    except (OSError, AttributeError):  # nobody has loaded it, or it is older than CUDA 11.7
+        return ""
+    return "" if code else {1: "EAGER"}.get(mode.value, "LAZY")
 
 
 def set_accelerator_environment(

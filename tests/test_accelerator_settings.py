@@ -16,10 +16,12 @@ import torch
 from ds_hydra.configs.hydra_config import HydraConfig, LinkConfig
 from ds_hydra.engine import candidates, hydra_engine_class
 from ds_hydra.engine.doctor.findings import check_settings
+from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.propagation import Propagator, Task
 from ds_hydra.engine.ranks import memory, process
 from ds_hydra.engine.ranks.process import can_overlap, overlap_where_safe
 from ds_hydra.engine.telemetry.trace import Recorder
+from ds_hydra.engine.transfer import home
 from ds_hydra.environment import WANTED, missing_for_overlap, set_accelerator_environment
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.schemes.scheme import Strategy
@@ -57,6 +59,51 @@ def test_importing_after_the_device_has_started_pretends_nothing():
         f"import ds_hydra; print(*[os.environ.get(name) for name in {list(WANTED)}])"
     )
     assert run(code).stdout.split() == ["None"] * len(WANTED)
+
+
+# The calls of libcuda, which a CPU's machine does not have.
+DRIVER = """
+import ctypes, os
+class Driver:
+    def cuModuleGetLoadingMode(self, mode):
+        mode._obj.value = {mode}
+        return {code}
+ctypes.CDLL = lambda name, mode: {{"libcuda.so.1": Driver()}}[name]
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "are_set"), [(0, False), (3, True)], ids=["the driver has started", "it has not"]
+)
+def test_asking_whether_a_device_is_there_starts_the_driver(code, are_set):
+    """As `torch.cuda.is_available()` and `import deepspeed` do, without torch's own start."""
+    program = DRIVER.format(mode=2, code=code) + (
+        f"import ds_hydra; print(*[os.environ.get(name) for name in {list(WANTED)}])"
+    )
+    assert run(program).stdout.split() == [
+        *(WANTED.values() if are_set else ["None"] * len(WANTED))
+    ]
+
+
+def test_what_the_driver_has_in_force_counts(monkeypatch, nothing_chosen):
+    os.environ.update(WANTED)
+    monkeypatch.setattr(process, "module_loading", lambda: "EAGER")
+    assert process.find_overlap_problem(CUDA) == ""
+    monkeypatch.setattr(process, "module_loading", lambda: "LAZY")  # the environment came too late
+    problem = process.find_overlap_problem(CUDA)
+    assert "CUDA_MODULE_LOADING=LAZY" in problem
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in problem
+    assert "export CUDA_MODULE_LOADING=EAGER" in problem
+
+
+def test_streamed_layers_are_refused_where_their_threads_could_hang(monkeypatch):
+    def raise_together(error, _):
+        raise error or AssertionError("nothing is refused")
+
+    monkeypatch.setattr(home, "find_overlap_problem", lambda _: "LAZY; export EAGER")
+    monkeypatch.setattr(home, "raise_together", raise_together)
+    with pytest.raises(HydraConfigError, match=r";stream in hydra\.strategies.*export EAGER"):
+        home.open_home([], [], torch.float32, CUDA, GroupPool(1, CUDA), "a test")
 
 
 def test_what_nobody_chose_is_set():

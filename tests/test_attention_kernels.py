@@ -15,6 +15,7 @@ import torch.distributed as dist
 from distributed import run_distributed
 from flash_standin import PACKAGES, VARLEN, forget, installed
 from models import tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_hydra.configs.hydra_config import ATTENTION_KERNELS, HydraConfig
 from ds_hydra.engine.doctor import findings
@@ -117,6 +118,36 @@ def test_sums_have_one_order_where_kernels_are_deterministic(package, monkeypatc
     backward = [call for call in calls[package] if call["pass"] == "backward"]
     assert [call["deterministic"] for call in backward] == [False, True]
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+@pytest.mark.parametrize("window", [None, 2], ids=["causal", "window"])
+def test_attention_of_each_sequence_adds_in_one_order_too(window):
+    """Where it is asked for: torch's operator does so only where others without one are errors."""
+    orders = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "attention" in function.name() and "backward" in function.name():
+                is_asked = torch.are_deterministic_algorithms_enabled()
+                orders.append(
+                    is_asked and not torch.is_deterministic_algorithms_warn_only_enabled()
+                )
+            return function(*args, **(kwargs or {}))
+
+    heads = [torch.randn(1, 2, 7, 8, requires_grad=True) for _ in range(3)]
+    try:
+        for mode in (False, True):
+            torch.use_deterministic_algorithms(mode, warn_only=True)
+            out = attention_per_sequence(*heads, [4, 3], 0.3, window, None)
+            with Seen():
+                out.sum().backward()
+            assert torch.are_deterministic_algorithms_enabled() is mode
+            assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    half = len(orders) // 2
+    assert half >= 2
+    assert orders == [False] * half + [True] * half
 
 
 def test_what_packages_of_other_releases_lack_is_named():

@@ -31,7 +31,7 @@ DENSE = (
 EXPERTS = tuple(f"parity:{family}" for family in MIXTURES_OF_EXPERTS)
 ITERATIONS = (
     "iteration", "times_of_the_step", "collectives", "device_wide_synchronise", "waits_of_phases",
-    "norm_of_the_step",
+    "norm_of_the_step", "posts_before_first_passes",
 )  # fmt: skip
 FAULTS = (
     "without_the_wait_for_slices", "mixed_devices", "a_block_freed_early", "items", "a_tensor_of_the_cpu",
@@ -183,9 +183,18 @@ def test_ranks_call_the_same_collectives():
 
 
 def test_a_synchronise_of_the_device_does_not_hang():
+    """Before forward passes, and where a gradient is made: cuBLAS waits for the device where it
+    first uses a kernel.
+    """
     first, second = (rank["device_wide_synchronise"] for rank in run_checks(2, ITERATIONS))
     assert first == second
     assert all(loss > 0 for loss in first)
+
+
+def test_all_pulls_are_posted_before_the_first_passes_of_a_scheme():
+    """Later ones do not wait for it; another stage's messages always did."""
+    for rank in run_checks(2, ITERATIONS):
+        assert rank["posts_before_first_passes"] == [1, 0]
 
 
 def test_faults_are_seen():

@@ -42,7 +42,7 @@ from ds_hydra.engine.telemetry.trace import Recorder
 from ds_hydra.engine.transfer.session import TransferSession
 from ds_hydra.errors import HydraConfigError, PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan, RankPhase
-from ds_hydra.strategy import Strategy
+from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.schemes.placement import MAX_GROUPS_OF_RANK, Role, slices_key
 
 
@@ -116,6 +116,7 @@ class Propagator:
         )
         self._clock = self.links.clock
         self.recorder = Recorder()
+        self._has_run: set[Scheme] = set()
         self.problem: HydraConfigError | None = None
         """What a given loss has done wrong on this rank in the last run of a plan."""
 
@@ -341,6 +342,9 @@ class Propagator:
                 self.stage_model.tp.shard_tokens(micro_batch.packed.num_tokens)
                 for micro_batch in micro_batches
             ]
+            if role.scheme not in self._has_run:
+                session.await_posts()  # [Note: A kernel's first use]
+                self._has_run.add(role.scheme)
             if task.is_training:
                 expect_last = session.weights.expect_last_backward
                 before_last = expect_last if completes_gradients else lambda: None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -18,6 +18,7 @@ from test_engine_parity import LENGTHS, gather_gradients, hand_plan, relative_er
 
 from ds_hydra.engine import HydraEngine, propagation
 from ds_hydra.engine.parallel import token_cuts
+from ds_hydra.engine.transfer import session, stage_weights
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import exchange, messages
@@ -242,18 +243,29 @@ def times_of_the_step() -> list[float]:
     return [engine.last_metrics.step_ms, engine.last_metrics.iteration_ms]
 
 
+def _replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Any:
+    return mock.patch.object(owner, name, wrap(getattr(owner, name)))
+
+
 @contextlib.contextmanager
 def _synchronising() -> Iterator[None]:
-    """The device is synchronised before every forward pass, as an allocator that runs full does."""
-    original = propagation.Propagator._forward_micro_batch
+    """The device is synchronised before every forward pass, as an allocator that runs full does,
+    and before every gradient of a weight, as cuBLAS does where it first uses a kernel.
+    """
 
-    def forward(*arguments: Any) -> Any:
-        torch.standin.synchronize()
-        return original(*arguments)
+    def synchronised(run: Any) -> Any:
+        def first(*arguments: Any, **options: Any) -> Any:
+            torch.standin.synchronize()
+            return run(*arguments, **options)
+
+        return first
 
     process_group.occupies_device = True
     try:
-        with mock.patch.object(propagation.Propagator, "_forward_micro_batch", forward):
+        with (
+            _replaced(propagation.Propagator, "_forward_micro_batch", synchronised),
+            _replaced(stage_weights, "multiply_into", synchronised),
+        ):
             yield
     finally:
         process_group.occupies_device = False
@@ -269,3 +281,18 @@ def device_wide_synchronise() -> list[float]:
             return [float(engine.train_batch(examples, strategy=s)) for s in STRATEGIES[2]]
     finally:
         process_group.checks_order = False
+
+
+def posts_before_first_passes() -> list[int]:
+    """How often a rank waits for the posts of its pull before it computes, in each of two
+    iterations of a scheme.
+    """
+    engine, examples = start("llama"), random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+    found = []
+    for _ in range(2):
+        wait = session.TransferSession.await_posts
+        with mock.patch.object(session.TransferSession, "await_posts", autospec=True) as waits:
+            waits.side_effect = wait
+            engine.train_batch(examples, strategy="1x<2,1>")
+        found.append(waits.call_count)
+    return found

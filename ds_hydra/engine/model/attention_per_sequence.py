@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_hydra.engine.ranks.process import in_one_order
+from ds_hydra.engine.ranks.process import in_one_order, only_warns
 
 _QUERY_BLOCK = 1024
 """Queries whose scores are worked on together."""
@@ -82,7 +82,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
 def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float, **options: Any) -> Tensor:
     """torch's attention, whose backward adds in one order where that is asked for."""
     out = F.scaled_dot_product_attention(query, key, value, scale=scale, **options)
-    if out.requires_grad and torch.is_deterministic_algorithms_warn_only_enabled():
+    if out.requires_grad and only_warns():
         node = out.grad_fn
         if "Attention" not in node.name():  # what cuts off columns that pad
             node = node.next_functions[0][0]

@@ -59,6 +59,7 @@ from ds_hydra.environment import (
     in_the_way_of_overlap,
     is_device_started,
     missing_for_overlap,
+    module_loading,
     set_accelerator_environment,
 )
 from ds_hydra.errors import HydraConfigError, HydraError, RankLostError
@@ -94,6 +95,15 @@ def use_deterministic_kernels(device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads it
 
 
+def only_warns() -> bool:
+    """Whether kernels of this process add in one order where they can, as
+    `use_deterministic_kernels` lets them.
+    """
+    # The second is also true where warnings were chosen and nothing is asked for.
+    is_asked = torch.are_deterministic_algorithms_enabled()
+    return is_asked and torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 @contextlib.contextmanager
 def in_one_order() -> Iterator[None]:
     """Where kernels of this process are to add in one order, attention of torch does inside.
@@ -101,7 +111,7 @@ def in_one_order() -> Iterator[None]:
     Its backward passes do so only where operations that have no such order are errors
     (`warn_only=False`), and to other operations of a model that would be the end.
     """
-    if not torch.is_deterministic_algorithms_warn_only_enabled():
+    if not only_warns():
         yield
         return
     torch.use_deterministic_algorithms(True)
@@ -119,16 +129,19 @@ def find_overlap_problem(device: torch.device) -> str:
         return ""
     if forbidden := in_the_way_of_overlap(os.environ):
         return (
-            f"{' and '.join(forbidden)} stops threads that post collectives beside each other, so link.overlap is "
-            "off; unset it to train, it is for debugging"
+            f"{' and '.join(forbidden)} stops threads that post collectives beside each other; unset it to "
+            "train, it is for debugging"
         )
-    missing = missing_for_overlap(os.environ)
+    # What was set after the driver had started is in the environment, too, and without effect
+    is_lazy = module_loading() == "LAZY"
+    in_force = {**os.environ, **({"CUDA_MODULE_LOADING": "LAZY"} if is_lazy else {})}
+    missing = missing_for_overlap(in_force)
     if not missing:
         return ""
     names = (setting.partition("=")[0] for setting in missing)
-    chosen = ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in names)
+    chosen = ", ".join(f"{name}={in_force.get(name, '(not set)')}" for name in names)
     return (
-        f"the device started with {chosen}, with which exchanges beside computation can hang, so link.overlap is off; "
+        f"the device started with {chosen}, with which exchanges beside computation can hang; "
         f"export {' '.join(missing)} in what starts the ranks, or import ds_hydra before the device is used first"
     )
 
@@ -142,7 +155,7 @@ def can_overlap(device: torch.device) -> bool:
     problem = find_overlap_problem(device)
     rows = gather_rows(to_device(torch.tensor([bool(problem)]).long(), device)).flatten().tolist()
     if any(rows) and dist.get_rank() == rows.index(1):
-        logger.warning("rank %d: %s", dist.get_rank(), problem)
+        logger.warning("link.overlap is off: rank %d: %s", dist.get_rank(), problem)
     return not any(rows)
 
 

@@ -42,9 +42,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.engine.parallel.groups import GroupPool
+from ds_hydra.engine.ranks.agreement import raise_together
 from ds_hydra.engine.ranks.hosts import ALLOCATORS, PeerMemory, SharedMemory
+from ds_hydra.engine.ranks.process import find_overlap_problem
 from ds_hydra.engine.transfer.exact_sums import Adder, digit_width, value_of
 from ds_hydra.engine.transfer.link_thread import Cancelled, DeviceClock, LinkThread
+from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.profiles.memory_model import STREAM_WINDOW
 from ds_hydra.zero_link import ParamSpec, Region
 
@@ -475,6 +478,11 @@ def open_home(
     """
     if device.type not in ALLOCATORS:
         return SharedMemoryHome(specs, dtype, device, purpose)
+    problem = find_overlap_problem(device)
+    error = HydraConfigError(
+        f"streamed layers (;stream in hydra.strategies) are added up in threads beside computation: {problem}"
+    )
+    raise_together(error if problem else None, device)
     everyone = range(dist.get_world_size())
     groups.create([("home", everyone)])
     widest = max(sum(specs[param].numel for param in layer) for layer in layers)

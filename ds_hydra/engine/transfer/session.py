@@ -15,10 +15,17 @@ No pass waits for what waits here for another rank's passes. On the CPU every ca
 
 [Note: A kernel's first use]
 A CUDA library loads the code of a kernel when it is first used, cuBLAS with EAGER loading, too. The
-launch then waits until the device has nothing to do. A push that waits on the device for another
-stage's gradients, which wait for this stage's launch, would never end: seen with `<1,2>` on an
-H200. So kept weights are pushed once this rank has launched all of its passes. Their rounds still
-follow gradients of single buckets on the device, where passes are behind the host.
+launch then waits until the device has nothing to do, and launches of other threads wait with it.
+
+- A push that waits on the device for another stage's gradients, which wait for this stage's launch,
+  would never end: seen with `<1,2>` on an H200. So kept weights are pushed once this rank has
+  launched all of its passes. On the device their rounds still follow the gradients of their
+  buckets, as far as passes are behind the host.
+- A rank whose collective waits for a rank that waits for its own next pull would never post that.
+  So all pulls are posted before the first passes of a scheme, when most kernels are first used.
+
+Gathered layers under TP, SP or CP post rounds all the while. Two ranks of a group that both first
+use kernels, on two sides of one collective, could still wait for each other: never seen.
 """
 
 from __future__ import annotations
