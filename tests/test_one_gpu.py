@@ -30,6 +30,16 @@ def read(folder):
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
+def test_memory_is_compared_with_the_formula(tmp_path):
+    """The step that calls most of the planner: it had failed unseen on the first GPU."""
+    command = [sys.executable, "-m", "benchmarks.one_gpu.run", "--dry-run", "--no-install"]
+    options = ["--only", "memory of one of 8", "--out", str(tmp_path)]
+    subprocess.run([*command, *options], cwd=ROOT, check=True)
+    found = [r for r in read(tmp_path) if r["step"] == "memory of one of 8" and "found" in r]
+    assert len(found) == 9
+    assert all(r["found"]["formula_gb"] > 0 for r in found)
+
+
 @pytest.mark.nightly
 @pytest.mark.distributed
 def test_every_step_runs_on_cpu_ranks(tmp_path):

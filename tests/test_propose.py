@@ -17,7 +17,7 @@ from ds_hydra.lab.simulator.cases import load_case
 from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.propose import GroupLimits, groups_of_gathered, propose_strategies
+from ds_hydra.sampler.propose import GroupLimits, _menus, groups_of_gathered, propose_strategies
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.cost_models.cluster import find_cluster
@@ -25,6 +25,7 @@ from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.profiles.profile import load_profile, with_engine_states
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
+from ds_hydra.strategy.proposal.space import unpruned_schemes
 from ds_hydra.strategy.schemes.enumeration import enumerate_strategies, strategies_from_json
 from ds_hydra.strategy.schemes.placement import (
     LINK_GROUPS,
@@ -259,3 +260,18 @@ def test_odd_devices_have_candidates_where_a_device_alone_holds_no_model(num_dev
     start = decide_candidates(profile, None, settings).strategies
     assert f"{num_devices // 2}x<2,1>" in map(str, start)
     assert all(strategy.num_devices <= num_devices for strategy in start)
+
+
+def test_phases_are_tried_with_groups_that_are_cut_in_one_way():
+    """Others mix SP, CP and TP, for which a rank may lack communicators."""
+    profile, _ = estimate_from_config("llama2_7b", "h100", 64, 131_072)
+    world = World.of(profile, find_cluster(profile, 64, "h100"), 64, 131_072)
+    known = world.costs.table(unpruned_schemes(world, 0.0))
+    settings = CandidateSettings(num_devices=64, context_length=131_072)
+    menus = list(_menus(known, settings))
+    ways = [
+        {way for s in menu for way in ("sp", "tp") if getattr(s.schemes[0], way) > 1}
+        for menu in menus
+    ]
+    assert set() in ways
+    assert {"sp", "tp"} in ways

@@ -1,6 +1,9 @@
 """The page of docs/ that says what one GPU showed, out of the lines that `run.py` has written.
 
-python -m benchmarks.one_gpu.page runs/one_gpu/results.jsonl docs/benchmarks/one_gpu.md
+python -m benchmarks.one_gpu.page docs/benchmarks/one_gpu.jsonl docs/benchmarks/one_gpu.md
+
+Lines of several runs may stand in one file; a line with a "note" says of a step what its reader has
+to know.
 """
 
 from __future__ import annotations
@@ -80,7 +83,8 @@ def _section(name: str, own: Lines, is_dry: bool) -> str:
             for r in own
             if "case" in r and "skipped" in r
         ]
-    texts = [_table(("case", "found", "wanted", "well"), rows)] if rows else []
+    texts = [textwrap.fill(r["note"], 120) for r in own if "note" in r] if rows else []
+    texts += [_table(("case", "found", "wanted", "well"), rows)] if rows else []
     for record in own:
         if record.get("last_words"):
             texts.append(f"{record['end']} after {record['seconds']} s, last words:")

@@ -28,8 +28,10 @@ MOST_BYTES = 60 << 20
 """Of all files; the machine takes 64 MiB with those of the project."""
 CARRIED = (
     "deepspeed", "hjson", "transformers", "datasets", "dill", "multiprocess", "pydantic",
-    "pydantic-core", "annotated-types", "typing-inspection", "liger-kernel", "torchao",
+    "pydantic-core", "annotated-types", "typing-inspection",
 )  # fmt: skip
+LAYERS = ("liger-kernel", "torchao")
+"""Whose layers and products are timed; left out beside NCCL, for which there is no room then."""
 THERE = (
     "accelerate", "einops", "filelock", "fsspec", "huggingface-hub", "jinja2", "llvmlite", "markupsafe",
     "matplotlib", "msgpack", "ninja", "numba", "numpy", "packaging", "pandas", "peft", "psutil",
@@ -53,7 +55,7 @@ def main() -> None:
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
     versions = read_versions(ROOT / "requirements" / "constraints.txt")
-    for name in CARRIED:
+    for name in CARRIED if options.nccl else (*CARRIED, *LAYERS):
         download(name, versions[name], options.out)
     check_requirements(options.out)
     if options.nccl:
@@ -97,7 +99,7 @@ def download(name: str, version: str, folder: Path) -> None:
 
 def check_requirements(folder: Path) -> None:
     """Raise SystemExit where a wheel, or the project, needs what is neither carried nor there."""
-    known = {*CARRIED, *THERE, *LAZY}
+    known = {*CARRIED, *THERE, *LAZY, *LAYERS}
     needed = dict.fromkeys(project_requirements(), "ds_hydra")
     for wheel in folder.glob("*.whl"):
         needed |= dict.fromkeys(wheel_requirements(wheel), wheel.name)

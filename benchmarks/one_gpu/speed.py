@@ -64,14 +64,8 @@ def main() -> None:
     with trying("bare operations"):
         measure_floor()
     first, last = VOCABULARIES
-    for vocabulary, way in ((first, ""), (first, "compiled"), (first, "Liger"), (last, "")):
-        name = _name(f"1B, vocabulary {vocabulary:,}", way)
-        if way and not HAS_GPU:
-            skip(name, _WHY_NOT[way])
-            continue
-        with trying(name):
-            measure_engine(name, vocabulary, way, device, peak)
-        _clean()
+    for vocabulary, way in ((first, ""), (first, "compiled"), (last, "")):
+        _try_engine(vocabulary, way, device, peak)
         if not way:
             with trying(f"transformers, vocabulary {vocabulary:,}"):
                 measure_plain(vocabulary, device, peak)
@@ -84,11 +78,23 @@ def main() -> None:
         with trying(name):
             measure_layers(name, LAYERS, LAYER_TOKENS, way, device, peak)
         _clean()
-    if not HAS_GPU:
+    if HAS_GPU:
+        with trying("LLaMA 2 7B"):
+            measure_layers("LLaMA 2 7B", None, WHOLE_TOKENS, "", device, peak)
+        _clean()
+    else:
         skip("LLaMA 2 7B", "54 GB")
+    _try_engine(first, "Liger", device, peak)  # last: it patches LLaMA for the whole process
+
+
+def _try_engine(vocabulary: int, way: str, device: torch.device, peak: float) -> None:
+    name = _name(f"1B, vocabulary {vocabulary:,}", way)
+    if way and not HAS_GPU:
+        skip(name, _WHY_NOT[way])
         return
-    with trying("LLaMA 2 7B"):
-        measure_layers("LLaMA 2 7B", None, WHOLE_TOKENS, "", device, peak)
+    with trying(name):
+        measure_engine(name, vocabulary, way, device, peak)
+    _clean()
 
 
 _WHY_NOT = {

@@ -396,7 +396,9 @@ def _menus(profile: Profile, settings: CandidateSettings) -> Iterable[tuple[Stra
         schemes = [scheme for scheme in schemes if settings.can_run(scheme)]
         # Uneven sizes need more communicators
         even = [scheme for scheme in schemes if number % scheme.num_devices == 0]
-        for own in (schemes, even):
+        # Fewer still where every group is cut in one way
+        by_context = [scheme for scheme in even if scheme.sp == scheme.tp == 1]
+        for own in (schemes, even, by_context):
             menus = find_menus(
                 own,
                 profile,

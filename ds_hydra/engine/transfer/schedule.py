@@ -30,7 +30,9 @@ list waits for an earlier event still, which this rank has left.
 
 *No rank waits for another's computation, kept weights.* No pull waits for an event, and all pulls
 precede all pushes. A push waits for gradients of this rank. Computation waits for no push before
-its end. So computation never waits for a round that waits for computation.
+its end. So computation never waits for a round that waits for computation. On an accelerator a
+launch may wait for the device, and so for a push: there `session.py` posts no push before this rank
+has launched its passes.
 
 A rank may have no bucket in a push round: its stage has fewer layers. That round waits for the
 gradients of the rank's last bucket. It could be posted at once, but a receive that is posted before
