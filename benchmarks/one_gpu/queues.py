@@ -40,7 +40,7 @@ def main() -> None:
     tell("first use, s", time.perf_counter() - begin)
     free, total = torch.cuda.mem_get_info()
     outside = (total - free - torch.cuda.memory_reserved()) / 1e9
-    tell("memory outside of torch, GB", outside, wanted="1.07, which profiles reserve")
+    tell("memory outside of torch, GB", outside, wanted="1.61, which profiles of others reserve")
     with trying("module loading in force"):
         tell("module loading in force", _loading_mode())
     rate = _cycles_per_s()
