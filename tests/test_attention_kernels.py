@@ -242,7 +242,7 @@ def test_a_kernel_that_computes_something_else_is_passed_over_or_an_error(caplog
             r"flash_attention_3 \(flash-attn-3.*\) is off by \d.*heads of 64 in bfloat16.*"
             r'set hydra.attention to "flash_attention_2" or "per_sequence"'
         )
-        monkeypatch.setitem(attention_kernels._loaded, "varlen_fa3", "it is left out")
+        attention_kernels._loaded["varlen_fa3"] = "it is left out"
         (choice,) = select_kernels(PLAIN, CPU, HALF)
         assert (choice.name, choice.failed) == ("flash_attention_2", ("flash_attention_3",))
         (warning,) = caplog.messages
@@ -573,6 +573,11 @@ def test_padded_lengths_are_few():
     assert len(found) == 4 * 16 + 1
     fits = torch.empty(4352, 2, 8)
     assert attention_kernels._on_grid(fits).data_ptr() == fits.data_ptr(), "nothing is copied"
+    for tokens in (4300, 4310):  # of one head, whose stride is no matter elsewhere
+        head = torch.empty(1, tokens, 8).transpose(0, 1)
+        assert attention_kernels._on_grid(head).stride() == (4352 * 8, 8, 8, 1)
+    head = torch.empty(1, 4352 + 5, 8)[:, 5:].transpose(0, 1)
+    assert attention_kernels._on_grid(head).stride() == (4352 * 8, 8, 8, 1)
 
 
 def test_the_trial_of_cudnn_has_a_padded_long_sequence_beside_short_ones():

@@ -98,9 +98,8 @@ def micro_batches(num_iterations):
 
 
 @pytest.mark.parametrize("kernel", ["flash_attention_2", CUDNN])
-def test_one_graph_of_a_layer_serves_all_lengths(traced, kernel, monkeypatch):
-    with installed(kernel) as calls:
-        monkeypatch.setattr(attention_kernels, "LONG_TOKENS", 30)
+def test_one_graph_of_a_layer_serves_all_lengths(traced, kernel):
+    with installed(kernel) as calls, mock.patch.object(attention_kernels, "LONG_TOKENS", 30):
         layers = Layers(kernel=kernel)
         wanted = [layers.run(lengths) for lengths in ([4, 36, 1], [9])]
         compile_each(layers.layers)

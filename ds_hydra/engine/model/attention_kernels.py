@@ -153,7 +153,7 @@ class Kernel:
         if demand.is_capped and not self.takes_softcap:
             return "it cannot cap scores"
         if is_ordered and not self.most_ordered_width:
-            return "its backward adds in no order of its own choice (hydra.deterministic)"
+            return "its backward promises no order of sums (hydra.deterministic)"
         if is_ordered and max(widths) > self.most_ordered_width:
             return (
                 f"its backward adds in one order (hydra.deterministic) up to a width of "
@@ -520,14 +520,16 @@ def _why_no_cudnn() -> str:
 
 
 def _on_grid(heads_THD: Tensor) -> Tensor:
-    """[1, H, S, D] of a long sequence, padded with zeros to S tokens; as dense as torch's attention
-    has it, because plans are found by sizes and strides.
+    """[1, H, S, D] of a long sequence, padded with zeros to S tokens, and dense as [S, H, D]: plans
+    are found by sizes and strides.
     """
-    num_tokens = len(heads_THD)
-    step = max(_GRID_TOKENS, 1 << (num_tokens.bit_length() - 1 - _GRID_STEPS_LOG2))
-    if missing := -num_tokens % step:
+    step = max(_GRID_TOKENS, 1 << (len(heads_THD).bit_length() - 1 - _GRID_STEPS_LOG2))
+    if missing := -len(heads_THD) % step:
         heads_THD = nn.functional.pad(heads_THD, (0, 0, 0, 0, 0, missing))
-    return heads_THD.contiguous().unsqueeze(0).transpose(1, 2)
+    tokens, heads, width = heads_THD.shape
+    # A single head may have any stride where torch counts as contiguous.
+    sizes, strides = (1, heads, tokens, width), (heads_THD.numel(), width, heads * width, 1)
+    return heads_THD.contiguous().as_strided(sizes, strides)
 
 
 def _off_grid(heads_BHSD: Tensor, num_tokens: int) -> Tensor:
