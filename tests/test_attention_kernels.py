@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from distributed import run_distributed
 from flash_standin import CUDNN, LONG_TOKENS, PACKAGES, VARLEN, forget, installed
 from models import tiny
+from test_engine_parity import assert_parity, check_gradients
 
 from ds_hydra.configs.hydra_config import ATTENTION_KERNELS, HydraConfig
 from ds_hydra.engine.doctor import findings
@@ -695,6 +697,31 @@ def test_heads_that_come_too_late_for_a_trial_run_by_a_kernel_that_needs_none():
         select_kernels(PLAIN, CPU, HALF)
         assert kernel_for(64, 64, HALF, False).name == CUDNN
         assert kernel_for(32, 32, HALF, False).name == VARLEN
+
+
+def use_cudnn(config, _device, dtype, **_):
+    """What `select_kernels` does, in fp32."""
+    (widths,) = attention_choice.head_widths(config)
+    attention_choice._in_use[(*widths, dtype, False)] = KernelUse(CUDNN, *widths)
+    return []
+
+
+def check_engine_with_cudnn():
+    strategies = ("2x<1,1;ckpt=1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<cp2,1>")
+    with (
+        installed(CUDNN) as calls,
+        mock.patch("ds_hydra.engine.model.stage_model.select_kernels", use_cudnn),
+        mock.patch.object(attention_kernels, "LONG_TOKENS", 8),
+    ):
+        worst = check_gradients("llama", strategies)
+    return worst, {(call["pass"], "tokens" in call) for call in calls[CUDNN]}
+
+
+@pytest.mark.distributed
+def test_strategies_have_one_gradient_where_long_sequences_run_apart():
+    worst, passes = run_distributed(check_engine_with_cudnn, 2)[0]
+    assert_parity(worst)
+    assert passes == {(way, apart) for way in ("forward", "backward") for apart in (True, False)}
 
 
 def other_kernels():

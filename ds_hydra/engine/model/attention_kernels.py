@@ -48,8 +48,8 @@ LONG_TOKENS = 4096
 """From which cuDNN is known to be faster than flash attention 2: both passes of one sequence of as
 many under 32 heads of 128 took 1.32 ms against 2.23, on an H200 with torch 2.11.
 """
-_GRID_TOKENS, _GRID_STEPS_LOG2 = 128, 4
-"""Long sequences are padded to multiples of the first, and to 2^4 lengths per power of two."""
+_GRID_TOKENS, _GRID_STEPS = 128, 16
+"""Long sequences are padded to multiples of the first, and to as many lengths per power of two."""
 
 
 class LongSequence(NamedTuple):
@@ -523,7 +523,8 @@ def _on_grid(heads_THD: Tensor) -> Tensor:
     """[1, H, S, D] of a long sequence, padded with zeros to S tokens, and dense as [S, H, D]: plans
     are found by sizes and strides.
     """
-    step = max(_GRID_TOKENS, 1 << (len(heads_THD).bit_length() - 1 - _GRID_STEPS_LOG2))
+    power = 1 << (len(heads_THD).bit_length() - 1)
+    step = max(_GRID_TOKENS, power // _GRID_STEPS)
     if missing := -len(heads_THD) % step:
         heads_THD = nn.functional.pad(heads_THD, (0, 0, 0, 0, 0, missing))
     tokens, heads, width = heads_THD.shape
