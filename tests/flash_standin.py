@@ -59,6 +59,7 @@ def backward(grad, query, key, value, out, lse, ends, key_ends, scale, window, s
         of_q, of_k = q[rows, head], k[columns, group]
         raw, scores = _scores(of_q, of_k, scale, window, softcap, before)
         weights = (scores - lse[head, rows].unsqueeze(1)).exp()
+        assert weights.max() < torch.finfo(torch.float32).max, "kernels compute them in fp32"
         grads[2][columns, group] += weights.T @ g[rows, head]
         slope = weights * (g[rows, head] @ v[columns, group].T - dots[rows, head].unsqueeze(1))
         if softcap:
@@ -70,6 +71,8 @@ def backward(grad, query, key, value, out, lse, ends, key_ends, scale, window, s
 
 class Calls(list):
     """What was asked of the kernel, a dictionary each; `check` may raise as a kernel would."""
+
+    lse_dims = 3
 
     def check(self, *shapes):
         pass
@@ -315,6 +318,70 @@ def varlen(calls):
     return library
 
 
+def cudnn(calls):
+    """torch's operators for cuDNN's attention, by their schemas in torch 2.13 and its CUDA sources.
+    `calls.lse_dims` is 4 where logarithms have a last dimension of 1, as in torch's meta kernel.
+    """
+    library = torch.library.Library("aten", "IMPL")
+
+    def check(dense, *heads):
+        sizes = heads[0].shape
+        for t in (*heads, *dense):
+            assert t.dim() == 4
+            assert (t.shape[0], t.shape[2]) == (1, sizes[2])
+            assert t.shape[-1] % 8 == 0
+            assert t.shape[-1] <= 128
+            tokens, width = t.shape[1] * t.shape[3], t.shape[3]
+            # Plans are found by the strides of queries, keys and values alone.
+            assert t.stride() == (sizes[2] * tokens, width, tokens, 1)
+            assert t.dtype == heads[0].dtype
+        assert sizes[2] > 1, "keys of one token are refused"
+        query, key, value = heads
+        assert key.shape[1] == value.shape[1]
+        assert query.shape[1] % key.shape[1] == 0
+        calls.check(*heads)
+        one = torch.tensor([0, sizes[2]])
+        return [t[0].transpose(0, 1) for t in (*dense, *heads)], one
+
+    def attend(
+        query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
+        return_debug_mask=False, *, scale=None,
+    ):  # fmt: skip
+        _nothing(attn_bias, dropout_p, return_debug_mask)
+        assert compute_log_sumexp
+        assert is_causal
+        heads, ends = check((), query, key, value)
+        calls.append({"pass": "forward", "tokens": query.shape[2]})
+        out, lse = forward(*heads, ends, ends, scale, None, 0.0)
+        lse = lse.unsqueeze(0) if calls.lse_dims == 3 else lse[None, :, :, None]
+        out = out.contiguous().unsqueeze(0).transpose(1, 2)
+        seed = torch.zeros((), dtype=torch.int64)
+        tokens = query.shape[2]
+        return out, lse, None, None, tokens, tokens, seed, seed.clone(), None
+
+    def differentiate(
+        grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q,
+        cum_seq_k, max_q, max_k, dropout_p, is_causal, *, scale=None,
+    ):  # fmt: skip
+        _nothing(attn_bias, cum_seq_q, cum_seq_k, dropout_p)
+        assert is_causal
+        assert philox_seed.dtype == philox_offset.dtype == torch.int64  # sm100 casts them
+        assert max_q == max_k == query.shape[2]
+        (grad, out, *heads), ends = check((grad_out, out), query, key, value)
+        wanted = (1, query.shape[1], query.shape[2], *[1] * (calls.lse_dims - 3))
+        assert logsumexp.shape == wanted
+        assert logsumexp.is_contiguous()
+        assert logsumexp.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)
+        calls.append({"pass": "backward", "tokens": query.shape[2]})
+        lse = logsumexp.view(wanted[1:3])
+        grads = backward(grad, *heads, out, lse, ends, ends, scale, None, 0.0)
+        return tuple(t.contiguous().unsqueeze(0).transpose(1, 2) for t in grads)
+
+    library.impl("_scaled_dot_product_cudnn_attention", attend, "CPU")
+    library.impl("_scaled_dot_product_cudnn_attention_backward", differentiate, "CPU")
+    return library
+
+
 PACKAGES = {
     "flash_attention_2": ("flash_attn.flash_attn_interface", flash_2),
     "flash_attention_3": ("flash_attn_interface", flash_3),
@@ -322,20 +389,28 @@ PACKAGES = {
     "flash_attention_4": ("flash_attn.cute.interface", flash_4),
 }
 VARLEN = "varlen"
+CUDNN = "cudnn"
+LONG_TOKENS = 100
+"""From which sequences are long while its stand-in is installed."""
 
 
 @contextmanager
 def installed(*names):
-    """While open, the packages of `names` (of PACKAGES, or VARLEN) are the ones that are installed,
-    and the CPU is a device with kernels; yields what each was asked.
+    """While open, the packages of `names` (of PACKAGES, VARLEN or CUDNN) are the ones that are
+    installed, and the CPU is a device with kernels; yields what each was asked. What CUDNN leaves
+    to VARLEN is among its own calls, unless that is installed, too.
     """
     calls = {name: Calls() for name in names}
     known = {module for module, _ in PACKAGES.values()}
     modules = dict.fromkeys(known | {"flash_attn", "flash_attn.cute"})  # None: not installed
     libraries = []
+    if VARLEN in names or CUDNN in names:
+        libraries.append(varlen(calls.get(VARLEN, calls.get(CUDNN))))
     for name in names:
         if name == VARLEN:
-            libraries.append(varlen(calls[name]))
+            continue
+        if name == CUDNN:
+            libraries.append(cudnn(calls[name]))
             continue
         path, build = PACKAGES[name]
         for end in range(1, path.count(".") + 2):
@@ -347,8 +422,12 @@ def installed(*names):
     before = dict(attention_kernels._loaded), dict(attention_choice._in_use)
     devices = attention_choice._KERNEL_DEVICES
     forget()
-    if VARLEN not in names:
-        attention_kernels._loaded[VARLEN] = "it is left out"
+    for name in {VARLEN, CUDNN}.difference(names):
+        attention_kernels._loaded[name] = "it is left out"
+    long_tokens, why_no_cudnn = attention_kernels.LONG_TOKENS, attention_kernels._why_no_cudnn
+    if CUDNN in names:
+        attention_kernels.LONG_TOKENS = LONG_TOKENS
+        attention_kernels._why_no_cudnn = lambda: ""
     sys.modules.update(modules)
     attention_choice._KERNEL_DEVICES = ("cpu",)
     try:
@@ -359,6 +438,8 @@ def installed(*names):
             if module is not None:
                 sys.modules[name] = module
         attention_choice._KERNEL_DEVICES = devices
+        attention_kernels.LONG_TOKENS = long_tokens
+        attention_kernels._why_no_cudnn = why_no_cudnn
         forget()
         attention_kernels._loaded.update(before[0])
         attention_choice._in_use.update(before[1])

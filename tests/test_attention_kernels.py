@@ -7,23 +7,26 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 import types
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from flash_standin import PACKAGES, VARLEN, forget, installed
+from flash_standin import CUDNN, LONG_TOKENS, PACKAGES, VARLEN, forget, installed
 from models import tiny
+from test_engine_parity import assert_parity, check_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_hydra.configs.hydra_config import ATTENTION_KERNELS, HydraConfig
 from ds_hydra.engine.doctor import findings
-from ds_hydra.engine.model import attention_choice, attention_kernels
+from ds_hydra.engine.model import attention_choice, attention_kernels, attention_operator
 from ds_hydra.engine.model.attention import hydra_varlen
 from ds_hydra.engine.model.attention_choice import choose, kernel_for, select_kernels
 from ds_hydra.engine.model.attention_kernels import Demand, load_kernel
-from ds_hydra.engine.model.attention_operator import KernelUse, attend
+from ds_hydra.engine.model.attention_operator import KernelUse, attend, count_on_host
 from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment, running
 from ds_hydra.engine.model.stage_model import StageModel
@@ -32,7 +35,7 @@ from ds_hydra.engine.runtime import warn_of_other_kernels
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 
 CPU, HALF = torch.device("cpu"), torch.bfloat16
-ALL = (*PACKAGES, VARLEN)
+ALL = (*PACKAGES, VARLEN, CUDNN)
 HEADS = Demand(64, 64, HALF)
 
 
@@ -53,7 +56,7 @@ def name_of(package):
 )
 def test_kernels_are_called_as_they_are(package, window, softcap, has_sinks):
     """Ends of sequences, fewer key-value heads, values that are padded, in fp64."""
-    if softcap and package == VARLEN:
+    if softcap and package in (VARLEN, CUDNN):
         pytest.skip("torch's kernel has no cap")
     torch.manual_seed(0)
     shapes = (1, 4, 9, 24), (1, 2, 12, 24), (1, 2, 12, 13)
@@ -92,7 +95,7 @@ def test_a_window_that_hides_nothing_is_left_out(package):
     with installed(package) as calls:
         use = KernelUse(name_of(package), 8, 8)
         for window in (4, 5):
-            attend(use, heads, (*ends, torch.tensor([3, 5])), 0.3, window)
+            attend(use, heads, (*ends, count_on_host([3], [5])), 0.3, window)
     assert [call["window"] for call in calls[package]] == [3, None]
 
 
@@ -107,7 +110,7 @@ def test_sums_have_one_order_where_kernels_are_deterministic(package, monkeypatc
             for device in ("cpu", "cuda"):  # nothing to set on the first
                 use_deterministic_kernels(torch.device(device))
                 use = KernelUse(name_of(package), 8, 8)
-                attend(use, heads, (ends, ends, torch.tensor([3, 3])), 0.3).sum().backward()
+                attend(use, heads, (ends, ends, count_on_host([3], [3])), 0.3).sum().backward()
             assert torch.is_deterministic_algorithms_warn_only_enabled()
             torch.use_deterministic_algorithms(True)  # the user's, as full_determinism
             use_deterministic_kernels(torch.device("cuda"))
@@ -258,7 +261,7 @@ def test_a_kernel_that_refuses_on_the_device_is_passed_over(flash_2_on_a_device,
         select_kernels(LATENT, CPU, HALF, request="flash_attention_2")
 
 
-def test_a_kernel_that_computes_something_else_is_an_error():
+def test_a_kernel_that_computes_something_else_is_passed_over_or_an_error(caplog, monkeypatch):
     with installed("flash_attention_2", "flash_attention_3"):
         kernel = load_kernel("flash_attention_3")
 
@@ -272,8 +275,19 @@ def test_a_kernel_that_computes_something_else_is_an_error():
             r"flash_attention_3 \(flash-attn-3.*\) is off by \d.*heads of 64 in bfloat16.*"
             r'set hydra.attention to "flash_attention_2" or "per_sequence"'
         )
-        with pytest.raises(UnsupportedModelError, match=message):
-            select_kernels(PLAIN, CPU, HALF)
+        attention_kernels._loaded["varlen_fa3"] = "it is left out"
+        (choice,) = select_kernels(PLAIN, CPU, HALF)
+        assert (choice.name, choice.failed) == ("flash_attention_2", ("flash_attention_3",))
+        (warning,) = caplog.messages
+        assert warning.startswith(
+            "attention runs by flash_attention_2; not flash_attention_3: it is off by "
+        )
+        assert warning.endswith(", at most 0.02 is expected")
+        monkeypatch.setattr(findings, "_WIDTHS", ((64, 64),))
+        found = findings._check_attention(CPU)
+        assert found.status.value == "warning"
+        assert "not flash_attention_3: it is off by" in found.text
+        assert "reinstall flash_attention_3" in found.advice
         with pytest.raises(UnsupportedModelError, match=message):
             select_kernels(PLAIN, CPU, HALF, request="flash_attention_3")
         (choice,) = select_kernels(PLAIN, CPU, HALF, request="flash_attention_2")
@@ -454,7 +468,8 @@ def test_a_torch_without_a_kernel_is_named(caplog):
         select_kernels(PLAIN, CPU, HALF)
     (warning,) = caplog.messages
     assert (
-        "not flash_attention_2: flash-attn is not installed; not varlen: it is left out" in warning
+        "not cudnn: it is left out; not flash_attention_2: flash-attn is not installed; not varlen: it is"
+        in warning
     )
 
 
@@ -487,6 +502,257 @@ def test_a_kernel_says_what_it_takes():
             assert kernel.padded_widths(20, 12) == (
                 (24, 16) if name_of(package)[-1] == "4" else (24, 24)
             )
+
+
+def packed_inputs(lengths, dtype=torch.float64):
+    """Queries of 4 heads of 24, keys of 2, values of 13; and a gradient of the output."""
+    torch.manual_seed(0)
+    tokens = sum(lengths)
+    shapes = (1, 4, tokens, 24), (1, 2, tokens, 24), (1, 2, tokens, 13), (1, 4, tokens, 13)
+    *inputs, weight = (torch.randn(shape, dtype=dtype) for shape in shapes)
+    return [t.requires_grad_() for t in inputs], weight
+
+
+def attend_packed(inputs, weight, lengths, **options):
+    """Output of "cudnn" and gradients of its inputs."""
+    micro_batch = PackedMicroBatch.build(lengths, CPU)
+    use = KernelUse.of(load_kernel(CUDNN), Demand(24, 13, inputs[0].dtype))
+    heads_last = [t[0].transpose(0, 1) for t in inputs[:3]]
+    out = attend(use, heads_last, micro_batch.boundaries, 0.3, **options)
+    return out, *torch.autograd.grad((out.transpose(0, 1)[None] * weight).sum(), inputs)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "long"),
+    [
+        ([5, 130, 7, 101, 100, 3, 1], [256, 128, 128]),  # behind others, side by side
+        ([110, 4], [128]),
+        ([4, 110], [128]),
+        ([128], [128]),  # nothing to pad, and nothing beside it
+        ([110], [128]),
+        ([100, 300], [128, 384]),
+        ([99, 5], []),
+    ],
+)
+@pytest.mark.parametrize("lse_dims", [3, 4])
+def test_long_sequences_run_apart_by_cudnn(lengths, long, lse_dims):
+    inputs, weight = packed_inputs(lengths)
+    wanted = attention_per_sequence(*inputs, lengths, 0.3, None, None)
+    wanted_grads = torch.autograd.grad((wanted * weight).sum(), inputs)
+    with installed(CUDNN) as calls:
+        calls[CUDNN].lse_dims = lse_dims
+        out, *grads = attend_packed(inputs, weight, lengths)
+    torch.testing.assert_close(out, wanted[0].transpose(0, 1), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(grads, list(wanted_grads), rtol=1e-10, atol=1e-10)
+    rest = min(lengths) < LONG_TOKENS
+    passes = [(call["pass"], call.get("tokens")) for call in calls[CUDNN]]
+    assert passes == [
+        *(("forward", tokens) for tokens in long),
+        *[("forward", None)] * rest,
+        *(("backward", tokens) for tokens in long),
+        *[("backward", None)] * rest,
+    ]
+
+
+@pytest.mark.parametrize("window", [None, 9, 130])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_windows_that_hide_something_and_sinks_are_not_for_cudnn(window, has_sinks):
+    lengths = [5, 130, 110]
+    inputs, weight = packed_inputs(lengths)
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if has_sinks else None
+    inputs += [sinks] if has_sinks else []
+    wanted = attention_per_sequence(*inputs[:3], lengths, 0.3, window, None, sinks)
+    wanted_grads = torch.autograd.grad((wanted * weight).sum(), inputs)
+    with installed(CUDNN) as calls:
+        out, *grads = attend_packed(inputs, weight, lengths, window=window, sinks_H=sinks)
+    options = {"rtol": 1e-5, "atol": 1e-6} if has_sinks else {"rtol": 1e-10, "atol": 1e-10}
+    torch.testing.assert_close(out, wanted[0].transpose(0, 1), **options)
+    torch.testing.assert_close(grads, list(wanted_grads), **options)
+    assert any("tokens" in call for call in calls[CUDNN]) == (window != 9 and not has_sinks)
+
+
+def test_as_many_long_sequences_run_apart_as_have_a_place():
+    lengths = [1, *range(LONG_TOKENS, LONG_TOKENS + 18), 2]
+    inputs, weight = packed_inputs(lengths)
+    wanted = attention_per_sequence(*inputs, lengths, 0.3, None, None)
+    with installed(CUDNN) as calls:
+        out, *_ = attend_packed(inputs, weight, lengths)
+        boundaries = PackedMicroBatch.build(lengths, CPU).boundaries
+    torch.testing.assert_close(out, wanted[0].transpose(0, 1), rtol=1e-10, atol=1e-10)
+    assert sum(call.get("tokens") == 128 for call in calls[CUDNN]) == 2 * 16
+    ends = attention_operator._ends(*boundaries, None)
+    assert ends[2:5] == (LONG_TOKENS + 17, LONG_TOKENS + 17, LONG_TOKENS + 1)
+    assert [sequence.number for sequence in ends.long] == list(range(3, 19)), "the longest ones"
+    assert len(boundaries[2]) == len(PackedMicroBatch.build([3], CPU).boundaries[2])
+
+
+def test_pieces_of_sequences_are_not_long():
+    segments = [Segment(0, 5000, 0, 5000), Segment(1, 6000, 5000, 6000)]
+    piece = PackedMicroBatch.of_segments(segments, (5000, 6000), CPU)
+    assert not attention_operator._ends(*piece.boundaries, None).long
+    whole = PackedMicroBatch.build((5000, 4095, 4096), CPU)
+    (first, last) = attention_operator._ends(*whole.boundaries, None).long
+    assert (first, last) == ((0, 0, 5000), (2, 9095, 13191))
+
+
+def test_padded_lengths_are_few():
+    """So that cuDNN builds few plans, and little is computed for nothing."""
+    found = set()
+    for length in range(4096, 65537, 7):
+        padded = attention_kernels._on_grid(torch.empty(length, 1, 1, device="meta")).shape[2]
+        assert padded % 128 == 0
+        assert length <= padded < length * 17 / 16
+        found.add(padded)
+    assert len(found) == 4 * 16 + 1
+    fits = torch.empty(4352, 2, 8)
+    assert attention_kernels._on_grid(fits).data_ptr() == fits.data_ptr(), "nothing is copied"
+    for tokens in (4300, 4310):  # of one head, whose stride is no matter elsewhere
+        head = torch.empty(1, tokens, 8).transpose(0, 1)
+        assert attention_kernels._on_grid(head).stride() == (4352 * 8, 8, 8, 1)
+    head = torch.empty(1, 4352 + 5, 8)[:, 5:].transpose(0, 1)
+    assert attention_kernels._on_grid(head).stride() == (4352 * 8, 8, 8, 1)
+
+
+def test_the_trial_of_cudnn_has_a_padded_long_sequence_beside_short_ones():
+    with installed(CUDNN, VARLEN) as calls:
+        (choice,) = select_kernels(PLAIN, CPU, HALF)
+        assert (choice.name, choice.failed) == (CUDNN, ())
+        assert 0 < choice.error < 2e-2
+    assert [(c["pass"], c["tokens"]) for c in calls[CUDNN]] == [("forward", 128), ("backward", 128)]
+    assert len(calls[VARLEN]) == 2 * 4
+
+
+def wrong_tail(_forward, backward):
+    def differentiate(*inputs):
+        grads = backward(*inputs)
+        ends = inputs[6]
+        if ends.long:
+            grads[1][ends.long[-1].end - 20 :] *= 1.3  # dk of the last keys of the long sequence
+        return grads
+
+    return {"backward": differentiate}
+
+
+def nan_output(forward, _backward):
+    def attend(*inputs):
+        out, lse = forward(*inputs)
+        return (out * float("nan"), lse) if inputs[3].long else (out, lse)
+
+    return {"forward": attend}
+
+
+def raises(error, way):
+    def build(forward, backward):
+        def run(*inputs):
+            ends = inputs[3 if way == "forward" else 6]
+            if ends.long:
+                raise error
+            return (forward if way == "forward" else backward)(*inputs)
+
+        return {way: run}
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (wrong_tail, r"it is off by \d\.\de-\d\d, at most 0.02 is expected"),
+        (nan_output, "it is off by nan, at most 0.02 is expected"),
+        (raises(RuntimeError("no plan\nmore"), "forward"), "it refuses: no plan"),
+        (raises(RuntimeError("no engine"), "backward"), "it refuses: no engine"),
+        (raises(KeyError("lse"), "backward"), "it refuses: 'lse'"),
+    ],
+)  # fmt: skip
+def test_cudnn_that_fails_its_trial_leaves_attention_to_varlen(fault, reason, caplog):
+    with installed(CUDNN, VARLEN):
+        kernel = load_kernel(CUDNN)
+        broken = dataclasses.replace(kernel, **fault(kernel.forward, kernel.backward))
+        attention_kernels._loaded[CUDNN] = broken
+        (choice,) = select_kernels(PLAIN, CPU, HALF)
+        assert (choice.name, choice.failed) == (VARLEN, (CUDNN,))
+        assert kernel_for(64, 64, HALF, False).name == VARLEN
+        (warning,) = caplog.messages
+        assert re.fullmatch(f"attention runs by varlen; not cudnn: {reason}", warning)
+        assert re.search(f"not cudnn: {reason}; not flash_attention_2: ", choice.describe())
+        with pytest.raises(
+            UnsupportedModelError if "off" in reason else HydraConfigError, match="varlen"
+        ):
+            select_kernels(PLAIN, CPU, HALF, request=CUDNN)
+
+
+def test_what_cudnn_does_not_take_is_named(monkeypatch):
+    def reason(demand, **options):
+        passed_over = dict(choose(demand, **options).passed_over)
+        return passed_over[CUDNN]
+
+    with installed(CUDNN, VARLEN):
+        assert choose(HEADS).name == CUDNN
+        assert choose(Demand(20, 12, HALF)).name == CUDNN
+        assert "heads of 192 with values of 128" in reason(Demand(192, 128, HALF))
+        assert "it cannot cap scores" in reason(HEADS._replace(is_capped=True))
+        assert "not in float32" in reason(HEADS._replace(dtype=torch.float32))
+        assert "hydra.deterministic" in reason(HEADS, is_ordered=True)
+        for generation in (8, 10, 12):
+            with monkeypatch.context() as patch:
+                patch.setattr(attention_choice, "_generation", lambda _, g=generation: g)
+                assert f"capability 9.x, the device has {generation}.x" in reason(HEADS)
+    with installed(CUDNN, "flash_attention_2", VARLEN):
+        assert choose(HEADS).name == CUDNN
+    with installed(CUDNN, "flash_attention_3", VARLEN):
+        assert choose(HEADS).name == "flash_attention_3"
+
+
+@pytest.mark.parametrize(
+    ("holder", "name", "value", "why"),
+    [
+        (torch.backends.cuda, "is_built", lambda: False, "is not built for CUDA"),
+        (torch.version, "hip", "7.0", "is not built for CUDA"),
+        (torch.backends.cudnn, "is_available", lambda: False, "has no cuDNN"),
+        (torch.backends.cuda, "cudnn_sdp_enabled", lambda: False, "was told by torch.backends.cuda.enable_cudnn_sdp"),
+    ],
+)  # fmt: skip
+def test_a_torch_without_cudnn_says_so(monkeypatch, holder, name, value, why):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert attention_kernels._why_no_cudnn() == ""
+    monkeypatch.setattr(holder, name, value)
+    assert attention_kernels._why_no_cudnn().startswith(why)
+    with pytest.raises(attention_kernels.MissingKernelError, match=why):
+        attention_kernels._cudnn(CUDNN)
+
+
+def test_heads_that_come_too_late_for_a_trial_run_by_a_kernel_that_needs_none():
+    with installed(CUDNN, VARLEN):
+        select_kernels(PLAIN, CPU, HALF)
+        assert kernel_for(64, 64, HALF, False).name == CUDNN
+        assert kernel_for(32, 32, HALF, False).name == VARLEN
+
+
+def use_cudnn(config, _device, dtype, **_):
+    """What `select_kernels` does, in fp32."""
+    (widths,) = attention_choice.head_widths(config)
+    attention_choice._in_use[(*widths, dtype, False)] = KernelUse(CUDNN, *widths)
+    return []
+
+
+def check_engine_with_cudnn():
+    strategies = ("2x<1,1;ckpt=1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<cp2,1>")
+    with (
+        installed(CUDNN) as calls,
+        mock.patch("ds_hydra.engine.model.stage_model.select_kernels", use_cudnn),
+        mock.patch.object(attention_kernels, "LONG_TOKENS", 8),
+    ):
+        worst = check_gradients("llama", strategies)
+    return worst, {(call["pass"], "tokens" in call) for call in calls[CUDNN]}
+
+
+@pytest.mark.distributed
+def test_strategies_have_one_gradient_where_long_sequences_run_apart():
+    worst, passes = run_distributed(check_engine_with_cudnn, 2)[0]
+    assert_parity(worst)
+    assert passes == {(way, apart) for way in ("forward", "backward") for apart in (True, False)}
 
 
 def other_kernels():

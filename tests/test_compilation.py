@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from distributed import run_distributed
-from flash_standin import installed
+from flash_standin import CUDNN, installed
 from models import tiny
 from test_engine_parity import assert_parity, check_gradients
 
-from ds_hydra.engine.model import attention, attention_choice
+from ds_hydra.engine.model import attention, attention_choice, attention_kernels
 from ds_hydra.engine.model.attention_operator import KernelUse
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, running
 from ds_hydra.engine.model.stage_forward import Compilations, compile_each
@@ -41,9 +41,9 @@ def test_a_missing_compiler_is_named_at_the_start():
 
 
 class Layers:
-    """The decoder layers of a tiny model, on flash-attn 2's stand-in in fp32."""
+    """The decoder layers of a tiny model, on a kernel's stand-in in fp32."""
 
-    def __init__(self, family="llama", num_layers=2):
+    def __init__(self, family="llama", num_layers=2, kernel="flash_attention_2"):
         torch.manual_seed(0)
         self.model = tiny(family)
         attention.use_packed_attention(self.model)
@@ -52,7 +52,7 @@ class Layers:
         width = (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
-        use = KernelUse("flash_attention_2", width, width)
+        use = KernelUse(kernel, width, width)
         attention_choice._in_use[width, width, torch.float32, False] = use
 
     def run(self, lengths):
@@ -97,16 +97,18 @@ def micro_batches(num_iterations):
         yield from filter(lambda part: sum(part) > 1, (lengths[:half], lengths[half:]))
 
 
-def test_one_graph_of_a_layer_serves_all_lengths(traced):
-    with installed("flash_attention_2"):
-        layers = Layers()
-        wanted = [layers.run(lengths) for lengths in ([4, 6, 1], [9])]
+@pytest.mark.parametrize("kernel", ["flash_attention_2", CUDNN])
+def test_one_graph_of_a_layer_serves_all_lengths(traced, kernel):
+    with installed(kernel) as calls, mock.patch.object(attention_kernels, "LONG_TOKENS", 30):
+        layers = Layers(kernel=kernel)
+        wanted = [layers.run(lengths) for lengths in ([4, 36, 1], [9])]
         compile_each(layers.layers)
         compilations = Compilations()
         compilations.watch()
         for lengths in micro_batches(48):
             layers.run(lengths)
-        got = [layers.run(lengths) for lengths in ([4, 6, 1], [9])]
+        got = [layers.run(lengths) for lengths in ([4, 36, 1], [9])]
+    assert any("tokens" in call for call in calls[kernel]) == (kernel == CUDNN)
     assert traced["stats"]["unique_graphs"] == 1, "two layers of one kind"
     assert not traced["graph_break"]
     graphs, seconds = compilations.take()

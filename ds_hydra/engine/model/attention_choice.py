@@ -4,13 +4,15 @@ takes the model's heads and dtype, and computes on this device what each sequenc
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ds_hydra.engine.model import attention_kernels as kernels
 from ds_hydra.engine.model.attention_kernels import (
@@ -20,7 +22,7 @@ from ds_hydra.engine.model.attention_kernels import (
     MissingKernelError,
     load_kernel,
 )
-from ds_hydra.engine.model.attention_operator import KernelUse, attend
+from ds_hydra.engine.model.attention_operator import KernelUse, attend, count_on_host
 from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 
@@ -32,10 +34,14 @@ _MOST_DIFFERENCE = 2e-2
 """Of 16 bit, against fp32: the mantissa of bf16 has 8 bits."""
 _PROBE_LENGTHS, _PROBE_KEY_LENGTHS = (5, 64, 1, 90), (5, 100, 7, 90)
 """Whole sequences, and ends of others."""
+_PROBE_BESIDE_LONG = (5, 90)
+"""Whole sequences before one that is long."""
+_PARTS_OF_LONG = 64
+"""Of the rows of that trial, each compared by its own size: a right kernel was off by 0.6% at most
+where its roundings were emulated on a CPU.
+"""
 _PROBE_WINDOW = 9
 _PROBE_SOFTCAP = 5.0
-_REFUSALS = (RuntimeError, ValueError, AssertionError, TypeError, NotImplementedError)
-"""What kernels raise for what they do not take."""
 
 _in_use: dict[tuple[int, int, torch.dtype, bool], KernelUse | None] = {}
 """What each demand runs by since the last start; None: each sequence alone."""
@@ -53,6 +59,8 @@ class Choice:
     kernel: Kernel | None
     passed_over: tuple[tuple[str, str], ...] = ()
     """Faster kernels, and why each does not run."""
+    failed: tuple[str, ...] = ()
+    """Those of them that the trial on the device has found wrong, or that raised in it."""
     error: float | None = None
     """Largest relative error that the trial has shown."""
 
@@ -65,9 +73,13 @@ class Choice:
         package = f" ({self.kernel.package})" if self.kernel else " (one call for each sequence)"
         return f"{self.name}{package} for {self.demand}"
 
-    def reasons(self) -> str:
-        """Why faster kernels do not run, as part of a sentence; "" where there are none."""
-        return "; ".join(f"not {name}: {reason}" for name, reason in self.passed_over)
+    def reasons(self, of: Sequence[str] | None = None) -> str:
+        """Why faster kernels, or those `of` them, do not run, as part of a sentence; "" where there
+        are none.
+        """
+        return "; ".join(
+            f"not {name}: {reason}" for name, reason in self.passed_over if not of or name in of
+        )
 
     def describe(self) -> str:
         """What runs, and why nothing faster does."""
@@ -84,11 +96,13 @@ def choose(
     """What runs `demand`: `request`, or the fastest there is. On a `device` it is tried first; None
     asks what the packages here would take on any.
 
-    Raises WrongKernelError where the kernel computes something else, HydraConfigError where
-    `request` cannot run.
+    A kernel that raises there, or computes something else, is passed over. Where it is what
+    `request` names, the first is a HydraConfigError, as whatever keeps it from running, and the
+    second a WrongKernelError.
     """
     generation = _generation(device)
     passed_over: list[tuple[str, str]] = []
+    failed: list[str] = []
     if request == PER_SEQUENCE:
         return Choice(demand=demand, kernel=None)
     for name in kernels.KERNELS if request == AUTO else (request,):
@@ -99,28 +113,41 @@ def choose(
             continue
         problem, difference = kernel.refusal(demand, generation, is_ordered=is_ordered), None
         if not problem and device is not None:
-            try:
-                difference = kernel_error(kernel, device, demand)
-            except _REFUSALS as refusal:
-                problem = f"it refuses: {kernels.first_line(refusal)}"
+            problem, difference = _try(kernel, device, demand)
+            failed += [name] if problem else []
+            if problem and difference is not None and request != AUTO:
+                raise WrongKernelError(
+                    f"the attention kernel {name} ({kernel.package}) is off by {difference:.1e} for {demand}, at most "
+                    f"{_MOST_DIFFERENCE:g} is expected; reinstall it for this version of torch and CUDA, or set "
+                    f"hydra.attention to {_others(demand, device, name, is_ordered)}"
+                )
         if problem:
             passed_over.append((name, problem))
             continue
-        if difference is not None and not difference <= _MOST_DIFFERENCE:  # nor where it is NaN
-            raise WrongKernelError(
-                f"the attention kernel {name} ({kernel.package}) is off by {difference:.1e} for {demand}, at most "
-                f"{_MOST_DIFFERENCE:g} is expected; reinstall it for this version of torch and CUDA, remove it, or set "
-                f"hydra.attention to {_others(demand, device, name, is_ordered)}"
-            )
         return Choice(
-            demand=demand, kernel=kernel, passed_over=tuple(passed_over), error=difference
-        )
+            demand=demand, kernel=kernel, passed_over=tuple(passed_over), failed=tuple(failed),
+            error=difference,
+        )  # fmt: skip
     if request != AUTO:
         raise HydraConfigError(
             f'hydra.attention is "{request}", and for {demand} it cannot run: {passed_over[0][1]}; set it to '
             f'{_others(demand, device, request, is_ordered)}, or to "auto"'
         )
-    return Choice(demand=demand, kernel=None, passed_over=tuple(passed_over))
+    return Choice(demand=demand, kernel=None, passed_over=tuple(passed_over), failed=tuple(failed))
+
+
+def _try(kernel: Kernel, device: torch.device, demand: Demand) -> tuple[str, float | None]:
+    """Why `kernel` does not run `demand` on `device`, "" where it does; and how far it is off, None
+    where it raised.
+    """
+    try:
+        difference = kernel_error(kernel, device, demand)
+    except Exception as refusal:  # packages raise what they like
+        return f"it refuses: {kernels.first_line(refusal)}", None
+    if difference <= _MOST_DIFFERENCE:
+        return "", difference
+    # NaN, too
+    return f"it is off by {difference:.1e}, at most {_MOST_DIFFERENCE:g} is expected", difference
 
 
 def _others(demand: Demand, device: torch.device | None, but: str, is_ordered: bool) -> str:
@@ -142,9 +169,9 @@ def kernels_here(
             kernel = load_kernel(name)
             if kernel.refusal(demand, generation, is_ordered=is_ordered):
                 continue
-            if device is None or kernel_error(kernel, device, demand) <= _MOST_DIFFERENCE:
+            if device is None or not _try(kernel, device, demand)[0]:
                 yield kernel
-        except (MissingKernelError, *_REFUSALS):
+        except MissingKernelError:
             continue
 
 
@@ -162,45 +189,75 @@ def _generation(device: torch.device | None) -> int | None:
 
 def kernel_error(kernel: Kernel, device: torch.device, demand: Demand) -> float:
     """Largest relative error of outputs and gradients of a packed micro-batch on `device`, whole
-    sequences and ends of others, causal, with a window and with sinks, against fp32.
+    sequences and ends of others, causal, with a window and with sinks, against fp32; of a kernel
+    that runs long sequences apart also of one of these, which has to be padded, behind others.
+    """
+    pieces = (_PROBE_LENGTHS, _PROBE_KEY_LENGTHS)
+    cases = (pieces, None, False), (pieces, _PROBE_WINDOW, False), (pieces, None, True)
+    errors = [_errors(kernel, device, demand, *case) for case in cases]
+    if kernel.runs_long_apart:
+        whole = (*_PROBE_BESIDE_LONG, kernels.LONG_TOKENS + 5)
+        # The last rows of a long sequence are small: beside the first ones none would see them.
+        case = (whole, whole), None, False
+        errors.append(_errors(kernel, device, demand, *case, num_parts=_PARTS_OF_LONG))
+    return float(torch.cat(errors).max())  # which is no number where any is none
+
+
+def _errors(
+    kernel: Kernel,
+    device: torch.device,
+    demand: Demand,
+    of_segments: tuple[Sequence[int], Sequence[int]],
+    window: int | None,
+    has_sinks: bool,
+    num_parts: int = 1,
+) -> Tensor:
+    """Relative errors of outputs and gradients, each cut into parts of its rows, which then get
+    gradients of one size.
     """
     generator = torch.Generator(device=device).manual_seed(0)
-    lengths, key_lengths = _PROBE_LENGTHS, _PROBE_KEY_LENGTHS
+    lengths, key_lengths = of_segments
     widths = (demand.query_width, demand.value_width)
     shapes = ((8, lengths, widths[0]), (4, key_lengths, widths[0]), (4, key_lengths, widths[1]))
     exact = [
         torch.randn((1, heads, sum(of), width), generator=generator, device=device).requires_grad_()
         for heads, of, width in shapes
     ]
-    exact.append(torch.randn(8, generator=generator, device=device).requires_grad_())
+    if has_sinks:
+        exact.append(torch.randn(8, generator=generator, device=device).requires_grad_())
     rounded = [t.detach().to(demand.dtype).requires_grad_() for t in exact]
     ends = [
         torch.tensor([0, *of], device=device).cumsum(0, dtype=torch.int32)
         for of in (lengths, key_lengths)
     ]
-    boundaries = (*ends, torch.tensor([max(lengths), max(key_lengths)]))
+    boundaries = (*ends, count_on_host(lengths, key_lengths))
     use, scale = KernelUse.of(kernel, demand), widths[0] ** -0.5
-    softcap, errors = _PROBE_SOFTCAP if demand.is_capped else None, []
-    for window, num_inputs in ((None, 3), (_PROBE_WINDOW, 3), (None, 4)):
-        inputs, halves = exact[:num_inputs], rounded[:num_inputs]
-        wanted = attention_per_sequence(
-            *inputs[:3],
-            lengths,
-            scale,
-            window,
-            softcap,
-            (*inputs, None)[3],
-            key_lengths,  # type: ignore[call-arg]
-        )
-        wanted_grads = torch.autograd.grad(wanted.square().sum(), inputs)
-        heads_last = [t[0].transpose(0, 1) for t in halves[:3]]
-        sinks = (*halves, None)[3]
-        out_THE = attend(use, heads_last, boundaries, scale, window, softcap, sinks)
-        got = out_THE.transpose(0, 1).unsqueeze(0)
-        grads = torch.autograd.grad(got.float().square().sum(), halves)
-        pairs = zip((got, *grads), (wanted, *wanted_grads), strict=True)
-        errors += [((a.float() - b).norm() / b.norm()).detach() for a, b in pairs]
-    return float(torch.stack(errors).max())  # which is no number where any is none
+    softcap = _PROBE_SOFTCAP if demand.is_capped else None
+    wanted = attention_per_sequence(
+        *exact[:3],
+        lengths,
+        scale,
+        window,
+        softcap,
+        (*exact, None)[3],
+        key_lengths,  # type: ignore[call-arg]
+    )
+    noise = torch.randn(wanted.shape, generator=generator, device=device).to(demand.dtype).float()
+
+    def loss(out: Tensor) -> Tensor:
+        return (out * noise).sum() if num_parts > 1 else out.square().sum()
+
+    wanted_grads = torch.autograd.grad(loss(wanted), exact)
+    heads_last = [t[0].transpose(0, 1) for t in rounded[:3]]
+    out_THE = attend(use, heads_last, boundaries, scale, window, softcap, (*rounded, None)[3])
+    got = out_THE.transpose(0, 1).unsqueeze(0)
+    grads = torch.autograd.grad(loss(got.float()), rounded)
+    pairs = zip((got, *grads), (wanted, *wanted_grads), strict=True)
+    parts = [
+        zip(*(t.chunk(num_parts, max(0, t.dim() - 2)) for t in pair), strict=True) for pair in pairs
+    ]
+    compared = itertools.chain.from_iterable(parts)
+    return torch.stack([((a.float() - b).norm() / b.norm()).detach() for a, b in compared])
 
 
 def head_widths(config: Any) -> set[tuple[int, int]]:
@@ -237,9 +294,9 @@ def select_kernels(
     """Choose what runs the attention of the model of `config` on `device` from now on, and try it
     there: `request` (`hydra.attention`), else what the model was loaded with, else the fastest.
 
-    Raises HydraConfigError where `request` cannot run, UnsupportedModelError where a kernel
-    computes something else, or where a sequence's scores would all be held on an accelerator,
-    because no kernel caps them.
+    Raises HydraConfigError where `request` cannot run, UnsupportedModelError where it computes
+    something else, or where a sequence's scores would all be held on an accelerator, because no
+    kernel caps them.
     """
     _in_use.clear()
     if device.type not in _KERNEL_DEVICES:
@@ -257,6 +314,8 @@ def select_kernels(
             raise UnsupportedModelError(problem)
         _in_use[tuple(demand)] = choice.kernel and KernelUse.of(choice.kernel, demand)
         choices.append(choice)
+        if choice.kernel is not None and choice.failed:
+            logger.warning("attention runs by %s; %s", choice.name, choice.reasons(choice.failed))
         if choice.kernel is None and request != PER_SEQUENCE and dtype in kernels.HALVES:
             logger.warning(
                 "attention is one call for each sequence for %s: %s", demand, choice.reasons()
@@ -311,9 +370,11 @@ def kernel_for(
 
 @torch.compiler.disable
 def _choose_late(key: tuple[int, int, torch.dtype, bool]) -> KernelUse | None:
-    """For heads that the model's config did not tell of."""
+    """For heads that the model's config did not tell of, which come too late for a trial."""
     demand = Demand(*key)
-    kernel = choose(demand).kernel
+    is_ordered = torch.are_deterministic_algorithms_enabled()
+    known = (k for k in kernels_here(demand, None, is_ordered=is_ordered) if not k.runs_long_apart)
+    kernel = next(known, None)
     _in_use[key] = kernel and KernelUse.of(kernel, demand)
     return _in_use[key]
 

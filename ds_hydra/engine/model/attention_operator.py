@@ -3,9 +3,9 @@ keeps whole, for all lengths at once.
 
 [Note: One graph for all lengths]
 Lengths of a micro-batch are values of tensors here, not numbers that a compiler would specialise
-on: `cu_seqlens`, `cu_keys`, and the two longest ones in a tensor of the CPU, so that nobody waits
-for the device. Eager layers call the same functions without torch.library, whose wrappers cost tens
-of microseconds a call.
+on: `cu_seqlens`, `cu_keys`, and in a tensor of the CPU, so that nobody waits for the device, the
+longest ones and where long sequences are, as many numbers for every micro-batch. Eager layers call
+the same functions without torch.library, whose wrappers cost tens of microseconds a call.
 
 [Note: Sinks]
 An attention sink is a score of one more column in each softmax, which has no value. With it the
@@ -19,16 +19,40 @@ Legend: as in `attention_kernels`.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.engine.model.attention_kernels import Demand, Ends, Kernel, load_kernel
+from ds_hydra.engine.model import attention_kernels as kernels
+from ds_hydra.engine.model.attention_kernels import Demand, Ends, Kernel, LongSequence, load_kernel
 
 Boundaries = tuple[Tensor, Tensor, Tensor]
-"""`cu_seqlens`, `cu_keys`, and [2] int64 on the CPU: the longest segment and the most keys."""
+"""`cu_seqlens`, `cu_keys`, and what `count_on_host` gives."""
+_MOST_LONG = 16
+"""Long sequences of a micro-batch that may have calls of their own."""
+
+
+def count_on_host(lengths: Sequence[int], key_lengths: Sequence[int]) -> Tensor:
+    """[3 + 3 x 16] int64 on the CPU: the longest of segments with `lengths`, the most keys of one,
+    the longest that is not long, and number, begin and end of each that is, or zeros.
+
+    Where a segment sees keys before its own, none is long ([Note: Long sequences apart]).
+    """
+    long: list[LongSequence] = []
+    if list(lengths) == list(key_lengths):
+        ends = itertools.accumulate(lengths)
+        each = enumerate(zip(lengths, ends, strict=True))
+        whole = [LongSequence(number, end - length, end) for number, (length, end) in each]
+        longest = heapq.nlargest(_MOST_LONG, whole, key=lambda s: s.end - s.begin)
+        long = sorted(s for s in longest if s.end - s.begin >= kernels.LONG_TOKENS)
+    numbers = {sequence.number for sequence in long}
+    rest = max((n for number, n in enumerate(lengths) if number not in numbers), default=0)
+    places = [*itertools.chain.from_iterable(long), *[0] * 3 * (_MOST_LONG - len(long))]
+    return torch.tensor([max(lengths), max(key_lengths), rest, *places])
 
 
 class KernelUse(NamedTuple):
@@ -81,13 +105,13 @@ def _forward(
     sinks_H: Tensor | None,
     cu_seqlens: Tensor,
     cu_keys: Tensor,
-    longest: Tensor,
+    on_host: Tensor,
     kernel: str,
     scale: float,
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    ends = Ends(cu_seqlens, cu_keys, *longest.tolist())
+    ends = _ends(cu_seqlens, cu_keys, on_host, sinks_H)
     seen = _seen(window, ends)
     out, lse_HT = load_kernel(kernel).forward(query, key, value, ends, scale, seen, softcap)
     if sinks_H is not None:
@@ -107,13 +131,13 @@ def _backward(
     lse_HT: Tensor,
     cu_seqlens: Tensor,
     cu_keys: Tensor,
-    longest: Tensor,
+    on_host: Tensor,
     kernel: str,
     scale: float,
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ends = Ends(cu_seqlens, cu_keys, *longest.tolist())
+    ends = _ends(cu_seqlens, cu_keys, on_host, sinks_H)
     seen = _seen(window, ends)
     grads = load_kernel(kernel).backward(
         grad, query, key, value, out, lse_HT, ends, scale, seen, softcap
@@ -123,6 +147,14 @@ def _backward(
     dots_HT = (grad.float() * out).sum(dim=-1).t()
     grad_H = -((sinks_H.float().unsqueeze(1) - lse_HT).exp() * dots_HT).sum(dim=1)
     return *grads, grad_H.to(sinks_H.dtype)
+
+
+def _ends(cu_seqlens: Tensor, cu_keys: Tensor, on_host: Tensor, sinks_H: Tensor | None) -> Ends:
+    longest, longest_keys, longest_of_rest, *places = on_host.tolist()
+    triples = zip(places[::3], places[1::3], places[2::3], strict=True)
+    # With sinks backward gets a log-sum-exp and an output that are not cuDNN's own.
+    long = () if sinks_H is not None else tuple(LongSequence(*t) for t in triples if t[-1])
+    return Ends(cu_seqlens, cu_keys, longest, longest_keys, longest_of_rest, long)
 
 
 def _seen(window: int, ends: Ends) -> int | None:
@@ -155,7 +187,7 @@ class _Attention(torch.autograd.Function):
 
 
 _INPUTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? sinks, {}Tensor cu_seqlens, Tensor cu_keys, Tensor longest, "
+    "Tensor query, Tensor key, Tensor value, Tensor? sinks, {}Tensor cu_seqlens, Tensor cu_keys, Tensor on_host, "
     "str kernel, float scale, int window, float softcap"
 )
 

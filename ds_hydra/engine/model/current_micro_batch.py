@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ds_hydra.engine.model.attention_operator import count_on_host
 from ds_hydra.engine.parallel.token_cuts import KeysOfRow, TokenLayout, checkpoint_contexts
 from ds_hydra.engine.ranks.memory import to_device
 
@@ -44,8 +45,8 @@ class PackedMicroBatch:
     """
     cu_keys: Tensor
     """The same of the keys that each segment attends to."""
-    longest: Tensor
-    """[2] int64 on the CPU: tokens of the longest segment, and the most keys of one."""
+    on_host: Tensor
+    """int64 on the CPU: the longest segments, and where long ones are (`count_on_host`)."""
     position_ids: Tensor
     """[1, T] on the compute device: positions that restart at 0 in every sequence; of this rank's
     sequence shard.
@@ -109,7 +110,7 @@ class PackedMicroBatch:
             sequence_lengths=(*lengths, 0),
             cu_seqlens=boundaries(num_tokens),
             cu_keys=boundaries(num_keys),
-            longest=torch.tensor([max(num_tokens), max(num_keys)]),
+            on_host=count_on_host(num_tokens, num_keys),
             position_ids=to_device(positions.unsqueeze(0), device),
             layout=layout,
             keys=keys,
@@ -128,7 +129,7 @@ class PackedMicroBatch:
     @property
     def boundaries(self) -> tuple[Tensor, Tensor, Tensor]:
         """What a kernel is told of segments: their begins, those of their keys, the longest."""
-        return self.cu_seqlens, self.cu_keys, self.longest
+        return self.cu_seqlens, self.cu_keys, self.on_host
 
     @property
     def is_cut(self) -> bool:
