@@ -42,19 +42,21 @@ CASES: dict[int, tuple[tuple[str, str, Sequence[str], dict[str, Any]], ...]] = {
         *((family, "bf16", ALONE[:1], {}) for family in FAMILIES),
     ),
     2: (
-        ("llama", "fp32", (*STRATEGIES[2], *OTHERS, _PHASES), {}),
-        ("llama", "bf16", (*SHORT, "1x<cp2,1>", "1x<2,1;stream>"), {}),
         ("qwen3_moe", "bf16", ("1x<sp2,1;ep=2>",), {}),
+        ("llama", "bf16", (*SHORT, "1x<cp2,1>", "1x<2,1;stream>"), {}),
         ("llama", "fp32", ("1x<2,1>",), {"tp_sequence_parallel": True}),
+        ("llama", "fp32", (*STRATEGIES[2], *OTHERS, _PHASES), {}),
     ),
     4: (
-        ("llama", "fp32", (*STRATEGIES[4], "1x<cp2,2,1>"), {}),
+        ("qwen3_moe", "bf16", ("2x<sp2,1;ep=2>", "1x<4,1;ep=2>"), {}),
         ("llama", "bf16", ("4x<1,1>", "1x<2,2>", "1x<2,1> + 1x<1,2>", "1x<cp4,1>"), {}),
         ("llama", "fp32", ("4x<1,1>", "1x<2,2>"), NODES),
-        ("qwen3_moe", "bf16", ("2x<sp2,1;ep=2>", "1x<4,1;ep=2>"), {}),
+        ("llama", "fp32", (*STRATEGIES[4], "1x<cp2,2,1>"), {}),
     ),
 }
-"""By number of ranks: family, dtype, strategies, keys of the configuration."""
+"""By number of ranks: family, dtype, strategies, keys of the configuration; what one GPU has not
+been asked yet comes first.
+"""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 

@@ -28,7 +28,7 @@ MOST_BYTES = 60 << 20
 """Of all files; the machine takes 64 MiB with those of the project."""
 CARRIED = (
     "deepspeed", "hjson", "transformers", "datasets", "dill", "multiprocess", "pydantic",
-    "pydantic-core", "annotated-types", "typing-inspection",
+    "pydantic-core", "annotated-types", "typing-inspection", "py-spy",
 )  # fmt: skip
 LAYERS = ("liger-kernel", "torchao")
 """Whose layers and products are timed; left out beside NCCL, for which there is no room then."""

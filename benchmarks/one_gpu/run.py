@@ -229,6 +229,8 @@ class Run:
                 code: int | None = process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 code = None
+                err.write(self._native_stacks(process))
+                err.flush()
                 _ask_where(process)
             finally:
                 _end(process)
@@ -240,6 +242,23 @@ class Run:
         with self._lock, (self._out / "log.txt").open("a") as file:
             file.write(f"==== {step.name}\n{words[-200_000:]}\n")
         return findings, words, code if code != 124 else None
+
+    def _native_stacks(self, process: subprocess.Popen[Any]) -> str:
+        """Where processes that hang are in libraries, by py-spy, where that is here: it showed that
+        cuBLAS loads kernels.
+        """
+        found = (self._site / "bin" / "py-spy") if self._site else None
+        if found is None or not found.exists():
+            return ""
+        texts = []
+        for number in sorted(_of_session(process.pid))[-4:]:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                command = [str(found), "dump", "--native", "--pid", str(number)]
+                done = subprocess.run(
+                    command, check=False, capture_output=True, text=True, timeout=10
+                )
+                texts.append(done.stdout)
+        return "\n".join(texts)
 
     def stop(self) -> None:
         """End the steps under way, and begin no other."""
