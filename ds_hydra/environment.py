@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 
 WANTED = {
     # Kernels of the link's stream and of communicators could queue behind computation with fewer;
@@ -36,13 +36,15 @@ _OVERLAP_FORBIDS = {
 _OLD_NAMES = {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF",)}
 
 
-def is_device_started() -> bool:
-    """Whether CUDA has begun in this process, and so has its settings: `torch.cuda.is_available()`,
-    which `import deepspeed` calls, is enough.
+def has_read(name: str) -> bool:
+    """Whether a setting of `WANTED` is in force already, whatever it was when it was read: torch
+    reads its own when it first uses a device, CUDA's driver the others when it starts, for which
+    `torch.cuda.is_available()`, which `import deepspeed` calls, is enough.
     """
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)  # None while torch itself is being imported
-    return (cuda is not None and bool(cuda.is_initialized())) or module_loading() != ""
+    is_in_use = cuda is not None and bool(cuda.is_initialized())
+    return is_in_use or (not name.startswith("PYTORCH") and module_loading() != "")
 
 
 def module_loading() -> str:
@@ -59,17 +61,17 @@ def module_loading() -> str:
 
 
 def set_accelerator_environment(
-    environment: MutableMapping[str, str], *, is_started: bool
+    environment: MutableMapping[str, str], is_late: Callable[[str], bool] = has_read
 ) -> list[str]:
-    """Set `WANTED` in `environment` where nothing is chosen; returns what comes too late because
-    the device has been used already (`is_started`), one `NAME=value` each. Such a setting stays out
-    of `environment`: what is there was in force when the device started.
+    """Set `WANTED` in `environment` where nothing is chosen; returns what comes too late
+    (`is_late`), one `NAME=value` each. Such a setting stays out of `environment`: what is there was
+    in force when the device started.
     """
     late = []
     for name, value in WANTED.items():
         if any(key in environment for key in (name, *_OLD_NAMES.get(name, ()))):
             continue
-        if is_started:
+        if is_late(name):
             late.append(f"{name}={value}")
         else:
             environment[name] = value
@@ -98,4 +100,4 @@ def in_the_way_of_overlap(environment: Mapping[str, str]) -> list[str]:
 
 def prepare() -> None:
     """What `import ds_hydra` does: nothing harms where no CUDA device is used."""
-    set_accelerator_environment(os.environ, is_started=is_device_started())
+    set_accelerator_environment(os.environ)

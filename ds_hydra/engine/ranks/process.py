@@ -57,7 +57,6 @@ from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.engine.ranks.watchdog import find_loss_behind
 from ds_hydra.environment import (
     in_the_way_of_overlap,
-    is_device_started,
     missing_for_overlap,
     module_loading,
     set_accelerator_environment,
@@ -80,7 +79,7 @@ def prepare_accelerator() -> None:
             "CUDA_DEVICE_MAX_CONNECTIONS is 1, which lets collectives of several threads wait for each other for "
             "ever; unset it, or set it to 32"
         )
-    set_accelerator_environment(os.environ, is_started=is_device_started())
+    set_accelerator_environment(os.environ)
 
 
 def use_deterministic_kernels(device: torch.device) -> None:
