@@ -104,12 +104,49 @@ def check_compiled(strategies):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_compiled_layers_of_liger_have_the_gradients_of_one_process():
-    """Kernels in the interpreter, and Liger's rotary embedding anywhere, cut a layer's graph."""
+    """Liger's kernels cut a layer's graph."""
     strategies = ("1x<2,1;ckpt=1>", "2x<1,1;gather>")
     (worst, calls, _, graphs), _ = run_distributed(check_compiled, 2, strategies, timeout_s=900)
     assert_parity(worst)
     assert min(calls.values()) > 0, calls
     assert graphs > 5, "nothing was compiled"
+
+
+def test_compiled_layers_call_the_kernels_of_liger_on_a_device_too(monkeypatch):
+    """torch's compiler looks into none of them, without Triton's interpreter either: a GPU's."""
+    from liger_kernel.ops import LigerRMSNormFunction, LigerSiLUMulFunction, rms_norm, swiglu
+    from liger_kernel.transformers.rms_norm import LigerRMSNorm
+    from liger_kernel.transformers.swiglu import LigerSwiGLUMLP
+
+    class Device:
+        def device_name(self):
+            return "cuda"
+
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(liger, "get_accelerator", Device)
+    looked_into, calls = [], []
+
+    def kernel(out):
+        """Stands in for one, and notes who calls it."""
+        calls.append(out.shape)
+        looked_into.append(torch.compiler.is_compiling())
+        return out
+
+    monkeypatch.setattr(
+        rms_norm, "rms_norm_forward", lambda x, w, *_: (kernel(x * w), x, w, 1, 1, 1)
+    )
+    monkeypatch.setattr(swiglu, "swiglu_forward", lambda a, b, *_: (a, b, kernel(a * b)))
+    for function in (LigerRMSNormFunction, LigerSiLUMulFunction):
+        monkeypatch.setattr(function, "forward", function.forward)  # as it was, afterwards
+    model = tiny("llama", num_hidden_layers=1)
+    norm, mlp = LigerRMSNorm(model.config.hidden_size), LigerSwiGLUMLP(model.config)
+    model.model.norm, model.model.layers[0].mlp = norm, mlp
+    liger.check_patches(model)
+    hidden = torch.randn(1, 3, model.config.hidden_size, requires_grad=True)
+    for module in (norm, mlp):
+        torch.compile(module.forward, backend="eager", dynamic=True)(hidden)
+    assert len(calls) == 2
+    assert not any(looked_into)
 
 
 def check_trainer(folder):

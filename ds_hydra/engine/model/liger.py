@@ -54,8 +54,7 @@ def check_patches(model: nn.Module) -> None:
             f"{type(model).__name__} is patched by Liger, whose Triton kernels do not run on a CPU; leave out "
             "use_liger_kernel or apply_liger_kernel_to_*, or set TRITON_INTERPRET=1, which is right and slow"
         )
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        _keep_interpreter_out_of_graphs()
+    _keep_out_of_graphs(torch.autograd.Function)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     if is_first and is_of_liger(model.forward):
         logger.warning(
@@ -65,15 +64,14 @@ def check_patches(model: nn.Module) -> None:
         )
 
 
-def _keep_interpreter_out_of_graphs() -> None:
-    """Let compiled layers call Triton's interpreter, into whose Python torch's compiler would look.
-    Kernels that a device runs are part of graphs.
+def _keep_out_of_graphs(kind: Any) -> None:
+    """Let compiled layers call what Liger has derived from `kind`, each of which is a kernel: torch
+    2.11's compiler fails where it looks into them, and any into Triton's interpreter.
     """
-    from triton.runtime.interpreter import InterpretedFunction
-
-    run = InterpretedFunction.run
-    if not hasattr(run, "_torchdynamo_disable"):
-        InterpretedFunction.run = torch.compiler.disable(run)
+    for function in kind.__subclasses__():
+        _keep_out_of_graphs(function)
+        if is_of_liger(function) and not hasattr(function.forward, "_torchdynamo_disable"):
+            function.forward = staticmethod(torch.compiler.disable(function.forward))
 
 
 def complete_settings(model: Any, settings: Mapping[str, Any] | None) -> dict[str, Any]:
