@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import datasets
 import deepspeed
@@ -39,7 +40,7 @@ from test_engine_training import batches
 
 import ds_hydra
 from ds_hydra.engine.checkpointing.files import _lock_folder
-from ds_hydra.engine.ranks import process
+from ds_hydra.engine.ranks import agreement, process
 from ds_hydra.errors import CheckpointError, HydraDataError, PlanMismatchError
 from ds_hydra.strategy import Strategy
 
@@ -541,17 +542,24 @@ def call_on_one_rank_alone(folder):
         act = call if dist.get_rank() == 1 else lambda engine, _: engine.train_batch()
         outcome.append(raised_by(functools.partial(act, engine, folder)))
     left = [path.name for path in Path(folder).iterdir()]
-    return outcome, left, float(engine.train_batch())
+    loss = float(engine.train_batch())
+    with mock.patch.object(agreement, "_all_gather", wraps=agreement._all_gather) as gather:
+        engine.train_batch(data_of(1))
+    return outcome, left, loss, gather.call_count
 
 
 @pytest.mark.distributed
 def test_a_method_that_one_rank_alone_calls_is_named_on_all_and_nothing_happens(tmp_path):
-    for outcome, left, loss in run_distributed(call_on_one_rank_alone, 2, str(tmp_path)):
+    for outcome, left, loss, num_gathers in run_distributed(
+        call_on_one_rank_alone, 2, str(tmp_path)
+    ):
         for name, (kind, text) in zip(CALLS, outcome, strict=True):
             assert kind is PlanMismatchError
             assert f"different methods: train_batch() on rank 0; {name} on rank 1" in text
         assert left == ["profile.json"]
         assert loss > 0
+        # What is called, with what is wrong; whether plans are alike; what came out
+        assert num_gathers == 3
 
 
 def stop_on_sigterm(folder):

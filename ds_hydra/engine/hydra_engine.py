@@ -51,7 +51,7 @@ from ds_hydra.engine.ranks.process import (
     leave_out_shared_memory,
     let_collectives_end_at_exit,
 )
-from ds_hydra.engine.ranks.watchdog import call_together, join_watchdog, leave_watchdog, watch
+from ds_hydra.engine.ranks.watchdog import join_watchdog, leave_watchdog, watch
 from ds_hydra.engine.runtime import HydraRuntime
 from ds_hydra.engine.telemetry.trace import MemoryWatch
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
@@ -226,8 +226,6 @@ class HydraEngine(CheckpointingEngine):
                 "call train_batch(batch=examples, ...); strategies to choose from are listed in hydra.strategies"
             )
         with watch("plan"):
-            call = "train_batch()" if batch is None else "train_batch(batch)"
-            call_together(call, self.device)
             propagator = self.hydra.propagator
             problem = (
                 self._find_untrained() or self._find_offloaded("train") or self._find_refrozen()
@@ -236,7 +234,13 @@ class HydraEngine(CheckpointingEngine):
                 self.hydra.source.next(problem, loss)
                 if batch is None
                 else self.hydra.source.plan(
-                    batch, strategy, self.global_steps, problem, loss, may_try=True
+                    batch,
+                    strategy,
+                    self.global_steps,
+                    problem,
+                    loss,
+                    call="train_batch(batch)",
+                    may_try=True,
                 )
             )
             with watch("propagation"):
@@ -277,13 +281,13 @@ class HydraEngine(CheckpointingEngine):
         arguments as in `train_batch`.
         """
         with watch("evaluation"):
-            call_together("eval_batch()", self.device)
             iteration = self.hydra.source.plan(
                 batch,
                 strategy,
                 self.global_steps,
                 self._find_offloaded("eval"),
                 loss,
+                call="eval_batch()",
                 forward_only=True,
             )
             iteration = weigh(iteration, self.hydra.propagator)
@@ -311,13 +315,13 @@ class HydraEngine(CheckpointingEngine):
         the first.
         """
         with watch("scores"):
-            call_together("score()", self.device)
             rows = [only_ids(row) for row in batch]
             iteration = self.hydra.source.plan(
                 rows,
                 strategy,
                 self.global_steps,
                 self._find_offloaded("eval"),
+                call="score()",
                 forward_only=True,
                 only_scored=True,
             )

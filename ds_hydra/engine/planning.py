@@ -32,10 +32,10 @@ from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.agreement import (
     broadcast_bytes,
     on_all_ranks,
-    raise_together,
     restore_error,
     run_together,
 )
+from ds_hydra.engine.ranks.watchdog import call_together
 from ds_hydra.engine.transfer.link_thread import LinkThread
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
@@ -113,12 +113,13 @@ class IterationSource:
         """The next mini-batch of this engine's own sampler, planned, for a `loss` of tokens that
         reads no fields; `problem`, what this rank has found wrong before, is raised on all.
         """
+        error: HydraConfigError | None = None
         if self.sampler is None or self.data is None:
             error = HydraConfigError(
                 "train_batch() without a batch needs training data: pass training_data=dataset to "
                 "ds_hydra.initialize, or call train_batch(batch=examples)"
             )
-            raise_together(error, self._device)  # `plan` begins with it, too
+        call_together("train_batch()", self._device, error)
         assert self.sampler is not None
         assert self.data is not None
         feed = self.start()
@@ -181,6 +182,7 @@ class IterationSource:
         problem: Exception | None = None,
         loss: Loss | None = None,
         *,
+        call: str = "plan()",
         may_try: bool = False,
         forward_only: bool = False,
         only_scored: bool = False,
@@ -188,9 +190,9 @@ class IterationSource:
         """A plan for a given global mini-batch, the same list on every rank, optionally of one
         strategy and for one loss.
 
-        `problem` is that of `next`, `may_try` that of `LatencyTracker.corrections_now`,
-        `only_scored` that of `check_examples`. `forward_only` is for passes without backward: they
-        hold longer micro-batches.
+        `call` is the engine's method; `problem` as in `next`, `only_scored` as in `check_examples`,
+        `may_try` as in `LatencyTracker.corrections_now`. `forward_only` is for passes without
+        backward: they hold longer micro-batches.
         """
         forced: Strategy | None = None
         tensors, batch, objective = [], None, None
@@ -220,7 +222,8 @@ class IterationSource:
                 objective = Objective.read(loss, examples, labels, self._stage_model.num_logits)
         except Exception as caught:  # whatever the examples raise, the other ranks wait
             problem = problem or caught
-        raise_together(problem, self._device)
+        # In the exchange of what is called: one for both
+        call_together(call, self._device, problem)
         assert batch is not None
         if forced is None:
             # First: measuring may leave out candidates.

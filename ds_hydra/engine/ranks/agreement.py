@@ -77,10 +77,17 @@ def raise_together(error: Exception | None, device: torch.device) -> None:
     it.
     """
     # A row of each rank and no sum: it says at once who speaks for all.
-    has_error = gather_rows(to_device(torch.tensor([error is not None]).long(), device)).tolist()
-    if [1] not in has_error:
+    brings = gather_rows(to_device(torch.tensor([error is not None]).long(), device))
+    raise_known(error, brings.flatten().bool().tolist(), device)
+
+
+def raise_known(error: Exception | None, brings: Sequence[bool], device: torch.device) -> None:
+    """The same where every rank knows already which ones bring an error. Collective over all ranks
+    if any does.
+    """
+    if True not in brings:
         return
-    source = has_error.index([1])
+    source = brings.index(True)
     name, text = broadcast_text([type(error).__name__, str(error)], source, device)
     if error is None:
         error = restore_error(name, f"rank {source}: {text}")

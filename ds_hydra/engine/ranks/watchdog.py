@@ -49,6 +49,7 @@ from ds_hydra.engine.ranks.agreement import (
     is_raised_on_all,
     looks_like_a_lost_peer,
     on_all_ranks,
+    raise_known,
     said_by,
 )
 from ds_hydra.engine.ranks.hosts import find_hosts
@@ -457,14 +458,16 @@ def watch(phase: str) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if _watchdog is None else _watchdog.section(phase)
 
 
-def call_together(call: str, device: torch.device) -> None:
-    """Raise PlanMismatchError, on all ranks, unless each has come to the same `call` of an engine.
+def call_together(call: str, device: torch.device, problem: Exception | None = None) -> None:
+    """Raise PlanMismatchError, on all ranks, unless each has come to the same `call` of an engine;
+    else, on all, a `problem` that any rank brings, as `raise_together`.
 
     Collective over all ranks, before anything else is exchanged: collectives of two methods would
     hang, end the process, or take each other's data.
     """
-    mine = torch.zeros(_CALL_BYTES, dtype=torch.uint8)
+    mine = torch.zeros(_CALL_BYTES + 1, dtype=torch.uint8)
     mine[: len(call)] = torch.frombuffer(bytearray(call, "ascii"), dtype=torch.uint8)
+    mine[-1] = problem is not None
     if _watchdog is not None:
         _watchdog.call = call, time.monotonic()
     try:
@@ -472,7 +475,9 @@ def call_together(call: str, device: torch.device) -> None:
     finally:
         if _watchdog is not None:
             _watchdog.call = None
+    rows, brings = rows[:, :-1], rows[:, -1].astype(bool).tolist()
     if (rows == rows[0]).all():
+        raise_known(problem, brings, device)
         return
     of_calls: dict[str, list[int]] = {}
     for rank, row in enumerate(rows):
