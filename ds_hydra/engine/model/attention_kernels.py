@@ -146,8 +146,9 @@ class _Named:
             known = [(p.name, None if p.default is empty else p.default) for p in parameters]
         else:  # torch.library.custom_op hides what it wraps
             known = [(a.name, a.default_value) for a in schema.arguments]
-        self._function, self._known = function, known
-        names = {name for name, _ in known}
+        self._function = function
+        self._names, self._defaults = [n for n, _ in known], [default for _, default in known]
+        names = set(self._names)
         for either in needed:
             if names.isdisjoint(either.split("|")):
                 raise MissingKernelError(
@@ -155,7 +156,7 @@ class _Named:
                 )
 
     def __call__(self, **given: Any) -> Any:
-        return self._function(*(given.get(name, default) for name, default in self._known))
+        return self._function(*map(given.get, self._names, self._defaults))
 
 
 _OF_ALL = (
