@@ -88,6 +88,30 @@ def test_kernels_are_called_as_they_are(package, window, softcap, has_sinks):
     ]
 
 
+class Names(TorchDispatchMode):
+    """Of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.add(function._opname)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("package", ALL)
+def test_backward_hands_on_the_gradients_of_heads_as_views(package):
+    """Of an index it would fill and copy a tensor for each of them."""
+    heads = [torch.randn(1, 2, 5, 8, dtype=HALF, requires_grad=True) for _ in range(3)]
+    with installed(package), running(PackedMicroBatch.build([3, 2], CPU)):
+        out_BTHD, _ = hydra_varlen(None, *heads, None, scaling=0.3)
+        with Names() as names:
+            out_BTHD.backward(torch.ones_like(out_BTHD))
+    assert "transpose" in names.seen
+    assert "select_backward" not in names.seen
+
+
 @pytest.mark.parametrize("package", ALL)
 def test_a_window_that_hides_nothing_is_left_out(package):
     ends = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)

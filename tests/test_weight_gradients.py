@@ -28,7 +28,7 @@ from ds_hydra.engine.parallel.tensor_parallel import (
     hook_colwise,
     hook_linear,
 )
-from ds_hydra.engine.transfer.stage_weights import SlicePool, StageWeights
+from ds_hydra.engine.transfer.stage_weights import SlicePool, StageWeights, _Gradient
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import BucketEntry, ParamSpec
 
@@ -110,6 +110,19 @@ class Stage:
         outputs = [self.linear(x * 1) for _ in range(calls)]
         torch.autograd.backward(torch.cat(outputs), grad)
         return grad.double().sum(0).T @ x.detach().double()[0]
+
+
+def test_the_host_calls_little_for_a_linear():
+    """A call of Python for each parameter and pass is time in which short micro-batches wait."""
+    stage = Stage()
+    assert not stage.linear._forward_pre_hooks
+    assert not stage.linear._forward_hooks
+    with mock.patch.object(_Gradient, "pass_by", return_value=None) as pass_by:
+        stage.run(3)
+        assert not pass_by.called
+        stage.weights.expect_last_backward()
+        stage.run(3)
+        assert pass_by.call_count == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -231,15 +231,15 @@ class HydraEngine(CheckpointingEngine):
                 self._find_untrained() or self._find_offloaded("train") or self._find_refrozen()
             )
             iteration = (
-                self.hydra.source.next("train_batch()", problem, loss)
+                self.hydra.source.next(problem, loss)
                 if batch is None
                 else self.hydra.source.plan(
-                    "train_batch(batch)",
                     batch,
                     strategy,
                     self.global_steps,
                     problem,
                     loss,
+                    call="train_batch(batch)",
                     may_try=True,
                 )
             )
@@ -282,12 +282,12 @@ class HydraEngine(CheckpointingEngine):
         """
         with watch("evaluation"):
             iteration = self.hydra.source.plan(
-                "eval_batch()",
                 batch,
                 strategy,
                 self.global_steps,
                 self._find_offloaded("eval"),
                 loss,
+                call="eval_batch()",
                 forward_only=True,
             )
             iteration = weigh(iteration, self.hydra.propagator)
@@ -317,11 +317,11 @@ class HydraEngine(CheckpointingEngine):
         with watch("scores"):
             rows = [only_ids(row) for row in batch]
             iteration = self.hydra.source.plan(
-                "score()",
                 rows,
                 strategy,
                 self.global_steps,
                 self._find_offloaded("eval"),
+                call="score()",
                 forward_only=True,
                 only_scored=True,
             )

@@ -109,13 +109,9 @@ class IterationSource:
         self._candidates.lengths = data.lengths
         self._take_position()
 
-    def next(
-        self, call: str, problem: Exception | None = None, loss: Loss | None = None
-    ) -> Iteration:
+    def next(self, problem: Exception | None = None, loss: Loss | None = None) -> Iteration:
         """The next mini-batch of this engine's own sampler, planned, for a `loss` of tokens that
         reads no fields; `problem`, what this rank has found wrong before, is raised on all.
-
-        `call` is the engine's method, as in `call_together`, which comes first.
         """
         error: HydraConfigError | None = None
         if self.sampler is None or self.data is None:
@@ -123,7 +119,7 @@ class IterationSource:
                 "train_batch() without a batch needs training data: pass training_data=dataset to "
                 "ds_hydra.initialize, or call train_batch(batch=examples)"
             )
-        call_together(call, self._device, error)
+        call_together("train_batch()", self._device, error)
         assert self.sampler is not None
         assert self.data is not None
         feed = self.start()
@@ -180,13 +176,13 @@ class IterationSource:
 
     def plan(
         self,
-        call: str,
         examples: Sequence[ExampleLike],
         strategy: str | Strategy | None,
         iteration: int,
         problem: Exception | None = None,
         loss: Loss | None = None,
         *,
+        call: str = "plan()",
         may_try: bool = False,
         forward_only: bool = False,
         only_scored: bool = False,
@@ -194,9 +190,9 @@ class IterationSource:
         """A plan for a given global mini-batch, the same list on every rank, optionally of one
         strategy and for one loss.
 
-        `call` and `problem` as in `next`, `may_try` as in `LatencyTracker.corrections_now`,
-        `only_scored` as in `check_examples`. `forward_only` is for passes without backward: they
-        hold longer micro-batches.
+        `call` is the engine's method; `problem` as in `next`, `only_scored` as in `check_examples`,
+        `may_try` as in `LatencyTracker.corrections_now`. `forward_only` is for passes without
+        backward: they hold longer micro-batches.
         """
         forced: Strategy | None = None
         tensors, batch, objective = [], None, None

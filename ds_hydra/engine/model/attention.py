@@ -110,7 +110,8 @@ def _by_kernel(
     sinks_H: Tensor | None,
 ) -> Tensor:
     scale = scaling if scaling is not None else heads[0].shape[-1] ** -0.5
-    heads_last = [t[0].transpose(0, 1) for t in heads]
+    # Backward of an index would fill and copy a tensor
+    heads_last = [t.squeeze(0).transpose(0, 1) for t in heads]
     return attend(use, heads_last, boundaries, scale, window, softcap, sinks_H).unsqueeze(0)
 
 

@@ -182,7 +182,10 @@ class _Named:
         else:
             known = [(a.name, a.default_value) for a in schema.arguments]
             named = {a.name for a in schema.arguments if a.kwarg_only}
-        self._function, self._known, self._named = function, known, named
+        self._function, self._named = function, {n: d for n, d in known if n in named}
+        in_order = [(name, default) for name, default in known if name not in named]
+        self._names = [name for name, _ in in_order]
+        self._defaults = [default for _, default in in_order]
         names = {name for name, _ in known}
         for either in needed:
             if names.isdisjoint(either.split("|")):
@@ -191,9 +194,8 @@ class _Named:
                 )
 
     def __call__(self, **given: Any) -> Any:
-        values = {name: given.get(name, default) for name, default in self._known}
-        named = {name: values.pop(name) for name in self._named}
-        return self._function(*values.values(), **named)
+        named = {name: given.get(name, default) for name, default in self._named.items()}
+        return self._function(*map(given.get, self._names, self._defaults), **named)
 
 
 _OF_ALL = (

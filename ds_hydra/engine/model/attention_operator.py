@@ -86,7 +86,7 @@ def attend(
     value_width = value.shape[-1]
     query, key = _pad(query, use.query_width), _pad(key, use.query_width)
     value = _pad(value, use.value_width)
-    run: Any = _run_operator if torch.compiler.is_compiling() else _Attention.apply
+    run: Any = _run_operator if torch.compiler.is_compiling() else _apply
     out: Tensor = run(
         query, key, value, sinks_H, *boundaries, use.name, scale, window or 0, softcap or 0.0
     )
@@ -185,6 +185,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _grads(ctx, _backward, grad)
 
+
+_apply: Any = super(torch.autograd.Function, _Attention).apply  # as in `parallel.linear`
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? sinks, {}Tensor cu_seqlens, Tensor cu_keys, Tensor on_host, "

@@ -154,10 +154,6 @@ def nothing() -> None:
     """What there is to wait for where nothing is under way."""
 
 
-_ALONE = SharedBackward()
-"""Of a tensor that one linear reads; nothing is postponed there."""
-
-
 class _Linear(torch.autograd.Function):
     """See [Note: Products for weights]."""
 
@@ -172,54 +168,63 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         needs_grad, trains_weight, ctx.trains_bias = ctx.needs_input_grad[:3]
         ctx.gradient = gradient_of(weight_OH) if trains_weight else None
-        ctx.shared = shared or _ALONE
-        # A tensor without gradient is not exchanged.
-        ctx.is_exchanged = shared is not None and needs_grad
-        if trains_weight:
-            ctx.shared.expect_reader()
+        ctx.shared = shared
+        if shared is not None and trains_weight:
+            shared.expect_reader()
         ctx.save_for_backward(kept if trains_weight else None, weight_OH if needs_grad else None)
         return F.linear(hidden, weight_OH, bias_O)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept, weight_OH = ctx.saved_tensors
-        grad_TO = grad.flatten(0, -2)
-        reading = None if kept is None else ctx.shared.read(kept)
+        shared, gradient = ctx.shared, ctx.gradient
+        grad_TO = _rows(grad)
+        reading = None if kept is None or shared is None else shared.read(kept)
         grad_input = grad_weight = None
         if weight_OH is not None:
-            grad_input = (grad_TO @ weight_OH).view(*grad.shape[:-1], weight_OH.shape[1])
+            grad_input = grad_TO.mm(weight_OH).view(*grad.shape[:-1], weight_OH.shape[1])
         grad_bias = grad_TO.sum(dim=0) if ctx.trains_bias else None
-        if reading is not None:
-            if ctx.gradient is None:
-                grad_weight = _product(grad_TO, reading, ctx.shared)
+        if kept is not None:
+            if gradient is None:
+                grad_weight = grad_TO.T @ _read(kept, reading, shared)
             else:
-                ctx.gradient.expect_product()
-                add = functools.partial(_add_product, ctx.gradient, grad_TO, reading, ctx.shared)
-                if ctx.is_exchanged:
-                    ctx.shared.postpone(add)
+                gradient.expect_product()
+                # A tensor without gradient is not exchanged.
+                if shared is None or weight_OH is None:
+                    gradient.add_product(grad_TO, _read(kept, reading, shared))
                 else:
-                    add()
+                    add = functools.partial(_add_product, gradient, grad_TO, kept, reading, shared)
+                    shared.postpone(add)
         return grad_input, grad_weight, grad_bias, None, None
 
 
 _Reading = tuple[Tensor, Callable[[], None]]
 
 
-def _read(reading: _Reading, shared: SharedBackward) -> Tensor:
+def _read(kept: Tensor, reading: _Reading | None, shared: SharedBackward | None) -> Tensor:
+    """[T, H] that a linear has `kept`, or whose `reading` from `shared` is under way."""
+    if reading is None or shared is None:
+        return _rows(kept)
     tensor, wait = reading
     wait()
     shared.let_go()
-    return tensor.flatten(0, -2)
+    return _rows(tensor)
 
 
-def _product(grad_TO: Tensor, reading: _Reading, shared: SharedBackward) -> Tensor:
-    return grad_TO.T @ _read(reading, shared)
+def _rows(tensor: Tensor) -> Tensor:
+    """[T, ...] of the tokens; by one operator where a micro-batch has them, in place of three."""
+    is_plain = tensor.dim() == 3 and tensor.shape[0] == 1
+    return tensor.squeeze(0) if is_plain else tensor.flatten(0, -2)
 
 
 def _add_product(
-    gradient: WeightGradient, grad_TO: Tensor, reading: _Reading, shared: SharedBackward
+    gradient: WeightGradient,
+    grad_TO: Tensor,
+    kept: Tensor,
+    reading: _Reading,
+    shared: SharedBackward,
 ) -> None:
-    gradient.add_product(grad_TO, _read(reading, shared))
+    gradient.add_product(grad_TO, _read(kept, reading, shared))
 
 
 def _backward(
@@ -296,19 +301,21 @@ def trace_linear(
     return output
 
 
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, _Linear).apply
+"""Without what `apply` of torch looks after in each call for functorch, which is not used here."""
+
+
 def apply_linear(
-    linear: nn.Linear,
     hidden: Tensor,
+    weight_OH: Tensor,
+    bias_O: Tensor | None,
     kept: Tensor | None = None,
     shared: SharedBackward | None = None,
 ) -> Tensor:
-    """What `linear` makes of `hidden`; for backward it keeps `kept`, from which `shared` gets the
+    """What a linear makes of `hidden`; for backward it keeps `kept`, from which `shared` gets the
     input again, or the input.
     """
-    output: Tensor = _Linear.apply(
-        hidden, linear.weight, linear.bias, hidden if kept is None else kept, shared
-    )
-    return output
+    return _apply(hidden, weight_OH, bias_O, hidden if kept is None else kept, shared)
 
 
 apply_outside = torch.compiler.disable(apply_linear)

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ds_hydra.engine.parallel.linear import (
     SharedBackward,
@@ -269,8 +270,11 @@ class TensorParallel:
         self.size, self.rank, self.cuts_experts = 1, 0, True
         self.shards: TokenShards | None = None
         """Set where micro-batches are cut now."""
-        self.columns: set[nn.Module] = set()
-        """Modules that are handed a shared copy of their input."""
+        self.columns: dict[nn.Module, RemovableHandle] = {}
+        self.rows: dict[nn.Module, RemovableHandle] = {}
+        """Hooks of modules that are handed a shared copy of their input, and of those whose outputs
+        are parts.
+        """
         self.shared: SharedInput | None = None
         """What the linears that run now read, where its gradient is exchanged."""
 
@@ -285,6 +289,11 @@ class TensorParallel:
     def first_row(self, num_rows: int) -> int:
         """The first row of this rank's slice of an embedding or head of `num_rows` in all."""
         return self.rank * num_rows // self.size
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether columnwise layers are handed a copy of their input, whose gradient is summed."""
+        return self.size > 1 and self.shards is None  # else their block has gathered the input
 
     @property
     def has_parts(self) -> bool:
@@ -438,11 +447,9 @@ def hook_colwise(module: nn.Module, tp: TensorParallel) -> None:
     """Columnwise parallel linear: full input, sliced output features."""
 
     def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        is_whole = tp.size > 1 and tp.shards is None  # else its block has gathered the input
-        return (tp.copy_to_group(args[0]), *args[1:]) if is_whole else None
+        return (tp.copy_to_group(args[0]), *args[1:]) if tp.has_copies else None
 
-    module.register_forward_pre_hook(before)
-    tp.columns.add(module)
+    tp.columns[module] = module.register_forward_pre_hook(before)
 
 
 def hook_block(block: nn.Module, tp: TensorParallel) -> None:
@@ -471,26 +478,43 @@ def hook_block(block: nn.Module, tp: TensorParallel) -> None:
 
 
 def hook_linear(linear: nn.Module, tp: TensorParallel) -> None:
-    """A linear without code of its own, of a layer or the head: [Note: Products for weights]."""
+    """A linear without code of its own, of a layer or the head: [Note: Products for weights].
+
+    It does itself what `hook_colwise` and `hook_rowwise` do for others: calls of hooks are time of
+    the host.
+    """
     if type(linear) is not nn.Linear or "forward" in vars(linear):
         return
-    plain, is_handed_copy = linear.forward, linear in tp.columns
+    plain = linear.forward
+    column, row = tp.columns.get(linear), tp.rows.get(linear)
+    for hook in (column, row):
+        if hook is not None:
+            hook.remove()
 
-    @functools.wraps(plain)
-    def forward(hidden: Tensor) -> Tensor:
-        if not linear.weight.requires_grad:
+    def multiply(hidden: Tensor) -> Tensor:
+        weight = linear.weight
+        if not weight.requires_grad:
             return plain(hidden)
         shared, is_compiling = tp.shared, torch.compiler.is_compiling()
         if is_compiling and tp.shards is None:
             # Not by comparing tensors, whose lengths a compiler would take for constants
-            is_shared = shared is not None and is_handed_copy and tp.size > 1
+            is_shared = shared is not None and column is not None and tp.size > 1
             return trace_linear(linear, plain, hidden, shared.backward if is_shared else None)
         if shared is not None and hidden is shared.whole:
             run = apply_outside if is_compiling else apply_linear
-            return run(linear, hidden, shared.kept, shared.backward)
+            return run(hidden, weight, linear.bias, shared.kept, shared.backward)
         if is_compiling:
             return trace_linear(linear, plain, hidden)
-        return apply_linear(linear, hidden) if takes_products(linear.weight) else plain(hidden)
+        return (
+            apply_linear(hidden, weight, linear.bias) if takes_products(weight) else plain(hidden)
+        )
+
+    @functools.wraps(plain)
+    def forward(hidden: Tensor) -> Tensor:
+        if column is not None and tp.has_copies:
+            hidden = tp.copy_to_group(hidden)
+        output = multiply(hidden)
+        return tp.sum_over_group(output) if row is not None and tp.has_parts else output
 
     linear.forward = forward
 
@@ -501,7 +525,7 @@ def hook_rowwise(module: nn.Module, tp: TensorParallel) -> None:
     def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         return tp.sum_over_group(output) if tp.has_parts else None
 
-    module.register_forward_hook(after)
+    tp.rows[module] = module.register_forward_hook(after)
 
 
 def hook_gathered(module: nn.Module, tp: TensorParallel) -> None:

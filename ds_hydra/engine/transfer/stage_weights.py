@@ -229,8 +229,8 @@ class _Gradient:
     """The gradient of one leaf: what autograd brings is `take`n, and factors of a product are
     multiplied where it belongs, if `multiply` is given.
 
-    `complete` is called at the end of each micro-batch: all uses of the leaf have passed by, and no
-    product is still to come.
+    `complete` is called at the end of a micro-batch whose backward calls `pass_by`: all uses of the
+    leaf have passed by, and no product is still to come.
     """
 
     def __init__(
@@ -258,12 +258,12 @@ class _Gradient:
         if self._multiply is None:
             self.take(grad_TO.T @ input_TH)
         else:
-            self._multiply(grad_TO.T, input_TH)
+            self._multiply(grad_TO.transpose(0, 1), input_TH)
         self._num_expected -= 1
         if self._is_passed and not self._num_expected:
             self.pass_by()
 
-    def pass_by(self) -> None:
+    def pass_by(self, *_: Any) -> None:
         """Backward is done with the leaf, but for products that were postponed."""
         # A product that waits for an exchange comes later; the last of them calls this again.
         self._is_passed = bool(self._num_expected)
@@ -306,8 +306,7 @@ class StageWeights:
         self.grad_bucket_S: list[list[Tensor]] = []
         self.on_gradient: Callable[[int], None] | None = None
         self._states = [_BucketState() for _ in buckets]
-        self._nodes: list[torch.autograd.graph.Node] = []
-        self._is_last_backward = False
+        self._nodes: list[tuple[torch.autograd.graph.Node, _Gradient]] = []
         slot_of = slot_of or {}
         owned = buckets if streamed is None else streamed.copied
         self._gathered = frozenset(slot_of) if gathers else frozenset()
@@ -348,7 +347,10 @@ class StageWeights:
         """From now on, report buckets whose gradients are complete; call before the last
         micro-batch's backward.
         """
-        self._is_last_backward = True
+        # Of nodes, not of leaves: not every torch runs those where all of a gradient comes as
+        # products. In other passes nobody asks.
+        for node, gradient in self._nodes:
+            node.register_hook(gradient.pass_by)
         # Buckets without trained parameters: no hook would report them.
         for index, state in enumerate(self._states):
             if not state.missing:
@@ -451,9 +453,14 @@ class StageWeights:
         self._states[bucket].missing.add(param)
         self._states[bucket].watched.add(gradient)
         set_gradient(leaf, gradient)
-        # Not a hook of the leaf: it would not run where all of a gradient comes as products.
-        node = torch.autograd.graph.get_gradient_edge(leaf).node
-        self._nodes.append(node)
+
+        def take(leaf: Tensor) -> None:
+            if leaf.grad is not None:
+                gradient.take(leaf.grad)
+                # Else autograd would add the next micro-batch's to it, in the type of the weights.
+                leaf.grad = None
+
+        leaf.register_post_accumulate_grad_hook(take)
         # What the node refers to may not hold the node.
         weak_self = weakref.ref(self)
 
@@ -461,20 +468,13 @@ class StageWeights:
             weights = weak_self()
             assert weights is not None
             missing = weights._states[bucket].missing
-            if weights._is_last_backward and param in missing:
+            if param in missing:
                 missing.remove(param)
                 if not missing:
                     weights._report(bucket)
 
-        def pass_by(*_: Any) -> None:
-            if leaf.grad is not None:
-                gradient.take(leaf.grad)
-                # Else autograd would add the next micro-batch's to it, in the type of the weights.
-                leaf.grad = None
-            gradient.pass_by()
-
         gradient.complete = complete
-        node.register_hook(pass_by)
+        self._nodes.append((torch.autograd.graph.get_gradient_edge(leaf).node, gradient))
 
     def _report(self, bucket: int) -> None:
         if self.on_gradient is not None:
