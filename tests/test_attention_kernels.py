@@ -100,7 +100,7 @@ class Names(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("package", ALL)
+@pytest.mark.parametrize("package", [p for p in ALL if p != CUDNN])  # a stand-in that indexes
 def test_backward_hands_on_the_gradients_of_heads_as_views(package):
     """Of an index it would fill and copy a tensor for each of them."""
     heads = [torch.randn(1, 2, 5, 8, dtype=HALF, requires_grad=True) for _ in range(3)]

@@ -486,8 +486,10 @@ def hook_linear(linear: nn.Module, tp: TensorParallel) -> None:
     if type(linear) is not nn.Linear or "forward" in vars(linear):
         return
     plain = linear.forward
-    column, row = tp.columns.get(linear), tp.rows.get(linear)
-    for hook in (column, row):
+    hooks = tp.columns.get(linear), tp.rows.get(linear)
+    # Not the hooks themselves: a compiler of what follows could not represent them
+    is_column, is_row = (hook is not None for hook in hooks)
+    for hook in hooks:
         if hook is not None:
             hook.remove()
 
@@ -498,7 +500,7 @@ def hook_linear(linear: nn.Module, tp: TensorParallel) -> None:
         shared, is_compiling = tp.shared, torch.compiler.is_compiling()
         if is_compiling and tp.shards is None:
             # Not by comparing tensors, whose lengths a compiler would take for constants
-            is_shared = shared is not None and column is not None and tp.size > 1
+            is_shared = shared is not None and is_column and tp.size > 1
             return trace_linear(linear, plain, hidden, shared.backward if is_shared else None)
         if shared is not None and hidden is shared.whole:
             run = apply_outside if is_compiling else apply_linear
@@ -511,10 +513,10 @@ def hook_linear(linear: nn.Module, tp: TensorParallel) -> None:
 
     @functools.wraps(plain)
     def forward(hidden: Tensor) -> Tensor:
-        if column is not None and tp.has_copies:
+        if is_column and tp.has_copies:
             hidden = tp.copy_to_group(hidden)
         output = multiply(hidden)
-        return tp.sum_over_group(output) if row is not None and tp.has_parts else output
+        return tp.sum_over_group(output) if is_row and tp.has_parts else output
 
     linear.forward = forward
 
