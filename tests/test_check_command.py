@@ -59,8 +59,8 @@ def test_a_good_configuration_shows_memory_communicators_and_what_is_assumed(tmp
         if line.strip()[0] == "<"
     }
     # With the engine's states and all else that it holds; 9,669 and 75,238 by App. B.1
-    assert rows["<1,2>"] == "5,558"
-    assert rows["<8,1>"] == "63,345"
+    assert rows["<1,2>"] == "5,468"
+    assert rows["<8,1>"] == "62,662"
     states_alone = invoke("check", path, "--devices", 8)  # the rest is counted with a model
     assert "7,344" in states_alone.stdout
     assert "67,560" in states_alone.stdout
