@@ -474,15 +474,17 @@ def open_home(
     purpose: str,
 ) -> Home:
     """The home of the run's host, on devices such as `device`, for `layers` of these parameters.
-    Collective over all ranks.
+    Collective over all ranks. Raises HydraConfigError on all where threads beside computation could
+    hang on some rank's device.
     """
     if device.type not in ALLOCATORS:
         return SharedMemoryHome(specs, dtype, device, purpose)
-    problem = find_overlap_problem(device)
-    error = HydraConfigError(
-        f"streamed layers (;stream in hydra.strategies) are added up in threads beside computation: {problem}"
-    )
-    raise_together(error if problem else None, device)
+    error = None
+    if problem := find_overlap_problem(device):
+        error = HydraConfigError(
+            f"streamed layers (;stream in hydra.strategies) are added up in threads beside computation: {problem}"
+        )
+    raise_together(error, device)
     everyone = range(dist.get_world_size())
     groups.create([("home", everyone)])
     widest = max(sum(specs[param].numel for param in layer) for layer in layers)
