@@ -53,13 +53,13 @@ def check_attention():
     group = TokenShards(dist.new_group(list(range(size))), size)
     gathered, post = [], KeysOfRow.post
 
-    def watched(self, row):
-        select = post(self, row)
+    def watched(self, *row_and_widths):
+        select = post(self, *row_and_widths)
 
         def select_watched():
-            keys = select()
-            gathered.append(StorageWeakRef(keys.untyped_storage()))
-            return keys
+            selected = select()
+            gathered.append([StorageWeakRef(one.untyped_storage()) for one in selected])
+            return selected
 
         return select_watched
 
@@ -83,9 +83,9 @@ def check_attention():
             for token_cuts.LEAST_PART_BYTES in (1 << 20, 1):
                 gathered.clear()
                 got, own_leaves = attend(packed, rows, options)
-                alive.append(sum(not keys.expired() for keys in gathered))
+                alive.append(sum(not one.expired() for keys in gathered for one in keys))
                 (got * own_weight).sum().backward()
-                alive.append(sum(not keys.expired() for keys in gathered))
+                alive.append(sum(not one.expired() for keys in gathered for one in keys))
                 num_gathered.append(len(gathered))
                 whole.append([got, *(leaf.grad for leaf in own_leaves)])
             alike &= all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*whole))

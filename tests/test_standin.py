@@ -226,6 +226,16 @@ def test_peaks_are_those_of_the_memory_model(check):
 
 
 @nightly
+@pytest.mark.parametrize("num_parts", [1, 4])
+def test_keys_of_all_rows_take_what_is_counted(num_parts):
+    check = f"gathered_keys:{num_parts}"
+    found = [rank[check] for rank in run_checks(4, (check,))]
+    counted = found[0]["counted"] + found[0]["query"]
+    assert max(of["backward"] for of in found) == pytest.approx(counted, rel=OFF_BY)
+    assert max(of["forward"] for of in found) <= counted
+
+
+@nightly
 @pytest.mark.parametrize("check", ["vocabulary:32000", "vocabulary:128256", "vocabulary:32000tied"])
 def test_peaks_of_models_of_large_vocabularies_are_those_of_a_measured_profile(check):
     for text, found in run_checks(2, (check,))[0][check].items():

@@ -17,11 +17,16 @@ from single_process import random_examples
 from torch import Tensor
 
 from ds_hydra.engine.model import attention
+from ds_hydra.engine.parallel.tensor_parallel import TokenShards
+from ds_hydra.engine.parallel.token_cuts import KeysOfRow, TokenLayout, attend_to_all_rows
 from ds_hydra.engine.profiling import profiler
 from ds_hydra.engine.profiling.memory import trace_layer_memory
 from ds_hydra.engine.profiling.profile_document import Measurements, layer_params, nominal_profile
+from ds_hydra.sampler.cuts import cut_micro_batch
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Profile, Strategy
+from ds_hydra.strategy.profiles.memory_model import MemoryModel, key_value_parts
+from ds_hydra.strategy.schemes.scheme import Scheme
 from standin import device, process_group
 
 NUM_TOKENS = 768
@@ -247,3 +252,68 @@ def peaks(family: str) -> dict[str, dict[str, float]]:
             }
     engine.destroy()
     return found
+
+
+class _Kept(torch.autograd.Function):
+    """What a fused kernel of attention allocates, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return torch.zeros_like(q.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return tuple(torch.zeros_like(x) for x in ctx.saved_tensors)
+
+
+def gathered_keys(num_parts: str) -> dict[str, float]:
+    """Copies of the keys and values of all rows that attention to them takes in forward, and in
+    backward with the gradient of queries; those that MaxLen counts, and of the largest part's
+    queries.
+    """
+    size, accelerator = dist.get_world_size(), get_accelerator()
+    num_heads, head_dim, num_tokens = 8 if num_parts == "4" else 1, 64, 1024 * size
+    rows = cut_micro_batch([0], [num_tokens], size)
+    group = TokenShards(dist.new_group([*range(size)]), size)
+    layout = TokenLayout(rows=group, row=dist.get_rank())
+    keys = KeysOfRow.find(rows, layout, torch.device(device.NAME))
+    shape = (1, num_heads, keys.row_tokens, head_dim)
+    query, key, value = (torch.randn(shape).to(device.NAME).requires_grad_() for _ in range(3))
+    grad_out = torch.zeros_like(query.transpose(1, 2))
+    copy_bytes = 2 * query.nbytes * size
+    forward, backward = [], []
+    for _ in range(4):  # blocks that another stream still reads are freed late
+        before = _at_rest()
+        out = attend_to_all_rows(query, key, value, keys, lambda q, k, v, _: _Kept.apply(q, k, v))
+        forward.append(accelerator.max_memory_allocated() - before)
+        keys.before_backward(out)
+        before = _at_rest()
+        out.backward(grad_out)
+        backward.append(accelerator.max_memory_allocated() - before)
+        query.grad = key.grad = value.grad = out = None
+    memory = MemoryModel(
+        num_layers=1, hidden_size=num_heads * head_dim, vocab_size=0, activation_bytes={1: 1.0},
+        state_bytes=0, sharded_fraction=0, memory_bytes=0, reserved_bytes=0, safety_margin_bytes=0,
+        input_bytes=4, num_heads=num_heads,
+    )  # fmt: skip
+    scheme = Scheme(1, 1, cp=size)
+    counted = (
+        memory.rank_bytes(scheme, size, num_tokens)
+        - memory.rank_bytes(replace(scheme, cp=1), size, num_tokens) / size
+    )
+    return {
+        "forward": min(forward) / copy_bytes,
+        "backward": min(backward) / copy_bytes,
+        "counted": counted / copy_bytes,
+        "query": max(key_value_parts(num_heads, int(num_parts))) / num_heads / (2 * size),
+    }
+
+
+def _at_rest() -> int:
+    """Bytes that are allocated once all streams are done; peaks count from here."""
+    gc.collect()
+    get_accelerator().synchronize()
+    dist.barrier()
+    get_accelerator().reset_peak_memory_stats()
+    return get_accelerator().memory_allocated()

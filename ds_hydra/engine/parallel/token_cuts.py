@@ -29,7 +29,7 @@ begins, so that they travel beside its MLP.
 
 Legend: P ranks of the group, H query heads, K key-value heads (of a part under CP), T tokens of the
 padded micro-batch, t those of a shard or of a padded row, S tokens that a row sends, N keys of all
-pieces of a row, D head dimension, W = K (D + Dv) numbers of a token's keys and values.
+pieces of a row, D head dimension, w = K D or K Dv numbers of a token's keys or values, W of both.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from ds_hydra.engine.parallel.linear import nothing
 from ds_hydra.engine.parallel.tensor_parallel import TokenShards
 from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.sampler.cuts import Row
-from ds_hydra.strategy.cost_models.costs import MOST_KEY_VALUE_PARTS, key_value_parts
+from ds_hydra.strategy.profiles.memory_model import MOST_KEY_VALUE_PARTS, key_value_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,30 +236,37 @@ class KeysOfRow:
         if parts:
             hidden.register_hook(gather_again)
 
-    def post(self, row_tW: Tensor) -> Callable[[], Tensor]:
-        """Returns what waits for [N, W] of this rank's pieces, out of what all rows send and its
-        own. Collective over the group.
+    def post(self, row_tW: Tensor, widths: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """Returns what waits for keys and values of this rank's pieces, [N, w] of each of `widths`,
+        which add up to W, out of what all rows send and its own. Collective over the group.
         """
+
+        def of_pieces(both: Tensor) -> list[Tensor]:
+            return [one.index_select(0, self.places_N) for one in both.split([*widths], dim=1)]
+
         if not len(self.sent_S):
-            return lambda: row_tW.index_select(0, self.places_N)
+            return lambda: of_pieces(row_tW)
         received, wait = self.group.gather(row_tW.index_select(0, self.sent_S).unsqueeze(0))
         held = [received]
 
-        def select() -> Tensor:
+        def select() -> list[Tensor]:
             wait()
-            both = torch.cat([held.pop()[0], row_tW])
-            return both.index_select(0, self.places_N)
+            return of_pieces(torch.cat([held.pop()[0], row_tW]))
 
         return select
 
-    def post_gradients(self, grad_NW: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """[t, W] of this rank's row out of the gradients of all ranks, valid once the returned
-        function has been called. Collective over the group.
+    def post_gradients(self, *grads: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """[t, W] of this rank's row out of the gradients of all ranks, [N, w] of keys and of
+        values, valid once the returned function has been called. Collective over the group.
         """
         num_sent = len(self.sent_S) * self.group.size
-        both = grad_NW.new_zeros(num_sent + self.row_tokens, grad_NW.shape[1])
-        for block, grad in zip(self.blocks, grad_NW.split([*map(len, self.blocks)]), strict=True):
-            _add_at(both, block, grad)
+        widths = [grad_Nw.shape[1] for grad_Nw in grads]
+        both = grads[0].new_zeros(num_sent + self.row_tokens, sum(widths))
+        for one, grad_Nw in zip(both.split(widths, dim=1), grads):
+            of_blocks = grad_Nw.split([*map(len, self.blocks)])
+            one.index_copy_(0, self.blocks[0], of_blocks[0])
+            for block, grad in zip(self.blocks[1:], of_blocks[1:], strict=True):
+                _add_at(one, block, grad)
         if not num_sent:
             return both, nothing
         sent, row = both.split([num_sent, self.row_tokens])
@@ -283,41 +290,44 @@ class _Part:
     again.
     """
 
-    def __init__(self, row_tW: Tensor, keys: KeysOfRow) -> None:
-        self.row_tW, self.keys = row_tW.detach(), keys
-        self.select = keys.post(self.row_tW)
-        self._address = 0
-        self._again: Tensor | None = None
+    def __init__(self, row_tW: Tensor, widths: Sequence[int], keys: KeysOfRow) -> None:
+        self.row_tW, self.widths, self.keys = row_tW.detach(), widths, keys
+        self.select = keys.post(self.row_tW, widths)
+        self._addresses: list[int] = []
+        self._again: list[Tensor] = []
 
     @contextmanager
-    def left_out(self, selected_NW: Tensor) -> Iterator[None]:
-        """Autograd keeps no view of `selected_NW` in this context."""
-        self._address = selected_NW.untyped_storage().data_ptr()
+    def left_out(self, selected: Sequence[Tensor]) -> Iterator[None]:
+        """Autograd keeps no view of the `selected` keys and values in this context."""
+        self._addresses = [one.untyped_storage().data_ptr() for one in selected]
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
     def _pack(self, tensor: Tensor) -> Tensor | tuple[Any, ...]:
-        if tensor.untyped_storage().data_ptr() != self._address:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._addresses:
             return tensor
-        return tensor.shape, tensor.stride(), tensor.storage_offset()
+        number = self._addresses.index(address)
+        return number, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def _unpack(self, packed: Tensor | tuple[Any, ...]) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        if self._again is None:
+        if not self._again:
             self._again = self.select()
             self.select = _gone
-        return self._again.as_strided(*packed)
+        number, *strided = packed
+        return self._again[number].as_strided(*strided)
 
     def gather_again(self) -> None:
         """Collective over the group."""
-        self.select = self.keys.post(self.row_tW)
+        self.select = self.keys.post(self.row_tW, self.widths)
 
     def let_go(self) -> None:
-        self._again = None
+        self._again = []
 
 
-def _gone() -> Tensor:
+def _gone() -> list[Tensor]:
     raise AssertionError("keys are gathered before their attention's backward")
 
 
@@ -338,21 +348,23 @@ class _Rows(torch.autograd.Function):
 
 
 class _Select(torch.autograd.Function):
-    """The keys of a row's pieces; in backward the gradients of all ranks go back to the rows, there
-    once `waits` are over.
+    """Keys and values of a row's pieces; in backward the gradients of all ranks go back to the
+    rows, there once `waits` are over.
     """
 
     @staticmethod
-    def forward(ctx: Any, row_tW: Tensor, part: _Part, waits: list[Callable[[], None]]) -> Tensor:
+    def forward(
+        ctx: Any, row_tW: Tensor, part: _Part, waits: list[Callable[[], None]]
+    ) -> tuple[Tensor, ...]:
         ctx.part, ctx.waits = part, waits
         selected = part.select()
         part.select = _gone
-        return selected
+        return tuple(selected)
 
     @staticmethod
-    def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         ctx.part.let_go()
-        row, wait = ctx.part.keys.post_gradients(grad_NW)
+        row, wait = ctx.part.keys.post_gradients(*grads)
         ctx.waits.append(wait)
         return row, None, None
 
@@ -385,17 +397,16 @@ def attend_to_all_rows(
     queries = query_BHtD.split([ratio * size for size in sizes], dim=1)
     rows = [torch.cat([x.transpose(0, 1).flatten(1) for x in both], dim=1) for both in chunks]
     waits: list[Callable[[], None]] = []
-    parts = [_Part(row, keys) for row in rows]
+    parts = [_Part(row, [x[:, 0].numel() for x in both], keys) for row, both in zip(rows, chunks)]
     gathers_again = rows[0].requires_grad and torch.is_grad_enabled() and not _runs_again
     outs, begin = [], 0
-    for row, part, query, both in zip(_Rows.apply(waits, *rows), parts, queries, chunks):
-        selected_NW: Tensor = _Select.apply(row, part, waits)
+    for row, part, query, size in zip(_Rows.apply(waits, *rows), parts, queries, sizes):
+        selected: tuple[Tensor, Tensor] = _Select.apply(row, part, waits)
         key, value = (
-            wide.unflatten(1, (len(own), -1)).transpose(0, 1).unsqueeze(0)
-            for wide, own in zip(selected_NW.split([x[:, 0].numel() for x in both], dim=1), both)
+            one_Nw.unflatten(1, (size, -1)).transpose(0, 1).unsqueeze(0) for one_Nw in selected
         )
         end = begin + query.shape[1]
-        with part.left_out(selected_NW) if gathers_again else nullcontext():
+        with part.left_out(selected) if gathers_again else nullcontext():
             outs.append(attend(query, key, value, slice(begin, end)))
         begin = end
     if gathers_again:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Self
 
 from ds_hydra.strategy.cost_models.analytic import (
@@ -38,29 +37,12 @@ def runs_all(_: Scheme) -> bool:
     return True
 
 
-MOST_KEY_VALUE_PARTS = 4
-"""Parts of some heads in which keys and values travel, each beside attention of the one before."""
-
 _ROW_TOKENS = 8192
 """Of a CP rank's row: starts of exchanges that attention hides are counted for each of them."""
 _SEEN_EXCHANGES = 2
 """Of CP for each layer, with what the first part has: its gather in forward, and in backward the
 sum of its gradients; keys that backward gathers travel beside the layer's MLP.
 """
-
-
-def key_value_parts(num_heads: int, most: int) -> list[int]:
-    """Key-value heads of each part, at most `most` parts, each about twice the one before.
-
-    >>> key_value_parts(32, 4), key_value_parts(8, 4), key_value_parts(1, 4)
-    ([2, 4, 9, 17], [1, 1, 2, 4], [1])
-    """
-    number = max(1, min(num_heads, most))
-    ends = [0]
-    for part in range(1, number + 1):
-        even = round(num_heads * (2**part - 1) / (2**number - 1))
-        ends.append(min(max(even, ends[-1] + 1), num_heads - (number - part)))
-    return [end - begin for begin, end in pairwise(ends)]
 
 
 _REFERENCE_TOKENS = 32768
@@ -291,7 +273,8 @@ class Costs:
         each_ms = layers * cluster.hardware.collective_overhead_ms
         travels_ms = key_values_ms(cluster.shape, cluster.hardware, scheme)
         seen_ms, hidden_ms = self._seen_and_hidden(scheme, travels_ms)
-        starts = KEY_VALUE_EXCHANGES * len(self._key_value_parts(scheme)) - _SEEN_EXCHANGES
+        num_parts = len(self.profile.memory.key_value_parts(scheme))
+        starts = KEY_VALUE_EXCHANGES * num_parts - _SEEN_EXCHANGES
         return replace(
             latency,
             linear_ms=latency.linear_ms + seen_ms,
@@ -306,20 +289,12 @@ class Costs:
         Attention as long as all that travels is too short for a part that is larger than the one
         before by the difference.
         """
-        parts = self._key_value_parts(scheme)
+        parts = self.profile.memory.key_value_parts(scheme)
         if len(parts) == 1:
             return travels_ms, 0.0
         share = _SEEN_EXCHANGES / KEY_VALUE_EXCHANGES * parts[0] / sum(parts)
         hiding = 1 + (parts[-1] - parts[0]) / sum(parts)
         return share * travels_ms, hiding * (1 - share) * travels_ms
-
-    def _key_value_parts(self, scheme: Scheme) -> list[int]:
-        """Heads of the parts in which the engine sends keys and values, where micro-batches are
-        large; one part where nothing says how many heads there are.
-        """
-        memory = self.profile.memory
-        own = memory.num_heads * memory.key_value_share / (scheme.sp * scheme.tp)
-        return key_value_parts(max(1, int(own)), MOST_KEY_VALUE_PARTS)
 
     @cached_property
     def single_rank(self) -> LatencyModel | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.schemes.scheme import Scheme, stage_layers
@@ -43,10 +44,22 @@ _ELEMENT_BYTES = 2
 ROW_TOLERANCE = 0.02
 """Share by which a row of a micro-batch may have more tokens than its part."""
 
-_GATHERED_COPIES = 3
-"""Of the keys and values of all rows, in one layer: gathered, those that a row's pieces see, their
-gradient.
-"""
+MOST_KEY_VALUE_PARTS = 4
+"""Parts of some heads in which keys and values travel, each beside attention of the one before."""
+
+
+def key_value_parts(num_heads: int, most: int) -> list[int]:
+    """Key-value heads of each part, at most `most` parts, each about twice the one before.
+
+    >>> key_value_parts(32, 4), key_value_parts(8, 4), key_value_parts(1, 4)
+    ([2, 4, 9, 17], [1, 1, 2, 4], [1])
+    """
+    number = max(1, min(num_heads, most))
+    ends = [0]
+    for part in range(1, number + 1):
+        even = round(num_heads * (2**part - 1) / (2**number - 1))
+        ends.append(min(max(even, ends[-1] + 1), num_heads - (number - part)))
+    return [end - begin for begin, end in pairwise(ends)]
 
 
 def activation_share(scheme: Scheme, key_value_share: float = 1.0) -> float:
@@ -85,7 +98,10 @@ class MemoryModel:
     1/SP of every micro-batch, which costs `SP_ACTIVATIONS` times its share. Of
     CP ranks each has a row of it, and in one layer at a time keys and values of all rows,
 
-    gathered     S * 2 K H / (SP TP) * i * 3          K = `key_value_share` heads a query head
+    gathered     S * 2 K H / (SP TP) * i * (1 + f) * (1 + 1.5 / CP)
+
+    with K = `key_value_share` heads a query head, and of the heads a share f in the largest part
+    (`key_value_parts`).
 
     Ours: where a profile says how many tables of H V parameters embedding and head are (2, or 1
     that both use), e is what B is for a parameter, times these; of two, a stage of PP > 1 holds
@@ -337,7 +353,18 @@ class MemoryModel:
         if scheme.cp == 1:
             return 0.0
         numbers = 2 * self.key_value_share * self.hidden_size / (scheme.sp * scheme.tp)
-        return _GATHERED_COPIES * numbers * (self.input_bytes or _ELEMENT_BYTES)
+        parts = self.key_value_parts(scheme)
+        # All parts are gathered before attention to one; one at a time has its gradient. What a row
+        # sends of each, gets back and has on its own is half as much again of a row
+        copies = (1 + max(parts) / sum(parts)) * (1 + 1.5 / scheme.cp)
+        return copies * numbers * (self.input_bytes or _ELEMENT_BYTES)
+
+    def key_value_parts(self, scheme: Scheme) -> list[int]:
+        """Heads of the parts in which CP sends keys and values, where micro-batches are large; one
+        part where nothing says how many heads there are.
+        """
+        own = self.num_heads * self.key_value_share / (scheme.sp * scheme.tp)
+        return key_value_parts(max(1, int(own)), MOST_KEY_VALUE_PARTS)
 
     def home_bytes(self, num_devices: int) -> float:
         """Share of each rank in one copy of the weights and sums of their gradients."""
