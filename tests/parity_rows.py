@@ -302,9 +302,10 @@ def row_of(name: str) -> Row:
     return {factor: named.get(factor, values[0]) for factor, values in FACTORS.items()}
 
 
-def _scheme(degrees: Degrees, options: Sequence[str]) -> str:
+def _scheme(degrees: Degrees, options: Sequence[str], *, context_first: bool = False) -> str:
     names = [f"sp{degrees.sp}"] if degrees.sp > 1 else []
     names += [f"cp{degrees.cp}"] if degrees.cp > 1 else []
+    names = names[::-1] if context_first else names
     return f"<{','.join([*names, str(degrees.tp), str(degrees.pp)])}{''.join(f';{o}' for o in options)}>"
 
 
@@ -318,7 +319,9 @@ def strategy_of(row: Row) -> str:
         options.append("ckpt=2")
     if row["stages"] == "uneven":
         options.append({2: "stages=3,1", 3: "stages=1,2,1"}[degrees.pp])
-    own = _scheme(degrees, [*options, *where])
+    # Half of the rows of both degrees; a kind of its own would be 34 rows more
+    context_first = row["overlap"] == "no_overlap" and not experts
+    own = _scheme(degrees, [*options, *where], context_first=context_first)
     num_alike = NUM_RANKS // degrees.num_ranks
     partner = PARTNERS.get(row["layout"])
     if row["layout"] == "idle":

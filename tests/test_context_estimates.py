@@ -19,12 +19,13 @@ from ds_hydra.strategy.cost_models.analytic import (
     ModelShape,
     key_values_ms,
     predict_latency,
+    sequence_parallel_latency,
 )
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.memory_model import ROW_TOLERANCE, SP_ACTIVATIONS_REPEATED
 from ds_hydra.strategy.profiles.profile import LatencyModel, load_profile
-from ds_hydra.strategy.proposal.space import context_parallel_schemes
+from ds_hydra.strategy.proposal.space import context_parallel_schemes, unpruned_schemes
 
 A800 = Hardware.from_json(read_json_object(find_file("hardware", "a800")), source="a800")
 SHAPE = ModelShape(
@@ -58,6 +59,65 @@ def test_keys_cross_nodes_over_one_edge_of_each_ring():
     rate = min(A800.intra_node_rate, A800.inter_node_rate / 4)
     assert across == pytest.approx(1e3 * per_rank * 3 / 4 / rate)
     assert key_values_ms(SHAPE, A800, Scheme(4, 1)) == 0.0
+
+
+def test_neighbours_keep_their_keys_in_a_node_and_others_exchange_between_nodes():
+    scheme = Scheme(1, 1, sp=2, cp=8, context_first=True)
+    num_bytes = (
+        10 * 12 * 100 * 0.5 / 2 * 7 / 8
+    )  # layers, bytes, hidden units, share, SP, other rows
+    inside = key_values_ms(SHAPE, A800, scheme)
+    assert inside == pytest.approx(1e3 * num_bytes / A800.intra_node_rate)
+    near = key_values_ms(SHAPE, A800, replace(scheme, context_first=False))
+    assert near == pytest.approx(
+        1e3 * num_bytes / min(A800.intra_node_rate, A800.inter_node_rate / 2)
+    )
+    # Queries, outputs, keys and values of a token, forward and backward, in 16 bit
+    exchanged = 10 * 2 * 2 * (2 + 2 * 0.5) * 100 / 16
+    shared = A800.inter_node_rate / 8
+    more, in_node = (
+        sequence_parallel_latency(SHAPE, A800, s).linear_ms
+        for s in (scheme, replace(scheme, context_first=False))
+    )
+    assert more == pytest.approx(1e3 * exchanged / 2 / shared)
+    assert in_node == pytest.approx(1e3 * exchanged / 2 / A800.intra_node_rate)
+    # Half of 16 neighbours are in the own node
+    wide = sequence_parallel_latency(SHAPE, A800, Scheme(1, 1, sp=16)).linear_ms
+    assert wide == pytest.approx(1e3 * exchanged * 8 / 16 / shared)
+
+
+def test_a_measured_tp_group_of_several_nodes_had_the_interconnect_for_itself():
+    """<16,1> takes as long as <2,1> does; SP 8 x TP 2 still share the interconnect."""
+    profile = load_profile("a800_llama2_7b")
+    flat = dict(profile.latency)
+    flat[Scheme(16, 1)] = replace(flat[Scheme(2, 1)], linear_ms=flat[Scheme(2, 1)].linear_ms / 8)
+    costs = Costs.of(replace(profile, latency=flat), 64)
+    scheme = Scheme(2, 1, sp=8)
+    least = sequence_parallel_latency(costs.cluster.shape, costs.cluster.hardware, scheme).linear_ms
+    assert least > 0
+    share = flat[Scheme(2, 1)].linear_ms / 8
+    assert costs.latency(scheme).linear_ms == pytest.approx(share + least)
+    # Four rings of TP 4 share what two of TP 2 do
+    two, four = (Scheme(tp, 1, cp=16 // tp) for tp in (2, 4))
+    travels = [Costs.of(profile, 64).latency(s).hidden_ms * s.cp / (s.cp - 1) for s in (two, four)]
+    assert travels[1] == pytest.approx(travels[0], rel=0.1)
+
+
+def test_neighbours_of_a_row_are_proposed_where_a_group_has_several_nodes():
+    """40 heads divide by SP 8: two and four nodes of eight ranks."""
+    profile = load_profile("a800_llama2_13b")
+    world = World.of(profile, find_cluster(profile, 32), 32, 1)
+    found = [s for s in unpruned_schemes(world, 1e6) if s.context_first]
+    assert {(s.cp, s.sp) for s in found} == {(8, 2), (8, 4)}
+    assert all(s.gather and s.tp == 1 for s in found)
+    in_one = World.of(profile, find_cluster(profile, 8), 8, 1)
+    assert not any(s.context_first for s in unpruned_schemes(in_one, 1e6))
+    far, near = (
+        world.costs.latency(Scheme(1, 1, sp=4, cp=8, context_first=c, gather=True))
+        for c in (True, False)
+    )
+    assert far.hidden_ms < near.hidden_ms / 3
+    assert far.linear_ms > near.linear_ms
 
 
 def test_roofline_of_cp_shares_work_and_adds_keys():
@@ -121,8 +181,13 @@ def test_memory_of_rows_and_of_all_keys_of_a_layer():
     memory = Profile.from_json({**PROFILE, "model": {**PROFILE["model"], **heads}}).memory
     states, micro_batch = (memory.rank_bytes(Scheme(1, 1), 8, tokens) for tokens in (0, 1000))
     rows = memory.rank_bytes(Scheme(1, 1, cp=4), 8, 1000) - states
-    keys = 3 * 1000 * 2 * 32 / 4 * 2  # copies, tokens, keys and values, hidden units, bytes
+    # In two parts of one head each, and what rows send, get and have
+    keys = (
+        (1 + 1 / 2) * (1 + 1.5 / 4) * 1000 * 2 * 32 / 4 * 2
+    )  # tokens, keys and values, hidden units, bytes
     assert rows == pytest.approx((micro_batch - states) * (1 + ROW_TOLERANCE) / 4 + keys)
     both = memory.rank_bytes(Scheme(1, 1, sp=2, cp=2), 8, 1000) - states
     shared = (micro_batch - states) * SP_ACTIVATIONS_REPEATED * (1 + ROW_TOLERANCE) / 4
-    assert both == pytest.approx(shared + keys / 2)
+    # Of two ranks' heads one each, so one part
+    of_two = 2 * (1 + 1.5 / 2) * 1000 * 2 * 32 / 4 / 2 * 2
+    assert both == pytest.approx(shared + of_two)

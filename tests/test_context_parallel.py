@@ -147,7 +147,7 @@ def keys_in_parts(monkeypatch):
 
 TRAINED = (
     ("1x<cp4,1>", "1x<sp2,cp2,1>", "1x<cp2,2,1>", "1x<cp2,1,2>", "1x<cp3,1;gather> + 1x<1,1;gather>",
-     "1x<cp2,1> + 1x<sp2,1>"),
+     "1x<cp2,1> + 1x<sp2,1>", "1x<cp2,sp2,1>"),
     ["1x<cp2,1> + 2x<1,1>", "1x<cp4,1>"],
     "1x<sp2,cp2,1>",
 )  # fmt: skip

@@ -57,6 +57,32 @@ def test_groups_of_one_rank_cost_nothing():
     assert "0.0 GiB" in describe_groups([("pull", range(1))], rank=0, backend="nccl")
 
 
+@pytest.mark.parametrize("text", ["<sp3,cp2,2,2>", "<cp2,sp3,2,2>", "<cp4,sp2,1>", "<sp2,cp4,1>"])
+def test_neighbours_are_those_of_the_group_that_is_written_first(text):
+    strategy = Strategy.parse(text)
+    scheme = strategy.schemes[0]
+    roles = [Role.find(strategy, rank) for rank in range(strategy.num_devices)]
+    for rank, role in enumerate(roles):
+        assert role.rank == rank
+        for ranks, place in (
+            (role.sp_ranks, role.sp_rank), (role.cp_ranks, role.cp_rank), (role.tp_ranks, role.tp_rank)
+        ):  # fmt: skip
+            assert ranks[place] == rank
+        for other in role.sp_ranks:
+            assert roles[other].cp_rank == role.cp_rank
+            assert roles[other].tp_rank == role.tp_rank
+        for other in role.cp_ranks:
+            assert roles[other].sp_rank == role.sp_rank
+            assert roles[other].tp_rank == role.tp_rank
+    near, far = roles[0].sp_ranks, roles[0].cp_ranks
+    if scheme.context_first:
+        near, far = far, near
+    assert (near[1], far[1]) == (scheme.tp, scheme.tp * len(near))
+    groups = {key for key in groups_of(strategy) if key[0] in ("sp", "cp")}
+    wanted = {("sp", role.sp_ranks) for role in roles} | {("cp", role.cp_ranks) for role in roles}
+    assert groups == wanted
+
+
 def test_sp_groups_are_the_ranks_with_the_same_slices():
     strategy = Strategy.parse("1x<sp2,2,2> + 1x<sp2,1> + 1x<1,1>")
     keys = groups_of(strategy)

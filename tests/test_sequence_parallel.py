@@ -315,9 +315,10 @@ def test_exchanges_have_one_price(sp):
     costs = Costs(Profile.from_json(document), cluster)
     assert costs.latency(scheme).micro_batch_ms([4096]) == pytest.approx(expected)
     assert rival.micro_batch_ms(np.array([4096])) == pytest.approx(expected)
-    # Across nodes the eight ranks of a node share its interconnect
+    # What goes to other nodes shares the interconnect with that of the node's eight ranks
     rate = hardware.intra_node_rate if sp <= 8 else hardware.inter_node_rate / 8
-    per_token = 32 * 2 * 2 * (2 + 2 / 4) * 4096 / sp * (1 - 1 / sp)
+    sent = (sp - 1 if sp <= 8 else sp - 8) / sp
+    per_token = 32 * 2 * 2 * (2 + 2 / 4) * 4096 / sp * sent
     assert priced.linear_ms == pytest.approx(1e3 * per_token / rate)
 
 

@@ -397,7 +397,7 @@ def _menus(profile: Profile, settings: CandidateSettings) -> Iterable[tuple[Stra
         # Uneven sizes need more communicators
         even = [scheme for scheme in schemes if number % scheme.num_devices == 0]
         # Fewer still where every group is cut in one way
-        by_context = [scheme for scheme in even if scheme.sp == scheme.tp == 1]
+        by_context = [s for s in even if s.tp == 1 and (s.sp == 1 or s.context_first)]
         for own in (schemes, even, by_context):
             menus = find_menus(
                 own,

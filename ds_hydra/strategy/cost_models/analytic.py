@@ -320,17 +320,17 @@ class ModelShape:
 def key_values_ms(shape: ModelShape, hardware: Hardware, scheme: Scheme) -> float:
     """What a token of a micro-batch costs CP ranks of a stage in keys and values of other rows.
 
-    Rings of the CP group have one edge between two nodes, all ranks of a row at once. Left out:
-    key-value heads that SP or TP ranks have repeatedly.
+    Rings of the CP group have one edge between two nodes, all ranks between two neighbours of a
+    group at once. Left out: key-value heads that SP or TP ranks have repeatedly.
     """
     if scheme.cp == 1:
         return 0.0
-    width = scheme.sp * scheme.tp
     rate = hardware.intra_node_rate
-    if scheme.cp * width > hardware.devices_per_node:
-        rate = min(rate, hardware.inter_node_rate / min(width, hardware.devices_per_node))
+    if scheme.cp * scheme.cp_step > hardware.devices_per_node:
+        rate = min(rate, hardware.inter_node_rate / min(scheme.cp_step, hardware.devices_per_node))
     layers = shape.num_layers / scheme.pp
-    sent = _KEY_VALUE_BYTES * shape.heads_width * shape.key_value_share / width
+    heads_width = shape.heads_width / (scheme.sp * scheme.tp)
+    sent = _KEY_VALUE_BYTES * heads_width * shape.key_value_share
     return 1e3 * layers * sent * (scheme.cp - 1) / scheme.cp / rate
 
 
@@ -340,18 +340,22 @@ def sequence_parallel_latency(
     """What the exchanges of SP add to T of `scheme` without communication; None without SP.
 
     A rank sends all but its own share of queries, keys, values and outputs of its tokens, and their
-    gradients. All ranks of a node send at once, so they share its interconnect to other nodes. Left
-    out: key-value heads that SP or TP ranks have repeatedly.
+    gradients, inside its node and to others at the same time. All ranks of a node send at once, so
+    they share its interconnect to other nodes. Left out: key-value heads that SP or TP ranks have
+    repeatedly.
     """
     if scheme.sp == 1:
         return None
     layers = shape.num_layers / scheme.pp
     numbers = 2 * (2 + 2 * shape.key_value_share) * shape.heads_width / scheme.ranks_per_stage
-    sent = 2 * numbers * (1 - 1 / scheme.sp) * layers
-    rate = hardware.group_rate(scheme.sp * scheme.tp, is_shared=True)
+    exchanged = 2 * numbers * layers
+    in_node = min(scheme.sp, max(1, hardware.devices_per_node // scheme.sp_step))
+    inside = exchanged * (in_node - 1) / scheme.sp / hardware.intra_node_rate
+    shared_rate = hardware.inter_node_rate / hardware.devices_per_node
+    outside = exchanged * (scheme.sp - in_node) / scheme.sp / shared_rate
     return LatencyModel(
         quadratic_ms=0.0,
-        linear_ms=1e3 * sent / rate,
+        linear_ms=1e3 * max(inside, outside),
         constant_ms=layers * _EXCHANGES * hardware.collective_overhead_ms,
     )
 

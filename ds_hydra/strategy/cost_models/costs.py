@@ -173,7 +173,8 @@ class Costs:
         no micro-batch takes less than its weights travel.
         """
         plain = replace(scheme, stream=False, gather=False)
-        if (single := self.single_rank) is None or plain != Scheme(1, 1, sp=plain.sp, cp=plain.cp):
+        single = self.single_rank
+        if plain != plain.without_options() or not plain.tp == plain.pp == plain.ep == 1:
             single = None
         if self.cluster is None or single is None:
             base = self.find(plain)
@@ -201,9 +202,11 @@ class Costs:
         SP ranks share what a micro-batch computes, its tokens and in attention its heads: a / SP
         and b / SP of <TP,PP>. What <SP x TP,PP> takes beyond that for each token is communication,
         of which n = SP ranks need 1 / n: a layer exchanges four tensors of S H / n elements, where
-        TP reduces two of S H in rings, which sends twice as much. The constant is the larger one of
-        both, because neither launches nor collectives get fewer. Where <SP x TP,PP> has no T,
-        exchanges of one stage count by the interconnects, of several nothing.
+        TP reduces two of S H in rings, which sends twice as much. Between nodes a ring has the
+        interconnect of a node for itself, exchanges of all ranks of a node share it: they take what
+        they do by the interconnects, if that is more. The constant is the larger one of both,
+        because neither launches nor collectives get fewer. Where <SP x TP,PP> has no T, exchanges
+        count by the interconnects alone.
         """
         narrow, wide = Scheme(scheme.tp, scheme.pp), Scheme(scheme.ranks_per_stage, scheme.pp)
         base, group = self.profile.latency.get(narrow), self.profile.latency.get(wide)
@@ -211,16 +214,15 @@ class Costs:
             return None
         linear_ms, constant_ms = base.linear_ms / scheme.sp, base.constant_ms
         if group is not None:
-            linear_ms += max(0.0, group.linear_ms - linear_ms) / scheme.sp
+            exchange_ms = max(0.0, group.linear_ms - linear_ms) / scheme.sp
+            linear_ms += max(exchange_ms, self._between_nodes_ms(scheme))
             constant_ms = max(constant_ms, group.constant_ms)
         latency = LatencyModel(
             quadratic_ms=base.quadratic_ms / scheme.sp, linear_ms=linear_ms, constant_ms=constant_ms
         )
         if group is not None:
             return Price(latency, "estimated", (narrow, wide))
-        if scheme.pp == 1:
-            latency = self._with_exchanges(latency, scheme)
-        return Price(latency, "estimated", (narrow,))
+        return Price(self._with_exchanges(latency, scheme), "estimated", (narrow,))
 
     def _of_rows(self, scheme: Scheme) -> Price | None:
         """T of `scheme` from that without CP, which CP ranks share, and from <CP x SP x TP,PP>.
@@ -228,9 +230,12 @@ class Costs:
         CP ranks gather keys and values of a micro-batch, in backward again, and give away their
         gradients: 6 numbers a token and layer of K H / (SP x TP), K key-value heads a query head,
         where each of n = CP x SP x TP ranks of a TP group sends 8 H (n - 1) / n in its all-reduces.
-        What <n,PP> takes beyond its share of <TP,PP> is 8 H (n - TP) / n. Where <n,PP> has no T the
-        interconnects tell how fast numbers travel; None where these are not known either.
+        What <n,PP> takes beyond its share of <TP,PP> is 8 H (n - TP) / n. Between nodes the SP x TP
+        rings of a node share the interconnect that the TP group's has for itself. Where <n,PP> has
+        no T the interconnects tell how fast numbers travel; None where these are not known either.
         """
+        if scheme.context_first:
+            return self._of_distant_sequence_shards(scheme)
         uncut, num_ranks = replace(scheme, cp=1), scheme.ranks_per_stage
         narrow, wide = Scheme(scheme.tp, scheme.pp), Scheme(num_ranks, scheme.pp)
         base, group = self.find(uncut), self.profile.latency.get(wide)
@@ -244,7 +249,8 @@ class Costs:
             return Price(self._with_key_values(shared, scheme), "estimated", (uncut,))
         excess_ms = max(0.0, group.linear_ms - alone.linear_ms * scheme.tp / num_ranks)
         width = scheme.sp * scheme.tp
-        gathered = 6 * self.profile.memory.key_value_share / width * (1 - 1 / scheme.cp)
+        sharing = min(width, self._devices_per_node) if num_ranks > self._devices_per_node else 1
+        gathered = 6 * self.profile.memory.key_value_share * sharing / width * (1 - 1 / scheme.cp)
         reduced = 8 * (1 - scheme.tp / num_ranks)
         seen_ms, hidden_ms = self._seen_and_hidden(scheme, excess_ms * gathered / reduced)
         latency = LatencyModel(
@@ -254,6 +260,32 @@ class Costs:
             hidden_ms=hidden_ms,
         )
         return Price(latency, "estimated", (uncut, narrow, wide))
+
+    def _of_distant_sequence_shards(self, scheme: Scheme) -> Price | None:
+        """T where SP ranks are neighbours, and what their exchanges take more between nodes."""
+        near = replace(scheme, context_first=False)
+        if (price := self.find(near)) is None or self.cluster is None:
+            return None
+        more_ms = self._exchange_ms(scheme) - self._exchange_ms(near)
+        linear_ms = price.latency.linear_ms + more_ms
+        return Price(replace(price.latency, linear_ms=linear_ms), "estimated", (near,))
+
+    def _between_nodes_ms(self, scheme: Scheme) -> float:
+        """Of a token, exchanges of SP that leave a node; 0 where they do not, or nothing tells."""
+        is_near = scheme.sp * scheme.sp_step <= self._devices_per_node
+        return 0.0 if is_near else self._exchange_ms(scheme)
+
+    @property
+    def _devices_per_node(self) -> int:
+        return self.profile.memory.devices_per_node
+
+    def _exchange_ms(self, scheme: Scheme) -> float:
+        """Of a token, by the interconnects; 0 where these are not known."""
+        if self.cluster is None:
+            return 0.0
+        shape, hardware = self.cluster.shape, self.cluster.hardware
+        more = sequence_parallel_latency(shape, hardware, scheme)
+        return 0.0 if more is None else more.linear_ms
 
     def _with_exchanges(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
         """`latency` of a group without communication, with what SP ranks exchange on top."""

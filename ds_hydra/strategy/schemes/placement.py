@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 from typing import Any, TypeVar
+
+import numpy as np
 
 from ds_hydra.configs.files import MAX_DEVICES, read_counts
 from ds_hydra.errors import HydraConfigError
@@ -39,13 +41,12 @@ def coordinates(scheme: Scheme) -> tuple[tuple[int, int, int], ...]:
 
     >>> coordinates(Scheme(2, 2))
     ((0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1))
+    >>> coordinates(Scheme(1, 1, sp=2, cp=2, context_first=True))
+    ((0, 0, 0), (0, 2, 0), (0, 1, 0), (0, 3, 0))
     """
-    return tuple(
-        (stage, s, t)
-        for stage in range(scheme.pp)
-        for s in range(scheme.num_shards)
-        for t in range(scheme.tp)
-    )
+    shards = np.arange(scheme.num_shards).reshape(scheme.cp, scheme.sp)
+    in_order = shards.T if scheme.context_first else shards
+    return tuple(product(range(scheme.pp), in_order.flatten().tolist(), range(scheme.tp)))
 
 
 def stages_of(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
@@ -63,11 +64,12 @@ def _sp_groups(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
     """The SP groups of a pipeline: ranks with the same slices and the same row, in the order of
     their sequence shards.
     """
-    size = scheme.sp * scheme.tp
+    step = scheme.sp_step
     return [
-        ranks[begin + t : begin + size : scheme.tp]
-        for begin in range(0, len(ranks), size)
-        for t in range(scheme.tp)
+        stage[begin : begin + scheme.sp * step : step]
+        for stage in stages_of(scheme, ranks)
+        for c in range(scheme.cp)
+        for begin in range(c * scheme.cp_step, c * scheme.cp_step + scheme.tp)
     ]
 
 
@@ -75,8 +77,13 @@ def _cp_groups(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
     """The CP groups of a pipeline: ranks with the same slices and the same place in their SP
     groups, in the order of their rows.
     """
-    step = scheme.sp * scheme.tp
-    return [stage[begin::step] for stage in stages_of(scheme, ranks) for begin in range(step)]
+    step = scheme.cp_step
+    return [
+        stage[begin : begin + scheme.cp * step : step]
+        for stage in stages_of(scheme, ranks)
+        for s in range(scheme.sp)
+        for begin in range(s * scheme.sp_step, s * scheme.sp_step + scheme.tp)
+    ]
 
 
 def _ep_groups(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
@@ -189,11 +196,9 @@ class Role:
     @property
     def rank(self) -> int:
         """The rank itself."""
-        return self.ranks[self._tp_group * self.scheme.tp + self.tp_rank]
-
-    @property
-    def _tp_group(self) -> int:
-        return self.stage * self.scheme.num_shards + self.shard
+        scheme = self.scheme
+        of_stage = self.sp_rank * scheme.sp_step + self.cp_rank * scheme.cp_step + self.tp_rank
+        return self.ranks[self.stage * scheme.ranks_per_stage + of_stage]
 
     @property
     def sp_rank(self) -> int:
@@ -208,7 +213,8 @@ class Role:
     @property
     def tp_ranks(self) -> range:
         """The TP group."""
-        return tp_groups(self.scheme, self.ranks)[self._tp_group]
+        begin = self.rank - self.ranks.start - self.tp_rank
+        return self.ranks[begin : begin + self.scheme.tp]
 
     @property
     def sp_ranks(self) -> range:

@@ -16,7 +16,8 @@ from ds_hydra.configs.files import MAX_DEVICES
 from ds_hydra.errors import HydraConfigError
 
 _DEGREES = re.compile(
-    r"\s*(?:sp\s*(\d{1,9})\s*,\s*)?(?:cp\s*(\d{1,9})\s*,\s*)?(?:(\d{1,9})\s*,\s*)?(\d{1,9})\s*"
+    r"\s*(?:sp\s*(\d{1,9})\s*,\s*)?(?:cp\s*(\d{1,9})\s*,\s*(?:sp\s*(\d{1,9})\s*,\s*)?)?"
+    r"(?:(\d{1,9})\s*,\s*)?(\d{1,9})\s*"
 )
 _OPTION = re.compile(r"\s*([a-z_]{1,20})\s*(?:=\s*(\d{1,9}(?:\s*,\s*\d{1,9})*)\s*)?")
 _COUNTED = ("ckpt", "stages", "ep")
@@ -34,7 +35,7 @@ REPLACED = "a scheme has repull, which stream replaces: write <1,1;stream>, or <
 
 FORM = (
     "write terms like '2x<4,1>' (count x <TP,PP>) joined by '+'; a scheme may have options, as in "
-    "'<2,4;ckpt=12;stages=9,8,8,7>', '<sp2,4,1>' (<SP,TP,PP>), '<cp2,1>' (<CP,PP>), "
+    "'<2,4;ckpt=12;stages=9,8,8,7>', '<sp2,4,1>' (<SP,TP,PP>), '<cp2,1>' (<CP,PP>), '<cp8,sp2,1>', "
     "'<2,2;stream>', '<1,1;gather>' or '<sp4,1;ep=4>' (experts)"
 )
 
@@ -43,8 +44,10 @@ def read_notation(body: str) -> dict[str, Any]:
     """Fields of the scheme whose text is `body` between angle brackets; raises HydraConfigError."""
     first, *rest = body.split(";")
     degrees = _DEGREES.fullmatch(first)
-    if degrees is None or not (degrees[1] or degrees[2] or degrees[3]):
+    if degrees is None or not (degrees[1] or degrees[2] or degrees[4]):
         raise HydraConfigError(f"cannot read {'<' + body[:80] + '>'!r}; {FORM}")
+    if degrees[1] and degrees[3]:
+        raise HydraConfigError(f"scheme {'<' + body[:80] + '>'!r} says sp twice; say it once")
     options: dict[str, tuple[int, ...]] = {}
     flags: dict[str, bool] = {}
     for text in rest:
@@ -75,11 +78,12 @@ def read_notation(body: str) -> dict[str, Any]:
                 "from 1 up; leave it out for none"
             )
     return {
-        "tp": int(degrees[3] or 1),
-        "pp": int(degrees[4]),
+        "tp": int(degrees[4] or 1),
+        "pp": int(degrees[5]),
         "stages": stages,
-        "sp": int(degrees[1] or 1),
+        "sp": int(degrees[1] or degrees[3] or 1),
         "cp": int(degrees[2] or 1),
+        "context_first": bool(degrees[3]),
         **flags,
         **{option: counts[0] for option, counts in options.items()},
     }
@@ -101,9 +105,9 @@ class Scheme:
     have besides.
 
     Text forms: `<2,4>`, `<2,4;ckpt=12;stages=9,8,8,7>`, `<sp2,4,1>` (SP 2, TP 4,
-    PP 1), `<sp4,1>` (SP 4, TP 1, PP 1), `<cp2,1>`, `<sp4,cp2,1>`, `<2,2;stream>`,
-    `<sp4,1;gather>`, `<sp4,1;ep=4>`. In JSON documents the options
-    are further keys beside "tp" and "pp", where they are set.
+    PP 1), `<sp4,1>` (SP 4, TP 1, PP 1), `<cp2,1>`, `<sp4,cp2,1>`,
+    `<cp2,sp4,1>` (`context_first`), `<2,2;stream>`, `<sp4,1;gather>`, `<sp4,1;ep=4>`.
+    In JSON documents the options are further keys beside "tp" and "pp", where they are set.
     """
 
     tp: int
@@ -134,6 +138,11 @@ class Scheme:
     cp: int = 1
     """Context-parallel degree: a micro-batch is cut into `cp` rows of pieces of its sequences, and
     a stage has `cp * sp * tp` ranks.
+    """
+    context_first: bool = False
+    """Which ranks of a stage are neighbours: those of a CP group, so that of several nodes SP
+    connects the nodes, where those of an SP group are neighbours else (context-first and head-first
+    placement of LoongTrain, arXiv:2406.18485). False where either degree is 1.
     """
     _hash: int = field(init=False, repr=False, compare=False)
     """Schemes are looked up often."""
@@ -169,8 +178,10 @@ class Scheme:
             raise HydraConfigError(
                 f"scheme {str(self)[:80]}: gather is for all layers of schemes of PP 1, without stream"
             )
+        self._check_order()
         degrees_and_options = (
-            self.tp, self.pp, self.stages, self.ckpt, self.sp, self.stream, self.gather, self.ep, self.cp
+            self.tp, self.pp, self.stages, self.ckpt, self.sp, self.stream, self.gather, self.ep, self.cp,
+            self.context_first,
         )  # fmt: skip
         object.__setattr__(self, "_hash", hash(degrees_and_options))
 
@@ -182,6 +193,20 @@ class Scheme:
             raise HydraConfigError(
                 f"ep of a scheme with SP {self.sp} x TP {self.tp} is {repr(self.ep)[:80]}, expected a divisor of "
                 f"{size}; experts are shared inside a stage's SP x TP group, as in '{like}'"
+            )
+
+    def _check_order(self) -> None:
+        if type(self.context_first) is not bool:
+            raise HydraConfigError(
+                f"context_first of a scheme is {repr(self.context_first)[:80]}, expected true or false"
+            )
+        if self.sp == 1 or self.cp == 1:  # there is one order
+            object.__setattr__(self, "context_first", False)
+        if self.context_first and self.ep > 1:
+            plain = f"sp{self.sp},cp{self.cp}"
+            raise HydraConfigError(
+                f"a scheme of CP {self.cp} and SP {self.sp}, whose CP ranks are neighbours, has ep={self.ep}; experts "
+                f"are shared by neighbours of an SP x TP group: write <{plain},...;ep={self.ep}>"
             )
 
     def __hash__(self) -> int:
@@ -202,7 +227,7 @@ class Scheme:
 
         Raises KeyError without "tp" or "pp", HydraConfigError for values that are no scheme.
         """
-        names = ("ckpt", "sp", "stream", "gather", "ep", "cp")
+        names = ("ckpt", "sp", "stream", "gather", "ep", "cp", "context_first")
         options = {key: document[key] for key in names if key in document}
         if document.get("repull"):
             raise HydraConfigError(REPLACED)
@@ -226,6 +251,8 @@ class Scheme:
             document["sp"] = self.sp
         if self.cp > 1:
             document["cp"] = self.cp
+        if self.context_first:
+            document["context_first"] = True
         if self.ep > 1:
             document["ep"] = self.ep
         if self.ckpt:
@@ -254,6 +281,16 @@ class Scheme:
         return self.sp * self.cp
 
     @property
+    def sp_step(self) -> int:
+        """From a rank of an SP group to the next one."""
+        return self.tp * (self.cp if self.context_first else 1)
+
+    @property
+    def cp_step(self) -> int:
+        """From a rank of a CP group to the next one."""
+        return self.tp * (1 if self.context_first else self.sp)
+
+    @property
     def is_plain(self) -> bool:
         """Whether it is <TP,PP> and nothing more."""
         has_options = self.stages or self.ckpt or self.stream or self.gather
@@ -261,7 +298,9 @@ class Scheme:
 
     def without_options(self) -> Scheme:
         """The same degrees with even stages and nothing checkpointed or streamed."""
-        return Scheme(self.tp, self.pp, sp=self.sp, ep=self.ep, cp=self.cp)
+        return Scheme(
+            self.tp, self.pp, sp=self.sp, ep=self.ep, cp=self.cp, context_first=self.context_first
+        )
 
     def stage_layers(self, num_layers: int, stage: int) -> range:
         """The layers of `stage`; in an even split that leaves layers over, earlier stages get one
@@ -296,7 +335,7 @@ class Scheme:
         sp = f"sp{self.sp}," if self.sp > 1 else ""
         cp = f"cp{self.cp}," if self.cp > 1 else ""
         tp = f"{self.tp}," if self.tp > 1 or not (sp or cp) else ""
-        degrees = f"{sp}{cp}{tp}{self.pp}"
+        degrees = f"{cp}{sp}{tp}{self.pp}" if self.context_first else f"{sp}{cp}{tp}{self.pp}"
         ckpt = f";ckpt={self.ckpt}" if self.ckpt else ""
         stages = f";stages={','.join(map(str, self.stages))}" if self.stages else ""
         comes = ";stream" if self.stream else ";gather" if self.gather else ""
@@ -416,7 +455,8 @@ class Strategy:
         """Ranks of each pipeline, in the order of `schemes`: `blocks`.
 
         Inside a pipeline rank `ranks[((stage * cp + c) * sp + s) * tp + t]` runs TP slice `t` of
-        `stage` on sequence shard `s` of row `c` of every micro-batch. Ranks from `num_devices` on
+        `stage` on sequence shard `s` of row `c` of every micro-batch (with `context_first` rank
+        `ranks[((stage * sp + s) * cp + c) * tp + t]`). Ranks from `num_devices` on
         are in no pipeline (idle during propagation).
 
         >>> Strategy.parse("1x<2,1> + 2x<1,1>").place()
