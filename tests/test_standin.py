@@ -31,7 +31,7 @@ DENSE = (
 EXPERTS = tuple(f"parity:{family}" for family in MIXTURES_OF_EXPERTS)
 ITERATIONS = (
     "iteration", "times_of_the_step", "collectives", "device_wide_synchronise", "waits_of_phases",
-    "norm_of_the_step", "posts_before_first_passes",
+    "norm_of_the_step", "posts_before_first_passes", "first_gathers",
 )  # fmt: skip
 FAULTS = (
     "without_the_wait_for_slices", "mixed_devices", "a_block_freed_early", "items", "a_tensor_of_the_cpu",
@@ -195,6 +195,8 @@ def test_all_pulls_are_posted_before_the_first_passes_of_a_scheme():
     """Later ones do not wait for it; another stage's messages always did."""
     for rank in run_checks(2, ITERATIONS):
         assert rank["posts_before_first_passes"] == [1, 0]
+        computing, link = ["computing"], ["link"]
+        assert rank["first_gathers"] == [computing, link, computing, link, computing, link]
 
 
 def test_faults_are_seen():

@@ -41,7 +41,7 @@ from ds_hydra.engine.transfer.stage_weights import (
 )
 from ds_hydra.errors import PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan, RankPhase
-from ds_hydra.strategy import Strategy
+from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.schemes.placement import Role, slices_key
 from ds_hydra.zero_link import LinkPlan, RankBuckets, keep_only, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
@@ -110,6 +110,8 @@ class StrategyLinks:
                 self._frozen_P, lambda changed: max_over_ranks(float(changed), device) > 0
             )
         self._links: dict[Hashable, StrategyLink] = {}
+        self._gathered: set[tuple[Scheme, bool]] = set()
+        """Schemes whose layers were gathered before, and whether to train."""
         self._streamed: dict[Strategy, StreamedWeights] = {}
         self.home: Home | None = None
         """Where weights and sums of streamed layers are, once a strategy has some."""
@@ -261,7 +263,14 @@ class StrategyLinks:
             gathers=True,
         )
         carrier = self._link_carrier(link.pull, link.push, grads_P, weights, link.eight)
-        return self._session(schedule, carrier, weights)
+        is_first = self._is_first([s for p in plans for s in p.strategy.schemes], training)
+        return self._session(schedule, carrier, weights, is_first=is_first)
+
+    def _is_first(self, schemes: Sequence[Scheme], training: bool) -> bool:
+        """Whether kernels may be used for the first time beside collectives of gathered layers."""
+        passes = {(scheme, training) for scheme in schemes}
+        known, self._gathered = self._gathered, self._gathered | passes
+        return self.clock.has_streams and not passes <= known
 
     def _open_streams(
         self,
@@ -331,14 +340,21 @@ class StrategyLinks:
         return EightBitCarrier(*parts, plans=eight, **own)
 
     def _session(
-        self, schedule: TransferSchedule, carrier: Carrier, weights: StageWeights
+        self,
+        schedule: TransferSchedule,
+        carrier: Carrier,
+        weights: StageWeights,
+        *,
+        is_first: bool = False,
     ) -> TransferSession:
         # No round is under way here, so what failed ones left can go.
         self.buffers.forget_failed()
         self.pull_link.forget_failed()
         self._eight_link.forget_failed()
         self.push_link.forget_failed()
-        return TransferSession(self.thread, self.clock, schedule, carrier, weights)
+        return TransferSession(
+            self.thread, self.clock, schedule, carrier, weights, is_first=is_first
+        )
 
     def shards_P(self) -> list[Tensor]:
         """This rank's ZeRO-3 shards."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,10 +19,12 @@ from test_engine_parity import LENGTHS, gather_gradients, hand_plan, relative_er
 
 from ds_hydra.engine import HydraEngine, propagation
 from ds_hydra.engine.parallel import token_cuts
+from ds_hydra.engine.strategy_links import StrategyLinks
 from ds_hydra.engine.transfer import session, stage_weights
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import exchange, messages
+from ds_hydra.zero_link.exchange import Link
 from standin import process_group
 from standin.streams import elsewhere, observer
 
@@ -281,6 +284,39 @@ def device_wide_synchronise() -> list[float]:
             return [float(engine.train_batch(examples, strategy=s)) for s in STRATEGIES[2]]
     finally:
         process_group.checks_order = False
+
+
+is_first = StrategyLinks._is_first
+
+
+def first_gathers() -> list[list[str]]:
+    """Which threads post rounds of gathered layers: of training twice, of other schemes, of passes
+    without gradients, and of these again.
+    """
+    engine, examples = start("llama"), random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+    found: list[set[str]] = []
+
+    def noted(begin: Any) -> Any:
+        def begin_and_note(*arguments: Any) -> Any:
+            thread = threading.current_thread()
+            found[-1].add("link" if thread.name == "ds_hydra link" else "computing")
+            return begin(*arguments)
+
+        return begin_and_note
+
+    both, other = ("2x<1,1;gather>", "1x<sp2,1;gather>")
+    with (
+        mock.patch.object(StrategyLinks, "_is_first", is_first),
+        mock.patch.object(Link, "begin_pull", noted(Link.begin_pull)),
+        mock.patch.object(Link, "begin_push", noted(Link.begin_push)),
+    ):
+        for text in (both, both, other, other):
+            found.append(set())
+            engine.train_batch(examples, strategy=text)
+        for _ in range(2):
+            found.append(set())
+            engine.score(examples, strategy=both)
+    return [sorted(threads) for threads in found]
 
 
 def posts_before_first_passes() -> list[int]:

@@ -118,12 +118,7 @@ class LinkThread:
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
         """The job's future; it holds what the job raised. Raises RankLostError after `give_up`."""
-        # Its buffers are part of a round that other ranks may still join.
-        if self._is_stuck:
-            raise RankLostError(
-                "an earlier error left an exchange between ranks in the middle of a round; restart from the last "
-                "checkpoint"
-            )
+        self.check_usable()
         future: Future[None] = Future()
         if not self.overlap:
             _run(job, future)
@@ -134,6 +129,15 @@ class LinkThread:
             self._thread.start()
         self._jobs.put((job, future))
         return future
+
+    def check_usable(self) -> None:
+        """Raise RankLostError after `give_up`."""
+        # Its buffers are part of a round that other ranks may still join.
+        if self._is_stuck:
+            raise RankLostError(
+                "an earlier error left an exchange between ranks in the middle of a round; restart from the last "
+                "checkpoint"
+            )
 
     def give_up(self) -> None:
         """A job does not end: its buffers stay in use, and nothing can be submitted any more."""

@@ -24,8 +24,11 @@ launch then waits until the device has nothing to do, and launches of other thre
 - A rank whose collective waits for a rank that waits for its own next pull would never post that.
   So all pulls are posted before the first passes of a scheme, when most kernels are first used.
 
-Gathered layers under TP, SP or CP post rounds all the while. Two ranks of a group that both first
-use kernels, on two sides of one collective, could still wait for each other: never seen.
+- Gathered layers have rounds all the while. Two ranks that both use kernels for the first time
+  would wait for each other where each has posted a collective that the other one has not, which
+  two threads of a rank can bring about. So the computing thread itself posts them where a scheme's
+  layers are gathered for the first time: one thread of each rank posts in one order for all, and
+  who has to post the first of the collectives that others wait for has posted none after it.
 """
 
 from __future__ import annotations
@@ -279,9 +282,15 @@ class TransferSession:
         schedule: TransferSchedule,
         carrier: Carrier,
         weights: StageWeights,
+        *,
+        is_first: bool = False,
     ):
+        """`is_first`: the computing thread posts all rounds itself ([Note: A kernel's first
+        use]).
+        """
         self.weights = weights
         self.carrier = carrier
+        self._overlaps = thread.overlap and not is_first
         self._thread, self._clock, self._schedule = thread, clock, schedule
         self._left = BucketEvents(schedule.end + 1, clock)
         self._over = BucketEvents(len(schedule.transfers), clock)
@@ -319,7 +328,8 @@ class TransferSession:
             self._waits.add(begin, self._start)
         if self._schedule.waits_for_gradients:
             self.weights.on_gradient = self.gradients_complete
-        if not self._thread.overlap:
+        self._thread.check_usable()
+        if not self._overlaps:
             self._catch_up()
         # A rank that only reads views of a home needs no thread.
         elif self._schedule.transfers:
@@ -421,11 +431,10 @@ class TransferSession:
             # Gradients that no backward pass came to are zeros: the carrier sees to it.
             for event in range(len(self._left)):
                 self._left.record(event)
-            if self._thread.overlap:
-                if self._running is not None:
-                    self._running.result()
-            else:
+            if not self._overlaps:
                 self._catch_up()
+            elif self._running is not None:
+                self._running.result()
             self._join_streams()
             closing = self._clock.stamp()
             if self.carrier.close():
@@ -471,7 +480,7 @@ class TransferSession:
             # Before the next use is waited for: what that needs may go into the slot that is left
             # here.
             self._left.record(self._use)
-            if not self._thread.overlap:
+            if not self._overlaps:
                 self._catch_up()
         self._use += 1
         if self._use in self._needed:
