@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +16,16 @@ from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.cases import load_case
 from ds_hydra.lab.simulator.estimate import estimate_from_config
+from ds_hydra.sampler import propose as propose_module
 from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.propose import GroupLimits, _menus, groups_of_gathered, propose_strategies
+from ds_hydra.sampler.propose import (
+    ForPhases,
+    GroupLimits,
+    _menus,
+    groups_of_gathered,
+    propose_strategies,
+)
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.cost_models.cluster import find_cluster
@@ -158,6 +166,25 @@ def test_phases_that_candidates_leave_no_communicators_for_take_their_place():
     keys = groups_of_all(found.strategies)
     assert most_groups_of_rank(keys) <= MAX_GROUPS_OF_RANK - LINK_GROUPS
     assert found.kept_ms < 0.95 * found.all_candidates_ms
+
+
+def test_what_stays_is_a_candidate_beside_phases_that_have_it_too(monkeypatch):
+    """Phases for which communicators are missing hold the one strategy that stays."""
+    stays, other, menu = parse_strategies(["1x<cp2,1;gather>", "1x<2,1>", "2x<1,1;gather>"])
+    times = {stays: np.array([3.0, 9.0]), other: np.array([9.0, 9.0])}
+    choice = propose_module._Choice(GroupLimits(9), 0.01, [stays], [stays, other], dict(times))
+
+    def propose_phases(_bench, _profile, _limits, beside, known_ms):
+        if other in beside:
+            return ForPhases(beside, (), known_ms, are_refused=True)
+        return ForPhases(beside, (stays, menu), np.array([2.0, 2.0]), are_refused=False)
+
+    monkeypatch.setattr(propose_module, "propose_phases", propose_phases)
+    monkeypatch.setattr(propose_module, "groups_of_gathered", lambda *_: ())
+    bench = SimpleNamespace(settings=SimpleNamespace(num_devices=2))
+    found = propose_module._with_phases(bench, choice, None)
+    assert found.chosen == [stays]
+    assert found.strategies == (stays, menu)
 
 
 def test_a_context_that_only_gathered_layers_hold_is_proposed_for():

@@ -337,7 +337,7 @@ def _with_phases(bench: SampleBench, choice: _Choice, profile: Profile) -> ForPh
         )
         grown.grow()
         if grown.times_ms.mean() < found.times_ms.mean():
-            chosen = [strategy for strategy in grown.chosen if strategy not in own]
+            chosen = [s for s in grown.chosen if s not in own or s in choice.staying]
             found = ForPhases(chosen, own, grown.times_ms)
     more = groups_of_gathered(found.chosen, found.strategies, bench.settings.num_devices, limits)
     if more:
