@@ -332,7 +332,7 @@ def _with_phases(bench: SampleBench, choice: _Choice, profile: Profile) -> ForPh
         own = instead.strategies
         grown = replace(
             choice,
-            chosen=[*choice.staying, *own],
+            chosen=[*dict.fromkeys([*choice.staying, *own])],
             table={**table, **dict.fromkeys(own, instead.times_ms)},
         )
         grown.grow()
