@@ -24,15 +24,17 @@ MICRO_BATCHES = ((33, 5, 17, 8), (1,), (3, 2), (64,), (2, 40, 1, 1, 9))
 """Cut or whole, fewer tokens than rows, one token."""
 
 
-def own_row(group, rank, lengths):
-    """This rank's row of a micro-batch of `lengths`, and which of its tokens are there."""
-    rows = cut_micro_batch(range(len(lengths)), lengths, group.size)
+def own_row(rows_group, row, lengths, **shard):
+    """This rank's row of a micro-batch of `lengths`, or a sequence `shard` of it, and which tokens
+    are in the row.
+    """
+    rows = cut_micro_batch(range(len(lengths)), lengths, rows_group.size)
     begins = torch.tensor([0, *lengths]).cumsum(0).tolist()
     there = [
-        torch.arange(begins[p.position] + p.begin, begins[p.position] + p.end) for p in rows[rank]
+        torch.arange(begins[p.position] + p.begin, begins[p.position] + p.end) for p in rows[row]
     ]
-    segments = [Segment(p.position, lengths[p.position], p.begin, p.end) for p in rows[rank]]
-    layout = TokenLayout(rows=group, row=rank)
+    segments = [Segment(p.position, lengths[p.position], p.begin, p.end) for p in rows[row]]
+    layout = TokenLayout(rows=rows_group, row=row, **shard)
     keys = KeysOfRow.find(rows, layout, CPU)
     packed = PackedMicroBatch.of_segments(segments, lengths, CPU, layout, keys)
     return packed, torch.cat([torch.arange(0), *there])
@@ -98,6 +100,46 @@ def check_attention():
             worst = max([worst, *(float((a - b).abs().max()) for a, b in pairs if a.numel())])
     KeysOfRow.post = post
     return worst, max(alive), alike, num_gathered, travels(group, rank)
+
+
+def check_both_degrees():
+    """The worst error of outputs and gradients where two ranks share each of two rows by heads, in
+    parts of these, with sinks and without.
+    """
+    rank, worst = dist.get_rank(), 0.0
+    rows = [dist.new_group([n, n + 2]) for n in range(2)][rank % 2]
+    own = [dist.new_group([n, n + 1]) for n in (0, 2)][rank // 2]
+    for options in ({}, {"s_aux": torch.linspace(-1, 1, 8)}):
+        for lengths in MICRO_BATCHES:
+            torch.manual_seed(0)
+            tensors = [torch.randn(1, n, sum(lengths), 6) for n in (8, 4, 4)]
+            weight = torch.randn(1, sum(lengths), 8, 6)
+            wanted, leaves = attend(PackedMicroBatch.build(lengths, CPU), tensors, options)
+            (wanted * weight).sum().backward()
+            packed, there = own_row(
+                TokenShards(rows, 2), rank // 2, lengths, group=own, size=2, rank=rank % 2
+            )
+            shard = slice(rank % 2 * packed.num_tokens, (rank % 2 + 1) * packed.num_tokens)
+            there = there[shard]
+            mine = [torch.randn(*t.shape[:2], packed.num_tokens, 6) for t in tensors]
+            own_weight = torch.zeros(1, packed.num_tokens, 8, 6)
+            own_weight[:, : len(there)] = weight[:, there]
+            for one, tensor in zip(mine, tensors):
+                one[:, :, : len(there)] = tensor[:, :, there]
+            got, own_leaves = attend(packed, mine, options)
+            (got * own_weight).sum().backward()
+            pairs = [(got[:, : len(there)], wanted[:, there])]
+            pairs += [
+                (own.grad[:, :, : len(there)], leaf.grad[:, :, there])
+                for own, leaf in zip(own_leaves, leaves)
+            ]
+            worst = max([worst, *(float((a - b).abs().max()) for a, b in pairs if a.numel())])
+    return worst
+
+
+@pytest.mark.distributed
+def test_attention_over_shards_of_rows_equals_attention_over_the_micro_batch():
+    assert max(run_distributed(check_both_degrees, 4)) < 1e-5
 
 
 def travels(group, rank):

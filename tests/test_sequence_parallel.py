@@ -5,6 +5,8 @@ attention, gradients, training.
 from __future__ import annotations
 
 import copy
+import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,7 +37,7 @@ from ds_hydra.strategy.cost_models.analytic import (
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.memory_model import SP_ACTIVATIONS, SP_ACTIVATIONS_REPEATED
-from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
+from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, load_profile
 
 CPU = torch.device("cpu")
 MODULE = torch.nn.Identity()
@@ -83,10 +85,15 @@ def check_attention():
                 mine = slice(rank * padded // size, (rank + 1) * padded // size)
                 micro_batch = PackedMicroBatch.build(lengths, CPU, layout)
                 assert micro_batch.num_tokens == padded // size
-                got, got_leaves = attend(
-                    micro_batch, *(x[:, :, mine] for x in (query, key, value)), **options
-                )
-                (got * weight[:, mine]).sum().backward()
+                found = []
+                for token_cuts.LEAST_PART_BYTES in (1 << 20, 1):
+                    got, got_leaves = attend(
+                        micro_batch, *(x[:, :, mine] for x in (query, key, value)), **options
+                    )
+                    (got * weight[:, mine]).sum().backward()
+                    found.append([got, *(leaf.grad for leaf in got_leaves)])
+                for in_one, in_parts in zip(*found, strict=True):
+                    assert torch.allclose(in_one, in_parts, atol=1e-6)
                 real = len(range(tokens)[mine])
                 pairs = [(got[:, :real], wanted[:, mine])]
                 pairs += [
@@ -144,7 +151,7 @@ def train_everywhere(forced, candidates, in_bf16):
     the engine's own choice among `candidates`; in bf16; and what else the engine knows.
     """
     model = tiny("llama_tied")
-    data = batches(6)
+    data = batches(len(forced))
     stock = start_stock(copy.deepcopy(model))
     wanted = [stock_step(stock, examples) for examples in data]
     curves = []
@@ -322,20 +329,99 @@ def test_exchanges_have_one_price(sp):
     assert priced.linear_ms == pytest.approx(1e3 * per_token / rate)
 
 
+def test_what_attention_hides_of_exchanges():
+    """16 key-value heads of a rank in parts of 1, 2, 4 and 9, one in one part."""
+    profile = load_profile("a800_llama2_7b")
+    costs = Costs.of(profile, 16)
+    cluster = costs.cluster
+    single = costs.single_rank
+    for sp, parts in ((2, [1, 2, 4, 9]), (8, [1, 1, 1, 1]), (32, [1])):
+        scheme = Scheme(1, 1, sp=sp)
+        more = sequence_parallel_latency(cluster.shape, cluster.hardware, scheme)
+        found = costs.latency(replace(scheme, gather=True))
+        # Queries, keys and values of the first part, the output of the last one
+        seen = (3 * parts[0] + parts[-1]) / (4 * sum(parts))
+        linear_ms = single.linear_ms / sp + seen * more.linear_ms
+        assert found.linear_ms == pytest.approx(linear_ms)
+        assert found.constant_ms == pytest.approx(single.constant_ms + more.constant_ms)
+        starts_ms = (len(parts) - 1) * more.constant_ms / (sp * 8192)
+        hidden_ms = (1 + (parts[-1] - parts[0]) / sum(parts)) * (1 - seen) * more.linear_ms
+        assert found.exchange_ms == pytest.approx(hidden_ms + starts_ms)
+        # Short sequences, whose attention hides nothing, take all of it
+        least_ms = max(found.exchange_ms, found.quadratic_ms)
+        assert found.sequence_ms(1) == pytest.approx(linear_ms + least_ms)
+        attention_ms = found.quadratic_ms * (1 << 20) ** 2
+        assert found.sequence_ms(1 << 20) == pytest.approx((1 << 20) * linear_ms + attention_ms)
+        assert LatencyModel(**found.to_json()) == found
+        rows = costs.latency(replace(scheme, cp=2, gather=True))
+        assert rows.exchange_ms <= found.exchange_ms / 2 + 1e-12
+        assert found.scaled(2.0).exchange_ms == 2 * found.exchange_ms
+
+
+class Noted(torch.autograd.Function):
+    """Attention that says when it runs, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, events):
+        ctx.events = events
+        events.append("attend")
+        return (query + key + value).transpose(1, 2).clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.events.append("attend back")
+        return *[grad.transpose(1, 2).clone() for _ in range(3)], None
+
+
+def test_heads_travel_beside_attention_to_those_before(monkeypatch):
+    events, num_posted = [], itertools.count()
+
+    def exchange(sent, _group):
+        number = next(num_posted)
+        events.append(f"post {number}")
+        return sent.clone(), lambda: events.append(f"wait {number}")
+
+    monkeypatch.setattr(token_cuts, "_post_all_to_all", exchange)
+    monkeypatch.setattr(token_cuts, "LEAST_PART_BYTES", 1)
+    heads = [torch.randn(1, 4, 3, 8, requires_grad=True) for _ in range(3)]
+    out = token_cuts.attend_to_all_tokens(
+        *heads, TokenLayout(None, 2, 0), lambda q, k, v, _: Noted.apply(q, k, v, events)
+    )
+    assert events == [
+        *("post 0", "post 1"),
+        *("wait 0", "attend", "post 2"),
+        *("wait 1", "attend", "post 3"),
+        *("wait 2", "wait 3"),
+    ]
+    events.clear()
+    out.sum().backward()
+    assert events == [
+        # Of the part whose attention comes first in backward
+        *("post 4", "post 5"),
+        *("wait 4", "attend back", "post 6"),
+        *("wait 5", "attend back", "post 7"),
+        *("wait 6", "wait 7"),
+    ]
+    for one in heads:
+        assert one.grad.eq(1).all()
+
+
 def test_a_layer_exchanges_as_often_as_its_price_says(monkeypatch):
     sizes = []
 
     def exchange(sent, group):
         sizes.append(sent.numel())
-        return sent.clone()
+        return sent.clone(), token_cuts.nothing
 
-    monkeypatch.setattr(token_cuts, "_all_to_all", exchange)
+    monkeypatch.setattr(token_cuts, "_post_all_to_all", exchange)
     shard = TokenLayout(None, 2, 0)
     query = torch.randn(1, 4, 3, 8, requires_grad=True)
     key, value = (torch.randn(1, 2, 3, 8, requires_grad=True) for _ in range(2))
-    whole_query, *_ = found = token_cuts.gather_micro_batch(query, key, value, shard)
-    out = token_cuts.scatter_micro_batch(whole_query.transpose(1, 2), shard)
-    (out.sum() + sum(part.sum() for part in found)).backward()
+
+    def attend(query, key, value, _):
+        return (query + (key + value).repeat_interleave(2, dim=1)).transpose(1, 2)
+
+    token_cuts.attend_to_all_tokens(query, key, value, shard, attend).sum().backward()
     hardware = Hardware.from_json(read_json_object(find_file("hardware", "a800")), source="a800")
     shape = ModelShape(
         num_layers=1, hidden_size=32, intermediate_size=1, vocab_size=1, key_value_share=0.5

@@ -36,8 +36,7 @@ from ds_hydra.engine.model.current_micro_batch import (
 )
 from ds_hydra.engine.parallel.token_cuts import (
     attend_to_all_rows,
-    gather_micro_batch,
-    scatter_micro_batch,
+    attend_to_all_tokens,
 )
 from ds_hydra.errors import UnsupportedModelError
 
@@ -130,16 +129,10 @@ def _attend_eagerly(
     assert packed_micro_batch is not None, "attention outside a stage model"
     layout = packed_micro_batch.layout
     is_cut = layout is not None and layout.size > 1
-    if is_cut:
-        query_BHTD, key_BKTD, value_BKTD = gather_micro_batch(
-            query_BHTD, key_BKTD, value_BKTD, layout
-        )
-        if sinks_H is not None:
-            sinks_H = sinks_H.chunk(layout.size)[layout.rank]
+    if is_cut and sinks_H is not None:
+        sinks_H = sinks_H.chunk(layout.size)[layout.rank]
 
-    def attend_to(
-        query_BHTD: Tensor, key_BKND: Tensor, value_BKND: Tensor, heads: slice = _ALL
-    ) -> Tensor:
+    def attend_to(query_BHTD: Tensor, key_BKND: Tensor, value_BKND: Tensor, heads: slice) -> Tensor:
         return _attend(
             query_BHTD,
             key_BKND,
@@ -151,12 +144,23 @@ def _attend_eagerly(
             sinks_H if sinks_H is None else sinks_H[heads],
         )
 
-    keys = packed_micro_batch.keys
-    if keys is None:
-        out_BTHD = attend_to(query_BHTD, key_BKTD, value_BKTD)
-    else:
-        out_BTHD = attend_to_all_rows(query_BHTD, key_BKTD, value_BKTD, keys, attend_to)
-    return scatter_micro_batch(out_BTHD, layout) if is_cut else out_BTHD
+    def attend_to_rows(
+        query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, heads: slice
+    ) -> Tensor:
+        keys = packed_micro_batch.keys
+        if keys is None:
+            return attend_to(query_BHTD, key_BKTD, value_BKTD, heads)
+
+        def attend_to_part(query: Tensor, key: Tensor, value: Tensor, own: slice) -> Tensor:
+            own = slice(heads.start + own.start, heads.start + own.stop)
+            return attend_to(query, key, value, own)
+
+        return attend_to_all_rows(query_BHTD, key_BKTD, value_BKTD, keys, attend_to_part)
+
+    whole = query_BHTD, key_BKTD, value_BKTD
+    if is_cut:
+        return attend_to_all_tokens(*whole, layout, attend_to_rows)
+    return attend_to_rows(*whole, slice(0, query_BHTD.shape[1]))
 
 
 def _attend(

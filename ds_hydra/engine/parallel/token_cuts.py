@@ -10,6 +10,11 @@ of all heads for all sequence shards of some heads and back (DeepSpeed-Ulysses, 
 Sec. 3), so its kernel sees whole sequences. Each rank pushes the gradient of its own tokens, and
 owners add them up as they do for data parallel pipelines.
 
+Heads do not see each other, so they travel in parts of some heads each: the exchanges of all parts
+are posted at once, attention to a part runs beside those of the parts after it, and its output
+leaves beside attention to the next part. Backward does the same the other way round. Nothing hides
+the queries, keys and values of the first part, and nothing the output of the last one.
+
 [Note: Keys of other rows]
 Everything in a layer but attention works on the tokens of a row ([Note: Rows of a micro-batch] says
 which). In attention queries stay, and keys and values are all-gathered in the group, as Llama 3
@@ -20,12 +25,12 @@ the rest. Gradients are reduce-scattered back. Sequences that lie whole in a row
 this. Gathered keys do not wait for backward, which would keep those of all layers: backward gathers
 them anew, unless the layer is checkpointed and runs again anyway.
 
-Heads do not see each other, so keys travel in parts of some heads each: all gathers are posted at
-once, and attention to a part's keys runs beside the gathers of the parts after it, in backward
-beside the reduce-scatters of those before. Nothing hides the gather of the first part, and nothing
-the reduce-scatter of the same one, which is the last in backward; so it has the fewest heads, and
-each part twice those of the one before it. Backward asks for the keys of a layer where its own
-begins, so that they travel beside its MLP.
+Keys travel in parts of some heads, too, those of one part that SP has brought, or of all: all
+gathers are posted at once, and attention to a part's keys runs beside the gathers of the parts
+after it, in backward beside the reduce-scatters of those before. Nothing hides the gather of the
+first part, and nothing the reduce-scatter of the same one, which is the last in backward; so it has
+the fewest heads, and each part twice those of the one before it. Backward asks for the keys of a
+layer where its own begins, so that they travel beside its MLP.
 
 Legend: P ranks of the group, H query heads, K key-value heads (of a part under CP), T tokens of the
 padded micro-batch, t those of a shard or of a padded row, S tokens that a row sends, N keys of all
@@ -87,60 +92,161 @@ class TokenLayout:
         return torch.cat([row_T, padding]).chunk(self.size)[self.rank]
 
 
-def gather_micro_batch(
-    query_BHtD: Tensor, key_BKtD: Tensor, value_BKtD: Tensor, layout: TokenLayout
-) -> tuple[Tensor, ...]:
-    """The whole micro-batch for this rank's part of the heads: [1, H / P, T, D] queries, their keys
-    and values.
+LEAST_PART_BYTES = 1 << 20
+"""Of what a rank sends in the first part of some heads: an exchange that is shorter costs more than
+what it lets hide is worth.
+"""
+
+
+def _parts_of(num_heads: int, num_bytes: int) -> list[int]:
+    """Key-value heads of each part, where a rank sends `num_bytes` for all of them."""
+    most = (num_bytes // LEAST_PART_BYTES + 1).bit_length() - 1  # the first is one of 2^n - 1
+    return key_value_parts(num_heads, min(MOST_KEY_VALUE_PARTS, most))
+
+
+def attend_to_all_tokens(
+    query_BHtD: Tensor,
+    key_BKtD: Tensor,
+    value_BKtD: Tensor,
+    layout: TokenLayout,
+    attend: Callable[[Tensor, Tensor, Tensor, slice], Tensor],
+) -> Tensor:
+    """[1, t, H, Dv] of this rank's sequence shard and all heads: `attend` of all tokens' queries,
+    [1, h, T, D], keys and values of a part of this rank's heads, and which query heads these are.
 
     H divides by P. Key-value heads are repeated where they do not, so that a rank has those of its
-    queries and each of them serves as many. One exchange for all three. Collective over the group,
-    in backward too.
+    queries and each of them serves as many. One exchange of each part for queries, keys and values,
+    one for its output. Collective over the group, in backward too.
     """
     copies = lcm(key_BKtD.shape[1], layout.size) // key_BKtD.shape[1]
     if copies > 1:
         key_BKtD = key_BKtD.repeat_interleave(copies, dim=1)
         value_BKtD = value_BKtD.repeat_interleave(copies, dim=1)
-    parts = (query_BHtD, key_BKtD, value_BKtD)
-    columns = [part[0].unflatten(0, (layout.size, -1)).transpose(1, 2).flatten(2) for part in parts]
-    received: Tensor = _Exchange.apply(torch.cat(columns, dim=2), layout.group)
-    widths = [part.shape[2] for part in columns]
-    return tuple(
-        heads.unflatten(1, (-1, part.shape[3])).transpose(0, 1).unsqueeze(0)
-        for part, heads in zip(parts, received.flatten(0, 1).split(widths, dim=1), strict=True)
-    )
+    shards = query_BHtD, key_BKtD, value_BKtD
+    num_bytes = sum(shard.nbytes for shard in shards)
+    sizes = _parts_of(key_BKtD.shape[1] // layout.size, num_bytes)
+    ratio = query_BHtD.shape[1] // key_BKtD.shape[1]
+    columns = [
+        heads.unflatten(0, (layout.size, -1)).split([each * size for size in sizes], dim=1)
+        for (heads,), each in zip(shards, (ratio, 1, 1))
+    ]
+    parts = [[heads.transpose(1, 2).flatten(2) for heads in part] for part in zip(*columns)]
+    sent = [torch.cat(part, dim=2) for part in parts]
+    posted = [_post_all_to_all(one.detach(), layout.group) for one in sent]
+    waits: list[Callable[[], None]] = []
+    outputs, begin = _Outputs(layout.group), 0
+    left: list[Tensor] = []
+    for source, part, arriving in zip(_Sources.apply(waits, *sent), parts, posted, strict=True):
+        received: Tensor = _Arrive.apply(source, arriving, layout.group, waits)
+        of_all = received.flatten(0, 1).split([heads.shape[2] for heads in part], dim=1)
+        query, key, value = (
+            heads_Tw.unflatten(1, (-1, shard.shape[3])).transpose(0, 1).unsqueeze(0)
+            for heads_Tw, shard in zip(of_all, shards)
+        )
+        end = begin + query.shape[1]
+        out_BThD = attend(query, key, value, slice(begin, end))
+        left.append(_Leave.apply(out_BThD[0].unflatten(0, (layout.size, -1)), outputs, len(left)))
+        begin = end
+    out_PthD = _join(_ArriveAll.apply(outputs, *left), dim=2)
+    return out_PthD.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
-def scatter_micro_batch(out_BThD: Tensor, layout: TokenLayout) -> Tensor:
-    """This rank's sequence shard of all heads, [1, t, H, D], out of all tokens of its part of the
-    heads, [1, T, H / P, D].
-
-    Collective over the group, in backward too.
-    """
-    received: Tensor = _Exchange.apply(out_BThD[0].unflatten(0, (layout.size, -1)), layout.group)
-    return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return torch.cat([*parts], dim=dim) if len(parts) > 1 else parts[0]
 
 
-class _Exchange(torch.autograd.Function):
-    """Part i of [P, ...] goes to rank i, and what rank i sends becomes part i; its own inverse in
-    backward.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, sent: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        return _all_to_all(sent, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(grad, ctx.group), None
+Posted = tuple[Tensor, Callable[[], None]]
+"""What comes, valid once the function has been called."""
 
 
-def _all_to_all(sent: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _post_all_to_all(sent: Tensor, group: dist.ProcessGroup | None) -> Posted:
+    """Part i of [P, ...] goes to rank i, and what rank i sends becomes part i."""
     sent = sent.contiguous()
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return received
+    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+    return received, work.wait
+
+
+class _Sources(torch.autograd.Function):
+    """What is sent, part by part, as it is; in backward what waits for its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, waits: list[Callable[[], None]], *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.waits = waits
+        return tuple(part.view_as(part) for part in parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        for wait in ctx.waits:
+            wait()
+        ctx.waits.clear()
+        return None, *grads
+
+
+class _Arrive(torch.autograd.Function):
+    """A part of what all ranks send; its gradient goes back, there once `waits` are over."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        _source: Tensor,
+        arriving: Posted,
+        group: dist.ProcessGroup | None,
+        waits: list[Callable[[], None]],
+    ) -> Tensor:
+        ctx.group, ctx.waits = group, waits
+        received, wait = arriving
+        wait()
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        back, wait = _post_all_to_all(grad, ctx.group)
+        ctx.waits.append(wait)
+        return back, None, None, None
+
+
+class _Outputs:
+    """What waits for parts of the output in forward, and for their gradients in backward."""
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.group = group
+        self.waits: list[Callable[[], None]] = []
+
+
+class _Leave(torch.autograd.Function):
+    """Sends part `number` of the output; in backward waits for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, outputs: _Outputs, number: int) -> Tensor:
+        ctx.outputs, ctx.number = outputs, number
+        arriving, wait = _post_all_to_all(out, outputs.group)
+        outputs.waits.append(wait)
+        return arriving
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.outputs.waits[ctx.number]()
+        return grad, None, None
+
+
+class _ArriveAll(torch.autograd.Function):
+    """All parts of the output; backward sends their gradients, those first whose attention's
+    backward comes first.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, outputs: _Outputs, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.outputs = outputs
+        for wait in outputs.waits:
+            wait()
+        return tuple(part.view_as(part) for part in parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        back = [_post_all_to_all(grad, ctx.outputs.group) for grad in reversed(grads)]
+        ctx.outputs.waits = [wait for _, wait in reversed(back)]
+        return None, *(grad for grad, _ in reversed(back))
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,22 +437,6 @@ def _gone() -> list[Tensor]:
     raise AssertionError("keys are gathered before their attention's backward")
 
 
-class _Rows(torch.autograd.Function):
-    """The parts of a row as they are; in backward what waits for their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, waits: list[Callable[[], None]], *rows: Tensor) -> tuple[Tensor, ...]:
-        ctx.waits = waits
-        return tuple(row.view_as(row) for row in rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        for wait in ctx.waits:
-            wait()
-        ctx.waits.clear()
-        return None, *grads
-
-
 class _Select(torch.autograd.Function):
     """Keys and values of a row's pieces; in backward the gradients of all ranks go back to the
     rows, there once `waits` are over.
@@ -369,12 +459,6 @@ class _Select(torch.autograd.Function):
         return row, None, None
 
 
-LEAST_PART_BYTES = 1 << 20
-"""Of what a row sends in the first part: a gather that is shorter costs more than what it lets hide
-is worth.
-"""
-
-
 def attend_to_all_rows(
     query_BHtD: Tensor,
     key_BKtD: Tensor,
@@ -390,8 +474,7 @@ def attend_to_all_rows(
     num_heads = key_BKtD.shape[1]
     numbers = (key_BKtD.numel() + value_BKtD.numel()) // keys.row_tokens
     num_bytes = numbers * len(keys.sent_S) * key_BKtD.element_size()
-    most = (num_bytes // LEAST_PART_BYTES + 1).bit_length() - 1  # the first is one of 2^n - 1
-    sizes = key_value_parts(num_heads, min(MOST_KEY_VALUE_PARTS, most))
+    sizes = _parts_of(num_heads, num_bytes)
     ratio = query_BHtD.shape[1] // num_heads
     chunks = list(zip(key_BKtD[0].split(sizes), value_BKtD[0].split(sizes)))
     queries = query_BHtD.split([ratio * size for size in sizes], dim=1)
@@ -400,7 +483,7 @@ def attend_to_all_rows(
     parts = [_Part(row, [x[:, 0].numel() for x in both], keys) for row, both in zip(rows, chunks)]
     gathers_again = rows[0].requires_grad and torch.is_grad_enabled() and not _runs_again
     outs, begin = [], 0
-    for row, part, query, size in zip(_Rows.apply(waits, *rows), parts, queries, sizes):
+    for row, part, query, size in zip(_Sources.apply(waits, *rows), parts, queries, sizes):
         selected: tuple[Tensor, Tensor] = _Select.apply(row, part, waits)
         key, value = (
             one_Nw.unflatten(1, (size, -1)).transpose(0, 1).unsqueeze(0) for one_Nw in selected
@@ -411,7 +494,7 @@ def attend_to_all_rows(
         begin = end
     if gathers_again:
         keys.note(parts)
-    return torch.cat(outs, dim=2) if len(outs) > 1 else outs[0]
+    return _join(outs, dim=2)
 
 
 _runs_again = False

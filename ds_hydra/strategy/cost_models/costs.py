@@ -26,6 +26,7 @@ from ds_hydra.strategy.cost_models.analytic import (
     sequence_parallel_latency,
 )
 from ds_hydra.strategy.cost_models.cluster import GRADIENT_BYTES, Cluster, try_cluster
+from ds_hydra.strategy.profiles.memory_model import MOST_KEY_VALUE_PARTS, key_value_parts
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, slowest_stage_ratio
 
@@ -205,24 +206,23 @@ class Costs:
         TP reduces two of S H in rings, which sends twice as much. Between nodes a ring has the
         interconnect of a node for itself, exchanges of all ranks of a node share it: they take what
         they do by the interconnects, if that is more. The constant is the larger one of both,
-        because neither launches nor collectives get fewer. Where <SP x TP,PP> has no T, exchanges
+        because neither launches nor collectives get fewer. Heads travel in parts, beside attention
+        to the part before (`_with_carried`). Where <SP x TP,PP> has no T, exchanges
         count by the interconnects alone.
         """
         narrow, wide = Scheme(scheme.tp, scheme.pp), Scheme(scheme.ranks_per_stage, scheme.pp)
         base, group = self.profile.latency.get(narrow), self.profile.latency.get(wide)
         if base is None:
             return None
-        linear_ms, constant_ms = base.linear_ms / scheme.sp, base.constant_ms
-        if group is not None:
-            exchange_ms = max(0.0, group.linear_ms - linear_ms) / scheme.sp
-            linear_ms += max(exchange_ms, self._between_nodes_ms(scheme))
-            constant_ms = max(constant_ms, group.constant_ms)
-        latency = LatencyModel(
-            quadratic_ms=base.quadratic_ms / scheme.sp, linear_ms=linear_ms, constant_ms=constant_ms
-        )
-        if group is not None:
-            return Price(latency, "estimated", (narrow, wide))
-        return Price(self._with_exchanges(latency, scheme), "estimated", (narrow,))
+        latency = base.shared(scheme.sp)
+        if group is None:
+            return Price(self._with_exchanges(latency, scheme), "estimated", (narrow,))
+        exchange_ms = max(0.0, group.linear_ms - latency.linear_ms) / scheme.sp
+        is_near = scheme.sp * scheme.sp_step <= self._devices_per_node
+        exchange_ms = max(exchange_ms, 0.0 if is_near else self._exchange_ms(scheme))
+        latency = replace(latency, constant_ms=max(base.constant_ms, group.constant_ms))
+        latency = self._with_carried(latency, scheme, exchange_ms)
+        return Price(latency, "estimated", (narrow, wide))
 
     def _of_rows(self, scheme: Scheme) -> Price | None:
         """T of `scheme` from that without CP, which CP ranks share, and from <CP x SP x TP,PP>.
@@ -253,10 +253,11 @@ class Costs:
         gathered = 6 * self.profile.memory.key_value_share * sharing / width * (1 - 1 / scheme.cp)
         reduced = 8 * (1 - scheme.tp / num_ranks)
         seen_ms, hidden_ms = self._seen_and_hidden(scheme, excess_ms * gathered / reduced)
-        latency = LatencyModel(
-            quadratic_ms=base.latency.quadratic_ms / scheme.cp,
-            linear_ms=base.latency.linear_ms / scheme.cp + seen_ms,
-            constant_ms=max(base.latency.constant_ms, group.constant_ms),
+        shared = base.latency.shared(scheme.cp)
+        latency = replace(
+            shared,
+            linear_ms=shared.linear_ms + seen_ms,
+            constant_ms=max(shared.constant_ms, group.constant_ms),
             hidden_ms=hidden_ms,
         )
         return Price(latency, "estimated", (uncut, narrow, wide))
@@ -266,14 +267,8 @@ class Costs:
         near = replace(scheme, context_first=False)
         if (price := self.find(near)) is None or self.cluster is None:
             return None
-        more_ms = self._exchange_ms(scheme) - self._exchange_ms(near)
-        linear_ms = price.latency.linear_ms + more_ms
-        return Price(replace(price.latency, linear_ms=linear_ms), "estimated", (near,))
-
-    def _between_nodes_ms(self, scheme: Scheme) -> float:
-        """Of a token, exchanges of SP that leave a node; 0 where they do not, or nothing tells."""
-        is_near = scheme.sp * scheme.sp_step <= self._devices_per_node
-        return 0.0 if is_near else self._exchange_ms(scheme)
+        more_ms = max(0.0, self._exchange_ms(scheme) - self._exchange_ms(near))
+        return Price(self._with_carried(price.latency, scheme, more_ms), "estimated", (near,))
 
     @property
     def _devices_per_node(self) -> int:
@@ -289,10 +284,38 @@ class Costs:
 
     def _with_exchanges(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
         """`latency` of a group without communication, with what SP ranks exchange on top."""
-        cluster = self.cluster
-        if cluster is None:
+        if self.cluster is None or scheme.sp == 1:
             return latency
-        return latency.plus(sequence_parallel_latency(cluster.shape, cluster.hardware, scheme))
+        more = sequence_parallel_latency(self.cluster.shape, self.cluster.hardware, scheme)
+        assert more is not None
+        carried = self._with_carried(latency, scheme, more.linear_ms)
+        num_hidden = len(self.profile.memory.key_value_parts(scheme)) - 1
+        starts_ms = num_hidden * more.constant_ms / (scheme.ranks_per_stage * _ROW_TOKENS)
+        return replace(
+            carried,
+            exchange_ms=carried.exchange_ms + starts_ms,
+            constant_ms=carried.constant_ms + more.constant_ms,
+        )
+
+    def _with_carried(
+        self, latency: LatencyModel, scheme: Scheme, travels_ms: float
+    ) -> LatencyModel:
+        """`latency` with `travels_ms` for a token in all exchanges of SP. Of the first part's
+        queries, keys and values nothing is hidden, nor of the last part's output, the same in
+        backward; how long attention has to be for the rest is as under CP.
+        """
+        parts, share = (
+            self.profile.memory.key_value_parts(scheme),
+            1 + 2 * self.profile.memory.key_value_share,
+        )
+        num_heads = sum(parts)
+        hidden = (share * (num_heads - parts[0]) + num_heads - parts[-1]) / (share + 1) / num_heads
+        hiding = 1 + (parts[-1] - parts[0]) / num_heads
+        return replace(
+            latency,
+            linear_ms=latency.linear_ms + (1 - hidden) * travels_ms,
+            exchange_ms=latency.exchange_ms + hiding * hidden * travels_ms,
+        )
 
     def _with_key_values(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
         """`latency` of a group without communication, with what CP ranks gather on top, in parts
@@ -305,13 +328,14 @@ class Costs:
         each_ms = layers * cluster.hardware.collective_overhead_ms
         travels_ms = key_values_ms(cluster.shape, cluster.hardware, scheme)
         seen_ms, hidden_ms = self._seen_and_hidden(scheme, travels_ms)
-        num_parts = len(self.profile.memory.key_value_parts(scheme))
-        starts = KEY_VALUE_EXCHANGES * num_parts - _SEEN_EXCHANGES
+        parts = self._parts_of_parts(scheme)
+        num_seen = _SEEN_EXCHANGES * len(parts)
+        starts = KEY_VALUE_EXCHANGES * sum(map(len, parts)) - num_seen
         return replace(
             latency,
             linear_ms=latency.linear_ms + seen_ms,
             hidden_ms=hidden_ms + starts * each_ms / (scheme.cp * _ROW_TOKENS),
-            constant_ms=latency.constant_ms + _SEEN_EXCHANGES * each_ms,
+            constant_ms=latency.constant_ms + num_seen * each_ms,
         )
 
     def _seen_and_hidden(self, scheme: Scheme, travels_ms: float) -> tuple[float, float]:
@@ -321,12 +345,19 @@ class Costs:
         Attention as long as all that travels is too short for a part that is larger than the one
         before by the difference.
         """
+        parts = self._parts_of_parts(scheme)
+        num_heads = sum(map(sum, parts))
+        of_first = _SEEN_EXCHANGES / KEY_VALUE_EXCHANGES
+        seen = sum(own[0] * (of_first if len(own) > 1 else 1) for own in parts) / num_heads
+        hiding = 1 + max(own[-1] - own[0] for own in parts) / num_heads
+        return seen * travels_ms, hiding * (1 - seen) * travels_ms
+
+    def _parts_of_parts(self, scheme: Scheme) -> list[list[int]]:
+        """Heads of the parts in which CP sends keys and values, of each part that SP brings."""
         parts = self.profile.memory.key_value_parts(scheme)
-        if len(parts) == 1:
-            return travels_ms, 0.0
-        share = _SEEN_EXCHANGES / KEY_VALUE_EXCHANGES * parts[0] / sum(parts)
-        hiding = 1 + (parts[-1] - parts[0]) / sum(parts)
-        return share * travels_ms, hiding * (1 - share) * travels_ms
+        if scheme.sp == 1:
+            return [parts]
+        return [key_value_parts(num_heads, MOST_KEY_VALUE_PARTS) for num_heads in parts]
 
     @cached_property
     def single_rank(self) -> LatencyModel | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import combinations
 from math import inf
 from pathlib import Path
@@ -65,15 +65,20 @@ plans of the published profiles take what they take by the sequences that `cut_m
 """
 
 
+_OPTIONAL = ("traffic_ms", "hidden_ms", "exchange_ms")
+"""Coefficients that documents leave out where they are 0."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyModel:
     """T(l, P) = a l^2 + b l + c (App. B.2): forward + backward of ONE stage, one micro-batch of one
     sequence.
 
     A packed micro-batch of lengths l_i costs sum(a l_i^2 + b l_i) + c, and `traffic_ms` at least:
-    what the layers that stream move for every micro-batch, beside its computation. `hidden_ms` h of
-    a token travels beside the attention of its sequence, which takes h l at least: keys and values
-    under CP of sequences above `WHOLE_TOKENS`. Left out: P2P between stages.
+    what the layers that stream move for every micro-batch, beside its computation. `exchange_ms` e
+    and `hidden_ms` h of a token travel beside the attention of its sequence, which takes (e + h) l
+    at least: heads under SP, and keys and values under CP of sequences above `WHOLE_TOKENS`. Left
+    out: P2P between stages.
     """
 
     quadratic_ms: float
@@ -81,20 +86,21 @@ class LatencyModel:
     constant_ms: float
     traffic_ms: float = 0.0
     hidden_ms: float = 0.0
+    exchange_ms: float = 0.0
 
     def sequence_ms(self, length_tokens: int) -> float:
-        """b l + max(a l^2, h l), the part of T that adds up over the sequences of a packed
+        """b l + max(a l^2, (e + h) l), the part of T that adds up over the sequences of a packed
         micro-batch.
         """
         hidden_ms = self.hidden_ms if length_tokens > WHOLE_TOKENS else 0.0
-        attention = max(self.quadratic_ms * length_tokens, hidden_ms)
+        attention = max(self.quadratic_ms * length_tokens, self.exchange_ms + hidden_ms)
         return (attention + self.linear_ms) * length_tokens
 
     def sequences_ms(self, lengths_tokens: NDArray[Any]) -> NDArray[np.float64]:
         """The same for each of `lengths_tokens`."""
         tokens = lengths_tokens.astype(np.float64)
         hidden_ms = np.where(tokens > WHOLE_TOKENS, self.hidden_ms, 0.0)
-        attention = np.maximum(self.quadratic_ms * tokens, hidden_ms)
+        attention = np.maximum(self.quadratic_ms * tokens, self.exchange_ms + hidden_ms)
         return np.array((attention + self.linear_ms) * tokens, dtype=np.float64)
 
     def __post_init__(self) -> None:
@@ -104,7 +110,8 @@ class LatencyModel:
                 f"latency coefficients {terms} of l^2, l and 1: none may be negative, NaN or above "
                 f"{LARGEST:g}, and one must be above 0; fit them again without the measurements that are"
             )
-        for name, ms in (("traffic_ms", self.traffic_ms), ("hidden_ms", self.hidden_ms)):
+        for name in _OPTIONAL:
+            ms = getattr(self, name)
             if not 0 <= ms <= LARGEST:
                 raise HydraConfigError(
                     f"{name} of a scheme is {ms}, expected 0 (nothing that computation does not hide) to {LARGEST:g}"
@@ -128,12 +135,16 @@ class LatencyModel:
             constant_ms=ratio * self.constant_ms,
             traffic_ms=self.traffic_ms,
             hidden_ms=ratio * self.hidden_ms,
+            exchange_ms=ratio * self.exchange_ms,
         )
 
     def shared(self, num_ranks: int) -> LatencyModel:
         """T of a micro-batch that `num_ranks` ranks share without communication."""
         return replace(
-            self, quadratic_ms=self.quadratic_ms / num_ranks, linear_ms=self.linear_ms / num_ranks
+            self,
+            quadratic_ms=self.quadratic_ms / num_ranks,
+            linear_ms=self.linear_ms / num_ranks,
+            exchange_ms=self.exchange_ms / num_ranks,
         )
 
     def plus(self, more: LatencyModel | None) -> LatencyModel:
@@ -147,9 +158,8 @@ class LatencyModel:
         )
 
     def to_json(self) -> dict[str, float]:
-        """The coefficients by name, `traffic_ms` and `hidden_ms` where there are any."""
-        optional = ("traffic_ms", "hidden_ms")
-        return {name: ms for name, ms in asdict(self).items() if ms or name not in optional}
+        """The coefficients by name, those of `_OPTIONAL` where there are any."""
+        return {name: ms for name, ms in asdict(self).items() if ms or name not in _OPTIONAL}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,14 +395,8 @@ class Profile:
 
 
 def _read_latency(entry: Mapping[str, Any]) -> LatencyModel:
-    given = {"traffic_ms": 0, "hidden_ms": 0, **entry}
-    return LatencyModel(
-        quadratic_ms=read_number(given, "quadratic_ms"),
-        linear_ms=read_number(given, "linear_ms"),
-        constant_ms=read_number(given, "constant_ms"),
-        traffic_ms=read_number(given, "traffic_ms"),
-        hidden_ms=read_number(given, "hidden_ms"),
-    )
+    given = {**dict.fromkeys(_OPTIONAL, 0), **entry}
+    return LatencyModel(**{f.name: read_number(given, f.name) for f in fields(LatencyModel)})
 
 
 _SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads")

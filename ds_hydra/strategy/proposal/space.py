@@ -301,7 +301,10 @@ def undominated(world: World, schemes: Sequence[Scheme]) -> tuple[Scheme, ...]:
     devices = np.array([scheme.num_devices for scheme in schemes])
     held = np.array([world.max_len_tokens(scheme) for scheme in schemes], dtype=np.float64)
     a, b, c, traffic, hidden = np.array(
-        [[x.quadratic_ms, x.linear_ms, x.constant_ms, x.traffic_ms, x.hidden_ms] for x in latencies]
+        [
+            [x.quadratic_ms, x.linear_ms, x.constant_ms, x.traffic_ms, x.hidden_ms + x.exchange_ms]
+            for x in latencies
+        ]
     ).T
     slots = np.array([scheme.pp for scheme in schemes], dtype=np.float64)
     gathers = np.array([scheme.gather for scheme in schemes])  # another kind of strategy
