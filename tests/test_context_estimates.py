@@ -104,6 +104,20 @@ def test_a_measured_tp_group_of_several_nodes_had_the_interconnect_for_itself():
     assert travels[1] == pytest.approx(travels[0], rel=0.1)
 
 
+def test_the_order_of_ranks_changes_what_leaves_a_node_and_nothing_inside():
+    profile = load_profile("a800_llama2_7b")
+    costs = Costs.of(profile, 16)
+    near, far = (Scheme(2, 1, sp=2, cp=4, context_first=c) for c in (False, True))
+    assert costs.latency(far).hidden_ms < costs.latency(near).hidden_ms / 2
+    assert costs.latency(far).exchange_ms > costs.latency(near).exchange_ms
+    near, far = (Scheme(1, 1, sp=2, cp=4, context_first=c) for c in (False, True))
+    assert costs.latency(far) == costs.latency(near)
+    unknown = Costs(profile)
+    near, far = (Scheme(2, 1, sp=2, cp=2, context_first=c) for c in (False, True))
+    assert unknown.latency(far) == unknown.latency(near)
+    assert unknown.find(Scheme(2, 1, sp=2, cp=4, context_first=True)) is None
+
+
 def test_neighbours_of_a_row_are_proposed_where_a_group_has_several_nodes():
     """40 heads divide by SP 8: two and four nodes of eight ranks."""
     profile = load_profile("a800_llama2_13b")

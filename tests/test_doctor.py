@@ -65,7 +65,10 @@ def test_ranks_that_are_well_and_sums_that_are_missing():
     assert all(e <= 1e-5 for f in gradients[:2] for e in f["figures"]["errors"].values())
     in_bf16 = gradients[2]["figures"]["errors"].values()
     assert all(1e-4 < e < 5e-2 for e in in_bf16), in_bf16  # half of what is allowed
-    assert list(found["gathered layers"]["figures"]["errors"]) == ["2x<1,1;gather>"]
+    assert list(found["gathered layers"]["figures"]["errors"]) == [
+        "2x<1,1;gather>",
+        "2x<1,1;gather>, again",
+    ]
     assert not wrong["is_well"]
     bad = [f for f in wrong["findings"] if f["check"] == "gradients"]
     assert all(f["status"] == "problem" and "wrong: 1x<2,1>" in f["text"] for f in bad)

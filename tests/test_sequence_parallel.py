@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,15 +19,19 @@ from engines import start_hydra, start_stock, stock_step
 from models import tiny
 from spaces import priced
 from test_engine_training import batches
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.configs import find_file
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.engine.model.attention import hydra_varlen
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, running
 from ds_hydra.engine.parallel import token_cuts
+from ds_hydra.engine.parallel.tensor_parallel import TokenShards
 from ds_hydra.engine.parallel.token_cuts import TokenLayout
 from ds_hydra.engine.profiling.profiler import token_bytes
 from ds_hydra.lab.simulator.sharded import ShardedGroup
+from ds_hydra.sampler.cuts import cut_micro_batch
 from ds_hydra.strategy import LatencyModel, Profile, Scheme
 from ds_hydra.strategy.cost_models.analytic import (
     Hardware,
@@ -371,6 +376,66 @@ class Noted(torch.autograd.Function):
     def backward(ctx, grad):
         ctx.events.append("attend back")
         return *[grad.transpose(1, 2).clone() for _ in range(3)], None
+
+
+@pytest.mark.distributed
+def test_a_checkpointed_layer_keeps_nothing_that_was_exchanged():
+    kept = run_distributed(check_what_stays, 2)
+    assert kept == [([], [], [])] * 2
+
+
+def check_what_stays():
+    """Buffers of exchanges, and rows of keys, that are alive when a checkpointed layer has run, and
+    once gradients of layers are there.
+    """
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.new_group([*range(size)])
+    buffers, post, init = [], token_cuts._post_all_to_all, token_cuts._Part.__init__
+    token_cuts.LEAST_PART_BYTES = 1
+
+    def watched(sent, group):
+        received, wait = post(sent, group)
+        buffers.extend(StorageWeakRef(one.untyped_storage()) for one in (sent, received))
+        return received, wait
+
+    def watched_part(self, row, *rest):
+        init(self, row, *rest)
+        buffers.append(StorageWeakRef(row.untyped_storage()))
+
+    def attend_to(query, key, value, _):
+        return Noted.apply(query, key[:, :, : query.shape[2]], value[:, :, : query.shape[2]], [])
+
+    layout = TokenLayout(group, size, rank)
+    rows = cut_micro_batch([0], [64], size)
+    in_rows = TokenLayout(rows=TokenShards(group, size), row=rank)
+    keys = token_cuts.KeysOfRow.find(rows, in_rows, CPU)
+    token_cuts._post_all_to_all, token_cuts._Part.__init__ = watched, watched_part
+    found = []
+    for layer, is_checkpointed in (
+        (lambda *heads: token_cuts.attend_to_all_tokens(*heads, layout, attend_to), True),
+        (lambda *heads: token_cuts.attend_to_all_rows(*heads, keys, attend_to), True),
+        (lambda *heads: token_cuts.attend_to_all_tokens(*heads, layout, attend_to), False),
+    ):
+        heads = [torch.randn(1, 8, keys.row_tokens, 8, requires_grad=True) for _ in range(3)]
+        buffers.clear()
+        if is_checkpointed:
+            options = {"use_reentrant": False, "context_fn": token_cuts.checkpoint_contexts}
+            loss = checkpoint(layer, *heads, **options).sum()
+        else:
+            loss = layer(*heads).sum()
+            loss.backward()
+            for one in heads:
+                one.grad = None
+        assert buffers
+        for _ in range(100):  # Gloo's threads hold what has just ended a little longer
+            alive = [index for index, one in enumerate(buffers) if not one.expired()]
+            if not alive:
+                break
+            time.sleep(0.02)
+        found.append(alive)
+        if is_checkpointed:
+            loss.backward()
+    return tuple(found)
 
 
 def test_heads_travel_beside_attention_to_those_before(monkeypatch):

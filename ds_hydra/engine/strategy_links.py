@@ -269,8 +269,12 @@ class StrategyLinks:
     def _is_first(self, schemes: Sequence[Scheme], training: bool) -> bool:
         """Whether kernels may be used for the first time beside collectives of gathered layers."""
         passes = {(scheme, training) for scheme in schemes}
-        known, self._gathered = self._gathered, self._gathered | passes
-        return self.clock.has_streams and not passes <= known
+        return self.clock.has_streams and not passes <= self._gathered
+
+    def have_run(self, phases: Sequence[RankPhase], *, training: bool) -> None:
+        """The passes of `phases` are over."""
+        schemes = (s for phase in phases for s in phase.plan.strategy.schemes if s.gather)
+        self._gathered.update((scheme, training) for scheme in schemes)
 
     def _open_streams(
         self,

@@ -233,11 +233,12 @@ def check_parity(
     for strategy in strategies:
         with vigil.step(f"gradients of {strategy}, {name}"):
             loss, grads_P = model.train(propagator, strategy)
-            errors[str(strategy)] = model.error_of(loss, grads_P, propagator)
+            name_of = f"{strategy}, again" if str(strategy) in errors else str(strategy)
+            errors[name_of] = model.error_of(loss, grads_P, propagator)
     worst = max(errors, key=errors.__getitem__)
     # Also where it is no number
     wrong = [text for text, error in errors.items() if not error <= model.tolerance]
-    text = f"{len(errors)} strategies, {name}: largest error {errors[worst]:.1e} ({worst})"
+    text = f"{len({*strategies})} strategies, {name}: largest error {errors[worst]:.1e} ({worst})"
     return Finding.judge(
         "gradients",
         f"{text}; wrong: {', '.join(wrong)}" if wrong else text,

@@ -34,16 +34,10 @@ from ds_hydra.engine.model.current_micro_batch import (
     current_boundaries,
     current_micro_batch,
 )
-from ds_hydra.engine.parallel.token_cuts import (
-    attend_to_all_rows,
-    attend_to_all_tokens,
-)
+from ds_hydra.engine.parallel.token_cuts import attend_to_all_rows, attend_to_all_tokens
 from ds_hydra.errors import UnsupportedModelError
 
 ATTENTION_NAME = "hydra_varlen"
-
-
-_ALL = slice(None)
 
 
 def hydra_varlen(

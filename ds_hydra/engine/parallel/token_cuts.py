@@ -130,22 +130,30 @@ def attend_to_all_tokens(
         heads.unflatten(0, (layout.size, -1)).split([each * size for size in sizes], dim=1)
         for (heads,), each in zip(shards, (ratio, 1, 1))
     ]
-    parts = [[heads.transpose(1, 2).flatten(2) for heads in part] for part in zip(*columns)]
-    sent = [torch.cat(part, dim=2) for part in parts]
+    sent = [
+        torch.cat([heads.transpose(1, 2).flatten(2) for heads in part], dim=2)
+        for part in zip(*columns)
+    ]
+    widths = [shard.shape[3] for shard in shards]
+    del shards, columns, query_BHtD, key_BKtD, value_BKtD
     posted = [_post_all_to_all(one.detach(), layout.group) for one in sent]
     waits: list[Callable[[], None]] = []
+    sources = [*_Sources.apply(waits, *sent)]
+    sent.clear()
     outputs, begin = _Outputs(layout.group), 0
     left: list[Tensor] = []
-    for source, part, arriving in zip(_Sources.apply(waits, *sent), parts, posted, strict=True):
-        received: Tensor = _Arrive.apply(source, arriving, layout.group, waits)
-        of_all = received.flatten(0, 1).split([heads.shape[2] for heads in part], dim=1)
+    for size in sizes:
+        # What was sent does not stay once it has arrived
+        received: Tensor = _Arrive.apply(sources.pop(0), posted.pop(0), layout.group, waits)
+        numbers = [ratio * size * widths[0], size * widths[1], size * widths[2]]
         query, key, value = (
-            heads_Tw.unflatten(1, (-1, shard.shape[3])).transpose(0, 1).unsqueeze(0)
-            for heads_Tw, shard in zip(of_all, shards)
+            heads_Tw.unflatten(1, (-1, width)).transpose(0, 1).unsqueeze(0)
+            for heads_Tw, width in zip(received.flatten(0, 1).split(numbers, dim=1), widths)
         )
         end = begin + query.shape[1]
         out_BThD = attend(query, key, value, slice(begin, end))
         left.append(_Leave.apply(out_BThD[0].unflatten(0, (layout.size, -1)), outputs, len(left)))
+        del received, query, key, value, out_BThD
         begin = end
     out_PthD = _join(_ArriveAll.apply(outputs, *left), dim=2)
     return out_PthD.transpose(0, 1).flatten(1, 2).unsqueeze(0)
@@ -227,6 +235,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ctx.outputs.waits[ctx.number]()
+        ctx.outputs.waits[ctx.number] = nothing  # it holds what has come
         return grad, None, None
 
 
@@ -240,6 +249,7 @@ class _ArriveAll(torch.autograd.Function):
         ctx.outputs = outputs
         for wait in outputs.waits:
             wait()
+        outputs.waits.clear()  # they hold what has come, which would stay as long as the graph
         return tuple(part.view_as(part) for part in parts)
 
     @staticmethod
@@ -485,6 +495,8 @@ def attend_to_all_rows(
     outs, begin = [], 0
     for row, part, query, size in zip(_Sources.apply(waits, *rows), parts, queries, sizes):
         selected: tuple[Tensor, Tensor] = _Select.apply(row, part, waits)
+        if not gathers_again:
+            part.row_tW = row.new_empty(0)  # else it stays with the graph
         key, value = (
             one_Nw.unflatten(1, (size, -1)).transpose(0, 1).unsqueeze(0) for one_Nw in selected
         )

@@ -15,7 +15,6 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from math import exp, log
 from statistics import mean, median
 from typing import Any
@@ -156,7 +155,7 @@ def at_rehearsed_level(
     for entry in document["schemes"]:
         scheme = Scheme.from_json(entry)
         more = {"rehearsed": rehearsed[scheme]} if scheme in rehearsed else {}
-        model = asdict(latency[scheme]) if scheme in latency else {}
+        model = latency[scheme].to_json() if scheme in latency else {}
         model.pop("traffic_ms", None)
         entries.append({**entry, **model, **more})
     return {**document, "schemes": entries}

@@ -55,8 +55,8 @@ unit.
 """
 _COLLECTIVES = 4
 _EXCHANGES = 4
-"""All-to-alls of SP for each layer: queries, keys and values together to heads, outputs back, in
-forward and backward (`engine/parallel/token_cuts.py`).
+"""All-to-alls of SP for each layer and part of the heads: queries, keys and values together to
+heads, outputs back, in forward and backward (`engine/parallel/token_cuts.py`).
 """
 KEY_VALUE_EXCHANGES = 3
 """Of CP for each layer: keys and values forward, again backward, and their gradients."""

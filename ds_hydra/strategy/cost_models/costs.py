@@ -5,7 +5,8 @@ kind of parallelism moves beside it:
 
     TP        in T of <TP,PP>, which is measured, or a roofline (`analytic.predict_latency`)
     PP        each stage has its layers; hand-over is no part of T (`Cluster.hop_ms`)
-    SP        all-to-alls of queries, keys, values and outputs over the link of SP x TP ranks
+    SP        all-to-alls of queries, keys, values and outputs, those of some heads beside attention
+              to others, over the links between the ranks of a group
     CP        keys and values of other rows over the ring of CP ranks, beside attention
     EP        tokens to their experts and back over the link of EP ranks
     weights   layers that stream (inside the node) or are gathered (by all ranks), for each
@@ -263,12 +264,21 @@ class Costs:
         return Price(latency, "estimated", (uncut, narrow, wide))
 
     def _of_distant_sequence_shards(self, scheme: Scheme) -> Price | None:
-        """T where SP ranks are neighbours, and what their exchanges take more between nodes."""
+        """T where CP ranks are neighbours: that without CP, which they share, with keys and values
+        that travel between them, and what SP's exchanges take more. Inside a node the order of
+        ranks changes nothing.
+        """
         near = replace(scheme, context_first=False)
-        if (price := self.find(near)) is None or self.cluster is None:
+        if scheme.ranks_per_stage <= self._devices_per_node:
+            price = self.find(near)
+            return price and Price(price.latency, "derived", (near,))
+        uncut = replace(near, cp=1)
+        if (price := self.find(uncut)) is None or self.cluster is None:
             return None
-        more_ms = max(0.0, self._exchange_ms(scheme) - self._exchange_ms(near))
-        return Price(self._with_carried(price.latency, scheme, more_ms), "estimated", (near,))
+        latency = self._with_key_values(price.latency.shared(scheme.cp), scheme)
+        more_ms = self._exchange_ms(scheme) - self._exchange_ms(uncut) / scheme.cp
+        latency = self._with_carried(latency, scheme, max(0.0, more_ms))
+        return Price(latency, "estimated", (uncut,))
 
     @property
     def _devices_per_node(self) -> int:

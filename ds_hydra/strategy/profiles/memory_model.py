@@ -45,7 +45,7 @@ ROW_TOLERANCE = 0.02
 """Share by which a row of a micro-batch may have more tokens than its part."""
 
 MOST_KEY_VALUE_PARTS = 4
-"""Parts of some heads in which keys and values travel, each beside attention of the one before."""
+"""Parts of some heads that SP exchanges and CP gathers, each beside attention to the one before."""
 
 
 def key_value_parts(num_heads: int, most: int) -> list[int]:
@@ -360,8 +360,8 @@ class MemoryModel:
         return copies * numbers * (self.input_bytes or _ELEMENT_BYTES)
 
     def key_value_parts(self, scheme: Scheme) -> list[int]:
-        """Heads of the parts in which CP sends keys and values, where micro-batches are large; one
-        part where nothing says how many heads there are.
+        """Key-value heads of the parts that SP exchanges, or CP gathers, where micro-batches are
+        large; one part where nothing says how many heads there are.
         """
         own = self.num_heads * self.key_value_share / (scheme.sp * scheme.tp)
         return key_value_parts(max(1, int(own)), MOST_KEY_VALUE_PARTS)

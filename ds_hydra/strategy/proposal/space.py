@@ -64,6 +64,7 @@ def unpruned_schemes(
     - <SP,TP,1;gather> for `tokens_per_iteration`, where the interconnects are known, or the profile
       measured one. If `streams`, <SP,TP,1;stream>, too: proposals leave these out unless they were
       measured, because a home on accelerators has run on a stand-in device only.
+    - <cpN,spM,1;gather> of M nodes of N devices, where SP M divides the heads.
     """
     world = world.measured
     found = dict.fromkeys(world.profile.latency)
