@@ -108,13 +108,12 @@ def test_the_order_of_ranks_changes_what_leaves_a_node_and_nothing_inside():
     profile = load_profile("a800_llama2_7b")
     costs = Costs.of(profile, 16)
     near, far = (Scheme(2, 1, sp=2, cp=4, context_first=c) for c in (False, True))
-    assert costs.latency(far).hidden_ms < costs.latency(near).hidden_ms / 2
+    assert costs.latency(far).hidden_ms < 0.7 * costs.latency(near).hidden_ms
     assert costs.latency(far).exchange_ms > costs.latency(near).exchange_ms
-    near, far = (Scheme(1, 1, sp=2, cp=4, context_first=c) for c in (False, True))
-    assert costs.latency(far) == costs.latency(near)
     unknown = Costs(profile)
     near, far = (Scheme(2, 1, sp=2, cp=2, context_first=c) for c in (False, True))
-    assert unknown.latency(far) == unknown.latency(near)
+    for known in (costs, unknown):
+        assert known.latency(far) == known.latency(near)
     assert unknown.find(Scheme(2, 1, sp=2, cp=4, context_first=True)) is None
 
 
