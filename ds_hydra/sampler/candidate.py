@@ -140,6 +140,11 @@ class GroupMenu(NamedTuple):
         """What pull and push add to a step at least, one by one in so many buckets; 0: as one."""
         return _total_ms(self.link) / max(1, num_buckets)
 
+    @property
+    def has_one_tp(self) -> bool:
+        """Whether all of its groups have the same slices."""
+        return len({scheme.tp for scheme in self.schemes}) == 1
+
     def groups_of_step(self, num_devices: int, spread: float = 0.0) -> MixedGroups:
         """What groups of its sizes take, whose times scatter by `spread`."""
         return MixedGroups(
@@ -174,14 +179,20 @@ class Phases:
         return Bound(0.0, 0.0)
 
     def plan(self, mini_batch: MiniBatch, limit_ms: float = np.inf) -> list[PhasePlan]:
-        """Its phases: each step of any of the menus of gathered layers, or all steps of one menu of
-        slices that stay; none that take `limit_ms` or more.
+        """Its phases: each step of any of the menus of gathered layers, or of those with one TP
+        alone, or all steps of one menu of slices that stay; none that take `limit_ms` or more.
         """
         menus = self._menus(mini_batch)
         gathered = [menu for menu in menus if not menu.keeps_slices]
         kept = [[menu] for menu in menus if menu.keeps_slices]
+        # Between steps with other slices pull and push are seen
+        degrees = {menu.schemes[0].tp for menu in gathered if menu.has_one_tp}
+        of_one_tp = [
+            [m for m in gathered if m.has_one_tp and m.schemes[0].tp == tp] for tp in degrees
+        ]
+        of_one_tp = [own for own in of_one_tp if len(own) < len(gathered)]
         found: list[PhasePlan] = []
-        for alike in filter(None, [gathered, *kept]):
+        for alike in filter(None, [gathered, *of_one_tp, *kept]):
             phases = _compose(mini_batch, alike, limit_ms)
             time_ms = sum(phase.iteration_ms for phase in phases)
             if phases and time_ms < limit_ms:
