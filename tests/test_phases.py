@@ -20,6 +20,7 @@ from single_process import random_examples
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.events import simulate_plan
+from ds_hydra.sampler import candidate as candidate_module
 from ds_hydra.sampler.candidate import MAX_CUTS, Bound, OneStrategy, Phases, find_menus
 from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
@@ -190,6 +191,34 @@ def test_first_pull_and_last_push_are_paid_where_slices_change(wide, num_ends):
     found = fastest(mini_batch, [Phases(strategies)])
     assert len(found.phases) == 5
     assert found.time_ms == pytest.approx(130 + num_ends)
+
+
+def test_menus_of_one_tp_are_composed_apart_from_those_of_several(monkeypatch):
+    """Steps with other slices show their pull and push, so nothing of one TP is planned as if they
+    were there.
+    """
+    strategies = (
+        *GATHERED,
+        *parse_strategies(["4x<1,1;ckpt=1;gather>", "2x<2,1;ckpt=1;gather>"]),
+        *parse_strategies(["4x<1,1;ckpt=2;gather>", "2x<sp2,1;ckpt=2;gather>"]),
+    )
+    schemes = [strategy.schemes[0] for strategy in strategies]
+    profile = make_profile({str(s): (0, 1 + s.ckpt, 0) for s in schemes}, num_layers=10)
+    settings = replace(SETTINGS, max_len_override=dict.fromkeys(schemes, 120))
+    composed = []
+
+    def compose(_, menus, limit_ms):
+        composed.append([{(s.ckpt, s.tp) for s in menu.schemes} for menu in menus])
+        return []
+
+    monkeypatch.setattr(candidate_module, "_compose", compose)
+    mini_batch = MiniBatch(make_batch(LONG_AND_SHORT), profile, 4, settings)
+    Phases(strategies).plan(mini_batch)
+    assert composed[0] == [{(0, 1)}, {(1, 1), (1, 2)}, {(2, 1)}]
+    assert composed[1:] == [[{(0, 1)}, {(2, 1)}]]
+    composed.clear()
+    Phases(GATHERED).plan(mini_batch)
+    assert composed == [[{(0, 1)}]]
 
 
 def check_plan(found, time_ms, lengths, strategies, settings, profile):
