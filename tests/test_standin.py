@@ -224,7 +224,9 @@ def test_peaks_are_those_of_the_memory_model(check):
     for text, found in run_checks(2, (check,))[0][check].items():
         assert found["passes"] == pytest.approx(found["formula"], rel=OFF_BY), text
         assert found["step"] <= found["formula"], text
-        assert 0.8 * found["forward"] <= found["scores"] <= found["forward"], text
+        # The formula has buffers of two rounds, gathered layers of one
+        least = 0.75 if "gather" in text else 0.8
+        assert least * found["forward"] <= found["scores"] <= found["forward"], text
 
 
 @nightly
