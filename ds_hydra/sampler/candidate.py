@@ -186,11 +186,11 @@ class Phases:
         gathered = [menu for menu in menus if not menu.keeps_slices]
         kept = [[menu] for menu in menus if menu.keeps_slices]
         # Between steps with other slices pull and push are seen
-        degrees = {menu.schemes[0].tp for menu in gathered if menu.has_one_tp}
-        of_one_tp = [
-            [m for m in gathered if m.has_one_tp and m.schemes[0].tp == tp] for tp in degrees
-        ]
-        of_one_tp = [own for own in of_one_tp if len(own) < len(gathered)]
+        by_tp: dict[int, list[GroupMenu]] = {}
+        for menu in gathered:
+            if menu.has_one_tp:
+                by_tp.setdefault(menu.schemes[0].tp, []).append(menu)
+        of_one_tp = [by_tp[tp] for tp in sorted(by_tp) if len(by_tp[tp]) < len(gathered)]
         found: list[PhasePlan] = []
         for alike in filter(None, [gathered, *of_one_tp, *kept]):
             phases = _compose(mini_batch, alike, limit_ms)

@@ -208,8 +208,8 @@ class Costs:
         interconnect of a node for itself, exchanges of all ranks of a node share it: they take what
         they do by the interconnects, if that is more. The constant is the larger one of both,
         because neither launches nor collectives get fewer. Heads travel in parts, beside attention
-        to the part before (`_with_carried`). Where <SP x TP,PP> has no T, exchanges
-        count by the interconnects alone.
+        to the part before (`_with_carried`). Where <SP x TP,PP> has no T, exchanges count by the
+        interconnects alone.
         """
         narrow, wide = Scheme(scheme.tp, scheme.pp), Scheme(scheme.ranks_per_stage, scheme.pp)
         base, group = self.profile.latency.get(narrow), self.profile.latency.get(wide)
@@ -314,10 +314,8 @@ class Costs:
         queries, keys and values nothing is hidden, nor of the last part's output, the same in
         backward; how long attention has to be for the rest is as under CP.
         """
-        parts, share = (
-            self.profile.memory.key_value_parts(scheme),
-            1 + 2 * self.profile.memory.key_value_share,
-        )
+        memory = self.profile.memory
+        parts, share = memory.key_value_parts(scheme), 1 + 2 * memory.key_value_share
         num_heads = sum(parts)
         hidden = (share * (num_heads - parts[0]) + num_heads - parts[-1]) / (share + 1) / num_heads
         hiding = 1 + (parts[-1] - parts[0]) / num_heads

@@ -14,8 +14,6 @@ from functools import lru_cache
 from itertools import groupby, pairwise, product
 from typing import Any, TypeVar
 
-import numpy as np
-
 from ds_hydra.configs.files import MAX_DEVICES, read_counts
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
@@ -44,9 +42,10 @@ def coordinates(scheme: Scheme) -> tuple[tuple[int, int, int], ...]:
     >>> coordinates(Scheme(1, 1, sp=2, cp=2, context_first=True))
     ((0, 0, 0), (0, 2, 0), (0, 1, 0), (0, 3, 0))
     """
-    shards = np.arange(scheme.num_shards).reshape(scheme.cp, scheme.sp)
-    in_order = shards.T if scheme.context_first else shards
-    return tuple(product(range(scheme.pp), in_order.flatten().tolist(), range(scheme.tp)))
+    shards = [*range(scheme.num_shards)]
+    if scheme.context_first:
+        shards = [shard for s in range(scheme.sp) for shard in shards[s :: scheme.sp]]
+    return tuple(product(range(scheme.pp), shards, range(scheme.tp)))
 
 
 def stages_of(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
@@ -64,25 +63,30 @@ def _sp_groups(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
     """The SP groups of a pipeline: ranks with the same slices and the same row, in the order of
     their sequence shards.
     """
-    step = scheme.sp_step
-    return [
-        stage[begin : begin + scheme.sp * step : step]
-        for stage in stages_of(scheme, ranks)
-        for c in range(scheme.cp)
-        for begin in range(c * scheme.cp_step, c * scheme.cp_step + scheme.tp)
-    ]
+    others = scheme.cp, scheme.cp_step
+    return _groups_apart(scheme, ranks, (scheme.sp, scheme.sp_step), others)
 
 
 def _cp_groups(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
     """The CP groups of a pipeline: ranks with the same slices and the same place in their SP
     groups, in the order of their rows.
     """
-    step = scheme.cp_step
+    others = scheme.sp, scheme.sp_step
+    return _groups_apart(scheme, ranks, (scheme.cp, scheme.cp_step), others)
+
+
+def _groups_apart(
+    scheme: Scheme, ranks: Ranks, own: tuple[int, int], others: tuple[int, int]
+) -> list[Ranks]:
+    """Of each stage the groups of `own`, how many ranks and how far apart, for each place among
+    `others` and in the TP group.
+    """
+    (size, step), (num_others, step_of_others) = own, others
     return [
-        stage[begin : begin + scheme.cp * step : step]
+        stage[begin : begin + size * step : step]
         for stage in stages_of(scheme, ranks)
-        for s in range(scheme.sp)
-        for begin in range(s * scheme.sp_step, s * scheme.sp_step + scheme.tp)
+        for place in range(num_others)
+        for begin in range(place * step_of_others, place * step_of_others + scheme.tp)
     ]
 
 

@@ -456,8 +456,8 @@ class Strategy:
 
         Inside a pipeline rank `ranks[((stage * cp + c) * sp + s) * tp + t]` runs TP slice `t` of
         `stage` on sequence shard `s` of row `c` of every micro-batch (with `context_first` rank
-        `ranks[((stage * sp + s) * cp + c) * tp + t]`). Ranks from `num_devices` on
-        are in no pipeline (idle during propagation).
+        `ranks[((stage * sp + s) * cp + c) * tp + t]`). Ranks from `num_devices` on are in no
+        pipeline (idle during propagation).
 
         >>> Strategy.parse("1x<2,1> + 2x<1,1>").place()
         ((0, 1), (2,), (3,))
