@@ -9,9 +9,11 @@ import torch
 from models import tiny
 from shared_data import shared_json
 from transformers import Gemma2Config, LlamaConfig, Qwen3Config
+from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from ds_hydra.configs.files import find_profile
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.model.meta_model import build_random_stage_model
 from ds_hydra.engine.profiling.memory import as_the_engine_needs, slice_config, trace_layer_memory
 from ds_hydra.engine.transfer.schedule import home_bytes
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
@@ -150,6 +152,19 @@ def test_a_slice_keeps_less_and_the_whole_stream_stays():
     whole, half = (trace_layer_memory(small_llama(), num_tokens=512, tp=tp) for tp in (1, 2))
     assert 0.5 * whole.kept_bytes < half.kept_bytes < whole.kept_bytes
     assert half.activation_bytes > whole.activation_bytes
+
+
+def test_a_layer_is_whole_while_transformers_partitions_models() -> None:
+    """As during HydraTrainer.train, where a profile is measured, too."""
+    wanted = trace_layer_memory(small_llama(), num_tokens=64)
+    of_training = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_batch_size": 1})
+    assert trace_layer_memory(small_llama(), num_tokens=64) == wanted
+    stage_model = build_random_stage_model(
+        small_llama(), dtype=torch.float32, device=torch.device("meta"), num_ranks=2
+    )
+    assert all(spec.numel for spec in stage_model.specs)
+    assert is_deepspeed_zero3_enabled()  # for models of the training
+    del of_training
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -285,6 +285,7 @@ def test_hydra_trainer_trains_resumes_and_evaluates():
     for rank in run_checks(2, ("trainer",)):
         found = rank["trainer"]
         assert found["losses"][0] == pytest.approx(found["wanted"], rel=1e-5)
+        assert found["as_proposed"] == pytest.approx(found["losses"], rel=1e-4)
         assert found["resumed"] == found["losses"]
         assert len(found["losses"]) == 4
         assert 0 < found["eval_loss"] < 2 * found["wanted"]

@@ -19,8 +19,8 @@ from ds_hydra.engine.ranks.process import use_deterministic_kernels
 
 DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 LENGTHS = (513, 64, 1, 1000, 7) if HAS_GPU else (33, 8, 1, 60, 7)
-PIECES = tuple((n, length // 2, length) for n, length in enumerate(LENGTHS))
-"""(sequence, begin, end): the second halves, as a row of context parallelism has them."""
+LONG = (513, 4096, 7, 5000) if HAS_GPU else (33, 64, 7)
+"""With sequences that the kernel "cudnn" runs apart."""
 WINDOW = 100 if HAS_GPU else 20
 TOLERANCE = 2e-2
 """Of bf16: its mantissa has 8 bits."""
@@ -36,11 +36,22 @@ class Case:
     value_width: int
     window: int | None = None
     halves: bool = False
+    lengths: tuple[int, ...] = LENGTHS
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int, int], ...]:
+        """(sequence, begin, end): whole ones, or second halves, as a row of context parallelism has
+        them.
+        """
+        return tuple(
+            (n, length // 2 * self.halves, length) for n, length in enumerate(self.lengths)
+        )
 
     def __str__(self) -> str:
         widths = "/".join(map(str, dict.fromkeys((self.width, self.value_width))))
         more = f", window {self.window}" if self.window else ""
         more += ", second halves of sequences" if self.halves else ""
+        more += f", to {max(self.lengths)} tokens" if self.lengths is LONG else ""
         return f"{self.heads} heads of {widths} on {self.key_heads}{more}"
 
 
@@ -53,6 +64,9 @@ CASES = (
     Case(8, 8, 192, 128),  # latent attention
     Case(4, 1, 512, 512),
     Case(6, 3, 72, 72),
+    Case(8, 2, 128, 128, lengths=LONG),
+    Case(4, 4, 64, 64, lengths=LONG),
+    Case(6, 3, 72, 72, lengths=LONG),
 )
 
 
@@ -108,17 +122,15 @@ def count_results(case: Case) -> int:
 
 
 def _run(case: Case, inputs: Sequence[Tensor]) -> Tensor:
-    pieces = PIECES if case.halves else tuple((n, 0, length) for n, length in enumerate(LENGTHS))
-    segments = [Segment(n, LENGTHS[n], begin, end) for n, begin, end in pieces]
-    micro_batch = PackedMicroBatch.of_segments(segments, LENGTHS, DEVICE)
+    segments = [Segment(n, case.lengths[n], begin, end) for n, begin, end in case.pieces]
+    micro_batch = PackedMicroBatch.of_segments(segments, case.lengths, DEVICE)
     query, key, value = inputs
     return _attend(query, key, value, micro_batch, None, case.window, None, None)
 
 
 def _lengths(case: Case) -> tuple[list[int], list[int]]:
     """Tokens of each piece, and of the keys that it attends to."""
-    begins = [begin if case.halves else 0 for _, begin, _ in PIECES]
-    return [end - begin for begin, end in zip(begins, LENGTHS, strict=True)], list(LENGTHS)
+    return [end - begin for _, begin, end in case.pieces], list(case.lengths)
 
 
 def _inputs(case: Case, dtype: torch.dtype) -> list[Tensor]:

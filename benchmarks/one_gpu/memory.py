@@ -95,6 +95,8 @@ def measure(
 def _measure(case: str, propagator: Propagator, strategy: Strategy, tokens: int) -> None:
     profiler.measure_stage_ms(propagator, strategy, ProbeMicroBatch(tokens))
     formula, activation = expect_bytes(propagator, strategy, tokens)
+    # Memory that the formula's micro-batches had, of another scheme, goes when the next one begins.
+    profiler.measure_stage_ms(propagator, strategy, ProbeMicroBatch(tokens))
     if HAS_GPU:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

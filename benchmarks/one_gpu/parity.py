@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from benchmarks.one_gpu.device import HAS_GPU, is_first, join
 from benchmarks.one_gpu.telling import skip, tell, trying
+from ds_hydra.engine.model import attention_kernels
+from ds_hydra.engine.model.attention_kernels import LONG_TOKENS
 from ds_hydra.engine.transfer import link_thread
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Strategy
@@ -34,23 +36,33 @@ HALF_TOLERANCE, OVER_PLAIN = 2e-2, 1.5
 ALONE = ("1x<1,1>", "1x<1,1;ckpt=2>", "1x<1,1;gather>", "1x<1,1;stream>")
 FAMILIES = ("qwen3", "gemma3", "qwen3_moe", "lora")
 NODES = {"link": {"devices_per_node": 2}}
+COMPILED = {"compile_layers": True}
+CUDNN = {"attention": "cudnn"}
 _PHASES = "1x<sp2,1> then 2x<1,1>"
+_PARTS = ("1x<sp2,1>", "1x<sp2,1;gather>", "1x<cp2,1>", "1x<cp2,1;gather>")
 CASES: dict[int, tuple[tuple[str, str, Sequence[str], dict[str, Any]], ...]] = {
     1: (
+        ("llama", "bf16", ("1x<1,1>", "1x<1,1;gather>"), CUDNN),
+        ("llama", "bf16", ("1x<1,1>", "1x<1,1;gather>"), CUDNN | COMPILED),
         ("llama", "fp32", ALONE, {}),
         ("llama", "bf16", ALONE, {}),
         *((family, "bf16", ALONE[:1], {}) for family in FAMILIES),
     ),
     2: (
+        ("llama", "bf16", (*_PARTS, "2x<1,1;gather>", "1x<2,1;gather>"), {}),
+        ("llama", "bf16", ("2x<1,1;gather>", *_PARTS, "1x<2,1>", "1x<1,2>"), COMPILED),
+        ("llama", "bf16", ("1x<sp2,1>", "1x<2,1>"), CUDNN),
         ("qwen3_moe", "bf16", ("1x<sp2,1;ep=2>",), {}),
-        ("llama", "bf16", (*SHORT, "1x<cp2,1>", "1x<2,1;stream>"), {}),
+        ("llama", "fp32", _PARTS, {}),
         ("llama", "fp32", ("1x<2,1>",), {"tp_sequence_parallel": True}),
+        ("llama", "bf16", (*SHORT, "1x<2,1;stream>"), {}),
         ("llama", "fp32", (*STRATEGIES[2], *OTHERS, _PHASES), {}),
     ),
     4: (
+        ("llama", "bf16", ("1x<sp2,cp2,1>", "1x<cp2,sp2,1>", "1x<cp2,sp2,1;gather>"), {}),
         ("qwen3_moe", "bf16", ("2x<sp2,1;ep=2>", "1x<4,1;ep=2>"), {}),
+        ("llama", "fp32", ("4x<1,1>", "1x<2,2>", "1x<cp2,sp2,1;gather>"), NODES),
         ("llama", "bf16", ("4x<1,1>", "1x<2,2>", "1x<2,1> + 1x<1,2>", "1x<cp4,1>"), {}),
-        ("llama", "fp32", ("4x<1,1>", "1x<2,2>"), NODES),
         ("llama", "fp32", (*STRATEGIES[4], "1x<cp2,2,1>"), {}),
     ),
 }
@@ -116,7 +128,9 @@ def _build(family: str) -> nn.Module:
 def check(case: tuple[str, str, Sequence[str], dict[str, Any]], device: torch.device) -> None:
     """Errors of all strategies of a case; collective over all ranks."""
     family, dtype, strategies, hydra = case
-    name = " ".join([family, dtype, *("on two nodes" if key == "link" else key for key in hydra)])
+    words = {"link": "on two nodes", "compile_layers": "compiled", "attention": "with cuDNN"}
+    name = " ".join([family, dtype, *(words.get(key, key) for key in hydra)])
+    attention_kernels.LONG_TOKENS = 16 if hydra.get("attention") == "cudnn" else LONG_TOKENS
     subject = Subject(family, dtype, device, **hydra)
     for text in strategies:
         try:
@@ -212,6 +226,10 @@ def cases_of(world: int) -> Iterator[tuple[str, str, Sequence[str], dict[str, An
     """Fewer on CPU ranks, where other tests have all of them."""
     for case in CASES[world]:
         family, dtype, strategies, hydra = case
+        if not HAS_GPU and hydra.keys() & {"compile_layers", "attention"}:
+            if is_first():
+                skip(f"{family} {dtype}, {', '.join(hydra)}", "a CPU has no such kernels")
+            continue
         step = 1 if HAS_GPU or (dtype, world) == ("fp32", 1) else 2 if dtype == "fp32" else 3
         yield family, dtype, strategies[::step], hydra
 

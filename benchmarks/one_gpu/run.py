@@ -5,7 +5,7 @@
 
 Wheels of `prepare.py` are installed beside what the machine has. Every step is a process with a
 limit of its own; one that fails or hangs is ended with its processes, its last words are kept, and
-the next begins. Steps that time nothing run in two lanes, the others alone. Findings are written as
+the next begins. Steps that time nothing run side by side, the others alone. Findings are written as
 they come, to results.jsonl, steps' output to log.txt, and one_gpu.md is made of them at the end.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import lzma
 import os
@@ -65,40 +66,53 @@ def _step(name: str, module: str, *arguments: str, **options: Any) -> Step:
 
 
 _QUEUES, _FOUR = "a CPU has no queues", "gloo is the same for two"
+_SHOWN = "tests run the examples on CPU ranks"
+DEMO, TRAINER = "examples/stdlib/train.py", "examples/hf_trainer/pretrain.py"
+_BF16 = ("--bf16", "--max_steps", "12", "--save_steps", "6")
 PROBE = _step("probe of 2 ranks", "probe", ranks=2, limit_s=45)
 STEPS: tuple[tuple[float, tuple[tuple[Step, ...], ...]], ...] = (
     (
-        0.13,
+        0.17,
         (
             (
                 _step("queues as designed", "queues", limit_s=25, gpu_only=_QUEUES),
                 _step("queues by default", "queues", limit_s=25, gpu_only=_QUEUES, environment={}),
                 _step("queues set late", "queues", "--late", limit_s=25, gpu_only=_QUEUES, environment={}),
+                PROBE,
             ),
         ),
     ),
     (
-        0.64,
+        0.6,
         (
             (
-                PROBE,
-                _step("parity of 2 ranks", "parity", ranks=2, limit_s=110),
-                _step("doctor of 2 ranks", "examine", ranks=2, limit_s=110),
-                _step("parity of 4 ranks", "parity", ranks=4, limit_s=120),
+                _step("parity of 2 ranks", "parity", ranks=2, limit_s=200),
                 _step("probe of 4 ranks", "probe", ranks=4, limit_s=45, gpu_only=_FOUR),
             ),
             (
-                _step("attention", "attention", limit_s=60),
-                _step("parity of 1 rank", "parity", ranks=1, limit_s=110),
-                _step("memory of one of 8", "memory", "8", limit_s=80),
-                _step("memory of one of 8, large vocabulary", "memory", "8", "128K", limit_s=60,
-                      gpu_only="on a CPU every model is the tiny one"),
-                _step("memory of one of 64", "memory", "64", limit_s=60),
+                _step("parity of 4 ranks", "parity", ranks=4, limit_s=200),
                 _step(
                     "races", "parity", "--races", ranks=2, limit_s=90,
                     gpu_only="the sanitizer of torch sees CUDA streams alone",
                     environment={**DESIGN, "TORCH_CUDA_SANITIZER": "1"},
                 ),
+            ),
+            (
+                _step("attention", "attention", limit_s=60),
+                _step("parity of 1 rank", "parity", ranks=1, limit_s=150),
+                Step(name="Trainer of 2 ranks", arguments=(TRAINER, *_BF16), ranks=2, limit_s=90,
+                     gpu_only=_SHOWN),
+            ),
+            (
+                _step("doctor of 2 ranks", "examine", ranks=2, limit_s=110),
+                Step(name="demo of 4 ranks", arguments=(DEMO, "--iterations", "12"), ranks=4, limit_s=90,
+                     gpu_only=_SHOWN),
+            ),
+            (
+                _step("memory of one of 8", "memory", "8", limit_s=110),
+                _step("memory of one of 8, large vocabulary", "memory", "8", "128K", limit_s=80,
+                      gpu_only="on a CPU every model is the tiny one"),
+                _step("memory of one of 64", "memory", "64", limit_s=60),
             ),
         ),
     ),
@@ -115,13 +129,14 @@ STEPS: tuple[tuple[float, tuple[tuple[Step, ...], ...]], ...] = (
     ),
 )  # fmt: skip
 """Each phase ends at this share of the time, and has lanes of steps that run side by side. What
-finds faults comes first."""
+finds faults comes first.
+"""
 
 
 def _without_phases() -> tuple[tuple[float, tuple[tuple[Step, ...], ...]], ...]:
     """All steps in two lanes: where no time is measured, none needs to run alone."""
-    (_, (first,)), (_, (one, two)), (_, (last,)) = STEPS
-    return ((1.0, ((*first, *one), (*two, *last))),)
+    lanes = [lane for _, lanes in STEPS for lane in lanes]
+    return ((1.0, tuple(tuple(itertools.chain(*lanes[n::2])) for n in (0, 1))),)
 
 
 class Run:

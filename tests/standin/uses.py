@@ -124,7 +124,13 @@ def trainer() -> dict[str, Any]:
         logged = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
         return logged, resumed
 
+    profiling = {"repeats": 1, "warmup": 0, "lengths": [16, 32, 64]}
+    with environment, known:
+        hydra = {"profile": None, "strategies": None, "profiling": profiling, "context_length": 64}
+        measured, _ = losses(save_strategy="no", save_steps=9, hydra=hydra)
+    steps.clear()
     with environment, known, observed() as found:
+        found["as_proposed"] = measured
         found["losses"], _ = losses(save_strategy="steps", save_steps=2)
         found["waits_of_steps"] = [dict(after - before) for before, after in pairwise(steps)]
         shutil.rmtree(folder / "out" / "checkpoint-4", ignore_errors=True)

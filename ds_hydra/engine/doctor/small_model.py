@@ -15,11 +15,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.doctor.findings import Finding, Status
 from ds_hydra.engine.doctor.vigil import Vigil
+from ds_hydra.engine.model.meta_model import make_model
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.profile_document import nominal_profile
 from ds_hydra.engine.propagation import Propagator
@@ -81,9 +82,7 @@ class SmallModel:
             initializer_range=0.1,  # larger than usual: attention and norms shall matter
             tie_word_embeddings=False,
         )
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="sdpa"
-        ).to(device)
+        model = make_model(config, dtype=torch.float32, attn_implementation="sdpa").to(device)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(parameter.to(dtype))

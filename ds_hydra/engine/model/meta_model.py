@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import transformers
 from accelerate import init_empty_weights
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.integrations import deepspeed as of_transformers
 
 from ds_hydra.engine.model.packing_probe import build_stage_model, try_small_copy
 from ds_hydra.engine.model.stage_model import StageModel
@@ -69,6 +71,23 @@ def making(name: str) -> Iterator[None]:
         ) from error
 
 
+def make_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """A new model of `config`, whole on this rank; `options` are those of `from_config`. Not
+    collective.
+
+    While TrainingArguments with ZeRO-3 live, transformers partitions every model that it makes.
+    """
+    of_training = of_transformers._hf_deepspeed_config_weak_ref
+    of_transformers.unset_hf_deepspeed_config()
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=False, **options
+        )
+    finally:
+        of_transformers._hf_deepspeed_config_weak_ref = of_training
+    return model
+
+
 def load_stage_model(name: str) -> StageModel:
     """The stage model of the model called `name`, without memory for weights."""
     transformers.logging.set_verbosity_error()
@@ -76,7 +95,7 @@ def load_stage_model(name: str) -> StageModel:
     with making(name):
         # Whether stages work is tried
         with init_empty_weights(include_buffers=False), no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = make_model(config)
         model.tie_weights()
         return build_stage_model(model)
 
@@ -105,7 +124,7 @@ def build_random_stage_model(
     UnsupportedModelError for what cannot be trained. On the meta device nothing is allocated.
     """
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model = make_model(config, dtype=dtype)
     model.tie_weights()
     abilities = try_small_copy(model)
     generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(0)

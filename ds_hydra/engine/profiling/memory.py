@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.attention_choice import keeps_copies
+from ds_hydra.engine.model.meta_model import make_model
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.model.tp_plan import module_sides
 from ds_hydra.engine.parallel import tensor_parallel
@@ -260,7 +261,7 @@ def _one_layer(config: PretrainedConfig, num_shards: int) -> tuple[nn.Module, nn
     embeddings.
     """
     try:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").base_model
+        model = make_model(config, attn_implementation="sdpa").base_model
     except ValueError as error:  # softcapped attention, of which the eager kind keeps all scores
         raise UnsupportedModelError(str(error).split(".")[0]) from error
     if not hasattr(model, "layers") or not hasattr(model, "rotary_emb"):
