@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -209,16 +210,22 @@ def _count_waits(engine: Any, examples: Examples) -> None:
 
 def look_for_races() -> None:
     """Let the sanitizer, which TORCH_CUDA_SANITIZER=1 switches on in this thread, see the link's
-    thread, too.
+    thread, too, one launch at a time: it numbers launches without a lock.
     """
     from torch.cuda import _sanitizer
 
-    serve = link_thread.LinkThread._serve
+    handler, lock = _sanitizer.cuda_sanitizer.event_handler, threading.Lock()
+    handle, serve = handler._handle_kernel_launch, link_thread.LinkThread._serve
+
+    def locked(*arguments: Any) -> Any:
+        with lock:
+            return handle(*arguments)
 
     def seen(self: Any) -> None:
         with _sanitizer.cuda_sanitizer.dispatch:
             serve(self)
 
+    handler._handle_kernel_launch = locked
     link_thread.LinkThread._serve = seen
 
 
