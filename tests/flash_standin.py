@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ds_hydra.engine.model import attention_choice, attention_kernels
+from ds_hydra.engine.model import attention_choice, attention_cudnn, attention_kernels
 
 
 def _scores(query, key, scale, window, softcap, num_before):
@@ -36,26 +36,28 @@ def _parts(query, key, ends, key_ends):
             yield slice(a, b), slice(c, d), head, head // groups
 
 
-def forward(query, key, value, ends, key_ends, scale, window, softcap):
+def forward(query, key, value, ends, key_ends, scale, window, softcap, is_causal=True):
     """Output like `value` and log-sum-exp [H, T] fp32, `window` tokens to the left."""
     q, k, v = (t.double() for t in (query, key, value))
     out = q.new_zeros(*q.shape[:2], v.shape[2])
     lse = q.new_zeros(q.shape[1], q.shape[0])
     for rows, columns, head, group in _parts(q, k, ends.tolist(), key_ends.tolist()):
-        before = columns.stop - columns.start - (rows.stop - rows.start)
+        before = columns.stop - columns.start - (rows.stop - rows.start) * is_causal
         _, scores = _scores(q[rows, head], k[columns, group], scale, window, softcap, before)
         lse[head, rows] = scores.logsumexp(1)
         out[rows, head] = scores.softmax(1) @ v[columns, group]
     return out.to(query.dtype), lse if query.dtype == torch.float64 else lse.float()
 
 
-def backward(grad, query, key, value, out, lse, ends, key_ends, scale, window, softcap):
+def backward(
+    grad, query, key, value, out, lse, ends, key_ends, scale, window, softcap, is_causal=True
+):
     """Gradients of query, key and value."""
     q, k, v, o, g, lse = (t.double() for t in (query, key, value, out, grad, lse))
     grads = [torch.zeros_like(t) for t in (q, k, v)]
     dots = (g * o).sum(-1)
     for rows, columns, head, group in _parts(q, k, ends.tolist(), key_ends.tolist()):
-        before = columns.stop - columns.start - (rows.stop - rows.start)
+        before = columns.stop - columns.start - (rows.stop - rows.start) * is_causal
         of_q, of_k = q[rows, head], k[columns, group]
         raw, scores = _scores(of_q, of_k, scale, window, softcap, before)
         weights = (scores - lse[head, rows].unsqueeze(1)).exp()
@@ -324,24 +326,28 @@ def cudnn(calls):
     """
     library = torch.library.Library("aten", "IMPL")
 
-    def check(dense, *heads):
-        sizes = heads[0].shape
-        for t in (*heads, *dense):
+    def check(is_causal, dense, *heads):
+        query, key, value = heads
+        for t, like in (*((t, query) for t in (query, *dense)), (key, key), (value, key)):
             assert t.dim() == 4
-            assert (t.shape[0], t.shape[2]) == (1, sizes[2])
+            assert (t.shape[0], t.shape[2]) == (1, like.shape[2])
             assert t.shape[-1] % 8 == 0
             assert t.shape[-1] <= 128
             tokens, width = t.shape[1] * t.shape[3], t.shape[3]
             # Plans are found by the strides of queries, keys and values alone.
-            assert t.stride() == (sizes[2] * tokens, width, tokens, 1)
-            assert t.dtype == heads[0].dtype
-        assert sizes[2] > 1, "keys of one token are refused"
-        query, key, value = heads
+            assert t.stride() == (t.shape[2] * tokens, width, tokens, 1)
+            assert t.dtype == query.dtype
+        assert not is_causal or query.shape[2] == key.shape[2], "the first row sees the first key"
+        assert key.shape[2] > 1, "keys of one token are refused"
         assert key.shape[1] == value.shape[1]
         assert query.shape[1] % key.shape[1] == 0
         calls.check(*heads)
-        one = torch.tensor([0, sizes[2]])
-        return [t[0].transpose(0, 1) for t in (*dense, *heads)], one
+        ends = [torch.tensor([0, t.shape[2]]) for t in (query, key)]
+        return [t[0].transpose(0, 1) for t in (*dense, *heads)], ends
+
+    def note(way, query, key):
+        of_keys = {} if key.shape[2] == query.shape[2] else {"keys": key.shape[2]}
+        calls.append({"pass": way, "tokens": query.shape[2], **of_keys})
 
     def attend(
         query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
@@ -349,10 +355,9 @@ def cudnn(calls):
     ):  # fmt: skip
         _nothing(attn_bias, dropout_p, return_debug_mask)
         assert compute_log_sumexp
-        assert is_causal
-        heads, ends = check((), query, key, value)
-        calls.append({"pass": "forward", "tokens": query.shape[2]})
-        out, lse = forward(*heads, ends, ends, scale, None, 0.0)
+        heads, ends = check(is_causal, (), query, key, value)
+        note("forward", query, key)
+        out, lse = forward(*heads, *ends, scale, None, 0.0, is_causal)
         lse = lse.unsqueeze(0) if calls.lse_dims == 3 else lse[None, :, :, None]
         out = out.contiguous().unsqueeze(0).transpose(1, 2)
         seed = torch.zeros((), dtype=torch.int64)
@@ -364,17 +369,16 @@ def cudnn(calls):
         cum_seq_k, max_q, max_k, dropout_p, is_causal, *, scale=None,
     ):  # fmt: skip
         _nothing(attn_bias, cum_seq_q, cum_seq_k, dropout_p)
-        assert is_causal
         assert philox_seed.dtype == philox_offset.dtype == torch.int64  # sm100 casts them
-        assert max_q == max_k == query.shape[2]
-        (grad, out, *heads), ends = check((grad_out, out), query, key, value)
+        assert (max_q, max_k) == (query.shape[2], key.shape[2])
+        (grad, out, *heads), ends = check(is_causal, (grad_out, out), query, key, value)
         wanted = (1, query.shape[1], query.shape[2], *[1] * (calls.lse_dims - 3))
         assert logsumexp.shape == wanted
         assert logsumexp.is_contiguous()
         assert logsumexp.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)
-        calls.append({"pass": "backward", "tokens": query.shape[2]})
+        note("backward", query, key)
         lse = logsumexp.view(wanted[1:3])
-        grads = backward(grad, *heads, out, lse, ends, ends, scale, None, 0.0)
+        grads = backward(grad, *heads, out, lse, *ends, scale, None, 0.0, is_causal)
         return tuple(t.contiguous().unsqueeze(0).transpose(1, 2) for t in grads)
 
     library.impl("_scaled_dot_product_cudnn_attention", attend, "CPU")
@@ -391,7 +395,7 @@ PACKAGES = {
 VARLEN = "varlen"
 CUDNN = "cudnn"
 LONG_TOKENS = 100
-"""From which sequences are long while its stand-in is installed."""
+"""From which whole sequences are long while its stand-in is installed."""
 
 
 @contextmanager
@@ -424,10 +428,10 @@ def installed(*names):
     forget()
     for name in {VARLEN, CUDNN}.difference(names):
         attention_kernels._loaded[name] = "it is left out"
-    long_tokens, why_no_cudnn = attention_kernels.LONG_TOKENS, attention_kernels._why_no_cudnn
+    long_tokens, why_no_cudnn = attention_kernels.LONG_TOKENS, attention_cudnn.why_not
     if CUDNN in names:
         attention_kernels.LONG_TOKENS = LONG_TOKENS
-        attention_kernels._why_no_cudnn = lambda: ""
+        attention_cudnn.why_not = lambda: ""
     sys.modules.update(modules)
     attention_choice._KERNEL_DEVICES = ("cpu",)
     try:
@@ -439,7 +443,7 @@ def installed(*names):
                 sys.modules[name] = module
         attention_choice._KERNEL_DEVICES = devices
         attention_kernels.LONG_TOKENS = long_tokens
-        attention_kernels._why_no_cudnn = why_no_cudnn
+        attention_cudnn.why_not = why_no_cudnn
         forget()
         attention_kernels._loaded.update(before[0])
         attention_choice._in_use.update(before[1])

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import types
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -22,7 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_hydra.configs.hydra_config import ATTENTION_KERNELS, HydraConfig
 from ds_hydra.engine.doctor import findings
-from ds_hydra.engine.model import attention_choice, attention_kernels, attention_operator
+from ds_hydra.engine.model import (
+    attention_choice,
+    attention_cudnn,
+    attention_kernels,
+    attention_operator,
+)
 from ds_hydra.engine.model.attention import hydra_varlen
 from ds_hydra.engine.model.attention_choice import choose, kernel_for, select_kernels
 from ds_hydra.engine.model.attention_kernels import Demand, load_kernel
@@ -538,8 +544,10 @@ def packed_inputs(lengths, dtype=torch.float64):
 
 
 def attend_packed(inputs, weight, lengths, **options):
-    """Output of "cudnn" and gradients of its inputs."""
-    micro_batch = PackedMicroBatch.build(lengths, CPU)
+    """Output of "cudnn" and gradients of its inputs; lengths of segments, or these."""
+    micro_batch = lengths
+    if not isinstance(lengths, PackedMicroBatch):
+        micro_batch = PackedMicroBatch.build(lengths, CPU)
     use = KernelUse.of(load_kernel(CUDNN), Demand(24, 13, inputs[0].dtype))
     heads_last = [t[0].transpose(0, 1) for t in inputs[:3]]
     out = attend(use, heads_last, micro_batch.boundaries, 0.3, **options)
@@ -605,45 +613,115 @@ def test_as_many_long_sequences_run_apart_as_have_a_place():
     torch.testing.assert_close(out, wanted[0].transpose(0, 1), rtol=1e-10, atol=1e-10)
     assert sum(call.get("tokens") == 128 for call in calls[CUDNN]) == 2 * 16
     ends = attention_operator._ends(*boundaries, None)
-    assert ends[2:5] == (LONG_TOKENS + 17, LONG_TOKENS + 17, LONG_TOKENS + 1)
+    assert ends[2:6] == (LONG_TOKENS + 17, LONG_TOKENS + 17, LONG_TOKENS + 1, LONG_TOKENS + 1)
     assert [sequence.number for sequence in ends.long] == list(range(3, 19)), "the longest ones"
     assert len(boundaries[2]) == len(PackedMicroBatch.build([3], CPU).boundaries[2])
 
 
-def test_pieces_of_sequences_are_not_long():
-    segments = [Segment(0, 5000, 0, 5000), Segment(1, 6000, 5000, 6000)]
-    piece = PackedMicroBatch.of_segments(segments, (5000, 6000), CPU)
-    assert not attention_operator._ends(*piece.boundaries, None).long
-    whole = PackedMicroBatch.build((5000, 4095, 4096), CPU)
-    (first, last) = attention_operator._ends(*whole.boundaries, None).long
-    assert (first, last) == ((0, 0, 5000), (2, 9095, 13191))
+PIECES = (
+    # (sequence's length, begin, end), and calls as (padded queries, keys)
+    ([(400, 300, 400)], [(128, 288), (128, 128)]),  # 12 keys go to the square
+    ([(600, 540, 570), (30, 0, 30), (300, 0, 300)], [(32, 528), (64, 64), (512, 512)]),
+    ([(300, 10, 300)], [(512, 512)]),  # too few keys before for a block
+    ([(384, 256, 384)], [(128, 256), (128, 128)]),  # nothing to pad
+    ([(5, 2, 5), (900, 700, 900), (7, 0, 7)], [(256, 688), (256, 256)]),
+    ([(90, 60, 90), (12, 3, 12)], []),
+    ([(4000, 3990, 4000)], []),  # too few queries to fill a device
+)
+
+
+@pytest.mark.parametrize(("pieces", "apart"), PIECES)
+@pytest.mark.parametrize("lse_dims", [3, 4])
+def test_pieces_of_sequences_run_apart_by_cudnn(pieces, apart, lse_dims, monkeypatch):
+    """Over the first keys without a mask, and as a causal square over the others."""
+    monkeypatch.setattr(attention_cudnn, "_GRID_TOKENS", 16)
+    monkeypatch.setattr(attention_cudnn, "_GRID_STEPS", 1)
+    segments = [Segment(n, *piece) for n, piece in enumerate(pieces)]
+    sequence_lengths = [length for length, _, _ in pieces]
+    lengths, key_lengths = [s.end - s.begin for s in segments], [s.end for s in segments]
+    (query, _, _), weight = packed_inputs(lengths)
+    (_, key, value), _ = packed_inputs(key_lengths)
+    inputs = [query, key, value]
+    wanted = attention_per_sequence(*inputs, lengths, 0.3, None, None, None, key_lengths)
+    wanted_grads = torch.autograd.grad((wanted * weight).sum(), inputs)
+    with installed(CUDNN) as calls:
+        calls[CUDNN].lse_dims = lse_dims
+        micro_batch = PackedMicroBatch.of_segments(segments, sequence_lengths, CPU)
+        out, *grads = attend_packed(inputs, weight, micro_batch)
+    torch.testing.assert_close(out, wanted[0].transpose(0, 1), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(grads, list(wanted_grads), rtol=1e-10, atol=1e-10)
+    for way in ("forward", "backward"):
+        own = [c for c in calls[CUDNN] if c["pass"] == way and "tokens" in c]
+        assert [(c["tokens"], c.get("keys", c["tokens"])) for c in own] == apart
+
+
+def test_what_is_long():
+    def long_of(lengths, key_lengths):
+        return [
+            tuple(s) for s in attention_kernels.LongSegment.of(lengths, key_lengths) if s.is_long
+        ]
+
+    assert long_of([5000, 4095, 4096], [5000, 4095, 4096]) == [
+        (0, 0, 5000, 0, 5000),
+        (2, 9095, 13191, 9095, 13191),
+    ]
+    # 2,048 queries of 5,120 keys see as many pairs as a whole sequence of 4,096
+    assert long_of([7, 2048], [9, 5120]) == [(1, 7, 2055, 9, 5129)]
+    assert not long_of([2048], [5119])
+    assert not long_of([1023], [1 << 20])
+    assert long_of([1024], [1 << 20])
+
+
+def on_grid(heads):
+    """What cuDNN gets of a whole sequence."""
+    number = len(heads)
+    (block,) = attention_cudnn._blocks(attention_kernels.LongSegment(0, 0, number, 0, number))
+    padded, *_ = attention_cudnn._padded([heads], [], block)
+    return padded
+
+
+def test_keys_that_all_queries_see_stand_on_a_finer_grid():
+    found, left = set(), []
+    for before in range(0, 65536, 7):
+        segment = attention_kernels.LongSegment(0, 0, 2048, 0, before + 2048)
+        *whole, square = attention_cudnn._blocks(segment)
+        num_whole = whole[0].keys.stop if whole else 0
+        assert square.keys == slice(num_whole, before + 2048)
+        assert square.num_before == before - num_whole < max(128, before / 32)
+        assert num_whole % 128 == 0
+        found.add(num_whole)
+        left.append(square.num_before)
+    assert len(found) == 32 + 4 * 32
+    assert sum(left) / len(left) < 400
 
 
 def test_padded_lengths_are_few():
     """So that cuDNN builds few plans, and little is computed for nothing."""
     found = set()
     for length in range(4096, 65537, 7):
-        padded = attention_kernels._on_grid(torch.empty(length, 1, 1, device="meta")).shape[2]
+        padded = on_grid(torch.empty(length, 1, 1, device="meta")).shape[2]
         assert padded % 128 == 0
         assert length <= padded < length * 17 / 16
         found.add(padded)
     assert len(found) == 4 * 16 + 1
     fits = torch.empty(4352, 2, 8)
-    assert attention_kernels._on_grid(fits).data_ptr() == fits.data_ptr(), "nothing is copied"
+    assert on_grid(fits).data_ptr() == fits.data_ptr(), "nothing is copied"
     for tokens in (4300, 4310):  # of one head, whose stride is no matter elsewhere
         head = torch.empty(1, tokens, 8).transpose(0, 1)
-        assert attention_kernels._on_grid(head).stride() == (4352 * 8, 8, 8, 1)
+        assert on_grid(head).stride() == (4352 * 8, 8, 8, 1)
     head = torch.empty(1, 4352 + 5, 8)[:, 5:].transpose(0, 1)
-    assert attention_kernels._on_grid(head).stride() == (4352 * 8, 8, 8, 1)
+    assert on_grid(head).stride() == (4352 * 8, 8, 8, 1)
 
 
-def test_the_trial_of_cudnn_has_a_padded_long_sequence_beside_short_ones():
+def test_the_trial_of_cudnn_has_padded_long_segments_beside_short_ones():
     with installed(CUDNN, VARLEN) as calls:
         (choice,) = select_kernels(PLAIN, CPU, HALF)
         assert (choice.name, choice.failed) == (CUDNN, ())
         assert 0 < choice.error < 2e-2
-    assert [(c["pass"], c["tokens"]) for c in calls[CUDNN]] == [("forward", 128), ("backward", 128)]
-    assert len(calls[VARLEN]) == 2 * 4
+    # A sequence, and 30 queries of 196 keys, which are 30 of 128 keys and a square of 68
+    calls_of = Counter((call["pass"], call["tokens"], call.get("keys")) for call in calls[CUDNN])
+    assert calls_of == {("forward", 128, None): 3, ("backward", 128, None): 3}
+    assert len(calls[VARLEN]) == 2 * 5
 
 
 def wrong_tail(_forward, backward):
@@ -651,7 +729,7 @@ def wrong_tail(_forward, backward):
         grads = backward(*inputs)
         ends = inputs[6]
         if ends.long:
-            grads[1][ends.long[-1].end - 20 :] *= 1.3  # dk of the last keys of the long sequence
+            grads[1][ends.long[-1].last - 20 :] *= 1.3  # dk of the last keys of the long sequence
         return grads
 
     return {"backward": differentiate}
@@ -740,9 +818,9 @@ def test_a_torch_without_cudnn_says_so(monkeypatch, holder, name, value, why):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", None)
-    assert attention_kernels._why_no_cudnn() == ""
+    assert attention_cudnn.why_not() == ""
     monkeypatch.setattr(holder, name, value)
-    assert attention_kernels._why_no_cudnn().startswith(why)
+    assert attention_cudnn.why_not().startswith(why)
     with pytest.raises(attention_kernels.MissingKernelError, match=why):
         attention_kernels._cudnn(CUDNN)
 
@@ -767,16 +845,19 @@ def check_engine_with_cudnn():
         installed(CUDNN) as calls,
         mock.patch("ds_hydra.engine.model.stage_model.select_kernels", use_cudnn),
         mock.patch.object(attention_kernels, "LONG_TOKENS", 8),
+        mock.patch.object(attention_cudnn, "_GRID_TOKENS", 2),
     ):
         worst = check_gradients("llama", strategies)
-    return worst, {(call["pass"], "tokens" in call) for call in calls[CUDNN]}
+    return worst, {(call["pass"], "tokens" in call, "keys" in call) for call in calls[CUDNN]}
 
 
 @pytest.mark.distributed
 def test_strategies_have_one_gradient_where_long_sequences_run_apart():
     worst, passes = run_distributed(check_engine_with_cudnn, 2)[0]
     assert_parity(worst)
-    assert passes == {(way, apart) for way in ("forward", "backward") for apart in (True, False)}
+    # By varlen, whole sequences and squares, keys before those of a piece (CP)
+    kinds = (False, False), (True, False), (True, True)
+    assert passes == {(way, *kind) for way in ("forward", "backward") for kind in kinds}
 
 
 def other_kernels():

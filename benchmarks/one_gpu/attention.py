@@ -67,6 +67,7 @@ CASES = (
     Case(8, 2, 128, 128, lengths=LONG),
     Case(4, 4, 64, 64, lengths=LONG),
     Case(6, 3, 72, 72, lengths=LONG),
+    Case(8, 2, 128, 128, lengths=LONG, halves=True),
 )
 
 

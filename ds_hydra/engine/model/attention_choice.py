@@ -35,7 +35,7 @@ _MOST_DIFFERENCE = 2e-2
 _PROBE_LENGTHS, _PROBE_KEY_LENGTHS = (5, 64, 1, 90), (5, 100, 7, 90)
 """Whole sequences, and ends of others."""
 _PROBE_BESIDE_LONG = (5, 90)
-"""Whole sequences before one that is long."""
+"""Whole sequences beside one that is long."""
 _PARTS_OF_LONG = 64
 """Of the rows of that trial, each compared by its own size: a right kernel was off by 0.6% at most
 where its roundings were emulated on a CPU.
@@ -190,16 +190,21 @@ def _generation(device: torch.device | None) -> int | None:
 def kernel_error(kernel: Kernel, device: torch.device, demand: Demand) -> float:
     """Largest relative error of outputs and gradients of a packed micro-batch on `device`, whole
     sequences and ends of others, causal, with a window and with sinks, against fp32; of a kernel
-    that runs long sequences apart also of one of these, which has to be padded, behind others.
+    that runs long segments apart also of these, which have to be padded, beside others: a whole
+    sequence, and the end of one.
     """
     pieces = (_PROBE_LENGTHS, _PROBE_KEY_LENGTHS)
     cases = (pieces, None, False), (pieces, _PROBE_WINDOW, False), (pieces, None, True)
     errors = [_errors(kernel, device, demand, *case) for case in cases]
     if kernel.runs_long_apart:
         whole = (*_PROBE_BESIDE_LONG, kernels.LONG_TOKENS + 5)
-        # The last rows of a long sequence are small: beside the first ones none would see them.
-        case = (whole, whole), None, False
-        errors.append(_errors(kernel, device, demand, *case, num_parts=_PARTS_OF_LONG))
+        queries = kernels.LONG_TOKENS // 4 + 5
+        keys = kernels.LONG_TOKENS**2 // (2 * queries) + queries
+        first, last = _PROBE_BESIDE_LONG
+        for case in ((whole, whole), ((first, queries, last), (first, keys, last + 10))):
+            # The last rows of a long segment are small: beside the first ones none would see them.
+            parts = {"num_parts": _PARTS_OF_LONG}
+            errors.append(_errors(kernel, device, demand, case, None, False, **parts))
     return float(torch.cat(errors).max())  # which is no number where any is none
 
 

@@ -10,14 +10,6 @@ called by the names of their parameters, because releases differ in the order, a
 require: flash-attn 2.7 to 2.8.3, flash-attn 3 of 2.8.3 and of August 2026, flash-attn-4 4.0.0b36,
 torch 2.11 to 2.13, and what the Hugging Face hub builds of these.
 
-[Note: Long sequences apart]
-cuDNN runs one long sequence in about half the time of flash attention 2, and builds a plan for each
-new shape, which takes tens of milliseconds. So the kernel "cudnn" gives it whole sequences from
-`LONG_TOKENS` on, one call each, and the rest of a micro-batch to torch's varlen, in one call. Rows
-of zeros pad a long sequence to one of 16 lengths per power of two. They are its last ones, so no
-other row sees them; their output is cut off, and their gradient is zero. Backward gets 0 as their
-log-sum-exp: their scores are 0, too, so what it computes of them is finite, times zero.
-
 Legend: T queries, N keys, H query heads, K key-value heads, D and E widths of queries and values.
 """
 
@@ -37,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.attention
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_hydra.engine.ranks.process import in_one_order
 
@@ -48,18 +40,39 @@ LONG_TOKENS = 4096
 """From which cuDNN is known to be faster than flash attention 2: both passes of one sequence of as
 many under 32 heads of 128 took 1.32 ms against 2.23, on an H200 with torch 2.11.
 """
-_GRID_TOKENS, _GRID_STEPS = 128, 16
-"""Long sequences are padded to multiples of the first, and to as many lengths per power of two."""
 
 
-class LongSequence(NamedTuple):
-    """Segment `number`, tokens `begin` to `end`, which sees no other keys ([Note: Long sequences
-    apart]).
+class LongSegment(NamedTuple):
+    """Segment `number`, queries `begin` to `end`, the last of keys `first` to `last`, with a call
+    of its own (`attention_cudnn`, [Note: Long segments apart]).
     """
 
     number: int
     begin: int
     end: int
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], key_lengths: Sequence[int]) -> list[LongSegment]:
+        """All segments of a micro-batch, long ones or not."""
+        ends, lasts = itertools.accumulate(lengths), itertools.accumulate(key_lengths)
+        each = enumerate(zip(lengths, ends, key_lengths, lasts, strict=True))
+        return [cls(n, end - own, end, last - keys, last) for n, (own, end, keys, last) in each]
+
+    @property
+    def num_pairs(self) -> float:
+        """Of a query with a key that it sees."""
+        queries = self.end - self.begin
+        return queries * (self.last - self.first - queries / 2)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it has the work of a whole sequence of `LONG_TOKENS`, and a quarter of its
+        queries, by which kernels fill a device.
+        """
+        is_wide = self.end - self.begin >= LONG_TOKENS / 4
+        return is_wide and self.num_pairs >= LONG_TOKENS**2 / 2
 
 
 class Ends(NamedTuple):
@@ -72,8 +85,9 @@ class Ends(NamedTuple):
     longest: int
     longest_keys: int
     longest_of_rest: int = 0
+    longest_keys_of_rest: int = 0
     """Without those that are long."""
-    long: tuple[LongSequence, ...] = ()
+    long: tuple[LongSegment, ...] = ()
     """In their order."""
 
 
@@ -129,7 +143,7 @@ class Kernel:
     implementation: str | None = None
     """That torch has to have activated for it."""
     runs_long_apart: bool = False
-    """Whether long sequences have calls of their own, which a trial needs one for."""
+    """Whether long segments have calls of their own, which a trial needs some for."""
 
     def padded_widths(self, query_width: int, value_width: int) -> tuple[int, int]:
         """What queries (and keys) and values are padded to with zeros, which add nothing."""
@@ -411,163 +425,9 @@ def _window(window: int | None) -> dict[str, int]:
 
 
 def _cudnn(name: str) -> Kernel:
-    """[Note: Long sequences apart]."""
-    version = f"torch {torch.__version__}"
-    if why := _why_no_cudnn():
-        raise MissingKernelError(f"{version} {why}")
-    operators = [
-        getattr(torch.ops.aten, f"_scaled_dot_product_cudnn_attention{way}", None)
-        for way in ("", "_backward")
-    ]
-    if None in operators:
-        raise MissingKernelError(f"{version} has no operator for cuDNN's attention")
-    rest = _varlen(name)
-    inputs = ("query", "key", "value", "is_causal", "scale")
-    run_forward = _Named(operators[0].default, *inputs, "compute_log_sumexp")
-    run_backward = _Named(operators[1].default, *inputs, "grad_out", "out", "logsumexp")
-    lse_dims = [3]  # as the forward pass of this release has it
+    from ds_hydra.engine.model import attention_cudnn  # which is made of what is here
 
-    def attend_long(heads: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
-        num_tokens = len(heads[0])
-        query, key, value = (_on_grid(t) for t in heads)
-        out, lse, *_ = run_forward(
-            query=query, key=key, value=value, compute_log_sumexp=True, is_causal=True, scale=scale
-        )
-        lse_dims[0] = lse.dim()
-        return _off_grid(out, num_tokens), lse.reshape(out.shape[1:3])[:, :num_tokens]
-
-    def differentiate_long(tensors: Sequence[Tensor], lse_HT: Tensor, scale: float) -> list[Tensor]:
-        num_tokens = lse_HT.shape[1]
-        grad, query, key, value, out = (_on_grid(t) for t in tensors)
-        missing = query.shape[2] - num_tokens
-        lse = nn.functional.pad(lse_HT, (0, missing)).contiguous().unsqueeze(0)
-        state = torch.empty((), dtype=torch.int64, device=query.device)  # of dropout, which is 0
-        grads = run_backward(
-            grad_out=grad, query=query, key=key, value=value, out=out,
-            logsumexp=lse if lse_dims[0] == 3 else lse.unsqueeze(-1),
-            philox_seed=state, philox_offset=state, max_q=query.shape[2], max_k=key.shape[2],
-            dropout_p=0.0, is_causal=True, scale=scale,
-        )  # fmt: skip
-        return [_off_grid(t, num_tokens) for t in grads]
-
-    def is_for_rest(ends: Ends, window: int | None) -> bool:
-        return not ends.long or bool(window) or torch.are_deterministic_algorithms_enabled()
-
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: float, window: int | None, _: float
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        heads = query, key, value
-        if is_for_rest(ends, window):
-            return rest.forward(*heads, ends, scale, window, 0.0)
-        rows = [(begin, end) for _, begin, end in ends.long]
-        apart = [attend_long([t[a:b] for t in heads], scale) for a, b in rows]
-        outs, lses = ([found[i] for found in apart] for i in (0, 1))
-        out, lse = outs[0][:0], lses[0][:, :0]
-        if ends.longest_of_rest:
-            query, key, value = (_without(t, rows) for t in heads)
-            out, lse = rest.forward(query, key, value, _ends_of_rest(ends), scale, None, 0.0)
-        return _put_back(out, outs, rows), _put_back(lse, lses, rows, dim=1)
-
-    def differentiate(
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        ends: Ends,
-        scale: float,
-        window: int | None,
-        _: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        tensors = grad, query, key, value, out
-        if is_for_rest(ends, window):
-            return rest.backward(*tensors, lse, ends, scale, window, 0.0)
-        rows = [(begin, end) for _, begin, end in ends.long]
-        apart = [differentiate_long([t[a:b] for t in tensors], lse[:, a:b], scale) for a, b in rows]
-        found: Sequence[Tensor] = [t[:0] for t in apart[0]]
-        if ends.longest_of_rest:
-            others = [_without(t, rows) for t in tensors]
-            lse = _without(lse.t(), rows).t().contiguous()
-            found = rest.backward(*others, lse, _ends_of_rest(ends), scale, None, 0.0)
-        dq, dk, dv = (
-            _put_back(t, [grads[i] for grads in apart], rows) for i, t in enumerate(found)
-        )
-        return dq, dk, dv
-
-    return Kernel(
-        name=name,
-        package=f"{version}, cuDNN {torch.backends.cudnn.version()}",
-        forward=attend,
-        backward=differentiate,
-        # On 10.x nobody measured it, and its backward was reported to be off by 7% where scores are
-        # very negative (github.com/NVIDIA/cudnn-frontend/issues/744), which no trial here has.
-        generations=(9,),
-        takes_softcap=False,
-        takes_widths=lambda query, value, _: max(query, value) <= 128,
-        most_ordered_width=0,
-        runs_long_apart=True,
-    )
-
-
-def _why_no_cudnn() -> str:
-    """Why this torch cannot call cuDNN's attention; "" where it can."""
-    if not torch.backends.cuda.is_built() or torch.version.hip:
-        return "is not built for CUDA"
-    if not torch.backends.cudnn.is_available():
-        return "has no cuDNN"
-    if not torch.backends.cuda.cudnn_sdp_enabled():
-        return "was told by torch.backends.cuda.enable_cudnn_sdp not to use it"
-    return ""
-
-
-def _on_grid(heads_THD: Tensor) -> Tensor:
-    """[1, H, S, D] of a long sequence, padded with zeros to S tokens, and dense as [S, H, D]: plans
-    are found by sizes and strides.
-    """
-    power = 1 << (len(heads_THD).bit_length() - 1)
-    step = max(_GRID_TOKENS, power // _GRID_STEPS)
-    if missing := -len(heads_THD) % step:
-        heads_THD = nn.functional.pad(heads_THD, (0, 0, 0, 0, 0, missing))
-    tokens, heads, width = heads_THD.shape
-    # A single head may have any stride where torch counts as contiguous.
-    sizes, strides = (1, heads, tokens, width), (heads_THD.numel(), width, heads * width, 1)
-    return heads_THD.contiguous().as_strided(sizes, strides)
-
-
-def _off_grid(heads_BHSD: Tensor, num_tokens: int) -> Tensor:
-    """[T, H, D] of the first tokens."""
-    return heads_BHSD[0].transpose(0, 1)[:num_tokens]
-
-
-def _without(tensor: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """Rows outside of `ranges`, one after another."""
-    edges = [0, *itertools.chain.from_iterable(ranges), len(tensor)]
-    pairs = zip(edges[::2], edges[1::2], strict=True)
-    return _join([tensor[a:b] for a, b in pairs if b > a])
-
-
-def _put_back(
-    rest: Tensor, apart: Sequence[Tensor], ranges: Sequence[tuple[int, int]], dim: int = 0
-) -> Tensor:
-    """What `_without` left out of dimension `dim`, `apart`, back in its place among `rest`."""
-    edges = [0, *itertools.chain.from_iterable(ranges)]
-    gaps = [b - a for a, b in zip(edges[::2], edges[1::2])]
-    others = rest.split([*gaps, rest.shape[dim] - sum(gaps)], dim)
-    parts = itertools.chain.from_iterable(itertools.zip_longest(others, apart))
-    return _join([part for part in parts if part is not None and part.shape[dim]], dim)
-
-
-def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
-
-
-def _ends_of_rest(ends: Ends) -> Ends:
-    """Those of a micro-batch without its long sequences."""
-    segments = [(number, number + 1) for number, _, _ in ends.long]
-    lengths = _without(ends.queries.diff(), segments)
-    found = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return Ends(found, found, ends.longest_of_rest, ends.longest_of_rest)
+    return attention_cudnn.build(name, _varlen(name))
 
 
 _activated: list[str | None] = [None]

@@ -4,7 +4,7 @@ keeps whole, for all lengths at once.
 [Note: One graph for all lengths]
 Lengths of a micro-batch are values of tensors here, not numbers that a compiler would specialise
 on: `cu_seqlens`, `cu_keys`, and in a tensor of the CPU, so that nobody waits for the device, the
-longest ones and where long sequences are, as many numbers for every micro-batch. Eager layers call
+longest ones and where long segments are, as many numbers for every micro-batch. Eager layers call
 the same functions without torch.library, whose wrappers cost tens of microseconds a call.
 
 [Note: Sinks]
@@ -27,32 +27,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.engine.model import attention_kernels as kernels
-from ds_hydra.engine.model.attention_kernels import Demand, Ends, Kernel, LongSequence, load_kernel
+from ds_hydra.engine.model.attention_kernels import Demand, Ends, Kernel, LongSegment, load_kernel
 
 Boundaries = tuple[Tensor, Tensor, Tensor]
 """`cu_seqlens`, `cu_keys`, and what `count_on_host` gives."""
 _MOST_LONG = 16
-"""Long sequences of a micro-batch that may have calls of their own."""
+"""Long segments of a micro-batch that may have calls of their own."""
 
 
 def count_on_host(lengths: Sequence[int], key_lengths: Sequence[int]) -> Tensor:
-    """[3 + 3 x 16] int64 on the CPU: the longest of segments with `lengths`, the most keys of one,
-    the longest that is not long, and number, begin and end of each that is, or zeros.
-
-    Where a segment sees keys before its own, none is long ([Note: Long sequences apart]).
+    """[4 + 5 x 16] int64 on the CPU: the longest of segments with `lengths`, the most keys of one,
+    both of those that are not long, and each that is (`LongSegment`), or zeros.
     """
-    long: list[LongSequence] = []
-    if list(lengths) == list(key_lengths):
-        ends = itertools.accumulate(lengths)
-        each = enumerate(zip(lengths, ends, strict=True))
-        whole = [LongSequence(number, end - length, end) for number, (length, end) in each]
-        longest = heapq.nlargest(_MOST_LONG, whole, key=lambda s: s.end - s.begin)
-        long = sorted(s for s in longest if s.end - s.begin >= kernels.LONG_TOKENS)
-    numbers = {sequence.number for sequence in long}
-    rest = max((n for number, n in enumerate(lengths) if number not in numbers), default=0)
-    places = [*itertools.chain.from_iterable(long), *[0] * 3 * (_MOST_LONG - len(long))]
-    return torch.tensor([max(lengths), max(key_lengths), rest, *places])
+    found = [s for s in LongSegment.of(lengths, key_lengths) if s.is_long]
+    long = sorted(heapq.nlargest(_MOST_LONG, found, key=lambda s: s.num_pairs))
+    numbers = {segment.number for segment in long}
+    rest = [
+        max((n for number, n in enumerate(of) if number not in numbers), default=0)
+        for of in (lengths, key_lengths)
+    ]
+    num_places = len(LongSegment._fields) * _MOST_LONG
+    places = list(itertools.chain.from_iterable(long))
+    places += [0] * (num_places - len(places))
+    return torch.tensor([max(lengths), max(key_lengths), *rest, *places])
 
 
 class KernelUse(NamedTuple):
@@ -150,11 +147,12 @@ def _backward(
 
 
 def _ends(cu_seqlens: Tensor, cu_keys: Tensor, on_host: Tensor, sinks_H: Tensor | None) -> Ends:
-    longest, longest_keys, longest_of_rest, *places = on_host.tolist()
-    triples = zip(places[::3], places[1::3], places[2::3], strict=True)
-    # With sinks backward gets a log-sum-exp and an output that are not cuDNN's own.
-    long = () if sinks_H is not None else tuple(LongSequence(*t) for t in triples if t[-1])
-    return Ends(cu_seqlens, cu_keys, longest, longest_keys, longest_of_rest, long)
+    longest, longest_keys, rest, rest_keys, *places = on_host.tolist()
+    size = len(LongSegment._fields)
+    found = (LongSegment(*places[n : n + size]) for n in range(0, len(places), size))
+    # Sinks change output and log-sum-exp afterwards, which no trial of a long segment has.
+    long = () if sinks_H is not None else tuple(s for s in found if s.last)
+    return Ends(cu_seqlens, cu_keys, longest, longest_keys, rest, rest_keys, long)
 
 
 def _seen(window: int, ends: Ends) -> int | None:

@@ -132,7 +132,7 @@ def build_random_stage_model(
         shard_P = torch.ones(-(-parameter.numel() // num_ranks), dtype=dtype, device=device)
         if parameter.dim() > 1:  # norms stay at 1
             shard_P.normal_(0.0, _SPREAD, generator=generator)
-        parameter.ds_tensor = shard_P
+        parameter.ds_tensor = shard_P  # type: ignore[attr-defined]
     stage_model = StageModel(
         model,
         abilities,

@@ -261,7 +261,7 @@ def _one_layer(config: PretrainedConfig, num_shards: int) -> tuple[nn.Module, nn
     embeddings.
     """
     try:
-        model = make_model(config, attn_implementation="sdpa").base_model
+        model: Any = make_model(config, attn_implementation="sdpa").base_model
     except ValueError as error:  # softcapped attention, of which the eager kind keeps all scores
         raise UnsupportedModelError(str(error).split(".")[0]) from error
     if not hasattr(model, "layers") or not hasattr(model, "rotary_emb"):

@@ -1,0 +1,286 @@
+"""cuDNN's attention for long segments, a call or two each, beside torch's varlen for the others.
+
+[Note: Long segments apart]
+cuDNN runs one long sequence in about half the time of flash attention 2, and builds a plan for each
+new shape, which takes tens of milliseconds. So shapes are few: rows of zeros pad a segment to one
+of 16 lengths per power of two. Zeros behind a segment are its last ones, so no other row sees them;
+their output is cut off, and their gradient is zero. Backward gets 0 as their log-sum-exp: their
+scores are 0, too, so what it computes of them is finite, times zero.
+
+A segment whose queries are the last of more keys (a row of context parallelism) is two blocks:
+
+    keys      0 ........ whole ... before ........ last
+    queries   all of them see these | a causal square
+
+The first `whole` keys are seen by all of its queries: a block without a mask, whose keys are not
+padded, because nothing would hide zeros there. They are the most keys that stand on a grid of their
+own, and the few that are left before the queries go to the causal square, which gets as many
+queries of zeros in front. Outputs of both are merged by their log-sum-exps, and backward of each
+gets the merged output and log-sum-exp, by which its probabilities are those among all keys (as in
+ring attention, arXiv:2310.01889, which TransformerEngine runs by cuDNN in this way).
+
+Legend: as in `attention_kernels`; S tokens with what pads them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ds_hydra.engine.model.attention_kernels import (
+    Ends,
+    Kernel,
+    LongSegment,
+    MissingKernelError,
+    _Named,
+)
+
+_GRID_TOKENS, _GRID_STEPS, _KEY_STEPS = 128, 16, 32
+"""Padded lengths are multiples of the first, and as many as the second, of keys that all queries
+see as the third, per power of two.
+"""
+
+Rows = Sequence[tuple[int, int]]
+
+
+class _Block(NamedTuple):
+    """Keys of a long segment, counted from its first, and whether the last queries see fewer of
+    them; then `num_before` queries of zeros come first.
+    """
+
+    keys: slice
+    is_causal: bool
+    num_before: int
+
+
+def _blocks(segment: LongSegment) -> list[_Block]:
+    num_keys = segment.last - segment.first
+    before = num_keys - (segment.end - segment.begin)
+    whole = before - before % _step(before, _KEY_STEPS)
+    square = _Block(slice(whole, num_keys), True, before - whole)
+    return [_Block(slice(0, whole), False, 0), square] if whole else [square]
+
+
+def _step(num_tokens: int, steps: int) -> int:
+    """Between neighbouring lengths of a grid."""
+    power = 1 << max(0, num_tokens.bit_length() - 1)
+    return max(_GRID_TOKENS, power // steps)
+
+
+def build(name: str, rest: Kernel) -> Kernel:
+    """Kernel `name`; `rest` runs what is not long. Raises MissingKernelError."""
+    version = f"torch {torch.__version__}"
+    if why := why_not():
+        raise MissingKernelError(f"{version} {why}")
+    operators = [
+        getattr(torch.ops.aten, f"_scaled_dot_product_cudnn_attention{way}", None)
+        for way in ("", "_backward")
+    ]
+    if None in operators:
+        raise MissingKernelError(f"{version} has no operator for cuDNN's attention")
+    inputs = ("query", "key", "value", "is_causal", "scale")
+    run_forward = _Named(operators[0].default, *inputs, "compute_log_sumexp")
+    run_backward = _Named(operators[1].default, *inputs, "grad_out", "out", "logsumexp")
+    lse_dims = [3]  # as the forward pass of this release has it
+
+    def attend_block(heads: Sequence[Tensor], block: _Block, scale: float) -> tuple[Tensor, Tensor]:
+        begin, end = block.num_before, block.num_before + len(heads[0])
+        query, key, value = _padded(heads[:1], heads[1:], block)
+        out, lse, *_ = run_forward(
+            query=query, key=key, value=value, compute_log_sumexp=True, is_causal=block.is_causal,
+            scale=scale,
+        )  # fmt: skip
+        lse_dims[0] = lse.dim()
+        return out[0].transpose(0, 1)[begin:end], lse.reshape(out.shape[1:3])[:, begin:end]
+
+    def differentiate_block(
+        of_queries: Sequence[Tensor], lse_HT: Tensor, of_keys: Sequence[Tensor], block: _Block, scale: float
+    ) -> list[Tensor]:  # fmt: skip
+        begin, end = block.num_before, block.num_before + lse_HT.shape[1]
+        grad, query, out, key, value = _padded(of_queries, of_keys, block)
+        behind = query.shape[2] - end
+        lse = nn.functional.pad(lse_HT, (begin, behind)).contiguous().unsqueeze(0)
+        state = torch.empty((), dtype=torch.int64, device=query.device)  # of dropout, which is 0
+        grads = run_backward(
+            grad_out=grad, query=query, key=key, value=value, out=out,
+            logsumexp=lse if lse_dims[0] == 3 else lse.unsqueeze(-1),
+            philox_seed=state, philox_offset=state, max_q=query.shape[2], max_k=key.shape[2],
+            dropout_p=0.0, is_causal=block.is_causal, scale=scale,
+        )  # fmt: skip
+        dq, dk, dv = (t[0].transpose(0, 1) for t in grads)
+        return [dq[begin:end], *(t[: len(of_keys[0])] for t in (dk, dv))]
+
+    def attend_long(
+        query: Tensor, key: Tensor, value: Tensor, segment: LongSegment, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        found = [
+            attend_block([query, key[b.keys], value[b.keys]], b, scale) for b in _blocks(segment)
+        ]
+        return found[0] if len(found) == 1 else _merge(*found)
+
+    def differentiate_long(
+        of_queries: Sequence[Tensor], lse_HT: Tensor, of_keys: Sequence[Tensor], segment: LongSegment, scale: float
+    ) -> list[Tensor]:  # fmt: skip
+        each = [
+            differentiate_block(of_queries, lse_HT, [t[b.keys] for t in of_keys], b, scale)
+            for b in _blocks(segment)
+        ]
+        if len(each) == 1:
+            return each[0]
+        of_blocks = list(zip(*each, strict=True))
+        return [of_blocks[0][0] + of_blocks[0][1], *(torch.cat(t) for t in of_blocks[1:])]
+
+    def is_for_rest(ends: Ends, window: int | None) -> bool:
+        return not ends.long or bool(window) or torch.are_deterministic_algorithms_enabled()
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: float, window: int | None, _: float
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if is_for_rest(ends, window):
+            return rest.forward(query, key, value, ends, scale, window, 0.0)
+        rows, key_rows = _rows(ends)
+        apart = [
+            attend_long(query[a:b], key[c:d], value[c:d], segment, scale)
+            for (a, b), (c, d), segment in zip(rows, key_rows, ends.long, strict=True)
+        ]
+        outs, lses = ([found[i] for found in apart] for i in (0, 1))
+        out, lse = outs[0][:0], lses[0][:, :0]
+        if ends.longest_of_rest:
+            query, key, value = (
+                _without(query, rows),
+                *(_without(t, key_rows) for t in (key, value)),
+            )
+            out, lse = rest.forward(query, key, value, _ends_of_rest(ends), scale, None, 0.0)
+        return _put_back(out, outs, rows), _put_back(lse, lses, rows, dim=1)
+
+    def differentiate(
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        ends: Ends,
+        scale: float,
+        window: int | None,
+        _: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if is_for_rest(ends, window):
+            return rest.backward(grad, query, key, value, out, lse, ends, scale, window, 0.0)
+        rows, key_rows = _rows(ends)
+        of_queries, of_keys = (grad, query, out), (key, value)
+        apart = [
+            differentiate_long(
+                [t[a:b] for t in of_queries], lse[:, a:b], [t[c:d] for t in of_keys], segment, scale
+            )
+            for (a, b), (c, d), segment in zip(rows, key_rows, ends.long, strict=True)
+        ]
+        found: Sequence[Tensor] = [t[:0] for t in apart[0]]
+        if ends.longest_of_rest:
+            grad, query, out = (_without(t, rows) for t in of_queries)
+            key, value = (_without(t, key_rows) for t in of_keys)
+            lse = _without(lse.t(), rows).t().contiguous()
+            found = rest.backward(
+                grad, query, key, value, out, lse, _ends_of_rest(ends), scale, None, 0.0
+            )
+        places = rows, key_rows, key_rows
+        dq, dk, dv = (
+            _put_back(t, [grads[i] for grads in apart], places[i]) for i, t in enumerate(found)
+        )
+        return dq, dk, dv
+
+    return Kernel(
+        name=name,
+        package=f"{version}, cuDNN {torch.backends.cudnn.version()}",
+        forward=attend,
+        backward=differentiate,
+        # On 10.x nobody measured it, and its backward was reported to be off by 7% where scores are
+        # very negative (github.com/NVIDIA/cudnn-frontend/issues/744), which no trial here has.
+        generations=(9,),
+        takes_softcap=False,
+        takes_widths=lambda query, value, _: max(query, value) <= 128,
+        most_ordered_width=0,
+        runs_long_apart=True,
+    )
+
+
+def why_not() -> str:
+    """Why this torch cannot call cuDNN's attention; "" where it can."""
+    if not torch.backends.cuda.is_built() or torch.version.hip:
+        return "is not built for CUDA"
+    if not torch.backends.cudnn.is_available():
+        return "has no cuDNN"
+    if not torch.backends.cuda.cudnn_sdp_enabled():
+        return "was told by torch.backends.cuda.enable_cudnn_sdp not to use it"
+    return ""
+
+
+def _padded(of_queries: Sequence[Tensor], of_keys: Sequence[Tensor], block: _Block) -> list[Tensor]:
+    """[1, H, S, D] of both: queries on the grid, and keys as many in a square."""
+    num_tokens = block.num_before + len(of_queries[0])
+    behind = -num_tokens % _step(num_tokens, _GRID_STEPS)
+    queries = [_dense(t, block.num_before, behind) for t in of_queries]
+    return [*queries, *(_dense(t, 0, behind if block.is_causal else 0) for t in of_keys)]
+
+
+def _dense(heads_THD: Tensor, before: int, behind: int) -> Tensor:
+    """[1, H, S, D] with zeros around, and dense as [S, H, D]: plans are found by sizes and
+    strides.
+    """
+    if before or behind:
+        heads_THD = nn.functional.pad(heads_THD, (0, 0, 0, 0, before, behind))
+    tokens, heads, width = heads_THD.shape
+    # A single head may have any stride where torch counts as contiguous.
+    sizes, strides = (1, heads, tokens, width), (heads_THD.numel(), width, heads * width, 1)
+    return heads_THD.contiguous().as_strided(sizes, strides)
+
+
+def _merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp over the keys of both blocks."""
+    total_HT = torch.logaddexp(one[1], other[1])
+    shares = [(lse - total_HT).exp().t().unsqueeze(-1) for _, lse in (one, other)]
+    merged = (one[0] * shares[0]).addcmul_(other[0], shares[1])  # in the type of the sums
+    return merged.to(one[0].dtype), total_HT
+
+
+def _rows(ends: Ends) -> tuple[Rows, Rows]:
+    """Of queries and of keys that are in long segments."""
+    return [(s.begin, s.end) for s in ends.long], [(s.first, s.last) for s in ends.long]
+
+
+def _without(tensor: Tensor, ranges: Rows) -> Tensor:
+    """Rows outside of `ranges`, one after another."""
+    edges = [0, *itertools.chain.from_iterable(ranges), len(tensor)]
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return _join([tensor[a:b] for a, b in pairs if b > a])
+
+
+def _put_back(rest: Tensor, apart: Sequence[Tensor], ranges: Rows, dim: int = 0) -> Tensor:
+    """What `_without` left out of dimension `dim`, `apart`, back in its place among `rest`."""
+    edges = [0, *itertools.chain.from_iterable(ranges)]
+    gaps = [b - a for a, b in zip(edges[::2], edges[1::2])]
+    others = rest.split([*gaps, rest.shape[dim] - sum(gaps)], dim)
+    parts = itertools.chain.from_iterable(itertools.zip_longest(others, apart))
+    return _join([part for part in parts if part is not None and part.shape[dim]], dim)
+
+
+def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
+
+
+def _ends_of_rest(ends: Ends) -> Ends:
+    """Those of a micro-batch without its long segments."""
+    segments = [(segment.number, segment.number + 1) for segment in ends.long]
+
+    def of(edges: Tensor) -> Tensor:
+        lengths = _without(edges.diff(), segments)
+        return nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+    queries = of(ends.queries)
+    has_own_keys = ends.keys is not ends.queries
+    keys = of(ends.keys) if has_own_keys else queries
+    return Ends(queries, keys, ends.longest_of_rest, ends.longest_keys_of_rest)
