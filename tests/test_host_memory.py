@@ -1,14 +1,20 @@
 """Freed blocks are kept: page faults are counted in a process of its own, because the setting is
-the process's.
+the process's. And what the garbage collector need not look at.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 
 import pytest
+from distributed import run_distributed
+from engines import start_hydra
+from models import VOCAB_SIZE, tiny
+from single_process import random_examples
+from test_engine_parity import LENGTHS
 
 SCRIPT = """
 import ctypes, resource, torch
@@ -63,3 +69,42 @@ def test_the_users_choice_stays():
     before, was_done, after, pages = run_script(MALLOC_TRIM_THRESHOLD_="1000000")
     assert not was_done
     assert min(before, after) > 8 * pages
+
+
+def frozen_objects():
+    """Objects that the collector leaves out: while an engine trains, and after others have come."""
+    gc.unfreeze()
+    counts = {}
+    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+
+    def train(engine, times):
+        for _ in range(times):
+            engine.train_batch(examples, strategy="1x<1,1>")
+        return gc.get_freeze_count()
+
+    first = start_hydra(tiny("llama"))
+    counts["at first"] = train(first, 4)
+    counts["settled"] = train(first, 1)
+    kept = train(first, 1)
+    second = start_hydra(tiny("llama"))
+    counts["another engine"] = gc.get_freeze_count()
+    counts["both"] = train(second, 5)
+    second.destroy()
+    counts["destroyed"] = gc.get_freeze_count()
+    gc.disable()
+    third = start_hydra(tiny("llama"))
+    counts["switched off by the user"] = train(third, 5)
+    gc.enable()
+    gc.freeze()
+    fourth, own = start_hydra(tiny("llama")), gc.get_freeze_count()
+    counts["of the user, more"] = train(fourth, 5) - own
+    gc.unfreeze()
+    return kept, counts
+
+
+@pytest.mark.distributed
+def test_the_collector_leaves_out_what_lives_with_an_engine():
+    kept, counts = run_distributed(frozen_objects, 1)[0]
+    assert abs(counts.pop("settled") - kept) < 10_000 < kept
+    assert counts.pop("both") > 100_000
+    assert set(counts.values()) == {0}, counts

@@ -43,7 +43,12 @@ from ds_hydra.engine.model.stage_forward import compilations
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import ExampleLike
 from ds_hydra.engine.ranks.agreement import run_together
-from ds_hydra.engine.ranks.memory import keep_freed_memory, to_device
+from ds_hydra.engine.ranks.memory import (
+    keep_freed_memory,
+    show_collector_all,
+    spare_collector,
+    to_device,
+)
 from ds_hydra.engine.ranks.process import (
     clear_up,
     end_with_the_sentence,
@@ -71,6 +76,11 @@ warnings.filterwarnings(
 
 
 logger = logging.getLogger(__name__)
+
+_SETTLED_AFTER = 5
+"""Iterations after which what lives mostly stays: kernels, plans and profiles of the start are
+there.
+"""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -127,7 +137,9 @@ class HydraEngine(CheckpointingEngine):
         if get_accelerator().device_name() == "cpu":
             keep_freed_memory()
         let_collectives_end_at_exit()
+        show_collector_all()
         self._hydra_config = hydra_config
+        self._num_trained = 0
         self._hydra: HydraRuntime | None = None
         self._bias_correction: BiasCorrection | None = None
         self._gradients: GradientShards | None = None
@@ -266,6 +278,9 @@ class HydraEngine(CheckpointingEngine):
             if batch is None:
                 self.hydra.source.mark_trained(plan.iteration)
             self._report(iteration, outcomes, value, start, before_step)
+            self._num_trained += 1
+            if self._num_trained == _SETTLED_AFTER:
+                spare_collector()
         if outcomes.is_stop_requested and self._hydra_config.faults.save_on_sigterm is not None:
             self._save_and_exit(self._hydra_config.faults.save_on_sigterm)
         return to_device(torch.tensor(value, dtype=torch.float32), self.device)
@@ -402,6 +417,7 @@ class HydraEngine(CheckpointingEngine):
             self.hydra.close()
             # The model has hooks of DeepSpeed that hold the engine
             self._hydra = self._gradients = None
+            show_collector_all()
         super().destroy()
         # Never taken away, so that DeepSpeed would keep every model, and its engine, for ever
         parameter_offload.FWD_MODULE_STACK[:] = [

@@ -1,11 +1,20 @@
 """Memory of the host and of the device: what is in use, what is left, and what a rank says when its
 device has none left. Copies to a device that nobody waits for.
+
+[Note: Pauses of the collector]
+Now and then Python's garbage collector looks at all objects that live. With transformers, DeepSpeed
+and an engine these are 670,000, and it takes 0.26 s, every 100 iterations here. Each rank does so
+in an iteration of its own, and all others wait for it there: of 64 ranks in most iterations. Nearly
+all of these objects live as long as the engine, so after its first iterations it takes them out of
+what the collector looks at, which then takes 0.3 ms. A destroyed engine is garbage: who ends one,
+or makes another, puts all of them back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +47,30 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all([mallopt(_M_MMAP_MAX, 0), mallopt(_M_TRIM_THRESHOLD, -1)])
+
+
+_is_spared = False
+"""Whether objects were taken out by `spare_collector`."""
+
+
+def spare_collector() -> None:
+    """Let the collector never again look at what lives now ([Note: Pauses of the collector]).
+    Nothing happens where the user has switched it off, or takes care of it.
+    """
+    global _is_spared
+    if not gc.isenabled() or (gc.get_freeze_count() and not _is_spared):
+        return
+    gc.collect()  # what is garbage now would stay
+    gc.freeze()
+    _is_spared = True
+
+
+def show_collector_all() -> None:
+    """Let the collector look at everything again, if `spare_collector` has taken something out."""
+    global _is_spared
+    if _is_spared:
+        gc.unfreeze()
+    _is_spared = False
 
 
 def process_bytes(field: str) -> int:
