@@ -541,7 +541,10 @@ def what_is_held():
     engine.hydra.stage_model.bind = watching_bind
     HeadLoss.of_chunk = watching_loss
     engine.train_batch(examples, strategy="1x<4,1>")
-    survivors.append(sum(ref() is not None for ref in alive))
+    trained = list(alive)
+    assert all(ref() is not None for ref in trained), "they wait for an iteration of the same kind"
+    engine.eval_batch(examples, strategy="1x<4,1>")
+    survivors.append(sum(ref() is not None for ref in trained))
     gc.enable()
     HeadLoss.of_chunk = failing_loss
     with contextlib.suppress(RuntimeError):
@@ -551,13 +554,14 @@ def what_is_held():
     survivors.append(sum(ref() is not None for ref in alive))
     engine.hydra.stage_model.bind = bind
 
-    for strategy in STRATEGIES_OF_4:
+    for strategy in (*STRATEGIES_OF_4, "4x<1,1>"):
         engine.train_batch(examples, strategy=strategy)
     gc.collect()
     gc.disable()
     before, generator = Holdings.of(engine), random.Random(2)
     for iteration in range(40):
         train_random_iteration(engine, generator, iteration)
+    engine.train_batch(examples, strategy="4x<1,1>")  # whose weights stay, as before
     engine.hydra.propagator.links.thread.submit(
         lambda: None
     ).result()  # which has let go of the last
@@ -574,7 +578,7 @@ def test_logits_stay_split_and_nothing_of_an_iteration_stays():
         assert widest <= -(-VOCAB_SIZE // 4)
         assert num_seen > 0
         assert survivors == [0, 0], (
-            "after a good iteration without the garbage collector, after a failed one"
+            "once others took their place, without the garbage collector; after a failed iteration"
         )
         assert after == before, "open files, process groups, threads, tensors"
 

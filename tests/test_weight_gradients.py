@@ -268,6 +268,39 @@ def test_products_and_gradients_of_autograd_add_up():
     assert stage.reports == [0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gathers", [False, True])
+def test_another_iteration_begins_as_the_first(dtype, gathers):
+    """Gradients replace those of the iteration before, and are reported once, when they are
+    complete.
+    """
+    with products_into_fp32():
+        stage = Stage(dtype, gathers=gathers)
+        for rows in ((5, 7), (3, 4), (6,)):
+            stage.weights.begin_again()
+            stage.reports.clear()
+            wanted = 0
+            for number, tokens in enumerate(rows):
+                stage.weights.expect_next(0)
+                assert not stage.reports
+                if number == len(rows) - 1:
+                    stage.weights.expect_last_backward()
+                last = stage.run(tokens)
+                wanted = last if gathers else wanted + last
+            assert stage.reports == [0]
+            tolerance = 1e-2 if gathers and dtype == torch.bfloat16 else 1e-6
+            torch.testing.assert_close(
+                stage.gradient.double(), wanted, rtol=tolerance, atol=tolerance
+            )
+        stage.weights.begin_again()
+        with mock.patch.object(_Gradient, "pass_by", return_value=None) as pass_by:
+            stage.run(3)
+            assert not pass_by.called, "hooks are those of a last micro-batch"
+        stage.weights.begin_again()
+        stage.weights.zero_missing(0)  # an iteration that gives it no gradient
+        assert not stage.gradient.any()
+
+
 def test_slices_are_let_go_with_the_iteration():
     stage = Stage()
     stage.run(5)
@@ -300,6 +333,7 @@ def errors_in_bf16():
     shapes |= {shape[::-1] for shape in shapes}
 
     def measure():
+        engine.hydra.propagator.links._kept = None  # whose gradients know what products there are
         grads_P = engine._zero_gradient_shards()
         with Passes(*shapes) as passes:
             engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)

@@ -258,7 +258,7 @@ class Propagator:
                         losses_of[number] = own
                 spans.append((begin, self._clock.stamp()))
             times = session.finish()
-        self.links.have_run(phases, training=task.is_training)
+        self.links.have_run(phases, session.weights, training=task.is_training)
         # Read when the device is done: else the host would wait for it in every phase
         losses, bad_position = 0.0, -1
         for number, own in losses_of.items():
@@ -308,7 +308,7 @@ class Propagator:
                 other.wait()
             end = self._clock.stamp()
             session.finish()
-        self.links.have_run(phases, training=True)
+        self.links.have_run(phases, session.weights, training=True)
         return self.max_over_ranks(self._clock.ms_between(begin, end))
 
     def max_over_ranks(self, value: float) -> float:

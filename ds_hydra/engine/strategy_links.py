@@ -5,10 +5,10 @@ Legend: tensors ending in `_P` are flat ZeRO-3 shards.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -112,6 +112,9 @@ class StrategyLinks:
         self._links: dict[Hashable, StrategyLink] = {}
         self._gathered: set[tuple[Scheme, bool]] = set()
         """Schemes whose layers were gathered before, and whether to train."""
+        self._kept: StageWeights | None = None
+        """What the last passes ran on, which has not failed, and what they needed."""
+        self._key_of_kept: Hashable = None
         self._streamed: dict[Strategy, StreamedWeights] = {}
         self.home: Home | None = None
         """Where weights and sums of streamed layers are, once a strategy has some."""
@@ -130,6 +133,7 @@ class StrategyLinks:
     def close(self) -> None:
         """End the link's thread and leave the home; not collective."""
         self.thread.close()
+        self._kept = None
         self._streamed.clear()  # views of the home
         if self.home is not None:
             self.home.close()
@@ -271,8 +275,11 @@ class StrategyLinks:
         passes = {(scheme, training) for scheme in schemes}
         return self.clock.has_streams and not passes <= self._gathered
 
-    def have_run(self, phases: Sequence[RankPhase], *, training: bool) -> None:
-        """The passes of `phases` are over."""
+    def have_run(
+        self, phases: Sequence[RankPhase], weights: StageWeights, *, training: bool
+    ) -> None:
+        """The passes of `phases` on `weights` are over, and nothing of them is under way."""
+        self._kept = weights
         schemes = (s for phase in phases for s in phase.plan.strategy.schemes if s.gather)
         self._gathered.update((scheme, training) for scheme in schemes)
 
@@ -324,8 +331,33 @@ class StrategyLinks:
             )
         return self._streamed[strategy]
 
-    def _weights(self, buckets: RankBuckets, **options: Any) -> StageWeights:
-        return StageWeights(self.stage_model.specs, buckets, self.pool, self._dtype, **options)
+    def _weights(
+        self,
+        buckets: RankBuckets,
+        *,
+        training: bool,
+        slot_of: Mapping[int, int] | None = None,
+        streamed: StreamedWeights | None = None,
+        gathers: bool = False,
+    ) -> StageWeights:
+        """Those of the last iteration where it needed the same and went well."""
+        slots = tuple((slot_of or {}).items())
+        key = id(buckets), training, slots, id(streamed), gathers  # links keep buckets alive
+        known, self._kept = self._kept, None
+        if known is not None and self._key_of_kept == key:
+            return known.begin_again()
+        del known  # before memory changes hands
+        self._key_of_kept = key
+        return StageWeights(
+            self.stage_model.specs,
+            buckets,
+            self.pool,
+            self._dtype,
+            training=training,
+            slot_of=slot_of,
+            streamed=streamed,
+            gathers=gathers,
+        )
 
     def _link_carrier(
         self,
