@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ds_hydra.engine.transfer import link_thread
 from ds_hydra.engine.transfer.link_thread import DeviceClock, LinkThread
 from ds_hydra.engine.transfer.schedule import Window, plan_gathered, plan_kept
 from ds_hydra.engine.transfer.session import LinkCarrier, TransferSession
@@ -354,3 +355,43 @@ def test_what_does_not_overlap_is_pushed_when_computation_is_over():
         assert [kind for kind, *_ in posted] == ["pull"] * 2
         session.finish()
     assert posted[2:] == [("push", 1, "gradients 1"), ("push", 0, "gradients 0")]
+
+
+def test_a_stream_of_cuda_is_made_once(monkeypatch):
+    """Stamps belong to the calling thread's stream, whichever that is at the moment."""
+    current, made = [7], []
+
+    class Stream:
+        def __init__(self):
+            self.number = current[0]
+            made.append(self.number)
+
+        def wait_event(self, event):
+            event.append(f"waited by {self.number}")
+
+    class Event(list):
+        def record(self, stream):
+            self.append(f"recorded on {stream.number}")
+
+    accelerator = SimpleNamespace(
+        Event=lambda enable_timing: Event(), current_stream=lambda: Stream()
+    )
+    monkeypatch.setattr(link_thread, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda index: current[index], raising=False
+    )
+    clock = DeviceClock(torch.device("cuda", 0))
+    first = clock.stamp()
+    current[0] = 9  # another thread's, or `with torch.cuda.stream(...)`
+    clock.wait_for(first)
+    second = clock.stamp()
+    current[0] = 7
+    clock.wait_for(second)
+    assert (first, second) == (
+        ["recorded on 7", "waited by 9"],
+        ["recorded on 9", "waited by 7"],
+    )
+    assert made == [7, 9]
+    plain = DeviceClock(torch.device("cuda"))  # whose index nobody has said
+    assert plain.stamp() == ["recorded on 7"]
+    assert made == [7, 9, 7]
