@@ -347,9 +347,23 @@ MUTANTS = (
     Mutant(
         "a gathered layer's second micro-batch adds to the first",
         _WEIGHTS,
-        "            state.without_gradient.update(state.gradients)\n",
+        "            state = self._states[index]\n            state.without_gradient.update(state.gradients)\n",
         "            pass\n",
         values=("gather",),
+    ),
+    Mutant(
+        "an iteration's gradients add to those of the one before",
+        _WEIGHTS,
+        "        for state in self._states:\n            state.without_gradient.update(state.gradients)\n",
+        "        for state in self._states:\n",
+        tests=("tests/test_weight_gradients.py",),
+    ),
+    Mutant(
+        "the second iteration does not say when a bucket's gradients are complete",
+        _WEIGHTS,
+        "            state.missing.update(state.trained)\n",
+        "",
+        tests=("tests/test_weight_gradients.py",),
     ),
     Mutant(
         "backward of a gathered layer does not wait for the push before",
