@@ -91,12 +91,21 @@ WITH_EXPERTS = (
     "1x<sp4,1;ep=4>", "4x<1,1>", "1x<2,1> + 1x<1,2>", "1x<sp2,1;ep=2> + 2x<1,1>", "1x<4,1>",
     "1x<sp2,2;ep=2>", "2x<sp2,1;ep=2>", "1x<2,1> + 1x<1,1>", "1x<sp4,1;ep=2>", "2x<1,2>",
 )  # fmt: skip
+IN_A_ROW = (
+    *["1x<2,1> + 1x<1,2>"] * 3, *["4x<1,1;gather>"] * 3, *["2x<2,1;stream>"] * 2,
+    *["2x<cp2,1;gather>"] * 2,
+)  # fmt: skip
+"""Weights of each serve the next one, where they are alike."""
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "strategies"),
-    [("llama", STRATEGIES_OF_4), pytest.param("mixtral", WITH_EXPERTS, marks=pytest.mark.slow)],
+    [
+        ("llama", STRATEGIES_OF_4),
+        ("llama", IN_A_ROW),
+        pytest.param("mixtral", WITH_EXPERTS, marks=pytest.mark.slow),
+    ],
 )
 def test_ten_steps_of_changing_strategies_equal_stock_deepspeed(family, strategies):
     result = run_distributed(ten_steps_against_stock, 4, family, strategies)[0]
