@@ -154,6 +154,28 @@ def test_a_slice_keeps_less_and_the_whole_stream_stays():
     assert half.activation_bytes > whole.activation_bytes
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_dtype_of_training_counts_not_that_of_the_checkpoint(family):
+    config = tiny(family).config
+    config.dtype = None
+    wanted = trace_layer_memory(config, num_tokens=64)
+    config.dtype = torch.float32
+    assert trace_layer_memory(config, num_tokens=64) == wanted
+    assert trace_layer_memory(config, num_tokens=64, dtype=torch.float32) != wanted
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "ernie4_5_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_experts_are_traced_in_every_dtype(family, dtype):
+    """torch knows grouped products in bf16 alone where it computes nothing."""
+    config = tiny(family).config
+    whole, half = (
+        trace_layer_memory(config, num_tokens=64, dtype=d) for d in (dtype, torch.bfloat16)
+    )
+    assert whole.kept_bytes == half.kept_bytes * dtype.itemsize // 2
+    assert whole.peak_bytes == half.peak_bytes * dtype.itemsize // 2
+
+
 def test_a_layer_is_whole_while_transformers_partitions_models() -> None:
     """As during HydraTrainer.train, where a profile is measured, too."""
     wanted = trace_layer_memory(small_llama(), num_tokens=64)

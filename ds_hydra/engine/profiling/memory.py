@@ -33,6 +33,7 @@ from ds_hydra.engine.ranks.memory import count_multiprocessors
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.sampler.candidate_set import gradient_bytes
 from ds_hydra.strategy import Profile, Strategy
+from ds_hydra.strategy.cost_models.decoder import NUM_EXPERTS
 from ds_hydra.strategy.profiles.profile import exchange_bytes
 from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
 from ds_hydra.strategy.schemes.placement import groups_of
@@ -179,9 +180,14 @@ def trace_layer_memory(
     whole on each rank, or with `tp_sequence_parallel` a shard of the tokens, padded to a multiple
     of `tp`. Raises UnsupportedModelError if the shapes do not divide by `tp`.
 
+    Experts are traced in bf16, of which alone torch knows the shapes of grouped products; other
+    types count by their size, which is at most what they hold.
+
     Left out: the all-reduce's buffers, the embedding and the head, and fragmentation.
     """
     sliced = slice_config(config, tp)  # neither embedding nor head is traced
+    traced, dtype = dtype, torch.bfloat16 if vars(sliced).keys() & NUM_EXPERTS else dtype
+    scale = traced.itemsize / dtype.itemsize
     num_shards = tp if tp_sequence_parallel else 1
     num_tokens += -num_tokens % num_shards
     with FakeTensorMode(), _default_dtype(dtype):
@@ -199,8 +205,8 @@ def trace_layer_memory(
             num_tokens=num_tokens,
             hidden_size=config.hidden_size,
             tp=tp,
-            kept_bytes=kept.num_bytes,
-            peak_bytes=_peak_bytes(tracker),
+            kept_bytes=round(kept.num_bytes * scale),
+            peak_bytes=round(_peak_bytes(tracker) * scale),
         )
 
 
@@ -261,7 +267,9 @@ def _one_layer(config: PretrainedConfig, num_shards: int) -> tuple[nn.Module, nn
     embeddings.
     """
     try:
-        model: Any = make_model(config, attn_implementation="sdpa").base_model
+        # Else that of the configuration, which says how the checkpoint is stored
+        dtype = torch.get_default_dtype()
+        model: Any = make_model(config, dtype=dtype, attn_implementation="sdpa").base_model
     except ValueError as error:  # softcapped attention, of which the eager kind keeps all scores
         raise UnsupportedModelError(str(error).split(".")[0]) from error
     if not hasattr(model, "layers") or not hasattr(model, "rotary_emb"):
