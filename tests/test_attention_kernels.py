@@ -360,7 +360,8 @@ def test_one_order_where_a_kernel_has_none_takes_another():
 
 
 def test_names_of_the_configuration_are_those_of_kernels():
-    assert (*attention_kernels.KERNELS, attention_kernels.PER_SEQUENCE) == ATTENTION_KERNELS
+    known = {*attention_kernels.KERNELS, *attention_kernels.ON_REQUEST}
+    assert {*known, attention_kernels.PER_SEQUENCE} == set(ATTENTION_KERNELS)
     given = {"context_length": 64, "tokens_per_iteration": 64}
     for name in ("auto", *ATTENTION_KERNELS, "kernels-community/flash-attn3@v1"):
         assert HydraConfig.parse({**given, "attention": name}).attention == name
@@ -543,12 +544,12 @@ def packed_inputs(lengths, dtype=torch.float64):
     return [t.requires_grad_() for t in inputs], weight
 
 
-def attend_packed(inputs, weight, lengths, **options):
+def attend_packed(inputs, weight, lengths, kernel=CUDNN, **options):
     """Output of "cudnn" and gradients of its inputs; lengths of segments, or these."""
     micro_batch = lengths
     if not isinstance(lengths, PackedMicroBatch):
         micro_batch = PackedMicroBatch.build(lengths, CPU)
-    use = KernelUse.of(load_kernel(CUDNN), Demand(24, 13, inputs[0].dtype))
+    use = KernelUse.of(load_kernel(kernel), Demand(24, 13, inputs[0].dtype))
     heads_last = [t[0].transpose(0, 1) for t in inputs[:3]]
     out = attend(use, heads_last, micro_batch.boundaries, 0.3, **options)
     return out, *torch.autograd.grad((out.transpose(0, 1)[None] * weight).sum(), inputs)
@@ -618,6 +619,7 @@ def test_as_many_long_sequences_run_apart_as_have_a_place():
     assert len(boundaries[2]) == len(PackedMicroBatch.build([3], CPU).boundaries[2])
 
 
+OF_PIECES = "cudnn_pieces"
 PIECES = (
     # (sequence's length, begin, end), and calls as (padded queries, keys)
     ([(400, 300, 400)], [(128, 288), (128, 128)]),  # 12 keys go to the square
@@ -631,9 +633,11 @@ PIECES = (
 
 
 @pytest.mark.parametrize(("pieces", "apart"), PIECES)
-@pytest.mark.parametrize("lse_dims", [3, 4])
-def test_pieces_of_sequences_run_apart_by_cudnn(pieces, apart, lse_dims, monkeypatch):
-    """Over the first keys without a mask, and as a causal square over the others."""
+@pytest.mark.parametrize(("kernel", "lse_dims"), [(OF_PIECES, 3), (OF_PIECES, 4), (CUDNN, 3)])
+def test_pieces_of_sequences_run_apart_by_cudnn(pieces, apart, kernel, lse_dims, monkeypatch):
+    """Over the first keys without a mask, and as a causal square over the others; by varlen where
+    whole sequences alone are asked for.
+    """
     monkeypatch.setattr(attention_cudnn, "_GRID_TOKENS", 16)
     monkeypatch.setattr(attention_cudnn, "_GRID_STEPS", 1)
     segments = [Segment(n, *piece) for n, piece in enumerate(pieces)]
@@ -647,12 +651,13 @@ def test_pieces_of_sequences_run_apart_by_cudnn(pieces, apart, lse_dims, monkeyp
     with installed(CUDNN) as calls:
         calls[CUDNN].lse_dims = lse_dims
         micro_batch = PackedMicroBatch.of_segments(segments, sequence_lengths, CPU)
-        out, *grads = attend_packed(inputs, weight, micro_batch)
+        out, *grads = attend_packed(inputs, weight, micro_batch, kernel)
     torch.testing.assert_close(out, wanted[0].transpose(0, 1), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(grads, list(wanted_grads), rtol=1e-10, atol=1e-10)
     for way in ("forward", "backward"):
         own = [c for c in calls[CUDNN] if c["pass"] == way and "tokens" in c]
-        assert [(c["tokens"], c.get("keys", c["tokens"])) for c in own] == apart
+        wanted = apart if kernel == OF_PIECES else [(512, 512)] * ((300, 0, 300) in pieces)
+        assert [(c["tokens"], c.get("keys", c["tokens"])) for c in own] == wanted
 
 
 def test_what_is_long():
@@ -718,9 +723,17 @@ def test_the_trial_of_cudnn_has_padded_long_segments_beside_short_ones():
         (choice,) = select_kernels(PLAIN, CPU, HALF)
         assert (choice.name, choice.failed) == (CUDNN, ())
         assert 0 < choice.error < 2e-2
+
     # A sequence, and 30 queries of 196 keys, which are 30 of 128 keys and a square of 68
-    calls_of = Counter((call["pass"], call["tokens"], call.get("keys")) for call in calls[CUDNN])
-    assert calls_of == {("forward", 128, None): 3, ("backward", 128, None): 3}
+    def calls_of():
+        return Counter((call["pass"], call["tokens"], call.get("keys")) for call in calls[CUDNN])
+
+    assert calls_of() == {("forward", 128, None): 1, ("backward", 128, None): 1}
+    assert len(calls[VARLEN]) == 2 * 4
+    with installed(CUDNN, VARLEN) as calls:
+        (choice,) = select_kernels(PLAIN, CPU, HALF, request=OF_PIECES)
+        assert choice.name == OF_PIECES
+    assert calls_of() == {("forward", 128, None): 3, ("backward", 128, None): 3}
     assert len(calls[VARLEN]) == 2 * 5
 
 
@@ -835,7 +848,7 @@ def test_heads_that_come_too_late_for_a_trial_run_by_a_kernel_that_needs_none():
 def use_cudnn(config, _device, dtype, **_):
     """What `select_kernels` does, in fp32."""
     (widths,) = attention_choice.head_widths(config)
-    attention_choice._in_use[(*widths, dtype, False)] = KernelUse(CUDNN, *widths)
+    attention_choice._in_use[(*widths, dtype, False)] = KernelUse(OF_PIECES, *widths)
     return []
 
 

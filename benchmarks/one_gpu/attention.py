@@ -12,7 +12,7 @@ from benchmarks.one_gpu.device import HAS_GPU
 from benchmarks.one_gpu.telling import at_most, tell, trying
 from ds_hydra.engine.model.attention import _attend
 from ds_hydra.engine.model.attention_choice import choose, kernel_error, kernels_here
-from ds_hydra.engine.model.attention_kernels import Demand
+from ds_hydra.engine.model.attention_kernels import ON_REQUEST, Demand, load_kernel
 from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment
 from ds_hydra.engine.ranks.process import use_deterministic_kernels
@@ -77,7 +77,8 @@ def main() -> None:
             at_most(f"{case}, bf16", error_of(case, torch.bfloat16), TOLERANCE)
     demand = Demand(128, 128, torch.bfloat16)
     tell("kernel, and why none before it", choose(demand, DEVICE if HAS_GPU else None).describe())
-    for kernel in kernels_here(demand, DEVICE):
+    asked = (load_kernel(name) for name in ON_REQUEST) if HAS_GPU else ()
+    for kernel in (*kernels_here(demand, DEVICE), *asked):
         with trying(kernel.name):
             at_most(f"{kernel.name}, bf16", kernel_error(kernel, DEVICE, demand), TOLERANCE)
     with trying("fp32"):

@@ -44,6 +44,7 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import ExampleLike
 from ds_hydra.engine.ranks.agreement import run_together
 from ds_hydra.engine.ranks.memory import (
+    is_collector_spared,
     keep_freed_memory,
     show_collector_all,
     spare_collector,
@@ -279,7 +280,8 @@ class HydraEngine(CheckpointingEngine):
                 self.hydra.source.mark_trained(plan.iteration)
             self._report(iteration, outcomes, value, start, before_step)
             self._num_trained += 1
-            if self._num_trained == _SETTLED_AFTER:
+            # Again after another engine has shown it everything
+            if self._num_trained % _SETTLED_AFTER == 0 and not is_collector_spared():
                 spare_collector()
         if outcomes.is_stop_requested and self._hydra_config.faults.save_on_sigterm is not None:
             self._save_and_exit(self._hydra_config.faults.save_on_sigterm)

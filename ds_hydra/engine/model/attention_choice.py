@@ -191,17 +191,20 @@ def kernel_error(kernel: Kernel, device: torch.device, demand: Demand) -> float:
     """Largest relative error of outputs and gradients of a packed micro-batch on `device`, whole
     sequences and ends of others, causal, with a window and with sinks, against fp32; of a kernel
     that runs long segments apart also of these, which have to be padded, beside others: a whole
-    sequence, and the end of one.
+    sequence, and where it takes these the end of one.
     """
     pieces = (_PROBE_LENGTHS, _PROBE_KEY_LENGTHS)
     cases = (pieces, None, False), (pieces, _PROBE_WINDOW, False), (pieces, None, True)
     errors = [_errors(kernel, device, demand, *case) for case in cases]
     if kernel.runs_long_apart:
         whole = (*_PROBE_BESIDE_LONG, kernels.LONG_TOKENS + 5)
-        queries = kernels.LONG_TOKENS // 4 + 5
-        keys = kernels.LONG_TOKENS**2 // (2 * queries) + queries
-        first, last = _PROBE_BESIDE_LONG
-        for case in ((whole, whole), ((first, queries, last), (first, keys, last + 10))):
+        long = [(whole, whole)]
+        if kernel.runs_pieces_apart:
+            queries = kernels.LONG_TOKENS // 4 + 5
+            keys = kernels.LONG_TOKENS**2 // (2 * queries) + queries
+            first, last = _PROBE_BESIDE_LONG
+            long.append(((first, queries, last), (first, keys, last + 10)))
+        for case in long:
             # The last rows of a long segment are small: beside the first ones none would see them.
             parts = {"num_parts": _PARTS_OF_LONG}
             errors.append(_errors(kernel, device, demand, case, None, False, **parts))

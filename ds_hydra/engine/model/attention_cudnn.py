@@ -71,8 +71,10 @@ def _step(num_tokens: int, steps: int) -> int:
     return max(_GRID_TOKENS, power // steps)
 
 
-def build(name: str, rest: Kernel) -> Kernel:
-    """Kernel `name`; `rest` runs what is not long. Raises MissingKernelError."""
+def build(name: str, rest: Kernel, *, takes_pieces: bool) -> Kernel:
+    """Kernel `name`; `rest` runs what is not long, and pieces unless it `takes_pieces`. Raises
+    MissingKernelError.
+    """
     version = f"torch {torch.__version__}"
     if why := why_not():
         raise MissingKernelError(f"{version} {why}")
@@ -140,6 +142,7 @@ def build(name: str, rest: Kernel) -> Kernel:
     def attend(
         query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: float, window: int | None, _: float
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ends = ends if takes_pieces else _without_pieces(ends)
         if is_for_rest(ends, window):
             return rest.forward(query, key, value, ends, scale, window, 0.0)
         rows, key_rows = _rows(ends)
@@ -169,6 +172,7 @@ def build(name: str, rest: Kernel) -> Kernel:
         window: int | None,
         _: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        ends = ends if takes_pieces else _without_pieces(ends)
         if is_for_rest(ends, window):
             return rest.backward(grad, query, key, value, out, lse, ends, scale, window, 0.0)
         rows, key_rows = _rows(ends)
@@ -205,6 +209,7 @@ def build(name: str, rest: Kernel) -> Kernel:
         takes_widths=lambda query, value, _: max(query, value) <= 128,
         most_ordered_width=0,
         runs_long_apart=True,
+        runs_pieces_apart=takes_pieces,
     )
 
 
@@ -245,6 +250,20 @@ def _merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Te
     shares = [(lse - total_HT).exp().t().unsqueeze(-1) for _, lse in (one, other)]
     merged = (one[0] * shares[0]).addcmul_(other[0], shares[1])  # in the type of the sums
     return merged.to(one[0].dtype), total_HT
+
+
+def _without_pieces(ends: Ends) -> Ends:
+    """With the pieces among long segments counted to the rest."""
+    sizes = [(s.end - s.begin, s.last - s.first) for s in ends.long]
+    pieces = [own for own in sizes if own[0] != own[1]]
+    if not pieces:
+        return ends
+    whole = (s for s, (queries, keys) in zip(ends.long, sizes, strict=True) if queries == keys)
+    return ends._replace(
+        long=tuple(whole),
+        longest_of_rest=max(ends.longest_of_rest, *(queries for queries, _ in pieces)),
+        longest_keys_of_rest=max(ends.longest_keys_of_rest, *(keys for _, keys in pieces)),
+    )
 
 
 def _rows(ends: Ends) -> tuple[Rows, Rows]:

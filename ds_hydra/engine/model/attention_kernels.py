@@ -144,6 +144,8 @@ class Kernel:
     """That torch has to have activated for it."""
     runs_long_apart: bool = False
     """Whether long segments have calls of their own, which a trial needs some for."""
+    runs_pieces_apart: bool = False
+    """Whether these may be pieces of sequences, with keys before their queries."""
 
     def padded_widths(self, query_width: int, value_width: int) -> tuple[int, int]:
         """What queries (and keys) and values are padded to with zeros, which add nothing."""
@@ -427,7 +429,7 @@ def _window(window: int | None) -> dict[str, int]:
 def _cudnn(name: str) -> Kernel:
     from ds_hydra.engine.model import attention_cudnn  # which is made of what is here
 
-    return attention_cudnn.build(name, _varlen(name))
+    return attention_cudnn.build(name, _varlen(name), takes_pieces=name in ON_REQUEST)
 
 
 _activated: list[str | None] = [None]
@@ -552,10 +554,13 @@ _LOADERS: dict[str, Callable[[], Kernel]] = {
     "varlen_fa3": functools.partial(_varlen, "varlen_fa3", "FA3"),
     "varlen_fa4": functools.partial(_varlen, "varlen_fa4", "FA4"),
     "cudnn": functools.partial(_cudnn, "cudnn"),
+    "cudnn_pieces": functools.partial(_cudnn, "cudnn_pieces"),
     "flash_attention_2": functools.partial(_flash, "flash_attention_2"),
     "varlen": functools.partial(_varlen, "varlen"),
 }
-KERNELS = tuple(_LOADERS)
+ON_REQUEST = ("cudnn_pieces",)
+"""No GPU has run these yet: they run where `hydra.attention` names them."""
+KERNELS = tuple(name for name in _LOADERS if name not in ON_REQUEST)
 """The fastest first, as far as is known; each runs where its generation of devices is."""
 PER_SEQUENCE = "per_sequence"
 """No kernel: one call of torch's attention for each sequence."""

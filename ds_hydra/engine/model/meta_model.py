@@ -77,7 +77,7 @@ def make_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
 
     While TrainingArguments with ZeRO-3 live, transformers partitions every model that it makes.
     """
-    of_training = of_transformers._hf_deepspeed_config_weak_ref
+    of_training = getattr(of_transformers, "_hf_deepspeed_config_weak_ref", None)
     of_transformers.unset_hf_deepspeed_config()
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(

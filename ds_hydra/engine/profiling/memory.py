@@ -181,7 +181,7 @@ def trace_layer_memory(
     of `tp`. Raises UnsupportedModelError if the shapes do not divide by `tp`.
 
     Experts are traced in bf16, of which alone torch knows the shapes of grouped products; other
-    types count by their size, which is at most what they hold.
+    types count by their size, which is not less than what they hold.
 
     Left out: the all-reduce's buffers, the embedding and the head, and fragmentation.
     """

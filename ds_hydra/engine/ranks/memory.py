@@ -70,7 +70,13 @@ def show_collector_all() -> None:
     global _is_spared
     if _is_spared:
         gc.unfreeze()
+        gc.collect()  # left to itself it would come to the oldest objects much later
     _is_spared = False
+
+
+def is_collector_spared() -> bool:
+    """Whether objects are out of the collector's sight by `spare_collector`."""
+    return _is_spared
 
 
 def process_bytes(field: str) -> int:
