@@ -8,6 +8,7 @@ import gc
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 from distributed import run_distributed
@@ -15,6 +16,8 @@ from engines import start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
 from test_engine_parity import LENGTHS
+
+from ds_hydra.engine import hydra_engine
 
 SCRIPT = """
 import ctypes, resource, torch
@@ -91,6 +94,8 @@ def frozen_objects():
     counts["both"] = train(second, 5)
     second.destroy()
     counts["destroyed"] = gc.get_freeze_count()
+    with mock.patch.object(hydra_engine, "_SPARES_EVERY", 7):
+        counts["too early"], counts["again"] = train(first, 5), train(first, 1)
     gc.disable()
     third = start_hydra(tiny("llama"))
     counts["switched off by the user"] = train(third, 5)
@@ -107,4 +112,5 @@ def test_the_collector_leaves_out_what_lives_with_an_engine():
     kept, counts = run_distributed(frozen_objects, 1)[0]
     assert abs(counts.pop("settled") - kept) < 10_000 < kept
     assert counts.pop("both") > 100_000
+    assert counts.pop("again") > 100_000
     assert set(counts.values()) == {0}, counts

@@ -44,7 +44,6 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import ExampleLike
 from ds_hydra.engine.ranks.agreement import run_together
 from ds_hydra.engine.ranks.memory import (
-    is_collector_spared,
     keep_freed_memory,
     show_collector_all,
     spare_collector,
@@ -78,9 +77,9 @@ warnings.filterwarnings(
 
 logger = logging.getLogger(__name__)
 
-_SETTLED_AFTER = 5
+_SETTLED_AFTER, _SPARES_EVERY = 5, 100
 """Iterations after which what lives mostly stays: kernels, plans and profiles of the start are
-there.
+there; and after how many more another engine may have shown the collector everything.
 """
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -280,8 +279,7 @@ class HydraEngine(CheckpointingEngine):
                 self.hydra.source.mark_trained(plan.iteration)
             self._report(iteration, outcomes, value, start, before_step)
             self._num_trained += 1
-            # Again after another engine has shown it everything
-            if self._num_trained % _SETTLED_AFTER == 0 and not is_collector_spared():
+            if self._num_trained % _SPARES_EVERY == _SETTLED_AFTER:
                 spare_collector()
         if outcomes.is_stop_requested and self._hydra_config.faults.save_on_sigterm is not None:
             self._save_and_exit(self._hydra_config.faults.save_on_sigterm)

@@ -206,8 +206,7 @@ def kernel_error(kernel: Kernel, device: torch.device, demand: Demand) -> float:
             long.append(((first, queries, last), (first, keys, last + 10)))
         for case in long:
             # The last rows of a long segment are small: beside the first ones none would see them.
-            parts = {"num_parts": _PARTS_OF_LONG}
-            errors.append(_errors(kernel, device, demand, case, None, False, **parts))
+            errors.append(_errors(kernel, device, demand, case, None, False, _PARTS_OF_LONG))
     return float(torch.cat(errors).max())  # which is no number where any is none
 
 

@@ -72,8 +72,8 @@ def _step(num_tokens: int, steps: int) -> int:
 
 
 def build(name: str, rest: Kernel, *, takes_pieces: bool) -> Kernel:
-    """Kernel `name`; `rest` runs what is not long, and pieces unless it `takes_pieces`. Raises
-    MissingKernelError.
+    """Kernel `name`; `rest` runs what is not long, and where some segment is a piece everything,
+    unless this `takes_pieces`. Raises MissingKernelError.
     """
     version = f"torch {torch.__version__}"
     if why := why_not():
@@ -137,12 +137,12 @@ def build(name: str, rest: Kernel, *, takes_pieces: bool) -> Kernel:
         return [of_blocks[0][0] + of_blocks[0][1], *(torch.cat(t) for t in of_blocks[1:])]
 
     def is_for_rest(ends: Ends, window: int | None) -> bool:
-        return not ends.long or bool(window) or torch.are_deterministic_algorithms_enabled()
+        is_refused = bool(window) or (ends.has_pieces and not takes_pieces)
+        return not ends.long or is_refused or torch.are_deterministic_algorithms_enabled()
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: float, window: int | None, _: float
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        ends = ends if takes_pieces else _without_pieces(ends)
         if is_for_rest(ends, window):
             return rest.forward(query, key, value, ends, scale, window, 0.0)
         rows, key_rows = _rows(ends)
@@ -172,7 +172,6 @@ def build(name: str, rest: Kernel, *, takes_pieces: bool) -> Kernel:
         window: int | None,
         _: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ends = ends if takes_pieces else _without_pieces(ends)
         if is_for_rest(ends, window):
             return rest.backward(grad, query, key, value, out, lse, ends, scale, window, 0.0)
         rows, key_rows = _rows(ends)
@@ -252,20 +251,6 @@ def _merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Te
     return merged.to(one[0].dtype), total_HT
 
 
-def _without_pieces(ends: Ends) -> Ends:
-    """With the pieces among long segments counted to the rest."""
-    sizes = [(s.end - s.begin, s.last - s.first) for s in ends.long]
-    pieces = [own for own in sizes if own[0] != own[1]]
-    if not pieces:
-        return ends
-    whole = (s for s, (queries, keys) in zip(ends.long, sizes, strict=True) if queries == keys)
-    return ends._replace(
-        long=tuple(whole),
-        longest_of_rest=max(ends.longest_of_rest, *(queries for queries, _ in pieces)),
-        longest_keys_of_rest=max(ends.longest_keys_of_rest, *(keys for _, keys in pieces)),
-    )
-
-
 def _rows(ends: Ends) -> tuple[Rows, Rows]:
     """Of queries and of keys that are in long segments."""
     return [(s.begin, s.end) for s in ends.long], [(s.first, s.last) for s in ends.long]
@@ -300,6 +285,5 @@ def _ends_of_rest(ends: Ends) -> Ends:
         return nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
     queries = of(ends.queries)
-    has_own_keys = ends.keys is not ends.queries
-    keys = of(ends.keys) if has_own_keys else queries
+    keys = of(ends.keys) if ends.has_pieces else queries
     return Ends(queries, keys, ends.longest_of_rest, ends.longest_keys_of_rest)

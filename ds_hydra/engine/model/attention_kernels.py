@@ -89,6 +89,8 @@ class Ends(NamedTuple):
     """Without those that are long."""
     long: tuple[LongSegment, ...] = ()
     """In their order."""
+    has_pieces: bool = False
+    """Whether some segment sees keys before its own, long or not."""
 
 
 class Demand(NamedTuple):

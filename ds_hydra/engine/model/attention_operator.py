@@ -36,8 +36,9 @@ _MOST_LONG = 16
 
 
 def count_on_host(lengths: Sequence[int], key_lengths: Sequence[int]) -> Tensor:
-    """[4 + 5 x 16] int64 on the CPU: the longest of segments with `lengths`, the most keys of one,
-    both of those that are not long, and each that is (`LongSegment`), or zeros.
+    """[5 + 5 x 16] int64 on the CPU: the longest of segments with `lengths`, the most keys of one,
+    both of those that are not long, whether some segment sees keys before its own, and each that is
+    long (`LongSegment`), or zeros.
     """
     found = [s for s in LongSegment.of(lengths, key_lengths) if s.is_long]
     long = sorted(heapq.nlargest(_MOST_LONG, found, key=lambda s: s.num_pairs))
@@ -49,7 +50,8 @@ def count_on_host(lengths: Sequence[int], key_lengths: Sequence[int]) -> Tensor:
     num_places = len(LongSegment._fields) * _MOST_LONG
     places = list(itertools.chain.from_iterable(long))
     places += [0] * (num_places - len(places))
-    return torch.tensor([max(lengths), max(key_lengths), *rest, *places])
+    has_pieces = list(lengths) != list(key_lengths)
+    return torch.tensor([max(lengths), max(key_lengths), *rest, has_pieces, *places])
 
 
 class KernelUse(NamedTuple):
@@ -147,12 +149,13 @@ def _backward(
 
 
 def _ends(cu_seqlens: Tensor, cu_keys: Tensor, on_host: Tensor, sinks_H: Tensor | None) -> Ends:
-    longest, longest_keys, rest, rest_keys, *places = on_host.tolist()
+    longest, longest_keys, rest, rest_keys, has_pieces, *places = on_host.tolist()
     size = len(LongSegment._fields)
     found = (LongSegment(*places[n : n + size]) for n in range(0, len(places), size))
     # Sinks change output and log-sum-exp afterwards, which no trial of a long segment has.
     long = () if sinks_H is not None else tuple(s for s in found if s.last)
-    return Ends(cu_seqlens, cu_keys, longest, longest_keys, rest, rest_keys, long)
+    sizes = longest, longest_keys, rest, rest_keys
+    return Ends(cu_seqlens, cu_keys, *sizes, long, bool(has_pieces))
 
 
 def _seen(window: int, ends: Ends) -> int | None:

@@ -55,10 +55,10 @@ _is_spared = False
 
 def spare_collector() -> None:
     """Let the collector never again look at what lives now ([Note: Pauses of the collector]).
-    Nothing happens where the user has switched it off, or takes care of it.
+    Nothing happens where that was done, or the user has switched it off, or takes care of it.
     """
     global _is_spared
-    if not gc.isenabled() or (gc.get_freeze_count() and not _is_spared):
+    if _is_spared or not gc.isenabled() or gc.get_freeze_count():
         return
     gc.collect()  # what is garbage now would stay
     gc.freeze()
@@ -72,11 +72,6 @@ def show_collector_all() -> None:
         gc.unfreeze()
         gc.collect()  # left to itself it would come to the oldest objects much later
     _is_spared = False
-
-
-def is_collector_spared() -> bool:
-    """Whether objects are out of the collector's sight by `spare_collector`."""
-    return _is_spared
 
 
 def process_bytes(field: str) -> int:
