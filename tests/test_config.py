@@ -329,6 +329,7 @@ REFUSED = {
     "zero_optimization.zero_quantized_gradients": True,
     "zero_optimization.offload_param.device": "cpu",
     "zero_optimization.cpu_offload_param": True,
+    "zero_optimization.offload_optimizer.device": "nvme",
     "zero_optimization.offload_optimizer.super_offload": True,
     "zero_optimization.zenflow": {"topk_ratio": 0.1},
     "tensor_parallel.autotp_size": 2,

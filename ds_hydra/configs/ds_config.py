@@ -106,6 +106,12 @@ REFUSALS = (
         "zero_optimization.cpu_offload_param",
         "it is DeepSpeed's old name of offload_param, which slices are not pulled from; offload_optimizer works",
     ),
+    Refusal(
+        "zero_optimization.offload_optimizer.device",
+        "of an optimizer on NVMe DeepSpeed 0.19 restores nothing in load_checkpoint, and says nothing of it",
+        '"cpu"',
+        lambda value: value == "nvme",
+    ),
     Refusal("zero_optimization.offload_optimizer.super_offload", _OWN_EXECUTION),
     Refusal("zero_optimization.zenflow", _OWN_EXECUTION, "null"),
     Refusal("tensor_parallel.autotp_size", _OWN_PARALLELISM, "0", _is_above(1)),

@@ -216,24 +216,15 @@ class CheckpointingEngine(DeepSpeedEngine):
                 f"resume on {old_world} ranks, or copy the files of all nodes to a folder that all share and remove "
                 "checkpoint.use_node_local_storage"
             )
-        handed = {"_model_states.pt": model}
-        if self.zero_nvme_offload_optimizer():
-            if old_world != world_size:
-                raise CheckpointError(
-                    f"{folder} was saved by {old_world} ranks with the optimizer on NVMe, and there are "
-                    f"{world_size}; resume on {old_world} ranks, or convert it to a universal checkpoint"
-                )
-        else:
-            groups = self._get_zero_param_shapes()
-            optim = read_optimizer_states(
-                folder, model["param_shapes"], old_world, groups, rank, world_size
-            )
-            if not load_optimizer_states:
-                optim["optimizer_state_dict"]["optimizer_state_dict"] = self.optimizer.state_dict()[
-                    "optimizer_state_dict"
-                ]
-            handed["_optim_states.pt"] = optim
-        self.checkpoint_engine.handed = handed
+        groups = self._get_zero_param_shapes()
+        optim = read_optimizer_states(
+            folder, model["param_shapes"], old_world, groups, rank, world_size
+        )
+        if not load_optimizer_states:
+            optim["optimizer_state_dict"]["optimizer_state_dict"] = self.optimizer.state_dict()[
+                "optimizer_state_dict"
+            ]
+        self.checkpoint_engine.handed = {"_model_states.pt": model, "_optim_states.pt": optim}
 
     def save_16bit_model(
         self,
