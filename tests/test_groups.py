@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import datetime
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import run_distributed
 
 from ds_hydra.engine.parallel import groups
 from ds_hydra.engine.parallel.groups import (
@@ -154,6 +156,67 @@ def test_groups_wait_as_long_as_the_group_of_all_ranks(minutes, expected):
         pool.destroy()
     finally:
         dist.destroy_process_group()
+
+
+def test_groups_that_share_no_rank_are_made_together():
+    """Of 256 ranks in groups of 2 to 256 ranks: 255 groups of a purpose are 8 lists, in order."""
+    keys = [
+        (purpose, range(first, first + 2**k))
+        for purpose in ("sp", "tp")
+        for k in range(1, 9)
+        for first in range(0, 256, 2**k)
+    ]
+    rounds = groups.disjoint_rounds(keys)
+    assert len(rounds) == 16
+    assert sorted((key for own in rounds for key in own), key=str) == sorted(keys, key=str)
+    for own in rounds:
+        ranks = [rank for _, ranks in own for rank in ranks]
+        assert len(set(ranks)) == len(ranks) == 256
+        assert len({purpose for purpose, _ in own}) == 1
+
+
+def make_many_groups(is_split):
+    """Sums of the ranks of each group, made one by one or by splits, of which torch has none for
+    gloo: in their place all groups of a split are made, and each rank gets its own.
+    """
+    num_splits = 0
+
+    def split_group(*, split_ranks, timeout, pg_options):
+        nonlocal num_splits
+        num_splits += 1
+        found = [dist.new_group(ranks, timeout=timeout) for ranks in split_ranks]
+        mine = [g for g, ranks in zip(found, split_ranks, strict=True) if dist.get_rank() in ranks]
+        return mine[0] if mine else None
+
+    strategies = [Strategy.parse(text) for text in ("1x<2,1> + 1x<1,2>", "1x<sp2,2,1>", "1x<4,1>")]
+    with (
+        mock.patch.object(groups, "_FEW_GROUPS", 1),
+        mock.patch.object(groups, "_can_split", return_value=is_split),
+        mock.patch.object(dist, "split_group", split_group),
+    ):
+        pool = GroupPool(100, torch.device("cpu"))
+        pool.ensure(strategies)
+    sums = {}
+    for purpose, ranks in sorted(groups_of_all(strategies), key=str):
+        if dist.get_rank() in ranks:
+            value = torch.tensor(dist.get_rank())
+            dist.all_reduce(value, group=pool.get(purpose, ranks))
+            sums[purpose, ranks] = int(value)
+    return sums, num_splits, len(pool)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("is_split", [True, False])
+def test_split_or_not_each_rank_has_its_groups(is_split):
+    for sums, num_splits, num_groups in run_distributed(make_many_groups, 4, is_split):
+        assert sums
+        assert all(value == sum(ranks) for (_, ranks), value in sums.items())
+        assert 1 < num_splits < num_groups if is_split else num_splits == 0
+
+
+def test_few_groups_are_not_split(made):
+    GroupPool(99, torch.device("cpu")).create([("tp", range(n, n + 2)) for n in range(64)])
+    assert len(made) == 64
 
 
 class Options:

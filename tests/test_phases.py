@@ -335,14 +335,21 @@ def test_one_menu_for_long_sequences_and_one_for_short_ones():
     ]
 
 
-def test_the_smallest_groups_give_way_where_there_are_too_many_cuts():
+def test_groups_of_all_sizes_are_found_where_there_are_too_many_cuts():
+    """One long sequence takes all of the second half, 64 short ones a rank each of the first."""
     schemes = [Scheme(1, 1, sp=2**k, gather=True) for k in range(8)]
-    profile = make_profile({str(s): (0, 1 / s.sp, 0) for s in schemes})
+    profile = make_profile({str(s): (0, (1 + 0.1 * k) / s.sp, 0) for k, s in enumerate(schemes)})
     (menu,) = find_menus(
-        schemes, profile, 128, max_len_tokens=lambda *_: 30, links_of=lambda _: NO_LINKS
+        schemes, profile, 128, max_len_tokens=lambda s, _: 30 * s.sp, links_of=lambda _: NO_LINKS
     )
-    assert [s.sp for s in menu.schemes] == [2, 4, 8, 16, 32, 64, 128]
-    assert num_cuts(128, (2, 4, 8, 16, 32, 64, 128)) <= MAX_CUTS
+    sizes = (1, 2, 4, 8, 16, 32, 64, 128)
+    assert tuple(s.sp for s in menu.schemes) == sizes
+    groups = menu.groups_of_step(128)
+    assert num_cuts(128, sizes) > MAX_CUTS >= len(groups._cuts.first)
+    lengths = np.array([64 * 20 * 10 // 16, *[20] * 64])
+    found = groups.step(0, lengths, groups.table_ms(lengths), np.arange(65))
+    assert found.counts.tolist() == [64, 0, 0, 0, 0, 0, 1, 0]
+    assert found.slowest_ms == pytest.approx(20)
 
 
 UNEVEN = [Scheme(1, 1, cp=n, gather=True) for n in (1, 2, 3, 4, 5, 6, 7, 8)]
@@ -363,7 +370,7 @@ def test_groups_of_any_size_are_those_that_the_candidates_have(num_devices):
     menu = uneven_menu(num_devices)
     assert [s.cp for s in menu.schemes] == [1, 2, 3, 4, 5, 6, 7, 8]
     known = groups_of_all(menu.alike(num_devices))
-    all_cuts = menu.groups_of_step(num_devices).first_cuts()
+    all_cuts = menu.groups_of_step(num_devices)._cuts.first
     assert 20 <= len(all_cuts) <= MAX_CUTS
     assert (all_cuts @ [*range(1, 9)] == num_devices).all()
     for counts in all_cuts:

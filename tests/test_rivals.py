@@ -13,17 +13,23 @@ from test_simulator import checkpointing_document, make_scenario, small_profile
 
 from benchmarks.wlb_table import FITTED_ATTENTION, cut, packing_table
 from ds_hydra.configs import find_file
-from ds_hydra.lab.simulator import mixed_groups
 from ds_hydra.lab.simulator.baselines import fixed_length, with_expert_parallelism
 from ds_hydra.lab.simulator.cases import draw_batches, load_case
 from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.lab.simulator.fixed_length import pack_evenly
-from ds_hydra.lab.simulator.mixed_groups import AnyGroups, dynamic_cp, fcp, flexsp
+from ds_hydra.lab.simulator.mixed_groups import dynamic_cp, fcp, flexsp
 from ds_hydra.lab.simulator.rival_pipelines import ContextParallel, chunked, hold_back, wlb
 from ds_hydra.lab.simulator.scenario import Noise, Scenario
 from ds_hydra.lab.simulator.sharded import PARTIAL, sharded_groups, with_traffic_ms
 from ds_hydra.lab.simulator.ulysses import balanced_ulysses, odc, packed_zero3, without_lockstep
-from ds_hydra.sampler.group_steps import MixedGroups, plan_steps, solve_step
+from ds_hydra.sampler.group_steps import (
+    Cuts,
+    MixedGroups,
+    find_cuts,
+    plan_steps,
+    sizes_used,
+    solve_step,
+)
 from ds_hydra.sampler.schedule import expected_slowest_ms
 from ds_hydra.strategy.cost_models.analytic import key_values_ms
 from ds_hydra.strategy.cost_models.costs import Costs
@@ -64,6 +70,7 @@ def test_mixed_groups_find_the_best_of_small_steps(spread):
             np.array(sizes),
             max_len,
             tried,
+            *sizes_used(tried),
             slower,
             4,
             np.inf,
@@ -121,7 +128,7 @@ def test_what_ends_before_the_slowest_group_and_has_room_fills_a_step():
     """
     lengths = np.array([50, 26, 20, 20, 9, 4])
     table = [lambda lengths: 1.0 * lengths, lambda lengths: 0.5 * lengths]
-    groups = MixedGroups(4, [1, 2], [30, 60], [0.0, 0.0], table, cuts=np.array([[2, 1]]))
+    groups = MixedGroups(4, [1, 2], [30, 60], [0.0, 0.0], table, cuts=Cuts.all([[2, 1]]))
     costs = groups.table_ms(lengths)
     step = groups.step(0, lengths, costs, np.array([0, 2]))
     assert step.slowest_ms == 25
@@ -133,7 +140,7 @@ def test_what_ends_before_the_slowest_group_and_has_room_fills_a_step():
         [20, 24, 50],
         [24, 20, 50],
     )
-    little = MixedGroups(4, [1, 2], [23, 60], [0.0, 0.0], table, cuts=np.array([[2, 1]]))
+    little = MixedGroups(4, [1, 2], [23, 60], [0.0, 0.0], table, cuts=Cuts.all([[2, 1]]))
     assert little.filled(lengths, costs, step, np.arange(6)).members.tolist() == [0, 2, 3]
 
 
@@ -176,7 +183,7 @@ def test_no_exchange_fills_a_group_above_its_max_len():
     """40 and 20 beside 30, which takes 115 ms on its group; with the others it would add 9."""
     lengths = np.array([40, 30, 20])
     sequences_ms = [lambda lengths: 0.1 * lengths, lambda lengths: 0.5 * lengths]
-    groups = MixedGroups(2, [1, 1], [60, 60], [1.0, 100.0], sequences_ms, cuts=np.array([[1, 1]]))
+    groups = MixedGroups(2, [1, 1], [60, 60], [1.0, 100.0], sequences_ms, cuts=Cuts.all([[1, 1]]))
     table = groups.table_ms(lengths)
     placed = groups.step(0, lengths, table, np.arange(3))
     assert groups.improved(lengths, table, placed).group_of.tolist() == [0, 1, 0]
@@ -194,12 +201,12 @@ def test_a_step_has_one_group_where_the_slowest_of_four_takes_longer(spread, cou
 
 
 @pytest.mark.parametrize("most", [4000, 1])
-def test_groups_of_three_ranks_end_before_those_of_powers_of_two(monkeypatch, most):
+def test_groups_of_three_ranks_end_before_those_of_powers_of_two(most):
     """Two sequences of 60 on 6 ranks: 3 + 3, of all cuts, or exchanged for 4 + 2."""
-    monkeypatch.setattr(mixed_groups, "MOST_CUTS", most)
     sizes = [1, 2, 3, 4]
     table = [lambda lengths, size=size: lengths / size for size in sizes]
-    groups = AnyGroups(6, sizes, [100 * size for size in sizes], [0.0] * 4, table)
+    tried = find_cuts(6, tuple(sizes), anywhere=True, most=most)
+    groups = MixedGroups(6, sizes, [100 * size for size in sizes], [0.0] * 4, table, cuts=tried)
     lengths = np.array([60, 60])
     found = groups.step(0, lengths, groups.table_ms(lengths), np.arange(2))
     assert found.slowest_ms == pytest.approx(20)

@@ -9,7 +9,7 @@ import typer
 
 from ds_hydra.commands import common
 from ds_hydra.configs import find_file
-from ds_hydra.configs.hydra_config import MAX_GROUPS, MAX_PROCESS_GROUPS, MAX_SEED, Space
+from ds_hydra.configs.hydra_config import MAX_GROUPS, MAX_SEED, Space
 
 if TYPE_CHECKING:
     from ds_hydra.sampler.propose import Proposal
@@ -37,11 +37,14 @@ def propose(
         typer.Option(min=1, max=common.MAX_BATCHES, help="Mini-batches to try the candidates on."),
     ] = 32,
     max_communicators: Annotated[
-        int,
+        int | None,
         typer.Option(
-            min=0, max=MAX_GROUPS, help="Process groups that the candidates may need together."
+            min=0,
+            max=MAX_GROUPS,
+            help="Process groups that the candidates may need together; without it 256, on more than 64 devices 4 for "
+            "each.",
         ),
-    ] = MAX_PROCESS_GROUPS,
+    ] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=MAX_SEED, help="Seed of the sampled mini-batches.")
     ] = 0,

@@ -130,8 +130,6 @@ MAX_WORKERS = 256
 """Planning processes beside rank 0: as many as a host has cores."""
 MAX_GROUPS = 1 << 20
 """Process groups: thousands for each rank of the largest cluster."""
-MAX_PROCESS_GROUPS = 256
-"""Of the candidate strategies, if the user says nothing."""
 MAX_ITERATIONS = 1 << 31
 """Iterations of a run, so that one is never traced anew."""
 
@@ -442,9 +440,9 @@ class HydraConfig(_Section):
     traces none.
     """
 
-    max_process_groups: Annotated[Count, Field(le=MAX_GROUPS)] = MAX_PROCESS_GROUPS
+    max_process_groups: Annotated[Count, Field(le=MAX_GROUPS)] | None = None
     """Process groups that all strategies together may need; each costs communicator memory on its
-    ranks.
+    ranks. Without it 256, on more than 64 devices 4 for each device.
     """
 
     link: LinkConfig = LinkConfig()

@@ -45,6 +45,7 @@ from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy.cost_models.flops import find_peak_flops
 from ds_hydra.strategy.profiles.learned_spread import NOTHING_TOLD
+from ds_hydra.strategy.schemes.placement import group_limit
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class HydraRuntime:
         self.propagator = Propagator(
             stage_model,
             device=device,
-            max_groups=config.max_process_groups,
+            max_groups=group_limit(dist.get_world_size(), config.max_process_groups),
             link_config=config.link,
             seed=config.seed,
             memory_limit_bytes=config.memory_limit_bytes,

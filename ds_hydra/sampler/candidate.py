@@ -37,7 +37,6 @@ from ds_hydra.strategy.schemes.enumeration import (
     UNEVEN_SIZES,
     aligned_cuts,
     fits_unevenly,
-    num_cuts,
 )
 from ds_hydra.strategy.schemes.placement import GroupKey, ends_of_phases, groups_of, groups_of_all
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
@@ -365,9 +364,6 @@ def _sizes_with_cuts(sizes: Sequence[int], num_devices: int) -> list[int]:
         if aligned_cuts(num_devices, tuple(found), MAX_CUTS):
             return found
         uneven.pop()
-    while even and num_cuts(num_devices, tuple(even)) > MAX_CUTS:
-        # Most cuts are those that have some groups of the smallest size.
-        even = even[1:]
     return even
 
 

@@ -113,7 +113,7 @@ def decide_candidates(
         settings,
         start=start if settings.is_enumerated else (),
         limits=GroupLimits(
-            settings.max_groups - settings.num_link_groups - count_groups(staying),
+            settings.group_limit - settings.num_link_groups - count_groups(staying),
             max_groups_of_rank - most_groups_of_rank(groups_of_all(staying)),
         ),
         progress=progress,
@@ -190,7 +190,7 @@ def _within_limits(
     kept: list[Strategy] = []
     for strategy in sorted(strategies, key=lambda s: s.is_heterogeneous):
         keys = groups_of_all([*kept, strategy])
-        if len(keys) > settings.max_groups // 2:
+        if len(keys) > settings.group_limit // 2:
             continue
         if most_groups_of_rank(keys) <= _START_GROUPS_OF_RANK:
             kept.append(strategy)

@@ -2,7 +2,8 @@
 has one micro-batch and which ends before the next.
 
 [Note: Mixed groups] A step takes some of the sequences. Every way to cut the ranks into groups of
-the known sizes is tried, in order of a lower bound, until the bound is no better than the best.
+the known sizes is tried (of many, some: `MixedGroups.step`), in order of a lower bound, until the
+bound is no better than the best.
 Sequences are assigned in order of decreasing length, each to the group that would finish it
 earliest. A mini-batch is cut into the fewest steps that can hold it, or up to `MORE_STEPS` more.
 Steps are made one after the other out of the sequences that are left: the longest of them, about as
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import combinations_with_replacement
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +28,12 @@ from ds_hydra.sampler.problem import DispatchProblem, sift_down
 from ds_hydra.sampler.refine import improve_dispatch
 from ds_hydra.sampler.schedule import FloatArray, IntArray, expected_slowest_ms
 from ds_hydra.strategy.compiled import compiled
-from ds_hydra.strategy.schemes.enumeration import aligned_cuts
+from ds_hydra.strategy.schemes.enumeration import (
+    aligned_cuts,
+    cuts,
+    fits_unevenly,
+    num_cuts,
+)
 from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION
 
 MORE_STEPS = 2
@@ -40,9 +47,10 @@ _SHARES = (_EVERY, 1.0, 0.9, 0.8)
 n-th sequence where n steps are left.
 """
 MAX_CUTS = 2400
-"""Ways to cut the ranks that are tried: 64 ranks have 1,828 into powers of two, 32 have 2,311 into
-all sizes up to 8 and powers of two.
+"""Ways to cut the ranks that are all tried: 64 ranks have 1,828 into powers of two, 32 have 2,311
+into all sizes up to 8 and powers of two.
 """
+_NUM_DEADLINES = 12
 
 
 class GroupStep(NamedTuple):
@@ -62,10 +70,25 @@ class GroupStep(NamedTuple):
     counts: IntArray
 
 
+class Cuts(NamedTuple):
+    """Ways to use all ranks. `first`: how many groups of each size, [cut, size]. `exchanges`: what
+    makes others of them, [exchange, size]; none where the first are all.
+    """
+
+    first: IntArray
+    exchanges: IntArray
+
+    @classmethod
+    def all(cls, found: Sequence[Sequence[int]] | IntArray) -> Cuts:
+        """No others than these."""
+        first = np.array(found, dtype=np.int64)
+        return cls(first, first[:0])
+
+
 class MixedGroups:
     """What groups of some sizes take. `sizes` in ranks; `max_len` of each. Times of groups scatter
-    by `spread`, so that those of a step end as the slowest of as many equal ones. `cuts`: how many
-    groups of each size, [cut, size], in place of `first_cuts`.
+    by `spread`, so that those of a step end as the slowest of as many equal ones. `cuts`: in place
+    of `find_cuts`.
     """
 
     def __init__(
@@ -76,7 +99,7 @@ class MixedGroups:
         constants_ms: Sequence[float],
         sequences_ms: Sequence[Callable[[IntArray], FloatArray]],
         spread: float = 0.0,
-        cuts: IntArray | None = None,
+        cuts: Cuts | None = None,
     ) -> None:
         self.num_ranks, self.longest = num_ranks, max(max_len)
         self._sizes = np.array(sizes, dtype=np.int64)
@@ -89,15 +112,9 @@ class MixedGroups:
         """How many times as long the slowest of so many groups takes, as expected."""
         if spread:  # the table takes a second for a thousand ranks
             self._slower += spread * _lateness(num_ranks)
-        self._cuts = self.first_cuts() if cuts is None else cuts
-        most = (self._cuts * self._max_len).sum(axis=1)
+        self._cuts = find_cuts(num_ranks, tuple(sizes)) if cuts is None else cuts
+        most = (self._cuts.first * self._max_len).sum(axis=1)
         self._room = int(most.max())
-
-    def first_cuts(self) -> IntArray:
-        """How many groups of each size: [cut, size], every way to use all ranks with groups in
-        their places.
-        """
-        return _table_of_cuts(self.num_ranks, tuple(self._sizes.tolist()))
 
     def fewest(self, num_tokens: int) -> int:
         """Steps that hold so many tokens, at least."""
@@ -183,8 +200,41 @@ class MixedGroups:
         members: IntArray,
         limit: float = np.inf,
     ) -> GroupStep | None:
-        """The best step of `members`, None where no cut holds them in less than `limit`."""
-        return self._step_of(self._cuts, kind, lengths, table, members, limit)
+        """The best step of `members`, None where no cut holds them in less than `limit`.
+
+        Where not all cuts can be tried: of the first ones, of those that meet a deadline (halved in
+        between again and again), then by the best exchange of at most two groups for others, as
+        long as one is better.
+        """
+        first, exchanges = self._cuts
+        best = self._step_of(first, kind, lengths, table, members, limit)
+        if best is None or not exchanges.size:
+            return best
+        own, costs = lengths[members], np.ascontiguousarray(table[:, members])
+        low, high = 0.0, best.slowest_ms
+        for _ in range(_NUM_DEADLINES):
+            deadline, counts = (low + high) / 2, np.zeros_like(self._sizes)
+            if cut_for_deadline(
+                own,
+                costs,
+                self._constants,
+                self._sizes,
+                self._max_len,
+                deadline,
+                self.num_ranks,
+                counts,
+            ):
+                high, tried = deadline, counts[None]
+                best = self._step_of(tried, kind, lengths, table, members, best.slowest_ms) or best
+            else:
+                low = deadline
+        while True:
+            near = best.counts + exchanges
+            near = np.ascontiguousarray(near[(near >= 0).all(axis=1)])
+            better = self._step_of(near, kind, lengths, table, members, best.slowest_ms)
+            if better is None:
+                return best
+            best = better
 
     def _step_of(
         self,
@@ -206,6 +256,7 @@ class MixedGroups:
                 self._sizes,
                 self._max_len,
                 tried,
+                *sizes_used(tried),
                 self._slower[tried.sum(axis=1)],
                 self.num_ranks,
                 limit,
@@ -218,9 +269,41 @@ class MixedGroups:
         return GroupStep(kind, slowest_ms, device_ms, members, group_of, tried[cut])
 
 
+def sizes_used(tried: IntArray) -> tuple[IntArray, IntArray]:
+    """One of the cuts `tried` for each set of sizes that some have, [case, size], and the case of
+    each cut.
+    """
+    bits = np.packbits(tried > 0, axis=1)
+    _, first, case_of = np.unique(
+        bits.view(f"V{bits.shape[1]}").ravel(), return_index=True, return_inverse=True
+    )
+    return tried[first], case_of
+
+
 @lru_cache(maxsize=64)
-def _table_of_cuts(num_ranks: int, sizes: tuple[int, ...]) -> IntArray:
-    return np.array(aligned_cuts(num_ranks, sizes, MAX_CUTS), dtype=np.int64)
+def find_cuts(
+    num_ranks: int, sizes: tuple[int, ...], *, anywhere: bool = False, most: int = MAX_CUTS
+) -> Cuts:
+    """Every way to use all ranks with groups in their places, or `anywhere`; of more than `most`
+    those of powers of two to begin with, without the smallest where these are too many, too.
+    """
+    if not anywhere and any(fits_unevenly(size, num_ranks) for size in sizes):
+        return Cuts.all(aligned_cuts(num_ranks, sizes, most))
+    if num_cuts(num_ranks, sizes) <= most:
+        return Cuts.all(cuts(num_ranks, sizes))
+    begin = [k for k, size in enumerate(sizes) if size & (size - 1) == 0]
+    while len(begin) > 2 and num_cuts(num_ranks, tuple(sizes[k] for k in begin)) > most:
+        begin = begin[1:]
+    found = cuts(num_ranks, tuple(sizes[k] for k in begin))
+    first = np.zeros((len(found), len(sizes)), dtype=np.int64)
+    first[:, begin] = found
+    few: list[tuple[int, ...]] = [(k,) for k in range(len(sizes))]
+    few += combinations_with_replacement(range(len(sizes)), 2)
+    counts = np.array([np.bincount(own, minlength=len(sizes)) for own in few])
+    ranks = counts @ np.array(sizes)
+    pairs = np.argwhere(ranks[:, None] == ranks)
+    moves: IntArray = counts[pairs[:, 1]] - counts[pairs[:, 0]]
+    return Cuts(first, np.ascontiguousarray(moves[moves.any(axis=1)]))
 
 
 @lru_cache(maxsize=64)
@@ -319,6 +402,8 @@ def solve_step(
     sizes: IntArray,
     max_len: IntArray,
     cuts: IntArray,
+    cases: IntArray,
+    case_of: IntArray,
     slower: FloatArray,
     num_ranks: int,
     limit: float,
@@ -327,35 +412,34 @@ def solve_step(
 ) -> int:
     """The best cut, -1 where none holds the sequences in less than `limit`; writes `times_ms`, of
     its slowest group and of all devices together, and the group of each sequence. `table`: ms of
-    [size, sequence]; the slowest group of each cut is `slower` than it takes alone by a factor. See
-    [Note: Mixed groups].
+    [size, sequence]; `cases`, `case_of`: `sizes_used` of the cuts; the slowest group of each cut is
+    `slower` than it takes alone by a factor. See [Note: Mixed groups].
     """
     num_sizes, num_sequences = table.shape
     start_ms = constants.min()
     # A bound for each cut, cheapest first: placing is what takes long, and a few cuts are placed.
     bounds = np.full(cuts.shape[0], np.inf)
-    work_ms = np.full(1 << num_sizes, -1.0)  # of cuts with the same sizes, as bits: that is equal
+    work_ms = np.full(cases.shape[0], -1.0)  # that of cuts with the same sizes is equal
     total = lengths.sum()
     for row in range(cuts.shape[0]):
-        room, alone, used = 0, np.inf, 0
+        room, alone, case = 0, np.inf, case_of[row]
         for k in range(num_sizes):
             if cuts[row, k] > 0:
                 room += cuts[row, k] * max_len[k]
-                used |= 1 << k
                 if lengths[0] <= max_len[k]:
                     alone = min(alone, table[k, 0] + constants[k])
         if room < total or alone == np.inf:  # too little memory in all, or for the longest one
             continue
-        if work_ms[used] < 0.0:
-            work_ms[used] = 0.0
+        if work_ms[case] < 0.0:
+            work_ms[case] = 0.0
             for i in range(num_sequences):
                 cheapest = np.inf
                 for k in range(num_sizes):
-                    if used >> k & 1 and lengths[i] <= max_len[k]:
+                    if cases[case, k] > 0 and lengths[i] <= max_len[k]:
                         cheapest = min(cheapest, sizes[k] * table[k, i])
-                work_ms[used] += cheapest
+                work_ms[case] += cheapest
         # The longest sequence takes its time; all together, each where it is cheapest, theirs.
-        bounds[row] = max(alone, work_ms[used] / num_ranks + start_ms) * slower[row]
+        bounds[row] = max(alone, work_ms[case] / num_ranks + start_ms) * slower[row]
     best, best_cut = limit, -1
     ends, filled = np.zeros(num_ranks), np.zeros(num_ranks, dtype=np.int64)
     heap, placed = np.zeros_like(filled), np.zeros_like(group_of)
@@ -478,3 +562,52 @@ def fill_step(
         of_kind = kind_of == kind
         earliest[kind], emptiest[kind] = ends[of_kind].min(), filled[of_kind].min()
     return float((ends * sizes[kind_of] * is_used).sum())
+
+
+@compiled
+def cut_for_deadline(
+    lengths: IntArray,
+    table: FloatArray,
+    constants: FloatArray,
+    sizes: IntArray,
+    max_len: IntArray,
+    deadline: float,
+    num_ranks: int,
+    counts: IntArray,
+) -> bool:
+    """Adds to `counts` the groups of each size, smallest first, in which all sequences (longest
+    first) end before `deadline` ms; False where the ranks are too few. `table`: ms of [size,
+    sequence].
+
+    A sequence goes to the smallest open group that meets the deadline with it, of equals to the one
+    that ends last, else to a new one of the smallest size that does. Ranks left over are groups,
+    the largest first.
+    """
+    ends, filled = np.zeros(num_ranks), np.zeros(num_ranks, dtype=np.int64)
+    kinds = np.zeros(num_ranks, dtype=np.int64)
+    num_groups, left = 0, num_ranks
+    for i in range(lengths.size):
+        best = -1
+        for g in range(num_groups):
+            k = kinds[g]
+            if ends[g] + table[k, i] > deadline or filled[g] + lengths[i] > max_len[k]:
+                continue
+            if best < 0 or k < kinds[best] or (k == kinds[best] and ends[g] > ends[best]):
+                best = g
+        if best < 0:
+            for k in range(sizes.size):
+                fits = constants[k] + table[k, i] <= deadline and lengths[i] <= max_len[k]
+                if fits and sizes[k] <= left:
+                    best, kinds[num_groups], ends[num_groups] = num_groups, k, constants[k]
+                    num_groups += 1
+                    left -= sizes[k]
+                    counts[k] += 1
+                    break
+        if best < 0:
+            return False
+        ends[best] += table[kinds[best], i]
+        filled[best] += lengths[i]
+    for k in range(sizes.size - 1, -1, -1):
+        counts[k] += left // sizes[k]
+        left %= sizes[k]
+    return True

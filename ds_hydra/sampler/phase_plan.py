@@ -16,7 +16,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.bounds import pipeline_bound_ms, strategy_bound_ms
 from ds_hydra.sampler.cuts import cut_micro_batches
 from ds_hydra.sampler.dispatch import dispatch_sequences, dispatch_trials, fit_trials
-from ds_hydra.sampler.group_steps import MixedGroups, plan_steps
+from ds_hydra.sampler.group_steps import Cuts, MixedGroups, plan_steps
 from ds_hydra.sampler.integer_programs import SolverLimits
 from ds_hydra.sampler.packing import solve_packing
 from ds_hydra.sampler.plan import GlobalBatch, PipelinePlan
@@ -353,7 +353,7 @@ class PhasePlan:
             [kind.latency.constant_ms for kind in kinds],
             [kind.latency.sequences_ms for kind in kinds],
             self.mini_batch.corrections.micro_batch_spread,
-            np.array([[kind.num_pipelines for kind in kinds]]),
+            Cuts.all([[kind.num_pipelines for kind in kinds]]),
         )
         floor_ms = float(problem.traffic_ms.max())
         steps = plan_steps(

@@ -168,7 +168,7 @@ def propose_strategies(
     if settings.space == "full":
         world = settings.world(profile).measured
         profile = world.costs.table(candidate_schemes(world, settings.space, settings.num_tokens))
-    limits = GroupLimits(settings.max_groups)
+    limits = GroupLimits(settings.group_limit)
     return propose_among(
         profile, histogram, settings, start=settings.given, limits=limits, progress=progress
     )

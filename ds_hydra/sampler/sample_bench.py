@@ -12,7 +12,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_hydra.configs.hydra_config import MAX_PROCESS_GROUPS, HydraConfig, Space
+from ds_hydra.configs.hydra_config import HydraConfig, Space
 from ds_hydra.sampler.candidate import Phases
 from ds_hydra.sampler.dispatch import dispatch_trials
 from ds_hydra.sampler.phase_plan import MiniBatch
@@ -28,6 +28,7 @@ from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import default_tokens_per_iteration, homogeneous_strategies
 from ds_hydra.strategy.schemes.enumeration import neighbour_strategies
+from ds_hydra.strategy.schemes.placement import group_limit
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 BoolArray = NDArray[np.bool_]
@@ -67,8 +68,8 @@ class CandidateSettings:
     then all. `staying`: strategies whose process groups stay beside those of a proposal on many
     devices, if not those without lengths. `can_run`: whether the model runs a scheme on these
     devices. `cluster`: what pull and push cost, which count where it is known. `max_groups`:
-    process groups there may be, of which `num_link_groups` are those of pull and push.
-    `max_enumerated`: devices up to which all strategies of two schemes are candidates.
+    process groups there may be (None: `group_limit`), of which `num_link_groups` are those of pull
+    and push. `max_enumerated`: devices up to which all strategies of two schemes are candidates.
 
     How proposed ones are tried: on `num_batches` mini-batches drawn with `seed`, by plans of
     `planner`. `max_planned`: strategies that are planned for a mini-batch; of more, those among the
@@ -85,7 +86,7 @@ class CandidateSettings:
     space: Space = "full"
     can_run: CanRun = runs_all
     cluster: Cluster | None = None
-    max_groups: int = MAX_PROCESS_GROUPS
+    max_groups: int | None = None
     num_link_groups: int = 2
     max_enumerated: int = MAX_ENUMERATED_RANKS
     num_batches: int = 32
@@ -123,6 +124,11 @@ class CandidateSettings:
             seed=config.seed,
             planner=replace(HEURISTIC, overlaps_links=config.link.overlap),
         )
+
+    @property
+    def group_limit(self) -> int:
+        """`max_groups`, or as many as there are without it."""
+        return group_limit(self.num_devices, self.max_groups)
 
     def world(self, profile: Profile) -> World:
         """What is trained where, with the prices that follow from `profile`."""

@@ -65,7 +65,7 @@ from ds_hydra.strategy.schemes.enumeration import (
     measured_beside,
     power_of_two_schemes,
 )
-from ds_hydra.strategy.schemes.placement import groups_of_all, most_groups_of_rank
+from ds_hydra.strategy.schemes.placement import group_limit, groups_of_all, most_groups_of_rank
 from ds_hydra.strategy.schemes.scheme import check_one_host, schemes_of
 
 logger = logging.getLogger(__name__)
@@ -577,7 +577,8 @@ class _Budget:
         return purposes
 
     def _check_communicators(self, strategies: Sequence[Strategy]) -> None:
-        number, limit = self._report.num_devices, self._hydra.max_process_groups
+        number = self._report.num_devices
+        limit = group_limit(number, self._hydra.max_process_groups)
         everyone = range(number)
         purposes = self._link_purposes()
         keys = groups_of_all(strategies) | {(purpose, everyone) for purpose in purposes}

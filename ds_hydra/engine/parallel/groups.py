@@ -4,11 +4,17 @@
 `new_group` is collective over all ranks, members or not, and must be called in the same order
 everywhere. Every rank therefore asks the pool for the groups of a whole strategy, which it creates
 in sorted order.
+
+Under NCCL each group is a split of all ranks, one after another. Where there are many, those of a
+purpose that share no rank are made by one split (`torch.distributed.split_group`). Few are made one
+by one: that is what a GPU has run.
 """
 
 from __future__ import annotations
 
 import datetime
+import logging
+import time
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -26,6 +32,8 @@ from ds_hydra.strategy.schemes.placement import (
     most_groups_of_rank,
 )
 
+logger = logging.getLogger(__name__)
+
 NCCL_PAIR_BYTES = 544 << 20
 NCCL_GROUP_BYTES = 688 << 20
 """Device memory of one NCCL communicator of two ranks, and of more: measured on 4 A100 with NVLink
@@ -38,6 +46,43 @@ _MOST_CTAS = {"pull": 8, "push": 8, "pull_node": 8, "push_node": 8, "pp_down": 4
 run beside computation leave it most of a device, and all of a rank's at once fit one. TP, SP, CP
 and `ep`, for which computation waits, have what NCCL chooses. NCCL_MAX_CTAS in the environment
 stands above it."""
+
+
+_FEW_GROUPS = 64
+"""Of one node's strategies: so many are made one by one."""
+
+
+def disjoint_rounds(keys: Iterable[GroupKey]) -> list[list[GroupKey]]:
+    """`keys` in their order, each in the first list of its purpose in which no group has a rank of
+    it.
+
+    >>> disjoint_rounds([("tp", range(2)), ("tp", range(4)), ("tp", range(2, 4))])
+    [[('tp', range(0, 2)), ('tp', range(2, 4))], [('tp', range(0, 4))]]
+    """
+    rounds: list[list[GroupKey]] = []
+    taken: list[set[int]] = []
+    for purpose, ranks in keys:
+        for own, used in zip(rounds, taken, strict=True):
+            if own[0][0] == purpose and used.isdisjoint(ranks):
+                break
+        else:
+            own, used = [], set()
+            rounds.append(own)
+            taken.append(used)
+        own.append((purpose, ranks))
+        used.update(ranks)
+    return rounds
+
+
+def _can_split(device: torch.device) -> bool:
+    """Whether torch can split the group of all ranks, as it is, on `device`; the same on all
+    ranks.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    world = c10d._get_default_group()
+    if accelerator is None or accelerator.type != device.type or not world.bound_device_id:
+        return False
+    return bool(getattr(world._get_backend(device), "supports_splitting", False))
 
 
 def describe_groups(keys: Iterable[GroupKey], rank: int, backend: str) -> str:
@@ -142,14 +187,23 @@ class GroupPool:
                 "fewer strategies in hydra.strategies"
             )
         check_groups_of_rank([*self._groups, *keys], self._max_groups_of_rank)
-        timeout = _find_timeout(self._device)
-        for purpose, ranks in keys:
-            options = _communicator_options(purpose, timeout)
-            group = dist.new_group(list(ranks), timeout=timeout, pg_options=options)
-            # Ranks outside a group get a sentinel: nothing to communicate with.
-            self._groups[purpose, ranks] = group if dist.get_rank() in ranks else None
-            if dist.get_rank() in ranks:
+        begin, timeout, rank = time.perf_counter(), _find_timeout(self._device), dist.get_rank()
+        is_split = len(keys) > _FEW_GROUPS and _can_split(self._device)
+        for own in disjoint_rounds(keys) if is_split else [[key] for key in keys]:
+            options = _communicator_options(own[0][0], timeout)
+            each = [list(ranks) for _, ranks in own]
+            if is_split:
+                group = dist.split_group(split_ranks=each, timeout=timeout, pg_options=options)
+            else:
+                group = dist.new_group(each[0], timeout=timeout, pg_options=options)
+            for key in own:
+                # Ranks outside a group have nothing to communicate with.
+                self._groups[key] = group if rank in key[1] else None
+            if any(rank in ranks for ranks in each):
                 dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+        if len(keys) > _FEW_GROUPS and rank == 0:
+            seconds = time.perf_counter() - begin
+            logger.info("%d process groups were made in %.1f s", len(keys), seconds)
 
     def get(self, purpose: str, ranks: range) -> dist.ProcessGroup:
         """The group of `ranks` for `purpose`; this rank must be a member."""

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
-from itertools import combinations_with_replacement
 
 import numpy as np
 
@@ -29,12 +27,13 @@ from ds_hydra.lab.simulator.sharded import (
     zero3_ends_ms,
 )
 from ds_hydra.records.events import Scatter
-from ds_hydra.sampler.group_steps import GroupStep, MixedGroups, plan_steps
+from ds_hydra.sampler.group_steps import GroupStep, MixedGroups, find_cuts, plan_steps
 from ds_hydra.sampler.schedule import FloatArray, IntArray
-from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.proposal.program import usable_schemes
-from ds_hydra.strategy.schemes.enumeration import cuts, num_cuts
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+_MOST_CUTS = 4000
+"""Ways to cut the ranks that FCP tries all: those of up to 32 into groups of any size."""
 
 
 def flexsp(scenario: Scenario, *, name: str) -> SystemResult | None:
@@ -77,12 +76,13 @@ def fcp(scenario: Scenario, *, name: str) -> SystemResult | None:
         alone = scenario.knowing(replace(scenario.profile, latency={one: again}))
         tokens = rank_tokens(scenario, checkpointed, exchanges=False)
         if tokens > 0:
-            mixed = AnyGroups(
+            mixed = MixedGroups(
                 num_devices,
                 sizes,
                 [size * tokens for size in sizes],
                 [again.constant_ms for _ in sizes],
                 [ContextParallel(scenario=alone, scheme=one, cp=s).sequences_ms for s in sizes],
+                cuts=find_cuts(num_devices, tuple(sizes), anywhere=True, most=_MOST_CUTS),
             )
             choices.append(mixed)
     return _in_steps(scenario, choices, name)
@@ -144,132 +144,6 @@ def _scattered_ms(
         found = scatter(np.split(times, times.size), neighbours(sizes.tolist()))
         slowest.append(max(float(own[0]) for own in found))
     return np.array(slowest)
-
-
-MOST_CUTS = 4000
-"""Ways to cut the ranks that are all tried: those of up to 32 into groups of any size."""
-NUM_DEADLINES = 12
-
-
-class AnyGroups(MixedGroups):
-    """Groups of so many sizes that not all cuts can be tried: beyond `MOST_CUTS` those of powers of
-    two, those that meet a deadline (halved in between `NUM_DEADLINES` times), and from the best
-    of these the best exchange of at most two groups for others, again and again.
-    """
-
-    def first_cuts(self) -> IntArray:
-        """All, or those of powers of two: [cut, size]."""
-        sizes = tuple(self._sizes.tolist())
-        if num_cuts(self.num_ranks, sizes) <= MOST_CUTS:
-            return np.array(cuts(self.num_ranks, sizes), dtype=np.int64)
-        powers = [k for k, size in enumerate(sizes) if size & (size - 1) == 0]
-        found = np.array(cuts(self.num_ranks, tuple(sizes[k] for k in powers)), dtype=np.int64)
-        all_sizes = np.zeros((len(found), len(sizes)), dtype=np.int64)
-        all_sizes[:, powers] = found
-        return all_sizes
-
-    def step(
-        self,
-        kind: int,
-        lengths: IntArray,
-        table: FloatArray,
-        members: IntArray,
-        limit: float = np.inf,
-    ) -> GroupStep | None:
-        """As of `MixedGroups`."""
-        best = super().step(kind, lengths, table, members, limit)
-        if best is None or not self._exchanges.size:
-            return best
-        own, costs = lengths[members], np.ascontiguousarray(table[:, members])
-        low, high = 0.0, best.slowest_ms
-        for _ in range(NUM_DEADLINES):
-            deadline, counts = (low + high) / 2, np.zeros_like(self._sizes)
-            if cut_for_deadline(
-                own,
-                costs,
-                self._constants,
-                self._sizes,
-                self._max_len,
-                deadline,
-                self.num_ranks,
-                counts,
-            ):
-                high, tried = deadline, counts[None]
-                best = self._step_of(tried, kind, lengths, table, members, best.slowest_ms) or best
-            else:
-                low = deadline
-        while True:
-            near = best.counts + self._exchanges
-            near = np.ascontiguousarray(near[(near >= 0).all(axis=1)])
-            better = self._step_of(near, kind, lengths, table, members, best.slowest_ms)
-            if better is None:
-                return best
-            best = better
-
-    @cached_property
-    def _exchanges(self) -> IntArray:
-        """What each exchange adds to the counts of a cut: [exchange, size]; none where all cuts are
-        tried at once.
-        """
-        sizes = self._sizes
-        if num_cuts(self.num_ranks, tuple(sizes.tolist())) <= MOST_CUTS:
-            return np.zeros((0, sizes.size), dtype=np.int64)
-        few: list[tuple[int, ...]] = [(k,) for k in range(sizes.size)]
-        few += combinations_with_replacement(range(sizes.size), 2)
-        counts = np.array([np.bincount(own, minlength=sizes.size) for own in few])
-        ranks = counts @ sizes
-        pairs = np.argwhere(ranks[:, None] == ranks)
-        moves: IntArray = counts[pairs[:, 1]] - counts[pairs[:, 0]]
-        return np.ascontiguousarray(moves[moves.any(axis=1)])
-
-
-@compiled
-def cut_for_deadline(
-    lengths: IntArray,
-    table: FloatArray,
-    constants: FloatArray,
-    sizes: IntArray,
-    max_len: IntArray,
-    deadline: float,
-    num_ranks: int,
-    counts: IntArray,
-) -> bool:
-    """Adds to `counts` the groups of each size, smallest first, in which all sequences (longest
-    first) end before `deadline` ms; False where the ranks are too few. `table`: ms of [size,
-    sequence].
-
-    A sequence goes to the smallest open group that meets the deadline with it, of equals to the one
-    that ends last, else to a new one of the smallest size that does. Ranks left over are groups,
-    the largest first.
-    """
-    ends, filled = np.zeros(num_ranks), np.zeros(num_ranks, dtype=np.int64)
-    kinds = np.zeros(num_ranks, dtype=np.int64)
-    num_groups, left = 0, num_ranks
-    for i in range(lengths.size):
-        best = -1
-        for g in range(num_groups):
-            k = kinds[g]
-            if ends[g] + table[k, i] > deadline or filled[g] + lengths[i] > max_len[k]:
-                continue
-            if best < 0 or k < kinds[best] or (k == kinds[best] and ends[g] > ends[best]):
-                best = g
-        if best < 0:
-            for k in range(sizes.size):
-                fits = constants[k] + table[k, i] <= deadline and lengths[i] <= max_len[k]
-                if fits and sizes[k] <= left:
-                    best, kinds[num_groups], ends[num_groups] = num_groups, k, constants[k]
-                    num_groups += 1
-                    left -= sizes[k]
-                    counts[k] += 1
-                    break
-        if best < 0:
-            return False
-        ends[best] += table[kinds[best], i]
-        filled[best] += lengths[i]
-    for k in range(sizes.size - 1, -1, -1):
-        counts[k] += left // sizes[k]
-        left %= sizes[k]
-    return True
 
 
 def dynamic_cp(scenario: Scenario, *, name: str) -> SystemResult | None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Literal, NamedTuple
 
-from ds_hydra.configs.hydra_config import MAX_PROCESS_GROUPS
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.baselines import (
     balanced,
@@ -151,7 +150,7 @@ class Settings:
     seed: int = 1
     num_proposal_batches: int = 32
     num_proposal_rounds: int = 1
-    max_communicators: int = MAX_PROCESS_GROUPS
+    max_communicators: int | None = None
     space: Literal["full", "plain"] = "full"
 
     def sized(self, tokens_per_iteration: int) -> Settings:

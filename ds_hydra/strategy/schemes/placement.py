@@ -32,6 +32,13 @@ LINK_GROUPS = 4
 """Those of pull and push, at most, among them."""
 
 
+def group_limit(num_devices: int, chosen: int | None) -> int:
+    """How many groups there may be: as `chosen` in the configuration, else 256 or, on more devices,
+    4 for each, so that a rank is in about as many on all clusters.
+    """
+    return max(256, 4 * num_devices) if chosen is None else chosen
+
+
 @lru_cache(maxsize=1024)
 def coordinates(scheme: Scheme) -> tuple[tuple[int, int, int], ...]:
     """(stage, sequence shard, place in the TP group) of each rank of a pipeline, in the order of
