@@ -21,7 +21,8 @@ from single_process import random_examples
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.events import simulate_plan
 from ds_hydra.sampler import candidate as candidate_module
-from ds_hydra.sampler.candidate import MAX_CUTS, Bound, OneStrategy, Phases, find_menus
+from ds_hydra.sampler.candidate import Bound, OneStrategy, Phases, find_menus
+from ds_hydra.sampler.group_steps import MAX_CUTS, have_places
 from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
 from ds_hydra.sampler.planner import fastest, plan_iteration, plan_with_time
@@ -32,7 +33,7 @@ from ds_hydra.strategy.profiles.learned_latency import Correction, Corrections
 from ds_hydra.strategy.profiles.profile import NO_LINKS, LinkTimes, Profile
 from ds_hydra.strategy.schemes.enumeration import aligned_cuts, cuts, num_cuts
 from ds_hydra.strategy.schemes.placement import groups_of, groups_of_all, slices_key
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, aligned_begins, parse_strategies
 
 GATHERED = parse_strategies(["4x<1,1;gather>", "2x<sp2,1;gather>", "1x<sp4,1;gather>"])
 PROFILE = make_profile(
@@ -355,8 +356,8 @@ def test_groups_of_all_sizes_are_found_where_there_are_too_many_cuts():
 UNEVEN = [Scheme(1, 1, cp=n, gather=True) for n in (1, 2, 3, 4, 5, 6, 7, 8)]
 
 
-def uneven_menu(num_devices, schemes=UNEVEN):
-    profile = make_profile({str(s): (0, 1 / s.cp, 0) for s in schemes})
+def uneven_menu(num_devices, schemes=UNEVEN, per_rank=0.0):
+    profile = make_profile({str(s): (0, 1 / s.cp + per_rank, 0) for s in schemes})
     (menu,) = find_menus(
         schemes, profile, num_devices,
         max_len_tokens=lambda s, _: 30 * s.cp, links_of=lambda _: NO_LINKS,
@@ -381,12 +382,46 @@ def test_groups_of_any_size_are_those_that_the_candidates_have(num_devices):
 
 
 def test_where_groups_of_uneven_sizes_have_no_place():
-    assert [s.cp for s in uneven_menu(64).schemes] == [1, 2, 4, 8], "too many cuts"
     assert [s.cp for s in uneven_menu(4).schemes] == [1, 2, 3, 4]
     assert [s.cp for s in uneven_menu(8, UNEVEN[1:]).schemes] == [2, 4, 8], "nothing for the rest"
     without = [s for s in UNEVEN if s.cp not in (3, 6)]
     assert [s.cp for s in uneven_menu(12, without).schemes] == [1, 2, 4], "12 = 8 + 4"
     assert aligned_cuts(5, (1, 2, 4), 1) == cuts(5, (1, 2, 4)), "powers of two on any ranks"
+
+
+def test_which_cuts_have_a_place_for_each_group():
+    """As `Strategy.blocks` finds places, of all cuts of 16 ranks and some of 32."""
+    sizes = tuple(range(1, 9))
+    rng = np.random.default_rng(0)
+    for num_ranks in (8, 16, 32):
+        found = np.array(cuts(num_ranks, sizes))
+        found = found[rng.permutation(len(found))[:2000]]
+        have_place = have_places(found, sizes)
+        assert 0 < have_place.sum() < len(found)
+        for counts, has_place in zip(found, have_place, strict=True):
+            groups = [size for size, n in zip(sizes[::-1], counts[::-1]) for _ in range(n)]
+            assert (aligned_begins(groups) is not None) == has_place, groups
+
+
+def test_64_ranks_are_cut_into_groups_of_any_size_that_have_a_place():
+    """100 tokens on 5 ranks take 30 ms, with 40 and 20 on the next larger group 36; what five ranks
+    leave of eight is for a pair and a single one, or three single ones.
+    """
+    menu = uneven_menu(64, per_rank=0.1)
+    assert [s.cp for s in menu.schemes] == [1, 2, 3, 4, 5, 6, 7, 8]
+    groups = menu.groups_of_step(64)
+    assert num_cuts(64, tuple(range(1, 9))) > MAX_CUTS >= len(groups._cuts.first)
+    lengths = np.sort(np.array([100] * 8 + [40] * 8 + [20] * 8))[::-1].copy()
+    found = groups.step(0, lengths, groups.table_ms(lengths), np.arange(24))
+    assert found.slowest_ms == pytest.approx(30)
+    assert found.counts.tolist() == [8, 8, 0, 0, 8, 0, 0, 0]
+    strategy, _ = menu.strategy_of(found)
+    assert groups_of(strategy) <= groups_of_all(menu.alike(64))
+    assert all(ranks[0] // 8 == ranks[-1] // 8 for ranks in strategy.place())
+    lengths = np.sort(np.array([100] * 8 + [60] * 8))[::-1].copy()
+    found = groups.step(0, lengths, groups.table_ms(lengths), np.arange(16))
+    assert found.slowest_ms > 30, "3 ranks would be fast enough, beside 5 they have no place"
+    assert have_places(found.counts[None], tuple(range(1, 9)))
 
 
 def test_a_sequence_takes_the_ranks_that_it_needs():

@@ -29,13 +29,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ds_hydra.sampler.group_steps import MAX_CUTS, GroupStep, MixedGroups, plan_steps
+from ds_hydra.sampler.group_steps import GroupStep, MixedGroups, plan_steps
 from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.profiles.profile import LatencyModel, LinkTimes, Profile
 from ds_hydra.strategy.schemes.enumeration import (
     UNEVEN_SIZES,
-    aligned_cuts,
     fits_unevenly,
 )
 from ds_hydra.strategy.schemes.placement import GroupKey, ends_of_phases, groups_of, groups_of_all
@@ -354,17 +353,12 @@ def _on_all_ranks(scheme: Scheme, single: Scheme, num_devices: int) -> Strategy:
 
 
 def _sizes_with_cuts(sizes: Sequence[int], num_devices: int) -> list[int]:
-    """Those of `sizes` that divide each other, with as many uneven ones as there are cuts for."""
+    """Those of `sizes` that divide each other, and uneven ones where all are powers of two."""
     even = [n for n in sizes if num_devices % n == 0]
     even = [n for n in even if all(not (m % n and n % m) for m in even)]
     are_powers = 1 in even and all(n & (n - 1) == 0 for n in even)
     uneven = [n for n in UNEVEN_SIZES if n in sizes and num_devices % n and are_powers]
-    while uneven:
-        found = sorted({*even, *uneven})
-        if aligned_cuts(num_devices, tuple(found), MAX_CUTS):
-            return found
-        uneven.pop()
-    return even
+    return sorted({*even, *uneven})
 
 
 def _total_ms(link: LinkTimes) -> float:

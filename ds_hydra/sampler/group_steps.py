@@ -18,7 +18,7 @@ FlexSP, whose space this is, solves integer programs with deadlines for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import combinations_with_replacement
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ import numpy as np
 
 from ds_hydra.sampler.problem import DispatchProblem, sift_down
 from ds_hydra.sampler.refine import improve_dispatch
-from ds_hydra.sampler.schedule import FloatArray, IntArray, expected_slowest_ms
+from ds_hydra.sampler.schedule import BoolArray, FloatArray, IntArray, expected_slowest_ms
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.schemes.enumeration import (
     aligned_cuts,
@@ -53,6 +53,11 @@ into all sizes up to 8 and powers of two.
 _NUM_DEADLINES = 12
 
 
+def all_true(counts: IntArray) -> BoolArray:
+    """That each of [cut, size] has a place."""
+    return np.ones(len(counts), dtype=np.bool_)
+
+
 class GroupStep(NamedTuple):
     """One step: groups side by side, each with one micro-batch.
 
@@ -72,11 +77,13 @@ class GroupStep(NamedTuple):
 
 class Cuts(NamedTuple):
     """Ways to use all ranks. `first`: how many groups of each size, [cut, size]. `exchanges`: what
-    makes others of them, [exchange, size]; none where the first are all.
+    makes others of them, [exchange, size]; none where the first are all. `have_place`: which of
+    [cut, size] have room for each group in its place.
     """
 
     first: IntArray
     exchanges: IntArray
+    have_place: Callable[[IntArray], BoolArray] = all_true
 
     @classmethod
     def all(cls, found: Sequence[Sequence[int]] | IntArray) -> Cuts:
@@ -206,15 +213,15 @@ class MixedGroups:
         between again and again), then by the best exchange of at most two groups for others, as
         long as one is better.
         """
-        first, exchanges = self._cuts
+        first, exchanges, have_place = self._cuts
         best = self._step_of(first, kind, lengths, table, members, limit)
         if best is None or not exchanges.size:
             return best
         own, costs = lengths[members], np.ascontiguousarray(table[:, members])
         low, high = 0.0, best.slowest_ms
         for _ in range(_NUM_DEADLINES):
-            deadline, counts = (low + high) / 2, np.zeros_like(self._sizes)
-            if cut_for_deadline(
+            deadline, tried = (low + high) / 2, np.zeros((1, self._sizes.size), dtype=np.int64)
+            is_met = cut_for_deadline(
                 own,
                 costs,
                 self._constants,
@@ -222,15 +229,17 @@ class MixedGroups:
                 self._max_len,
                 deadline,
                 self.num_ranks,
-                counts,
-            ):
-                high, tried = deadline, counts[None]
+                tried[0],
+            )
+            if is_met and have_place(tried)[0]:
+                high = deadline
                 best = self._step_of(tried, kind, lengths, table, members, best.slowest_ms) or best
             else:
                 low = deadline
         while True:
             near = best.counts + exchanges
-            near = np.ascontiguousarray(near[(near >= 0).all(axis=1)])
+            near = near[(near >= 0).all(axis=1)]
+            near = np.ascontiguousarray(near[have_place(near)])
             better = self._step_of(near, kind, lengths, table, members, best.slowest_ms)
             if better is None:
                 return best
@@ -287,9 +296,10 @@ def find_cuts(
     """Every way to use all ranks with groups in their places, or `anywhere`; of more than `most`
     those of powers of two to begin with, without the smallest where these are too many, too.
     """
-    if not anywhere and any(fits_unevenly(size, num_ranks) for size in sizes):
-        return Cuts.all(aligned_cuts(num_ranks, sizes, most))
-    if num_cuts(num_ranks, sizes) <= most:
+    is_bound = not anywhere and any(fits_unevenly(size, num_ranks) for size in sizes)
+    if is_bound and (aligned := aligned_cuts(num_ranks, sizes, most)):
+        return Cuts.all(aligned)
+    if not is_bound and num_cuts(num_ranks, sizes) <= most:
         return Cuts.all(cuts(num_ranks, sizes))
     begin = [k for k, size in enumerate(sizes) if size & (size - 1) == 0]
     while len(begin) > 2 and num_cuts(num_ranks, tuple(sizes[k] for k in begin)) > most:
@@ -303,7 +313,21 @@ def find_cuts(
     ranks = counts @ np.array(sizes)
     pairs = np.argwhere(ranks[:, None] == ranks)
     moves: IntArray = counts[pairs[:, 1]] - counts[pairs[:, 0]]
-    return Cuts(first, np.ascontiguousarray(moves[moves.any(axis=1)]))
+    have_place = partial(have_places, sizes=sizes) if is_bound else all_true
+    return Cuts(first, np.ascontiguousarray(moves[moves.any(axis=1)]), have_place)
+
+
+def have_places(counts: IntArray, sizes: tuple[int, ...]) -> BoolArray:
+    """Of which cuts [cut, size] `Strategy.blocks` has a place for each group: what a group of 3, 5,
+    6 or 7 ranks leaves of its block of 4 or 8 is for single ranks and pairs alone.
+    """
+    of_size = dict(zip(sizes, counts.T))
+    ones, twos, threes, fives, sixes, sevens = (
+        of_size.get(size, np.zeros_like(counts[:, 0])) for size in (1, 2, 3, 5, 6, 7)
+    )
+    pairs = np.minimum(twos, fives + sixes)
+    enough: BoolArray = ones >= threes + 3 * fives + 2 * sixes + sevens - 2 * pairs
+    return enough
 
 
 @lru_cache(maxsize=64)

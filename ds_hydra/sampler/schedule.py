@@ -24,6 +24,7 @@ from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
 
 
 @compiled
