@@ -285,6 +285,37 @@ def test_a_near_miss_of_a_top_level_key_is_an_error(key, meant):
     assert text == f'"{key}" is not a DeepSpeed key and would be ignored; did you mean "{meant}"?'
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "hint"),
+    [
+        ("optimizer", "param", 'did you mean "params"?'),
+        ("optimizer", "Type", 'did you mean "type"?'),
+        ("optimizer", "lr", 'write it into "optimizer.params"'),
+        ("scheduler", "parms", 'did you mean "params"?'),
+        ("scheduler", "warmup_num_steps", 'write it into "scheduler.params"'),
+    ],
+)
+def test_what_deepspeed_does_not_read_of_a_section_is_an_error(section, key, hint):
+    """It would train with defaults, without a word."""
+    text = config_problem(ds_config(**{section: {"type": "AdamW", key: 1, "_comment": "mine"}}))
+    assert text == f"{section}.{key} is not read by DeepSpeed and would be ignored; {hint}"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("bf16.enabled", "true", "true or false"),
+        ("fp16.enabled", 1, "true or false"),
+        ("gradient_clipping", "0.5", "a number, 0 for none"),
+        ("gradient_clipping", -1.0, "a number, 0 for none"),
+        ("gradient_clipping", [1], "a number, 0 for none"),
+    ],
+)
+def test_values_of_another_type_are_refused_before_anything_starts(key, value, wanted):
+    text = config_problem(merge(ds_config(), nested(key, value)))
+    assert text == f"{key} is {json.dumps(value)}, expected {wanted}"
+
+
 def test_a_misspelled_section_is_not_also_called_absent():
     config = {"zero_optimisation": {"stage": 3}, "hydra": SMALLEST}
     assert config_problem(config).startswith('"zero_optimisation" is not a DeepSpeed key')

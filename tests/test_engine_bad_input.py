@@ -80,6 +80,16 @@ MISTAKES = {
         HydraConfigError,
         ("zero_optimisation", "zero_optimization"),
     ),
+    "compile of DeepSpeed": (
+        lambda: initialize().compile(),
+        HydraConfigError,
+        ("engine.compile()", "hydra.compile_layers"),
+    ),
+    "batch size of DeepSpeed": (
+        lambda: initialize().set_train_batch_size(64),
+        HydraConfigError,
+        ("set_train_batch_size(64)", "hydra.tokens_per_iteration"),
+    ),
     "ZeRO stage 2": (
         lambda: initialize(zero_optimization={"stage": 2}),
         HydraConfigError,

@@ -8,7 +8,7 @@ import json
 
 import datasets
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from ds_hydra.errors import HydraConfigError
@@ -80,6 +80,18 @@ def test_completions_are_predicted_and_prompts_are_not(tokenizer):
     assert everything["labels"] == everything["input_ids"]
     chat = {"prompt": CHAT[:3], "completion": CHAT[3:]}
     assert texts(tokenizer, to_labels(one(chat), tokenizer)[0]) == ("U:hi;A:yo;U:more;A:no;", "no;")
+
+
+def test_no_end_of_text_between_prompt_and_completion(tokenizer):
+    """Of a tokenizer that ends each text itself; what the prompt's own text ends with stays."""
+    end = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <eos>", special_tokens=[("<eos>", end)]
+    )
+    made = to_labels(one({"prompt": "1 + 1 =", "completion": " 2"}), tokenizer)[0]
+    assert texts(tokenizer, made) == ("1 + 1 = 2<eos>", " 2<eos>")
+    made = to_labels(one({"prompt": "a<eos>", "completion": "b"}), tokenizer)[0]
+    assert texts(tokenizer, made)[0].startswith("a<eos>")
 
 
 def test_turns_of_the_assistant_within_completions(tokenizer):

@@ -531,6 +531,47 @@ def test_models_that_no_micro_batch_is_right_for_are_refused_by_name():
         check_supported(model)
 
 
+def changed_after_loading(change):
+    sizes = {**SIZES, "num_hidden_layers": 4}
+    model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, head_dim=8))
+    change(model.model)
+    return model
+
+
+def swap_layers(model):
+    model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
+
+
+def prune_layer(model):
+    del model.layers[1]
+
+
+def change_types(model):
+    model.config.layer_types = ["full_attention"] * 4
+
+
+def see_later_tokens(model):
+    model.layers[2].self_attn.is_causal = False
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (swap_layers, "self_attn of layer 0 has the attention of 'full_attention' .layer_idx 1.*sliding"),
+        (prune_layer, "layer 1 has the attention of 'sliding_attention' .layer_idx 2.*'full_att"),
+        (change_types, "layer 0 has the attention of 'sliding_attention' .layer_idx 0"),
+        (see_later_tokens, "self_attn of layer 2 has is_causal = False"),
+        (lambda m: setattr(m.embed_tokens, "max_norm", 1.0), "max_norm = 1.0.*set max_norm to None"),
+        (lambda m: setattr(m.embed_tokens, "scale_grad_by_freq", True), "scale_grad_by_freq to False"),
+    ],
+)  # fmt: skip
+def test_a_loaded_model_that_was_changed_is_refused(change, words):
+    """transformers masks by `layer_types`, and here the modules decide."""
+    packing_probe.build_stage_model(changed_after_loading(lambda model: None))
+    with pytest.raises(UnsupportedModelError, match=words):
+        packing_probe.build_stage_model(changed_after_loading(change))
+
+
 def test_sequences_are_not_longer_than_learned_positions():
     trial = packing_probe.try_small_copy(tiny("gpt2", n_positions=64))
     config = transformers.GPT2Config(n_positions=64)

@@ -9,6 +9,7 @@ import inspect
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -28,7 +29,7 @@ from ds_hydra.engine import hydra_engine_class
 from ds_hydra.engine.hydra_engine import needs_metric
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import say_once
-from ds_hydra.sampler.data.batches import TokenBudgetSampler
+from ds_hydra.sampler.data.batches import TokenBudgetSampler, budget_of
 from ds_hydra.trainer import HydraTrainer, StrategyProgressCallback
 from ds_hydra.trainer.arguments import (
     NOT_CALLED,
@@ -38,6 +39,7 @@ from ds_hydra.trainer.arguments import (
     check_data_collator,
     check_dtype,
     check_overrides,
+    correct_best_metric,
     drop_batch_size_mismatches,
     map_arguments,
     read_loss_option,
@@ -417,8 +419,57 @@ def test_half_an_epoch_and_a_limit():
     assert limited.find(10) == (0, 10)
 
 
+def test_an_epoch_of_a_small_dataset_is_one_iteration():
+    """Three epochs of 4 rows are 12 sequences, whatever else an iteration could hold."""
+    lengths = [16] * 4
+    epochs, sampler = epochs_of(lengths, budget_of(lengths, 1280))
+    assert epochs.iterations_until(3) == 3
+    assert [sorted(next(sampler).sample_indices) for _ in range(3)] == [[0, 1, 2, 3]] * 3
+    assert budget_of(lengths, 48) == 48
+
+
+@pytest.mark.parametrize(
+    ("metric", "greater", "wanted"),
+    [("eval_perplexity", None, False), ("perplexity", True, False), ("eval_loss", None, False),
+     ("accuracy", None, True), (None, None, None)],
+)  # fmt: skip
+def test_the_least_perplexity_is_the_best(metric, greater, wanted):
+    args = arguments(metric_for_best_model=metric, greater_is_better=greater)
+    notes = []
+    correct_best_metric(args, notes.append)
+    assert args.greater_is_better is wanted
+    assert len(notes) == bool(metric and "perplexity" in metric)
+
+
+FIRST = {"input_ids": [1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    "column", ["labels", "attention_mask", "completion_mask", "assistant_masks"]
+)
+@pytest.mark.parametrize("without", [0, 1])
+def test_columns_that_some_rows_lack_are_not_dropped(column, without):
+    rows = [{**FIRST, column: [1, 1, 1]} for _ in range(3)]
+    del rows[without][column]
+    with pytest.raises(HydraConfigError, match=f"row {without} of train_dataset has no '{column}'"):
+        as_datasets(rows, "train_dataset")
+
+
+def test_columns_that_few_rows_need_are_none_elsewhere():
+    rows = [{"messages": "a"}, {"messages": "b", "tools": ["t"]}]
+    assert as_datasets(rows, "train_dataset")["tools"][:] == [None, ["t"]]
+
+
+@pytest.mark.parametrize("row", [(1, 2), [1, 2], "text", torch.ones(3)])
+def test_rows_that_are_no_dicts_are_named(row):
+    kind = type(row).__name__
+    with pytest.raises(
+        HydraConfigError, match=f"row 1 of eval_dataset is a {kind}, expected a dict"
+    ):
+        as_datasets([FIRST, row], "eval_dataset")
+
+
 def test_streams_are_refused_and_lists_are_read():
-    import datasets
 
     rows = [{"input_ids": [1, 2]}, {"input_ids": [3]}]
     assert as_datasets(rows, "train_dataset")["input_ids"][:] == [[1, 2], [3]]
@@ -446,6 +497,22 @@ def test_rows_that_are_drawn_anew_each_time_are_refused():
     with pytest.raises(HydraConfigError, match="train_dataset is a Crops whose row 0 is another"):
         as_datasets(Crops(1), "train_dataset")
 
+    class LastCrops(Crops):
+        def __getitem__(self, index):
+            self.begin += self.moves
+            return {"input_ids": torch.arange(3) + index * self.begin}
+
+    with pytest.raises(HydraConfigError, match="whose row 1 is another"):
+        as_datasets(LastCrops(1), "train_dataset")
+
+
+def test_rows_that_are_computed_inside_another_dataset_are_refused():
+    computed = datasets.Dataset.from_list([FIRST] * 4).with_transform(lambda rows: rows)
+    part = torch.utils.data.Subset(computed, [0, 2])
+    for rows in (part, torch.utils.data.ConcatDataset([part, part])):
+        with pytest.raises(HydraConfigError, match="computes its rows when they are read"):
+            as_datasets(rows, "train_dataset")
+
 
 @pytest.mark.parametrize("stops", [False, True])
 def test_an_epoch_that_a_callback_stops_does_not_skip_data_in_silence(monkeypatch, caplog, stops):
@@ -458,17 +525,34 @@ def test_an_epoch_that_a_callback_stops_does_not_skip_data_in_silence(monkeypatc
     assert ("mini-batches go on where those of this one stopped" in caplog.text) == stops
 
 
-@pytest.mark.parametrize("every_row", [False, True])
-def test_rows_that_are_cut_or_left_out_are_said(caplog, every_row):
+def make_reader():
     args = SimpleNamespace(
         main_process_first=lambda desc: contextlib.nullcontext(), process_index=0
     )
-    reader = DatasetReader(
+    return DatasetReader(
         args,
         HydraConfig.parse({**SECTION, "context_length": 4}),
         completion_only_loss=None,
         assistant_only_loss=False,
     )
+
+
+def test_rows_that_were_changed_in_place_are_read_anew():
+    reader = make_reader()
+    rows = [{"input_ids": [1] * length} for length in (2, 3)]
+    before = reader.read(rows, "eval_dataset", None)
+    assert reader.read(list(rows), "eval_dataset", None) is before
+    rows[0] = {"input_ids": [2, 2, 2]}
+    after = reader.read(rows, "eval_dataset", None)
+    assert [tokens.lengths.tolist() for tokens in (before, after)] == [[2, 3], [3, 3]]
+    for number in range(20):
+        reader.read([{"input_ids": [number, number]}], "eval_dataset", None)
+    assert len(reader._tokens_of) == 16
+
+
+@pytest.mark.parametrize("every_row", [False, True])
+def test_rows_that_are_cut_or_left_out_are_said(caplog, every_row):
+    reader = make_reader()
     rows = [{"input_ids": [1] * length} for length in (6, 1, 3)]
     read = [reader.read(rows, name, None, every_row=every_row) for name in ("a", "b")]
     assert read[0] is read[1]

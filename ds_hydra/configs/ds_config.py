@@ -44,6 +44,12 @@ _REMOVED_KEYS = frozenset(
 )
 """Of which DeepSpeed 0.19 says itself, when the engine starts, that it no longer reads them."""
 
+_READ_OF_SECTION = {
+    "optimizer": ("type", "params", "legacy_fusion"),
+    "scheduler": ("type", "params"),
+}
+"""All that DeepSpeed reads of these sections."""
+
 _NEAR_MISS = 0.82
 """Similarity from which an unknown key counts as misspelled: catches one wrong letter in a word of
 four.
@@ -322,6 +328,16 @@ def _find_misspelled(config: Mapping[str, Any]) -> Iterator[str]:
         meant = sorted(known - _REMOVED_KEYS)
         if nearest := get_close_matches(normalised, meant, n=1, cutoff=_NEAR_MISS):
             yield f'"{key}" is not a DeepSpeed key and would be ignored; did you mean "{nearest[0]}"?'
+    for section, read in _READ_OF_SECTION.items():
+        content = config.get(section)
+        for key in content if isinstance(content, Mapping) else ():
+            if key in read or key.startswith("_"):
+                continue
+            nearest = get_close_matches(key.lower(), read, n=1, cutoff=_NEAR_MISS)
+            hint = (
+                f'did you mean "{nearest[0]}"?' if nearest else f'write it into "{section}.params"'
+            )
+            yield f"{section}.{key} is not read by DeepSpeed and would be ignored; {hint}"
 
 
 def _find_refused(config: Mapping[str, Any]) -> Iterator[str]:
@@ -331,6 +347,13 @@ def _find_refused(config: Mapping[str, Any]) -> Iterator[str]:
             f"zero_optimization.stage is {json.dumps(stage)}, expected 3, because parameters live fully "
             'sharded between iterations; set "zero_optimization": {"stage": 3}'
         )
+    for key in ("bf16.enabled", "fp16.enabled"):
+        if not isinstance(value := find_key(config, key), bool) and value not in (None, "auto"):
+            yield f"{key} is {json.dumps(value)}, expected true or false"
+    clipping = config.get("gradient_clipping")
+    is_number = isinstance(clipping, int | float) and clipping >= 0
+    if not is_number and clipping not in (None, "auto"):
+        yield f"gradient_clipping is {json.dumps(clipping)}, expected a number, 0 for none"
     if not isinstance(config.get("data_types") or {}, Mapping):
         yield f"data_types is {json.dumps(config['data_types'])}, expected an object"
     yield from filter(None, (refusal.find_problem(config) for refusal in REFUSALS))

@@ -386,6 +386,19 @@ class HydraEngine(CheckpointingEngine):
             run_together(lambda: self.hydra.source.attach(data), self.device)
         return MiniBatches(lambda: self.hydra.source.iterate_examples())
 
+    def compile(self, *_args: Any, **_kwargs: Any) -> None:
+        """Refused: it would compile a forward of DeepSpeed that does not run."""
+        raise HydraConfigError(
+            "engine.compile() compiles a forward that ds_hydra does not run; set hydra.compile_layers to true"
+        )
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Refused: mini-batches are counted in tokens."""
+        raise HydraConfigError(
+            f"set_train_batch_size({train_batch_size}) has nothing to set: mini-batches have "
+            "hydra.tokens_per_iteration tokens"
+        )
+
     def offload_states(self, include: Any = None, *args: Any, **kwargs: Any) -> None:
         """As DeepSpeed; `eval_batch` and `score` run meanwhile, but without "lp_params"."""
         has_gradients = include is None or OffloadStateTypeEnum.lp_grads in include

@@ -39,7 +39,7 @@ from ds_hydra.engine.ranks.watchdog import call_together
 from ds_hydra.engine.transfer.link_thread import LinkThread
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
-from ds_hydra.sampler.data.batches import TokenBudgetSampler
+from ds_hydra.sampler.data.batches import TokenBudgetSampler, budget_of
 from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.sampler.data.examples import to_examples
 from ds_hydra.sampler.plan import IterationPlan
@@ -94,10 +94,18 @@ class IterationSource:
 
         def make_sampler() -> TokenBudgetSampler:
             data.check_vocabulary(self._stage_model.vocab_size, self._stage_model.num_logits)
+            wanted = self._config.tokens_per_iteration
+            budget = budget_of(data.lengths, wanted)
+            if budget < wanted and self._propagator.rank == 0:
+                logger.warning(
+                    f"the dataset has {budget} tokens, fewer than hydra.tokens_per_iteration = {wanted}: an iteration "
+                    "trains each row once, and is an epoch; for several iterations in an epoch lower "
+                    "hydra.tokens_per_iteration"
+                )
             return TokenBudgetSampler(
                 data.lengths,
                 data.num_label_tokens,
-                self._config.tokens_per_iteration,
+                budget,
                 seed=self._config.seed,
                 shuffle=self._config.shuffle,
             )

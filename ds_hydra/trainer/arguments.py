@@ -226,6 +226,16 @@ def check_dtype(model: nn.Module, trained: torch.dtype, note: Note) -> None:
         )
 
 
+def correct_best_metric(args: TrainingArguments, note: Note) -> None:
+    """Let the least perplexity be the best: transformers takes every metric for one to be raised
+    whose name does not end in "loss".
+    """
+    metric = args.metric_for_best_model or ""
+    if metric.endswith("perplexity") and args.greater_is_better:
+        args.greater_is_better = False
+        note(f"metric_for_best_model={metric!r} sets greater_is_better to False")
+
+
 def drop_batch_size_mismatches(hf_config: Any) -> None:
     """Forget that batch sizes in JSON and TrainingArguments differ, which transformers would call
     an error.
@@ -329,6 +339,8 @@ NOT_CALLED = {
     "_prepare_input": _OWN_BATCHES,
     "_prepare_inputs": _OWN_BATCHES,
     "_prepare_context_parallel_inputs": _OWN_BATCHES,
+    "create_optimizer_and_scheduler": "DeepSpeed asks for each by itself; override create_optimizer() and "
+    "create_scheduler()",
     "training_step": _LOSS_IN_LAST_STAGE,
     "compute_loss": _LOSS_IN_LAST_STAGE,
     "compute_loss_context_manager": _LOSS_IN_LAST_STAGE,

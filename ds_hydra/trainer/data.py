@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -16,7 +17,14 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+)
 
 from ds_hydra.configs import HydraConfig
 from ds_hydra.engine.ranks.agreement import gather_rows, run_together
@@ -277,14 +285,52 @@ def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
             "mini-batches are planned ahead; take a part of it: "
             "datasets.Dataset.from_list(list(stream.take(100_000)))"
         )
-    rows = [dict(dataset[index]) for index in range(len(dataset))]
-    if rows and _differs(rows[0], dict(dataset[0])):
+    for stored in _stored_in(dataset):
+        check_stored(stored, name)
+    rows = [_as_example(dataset[index], index, name) for index in range(len(dataset))]
+    spread = np.linspace(0, len(rows) - 1, _NUM_READ_TWICE, dtype=np.int64) if rows else []
+    for index in np.unique(spread).tolist():
+        if not _differs(rows[index], _as_example(dataset[index], index, name)):
+            continue
         raise HydraConfigError(
-            f"{name} is a {type(dataset).__name__} whose row 0 is another one each time it is read, but rows are read "
-            "once: mini-batches are planned by lengths that are known before; give every row as often as it shall be "
-            "seen, or engine.train_batch(batch=examples) the mini-batches"
+            f"{name} is a {type(dataset).__name__} whose row {index} is another one each time it is read, but rows are "
+            "read once: mini-batches are planned by lengths that are known before; give every row as often as it "
+            "shall be seen, or engine.train_batch(batch=examples) the mini-batches"
         )
-    return datasets.Dataset.from_list(rows)
+    # from_list takes its columns from the first row
+    columns = dict.fromkeys(column for row in rows for column in row)
+    for column in columns if rows else ():
+        without = [index for index, row in enumerate(rows) if column not in row]
+        if without and column in _OF_ALL_ROWS:
+            there = next(index for index, row in enumerate(rows) if column in row)
+            raise HydraConfigError(
+                f"row {without[0]} of {name} has no {column!r}, and row {there} has; give it to all rows, or to none"
+            )
+    return datasets.Dataset.from_list([{c: row.get(c) for c in columns} for row in rows])
+
+
+_OF_ALL_ROWS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")
+_NUM_READ_TWICE = 32
+
+
+def _as_example(row: Any, index: int, name: str) -> dict[str, Any]:
+    if isinstance(row, Mapping):
+        return dict(row)
+    raise HydraConfigError(
+        f"row {index} of {name} is a {type(row).__name__}, expected a dict, such as {{'input_ids': [...]}} or "
+        "{'text': '...'}"
+    )
+
+
+def _stored_in(dataset: Any) -> Iterator[datasets.Dataset]:
+    """Datasets of `datasets` that those of torch take their rows from."""
+    if isinstance(dataset, datasets.Dataset):
+        yield dataset
+    elif isinstance(dataset, Subset):
+        yield from _stored_in(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            yield from _stored_in(part)
 
 
 def _differs(row: dict[str, Any], again: dict[str, Any]) -> bool:
@@ -296,8 +342,13 @@ def _differs(row: dict[str, Any], again: dict[str, Any]) -> bool:
     )
 
 
+_NUM_KEPT = 16
+
+
 class DatasetReader:
-    """Reads a dataset once, however often it is asked for."""
+    """Reads a dataset once, however often it is asked for: tokens of those asked for last are
+    kept.
+    """
 
     def __init__(
         self,
@@ -310,7 +361,7 @@ class DatasetReader:
         self._args, self._config = args, config
         self._completion_only_loss = completion_only_loss
         self._assistant_only_loss = assistant_only_loss
-        self._tokens_of: dict[tuple[int, bool], tuple[Any, TokenDataset]] = {}
+        self._tokens_of: OrderedDict[tuple[Any, bool], TokenDataset] = OrderedDict()
 
     def read(
         self, dataset: Any, what: str, tokenizer: Any, *, every_row: bool = False
@@ -318,18 +369,25 @@ class DatasetReader:
         """Tokens and lengths of `dataset`, read once; the first rank of each node tokenises, others
         find its cache. With `every_row` none is cut or left out.
         """
-        key = id(dataset), every_row
+        rows = as_datasets(dataset, what)
+        # By content: a list may have other rows than when it was read before
+        if isinstance(rows, datasets.DatasetDict):
+            content: Any = tuple((split, part._fingerprint) for split, part in rows.items())
+        else:
+            content = rows._fingerprint
+        key = content, every_row
         if key not in self._tokens_of:
             with self._args.main_process_first(desc=f"reading {what}"):
-                rows = as_datasets(dataset, what)
                 tokens = self._read_now(rows, tokenizer, what, every_row)
-            # With the dataset, so that its id stays its own
-            self._tokens_of[key] = dataset, tokens
+            self._tokens_of[key] = tokens
+            if len(self._tokens_of) > _NUM_KEPT:
+                self._tokens_of.popitem(last=False)
             if tokens.report.is_partial:
                 self._warn(f"{what}: {tokens.report}")
             elif self._args.process_index == 0:
                 logger.info(f"{what}: {tokens.report}")
-        return self._tokens_of[key][1]
+        self._tokens_of.move_to_end(key)
+        return self._tokens_of[key]
 
     def _read_now(self, dataset: Any, tokenizer: Any, what: str, every_row: bool) -> TokenDataset:
         config = self._config

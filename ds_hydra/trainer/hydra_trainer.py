@@ -24,7 +24,7 @@ from ds_hydra.engine.hydra_engine import check_model
 from ds_hydra.engine.losses.loss import CrossEntropy
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import say_once
-from ds_hydra.sampler.data.batches import TokenBudgetSampler
+from ds_hydra.sampler.data.batches import TokenBudgetSampler, budget_of
 from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.trainer import arguments, data
 from ds_hydra.trainer.mixin import EngineMixin, say_nothing
@@ -57,6 +57,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         self._train_tokens: TokenDataset | None = None
         self._epochs: data.Epochs | None = None
         super().__init__(model, *args, **kwargs)
+        arguments.correct_best_metric(self.args, self._warn)
         self._reader = data.DatasetReader(
             self.args,
             self.hydra_config,
@@ -92,7 +93,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         sampler = TokenBudgetSampler(
             tokens.lengths,
             tokens.num_label_tokens,
-            config.tokens_per_iteration,
+            budget_of(tokens.lengths, config.tokens_per_iteration),
             seed=config.seed,
             shuffle=config.shuffle,
         )

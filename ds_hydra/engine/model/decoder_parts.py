@@ -224,6 +224,45 @@ def _problems(model: nn.Module, config: Any, base_config: Any) -> Iterator[str]:
         yield problem
 
 
+def check_unchanged(model: nn.Module, *, has_own_masks: bool) -> None:
+    """Raise UnsupportedModelError where the modules of a loaded model were changed, so that they do
+    other than a small model of its configuration, which was tried. `has_own_masks`: the model masks
+    by itself.
+    """
+    parts = DecoderParts.find(model)
+    of_layers = () if has_own_masks else _find_changed_layers(parts, model.base_model.config)
+    for problem in (*of_layers, *_find_changed_embedding(parts.embedding)):
+        raise UnsupportedModelError(f"{type(model).__name__}: {problem}")
+
+
+def _find_changed_layers(parts: DecoderParts, config: Any) -> Iterator[str]:
+    types = getattr(config, "layer_types", None) or []
+    for place, layer in enumerate(parts.layers):
+        for name, module in layer.named_modules():
+            where = f"{name} of layer {place}"
+            if vars(module).get("is_causal") is False:
+                yield f"{where} has is_causal = False, and attention is causal; set it to True"
+            number = vars(module).get("layer_idx")
+            if place >= len(types) or not isinstance(number, int):
+                continue
+            made_for = vars(module).get("layer_type") or dict(enumerate(types)).get(number)
+            if made_for in _PACKED_LAYER_TYPES and made_for != types[place]:
+                yield (
+                    f"{where} has the attention of {made_for!r} (layer_idx {number}), and layer_types of the "
+                    f"configuration say {types[place]!r}, which transformers masks it by: a layer was moved, left out "
+                    "or doubled; let layer_idx, sliding_window and layer_types agree"
+                )
+
+
+def _find_changed_embedding(embedding: nn.Embedding) -> Iterator[str]:
+    for attribute in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if value := getattr(embedding, attribute, None):
+            yield (
+                f"its input embedding has {attribute} = {value}, which looks at all tokens of a mini-batch, and those "
+                f"are on several pipelines; set {attribute} to {None if attribute == 'max_norm' else False}"
+            )
+
+
 def _find_noise(model: nn.Module, config: Any) -> str:
     """Which noise of its own the model trains with, and how to do without it; "" where it has none.
 

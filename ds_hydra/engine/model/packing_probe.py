@@ -88,6 +88,7 @@ def try_small_copy(model: nn.Module) -> ModelAbilities:
     verdict = _verdicts[key]
     if isinstance(verdict, str):
         raise UnsupportedModelError(verdict)
+    decoder_parts.check_unchanged(model, has_own_masks=bool(verdict.one_by_one_because))
     return verdict
 
 

@@ -50,6 +50,11 @@ def epoch_order(num_sequences: int, seed: int, epoch: int) -> IntArray:
     return order
 
 
+def budget_of(lengths: npt.ArrayLike, tokens_per_iteration: int) -> int:
+    """`tokens_per_iteration`, or all tokens of a smaller dataset: an iteration has no row twice."""
+    return min(tokens_per_iteration, max(1, int(np.sum(lengths, dtype=np.int64))))
+
+
 class TokenBudgetSampler:
     """Draws the global mini-batch of every iteration; the same arguments give the same batches on
     every rank.

@@ -200,6 +200,10 @@ def _from_prompt(
             "it out, or give lists of messages"
         )
     prompt_ids = list(tokenizer(prompt)["input_ids"])
+    eos_token = getattr(tokenizer, "eos_token", None)
+    if eos_token and not prompt.endswith(eos_token):
+        while prompt_ids[-1:] == [tokenizer.eos_token_id]:  # of tokenizers that end each text
+            prompt_ids.pop()
     completion_ids = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
     if tokenizer.eos_token_id is not None and completion_ids[-1:] != [tokenizer.eos_token_id]:
         completion_ids.append(tokenizer.eos_token_id)
