@@ -288,8 +288,8 @@ def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
     for stored in _stored_in(dataset):
         check_stored(stored, name)
     rows = [_as_example(dataset[index], index, name) for index in range(len(dataset))]
-    spread = np.linspace(0, len(rows) - 1, _NUM_READ_TWICE, dtype=np.int64) if rows else []
-    for index in np.unique(spread).tolist():
+    spread = np.linspace(0, len(rows) - 1, _NUM_READ_TWICE, dtype=np.int64)
+    for index in np.unique(spread).tolist() if rows else ():
         if not _differs(rows[index], _as_example(dataset[index], index, name)):
             continue
         raise HydraConfigError(
