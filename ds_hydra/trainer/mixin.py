@@ -247,9 +247,15 @@ class EngineMixin:
             load_data_position=not self.args.ignore_data_skip,
         )
         if found is None:
+            is_of_another = (Path(checkpoint) / "optimizer.pt").exists()
+            why = (
+                "a Trainer without DeepSpeed has saved it"
+                if is_of_another
+                else "save_only_model=True saves weights alone"
+            )
             raise HydraConfigError(
-                f"{checkpoint} holds no state of an engine to resume from (save_only_model=True saves weights alone); "
-                "train anew from its weights with from_pretrained(), or resume from a checkpoint saved without it"
+                f"{checkpoint} holds no state of an engine to resume from ({why}); train anew from its weights with "
+                "from_pretrained(), or resume from a checkpoint of an engine"
             )
 
     def _take_scheduler(self) -> None:

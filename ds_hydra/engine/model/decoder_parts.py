@@ -191,6 +191,10 @@ _PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 def check_supported(model: nn.Module) -> None:
     """Raise UnsupportedModelError naming the first part of `model` that ds_hydra cannot train."""
     name = type(model).__name__
+    if hasattr(model, "_orig_mod"):
+        raise UnsupportedModelError(
+            f"{name} is what torch.compile(model) returns; pass the model itself, and set hydra.compile_layers to true"
+        )
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "base_model"):
         raise UnsupportedModelError(
@@ -206,6 +210,8 @@ def _problems(model: nn.Module, config: Any, base_config: Any) -> Iterator[str]:
         yield "encoder-decoder models are not supported; use a decoder-only model"
     if problem := find_other_inputs(config):
         yield problem
+    if vars(config).get("return_dict", True) is False:
+        yield "return_dict is false in its configuration; set model.config.return_dict to True"
     try:
         DecoderParts.find(model)
     except LookupError as error:
