@@ -536,7 +536,7 @@ def test_what_does_not_answer_as_a_model_does_is_named():
         check_supported(torch.compile(tiny("llama")))
     model = tiny("llama")
     model.config.return_dict = False
-    with pytest.raises(UnsupportedModelError, match="set model.config.return_dict to True"):
+    with pytest.raises(UnsupportedModelError, match=r"set model.config.return_dict to True"):
         check_supported(model)
 
 
