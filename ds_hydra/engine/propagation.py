@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ from ds_hydra.engine.ranks.hosts import find_hosts
 from ds_hydra.engine.ranks.memory import naming_memory_limit, to_device
 from ds_hydra.engine.strategy_links import StrategyLinks
 from ds_hydra.engine.telemetry.trace import Recorder
-from ds_hydra.engine.transfer.session import TransferSession
+from ds_hydra.engine.transfer.session import MeasuredLinkTimes, TransferSession
 from ds_hydra.errors import HydraConfigError, PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan, RankPhase
 from ds_hydra.strategy import Scheme, Strategy
@@ -47,7 +47,7 @@ from ds_hydra.strategy.schemes.placement import MAX_GROUPS_OF_RANK, Role, slices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankOutcome:
+class RankOutcome(MeasuredLinkTimes):
     """What one rank measured in one iteration; times in milliseconds."""
 
     loss_sum: float
@@ -58,11 +58,6 @@ class RankOutcome:
     """Of a sequence in the first micro-batch whose loss is NaN or Inf; -1 where there is none."""
     phase_ms: tuple[float, ...]
     """Forward and backward of each phase, without waiting for slices."""
-    pull_ms: float
-    push_ms: float
-    visible_pull_ms: float
-    visible_push_ms: float
-    """See MeasuredLinkTimes for these four."""
     busy_ms: float = 0.0
     """Time inside forwards and backwards, TP collectives included, waiting for slices not."""
     computed_ms: Mapping[tuple[int, int], float] = field(default_factory=dict)
@@ -74,18 +69,11 @@ class RankOutcome:
     ) -> RankOutcome:
         """That of an iteration of `phases`, one after another."""
         bad = (p.nonfinite_position for p in phases if p.nonfinite_position >= 0)
-        return cls(
-            loss_sum=sum(p.loss_sum for p in phases),
-            balance_loss=sum(p.balance_loss for p in phases),
-            nonfinite_position=next(bad, -1.0),
-            phase_ms=tuple(ms for p in phases for ms in p.phase_ms),
-            pull_ms=sum(p.pull_ms for p in phases),
-            push_ms=sum(p.push_ms for p in phases),
-            visible_pull_ms=sum(p.visible_pull_ms for p in phases),
-            visible_push_ms=sum(p.visible_push_ms for p in phases),
-            busy_ms=sum(computed_ms.values()),
-            computed_ms=computed_ms,
-        )
+        names = [field.name for field in fields(cls) if field.type == "float"]
+        sums = {name: sum(getattr(p, name) for p in phases) for name in names}
+        sums |= {"nonfinite_position": next(bad, -1.0), "busy_ms": sum(computed_ms.values())}
+        phase_ms = tuple(ms for p in phases for ms in p.phase_ms)
+        return cls(**sums, phase_ms=phase_ms, computed_ms=computed_ms)
 
 
 class Propagator:
@@ -374,11 +362,7 @@ class Propagator:
         """
         micro_batch = micro_batches[index]
         run = functools.partial(
-            self.stage_model.forward_stage,
-            micro_batch.packed,
-            input_ids=micro_batch.input_ids_T,
-            hidden=hidden,
-            is_last=stage.is_last,
+            self.stage_model.forward_stage, micro_batch.packed, micro_batch.input_ids_T, hidden
         )
         if not stage.is_last:
             return run()

@@ -294,9 +294,7 @@ class _SmallCopy:
         hidden: Tensor | None = None
         for stage in range(scheme.pp):
             stage_model.bind(scheme, stage, dict(enumerate(stage_model.params)))
-            hidden = stage_model.forward_stage(
-                micro_batch, input_ids=input_ids, hidden=hidden, is_last=stage == scheme.pp - 1
-            )
+            hidden = stage_model.forward_stage(micro_batch, input_ids, hidden)
             stage_model.unbind()
             input_ids = None
             if stage < scheme.pp - 1 and hidden.shape[1:] != (

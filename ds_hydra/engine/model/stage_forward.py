@@ -107,11 +107,12 @@ class StageForward:
         self,
         model: nn.Module,
         parts: DecoderParts,
+        tp: TensorParallel,
         *,
         one_by_one: bool,
         takes_boundaries: bool = False,
     ):
-        self._model, self._head = model, parts.head
+        self._model, self._head, self._tp = model, parts.head, tp
         self._at_head: HeadLoss | None = None
         self._list = parts.layers
         self._layers = list(parts.layers)
@@ -137,15 +138,17 @@ class StageForward:
         micro_batch: PackedMicroBatch,
         input_ids: Tensor | None,
         hidden: Tensor | None,
-        *,
-        is_last: bool,
         at_head: HeadLoss | None = None,
     ) -> Tensor:
-        """Logits of the tokens that predict where the stage `is_last`, or what `at_head` makes of
-        their hidden states, else hidden states; see `StageModel.forward_stage`.
+        """The model's own forward over the bound stage: hidden states, or on the last this rank's
+        logits [1, T, V] of all tokens, or of those that `micro_batch.predicting` names, or what
+        `at_head` makes of their hidden states [1, T, H].
+
+        `input_ids` [1, T] on the first stage, else `hidden` [1, T, H] from the stage before; where
+        TP cuts micro-batches hidden states are this rank's shard [1, T / TP, H].
         """
         if not self._one_by_one or len(micro_batch.lengths) == 1:
-            return self._run(micro_batch, input_ids, hidden, is_last, at_head)
+            return self._run(micro_batch, input_ids, hidden, at_head)
         lengths, device = micro_batch.lengths, micro_batch.position_ids.device
         noise = (micro_batch.token_seeds_T, micro_batch.token_lengths_T)
         seeds, of_tokens = (_split(values_T, lengths, dim=0) for values_T in noise)
@@ -154,9 +157,9 @@ class StageForward:
         for length, ids, part, seeds_T, lengths_T in parts:
             alone = PackedMicroBatch.build([length], device)
             alone = replace(alone, token_seeds_T=seeds_T, token_lengths_T=lengths_T)
-            outputs.append(self._run(alone, ids, part, is_last, at_head and _hand_on))
+            outputs.append(self._run(alone, ids, part, at_head and _hand_on))
         output = torch.cat(outputs, dim=1)
-        if is_last and micro_batch.predicting is not None:
+        if micro_batch.predicting is not None:  # on the last stage alone
             output = output.index_select(1, micro_batch.predicting)
         return output if at_head is None else at_head(output, self._head)
 
@@ -165,8 +168,7 @@ class StageForward:
         micro_batch: PackedMicroBatch,
         input_ids: Tensor | None,
         hidden: Tensor | None,
-        is_last: bool,
-        at_head: HeadLoss | None = None,
+        at_head: HeadLoss | None,
     ) -> Tensor:
         inputs: dict[str, Any] = {"input_ids": input_ids}
         if hidden is not None:  # what runs before the layers gets something to run on
@@ -183,7 +185,8 @@ class StageForward:
             return end.hidden
         finally:
             self._placeholders[0].entering = self._at_head = None
-        assert is_last, "the layer after the stage was not called"
+            self._tp.forget_input()
+        assert not any(p.ends for p in self._placeholders), "the layer after was not called"
         return logits
 
     def find_modules_before(

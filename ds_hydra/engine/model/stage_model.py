@@ -33,7 +33,6 @@ from ds_hydra.engine.model.adapters import (
 )
 from ds_hydra.engine.model.attention_choice import Choice, select_kernels
 from ds_hydra.engine.model.current_micro_batch import (
-    PackedMicroBatch,
     checkpointed,
     current_micro_batch,
 )
@@ -43,7 +42,6 @@ from ds_hydra.engine.model.liger import is_of_liger
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
 from ds_hydra.engine.model.stage_forward import (
     NOT_ONCE,
-    HeadLoss,
     StageForward,
     bind_zeros,
     compile_each,
@@ -132,7 +130,10 @@ class StageModel:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
         self._layers = list(parts.layers)
         alone, told = bool(abilities.one_by_one_because), bool(abilities.boundaries_because)
-        self._forward = StageForward(self._model, parts, one_by_one=alone, takes_boundaries=told)
+        self._forward = StageForward(
+            self._model, parts, self.tp, one_by_one=alone, takes_boundaries=told
+        )
+        self.forward_stage = self._forward.run
         self._always_checkpointed = [
             getattr(layer, "gradient_checkpointing", False) for layer in self._layers
         ]
@@ -382,29 +383,6 @@ class StageModel:
         self._before_backward.clear()
         self.tp.enter(None, 1, 0)
         self.ep.leave()
-
-    def forward_stage(
-        self,
-        micro_batch: PackedMicroBatch,
-        *,
-        input_ids: Tensor | None,
-        hidden: Tensor | None,
-        is_last: bool,
-        at_head: HeadLoss | None = None,
-    ) -> Tensor:
-        """The model's own forward over the bound stage: hidden states, or on the last this rank's
-        logits [1, T, V] of all tokens, or of those that `micro_batch.predicting` names, or what
-        `at_head` makes of their hidden states [1, T, H].
-
-        `input_ids` [1, T] on the first stage, else `hidden` [1, T, H] from the stage before; where
-        TP cuts micro-batches hidden states are this rank's shard [1, T / TP, H].
-        """
-        try:
-            return self._forward.run(
-                micro_batch, input_ids, hidden, is_last=is_last, at_head=at_head
-            )
-        finally:
-            self.tp.forget_input()
 
     def carry_over(self) -> None:
         """Take over what was set on the trained model's modules (`ModuleState.carry_over`)."""

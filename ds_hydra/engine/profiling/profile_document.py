@@ -342,9 +342,7 @@ def scheme_entry(scheme: Scheme, times_ms: Mapping[ProbeMicroBatch, float]) -> d
         ]
     return {
         **scheme.to_json(),
-        "quadratic_ms": fit.model.quadratic_ms,
-        "linear_ms": fit.model.linear_ms,
-        "constant_ms": fit.model.constant_ms,
+        **fit.model.to_json(),
         "measured": measured,
         "relative_residuals": [round(r, 4) for r in fit.relative_residuals],
         "r_squared": round(fit.r_squared, 5),

@@ -515,12 +515,6 @@ def predict_profile(
         "memory": dict(memory),
         "saturation_tokens": saturation,
         "schemes": [
-            {
-                **scheme.to_json(),
-                "quadratic_ms": model.quadratic_ms,
-                "linear_ms": model.linear_ms,
-                "constant_ms": model.constant_ms,
-            }
-            for scheme, model in sorted(latency.items())
+            {**scheme.to_json(), **model.to_json()} for scheme, model in sorted(latency.items())
         ],
     }
