@@ -302,18 +302,19 @@ def test_what_deepspeed_does_not_read_of_a_section_is_an_error(section, key, hin
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "wanted"),
+    ("key", "value", "words"),
     [
-        ("bf16.enabled", "true", "true or false"),
-        ("fp16.enabled", 1, "true or false"),
-        ("gradient_clipping", "0.5", "a number, 0 for none"),
-        ("gradient_clipping", -1.0, "a number, 0 for none"),
-        ("gradient_clipping", [1], "a number, 0 for none"),
+        ("bf16.enabled", "true", 'bf16.enabled is "true", expected true or false'),
+        ("fp16.enabled", 1, "fp16.enabled is 1, expected true or false"),
+        ("gradient_clipping", "0.5", "is '0.5', expected a number; write it without quotes"),
+        ("gradient_clipping", True, "is True, expected a number; write it without quotes"),
+        ("gradient_clipping", -1.0, "gradient_clipping is -1.0, expected 0 or more"),
+        ("steps_per_print", "10", "is '10', expected a number; write it without quotes"),
     ],
 )
-def test_values_of_another_type_are_refused_before_anything_starts(key, value, wanted):
+def test_values_of_another_type_are_refused_before_anything_starts(key, value, words):
     text = config_problem(merge(ds_config(), nested(key, value)))
-    assert text == f"{key} is {json.dumps(value)}, expected {wanted}"
+    assert text.endswith(words)
 
 
 def test_a_misspelled_section_is_not_also_called_absent():

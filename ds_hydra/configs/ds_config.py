@@ -44,6 +44,9 @@ _REMOVED_KEYS = frozenset(
 )
 """Of which DeepSpeed 0.19 says itself, when the engine starts, that it no longer reads them."""
 
+_NUMBERS = ("gradient_clipping", "steps_per_print")
+"""Top-level numbers that DeepSpeed reads without a look at their type."""
+
 _READ_OF_SECTION = {
     "optimizer": ("type", "params", "legacy_fusion"),
     "scheduler": ("type", "params"),
@@ -350,10 +353,14 @@ def _find_refused(config: Mapping[str, Any]) -> Iterator[str]:
     for key in ("bf16.enabled", "fp16.enabled"):
         if not isinstance(value := find_key(config, key), bool) and value not in (None, "auto"):
             yield f"{key} is {json.dumps(value)}, expected true or false"
-    clipping = config.get("gradient_clipping")
-    is_number = isinstance(clipping, int | float) and clipping >= 0
-    if not is_number and clipping not in (None, "auto"):
-        yield f"gradient_clipping is {json.dumps(clipping)}, expected a number, 0 for none"
+    for key in _NUMBERS:
+        number = config.get(key)
+        if number is None or number == "auto":
+            continue
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            yield f"{key} is {number!r}, expected a number; write it without quotes"
+        elif number < 0:
+            yield f"{key} is {number!r}, expected 0 or more"
     if not isinstance(config.get("data_types") or {}, Mapping):
         yield f"data_types is {json.dumps(config['data_types'])}, expected an object"
     yield from filter(None, (refusal.find_problem(config) for refusal in REFUSALS))

@@ -23,9 +23,6 @@ _SECTION_OF = {
 }
 """DeepSpeed's classes, as its errors call them, and the keys that users know."""
 
-_NUMBERS = ("gradient_clipping", "steps_per_print")
-"""Top-level numbers that DeepSpeed reads without a look at their type."""
-
 _ADAM_SWITCHES = frozenset(
     {"torch_adam", "adam_w_mode", "fused", "foreach", "maximize", "capturable"}
 )
@@ -37,16 +34,10 @@ def find_deepspeed_problems(config: Mapping[str, Any]) -> list[str]:
     fill-ins.
 
     Values "auto" are left out. Covers DeepSpeed's own validation of its sections, and what it reads
-    without validation and fails at while it builds them: optimizer, scheduler, numbers.
+    without validation and fails at while it builds them: optimizer and scheduler.
     """
     plain = _without_auto(config)
-    problems = [
-        f"{key} is {plain[key]!r}, expected a number; write it without quotes"
-        for key in _NUMBERS
-        if key in plain
-        and (isinstance(plain[key], bool) or not isinstance(plain[key], int | float))
-    ]
-    problems += _find_optimizer_problems(plain.get("optimizer"), config.get("optimizer"))
+    problems = [*_find_optimizer_problems(plain.get("optimizer"), config.get("optimizer"))]
     problems += _find_scheduler_problems(plain.get("scheduler"), config.get("scheduler"))
     try:
         DeepSpeedConfig(dict(plain))
