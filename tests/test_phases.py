@@ -22,7 +22,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.events import simulate_plan
 from ds_hydra.sampler import candidate as candidate_module
 from ds_hydra.sampler.candidate import Bound, OneStrategy, Phases, find_menus
-from ds_hydra.sampler.group_steps import MAX_CUTS, have_places
+from ds_hydra.sampler.group_steps import MAX_CUTS, find_cuts, have_places
 from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
 from ds_hydra.sampler.planner import fastest, plan_iteration, plan_with_time
@@ -387,6 +387,22 @@ def test_where_groups_of_uneven_sizes_have_no_place():
     without = [s for s in UNEVEN if s.cp not in (3, 6)]
     assert [s.cp for s in uneven_menu(12, without).schemes] == [1, 2, 4], "12 = 8 + 4"
     assert aligned_cuts(5, (1, 2, 4), 1) == cuts(5, (1, 2, 4)), "powers of two on any ranks"
+
+
+def test_a_step_without_sequences_ends():
+    groups = uneven_menu(64).groups_of_step(64)
+    lengths, nothing = np.array([5, 4]), np.zeros(0, dtype=np.int64)
+    assert groups._cuts.exchanges.size
+    assert groups.step(0, lengths, groups.table_ms(lengths), nothing).slowest_ms == 0
+
+
+def test_the_widest_group_of_96_ranks_is_there():
+    """Sizes that divide the ranks, of which 96 is no power of two."""
+    sizes = (1, 2, 4, 8, 16, 32, 96)
+    assert num_cuts(96, sizes) > MAX_CUTS
+    first = find_cuts(96, sizes).first
+    assert 0 < len(first) <= MAX_CUTS
+    assert [0, 0, 0, 0, 0, 0, 1] in first.tolist()
 
 
 def test_which_cuts_have_a_place_for_each_group():

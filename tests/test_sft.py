@@ -90,6 +90,9 @@ def test_no_end_of_text_between_prompt_and_completion(tokenizer):
     )
     made = to_labels(one({"prompt": "1 + 1 =", "completion": " 2"}), tokenizer)[0]
     assert texts(tokenizer, made) == ("1 + 1 = 2<eos>", " 2<eos>")
+    tokenizer.bos_token = "<eos>"
+    made = to_labels(one({"prompt": "", "completion": "b"}), tokenizer)[0]
+    assert texts(tokenizer, made) == ("<eos>b<eos>", "b<eos>"), "it begins each text, too"
     made = to_labels(one({"prompt": "a<eos>", "completion": "b"}), tokenizer)[0]
     assert texts(tokenizer, made)[0].startswith("a<eos>")
 

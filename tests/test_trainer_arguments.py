@@ -505,6 +505,15 @@ def test_rows_that_are_drawn_anew_each_time_are_refused():
     with pytest.raises(HydraConfigError, match="whose row 1 is another"):
         as_datasets(LastCrops(1), "train_dataset")
 
+    class Texts(Crops):
+        def __getitem__(self, index):
+            self.begin += self.moves
+            return {"text": f"text {self.begin}"}
+
+    assert len(as_datasets(Texts(0), "train_dataset")) == 2
+    with pytest.raises(HydraConfigError, match="whose row 0 is another"):
+        as_datasets(Texts(1), "train_dataset")
+
 
 def test_rows_that_are_computed_inside_another_dataset_are_refused():
     computed = datasets.Dataset.from_list([FIRST] * 4).with_transform(lambda rows: rows)
@@ -527,7 +536,7 @@ def test_an_epoch_that_a_callback_stops_does_not_skip_data_in_silence(monkeypatc
 
 def make_reader():
     args = SimpleNamespace(
-        main_process_first=lambda desc: contextlib.nullcontext(), process_index=0
+        main_process_first=lambda desc: contextlib.nullcontext(), process_index=0, device="cpu"
     )
     return DatasetReader(
         args,
@@ -547,7 +556,7 @@ def test_rows_that_were_changed_in_place_are_read_anew():
     assert [tokens.lengths.tolist() for tokens in (before, after)] == [[2, 3], [3, 3]]
     for number in range(20):
         reader.read([{"input_ids": [number, number]}], "eval_dataset", None)
-    assert len(reader._tokens_of) == 16
+    assert len(reader._tokens_of) == 22
 
 
 @pytest.mark.parametrize("every_row", [False, True])

@@ -210,12 +210,12 @@ class MixedGroups:
         """The best step of `members`, None where no cut holds them in less than `limit`.
 
         Where not all cuts can be tried: of the first ones, of those that meet a deadline (halved in
-        between again and again), then by the best exchange of at most two groups for others, as
-        long as one is better.
+        between again and again) and have places, then by the best exchange of at most two groups
+        for others, as long as one is better.
         """
         first, exchanges, have_place = self._cuts
         best = self._step_of(first, kind, lengths, table, members, limit)
-        if best is None or not exchanges.size:
+        if best is None or not exchanges.size or not members.size:
             return best
         own, costs = lengths[members], np.ascontiguousarray(table[:, members])
         low, high = 0.0, best.slowest_ms
@@ -294,14 +294,17 @@ def find_cuts(
     num_ranks: int, sizes: tuple[int, ...], *, anywhere: bool = False, most: int = MAX_CUTS
 ) -> Cuts:
     """Every way to use all ranks with groups in their places, or `anywhere`; of more than `most`
-    those of powers of two to begin with, without the smallest where these are too many, too.
+    those of sizes that divide the ranks (`anywhere`: of powers of two) to begin with, without the
+    smallest where these are too many, too.
     """
     is_bound = not anywhere and any(fits_unevenly(size, num_ranks) for size in sizes)
     if is_bound and (aligned := aligned_cuts(num_ranks, sizes, most)):
         return Cuts.all(aligned)
     if not is_bound and num_cuts(num_ranks, sizes) <= most:
         return Cuts.all(cuts(num_ranks, sizes))
-    begin = [k for k, size in enumerate(sizes) if size & (size - 1) == 0]
+    begin = [
+        k for k, n in enumerate(sizes) if (n & (n - 1) == 0 if anywhere else num_ranks % n == 0)
+    ]
     while len(begin) > 2 and num_cuts(num_ranks, tuple(sizes[k] for k in begin)) > most:
         begin = begin[1:]
     found = cuts(num_ranks, tuple(sizes[k] for k in begin))

@@ -309,6 +309,7 @@ def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
     return datasets.Dataset.from_list([{c: row.get(c) for c in columns} for row in rows])
 
 
+_READ = ("text", "prompt", "completion", "messages", "input_ids", "labels")
 _OF_ALL_ROWS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")
 _NUM_READ_TWICE = 32
 
@@ -334,15 +335,23 @@ def _stored_in(dataset: Any) -> Iterator[datasets.Dataset]:
 
 
 def _differs(row: dict[str, Any], again: dict[str, Any]) -> bool:
-    """Whether their tokens or labels are not the same."""
-    return any(
-        not np.array_equal(row[key], again.get(key))
-        for key in ("input_ids", "labels")
-        if key in row
-    )
+    """Whether what is read of them is not the same."""
+    return any(not np.array_equal(row[key], again.get(key)) for key in _READ if key in row)
 
 
-_NUM_KEPT = 16
+_NUM_KEPT = 64
+
+
+def _on_all_ranks(read: Callable[[], Any], device: torch.device) -> Any:
+    """What `read` returns; what it raises on one rank is raised on all."""
+    return run_together(read, device) if dist.is_initialized() else read()
+
+
+def _is_any(is_so: bool, device: torch.device) -> bool:
+    """Whether it is so on any rank."""
+    if not dist.is_initialized():
+        return is_so
+    return bool(gather_rows(torch.tensor([int(is_so)], device=device)).any())
 
 
 class DatasetReader:
@@ -369,14 +378,15 @@ class DatasetReader:
         """Tokens and lengths of `dataset`, read once; the first rank of each node tokenises, others
         find its cache. With `every_row` none is cut or left out.
         """
-        rows = as_datasets(dataset, what)
+        device = self._args.device
+        rows = _on_all_ranks(lambda: as_datasets(dataset, what), device)
         # By content: a list may have other rows than when it was read before
         if isinstance(rows, datasets.DatasetDict):
             content: Any = tuple((split, part._fingerprint) for split, part in rows.items())
         else:
             content = rows._fingerprint
         key = content, every_row
-        if key not in self._tokens_of:
+        if _is_any(key not in self._tokens_of, device):
             with self._args.main_process_first(desc=f"reading {what}"):
                 tokens = self._read_now(rows, tokenizer, what, every_row)
             self._tokens_of[key] = tokens

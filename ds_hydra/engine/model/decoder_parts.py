@@ -246,7 +246,7 @@ def _find_changed_layers(parts: DecoderParts, config: Any) -> Iterator[str]:
     for place, layer in enumerate(parts.layers):
         for name, module in layer.named_modules():
             where = f"{name} of layer {place}"
-            if vars(module).get("is_causal") is False:
+            if vars(module).get("is_causal") is False and "encoder" not in name:
                 yield f"{where} has is_causal = False, and attention is causal; set it to True"
             number = vars(module).get("layer_idx")
             if place >= len(types) or not isinstance(number, int):

@@ -78,6 +78,8 @@ def _can_split(device: torch.device) -> bool:
     """Whether torch can split the group of all ranks, as it is, on `device`; the same on all
     ranks.
     """
+    if dist.get_backend() != "nccl":  # a split has all backends, and Gloo's may wait for ever
+        return False
     accelerator = torch.accelerator.current_accelerator()
     world = c10d._get_default_group()
     if accelerator is None or accelerator.type != device.type or not world.bound_device_id:

@@ -51,7 +51,9 @@ def epoch_order(num_sequences: int, seed: int, epoch: int) -> IntArray:
 
 
 def budget_of(lengths: npt.ArrayLike, tokens_per_iteration: int) -> int:
-    """`tokens_per_iteration`, or all tokens of a smaller dataset: an iteration has no row twice."""
+    """`tokens_per_iteration`, or all tokens of a dataset that has fewer: each iteration is then an
+    epoch.
+    """
     return min(tokens_per_iteration, max(1, int(np.sum(lengths, dtype=np.int64))))
 
 

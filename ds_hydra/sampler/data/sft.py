@@ -200,9 +200,10 @@ def _from_prompt(
             "it out, or give lists of messages"
         )
     prompt_ids = list(tokenizer(prompt)["input_ids"])
-    eos_token = getattr(tokenizer, "eos_token", None)
+    eos_token, eos = getattr(tokenizer, "eos_token", None), tokenizer.eos_token_id
     if eos_token and not prompt.endswith(eos_token):
-        while prompt_ids[-1:] == [tokenizer.eos_token_id]:  # of tokenizers that end each text
+        is_begin = getattr(tokenizer, "bos_token_id", None) == eos  # it stands in front, too
+        while prompt_ids[is_begin:][-1:] == [eos]:  # of tokenizers that end each text
             prompt_ids.pop()
     completion_ids = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
     if tokenizer.eos_token_id is not None and completion_ids[-1:] != [tokenizer.eos_token_id]:
