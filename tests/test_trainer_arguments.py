@@ -536,7 +536,9 @@ def test_an_epoch_that_a_callback_stops_does_not_skip_data_in_silence(monkeypatc
 
 def make_reader():
     args = SimpleNamespace(
-        main_process_first=lambda desc: contextlib.nullcontext(), process_index=0, device="cpu"
+        main_process_first=lambda desc: contextlib.nullcontext(),
+        process_index=0,
+        device=torch.device("cpu"),
     )
     return DatasetReader(
         args,
