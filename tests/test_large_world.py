@@ -31,7 +31,7 @@ from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.profile import load_profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.enumeration import load_strategies
-from ds_hydra.strategy.schemes.placement import groups_of
+from ds_hydra.strategy.schemes.placement import count_groups, group_limit, groups_of
 from ds_hydra.strategy.schemes.scheme import Scheme, parse_strategies
 
 
@@ -69,6 +69,25 @@ def test_64_ranks_get_few_candidates_for_their_data_within_their_groups():
     assert len(bounded.strategies) < len(found.strategies)
     with pytest.raises(HydraConfigError, match=r"hydra\.max_process_groups"):
         decide_candidates(profile, histogram, settings_of(256))
+
+
+def test_256_ranks_have_groups_for_gathered_layers():
+    """Four for each rank where nothing is chosen: pairs of all ranks alone are 128."""
+    histogram = LengthHistogram.load(find_file("lengths", "github")).limit(32768)
+    profile = Profile.load(find_file("profiles", "a800_llama2_32b"))
+    settings = CandidateSettings(
+        num_devices=256,
+        context_length=32768,
+        tokens_per_iteration=800_000,
+        cluster=try_cluster(profile, 256),
+        num_batches=2,
+    )
+    found = decide_candidates(profile, histogram, settings).strategies
+    sizes = {s.num_devices for strategy in found if strategy.gathers for s in strategy.schemes}
+    assert {2, 16} <= sizes
+    assert 256 < count_groups(found) <= settings.group_limit == 1024
+    assert [group_limit(n, None) for n in (8, 64, 1024)] == [256, 256, 4096]
+    assert group_limit(1024, 300) == 300
 
 
 def test_links_count_for_everyone_who_decides(tmp_path):
