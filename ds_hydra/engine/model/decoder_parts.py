@@ -251,7 +251,8 @@ def _find_changed_layers(parts: DecoderParts, config: Any) -> Iterator[str]:
             number = vars(module).get("layer_idx")
             if place >= len(types) or not isinstance(number, int):
                 continue
-            made_for = vars(module).get("layer_type") or dict(enumerate(types)).get(number)
+            of_number = types[number] if number < len(types) else None
+            made_for = vars(module).get("layer_type") or of_number
             if made_for in _PACKED_LAYER_TYPES and made_for != types[place]:
                 yield (
                     f"{where} has the attention of {made_for!r} (layer_idx {number}), and layer_types of the "
