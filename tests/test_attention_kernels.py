@@ -10,6 +10,7 @@ import os
 import re
 import types
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -38,6 +39,7 @@ from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment,
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.ranks.process import use_deterministic_kernels
 from ds_hydra.engine.runtime import warn_of_other_kernels
+from ds_hydra.engine.strategy_links import StrategyLinks
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 
 CPU, HALF = torch.device("cpu"), torch.bfloat16
@@ -360,7 +362,7 @@ def test_one_order_where_a_kernel_has_none_takes_another():
 
 
 def test_names_of_the_configuration_are_those_of_kernels():
-    known = {*attention_kernels.KERNELS, *attention_kernels.ON_REQUEST}
+    known = {*attention_kernels.KERNELS}
     assert {*known, attention_kernels.PER_SEQUENCE} == set(ATTENTION_KERNELS)
     given = {"context_length": 64, "tokens_per_iteration": 64}
     for name in ("auto", *ATTENTION_KERNELS, "kernels-community/flash-attn3@v1"):
@@ -544,15 +546,86 @@ def packed_inputs(lengths, dtype=torch.float64):
     return [t.requires_grad_() for t in inputs], weight
 
 
-def attend_packed(inputs, weight, lengths, kernel=CUDNN, **options):
+def attend_packed(inputs, weight, lengths, **options):
     """Output of "cudnn" and gradients of its inputs; lengths of segments, or these."""
     micro_batch = lengths
     if not isinstance(lengths, PackedMicroBatch):
         micro_batch = PackedMicroBatch.build(lengths, CPU)
-    use = KernelUse.of(load_kernel(kernel), Demand(24, 13, inputs[0].dtype))
+    use = KernelUse.of(load_kernel(CUDNN), Demand(24, 13, inputs[0].dtype))
     heads_last = [t[0].transpose(0, 1) for t in inputs[:3]]
     out = attend(use, heads_last, micro_batch.boundaries, 0.3, **options)
     return out, *torch.autograd.grad((out.transpose(0, 1)[None] * weight).sum(), inputs)
+
+
+def attend_planned(calls, *inputs, **options):
+    """The same where all shapes have plans, by `calls`."""
+    attend_packed(*inputs, **options)
+    load_kernel(CUDNN).prepare(True)
+    calls.clear()
+    return attend_packed(*inputs, **options)
+
+
+def apart(calls):
+    """Passes of shapes that cuDNN got."""
+    return [(call["pass"], call["tokens"]) for call in calls if "tokens" in call]
+
+
+def test_cudnn_runs_shapes_that_have_plans_which_no_iteration_builds(monkeypatch):
+    """Building one waits for the device, on which another rank's collective may wait."""
+    lengths = [110, 4]
+    inputs, weight = packed_inputs(lengths)
+    shape = attention_cudnn._Shape(CPU, torch.float64, 128, 128, True, 4, 2, 24, 24)
+    with installed(CUDNN) as calls:
+        kernel, of_kernel = load_kernel(CUDNN), calls[CUDNN]
+        without = attend_packed(inputs, weight, lengths)
+        assert apart(of_kernel) == []
+        assert [call["pass"] for call in of_kernel] == ["forward", "backward"]
+        # Two passes have lost less than three are worth
+        monkeypatch.setattr(attention_cudnn, "_WORTH_FLOPS", 2.5 * shape.flops)
+        kernel.prepare(False)
+        assert apart(of_kernel) == []
+        attend_packed(inputs, weight, lengths)
+        of_kernel.clear()
+        kernel.prepare(False)
+        # In the thread that computes, and in that of backward passes
+        assert apart(of_kernel) == [("forward", 128), ("forward", 128), ("backward", 128)]
+        of_kernel.clear()
+        kernel.prepare(True)
+        assert of_kernel == []
+        found = attend_packed(inputs, weight, lengths)
+        assert apart(of_kernel) == [("forward", 128), ("backward", 128)]
+    torch.testing.assert_close(found, without, rtol=1e-10, atol=1e-10)
+
+
+def test_a_thread_without_plans_leaves_cudnn_alone():
+    lengths = [110]
+    inputs, weight = packed_inputs(lengths)
+    with installed(CUDNN) as calls:
+        attend_planned(calls[CUDNN], inputs, weight, lengths)
+        calls[CUDNN].clear()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(attend_packed, inputs, weight, lengths).result()
+        assert apart(calls[CUDNN]) == []
+        attend_packed(inputs, weight, lengths)
+        assert apart(calls[CUDNN]) == [("forward", 128), ("backward", 128)]
+
+
+def test_a_plan_that_memory_is_too_small_for_is_left_out():
+    lengths = [110]
+    inputs, weight = packed_inputs(lengths)
+
+    def refuse(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    with installed(CUDNN) as calls:
+        wanted = attend_packed(inputs, weight, lengths)
+        calls[CUDNN].check = refuse
+        load_kernel(CUDNN).prepare(True)
+        del calls[CUDNN].check
+        calls[CUDNN].clear()
+        found = attend_packed(inputs, weight, lengths)
+        assert apart(calls[CUDNN]) == []
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize(
@@ -574,7 +647,7 @@ def test_long_sequences_run_apart_by_cudnn(lengths, long, lse_dims):
     wanted_grads = torch.autograd.grad((wanted * weight).sum(), inputs)
     with installed(CUDNN) as calls:
         calls[CUDNN].lse_dims = lse_dims
-        out, *grads = attend_packed(inputs, weight, lengths)
+        out, *grads = attend_planned(calls[CUDNN], inputs, weight, lengths)
     torch.testing.assert_close(out, wanted[0].transpose(0, 1), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(grads, list(wanted_grads), rtol=1e-10, atol=1e-10)
     rest = min(lengths) < LONG_TOKENS
@@ -597,7 +670,8 @@ def test_windows_that_hide_something_and_sinks_are_not_for_cudnn(window, has_sin
     wanted = attention_per_sequence(*inputs[:3], lengths, 0.3, window, None, sinks)
     wanted_grads = torch.autograd.grad((wanted * weight).sum(), inputs)
     with installed(CUDNN) as calls:
-        out, *grads = attend_packed(inputs, weight, lengths, window=window, sinks_H=sinks)
+        options = {"window": window, "sinks_H": sinks}
+        out, *grads = attend_planned(calls[CUDNN], inputs, weight, lengths, **options)
     options = {"rtol": 1e-5, "atol": 1e-6} if has_sinks else {"rtol": 1e-10, "atol": 1e-10}
     torch.testing.assert_close(out, wanted[0].transpose(0, 1), **options)
     torch.testing.assert_close(grads, list(wanted_grads), **options)
@@ -609,7 +683,7 @@ def test_as_many_long_sequences_run_apart_as_have_a_place():
     inputs, weight = packed_inputs(lengths)
     wanted = attention_per_sequence(*inputs, lengths, 0.3, None, None)
     with installed(CUDNN) as calls:
-        out, *_ = attend_packed(inputs, weight, lengths)
+        out, *_ = attend_planned(calls[CUDNN], inputs, weight, lengths)
         boundaries = PackedMicroBatch.build(lengths, CPU).boundaries
     torch.testing.assert_close(out, wanted[0].transpose(0, 1), rtol=1e-10, atol=1e-10)
     assert sum(call.get("tokens") == 128 for call in calls[CUDNN]) == 2 * 16
@@ -619,7 +693,6 @@ def test_as_many_long_sequences_run_apart_as_have_a_place():
     assert len(boundaries[2]) == len(PackedMicroBatch.build([3], CPU).boundaries[2])
 
 
-OF_PIECES = "cudnn_pieces"
 PIECES = (
     # (sequence's length, begin, end), and calls as (padded queries, keys)
     ([(400, 300, 400)], [(128, 288), (128, 128)]),  # 12 keys go to the square
@@ -633,11 +706,9 @@ PIECES = (
 
 
 @pytest.mark.parametrize(("pieces", "apart"), PIECES)
-@pytest.mark.parametrize(("kernel", "lse_dims"), [(OF_PIECES, 3), (OF_PIECES, 4), (CUDNN, 3)])
-def test_pieces_of_sequences_run_apart_by_cudnn(pieces, apart, kernel, lse_dims, monkeypatch):
-    """Over the first keys without a mask, and as a causal square over the others; with "cudnn"
-    nothing beside a piece runs apart.
-    """
+@pytest.mark.parametrize("lse_dims", [3, 4])
+def test_pieces_of_sequences_run_apart_by_cudnn(pieces, apart, lse_dims, monkeypatch):
+    """Over the first keys without a mask, and as a causal square over the others."""
     monkeypatch.setattr(attention_cudnn, "_GRID_TOKENS", 16)
     monkeypatch.setattr(attention_cudnn, "_GRID_STEPS", 1)
     segments = [Segment(n, *piece) for n, piece in enumerate(pieces)]
@@ -651,13 +722,12 @@ def test_pieces_of_sequences_run_apart_by_cudnn(pieces, apart, kernel, lse_dims,
     with installed(CUDNN) as calls:
         calls[CUDNN].lse_dims = lse_dims
         micro_batch = PackedMicroBatch.of_segments(segments, sequence_lengths, CPU)
-        out, *grads = attend_packed(inputs, weight, micro_batch, kernel)
+        out, *grads = attend_planned(calls[CUDNN], inputs, weight, micro_batch)
     torch.testing.assert_close(out, wanted[0].transpose(0, 1), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(grads, list(wanted_grads), rtol=1e-10, atol=1e-10)
     for way in ("forward", "backward"):
         own = [c for c in calls[CUDNN] if c["pass"] == way and "tokens" in c]
-        wanted = apart if kernel == OF_PIECES else []
-        assert [(c["tokens"], c.get("keys", c["tokens"])) for c in own] == wanted
+        assert [(c["tokens"], c.get("keys", c["tokens"])) for c in own] == apart
 
 
 def test_what_is_long():
@@ -723,18 +793,11 @@ def test_the_trial_of_cudnn_has_padded_long_segments_beside_short_ones():
         (choice,) = select_kernels(PLAIN, CPU, HALF)
         assert (choice.name, choice.failed) == (CUDNN, ())
         assert 0 < choice.error < 2e-2
-
-    # A sequence, and 30 queries of 196 keys, which are 30 of 128 keys and a square of 68
-    def calls_of():
-        return Counter((call["pass"], call["tokens"], call.get("keys")) for call in calls[CUDNN])
-
-    assert calls_of() == {("forward", 128, None): 1, ("backward", 128, None): 1}
-    assert len(calls[VARLEN]) == 2 * 4
-    with installed(CUDNN, VARLEN) as calls:
-        (choice,) = select_kernels(PLAIN, CPU, HALF, request=OF_PIECES)
-        assert choice.name == OF_PIECES
-    assert calls_of() == {("forward", 128, None): 3, ("backward", 128, None): 3}
-    assert len(calls[VARLEN]) == 2 * 5
+    # A sequence of 105 is a square of 128; 30 queries of 196 keys are 30 of 128 keys, and a square
+    # of 68, which is one of 128. Plans of a square and of the block, then all of them.
+    assert Counter(apart(calls[CUDNN])) == {("forward", 128): 2 * 2 + 3, ("backward", 128): 2 + 3}
+    # Each case twice forward: by varlen alone, then beside what runs apart
+    assert Counter(call["pass"] for call in calls[VARLEN]) == {"forward": 10, "backward": 5}
 
 
 def wrong_tail(_forward, backward):
@@ -848,26 +911,45 @@ def test_heads_that_come_too_late_for_a_trial_run_by_a_kernel_that_needs_none():
 def use_cudnn(config, _device, dtype, **_):
     """What `select_kernels` does, in fp32."""
     (widths,) = attention_choice.head_widths(config)
-    attention_choice._in_use[(*widths, dtype, False)] = KernelUse(OF_PIECES, *widths)
+    attention_choice._in_use[(*widths, dtype, False)] = KernelUse(CUDNN, *widths)
     return []
+
+
+def noted(events, word, run):
+    def run_and_note(*arguments, **options):
+        events.append(word)
+        return run(*arguments, **options)
+
+    return run_and_note
 
 
 def check_engine_with_cudnn():
     strategies = ("2x<1,1;ckpt=1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<cp2,1>")
+    events = []
+    build, opens = attention_cudnn._Plans.build, StrategyLinks.open_phases
     with (
         installed(CUDNN) as calls,
         mock.patch("ds_hydra.engine.model.stage_model.select_kernels", use_cudnn),
         mock.patch.object(attention_kernels, "LONG_TOKENS", 8),
         mock.patch.object(attention_cudnn, "_GRID_TOKENS", 2),
+        mock.patch.object(attention_cudnn, "_WORTH_FLOPS", 0),
+        mock.patch.object(attention_cudnn._Plans, "build", noted(events, "plans", build)),
+        mock.patch.object(StrategyLinks, "open_phases", noted(events, "iteration", opens)),
     ):
-        worst = check_gradients("llama", strategies)
-    return worst, {(call["pass"], "tokens" in call, "keys" in call) for call in calls[CUDNN]}
+        first = check_gradients("llama", strategies)
+        calls[CUDNN].clear()
+        again = check_gradients("llama", strategies)
+    passes = {(call["pass"], "tokens" in call, "keys" in call) for call in calls[CUDNN]}
+    return first, again, passes, events
 
 
 @pytest.mark.distributed
 def test_strategies_have_one_gradient_where_long_sequences_run_apart():
-    worst, passes = run_distributed(check_engine_with_cudnn, 2)[0]
-    assert_parity(worst)
+    first, again, passes, events = run_distributed(check_engine_with_cudnn, 2)[0]
+    assert_parity(first)
+    assert_parity(again)
+    assert len(events) >= 2 * 2 * 5
+    assert events == ["plans", "iteration"] * (len(events) // 2), "none is built in an iteration"
     # By varlen, whole sequences and squares, keys before those of a piece (CP)
     kinds = (False, False), (True, False), (True, True)
     assert passes == {(way, *kind) for way in ("forward", "backward") for kind in kinds}

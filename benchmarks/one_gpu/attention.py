@@ -10,9 +10,16 @@ from torch import Tensor
 
 from benchmarks.one_gpu.device import HAS_GPU
 from benchmarks.one_gpu.telling import at_most, tell, trying
+from ds_hydra.engine.model import attention_choice
 from ds_hydra.engine.model.attention import _attend
-from ds_hydra.engine.model.attention_choice import choose, kernel_error, kernels_here
-from ds_hydra.engine.model.attention_kernels import ON_REQUEST, Demand, load_kernel
+from ds_hydra.engine.model.attention_choice import (
+    choose,
+    kernel_error,
+    kernels_here,
+    prepare_kernels,
+)
+from ds_hydra.engine.model.attention_kernels import Demand
+from ds_hydra.engine.model.attention_operator import KernelUse
 from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment
 from ds_hydra.engine.ranks.process import use_deterministic_kernels
@@ -77,8 +84,7 @@ def main() -> None:
             at_most(f"{case}, bf16", error_of(case, torch.bfloat16), TOLERANCE)
     demand = Demand(128, 128, torch.bfloat16)
     tell("kernel, and why none before it", choose(demand, DEVICE if HAS_GPU else None).describe())
-    asked = (load_kernel(name) for name in ON_REQUEST) if HAS_GPU else ()
-    for kernel in (*kernels_here(demand, DEVICE), *asked):
+    for kernel in kernels_here(demand, DEVICE):
         with trying(kernel.name):
             at_most(f"{kernel.name}, bf16", kernel_error(kernel, DEVICE, demand), TOLERANCE)
     with trying("fp32"):
@@ -101,10 +107,17 @@ def main() -> None:
 def error_of(case: Case, dtype: torch.dtype) -> float:
     """Largest relative error of output and gradients."""
     exact, inputs = _inputs(case, torch.float64), _inputs(case, dtype)
+    if HAS_GPU:
+        demand = Demand(case.width, case.value_width, dtype)
+        attention_choice._in_use[tuple(demand)] = None
+        if kernel := choose(demand, DEVICE).kernel:
+            attention_choice._in_use[tuple(demand)] = KernelUse.of(kernel, demand)
     lengths, keys = _lengths(case)
     wanted = attention_per_sequence(
         *exact, lengths, case.width**-0.5, case.window, None, None, keys
     ).transpose(1, 2)
+    _run(case, inputs)
+    prepare_kernels(everything=True)  # plans of what it met
     got = _run(case, inputs)
     cotangent = torch.randn(wanted.shape, dtype=torch.float64, device=DEVICE)
     wanted_all = (wanted, *torch.autograd.grad((wanted * cotangent).sum(), exact))

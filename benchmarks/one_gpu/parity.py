@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from benchmarks.one_gpu.device import HAS_GPU, is_first, join
 from benchmarks.one_gpu.telling import skip, tell, trying
 from ds_hydra.engine.model import attention_kernels
+from ds_hydra.engine.model.attention_choice import prepare_kernels
 from ds_hydra.engine.model.attention_kernels import LONG_TOKENS
 from ds_hydra.engine.transfer import link_thread
 from ds_hydra.errors import HydraError
@@ -135,6 +136,9 @@ def check(case: tuple[str, str, Sequence[str], dict[str, Any]], device: torch.de
     subject = Subject(family, dtype, device, **hydra)
     for text in strategies:
         try:
+            if "attention" in hydra:
+                subject.train(text)
+                prepare_kernels(everything=True)  # plans of what it met
             loss, grads = subject.train(text)
         except HydraError as error:
             if is_first():

@@ -117,6 +117,7 @@ STEPS: tuple[tuple[float, tuple[tuple[Step, ...], ...]], ...] = (
                 _step("speed", "speed", limit_s=150),
                 _step("times of a profile", "times", limit_s=90),
                 _step("loss and optimizer", "parts", limit_s=60),
+                _step("first uses", "first_uses", limit_s=70, gpu_only="a CPU loads no kernels"),
                 _step("planner beside", "planner", ranks=1, limit_s=60),
             ),
         ),
@@ -204,7 +205,7 @@ class Run:
                 "--way",
                 way,
                 "--limit",
-                f"{limit_s - 2:.0f}",
+                f"{limit_s + 60:.0f}",  # never: what hangs is looked at before it is ended
             ]
             ranks += ["--nccl", self._nccl] if self._nccl else []
             command[2:] = [*ranks, str(step.ranks), *step.arguments]
@@ -239,7 +240,7 @@ class Run:
                 code: int | None = process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 code = None
-                err.write(self._native_stacks(process))
+                err.write(self._native_stacks(process, step))
                 err.flush()
                 _ask_where(process)
             finally:
@@ -253,15 +254,15 @@ class Run:
             file.write(f"==== {step.name}\n{words[-200_000:]}\n")
         return findings, words, code if code != 124 else None
 
-    def _native_stacks(self, process: subprocess.Popen[Any]) -> str:
-        """Where processes that hang are in libraries, by py-spy, where that is here: it showed that
-        cuBLAS loads kernels.
+    def _native_stacks(self, process: subprocess.Popen[Any], step: Step) -> str:
+        """Where processes that hang, ranks or the one process, are in libraries, by py-spy, where
+        that is here: it showed that cuBLAS loads kernels.
         """
         found = (self._site / "bin" / "py-spy") if self._site else None
         if found is None or not found.exists():
             return ""
         texts = []
-        for number in sorted(_of_session(process.pid))[-4:]:
+        for number in sorted(_children(process.pid)) if step.ranks else [process.pid]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 command = [str(found), "dump", "--native", "--pid", str(number)]
                 done = subprocess.run(
@@ -317,13 +318,23 @@ def _ask_where(process: subprocess.Popen[Any]) -> None:
 
 def _of_session(leader: int) -> set[int]:
     """The processes of a session that have not ended."""
-    found = set()
+    return {number for number, (_, session) in _processes().items() if session == leader}
+
+
+def _children(parent: int) -> set[int]:
+    """The processes that a process has started itself, and that have not ended."""
+    return {number for number, (started_by, _) in _processes().items() if started_by == parent}
+
+
+def _processes() -> dict[int, tuple[int, int]]:
+    """Parent and session of each process that has not ended."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             # The name of a command, in parentheses, may hold blanks.
-            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
-            if int(session) == leader and state not in "ZX":
-                found.add(int(path.parent.name))
+            state, parent, _, session = path.read_text().rpartition(")")[2].split()[:4]
+            if state not in "ZX":
+                found[int(path.parent.name)] = (int(parent), int(session))
     return found
 
 

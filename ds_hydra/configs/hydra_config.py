@@ -55,7 +55,6 @@ ATTENTION_KERNELS = (
     "varlen_fa3",
     "varlen_fa4",
     "cudnn",
-    "cudnn_pieces",
     "flash_attention_2",
     "varlen",
     "per_sequence",
@@ -383,10 +382,9 @@ class HydraConfig(_Section):
 
     attention: AttentionName = "auto"
     """Kernel of packed attention: "flash_attention_3", "flash_attention_4", "varlen_fa3" and
-    "varlen_fa4" (torch's, which runs those of flash-attn), "cudnn" (long sequences by cuDNN, others
-    by "varlen"), "cudnn_pieces" (those of context parallelism, too; never by "auto"),
-    "flash_attention_2", "varlen" (torch's own), "per_sequence" (no kernel), or one of
-    the Hugging Face hub such as "kernels-community/flash-attn3".
+    "varlen_fa4" (torch's, which runs those of flash-attn), "cudnn" (long sequences and pieces of
+    them by cuDNN, others by "varlen"), "flash_attention_2", "varlen" (torch's own), "per_sequence"
+    (no kernel), or one of the Hugging Face hub such as "kernels-community/flash-attn3".
 
     "auto": what the model was loaded with (`attn_implementation`), else the first of this order
     that is installed, made for the device, takes the model's heads and is right in a trial at the

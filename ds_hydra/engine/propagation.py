@@ -21,6 +21,7 @@ from ds_hydra.engine.losses.head_loss import PLAIN, HeadLoss
 from ds_hydra.engine.losses.loss import Tokens
 from ds_hydra.engine.losses.objective import Objective, are_alike, evaluate, find_difference
 from ds_hydra.engine.losses.objective import fingerprint as fingerprint_of
+from ds_hydra.engine.model.attention_choice import prepare_kernels
 from ds_hydra.engine.model.micro_batches import LoadExample, MicroBatchTensors, Task
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
@@ -204,6 +205,7 @@ class Propagator:
     ) -> RankOutcome:
         self.recorder.begin()
         self.problem = None
+        prepare_kernels()
         self.stage_model.balance.begin(self.device, task.loss_scale, plan.num_tokens)
         outcomes: list[RankOutcome] = []
         first = 0
@@ -282,6 +284,7 @@ class Propagator:
         collectives in the same order on all ranks, in a group that nothing else uses. Collective
         over all ranks.
         """
+        prepare_kernels(everything=True)
         (phase,) = phases = plan.on_rank(self.rank)
         session = self.links.open_phases(phases, training=True, grads_P=None)
         self.stage_model.balance.begin(self.device, 1.0, plan.num_tokens)

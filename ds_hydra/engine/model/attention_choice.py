@@ -191,20 +191,17 @@ def kernel_error(kernel: Kernel, device: torch.device, demand: Demand) -> float:
     """Largest relative error of outputs and gradients of a packed micro-batch on `device`, whole
     sequences and ends of others, causal, with a window and with sinks, against fp32; of a kernel
     that runs long segments apart also of these, which have to be padded, beside others: a whole
-    sequence, and where it takes these the end of one.
+    sequence, and the end of one.
     """
     pieces = (_PROBE_LENGTHS, _PROBE_KEY_LENGTHS)
     cases = (pieces, None, False), (pieces, _PROBE_WINDOW, False), (pieces, None, True)
     errors = [_errors(kernel, device, demand, *case) for case in cases]
     if kernel.runs_long_apart:
         whole = (*_PROBE_BESIDE_LONG, kernels.LONG_TOKENS + 5)
-        long = [(whole, whole)]
-        if kernel.runs_pieces_apart:
-            queries = kernels.LONG_TOKENS // 4 + 5
-            keys = kernels.LONG_TOKENS**2 // (2 * queries) + queries
-            first, last = _PROBE_BESIDE_LONG
-            long.append(((first, queries, last), (first, keys, last + 10)))
-        for case in long:
+        queries = kernels.LONG_TOKENS // 4 + 5
+        keys = kernels.LONG_TOKENS**2 // (2 * queries) + queries
+        first, last = _PROBE_BESIDE_LONG
+        for case in ((whole, whole), ((first, queries, last), (first, keys, last + 10))):
             # The last rows of a long segment are small: beside the first ones none would see them.
             errors.append(_errors(kernel, device, demand, case, None, False, _PARTS_OF_LONG))
     return float(torch.cat(errors).max())  # which is no number where any is none
@@ -256,7 +253,9 @@ def _errors(
 
     wanted_grads = torch.autograd.grad(loss(wanted), exact)
     heads_last = [t[0].transpose(0, 1) for t in rounded[:3]]
-    out_THE = attend(use, heads_last, boundaries, scale, window, softcap, (*rounded, None)[3])
+    for _ in range(1 + kernel.runs_long_apart):  # by the first one it knows the shapes
+        out_THE = attend(use, heads_last, boundaries, scale, window, softcap, (*rounded, None)[3])
+        kernel.prepare(True)
     got = out_THE.transpose(0, 1).unsqueeze(0)
     grads = torch.autograd.grad(loss(got.float()), rounded)
     pairs = zip((got, *grads), (wanted, *wanted_grads), strict=True)
@@ -384,6 +383,14 @@ def _choose_late(key: tuple[int, int, torch.dtype, bool]) -> KernelUse | None:
     kernel = next(known, None)
     _in_use[key] = kernel and KernelUse.of(kernel, demand)
     return _in_use[key]
+
+
+def prepare_kernels(*, everything: bool = False) -> None:
+    """Let the kernels in use do what they do between iterations, `everything` where times of later
+    ones are measured; each rank for itself.
+    """
+    for name in {use.name for use in _in_use.values() if use is not None}:
+        load_kernel(name).prepare(everything)
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -1,32 +1,29 @@
 """cuDNN's attention for long segments, a call or two each, beside torch's varlen for the others.
 
 [Note: Long segments apart]
-cuDNN runs one long sequence in about half the time of flash attention 2, and builds a plan for each
-new shape, which takes tens of milliseconds. So shapes are few: rows of zeros pad a segment to one
-of 16 lengths per power of two. Zeros behind a segment are its last ones, so no other row sees them;
-their output is cut off, and their gradient is zero. Backward gets 0 as their log-sum-exp: their
-scores are 0, too, so what it computes of them is finite, times zero.
-
-A segment whose queries are the last of more keys (a row of context parallelism) is two blocks:
-
-    keys      0 ........ whole ... before ........ last
-    queries   all of them see these | a causal square
-
-The first `whole` keys are seen by all of its queries: a block without a mask, whose keys are not
-padded, because nothing would hide zeros there. They are the most keys that stand on a grid of their
-own, and the few that are left before the queries go to the causal square, which gets as many
-queries of zeros in front. Outputs of both are merged by their log-sum-exps, and backward of each
-gets the merged output and log-sum-exp, by which its probabilities are those among all keys (as in
-ring attention, arXiv:2310.01889, which TransformerEngine runs by cuDNN in this way).
+cuDNN runs one long sequence in about half the time of flash attention 2, and wants a plan for each
+shape ([Note: Plans between iterations]
+Where cuDNN gets a new shape it builds a plan, some 0.05 s of the host for each pass, and its launch
+waits until the device has nothing to do (beside a kernel of 0.86 s it took 0.86 s, on an H200). Two
+ranks whose devices hold collectives would wait for each other ([Note: A kernel's first use] in
+`session.py`). So no plan is built in an iteration: a segment whose shape has none runs by the
+rest's kernel, and plans are built before an iteration, while all collectives have been posted by
+all of their ranks. That is done of shapes that have lost as much time as their plans take: pieces
+have hundreds of shapes, most of which are rare. Plans belong to threads: forward runs in the one
+that computes, backward, and forward again under checkpointing, in that of autograd.
 
 Legend: as in `attention_kernels`; S tokens with what pads them.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +35,8 @@ from ds_hydra.engine.model.attention_kernels import (
     MissingKernelError,
     _Named,
 )
+
+logger = logging.getLogger(__name__)
 
 _GRID_TOKENS, _GRID_STEPS, _KEY_STEPS = 128, 16, 32
 """Padded lengths are multiples of the first, and as many as the second, of keys that all queries
@@ -57,6 +56,81 @@ class _Block(NamedTuple):
     num_before: int
 
 
+_WORTH_FLOPS = 1e14
+"""What `varlen` takes as much longer for as the plans of a shape cost, 0.15 s: both passes run at
+320 TFLOP/s by it and at 560 by cuDNN, on an H200.
+"""
+
+
+class _Shape(NamedTuple):
+    """What cuDNN finds the plans of a block by, [1, H, S, D] of queries and of keys."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_queries: int
+    num_keys: int
+    is_causal: bool
+    heads: int
+    key_heads: int
+    width: int
+    value_width: int
+
+    @property
+    def flops(self) -> float:
+        """Of a pass, of forward (2 products) and backward (5) on average."""
+        pairs = self.num_queries * self.num_keys / (2 if self.is_causal else 1)
+        return 3.5 * pairs * self.heads * (self.width + self.value_width)
+
+
+class _Plans:
+    """Shapes that have plans, by thread, and what those that have none have computed."""
+
+    def __init__(self, build: Callable[[_Shape, Callable[[], None]], None]):
+        self._build = build
+        self._known: dict[int, set[_Shape]] = {}
+        self._flops_without: dict[_Shape, float] = {}
+
+    def has(self, shape: _Shape) -> bool:
+        """Whether this thread has plans of `shape`."""
+        if shape in self._known.get(threading.get_ident(), ()):
+            return True
+        self._flops_without[shape] = self._flops_without.get(shape, 0.0) + shape.flops
+        return False
+
+    def build(self, *, all_met: bool) -> None:
+        """Plans of shapes that were met without, of all or of those that are worth it, in the two
+        threads that will want them.
+        """
+        least = 0 if all_met else _WORTH_FLOPS
+        shapes = [shape for shape, flops in self._flops_without.items() if flops >= least]
+        begin = time.monotonic()
+        for shape in shapes:
+            del self._flops_without[shape]
+            try:
+                self._build(shape, functools.partial(self._note, shape))
+            except torch.OutOfMemoryError:  # it goes on as it ran before
+                torch.cuda.empty_cache()
+        if (seconds := time.monotonic() - begin) > 1:
+            logger.info("attention: cuDNN has planned %d shapes in %.1f s", len(shapes), seconds)
+
+    def _note(self, shape: _Shape) -> None:
+        self._known.setdefault(threading.get_ident(), set()).add(shape)
+
+
+class _InBackward(torch.autograd.Function):
+    """Runs a function in the thread of autograd that runs backward passes on a device."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, run: Callable[[], None]) -> Tensor:
+        ctx.run = run
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.run()
+        return grad, None
+
+
 def _blocks(segment: LongSegment) -> list[_Block]:
     num_keys = segment.last - segment.first
     before = num_keys - (segment.end - segment.begin)
@@ -71,10 +145,8 @@ def _step(num_tokens: int, steps: int) -> int:
     return max(_GRID_TOKENS, power // steps)
 
 
-def build(name: str, rest: Kernel, *, takes_pieces: bool) -> Kernel:
-    """Kernel `name`; `rest` runs what is not long, and where some segment is a piece everything,
-    unless this `takes_pieces`. Raises MissingKernelError.
-    """
+def build(name: str, rest: Kernel) -> Kernel:
+    """Kernel `name`; `rest` runs what is not long, or has no plans. Raises MissingKernelError."""
     version = f"torch {torch.__version__}"
     if why := why_not():
         raise MissingKernelError(f"{version} {why}")
@@ -136,14 +208,56 @@ def build(name: str, rest: Kernel, *, takes_pieces: bool) -> Kernel:
         of_blocks = list(zip(*each, strict=True))
         return [of_blocks[0][0] + of_blocks[0][1], *(torch.cat(t) for t in of_blocks[1:])]
 
-    def is_for_rest(ends: Ends, window: int | None) -> bool:
-        is_refused = bool(window) or (ends.has_pieces and not takes_pieces)
-        return not ends.long or is_refused or torch.are_deterministic_algorithms_enabled()
+    def build_plans(shape: _Shape, note: Callable[[], None]) -> None:
+        of_queries = (shape.num_queries, shape.heads, shape.width)
+        of_keys = [(shape.num_keys, shape.key_heads, w) for w in (shape.width, shape.value_width)]
+        options = {"device": shape.device, "dtype": shape.dtype}
+        query, key, value = (torch.zeros(size, **options) for size in (of_queries, *of_keys))
+        block = _Block(slice(0, shape.num_keys), shape.is_causal, 0)
+
+        def run_both() -> None:
+            out, lse = attend_block([query, key, value], block, 1.0)
+            differentiate_block([out, query, out], lse, [key, value], block, 1.0)
+            note()
+
+        attend_block([query, key, value], block, 1.0)
+        note()
+        with torch.inference_mode(False), torch.enable_grad():
+            begin = torch.zeros((), device=shape.device, requires_grad=True)
+            _InBackward.apply(begin, run_both).backward()
+
+    plans = _Plans(build_plans)
+
+    def has_plans(segment: LongSegment, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        heads = (query.shape[1], key.shape[1], query.shape[2], value.shape[2])
+        num_queries = segment.end - segment.begin
+        found = []
+        for block in _blocks(segment):
+            before, behind = block.num_before, _behind(block, num_queries)
+            num_keys = block.keys.stop - block.keys.start + (behind if block.is_causal else 0)
+            sizes = (before + num_queries + behind, num_keys, block.is_causal)
+            found.append(plans.has(_Shape(query.device, query.dtype, *sizes, *heads)))
+        return all(found)
+
+    def planned(ends: Ends, window: int | None, heads: Sequence[Tensor]) -> Ends:
+        """`ends` whose long segments are those that cuDNN runs here."""
+        if not ends.long or window or torch.are_deterministic_algorithms_enabled():
+            return ends._replace(long=())
+        is_planned = [has_plans(segment, *heads) for segment in ends.long]
+        others = [s for s, known in zip(ends.long, is_planned, strict=True) if not known]
+        return ends._replace(
+            long=tuple(itertools.compress(ends.long, is_planned)),
+            longest_of_rest=max([ends.longest_of_rest, *(s.end - s.begin for s in others)]),
+            longest_keys_of_rest=max(
+                [ends.longest_keys_of_rest, *(s.last - s.first for s in others)]
+            ),
+        )
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: float, window: int | None, _: float
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        if is_for_rest(ends, window):
+        ends = planned(ends, window, (query, key, value))
+        if not ends.long:
             return rest.forward(query, key, value, ends, scale, window, 0.0)
         rows, key_rows = _rows(ends)
         apart = [
@@ -172,7 +286,8 @@ def build(name: str, rest: Kernel, *, takes_pieces: bool) -> Kernel:
         window: int | None,
         _: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if is_for_rest(ends, window):
+        ends = planned(ends, window, (query, key, value))
+        if not ends.long:
             return rest.backward(grad, query, key, value, out, lse, ends, scale, window, 0.0)
         rows, key_rows = _rows(ends)
         of_queries, of_keys = (grad, query, out), (key, value)
@@ -208,7 +323,7 @@ def build(name: str, rest: Kernel, *, takes_pieces: bool) -> Kernel:
         takes_widths=lambda query, value, _: max(query, value) <= 128,
         most_ordered_width=0,
         runs_long_apart=True,
-        runs_pieces_apart=takes_pieces,
+        prepare=lambda everything: plans.build(all_met=everything),
     )
 
 
@@ -225,10 +340,15 @@ def why_not() -> str:
 
 def _padded(of_queries: Sequence[Tensor], of_keys: Sequence[Tensor], block: _Block) -> list[Tensor]:
     """[1, H, S, D] of both: queries on the grid, and keys as many in a square."""
-    num_tokens = block.num_before + len(of_queries[0])
-    behind = -num_tokens % _step(num_tokens, _GRID_STEPS)
+    behind = _behind(block, len(of_queries[0]))
     queries = [_dense(t, block.num_before, behind) for t in of_queries]
     return [*queries, *(_dense(t, 0, behind if block.is_causal else 0) for t in of_keys)]
+
+
+def _behind(block: _Block, num_queries: int) -> int:
+    """Rows of zeros that pad the queries of `block` to the grid."""
+    num_tokens = block.num_before + num_queries
+    return -num_tokens % _step(num_tokens, _GRID_STEPS)
 
 
 def _dense(heads_THD: Tensor, before: int, behind: int) -> Tensor:

@@ -146,8 +146,10 @@ class Kernel:
     """That torch has to have activated for it."""
     runs_long_apart: bool = False
     """Whether long segments have calls of their own, which a trial needs some for."""
-    runs_pieces_apart: bool = False
-    """Whether these may be pieces of sequences, with keys before their queries."""
+    prepare: Callable[[bool], None] = lambda _: None
+    """Called between iterations, for what must not be done while a device waits for others: all
+    that was met since (True), or what is worth its time.
+    """
 
     def padded_widths(self, query_width: int, value_width: int) -> tuple[int, int]:
         """What queries (and keys) and values are padded to with zeros, which add nothing."""
@@ -431,7 +433,7 @@ def _window(window: int | None) -> dict[str, int]:
 def _cudnn(name: str) -> Kernel:
     from ds_hydra.engine.model import attention_cudnn  # which is made of what is here
 
-    return attention_cudnn.build(name, _varlen(name), takes_pieces=name in ON_REQUEST)
+    return attention_cudnn.build(name, _varlen(name))
 
 
 _activated: list[str | None] = [None]
@@ -556,13 +558,10 @@ _LOADERS: dict[str, Callable[[], Kernel]] = {
     "varlen_fa3": functools.partial(_varlen, "varlen_fa3", "FA3"),
     "varlen_fa4": functools.partial(_varlen, "varlen_fa4", "FA4"),
     "cudnn": functools.partial(_cudnn, "cudnn"),
-    "cudnn_pieces": functools.partial(_cudnn, "cudnn_pieces"),
     "flash_attention_2": functools.partial(_flash, "flash_attention_2"),
     "varlen": functools.partial(_varlen, "varlen"),
 }
-ON_REQUEST = ("cudnn_pieces",)
-"""No GPU has run these yet: they run where `hydra.attention` names them."""
-KERNELS = tuple(name for name in _LOADERS if name not in ON_REQUEST)
+KERNELS = tuple(_LOADERS)
 """The fastest first, as far as is known; each runs where its generation of devices is."""
 PER_SEQUENCE = "per_sequence"
 """No kernel: one call of torch's attention for each sequence."""
