@@ -26,8 +26,9 @@ WANTED = {
 
 _OVERLAP_NEEDS = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING")
 _OVERLAP_FORBIDS = {
-    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",  # takes one order of launches, which two threads do not have
-    # A thread that launches waits for its kernel, and so for other ranks.
+    # A message would wait for an exchange that was launched before it, and so for other stages.
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+    # A launch waits for its kernel, and so for other ranks.
     "CUDA_LAUNCH_BLOCKING": "1",
     "TORCH_NCCL_BLOCKING_WAIT": "1",
     # Messages are not coalesced: each pair of ranks gets a communicator of its own.
@@ -89,7 +90,7 @@ def missing_for_overlap(environment: Mapping[str, str]) -> list[str]:
 
 
 def in_the_way_of_overlap(environment: Mapping[str, str]) -> list[str]:
-    """What `environment` sets with which two threads cannot both post collectives, one `NAME=value`
+    """What `environment` sets with which exchanges cannot run beside computation, one `NAME=value`
     each.
 
     >>> in_the_way_of_overlap({"CUDA_LAUNCH_BLOCKING": "1", "TORCH_DISTRIBUTED_DEBUG": "INFO"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import transformers
@@ -321,6 +322,41 @@ def test_only_schemes_that_fit_the_devices_are_shown():
         "no scheme fits a micro-batch of 32768 tokens on 2 devices" in problem
         for problem in report.problems
     )
+
+
+def test_auto_values_of_the_trainer_are_no_problem():
+    """The batch size among them, which DeepSpeed wants a number for."""
+    example = Path(__file__).parents[1] / "examples" / "hf_trainer" / "ds_config.json"
+    assert problems_of(example, num_devices=4) == []
+
+
+def test_init_leaves_to_a_trainer_what_its_arguments_fill_in(tmp_path):
+    out = tmp_path / "ds_config.json"
+    request = (
+        "init",
+        "--model",
+        "llama2_7b",
+        "--device",
+        "h100",
+        "--devices",
+        8,
+        "--context",
+        8192,
+    )
+    result = invoke(*request, "--trainer", "--out", out)
+    assert result.exit_code == 0, result.stderr
+    config = json.loads(out.read_text())
+    assert "scheduler" not in config
+    assert config["train_micro_batch_size_per_gpu"] == config["gradient_clipping"] == "auto"
+    assert config["bf16"] == {"enabled": "auto"}
+    params = config["optimizer"]["params"]
+    assert {key for key, value in params.items() if value == "auto"} == {
+        "lr", "betas", "eps", "weight_decay",
+    }  # fmt: skip
+    assert problems_of(out, model="llama2_7b", num_devices=8) == []
+    reasons = out.with_suffix(".md").read_text()
+    assert "0.0003, [0.9, 0.95], 1e-05, 0.1 are LLaMA 2's" in reasons
+    assert "scheduler.params" not in reasons
 
 
 @pytest.mark.parametrize(

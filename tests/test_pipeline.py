@@ -129,7 +129,7 @@ def test_the_host_is_two_micro_batches_ahead_of_a_device_at_most(num_micro_batch
     assert recorder.most_under_way == min(4, 2 * num_micro_batches)
 
 
-def test_what_others_wait_for_is_posted_before_each_receive(monkeypatch):
+def test_what_others_wait_for_is_posted_before_each_message(monkeypatch):
     done = []
 
     def post(operations):
@@ -147,11 +147,11 @@ def test_what_others_wait_for_is_posted_before_each_receive(monkeypatch):
         device=torch.device("cpu"),
         previous_rank=0,
         next_rank=2,
-        before_receive=lambda: done.append("posted"),
+        before_message=lambda: done.append("posted"),
     )
     stage.receive_activation(2, requires_grad=True)
     stage.send_activation(torch.ones(2))
     stage.receive_gradient(torch.ones(2))
     stage.send_gradient(torch.ones(2))
     stage.finish()
-    assert done == ["posted", "receive", "send", "posted", "receive", "send"]
+    assert done == ["posted", "receive", "posted", "send"] * 2

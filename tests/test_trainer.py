@@ -940,3 +940,34 @@ def test_what_comes_before_and_after_training_is_as_transformers_has_it(tmp_path
     state, said = result["no position"]
     assert (state["iteration"], state["epoch"], state["position"]) == (7, 0, 0)
     assert "the checkpoint has no position in the data" in said
+
+
+def started_by_init(folder):
+    """Losses of two iterations; arguments come before the model, which DeepSpeed then partitions
+    while it is made.
+    """
+    from transformers import AutoModelForCausalLM, TrainingArguments
+
+    from ds_hydra import HydraTrainer
+    from ds_hydra.commands.init import start_config
+
+    shape = tiny("llama").config
+    shape.save_pretrained(folder)
+    config, _ = start_config(folder, "cpu", 1, 64, BUDGET, trainer=True)
+    args = TrainingArguments(
+        f"{folder}/run", deepspeed=config, use_cpu=True, max_steps=2, learning_rate=1e-2, logging_steps=1,
+        report_to="none", disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(shape)
+    trainer = HydraTrainer(model, args, train_dataset=datasets.Dataset.from_list(rows()))
+    trainer.train()
+    (group,) = trainer.optimizer.param_groups
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, group["initial_lr"], group["eps"], group["betas"]
+
+
+@pytest.mark.distributed
+def test_what_init_writes_for_a_trainer_starts_with_arguments_before_the_model(tmp_path):
+    losses, *values = run_distributed(started_by_init, 1, str(tmp_path))[0]
+    assert losses == pytest.approx([math.log(VOCAB_SIZE)] * 2, rel=0.1)
+    assert values == [1e-2, 1e-8, (0.9, 0.999)], "those of TrainingArguments"

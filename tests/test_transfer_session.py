@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import threading
 import time
 from types import SimpleNamespace
@@ -17,47 +16,58 @@ from ds_hydra.engine.transfer.session import LinkCarrier, TransferSession
 
 
 class NotedLink:
-    """Notes what is posted; a round is over at once."""
+    """Notes what is posted, on a device also in which stream and thread; a round is over at
+    once.
+    """
 
-    def __init__(self, posted):
-        self.posted = posted
+    def __init__(self, posted, clock=None):
+        self.posted, self.clock = posted, clock
 
     def begin_pull(self, plan, index, shards_P, bucket):
-        self.posted.append(("pull", index, bucket))
+        self.posted.append(("pull", index, bucket, *self.where()))
         return lambda: None
 
     def begin_push(self, plan, index, bucket, grads_P):
-        self.posted.append(("push", index, bucket))
+        self.posted.append(("push", index, bucket, *self.where()))
         return lambda: None
+
+    def where(self):
+        if not isinstance(self.clock, NotedClock):
+            return ()
+        return self.clock.streams[-1], threading.current_thread().name
 
     def abandon(self, under_way):
         pass
 
 
 class NotedClock(DeviceClock):
-    """Of an accelerator that does nothing: notes what the host waits for, after `on_wait`."""
+    """Of an accelerator that does nothing; a stream waits for no stamp of its own."""
 
-    def __init__(self, posted):
+    def __init__(self):
         super().__init__(torch.device("cpu"))
-        self.has_streams, self.posted, self.count = True, posted, itertools.count()
-        self.on_wait = lambda: None
+        self.has_streams, self.streams = True, ["computation"]
+
+    @contextlib.contextmanager
+    def beside(self):
+        self.streams.append("link")
+        yield
+        self.streams.pop()
 
     def stamp(self):
-        return next(self.count), len(self.posted)
+        return self.streams[-1]
 
     def wait_for(self, stamp):
         pass
 
     def settle(self, stamp):
-        self.on_wait()
-        self.posted.append(("over", stamp[1]))  # what had been posted by then
+        pass
 
     def ms_between(self, begin, end):
         return 0.0
 
 
 def open_session(thread, posted, num_buckets, num_rounds, clock=None, schedule=None, link=None):
-    link = link or NotedLink(posted)
+    link = link or NotedLink(posted, clock)
     plan = SimpleNamespace(rounds=[None] * num_rounds)
     weights = SimpleNamespace(
         bucket_S=list(range(num_buckets)),
@@ -121,64 +131,63 @@ def test_a_failed_computation_posts_no_push(thread):
     thread.submit(lambda: None).result(timeout=5)
 
 
-def rounds_under_way(posted):
-    """The most rounds of a direction that are posted and not over, `posted` as NotedClock has it:
-    the end of a post is that of the round before.
-    """
-    most, over, begun = 0, -1, 0
-    for kind, what, *_ in posted:
-        if kind == "over":
-            over = max(over, sum(entry[0] != "over" for entry in posted[:what]) - 1)
-        else:
-            begun += 1
-            most = max(most, begun - over)
-    return most
-
-
-def test_a_device_has_two_rounds_at_most_to_do(thread):
-    posted = []
-    with open_session(thread, posted, 6, 6, NotedClock(posted)) as session:
-        session.await_all()
-        assert rounds_under_way(posted) == 2
-        del posted[:]
-        for index in range(6):
-            session.gradients_complete(index)
-        session._left.record(6)
-        session._running.result()
-        assert rounds_under_way(posted) == 2
-
-
-def test_all_of_the_pull_is_posted_before_computation_waits_for_another_stage(thread):
-    """The device does nothing until the rank has come to its receive."""
-    posted, has_come = [], threading.Event()
-    clock = NotedClock(posted)
-    clock.on_wait = lambda: has_come.wait(10) or pytest.fail("the pull waited for the device")
-
-    with open_session(thread, posted, 6, 6, clock) as session:
-        wait_on_host = session._over.wait_on_host
-
-        def come(index):
-            has_come.set()
-            wait_on_host(index)
-
-        session._over.wait_on_host = come
-        session.await_posts()
-        assert [index for kind, index, *_ in posted if kind == "pull"] == list(range(6))
-        assert sum(kind == "over" for kind, *_ in posted) <= 2  # the one that it was in
+def test_on_a_device_the_computing_thread_posts_a_pull_ahead_of_the_layers(thread):
+    posted, clock = [], NotedClock()
+    with open_session(thread, posted, 12, 14, clock) as session:
+        assert pulls_of(posted) == 5  # the first layer's, and four ahead
+        for bucket, so_far in ((0, 5), (2, 5), (3, 8), (5, 8), (6, 11), (11, 14)):
+            session.await_bucket(bucket)
+            assert pulls_of(posted) == so_far
+        assert {thread for *_, thread in posted} == {threading.current_thread().name}
+        session.gradients_complete(11)
+        assert pulls_of(posted) == len(posted), "nothing is pushed before all passes are launched"
         session.finish()
+    assert [index for kind, index, *_ in posted if kind == "push"] == [*range(13, -1, -1)]
+    assert {stream for _, _, _, stream, _ in posted} == {"link"}
+    assert clock.streams == ["computation"]
 
 
-def test_a_pull_that_failed_fails_where_computation_waits_for_its_posts(thread):
+def pulls_of(posted):
+    return sum(kind == "pull" for kind, *_ in posted)
+
+
+def test_on_a_device_all_of_the_pull_is_posted_before_a_message_and_where_passes_fail(thread):
+    for fails in (False, True):
+        posted = []
+        with (
+            contextlib.suppress(ZeroDivisionError),
+            open_session(thread, posted, 12, 14, NotedClock()) as session,
+        ):
+            session.await_bucket(0)
+            assert pulls_of(posted) == 5
+            if fails:
+                raise ZeroDivisionError
+            session.await_posts()
+            session.await_posts()
+            assert pulls_of(posted) == 14
+        assert [entry[:2] for entry in posted[:14]] == [("pull", n) for n in range(14)]
+        assert len(posted) == 14
+
+
+def test_on_a_device_gathered_layers_come_where_computation_leaves_others(thread):
     posted = []
+    with gathered_session(thread, posted, NotedClock()) as session:
+        pass_through(session)
+        session.finish()
+    assert [entry[:2] for entry in posted if entry[0] in ("pull", "push")] == [
+        ("pull", 0), ("pull", 1), ("pull", 2), ("push", 2), ("push", 1), ("push", 0),
+    ]  # fmt: skip
+    assert {entry[3] for entry in posted if len(entry) > 2} == {"link"}
 
+
+def test_a_pull_that_failed_fails_where_it_is_posted(thread):
     class Failing(NotedLink):
         def begin_pull(self, *_):
             raise ZeroDivisionError
 
-    link = Failing(posted)
-    session = open_session(thread, posted, 2, 2, NotedClock(posted), link=link)
+    session = open_session(thread, [], 2, 2, NotedClock(), link=Failing([]))
     with pytest.raises(ZeroDivisionError), session:
-        session.await_posts()
+        pytest.fail("it begins without weights")
 
 
 def test_an_error_of_a_push_is_raised_when_computation_is_over(thread):
@@ -194,11 +203,11 @@ def test_an_error_of_a_push_is_raised_when_computation_is_over(thread):
             session.finish()
 
 
-def gathered_session(thread, posted):
+def gathered_session(thread, posted, clock=None):
     """Two layers that take turns with no other, and a bucket that stays, in one micro-batch."""
     window = Window(buckets=(1, 2), has_backward=(True, True))
     schedule = plan_gathered(window, 3, [1], training=True, pushes=True)
-    return open_session(thread, posted, 3, 3, schedule=schedule)
+    return open_session(thread, posted, 3, 3, clock, schedule=schedule)
 
 
 def pass_through(session):

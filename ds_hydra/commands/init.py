@@ -29,6 +29,10 @@ def init(
         Path | None,
         typer.Option(help="Where to write the JSON; the reasons go beside it, in OUT.md."),
     ] = None,
+    trainer: Annotated[
+        bool,
+        typer.Option("--trainer", help='For HydraTrainer: "auto" where TrainingArguments fill in.'),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
 ) -> None:
     """Write a starting configuration that passes `ds-hydra check`, and the reason for every value.
@@ -49,7 +53,7 @@ def init(
                 )
         with common.stdout_to_stderr():
             common.say_loading()
-            config, reasons = start_config(model, device, devices, context, tokens)
+            config, reasons = start_config(model, device, devices, context, tokens, trainer=trainer)
         text = json.dumps(config, indent=2) + "\n"
         table = describe_reasons(f"{model} on {devices} {device}", config, reasons)
         if out is None or reasons_file is None:
@@ -65,13 +69,20 @@ def init(
 
 
 def start_config(
-    model: str, device: str, devices: int, context: int, tokens: int | None
+    model: str,
+    device: str,
+    devices: int,
+    context: int,
+    tokens: int | None,
+    *,
+    trainer: bool = False,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The DeepSpeed JSON, and for dotted keys why they have their value.
 
     The shipped profile of that hardware and model is used if there is one; else the engine measures
-    at the start. Schemes checkpoint as many layers as they need, so nothing recomputes all. Raises
-    HydraConfigError where `check` would find a problem.
+    at the start. Schemes checkpoint as many layers as they need, so nothing recomputes all. For a
+    `trainer` what TrainingArguments fill in is left to them. Raises HydraConfigError where `check`
+    would find a problem.
     """
     from ds_hydra.configs import list_files
     from ds_hydra.strategy.cost_models.analytic import Hardware
@@ -110,6 +121,8 @@ def start_config(
             "kind and TP degree, when it first runs"
         )
     config = {**_deepspeed_part(model, device, reasons), "hydra": hydra}
+    if trainer:
+        config = _left_to_arguments(config, reasons)
     report = _check(config, model, devices, device)
     if report.problems:
         raise HydraConfigError("; ".join(report.problems))
@@ -167,6 +180,36 @@ def _deepspeed_part(model: str, device: str, reasons: dict[str, str]) -> dict[st
         "set total_num_steps to tokens of the run / hydra.tokens_per_iteration"
     )
     return config
+
+
+def _left_to_arguments(config: dict[str, Any], reasons: dict[str, str]) -> dict[str, Any]:
+    """`config` with "auto" where transformers fills in TrainingArguments, and without a scheduler,
+    which it makes itself; adds to `reasons`.
+    """
+    given = config["optimizer"]["params"]
+    filled_in = ("lr", "betas", "eps", "weight_decay")
+    params = {**given, **dict.fromkeys(filled_in, "auto")}
+    changed = {
+        **config,
+        "gradient_clipping": "auto",
+        "optimizer": {**config["optimizer"], "params": params},
+    }
+    if "bf16" in config:
+        changed["bf16"] = {"enabled": "auto"}
+        reasons["bf16.enabled"] = "bf16=True of TrainingArguments; " + reasons["bf16.enabled"]
+    del changed["scheduler"], reasons["scheduler.params"]
+    reasons["gradient_clipping"] = (
+        f"max_grad_norm; {config['gradient_clipping']} is {reasons['gradient_clipping']}"
+    )
+    values = ", ".join(str(given[key]) for key in filled_in)
+    reasons["optimizer.params"] = (
+        "learning_rate, adam_beta1, adam_beta2, adam_epsilon, weight_decay and lr_scheduler_type of TrainingArguments; "
+        f"{values} are {reasons['optimizer.params']}"
+    )
+    reasons["train_micro_batch_size_per_gpu"] = (
+        "DeepSpeed asks for one where it loads a model in parts; hydra.tokens_per_iteration says what an iteration has"
+    )
+    return {"train_micro_batch_size_per_gpu": "auto", **changed}
 
 
 def describe_reasons(title: str, config: dict[str, Any], reasons: dict[str, str]) -> str:

@@ -43,7 +43,7 @@ from ds_hydra.engine.telemetry.trace import Recorder
 from ds_hydra.engine.transfer.session import MeasuredLinkTimes, TransferSession
 from ds_hydra.errors import HydraConfigError, PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan, RankPhase
-from ds_hydra.strategy import Scheme, Strategy
+from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.schemes.placement import MAX_GROUPS_OF_RANK, Role, slices_key
 
 
@@ -105,7 +105,6 @@ class Propagator:
         )
         self._clock = self.links.clock
         self.recorder = Recorder()
-        self._has_run: set[Scheme] = set()
         self.problem: HydraConfigError | None = None
         """What a given loss has done wrong on this rank in the last run of a plan."""
 
@@ -248,7 +247,7 @@ class Propagator:
                         losses_of[number] = own
                 spans.append((begin, self._clock.stamp()))
             times = session.finish()
-        self.links.have_run(phases, session.weights, training=task.is_training)
+        self.links.have_run(session.weights)
         # Read when the device is done: else the host would wait for it in every phase
         losses, bad_position = 0.0, -1
         for number, own in losses_of.items():
@@ -299,7 +298,7 @@ class Propagator:
                 other.wait()
             end = self._clock.stamp()
             session.finish()
-        self.links.have_run(phases, session.weights, training=True)
+        self.links.have_run(session.weights)
         return self.max_over_ranks(self._clock.ms_between(begin, end))
 
     def max_over_ranks(self, value: float) -> float:
@@ -335,9 +334,6 @@ class Propagator:
                 self.stage_model.tp.shard_tokens(micro_batch.packed.num_tokens)
                 for micro_batch in micro_batches
             ]
-            if role.scheme not in self._has_run:
-                session.await_posts()  # [Note: A kernel's first use]
-                self._has_run.add(role.scheme)
             if task.is_training:
                 expect_last = session.weights.expect_last_backward
                 before_last = expect_last if completes_gradients else lambda: None
@@ -425,7 +421,7 @@ class Propagator:
             next_rank=role.next_rank,
             down_group=self.groups.get("pp_down", role.ranks) if has_neighbours else None,
             up_group=self.groups.get("pp_up", role.ranks) if has_neighbours else None,
-            before_receive=session.await_posts,
+            before_message=session.await_posts,
         )
 
     def _token_layout(self, role: Role) -> TokenLayout | None:

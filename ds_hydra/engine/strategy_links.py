@@ -41,7 +41,7 @@ from ds_hydra.engine.transfer.stage_weights import (
 )
 from ds_hydra.errors import PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan, RankPhase
-from ds_hydra.strategy import Scheme, Strategy
+from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.schemes.placement import Role, slices_key
 from ds_hydra.zero_link import LinkPlan, RankBuckets, keep_only, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
@@ -110,8 +110,6 @@ class StrategyLinks:
                 self._frozen_P, lambda changed: max_over_ranks(float(changed), device) > 0
             )
         self._links: dict[Hashable, StrategyLink] = {}
-        self._gathered: set[tuple[Scheme, bool]] = set()
-        """Schemes whose layers were gathered before, and whether to train."""
         self._kept: StageWeights | None = None
         """What the last passes ran on, which has not failed, and what they needed."""
         self._key_of_kept: Hashable = None
@@ -267,21 +265,11 @@ class StrategyLinks:
             gathers=True,
         )
         carrier = self._link_carrier(link.pull, link.push, grads_P, weights, link.eight)
-        is_first = self._is_first([s for p in plans for s in p.strategy.schemes], training)
-        return self._session(schedule, carrier, weights, is_first=is_first)
+        return self._session(schedule, carrier, weights)
 
-    def _is_first(self, schemes: Sequence[Scheme], training: bool) -> bool:
-        """Whether kernels may be used for the first time beside collectives of gathered layers."""
-        passes = {(scheme, training) for scheme in schemes}
-        return self.clock.has_streams and not passes <= self._gathered
-
-    def have_run(
-        self, phases: Sequence[RankPhase], weights: StageWeights, *, training: bool
-    ) -> None:
-        """The passes of `phases` on `weights` are over, and nothing of them is under way."""
+    def have_run(self, weights: StageWeights) -> None:
+        """All passes on `weights` are over, and nothing of them is under way."""
         self._kept = weights
-        schemes = (s for phase in phases for s in phase.plan.strategy.schemes if s.gather)
-        self._gathered.update((scheme, training) for scheme in schemes)
 
     def _open_streams(
         self,
@@ -376,21 +364,14 @@ class StrategyLinks:
         return EightBitCarrier(*parts, plans=eight, **own)
 
     def _session(
-        self,
-        schedule: TransferSchedule,
-        carrier: Carrier,
-        weights: StageWeights,
-        *,
-        is_first: bool = False,
+        self, schedule: TransferSchedule, carrier: Carrier, weights: StageWeights
     ) -> TransferSession:
         # No round is under way here, so what failed ones left can go.
         self.buffers.forget_failed()
         self.pull_link.forget_failed()
         self._eight_link.forget_failed()
         self.push_link.forget_failed()
-        return TransferSession(
-            self.thread, self.clock, schedule, carrier, weights, is_first=is_first
-        )
+        return TransferSession(self.thread, self.clock, schedule, carrier, weights)
 
     def shards_P(self) -> list[Tensor]:
         """This rank's ZeRO-3 shards."""

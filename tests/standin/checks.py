@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -18,9 +20,8 @@ from single_process import num_label_tokens, random_examples, token_mean_gradien
 from test_engine_parity import LENGTHS, gather_gradients, hand_plan, relative_errors
 
 from ds_hydra.engine import HydraEngine, propagation
-from ds_hydra.engine.parallel import token_cuts
-from ds_hydra.engine.strategy_links import StrategyLinks
-from ds_hydra.engine.transfer import session, stage_weights
+from ds_hydra.engine.parallel import linear, token_cuts
+from ds_hydra.engine.transfer import stage_weights
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import exchange, messages
@@ -246,28 +247,40 @@ def times_of_the_step() -> list[float]:
     return [engine.last_metrics.step_ms, engine.last_metrics.iteration_ms]
 
 
-def _replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Any:
-    return mock.patch.object(owner, name, wrap(getattr(owner, name)))
-
-
 @contextlib.contextmanager
 def _synchronising() -> Iterator[None]:
-    """The device is synchronised before every forward pass, as an allocator that runs full does,
-    and before every gradient of a weight, as cuBLAS does where it first uses a kernel.
+    """Launches here and there, other ones on each rank, wait until the device has nothing to do, as
+    where cuBLAS first uses a kernel, or an allocator runs full; and some threads are late.
     """
+    chance = random.Random(dist.get_rank())
 
-    def synchronised(run: Any) -> Any:
+    def late(run: Any, *, waits: bool = False) -> Any:
         def first(*arguments: Any, **options: Any) -> Any:
-            torch.standin.synchronize()
+            if chance.random() < 0.5:
+                time.sleep(chance.random() * 5e-3)
+                if waits:
+                    torch.standin.synchronize()
             return run(*arguments, **options)
 
         return first
 
+    synchronised = functools.partial(late, waits=True)
+
+    def patched(owner: Any, name: str) -> Any:
+        run = synchronised(getattr(owner, name))
+        return mock.patch.object(
+            owner, name, run if owner is not linear._Linear else staticmethod(run)
+        )
+
     process_group.occupies_device = True
     try:
         with (
-            _replaced(propagation.Propagator, "_forward_micro_batch", synchronised),
-            _replaced(stage_weights, "multiply_into", synchronised),
+            patched(propagation.Propagator, "_forward_micro_batch"),
+            patched(linear._Linear, "forward"),
+            patched(linear._Linear, "backward"),
+            patched(stage_weights, "multiply_into"),
+            mock.patch.object(Link, "begin_pull", late(Link.begin_pull)),
+            mock.patch.object(Link, "begin_push", late(Link.begin_push)),
         ):
             yield
     finally:
@@ -281,17 +294,15 @@ def device_wide_synchronise() -> list[float]:
     process_group.checks_order = True
     try:
         with _synchronising():
-            return [float(engine.train_batch(examples, strategy=s)) for s in STRATEGIES[2]]
+            strategies = (*STRATEGIES[2], "1x<sp2,1;gather>", "1x<cp2,1;gather>") * 2
+            return [float(engine.train_batch(examples, strategy=s)) for s in strategies]
     finally:
         process_group.checks_order = False
 
 
-is_first = StrategyLinks._is_first
-
-
-def first_gathers() -> list[list[str]]:
-    """Which threads post rounds of gathered layers: of training twice, of other schemes, of passes
-    without gradients, and of these again.
+def who_posts() -> list[list[str]]:
+    """Which threads post rounds: of kept weights, of gathered layers, and of passes without
+    gradients.
     """
     engine, examples = start("llama"), random_examples(LENGTHS, VOCAB_SIZE, seed=1)
     found: list[set[str]] = []
@@ -304,31 +315,13 @@ def first_gathers() -> list[list[str]]:
 
         return begin_and_note
 
-    both, other = ("2x<1,1;gather>", "1x<sp2,1;gather>")
     with (
-        mock.patch.object(StrategyLinks, "_is_first", is_first),
         mock.patch.object(Link, "begin_pull", noted(Link.begin_pull)),
         mock.patch.object(Link, "begin_push", noted(Link.begin_push)),
     ):
-        for text in (both, both, other, other):
+        for text in ("1x<2,1>", "1x<1,2>", "2x<1,1;gather>", "1x<sp2,1;gather>"):
             found.append(set())
             engine.train_batch(examples, strategy=text)
-        for _ in range(2):
-            found.append(set())
-            engine.score(examples, strategy=both)
+        found.append(set())
+        engine.score(examples, strategy="2x<1,1;gather>")
     return [sorted(threads) for threads in found]
-
-
-def posts_before_first_passes() -> list[int]:
-    """How often a rank waits for the posts of its pull before it computes, in each of two
-    iterations of a scheme.
-    """
-    engine, examples = start("llama"), random_examples(LENGTHS, VOCAB_SIZE, seed=1)
-    found = []
-    for _ in range(2):
-        wait = session.TransferSession.await_posts
-        with mock.patch.object(session.TransferSession, "await_posts", autospec=True) as waits:
-            waits.side_effect = wait
-            engine.train_batch(examples, strategy="1x<2,1>")
-        found.append(waits.call_count)
-    return found

@@ -12,8 +12,7 @@ from single_process import random_examples
 from test_engine_parity import LENGTHS
 
 from ds_hydra.engine import propagation
-from ds_hydra.engine.transfer import link_thread, schedule, stage_weights
-from ds_hydra.zero_link.exchange import Link
+from ds_hydra.engine.transfer import link_thread
 from standin import process_group
 from standin.checks import observed, start
 from standin.streams import Stream, stream
@@ -124,37 +123,3 @@ def a_block_freed_early() -> int:
             block.add_(1)
         del block
     return found["num_races"]
-
-
-def a_round_posted_early() -> dict[str, int]:
-    """Push rounds that this rank posts before the backward pass that completes its gradients, as it
-    is and where a rank without a bucket of its own in a round does not wait.
-    """
-    engine = start("llama")
-    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
-    state = {"is_last": False, "num_early": 0}
-    expect, begin = stage_weights.StageWeights.expect_last_backward, Link.begin_push
-
-    def expect_last_backward(mine: Any) -> None:
-        state["is_last"] = True
-        expect(mine)
-
-    def begin_push(*arguments: Any) -> Any:
-        state["num_early"] += not state["is_last"]
-        return begin(*arguments)
-
-    def count_early() -> int:
-        state.update(is_last=False, num_early=0)
-        engine.train_batch(examples, strategy="1x<1,2;stages=3,1>")
-        return state["num_early"]
-
-    def no_wait(index: int, last: int) -> int:
-        return index if index <= last else -1
-
-    with (
-        mock.patch.object(stage_weights.StageWeights, "expect_last_backward", expect_last_backward),
-        mock.patch.object(Link, "begin_push", begin_push),
-    ):
-        as_it_is = count_early()
-        with mock.patch.object(schedule, "min", no_wait, create=True):
-            return {"as it is": as_it_is, "put in": count_early()}

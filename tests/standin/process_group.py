@@ -49,11 +49,20 @@ ranks then.
 _under_way: set[_Work] = set()
 
 
+_launching = threading.RLock()
+"""Held by a synchronise of a device that is occupied: launches of other threads wait with it, as
+where CUDA loads a kernel.
+"""
+
+
 def drain() -> None:
     """A synchronise of the device: what was posted has ended."""
-    while occupies_device and _under_way:
-        with contextlib.suppress(KeyError):
-            next(iter(set(_under_way))).finish(datetime.timedelta(seconds=HANG_S))
+    if not occupies_device:
+        return
+    with _launching:
+        while _under_way:
+            with contextlib.suppress(KeyError):
+                next(iter(set(_under_way))).finish(datetime.timedelta(seconds=HANG_S))
 
 
 class _Work(dist._Work):
@@ -153,7 +162,8 @@ class StandInGroup(dist.ProcessGroup):
                 if tensor.numel()
             ]
             observer.kernel(name, accesses, stream.id)
-        work = _Work(run, stream, (*reads, *writes))
+        with _launching if occupies_device else contextlib.nullcontext():
+            work = _Work(run, stream, (*reads, *writes))
         if not is_async:
             work.wait()
         return work

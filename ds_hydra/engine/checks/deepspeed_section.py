@@ -36,7 +36,7 @@ def find_deepspeed_problems(config: Mapping[str, Any]) -> list[str]:
     Values "auto" are left out. Covers DeepSpeed's own validation of its sections, and what it reads
     without validation and fails at while it builds them: optimizer and scheduler.
     """
-    plain = _without_auto(config)
+    plain = {"train_micro_batch_size_per_gpu": 1, **_without_auto(config)}
     problems = [*_find_optimizer_problems(plain.get("optimizer"), config.get("optimizer"))]
     problems += _find_scheduler_problems(plain.get("scheduler"), config.get("scheduler"))
     try:

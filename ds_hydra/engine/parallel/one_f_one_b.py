@@ -66,8 +66,8 @@ class PipelineStage:
     next_rank: int | None = None
     down_group: dist.ProcessGroup | None = None
     up_group: dist.ProcessGroup | None = None
-    before_receive: Callable[[], None] = lambda: None
-    """What other stages may be waiting for, and this rank has to have posted before it waits."""
+    before_message: Callable[[], None] = lambda: None
+    """Posts what other stages may be waiting for before this rank's part of a message."""
     _in_flight: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
     @property
@@ -111,6 +111,7 @@ class PipelineStage:
         self._in_flight.clear()
 
     def _send(self, tensor: Tensor, peer: int | None, group: dist.ProcessGroup | None) -> None:
+        self.before_message()
         tensor = tensor.contiguous()
         (work,) = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, peer, group)])
         # The tensor must live until it has left; drop those that have.
@@ -118,7 +119,7 @@ class PipelineStage:
         self._in_flight.append((work, tensor))
 
     def _receive(self, like: Tensor, peer: int | None, group: dist.ProcessGroup | None) -> Tensor:
-        self.before_receive()
+        self.before_message()
         (work,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, like, peer, group)])
         work.wait()
         return like

@@ -128,7 +128,7 @@ def find_overlap_problem(device: torch.device) -> str:
         return ""
     if forbidden := in_the_way_of_overlap(os.environ):
         return (
-            f"{' and '.join(forbidden)} stops threads that post collectives beside each other; unset it to "
+            f"{' and '.join(forbidden)} stops a rank until others have posted what it has; unset it to "
             "train, it is for debugging"
         )
     # What was set after the driver had started is in the environment, too, and without effect

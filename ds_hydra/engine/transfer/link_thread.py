@@ -1,4 +1,6 @@
-"""The thread of the link beside computation, and what the two tell each other."""
+"""The link beside computation, a thread on CPU ranks and a stream on accelerators, and what the two
+tell each other.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +35,18 @@ class DeviceClock:
         is_known = device.type == "cuda" and device.index is not None
         self._find_raw = getattr(torch._C, "_cuda_getCurrentRawStream", None) if is_known else None
         self._streams: dict[int, Any] = {}
+        self._beside: Any = None
+
+    def beside(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, the current stream is one beside computation, the same each time; on the CPU
+        there is none.
+        """
+        if not self.has_streams:
+            return contextlib.nullcontext()
+        if self._beside is None:
+            # Other ranks wait for what is packed here; passes fill the device anyway
+            self._beside = get_accelerator().Stream(priority=-1)
+        return get_accelerator().stream(self._beside)
 
     def stamp(self) -> Any:
         """The present point of the current stream."""
@@ -169,7 +183,6 @@ class LinkThread:
         context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.device.type != "cpu":
             get_accelerator().set_device(self.device.index)  # a new thread starts on device 0
-            # Other ranks wait for what is packed here; passes fill the device anyway
             context = get_accelerator().stream(get_accelerator().Stream(priority=-1))
         with context:
             while (entry := self._jobs.get()) is not None:

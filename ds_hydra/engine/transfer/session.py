@@ -1,34 +1,27 @@
 """Carries out the transfers of one iteration beside its computation (Fig. 8): [Note: Transfers] in
 `schedule.py` has the order and why no rank waits for itself.
 
-[Note: The host does not run ahead]
-On an accelerator posting a round does not wait for it, and a pass is launched long before it runs.
-A full launch queue stops the thread that launches, and with it perhaps the other one.
-
-- The thread waits until the round before the last is over, on the device, before it posts another
-  round of kept weights. Rounds of gathered layers wait for computation, which paces them.
-- Before computation waits for another stage, all of its pull is posted, without these waits
-  (`await_posts`): the other stage may need just these rounds.
-- Passes are launched at most two micro-batches ahead (`Recorder.keep_up`).
-
-No pass waits for what waits here for another rank's passes. On the CPU every call waits anyway.
+[Note: Who posts]
+On a CPU a call returns when its work is done, so a thread of the link carries transfers out. On an
+accelerator a call only gives the device work, so the computing thread posts transfers itself, in
+the link's own stream, between launches of passes; the device runs them beside these.
 
 [Note: A kernel's first use]
-A CUDA library loads the code of a kernel when it is first used, cuBLAS with EAGER loading, too. The
-launch then waits until the device has nothing to do, and launches of other threads wait with it.
+A CUDA library loads the code of a kernel when it is first used, cuBLAS with EAGER loading, too: of
+900 products at 60 lengths 112 did, after 23 other lengths, on an H200. The launch then waits until
+the device has nothing to do, and launches of other threads wait with it. So any launch may have to
+wait for every collective that its rank has posted. No two ranks wait for each other as long as all
+post what they take part in together in one order, as they do from one thread:
 
-- A push that waits on the device for another stage's gradients, which wait for this stage's launch,
-  would never end: seen with `<1,2>` on an H200. So kept weights are pushed once this rank has
-  launched all of its passes. On the device their rounds still follow the gradients of their
-  buckets, as far as passes are behind the host.
-- A rank whose collective waits for a rank that waits for its own next pull would never post that.
-  So all pulls are posted before the first passes of a scheme, when most kernels are first used.
+- Rounds of gathered layers are posted where computation leaves a layer, the same on all ranks.
+- Rounds of a pull are posted some ahead of the layer that computation comes to (`_AHEAD`), all of
+  them before it sends to another stage or waits for one (`await_posts`).
+- Kept weights are pushed once this rank has launched all of its passes: a push that waits on the
+  device for another stage's gradients, which wait for this stage's launch, would never end (seen
+  with `<1,2>` on an H200). On the device their rounds still follow the gradients of their buckets,
+  as far as passes are behind the host.
 
-- Gathered layers have rounds all the while. Two ranks that both use kernels for the first time
-  would wait for each other where each has posted a collective that the other one has not, which
-  two threads of a rank can bring about. So the computing thread itself posts them where a scheme's
-  layers are gathered for the first time: one thread of each rank posts in one order for all, and
-  who has to post the first of the collectives that others wait for has posted none after it.
+Passes are launched at most two micro-batches ahead (`Recorder.keep_up`).
 """
 
 from __future__ import annotations
@@ -60,6 +53,10 @@ from ds_hydra.zero_link.exchange import Link, RoundUnderWay
 
 LEAVING_S = 5.0
 """How long a failed iteration waits for its exchanges to end."""
+_AHEAD = 4
+"""Rounds of a pull beyond the one that is needed, posted two at a time or more: one of them packs
+while the other one is on the wire.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,15 +279,12 @@ class TransferSession:
         schedule: TransferSchedule,
         carrier: Carrier,
         weights: StageWeights,
-        *,
-        is_first: bool = False,
     ):
-        """`is_first`: the computing thread posts all rounds itself ([Note: A kernel's first
-        use]).
-        """
         self.weights = weights
         self.carrier = carrier
-        self._overlaps = thread.overlap and not is_first
+        # [Note: Who posts]
+        self._is_threaded = thread.overlap and not clock.has_streams
+        self._is_beside = thread.overlap and clock.has_streams
         self._thread, self._clock, self._schedule = thread, clock, schedule
         self._left = BucketEvents(schedule.end + 1, clock)
         self._over = BucketEvents(len(schedule.transfers), clock)
@@ -311,9 +305,6 @@ class TransferSession:
         self._use = -1
         self._next = 0
         self._awaited: set[int] = set()
-        # Gathered layers have one round at a time, and computation paces them.
-        self._is_paced = clock.has_streams and schedule.depth > 1
-        self._is_pull_paced = self._is_paced
         self._running: Future[None] | None = None
         self._waits, self._rests = Spans(clock), Spans(clock)
         self._work = {is_bringing: Spans(clock) for is_bringing in (True, False)}
@@ -329,7 +320,11 @@ class TransferSession:
         if self._schedule.waits_for_gradients:
             self.weights.on_gradient = self.gradients_complete
         self._thread.check_usable()
-        if not self._overlaps:
+        if self._is_beside:
+            with self._clock.beside():
+                self._clock.wait_for(self._start)
+            self._post_ahead_of(0)
+        elif not self._is_threaded:
             self._catch_up()
         # A rank that only reads views of a home needs no thread.
         elif self._schedule.transfers:
@@ -340,11 +335,17 @@ class TransferSession:
         # Else weights and session hold each other, and a whole stage's memory, until the garbage
         # collector comes.
         self.weights.on_gradient = None
-        if error is None or self._running is None:
+        if error is None:
             return
         # Transfers that wait for nothing of this rank's computation end by themselves, the others
         # do not begin. A round that other ranks never join does not end: they may be waiting for
         # what has just failed here.
+        if self._is_beside:
+            with contextlib.suppress(Exception):  # it may be what has failed
+                self.await_posts()
+            self._join_streams()
+        if self._running is None:
+            return
         self._left.cancel()
         _, under_way = wait([self._running], LEAVING_S)
         if under_way:
@@ -382,24 +383,25 @@ class TransferSession:
         if bucket in self._in_window:
             self.enter(bucket)
         elif bucket in self._brought and bucket not in self._awaited:
-            self._wait_for(self._brought[bucket])
+            number = self._brought[bucket]
+            self._post_ahead_of(number)
+            self._wait_for(number)
             self._awaited.add(bucket)
 
     def await_all(self) -> None:
         """Wait until all that is brought without waiting for an event is there. Raises what the
         thread raised.
         """
+        self.await_posts()
         if self._num_at_once:
             self._wait_for(self._num_at_once - 1)
 
     def await_posts(self) -> None:
-        """Wait, on the host, until all that is brought without waiting for an event is posted:
-        [Note: The host does not run ahead]. Raises what the thread raised.
+        """On an accelerator, post all that is brought without waiting for an event: [Note: A
+        kernel's first use].
         """
-        if self._clock.has_streams and self._num_at_once:
-            self._is_pull_paced = False
-            # Not `wait`, by which passes would run after the whole pull.
-            self._raising(self._over.wait_on_host, self._num_at_once - 1)
+        if self._is_beside and self._next < self._num_at_once:
+            self._catch_up(self._num_at_once)
 
     def enter(self, bucket: int) -> None:
         """Computation leaves the bucket of the window it was in and comes to `bucket`.
@@ -431,7 +433,7 @@ class TransferSession:
             # Gradients that no backward pass came to are zeros: the carrier sees to it.
             for event in range(len(self._left)):
                 self._left.record(event)
-            if not self._overlaps:
+            if not self._is_threaded:
                 self._catch_up()
             elif self._running is not None:
                 self._running.result()
@@ -480,21 +482,19 @@ class TransferSession:
             # Before the next use is waited for: what that needs may go into the slot that is left
             # here.
             self._left.record(self._use)
-            if not self._overlaps:
+            if not self._is_threaded:
                 self._catch_up()
         self._use += 1
         if self._use in self._needed:
             self._wait_for(self._needed[self._use])
 
     def _wait_for(self, number: int) -> None:
-        """Wait for a transfer, and count the time as visible."""
-        with self._waits.measure():
-            self._raising(self._over.wait, number)
-
-    def _raising(self, wait_for: Callable[[int], None], number: int) -> None:
-        """Wait; what the thread raised instead is raised here."""
+        """Wait for a transfer, and count the time as visible; what the thread raised instead is
+        raised here.
+        """
         try:
-            wait_for(number)
+            with self._waits.measure():
+                self._over.wait(number)
         except Cancelled:
             assert self._running is not None
             self._running.result()
@@ -502,18 +502,13 @@ class TransferSession:
 
     def _run(self) -> None:
         """All transfers, each as soon as its event is recorded. The job of the thread."""
-        # Shards are up to date, and memory of the last iteration is free.
-        self._clock.wait_for(self._start)
         try:
             with self._window() as window:
                 for number, transfer in enumerate(self._schedule.transfers):
                     if transfer.after != AT_ONCE:
-                        # [Note: A kernel's first use]
-                        posts_after = self._schedule.end if self._is_paced else transfer.after
-                        if not self._left.is_recorded(posts_after):
+                        if not self._left.is_recorded(transfer.after):
                             # Others wait for this round, and would until the gradient is there.
                             self._settle(window)
-                        self._left.wait_on_host(posts_after)
                         self._left.wait(transfer.after)
                     self._post(number, window)
                 self._settle(window)
@@ -524,15 +519,25 @@ class TransferSession:
             self._over.cancel()
             raise
 
-    def _catch_up(self) -> None:
-        """Without overlap: all transfers whose event is recorded, in the computing thread."""
-        transfers = self._schedule.transfers
-        with self._waits.measure(), self._window() as window:
+    def _post_ahead_of(self, number: int) -> None:
+        """On an accelerator, post the next rounds of a pull where computation comes to `number`."""
+        if self._is_beside and self._next < min(self._num_at_once, number + _AHEAD - 1):
+            self._catch_up(min(self._num_at_once, number + 1 + _AHEAD))
+
+    def _catch_up(self, end: int | None = None) -> None:
+        """All transfers before `end` whose event is recorded, in the computing thread: without
+        overlap in its stream, else in the link's.
+        """
+        transfers = self._schedule.transfers[:end]
+        where = self._clock.beside() if self._is_beside else self._waits.measure()
+        with where, self._window() as window:
             while self._next < len(transfers):
                 after = transfers[self._next].after
-                # This very thread records events: waiting for one here would never end.
-                if after != AT_ONCE and not self._left.is_recorded(after):
-                    break
+                if after != AT_ONCE:
+                    # This very thread records events: waiting for one here would never end.
+                    if not self._left.is_recorded(after):
+                        break
+                    self._left.wait(after)
                 self._post(self._next, window)
                 self._next += 1
             self._settle(window)
@@ -551,8 +556,6 @@ class TransferSession:
             # way at once need one order on all ranks.
             self._settle(window)
         work = self._work[is_bringing]
-        if self._is_pull_paced if is_bringing else self._is_paced:
-            work.settle()
         with work.measure():
             window.post(number)
         self._last_work = work
