@@ -610,12 +610,18 @@ def test_a_thread_without_plans_leaves_cudnn_alone():
         assert apart(calls[CUDNN]) == [("forward", 128), ("backward", 128)]
 
 
-def test_a_plan_that_memory_is_too_small_for_is_left_out():
+@pytest.mark.parametrize("num_passes", [0, 1, 2])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("no plan")])
+def test_a_plan_that_fails_is_left_out_in_both_passes(num_passes, error, caplog):
+    """After so many of its passes."""
     lengths = [110]
     inputs, weight = packed_inputs(lengths)
+    left = [num_passes]
 
     def refuse(*_):
-        raise torch.OutOfMemoryError("no memory")
+        left[0] -= 1
+        if left[0] < 0:
+            raise error
 
     with installed(CUDNN) as calls:
         wanted = attend_packed(inputs, weight, lengths)
@@ -624,8 +630,26 @@ def test_a_plan_that_memory_is_too_small_for_is_left_out():
         del calls[CUDNN].check
         calls[CUDNN].clear()
         found = attend_packed(inputs, weight, lengths)
-        assert apart(calls[CUDNN]) == []
+        load_kernel(CUDNN).prepare(True)
+        assert apart(calls[CUDNN]) == [], "it is not tried again"
     torch.testing.assert_close(found, wanted)
+    (warning,) = caplog.messages
+    assert re.search(r"cuDNN does not plan _Shape\(.* num_queries=128, ", warning)
+    assert warning.endswith(str(error))
+
+
+def test_what_backward_by_another_kernel_reads_by_its_address_is_contiguous():
+    lengths = [110]
+    (query, key, value, *_), _ = packed_inputs(lengths)
+    with installed(CUDNN) as calls:
+        attend_planned(calls[CUDNN], *packed_inputs(lengths), lengths)
+        ends = attention_operator._ends(*PackedMicroBatch.build(lengths, CPU).boundaries, None)
+        heads = [t[0].transpose(0, 1) for t in (query, key, value)]
+        heads[2] = torch.nn.functional.pad(heads[2], (0, 24 - 13))
+        _, lse = load_kernel(CUDNN).forward(*heads, ends, 0.3, None, 0.0)
+        assert apart(calls[CUDNN])[-1] == ("forward", 128)
+    assert lse.shape == (4, 110)
+    assert lse.is_contiguous()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.link_memory import link_memory
-from ds_hydra.engine.transfer.stage_weights import SlicePool, fingerprint
+from ds_hydra.engine.transfer.stage_weights import FrozenKeeper, SlicePool, fingerprint
 from ds_hydra.strategy import Strategy
 
 BF16_TOLERANCE = 2**-8
@@ -261,6 +261,16 @@ def edits_that_keep_sums():
         words[[2, -2]] = words[[-2, 2]]
 
     return square, signs, exchanged, moved_to_another_chunk
+
+
+def test_frozen_slices_are_pulled_again_after_a_pull_that_did_not_end():
+    keeper = FrozenKeeper(lambda: [torch.ones(3)], lambda changed: changed)
+    assert keeper.choose("a", "all", "trained") == "all"
+    assert keeper.choose("a", "all", "trained") == "all", "something has failed in between"
+    keeper.have_arrived()
+    assert keeper.choose("a", "all", "trained") == "trained"
+    assert keeper.choose("a", "all", "trained") == "trained", "they stay where another pull fails"
+    assert keeper.choose("b", "all", "trained") == "all"
 
 
 @pytest.mark.parametrize("edit", edits_that_keep_sums())

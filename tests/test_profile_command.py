@@ -303,10 +303,10 @@ def test_ranks_of_a_core_are_counted_on_the_fullest_host():
     assert find_ranks_per_core(Hosts(("a",), (0,)), torch.device("cuda")) == 1.0
 
 
-@pytest.mark.parametrize("compiles", [False, True])
-def test_every_micro_batch_is_warmed_up_where_layers_are_compiled_for_its_length(compiles):
+@pytest.mark.parametrize("each", [False, True])
+def test_every_micro_batch_is_warmed_up_where_its_length_matters(each):
     config = HydraConfig.parse(
-        {"context_length": 64, "tokens_per_iteration": 64, "compile_layers": compiles}
+        {"context_length": 64, "tokens_per_iteration": 64}
         | {"profiling": {"repeats": 2, "warmup": 1}}
     )
     cases = [
@@ -316,10 +316,11 @@ def test_every_micro_batch_is_warmed_up_where_layers_are_compiled_for_its_length
     ]
     seen = []
     times = profiler.measure_in_rounds(
-        cases, lambda *case: seen.append(case) or 1.0, config, Measurements(), show_progress=False
-    )
+        cases, lambda *case: seen.append(case) or 1.0, config, Measurements(), show_progress=False,
+        warms_up_each=each,
+    )  # fmt: skip
     assert set(times) == set(cases)
-    warmed_up = cases if compiles else cases[1:]
+    warmed_up = cases if each else cases[1:]
     assert sorted(seen) == sorted([*warmed_up, *cases * 2])
 
 

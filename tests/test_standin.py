@@ -55,15 +55,13 @@ BARRIER = "barrier at ds_hydra session.py"
 """Two in an iteration whose layers stream: no rank reads a home before all have filled it."""
 OF_INBOX = re.compile(r"home\.py:\d+ (send|_take)\b")
 """Threads that only send and add pieces of gradients."""
-OF_PACED_ROUNDS = re.compile(r"link_thread\.py:\d+ settle < link_thread\.py:\d+ settle < session")
-"""A clock that settles spans, as the link's thread does before it posts a round."""
 OFF_BY = 0.05
 """Of the peak, against the formula."""
 
 
 def waits_with_nothing_to_do(found):
     """Waits of ds_hydra's host by place, without those that leave the device work: of threads that
-    only add, for passes two micro-batches ago, of the link's thread for the round before the last.
+    only add, and for passes two micro-batches ago.
     """
     return {
         place: n
@@ -72,7 +70,6 @@ def waits_with_nothing_to_do(found):
         and not OF_INBOX.search(place)
         and "exact_sums.py" not in place  # which the inbox's thread alone calls
         and "one_f_one_b.py" not in place
-        and not OF_PACED_ROUNDS.search(place)
     }
 
 

@@ -50,8 +50,10 @@ class NotedClock(DeviceClock):
     @contextlib.contextmanager
     def beside(self):
         self.streams.append("link")
-        yield
-        self.streams.pop()
+        try:
+            yield
+        finally:
+            self.streams.pop()
 
     def stamp(self):
         return self.streams[-1]
@@ -178,6 +180,40 @@ def test_on_a_device_gathered_layers_come_where_computation_leaves_others(thread
         ("pull", 0), ("pull", 1), ("pull", 2), ("push", 2), ("push", 1), ("push", 0),
     ]  # fmt: skip
     assert {entry[3] for entry in posted if len(entry) > 2} == {"link"}
+
+
+@pytest.mark.parametrize("num_kept", [1, 5, 8])
+def test_on_a_device_the_first_gathered_layer_comes_after_all_kept_buckets(thread, num_kept):
+    window = Window(buckets=(num_kept, num_kept + 1), has_backward=(True, True))
+    schedule = plan_gathered(window, num_kept + 2, [1], training=True, pushes=True)
+    posted = []
+    num = num_kept + 2
+    with open_session(thread, posted, num, num, NotedClock(), schedule=schedule) as session:
+        session.await_bucket(num_kept)
+        assert pulls_of(posted) >= num_kept + 1
+        session.await_bucket(num_kept + 1)
+        session.finish()
+    assert pulls_of(posted) == num_kept + 2
+
+
+@pytest.mark.parametrize("where", ["begin", "end"])
+def test_on_a_device_no_round_is_posted_after_one_that_failed(thread, where):
+    class Failing(NotedLink):
+        def begin_pull(self, plan, index, *more):
+            super().begin_pull(plan, index, *more)
+            if (where, index) == ("begin", 6):
+                raise ZeroDivisionError
+            return self.end if index == 6 else lambda: None
+
+        def end(self):
+            raise ZeroDivisionError
+
+    posted, clock = [], NotedClock()
+    session = open_session(thread, posted, 12, 12, clock, link=Failing(posted, clock))
+    with pytest.raises(ZeroDivisionError), session:
+        session.await_bucket(11)
+    assert [index for _, index, *_ in posted] == list(range(7 + (where == "end")))
+    assert clock.streams == ["computation"]
 
 
 def test_a_pull_that_failed_fails_where_it_is_posted(thread):

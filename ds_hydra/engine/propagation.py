@@ -21,7 +21,7 @@ from ds_hydra.engine.losses.head_loss import PLAIN, HeadLoss
 from ds_hydra.engine.losses.loss import Tokens
 from ds_hydra.engine.losses.objective import Objective, are_alike, evaluate, find_difference
 from ds_hydra.engine.losses.objective import fingerprint as fingerprint_of
-from ds_hydra.engine.model.attention_choice import prepare_kernels
+from ds_hydra.engine.model.attention_choice import plans_between_iterations, prepare_kernels
 from ds_hydra.engine.model.micro_batches import LoadExample, MicroBatchTensors, Task
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
@@ -301,6 +301,12 @@ class Propagator:
         self.links.have_run(session.weights)
         return self.max_over_ranks(self._clock.ms_between(begin, end))
 
+    def runs_lengths_anew(self) -> bool:
+        """Whether a length runs otherwise once it was met, by attention on some rank. Collective
+        over all ranks.
+        """
+        return self.max_over_ranks(float(plans_between_iterations())) > 0
+
     def max_over_ranks(self, value: float) -> float:
         """The largest `value` of any rank."""
         return max_over_ranks(value, self.device)
@@ -323,6 +329,9 @@ class Propagator:
         role = phase.role
         if role is None or not phase.micro_batches:
             return None
+        if self.stage_model.has_experts:
+            # Routing reads the device in every layer: others would wait for these layers' rounds.
+            session.await_posts()
         self._enter(role, session)
         try:
             stage, layout = self._stage(role, session), self._token_layout(role)

@@ -270,6 +270,8 @@ class StrategyLinks:
     def have_run(self, weights: StageWeights) -> None:
         """All passes on `weights` are over, and nothing of them is under way."""
         self._kept = weights
+        if self._frozen is not None:
+            self._frozen.have_arrived()
 
     def _open_streams(
         self,

@@ -25,7 +25,7 @@ def without_the_wait_for_slices() -> int:
     engine.train_batch(examples, strategy="2x<1,1>")
 
     def wait_on_the_host_alone(events: link_thread.BucketEvents, index: int) -> None:
-        events.wait_on_host(index)
+        events._recorded[index].wait()
 
     with (
         mock.patch.object(link_thread.BucketEvents, "wait", wait_on_the_host_alone),

@@ -385,6 +385,12 @@ def _choose_late(key: tuple[int, int, torch.dtype, bool]) -> KernelUse | None:
     return _in_use[key]
 
 
+def plans_between_iterations() -> bool:
+    """Whether a kernel in use runs lengths that it has met before in another way."""
+    used = (use for use in _in_use.values() if use is not None)
+    return any(load_kernel(use.name).runs_long_apart for use in used)
+
+
 def prepare_kernels(*, everything: bool = False) -> None:
     """Let the kernels in use do what they do between iterations, `everything` where times of later
     ones are measured; each rank for itself.

@@ -2,7 +2,24 @@
 
 [Note: Long segments apart]
 cuDNN runs one long sequence in about half the time of flash attention 2, and wants a plan for each
-shape ([Note: Plans between iterations]
+shape. So shapes are few: rows of zeros pad a segment to one of 16 lengths per power of two. Zeros
+behind a segment are its last ones, so no other row sees them; their output is cut off, and their
+gradient is zero. Backward gets 0 as their log-sum-exp: their scores are 0, too, so what it computes
+of them is finite, times zero.
+
+A segment whose queries are the last of more keys (a row of context parallelism) is two blocks:
+
+    keys      0 ........ whole ... before ........ last
+    queries   all of them see these | a causal square
+
+The first `whole` keys are seen by all of its queries: a block without a mask, whose keys are not
+padded, because nothing would hide zeros there. They are the most keys that stand on a grid of their
+own, and the few that are left before the queries go to the causal square, which gets as many
+queries of zeros in front. Outputs of both are merged by their log-sum-exps, and backward of each
+gets the merged output and log-sum-exp, by which its probabilities are those among all keys (as in
+ring attention, arXiv:2310.01889, which TransformerEngine runs by cuDNN in this way).
+
+[Note: Plans between iterations]
 Where cuDNN gets a new shape it builds a plan, some 0.05 s of the host for each pass, and its launch
 waits until the device has nothing to do (beside a kernel of 0.86 s it took 0.86 s, on an H200). Two
 ranks whose devices hold collectives would wait for each other ([Note: A kernel's first use] in
@@ -17,7 +34,6 @@ Legend: as in `attention_kernels`; S tokens with what pads them.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import threading
@@ -34,6 +50,7 @@ from ds_hydra.engine.model.attention_kernels import (
     LongSegment,
     MissingKernelError,
     _Named,
+    first_line,
 )
 
 logger = logging.getLogger(__name__)
@@ -89,12 +106,14 @@ class _Plans:
         self._build = build
         self._known: dict[int, set[_Shape]] = {}
         self._flops_without: dict[_Shape, float] = {}
+        self._refused: set[_Shape] = set()
 
     def has(self, shape: _Shape) -> bool:
         """Whether this thread has plans of `shape`."""
         if shape in self._known.get(threading.get_ident(), ()):
             return True
-        self._flops_without[shape] = self._flops_without.get(shape, 0.0) + shape.flops
+        if shape not in self._refused:
+            self._flops_without[shape] = self._flops_without.get(shape, 0.0) + shape.flops
         return False
 
     def build(self, *, all_met: bool) -> None:
@@ -106,15 +125,20 @@ class _Plans:
         begin = time.monotonic()
         for shape in shapes:
             del self._flops_without[shape]
+            threads: list[int] = []
             try:
-                self._build(shape, functools.partial(self._note, shape))
-            except torch.OutOfMemoryError:  # it goes on as it ran before
-                torch.cuda.empty_cache()
+                self._build(shape, lambda threads=threads: threads.append(threading.get_ident()))
+            except (
+                RuntimeError
+            ) as error:  # too little memory, or no plan: it goes on as it ran before
+                self._refused.add(shape)
+                logger.warning("attention: cuDNN does not plan %s: %s", shape, first_line(error))
+                continue
+            # Of all threads at once: backward by another kernel is slower than both by that one.
+            for thread in threads:
+                self._known.setdefault(thread, set()).add(shape)
         if (seconds := time.monotonic() - begin) > 1:
             logger.info("attention: cuDNN has planned %d shapes in %.1f s", len(shapes), seconds)
-
-    def _note(self, shape: _Shape) -> None:
-        self._known.setdefault(threading.get_ident(), set()).add(shape)
 
 
 class _InBackward(torch.autograd.Function):
@@ -272,7 +296,8 @@ def build(name: str, rest: Kernel) -> Kernel:
                 *(_without(t, key_rows) for t in (key, value)),
             )
             out, lse = rest.forward(query, key, value, _ends_of_rest(ends), scale, None, 0.0)
-        return _put_back(out, outs, rows), _put_back(lse, lses, rows, dim=1)
+        # Kernels of the rest read it by its address, should backward run by them.
+        return _put_back(out, outs, rows), _put_back(lse, lses, rows, dim=1).contiguous()
 
     def differentiate(
         grad: Tensor,

@@ -407,6 +407,11 @@ class StageModel:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layer routes tokens to experts."""
+        return next(iter(expert_modules(self._base)), None) is not None
+
     def _hook(self, neftune: float) -> None:
         for module, (style, _) in module_styles(self._base):
             hook = STYLES[style].hook if style in STYLES else None

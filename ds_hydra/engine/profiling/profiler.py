@@ -107,6 +107,8 @@ def measure_profile(
         config,
         known,
         show_progress=propagator.rank == 0,
+        # Layers are compiled for its length, or attention has plans for it.
+        warms_up_each=config.compile_layers or propagator.runs_lengths_anew(),
     )
     entries = []
     for scheme, micro_batches in micro_batches_of.items():
@@ -204,6 +206,7 @@ def measure_in_rounds(
     known: Measurements,
     *,
     show_progress: bool,
+    warms_up_each: bool = False,
 ) -> dict[tuple[_Subject, ProbeMicroBatch], float]:
     """Median over `profiling.repeats` of every (subject, micro-batch), after warming up each
     subject.
@@ -211,13 +214,13 @@ def measure_in_rounds(
     In rounds over all cases, so that a disturbance of some seconds hits every subject alike. A case
     of which two runs agree is not run again: the median of more would lie between them or be as
     good. Warmed up is the longest micro-batch of each subject, whose memory is touched for the
-    first time; every micro-batch where layers are compiled for its length.
+    first time; with `warms_up_each` every micro-batch.
     """
     repeats = range(config.profiling.repeats)
     names = {case: [f"{case[0]} {case[1]} tokens, run {run}" for run in repeats] for case in cases}
     open_cases = [case for case in cases if not _is_known(names[case], known)]
     longest = dict(sorted(open_cases, key=lambda case: case[1]))
-    warmed_up = open_cases if config.compile_layers else list(longest.items())
+    warmed_up = open_cases if warms_up_each else list(longest.items())
     total = len(warmed_up) + len(cases) * len(repeats)
     runs_ms: dict[tuple[_Subject, ProbeMicroBatch], list[float]] = {case: [] for case in cases}
     with Progress(total=total, desc="profiling", disable=not show_progress) as progress:

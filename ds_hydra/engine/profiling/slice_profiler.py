@@ -16,6 +16,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.model.attention_choice import plans_between_iterations
 from ds_hydra.engine.model.meta_model import build_random_stage_model
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling import profile_document
@@ -175,6 +176,7 @@ def _measure_slice(
             config,
             known,
             show_progress=True,
+            warms_up_each=config.compile_layers or plans_between_iterations(),
         )
     finally:
         for propagator in propagators.values():

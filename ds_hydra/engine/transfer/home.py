@@ -15,8 +15,8 @@ There are two kinds of memory. Ranks of the CPU share all of it: a rank reads th
 where they are, and adds its gradients to the sums itself, under locks (`SharedMemoryHome`). Devices
 have a part each, which the others map: reading a layer copies its shards into the slots of two
 layers, and a gradient is sent to the ranks that hold its shards ([Note: Inbox]), each of which adds
-to its own sums (`PeerHome`). Both are done in threads beside computation, which waits for them only
-when `passing_bytes` of gradients are under way.
+to its own sums (`PeerHome`). Gradients are sent and added by threads beside computation, which
+waits for them only when `passing_bytes` of gradients are under way.
 
 [Note: Inbox]
 Gradients go to the rank that sums them, and no rank waits for another one's computation. Each rank

@@ -234,15 +234,11 @@ class BucketEvents:
         for event in self._recorded:
             event.set()
 
-    def wait_on_host(self, index: int) -> None:
-        """Wait until the event is recorded, whatever the device has done. Raises Cancelled."""
-        self._recorded[index].wait()
-        if self._stamps[index] is None:
-            raise Cancelled
-
     def wait(self, index: int) -> None:
         """Wait until the event is recorded, and let the current stream go on after it. Raises
         Cancelled.
         """
-        self.wait_on_host(index)
+        self._recorded[index].wait()
+        if self._stamps[index] is None:
+            raise Cancelled
         self._clock.wait_for(self._stamps[index])

@@ -11,7 +11,8 @@ A CUDA library loads the code of a kernel when it is first used, cuBLAS with EAG
 900 products at 60 lengths 112 did, after 23 other lengths, on an H200. The launch then waits until
 the device has nothing to do, and launches of other threads wait with it. So any launch may have to
 wait for every collective that its rank has posted. No two ranks wait for each other as long as all
-post what they take part in together in one order, as they do from one thread:
+post what they take part in together in one order, as they do from one thread, or launch nothing
+between what they post in another (a send and a receive of 1F1B):
 
 - Rounds of gathered layers are posted where computation leaves a layer, the same on all ranks.
 - Rounds of a pull are posted some ahead of the layer that computation comes to (`_AHEAD`), all of
@@ -264,7 +265,7 @@ class TransferSession:
 
     Every rank runs it with its own schedule, with work or without. Computation calls
     `await_bucket` before every forward pass that reads the slices of a bucket, those of
-    `before_backward` before backward passes, `await_posts` before it waits for another stage, and
+    `before_backward` before backward passes, `await_posts` before messages to other stages, and
     `finish` when it is over. Results have the same bits with the thread and without: the transfers
     are the same, and so is the order of sums in each.
 
@@ -304,6 +305,7 @@ class TransferSession:
         self._in_window = frozenset(schedule.window.buckets)
         self._use = -1
         self._next = 0
+        self._has_failed = False
         self._awaited: set[int] = set()
         self._running: Future[None] | None = None
         self._waits, self._rests = Spans(clock), Spans(clock)
@@ -323,7 +325,11 @@ class TransferSession:
         if self._is_beside:
             with self._clock.beside():
                 self._clock.wait_for(self._start)
-            self._post_ahead_of(0)
+            try:
+                self._post_ahead_of(0)
+            except BaseException as error:
+                self.__exit__(type(error), error, None)
+                raise
         elif not self._is_threaded:
             self._catch_up()
         # A rank that only reads views of a home needs no thread.
@@ -341,9 +347,14 @@ class TransferSession:
         # do not begin. A round that other ranks never join does not end: they may be waiting for
         # what has just failed here.
         if self._is_beside:
-            with contextlib.suppress(Exception):  # it may be what has failed
-                self.await_posts()
-            self._join_streams()
+            # An error of these would hide the one that is raised
+            with contextlib.suppress(Exception):
+                if not self._has_failed:
+                    self.await_posts()
+            with contextlib.suppress(Exception):
+                with self._clock.beside():
+                    end = self._clock.stamp()
+                self._clock.wait_for(end)
         if self._running is None:
             return
         self._left.cancel()
@@ -492,6 +503,8 @@ class TransferSession:
         """Wait for a transfer, and count the time as visible; what the thread raised instead is
         raised here.
         """
+        if self._is_beside and self._next <= number:
+            self._catch_up(number + 1)
         try:
             with self._waits.measure():
                 self._over.wait(number)
@@ -530,17 +543,21 @@ class TransferSession:
         """
         transfers = self._schedule.transfers[:end]
         where = self._clock.beside() if self._is_beside else self._waits.measure()
-        with where, self._window() as window:
-            while self._next < len(transfers):
-                after = transfers[self._next].after
-                if after != AT_ONCE:
-                    # This very thread records events: waiting for one here would never end.
-                    if not self._left.is_recorded(after):
-                        break
-                    self._left.wait(after)
-                self._post(self._next, window)
-                self._next += 1
-            self._settle(window)
+        try:
+            with where, self._window() as window:
+                while self._next < len(transfers):
+                    after = transfers[self._next].after
+                    if after != AT_ONCE:
+                        # This very thread records events: waiting for one here would never end.
+                        if not self._left.is_recorded(after):
+                            break
+                        self._left.wait(after)
+                    self._post(self._next, window)
+                    self._next += 1
+                self._settle(window)
+        except BaseException:
+            self._has_failed = True  # whether others have the round is not known
+            raise
 
     def _window(self) -> RoundWindow:
         def begin(number: int) -> RoundUnderWay:

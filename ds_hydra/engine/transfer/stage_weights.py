@@ -98,6 +98,7 @@ class FrozenKeeper:
         self._frozen_P = frozen_P
         self._any_rank = any_rank
         self._key: Hashable = None
+        self._is_whole = False
         self._fingerprint = torch.zeros(0)
 
     def choose(self, key: Hashable, pull: LinkPlan, pull_trained: LinkPlan) -> LinkPlan:
@@ -111,10 +112,15 @@ class FrozenKeeper:
         now = fingerprint(self._frozen_P())
         is_same = self._key == key  # on every rank or on none
         # One rank whose shards changed makes all pull: rounds are collective.
-        if is_same and not self._any_rank(not torch.equal(now, self._fingerprint)):
+        has_changed = not self._is_whole or not torch.equal(now, self._fingerprint)
+        if is_same and not self._any_rank(has_changed):
             return pull_trained
-        self._key, self._fingerprint = key, now
+        self._key, self._fingerprint, self._is_whole = key, now, False
         return pull
+
+    def have_arrived(self) -> None:
+        """All slices that were chosen are in the pool."""
+        self._is_whole = True
 
     def forget(self) -> None:
         """The pool no longer holds what was pulled."""
