@@ -407,11 +407,6 @@ class StageModel:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
 
-    @property
-    def has_experts(self) -> bool:
-        """Whether some layer routes tokens to experts."""
-        return next(iter(expert_modules(self._base)), None) is not None
-
     def _hook(self, neftune: float) -> None:
         for module, (style, _) in module_styles(self._base):
             hook = STYLES[style].hook if style in STYLES else None
@@ -419,7 +414,10 @@ class StageModel:
                 hook(module, self.tp)
             elif style == LATENT and not self.abilities.one_by_one_because:
                 hook_latent(module, self.tp, self.config.kv_lora_rank)
-        for module in expert_modules(self._base):
+        experts = list(expert_modules(self._base))
+        self.has_experts = bool(experts)
+        """Whether some layer routes tokens to experts."""
+        for module in experts:
             hook_dispatch(module, self.ep)
         hook_embedding(self._embedding, self.tp, partial(add_neftune, alpha=neftune))
 
