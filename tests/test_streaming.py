@@ -30,9 +30,11 @@ from test_engine_parity import assert_parity, check_gradients
 from ds_hydra.engine import propagation
 from ds_hydra.engine.ranks import hosts
 from ds_hydra.engine.ranks.hosts import Hosts
+from ds_hydra.engine.transfer import home as home_module
 from ds_hydra.engine.transfer.schedule import check_streams
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Scheme
+from ds_hydra.zero_link import Region
 
 STRATEGIES = (
     "1x<4,1;stream>",
@@ -111,6 +113,38 @@ def in_parts():
         }
 
 
+def held_up():
+    """Whether sums are right where no rank adds before all have come to a collective, and how often
+    computation waited.
+    """
+    with homes_in_parts():
+        engine = start_hydra(tiny("llama"))
+        engine.train_batch(
+            random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0), strategy="4x<1,1;stream>"
+        )
+    home, specs = engine.hydra.propagator.links.home, engine.hydra.stage_model.specs
+    home._passing_bytes, goes_on, add = 0, threading.Event(), home._adder.add
+
+    def held(*arguments):
+        assert goes_on.wait(60), "computation waits for a thread that waits for computation"
+        add(*arguments)
+
+    home._adder.add = held
+    home.begin_sums(num_addends=4)
+    dist.barrier()
+    with mock.patch.object(home_module, "wait", wraps=home_module.wait) as waits:
+        for param, spec in enumerate(specs):
+            home.add(param, Region(0, spec.num_rows, 0, spec.num_cols), torch.ones(spec.numel))
+    dist.barrier()
+    goes_on.set()
+    home.finish_adds()
+    dist.barrier()
+    grads_P = [torch.zeros_like(grad_P) for grad_P in home.grads_P]
+    home.collect(grads_P)
+    sums = {float(value) for grad_P in grads_P for value in grad_P.unique()}
+    return sums <= {0.0, 4.0}, 4.0 in sums, waits.call_count
+
+
 def lent():
     """Whether ZeRO-3's gradients lie in the home, and elements that DeepSpeed has beside it."""
     engine = start_hydra(tiny("llama"))
@@ -130,6 +164,7 @@ def checks():
         "repeats": repeats("2x<2,1;stream>"),
         "in parts": in_parts(),
         "lent": lent(),
+        "held up": held_up(),
         "frozen": losses_with_frozen_layers(FROZEN),
         "memory": link_memory(MEASURED),
         "refusals": refusals(),
@@ -194,6 +229,15 @@ def test_homes_in_parts(results):
         assert result["in parts"]["repeats"] == [True] * 3
         check_frozen(*result["in parts"]["frozen"])
         check_memory(*result["in parts"]["memory"][:2])
+
+
+@pytest.mark.distributed
+def test_no_rank_waits_for_ever_for_gradients_that_another_one_adds(results):
+    for result in results:
+        are_right, are_there, num_waits = result["held up"]
+        assert are_right
+        assert are_there
+        assert 1 <= num_waits <= 4
 
 
 @pytest.mark.distributed

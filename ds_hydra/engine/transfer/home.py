@@ -16,7 +16,7 @@ where they are, and adds its gradients to the sums itself, under locks (`SharedM
 have a part each, which the others map: reading a layer copies its shards into the slots of two
 layers, and a gradient is sent to the ranks that hold its shards ([Note: Inbox]), each of which adds
 to its own sums (`PeerHome`). Gradients are sent and added by threads beside computation, which
-waits for them only when `passing_bytes` of gradients are under way.
+waits for them only when `passing_bytes` of gradients are under way, and never for long.
 
 [Note: Inbox]
 Gradients go to the rank that sums them, and no rank waits for another one's computation. Each rank
@@ -34,7 +34,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,8 @@ from ds_hydra.zero_link import ParamSpec, Region
 
 _LOCKED_NUMEL = 1 << 17
 """Elements that are added under one lock: about half a millisecond."""
+HELD_UP_S = 0.2
+"""How long computation waits for gradients under way, which take some milliseconds."""
 _SENT_NUMEL = 1 << 22
 """Elements that are sent at once: a device has no use for small pieces, and scratch of 32 MiB."""
 
@@ -123,6 +125,7 @@ class Home(ABC):
         self._clock = DeviceClock(sender.device)
         self._sender, self._passing_bytes = sender, passing_bytes
         self._pending: deque[tuple[Future[None], int]] = deque()
+        self._held_up: Future[None] | None = None
         self._adder, self._piece_numel = Adder(piece_numel, sender.device), piece_numel
         self._width = 0
         self.grads_P = [
@@ -180,7 +183,14 @@ class Home(ABC):
         self._pending.append((self._sender.submit(job), grad.nbytes))
         # Gradients under way hold memory that the next layer's backward pass wants.
         while sum(nbytes for _, nbytes in self._pending) > self._passing_bytes:
-            self._pending.popleft()[0].result()
+            first = self._pending[0][0]
+            # The owner's thread may be held by a launch that waits for a collective which this rank
+            # posts next ([Note: A kernel's first use]): memory gives way, and once for each wait.
+            if first is self._held_up or not wait([first], HELD_UP_S).done:
+                self._held_up = first
+                break
+            self._pending.popleft()
+            first.result()
 
     def finish_adds(self) -> None:
         """Return once what this rank added is in the sums. Raises what went wrong."""
