@@ -38,7 +38,7 @@ from models import VOCAB_SIZE, tiny
 
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.profile_document import count_flops
-from ds_hydra.sampler.data.batches import epoch_order
+from ds_hydra.sampler.data.batches import SamplerState, epoch_order
 
 BUDGET = 64
 PER_BATCH = 4
@@ -692,7 +692,13 @@ def customised(folder):
     late.compute_loss_func = print
     refused("late", late.train)
     late.compute_loss_func = None
+    shown = list(late.get_train_dataloader())
     late.train()
+    sampler, state, drawn = late.engine.hydra.source.sampler, SamplerState(), []
+    for _ in shown:
+        batch, state = sampler.draw(state)
+        drawn.append(list(batch.lengths))
+    result["shown"] = [batch["attention_mask"].sum(1).tolist() for batch in shown], drawn
     result["min_lr"] = numbers(late.state.log_history, "learning_rate")[-1]
 
     model = tiny("llama")
@@ -725,6 +731,9 @@ def test_what_users_override_is_honoured_or_refused(tmp_path):
     never_called = (result["called stock"] - result["called hydra"]) & methods
     assert not never_called, "to be refused where users override it"
     assert result["drawn"] == 12
+    shown, drawn = result["shown"]
+    assert shown == drawn
+    assert len(shown) == NUM_BATCHES
     assert len(set(result["polynomial"])) == len(result["polynomial"])
     cosine = (1 + math.cos(math.pi * (NUM_BATCHES - 1) / NUM_BATCHES)) / 2
     assert result["min_lr"] == pytest.approx(1e-4 + 9e-4 * cosine)

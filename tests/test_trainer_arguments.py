@@ -41,6 +41,7 @@ from ds_hydra.trainer.arguments import (
     check_overrides,
     correct_best_metric,
     drop_batch_size_mismatches,
+    find_set,
     map_arguments,
     read_loss_option,
 )
@@ -297,27 +298,58 @@ def bare_trainer(kind=HydraTrainer):
 
 @pytest.mark.parametrize("name", NOT_CALLED)
 def test_overrides_that_would_not_be_called_are_refused(name, monkeypatch):
-    check_overrides(bare_trainer(), HydraTrainer)
+    check_overrides(bare_trainer())
     match = rf"overrides what would not be used:\s+{name}\(\): "
     subclass = type("Own", (HydraTrainer,), {name: lambda self: None})
     with pytest.raises(HydraConfigError, match=f"Own {match}"):
-        check_overrides(bare_trainer(subclass), HydraTrainer)
+        check_overrides(bare_trainer(subclass))
     trainer = bare_trainer()
     setattr(trainer, name, print)
     with pytest.raises(HydraConfigError, match=match):
-        check_overrides(trainer, HydraTrainer)
+        check_overrides(trainer)
     owner = HydraTrainer if name in vars(HydraTrainer) else transformers.Trainer
     if owner is transformers.Trainer:
         monkeypatch.setattr(owner, name, print)
         with pytest.raises(HydraConfigError, match=match):
-            check_overrides(bare_trainer(), HydraTrainer)
+            check_overrides(bare_trainer())
+
+
+def test_methods_of_a_base_that_stands_behind_are_refused():
+    class Behind(transformers.Trainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+        def _save_checkpoint(self, *args):
+            super()._save_checkpoint(*args)
+
+        def log(self, *args):
+            super().log(*args)
+
+    class Mixed(HydraTrainer, Behind):
+        pass
+
+    class Before(Behind, HydraTrainer):
+        pass
+
+    with pytest.raises(HydraConfigError) as raised:
+        check_overrides(bare_trainer(Mixed))
+    first, loss, save = str(raised.value).splitlines()
+    assert first == "Mixed overrides what would not be used:"
+    assert loss.startswith("  compute_loss(): the loss is computed inside the last pipeline stage")
+    assert save == (
+        "  _save_checkpoint() of Behind: EngineMixin stands before it among the bases and does this itself; override "
+        "it in Mixed, and call super()"
+    )
+    with pytest.raises(HydraConfigError) as raised:
+        check_overrides(bare_trainer(Before))
+    assert str(raised.value).splitlines()[1:] == [loss]
 
 
 def test_what_is_set_after_the_start_is_refused():
     trainer = bare_trainer()
     trainer.compute_loss_func = print
     with pytest.raises(HydraConfigError, match="compute_loss_func is <built-in function print>"):
-        check_overrides(trainer, HydraTrainer)
+        check_overrides(trainer, others=find_set(trainer))
 
 
 def test_a_sampler_gives_rows_and_order():

@@ -22,8 +22,10 @@ from trl_runs import arguments, make_tokenizer, texts
 from ds_hydra.engine.losses.objective import Scores
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.sft import to_labels
+from ds_hydra.trainer.arguments import check_overrides
 from ds_hydra.trl import HydraMixin, HydraSFTTrainer
 from ds_hydra.trl.arguments import (
+    NOT_CALLED_OF_TRL,
     add_deepspeed,
     check_trainer,
     check_trl_arguments,
@@ -243,6 +245,24 @@ def test_trainers_of_trl_that_run_are_those_that_are_shipped_and_rloo():
     for kind in (*vars(mixin).values(), trl.RLOOTrainer, torch.nn.Module):
         if isinstance(kind, type):
             check_trainer(kind)
+
+
+def test_overrides_that_would_not_be_called_are_refused():
+    def own(self, *args, **kwargs):
+        return None
+
+    shipped = object.__new__(HydraSFTTrainer)
+    check_overrides(shipped, NOT_CALLED_OF_TRL)
+    for name in NOT_CALLED_OF_TRL:
+        kind = type("Mine", (HydraSFTTrainer,), {name: own})
+        with pytest.raises(HydraConfigError, match=rf"Mine overrides what .*\s+{name}\(\): "):
+            check_overrides(object.__new__(kind), NOT_CALLED_OF_TRL)
+    base = type("Base", (trl.SFTTrainer,), {"training_step": own, "compute_loss": own})
+    before = type("Before", (HydraSFTTrainer,), {"training_step": own, "compute_loss": own})
+    check_overrides(object.__new__(before), NOT_CALLED_OF_TRL)
+    mixed = type("Mixed", (HydraMixin, base), {})
+    with pytest.raises(HydraConfigError, match=r"\n  training_step\(\) of Base: HydraMixin stands"):
+        check_overrides(object.__new__(mixed), NOT_CALLED_OF_TRL)
 
 
 def test_trl_prepares_chats_with_tools_as_hydra_trainer_reads_them():

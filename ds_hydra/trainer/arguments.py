@@ -9,7 +9,7 @@ them, so that overriding them works.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -352,30 +352,65 @@ NOT_CALLED = {
 _STOCK = dict(vars(Trainer))
 
 
-def check_overrides(trainer: Any, base: type) -> None:
-    """Raise HydraConfigError where `trainer` has its own version of something that is not called.
+def check_overrides(
+    trainer: Any, not_called: Mapping[str, str] = NOT_CALLED, others: Iterable[str] = ()
+) -> None:
+    """Raise HydraConfigError where `trainer` has its own version of something that is not called;
+    `others` are problems of the same kind.
 
-    `base` is HydraTrainer. A method may come from a subclass, or have been set on the trainer or on
-    transformers.Trainer.
+    A method may come from a subclass, or have been set on the trainer or on transformers.Trainer.
     """
     problems = [
-        f"{name}(): {why}" for name, why in NOT_CALLED.items() if is_overridden(trainer, name, base)
+        f"{name}(): {why}" for name, why in not_called.items() if is_overridden(trainer, name)
     ]
-    problems.extend(_find_set(trainer))
+    problems += [*_find_shadowed(trainer, not_called), *others]
     if problems:
         raise HydraConfigError(
             "\n  ".join([f"{type(trainer).__name__} overrides what would not be used:", *problems])
         )
 
 
-def is_overridden(trainer: Any, name: str, base: type) -> bool:
-    """Whether `trainer.name` is neither that of transformers nor that of `base`."""
-    method = getattr(trainer, name)
-    ours = [vars(kind).get(name) for kind in base.__mro__[: base.__mro__.index(Trainer)]]
-    return getattr(method, "__func__", method) not in (_STOCK[name], *ours)
+def is_overridden(trainer: Any, name: str) -> bool:
+    """Whether a class of the user's has its own `name`, or the trainer itself, or transformers'
+    Trainer since this module was imported.
+    """
+    users = (vars(kind) for kind in type(trainer).__mro__ if not _is_known(kind))
+    is_patched = vars(Trainer)[name] is not _STOCK[name]
+    return is_patched or any(name in names for names in (vars(trainer), *users))
 
 
-def _find_set(trainer: Any) -> Iterator[str]:
+def _is_known(kind: type) -> bool:
+    """Whether a class is of a library that is known here, and no user's."""
+    return kind.__module__.partition(".")[0] in ("ds_hydra", "trl", "transformers")
+
+
+def _find_shadowed(trainer: Any, not_called: Mapping[str, str]) -> Iterator[str]:
+    """Methods of the user's that stand behind those of ds_hydra among the bases, and that these
+    replace.
+    """
+    mro = type(trainer).__mro__
+    ours = [kind for kind in mro if kind.__module__.partition(".")[0] == "ds_hydra"]
+    replaced = {
+        name: kind
+        for kind in ours
+        for name, method in vars(kind).items()
+        if name in _STOCK and "__class__" not in _names_from_outside(method)  # calls no super()
+    }
+    for kind in mro[mro.index(ours[0]) :]:
+        for name in () if _is_known(kind) else vars(kind):
+            if name in replaced and name not in not_called:
+                yield (
+                    f"{name}() of {kind.__name__}: {replaced[name].__name__} stands before it among the bases and "
+                    f"does this itself; override it in {type(trainer).__name__}, and call super()"
+                )
+
+
+def _names_from_outside(method: Any) -> tuple[str, ...]:
+    code = getattr(method, "__code__", None)
+    return ("__class__",) if code is None else code.co_freevars
+
+
+def find_set(trainer: Any) -> Iterator[str]:
     """What is an attribute, and may have been set after the trainer was made."""
     for name in ("compute_loss_func", "label_smoother"):
         value = getattr(trainer, name)

@@ -19,7 +19,6 @@ import transformers
 from torch import Tensor
 from torch.utils.data import (
     ConcatDataset,
-    DataLoader,
     Dataset,
     IterableDataset,
     SequentialSampler,
@@ -140,31 +139,28 @@ def _on_first_rank(count: Callable[[], int], device: torch.device | None) -> int
     return int(counted)
 
 
-class IterationLoader(DataLoader):
-    """Endless empty batches: the loop counts them, the engine draws the real ones.
-
-    Its length is that of the first epoch, the length of its dataset that of the training data, for
-    callbacks that ask.
-    """
-
-    def __init__(self, epochs: Epochs):
-        super().__init__(_Iterations(epochs.num_sequences), batch_size=None)
-        self._epochs = epochs
-
-    def __len__(self) -> int:
-        return self._epochs.num_iterations(0)
-
-
-class _Iterations(IterableDataset):
-    def __init__(self, num_sequences: int):
-        self._num_sequences = num_sequences
-
-    def __len__(self) -> int:
-        return self._num_sequences
+class Iterations(IterableDataset):
+    """Endless empty batches: transformers' loop counts them, the engine draws the real ones."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while True:
             yield {}
+
+
+class MiniBatches:
+    """Rows of each mini-batch of the first epoch, of all ranks, as the engine draws them."""
+
+    def __init__(self, sampler: TokenBudgetSampler, epochs: Epochs):
+        self._sampler, self._epochs = sampler, epochs
+
+    def __len__(self) -> int:
+        return self._epochs.num_iterations(0)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        state = SamplerState()
+        for _ in range(len(self)):
+            batch, state = self._sampler.draw(state)
+            yield list(batch.sample_indices)
 
 
 class EvalBatches:

@@ -9,8 +9,8 @@ them with the installed version.
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import transformers
@@ -79,13 +79,15 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
 
     def _check_used(self, note: arguments.Note) -> None:
         arguments.check_arguments(self.args, note)
-        arguments.check_overrides(self, HydraTrainer)
+        arguments.check_overrides(self, others=arguments.find_set(self))
         arguments.check_data_collator(self.data_collator, note)
 
     # ---- Data
 
     def get_train_dataloader(self) -> DataLoader:
-        """A loader that only counts iterations: the engine draws the mini-batches itself."""
+        """To look at: mini-batches of the first epoch, padded, each of all ranks. The engine draws
+        and packs them itself.
+        """
         if self.train_dataset is None:
             raise HydraConfigError("train() needs a train_dataset; pass it to HydraTrainer")
         tokens = self._train_tokens = self._read(self._choose_rows(), "train_dataset")
@@ -100,11 +102,14 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         self._epochs = data.Epochs(
             sampler, len(tokens), limit=self.args.max_steps, device=self.args.device
         )
-        return data.IterationLoader(self._epochs)
+        batches = data.MiniBatches(sampler, self._epochs)
+        return DataLoader(
+            data.TokenRows(tokens), batch_sampler=batches, collate_fn=self._pad_examples
+        )
 
     def _choose_rows(self) -> Any:
         """The training rows: all, or those that an overridden _get_train_sampler draws."""
-        if not arguments.is_overridden(self, "_get_train_sampler", HydraTrainer):
+        if not arguments.is_overridden(self, "_get_train_sampler"):
             return self.train_dataset
         sampler = self._get_train_sampler(self.train_dataset)
         rows, shuffle = data.draw_train_rows(
@@ -138,17 +143,18 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
 
     def _has_own_evaluation(self) -> bool:
         return any(
-            arguments.is_overridden(self, name, HydraTrainer)
-            for name in ("evaluation_loop", "prediction_step")
+            arguments.is_overridden(self, name) for name in ("evaluation_loop", "prediction_step")
         )
 
     def _padded_loader(self, dataset: Any, what: str) -> DataLoader:
         rows = data.TokenRows(self._read(dataset, what, every_row=True))
-        pad_token_id = getattr(self.processing_class, "pad_token_id", None) or 0
-        collate = functools.partial(data.pad_examples, pad_token_id=pad_token_id)
         return self.accelerator.prepare(
-            DataLoader(rows, batch_size=self.args.eval_batch_size, collate_fn=collate)
+            DataLoader(rows, batch_size=self.args.eval_batch_size, collate_fn=self._pad_examples)
         )
+
+    def _pad_examples(self, examples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        pad_token_id = getattr(self.processing_class, "pad_token_id", None) or 0
+        return data.pad_examples(examples, pad_token_id)
 
     def _read(self, dataset: Any, what: str, *, every_row: bool = False) -> TokenDataset:
         return self._reader.read(dataset, what, self.processing_class, every_row=every_row)
@@ -181,6 +187,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         assert self._epochs is not None
         num_iterations = self._epochs.num_iterations(settings["epoch"])
         settings |= {"steps_in_epoch": num_iterations, "num_update_steps_per_epoch": num_iterations}
+        settings["train_dataloader"] = DataLoader(data.Iterations(), batch_size=None)
         super()._run_epoch(**settings)
         if self.control.should_epoch_stop:
             say_once(

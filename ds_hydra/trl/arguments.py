@@ -18,7 +18,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.dataset import check_dataset_columns
 from ds_hydra.sampler.data.sft import OF_OTHER_TOOLS, render_chat
-from ds_hydra.trainer.arguments import Note, check_arguments
+from ds_hydra.trainer.arguments import NOT_CALLED, Note, check_arguments
 
 OF_THE_LOOP = frozenset(
     (
@@ -103,6 +103,18 @@ def check_trainer(kind: type) -> None:
             "engine.train_batch(batch, loss=...) with one of ds_hydra.losses or your own, or train with TRL on plain "
             'ZeRO-3, without HydraMixin and the "hydra" section'
         )
+
+
+_IN_THE_ENGINE = "passes run inside the engine, in the dtype of the DeepSpeed JSON; leave it out"
+NOT_CALLED_OF_TRL = {
+    "compute_loss_context_manager": _IN_THE_ENGINE,
+    "autocast_smart_context_manager": _IN_THE_ENGINE,
+    "_prepare_context_parallel_inputs": _IN_THE_ENGINE,
+    "create_optimizer_and_scheduler": NOT_CALLED["create_optimizer_and_scheduler"],
+}
+"""Names of transformers 5 that stock trainers of TRL call and those on HydraMixin do not, with what
+to do instead.
+"""
 
 
 def check_trl_arguments(args: TrainingArguments, note: Note) -> None:

@@ -35,7 +35,7 @@ from ds_hydra.engine.losses.objective import Scores
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import no_bars_in_files
-from ds_hydra.trainer.arguments import Note, map_arguments
+from ds_hydra.trainer.arguments import Note, check_overrides, map_arguments
 from ds_hydra.trainer.mixin import EngineMixin, say_nothing
 from ds_hydra.trl import arguments
 from ds_hydra.trl.scored_model import (
@@ -213,6 +213,7 @@ class HydraMixin(ReferenceMixin):
 
     def _check_used(self, note: Note) -> None:
         arguments.check_trl_arguments(self.args, note)
+        check_overrides(self, arguments.NOT_CALLED_OF_TRL)
         if self.compute_loss_func is not None:
             raise HydraConfigError(
                 f"compute_loss_func is {self.compute_loss_func!r}, which gets logits, and no rank holds those of a "
