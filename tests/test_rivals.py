@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -48,6 +49,32 @@ def test_a_half_empty_micro_batch_is_spread():
     assert [[lengths[m].tolist() for m in own] for own in placed] == [[[6, 3]], [[5, 4]]]
     placed = pack_evenly(np.array([7, 7, 7, 3]), 10, 2)  # three micro-batches would be 2 and 1
     assert [len(own) for own in placed] == [2, 2]
+
+
+def _solve(known, tried, found):
+    """The best cut and the group of each sequence; writes times to `found`."""
+    group_of = np.zeros(known[0].size, dtype=np.int64)
+    more = *sizes_used(tried), np.ones(len(tried)), 16, np.inf
+    return solve_step(*known, tried, *more, found, group_of), group_of.tolist()
+
+
+def test_no_cut_is_left_that_would_have_been_the_best():
+    """All cuts at once, each left as soon as it cannot win, against each cut to its end."""
+    rng, sizes = np.random.default_rng(1), (1, 2, 3, 4, 8)
+    max_len, tried = np.array([40, 90, 140, 200, 420]), np.array(cuts(16, sizes))
+    for _ in range(30):
+        lengths = np.sort(rng.lognormal(2.5, 0.9, 25).clip(2, 390).astype(np.int64))[::-1].copy()
+        costs = 1 + rng.uniform(0.0, 0.3, len(sizes)).cumsum()
+        table = np.array([(1e-2 * lengths**2 + lengths) * c / n for n, c in zip(sizes, costs)])
+        constants = rng.uniform(0.0, 30.0, len(sizes))
+        known = lengths, table, constants, np.array(sizes), max_len
+        solve = partial(_solve, known)
+        times = np.full((len(tried) + 1, 2), np.inf)
+        alone = [solve(tried[[n]], times[n]) for n in range(len(tried))]
+        cut, group_of = solve(tried, times[-1])
+        assert times[-1, 0] == times[:-1, 0].min() < np.inf
+        assert group_of == alone[cut][1]
+        assert times[cut].tolist() == times[-1].tolist()
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3])

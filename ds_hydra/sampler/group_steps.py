@@ -51,6 +51,8 @@ MAX_CUTS = 2400
 into all sizes up to 8 and powers of two.
 """
 _NUM_DEADLINES = 12
+_ROUNDING = 1e-6
+"""Of a step's time: no cut is left for what sums of its terms are rounded by."""
 
 
 def all_true(counts: IntArray) -> BoolArray:
@@ -447,6 +449,7 @@ def solve_step(
     # A bound for each cut, cheapest first: placing is what takes long, and a few cuts are placed.
     bounds = np.full(cuts.shape[0], np.inf)
     work_ms = np.full(cases.shape[0], -1.0)  # that of cuts with the same sizes is equal
+    cheapest_ms = np.empty((cases.shape[0], num_sequences))  # of all ranks together
     total = lengths.sum()
     for row in range(cuts.shape[0]):
         room, alone, case = 0, np.inf, case_of[row]
@@ -459,12 +462,14 @@ def solve_step(
             continue
         if work_ms[case] < 0.0:
             work_ms[case] = 0.0
-            for i in range(num_sequences):
-                cheapest = np.inf
-                for k in range(num_sizes):
-                    if cases[case, k] > 0 and lengths[i] <= max_len[k]:
-                        cheapest = min(cheapest, sizes[k] * table[k, i])
-                work_ms[case] += cheapest
+            cheapest_ms[case] = np.inf
+            for k in range(num_sizes):
+                if cases[case, k] > 0:
+                    for i in range(num_sequences):
+                        if lengths[i] <= max_len[k]:
+                            ms = sizes[k] * table[k, i]
+                            cheapest_ms[case, i] = min(cheapest_ms[case, i], ms)
+            work_ms[case] = cheapest_ms[case].sum()
         # The longest sequence takes its time; all together, each where it is cheapest, theirs.
         bounds[row] = max(alone, work_ms[case] / num_ranks + start_ms) * slower[row]
     best, best_cut = limit, -1
@@ -473,9 +478,24 @@ def solve_step(
     for row in np.argsort(bounds):
         if bounds[row] >= best:  # and so are all that follow
             break
-        below = best / slower[row]
+        below, case = best / slower[row], case_of[row]
+        # What all ranks together have to spare, were all of them busy to the end.
+        begun_ms = (cuts[row] * sizes * np.minimum(constants, below)).sum()
+        spare_ms = below * num_ranks - begun_ms - work_ms[case]
         slowest = slower[row] * _place(
-            lengths, table, constants, max_len, cuts[row], below, ends, filled, heap, placed
+            lengths,
+            table,
+            constants,
+            sizes,
+            max_len,
+            cuts[row],
+            below,
+            cheapest_ms[case],
+            spare_ms + _ROUNDING * below,
+            ends,
+            filled,
+            heap,
+            placed,
         )
         if slowest < best:
             best, best_cut = slowest, row
@@ -495,9 +515,12 @@ def _place(
     lengths: IntArray,
     table: FloatArray,
     constants: FloatArray,
+    sizes: IntArray,
     max_len: IntArray,
     cut: IntArray,
     limit: float,
+    cheapest_ms: FloatArray,
+    spare_ms: float,
     ends: FloatArray,
     filled: IntArray,
     heap: IntArray,
@@ -507,7 +530,9 @@ def _place(
     sequence is `placed` in, the end of each group and its tokens, and for each size a `heap` of its
     groups with the earliest first.
 
-    Each sequence goes to the earliest group of the size where it ends first and has room.
+    Each sequence goes to the earliest group of the size where it ends first and has room. It takes
+    all ranks together `cheapest_ms` at least; the cut is left once more than `spare_ms` is taken
+    beyond that.
     """
     first = 0
     for k in range(cut.size):
@@ -527,6 +552,9 @@ def _place(
                     end, kind, top = ends[group] + table[k, i], k, first
             first += cut[k]
         if kind < 0:
+            return np.inf
+        spare_ms -= sizes[kind] * table[kind, i] - cheapest_ms[i]
+        if spare_ms < 0.0:
             return np.inf
         slowest = max(slowest, end)
         group = heap[top]
