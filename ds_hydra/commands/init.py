@@ -31,7 +31,9 @@ def init(
     ] = None,
     trainer: Annotated[
         bool,
-        typer.Option("--trainer", help='For HydraTrainer: "auto" where TrainingArguments fill in.'),
+        typer.Option(
+            "--trainer", help='For HydraTrainer and TRL: "auto" where TrainingArguments fill in.'
+        ),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
 ) -> None:
