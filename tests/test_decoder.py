@@ -95,7 +95,7 @@ def test_layers_that_do_not_attend_are_not_quadratic():
             12 * number * width * (2000**2 / 2 - 2 * 1000**2 / 2)
         )
         shape, _ = describe_model(CONFIGS[name], name)
-        assert shape.heads_width * len(decoder.layers) == pytest.approx(number * width)
+        assert shape.means.attention_width * len(decoder.layers) == pytest.approx(number * width)
     mixer = read_decoder(CONFIGS["nemotron-h-8b"], "x").layers[0]
     assert mixer.state_params == 2 * 128 * 64 * 128
     assert (mixer.mlp_params, mixer.attention_width) == (0, 0)
@@ -117,9 +117,9 @@ def test_a_dense_decoder_is_described_by_its_sizes_alone():
         shape, _ = describe_model(CONFIGS[name], name)
         assert shape.layer is None
     shape, _ = describe_model(CONFIGS["gpt-neox-20b"], "x")
-    assert shape.layer_params == 12 * 6144**2
+    assert shape.means.params == 12 * 6144**2
     assert (
-        ModelShape(num_layers=1, hidden_size=8, intermediate_size=16, vocab_size=1).layer_params
+        ModelShape(num_layers=1, hidden_size=8, intermediate_size=16, vocab_size=1).means.params
         == 640
     )
 

@@ -28,7 +28,7 @@ CONFIG = {
 def test_a_model_by_hand():
     shape, heads = describe_model(CONFIG, "x")
     assert heads == 8
-    assert shape.layer_params == (2 + 2 / 4) * 64**2 + 3 * 64 * 160
+    assert shape.means.params == (2 + 2 / 4) * 64**2 + 3 * 64 * 160
 
 
 MIXTURE = {**CONFIG, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
@@ -49,8 +49,8 @@ def test_a_mixture_by_hand(changes, share, shared):
     attention, dense, router = (2 + 2 / 4) * 64**2, 3 * 64 * 160, 64 * 8
     router += 64 * ("shared_expert_intermediate_size" in changes)  # its gate
     active = (1 - share) * dense + share * (3 * 64 * (shared + 2 * 40) + router)
-    assert shape.active_layer_params == pytest.approx(attention + active)
-    assert shape.layer_params == pytest.approx(attention + active + share * 3 * 64 * 6 * 40)
+    assert shape.means.active_params == pytest.approx(attention + active)
+    assert shape.means.params == pytest.approx(attention + active + share * 3 * 64 * 6 * 40)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_simulate_counts_flops_or_says_why_not(tmp_path, changes, unknown):
         return
     assert ours["mfu"] == pytest.approx(ours["tflops_per_device"] * 1e12 / 989e12)
     shape, _ = describe_model(CONFIG, "x")
-    per_token = 6 * (4 * shape.layer_params + 1000 * 64)
+    per_token = 6 * (4 * shape.means.params + 1000 * 64)
     least = per_token * ours["tokens_per_s"] / 2 / 1e12
     assert least < ours["tflops_per_device"] < 3 * least  # attention on top
     assert f"{ours['tflops_per_device']:.3g}, {ours['mfu']:.0%}" in result.stdout

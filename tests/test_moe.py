@@ -269,9 +269,9 @@ def test_a_described_model_has_the_parameters_of_the_real_one(family):
     """But for norms, routers and, in DeepSeek-V3, latent attention."""
     stage_model = StageModel(tiny(family))
     shape, _ = describe_model(stage_model.config.to_dict(), family)
-    assert shape.layer_params == pytest.approx(layer_params(stage_model), rel=0.1)
+    assert shape.means.params == pytest.approx(layer_params(stage_model), rel=0.1)
     experts = state_memory(stage_model)["expert_fraction"] * layer_params(stage_model)
-    assert shape.expert_params == pytest.approx(experts)
+    assert shape.means.expert_params == pytest.approx(experts)
     profile = estimate_profile(stage_model, Hardware.load("a800"), 8, CONFIG, name="estimate")
     assert Scheme(1, 1, sp=4, ep=4) in profile.latency
 

@@ -234,7 +234,8 @@ def test_weights_that_multiply_in_8_bits_take_half_of_both_gathers(experts):
     cluster = replace(cluster, shape=replace(cluster.shape, experts=experts))
     eight = replace(cluster, float8=True)
     # Experts that tokens choose from stay in 16 bit, and so do embedding and head
-    linear = cluster.shape.num_layers * (cluster.shape.layer_params - cluster.shape.expert_params)
+    means = cluster.shape.means
+    linear = cluster.shape.num_layers * (means.params - means.expert_params)
     saved = linear / 2 / 1e2
     assert cluster.gather_ms(GATHERED) - eight.gather_ms(GATHERED) == pytest.approx(2 * saved)
     gathered, kept = (Strategy.parse(text) for text in ("8x<1,1;gather>", "8x<1,1>"))

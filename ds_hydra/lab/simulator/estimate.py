@@ -43,7 +43,8 @@ def estimate_from_config(
     source = find_file("hardware", hardware_name)
     described = read_json_object(source)
     hardware = Hardware.from_json(described, source=str(source))
-    params = shape.layer_params / shape.hidden_size**2
+    means = shape.means
+    params = means.params / shape.hidden_size**2
     schemes = [
         s
         for s in power_of_two_schemes(num_devices)
@@ -60,7 +61,7 @@ def estimate_from_config(
                 str(tp): shape.activation_bytes(tp) for tp in {scheme.tp for scheme in schemes}
             },
             **engine_states(params, _ELEMENT_BYTES),
-            **expert_memory(shape.expert_params / shape.layer_params),
+            **expert_memory(means.expert_params / means.params),
         },
         context_length=context_length,
         expert_skew=expert_skew,
