@@ -206,7 +206,7 @@ def test_products_run_beside_a_reduce_scatter_and_read_what_was_gathered(events)
     class Shards(TokenShards):
         """Two ranks that have the same tokens."""
 
-        def gather(self, shard):
+        def post_gather(self, shard):
             events.append("gather")
             return torch.cat([shard, shard], dim=-2), lambda: events.append("gathered")
 
