@@ -157,11 +157,12 @@ def memory_of_exchanges():
     for text in ("4x<1,1>", "1x<2,1>", "1x<1,2> + 1x<2,1>", "1x<4,1>"):
         strategy = Strategy.parse(text)
         engine.hydra.propagator.prepare([strategy])
+        phases = hand_plan(strategy, (9, 5), 12, empty_pipeline=False).on_rank(propagator.rank)
         propagator.links.buffers.peak_bytes = 0
         allocated = []
         for _ in range(3):
             with NewMemory() as new:
-                session = propagator.links.open(strategy, training=True, grads_P=grads_P)
+                session = propagator.links.open(phases, training=True, grads_P=grads_P)
                 with session:
                     session.finish()
             allocated.append(new.nbytes)
