@@ -250,7 +250,7 @@ def test_weights_that_multiply_in_8_bits_take_half_of_both_gathers(experts):
 def test_the_price_of_a_gathered_layer_is_what_its_routes_carry_into_a_node(text, num_nodes):
     scheme, num_ranks = Scheme.parse(text), 4 * num_nodes
     cluster = make_cluster(num_ranks, devices_per_node=4)
-    alike = Strategy((scheme,) * (num_ranks // scheme.num_devices))
+    alike = Strategy.alike(scheme, num_ranks)
     specs = decoder_specs(96, 4, tied=False)
     rank_buckets = strategy_buckets(specs, alike, num_ranks, 4)
 

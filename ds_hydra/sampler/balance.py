@@ -252,7 +252,7 @@ def _own_rows(
             lengths=tokens,
             num_label_tokens=0,
         ),
-        strategies=[Strategy((_ONE_RANK,) * num_ranks)],
+        strategies=[Strategy.alike(_ONE_RANK, num_ranks)],
         profile=Profile(
             name="balance_rows",
             latency={_ONE_RANK: latency},

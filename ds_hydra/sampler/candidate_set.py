@@ -168,8 +168,7 @@ def _without_lengths(profile: Profile | None, settings: CandidateSettings) -> tu
 
 def _of_one_scheme(schemes: Iterable[Scheme], settings: CandidateSettings) -> list[Strategy]:
     """For each of `schemes` as many pipelines as have room; devices that are left stay idle."""
-    number = settings.num_devices
-    return [Strategy((scheme,) * (number // scheme.num_devices)) for scheme in schemes]
+    return [Strategy.alike(scheme, settings.num_devices) for scheme in schemes]
 
 
 def _checked(

@@ -431,8 +431,8 @@ def groups_of_gathered(
         widest = max(gathered, key=lambda scheme: scheme.num_devices)
         gathered += [replace(scheme, ckpt=widest.ckpt) for scheme in gathered]
     for scheme in dict.fromkeys(gathered):
-        number = num_devices // scheme.num_devices
-        alike.setdefault(scheme.ckpt, {})[Strategy((scheme,) * number)] = scheme.num_devices
+        strategy = Strategy.alike(scheme, num_devices)
+        alike.setdefault(scheme.ckpt, {})[strategy] = scheme.num_devices
     wanted = [s for of_kind in alike.values() if len({*of_kind.values()}) > 1 for s in of_kind]
     found: list[Strategy] = []
     for strategy in sorted(wanted, key=lambda strategy: count_groups([strategy])):

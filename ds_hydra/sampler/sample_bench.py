@@ -206,8 +206,7 @@ class SampleBench:
 
         Each is estimated by one greedy dispatch of some mini-batches.
         """
-        number = self.world.num_devices
-        alike = [Strategy((s,) * (number // s.num_devices)) for s in schemes]
+        alike = [Strategy.alike(scheme, self.world.num_devices) for scheme in schemes]
         screened: dict[Strategy, FloatArray] = {}
         chosen: list[Strategy] = [*start]
         for done in range(_MOST_STEPS):

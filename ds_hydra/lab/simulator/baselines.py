@@ -105,7 +105,7 @@ def with_expert_parallelism(scenario: Scenario) -> tuple[Scenario, tuple[Strateg
     fitting = (
         s for s in found if wider.has_room(s) and wider.max_len_tokens(s) >= wider.context_length
     )
-    return wider, tuple(Strategy((s,) * (wider.num_devices // s.num_devices)) for s in fitting)
+    return wider, tuple(Strategy.alike(s, wider.num_devices) for s in fitting)
 
 
 def balanced(scenario: Scenario, *, name: str) -> SystemResult:
