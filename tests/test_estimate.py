@@ -15,8 +15,8 @@ from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.cost_models.decoder import find_size
+from ds_hydra.strategy.cost_models.described_model import describe_model
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES
-from ds_hydra.strategy.proposal.estimate import describe_model
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of
 
 CONFIG = {

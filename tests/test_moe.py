@@ -31,7 +31,7 @@ from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.strategy import Scheme
 from ds_hydra.strategy.cost_models.analytic import Hardware
-from ds_hydra.strategy.proposal.estimate import describe_model
+from ds_hydra.strategy.cost_models.described_model import describe_model
 
 CONFIG = HydraConfig(context_length=64, tokens_per_iteration=64)
 

@@ -34,9 +34,9 @@ from ds_hydra.sampler.problem import EPSILON
 from ds_hydra.sampler.schedule import FloatArray, IntArray, steps_ms
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.cost_models.analytic import Hardware, predict_latency
+from ds_hydra.strategy.cost_models.described_model import describe_model
 from ds_hydra.strategy.profiles.memory_model import MemoryModel
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, LatencyModel, Profile
-from ds_hydra.strategy.proposal.estimate import describe_model
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 _ONE_RANK = Scheme(1, 1)

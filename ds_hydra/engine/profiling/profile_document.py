@@ -33,6 +33,8 @@ from ds_hydra.model_config import all_fields
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.analytic import Hardware, predict_profile
 from ds_hydra.strategy.cost_models.decoder import ModelSize, read_decoder
+from ds_hydra.strategy.cost_models.described_model import describe_model as describe_config
+from ds_hydra.strategy.cost_models.described_model import expert_parallel_schemes, find_experts
 from ds_hydra.strategy.cost_models.flops import FROZEN_FLOP, TRAINED_FLOP, ModelFlops
 from ds_hydra.strategy.profiles.profile import (
     PROFILE_SCHEMA,
@@ -41,8 +43,6 @@ from ds_hydra.strategy.profiles.profile import (
     fit_latency,
     saturation_tokens,
 )
-from ds_hydra.strategy.proposal.estimate import describe_model as describe_config
-from ds_hydra.strategy.proposal.estimate import expert_parallel_schemes, find_experts
 from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
 from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION
 

@@ -9,9 +9,9 @@ from typing import Any
 from ds_hydra.configs.files import find_file, read_json_object
 from ds_hydra.strategy.cost_models.analytic import Hardware, predict_latency, predict_profile
 from ds_hydra.strategy.cost_models.decoder import read_decoder
+from ds_hydra.strategy.cost_models.described_model import describe_model, expert_parallel_schemes
 from ds_hydra.strategy.cost_models.flops import ModelFlops
 from ds_hydra.strategy.profiles.profile import Profile, engine_states, expert_memory
-from ds_hydra.strategy.proposal.estimate import describe_model, expert_parallel_schemes
 from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.lab.simulator.comparison import Comparison
+from ds_hydra.lab.simulator.results import Comparison
 from ds_hydra.lab.simulator.scenario import SystemResult
 from ds_hydra.lab.simulator.systems import PAPER
 from ds_hydra.records.events import Simulation, simulate_plan
