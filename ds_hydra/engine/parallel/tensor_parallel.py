@@ -208,11 +208,6 @@ def gather_shards(shard: Tensor, shards: TokenShards) -> Tensor:
     return exchange(shard.unsqueeze(0), shards.gather, shards.reduce_scatter).squeeze(0)
 
 
-def scatter_sum(partial_BTH: Tensor, shards: TokenShards) -> Tensor:
-    """This rank's shard of the sum of the group's partial outputs."""
-    return exchange(partial_BTH, shards.reduce_scatter, shards.gather)
-
-
 def find_blocks(layer: nn.Module, sides: Mapping[nn.Module, str]) -> Iterator[nn.Module]:
     """The modules of `layer` that read a whole micro-batch: parents of column-wise modules.
 
@@ -333,7 +328,7 @@ class TensorParallel:
         the gradient on.
         """
         if self.shards is not None:
-            return scatter_sum(partial, self.shards)
+            return exchange(partial, self.shards.reduce_scatter, self.shards.gather)
         return exchange(partial, functools.partial(_sum_over, group=self.group), lambda grad: grad)
 
     def forget_input(self) -> None:

@@ -205,9 +205,12 @@ def two_stage(
     count = len(scenario.batches)
     trial = range(min(NUM_TRIAL_BATCHES, count))
     tried = {
-        strategy: _iterations_ms(
-            [scenario.planned_outcome(strategy, number, is_heuristic=True) for number in trial]
-        ).sum()
+        strategy: np.sum(
+            [
+                scenario.planned_outcome(strategy, number, is_heuristic=True).iteration_ms
+                for number in trial
+            ]
+        )
         for strategy in strategies
     }
     results: list[SystemResult] = []
@@ -246,10 +249,6 @@ def _planned_below(
         outcomes.append(scenario.planned_outcome(strategy, number))
         least += outcomes[-1].iteration_ms - bound
     return outcomes
-
-
-def _iterations_ms(outcomes: Sequence[Outcome]) -> FloatArray:
-    return np.array([outcome.iteration_ms for outcome in outcomes])
 
 
 def _bounds(scenario: Scenario, strategy: Strategy) -> FloatArray:
