@@ -15,7 +15,7 @@ from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.cost_models.decoder import find_size
-from ds_hydra.strategy.cost_models.described_model import describe_model
+from ds_hydra.strategy.cost_models.described_config import describe_config
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of
 
@@ -26,7 +26,7 @@ CONFIG = {
 
 
 def test_a_model_by_hand():
-    shape, heads = describe_model(CONFIG, "x")
+    shape, heads = describe_config(CONFIG, "x")
     assert heads == 8
     assert shape.means.params == (2 + 2 / 4) * 64**2 + 3 * 64 * 160
 
@@ -45,7 +45,7 @@ MIXTURE = {**CONFIG, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermedia
     ],
 )
 def test_a_mixture_by_hand(changes, share, shared):
-    shape, _ = describe_model({**MIXTURE, **changes}, "x")
+    shape, _ = describe_config({**MIXTURE, **changes}, "x")
     attention, dense, router = (2 + 2 / 4) * 64**2, 3 * 64 * 160, 64 * 8
     router += 64 * ("shared_expert_intermediate_size" in changes)  # its gate
     active = (1 - share) * dense + share * (3 * 64 * (shared + 2 * 40) + router)
@@ -172,7 +172,7 @@ def test_every_hardware_runs_a_preset_and_says_what_is_assumed():
 )
 def test_models_that_cannot_be_described(changes, words):
     with pytest.raises(HydraConfigError) as caught:
-        describe_model({**CONFIG, **changes}, "config.json")
+        describe_config({**CONFIG, **changes}, "config.json")
     assert words in str(caught.value)
 
 
@@ -198,7 +198,7 @@ def test_simulate_counts_flops_or_says_why_not(tmp_path, changes, unknown):
         assert (ours["tflops_per_device"], ours["mfu"]) == (None, None)
         return
     assert ours["mfu"] == pytest.approx(ours["tflops_per_device"] * 1e12 / 989e12)
-    shape, _ = describe_model(CONFIG, "x")
+    shape, _ = describe_config(CONFIG, "x")
     per_token = 6 * (4 * shape.means.params + 1000 * 64)
     least = per_token * ours["tokens_per_s"] / 2 / 1e12
     assert least < ours["tflops_per_device"] < 3 * least  # attention on top

@@ -133,8 +133,8 @@ class Travel:
         num_chosen: int,
     ) -> None:
         self.order_S, self.num_chosen, self._num_received = order_S, num_chosen, sum(received_P)
-        self._send = partial(_exchange, group=group, sent_P=sent_P, received_P=received_P)
-        self._return = partial(_exchange, group=group, sent_P=received_P, received_P=sent_P)
+        self._send = partial(_all_to_all, group=group, sent_P=sent_P, received_P=received_P)
+        self._return = partial(_all_to_all, group=group, sent_P=received_P, received_P=sent_P)
 
     def there(self, rows_S: Tensor) -> Tensor:
         """The rows for this rank's experts, ordered by sender and expert."""
@@ -145,7 +145,7 @@ class Travel:
         return exchange(rows_R[: self._num_received], self._return, self._send)
 
 
-def _exchange(
+def _all_to_all(
     rows: Tensor, group: dist.ProcessGroup | None, sent_P: Sequence[int], received_P: Sequence[int]
 ) -> Tensor:
     """All-to-all of rows, `sent_P[i]` of them to rank i."""

@@ -9,7 +9,7 @@ from typing import Any
 from ds_hydra.configs.files import find_file, read_json_object
 from ds_hydra.strategy.cost_models.analytic import Hardware, predict_latency, predict_profile
 from ds_hydra.strategy.cost_models.decoder import read_decoder
-from ds_hydra.strategy.cost_models.described_model import describe_model, expert_parallel_schemes
+from ds_hydra.strategy.cost_models.described_config import describe_config, expert_parallel_schemes
 from ds_hydra.strategy.cost_models.flops import ModelFlops
 from ds_hydra.strategy.profiles.profile import Profile, engine_states, expert_memory
 from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
@@ -38,7 +38,7 @@ def estimate_from_config(
     """
     path = find_file("models", model) if config is None else Path(model)
     config = read_json_object(path) if config is None else config
-    shape, heads = describe_model(config, str(path))
+    shape, heads = describe_config(config, str(path))
     decoder = read_decoder(config, str(path))
     source = find_file("hardware", hardware_name)
     described = read_json_object(source)
