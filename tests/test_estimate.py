@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
+from command_line import invoke
 from spaces import full_space
-from test_simulate_command import invoke
 
 from ds_hydra.configs import list_files, load_model_preset
 from ds_hydra.errors import HydraConfigError
@@ -188,7 +188,7 @@ def test_simulate_counts_flops_or_says_why_not(tmp_path, changes, unknown):
     path.write_text(json.dumps({**CONFIG, **changes}))
     options = ["--hardware", "h100", "--devices", 2, "--iterations", 1, "--no-spread"]
     options += ["--systems", "ds_hydra", "--space", "plain", "--context", 1024, "--out"]
-    result = invoke("--model", path, *options, tmp_path / "out.json")
+    result = invoke("simulate", "--model", path, *options, tmp_path / "out.json")
     assert result.exit_code == 0, result.stderr
     document = json.loads((tmp_path / "out.json").read_text())
     (ours,) = document["systems"]
@@ -208,7 +208,7 @@ def test_simulate_counts_flops_or_says_why_not(tmp_path, changes, unknown):
 def test_simulate_answers_for_a_mixture():
     options = ["--hardware", "h100", "--devices", 16, "--iterations", 1, "--no-spread"]
     options += ["--systems", "megatron", "--context", 8192, "--tokens", 50000]
-    result = invoke("--model", "gpt_oss_20b", *options, "--expert-skew", 1.5, "--json")
+    result = invoke("simulate", "--model", "gpt_oss_20b", *options, "--expert-skew", 1.5, "--json")
     assert result.exit_code == 0, result.stderr
     assert "busiest rank's get 1.5 times the mean" in result.stderr
     assert json.loads(result.stdout)["num_devices"] == 16
@@ -219,7 +219,7 @@ def test_simulate_takes_a_config_json(tmp_path):
     path.write_text(json.dumps({**load_model_preset("llama2_7b"), "num_hidden_layers": 4}))
     options = ["--hardware", "h100", "--devices", 8, "--iterations", 1, "--no-spread"]
     options += ["--systems", "megatron", "--space", "plain"]
-    result = invoke("--model", path, *options, "--json")
+    result = invoke("simulate", "--model", path, *options, "--json")
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["num_devices"] == 8
     assert "assumed: context: 32768" in result.stderr
@@ -229,4 +229,4 @@ def test_simulate_takes_a_config_json(tmp_path):
         (["--model", "llama2_7b", "--nodes", 1], "--model needs --hardware"),
         (["--model", "llama2_7b", "--hardware", "h100"], "give --nodes or --devices"),
     ):
-        assert words in invoke(*wrong).stderr
+        assert words in invoke("simulate", *wrong).stderr
