@@ -76,8 +76,8 @@ MUTANTS = (
     Mutant(
         "a row-wise layer's output is one rank's part",
         _TP,
-        "summed, wait = _post_sum_over(x, group)",
-        "summed, wait = x.clone(), lambda: None",
+        "summed, wait = _post_sum_over(part, group)",
+        "summed, wait = part.clone(), lambda: None",
         values=("tp2", "tp4", "tp2pp2"),
     ),
     Mutant(
@@ -97,16 +97,16 @@ MUTANTS = (
     Mutant(
         "gathered features: the neighbour's gradient",
         _TP,
-        "return grad.chunk(size, dim=-1)[rank], None, None, None",
-        "return grad.chunk(size, dim=-1)[rank - 1], None, None, None",
+        "functools.partial(_own_features, size=tp.size, rank=tp.rank)",
+        "functools.partial(_own_features, size=tp.size, rank=tp.rank - 1)",
         ("phi3", "olmo2"),
         values=("tp2", "tp4"),
     ),
     Mutant(
         "split features: the neighbour's",
         _TP,
-        "return whole.chunk(size, dim=-1)[rank].contiguous()",
-        "return whole.chunk(size, dim=-1)[rank - 1].contiguous()",
+        "_own_features(whole, tp.size, tp.rank).contiguous()",
+        "_own_features(whole, tp.size, tp.rank - 1).contiguous()",
         ("phi3", "olmo2"),
         values=("tp2", "tp4"),
     ),

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ds_hydra.lab.simulator.cases import load_case
 from ds_hydra.lab.simulator.compare import compare
-from ds_hydra.lab.simulator.comparison import Comparison
+from ds_hydra.lab.simulator.results import Comparison
 from ds_hydra.lab.simulator.scenario import Noise
 from ds_hydra.lab.simulator.systems import DS_HYDRA, Settings
 from ds_hydra.sampler.warm_up import warm_up

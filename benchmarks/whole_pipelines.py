@@ -22,7 +22,7 @@ from tqdm import tqdm
 from benchmarks.pages import put_section
 from ds_hydra.lab.simulator.cases import list_cases, load_case
 from ds_hydra.lab.simulator.compare import compare
-from ds_hydra.lab.simulator.comparison import Planned
+from ds_hydra.lab.simulator.results import Planned
 from ds_hydra.lab.simulator.scenario import Scenario, bound_of
 from ds_hydra.lab.simulator.systems import DS_HYDRA, PLAIN, Settings
 from ds_hydra.sampler.integer_programs import SolverLimits, make_model

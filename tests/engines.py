@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import ds_hydra
 from ds_hydra.engine import HydraEngine
+from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
 
 
@@ -100,6 +101,32 @@ def full_states(engine: Any, params: Sequence[nn.Parameter]) -> list[dict[str, T
         }
         for p in params
     ]
+
+
+def train_plan(engine, plan, load, objective=None):
+    """What this rank measured in the passes of `plan`, and its shards of the gradients; no step."""
+    engine.hydra.propagator.prepare([plan.strategy])
+    grads_P = engine._zero_gradient_shards()
+    outcome = engine.hydra.propagator.train(plan, load, grads_P, 1.0, objective)
+    return outcome, [g.clone() for g in grads_P]
+
+
+def gather_gradients(engine, grads_P):
+    """Full gradients out of every rank's shards, in one collective; zeros of what is frozen."""
+    gathered = gather_rows(torch.cat(list(grads_P))).split([g.numel() for g in grads_P], dim=1)
+    return [
+        rows.flatten()[: spec.numel].view(spec.shape)
+        if spec.requires_grad
+        else torch.zeros(spec.shape)
+        for spec, rows in zip(engine.hydra.stage_model.specs, gathered, strict=True)
+    ]
+
+
+def loss_and_gradients(engine, plan, load, objective=None):
+    """Loss and full gradients of the passes of `plan`."""
+    outcome, grads_P = train_plan(engine, plan, load, objective)
+    loss = engine.hydra.gather_outcomes(outcome).loss(plan, objective)
+    return loss, gather_gradients(engine, grads_P)
 
 
 def small_profile(memory_bytes, num_layers=2):

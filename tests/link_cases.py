@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -74,6 +75,17 @@ def slice_regions(spec: ParamSpec, tp_size: int, tp_rank: int) -> list[Region]:
         regions.append(dataclasses.replace(region, row=begin + region.row))
         begin += rows
     return regions
+
+
+def crop(spec: ParamSpec, full: Any, region: Region) -> Any:
+    """The elements of a whole parameter that are in `region`, a view."""
+    return crop_of(full.reshape(spec.num_rows, spec.num_cols), region)
+
+
+def crop_of(matrix: Any, region: Region) -> Any:
+    return matrix[
+        region.row : region.row + region.num_rows, region.col : region.col + region.num_cols
+    ]
 
 
 def strategy_buckets(

@@ -81,8 +81,8 @@ def lines(profile: Profile, cluster: Cluster | None, num_devices: int, space: st
         terms = (t.quadratic_ms, t.linear_ms, t.constant_ms, t.traffic_ms, t.hidden_ms)
         held = known.max_len_tokens(scheme, num_devices) if known.memory.knows(scheme) else None
         link = ""
-        if cluster is not None and (number := num_devices // scheme.num_devices):
-            times = cluster.link_times(Strategy((scheme,) * number))
+        if cluster is not None and scheme.num_devices <= num_devices:
+            times = cluster.link_times(Strategy.alike(scheme, num_devices))
             link = f"{times.pull_ms.hex()} {times.push_ms.hex()}"
         yield f"{scheme} {' '.join(map(float.hex, map(float, terms)))} {held} {link}"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from hypothesis import strategies as st
 
 from ds_hydra.sampler.plan import GlobalBatch
@@ -74,6 +76,17 @@ def wide_schemes(draw, max_tp: int = 16, max_pp: int = 8) -> Scheme:
         cp=draw(st.sampled_from([1, 1, 2, 3])),
         context_first=draw(st.booleans()),
     )
+
+
+def partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    """All ways to divide `items` into non-empty groups."""
+    if not items:
+        yield []
+        return
+    for smaller in partitions(items[1:]):
+        yield [[items[0]], *smaller]
+        for i, group in enumerate(smaller):
+            yield [*smaller[:i], [items[0], *group], *smaller[i + 1 :]]
 
 
 def make_batch(lengths: list[int], iteration: int = 0) -> GlobalBatch:

@@ -950,7 +950,7 @@ def noted(events, word, run):
 def check_engine_with_cudnn():
     strategies = ("2x<1,1;ckpt=1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<cp2,1>")
     events = []
-    build, opens = attention_cudnn._Plans.build, StrategyLinks.open_phases
+    build, opens = attention_cudnn._Plans.build, StrategyLinks.open
     with (
         installed(CUDNN) as calls,
         mock.patch("ds_hydra.engine.model.stage_model.select_kernels", use_cudnn),
@@ -958,7 +958,7 @@ def check_engine_with_cudnn():
         mock.patch.object(attention_cudnn, "_GRID_TOKENS", 2),
         mock.patch.object(attention_cudnn, "_WORTH_FLOPS", 0),
         mock.patch.object(attention_cudnn._Plans, "build", noted(events, "plans", build)),
-        mock.patch.object(StrategyLinks, "open_phases", noted(events, "iteration", opens)),
+        mock.patch.object(StrategyLinks, "open", noted(events, "iteration", opens)),
     ):
         first = check_gradients("llama", strategies)
         calls[CUDNN].clear()

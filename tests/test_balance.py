@@ -16,9 +16,8 @@ import torch
 from distributed import run_distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import make_profile
+from reference import make_profile, partitions
 from test_examples import load
-from test_planner import groupings
 
 import ds_hydra
 from ds_hydra.configs import load_model_preset
@@ -70,7 +69,7 @@ def best_of_all(lengths, num_ranks, max_tokens):
     are neighbours by time.
     """
     best = np.inf
-    for rows in groupings(lengths):
+    for rows in partitions(lengths):
         if all(sum(row) <= max_tokens for row in rows):
             times = sorted(map(row_ms, rows), reverse=True)
             best = min(best, sum(times[::num_ranks]))

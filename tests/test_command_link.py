@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from typer.testing import CliRunner
-
-from ds_hydra.cli import app
+from command_line import invoke, refused
 
 CONFIG = {
     "model_type": "llama",
@@ -28,17 +26,13 @@ def model(tmp_path):
     return tmp_path
 
 
-def invoke(*arguments: object):
-    return CliRunner().invoke(app, ["link", *(str(argument) for argument in arguments)])
-
-
 def arguments(model, *more, strategy="1x<2,1> + 2x<1,1>", devices=4):
     return ("--strategy", strategy, "--model", model, "--devices", devices, *more)
 
 
 def test_json_counts_bytes_in_the_direction_in_which_they_travel(model):
     wide = ("--gradient-dtype", "fp32")
-    result = invoke(*arguments(model, "--devices-per-node", 2, "--json", *wide))
+    result = invoke("link", *arguments(model, "--devices-per-node", 2, "--json", *wide))
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     assert document["rounds"] == 6
@@ -63,7 +57,7 @@ def test_json_counts_bytes_in_the_direction_in_which_they_travel(model):
 
 
 def test_pipelines_pull_each_layer_once_and_their_own_stage_only(model):
-    result = invoke(*arguments(model, "--json", strategy="1x<2,2>"))
+    result = invoke("link", *arguments(model, "--json", strategy="1x<2,2>"))
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     pulled = document["pull"]["direct"]
@@ -74,7 +68,7 @@ def test_pipelines_pull_each_layer_once_and_their_own_stage_only(model):
 
 def test_streamed_layers_have_a_home_and_nothing_is_sent(model):
     strategy = "1x<2,1;stream> + 2x<1,1>"
-    result = invoke(*arguments(model, "--json", strategy=strategy))
+    result = invoke("link", *arguments(model, "--json", strategy=strategy))
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     whole = 2 * document["parameters"]
@@ -85,16 +79,18 @@ def test_streamed_layers_have_a_home_and_nothing_is_sent(model):
     (stage,) = document["home"]["stages"]
     assert whole / 2 < stage["read_bytes"] < 1.05 * whole / 2
     assert 0 < stage["copied_bytes"] < stage["read_bytes"] / 2, "row-wise ones"
-    text = invoke(*arguments(model, strategy=strategy)).stdout
+    text = invoke("link", *arguments(model, strategy=strategy)).stdout
     assert "home of streamed layers, shared by 4 ranks" in text
-    refused = invoke(*arguments(model, "--devices-per-node", 2, strategy=strategy))
+    refused = invoke("link", *arguments(model, "--devices-per-node", 2, strategy=strategy))
     instead = "1x<2,1;gather> + 2x<1,1;gather>"
     assert f"there are 2 hosts; write ;gather in place of ;stream: '{instead}'" in refused.stderr
-    assert not invoke(*arguments(model, "--devices-per-node", 2, strategy=instead)).exit_code
+    assert not invoke(
+        "link", *arguments(model, "--devices-per-node", 2, strategy=instead)
+    ).exit_code
 
 
 def test_the_table_names_collectives_and_the_lower_bound(model):
-    result = invoke(*arguments(model, strategy="4x<1,1>"))
+    result = invoke("link", *arguments(model, strategy="4x<1,1>"))
     assert result.exit_code == 0, result.stderr
     assert "  all-gather: ranks 0, 1, 2, 3, 6 rounds" in result.stdout
     assert (
@@ -102,7 +98,7 @@ def test_the_table_names_collectives_and_the_lower_bound(model):
         in result.stdout
     )
     assert "lower bound" not in result.stdout, "one node of eight devices"
-    assert "lower bound" in invoke(*arguments(model, "--devices-per-node", 2)).stdout
+    assert "lower bound" in invoke("link", *arguments(model, "--devices-per-node", 2)).stdout
 
 
 def test_a_topology_file_gives_nodes_and_times(model, tmp_path):
@@ -116,9 +112,10 @@ def test_a_topology_file_gives_nodes_and_times(model, tmp_path):
         }
         (tmp_path / "T.json").write_text(json.dumps(document))
         return invoke(
+            "link",
             *arguments(
                 model, "--topology", tmp_path / "T.json", "--json", devices=devices, **options
-            )
+            ),
         )
 
     slow, fast = (json.loads(predicted(rate).stdout) for rate in (1e8, 1e9))
@@ -142,13 +139,11 @@ def test_a_topology_file_gives_nodes_and_times(model, tmp_path):
     ],
 )
 def test_mistakes_are_explained(model, options, says):
-    result = invoke(*arguments(model, **options))
-    assert result.exit_code == 1
-    assert says in result.stderr
+    assert says in refused("link", *arguments(model, **options))
 
 
 def test_unknown_hardware_and_wrong_files_are_explained(model, tmp_path):
-    assert "did you mean 'a800'?" in invoke(*arguments(model, "--topology", "a900")).stderr
+    assert "did you mean 'a800'?" in invoke("link", *arguments(model, "--topology", "a900")).stderr
     (tmp_path / "X.json").write_text('{"schema": "ds_hydra.profile/1"}')
-    result = invoke(*arguments(model, "--topology", tmp_path / "X.json"))
+    result = invoke("link", *arguments(model, "--topology", tmp_path / "X.json"))
     assert "expected 'ds_hydra.topology/1' or 'ds_hydra.hardware/1'" in result.stderr

@@ -18,8 +18,8 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.model_config import all_fields, read_config
 from ds_hydra.strategy.cost_models.analytic import ModelShape
 from ds_hydra.strategy.cost_models.decoder import COMPARED, read_decoder
+from ds_hydra.strategy.cost_models.described_config import describe_config
 from ds_hydra.strategy.cost_models.flops import ModelFlops
-from ds_hydra.strategy.proposal.estimate import describe_model
 
 CONFIGS = shared_json("model_configs.json")
 STATED = {
@@ -94,8 +94,8 @@ def test_layers_that_do_not_attend_are_not_quadratic():
         assert flops.of([2000]) - 2 * flops.of([1000]) == pytest.approx(
             12 * number * width * (2000**2 / 2 - 2 * 1000**2 / 2)
         )
-        shape, _ = describe_model(CONFIGS[name], name)
-        assert shape.heads_width * len(decoder.layers) == pytest.approx(number * width)
+        shape, _ = describe_config(CONFIGS[name], name)
+        assert shape.means.attention_width * len(decoder.layers) == pytest.approx(number * width)
     mixer = read_decoder(CONFIGS["nemotron-h-8b"], "x").layers[0]
     assert mixer.state_params == 2 * 128 * 64 * 128
     assert (mixer.mlp_params, mixer.attention_width) == (0, 0)
@@ -114,12 +114,12 @@ def test_latent_attention_has_dims_of_its_own():
 def test_a_dense_decoder_is_described_by_its_sizes_alone():
     """So that its times stay those of the sizes that a measured profile has."""
     for name in ("llama-3.1-8b", "qwen2.5-72b", "olmo-2-32b"):
-        shape, _ = describe_model(CONFIGS[name], name)
+        shape, _ = describe_config(CONFIGS[name], name)
         assert shape.layer is None
-    shape, _ = describe_model(CONFIGS["gpt-neox-20b"], "x")
-    assert shape.layer_params == 12 * 6144**2
+    shape, _ = describe_config(CONFIGS["gpt-neox-20b"], "x")
+    assert shape.means.params == 12 * 6144**2
     assert (
-        ModelShape(num_layers=1, hidden_size=8, intermediate_size=16, vocab_size=1).layer_params
+        ModelShape(num_layers=1, hidden_size=8, intermediate_size=16, vocab_size=1).means.params
         == 640
     )
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from engines import start_hydra
+from engines import start_hydra, train_plan
 from models import VOCAB_SIZE, tiny
 from single_process import num_label_tokens, random_examples
 from test_engine_parity import RELATIVE_TOLERANCE, check_gradients, hand_plan
@@ -63,14 +63,6 @@ def random_cases(num_sequences, seed):
             )
 
 
-def train_plan(engine, plan, tensors):
-    """What this rank measured, and the gradients of its shards."""
-    engine.hydra.propagator.prepare([plan.strategy])
-    grads_P = engine._zero_gradient_shards()
-    outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
-    return outcome, [g.clone() for g in grads_P]
-
-
 def delay_rounds(propagator, random):
     """Make every round of this rank begin up to 2 ms late, so that threads and ranks meet in many
     orders.
@@ -109,7 +101,7 @@ def gradients_with_and_without_overlap(num_sequences):
     for number, plan, tensors in random_cases(num_sequences, seed=0):
         bits = {}
         for overlap, engine in engines.items():
-            outcome, grads_P = train_plan(engine, plan, tensors)
+            outcome, grads_P = train_plan(engine, plan, tensors.__getitem__)
             bits[overlap] = (outcome.loss_sum, grads_P)
             check_times(outcome, overlap)
         same = bits[True][0] == bits[False][0] and all(
@@ -157,11 +149,12 @@ def memory_of_exchanges():
     for text in ("4x<1,1>", "1x<2,1>", "1x<1,2> + 1x<2,1>", "1x<4,1>"):
         strategy = Strategy.parse(text)
         engine.hydra.propagator.prepare([strategy])
+        phases = hand_plan(strategy, (9, 5), 12, empty_pipeline=False).on_rank(propagator.rank)
         propagator.links.buffers.peak_bytes = 0
         allocated = []
         for _ in range(3):
             with NewMemory() as new:
-                session = propagator.links.open(strategy, training=True, grads_P=grads_P)
+                session = propagator.links.open(phases, training=True, grads_P=grads_P)
                 with session:
                     session.finish()
             allocated.append(new.nbytes)

@@ -17,7 +17,7 @@ import torch
 import torch._dynamo.utils
 import torch.distributed as dist
 from distributed import run_distributed
-from engines import start_hydra
+from engines import loss_and_gradients, start_hydra
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import VOCAB_SIZE, tiny
@@ -27,7 +27,6 @@ from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 from ds_hydra.engine.losses import head_loss
 from ds_hydra.engine.model.stage_forward import StageForward
 from ds_hydra.engine.parallel import linear
-from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.sampler.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Strategy
@@ -79,26 +78,12 @@ def hand_plan(
     )
 
 
-def gather_gradients(engine, grads_P):
-    """Full gradients out of every rank's shards, in one collective; zeros of what is frozen."""
-    gathered = gather_rows(torch.cat(list(grads_P))).split([g.numel() for g in grads_P], dim=1)
-    return [
-        rows.flatten()[: spec.numel].view(spec.shape)
-        if spec.requires_grad
-        else torch.zeros(spec.shape)
-        for spec, rows in zip(engine.hydra.stage_model.specs, gathered, strict=True)
-    ]
-
-
 def gradients_under(engine, text, examples, lengths):
     """Full gradients of one plan by hand under the strategy that `text` names."""
-    strategy = Strategy.parse(text)
-    engine.hydra.propagator.prepare([strategy])
-    plan = hand_plan(strategy, lengths, num_label_tokens(examples), empty_pipeline=False)
+    num_labels = num_label_tokens(examples)
+    plan = hand_plan(Strategy.parse(text), lengths, num_labels, empty_pipeline=False)
     tensors = [(e["input_ids"], e["labels"]) for e in examples]
-    grads_P = engine._zero_gradient_shards()
-    engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
-    return gather_gradients(engine, grads_P)
+    return loss_and_gradients(engine, plan, tensors.__getitem__)[1]
 
 
 def relative_errors(got, wanted, names):
@@ -130,15 +115,12 @@ def check_gradients(
     worst = {}
     for text in strategies:
         strategy = Strategy.parse(text)
-        engine.hydra.propagator.prepare([strategy])
         for empty_pipeline in (False, True) if len(strategy.schemes) > 1 else (False,):
             plan = hand_plan(
                 strategy, lengths, num_label_tokens(examples), empty_pipeline=empty_pipeline
             )
-            grads_P = engine._zero_gradient_shards()
-            outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
-            loss = engine.hydra.gather_outcomes(outcome).loss(plan)
-            errors = relative_errors(gather_gradients(engine, grads_P), wanted, names)
+            loss, got = loss_and_gradients(engine, plan, tensors.__getitem__)
+            errors = relative_errors(got, wanted, names)
             name = max(errors, key=errors.get)
             worst[text, empty_pipeline] = (errors[name], name, abs(loss / wanted_loss - 1))
             held = [
@@ -403,17 +385,10 @@ def check_planned_cases(cases):
         examples = random_examples(lengths, VOCAB_SIZE, seed=seed)
         wanted_loss, wanted = token_mean_gradients(reference, examples)
         iteration = engine.hydra.source.plan(examples, Strategy.parse(text), 0)
-        grads_P = engine._zero_gradient_shards()
-        outcome = engine.hydra.propagator.train(
-            iteration.plan, iteration.load, grads_P, 1.0, iteration.objective
-        )
-        loss = (
-            sum(o.loss_sum for o in engine.hydra.gather_outcomes(outcome).ranks)
-            / iteration.plan.num_label_tokens
-        )
+        loss, got = loss_and_gradients(engine, iteration.plan, iteration.load, iteration.objective)
         _, exactly = token_mean_gradients(exact, examples)
         own = max(relative_errors([w.double() for w in wanted], exactly, names).values())
-        errors = relative_errors(gather_gradients(engine, grads_P), wanted, names)
+        errors = relative_errors(got, wanted, names)
         name = max(errors, key=errors.get)
         error = errors[name] / max(1.0, 4 * own / RELATIVE_TOLERANCE)
         worst[text, tuple(lengths)] = (error, name, abs(loss / wanted_loss - 1))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from engines import adamw, ds_config, small_profile, start_hydra
+from engines import adamw, ds_config, small_profile, start_hydra, train_plan
 from models import VOCAB_SIZE, tiny
 from single_process import num_label_tokens, random_examples
 from test_engine_parity import LENGTHS, hand_plan
@@ -44,15 +44,13 @@ def bits_that_differ():
     tensors = [(e["input_ids"], e["labels"]) for e in examples]
 
     def run(text):
-        strategy = Strategy.parse(text)
-        engine.hydra.propagator.prepare([strategy])
-        plan = hand_plan(strategy, LENGTHS, num_label_tokens(examples), empty_pipeline=False)
-        grads_P = engine._zero_gradient_shards()
+        labels = num_label_tokens(examples)
+        plan = hand_plan(Strategy.parse(text), LENGTHS, labels, empty_pipeline=False)
         with _count_saved_bytes() as kept:
-            outcome = propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+            outcome, grads_P = train_plan(engine, plan, tensors.__getitem__)
         evaluated = propagator.evaluate(plan, tensors.__getitem__)
         loss = outcome.loss_sum, evaluated.loss_sum
-        return loss, [g.clone() for g in grads_P], sum(kept.values())
+        return loss, grads_P, sum(kept.values())
 
     different, kept = [], {}
     for plain, others in SAME_BITS:

@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
+from command_line import invoke
 from spaces import full_space
-from test_simulate_command import invoke
 
 from ds_hydra.configs import list_files, load_model_preset
 from ds_hydra.errors import HydraConfigError
@@ -15,8 +15,8 @@ from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.cost_models.decoder import find_size
+from ds_hydra.strategy.cost_models.described_config import describe_config
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES
-from ds_hydra.strategy.proposal.estimate import describe_model
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of
 
 CONFIG = {
@@ -26,9 +26,9 @@ CONFIG = {
 
 
 def test_a_model_by_hand():
-    shape, heads = describe_model(CONFIG, "x")
+    shape, heads = describe_config(CONFIG, "x")
     assert heads == 8
-    assert shape.layer_params == (2 + 2 / 4) * 64**2 + 3 * 64 * 160
+    assert shape.means.params == (2 + 2 / 4) * 64**2 + 3 * 64 * 160
 
 
 MIXTURE = {**CONFIG, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
@@ -45,12 +45,12 @@ MIXTURE = {**CONFIG, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermedia
     ],
 )
 def test_a_mixture_by_hand(changes, share, shared):
-    shape, _ = describe_model({**MIXTURE, **changes}, "x")
+    shape, _ = describe_config({**MIXTURE, **changes}, "x")
     attention, dense, router = (2 + 2 / 4) * 64**2, 3 * 64 * 160, 64 * 8
     router += 64 * ("shared_expert_intermediate_size" in changes)  # its gate
     active = (1 - share) * dense + share * (3 * 64 * (shared + 2 * 40) + router)
-    assert shape.active_layer_params == pytest.approx(attention + active)
-    assert shape.layer_params == pytest.approx(attention + active + share * 3 * 64 * 6 * 40)
+    assert shape.means.active_params == pytest.approx(attention + active)
+    assert shape.means.params == pytest.approx(attention + active + share * 3 * 64 * 6 * 40)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_every_hardware_runs_a_preset_and_says_what_is_assumed():
 )
 def test_models_that_cannot_be_described(changes, words):
     with pytest.raises(HydraConfigError) as caught:
-        describe_model({**CONFIG, **changes}, "config.json")
+        describe_config({**CONFIG, **changes}, "config.json")
     assert words in str(caught.value)
 
 
@@ -188,7 +188,7 @@ def test_simulate_counts_flops_or_says_why_not(tmp_path, changes, unknown):
     path.write_text(json.dumps({**CONFIG, **changes}))
     options = ["--hardware", "h100", "--devices", 2, "--iterations", 1, "--no-spread"]
     options += ["--systems", "ds_hydra", "--space", "plain", "--context", 1024, "--out"]
-    result = invoke("--model", path, *options, tmp_path / "out.json")
+    result = invoke("simulate", "--model", path, *options, tmp_path / "out.json")
     assert result.exit_code == 0, result.stderr
     document = json.loads((tmp_path / "out.json").read_text())
     (ours,) = document["systems"]
@@ -198,8 +198,8 @@ def test_simulate_counts_flops_or_says_why_not(tmp_path, changes, unknown):
         assert (ours["tflops_per_device"], ours["mfu"]) == (None, None)
         return
     assert ours["mfu"] == pytest.approx(ours["tflops_per_device"] * 1e12 / 989e12)
-    shape, _ = describe_model(CONFIG, "x")
-    per_token = 6 * (4 * shape.layer_params + 1000 * 64)
+    shape, _ = describe_config(CONFIG, "x")
+    per_token = 6 * (4 * shape.means.params + 1000 * 64)
     least = per_token * ours["tokens_per_s"] / 2 / 1e12
     assert least < ours["tflops_per_device"] < 3 * least  # attention on top
     assert f"{ours['tflops_per_device']:.3g}, {ours['mfu']:.0%}" in result.stdout
@@ -208,7 +208,7 @@ def test_simulate_counts_flops_or_says_why_not(tmp_path, changes, unknown):
 def test_simulate_answers_for_a_mixture():
     options = ["--hardware", "h100", "--devices", 16, "--iterations", 1, "--no-spread"]
     options += ["--systems", "megatron", "--context", 8192, "--tokens", 50000]
-    result = invoke("--model", "gpt_oss_20b", *options, "--expert-skew", 1.5, "--json")
+    result = invoke("simulate", "--model", "gpt_oss_20b", *options, "--expert-skew", 1.5, "--json")
     assert result.exit_code == 0, result.stderr
     assert "busiest rank's get 1.5 times the mean" in result.stderr
     assert json.loads(result.stdout)["num_devices"] == 16
@@ -219,7 +219,7 @@ def test_simulate_takes_a_config_json(tmp_path):
     path.write_text(json.dumps({**load_model_preset("llama2_7b"), "num_hidden_layers": 4}))
     options = ["--hardware", "h100", "--devices", 8, "--iterations", 1, "--no-spread"]
     options += ["--systems", "megatron", "--space", "plain"]
-    result = invoke("--model", path, *options, "--json")
+    result = invoke("simulate", "--model", path, *options, "--json")
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["num_devices"] == 8
     assert "assumed: context: 32768" in result.stderr
@@ -229,4 +229,4 @@ def test_simulate_takes_a_config_json(tmp_path):
         (["--model", "llama2_7b", "--nodes", 1], "--model needs --hardware"),
         (["--model", "llama2_7b", "--hardware", "h100"], "give --nodes or --devices"),
     ):
-        assert words in invoke(*wrong).stderr
+        assert words in invoke("simulate", *wrong).stderr

@@ -9,7 +9,7 @@ import tempfile
 import pytest
 import torch
 from distributed import run_distributed
-from engines import long_on_four_ranks, start_hydra
+from engines import gather_gradients, long_on_four_ranks, start_hydra, train_plan
 from models import VOCAB_SIZE, tiny
 from parity_rows import row_of
 from passing_layers import (
@@ -21,7 +21,6 @@ from single_process import num_label_tokens, random_examples, token_mean_gradien
 from test_engine_parity import (
     LENGTHS,
     RELATIVE_TOLERANCE,
-    gather_gradients,
     hand_plan,
     relative_errors,
 )
@@ -65,11 +64,9 @@ def passes_on_two_nodes(trained):
     propagator, found = engine.hydra.propagator, {}
     for text in (*OF_ALL, strategy):
         parsed = Strategy.parse(text)
-        engine.hydra.propagator.prepare([parsed])
         labels = num_label_tokens(examples)
         plan = hand_plan(parsed, LENGTHS, labels, empty_pipeline=False)
-        grads_P = engine._zero_gradient_shards()
-        trains = propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+        trains, grads_P = train_plan(engine, plan, tensors.__getitem__)
         recorder = propagator.recorder
         for phase in range(len(parsed.in_turn)):
             kinds = {s[0] for s, own in zip(recorder.read(), recorder.phases) if own == phase}

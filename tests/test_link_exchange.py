@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from link_cases import decoder_specs, strategy_buckets
+from link_cases import crop, decoder_specs, strategy_buckets
 
 from benchmarks.link_memory import packed_elements
 from ds_hydra.engine.strategy_links import check_link_plans
@@ -99,13 +99,6 @@ class Case:
                         target = crop(self.specs[ref.param], sums[ref.param], ref.region)
                         target += grad.view_as(target)
         return [self.shard(total, spec) for total, spec in zip(sums, self.specs, strict=True)]
-
-
-def crop(spec, full, region):
-    matrix = full.view(spec.num_rows, spec.num_cols)
-    return matrix[
-        region.row : region.row + region.num_rows, region.col : region.col + region.num_cols
-    ]
 
 
 def links(dtype=torch.float32):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from link_cases import World, decoder_specs, random_link, strategy_buckets
+from link_cases import World, crop, crop_of, decoder_specs, random_link, strategy_buckets
 
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.cost_models.topology import Interconnects
@@ -31,13 +31,6 @@ def fill_shards(world):
         for rank in range(world.num_ranks):
             part = flat[rank * size : (rank + 1) * size]
             world.shards[rank][param][: len(part)] = part
-
-
-def crop(spec, full, region):
-    matrix = full.reshape(spec.num_rows, spec.num_cols)
-    return matrix[
-        region.row : region.row + region.num_rows, region.col : region.col + region.num_cols
-    ]
 
 
 def least_elements_across_nodes(specs, rank_buckets, ranks_per_node, gradients):
@@ -265,12 +258,6 @@ def test_cells_cover_their_regions_once_and_cross_no_edge(regions):
     for region in regions:
         crop_of(wanted, region)[...] = 1
     np.testing.assert_array_equal(covered, wanted)
-
-
-def crop_of(matrix, region):
-    return matrix[
-        region.row : region.row + region.num_rows, region.col : region.col + region.num_cols
-    ]
 
 
 def test_a_plan_prints_as_a_table():

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from engines import start_hydra
+from engines import start_hydra, train_plan
 from models import VOCAB_SIZE, tiny
 from single_process import (
     num_label_tokens,
@@ -62,8 +62,7 @@ def gradients(engine, model, examples, strategy):
     from deepspeed.utils import safe_get_full_grad
 
     iteration = engine.hydra.source.plan(examples, strategy, 0)
-    grads_P = engine._zero_gradient_shards()
-    outcome = engine.hydra.propagator.train(iteration.plan, iteration.load, grads_P, 1.0)
+    outcome, _ = train_plan(engine, iteration.plan, iteration.load)
     outcomes = engine.hydra.gather_outcomes(outcome)
     loss = sum(o.loss_sum for o in outcomes.ranks) / iteration.plan.num_label_tokens
     return loss, [safe_get_full_grad(p).clone() for p in model.parameters() if p.requires_grad]

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from distributed import run_distributed
-from engines import small_profile, start_hydra
+from engines import loss_and_gradients, small_profile, start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
-from test_engine_parity import RELATIVE_TOLERANCE, gather_gradients, relative_errors
+from test_engine_parity import RELATIVE_TOLERANCE, relative_errors
 
 from ds_hydra import losses
 from ds_hydra.engine.iteration import weigh
@@ -165,12 +165,9 @@ def checks():
         for strategy in strategies:
             iteration = engine.hydra.source.plan(examples, strategy, 0, loss=CASES[name])
             iteration = weigh(iteration, engine.hydra.propagator)
-            grads_P = engine._zero_gradient_shards()
-            outcome = engine.hydra.propagator.train(
-                iteration.plan, iteration.load, grads_P, 1.0, iteration.objective
+            found, got = loss_and_gradients(
+                engine, iteration.plan, iteration.load, iteration.objective
             )
-            found = engine.hydra.gather_outcomes(outcome).loss(iteration.plan, iteration.objective)
-            got = gather_gradients(engine, grads_P)
             if examples is not all_examples:  # nearly all of what attends to two tokens is rounding
                 got, gradients = ([torch.cat([*map(torch.flatten, g)])] for g in (got, gradients))
             worst = max(relative_errors(got, gradients, names[: len(got)]).values())

@@ -31,7 +31,7 @@ from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.strategy import Scheme
 from ds_hydra.strategy.cost_models.analytic import Hardware
-from ds_hydra.strategy.proposal.estimate import describe_model
+from ds_hydra.strategy.cost_models.described_config import describe_config
 
 CONFIG = HydraConfig(context_length=64, tokens_per_iteration=64)
 
@@ -265,13 +265,13 @@ def test_attention_that_is_not_cut_sees_whole_micro_batches():
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "ernie4_5_moe"])
-def test_a_described_model_has_the_parameters_of_the_real_one(family):
+def test_a_described_config_has_the_parameters_of_the_real_one(family):
     """But for norms, routers and, in DeepSeek-V3, latent attention."""
     stage_model = StageModel(tiny(family))
-    shape, _ = describe_model(stage_model.config.to_dict(), family)
-    assert shape.layer_params == pytest.approx(layer_params(stage_model), rel=0.1)
+    shape, _ = describe_config(stage_model.config.to_dict(), family)
+    assert shape.means.params == pytest.approx(layer_params(stage_model), rel=0.1)
     experts = state_memory(stage_model)["expert_fraction"] * layer_params(stage_model)
-    assert shape.expert_params == pytest.approx(experts)
+    assert shape.means.expert_params == pytest.approx(experts)
     profile = estimate_profile(stage_model, Hardware.load("a800"), 8, CONFIG, name="estimate")
     assert Scheme(1, 1, sp=4, ep=4) in profile.latency
 

@@ -192,7 +192,7 @@ def exchange(propagator, plan, grads_P, times):
 
     def once():
         phases = plan.on_rank(propagator.rank)
-        session = propagator.links.open_phases(phases, training=True, grads_P=grads_P)
+        session = propagator.links.open(phases, training=True, grads_P=grads_P)
         with session:
             session.await_all()
             session.finish()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from link_cases import random_link
+from link_cases import crop, random_link
 
 from benchmarks.link_memory import packed_elements
 from ds_hydra.zero_link import buffers, plan_link
@@ -46,13 +46,6 @@ def run_rounds(plans, order, begin):
             wire.deliver()
             for link, handle in zip(links, under_way, strict=True):
                 link.finish(handle)
-
-
-def crop(spec, full, region):
-    matrix = full.view(spec.num_rows, spec.num_cols)
-    return matrix[
-        region.row : region.row + region.num_rows, region.col : region.col + region.num_cols
-    ]
 
 
 def shards_of(specs, fulls, num_ranks):

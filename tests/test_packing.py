@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import partitions
 from shared_data import shared_json
 
 from benchmarks.one_pipeline import pack_sequences
@@ -37,17 +38,6 @@ def recompute(micro_batches, lengths, latency, num_stages, is_exact):
         [latency.micro_batch_ms(lengths[i] for i in micro_batch) for micro_batch in micro_batches]
     )
     return makespan_ms(times, num_stages, 1 / 3, is_exact)
-
-
-def partitions(items):
-    """All ways to divide `items` into non-empty groups."""
-    if not items:
-        yield []
-        return
-    for smaller in partitions(items[1:]):
-        yield [[items[0]], *smaller]
-        for i, group in enumerate(smaller):
-            yield [*smaller[:i], [items[0], *group], *smaller[i + 1 :]]
 
 
 def fits(groups, lengths):

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from engines import start_hydra
+from engines import loss_and_gradients, start_hydra
 from models import FAMILIES, MIXTURES_OF_EXPERTS, VOCAB_SIZE, tiny
 from parity_rows import (
     FACTORS,
@@ -32,7 +32,6 @@ from single_process import num_label_tokens, random_examples, token_mean_gradien
 from test_engine_parity import (
     LENGTHS,
     RELATIVE_TOLERANCE,
-    gather_gradients,
     hand_plan,
     relative_errors,
 )
@@ -165,18 +164,14 @@ def check_engine(rows):
         examples = examples_of(row["lengths"])
         tensors = [(e["input_ids"], e["labels"]) for e in examples]
         strategy = Strategy.parse(parity_rows.strategy_of(row))
-        engine.hydra.propagator.prepare([strategy])
         plan = hand_plan(
             strategy,
             LENGTHS_OF[row["lengths"]],
             num_label_tokens(examples),
             empty_pipeline=row["lengths"] == "empty_pipeline",
         )
-        grads_P = engine._zero_gradient_shards()
-        outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
-        loss = engine.hydra.gather_outcomes(outcome).loss(plan)
-        wanted = [by_name[name] for name in names]
-        errors = relative_errors(gather_gradients(engine, grads_P), wanted, names)
+        loss, got = loss_and_gradients(engine, plan, tensors.__getitem__)
+        errors = relative_errors(got, [by_name[name] for name in names], names)
         worst = max(errors, key=errors.get)
         found[row_name] = errors[worst], worst, abs(loss / wanted_loss - 1)
         held = [b.module._parameters[b.attribute] for u in stage_model.units for b in u.bindings]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import STRATEGIES_32B_64, make_batch, make_profile
+from reference import STRATEGIES_32B_64, make_batch, make_profile, partitions
 from shared_data import shared_json
 
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
@@ -105,24 +105,13 @@ def test_plans_are_legal_and_recomputable(lengths, strategies, objective):
     assert all(p.lower_bound_ms <= p.makespan_ms * (1 + 1e-12) for p in result.pipelines)
 
 
-def groupings(items):
-    """All ways to divide `items` into non-empty groups."""
-    if not items:
-        yield []
-        return
-    for smaller in groupings(items[1:]):
-        yield [[items[0]], *smaller]
-        for i, group in enumerate(smaller):
-            yield [*smaller[:i], [items[0], *group], *smaller[i + 1 :]]
-
-
 def fastest_pipeline(lengths, scheme, objective):
     """Shortest time of one pipeline over all packings and micro-batch orders."""
     if not lengths:
         return 0.0
     latency = PROFILE.get_latency(scheme)
     best = np.inf
-    for groups in groupings(lengths):
+    for groups in partitions(lengths):
         if all(sum(group) <= MAX_LEN[scheme] for group in groups):
             for micro_batches in itertools.permutations(
                 [latency.micro_batch_ms(group) for group in groups]

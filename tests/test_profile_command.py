@@ -11,12 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from command_line import invoke, refused
 from distributed import run_distributed
 from engines import small_profile
 from transformers import LlamaConfig, Qwen2Config
-from typer.testing import CliRunner
 
-from ds_hydra.cli import app
 from ds_hydra.configs import find_file
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.profiling import profile_document, profile_run, profiler, rehearsal
@@ -380,10 +379,6 @@ def test_one_device_measures_slices_and_adds_the_clusters_communication(tmp_path
     assert Profile.from_json(dear).max_len_tokens(Scheme(2, 1), 8) > 0
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(app, ["profile", *map(str, arguments)])
-
-
 @pytest.mark.distributed
 def test_the_command_alone_says_what_would_fit_the_context(tmp_path):
     """One process, one device, one small memory; also: the example of the help and the one
@@ -411,7 +406,7 @@ def test_the_command_alone_says_what_would_fit_the_context(tmp_path):
 
 def run_command(script):
     os.environ["WORLD_SIZE"] = "1"
-    result = invoke(*script)
+    result = invoke("profile", *script)
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -431,14 +426,11 @@ def run_profile_of(model, limit):
     ],
 )
 def test_the_command_refuses_before_any_rank_starts(arguments, message):
-    result = invoke("--model", "llama2_7b", "--context", 64, *arguments)
-    assert result.exit_code == 1
-    assert message in result.stderr
-    assert result.stdout == ""
+    assert message in refused("profile", "--model", "llama2_7b", "--context", 64, *arguments)
 
 
 def test_the_help_shows_how_launchers_start_it():
-    text = " ".join(invoke("--help").stdout.split())
+    text = " ".join(invoke("profile", "--help").stdout.split())
     assert (
         "deepspeed --log_level error --no_local_rank --no_python ds-hydra profile --model llama2_7b"
         in text

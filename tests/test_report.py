@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from colors import VISION, contrast, difference
+from command_line import invoke, refused
 from hypothesis import given
 from hypothesis import strategies as st
 from run_folders import (
@@ -23,10 +24,8 @@ from run_folders import (
     write_run_folder,
 )
 from test_run_report import make_record, write_run
-from typer.testing import CliRunner
 
 from ds_hydra import report
-from ds_hydra.cli import app
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.metrics import METRICS_FILE, IterationMetrics
 from ds_hydra.records.timeline import EventKind
@@ -43,10 +42,6 @@ from ds_hydra.strategy import Scheme
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     return write_run_folder(tmp_path_factory.mktemp("runs") / "full")
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
 
 # Axes
@@ -311,7 +306,7 @@ def damage(folder, **files):
 def test_a_run_without_a_part_has_a_page_that_says_so(run_dir, tmp_path, files, note):
     folder = shutil.copytree(run_dir, tmp_path / "damaged")
     damage(folder, **files)
-    result = invoke(folder)
+    result = invoke("report", folder)
     assert result.exit_code == 0, result.output
     assert note in result.stderr
     page = (folder / "report.html").read_text()
@@ -323,7 +318,7 @@ def test_a_run_with_metrics_only_has_a_page(tmp_path):
     folder = write_run(
         tmp_path / "old", [make_record(0, "2x<1,1>", loss=3.0)], tail='{"iteration": 1, "lo'
     )
-    result = invoke(folder, "--json")
+    result = invoke("report", folder, "--json")
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     (run,) = document["runs"]
@@ -377,13 +372,9 @@ def test_a_run_of_another_format_is_refused_by_name(tmp_path):
     folder = write_run(
         tmp_path / "new", [make_record(0, "1x<1,1>") | {"schema": "ds_hydra.metrics/2"}]
     )
-    result = invoke(folder)
-    assert result.exit_code == 1
-    assert (
-        "line 1 is not the record of an iteration: its schema is 'ds_hydra.metrics/2'"
-        in result.stderr
-    )
-    assert "this version reads 'ds_hydra.metrics/1'" in result.stderr
+    said = refused("report", folder)
+    assert "line 1 is not the record of an iteration: its schema is 'ds_hydra.metrics/2'" in said
+    assert "this version reads 'ds_hydra.metrics/1'" in said
 
 
 @pytest.mark.parametrize(
@@ -396,17 +387,13 @@ def test_a_run_of_another_format_is_refused_by_name(tmp_path):
 )
 def test_mistakes_on_the_command_line(arguments, message, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    result = invoke(*arguments)
-    assert result.exit_code == 1
-    assert message in result.stderr
-    assert "Traceback" not in result.output
+    assert message in refused("report", *arguments)
 
 
 def test_a_page_that_cannot_be_written(run_dir):
-    result = invoke(run_dir, "--out", run_dir / "none" / "page.html")
-    assert result.exit_code == 1
-    assert "cannot write" in result.stderr
-    assert "name a file with --out" in result.stderr
+    said = refused("report", run_dir, "--out", run_dir / "none" / "page.html")
+    assert "cannot write" in said
+    assert "name a file with --out" in said
 
 
 # The page
@@ -433,7 +420,9 @@ def test_two_runs_share_their_axes(run_dir, tmp_path):
     for line in lines:
         line["loss"] += 100
     (folder / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = invoke("--compare", run_dir, folder, "--out", tmp_path / "compare.html", "--json")
+    result = invoke(
+        "report", "--compare", run_dir, folder, "--out", tmp_path / "compare.html", "--json"
+    )
     document = json.loads(result.stdout)
     assert [run["name"] for run in document["runs"]] == ["full", "other"]
     page = (tmp_path / "compare.html").read_text()
@@ -470,14 +459,14 @@ def test_a_file_of_timelines_becomes_a_page_and_a_trace(tmp_path):
     timelines = [predict_timeline(plan, PROFILE, forward_fraction=1 / 3) for plan in plans]
     path = tmp_path / "case.jsonl"
     path.write_text("".join(json.dumps(timeline.to_json()) + "\n" for timeline in timelines))
-    result = invoke(path, "--perfetto", "--json")
+    result = invoke("report", path, "--perfetto", "--json")
     document = json.loads(result.stdout)
     assert [line["duration_ms"] for line in document["iterations"]] == [
         t.duration_ms for t in timelines
     ]
     assert (tmp_path / "case.html").read_text().count('class="gantt"') == 3
     check_trace_events(json.loads((tmp_path / "case.perfetto.json").read_text()))
-    assert "3 timelines of 3 iterations" in invoke(path).stdout
+    assert "3 timelines of 3 iterations" in invoke("report", path).stdout
 
 
 @pytest.mark.parametrize(
@@ -494,9 +483,7 @@ def test_a_file_of_timelines_becomes_a_page_and_a_trace(tmp_path):
 )
 def test_a_file_of_something_else(tmp_path, text, message):
     (tmp_path / "case.jsonl").write_text(text)
-    result = invoke(tmp_path / "case.jsonl")
-    assert result.exit_code == 1
-    assert message in result.stderr
+    assert message in refused("report", tmp_path / "case.jsonl")
 
 
 def test_a_gantt_of_a_large_cluster_shows_slowest_and_fastest_pipelines():
@@ -652,14 +639,12 @@ def test_the_trace_of_a_run_follows_the_format(run_dir):
 
 def test_the_command_writes_the_trace(run_dir, tmp_path):
     folder = shutil.copytree(run_dir, tmp_path / "run")
-    result = invoke(folder, "--perfetto")
+    result = invoke("report", folder, "--perfetto")
     assert result.exit_code == 0
     assert "perfetto.json" in result.stdout
     check_trace_events(json.loads((folder / "perfetto.json").read_text()))
     damage(folder, trace__jsonl=None)
-    result = invoke(folder, "--perfetto")
-    assert result.exit_code == 1
-    assert "set hydra.trace_every to 1 or more" in result.stderr
+    assert "set hydra.trace_every to 1 or more" in refused("report", folder, "--perfetto")
 
 
 def test_the_trace_of_simulated_iterations_with_overlapping_links_follows_the_format():
@@ -718,7 +703,7 @@ def test_what_was_learned_is_drawn_where_something_was(tmp_path):
     assert described["schemes"][0]["scheme"] == "<4,1>"
     assert described["num_trials"] == 2
     assert described["profile_error"] > described["absolute_error"]
-    result = invoke(folder)
+    result = invoke("report", folder)
     assert "the profile is most wrong about <4,1>, whose pipelines took 2.0" in result.stdout
 
 
@@ -740,7 +725,7 @@ def test_of_two_iterations_none_is_usual(tmp_path):
         assert [cause.text for cause in slow.causes] == [
             "too few iterations to say what is usual (2)"
         ]
-    printed = invoke(write_run(tmp_path / "two", records)).stdout
+    printed = invoke("report", write_run(tmp_path / "two", records)).stdout
     assert "too few iterations" in printed
     assert "most wrong" not in printed
 

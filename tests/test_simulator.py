@@ -16,8 +16,8 @@ from ds_hydra.lab.simulator import baselines, cases
 from ds_hydra.lab.simulator.baselines import balanced, dynamic, fixed_length, hotspa, two_stage
 from ds_hydra.lab.simulator.cases import Workload, draw_batches, list_cases, load_case
 from ds_hydra.lab.simulator.compare import compare
-from ds_hydra.lab.simulator.comparison import Ratio
 from ds_hydra.lab.simulator.reproduction import our_figure
+from ds_hydra.lab.simulator.results import Ratio
 from ds_hydra.lab.simulator.scenario import Outcome, Scenario, best_of, bound_of, summarize
 from ds_hydra.lab.simulator.sweep import Axes, sweep
 from ds_hydra.lab.simulator.systems import SYSTEMS, Settings

@@ -234,7 +234,8 @@ def test_weights_that_multiply_in_8_bits_take_half_of_both_gathers(experts):
     cluster = replace(cluster, shape=replace(cluster.shape, experts=experts))
     eight = replace(cluster, float8=True)
     # Experts that tokens choose from stay in 16 bit, and so do embedding and head
-    linear = cluster.shape.num_layers * (cluster.shape.layer_params - cluster.shape.expert_params)
+    means = cluster.shape.means
+    linear = cluster.shape.num_layers * (means.params - means.expert_params)
     saved = linear / 2 / 1e2
     assert cluster.gather_ms(GATHERED) - eight.gather_ms(GATHERED) == pytest.approx(2 * saved)
     gathered, kept = (Strategy.parse(text) for text in ("8x<1,1;gather>", "8x<1,1>"))
@@ -249,7 +250,7 @@ def test_weights_that_multiply_in_8_bits_take_half_of_both_gathers(experts):
 def test_the_price_of_a_gathered_layer_is_what_its_routes_carry_into_a_node(text, num_nodes):
     scheme, num_ranks = Scheme.parse(text), 4 * num_nodes
     cluster = make_cluster(num_ranks, devices_per_node=4)
-    alike = Strategy((scheme,) * (num_ranks // scheme.num_devices))
+    alike = Strategy.alike(scheme, num_ranks)
     specs = decoder_specs(96, 4, tied=False)
     rank_buckets = strategy_buckets(specs, alike, num_ranks, 4)
 

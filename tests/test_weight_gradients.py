@@ -13,10 +13,10 @@ from unittest import mock
 import pytest
 import torch
 from distributed import run_distributed
-from engines import start_hydra
+from engines import gather_gradients, start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import num_label_tokens, random_examples, token_mean_gradients
-from test_engine_parity import LENGTHS, gather_gradients, hand_plan, relative_errors
+from test_engine_parity import LENGTHS, hand_plan, relative_errors
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -206,7 +206,7 @@ def test_products_run_beside_a_reduce_scatter_and_read_what_was_gathered(events)
     class Shards(TokenShards):
         """Two ranks that have the same tokens."""
 
-        def gather(self, shard):
+        def post_gather(self, shard):
             events.append("gather")
             return torch.cat([shard, shard], dim=-2), lambda: events.append("gathered")
 

@@ -9,10 +9,9 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from command_line import invoke, refused
 from rubick import AUTHORS_MEAN_ERROR, fit_points, replay, validation_points
-from typer.testing import CliRunner
 
-from ds_hydra.cli import app
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.whole_iteration import (
     IterationModel,
@@ -105,18 +104,12 @@ def test_fit_command(tmp_path):
     points = [{"setup": asdict(p.setup), "iteration_ms": p.iteration_ms} for p in made_points()]
     (tmp_path / "points.json").write_text(json.dumps({"points": points}))
 
-    def invoke(*arguments: str):
-        return CliRunner().invoke(app, ["fit", *arguments])
-
-    result = invoke(
-        "--points", str(tmp_path / "points.json"), "--out", str(tmp_path / "m.json"), "--json"
-    )
+    arguments = ("fit", "--points", tmp_path / "points.json")
+    result = invoke(*arguments, "--out", tmp_path / "m.json", "--json")
     document = json.loads(result.stdout)
     assert document == json.loads((tmp_path / "m.json").read_text())
     assert len(document["relative_errors"]) == len(points)
-    assert "bwd" in invoke("--points", str(tmp_path / "points.json")).stdout
-    assert "Example: ds-hydra fit" in invoke("--help").stdout
+    assert "bwd" in invoke(*arguments).stdout
+    assert "Example: ds-hydra fit" in invoke("fit", "--help").stdout
     (tmp_path / "bad.json").write_text('{"points": [{"setup": {"speed": 1}, "iteration_ms": 1}]}')
-    result = invoke("--points", str(tmp_path / "bad.json"))
-    assert result.exit_code == 1
-    assert "speed" in result.stderr
+    assert "speed" in refused("fit", "--points", tmp_path / "bad.json")

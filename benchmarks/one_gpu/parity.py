@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engines import start_hydra
+from engines import gather_gradients, start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import Examples, num_label_tokens, random_examples, token_mean_gradients
 from standin.checks import OTHERS, SHORT, STRATEGIES
-from test_engine_parity import LENGTHS, gather_gradients, hand_plan, relative_errors
+from test_engine_parity import LENGTHS, hand_plan, relative_errors
 from torch import Tensor, nn
 
 from benchmarks.one_gpu.device import HAS_GPU, is_first, join

@@ -266,7 +266,7 @@ class EngineCandidates:
             return ()
         wanted = measured_beside(self.num_ranks, self.config.planner.space)
         schemes = filter(self._model_can_run, wanted)
-        return tuple(Strategy((s,) * (self.num_ranks // s.num_devices)) for s in schemes)
+        return tuple(Strategy.alike(scheme, self.num_ranks) for scheme in schemes)
 
     def _use_measured(self, document: Mapping[str, Any]) -> None:
         """Plan with a measured profile, and with the candidates that it knows."""

@@ -230,7 +230,7 @@ class Propagator:
         balance_before = self.stage_model.balance.value
         # Before the session opens: what it waits for is taken off below.
         begin = self._clock.stamp()
-        session = self.links.open_phases(phases, training=task.is_training, grads_P=grads_P)
+        session = self.links.open(phases, training=task.is_training, grads_P=grads_P)
         busy = [number for number, phase in enumerate(phases) if phase.micro_batches]
         losses_of: dict[int, Tensor] = {}
         spans = []
@@ -285,7 +285,7 @@ class Propagator:
         """
         prepare_kernels(everything=True)
         (phase,) = phases = plan.on_rank(self.rank)
-        session = self.links.open_phases(phases, training=True, grads_P=None)
+        session = self.links.open(phases, training=True, grads_P=None)
         self.stage_model.balance.begin(self.device, 1.0, plan.num_tokens)
         with session:
             # Of passes alone: all slices are there, and all ranks begin together.

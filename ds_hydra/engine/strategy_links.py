@@ -67,6 +67,10 @@ class StrategyLink:
     """The pull where some of it travels in 8 bits."""
 
 
+_SessionParts = tuple[TransferSchedule, Carrier, StageWeights]
+"""What a session carries out, with what, and into which memory."""
+
+
 class StrategyLinks:
     """Pull and push of strategies on this rank. Methods are collective over all ranks where they
     say so.
@@ -204,11 +208,34 @@ class StrategyLinks:
         return self._links[key]
 
     def open(
-        self, strategy: Strategy, *, training: bool, grads_P: Sequence[Tensor] | None
+        self,
+        phases: Sequence[RankPhase],
+        *,
+        training: bool,
+        grads_P: Sequence[Tensor] | None,
     ) -> TransferSession:
-        """Memory for the slices of `strategy`, which stay for the iteration, and the session that
-        fills it and pushes into `grads_P`.
+        """The session that fills and empties the slices on which `phases` run, which all need the
+        same, and pushes into `grads_P`; the first time collective, as `link_for` is.
         """
+        strategy = phases[0].plan.strategy
+        if self._frozen is not None and (strategy.streams or strategy.gathers):
+            self._frozen.forget()  # layers are about to take turns in the pool's memory
+        if strategy.streams:
+            parts = self._streamed_parts(phases[0], training, grads_P)
+        elif strategy.gathers:
+            parts = self._gathered_parts([phase.plan for phase in phases], training, grads_P)
+        else:
+            parts = self._kept_parts(strategy, training, grads_P)
+        # No round is under way here, so what failed ones left can go.
+        self.buffers.forget_failed()
+        self.pull_link.forget_failed()
+        self._eight_link.forget_failed()
+        self.push_link.forget_failed()
+        return TransferSession(self.thread, self.clock, *parts)
+
+    def _kept_parts(
+        self, strategy: Strategy, training: bool, grads_P: Sequence[Tensor] | None
+    ) -> _SessionParts:
         link = self.link_for(strategy)
         pull = link.pull
         if self._frozen is not None:
@@ -220,33 +247,11 @@ class StrategyLinks:
             overlap=self.thread.overlap,
         )
         weights = self._weights(link.buckets, training=training)
-        return self._session(
-            schedule, self._link_carrier(pull, link.push, grads_P, weights), weights
-        )
+        return schedule, self._link_carrier(pull, link.push, grads_P, weights), weights
 
-    def open_phases(
-        self,
-        phases: Sequence[RankPhase],
-        *,
-        training: bool,
-        grads_P: Sequence[Tensor] | None,
-    ) -> TransferSession:
-        """What `phases`, which need the same slices, run on; the first time collective, as
-        `link_for` is.
-        """
-        strategy = phases[0].plan.strategy
-        if not strategy.streams and not strategy.gathers:
-            return self.open(strategy, training=training, grads_P=grads_P)
-        if self._frozen is not None:
-            self._frozen.forget()  # layers are about to take turns in the pool's memory
-        if strategy.streams:
-            return self._open_streams(phases[0], training=training, grads_P=grads_P)
-        plans = [phase.plan for phase in phases]
-        return self._open_gather(plans, training=training, grads_P=grads_P)
-
-    def _open_gather(
-        self, plans: Sequence[IterationPlan], *, training: bool, grads_P: Sequence[Tensor] | None
-    ) -> TransferSession:
+    def _gathered_parts(
+        self, plans: Sequence[IterationPlan], training: bool, grads_P: Sequence[Tensor] | None
+    ) -> _SessionParts:
         strategy = plans[0].strategy
         link = self.link_for(strategy)
         window = self.stage_model.gather_window([s for p in plans for s in p.strategy.schemes])
@@ -265,21 +270,11 @@ class StrategyLinks:
             gathers=True,
         )
         carrier = self._link_carrier(link.pull, link.push, grads_P, weights, link.eight)
-        return self._session(schedule, carrier, weights)
+        return schedule, carrier, weights
 
-    def have_run(self, weights: StageWeights) -> None:
-        """All passes on `weights` are over, and nothing of them is under way."""
-        self._kept = weights
-        if self._frozen is not None:
-            self._frozen.have_arrived()
-
-    def _open_streams(
-        self,
-        phase: RankPhase,
-        *,
-        training: bool,
-        grads_P: Sequence[Tensor] | None,
-    ) -> TransferSession:
+    def _streamed_parts(
+        self, phase: RankPhase, training: bool, grads_P: Sequence[Tensor] | None
+    ) -> _SessionParts:
         plan, role = phase.plan, phase.role
         assert self.home is not None, plan.strategy
         streamed = self.streamed_for(plan.strategy, role)
@@ -303,7 +298,13 @@ class StrategyLinks:
             training=training,
         )
         schedule = plan_streamed(streamed.streams, streamed.buckets, passes, training=training)
-        return self._session(schedule, carrier, weights)
+        return schedule, carrier, weights
+
+    def have_run(self, weights: StageWeights) -> None:
+        """All passes on `weights` are over, and nothing of them is under way."""
+        self._kept = weights
+        if self._frozen is not None:
+            self._frozen.have_arrived()
 
     def streamed_for(self, strategy: Strategy, role: Role | None) -> StreamedWeights:
         """This rank's slices in the home under `strategy`, which has streamed layers, as `role`."""
@@ -364,16 +365,6 @@ class StrategyLinks:
 
         own = {"scales": self._scales, "link": self._eight_link, "buffers": self.buffers}
         return EightBitCarrier(*parts, plans=eight, **own)
-
-    def _session(
-        self, schedule: TransferSchedule, carrier: Carrier, weights: StageWeights
-    ) -> TransferSession:
-        # No round is under way here, so what failed ones left can go.
-        self.buffers.forget_failed()
-        self.pull_link.forget_failed()
-        self._eight_link.forget_failed()
-        self.push_link.forget_failed()
-        return TransferSession(self.thread, self.clock, schedule, carrier, weights)
 
     def shards_P(self) -> list[Tensor]:
         """This rank's ZeRO-3 shards."""

@@ -34,9 +34,9 @@ from ds_hydra.sampler.problem import EPSILON
 from ds_hydra.sampler.schedule import FloatArray, IntArray, steps_ms
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.cost_models.analytic import Hardware, predict_latency
+from ds_hydra.strategy.cost_models.described_config import describe_config
 from ds_hydra.strategy.profiles.memory_model import MemoryModel
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, LatencyModel, Profile
-from ds_hydra.strategy.proposal.estimate import describe_model
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 _ONE_RANK = Scheme(1, 1)
@@ -157,7 +157,7 @@ def read_latency(
         )
     if model.get("schema") == PROFILE_SCHEMA:
         return _latency_in(Profile.from_json(model, source=source))
-    return predict_latency(describe_model(model, source)[0], Hardware.load(hardware), _ONE_RANK)
+    return predict_latency(describe_config(model, source)[0], Hardware.load(hardware), _ONE_RANK)
 
 
 def _latency_in(profile: Profile) -> LatencyModel:
@@ -252,7 +252,7 @@ def _own_rows(
             lengths=tokens,
             num_label_tokens=0,
         ),
-        strategies=[Strategy((_ONE_RANK,) * num_ranks)],
+        strategies=[Strategy.alike(_ONE_RANK, num_ranks)],
         profile=Profile(
             name="balance_rows",
             latency={_ONE_RANK: latency},

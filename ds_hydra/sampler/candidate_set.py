@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.propose import GroupLimits, KeptStrategy, Proposal, propose_among
-from ds_hydra.sampler.sample_bench import CandidateSettings, Progress
+from ds_hydra.sampler.sample_bench import CandidateSettings, TellProgress
 from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
@@ -69,7 +69,7 @@ def decide_candidates(
     profile: Profile | None,
     histogram: LengthHistogram | None,
     settings: CandidateSettings,
-    progress: Progress | None = None,
+    progress: TellProgress | None = None,
 ) -> Candidates:
     """The candidates of a run.
 
@@ -168,8 +168,7 @@ def _without_lengths(profile: Profile | None, settings: CandidateSettings) -> tu
 
 def _of_one_scheme(schemes: Iterable[Scheme], settings: CandidateSettings) -> list[Strategy]:
     """For each of `schemes` as many pipelines as have room; devices that are left stay idle."""
-    number = settings.num_devices
-    return [Strategy((scheme,) * (number // scheme.num_devices)) for scheme in schemes]
+    return [Strategy.alike(scheme, settings.num_devices) for scheme in schemes]
 
 
 def _checked(

@@ -17,7 +17,12 @@ import numpy as np
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.candidate import Phases, find_menus
-from ds_hydra.sampler.sample_bench import CandidateSettings, Progress, SampleBench, sample_batches
+from ds_hydra.sampler.sample_bench import (
+    CandidateSettings,
+    SampleBench,
+    TellProgress,
+    sample_batches,
+)
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.profile import NO_LINKS, Profile
@@ -159,7 +164,7 @@ def propose_strategies(
     profile: Profile,
     histogram: LengthHistogram,
     settings: CandidateSettings,
-    progress: Progress | None = None,
+    progress: TellProgress | None = None,
 ) -> Proposal:
     """`propose_among` the schemes of `profile`, and in the full space what follows from it;
     gathered ones where the cluster says how fast layers move. Strategies `given` stay, and others
@@ -182,7 +187,7 @@ def propose_among(
     limits: GroupLimits,
     start: Sequence[Strategy] = (),
     gathered: Profile | None = None,
-    progress: Progress | None = None,
+    progress: TellProgress | None = None,
 ) -> Proposal:
     """The smallest candidate set found that is as fast as all candidates on sampled mini-batches.
 
@@ -289,7 +294,7 @@ def _candidates(
     choice: _Choice,
     space: Space,
     proposed: Iterable[Strategy],
-    progress: Progress | None,
+    progress: TellProgress | None,
 ) -> Iterator[Strategy]:
     """Strategies of `space` that are worth a rating, beside what is chosen so far."""
     schemes = usable_schemes(bench.world, space)
@@ -431,8 +436,8 @@ def groups_of_gathered(
         widest = max(gathered, key=lambda scheme: scheme.num_devices)
         gathered += [replace(scheme, ckpt=widest.ckpt) for scheme in gathered]
     for scheme in dict.fromkeys(gathered):
-        number = num_devices // scheme.num_devices
-        alike.setdefault(scheme.ckpt, {})[Strategy((scheme,) * number)] = scheme.num_devices
+        strategy = Strategy.alike(scheme, num_devices)
+        alike.setdefault(scheme.ckpt, {})[strategy] = scheme.num_devices
     wanted = [s for of_kind in alike.values() if len({*of_kind.values()}) > 1 for s in of_kind]
     found: list[Strategy] = []
     for strategy in sorted(wanted, key=lambda strategy: count_groups([strategy])):
@@ -442,7 +447,7 @@ def groups_of_gathered(
     return tuple(found)
 
 
-def _in_turn(progress: Progress | None, turn: int, num_turns: int) -> Progress | None:
+def _in_turn(progress: TellProgress | None, turn: int, num_turns: int) -> TellProgress | None:
     """`progress` of one of several rounds over the mini-batches, as part of all of them."""
     if progress is None:
         return None

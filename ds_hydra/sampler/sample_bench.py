@@ -33,7 +33,7 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 BoolArray = NDArray[np.bool_]
 
-Progress = Callable[[int, int], None]
+TellProgress = Callable[[int, int], None]
 """Called with the number of mini-batches planned and their total."""
 
 HEURISTIC = PlannerSettings().heuristic()
@@ -182,7 +182,10 @@ class SampleBench:
         return min(static, key=lambda strategy: float(self.times_ms(strategy).mean()))
 
     def winners_near(
-        self, candidates: Sequence[Strategy], schemes: Iterable[Scheme], progress: Progress | None
+        self,
+        candidates: Sequence[Strategy],
+        schemes: Iterable[Scheme],
+        progress: TellProgress | None,
     ) -> list[Strategy]:
         """Strategies that win a mini-batch: of `candidates`, and of those a step away by one of
         `schemes`.
@@ -198,7 +201,7 @@ class SampleBench:
         return winners
 
     def climb(
-        self, start: Sequence[Strategy], schemes: Sequence[Scheme], progress: Progress | None
+        self, start: Sequence[Strategy], schemes: Sequence[Scheme], progress: TellProgress | None
     ) -> list[Strategy]:
         """Strategies that may make the mini-batches faster beside `start`: those of one of
         `schemes`, and others by hill climbing: from the best set so far, every strategy one
@@ -206,8 +209,7 @@ class SampleBench:
 
         Each is estimated by one greedy dispatch of some mini-batches.
         """
-        number = self.world.num_devices
-        alike = [Strategy((s,) * (number // s.num_devices)) for s in schemes]
+        alike = [Strategy.alike(scheme, self.world.num_devices) for scheme in schemes]
         screened: dict[Strategy, FloatArray] = {}
         chosen: list[Strategy] = [*start]
         for done in range(_MOST_STEPS):
@@ -256,7 +258,7 @@ class SampleBench:
         return np.array(found)
 
     def winners(
-        self, strategies: Sequence[Strategy], progress: Progress | None, share: float = 1.0
+        self, strategies: Sequence[Strategy], progress: TellProgress | None, share: float = 1.0
     ) -> list[Strategy]:
         """Strategies that are the planner's choice for a mini-batch at least, most frequent first.
 

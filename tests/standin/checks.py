@@ -14,10 +14,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from engines import start_hydra
+from engines import gather_gradients, start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import num_label_tokens, random_examples, token_mean_gradients
-from test_engine_parity import LENGTHS, gather_gradients, hand_plan, relative_errors
+from test_engine_parity import LENGTHS, hand_plan, relative_errors
 
 from ds_hydra.engine import HydraEngine, propagation
 from ds_hydra.engine.parallel import linear, token_cuts

@@ -240,7 +240,7 @@ def check_profile_point(device: torch.device, hardware: Hardware | None) -> list
         probe.config, dtype=probe.dtype, device=device, num_ranks=dist.get_world_size()
     )
     scheme = Scheme(tp=1, pp=1)
-    strategy = Strategy((scheme,) * dist.get_world_size())
+    strategy = Strategy.alike(scheme, dist.get_world_size())
     propagator = Propagator(stage_model, device=device, max_groups=4)
     try:
         micro_batch = ProbeMicroBatch(probe.num_tokens)

@@ -54,7 +54,7 @@ def pick_strategies(num_ranks: int) -> tuple[Strategy, ...]:
     alone = [one]
     if num_ranks > 1:
         alone += [tp, pp, Scheme(tp=1, pp=1, sp=2)]
-    strategies = [Strategy((scheme,) * (num_ranks // scheme.num_devices)) for scheme in alone]
+    strategies = [Strategy.alike(scheme, num_ranks) for scheme in alone]
     if num_ranks >= 4:
         rest = (one,) * (num_ranks - 4)
         strategies.append(Strategy((Scheme(tp=2, pp=1), Scheme(tp=1, pp=2), *rest)))
@@ -189,7 +189,7 @@ def check_halves(device: torch.device, vigil: Vigil, *, overlap: bool) -> Findin
 
 def check_gathered(model: SmallModel, vigil: Vigil, *, overlap: bool) -> Finding:
     """Gradients where layers are gathered for every pass. Collective over all ranks."""
-    gathered = Strategy((Scheme(tp=1, pp=1, gather=True),) * dist.get_world_size())
+    gathered = Strategy.alike(Scheme(tp=1, pp=1, gather=True), dist.get_world_size())
     # The first time nothing is posted beside computation
     found = _check_apart(model, vigil, [gathered, gathered], "gathered", overlap)
     return replace(found, check="gathered layers")
@@ -207,7 +207,7 @@ def _check_apart(
 
 def check_streamed_gradients(model: SmallModel, vigil: Vigil, *, overlap: bool) -> Finding:
     """Gradients where all layers stream from a home. Collective over all ranks."""
-    streamed = Strategy((Scheme(tp=1, pp=1, stream=True),) * dist.get_world_size())
+    streamed = Strategy.alike(Scheme(tp=1, pp=1, stream=True), dist.get_world_size())
     name, check = "from a home", "streamed layers"
     try:
         with vigil.step("opening a home"):

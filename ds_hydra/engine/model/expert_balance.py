@@ -126,7 +126,7 @@ class ExpertBalance:
         found = [(i, m) for i, layer in enumerate(layers) for m in layer.modules() if is_experts(m)]
         self.layers = tuple(index for index, _ in found)
         """Layers with experts."""
-        self.num_experts = max((_num_experts(m) for _, m in found), default=0)
+        self.num_experts = max((int(m.num_experts) for _, m in found), default=0)
         self._counts_LE = torch.zeros(len(found), self.num_experts, dtype=torch.int64)
         self._value = torch.zeros(())
         self._scale, self._num_tokens = 0.0, 1
@@ -294,10 +294,6 @@ def find_biases(model: nn.Module) -> list[tuple[nn.Module, str]]:
         for attribute, value in held.items()
         if attribute in _BIASES and value is not None
     ]
-
-
-def _num_experts(experts: Any) -> int:
-    return int(experts.num_experts)
 
 
 def _routers(base: Any) -> dict[nn.Module, int]:

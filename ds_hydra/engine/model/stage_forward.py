@@ -46,7 +46,7 @@ _FOREIGN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, Key
 """What a family's own code raises where a layer answers otherwise."""
 
 
-HeadLoss = Callable[[Tensor, nn.Linear], Tensor]
+AtHead = Callable[[Tensor, nn.Linear], Tensor]
 """(hidden states of the tokens that predict [t, H], head) -> loss."""
 
 
@@ -113,7 +113,7 @@ class StageForward:
         takes_boundaries: bool = False,
     ):
         self._model, self._head, self._tp = model, parts.head, tp
-        self._at_head: HeadLoss | None = None
+        self._at_head: AtHead | None = None
         self._list = parts.layers
         self._layers = list(parts.layers)
         self._placeholders = [LayerPlaceholder(layer) for layer in self._layers]
@@ -138,7 +138,7 @@ class StageForward:
         micro_batch: PackedMicroBatch,
         input_ids: Tensor | None,
         hidden: Tensor | None,
-        at_head: HeadLoss | None = None,
+        at_head: AtHead | None = None,
     ) -> Tensor:
         """The model's own forward over the bound stage: hidden states, or on the last this rank's
         logits [1, T, V] of all tokens, or of those that `micro_batch.predicting` names, or what
@@ -168,7 +168,7 @@ class StageForward:
         micro_batch: PackedMicroBatch,
         input_ids: Tensor | None,
         hidden: Tensor | None,
-        at_head: HeadLoss | None,
+        at_head: AtHead | None,
     ) -> Tensor:
         inputs: dict[str, Any] = {"input_ids": input_ids}
         if hidden is not None:  # what runs before the layers gets something to run on

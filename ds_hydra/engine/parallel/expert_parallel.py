@@ -18,6 +18,7 @@ R rows received, H hidden size, E experts of the layer, e = E / EP.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
+from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, exchange
 
 
 class ExpertParallel:
@@ -131,43 +132,23 @@ class Travel:
         received_P: Sequence[int],
         num_chosen: int,
     ) -> None:
-        self.order_S, self.num_chosen = order_S, num_chosen
-        self._group, self._sent_P, self._received_P = group, sent_P, received_P
+        self.order_S, self.num_chosen, self._num_received = order_S, num_chosen, sum(received_P)
+        self._send = partial(_all_to_all, group=group, sent_P=sent_P, received_P=received_P)
+        self._return = partial(_all_to_all, group=group, sent_P=received_P, received_P=sent_P)
 
     def there(self, rows_S: Tensor) -> Tensor:
         """The rows for this rank's experts, ordered by sender and expert."""
-        rows: Tensor = _Exchange.apply(rows_S, self._group, self._sent_P, self._received_P)
-        return rows
+        return exchange(rows_S, self._send, self._return)
 
     def back(self, rows_R: Tensor) -> Tensor:
         """The senders' rows, in the order in which they went."""
-        rows_R = rows_R[: sum(self._received_P)]
-        rows: Tensor = _Exchange.apply(rows_R, self._group, self._received_P, self._sent_P)
-        return rows
+        return exchange(rows_R[: self._num_received], self._return, self._send)
 
 
-class _Exchange(torch.autograd.Function):
-    """All-to-all of rows, `sent_P[i]` of them to rank i; in backward the other way round."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        group: dist.ProcessGroup | None,
-        sent_P: list[int],
-        received_P: list[int],
-    ) -> Tensor:
-        ctx.way_back = (group, received_P, sent_P)
-        return _exchange(rows, group, sent_P, received_P)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grad, *ctx.way_back), None, None, None
-
-
-def _exchange(
-    rows: Tensor, group: dist.ProcessGroup | None, sent_P: list[int], received_P: list[int]
+def _all_to_all(
+    rows: Tensor, group: dist.ProcessGroup | None, sent_P: Sequence[int], received_P: Sequence[int]
 ) -> Tensor:
+    """All-to-all of rows, `sent_P[i]` of them to rank i."""
     received = rows.new_empty(sum(received_P), *rows.shape[1:])
     dist.all_to_all_single(received, rows.contiguous(), received_P, sent_P, group=group)
     return received

@@ -125,7 +125,7 @@ class PipelineStage:
         return like
 
 
-StageForward = Callable[[int, Tensor | None], Tensor]
+MicroBatchForward = Callable[[int, Tensor | None], Tensor]
 """(micro-batch, activation of the previous stage or None) -> activation, or the loss on the last
 stage.
 """
@@ -134,7 +134,7 @@ stage.
 def run_1f1b(
     stage: PipelineStage,
     micro_batch_tokens: Sequence[int],
-    forward: StageForward,
+    forward: MicroBatchForward,
     recorder: Recorder,
     before_last_backward: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
@@ -181,7 +181,7 @@ def run_1f1b(
 
 
 def run_forward_only(
-    stage: PipelineStage, micro_batch_tokens: Sequence[int], forward: StageForward
+    stage: PipelineStage, micro_batch_tokens: Sequence[int], forward: MicroBatchForward
 ) -> list[Tensor]:
     """Forward of every micro-batch without gradients; returns the losses (last stage only)."""
     losses: list[Tensor] = []

@@ -66,8 +66,14 @@ class TokenShards:
     group: dist.ProcessGroup | None
     size: int
 
-    def gather(self, shard_BtH: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """[1, T, H] of all shards, valid once the returned function has been called."""
+    def gather(self, shard_BtH: Tensor) -> Tensor:
+        """[1, T, H] of all shards."""
+        micro_batch, wait = self.post_gather(shard_BtH)
+        wait()
+        return micro_batch
+
+    def post_gather(self, shard_BtH: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """The same, valid once the returned function has been called."""
         shard = shard_BtH.flatten(0, -2).contiguous()
         micro_batch = shard.new_empty(len(shard) * self.size, shard.shape[1])
         work = _all_gather(micro_batch, shard, group=self.group, async_op=True)
@@ -102,7 +108,7 @@ class LoneShard(TokenShards):
     others would send.
     """
 
-    def gather(self, shard_BtH: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    def post_gather(self, shard_BtH: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """[1, T, H]: this shard over and over."""
         return torch.cat([shard_BtH] * self.size, dim=-2), nothing
 
@@ -132,7 +138,7 @@ class GatheredAgain(SharedBackward):
         """
         if self._micro_batch is not None:
             return self._micro_batch, nothing
-        self._micro_batch, wait = self._shards.gather(kept)
+        self._micro_batch, wait = self._shards.post_gather(kept)
         return self._micro_batch, wait
 
     def let_go(self) -> None:
@@ -155,47 +161,42 @@ class SharedInput:
     backward: SharedBackward
 
 
-class _GatherShards(torch.autograd.Function):
-    """All-gather in forward; in backward the ranks' partial gradients are reduce-scattered."""
+class _Exchange(torch.autograd.Function):
+    """`there` in forward, `back` in backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, shard: Tensor, shards: TokenShards, products: SharedBackward | None
+        ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        ctx.shards, ctx.products = shards, products
-        micro_batch, wait = shards.gather(shard)
-        wait()
-        return micro_batch
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        shard, wait = ctx.shards.post_reduce_scatter(grad)
-        if ctx.products is not None:
-            ctx.products.run()
-        wait()
-        return shard, None, None
+        return ctx.back(grad), None, None
 
 
-class _ScatterSum(torch.autograd.Function):
-    """Reduce-scatter of partial outputs in forward, all-gather of the gradient in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, shards: TokenShards) -> Tensor:
-        ctx.shards = shards
-        return shards.reduce_scatter(partial)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        micro_batch, wait = ctx.shards.gather(grad)
-        wait()
-        return micro_batch, None
+@torch.compiler.disable
+def exchange(
+    x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """`there(x)`, whose gradient goes `back`; both are collective, or neither."""
+    output: Tensor = _Exchange.apply(x, there, back)
+    return output
 
 
 @torch.compiler.disable
 def gather_input(shard_BtH: Tensor, shards: TokenShards) -> SharedInput:
     """The whole micro-batch for a block that is about to run."""
     backward = GatheredAgain(shards)
-    micro_batch: Tensor = _GatherShards.apply(shard_BtH, shards, backward)
+
+    def back(grad_BTH: Tensor) -> Tensor:
+        shard, wait = shards.post_reduce_scatter(grad_BTH)
+        backward.run()
+        wait()
+        return shard
+
+    micro_batch = exchange(shard_BtH, shards.gather, back)
     return SharedInput(shard_BtH, micro_batch, shard_BtH.detach(), backward)
 
 
@@ -204,15 +205,7 @@ def gather_shards(shard: Tensor, shards: TokenShards) -> Tensor:
     """[T, ...] of all shards [t, ...]; where it is differentiable, its gradients are parts of a
     sum.
     """
-    whole: Tensor = _GatherShards.apply(shard.unsqueeze(0), shards, None)
-    return whole.squeeze(0)
-
-
-@torch.compiler.disable
-def scatter_sum(partial_BTH: Tensor, shards: TokenShards) -> Tensor:
-    """This rank's shard of the sum of the group's partial outputs."""
-    shard: Tensor = _ScatterSum.apply(partial_BTH, shards)
-    return shard
+    return exchange(shard.unsqueeze(0), shards.gather, shards.reduce_scatter).squeeze(0)
 
 
 def find_blocks(layer: nn.Module, sides: Mapping[nn.Module, str]) -> Iterator[nn.Module]:
@@ -335,8 +328,8 @@ class TensorParallel:
         the gradient on.
         """
         if self.shards is not None:
-            return scatter_sum(partial, self.shards)
-        return _ReduceFromGroup.apply(partial, self.group)
+            return exchange(partial, self.shards.reduce_scatter, self.shards.gather)
+        return exchange(partial, functools.partial(_sum_over, group=self.group), lambda grad: grad)
 
     def forget_input(self) -> None:
         """Drop the shared input, so that it does not outlive its stage."""
@@ -369,22 +362,14 @@ class _CopyToGroup(torch.autograd.Function):
         return summed, None, None
 
 
-class _ReduceFromGroup(torch.autograd.Function):
-    """All-reduce in forward, identity in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        summed, wait = _post_sum_over(x, group)
-        wait()
-        return summed.detach()  # an output that is an input would be taken for the input
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+def _sum_over(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    summed, wait = _post_sum_over(part, group)
+    wait()
+    return summed.detach()  # an output that is an input would be taken for the input
 
 
 def _post_sum_over(
-    part: Tensor, group: dist.ProcessGroup, *, may_write: bool = True
+    part: Tensor, group: dist.ProcessGroup | None, *, may_write: bool = True
 ) -> tuple[Tensor, Callable[[], None]]:
     """The sum of all ranks' `part`, in its memory where nobody else has it; valid once the returned
     function has been called.
@@ -410,37 +395,16 @@ def _is_alone(tensor: Tensor) -> bool:
     return holders <= 2 + tensor._is_view()
 
 
-class _GatherFeatures(torch.autograd.Function):
-    """All-gather along the last dimension; in backward each rank has the gradient of all of it."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, size: int, rank: int) -> Tensor:
-        ctx.at = (size, rank)
-        return _gather_features(part, group, size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        size, rank = ctx.at
-        return grad.chunk(size, dim=-1)[rank], None, None, None
-
-
-class _SplitFeatures(torch.autograd.Function):
-    """This rank's part of the last dimension; in backward the gradients of all parts."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup, size: int, rank: int) -> Tensor:
-        ctx.at = (group, size)
-        return whole.chunk(size, dim=-1)[rank].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gather_features(grad, *ctx.at), None, None, None
-
-
-def _gather_features(part: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
+def _gather_features(part: Tensor, group: dist.ProcessGroup | None, size: int) -> Tensor:
+    """All ranks' parts of the last dimension."""
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(size)]
     dist.all_gather(parts, part.contiguous(), group=group)
     return torch.cat(parts, dim=-1)
+
+
+def _own_features(whole: Tensor, size: int, rank: int) -> Tensor:
+    """This rank's part of the last dimension, a view."""
+    return whole.chunk(size, dim=-1)[rank]
 
 
 def hook_colwise(module: nn.Module, tp: TensorParallel) -> None:
@@ -535,7 +499,12 @@ def hook_gathered(module: nn.Module, tp: TensorParallel) -> None:
     hook_colwise(module, tp)
 
     def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        return _GatherFeatures.apply(output, tp.group, tp.size, tp.rank) if tp.size > 1 else None
+        if tp.size == 1:
+            return None
+        gather = functools.partial(_gather_features, group=tp.group, size=tp.size)
+        return exchange(
+            output, gather, functools.partial(_own_features, size=tp.size, rank=tp.rank)
+        )
 
     module.register_forward_hook(after)
 
@@ -546,7 +515,11 @@ def hook_split(module: nn.Module, tp: TensorParallel) -> None:
     def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if tp.size == 1:
             return None
-        return (_SplitFeatures.apply(args[0], tp.group, tp.size, tp.rank), *args[1:])
+        gather = functools.partial(_gather_features, group=tp.group, size=tp.size)
+        part = exchange(
+            args[0], lambda whole: _own_features(whole, tp.size, tp.rank).contiguous(), gather
+        )
+        return (part, *args[1:])
 
     module.register_forward_pre_hook(before)
     hook_rowwise(module, tp)

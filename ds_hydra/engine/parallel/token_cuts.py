@@ -362,7 +362,7 @@ class KeysOfRow:
 
         if not len(self.sent_S):
             return lambda: of_pieces(row_tW)
-        received, wait = self.group.gather(row_tW.index_select(0, self.sent_S).unsqueeze(0))
+        received, wait = self.group.post_gather(row_tW.index_select(0, self.sent_S).unsqueeze(0))
         held = [received]
 
         def select() -> list[Tensor]:

@@ -54,11 +54,6 @@ class Vocabulary:
     """Of all ranks of the TP group."""
     transform: LogitTransform
 
-    @property
-    def first_column(self) -> int:
-        """Of this rank."""
-        return self.tp.first_row(self.num_columns)
-
 
 class ScoredLogits:
     """Logits of some tokens, what they say of targets and candidates, and the gradient that follows
@@ -84,7 +79,7 @@ class ScoredLogits:
         ids_TK = targets_T.unsqueeze(-1)
         if candidates_TK is not None:
             ids_TK = torch.cat([ids_TK, candidates_TK], dim=-1)
-        ids_TK = ids_TK - vocabulary.first_column
+        ids_TK = ids_TK - tp.first_row(vocabulary.num_columns)
         is_other_TK = (ids_TK < 0) | (ids_TK >= outputs_TV.shape[-1])
         self._ids_TK = ids_TK.masked_fill(is_other_TK, -1)
         given_TK = outputs_TV.gather(-1, self._ids_TK.clamp(min=0))

@@ -136,7 +136,7 @@ def _communicator_bytes(num_devices: int) -> int:
     everyone = tuple(range(num_devices))
     keys = {("pull", everyone), ("push", everyone)}
     for scheme in power_of_two_schemes(num_devices):
-        keys |= groups_of(Strategy((scheme,) * (num_devices // scheme.num_devices)))
+        keys |= groups_of(Strategy.alike(scheme, num_devices))
     sizes = [len(ranks) for _, ranks in keys if 0 in ranks and len(ranks) > 1]
     return sum(NCCL_PAIR_BYTES if size == 2 else NCCL_GROUP_BYTES for size in sizes)
 

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
-from transformers import PretrainedConfig
 
 from ds_hydra.configs.files import LARGEST, read_json_object
 from ds_hydra.configs.hydra_config import HydraConfig
@@ -33,6 +32,11 @@ from ds_hydra.model_config import all_fields
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.analytic import Hardware, predict_profile
 from ds_hydra.strategy.cost_models.decoder import ModelSize, read_decoder
+from ds_hydra.strategy.cost_models.described_config import (
+    describe_config,
+    expert_parallel_schemes,
+    find_experts,
+)
 from ds_hydra.strategy.cost_models.flops import FROZEN_FLOP, TRAINED_FLOP, ModelFlops
 from ds_hydra.strategy.profiles.profile import (
     PROFILE_SCHEMA,
@@ -41,8 +45,6 @@ from ds_hydra.strategy.profiles.profile import (
     fit_latency,
     saturation_tokens,
 )
-from ds_hydra.strategy.proposal.estimate import describe_model as describe_config
-from ds_hydra.strategy.proposal.estimate import expert_parallel_schemes, find_experts
 from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
 from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION
 
@@ -430,9 +432,8 @@ def estimate_profile(
     token and hidden unit of 1/TP of a micro-batch, and one of L layers is whole at a time; their
     forward counts twice in T.
     """
-    config: PretrainedConfig = stage_model.config
-    fields = {**all_fields(config), "vocab_size": stage_model.vocab_size}
-    shape, heads = describe_config(fields, config.model_type)
+    fields, family = _fields(stage_model), stage_model.config.model_type
+    shape, heads = describe_config(fields, family)
     wanted = (
         *power_of_two_schemes(num_devices),
         *expert_parallel_schemes(shape, heads, num_devices),
@@ -460,7 +461,7 @@ def estimate_profile(
         float8=hydra.float8 in ("tensorwise", "rowwise"),
     )
     document["model"]["parameters"] = count_parameters(stage_model).to_json()
-    document["model"]["unpriced"] = list(read_decoder(fields, config.model_type).unpriced)
+    document["model"]["unpriced"] = list(read_decoder(fields, family).unpriced)
     document["tp_sequence_parallel"] = hydra.tp_sequence_parallel
     document["float8"] = hydra.float8
     document["activation_checkpointing"] = hydra.activation_checkpointing

@@ -158,7 +158,7 @@ def _profile_ranks(
     device: torch.device,
 ) -> dict[str, Any]:
     num_ranks = dist.get_world_size()
-    strategies = [Strategy((scheme,) * (num_ranks // scheme.num_devices)) for scheme in schemes]
+    strategies = [Strategy.alike(scheme, num_ranks) for scheme in schemes]
     strategies += side_by_side(schemes, num_ranks)
     config = config.model_copy(update={"tokens_per_iteration": num_ranks * config.context_length})
     config = overlap_where_safe(config, device)
@@ -194,7 +194,7 @@ def _overlap_slowdown(
     scheme, lengths = Scheme.from_json(entry), entry["measured"]["lengths"]
     most = min(_OVERLAP_TOKENS, max(lengths) // 2)
     length = max((n for n in lengths if n <= most), default=min(lengths))
-    strategy = Strategy((scheme,) * (propagator.num_ranks // scheme.num_devices))
+    strategy = Strategy.alike(scheme, propagator.num_ranks)
     return measure_overlap_slowdown(
         propagator, strategy, length, device=device, repeats=config.profiling.repeats
     )

@@ -90,7 +90,7 @@ def measure_profile(
     known = measurements if measurements is not None else Measurements()
     strategies = list(strategies)
     schemes = sorted({scheme for strategy in strategies for scheme in strategy.schemes})
-    homogeneous = {s: _homogeneous(s, propagator.num_ranks) for s in schemes}
+    homogeneous = {s: Strategy.alike(s, propagator.num_ranks) for s in schemes}
     propagator.prepare(homogeneous.values())
     model = _measure_memory(propagator, homogeneous, config, known)
     micro_batches_of = {
@@ -271,7 +271,7 @@ def _measure_memory(
     ordered = sorted(homogeneous, key=lambda s: (-s.cp, -s.sp, s.pp))
     # What autograd keeps in attention over rows is not seen from outside
     deepest = {s.tp: replace(s.without_options(), cp=1) for s in ordered}
-    propagator.prepare(_homogeneous(s, propagator.num_ranks) for s in deepest.values())
+    propagator.prepare(Strategy.alike(s, propagator.num_ranks) for s in deepest.values())
     has_device = has_device_memory()
     length = min(config.context_length, _LONG_TOKENS if has_device else _SHORT_TOKENS)
     stage_model = propagator.stage_model
@@ -282,7 +282,7 @@ def _measure_memory(
     ordered = count_multiprocessors() if has_copies else 0
     for tp, scheme in sorted(deepest.items()):
         # Without the scheme's options: what a layer keeps that is not checkpointed.
-        plain = _homogeneous(scheme, propagator.num_ranks)
+        plain = Strategy.alike(scheme, propagator.num_ranks)
         measure = functools.partial(token_bytes, propagator, plain, length)
         num_bytes = known.get(f"{scheme} bytes per token", measure)
         share = activation_share(scheme, key_value_share)
@@ -366,10 +366,6 @@ def _probe_micro_batches(lengths: Sequence[int]) -> list[ProbeMicroBatch]:
     short = [length for length in lengths if longest // length >= _FEWEST_PACKED]
     packed = [ProbeMicroBatch(max(short), longest // max(short))] if short else []
     return [*map(ProbeMicroBatch, lengths), *packed]
-
-
-def _homogeneous(scheme: Scheme, num_ranks: int) -> Strategy:
-    return Strategy((scheme,) * (num_ranks // scheme.num_devices))
 
 
 def _probe_plan(strategy: Strategy, num_ranks: int, micro_batch: ProbeMicroBatch) -> IterationPlan:

@@ -34,7 +34,7 @@ from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
     from ds_hydra.lab.simulator.cases import Case, Workload
-    from ds_hydra.lab.simulator.comparison import Comparison
+    from ds_hydra.lab.simulator.results import Comparison
     from ds_hydra.lab.simulator.sweep import Axes
     from ds_hydra.lab.simulator.systems import Settings
     from ds_hydra.strategy.profiles.profile import Profile

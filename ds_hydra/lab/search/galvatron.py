@@ -83,8 +83,6 @@ def layer_ranges(partition: Partition) -> list[tuple[int, int]]:
 
 _SEARCH_SCHEMA = "ds_hydra.search/1"
 _MAX_MICRO_BATCHES = 64
-Progress = Callable[[int, float], None]
-"""Called after each batch size with it and the best samples per second so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,9 +206,9 @@ class GalvatronSearch:
         self._costs_of: dict[tuple[int, float], _TypeCosts] = {}
         self._stages: dict[tuple[Any, ...], StagePlan | None] = {}
 
-    def best(self, progress: Progress | None = None) -> SearchPlan:
+    def best(self, progress: Callable[[int, float], None] | None = None) -> SearchPlan:
         """The plan of highest throughput over all batch sizes until memory is exceeded (Algs. 1 and
-        2).
+        2). `progress` is told each batch size, and the best samples per second so far.
 
         Raises InfeasiblePlanError, naming the layer that binds, where not even the smallest batch
         fits.

@@ -105,7 +105,7 @@ def with_expert_parallelism(scenario: Scenario) -> tuple[Scenario, tuple[Strateg
     fitting = (
         s for s in found if wider.has_room(s) and wider.max_len_tokens(s) >= wider.context_length
     )
-    return wider, tuple(Strategy((s,) * (wider.num_devices // s.num_devices)) for s in fitting)
+    return wider, tuple(Strategy.alike(s, wider.num_devices) for s in fitting)
 
 
 def balanced(scenario: Scenario, *, name: str) -> SystemResult:
@@ -205,9 +205,12 @@ def two_stage(
     count = len(scenario.batches)
     trial = range(min(NUM_TRIAL_BATCHES, count))
     tried = {
-        strategy: _iterations_ms(
-            [scenario.planned_outcome(strategy, number, is_heuristic=True) for number in trial]
-        ).sum()
+        strategy: np.sum(
+            [
+                scenario.planned_outcome(strategy, number, is_heuristic=True).iteration_ms
+                for number in trial
+            ]
+        )
         for strategy in strategies
     }
     results: list[SystemResult] = []
@@ -246,10 +249,6 @@ def _planned_below(
         outcomes.append(scenario.planned_outcome(strategy, number))
         least += outcomes[-1].iteration_ms - bound
     return outcomes
-
-
-def _iterations_ms(outcomes: Sequence[Outcome]) -> FloatArray:
-    return np.array([outcome.iteration_ms for outcome in outcomes])
 
 
 def _bounds(scenario: Scenario, strategy: Strategy) -> FloatArray:

@@ -12,7 +12,7 @@ import numpy as np
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.lab.simulator.baselines import dynamic
 from ds_hydra.lab.simulator.cases import Workload, check_workload
-from ds_hydra.lab.simulator.comparison import Comparison, Planned
+from ds_hydra.lab.simulator.results import Comparison, Planned
 from ds_hydra.lab.simulator.scenario import Scenario, SystemResult, bound_of
 from ds_hydra.lab.simulator.systems import (
     DS_HYDRA,
@@ -32,7 +32,7 @@ from ds_hydra.sampler.sample_bench import (
     HEURISTIC,
     MAX_ENUMERATED_RANKS,
     CandidateSettings,
-    Progress,
+    TellProgress,
 )
 from ds_hydra.strategy.profiles.profile import Profile, with_engine_states
 from ds_hydra.strategy.proposal.program import (
@@ -56,7 +56,7 @@ def compare(
     known: Comparison | None = None,
     progress: Callable[[str], None] = lambda _: None,
     run_each: Callable[..., Iterable[Any]] = map,
-    inside: Progress | None = None,
+    inside: TellProgress | None = None,
 ) -> Comparison:
     """Simulate ds_hydra and `settings.systems` on the same mini-batches of `workload`.
 
@@ -157,7 +157,7 @@ def _run_in_space(
     own: Scenario,
     settings: Settings,
     candidates: tuple[Strategy, ...] | None,
-    inside: Progress | None = None,
+    inside: TellProgress | None = None,
 ) -> Planned:
     """ds_hydra in the space of the settings, with these `candidates` if there are any."""
     if workload.strategies or settings.space == "plain":
@@ -260,7 +260,7 @@ def _propose(
     scenario: Scenario,
     settings: Settings,
     space: Space,
-    inside: Progress | None = None,
+    inside: TellProgress | None = None,
 ) -> tuple[Strategy, ...]:
     """What the engine and `ds-hydra propose` would choose among."""
     found = decide_candidates(

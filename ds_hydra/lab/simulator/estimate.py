@@ -9,9 +9,9 @@ from typing import Any
 from ds_hydra.configs.files import find_file, read_json_object
 from ds_hydra.strategy.cost_models.analytic import Hardware, predict_latency, predict_profile
 from ds_hydra.strategy.cost_models.decoder import read_decoder
+from ds_hydra.strategy.cost_models.described_config import describe_config, expert_parallel_schemes
 from ds_hydra.strategy.cost_models.flops import ModelFlops
 from ds_hydra.strategy.profiles.profile import Profile, engine_states, expert_memory
-from ds_hydra.strategy.proposal.estimate import describe_model, expert_parallel_schemes
 from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme
 
@@ -38,12 +38,13 @@ def estimate_from_config(
     """
     path = find_file("models", model) if config is None else Path(model)
     config = read_json_object(path) if config is None else config
-    shape, heads = describe_model(config, str(path))
+    shape, heads = describe_config(config, str(path))
     decoder = read_decoder(config, str(path))
     source = find_file("hardware", hardware_name)
     described = read_json_object(source)
     hardware = Hardware.from_json(described, source=str(source))
-    params = shape.layer_params / shape.hidden_size**2
+    means = shape.means
+    params = means.params / shape.hidden_size**2
     schemes = [
         s
         for s in power_of_two_schemes(num_devices)
@@ -60,7 +61,7 @@ def estimate_from_config(
                 str(tp): shape.activation_bytes(tp) for tp in {scheme.tp for scheme in schemes}
             },
             **engine_states(params, _ELEMENT_BYTES),
-            **expert_memory(shape.expert_params / shape.layer_params),
+            **expert_memory(means.expert_params / means.params),
         },
         context_length=context_length,
         expert_skew=expert_skew,

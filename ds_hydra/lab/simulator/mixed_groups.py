@@ -171,7 +171,7 @@ def _dynamic_cp(scenario: Scenario, scheme: Scheme, name: str) -> SystemResult |
         [group.latency.constant_ms for group in groups],
         [group.sequences_ms for group in groups],
     )
-    alike = Strategy((scheme,) * num_pipelines)
+    alike = Strategy.alike(scheme, scenario.num_devices)
 
     def total_ms(slowest: FloatArray) -> float:
         return float(slowest.sum() + (scheme.pp - 1) * slowest.max())

@@ -13,11 +13,10 @@ from collections.abc import Callable
 import numpy as np
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.lab.simulator.comparison import Comparison
+from ds_hydra.lab.simulator.results import Comparison
 from ds_hydra.lab.simulator.scenario import SystemResult
 from ds_hydra.lab.simulator.systems import PAPER
 from ds_hydra.records.events import Simulation, simulate_plan
-from ds_hydra.sampler.plan import IterationPlan
 
 PAPER_BASELINES = ("given", "deepspeed", "deepspeed_ac", "hotspa")
 
@@ -93,16 +92,15 @@ def _step_s(comparison: Comparison, systems: list[str]) -> str:
 def _serial(comparison: Comparison, system: str, value: Callable[[Simulation], float]) -> float:
     """Mean `value` of the iterations of a planned system when nothing overlaps, in s."""
     planned = comparison.planned.get(system)
-    plans = planned.plans if planned else _homogeneous_plans(comparison, system)
-    profile = planned.profile if planned else comparison.workload.profile
+    if planned:
+        plans, profile = planned.plans, planned.profile
+    else:
+        plans = comparison.replan(_result(comparison, system).strategy)
+        profile = comparison.workload.profile
     found = [
         value(simulate_plan(plan, profile, comparison.cluster, overlap=False)) for plan in plans
     ]
     return float(np.mean(found)) / 1e3
-
-
-def _homogeneous_plans(comparison: Comparison, system: str) -> tuple[IterationPlan, ...]:
-    return comparison.replan(_result(comparison, system).strategy)
 
 
 def _result(comparison: Comparison, name: str) -> SystemResult:

@@ -58,8 +58,7 @@ class ContextParallel:
     @cached_property
     def strategy(self) -> Strategy:
         """As many pipelines as there are devices for; CP ranks hold the same slices."""
-        number = self.scenario.num_devices // self._wide.num_devices
-        return Strategy((self._wide,) * number)
+        return Strategy.alike(self._wide, self.scenario.num_devices)
 
     @property
     def _wide(self) -> Scheme:
@@ -167,7 +166,7 @@ def chunked(scenario: Scenario, *, name: str) -> SystemResult | None:
     """
     results = []
     for scheme in usable_schemes(scenario):
-        strategy = Strategy((scheme,) * (scenario.num_devices // scheme.num_devices))
+        strategy = Strategy.alike(scheme, scenario.num_devices)
         max_len = scenario.max_len_tokens(scheme)
         chunk = longest = min(scenario.context_length, max_len)
         while chunk >= min(SMALLEST_CHUNK_TOKENS, max(1, longest // 4)):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ds_hydra.lab.simulator.cases import Workload, check_workload
 from ds_hydra.lab.simulator.compare import compare
-from ds_hydra.lab.simulator.comparison import Comparison, Spread
+from ds_hydra.lab.simulator.results import Comparison, Spread
 from ds_hydra.lab.simulator.systems import Settings
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.profile import Profile

@@ -45,9 +45,6 @@ _PACKAGES = {"type zstd not supported": "zstandard", "type lz4 not supported": "
 """What `datasets` says where it is missing."""
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 
-Progress = Callable[[int, int], None]
-"""Called with the rows and the tokens counted so far."""
-
 
 @no_bars_in_files()
 def load_data(
@@ -197,13 +194,13 @@ def measure_stream(
     part: str = "",
     max_rows: int | None = None,
     resume_file: Path | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> LengthHistogram:
     """Lengths of the first `max_rows` rows of a stream.
 
     After every batch of rows the counts so far go to `resume_file`; where it exists the rows it
     knows are skipped, if it counted the same `part` (say, the split) of the same data in the same
-    way. It is removed at the end.
+    way. It is removed at the end. `progress` is told the rows and the tokens counted so far.
     """
     source = {
         "dataset": name,

@@ -259,26 +259,6 @@ class ModelShape:
         )
 
     @property
-    def heads_width(self) -> float:
-        """Features of all attention heads, mean over layers."""
-        return self.means.attention_width
-
-    @property
-    def expert_params(self) -> float:
-        """Elements of all experts of a layer, mean over layers."""
-        return self.means.expert_params
-
-    @property
-    def active_layer_params(self) -> float:
-        """Elements of one layer's matrices that a token meets, mean over layers."""
-        return self.means.active_params
-
-    @property
-    def layer_params(self) -> float:
-        """Elements of one layer's matrices, mean over layers."""
-        return self.means.params
-
-    @property
     def kept_bytes(self) -> float:
         """A of App. B.1 for TP 1. A layer that mixes no tokens keeps an MLP's alone."""
         if self.experts is None and self.layer is None:
@@ -329,8 +309,8 @@ def key_values_ms(shape: ModelShape, hardware: Hardware, scheme: Scheme) -> floa
     if scheme.cp * scheme.cp_step > hardware.devices_per_node:
         rate = min(rate, hardware.inter_node_rate / min(scheme.cp_step, hardware.devices_per_node))
     layers = shape.num_layers / scheme.pp
-    heads_width = shape.heads_width / (scheme.sp * scheme.tp)
-    sent = _KEY_VALUE_BYTES * heads_width * shape.key_value_share
+    width = shape.means.attention_width / (scheme.sp * scheme.tp)
+    sent = _KEY_VALUE_BYTES * width * shape.key_value_share
     return 1e3 * layers * sent * (scheme.cp - 1) / scheme.cp / rate
 
 
@@ -347,7 +327,8 @@ def sequence_parallel_latency(
     if scheme.sp == 1:
         return None
     layers = shape.num_layers / scheme.pp
-    numbers = 2 * (2 + 2 * shape.key_value_share) * shape.heads_width / scheme.ranks_per_stage
+    width = shape.means.attention_width
+    numbers = 2 * (2 + 2 * shape.key_value_share) * width / scheme.ranks_per_stage
     exchanged = 2 * numbers * layers
     in_node = min(scheme.sp, max(1, hardware.devices_per_node // scheme.sp_step))
     inside = exchanged * (in_node - 1) / scheme.sp / hardware.intra_node_rate
@@ -385,9 +366,9 @@ def eight_bit_params(shape: ModelShape) -> float:
     """Elements of a layer's weights that may multiply in 8 bits: all but the experts that tokens
     choose from.
     """
-    e = shape.experts
-    chosen = 0.0 if e is None else shape.means.expert_params * e.chosen / e.num
-    return shape.means.active_params - chosen
+    e, means = shape.experts, shape.means
+    chosen = 0.0 if e is None else means.expert_params * e.chosen / e.num
+    return means.active_params - chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,9 +414,9 @@ def predict_latency(
     forward and backward; CP ranks keys and values. With `float8` linear layers of decoder layers
     multiply in 8 bits; raises HydraConfigError where `hardware` does not.
     """
-    tp, hidden = scheme.tp, shape.hidden_size
+    tp, hidden, means = scheme.tp, shape.hidden_size, shape.means
     layers = shape.num_layers / scheme.pp
-    used = shape.active_layer_params + shape.means.state_params
+    used = means.active_params + means.state_params
     # Of an element and a token 2 FLOP in forward, and twice as many in backward.
     matmul = 6 * (used * layers + hidden * shape.vocab_size / scheme.pp) / tp
     elementwise = 3 * shape.kept_bytes * hidden / tp * layers
@@ -448,11 +429,11 @@ def predict_latency(
     )
     # Causal, so half of the pairs: two products forward, five backward with the one made again,
     # each of l^2 times the width.
-    attention = 7 * shape.heads_width * layers / scheme.ranks_per_stage
+    attention = 7 * means.attention_width * layers / scheme.ranks_per_stage
     num_collectives = _COLLECTIVES if tp > 1 else 0
     num_collectives += KEY_VALUE_EXCHANGES if scheme.cp > 1 else 0
     collectives_ms = num_collectives * hardware.collective_overhead_ms
-    experts_s = _TOUCHED_BYTES * shape.expert_params * layers / (scheme.ep if scheme.ep > 1 else tp)
+    experts_s = _TOUCHED_BYTES * means.expert_params * layers / (scheme.ep if scheme.ep > 1 else tp)
     casts_s = 0.0
     if float8:
         if hardware.float8_flops is None:

@@ -76,7 +76,7 @@ class Cluster:
     @property
     def num_params(self) -> float:
         """Elements of all layers, of the embedding and of the head."""
-        return self.shape.num_layers * self.shape.layer_params + 2 * (
+        return self.shape.num_layers * self.shape.means.params + 2 * (
             self.shape.vocab_size * self.shape.hidden_size
         )
 
@@ -137,7 +137,7 @@ class Cluster:
 
     def _held_share(self, scheme: Scheme) -> float:
         """What TP ranks hold of the model where ranks share its experts, whole ones."""
-        experts = self.shape.num_layers * self.shape.expert_params / self.num_params
+        experts = self.shape.num_layers * self.shape.means.expert_params / self.num_params
         return 1 - experts * (1 - scheme.tp / scheme.ep) if scheme.ep > 1 else 1.0
 
     @property

@@ -183,10 +183,9 @@ def find_size(profile: Profile) -> ModelSize | None:
         shape = model_shape(profile)
     except HydraConfigError:
         return None
-    tables = 2.0 * shape.vocab_size * shape.hidden_size
+    tables, means = 2.0 * shape.vocab_size * shape.hidden_size, shape.means
     total, active = (
-        shape.num_layers * params + tables
-        for params in (shape.layer_params, shape.active_layer_params)
+        shape.num_layers * params + tables for params in (means.params, means.active_params)
     )
     return ModelSize(total=total, active=active, tables=tables)
 

@@ -317,4 +317,4 @@ def _slowest_hop_s(interconnects: Interconnects, scheme: Scheme, shape: LayerSha
 
 
 def _pipelines(interconnects: Interconnects, scheme: Scheme) -> Sequence[tuple[int, ...]]:
-    return Strategy((scheme,) * (interconnects.flops.size // scheme.num_devices)).place()
+    return Strategy.alike(scheme, interconnects.flops.size).place()

@@ -144,10 +144,6 @@ def told_by(own: Sequence[MicroBatchTime], schemes: Sequence[Scheme]) -> list[fl
 NOTHING_TOLD = (*tally([]), *Level())
 
 
-def _no_iterations() -> deque[dict[int, Level]]:
-    return deque(maxlen=_NUM_BEFORE)
-
-
 @dataclass(slots=True)
 class LearnedSpread:
     """What is known of the spread of single micro-batches; what all ranks tell gives the same on
@@ -163,7 +159,7 @@ class LearnedSpread:
     """
 
     counts: list[float] = field(default_factory=lambda: tally([]))
-    before: deque[dict[int, Level]] = field(default_factory=_no_iterations)
+    before: deque[dict[int, Level]] = field(default_factory=lambda: deque(maxlen=_NUM_BEFORE))
     """What ranks have told of the last iterations, the latest last."""
 
     def observe(self, told: Sequence[Sequence[float]]) -> None:

@@ -341,12 +341,8 @@ class MemoryModel:
 
     def _in_one_layer_bytes(self, scheme: Scheme) -> float:
         """Per token of a micro-batch, what the layer that runs takes besides."""
-        return self._gathered_bytes(scheme) + self._ordered_bytes(scheme)
-
-    def _ordered_bytes(self, scheme: Scheme) -> float:
-        return self.hidden_size * ordered_share(
-            scheme, self.ordered_multiprocessors, self.num_heads
-        )
+        share = ordered_share(scheme, self.ordered_multiprocessors, self.num_heads)
+        return self._gathered_bytes(scheme) + self.hidden_size * share
 
     def _gathered_bytes(self, scheme: Scheme) -> float:
         """Per token of a micro-batch: keys and values of all rows, in the layer that runs."""

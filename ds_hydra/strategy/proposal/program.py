@@ -491,7 +491,7 @@ def homogeneous_strategies(world: World, space: Space = "plain") -> tuple[Strate
     choices.
     """
     return tuple(
-        Strategy((scheme,) * (world.num_devices // scheme.num_devices))
+        Strategy.alike(scheme, world.num_devices)
         for scheme in usable_schemes(world, space)
         if world.max_len_tokens(scheme) >= world.context_length
     )

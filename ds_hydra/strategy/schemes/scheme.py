@@ -388,6 +388,15 @@ class Strategy:
         return self._hash
 
     @classmethod
+    def alike(cls, scheme: Scheme, num_devices: int) -> Strategy:
+        """As many pipelines of `scheme` as `num_devices` have room for; those left are idle.
+
+        >>> str(Strategy.alike(Scheme(4, 1), 10))
+        '2x<4,1>'
+        """
+        return cls((scheme,) * (num_devices // scheme.num_devices))
+
+    @classmethod
     def of_phases(cls, phases: Sequence[Strategy]) -> Strategy:
         """`phases` one after another; of one phase that strategy itself."""
         if len(phases) == 1:

@@ -1,4 +1,4 @@
-"""What a comparison found: times of all systems on the same mini-batches, with error bars."""
+"""What `compare` found: times of all systems on the same mini-batches, with error bars."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme
 
 
-def describe_model(config: Mapping[str, Any], source: str) -> tuple[ModelShape, int]:
+def describe_config(config: Mapping[str, Any], source: str) -> tuple[ModelShape, int]:
     """Shape and attention heads of the decoder in a config.json; raises HydraConfigError for one
     that the roofline does not know.
     """
