@@ -132,7 +132,8 @@ class Travel:
         received_P: Sequence[int],
         num_chosen: int,
     ) -> None:
-        self.order_S, self.num_chosen, self._num_received = order_S, num_chosen, sum(received_P)
+        self.order_S, self.num_chosen = order_S, num_chosen
+        self._sent_P, self._received_P = sent_P, received_P
         self._send = partial(_all_to_all, group=group, sent_P=sent_P, received_P=received_P)
         self._return = partial(_all_to_all, group=group, sent_P=received_P, received_P=sent_P)
 
@@ -142,7 +143,7 @@ class Travel:
 
     def back(self, rows_R: Tensor) -> Tensor:
         """The senders' rows, in the order in which they went."""
-        return exchange(rows_R[: self._num_received], self._return, self._send)
+        return exchange(rows_R[: sum(self._received_P)], self._return, self._send)
 
 
 def _all_to_all(
