@@ -383,3 +383,32 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
         CheckpointError, match=r"another model: parameter b has shape \(3,\) there and None here"
     ):
         reshard.read_optimizer_states(tmp_path, [{"a": (2,), "b": (3,)}], 2, [{"a": (2,)}], 0, 2)
+
+
+def weights_between_checkpoints(folder):
+    """Tags that load after 16-bit weights were saved in between; what SGD says of AdamW's."""
+    engine, examples = start_hydra(tiny("llama")), batches(1)[0]
+    engine.train_batch(examples)
+    for tag in (1, 2):
+        engine.save_checkpoint(folder, tag=tag)
+        engine.save_16bit_model(f"{folder}/weights")
+    tags = [Path(engine.load_checkpoint(folder, tag=tag)[0]).parent.name for tag in (1, 2)]
+    engine.destroy()
+    model = tiny("llama", seed=1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine, *_ = ds_hydra.initialize(model=model, optimizer=sgd, config=ds_config(hydra={}))
+    with pytest.raises(CheckpointError) as raised:
+        engine.load_checkpoint(folder)
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    engine.train_batch(examples)
+    return tags, str(raised.value)
+
+
+@pytest.mark.distributed
+def test_weights_between_checkpoints_and_another_optimizer(tmp_path):
+    for tags, error in run_distributed(weights_between_checkpoints, 2, str(tmp_path)):
+        assert tags == ["1", "2"]
+        assert (
+            "2 has states of another optimizer (betas in 1 parameter groups; the one here has momentum in 1 "
+            "parameter groups); resume with the optimizer that has saved it, or pass load_optimizer_states=False"
+        ) in error

@@ -189,6 +189,73 @@ def test_damage_is_reported_by_name_with_what_else_is_there(saved, name, kind):
         assert "there is also step1: pass tag=... to load_checkpoint" in str(caught.value)
 
 
+def test_the_newest_ones_are_advised(tmp_path):
+    for step in range(8, 13):
+        save(tmp_path, f"global_step{step}", float(step))
+    damage(tmp_path / "global_step12" / FILES[0], "truncated")
+    newest = "there is also global_step11, global_step10, global_step9 and 1 older ones: pass tag="
+    with pytest.raises(CheckpointError, match=newest):
+        load(tmp_path)
+
+
+def test_what_users_put_beside_the_files_stays(tmp_path):
+    folder = tmp_path / "best"
+    (folder / "data").mkdir(parents=True)
+    kept = {"tokenizer.json": "{}", "data/train.jsonl": "[]"}
+    for name, text in kept.items():
+        (folder / name).write_text(text)
+    (folder / "zero_pp_rank_9_mp_rank_00_model_states.pt").write_text("of more ranks")
+    for value in (1.0, 2.0):
+        save(tmp_path, "best", value)
+        assert load(tmp_path) == value
+        assert {name: (folder / name).read_text() for name in kept} == kept
+        assert not (folder / "zero_pp_rank_9_mp_rank_00_model_states.pt").exists()
+    (folder / "notes").write_text("x")
+    folder.rename(tmp_path / ".replaced-best")  # as a crash between two renames leaves it
+    save(tmp_path, "other", 3.0)
+    assert (folder / "notes").read_text() == "x"
+    folder.rename(tmp_path / ".replaced-best")
+    save(tmp_path / "new", "best", 4.0)
+    (tmp_path / "new" / "best").rename(folder)  # and one after both
+    save(tmp_path, "other", 5.0)
+    assert (folder / "notes").read_text() == "x"
+    assert not list(tmp_path.glob(".replaced-*"))
+
+
+def test_a_link_is_replaced_with_a_warning_and_a_file_is_not(tmp_path, caplog):
+    save(tmp_path / "disk", "elsewhere", 1.0)
+    save_dir = tmp_path / "saved"
+    save_dir.mkdir()
+    (save_dir / "last").symlink_to(tmp_path / "disk" / "elsewhere")
+    for value in (2.0, 3.0):
+        save(save_dir, "last", value)
+        assert load(save_dir) == value
+    assert load(tmp_path / "disk") == 1.0
+    (warning,) = caplog.messages
+    assert f"last is a link to {tmp_path}/disk/elsewhere: the checkpoint takes the place" in warning
+    (save_dir / "gone").symlink_to(tmp_path / "nowhere")
+    save(save_dir, "gone", 4.0)
+    assert load(save_dir) == 4.0
+    (save_dir / "notes").write_text("mine")
+    with pytest.raises(CheckpointError, match="notes is a file, and a checkpoint is a folder"):
+        save(save_dir, "notes", 5.0)
+    assert (save_dir / "notes").read_text() == "mine"
+    save(save_dir, "last", 6.0)
+    assert load(save_dir) == 6.0
+
+
+def test_weights_that_were_saved_elsewhere_are_no_part_of_a_checkpoint(tmp_path):
+    saving, writer = Saving(str(tmp_path), "step1", "0"), HydraCheckpointEngine()
+    writer.save({"weights": torch.ones(3)}, str(tmp_path / "pytorch_model.bin"))
+    write_and_commit(saving, writer, "step1", 1.0, 3, lambda: None)
+    saving.unlock()
+    assert load(tmp_path) == 1.0
+    saving = Saving(str(tmp_path), "step2", "1")
+    write_and_commit(saving, writer, "step2", 2.0, 3, lambda: None)
+    saving.unlock()
+    assert load(tmp_path) == 2.0
+
+
 @pytest.mark.parametrize("kind", ["truncated", "missing"])
 def test_damage_to_a_file_without_a_manifest_is_an_error_by_name(saved, kind):
     (saved / "step2" / checkpoint.MANIFEST_NAME).unlink()
@@ -395,3 +462,9 @@ def test_arrays_of_numbers_in_a_client_state_are_read(tmp_path, array):
 def test_what_could_not_be_loaded_is_refused_before_saving_by_its_key(value):
     with pytest.raises(CheckpointError, match=r"client_state\['mine'\] is a .* not loaded: "):
         check_client_state({"fine": torch.ones(2), "mine": {"deep": [value]}})
+
+
+@pytest.mark.parametrize("key", ["module", "lr_scheduler", "global_steps", "ds_hydra"])
+def test_a_key_of_deepspeed_in_a_client_state_is_refused(key):
+    with pytest.raises(CheckpointError, match=f"client_state has the key '{key}', .*'my_{key}'"):
+        check_client_state({key: 1})

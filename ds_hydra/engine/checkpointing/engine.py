@@ -16,6 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_hydra.engine.checkpointing import files
 from ds_hydra.engine.checkpointing.reshard import (
+    check_same_optimizer,
     common_model_file,
     read_model_states,
     read_optimizer_states,
@@ -32,6 +33,11 @@ _CLIENT_STATE_KEY = "ds_hydra"
 
 _LOSS_SCALE_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow")
 """What a ZeRO-3 optimizer keeps when only weights are loaded."""
+
+
+def _as_name(tag: Any) -> Any:
+    """As DeepSpeed takes a number for the name of a folder."""
+    return str(tag) if isinstance(tag, int) and not isinstance(tag, bool) else tag
 
 
 class CheckpointingEngine(DeepSpeedEngine):
@@ -74,7 +80,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         exclude_frozen_parameters: bool,
     ) -> None:
         self._together(lambda: files.check_client_state(client_state or {}))
-        tag = f"global_step{self.global_steps}" if tag is None else tag
+        tag = f"global_step{self.global_steps}" if tag is None else _as_name(tag)
         saving = files.Saving(save_dir, tag, self._agree_on_saving(save_dir, tag))
         state = {**(client_state or {}), _CLIENT_STATE_KEY: self.hydra.state_dict()}
         commits = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
@@ -220,10 +226,12 @@ class CheckpointingEngine(DeepSpeedEngine):
         optim = read_optimizer_states(
             folder, model["param_shapes"], old_world, groups, rank, world_size
         )
-        if not load_optimizer_states:
-            optim["optimizer_state_dict"]["optimizer_state_dict"] = self.optimizer.state_dict()[
-                "optimizer_state_dict"
-            ]
+        own = self.optimizer.state_dict()["optimizer_state_dict"]
+        if load_optimizer_states:
+            saved = optim["optimizer_state_dict"]["optimizer_state_dict"]
+            check_same_optimizer(folder, saved, own)
+        else:
+            optim["optimizer_state_dict"]["optimizer_state_dict"] = own
         self.checkpoint_engine.handed = {"_model_states.pt": model, "_optim_states.pt": optim}
 
     def save_16bit_model(
@@ -251,7 +259,7 @@ class CheckpointingEngine(DeepSpeedEngine):
 
         def look() -> None:
             files.check_folder_name("load_dir", load_dir)
-            wanted = files.find_tag(Path(load_dir), latest) if tag is None else tag
+            wanted = files.find_tag(Path(load_dir), latest) if tag is None else _as_name(tag)
             found.append("" if wanted is None else files.resolve_tag(Path(load_dir), wanted))
 
         self._together(look if self.global_rank == 0 else None)

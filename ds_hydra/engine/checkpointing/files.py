@@ -22,6 +22,7 @@ import fcntl
 import hashlib
 import io
 import json
+import logging
 import os
 import pickle
 import shutil
@@ -42,9 +43,13 @@ from ds_hydra.engine.ranks.agreement import run_together
 from ds_hydra.errors import CheckpointError
 from ds_hydra.version import __version__
 
+logger = logging.getLogger(__name__)
+
 MANIFEST_SCHEMA = "ds_hydra.manifest/1"
 MANIFEST_NAME = "ds_hydra_manifest.json"
 _SAVING, _DIGESTS = ".saving-", "digests"
+_ENDING = "_states.pt"
+"""Of all files of a checkpoint of DeepSpeed."""
 _BLOCK_BYTES = 1 << 22
 _MAX_MANIFEST_BYTES = 1 << 26
 
@@ -108,7 +113,7 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
             torch.save(state_dict, digesting)
             file.flush()
             os.fsync(file.fileno())
-        self._digests[os.path.basename(path)] = digesting.to_json()
+        self._digests[path] = digesting.to_json()
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """The content of a file: what was handed over for it, else read with `read_tensors`."""
@@ -143,8 +148,14 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
         )
 
     def write_digests(self, folder: Path, rank: int) -> None:
-        """Leave the digests of the files that this rank wrote for the rank that commits."""
-        digests, self._digests = self._digests, {}
+        """Leave the digests of what this rank wrote into `folder` for the rank that commits."""
+        # Weights that `save_16bit_model` has written since are no part of this checkpoint.
+        digests = {
+            os.path.basename(path): digest
+            for path, digest in self._digests.items()
+            if Path(path).is_relative_to(folder)
+        }
+        self._digests.clear()
         self._keeping_error(lambda: _write_json(folder / _DIGESTS / f"{rank}.json", digests))
 
 
@@ -189,6 +200,18 @@ class Saving:
         self._save_dir.mkdir(parents=True, exist_ok=True)
         self._lock = _lock_folder(self._save_dir)
         restore_replaced(self._save_dir)
+        target = self._save_dir / self._tag
+        if target.is_symlink():
+            logger.warning(
+                "%s is a link to %s: the checkpoint takes the place of the link, and what it points to stays as it is. "
+                "To save elsewhere pass that folder as save_dir",
+                target,
+                os.readlink(target),
+            )
+        elif target.exists() and not target.is_dir():
+            raise CheckpointError(
+                f"{target} is a file, and a checkpoint is a folder; pass another tag or save_dir to save_checkpoint"
+            )
         for leftover in self._save_dir.glob(f"{_SAVING}*"):
             shutil.rmtree(leftover)
         (self.folder / _DIGESTS).mkdir(parents=True)
@@ -246,12 +269,12 @@ def _lock_folder(folder: Path) -> int | None:
 def put_in_place(written: Path, target: Path) -> None:
     """Rename a folder to `target`, in place of what is there; see `restore_replaced`."""
     replaced = target.with_name(f"{REPLACED_PREFIX}{target.name}")
-    if target.exists():
+    if os.path.lexists(target):
         target.rename(replaced)
     written.rename(target)
     _sync_folder(target.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    if os.path.lexists(replaced):
+        _forget(replaced, target)
 
 
 def restore_replaced(save_dir: Path) -> None:
@@ -259,9 +282,28 @@ def restore_replaced(save_dir: Path) -> None:
     for replaced in save_dir.glob(f"{REPLACED_PREFIX}*"):
         target = save_dir / replaced.name.removeprefix(REPLACED_PREFIX)
         if target.exists():
-            shutil.rmtree(replaced)
+            _forget(replaced, target)
         else:
             replaced.rename(target)
+
+
+def _forget(replaced: Path, target: Path) -> None:
+    """Remove a checkpoint whose successor is in place; what users have put beside its files goes
+    over to that.
+    """
+    if replaced.is_symlink() or not replaced.is_dir():
+        replaced.unlink()
+        return
+    # Of transformers' folders, which have no manifest, nobody knows what is a user's.
+    if (target / MANIFEST_NAME).exists():
+        manifest = replaced / MANIFEST_NAME
+        names = _read_manifest(manifest) if manifest.exists() else ()
+        own = {MANIFEST_NAME, *(Path(name).parts[0] for name in names)}
+        for path in replaced.iterdir():
+            is_own = path.name in own or path.name.endswith(_ENDING)
+            if not is_own and not os.path.lexists(target / path.name):
+                path.rename(target / path.name)
+    shutil.rmtree(replaced)
 
 
 def _write_manifest(folder: Path, digests: Mapping[str, Any], world_size: int) -> None:
@@ -339,14 +381,14 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _others(folder: Path) -> str:
-    """Advice: which other checkpoints lie beside `folder`."""
-    parent = folder.parent
-    tags = [
-        p.parent.name for p in sorted(parent.glob(f"[!.]*/{MANIFEST_NAME}")) if p.parent != folder
-    ]
-    return (
-        f"; there is also {', '.join(tags[-3:])}: pass tag=... to load_checkpoint" if tags else ""
-    )
+    """Advice: which other checkpoints lie beside `folder`, the newest first."""
+    manifests = [p for p in folder.parent.glob(f"[!.]*/{MANIFEST_NAME}") if p.parent != folder]
+    manifests.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    tags = [path.parent.name for path in manifests]
+    if not tags:
+        return ""
+    more = f" and {len(tags) - 3} older ones" if len(tags) > 3 else ""
+    return f"; there is also {', '.join(tags[:3])}{more}: pass tag=... to load_checkpoint"
 
 
 def read_tensors(path: Path, *, mmap: bool = False) -> Any:
@@ -369,8 +411,15 @@ def read_tensors(path: Path, *, mmap: bool = False) -> Any:
 
 
 def check_client_state(state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError, naming the key, for what `read_tensors` would not read back."""
+    """Raise CheckpointError, naming the key, for what `read_tensors` would not read back, and for
+    keys that belong to DeepSpeed or ds_hydra.
+    """
     for key, value in state.items():
+        if key in RESERVED_KEYS:
+            raise CheckpointError(
+                f"client_state has the key {key!r}, under which a checkpoint keeps something of its own; give yours "
+                f"another name, such as 'my_{key}'"
+            )
         shapes = tree_map_only(torch.Tensor, lambda tensor: torch.empty(0), value)
         buffer = io.BytesIO()
         try:
@@ -470,6 +519,16 @@ def _sync_folder(path: Path) -> None:
 
 REPLACED_PREFIX = ".replaced-"
 """Before the tag of a checkpoint whose successor is being put in its place."""
+
+RESERVED_KEYS = frozenset(
+    (
+        "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+        "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+        "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
+        "ds_hydra",
+    )
+)  # fmt: skip
+"""What DeepSpeed and ds_hydra keep beside a client_state, which would replace it."""
 
 _NO_TAGS = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 """Files that lie beside the checkpoints."""

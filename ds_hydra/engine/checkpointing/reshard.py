@@ -254,6 +254,28 @@ def _check_same_model(folder: Path, old_groups: SubGroups, new_groups: SubGroups
             )
 
 
+_OF_A_KIND = frozenset(("betas", "momentum", "lr_decay", "alpha", "rho", "lambd", "momentum_decay"))
+"""What tells optimizers apart in their parameter groups."""
+
+
+def check_same_optimizer(folder: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where states of one optimizer would go to one of another kind."""
+    kinds, counts = [], []
+    for states in (saved, own):
+        groups = states["param_groups"]
+        counts.append(len(groups))
+        kinds.append(sorted(_OF_A_KIND & {key for group in groups for key in group}))
+    if kinds[0] != kinds[1] or counts[0] != counts[1]:
+        theirs, ours = (
+            f"{', '.join(kind) or 'no momentum'} in {count} parameter groups"
+            for kind, count in zip(kinds, counts, strict=True)
+        )
+        raise CheckpointError(
+            f"{folder} has states of another optimizer ({theirs}; the one here has {ours}); resume with the optimizer "
+            "that has saved it, or pass load_optimizer_states=False to load_checkpoint"
+        )
+
+
 def _check_lengths(path: Path, flat_P: Sequence[Tensor], wanted: Sequence[int]) -> None:
     found = tuple(tensor.numel() for tensor in flat_P)
     if found != tuple(wanted):
