@@ -211,6 +211,7 @@ class SampleBench:
         screened: dict[Strategy, FloatArray] = {}
         chosen: list[Strategy] = [*start]
         for done in range(_MOST_STEPS):
+            # A dict keeps the order, which decides between equal times.
             near = dict.fromkeys([*chosen, *alike])
             near |= dict.fromkeys(n for s in chosen for n in neighbour_strategies(s, schemes))
             new = [strategy for strategy in near if strategy not in screened]
@@ -303,6 +304,7 @@ def fastest_together(
         added = int(np.argmin(means))
         if not means[added] < (1 - _LEAST_GAIN) * best.mean():
             break
+        # It need not leave the open ones: it makes nothing faster a second time.
         chosen.append(open_[added])
         best = np.minimum(best, times[added])
     return chosen
@@ -342,6 +344,8 @@ class FastEstimator:
         schemes: list[Scheme] = []
         for gathers in (False, True):  # a strategy has one kind
             if alike := tuple(scheme for scheme in placed if scheme.gather is gathers):
+                # In the order of placement, by which a dispatch decides between kinds that end
+                # together.
                 schemes += Strategy(alike).schemes
         column = {scheme: k for k, scheme in enumerate(schemes)}
         self._counts = np.zeros((len(strategies), len(schemes)), dtype=np.int64)
@@ -390,6 +394,7 @@ def _screen(
     assignment = np.zeros(every.lengths.size, dtype=np.int64)
     for row in range(counts.shape[0]):
         kinds = np.flatnonzero(counts[row])
+        # Lengths descend: if the first one fits somewhere, all do.
         if max_len[row].max() < every.lengths[0]:
             found[row] = np.inf
             continue
@@ -412,6 +417,7 @@ def _screen(
             tokens = np.zeros(problem.kind_of.size)
             for i in range(assignment.size):
                 tokens[assignment[i]] += every.lengths[i]
+            # Nothing is packed here: the fewest micro-batches that hold the tokens stand for steps.
             steps = np.ceil(tokens / problem.max_len_tokens[problem.kind_of])
             if steps.max() > max(1.0, steps.min()):  # some wait for others in lockstep
                 found[row] *= UNEVEN_STEPS
