@@ -70,6 +70,7 @@ class RankOutcome(MeasuredLinkTimes):
     ) -> RankOutcome:
         """That of an iteration of `phases`, one after another."""
         bad = (p.nonfinite_position for p in phases if p.nonfinite_position >= 0)
+        # A type is text here, as annotations of this file are not evaluated.
         names = [field.name for field in fields(cls) if field.type == "float"]
         sums = {name: sum(getattr(p, name) for p in phases) for name in names}
         sums |= {"nonfinite_position": next(bad, -1.0), "busy_ms": sum(computed_ms.values())}
