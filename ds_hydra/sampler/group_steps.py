@@ -42,6 +42,7 @@ _MAX_EXCHANGES, _NUM_TARGETS, _ENOUGH_GAP = 400, 4, 1e-3
 all ranks busy.
 """
 _EVERY = 0.0
+# Thirteen shares instead of these four shorten iterations of ByteScale's case by 0.3%.
 _SHARES = (_EVERY, 1.0, 0.9, 0.8)
 """What a step takes first: so much of its part of the tokens, longest sequences first, or every
 n-th sequence where n steps are left.

@@ -54,6 +54,7 @@ mini-batches have to do.
 """
 _LEAST_GAIN = 1e-3
 """By so much a strategy makes the estimates of all faster, or it is not planned."""
+# Four steps and 24 strategies instead of 40 make simulated iterations half a percent longer.
 _MOST_STEPS = 5
 _NUM_SCREENED, _NUM_TRIED = 24, 40
 _REACH = 0.05

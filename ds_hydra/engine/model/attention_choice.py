@@ -222,6 +222,7 @@ def _errors(
     generator = torch.Generator(device=device).manual_seed(0)
     lengths, key_lengths = of_segments
     widths = (demand.query_width, demand.value_width)
+    # Fewer key-value heads than query heads, which every kernel has promised to take.
     shapes = ((8, lengths, widths[0]), (4, key_lengths, widths[0]), (4, key_lengths, widths[1]))
     exact = [
         torch.randn((1, heads, sum(of), width), generator=generator, device=device).requires_grad_()
