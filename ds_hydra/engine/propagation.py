@@ -70,6 +70,7 @@ class RankOutcome(MeasuredLinkTimes):
     ) -> RankOutcome:
         """That of an iteration of `phases`, one after another."""
         bad = (p.nonfinite_position for p in phases if p.nonfinite_position >= 0)
+        # A type is text here, as annotations of this file are not evaluated.
         names = [field.name for field in fields(cls) if field.type == "float"]
         sums = {name: sum(getattr(p, name) for p in phases) for name in names}
         sums |= {"nonfinite_position": next(bad, -1.0), "busy_ms": sum(computed_ms.values())}
@@ -204,6 +205,7 @@ class Propagator:
     ) -> RankOutcome:
         self.recorder.begin()
         self.problem = None
+        # Here, where no round is posted: building a plan waits until the device has nothing to do.
         prepare_kernels()
         self.stage_model.balance.begin(self.device, task.loss_scale, plan.num_tokens)
         outcomes: list[RankOutcome] = []
@@ -241,12 +243,14 @@ class Propagator:
                     session.begin_phase(number)
                     begin = self._clock.stamp()
                 if number in busy:
+                    # Kept gradients add up over phases: only this rank's last one completes them.
                     is_last = number == busy[-1]
                     own = self._propagate(phase, session, task, completes_gradients=is_last)
                     if own is not None:
                         losses_of[number] = own
                 spans.append((begin, self._clock.stamp()))
             times = session.finish()
+        # Only now: what an error has left may serve no other iteration.
         self.links.have_run(session.weights)
         # Read when the device is done: else the host would wait for it in every phase
         losses, bad_position = 0.0, -1
@@ -350,7 +354,9 @@ class Propagator:
             else:
                 losses = run_forward_only(stage, micro_batch_tokens, forward)
         finally:
+            # After an error, too, or modules would keep the slices of the iteration alive.
             self.stage_model.unbind()
+        # All ranks of a TP group have the same loss, which counts once.
         if not losses or role.tp_rank > 0:
             return None
         # Scaled for backward, whose gradients may be of 16 bit; told as the sum that it is.
@@ -382,6 +388,7 @@ class Propagator:
                 return PLAIN(tokens) * scale
             value, problem = evaluate(loss, tokens, phase.micro_batches[index])
             if problem:
+                # Not raised here, where other ranks would wait for the messages of this one.
                 self.problem = self.problem or HydraConfigError(problem)
             return value * scale
 

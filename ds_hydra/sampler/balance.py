@@ -130,6 +130,7 @@ def balance_rows(
         num_label_tokens=sum(counted),
         num_label_sequences=sum(count > 0 for count in counted),
         predicted_ms=predicted,
+        # A bound that is reached may lie above the prediction by rounding.
         lower_bound_ms=min(predicted, _lower_bound_ms(tokens, num_ranks, max_tokens, latency)),
     )
 
@@ -261,6 +262,7 @@ def _own_rows(
             document={},
         ),
         num_devices=num_ranks,
+        # No integer program: its limit of time could end elsewhere on another rank.
         settings=PlannerSettings(
             max_len_override={_ONE_RANK: max_tokens}, overlaps_links=False, solver="none"
         ),
@@ -282,6 +284,7 @@ _NUM_COUNTS = 4
 """Numbers of waves that are tried, from the fewest that hold the sequences."""
 _NUM_TRIES = 12
 _ENOUGH_GAP = 1e-3
+# Counted, not timed: each rank makes the rows by itself, and they have to be equal.
 _MAX_EVALUATIONS = 5_000_000
 _EVENNESS = 1e-6
 """What a more even wave is worth, beside a shorter one: the way to exchanges that shorten it."""
@@ -307,6 +310,7 @@ def pack_waves(
     fewest = -(-num_rows // num_ranks)
     first = -(-min_num_micro_batches(lengths, max_tokens) // num_ranks)
     best, best_ms, best_count = fullest, np.inf, fewest
+    # Without constants, which each number of waves adds by itself.
     least_ms = max(float(sequence_ms[0]), float(sequence_ms.sum()) / num_ranks)
     for num_waves in range(first, fewest + _NUM_COUNTS):
         if least_ms + num_waves * constant_ms >= best_ms * (1 - EPSILON):
@@ -314,6 +318,7 @@ def pack_waves(
         rows = np.zeros_like(lengths)
         targets = _targets(sequence_ms, num_ranks, num_waves)
         if not fill_targets(sequence_ms, lengths, targets, max_tokens, rows):
+            # No packing into so few waves is known, so there is nothing to begin with.
             if num_waves < fewest:
                 continue
             rows = _in_waves(fullest, sequence_ms, num_rows)
@@ -364,6 +369,7 @@ def _fill_empty(sequence_ms: FloatArray, rows: IntArray, num_ranks: int, num_wav
         first = row - row % num_ranks
         source = first + int(counts[first : first + num_ranks].argmax())
         if counts[source] > 1:
+            # Lengths descend, so the last one is the shortest.
             rows[np.flatnonzero(rows == source)[-1]] = row
             counts[source] -= 1
             counts[row] += 1
@@ -401,12 +407,14 @@ def improve_waves(
         tokens[rows[i]] += lengths[i]
     others = np.zeros(num_rows)  # longest row of the wave without this one
     height = np.zeros(num_waves)
+    # Squares over the longest row are ms, as heights are; rows of no time divide nothing by 0.
     weight = _EVENNESS / max(times.max(), 1e-300)
     left = max_evaluations
     is_better = True
     while is_better:
         is_better = False
         for wave in range(num_waves):
+            # Anew for each wave: the exchange before may have changed a row of this one.
             _longest_others(times, others, height, num_ranks)
             if left <= 0 or height.sum() <= enough_ms:
                 return float(height.sum())
@@ -427,6 +435,8 @@ def improve_waves(
                         continue
                     new_a, new_b = times[a] - change_ms, times[b] + change_ms
                     if b // num_ranks == wave:
+                        # Of the rows beside both: where the partner is the second longest, the
+                        # third counts.
                         rest = third_ms if b == second else others[a]
                         gain = max(new_a, new_b, rest) - height[wave]
                     else:
@@ -459,6 +469,7 @@ def _longest(times: FloatArray, first_row: int, num_ranks: int) -> tuple[int, in
     for row in range(first_row, first_row + num_ranks):
         if times[row] > times[a]:
             a = row
+    # No other row is `a`, so it stands for none, as where there is one rank.
     second, third_ms = a, 0.0
     for row in range(first_row, first_row + num_ranks):
         if row == a:

@@ -157,9 +157,11 @@ def _pieces(
                 end = ends[mirrored + 1]
             elif ends[mirrored] < ends[mirrored + 1]:
                 last = Piece(position, ends[mirrored], ends[mirrored + 1])
+                # Without an early chunk it is the only piece of the sequence in this row.
                 (second if begin < end else first)[row].append(last)
             if begin < end:
                 first[row].append(Piece(position, begin, end))
     for position, size, row in zip(ordered[num_cut:], sizes[num_cut:], row_of[num_cut:]):
         first[row].append(Piece(position, 0, size))
+    # The second piece of any sequence is behind all first ones: `KeysOfRow` has two blocks at most.
     return tuple((*a, *b) for a, b in zip(first, second))

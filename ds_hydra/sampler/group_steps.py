@@ -42,6 +42,7 @@ _MAX_EXCHANGES, _NUM_TARGETS, _ENOUGH_GAP = 400, 4, 1e-3
 all ranks busy.
 """
 _EVERY = 0.0
+# Thirteen shares instead of these four shorten iterations of ByteScale's case by 0.3%.
 _SHARES = (_EVERY, 1.0, 0.9, 0.8)
 """What a step takes first: so much of its part of the tokens, longest sequences first, or every
 n-th sequence where n steps are left.
@@ -186,6 +187,7 @@ class MixedGroups:
         kind_of = np.repeat(np.arange(self._sizes.size), step.counts)
         group_of = np.full(lengths.size, -1, dtype=np.int64)
         group_of[step.members] = step.group_of
+        # `slowest_ms` counts how groups scatter; a place is filled by what its group takes alone.
         limit_ms = step.slowest_ms / self._slower[step.counts.sum()]
         device_ms = fill_step(
             lengths,
@@ -330,6 +332,8 @@ def have_places(counts: IntArray, sizes: tuple[int, ...]) -> BoolArray:
     ones, twos, threes, fives, sixes, sevens = (
         of_size.get(size, np.zeros_like(counts[:, 0])) for size in (1, 2, 3, 5, 6, 7)
     )
+    # A group of 3 leaves one rank of its 4; 5, 6 and 7 leave 3, 2 and 1 of their 8. A pair has
+    # room beside 5 and 6 alone, and takes the place of two single ranks.
     pairs = np.minimum(twos, fives + sixes)
     enough: BoolArray = ones >= threes + 3 * fives + 2 * sixes + sevens - 2 * pairs
     return enough
@@ -380,6 +384,7 @@ def plan_steps(
                 step = _best_step(kinds, lengths, tables, own)
                 if step is None:
                     break
+                # The last step has all that is left already.
                 if rest:
                     step = kinds[step.kind].filled(lengths, tables[step.kind], step, left)
                 steps.append(step)
@@ -475,12 +480,14 @@ def solve_step(
     best, best_cut = limit, -1
     ends, filled = np.zeros(num_ranks), np.zeros(num_ranks, dtype=np.int64)
     heap, placed = np.zeros_like(filled), np.zeros_like(group_of)
+    # Of equal bounds this order decides the plan: another kind of sort makes other plans.
     for row in np.argsort(bounds):
         if bounds[row] >= best:  # and so are all that follow
             break
         below, case = best / slower[row], case_of[row]
-        # What all ranks together have to spare, were all of them busy to the end.
+        # A group that starts after `below` is of no use: its ranks lose that much, and no more.
         begun_ms = (cuts[row] * sizes * np.minimum(constants, below)).sum()
+        # What all ranks together have to spare, were all of them busy to the end.
         spare_ms = below * num_ranks - begun_ms - work_ms[case]
         slowest = slower[row] * _place(
             lengths,
@@ -537,6 +544,7 @@ def _place(
     first = 0
     for k in range(cut.size):
         for g in range(first, first + cut[k]):
+            # All groups of a size begin together, so any order of them is a heap.
             ends[g], filled[g], heap[g] = constants[k], 0, g
         first += cut[k]
     slowest = 0.0
@@ -581,6 +589,7 @@ def fill_step(
     equals the one that ends last. Returns the time of all devices together.
     """
     ends, filled = constants[kind_of], np.zeros(kind_of.size, dtype=np.int64)
+    # A group without sequences runs nothing, so its constant is nobody's time.
     is_used = np.zeros(kind_of.size, dtype=np.bool_)
     for i in left:
         if group_of[i] >= 0:
@@ -606,6 +615,7 @@ def fill_step(
             for g in range(first[k], first[k + 1]):
                 if ends[g] + own_ms > limit_ms or filled[g] + lengths[i] > max_len[k]:
                     continue
+                # `least` is infinite as long as `best` is -1, which is then not looked up.
                 if device_ms < least or ends[g] > ends[best]:
                     best, least = g, device_ms
         if best < 0:

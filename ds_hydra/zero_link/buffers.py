@@ -38,6 +38,7 @@ from ds_hydra.zero_link.messages import (
 
 def view_of(tensor: Tensor, piece: StridedBlock) -> Tensor:
     """[rows, cols] of a flat tensor."""
+    # `as_strided` counts from where the storage begins, which other slices share.
     offset = tensor.storage_offset() + piece.offset
     return tensor.as_strided((piece.rows, piece.cols), (piece.stride, 1), offset)
 
@@ -207,7 +208,9 @@ def _ordered_sums(hop: Hop, rank: int, splits: Sequence[int]) -> Iterator[Ordere
             begins[peer] += batch.numel
     for target, source in hop.local:
         parts.append((rank, target, None, _merge_blocks([(source, 0)])))
+    # Stable: what this rank adds itself takes its place in the order, and batches keep theirs.
     parts.sort(key=lambda part: part[0])
+    # What a hop serves is of one store, so equal tables are the same elements.
     classes: dict[bytes, list[tuple[int, Batch, int | None, tuple[StridedCopy, ...]]]] = {}
     for part in parts:
         classes.setdefault(part[1].table.tobytes(), []).append(part)
@@ -283,6 +286,7 @@ def run_pairs(
     """`run` on pairs: what is contiguous on both sides in one kernel where the device has one."""
     runs: tuple[list[Tensor], list[Tensor]] = ([], [])
     for target, source in zip(targets, sources, strict=True):
+        # One strided pair in the list would make torch run all of it tensor by tensor.
         if target.is_contiguous() and source.is_contiguous():
             runs[0].append(target)
             runs[1].append(source)
@@ -370,6 +374,7 @@ class ExchangeBuffers:
         slab, begin, nbytes = self._taken.pop(tensor.data_ptr())
         slab.release(begin, nbytes)
         self._in_use_bytes -= nbytes
+        # Only while nothing is in use: rounds hold views of slabs, which cannot move.
         if not self._taken and len(self._slabs) > 1:
             # One slab for the peak; where one of that size was not enough, gaps between buffers
             # need the rest.

@@ -104,6 +104,7 @@ class Link:
         dtype = shards_P[0].dtype
         stores = Stores(dtype, shards_P, slices_S, self._relayed)
         if round_.relayed_numel:
+            # Stays after this round: a cell crosses nodes once, and later rounds read it here.
             self._relayed[index] = self._buffers.take(round_.relayed_numel, dtype)
 
         packed = self._pack(plan, index)
@@ -114,6 +115,7 @@ class Link:
                 side = packed[number]
                 return self._post_packed(side.shards, side.slices, stores, dtype, number)
             posted = self._post(hop.outgoing, hop.incoming, stores, dtype, number, in_place=True)
+            # After the messages, which are on the wire while this copies.
             self._copy_local(hop, stores)
             return posted
 
@@ -158,6 +160,7 @@ class Link:
             if packed is not None:
                 side = packed[number]
                 return self._post_packed(side.slices, side.shards, stores, dtype, group)
+            # Not in place: an owner adds what arrives to what is there.
             return self._post(hop.incoming, hop.outgoing, stores, dtype, group, in_place=False)
 
         def add(number: int, posted: _Posted) -> None:
@@ -167,6 +170,7 @@ class Link:
                 self._accumulate(plan.rank, round_.hops[number], posted, stores)
 
         *earlier, last = range(len(round_.hops))
+        # The group says when a hop is posted, not which it is: a push begins with the last one.
         posted = post(last, 0)
 
         def finish() -> None:
@@ -262,6 +266,7 @@ class Link:
             run_pairs(places, targets)
             for begin in addition.begins:
                 if begin is not None:
+                    # What arrives may have 16 bits, the sum has 32.
                     sums.add_(incoming[begin : begin + addition.numel])
                     continue
                 own = stored_views(stores, addition.own)
@@ -323,6 +328,7 @@ class Link:
             for message in batch.messages:  # in the order in which they are sent
                 for peer in batch.peers:
                     if stays(batch, message):
+                        # Of one run `flatten` is a view: the message lands in the slice itself.
                         target = stores.view(batch, message[0]).flatten()
                     else:
                         target, space = cut_off(space, message)
@@ -332,6 +338,7 @@ class Link:
         def is_sent_from_its_place(batch: Batch, message: Message) -> bool:
             if not is_one_run(message):
                 return False
+            # Gradients that travel in 16 bits are cast on their way into the buffer.
             return stores.tensor(batch.store, message[0].key).dtype == dtype
 
         space = self._take(posted, send, is_sent_from_its_place, dtype, once=True)

@@ -44,6 +44,7 @@ def keep_only(
     nothing = Region(0, 0, 0, 0)
     kept: dict[int, RankBuckets] = {}
     for buckets in rank_buckets:
+        # By identity, because hashing a bucket is dear; the caller holds all of them meanwhile.
         if id(buckets) not in kept:
             kept[id(buckets)] = tuple(
                 tuple(e if keeps(e.param) else replace(e, region=nothing) for e in bucket)
@@ -88,6 +89,7 @@ Message = tuple[StridedBlock, ...]
 """What travels together: one large block, or all small ones of a batch, in order."""
 
 
+# No slots: cached properties live in the dict of an object.
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Blocks of one store, [n, 5] as in `StridedBlock`, that go to (or come from) each of `peers`
@@ -113,6 +115,7 @@ class Batch:
         """Messages for each peer; both ends cut them alike, because a block has the same size on
         both.
         """
+        # Only order tells the messages between two ranks apart, so both ends cut in this one.
         alone = [(piece,) for piece in self.pieces if piece.numel >= SINGLE_NUMEL]
         packed = tuple(piece for piece in self.pieces if piece.numel < SINGLE_NUMEL)
         return (*alone, packed) if packed else tuple(alone)
@@ -199,9 +202,12 @@ class LinkPlan:
                 for sign, batches in ((1, hop.outgoing), (-1, hop.incoming)):
                     for batch in batches:
                         for peer in batch.peers:
+                            # Sender first on both ends, so that the two signs of a message cancel.
                             pair = (self.rank, peer) if sign > 0 else (peer, self.rank)
+                            # The same elements in other blocks would be other messages.
                             sizes = (len(batch.table), batch.numel)
                             total += sign * _fingerprint(number, step, *pair, *sizes)
+        # In the range of int64: ranks send it in such a tensor, and add it up modulo 2^64.
         return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
     def _count(self, groups: Iterable[Iterable[Batch]]) -> dict[int, int]:
@@ -236,5 +242,6 @@ def _fingerprint(*numbers: int) -> int:
     value = 0xCBF29CE484222325
     for number in numbers:
         value = ((value ^ number) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+        # Products carry upwards alone; without the shift low bits would never see high ones.
         value ^= value >> 29
     return value

@@ -71,6 +71,7 @@ class BucketRequests:
         kept = [
             tuple(
                 (slot, ref)
+                # Numbered before any is left out: a slot is a place in the whole bucket.
                 for slot, ref in enumerate(bucket)
                 if ref.region.numel and (ref.pushes_gradient or not gradients)
             )
@@ -147,6 +148,7 @@ class DirectPlanner:
         own = self.asks(self.rank, index)
         outgoing = []
         for members in self.readers(index, ranks):
+            # All of a group need the same, so any member stands for all.
             asks = self.asks(members[0], index)
             outgoing.append(
                 messages.Batch(messages.Store.SHARD, members, self.shard_pieces(asks.regions, me))
@@ -191,6 +193,7 @@ class DirectPlanner:
             return ()
         blocks = self.table.mutual_blocks(asks.regions, owners)
         pieces = slice_pieces(asks, blocks, self.table)
+        # Blocks come owner by owner, so senders that ascend make one batch each.
         return split_by_peer(messages.Store.SLICE, senders[blocks.item // len(asks.slot)], pieces)
 
 
@@ -316,6 +319,7 @@ class NodePlanner(DirectPlanner):
         for node in range(self.nodes.num_nodes):
             if node != self.node:
                 kinds.setdefault(id(self._of_nodes.get(node)), []).append(node)
+        # Nodes with the same pipelines: what they need alike is packed once for all of them.
         for nodes in kinds.values():
             cells = self._of_nodes.get(nodes[0])
             regions = cells.regions.take(cells.first_shared_in(index))
@@ -340,6 +344,7 @@ class NodePlanner(DirectPlanner):
         # NodeRects arrive once: a round's memory is needed until the last round that asks for one.
         until = np.arange(num_rounds)
         for (_, index), asks in cells.shared.items():
+            # Several cells come in one round, of which an indexed assignment would keep the last.
             np.maximum.at(until, cells.round[asks.cell], index)
         blocks = self.table.mutual_blocks(cells.regions, owners)
         shape = len(owners), len(cells.round)
@@ -449,6 +454,7 @@ class Nodes:
     def relay_rank(self, owner: int, node: int) -> int:
         """The rank of `node` that receives what `owner`, in another node, has for it."""
         ranks = self.ranks(node)
+        # The last node may have fewer ranks than the place of the owner in its own.
         return ranks[owner % self.ranks_per_node % len(ranks)]
 
     def owners_relayed_by(self, rank: int) -> IntArray:
@@ -470,6 +476,7 @@ class NodeRectCache:
     def get(self, node: int) -> NodeRects:
         """The cells of `node`."""
         ids = self._asked.ids[list(self._nodes.ranks(node))]
+        # Rows are equally long, so a node of fewer ranks has fewer bytes and another key.
         key = ids.tobytes()
         if key not in self._known:
             self._known[key] = self._cut(ids)
@@ -482,6 +489,8 @@ class NodeRectCache:
                 if bucket < 0:
                     continue
                 for slot, ref in self._asked.buckets[bucket]:
+                    # With its round in the key a cell is never shared between rounds, which may
+                    # then run alone.
                     key = (index if self._independent else 0, ref.param)
                     wants.setdefault(key, []).append(_Want(place, index, slot, ref.region))
         regions: list[tuple[int, Region]] = []
@@ -584,6 +593,7 @@ def plan_link(
             params, asked, rank, ranks_per_node, independent_rounds
         )
     else:
+        # One node has no boundary to spare: its plan has the digest of direct routes.
         ranks_per_node = None
         planner = DirectPlanner(params, asked, rank)
     return messages.LinkPlan(
@@ -599,6 +609,7 @@ def plan_link(
 def _digest(params: Sequence[ParamSpec], asked: BucketRequests, options: tuple[object, ...]) -> int:
     """63 bits of everything that the parts of all ranks follow from."""
     digest = hashlib.blake2b(digest_size=8)
+    # Both ends cut messages by SINGLE_NUMEL: with two values of it none would match.
     digest.update(repr((PLAN_VERSION, messages.SINGLE_NUMEL, options, asked.ids.shape)).encode())
     digest.update(
         repr([(s.fqn, s.shape, s.slicing.value, s.requires_grad) for s in params]).encode()
@@ -610,4 +621,5 @@ def _digest(params: Sequence[ParamSpec], asked: BucketRequests, options: tuple[o
         ]
         digest.update(repr(refs).encode())
     digest.update(asked.ids.tobytes())
+    # Below 2^63, because ranks compare it in a tensor of int64.
     return int.from_bytes(digest.digest(), "big") >> 1

@@ -63,6 +63,7 @@ class LinkTraffic:
         """[node, node] elements from one node to another; the diagonal is what stays inside."""
         node = np.arange(nodes.num_ranks) // nodes.ranks_per_node
         folded = np.zeros((nodes.num_nodes, nodes.num_nodes), dtype=np.int64)
+        # Many pairs of ranks are one pair of nodes, of which an indexed += would keep one.
         np.add.at(folded, (node[:, None], node[None, :]), self.pairs)
         return folded
 
@@ -152,6 +153,7 @@ class LinkAccounts:
                     regions = cells.regions.take(entering_cells)
                     known[id(cells), -1] = self._table.owned_elements(regions)
                 entering = np.where(is_inside, 0, known[id(cells), -1])
+                # Each owner has a row of its own, so no place is addressed twice.
                 first[everyone, relay] += entering
                 for place, member in enumerate(members):
                     for kind, asks in enumerate((cells.asks, cells.shared)):
@@ -162,7 +164,10 @@ class LinkAccounts:
                             known[key] = self._table.owned_elements(asks[place, index].regions)
                     needed = known.get((id(cells), 2 * place), nothing)
                     shared = known.get((id(cells), 2 * place + 1), nothing)
+                    # Shards inside the node are read directly, so only those outside leave shared
+                    # cells to relays.
                     first[:, member] += np.where(is_inside, needed, needed - shared)
+                    # Weighted counts are float64, which is exact for whole numbers below 2^53.
                     second[:, member] += np.bincount(
                         relay, weights=np.where(is_inside, 0, shared), minlength=num_ranks
                     ).astype(np.int64)
@@ -207,6 +212,7 @@ def exchange_s(interconnects: Interconnects, num_bytes: IntArray) -> float:
     Eqs. 1 and 2. Left out: contention between devices of a node, packing, and what overlaps with
     other rounds.
     """
+    # The rate of a device to itself may be 0, and nothing is sent there.
     rate = np.where(np.eye(len(num_bytes), dtype=bool), 1.0, interconnects.bytes_per_s)
     times = np.where(num_bytes > 0, interconnects.latency_s + num_bytes / rate, 0.0)
     return float(max(times.sum(axis=1).max(), times.sum(axis=0).max()))

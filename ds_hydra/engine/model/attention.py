@@ -124,6 +124,7 @@ def _attend_eagerly(
     layout = packed_micro_batch.layout
     is_cut = layout is not None and layout.size > 1
     if is_cut and sinks_H is not None:
+        # The exchange of SP gives rank i the i-th part of consecutive heads.
         sinks_H = sinks_H.chunk(layout.size)[layout.rank]
 
     def attend_to(query_BHTD: Tensor, key_BKND: Tensor, value_BKND: Tensor, heads: slice) -> Tensor:
@@ -146,6 +147,7 @@ def _attend_eagerly(
             return attend_to(query_BHTD, key_BKTD, value_BKTD, heads)
 
         def attend_to_part(query: Tensor, key: Tensor, value: Tensor, own: slice) -> Tensor:
+            # Counted among all heads of this rank, as its sinks are, not in SP's part.
             own = slice(heads.start + own.start, heads.start + own.stop)
             return attend_to(query, key, value, own)
 
@@ -180,6 +182,7 @@ def _attend(
         value_BKND,
         packed_micro_batch.lengths,
         scaling if scaling is not None else query_BHTD.shape[-1] ** -0.5,
+        # A window that hides nothing would only cost masks.
         window if window is not None and window < max(key_lengths) else None,
         softcap,
         sinks_H,
@@ -226,6 +229,7 @@ def _forward(
     kwargs = {} if layer_type is None else {"layer_type": layer_type}
     original = _original_length(module, layer_type)
     tables: dict[int, Any] = {}
+    # The longest first: lengths up to the original share one table, which has to fit all of them.
     for length in sorted({segment.length for segment in micro_batch.segments}, reverse=True):
         if (key := max(length, original)) not in tables:  # one table for all that are no longer
             _forget_lengths(module, layer_type)

@@ -222,6 +222,7 @@ def _errors(
     generator = torch.Generator(device=device).manual_seed(0)
     lengths, key_lengths = of_segments
     widths = (demand.query_width, demand.value_width)
+    # Fewer key-value heads than query heads, which every kernel has promised to take.
     shapes = ((8, lengths, widths[0]), (4, key_lengths, widths[0]), (4, key_lengths, widths[1]))
     exact = [
         torch.randn((1, heads, sum(of), width), generator=generator, device=device).requires_grad_()
@@ -246,9 +247,11 @@ def _errors(
         (*exact, None)[3],
         key_lengths,  # type: ignore[call-arg]
     )
+    # Rounded as the kernel gets it, so that both backward passes begin with the same numbers.
     noise = torch.randn(wanted.shape, generator=generator, device=device).to(demand.dtype).float()
 
     def loss(out: Tensor) -> Tensor:
+        # The last rows of a long segment are small: by squares they would have next to no gradient.
         return (out * noise).sum() if num_parts > 1 else out.square().sum()
 
     wanted_grads = torch.autograd.grad(loss(wanted), exact)
@@ -411,6 +414,7 @@ def keeps_copies(request: str) -> bool:
     if _in_use:
         used = [use for use in _in_use.values() if use is not None]
         return any(load_kernel(use.name).copies_when_ordered for use in used)
+    # Generations 3 and 4 of flash attention take turns in place of copies.
     return request != PER_SEQUENCE and not request.partition("@")[0].endswith(("3", "4"))
 
 

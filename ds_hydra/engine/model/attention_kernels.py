@@ -354,6 +354,7 @@ def _flash_4(module: ModuleType, name: str, package: str) -> Kernel:
         backward=differentiate,
         generations=(9, 10, 11, 12),
         takes_widths=_of_flash_4,
+        # On 10.x it takes 192/128, and not 192/192: values must not be padded to queries.
         pads_values=False,
     )
 
@@ -383,6 +384,7 @@ def _varlen(name: str, implementation: str | None = None) -> Kernel:
         window: int | None,
         _: float,
     ) -> tuple[Tensor, Tensor]:
+        # torch has one for the process, and other heads of the model may run by another.
         activate(implementation)
         out, lse, *_rest = forward(
             query, key, value, *ends[:4], 0.0, window is None, False, scale=scale, **_window(window)
@@ -403,6 +405,7 @@ def _varlen(name: str, implementation: str | None = None) -> Kernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         activate(implementation)
         state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout, which is 0
+        # Around this call alone: other operations of a model would be errors inside.
         with in_one_order():
             grads: tuple[Tensor, Tensor, Tensor] = backward(
                 grad if grad.stride(-1) == 1 else grad.contiguous(),
@@ -421,6 +424,7 @@ def _varlen(name: str, implementation: str | None = None) -> Kernel:
         takes_widths=_of_flash_4 if implementation == "FA4" else _up_to_256,
         pads_values=implementation != "FA4",
         most_ordered_width=192 if implementation == "FA3" else 256,
+        # Later generations take turns in place of copies.
         copies_when_ordered=implementation is None,
         implementation=implementation,
     )
@@ -444,6 +448,7 @@ def activate(implementation: str | None) -> None:
     """Let torch's flash attention be `implementation`; None: its own, or what the user's script has
     activated.
     """
+    # What a user's script has activated stays: nothing is restored that was not set here.
     if _activated[0] == implementation:
         return
     if implementation is None:
@@ -470,6 +475,7 @@ def import_module(module: str, distribution: str) -> ModuleType:
         missing = (error.name or "").split(".")[0]
         if missing in ("", module.split(".")[0]):
             raise MissingKernelError(f"{distribution} is not installed") from error
+        # The package is here, and lacks something that it imports itself.
         raise MissingKernelError(f"{distribution} cannot be imported: {error}") from error
     except (OSError, RuntimeError, AttributeError) as error:  # of another CUDA or torch
         raise MissingKernelError(f"{distribution} cannot be imported: {error}") from error

@@ -41,6 +41,7 @@ def count_on_host(lengths: Sequence[int], key_lengths: Sequence[int]) -> Tensor:
     long (`LongSegment`), or zeros.
     """
     found = [s for s in LongSegment.of(lengths, key_lengths) if s.is_long]
+    # Back in their order, in which `attention_cudnn` takes their rows out of the others.
     long = sorted(heapq.nlargest(_MOST_LONG, found, key=lambda s: s.num_pairs))
     numbers = {segment.number for segment in long}
     rest = [
@@ -86,6 +87,7 @@ def attend(
     query, key = _pad(query, use.query_width), _pad(key, use.query_width)
     value = _pad(value, use.value_width)
     run: Any = _run_operator if torch.compiler.is_compiling() else _apply
+    # 0 stands for none, because the operator's schema has plain numbers.
     out: Tensor = run(
         query, key, value, sinks_H, *boundaries, use.name, scale, window or 0, softcap or 0.0
     )
@@ -142,6 +144,7 @@ def _backward(
         grad, query, key, value, out, lse_HT, ends, scale, seen, softcap
     )
     if sinks_H is None:
+        # The operator has four results, with sinks or without.
         return *grads, query.new_empty(0)
     dots_HT = (grad.float() * out).sum(dim=-1).t()
     grad_H = -((sinks_H.float().unsqueeze(1) - lse_HT).exp() * dots_HT).sum(dim=1)
@@ -153,6 +156,7 @@ def _ends(cu_seqlens: Tensor, cu_keys: Tensor, on_host: Tensor, sinks_H: Tensor 
     size = len(LongSegment._fields)
     found = (LongSegment(*places[n : n + size]) for n in range(0, len(places), size))
     # Sinks change output and log-sum-exp afterwards, which no trial of a long segment has.
+    # Places without a segment are zeros, and no segment ends at key 0.
     long = () if sinks_H is not None else tuple(s for s in found if s.last)
     sizes = longest, longest_keys, rest, rest_keys
     return Ends(cu_seqlens, cu_keys, *sizes, long, bool(has_pieces))

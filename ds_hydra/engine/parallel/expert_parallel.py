@@ -62,9 +62,11 @@ class ExpertParallel:
                 x[first:end] for x in (hidden_TH, experts_TK, weights_TK)
             )
         num_chosen, each = experts_TK.shape[1], num_experts // self.size
+        # Stable, so that the rows of an expert are in the same order in every run.
         order_S = experts_TK.flatten().argsort(stable=True)
         sent_E = _count(experts_TK, num_experts)
         counts_PE = sent_E.new_zeros(self._num_ranks, each)
+        # Others hold the same experts between them, for tokens of their own: nothing goes there.
         counts_PE[self._first_neighbour : self._first_neighbour + self.size] = sent_E.view(-1, each)
         received_PE = torch.empty_like(counts_PE)
         dist.all_to_all_single(received_PE, counts_PE, group=self._group)
@@ -77,6 +79,7 @@ class ExpertParallel:
             travel.there(x) for x in (rows_SH, weights_TK.flatten()[order_S].unsqueeze(1))
         )
         names_PE = torch.arange(each, device=counts_PE.device).expand_as(received_PE)
+        # Without `output_size` the host would wait for the device to learn the number of rows.
         experts_R = names_PE.flatten().repeat_interleave(
             received_PE.flatten(), output_size=sum(received_P)
         )
@@ -106,6 +109,7 @@ class ExpertParallel:
         rows_SH = travel.back(output_RH)
         inverse_S = torch.empty_like(travel.order_S)
         inverse_S[travel.order_S] = torch.arange(len(inverse_S), device=inverse_S.device)
+        # A sum over a dimension has one order; rows that are added to tokens by index have none.
         own_TH = rows_SH[inverse_S].unflatten(0, (end - first, travel.num_chosen)).sum(dim=1)
         if not self._has_same_tokens:
             return own_TH
@@ -143,6 +147,7 @@ class Travel:
 
     def back(self, rows_R: Tensor) -> Tensor:
         """The senders' rows, in the order in which they went."""
+        # Without the row of weight 0, which nobody has sent.
         return exchange(rows_R[: sum(self._received_P)], self._return, self._send)
 
 
@@ -168,6 +173,7 @@ def hook_dispatch(module: nn.Module, ep: ExpertParallel) -> None:
         hidden, experts, weights = args
         received, travel = ep.dispatch(hidden, experts, weights, num_experts)
         running.append((travel, len(hidden)))
+        # Experts' own code goes by this number; this rank has the parameters of so many.
         module.num_experts = num_experts // ep.size
         return received
 

@@ -75,6 +75,7 @@ class EightBitLinear(nn.Linear):
             return super().forward(hidden)
         tp = self.tp
         shared = tp.shared if tp.shards is not None else None
+        # Only of the gathered tensor is a shard kept, from which backward could gather it again.
         if shared is not None and hidden is not shared.whole:
             shared = None
         if shared is None and not (self.side and tp.size > 1):
@@ -237,6 +238,7 @@ class _Products(torch.autograd.Function):
             if shared is not None:
                 shared.backward.let_go()
         if ctx.num_copies > 1:
+            # Each copy has the whole now, and the group adds all of them up: a share from each.
             grad_hidden, grad_weight = (
                 whole if whole is None else whole / ctx.num_copies
                 for whole in (grad_hidden, grad_weight)
@@ -249,6 +251,7 @@ def _sum_of_copies(grad_TO: Tensor, group: dist.ProcessGroup | None, num_copies:
     their parts.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
+    # The copies have no group of their own; in the sum over all ranks other heads are zeros.
     grads_HTO = grad_TO.new_zeros(size // num_copies, *grad_TO.shape)
     grads_HTO[rank // num_copies] = grad_TO
     dist.all_reduce(grads_HTO, group=group)
@@ -270,6 +273,7 @@ def _multiply(
         tensor, features, _, cast = operand
         if cast.scaling_type is ScalingType.DISABLED:
             continue
+        # A rowwise scale belongs to the dimension that is summed over, so no other product has it.
         if operand.is_tensorwise and features in known:
             amaxes[features] = known[features]
             continue
@@ -278,6 +282,7 @@ def _multiply(
             scaling_granularity=cast.scaling_granularity,
             axiswise_dim=_axis(operand, summed),
         )
+        # A rowwise scale is of one row: a rank has a part of it only where the cut runs along.
         if cut and cut in features and (operand.is_tensorwise or summed == cut):
             agreed.append(features)
     # One rank would take one scale of the whole operand, of which each here has a part.
@@ -319,6 +324,7 @@ def _products_of(config: Float8LinearConfig, num_tokens: Any) -> LinearMMConfig:
     over `num_tokens`, which the device wants in multiples of 16: zeros are added unless it is known
     to be one.
     """
+    # A symbolic length is not asked: each answer would be a guard, and a graph of its own.
     is_whole = type(num_tokens) is int and num_tokens % 16 == 0
     gemms = (
         config.gemm_config_output,

@@ -172,6 +172,7 @@ class GroupPool:
         beyond the bounds.
         """
         wanted = groups_of_all(strategies) - self._groups.keys()
+        # A set may have another order on each rank, and ranges compare only as tuples.
         self.create(sorted(wanted, key=lambda key: (key[0], tuple(key[1]))))
 
     def create(self, keys: Iterable[GroupKey]) -> None:
@@ -190,6 +191,7 @@ class GroupPool:
             )
         check_groups_of_rank([*self._groups, *keys], self._max_groups_of_rank)
         begin, timeout, rank = time.perf_counter(), _find_timeout(self._device), dist.get_rank()
+        # The same answer on all ranks: a split and `new_group` are different collectives.
         is_split = len(keys) > _FEW_GROUPS and _can_split(self._device)
         for own in disjoint_rounds(keys) if is_split else [[key] for key in keys]:
             options = _communicator_options(own[0][0], timeout)

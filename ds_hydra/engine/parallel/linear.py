@@ -67,6 +67,7 @@ def set_gradient(weight: Tensor, gradient: WeightGradient) -> None:
 
 
 _numbers = itertools.count(1)
+# Weak: a handle must not keep the totals or the waiting products of an iteration alive.
 _by_handle: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
@@ -116,6 +117,7 @@ def can_multiply_into(total: torch.dtype, factors: torch.dtype, device: torch.de
             multiply_into(sums, ones, ones, adds=adds)
     except (NotImplementedError, RuntimeError, TypeError):
         return False
+    # 16 by the first product, and 16 more by the one that adds.
     return bool((sums == 32).all())
 
 
@@ -134,6 +136,8 @@ class SharedBackward:
 
     def run(self) -> None:
         """Run what waits; the exchange is posted."""
+        # In the order of reading, because the first reader is the one that waits for what is
+        # gathered; one by one, so that each frees the gradient of an output.
         while self._products:
             self._products.pop(0)()
 
@@ -179,6 +183,7 @@ class _Linear(torch.autograd.Function):
         kept, weight_OH = ctx.saved_tensors
         shared, gradient = ctx.shared, ctx.gradient
         grad_TO = _rows(grad)
+        # Begun before the product for the input, beside which shards travel.
         reading = None if kept is None or shared is None else shared.read(kept)
         grad_input = grad_weight = None
         if weight_OH is not None:
@@ -188,6 +193,7 @@ class _Linear(torch.autograd.Function):
             if gradient is None:
                 grad_weight = grad_TO.T @ _read(kept, reading, shared)
             else:
+                # Told now: autograd may be done with the weight before a product that waits.
                 gradient.expect_product()
                 # A tensor without gradient is not exchanged.
                 if shared is None or weight_OH is None:
@@ -246,14 +252,17 @@ def _backward(
 _operator = torch.library.custom_op(
     "ds_hydra::linear_backward",
     _backward,
+    # Totals do change, but are no arguments: a compiler has nothing to copy and to follow.
     mutates_args=(),
     schema="(Tensor grad, Tensor weight, Tensor input, Tensor gradient, Tensor shared) -> Tensor",
 )
+# Stands for nothing, because handles count from 1.
 _NONE = torch.zeros(1, dtype=torch.int64)
 
 
 @_operator.register_fake
 def _(grad_TO: Tensor, _weight: Tensor, input_TH: Tensor, *_: Tensor) -> Tensor:
+    # The product is contiguous whatever strides the input has.
     return torch.empty_like(input_TH, memory_format=torch.contiguous_format)
 
 
@@ -269,6 +278,7 @@ class _TracedLinear(torch.autograd.Function):
         gradient: Tensor,
         shared: Tensor,
     ) -> Tensor:
+        # Handles are saved as tensors: a layer that runs again saves those of its second pass.
         ctx.save_for_backward(hidden, weight_OH, gradient, shared)
         ctx.has_bias = bias_O is not None
         return F.linear(hidden, weight_OH, bias_O)

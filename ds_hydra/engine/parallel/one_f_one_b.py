@@ -116,6 +116,7 @@ class PipelineStage:
         (work,) = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, peer, group)])
         # The tensor must live until it has left; drop those that have.
         self._in_flight = [entry for entry in self._in_flight if not entry[0].is_completed()]
+        # Gloo counts a send as completed once it was waited for, so there all stay until `finish`.
         self._in_flight.append((work, tensor))
 
     def _receive(self, like: Tensor, peer: int | None, group: dist.ProcessGroup | None) -> Tensor:
@@ -161,6 +162,7 @@ def run_1f1b(
                 # On the device: reading it here would make the host wait for every micro-batch.
                 losses.append(output.detach())
             else:
+                # Detached, or what is in flight would keep the graph of its pass.
                 stage.send_activation(output.detach())
         else:
             received, output = saved.pop(index)

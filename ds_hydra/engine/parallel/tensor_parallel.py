@@ -197,6 +197,7 @@ def gather_input(shard_BtH: Tensor, shards: TokenShards) -> SharedInput:
         return shard
 
     micro_batch = exchange(shard_BtH, shards.gather, back)
+    # Detached, or what linears keep would be one more input of theirs to autograd.
     return SharedInput(shard_BtH, micro_batch, shard_BtH.detach(), backward)
 
 
@@ -316,6 +317,7 @@ class TensorParallel:
 
         q, k and v (gate and up) read one tensor: one all-reduce serves all of them.
         """
+        # By identity: only what reads the very same tensor may share the sum of its gradient.
         if self.shared is None or self.shared.source is not hidden:
             backward = SharedBackward()
             copy: Tensor = _CopyToGroup.apply(hidden, self.group, backward)
@@ -350,6 +352,7 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # Autograd may have handed the same tensor to others, which would see the sum.
         may_write = grad._use_count() == 1  # type: ignore[attr-defined]
         summed, wait = _post_sum_over(grad, ctx.group, may_write=may_write)
         if ctx.products is not None:
@@ -438,6 +441,7 @@ def hook_block(block: nn.Module, tp: TensorParallel) -> None:
         tp.shared = None
 
     block.register_forward_pre_hook(before, with_kwargs=True)
+    # Always, because a layer that runs again may be left by an exception inside of the block.
     block.register_forward_hook(after, always_call=True)
 
 
@@ -447,6 +451,7 @@ def hook_linear(linear: nn.Module, tp: TensorParallel) -> None:
     It does itself what `hook_colwise` and `hook_rowwise` do for others: calls of hooks are time of
     the host.
     """
+    # A class or a forward of its own may compute something else than this product.
     if type(linear) is not nn.Linear or "forward" in vars(linear):
         return
     plain = linear.forward
@@ -552,6 +557,7 @@ def hook_latent(module: nn.Module, tp: TensorParallel, latent_width: int) -> Non
     """Down-projection of latent attention: columns after the latent ones are in all heads' keys."""
 
     def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
+        # Where micro-batches are cut all of its gradient is a part, which owners add up.
         if tp.size == 1 or tp.shards is not None:
             return output
         latent, key = output.tensor_split((latent_width,), dim=-1)
@@ -605,6 +611,7 @@ def hook_embedding(
     def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
         if outside:
             output = output.masked_fill(outside.pop().unsqueeze(-1), 0.0)
+        # After the mask, or noise on tokens of other ranks' rows would be lost.
         if finish is not None and tp.rank == 0:
             output = finish(output)
         return tp.sum_over_group(output) if tp.has_parts else output

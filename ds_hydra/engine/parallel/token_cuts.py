@@ -100,6 +100,7 @@ what it lets hide is worth.
 
 def _parts_of(num_heads: int, num_bytes: int) -> list[int]:
     """Key-value heads of each part, where a rank sends `num_bytes` for all of them."""
+    # From sizes that are equal on all ranks of the group: each part is a collective of its own.
     most = (num_bytes // LEAST_PART_BYTES + 1).bit_length() - 1  # the first is one of 2^n - 1
     return key_value_parts(num_heads, min(MOST_KEY_VALUE_PARTS, most))
 
@@ -135,7 +136,9 @@ def attend_to_all_tokens(
         for part in zip(*columns)
     ]
     widths = [shard.shape[3] for shard in shards]
+    # What is sent is a copy, so copies of repeated heads need not stay beside it.
     del shards, columns, query_BHtD, key_BKtD, value_BKtD
+    # Outside of autograd, whose node for the way back is `_Arrive`.
     posted = [_post_all_to_all(one.detach(), layout.group) for one in sent]
     waits: list[Callable[[], None]] = []
     sources = [*_Sources.apply(waits, *sent)]
@@ -185,6 +188,7 @@ class _Sources(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # This node runs after every `_Arrive`: all exchanges are posted before one is waited for.
         for wait in ctx.waits:
             wait()
         ctx.waits.clear()
@@ -211,6 +215,7 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         back, wait = _post_all_to_all(grad, ctx.group)
         ctx.waits.append(wait)
+        # Still on its way. Autograd only hands it on: a part has one reader, and nothing is added.
         return back, None, None, None
 
 
@@ -256,6 +261,7 @@ class _ArriveAll(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         back = [_post_all_to_all(grad, ctx.outputs.group) for grad in reversed(grads)]
         ctx.outputs.waits = [wait for _, wait in reversed(back)]
+        # Still on their way, too: each `_Leave` waits for its own.
         return None, *(grad for grad, _ in reversed(back))
 
 
@@ -321,6 +327,7 @@ class KeysOfRow:
                 blocks.append({})
             blocks[-1][piece.position] = of_sequence[piece.position][: piece.end]
         used = sum(piece.end - piece.begin for piece in rows[layout.row])
+        # Padding is a sequence of its own, and -1 is no position of any.
         blocks[-1][-1] = torch.arange(used, row_tokens) + behind
         of_blocks = [torch.cat([*block.values()]) for block in blocks]
         places_N = to_device(torch.cat(of_blocks), device)
@@ -363,6 +370,7 @@ class KeysOfRow:
         if not len(self.sent_S):
             return lambda: of_pieces(row_tW)
         received, wait = self.group.post_gather(row_tW.index_select(0, self.sent_S).unsqueeze(0))
+        # In a list, to be let go once it is joined, before pieces are selected.
         held = [received]
 
         def select() -> list[Tensor]:
@@ -391,6 +399,7 @@ class KeysOfRow:
 
         def add() -> None:
             wait()
+            # Without the token that fills up S: repeated writes to its place would hide one.
             _add_at(row, self.sent_S[: self.num_sent], own[0, : self.num_sent])
 
         return row, add
@@ -415,6 +424,7 @@ class _Part:
     @contextmanager
     def left_out(self, selected: Sequence[Tensor]) -> Iterator[None]:
         """Autograd keeps no view of the `selected` keys and values in this context."""
+        # By address, because hooks get other tensors of the same storage.
         self._addresses = [one.untyped_storage().data_ptr() for one in selected]
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
@@ -463,6 +473,7 @@ class _Select(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        # Attention's backward has made these gradients, so nobody reads the keys any more.
         ctx.part.let_go()
         row, wait = ctx.part.keys.post_gradients(*grads)
         ctx.waits.append(wait)

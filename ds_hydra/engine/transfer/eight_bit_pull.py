@@ -125,6 +125,7 @@ class EightBitScales:
             places = [self._places[param, WHOLE].start for param in whole]
             largest[torch.tensor(places, device=largest.device)] = torch.stack(norms).float()
         for param in owned.keys() - whole:
+            # Zeros stand for what other ranks own: they raise no largest number.
             first, _, rows_RC = self._as_rows(param, owned[param].abs())
             begin = self._places[param, ROWS].start + first
             largest[begin : begin + len(rows_RC)] = rows_RC.amax(dim=1).float()
@@ -136,7 +137,10 @@ class EightBitScales:
         own = self._own(param, shard)
         if self._is_tensorwise[param]:
             scale = self._scales[self._places[param, WHOLE]]
+            # In fp32, as torchao casts: by a power of two no number is rounded before the cast.
+            # Sent as bytes, because gloo takes no 8-bit floating point.
             return to_fp8_saturated(own.float() * scale, e4m3_dtype).view(torch.uint8)
+        # Whole rows, for the sake of their shape: what others own is zeros, and is cut off again.
         first, before, rows_RC = self._as_rows(param, own)
         scales = self._scales[self._places[param, side]]
         scales = scales[first : first + len(rows_RC), None] if side == ROWS else scales
@@ -199,6 +203,7 @@ class EightBitCarrier(LinkCarrier):
 
     def _begin_pull(self, transfer: Transfer, slices_S: Sequence[Tensor]) -> RoundUnderWay:
         bucket, scales, plans = transfer.bucket, self._scales, self._plans
+        # Of all ranks, not of this one: an owner casts whatever anybody pulls.
         params = plans.params[bucket]
         if not params or not (scales.one_serves_all or len(transfer.readers) == 1):
             return super()._begin_pull(transfer, slices_S)
@@ -216,6 +221,7 @@ class EightBitCarrier(LinkCarrier):
         eight = self._link.begin_pull(plans.eight, bucket, eight_P, eight_S)
 
         def finish() -> None:
+            # In the order of their begin: both post a second hop when they end, in one group.
             rest()
             eight()
             for ref, bits_S, slice_S in zip(entries, eight_S, slices_S, strict=True):

@@ -202,6 +202,8 @@ def plan_kept(
     transfers = [Transfer(Kind.PULL, bucket) for bucket in range(num_rounds)]
     # Backward completes the last bucket first.
     for bucket in reversed(range(num_rounds)) if pushes else ():
+        # A round beyond its buckets waits for the last one: a receive would occupy the device
+        # before.
         own = min(bucket, num_buckets - 1)
         # A rank without a pipeline has no gradients to wait for; its computation is over at once.
         is_early = overlap and num_buckets > 0
@@ -297,6 +299,7 @@ def _plan_window(
             content[slot], brought[slot] = position, len(transfers)
             transfers.append(Transfer(bringing, bucket, last_use[slot], number, readers))
         else:
+            # By place in the list, which holds until the sort below.
             known = transfers[brought[slot]]
             transfers[brought[slot]] = known._replace(readers=known.readers | readers)
         if use.ends_backward and taking:

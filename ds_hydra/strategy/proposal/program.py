@@ -94,6 +94,7 @@ def round_strategy(
             filled.update(
                 _fill(num_devices - sum(s.num_devices * c for s, c in chosen.items()), fillers)
             )
+            # Without schemes that have got none, so that equal strategies have equal keys.
             rounded.setdefault(tuple(sorted((+filled).items())))
     return tuple(_strategy_of(counts) for counts in rounded)
 
@@ -105,6 +106,7 @@ def _strategy_of(counts: tuple[tuple[Scheme, int], ...]) -> Strategy:
 
 
 def _neighbours(number: float, is_rounded_up: bool) -> list[int]:
+    # Counts are sums of steps of a device: a whole number may be off by rounding.
     below, above = int(np.floor(number + 1e-9)), int(np.ceil(number - 1e-9))
     return [below, above] if is_rounded_up and above > below else [below]
 
@@ -369,6 +371,7 @@ def _bisect_times(
         np.zeros(num_bins + 1, dtype=np.int64),
         np.zeros(num_bins + 1, dtype=np.int64),
     )
+    # Nothing ends sooner than where all devices share the least work evenly.
     low = least_work / num_devices
     times_ms[:] = np.inf
     # One limit tells of every bin whether it is enough, so later bins begin with what others found
@@ -427,6 +430,7 @@ def _make_program(world: World, histogram: LengthHistogram, settings: ProposalSe
         work_ms=np.cumsum(work, axis=1),
         least_work=np.concatenate([[0.0], np.cumsum(least)]),
         scheme_devices=sizes,
+        # Edges ascend, so the bins that a scheme holds are the first ones.
         first_closed=1 + is_held.sum(axis=1).astype(np.int64),
     )
 
@@ -458,6 +462,7 @@ def relaxed_strategies(
     )
     found = []
     for l in range(1, num_bins + 1):
+        # Anew for each bin: a time may have come from a limit that was tried for another one.
         _devices_needed(times[l], *tables, l, devices, from_bin, by_scheme)
         found.append(_trace_back(program, l, times[l], devices, from_bin, by_scheme))
     return tuple(found)
@@ -475,6 +480,7 @@ def _trace_back(
     l = last
     while l > 0:
         scheme, before = program.schemes[by_scheme[l]], int(from_bin[l])
+        # By f_T, in which devices are rounded up to steps, and not by the work.
         used = (devices[l] - devices[before]) / scheme.num_devices
         pipelines[scheme] = round(pipelines.get(scheme, 0.0) + used, 6)
         l = before
