@@ -21,9 +21,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_hydra.engine.parallel import linear, tensor_parallel
+from ds_hydra.engine.parallel.linear import apply_linear
 from ds_hydra.engine.parallel.tensor_parallel import (
     TensorParallel,
     TokenShards,
+    gather_input,
     hook_block,
     hook_colwise,
     hook_linear,
@@ -227,6 +229,38 @@ def test_products_run_beside_a_reduce_scatter_and_read_what_was_gathered(events)
     output.sum().backward()
     assert events == ["gather", "posted", "gathered", "weight", "waited"]
     torch.testing.assert_close(stage.gradient, 2 * hidden[0].detach().sum(0).expand(OUT, IN))
+
+
+@pytest.mark.parametrize("first_to_read", ["postponed", "at once"])
+def test_no_linear_reads_what_is_gathered_before_it_is_there(first_to_read):
+    """One product waits for the exchange, as for weights whose gradients add up; the other one is
+    made at once, as in 8 bits.
+    """
+
+    class Late(TokenShards):
+        """Two ranks with the same tokens; what is gathered arrives when it is waited for."""
+
+        def post_gather(self, shard):
+            both = torch.cat([shard, shard], dim=-2)
+            coming = torch.full_like(both, torch.nan)
+            return coming, lambda: coming.copy_(both)
+
+        def post_reduce_scatter(self, partial):
+            return partial[:, : partial.shape[1] // 2] * 2, lambda: None
+
+    stage, shards = Stage(), Late(None, 2)
+    weights = {"postponed": stage.linear.weight, "at once": torch.randn(OUT, IN).requires_grad_()}
+    kept = torch.randn(1, 3, IN)
+    shared = gather_input(kept.clone().requires_grad_(), shards)
+    order = sorted(weights, key=lambda name: name == first_to_read)  # backward comes in reverse
+    outputs = [
+        apply_linear(shared.whole, weights[name], None, shared.kept, shared.backward)
+        for name in order
+    ]
+    sum(output.sum() for output in outputs).backward()
+    wanted = 2 * kept[0].sum(0).expand(OUT, IN)
+    torch.testing.assert_close(weights["at once"].grad, wanted)
+    torch.testing.assert_close(stage.gradient, wanted)
 
 
 def test_nothing_waits_for_an_exchange_that_does_not_come(events):

@@ -136,8 +136,7 @@ class SharedBackward:
 
     def run(self) -> None:
         """Run what waits; the exchange is posted."""
-        # In the order of reading, because the first reader is the one that waits for what is
-        # gathered; one by one, so that each frees the gradient of an output.
+        # One by one, so that each frees the gradient of an output.
         while self._products:
             self._products.pop(0)()
 

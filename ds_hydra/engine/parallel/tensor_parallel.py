@@ -127,6 +127,7 @@ class GatheredAgain(SharedBackward):
         self._shards = shards
         self._num_waiting = 0
         self._micro_batch: Tensor | None = None
+        self._wait: Callable[[], None] = nothing
 
     def expect_reader(self) -> None:
         """A linear of the block has weights to train."""
@@ -136,10 +137,14 @@ class GatheredAgain(SharedBackward):
         """The micro-batch of which `kept` is this rank's shard, valid once the returned function
         has been called.
         """
-        if self._micro_batch is not None:
-            return self._micro_batch, nothing
-        self._micro_batch, wait = self._shards.post_gather(kept)
-        return self._micro_batch, wait
+        if self._micro_batch is None:
+            self._micro_batch, self._wait = self._shards.post_gather(kept)
+        return self._micro_batch, self._arrive
+
+    def _arrive(self) -> None:
+        # Whoever reads first waits: a product that is made at once comes before those postponed.
+        wait, self._wait = self._wait, nothing
+        wait()
 
     def let_go(self) -> None:
         """One of the linears has done its backward pass."""
