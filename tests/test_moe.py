@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
@@ -331,3 +332,27 @@ def test_routers_of_another_dtype_are_cast_as_deepspeed_does():
             r"35 in torch.bfloat16 .*4 in torch.float32 \(model.layers.0.*gate", refused
         )
         assert "set bf16.enabled" in refused
+
+
+def test_experts_that_raise_leave_nothing_to_the_next_call():
+    """As recomputing a layer does, which an exception ends as soon as it has what it needs."""
+
+    class Experts(torch.nn.Module):
+        num_experts, fails = 4, True
+
+        def forward(self, hidden, experts, weights):
+            if self.fails:
+                raise ValueError("enough")
+            return hidden * self.num_experts
+
+    experts = Experts()
+    ep = SimpleNamespace(size=2, dispatch=lambda *args: (args[:3], "travel"))
+    ep.combine = lambda output, travel, num_tokens: output + 100
+    expert_parallel.hook_dispatch(experts, ep)
+    hidden = torch.ones(3)
+    with pytest.raises(ValueError, match="enough"):
+        experts(hidden, None, None)
+    experts.fails = False
+    assert experts(hidden, None, None).tolist() == [102.0] * 3
+    ep.size = 1
+    assert experts(hidden, None, None).tolist() == [4.0] * 3

@@ -421,6 +421,6 @@ def _screen(
             for i in range(assignment.size):
                 tokens[assignment[i]] += every.lengths[i]
             # Nothing is packed here: the fewest micro-batches that hold the tokens stand for steps.
-            steps = np.ceil(tokens / problem.max_len_tokens[problem.kind_of])
+            steps = np.ceil(tokens / np.maximum(problem.max_len_tokens[problem.kind_of], 1))
             if steps.max() > max(1.0, steps.min()):  # some wait for others in lockstep
                 found[row] *= UNEVEN_STEPS

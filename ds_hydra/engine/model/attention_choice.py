@@ -160,10 +160,12 @@ def _others(demand: Demand, device: torch.device | None, but: str, is_ordered: b
 def kernels_here(
     demand: Demand, device: torch.device | None, *, is_ordered: bool = False
 ) -> Iterator[Kernel]:
-    """All kernels that are right for `demand` on `device`, the fastest first."""
+    """All kernels that are right for `demand` on `device`, the fastest first; without one those
+    that the current device may run, if there is any, which are not tried.
+    """
     if device is not None and not has_kernels(device):
         return
-    generation = _generation(device)
+    generation = _generation(device or torch.device("cuda"))
     for name in kernels.KERNELS:
         try:
             kernel = load_kernel(name)
@@ -175,14 +177,9 @@ def kernels_here(
             continue
 
 
-def _generation(device: torch.device | None) -> int | None:
+def _generation(device: torch.device) -> int | None:
     """Major compute capability of an NVIDIA device; None where that is not known."""
-    if (
-        device is None
-        or device.type != "cuda"
-        or torch.version.hip
-        or not torch.cuda.is_available()
-    ):
+    if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability(device)[0]
 

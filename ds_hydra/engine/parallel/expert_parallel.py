@@ -177,9 +177,11 @@ def hook_dispatch(module: nn.Module, ep: ExpertParallel) -> None:
         module.num_experts = num_experts // ep.size
         return received
 
-    def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+    def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
         module.num_experts = num_experts
-        return ep.combine(output, *running.pop()) if running else None
+        under_way = running.pop() if running else None
+        return None if output is None or under_way is None else ep.combine(output, *under_way)
 
     module.register_forward_pre_hook(before)
-    module.register_forward_hook(after)
+    # Always, because a layer that runs again may be left by an exception inside of the experts.
+    module.register_forward_hook(after, always_call=True)

@@ -209,16 +209,20 @@ class EightBitCarrier(LinkCarrier):
             return super()._begin_pull(transfer, slices_S)
         side = ROWS if Pass.FORWARD in transfer.readers else COLUMNS
         rest = self._pull_link.begin_pull(plans.rest, bucket, self._shards_P, slices_S)
-        nothing = self._shards_P[0].new_empty(0, dtype=torch.uint8)
-        eight_P = [
-            scales.cast(param, side, shard) if param in params else nothing
-            for param, shard in enumerate(self._shards_P)
-        ]
         entries = plans.buckets[bucket] if bucket < len(plans.buckets) else ()
         numels = [ref.region.numel if ref.param in params else 0 for ref in entries]
-        landing = self._buffers.take(sum(numels), torch.uint8)
-        eight_S = landing.split(numels) if numels else ()
-        eight = self._link.begin_pull(plans.eight, bucket, eight_P, eight_S)
+        try:
+            nothing = self._shards_P[0].new_empty(0, dtype=torch.uint8)
+            eight_P = [
+                scales.cast(param, side, shard) if param in params else nothing
+                for param, shard in enumerate(self._shards_P)
+            ]
+            landing = self._buffers.take(sum(numels), torch.uint8)
+            eight_S = landing.split(numels) if numels else ()
+            eight = self._link.begin_pull(plans.eight, bucket, eight_P, eight_S)
+        except BaseException:
+            self.abandon(rest)  # it is on the wire, and nobody else knows of it
+            raise
 
         def finish() -> None:
             # In the order of their begin: both post a second hop when they end, in one group.
