@@ -4,6 +4,7 @@ repeats.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -84,6 +85,44 @@ def test_plans_stay_as_profiled_unless_asked_and_drift_is_told_once():
     assert not any(warnings)
     _, warnings = train(make_tracker(refit="log"), range(30), slowdown=0.5)
     assert not any(warnings), "faster than predicted alarms nobody"
+
+
+def test_drift_is_told_of_what_has_run_lately_alone():
+    """Two schemes are off; then one of them runs no more."""
+    tracker, said = make_tracker(refit="log"), []
+    for iteration in range(500):
+        scheme = STRATEGIES[iteration < 20 and iteration % 2]
+        plan = plan_iteration(
+            make_batch([30, 20, 10, 5], iteration),
+            strategies=[scheme],
+            profile=PROFILE,
+            num_devices=2,
+        )
+        off = 3.0 if iteration < 20 else 1.0
+        measured = [off * p.makespan_ms for p in plan.pipelines]
+        if warning := tracker.observe(plan, measured, max(measured) + 1.0):
+            said.append((iteration, warning))
+    assert [iteration for iteration, _ in said] == [said[0][0]]
+    assert said[0][0] < 20
+
+
+def test_a_scheme_whose_time_is_constant_is_learned_and_trials_have_their_price():
+    flat = make_profile({"<1,1>": (0.0, 1.0, 2.0), "<2,1>": (0.0, 0.0, 5.0)})
+    assert flat.latency[Scheme(2, 1)].micro_batch_ms([10, 20]) == 5.0
+    assert flat.latency[Scheme(2, 1)].micro_batch_ms([]) == 0.0
+    tracker = LatencyTracker(flat, STRATEGIES, settings(), PlannerSettings(), StragglerFinder())
+    for iteration in range(6):
+        plan = plan_iteration(
+            make_batch([30, 20], iteration),
+            strategies=STRATEGIES[1:],
+            profile=flat,
+            num_devices=2,
+        )
+        plan = dataclasses.replace(plan, trial_ms=4.0, makespan_ms=5.0)
+        tracker.observe(plan, [15.0], 16.0)
+    factors = tracker.corrections_now(STRATEGIES).strategies[STRATEGIES[1]].factors
+    assert factors[Scheme(2, 1)] == pytest.approx(3.0, rel=0.1)
+    assert tracker.trials_share > 0.5
 
 
 def test_corrections_hold_from_the_first_iteration_that_is_not_planned_yet():

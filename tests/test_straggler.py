@@ -82,3 +82,29 @@ def test_what_is_expected_of_schemes_is_not_the_fault_of_ranks():
         pipelines = measured("1x<2,1> + 2x<1,1>", 0, 2.0, generator)
         finder.observe(pipelines, [100.0, 50.0, 50.0])
     assert finder.slow_ranks() == {}
+
+
+def test_a_rank_that_gets_no_work_is_believed_to_recover():
+    finder = StragglerFinder()
+    named = [finder.observe(pipelines_of(1.0, 4.0)) for _ in range(20)]
+    assert named[-1] == 1
+    slow = finder.slow_ranks()[1]
+    idle = [finder.observe(pipelines_of(1.0, None)) for _ in range(300)]
+    assert idle[0] == 1
+    assert slow > 2
+    assert (idle[-1], finder.slow_ranks()) == (None, {})
+    # And is found again where it has not recovered
+    assert [finder.observe(pipelines_of(1.0, 4.0)) for _ in range(20)][-1] == 1
+
+
+def pipelines_of(*slowdowns):
+    """Pipelines of one rank each, which take so much longer; None has no work."""
+    return [
+        SimpleNamespace(
+            ranks=(rank,),
+            num_micro_batches=0 if slowdown is None else 1,
+            predicted_ms=0.0 if slowdown is None else 10.0,
+            measured_ms=10.0 * (slowdown or 0.0),
+        )
+        for rank, slowdown in enumerate(slowdowns)
+    ]

@@ -47,6 +47,10 @@ _NUM_NEEDED = 5
 _SLOW = 1.15
 """Factor from which the plans to come count with a slow rank, where noise does not explain it."""
 _FIRST_NOISE = 0.1
+_FORGOTTEN = 0.01
+"""Part of what is believed of a rank that goes with each iteration in which it has no work: half of
+it in 69.
+"""
 
 
 class StragglerFinder:
@@ -54,6 +58,8 @@ class StragglerFinder:
 
     For each rank the logarithm of measured over predicted time of its pipelines, relative to the
     median pipeline of the iteration. Iterations with fewer than two busy pipelines say nothing.
+    A rank that gets no work, perhaps because it was slow, is measured no more: what is believed of
+    it fades, so that it gets some again.
     """
 
     def __init__(self, threshold: float = 1.3) -> None:
@@ -83,6 +89,11 @@ class StragglerFinder:
             median = statistics.median(ratios.values())
             for ranks, ratio in ratios.items():
                 self._accuse(ranks, ratio - median)
+        if self._slowness:
+            usual = statistics.median_low(self._slowness.values())
+            busy = {rank for p in pipelines if p.num_micro_batches for rank in p.ranks}
+            for rank in self._slowness.keys() - busy:
+                self._slowness[rank] += _FORGOTTEN * (usual - self._slowness[rank])
         return self._find()
 
     def _accuse(self, ranks: Sequence[int], ratio: float) -> None:
@@ -167,7 +178,7 @@ class LatencyTracker:
         self._strategies = tuple(strategies)
         self._planner = planner
         self._settings = settings
-        self._errors: dict[str, deque[float]] = {}
+        self._errors: dict[str, deque[tuple[int, float]]] = {}
         self._quiet_until = 0
         self._schedule: list[tuple[int, Corrections]] = [(0, NO_CORRECTIONS)]
         self._outside_ms: dict[str, float] = {}
@@ -299,7 +310,8 @@ class LatencyTracker:
             ]
             of_phases.append((phase.strategy, times))
         all_ms = [t.measured_ms for _, times in of_phases for t in times]
-        if all_ms and self._are_plausible(plan, all_ms, iteration_ms):
+        # A trial has its price where nothing is learned of it, too.
+        if (all_ms or plan.trial_ms > 0) and self._are_plausible(plan, all_ms, iteration_ms):
             for strategy, times in of_phases:
                 self.learned.observe(strategy, times)
             self.spread.observe(spreads)
@@ -311,9 +323,10 @@ class LatencyTracker:
                     errors = self._errors.setdefault(
                         str(pipeline.scheme), deque(maxlen=_OBSERVATIONS_FOR_DRIFT)
                     )
-                    errors.append(measured / pipeline.makespan_ms - 1)
+                    errors.append((plan.iteration, measured / pipeline.makespan_ms - 1))
         self._correct(plan.iteration)
-        warning = self._drift_warning() if plan.iteration >= self._quiet_until else None
+        is_quiet = plan.iteration < self._quiet_until
+        warning = None if is_quiet else self._drift_warning(plan.iteration)
         if warning is not None:
             self._quiet_until = plan.iteration + _QUIET_ITERATIONS
         return warning
@@ -367,16 +380,19 @@ class LatencyTracker:
         while len(self._schedule) > 1 and self._schedule[1][0] <= iteration + 1:
             del self._schedule[0]
 
-    def _drift_warning(self) -> str | None:
+    def _drift_warning(self, iteration: int) -> str | None:
+        # Of schemes that have run lately, since the last warning of them.
         drifts = {
-            scheme: median(errors)
+            scheme: median(error for _, error in errors)
             for scheme, errors in self._errors.items()
             if len(errors) == _OBSERVATIONS_FOR_DRIFT
+            and errors[0][0] > iteration - _QUIET_ITERATIONS
         }
         worst = max(drifts, key=lambda scheme: drifts[scheme], default=None)
         threshold = self._planner.drift_threshold
         if worst is None or drifts[worst] <= threshold:  # faster than predicted alarms nobody
             return None
+        self._errors[worst].clear()
         return (
             f"measured times of scheme {worst} are off the predicted ones by {drifts[worst]:+.0%} over the last "
             f"{_OBSERVATIONS_FOR_DRIFT} pipelines (threshold {threshold:.0%}); profile again, "

@@ -119,13 +119,14 @@ class LatencyModel:
 
     def micro_batch_ms(self, lengths_tokens: Iterable[int]) -> float:
         """Time of one stage for one packed micro-batch; 0.0 for a micro-batch without sequences."""
-        computed_ms = self.computed_ms(lengths_tokens)
-        return max(computed_ms, self.traffic_ms) if computed_ms else 0.0
+        lengths = tuple(lengths_tokens)
+        return max(self.computed_ms(lengths), self.traffic_ms) if lengths else 0.0
 
     def computed_ms(self, lengths_tokens: Iterable[int]) -> float:
         """The part of it that does not wait for traffic."""
-        total = sum(self.sequence_ms(length) for length in lengths_tokens)
-        return total + self.constant_ms if total else 0.0
+        # Sequences may add nothing to the constant, where all that was measured took as long.
+        own_ms = [self.sequence_ms(length) for length in lengths_tokens]
+        return sum(own_ms) + self.constant_ms if own_ms else 0.0
 
     def scaled(self, ratio: float) -> LatencyModel:
         """T of `ratio` times the computation, with the same traffic."""
