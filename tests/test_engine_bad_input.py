@@ -179,6 +179,13 @@ MISTAKES = {
         PlanMismatchError,
         ("2 sequences of 12 tokens", "2 sequences of 13 tokens", "on rank 1"),
     ),
+    "other rows of the same lengths on each rank": (
+        lambda: initialize(
+            data=datasets.Dataset.from_list([{"input_ids": [dist.get_rank(), 2, 3]}] * 2)
+        ),
+        PlanMismatchError,
+        ("2 sequences of 6 tokens, 4 predicted (digest", "on rank 1", "with a seed"),
+    ),
     "no tokenizer there": (
         lambda: initialize(
             data=datasets.Dataset.from_dict({"text": ["a b"]}), hydra={"tokenizer": "./nowhere"}

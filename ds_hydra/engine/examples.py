@@ -7,6 +7,7 @@ import functools
 import hashlib
 import logging
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -63,18 +64,19 @@ def check_same_data(sampler: TokenBudgetSampler, device: torch.device) -> None:
     """
     identity = sampler.identity
     mine = [identity[key] for key in ("num_sequences", "num_tokens", "num_label_tokens")]
-    mine.append(int(identity["data_digest"], 16) >> 1)
+    digests = (identity["data_digest"] + identity["token_digest"]).encode()
+    mine.append(zlib.crc32(digests))
     of_ranks = gather_rows(torch.tensor(mine, dtype=torch.int64, device=device)).tolist()
     for rank, found in enumerate(of_ranks):
         if found != of_ranks[0]:
             first, other = (
-                f"{sequences} sequences of {tokens} tokens, {predicted} predicted (digest {digest:015x})"
+                f"{sequences} sequences of {tokens} tokens, {predicted} predicted (digest {digest:08x})"
                 for sequences, tokens, predicted, digest in (of_ranks[0], found)
             )
             raise on_all_ranks(
                 PlanMismatchError(
                     f"the dataset has {first} on rank 0 and {other} on rank {rank}; give every rank the same dataset, "
-                    "whole"
+                    "whole, in the same order (with a seed where it is shuffled or split)"
                 )
             )
 

@@ -108,6 +108,7 @@ class IterationSource:
                 budget,
                 seed=self._config.seed,
                 shuffle=self._config.shuffle,
+                token_digest=data.digest_tokens(),
             )
 
         sampler = run_together(make_sampler, self._device)

@@ -80,12 +80,14 @@ class TokenBudgetSampler:
         *,
         seed: int = 42,
         shuffle: bool = True,
+        token_digest: str = "",
     ) -> None:
         self._lengths = np.asarray(lengths, dtype=np.int32)
         self._num_label_tokens = np.asarray(num_label_tokens, dtype=np.int32)
         self._tokens_per_iteration = tokens_per_iteration
         self._seed = seed
         self._shuffle = shuffle
+        self._token_digest = token_digest
         self._state = SamplerState()
         self._past_states: OrderedDict[int, SamplerState] = OrderedDict()
         self._check_arguments()
@@ -231,4 +233,4 @@ class TokenBudgetSampler:
             "num_tokens": int(self._lengths.sum()),
             "num_label_tokens": int(self._num_label_tokens.sum()),
             "data_digest": digest.hexdigest(),
-        }
+        } | ({"token_digest": self._token_digest} if self._token_digest else {})

@@ -6,6 +6,7 @@ The only file of the planner's packages that reads data (through `datasets`).
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -119,6 +120,9 @@ class DataReport:
         return "\n".join(lines)
 
 
+_NUM_DIGESTED = 256
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenDataset:
     """Sequences of at most `context_length` tokens. `lengths[i]` belongs to `self[i]`.
@@ -222,6 +226,17 @@ class TokenDataset:
         input_ids = np.asarray(row["input_ids"][:length], dtype=np.int64)
         labels = np.asarray(row.get("labels", row["input_ids"])[:length], dtype=np.int64)
         return {"input_ids": input_ids, "labels": labels}
+
+    def digest_tokens(self) -> str:
+        """Of the tokens and labels of some sequences, the first and the last among them: what
+        ranks, or a run and its checkpoint, may have in another order where lengths are equal.
+        """
+        digest = hashlib.blake2b(digest_size=8)
+        some = np.linspace(0, len(self.lengths) - 1, _NUM_DIGESTED, dtype=np.int64)
+        for index in np.unique(some).tolist():
+            for tokens in self[index].values():
+                digest.update(tokens.astype("<i8").tobytes())
+        return digest.hexdigest()
 
 
 def _check_dataset(dataset: datasets.Dataset) -> None:
