@@ -12,6 +12,7 @@ import torch
 import transformers
 from models import FAMILIES, tiny
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.llama import modeling_llama
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 
 from ds_hydra.engine.model import packing_probe
@@ -447,6 +448,38 @@ def test_families_that_do_not_keep_sequences_apart_run_them_one_by_one(caplog):
         ):
             with pytest.raises(UnsupportedModelError, match=f"one after the other.*{why}"):
                 stage_model.check_scheme(scheme)
+
+
+def test_a_verdict_is_of_the_code_that_there_is(monkeypatch):
+    """A program that patches a class, a function or a registered attention after a first run."""
+    tried, try_ = [], packing_probe._try
+
+    def counted(*arguments):
+        tried.append(1)
+        return try_(*arguments)
+
+    monkeypatch.setattr(packing_probe, "_verdicts", {})
+    monkeypatch.setattr(packing_probe, "_try", counted)
+    for _ in range(2):
+        assert not packing_probe.try_small_copy(tiny("llama")).one_by_one_because
+    assert len(tried) == 1
+    forward = modeling_llama.LlamaAttention.forward
+
+    def shifted(self, hidden_states, *args, **kwargs):
+        before = torch.cat([hidden_states[:, :1], hidden_states[:, :-1]], dim=1)
+        return forward(self, hidden_states + before, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama.LlamaAttention, "forward", shifted)
+        assert packing_probe.try_small_copy(tiny("llama")).one_by_one_because
+    with monkeypatch.context() as patch:
+        rotate = modeling_llama.rotate_half
+        patch.setattr(modeling_llama, "rotate_half", lambda x: rotate(x))
+        packing_probe.try_small_copy(tiny("llama"))
+    transformers.AttentionInterface.register("of_mine", lambda *args, **kwargs: None)
+    packing_probe.try_small_copy(tiny("llama"))
+    assert len(tried) == 4
+    assert not packing_probe.try_small_copy(tiny("llama")).one_by_one_because
 
 
 def test_kernels_are_told_where_sequences_begin(monkeypatch, caplog):

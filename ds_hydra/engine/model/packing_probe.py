@@ -16,13 +16,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_hydra.engine.model import decoder_parts, liger
 from ds_hydra.engine.model.adapters import unwrap_adapters
@@ -58,7 +62,7 @@ _SMALLEST_SHARE = 1e-3
 
 _MOST_PARAMETERS = 200_000_000
 
-_verdicts: dict[tuple[type, str], ModelAbilities | str] = {}
+_verdicts: dict[tuple[Any, ...], ModelAbilities | str] = {}
 
 
 def build_stage_model(model: nn.Module, **options: Any) -> StageModel:
@@ -77,7 +81,7 @@ def try_small_copy(model: nn.Module) -> ModelAbilities:
     """
     model = unwrap_adapters(model)
     decoder_parts.check_supported(model)
-    kind, key = type(model), (type(model), model.config.to_json_string())
+    kind, key = type(model), (model.config.to_json_string(), *_code_of(model))
     if key not in _verdicts:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
             try:
@@ -90,6 +94,25 @@ def try_small_copy(model: nn.Module) -> ModelAbilities:
         raise UnsupportedModelError(verdict)
     decoder_parts.check_unchanged(model, has_own_masks=bool(verdict.one_by_one_because))
     return verdict
+
+
+def _code_of(model: nn.Module) -> tuple[Any, ...]:
+    """What a small copy of `model` would run: its class, and all functions that a program may have
+    replaced since another one was tried.
+    """
+    kinds = {base for module in model.modules() for base in type(module).__mro__}
+    owners: set[Any] = {kind for kind in kinds if not kind.__module__.startswith("torch.")}
+    owners |= {sys.modules[owner.__module__] for owner in owners if owner.__module__ in sys.modules}
+    functions = frozenset(
+        value
+        for owner in owners
+        for name, value in vars(owner).items()
+        # DeepSpeed replaces `__init__` for a while where models are partitioned.
+        if isinstance(value, FunctionType) and not name.startswith("__")
+    )
+    registered = (*ALL_ATTENTION_FUNCTIONS.items(), *ALL_MASK_ATTENTION_FUNCTIONS.items())
+    implementation = getattr(model.config, "_attn_implementation", None)
+    return type(model), functions, frozenset(registered), str(implementation)
 
 
 def _log(kind: type[nn.Module], abilities: ModelAbilities) -> None:
