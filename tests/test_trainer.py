@@ -39,6 +39,7 @@ from models import VOCAB_SIZE, tiny
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.sampler.data.batches import SamplerState, epoch_order
+from ds_hydra.trainer.arguments import NOT_CALLED
 
 BUDGET = 64
 PER_BATCH = 4
@@ -701,6 +702,18 @@ def customised(folder):
     result["shown"] = [batch["attention_mask"].sum(1).tolist() for batch in shown], drawn
     result["min_lr"] = numbers(late.state.log_history, "learning_rate")[-1]
 
+    streamed = start(ds_hydra.HydraTrainer, "stream", eval_strategy="epoch")
+    streamed.eval_dataset = {"a": data, "b": data.to_iterable_dataset()}
+    refused("eval stream", streamed.train)
+    result["steps before"] = streamed.state.global_step, streamed.deepspeed is None
+    streamed.eval_dataset = data
+    streamed.optimizer = torch.optim.SGD(streamed.model.parameters(), lr=0.1)
+    refused("own optimizer", streamed.train)
+    streamed.optimizer = None
+    streamed.model_init = None
+    streamed.model.requires_grad_(False)
+    refused("frozen", streamed.train)
+
     model = tiny("llama")
     some = torch.optim.AdamW(list(model.parameters())[:3])
     config = training_arguments(folder, output_dir=folder).hf_deepspeed_config.config
@@ -728,9 +741,10 @@ def test_what_users_override_is_honoured_or_refused(tmp_path):
     assert result["hydra"][4] == 3
     assert result["sequences"] == 12
     methods = {name for name, value in vars(transformers.Trainer).items() if callable(value)}
-    never_called = (result["called stock"] - result["called hydra"]) & methods
+    never_called = (result["called stock"] - result["called hydra"]) & methods - {*NOT_CALLED}
     assert not never_called, "to be refused where users override it"
     assert result["drawn"] == 12
+    assert result["steps before"] == (0, True)
     shown, drawn = result["shown"]
     assert shown == drawn
     assert len(shown) == NUM_BATCHES
@@ -742,6 +756,9 @@ def test_what_users_override_is_honoured_or_refused(tmp_path):
         "distributed": "draws 12 rows on rank 0 and others on ranks [1]",
         "late": "compute_loss_func is <built-in function print>",
         "optimizer": "the optimizer has 3 of ",
+        "eval stream": "eval_dataset is a IterableDataset, a stream",
+        "own optimizer": "optimizer is a SGD that was given or made before train()",
+        "frozen": "this LlamaForCausalLM requires gradients, so there is nothing to train",
         "plain": '"hydra" section, and deepspeed.initialize',
     }
     assert result["errors"].keys() == wanted.keys()

@@ -220,8 +220,39 @@ def test_losses_of_logits_and_given_optimizers_are_refused():
     with pytest.raises(HydraConfigError, match=r"compute_loss_func is .*which gets logits"):
         start(compute_loss_func=lambda *_: 0)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-    with pytest.raises(HydraConfigError, match="optimizers is given"):
+    with pytest.raises(
+        HydraConfigError, match="optimizer is a AdamW that was given or made before"
+    ):
         start(optimizers=(optimizer, None))
+    trainer = start()
+    trainer.optimizer = optimizer
+    with pytest.raises(
+        HydraConfigError, match="optimizer is a AdamW that was given or made before"
+    ):
+        trainer.train()
+    trainer.optimizer = None
+    trainer.model.requires_grad_(False)
+    with pytest.raises(
+        HydraConfigError, match=r"requires gradients, .* call requires_grad_\(True\)"
+    ):
+        trainer.train()
+
+
+def test_an_output_says_what_it_has_in_place_of_logits():
+    zeros = tuple(torch.zeros(3) for _ in range(1))
+    model = ScoredModel(None, lambda _: Scores(zeros, zeros, zeros, zeros))
+    inputs = {"input_ids": torch.tensor([[1, 2, 3]]), "labels": torch.tensor([[1, 2, 3]])}
+    output = model(**inputs)
+    for read in (lambda: output.logits, lambda: output["logits"], lambda: output.get("logits")):
+        with pytest.raises(HydraConfigError, match=r"reads logits of .*fused_lm_head=True"):
+            read()
+    assert not hasattr(output, "hidden_states")
+    assert output.get("aux_loss") is None
+    assert output["loss"] is output.loss is output[0]
+    assert output.to_tuple()[0] is output.loss
+    with pytest.raises(HydraConfigError, match=r"model with output_hidden_states=True, which no"):
+        model(**inputs, output_hidden_states=True)
+    assert model(**inputs, output_router_logits=True).loss is not None
 
 
 @pytest.mark.parametrize(

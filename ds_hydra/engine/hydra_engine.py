@@ -160,7 +160,8 @@ class HydraEngine(CheckpointingEngine):
             self._start(args, model, engine_args, engine_kwargs)
             # Not DeepSpeed's truth value: an empty dataset is an error to report
             if training_data is not None:
-                self.training_dataloader = self.deepspeed_io(training_data)
+                collate_fn = engine_kwargs.get("collate_fn")
+                self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
                 self.hydra.source.start()
         if self.hydra.is_first_rank:
             logger.info(self.hydra.describe())
@@ -622,6 +623,22 @@ def needs_metric(scheduler: Any) -> bool:
     return any(
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         for p in parameters
+    )
+
+
+def check_trains(model: nn.Module) -> None:
+    """Raise HydraConfigError where no parameter of `model` can be trained."""
+    if any(param.requires_grad for param in model.parameters()):
+        return
+    configs = getattr(model, "peft_config", {})
+    is_loaded = any(getattr(config, "inference_mode", False) for config in configs.values())
+    what = (
+        "its adapters were loaded for inference: pass is_trainable=True to PeftModel.from_pretrained"
+        if is_loaded
+        else "call requires_grad_(True) on what shall be trained (merge_and_unload() leaves a model without)"
+    )
+    raise HydraConfigError(
+        f"no parameter of this {type(model).__name__} requires gradients, so there is nothing to train; {what}"
     )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_hydra.configs.ds_config import read_ds_config, refuse_auto
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.hydra_engine import HydraEngine, check_model, needs_metric
+from ds_hydra.engine.hydra_engine import HydraEngine, check_model, check_trains, needs_metric
 from ds_hydra.engine.ranks.process import prepare_accelerator
 from ds_hydra.errors import HydraConfigError
 
@@ -108,6 +108,8 @@ def initialize(
     check_model(model)
     ds_config, hydra_config = read_ds_config(given)
     refuse_auto(ds_config)
+    if optimizer is not None or "optimizer" in ds_config:
+        check_trains(model)
     if model_parameters is None and optimizer is None:
         model_parameters = [p for p in model.parameters() if p.requires_grad]
     with hydra_engine_class(hydra_config):

@@ -179,6 +179,11 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         self.engine.hydra.source.attach(self._train_tokens)
 
     def _prepare_for_training(self, *args: Any) -> tuple[nn.Module, DataLoader]:
+        # Read now: a refusal at the first evaluation would end a run that has trained for hours.
+        is_read_later = self.args.eval_strategy == "no" or self.eval_dataset is None
+        if not is_read_later and not arguments.is_overridden(self, "get_eval_dataloader"):
+            for name in self.eval_dataset if isinstance(self.eval_dataset, dict) else (None,):
+                self.get_eval_dataloader(name)
         prepared = super()._prepare_for_training(*args)
         self.engine.hydra.source.start()
         return prepared

@@ -37,7 +37,7 @@ from ds_hydra.configs import HydraConfig, read_ds_config
 from ds_hydra.configs.ds_config import dtype_name
 from ds_hydra.engine import HydraEngine, hydra_engine_class
 from ds_hydra.engine.checkpointing.files import do_together, put_in_place, restore_replaced
-from ds_hydra.engine.hydra_engine import needs_metric
+from ds_hydra.engine.hydra_engine import check_trains, needs_metric
 from ds_hydra.engine.model.adapters import unify_adapter_dtype, unwrap_adapters
 from ds_hydra.engine.model.liger import complete_settings
 from ds_hydra.engine.ranks.agreement import raise_together, run_together
@@ -62,17 +62,23 @@ class EngineMixin:
     def __init__(self, *args: Any, **kwargs: Any):
         self._trained, self._since_log = Counters(), Counters()
         super().__init__(*args, **kwargs)
-        if self.optimizer is not None or self.lr_scheduler is not None:
-            raise HydraConfigError(
-                "optimizers is given, which transformers does not use with DeepSpeed; leave it out and pass "
-                "optimizer_cls_and_kwargs, or override create_optimizer() or create_scheduler()"
-            )
+        self._refuse_optimizers()
         ds_config = self.accelerator.state.deepspeed_plugin.hf_ds_config.config
         check_dtype(self.model, getattr(torch, dtype_name(ds_config)), self._warn)
         # The engine adds it, to slices of the embedding; transformers would to the whole one
         self.neftune_noise_alpha = None
         self._check_used(self._warn)
         self._show_strategy_in_progress_bar()
+
+    def _refuse_optimizers(self) -> None:
+        """Before an engine exists: refuse what transformers drops with DeepSpeed."""
+        for name in ("optimizer", "lr_scheduler"):
+            if (given := getattr(self, name)) is not None:
+                raise HydraConfigError(
+                    f"{name} is a {type(given).__name__} that was given or made before train(), and transformers does "
+                    "not use it with DeepSpeed; leave it out and pass optimizer_cls_and_kwargs, or override "
+                    "create_optimizer() or create_scheduler()"
+                )
 
     def _check_used(self, note: Note) -> None:
         """Refuse what would be dropped; again before training, because all of it can be set."""
@@ -186,7 +192,9 @@ class EngineMixin:
         second engine on a model.
         """
         self._check_used(say_nothing)
-        if self.deepspeed is not None:
+        if self.deepspeed is None:
+            self._refuse_optimizers()
+        else:
             if self.model_init is None:
                 raise HydraConfigError(
                     f"this {type(self).__name__} has trained or evaluated already, and DeepSpeed cannot start an "
@@ -225,6 +233,7 @@ class EngineMixin:
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, DataLoader]:
+        check_trains(self.model)
         unify_adapter_dtype(self.model, self._warn)
         with self._starting_engine():
             model, train_dataloader = super()._prepare_for_training(

@@ -222,6 +222,37 @@ class Call:
         return [w * share for w in by_log_prob], [w * share for w in by_entropy]
 
 
+_INSTEAD = (
+    "which no rank holds whole; compute the loss from model(**inputs, labels=labels, fused_lm_head=True), which gives "
+    "log_probs and entropy of each token, or give engine.train_batch a loss of ds_hydra.losses"
+)
+
+
+class _NotThere(HydraConfigError, AttributeError):
+    """What `hasattr` takes for no."""
+
+
+@dataclass
+class _ScoredOutput(FusedCausalLMOutput):
+    """Says what to read in place of what other models return."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("logits", "hidden_states", "last_hidden_state", "attentions"):
+            raise _NotThere(f"compute_loss reads {name} of the model's output, {_INSTEAD}")
+        raise AttributeError(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return (
+            super().__getitem__(key)
+            if key in self or not isinstance(key, str)
+            else getattr(self, key)
+        )
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As of a dict."""
+        return self[key] if key in self or key == "logits" else default
+
+
 class ScoredModel:
     """Called as the model that TRL has given a fused LM head, or with labels; all else is the
     engine's.
@@ -241,6 +272,13 @@ class ScoredModel:
         wants_logits = not fused_lm_head and ("labels" not in inputs or not torch.is_grad_enabled())
         if wants_logits or args:
             return self._logits(args, inputs)
+        asked = [
+            n for n in inputs if n.startswith("output_") and n not in _NOT_NEEDED and inputs[n]
+        ]
+        if asked:
+            raise HydraConfigError(
+                f"compute_loss calls the model with {', '.join(f'{name}={inputs[name]}' for name in asked)}, {_INSTEAD}"
+            )
         sequences = read_sequences(inputs)
         scores = self._score(sequences)
         leaves = [sequences.spread(v) for v in (scores.log_probs, scores.entropy)]
@@ -251,7 +289,7 @@ class ScoredModel:
         log_probs = torch.where(mask, log_probs, 0.0)
         items = inputs.get("num_items_in_batch")
         divisor = mask.sum().clamp(min=1) if items is None else items
-        return FusedCausalLMOutput(
+        return _ScoredOutput(
             loss=-log_probs.sum() / divisor,
             log_probs=log_probs,
             entropy=torch.where(mask, entropy, 0.0),
@@ -262,11 +300,7 @@ class ScoredModel:
 
     def _logits(self, args: tuple[Any, ...], inputs: Mapping[str, Any]) -> Any:
         if torch.is_grad_enabled():
-            raise HydraConfigError(
-                "compute_loss asks the model for logits, which no rank holds whole; compute the loss from "
-                "model(**inputs, labels=labels, fused_lm_head=True), which gives log_probs and entropy of each token, "
-                "or give engine.train_batch a loss of ds_hydra.losses"
-            )
+            raise HydraConfigError(f"compute_loss asks the model for logits, {_INSTEAD}")
         return self._engine(*args, **inputs)
 
 
