@@ -412,3 +412,35 @@ def test_weights_between_checkpoints_and_another_optimizer(tmp_path):
             "2 has states of another optimizer (betas in 1 parameter groups; the one here has momentum in 1 "
             "parameter groups); resume with the optimizer that has saved it, or pass load_optimizer_states=False"
         ) in error
+
+
+def given_by_the_loader(folder):
+    """First tokens of the mini-batches that a loop over DeepSpeed's loader trains, and of those
+    that follow a resume.
+    """
+
+    def first_tokens(examples):
+        return [int(example["input_ids"][0]) for example in examples]
+
+    engine, trained = start(folder, tiny("llama")), []
+    for _ in range(3):  # the loader has no end, so that each loop is left
+        for number, examples in enumerate(engine.training_dataloader):
+            if number == 2:
+                break
+            engine.train_batch(examples)
+            trained.append(first_tokens(examples))
+    engine.save_checkpoint(f"{folder}/given")
+    wanted = [first_tokens(b) for b, _ in zip(engine.hydra.source.iterate_examples(), range(2))]
+    engine.destroy()
+    engine = start(folder, tiny("llama"))
+    whole = [first_tokens(b) for b, _ in zip(engine.training_dataloader, range(8))]
+    engine.load_checkpoint(f"{folder}/given")
+    found = [first_tokens(b) for b, _ in zip(engine.training_dataloader, range(2))]
+    return trained, wanted, found, whole
+
+
+@pytest.mark.distributed
+def test_a_loop_over_the_loader_goes_on_where_it_was_left(tmp_path):
+    for trained, wanted, found, whole in run_distributed(given_by_the_loader, 2, str(tmp_path)):
+        assert trained == whole[:6]
+        assert wanted == found == whole[6:]

@@ -278,6 +278,8 @@ class HydraEngine(CheckpointingEngine):
                         self._step(iteration, outcomes)
             if batch is None:
                 self.hydra.source.mark_trained(plan.iteration)
+            else:
+                self.hydra.source.mark_given(batch)
             self._report(iteration, outcomes, value, start, before_step)
             self._num_trained += 1
             if self._num_trained % _SPARES_EVERY == _SETTLED_AFTER:

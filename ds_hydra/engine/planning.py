@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from ds_hydra.engine.ranks.watchdog import call_together
 from ds_hydra.engine.transfer.link_thread import LinkThread
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
-from ds_hydra.sampler.data.batches import TokenBudgetSampler, budget_of
+from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler, budget_of
 from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.sampler.data.examples import to_examples
 from ds_hydra.sampler.plan import IterationPlan
@@ -88,6 +88,12 @@ class IterationSource:
         """Position in the data, iteration and whether a position is wanted, of a checkpoint, until
         there is data.
         """
+        self._handed: tuple[Any, SamplerState] | None = None
+        """The last mini-batch of `iterate_examples`, and where the data stand after it."""
+        self._given: tuple[SamplerState, SamplerState] | None = None
+        """Where the data stand after the last of these that was trained; it holds as long as the
+        sampler is at the first one.
+        """
 
     def attach(self, data: TokenDataset) -> None:
         """Draw mini-batches from `data` from now on."""
@@ -115,6 +121,7 @@ class IterationSource:
         check_same_data(sampler, self._device)
         self.close_feed()
         self.data, self.sampler = data, sampler
+        self._handed = self._given = None
         self._candidates.lengths = data.lengths
         self._take_position()
 
@@ -263,14 +270,27 @@ class IterationSource:
 
     def iterate_examples(self) -> Iterator[list[dict[str, Any]]]:
         """Mini-batches from where training is, as lists of examples, without drawing them; not
-        collective.
+        collective. One that `train_batch` was given counts as trained, the next iterator goes on
+        after it.
         """
         assert self.sampler is not None
         assert self.data is not None
-        state = self.sampler.state
+        state = self._after_given() or self.sampler.state
         while True:
             batch, state = self.sampler.draw(state)
-            yield [self.data[index] for index in batch.sample_indices]
+            examples = [self.data[index] for index in batch.sample_indices]
+            self._handed = examples, state
+            yield examples
+
+    def mark_given(self, examples: Any) -> None:
+        """The weights have seen `examples`, perhaps of `iterate_examples`; not collective."""
+        if self._handed is not None and self._handed[0] is examples and self.sampler is not None:
+            self._given = self.sampler.state, self._handed[1]
+
+    def _after_given(self) -> SamplerState | None:
+        if self._given is None or self.sampler is None or self._given[0] != self.sampler.state:
+            return None
+        return self._given[1]
 
     def _take_position(self) -> None:
         """Let the data that is attached begin where a checkpoint that was loaded says."""
@@ -288,6 +308,8 @@ class IterationSource:
                     "given mini-batches): the data begins at its first sequence again; leave out what was seen, for "
                     "example with dataset.skip(n)"
                 )
+        given = state and state.get("given")
+        self._given = (sampler.state, SamplerState(**given)) if given else None
         self._next_iteration = self._loaded_position = None
 
     def mark_trained(self, iteration: int) -> None:
@@ -306,7 +328,10 @@ class IterationSource:
         """What a checkpoint keeps of the position in the data; not collective."""
         if self.sampler is None:
             return {}
-        return {"sampler": self.sampler.state_dict(self._next_iteration)}
+        state = self.sampler.state_dict(self._next_iteration)
+        if given := self._after_given():
+            state["given"] = asdict(given)
+        return {"sampler": state}
 
     def load_state_dict(
         self, state: Mapping[str, Any], iteration: int = 0, *, position: bool = True
