@@ -391,7 +391,10 @@ def faults_that_ranks_survive(folder):
         engine.skipped_steps,
         engine.global_steps,
         engine.last_metrics.skipped_steps,
+        engine.optimizer.overflow,
     )
+    engine.train_batch()
+    outcome["after nan"] = engine.optimizer.overflow
 
     # The user's data raise on the ranks that read them.
     data = engine.hydra.source.data
@@ -496,13 +499,14 @@ def test_faults_that_leave_all_ranks_able_to_train(tmp_path):
     for outcome in results:
         assert outcome["shared memory"] == (None, [])
         assert outcome["waits at exit"] == 1
-        assert outcome["nan"] == (True, 1, 2, 1)
+        assert outcome["nan"] == (True, 1, 2, 1, True)
+        assert not outcome["after nan"]
         row, (kind, text) = outcome["data"]
         assert kind is HydraDataError
         assert f"example {row} of the training data raised OSError: bad block" in text
         assert [kind for kind, _ in outcome["plan"]] == [PlanMismatchError] * 3
         assert outcome["plan"] == results[0]["plan"]
-        assert outcome["metrics"] == ((None, ""), 3)
+        assert outcome["metrics"] == ((None, ""), 4)
         kind, text = outcome["disk"]
         assert kind is CheckpointError
         assert "No space left on device" in text

@@ -481,7 +481,7 @@ class HydraEngine(CheckpointingEngine):
             if param.requires_grad != spec.requires_grad:
                 return HydraConfigError(
                     f"{spec.fqn}.requires_grad is {param.requires_grad} and was {spec.requires_grad} at "
-                    "initialisation; set it before ds_hydra.initialize"
+                    "initialisation; set it before ds_hydra.initialize, or before the Trainer's train()"
                 )
         return None
 
@@ -497,6 +497,7 @@ class HydraEngine(CheckpointingEngine):
         # DeepSpeed counts train_batch_size() samples per step; monitors shall see what was trained.
         self.global_samples += len(iteration.plan.lengths) - self.train_batch_size()
         self.set_gradient_accumulation_boundary(True)
+        self.optimizer.overflow = False
         super().step()
         # Without this a later plain step() would take every micro-step for a boundary.
         self._is_gradient_accumulation_boundary = None
@@ -518,7 +519,8 @@ class HydraEngine(CheckpointingEngine):
         """Count an iteration without changing a weight, as DeepSpeed does after an overflow in
         fp16.
 
-        In bf16 and fp32 DeepSpeed would step, and every weight would be NaN from then on.
+        In bf16 and fp32 some versions of DeepSpeed would step, and every weight would be NaN from
+        then on.
         """
         if self.global_rank == 0:
             logger.warning(
@@ -530,6 +532,7 @@ class HydraEngine(CheckpointingEngine):
         self.micro_steps += 1
         self.skipped_steps += 1
         self._step_applied = False
+        self.optimizer.overflow = True  # accelerate asks for it: a schedule stays where it is, too
         self._global_grad_norm = math.inf
 
     def _save_and_exit(self, save_dir: str) -> NoReturn:

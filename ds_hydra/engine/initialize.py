@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,12 @@ def hydra_engine_class(hydra_config: HydraConfig) -> Iterator[None]:
             error.name != "mpi4py"
         ):  # where DeepSpeed looks when nothing else says which rank this is
             raise
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        missing = ", ".join(name for name in names if name not in os.environ)
         raise HydraConfigError(
-            "no launcher has said which rank this process is (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
-            "MASTER_PORT are not set); start with `torchrun --nproc-per-node N train.py` or `deepspeed train.py`, "
-            "where N is the number of devices, 1 for a trial; mpirun needs mpi4py"
+            f"no launcher has said which rank this process is ({missing} not set); start with `torchrun "
+            "--nproc-per-node N train.py` or `deepspeed train.py`, where N is the number of devices, 1 for a trial; "
+            "mpirun needs mpi4py"
         ) from error
     finally:
         deepspeed.DeepSpeedEngine = original
