@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -253,10 +254,12 @@ def read_ds_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, An
             + (hint or f"the smallest one is {SMALLEST_SECTION}")
         )
     hydra = HydraConfig.parse(document.pop("hydra"))
+    # Once in a run: all ranks read the same.
+    say = logger.warning if os.environ.get("RANK", "0") == "0" else logger.debug
     for note in _find_without_effect(document):
-        logger.warning(note)
+        say(note)
     if hydra.tokens_per_iteration < hydra.context_length:
-        logger.warning(
+        say(
             f"hydra.tokens_per_iteration is {hydra.tokens_per_iteration}, below hydra.context_length of "
             f"{hydra.context_length}: a sequence above it is an iteration of its own, larger than the others; "
             f"set hydra.tokens_per_iteration to {4 * hydra.context_length} or more"
