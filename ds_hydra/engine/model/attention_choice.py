@@ -158,28 +158,33 @@ def _others(demand: Demand, device: torch.device | None, but: str, is_ordered: b
 
 
 def kernels_here(
-    demand: Demand, device: torch.device | None, *, is_ordered: bool = False
+    demand: Demand, device: torch.device | None, *, is_ordered: bool = False, tries: bool = True
 ) -> Iterator[Kernel]:
-    """All kernels that are right for `demand` on `device`, the fastest first; without one those
-    that the current device may run, if there is any, which are not tried.
+    """All kernels that are right for `demand` on `device`, the fastest first; without one, or where
+    none is to be tried, all that may be.
     """
     if device is not None and not has_kernels(device):
         return
-    generation = _generation(device or torch.device("cuda"))
+    generation = _generation(device)
     for name in kernels.KERNELS:
         try:
             kernel = load_kernel(name)
             if kernel.refusal(demand, generation, is_ordered=is_ordered):
                 continue
-            if device is None or not _try(kernel, device, demand)[0]:
+            if device is None or not tries or not _try(kernel, device, demand)[0]:
                 yield kernel
         except MissingKernelError:
             continue
 
 
-def _generation(device: torch.device) -> int | None:
+def _generation(device: torch.device | None) -> int | None:
     """Major compute capability of an NVIDIA device; None where that is not known."""
-    if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
+    if (
+        device is None
+        or device.type != "cuda"
+        or torch.version.hip
+        or not torch.cuda.is_available()
+    ):
         return None
     return torch.cuda.get_device_capability(device)[0]
 
@@ -379,8 +384,9 @@ def _choose_late(key: tuple[int, int, torch.dtype, bool]) -> KernelUse | None:
     """For heads that the model's config did not tell of, which come too late for a trial."""
     demand = Demand(*key)
     is_ordered = torch.are_deterministic_algorithms_enabled()
-    known = (k for k in kernels_here(demand, None, is_ordered=is_ordered) if not k.runs_long_apart)
-    kernel = next(known, None)
+    device = torch.device("cuda") if torch.cuda.is_available() else None
+    known = kernels_here(demand, device, is_ordered=is_ordered, tries=False)
+    kernel = next((k for k in known if not k.runs_long_apart), None)
     _in_use[key] = kernel and KernelUse.of(kernel, demand)
     return _in_use[key]
 
