@@ -237,7 +237,9 @@ def check_parity(
     worst = max(errors, key=errors.__getitem__)
     # Also where it is no number
     wrong = [text for text, error in errors.items() if not error <= model.tolerance]
-    text = f"{len({*strategies})} strategies, {name}: largest error {errors[worst]:.1e} ({worst})"
+    count = len({*strategies})
+    tried = "1 strategy" if count == 1 else f"{count} strategies"
+    text = f"{tried}, {name}: largest error {errors[worst]:.1e} ({worst})"
     return Finding.judge(
         "gradients",
         f"{text}; wrong: {', '.join(wrong)}" if wrong else text,
