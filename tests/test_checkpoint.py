@@ -389,9 +389,13 @@ def weights_between_checkpoints(folder):
     """Tags that load after 16-bit weights were saved in between; what SGD says of AdamW's."""
     engine, examples = start_hydra(tiny("llama")), batches(1)[0]
     engine.train_batch(examples)
+    state = {"epoch": 3}
     for tag in (1, 2):
-        engine.save_checkpoint(folder, tag=tag)
+        engine.save_checkpoint(folder, tag=tag, client_state=state)
         engine.save_16bit_model(f"{folder}/weights")
+        # Saved again, as DeepSpeed's tutorial does
+        _, state = engine.load_checkpoint(folder)
+        assert state == {"epoch": 3}
     tags = [Path(engine.load_checkpoint(folder, tag=tag)[0]).parent.name for tag in (1, 2)]
     engine.destroy()
     model = tiny("llama", seed=1)
@@ -399,8 +403,9 @@ def weights_between_checkpoints(folder):
     engine, *_ = ds_hydra.initialize(model=model, optimizer=sgd, config=ds_config(hydra={}))
     with pytest.raises(CheckpointError) as raised:
         engine.load_checkpoint(folder)
-    engine.load_checkpoint(folder, load_optimizer_states=False)
-    engine.train_batch(examples)
+    for option in ({"load_optimizer_states": False}, {"load_module_only": True}):
+        engine.load_checkpoint(folder, **option)
+        engine.train_batch(examples)
     return tags, str(raised.value)
 
 
@@ -444,3 +449,15 @@ def test_a_loop_over_the_loader_goes_on_where_it_was_left(tmp_path):
     for trained, wanted, found, whole in run_distributed(given_by_the_loader, 2, str(tmp_path)):
         assert trained == whole[:6]
         assert wanted == found == whole[6:]
+
+
+def test_optimizers_are_told_apart_by_what_they_keep():
+    def states(group, *names):
+        kept = {name: torch.zeros(3) for name in names} | {"step": torch.tensor(1.0)}
+        return {"param_groups": [group], "state": {0: kept} if names else {}}
+
+    adam = states({"betas": (0.9, 0.99)}, "exp_avg", "exp_avg_sq")
+    reshard.check_same_optimizer(Path("x"), adam, states({"betas": (0.9, 0.95)}))
+    for other in (states({"betas": (0.9, 0.99)}, "exp_avg"), states({"momentum": 0.9})):
+        with pytest.raises(CheckpointError, match="states of another optimizer"):
+            reshard.check_same_optimizer(Path("x"), adam, other)

@@ -219,6 +219,11 @@ def test_what_users_put_beside_the_files_stays(tmp_path):
     (tmp_path / "new" / "best").rename(folder)  # and one after both
     save(tmp_path, "other", 5.0)
     assert (folder / "notes").read_text() == "x"
+    for text in ("", '{"schema": "other"}'):  # a damaged one is written again
+        (folder / checkpoint.MANIFEST_NAME).write_text(text)
+        save(tmp_path, "best", 6.0)
+        assert load(tmp_path) == 6.0
+        assert (folder / "notes").read_text() == "x"
     assert not list(tmp_path.glob(".replaced-*"))
 
 

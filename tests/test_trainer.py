@@ -38,6 +38,7 @@ from models import VOCAB_SIZE, tiny
 
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.profile_document import count_flops
+from ds_hydra.engine.ranks.agreement import on_all_ranks
 from ds_hydra.sampler.data.batches import SamplerState, epoch_order
 from ds_hydra.trainer.arguments import NOT_CALLED
 
@@ -710,6 +711,10 @@ def customised(folder):
     streamed.optimizer = torch.optim.SGD(streamed.model.parameters(), lr=0.1)
     refused("own optimizer", streamed.train)
     streamed.optimizer = None
+    problem = on_all_ranks(ds_hydra.errors.HydraConfigError("the first start fails"))
+    with mock.patch.object(ds_hydra.HydraEngine, "_start", side_effect=problem):
+        refused("first start", streamed.train)
+    result["after a failed start"] = streamed.optimizer, streamed.lr_scheduler
     streamed.model_init = None
     streamed.model.requires_grad_(False)
     refused("frozen", streamed.train)
@@ -745,6 +750,7 @@ def test_what_users_override_is_honoured_or_refused(tmp_path):
     assert not never_called, "to be refused where users override it"
     assert result["drawn"] == 12
     assert result["steps before"] == (0, True)
+    assert result["after a failed start"] == (None, None)
     shown, drawn = result["shown"]
     assert shown == drawn
     assert len(shown) == NUM_BATCHES
@@ -757,6 +763,7 @@ def test_what_users_override_is_honoured_or_refused(tmp_path):
         "late": "compute_loss_func is <built-in function print>",
         "optimizer": "the optimizer has 3 of ",
         "eval stream": "eval_dataset is a IterableDataset, a stream",
+        "first start": "the first start fails",
         "own optimizer": "optimizer is a SGD that was given or made before train()",
         "frozen": "this LlamaForCausalLM requires gradients, so there is nothing to train",
         "plain": '"hydra" section, and deepspeed.initialize',

@@ -42,6 +42,7 @@ from ds_hydra.trainer.arguments import (
     correct_best_metric,
     drop_batch_size_mismatches,
     find_set,
+    is_overridden,
     map_arguments,
     read_loss_option,
 )
@@ -340,6 +341,12 @@ def test_methods_of_a_base_that_stands_behind_are_refused():
         "  _save_checkpoint() of Behind: EngineMixin stands before it among the bases and does this itself; override "
         "it in Mixed, and call super()"
     )
+
+    class Generates(HydraTrainer, transformers.Seq2SeqTrainer):
+        pass
+
+    assert is_overridden(bare_trainer(Generates), "prediction_step")
+    assert not is_overridden(bare_trainer(), "prediction_step")
     with pytest.raises(HydraConfigError) as raised:
         check_overrides(bare_trainer(Before))
     assert str(raised.value).splitlines()[1:] == [loss]

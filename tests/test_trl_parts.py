@@ -248,6 +248,8 @@ def test_an_output_says_what_it_has_in_place_of_logits():
             read()
     assert not hasattr(output, "hidden_states")
     assert output.get("aux_loss") is None
+    with pytest.raises(KeyError):
+        output["nothing of the kind"]
     assert output["loss"] is output.loss is output[0]
     assert output.to_tuple()[0] is output.loss
     with pytest.raises(HydraConfigError, match=r"model with output_hidden_states=True, which no"):

@@ -376,7 +376,8 @@ class HydraEngine(CheckpointingEngine):
         have no meaning.
 
         The iterable yields global mini-batches (lists of examples) for `train_batch(batch=...)`,
-        and is not needed for `train_batch()`.
+        and is not needed for `train_batch()`. A new loop over it, or one after a resume, goes on
+        after the last of these lists that was trained as it is; a copy of one is not known.
         """
         warn_of_collator(collate_fn)
         if data_sampler is not None:

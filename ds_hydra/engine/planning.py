@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
@@ -56,6 +57,8 @@ predicted), masks and "attention_mask" (see sampler/data/examples.py).
 """
 
 
+_NUM_HANDED = 8
+"""Mini-batches that a loop may have read ahead of the one that it trains."""
 _FIRST_DEADLINE_S = 600.0
 """For the first plan, which may wait for compilation; a planning process that hangs is not waited
 for for ever.
@@ -88,8 +91,8 @@ class IterationSource:
         """Position in the data, iteration and whether a position is wanted, of a checkpoint, until
         there is data.
         """
-        self._handed: tuple[Any, SamplerState] | None = None
-        """The last mini-batch of `iterate_examples`, and where the data stand after it."""
+        self._handed: deque[tuple[Any, SamplerState]] = deque(maxlen=_NUM_HANDED)
+        """The last mini-batches of `iterate_examples`, and where the data stand after each."""
         self._given: tuple[SamplerState, SamplerState] | None = None
         """Where the data stand after the last of these that was trained; it holds as long as the
         sampler is at the first one.
@@ -121,7 +124,8 @@ class IterationSource:
         check_same_data(sampler, self._device)
         self.close_feed()
         self.data, self.sampler = data, sampler
-        self._handed = self._given = None
+        self._handed.clear()
+        self._given = None
         self._candidates.lengths = data.lengths
         self._take_position()
 
@@ -270,8 +274,8 @@ class IterationSource:
 
     def iterate_examples(self) -> Iterator[list[dict[str, Any]]]:
         """Mini-batches from where training is, as lists of examples, without drawing them; not
-        collective. One that `train_batch` was given counts as trained, the next iterator goes on
-        after it.
+        collective. Where `train_batch` was given the list itself it counts as trained, and the
+        next iterator goes on after it.
         """
         assert self.sampler is not None
         assert self.data is not None
@@ -279,13 +283,14 @@ class IterationSource:
         while True:
             batch, state = self.sampler.draw(state)
             examples = [self.data[index] for index in batch.sample_indices]
-            self._handed = examples, state
+            self._handed.append((examples, state))
             yield examples
 
     def mark_given(self, examples: Any) -> None:
         """The weights have seen `examples`, perhaps of `iterate_examples`; not collective."""
-        if self._handed is not None and self._handed[0] is examples and self.sampler is not None:
-            self._given = self.sampler.state, self._handed[1]
+        for handed, state in self._handed:
+            if handed is examples and self.sampler is not None:
+                self._given = self.sampler.state, state
 
     def _after_given(self) -> SamplerState | None:
         if self._given is None or self.sampler is None or self._given[0] != self.sampler.state:

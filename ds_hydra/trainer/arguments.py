@@ -380,8 +380,8 @@ def is_overridden(trainer: Any, name: str) -> bool:
 
 
 def _is_known(kind: type) -> bool:
-    """Whether a class is of a library that is known here, and no user's."""
-    return kind.__module__.partition(".")[0] in ("ds_hydra", "trl", "transformers")
+    """Whether a class is the Trainer, what that is made of, or of a library that is known here."""
+    return kind in Trainer.__mro__ or kind.__module__.partition(".")[0] in ("ds_hydra", "trl")
 
 
 def _find_shadowed(trainer: Any, not_called: Mapping[str, str]) -> Iterator[str]:
@@ -396,7 +396,7 @@ def _find_shadowed(trainer: Any, not_called: Mapping[str, str]) -> Iterator[str]
         for name, method in vars(kind).items()
         if name in _STOCK and "__class__" not in _names_from_outside(method)  # calls no super()
     }
-    for kind in mro[mro.index(ours[0]) :]:
+    for kind in mro[mro.index(ours[0]) : mro.index(Trainer)]:
         for name in () if _is_known(kind) else vars(kind):
             if name in replaced and name not in not_called:
                 yield (

@@ -129,7 +129,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
             raise HydraConfigError(
                 "evaluate() needs an eval_dataset; pass it to HydraTrainer or evaluate()"
             )
-        if self.compute_metrics is None and not self._has_own_evaluation():
+        if self._evaluates_packed():
             return data.EvalBatches(
                 self._read(dataset, "eval_dataset"), self.hydra_config.tokens_per_iteration
             )
@@ -141,9 +141,11 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         """
         return self._padded_loader(test_dataset, "test_dataset")
 
-    def _has_own_evaluation(self) -> bool:
-        return any(
-            arguments.is_overridden(self, name) for name in ("evaluation_loop", "prediction_step")
+    def _evaluates_packed(self) -> bool:
+        """Whether nobody wants logits in evaluation."""
+        own = ("evaluation_loop", "prediction_step")
+        return self.compute_metrics is None and not any(
+            arguments.is_overridden(self, name) for name in own
         )
 
     def _padded_loader(self, dataset: Any, what: str) -> DataLoader:
@@ -179,11 +181,14 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         self.engine.hydra.source.attach(self._train_tokens)
 
     def _prepare_for_training(self, *args: Any) -> tuple[nn.Module, DataLoader]:
-        # Read now: a refusal at the first evaluation would end a run that has trained for hours.
-        is_read_later = self.args.eval_strategy == "no" or self.eval_dataset is None
-        if not is_read_later and not arguments.is_overridden(self, "get_eval_dataloader"):
-            for name in self.eval_dataset if isinstance(self.eval_dataset, dict) else (None,):
-                self.get_eval_dataloader(name)
+        own = ("evaluate", "get_eval_dataloader")
+        if self.args.eval_strategy != "no" and not any(
+            arguments.is_overridden(self, name) for name in own
+        ):
+            # A refusal at the first evaluation would end a run that has trained for hours.
+            is_named = isinstance(self.eval_dataset, dict)
+            for dataset in self.eval_dataset.values() if is_named else (self.eval_dataset,):
+                self._read(dataset, "eval_dataset", every_row=not self._evaluates_packed())
         prepared = super()._prepare_for_training(*args)
         self.engine.hydra.source.start()
         return prepared

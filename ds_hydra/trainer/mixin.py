@@ -235,10 +235,15 @@ class EngineMixin:
     ) -> tuple[nn.Module, DataLoader]:
         check_trains(self.model)
         unify_adapter_dtype(self.model, self._warn)
-        with self._starting_engine():
-            model, train_dataloader = super()._prepare_for_training(
-                max_steps, train_dataloader, None
-            )
+        try:
+            with self._starting_engine():
+                model, train_dataloader = super()._prepare_for_training(
+                    max_steps, train_dataloader, None
+                )
+        except BaseException:
+            if self.deepspeed is None:  # what was made for this start is nobody's at the next one
+                self.optimizer = self.lr_scheduler = None
+            raise
         self._take_scheduler()
         self._attach_data()
         # After the data, whose position is in the checkpoint

@@ -105,15 +105,17 @@ def check_trainer(kind: type) -> None:
         )
 
 
-_IN_THE_ENGINE = "passes run inside the engine, in the dtype of the DeepSpeed JSON; leave it out"
+_IN_THE_ENGINE = (
+    "passes of training run inside the engine, in the dtype of the DeepSpeed JSON; leave it out"
+)
 NOT_CALLED_OF_TRL = {
     "compute_loss_context_manager": _IN_THE_ENGINE,
     "autocast_smart_context_manager": _IN_THE_ENGINE,
     "_prepare_context_parallel_inputs": _IN_THE_ENGINE,
     "create_optimizer_and_scheduler": NOT_CALLED["create_optimizer_and_scheduler"],
 }
-"""Names of transformers 5 that stock trainers of TRL call and those on HydraMixin do not, with what
-to do instead.
+"""Names of transformers 5 that stock trainers of TRL call in training and those on HydraMixin do
+not, with what to do instead.
 """
 
 

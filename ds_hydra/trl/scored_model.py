@@ -228,6 +228,10 @@ _INSTEAD = (
 )
 
 
+_ELSEWHERE = ("logits", "hidden_states", "last_hidden_state", "attentions")
+"""What other models return, and nobody has here."""
+
+
 class _NotThere(HydraConfigError, AttributeError):
     """What `hasattr` takes for no."""
 
@@ -237,20 +241,16 @@ class _ScoredOutput(FusedCausalLMOutput):
     """Says what to read in place of what other models return."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("logits", "hidden_states", "last_hidden_state", "attentions"):
+        if name in _ELSEWHERE:
             raise _NotThere(f"compute_loss reads {name} of the model's output, {_INSTEAD}")
         raise AttributeError(name)
 
     def __getitem__(self, key: Any) -> Any:
-        return (
-            super().__getitem__(key)
-            if key in self or not isinstance(key, str)
-            else getattr(self, key)
-        )
+        return getattr(self, key) if key in _ELSEWHERE else super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
         """As of a dict."""
-        return self[key] if key in self or key == "logits" else default
+        return self[key] if key in self or key in _ELSEWHERE else default
 
 
 class ScoredModel:

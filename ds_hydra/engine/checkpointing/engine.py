@@ -8,6 +8,7 @@ import functools
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ _LOSS_SCALE_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow")
 
 def _as_name(tag: Any) -> Any:
     """As DeepSpeed takes a number for the name of a folder."""
-    return str(tag) if isinstance(tag, int) and not isinstance(tag, bool) else tag
+    return str(tag) if isinstance(tag, Real) and not isinstance(tag, bool) else tag
 
 
 class CheckpointingEngine(DeepSpeedEngine):
@@ -187,7 +188,12 @@ class CheckpointingEngine(DeepSpeedEngine):
             )
         )
         if not universal:
-            self._together(functools.partial(self._read_checkpoint, folder, load_optimizer_states))
+            is_checked = load_optimizer_states and not load_module_only
+            self._together(
+                functools.partial(
+                    self._read_checkpoint, folder, load_optimizer_states, is_checked=is_checked
+                )
+            )
         # Else what was read stands in for it
         with_optimizer = load_optimizer_states if universal else True
         options = (load_module_strict, with_optimizer, load_lr_scheduler_states, load_module_only)
@@ -204,14 +210,20 @@ class CheckpointingEngine(DeepSpeedEngine):
                 )
         finally:
             self.checkpoint_engine.handed = {}
-        state = (client_state or {}).pop(_CLIENT_STATE_KEY, {})
+        state = (client_state or {}).get(_CLIENT_STATE_KEY, {})
+        # DeepSpeed returns much of its own, too, which could not be saved again with the user's.
+        client_state = client_state and {
+            key: value for key, value in client_state.items() if key not in files.RESERVED_KEYS
+        }
         if not load_module_only:  # new data may start from another run's weights
             self.hydra.load_state_dict(state, self.global_steps, position=load_data_position)
         return path, client_state
 
-    def _read_checkpoint(self, folder: Path, load_optimizer_states: bool) -> None:
+    def _read_checkpoint(
+        self, folder: Path, load_optimizer_states: bool, *, is_checked: bool
+    ) -> None:
         """Read what this rank needs, whatever number of ranks has saved it, before anything is
-        changed.
+        changed. `is_checked`: whether the optimizer has to be of the same kind.
         """
         rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
         model = read_model_states(folder, rank, world_size)
@@ -227,10 +239,10 @@ class CheckpointingEngine(DeepSpeedEngine):
             folder, model["param_shapes"], old_world, groups, rank, world_size
         )
         own = self.optimizer.state_dict()["optimizer_state_dict"]
-        if load_optimizer_states:
+        if is_checked:
             saved = optim["optimizer_state_dict"]["optimizer_state_dict"]
             check_same_optimizer(folder, saved, own)
-        else:
+        if not load_optimizer_states:
             optim["optimizer_state_dict"]["optimizer_state_dict"] = own
         self.checkpoint_engine.handed = {"_model_states.pt": model, "_optim_states.pt": optim}
 

@@ -296,9 +296,10 @@ def _forget(replaced: Path, target: Path) -> None:
         return
     # Of transformers' folders, which have no manifest, nobody knows what is a user's.
     if (target / MANIFEST_NAME).exists():
-        manifest = replaced / MANIFEST_NAME
-        names = _read_manifest(manifest) if manifest.exists() else ()
-        own = {MANIFEST_NAME, *(Path(name).parts[0] for name in names)}
+        own = {MANIFEST_NAME}
+        # A damaged one, perhaps why the checkpoint was written again, tells nothing.
+        with contextlib.suppress(CheckpointError):
+            own |= {Path(name).parts[0] for name in _read_manifest(replaced / MANIFEST_NAME)}
         for path in replaced.iterdir():
             is_own = path.name in own or path.name.endswith(_ENDING)
             if not is_own and not os.path.lexists(target / path.name):
@@ -525,7 +526,7 @@ RESERVED_KEYS = frozenset(
         "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
         "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
         "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
-        "ds_hydra",
+        "checkpoint_parallel_dimensions", "ds_hydra",
     )
 )  # fmt: skip
 """What DeepSpeed and ds_hydra keep beside a client_state, which would replace it."""

@@ -258,13 +258,23 @@ _OF_A_KIND = frozenset(("betas", "momentum", "lr_decay", "alpha", "rho", "lambd"
 """What tells optimizers apart in their parameter groups."""
 
 
+def _names_of_states(states: Mapping[str, Any]) -> list[str]:
+    entries = states[_STATE].values()
+    return sorted(
+        {name for own in entries for name, value in own.items() if _is_elementwise(value)}
+    )
+
+
 def check_same_optimizer(folder: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raise CheckpointError where states of one optimizer would go to one of another kind."""
-    kinds, counts = [], []
-    for states in (saved, own):
-        groups = states["param_groups"]
-        counts.append(len(groups))
-        kinds.append(sorted(_OF_A_KIND & {key for group in groups for key in group}))
+    both = (saved, own)
+    counts = [len(states["param_groups"]) for states in both]
+    kinds = [_names_of_states(states) for states in both]
+    if not all(kinds):  # one of them has not stepped yet
+        kinds = [
+            sorted(_OF_A_KIND & {key for group in states["param_groups"] for key in group})
+            for states in both
+        ]
     if kinds[0] != kinds[1] or counts[0] != counts[1]:
         theirs, ours = (
             f"{', '.join(kind) or 'no momentum'} in {count} parameter groups"

@@ -30,6 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_hydra.engine.model import decoder_parts, liger
 from ds_hydra.engine.model.adapters import unwrap_adapters
+from ds_hydra.engine.model.attention import ATTENTION_NAME
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch
 from ds_hydra.engine.model.scheme_support import ModelAbilities
 from ds_hydra.engine.model.stage_forward import NOT_ONCE
@@ -110,9 +111,14 @@ def _code_of(model: nn.Module) -> tuple[Any, ...]:
         # DeepSpeed replaces `__init__` for a while where models are partitioned.
         if isinstance(value, FunctionType) and not name.startswith("__")
     )
-    registered = (*ALL_ATTENTION_FUNCTIONS.items(), *ALL_MASK_ATTENTION_FUNCTIONS.items())
+    registered = frozenset(
+        (name, function)
+        for names in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+        for name, function in names.items()
+        if name != ATTENTION_NAME  # which the first trial registers
+    )
     implementation = getattr(model.config, "_attn_implementation", None)
-    return type(model), functions, frozenset(registered), str(implementation)
+    return type(model), functions, registered, str(implementation)
 
 
 def _log(kind: type[nn.Module], abilities: ModelAbilities) -> None:

@@ -186,7 +186,7 @@ class Home(ABC):
             first = self._pending[0][0]
             # The owner's thread may be held by a launch that waits for a collective which this rank
             # posts next ([Note: A kernel's first use]): memory gives way, and once for each wait.
-            if first is self._held_up or not wait([first], HELD_UP_S).done:
+            if not first.done() and (first is self._held_up or not wait([first], HELD_UP_S).done):
                 self._held_up = first
                 break
             self._pending.popleft()
