@@ -632,22 +632,6 @@ def needs_metric(scheduler: Any) -> bool:
     )
 
 
-def check_trains(model: nn.Module) -> None:
-    """Raise HydraConfigError where no parameter of `model` can be trained."""
-    if any(param.requires_grad for param in model.parameters()):
-        return
-    configs = getattr(model, "peft_config", {})
-    is_loaded = any(getattr(config, "inference_mode", False) for config in configs.values())
-    what = (
-        "its adapters were loaded for inference: pass is_trainable=True to PeftModel.from_pretrained"
-        if is_loaded
-        else "call requires_grad_(True) on what shall be trained (merge_and_unload() leaves a model without)"
-    )
-    raise HydraConfigError(
-        f"no parameter of this {type(model).__name__} requires gradients, so there is nothing to train; {what}"
-    )
-
-
 def warn_of_collator(collate_fn: Any) -> None:
     """Say on the first rank that `collate_fn` is not called. One that pads may stay in a script."""
     if collate_fn is not None and int(os.environ.get("RANK", "0")) == 0:

@@ -17,7 +17,8 @@ from torch import nn
 
 from ds_hydra.configs.ds_config import read_ds_config, refuse_auto
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.hydra_engine import HydraEngine, check_model, check_trains, needs_metric
+from ds_hydra.engine.hydra_engine import HydraEngine, check_model, needs_metric
+from ds_hydra.engine.model.adapters import check_trains
 from ds_hydra.engine.ranks.process import prepare_accelerator
 from ds_hydra.errors import HydraConfigError
 

@@ -37,8 +37,8 @@ from ds_hydra.configs import HydraConfig, read_ds_config
 from ds_hydra.configs.ds_config import dtype_name
 from ds_hydra.engine import HydraEngine, hydra_engine_class
 from ds_hydra.engine.checkpointing.files import do_together, put_in_place, restore_replaced
-from ds_hydra.engine.hydra_engine import check_trains, needs_metric
-from ds_hydra.engine.model.adapters import unify_adapter_dtype, unwrap_adapters
+from ds_hydra.engine.hydra_engine import needs_metric
+from ds_hydra.engine.model.adapters import check_trains, unify_adapter_dtype, unwrap_adapters
 from ds_hydra.engine.model.liger import complete_settings
 from ds_hydra.engine.ranks.agreement import raise_together, run_together
 from ds_hydra.engine.ranks.watchdog import names_losses

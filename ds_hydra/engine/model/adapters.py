@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from ds_hydra.engine.model.current_micro_batch import current_micro_batch
 from ds_hydra.engine.parallel.tensor_parallel import COLUMN, PARTIAL, ROW, STYLES
-from ds_hydra.errors import UnsupportedModelError
+from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.zero_link.layout import ParamSpec, Slicing
 
 SUMMED = "lora_summed"
@@ -314,3 +314,19 @@ def _mixed(x: Tensor) -> Tensor:
 def _shifted(x: Tensor, bits: int) -> Tensor:
     """`x >> bits` with zeros from the left."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def check_trains(model: nn.Module) -> None:
+    """Raise HydraConfigError where no parameter of `model` can be trained."""
+    if any(param.requires_grad for param in model.parameters()):
+        return
+    configs = getattr(model, "peft_config", {})
+    is_loaded = any(getattr(config, "inference_mode", False) for config in configs.values())
+    what = (
+        "its adapters were loaded for inference: pass is_trainable=True to PeftModel.from_pretrained"
+        if is_loaded
+        else "call requires_grad_(True) on what shall be trained (merge_and_unload() leaves a model without)"
+    )
+    raise HydraConfigError(
+        f"no parameter of this {type(model).__name__} requires gradients, so there is nothing to train; {what}"
+    )
