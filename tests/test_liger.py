@@ -197,7 +197,7 @@ def histories_of_trl(kind, folder, world, use_liger):
     return test_trl.histories(kind, folder, world, ["liger"])["liger"], calls.call_count > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # TRL and Liger have tests of their own
 @pytest.mark.distributed
 @pytest.mark.skipif(find_spec("trl") is None, reason="needs TRL")
 def test_sft_of_trl_with_liger_logs_what_it_logs_without(tmp_path):

@@ -108,7 +108,7 @@ def test_torchrun_restarts_and_the_curve_goes_on(tmp_path, whole_curve):
     check_curve(tmp_path, whole_curve)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_the_deepspeed_launcher_fails_with_the_rank_named_and_starts_again(tmp_path, whole_curve):
     assert deepspeed(tmp_path, "first.log", "1:5:backward") not in (0, None)
