@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
@@ -57,8 +56,6 @@ predicted), masks and "attention_mask" (see sampler/data/examples.py).
 """
 
 
-_NUM_HANDED = 8
-"""Mini-batches that a loop may have read ahead of the one that it trains."""
 _FIRST_DEADLINE_S = 600.0
 """For the first plan, which may wait for compilation; a planning process that hangs is not waited
 for for ever.
@@ -91,11 +88,9 @@ class IterationSource:
         """Position in the data, iteration and whether a position is wanted, of a checkpoint, until
         there is data.
         """
-        self._handed: deque[tuple[Any, SamplerState]] = deque(maxlen=_NUM_HANDED)
-        """The last mini-batches of `iterate_examples`, and where the data stand after each."""
         self._given: tuple[SamplerState, SamplerState] | None = None
-        """Where the data stand after the last of these that was trained; it holds as long as the
-        sampler is at the first one.
+        """Where the data stand after the last mini-batch of `iterate_examples` that was trained; it
+        holds as long as the sampler is at the first one.
         """
 
     def attach(self, data: TokenDataset) -> None:
@@ -124,7 +119,6 @@ class IterationSource:
         check_same_data(sampler, self._device)
         self.close_feed()
         self.data, self.sampler = data, sampler
-        self._handed.clear()
         self._given = None
         self._candidates.lengths = data.lengths
         self._take_position()
@@ -282,15 +276,13 @@ class IterationSource:
         state = self._after_given() or self.sampler.state
         while True:
             batch, state = self.sampler.draw(state)
-            examples = [self.data[index] for index in batch.sample_indices]
-            self._handed.append((examples, state))
-            yield examples
+            yield _MiniBatch(self.data, batch.sample_indices, state)
 
     def mark_given(self, examples: Any) -> None:
         """The weights have seen `examples`, perhaps of `iterate_examples`; not collective."""
-        for handed, state in self._handed:
-            if handed is examples and self.sampler is not None:
-                self._given = self.sampler.state, state
+        if isinstance(examples, _MiniBatch) and examples.data is self.data:
+            assert self.sampler is not None
+            self._given = self.sampler.state, examples.after
 
     def _after_given(self) -> SamplerState | None:
         if self._given is None or self.sampler is None or self._given[0] != self.sampler.state:
@@ -354,6 +346,14 @@ class IterationSource:
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None  # they hold each other
+
+
+class _MiniBatch(list[dict[str, Any]]):
+    """Examples of `data`, which stand at `after` once these are trained."""
+
+    def __init__(self, data: TokenDataset, indices: Sequence[int], after: SamplerState):
+        super().__init__(data[index] for index in indices)
+        self.data, self.after = data, after
 
 
 def _is_plain(loss: Loss) -> bool:
