@@ -23,6 +23,7 @@ import math
 import os
 import shutil
 import time
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -382,17 +383,11 @@ def resumed(folder):
     whole.save_model(f"{folder}/shards")
     is_there = os.path.exists(f"{folder}/shards/model.safetensors.index.json")
     drawn = whole.engine.hydra.source.sampler.state
-    error = None
-    try:
-        whole.train()
-    except ds_hydra.errors.HydraConfigError as caught:
-        error = str(caught)
     return (
         without_times(whole.state.log_history),
         curves,
         epochs,
         (drawn.epoch, drawn.position),
-        error,
         epoch_order.cache_info().misses,
         is_there,
     )
@@ -402,7 +397,7 @@ def resumed(folder):
 @pytest.mark.distributed
 def test_a_resumed_run_continues_the_very_same_curve(tmp_path):
     results = run_distributed(resumed, 2, str(tmp_path))
-    history, curves, epochs, drawn, error, _, _ = results[0]
+    history, curves, epochs, drawn, _, _ = results[0]
     assert history == results[1][0]
     *_, num_orders_of_rank_1, is_there = results[1]
     assert is_there, "a rank may load what it has saved before the first one has written it"
@@ -419,7 +414,6 @@ def test_a_resumed_run_continues_the_very_same_curve(tmp_path):
     assert drawn[1] < 10, "more than a mini-batch of a fourth epoch"
     assert history[-1]["epoch"] == 3.0
     assert [e["epoch"] for e in history if "loss" in e][epochs[0] - 1] == 1.0
-    assert "make a new model and a new HydraTrainer, or pass model_init" in error
     from transformers import AutoModelForCausalLM
 
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 1
@@ -427,6 +421,76 @@ def test_a_resumed_run_continues_the_very_same_curve(tmp_path):
     checkpoint = AutoModelForCausalLM.from_pretrained(tmp_path / f"whole/checkpoint-{num_steps}")
     for a, b in zip(model.parameters(), checkpoint.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def trained_again(folder):
+    """Evaluated, trained, and trained again, by one Trainer and by new ones on saved weights; a start that fails before."""
+    from transformers import AutoModelForCausalLM
+
+    import ds_hydra
+
+    data = prepare(folder)
+
+    def start(run, model, **hydra):
+        args = training_arguments(
+            folder,
+            {"zero_optimization": {"stage": 3}},
+            hydra,
+            output_dir=f"{folder}/{run}",
+            save_strategy="no",
+            num_train_epochs=1,
+            use_cpu=True,
+        )
+        return ds_hydra.HydraTrainer(model=model, args=args, train_dataset=data, eval_dataset=data)
+
+    def losses(trainer):
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    result = {}
+    for name in ("alone", "one"):
+        model = tiny("llama")
+        if name == "one":
+            failing = start("failing", model, strategies=["1x<2,1>", "7x<1,1>"])
+            try:
+                failing.train()
+            except ds_hydra.errors.HydraError as error:
+                result["error"] = str(error)
+        trainer = start(name, model)
+        if name == "one":
+            result["before"] = trainer.evaluate()["eval_loss"]
+            evaluated = weakref.ref(trainer.engine)
+        result[name] = losses(trainer)
+        trainer.save_model(f"{folder}/{name}-weights")
+        if name == "one":
+            result["stays"] = evaluated() is not None
+            result["one again"] = losses(trainer)
+            result["after"] = trainer.evaluate()["eval_loss"]
+        else:
+            trainer = start(
+                "again", AutoModelForCausalLM.from_pretrained(f"{folder}/{name}-weights")
+            )
+            result["alone again"] = losses(trainer)
+            result["alone after"] = trainer.evaluate()["eval_loss"]
+    try:
+        start("held", model)
+    except ds_hydra.errors.HydraConfigError as error:
+        result["held"] = str(error)
+    trainer.engine.destroy()
+    result["third"] = losses(start("third", model))
+    return result
+
+
+@pytest.mark.distributed
+def test_one_model_is_evaluated_and_trained_again_and_again(tmp_path):
+    result, _ = run_distributed(trained_again, 2, str(tmp_path))
+    assert "7x<1,1>" in result["error"]
+    assert result["one"] == result["alone"]
+    assert result["one again"] == result["alone again"]
+    assert result["third"][0] < result["one again"][0] < result["one"][0]
+    assert result["after"] == result["alone after"] < result["before"]
+    assert not result["stays"], "the engine that evaluated is kept for ever"
+    assert "an engine holds this LlamaForCausalLM" in result["held"]
 
 
 def killed_while_saving(folder):
@@ -758,7 +822,7 @@ def test_what_users_override_is_honoured_or_refused(tmp_path):
     cosine = (1 + math.cos(math.pi * (NUM_BATCHES - 1) / NUM_BATCHES)) / 2
     assert result["min_lr"] == pytest.approx(1e-4 + 9e-4 * cosine)
     wanted = {
-        "model": "has been given to an engine already",
+        "model": "an engine holds this LlamaForCausalLM",
         "distributed": "draws 12 rows on rank 0 and others on ranks [1]",
         "late": "compute_loss_func is <built-in function print>",
         "optimizer": "the optimizer has 3 of ",

@@ -156,13 +156,21 @@ class HydraEngine(CheckpointingEngine):
         with _torch_defaults():
             join_watchdog(hydra_config.faults, self.device)
         self._is_watched = True
-        with watch("start"), _torch_defaults():
-            self._start(args, model, engine_args, engine_kwargs)
-            # Not DeepSpeed's truth value: an empty dataset is an error to report
-            if training_data is not None:
-                collate_fn = engine_kwargs.get("collate_fn")
-                self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
-                self.hydra.source.start()
+        try:
+            with watch("start"), _torch_defaults():
+                self._start(args, model, engine_args, engine_kwargs)
+                # Not DeepSpeed's truth value: an empty dataset is an error to report
+                if training_data is not None:
+                    collate_fn = engine_kwargs.get("collate_fn")
+                    self.training_dataloader = self.deepspeed_io(
+                        training_data, collate_fn=collate_fn
+                    )
+                    self.hydra.source.start()
+        except BaseException:
+            self._end(
+                waits=False
+            )  # a notebook may mend what was wrong, and start on the same model
+            raise
         if self.hydra.is_first_rank:
             logger.info(self.hydra.describe())
 
@@ -192,8 +200,9 @@ class HydraEngine(CheckpointingEngine):
         if note and deepspeed.comm.get_rank() == 0:
             logger.warning(note)
         memory = MemoryWatch()  # before DeepSpeed's buffers and states
-        super().__init__(args, model, *engine_args, **engine_kwargs)
         _modules_of_engines.update(model.modules())
+        self._held = [model]  # a list, because this is no nn.Module yet
+        super().__init__(args, model, *engine_args, **engine_kwargs)
         run_together(functools.partial(self._check_partitions, stage_model), self.device)
         run_together(functools.partial(self._complete_optimizer, stage_model), self.device)
         if rate := config.moe.bias_update_rate:
@@ -418,7 +427,8 @@ class HydraEngine(CheckpointingEngine):
 
     def destroy(self) -> None:
         """Stop planning processes, files, process groups; DeepSpeed's own clean-up; with the last
-        engine of a process wait for the other ranks to come here, and end the watchdog.
+        engine of a process wait for the other ranks to come here, and end the watchdog. The model
+        stays partitioned, and another engine may start on it.
 
         Raises RankLostError where one of them is lost. In an `except` or `finally` that an error
         has led to, no rank is waited for.
@@ -436,12 +446,8 @@ class HydraEngine(CheckpointingEngine):
             self._hydra = self._gradients = None
             show_collector_all()
         super().destroy()
-        # Never taken away, so that DeepSpeed would keep every model, and its engine, for ever
-        parameter_offload.FWD_MODULE_STACK[:] = [
-            module
-            for module in parameter_offload.FWD_MODULE_STACK
-            if module is not getattr(self, "module", None)
-        ]
+        while held := getattr(self, "_held", None):
+            _let_go(held.pop())
         if getattr(self, "_is_watched", False):
             self._is_watched = False
             leave_watchdog(waits=waits)
@@ -674,6 +680,26 @@ def _check_dtypes(model: nn.Module, config: Any) -> None:
 _modules_of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
+def _let_go(model: nn.Module) -> None:
+    """Take away what DeepSpeed leaves on the modules of a destroyed engine, or of one whose start
+    failed: it holds the engine, and gathers parameters for it.
+    """
+    parameter_offload.FWD_MODULE_STACK[:] = [
+        module for module in parameter_offload.FWD_MODULE_STACK if module is not model
+    ]
+    for module in model.modules():
+        module._parameters = dict(module._parameters.items())
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            of_deepspeed = [key for key, hook in hooks.items() if _is_of_deepspeed(hook)]
+            for key in of_deepspeed:
+                del hooks[key]
+        _modules_of_engines.discard(module)
+
+
+def _is_of_deepspeed(hook: Callable[..., Any]) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")
+
+
 def check_model(model: Any) -> None:
     """Raise HydraConfigError unless `model` is one that an engine can start on."""
     if not isinstance(model, nn.Module):
@@ -683,6 +709,6 @@ def check_model(model: Any) -> None:
         )
     if any(module in _modules_of_engines for module in model.modules()):
         raise HydraConfigError(
-            f"this {type(model).__name__} (or a part of it) has been given to an engine already, and ZeRO-3 cannot "
-            "partition it again; load it anew, or go on with the first engine"
+            f"an engine holds this {type(model).__name__} (or a part of it), and ZeRO-3 has its parameters; go on with "
+            "that engine, or call its destroy() first (trainer.engine.destroy() of a Trainer)"
         )

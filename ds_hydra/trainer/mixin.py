@@ -188,21 +188,18 @@ class EngineMixin:
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As transformers; a second time only with `model_init`, because DeepSpeed cannot start a
-        second engine on a model.
+        """As transformers; after another `train` or `evaluate` with a new engine and new optimizer
+        states, on the weights that the model has then.
         """
         self._check_used(say_nothing)
         if self.deepspeed is None:
             self._refuse_optimizers()
         else:
-            if self.model_init is None:
-                raise HydraConfigError(
-                    f"this {type(self).__name__} has trained or evaluated already, and DeepSpeed cannot start an "
-                    f"engine on its model again; make a new model and a new {type(self).__name__}, or pass model_init "
-                    "in place of model (to evaluate before the first step set eval_on_start=True)"
-                )
-            self.accelerator.free_memory()  # destroys the engine
-            self.deepspeed = None
+            self.engine.destroy()
+            self.accelerator.deepspeed_engine_wrapped = None
+            self.accelerator.free_memory()
+            self.deepspeed = self.optimizer = self.lr_scheduler = None
+            self.model_wrapped = self.model
         if resume_from_checkpoint is True:
             restore_checkpoints(
                 Path(self.args.output_dir), commits=self.args.should_save, device=self.args.device
@@ -361,10 +358,10 @@ class EngineMixin:
                     stateful[name] = callback.state()
 
     def hyperparameter_search(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        """Refused: it starts several engines in one process."""
+        """Refused: transformers rebuilds the DeepSpeed configuration for each trial."""
         raise HydraConfigError(
-            "hyperparameter_search() is not supported, because DeepSpeed cannot start several engines on a model "
-            "in one process; start one run per trial"
+            "hyperparameter_search() is not supported, because transformers makes a DeepSpeed configuration for each "
+            "trial that ds_hydra has not read; start one run per trial"
         )
 
     # ---- Logging
