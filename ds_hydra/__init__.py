@@ -1,5 +1,6 @@
 """ds_hydra: DeepSpeed ZeRO-3 training with a parallel strategy chosen for every iteration."""
 
+import importlib
 import sys
 
 from ds_hydra import environment as _environment
@@ -23,7 +24,9 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Import the engine (and with it torch and deepspeed) only when it is asked for."""
-    if name in ("initialize", "HydraEngine", "losses"):
+    if name == "losses":
+        return importlib.import_module("ds_hydra.losses")
+    if name in ("initialize", "HydraEngine"):
         from ds_hydra import engine
 
         return getattr(engine, name)

@@ -130,8 +130,10 @@ OTHER_STRUCTURES = {
         qk_nope_head_dim=8,
         v_head_dim=12,
     ),
-    "prophetnet": lambda: transformers.ProphetNetForCausalLM(
+    "prophetnet": lambda disable_ngram_loss=True, eps=0.0: transformers.ProphetNetForCausalLM(
         transformers.ProphetNetConfig(
+            disable_ngram_loss=disable_ngram_loss,
+            eps=eps,
             vocab_size=VOCAB_SIZE,
             hidden_size=32,
             num_decoder_layers=2,

@@ -416,6 +416,20 @@ def test_rows_that_are_computed_when_they_are_read_are_refused():
     assert TokenDataset.from_dataset(stored, context_length=9).lengths.tolist() == [2, 2]
 
 
+def test_columns_that_a_format_hides_are_not_read():
+    rows = Dataset.from_dict(
+        {"input_ids": [[1, 2, 3]], "labels": [[-100, -100, 3]], "loss_mask": [[0, 0, 1]]}
+    )
+    hidden = rows.with_format("torch", columns=["input_ids"])
+    for dataset in (hidden, as_rows(hidden)):
+        assert_row(TokenDataset.from_dataset(dataset, context_length=9)[0], [1, 2, 3])
+    shown = rows.remove_columns("loss_mask").with_format(
+        "torch", columns=["input_ids"], output_all_columns=True
+    )
+    row = TokenDataset.from_dataset(shown, context_length=9)[0]
+    assert_row(row, [1, 2, 3], [-100, -100, 3])
+
+
 def as_rows(dataset):
     from ds_hydra.trainer.data import as_datasets
 

@@ -10,18 +10,22 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 import triton_interpreter
-from models import tiny
+from models import VOCAB_SIZE, tiny
 from torch import nn
 
+from benchmarks import families
 from ds_hydra.engine.losses import head_loss
 from ds_hydra.engine.losses.head_loss import PLAIN, HeadLoss
 from ds_hydra.engine.losses.loss import CrossEntropy, Distillation, Loss
-from ds_hydra.engine.model.packing_probe import build_stage_model, try_small_copy
+from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.parallel import logits as passes
 from ds_hydra.engine.parallel.logits import LogitTransform
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
 from ds_hydra.engine.parallel.token_scores import IGNORED_LABEL, Vocabulary
+from ds_hydra.errors import UnsupportedModelError
+from ds_hydra.strategy import Scheme
 
 NUM_TOKENS, HIDDEN, VOCABULARY, NUM_CANDIDATES = 19, 8, 11, 3
 
@@ -288,7 +292,7 @@ def test_shipped_losses_are_the_same_in_chunks(monkeypatch, loss):
     ],
 )
 def test_what_a_model_makes_of_its_logits_is_found(family, overrides, transform):
-    assert try_small_copy(tiny(family, **overrides)).logits == transform
+    assert build_stage_model(tiny(family, **overrides)).after_head.transform == transform
 
 
 def test_code_of_an_instance_is_not_taken_for_that_of_its_class():
@@ -302,14 +306,22 @@ def test_code_of_an_instance_is_not_taken_for_that_of_its_class():
         change(model)
         return build_stage_model(model)
 
-    assert stage_model(lambda _: None).logit_transform == LogitTransform()
-    for part in ("model", "head"):
+    assert stage_model(lambda _: None).after_head.transform == LogitTransform()
 
-        def change(model, part=part):
-            owner = model if part == "model" else model.lm_head
-            owner.forward = types.MethodType(forward, owner)
+    def change(model):
+        model.lm_head.forward = types.MethodType(forward, model.lm_head)
 
-        assert stage_model(change).logit_transform is None
+    assert stage_model(change).after_head.transform is None
+
+    def double(self, *args, **kwargs):
+        output = type(self).forward(self, *args, **kwargs)
+        output.logits, output.loss = 2 * output.logits, None
+        return output
+
+    def doubled(model):
+        model.forward = types.MethodType(double, model)
+
+    assert stage_model(doubled).after_head.transform == LogitTransform(scale=2.0)
 
     class Louder(nn.Linear):
         def forward(self, hidden):
@@ -318,4 +330,87 @@ def test_code_of_an_instance_is_not_taken_for_that_of_its_class():
     def louder(model):
         model.lm_head.__class__ = Louder
 
-    assert stage_model(louder).logit_transform is None
+    assert stage_model(louder).after_head.transform is None
+
+
+class Changed(transformers.LlamaForCausalLM):
+    """Its forward changes logits, or the loss, by what a test sets on it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.temperature, self.z_loss = 1.0, 0.0
+        self.log_scale = nn.Parameter(torch.zeros(1)) if config.learns else None
+        self.register_buffer("class_weights", torch.ones(config.vocab_size), persistent=False)
+
+    def forward(self, *args, labels=None, **kwargs):
+        output = super().forward(*args, **kwargs)
+        logits = output.logits * (16 / self.config.hidden_size) / self.temperature
+        if self.log_scale is not None:
+            logits = logits * self.log_scale.exp()
+        if self.config.num_tokens < logits.shape[-1]:
+            logits[..., self.config.num_tokens :] = -1e4
+        output.logits = logits
+        if labels is not None:
+            output.loss = nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), self.class_weights
+            )
+            output.loss = output.loss + self.z_loss * logits.logsumexp(-1).square().mean()
+        return output
+
+
+def changed(**settings):
+    config = tiny("llama").config
+    vars(config).update({"learns": False, "num_tokens": config.vocab_size} | settings)
+    return Changed(config)
+
+
+def test_a_class_is_tried_with_the_attributes_and_sizes_of_the_model():
+    """Those of a small copy are others: what a width, an attribute or a table makes of logits."""
+    width = tiny("llama").config.hidden_size
+
+    def find(model):
+        return build_stage_model(model).after_head.transform
+
+    assert find(changed()) == LogitTransform(scale=16 / width)
+    assert find(changed(learns=True)) is None
+    padded = changed(num_tokens=VOCAB_SIZE - 3)
+    assert find(padded) is None
+    with pytest.raises(UnsupportedModelError, match=r"no scale and no cap.*use TP 1"):
+        build_stage_model(padded).check_scheme(Scheme(2, 1))
+    cooler = changed()
+    cooler.temperature = 4.0
+    assert find(cooler) == LogitTransform(scale=4 / width)
+    cohere = families.build("cohere")
+    cohere.config.logit_scale = 3.0  # which its forward does not read
+    assert find(cohere) == LogitTransform(scale=0.0625)
+    cohere.logit_scale = 0.25
+    stage_model = build_stage_model(cohere)
+    assert stage_model.after_head.transform == LogitTransform(scale=0.25)
+    cohere.logit_scale = 2.0  # while it trains
+    stage_model.carry_over()
+    assert stage_model.after_head.transform == LogitTransform(scale=2.0)
+
+
+def test_a_loss_that_an_attribute_or_a_buffer_switches_on_is_refused():
+    model = changed()
+    stage_model = build_stage_model(model)
+    model.z_loss = 0.1
+    for found in (lambda: build_stage_model(model), stage_model.carry_over):
+        with pytest.raises(UnsupportedModelError, match=r"returns a loss of .* where the mean"):
+            found()
+    model = changed()
+    model.class_weights[:100] = 20.0
+    with pytest.raises(UnsupportedModelError, match=r"returns a loss of .* where the mean"):
+        build_stage_model(model)
+
+
+def test_what_a_family_makes_of_labels_is_said_or_refused(caplog):
+    with pytest.raises(UnsupportedModelError, match="ngram = 2 streams, smoothed by eps"):
+        build_stage_model(tiny("prophetnet", disable_ngram_loss=False, eps=0.1))
+    build_stage_model(tiny("llama"))
+    assert "labels" not in caplog.text
+    build_stage_model(families.build("bart"))
+    assert (
+        "BartForCausalLM: its forward of transformers.models.bart.modeling_bart does not shift labels"
+        in caplog.text
+    )

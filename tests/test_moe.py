@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import deepspeed
 import pytest
 import torch
+import transformers
 from distributed import run_distributed
 from engines import full_states, start_hydra
 from models import MIXTURES_OF_EXPERTS, VOCAB_SIZE, tiny
@@ -15,9 +16,10 @@ from single_process import random_examples
 from test_engine_parity import LENGTHS, assert_parity, check_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import families
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.model.expert_balance import BiasCorrection
-from ds_hydra.engine.model.packing_probe import try_small_copy
+from ds_hydra.engine.model.expert_balance import BalanceLoss, BiasCorrection
+from ds_hydra.engine.model.packing_probe import build_stage_model, try_small_copy
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel import expert_parallel
 from ds_hydra.engine.parallel.expert_parallel import ExpertParallel
@@ -356,3 +358,29 @@ def test_experts_that_raise_leave_nothing_to_the_next_call():
     assert experts(hidden, None, None).tolist() == [102.0] * 3
     ep.size = 1
     assert experts(hidden, None, None).tolist() == [4.0] * 3
+
+
+class Subclassed(transformers.MixtralForCausalLM):
+    """Of a module of its own, where transformers' loss of balance is not."""
+
+
+def test_the_loss_of_balance_is_what_the_model_asks_for():
+    """Of a subclass, with the coefficient that its forward reads, or refused by name."""
+    model = tiny("mixtral", **BALANCED)
+    of_family = BalanceLoss.find(model)
+    assert of_family.is_own
+    assert BalanceLoss.find(Subclassed(model.config)) == of_family
+    model.config.router_aux_loss_coef = 7.0  # which transformers reads when it makes a model
+    assert BalanceLoss.find(model) == of_family
+    model.router_aux_loss_coef = 0.5
+    assert BalanceLoss.find(model).coefficient == 0.5
+    model.router_aux_loss_coef = 0.0
+    assert BalanceLoss.find(model) is None
+    dense = families.build("doge")
+    dense.config.output_router_logits = True
+    assert build_stage_model(dense).balance.loss is None
+    model = families.build("jetmoe")
+    model.config.output_router_logits = True
+    with pytest.raises(UnsupportedModelError, match=r"6 routers and 0 experts.*aux_loss = .off"):
+        build_stage_model(model)
+    build_stage_model(model, aux_loss=False)

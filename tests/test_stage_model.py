@@ -603,6 +603,8 @@ def see_later_tokens(model):
         (prune_layer, "layer 1 has the attention of 'sliding_attention' .layer_idx 2.*'full_att"),
         (change_types, "layer 0 has the attention of 'sliding_attention' .layer_idx 0"),
         (see_later_tokens, "self_attn of layer 2 has is_causal = False"),
+        (lambda m: setattr(m.config, "sliding_window", 3), "layer 0 has sliding_window = 4096.*says 3"),
+        (lambda m: setattr(m.layers[2].self_attn, "sliding_window", 3), "layer 2 has sliding_window = 3"),
         (lambda m: setattr(m.embed_tokens, "max_norm", 1.0), "max_norm = 1.0.*set max_norm to None"),
         (lambda m: setattr(m.embed_tokens, "scale_grad_by_freq", True), "scale_grad_by_freq to False"),
     ],
@@ -612,6 +614,17 @@ def test_a_loaded_model_that_was_changed_is_refused(change, words):
     packing_probe.build_stage_model(changed_after_loading(lambda model: None))
     with pytest.raises(UnsupportedModelError, match=words):
         packing_probe.build_stage_model(changed_after_loading(change))
+
+
+def test_cross_attention_is_named():
+    config = transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=16, vocab_size=64, add_cross_attention=True,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    with pytest.raises(
+        UnsupportedModelError, match="load the model with add_cross_attention=False"
+    ):
+        packing_probe.build_stage_model(transformers.GPT2LMHeadModel(config))
 
 
 def test_sequences_are_not_longer_than_learned_positions():

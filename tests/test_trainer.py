@@ -424,7 +424,9 @@ def test_a_resumed_run_continues_the_very_same_curve(tmp_path):
 
 
 def trained_again(folder):
-    """Evaluated, trained, and trained again, by one Trainer and by new ones on saved weights; a start that fails before."""
+    """Evaluated, trained, and trained again, by one Trainer and by new ones on saved weights; a
+    start that fails before.
+    """
     from transformers import AutoModelForCausalLM
 
     import ds_hydra

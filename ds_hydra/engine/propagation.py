@@ -392,7 +392,7 @@ class Propagator:
                 self.problem = self.problem or HydraConfigError(problem)
             return value * scale
 
-        transform = self.stage_model.logit_transform
+        transform = self.stage_model.after_head.transform
         head_loss = HeadLoss(
             vocabulary=Vocabulary(
                 tp=self.stage_model.tp,

@@ -29,7 +29,7 @@ from ds_hydra.configs import HydraConfig
 from ds_hydra.engine.ranks.agreement import gather_rows, run_together
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler
-from ds_hydra.sampler.data.dataset import TokenDataset, check_stored
+from ds_hydra.sampler.data.dataset import TokenDataset, check_stored, select_shown
 from ds_hydra.sampler.data.examples import IGNORED_LABEL, find_unread
 from ds_hydra.sampler.data.sft import to_labels
 
@@ -272,7 +272,7 @@ def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
         return dataset
     if isinstance(dataset, datasets.Dataset):
         check_stored(dataset, name)
-        return dataset
+        return select_shown(dataset)
     if isinstance(dataset, datasets.IterableDataset | IterableDataset) or not hasattr(
         dataset, "__len__"
     ):

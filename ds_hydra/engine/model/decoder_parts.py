@@ -228,6 +228,12 @@ def _problems(model: nn.Module, config: Any, base_config: Any) -> Iterator[str]:
         yield "bidirectional attention is not supported; set use_bidirectional_attention to None"
     if problem := find_loss_problem(model):
         yield problem
+    streams = getattr(base_config, "ngram", 1) if hasattr(base_config, "disable_ngram_loss") else 1
+    if streams > 1 and not (base_config.disable_ngram_loss and base_config.eps == 0):  # ProphetNet
+        yield (
+            f"its loss is over ngram = {streams} streams, smoothed by eps = {base_config.eps}{INSTEAD_OF_ITS_LOSS}: "
+            "set disable_ngram_loss to True and eps to 0.0 in model.config"
+        )
 
 
 def check_unchanged(model: nn.Module, *, has_own_masks: bool) -> None:
@@ -242,12 +248,23 @@ def check_unchanged(model: nn.Module, *, has_own_masks: bool) -> None:
 
 
 def _find_changed_layers(parts: DecoderParts, config: Any) -> Iterator[str]:
-    types = getattr(config, "layer_types", None) or []
+    types, window = (
+        getattr(config, "layer_types", None) or [],
+        getattr(config, "sliding_window", None),
+    )
     for place, layer in enumerate(parts.layers):
         for name, module in layer.named_modules():
             where = f"{name} of layer {place}"
             if vars(module).get("is_causal") is False and "encoder" not in name:
+                if getattr(config, "add_cross_attention", False):
+                    yield f"{where} is for an encoder's output; load the model with add_cross_attention=False"
                 yield f"{where} has is_causal = False, and attention is causal; set it to True"
+            own = vars(module).get("sliding_window")
+            if isinstance(own, int) and own != window:
+                yield (
+                    f"{where} has sliding_window = {own}, and the configuration, which transformers masks it by, says "
+                    f"{window}; let both agree (a configuration that is changed after loading changes no layer)"
+                )
             number = vars(module).get("layer_idx")
             if place >= len(types) or not isinstance(number, int):
                 continue

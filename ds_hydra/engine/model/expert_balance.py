@@ -58,7 +58,7 @@ class BalanceLoss:
     """A model's loss of balance, taken for each sequence."""
 
     key: str
-    """Of the configuration, that names `coefficient`."""
+    """What the model, or its configuration, calls `coefficient`."""
     coefficient: float
     is_own: bool
     """Whether transformers has one for the family: softmax of the router's logits, and a value of K
@@ -70,17 +70,25 @@ class BalanceLoss:
     @classmethod
     def find(cls, model: nn.Module) -> BalanceLoss | None:
         """That of `model` if its configuration asks for one as transformers understands it
-        (`output_router_logits`), and names a coefficient.
+        (`output_router_logits`), and the model, or else its configuration, has a coefficient.
         """
         config = model.base_model.config
         asked = any(getattr(c, "output_router_logits", False) for c in (model.config, config))
-        key = next((key for key in _COEFFICIENTS if getattr(config, key, None)), None)
-        if not asked or key is None:
+        # A model reads what it was made with, whatever its configuration says later.
+        held = [
+            (key, vars(owner)[key])
+            for owner in (model, config)
+            for key in _COEFFICIENTS
+            if key in vars(owner)
+        ]
+        key, coefficient = next(((key, value) for key, value in held if value is not None), ("", 0))
+        if not asked or not coefficient:
             return None
-        is_own = hasattr(sys.modules[type(model).__module__], _OWN_LOSS)
+        kinds = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
+        is_own = any(hasattr(module, _OWN_LOSS) for module in kinds)
         return cls(
             key=key,
-            coefficient=float(getattr(config, key)),
+            coefficient=float(coefficient),
             is_own=is_own,
             has_sigmoid=not is_own and bool(find_biases(model)),
         )
@@ -135,6 +143,14 @@ class ExpertBalance:
         """The last micro-batch, and what `_sequences` says of it."""
         routers = _routers(model.base_model) if self.loss is not None else {}
         self._num_routers = len(routers)
+        if not routers and not found:  # of no experts, as of a dense Doge
+            self.loss = None
+        if self.loss is not None and len(routers) != len(found):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} asks for a loss of balance (output_router_logits, {self.loss.key} = "
+                f"{self.loss.coefficient:g}), and {len(routers)} routers and {len(found)} experts are found of it, "
+                'which have to belong together; without that loss: hydra.moe.aux_loss = "off"'
+            )
         for router, index in routers.items():
             self._hook_router(router, index)
         for row, (_, module) in enumerate(found):

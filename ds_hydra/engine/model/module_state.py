@@ -51,9 +51,9 @@ class ModuleState:
         self._config = getattr(model, "config", None)
         self._settings = copy.deepcopy(_settings(self._config))
 
-    def carry_over(self) -> None:
+    def carry_over(self) -> bool:
         """Give the copy what was set on the model's modules since the last call: plain attributes
-        (`disable_adapter()`, a LoRA scaling) and buffers.
+        (`disable_adapter()`, a LoRA scaling) and buffers. Returns whether attributes were set.
 
         Raises UnsupportedModelError for other modules, patched forwards and hooks. Not collective.
         """
@@ -61,9 +61,9 @@ class ModuleState:
             twins.check()
         if problem := find_loss_problem(self._twins[0].module):
             raise UnsupportedModelError(problem)
-        for twins in self._twins:
-            twins.carry_over()
+        changed = [twins.carry_over() for twins in self._twins]
         self._warn_of_settings()
+        return any(changed)
 
     def _warn_of_settings(self) -> None:
         """Name once what was changed in the model's configuration; the copy has its own."""
@@ -115,9 +115,9 @@ class _Twins:
             )
         check_hooks(self._name, self.module)
 
-    def carry_over(self) -> None:
-        """Give the copy what has changed."""
-        held = vars(self.module)
+    def carry_over(self) -> bool:
+        """Give the copy what has changed. Returns whether attributes have."""
+        held, is_changed = vars(self.module), False
         for key, before in self._plain.items():
             value = held.get(key, before)
             if value != before and _is_plain(value):
@@ -128,8 +128,10 @@ class _Twins:
                     )
                 self._plain[key] = copy.deepcopy(value)
                 vars(self._twin)[key] = copy.deepcopy(value)
+                is_changed = True
         for key in {**self.module._buffers, **self._buffers}:
             self._take_buffer(key)
+        return is_changed
 
     def _take_buffer(self, key: str) -> None:
         """Give the copy the module's buffer, where its bits are others than those that were taken

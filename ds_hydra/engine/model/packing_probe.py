@@ -35,7 +35,6 @@ from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch
 from ds_hydra.engine.model.scheme_support import ModelAbilities
 from ds_hydra.engine.model.stage_forward import NOT_ONCE
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.parallel.logits import LogitTransform
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme
 
@@ -44,9 +43,6 @@ logger = logging.getLogger(__name__)
 _LENGTHS = (7, 4)
 _POSITIONS = 10
 """Learned positions: more than a sequence takes, fewer than a micro-batch of both."""
-
-_LARGE = 1e8
-"""A logit that any cap cuts off."""
 
 _MOST_DIFFERENCE = 1e-3
 """Relative. Orders of sums differ by about 1e-6 in fp32, a sequence that sees another by 1e-2 and
@@ -69,7 +65,11 @@ _verdicts: dict[tuple[Any, ...], ModelAbilities | str] = {}
 def build_stage_model(model: nn.Module, **options: Any) -> StageModel:
     """The stage model of `model` with what its small copy shows; `options` are StageModel's."""
     liger.check_patches(unwrap_adapters(model))
-    return StageModel(model, try_small_copy(model), **options)
+    stage_model = StageModel(model, try_small_copy(model), **options)
+    stage_model.check_loss()
+    if note := stage_model.after_head.loss_note:
+        logger.warning("%s: %s", type(model).__name__, note)
+    return stage_model
 
 
 def try_small_copy(model: nn.Module) -> ModelAbilities:
@@ -133,20 +133,15 @@ def _log(kind: type[nn.Module], abilities: ModelAbilities) -> None:
 
 def _try(kind: type[nn.Module], config: Any) -> ModelAbilities:
     small = _first_that_runs(kind, config)
-    if problem := small.find_loss_problem():
-        raise UnsupportedModelError(
-            f"{kind.__name__} (model type {config.model_type!r}): {problem}{decoder_parts.INSTEAD_OF_ITS_LOSS}"
-        )
     types = decoder_parts.other_layer_types(config)
     problem = states = f"it has layers of type {', '.join(types)}" if types else ""
-    logits = small.find_logit_transform()
-    abilities = ModelAbilities(boundaries_because=states, logits=logits)
+    abilities = ModelAbilities(boundaries_because=states)
     if _KEPT_APART.issuperset(types):
         problem = small.compare(abilities, Scheme(1, 1))
         if problem and states:
             problem = f"{states}, and {problem}"
     if problem:
-        abilities = ModelAbilities(one_by_one_because=problem, logits=logits)
+        abilities = ModelAbilities(one_by_one_because=problem)
         if still := small.compare(abilities, Scheme(1, 1)):
             raise UnsupportedModelError(
                 f"{kind.__name__} (model type {config.model_type!r}) does not keep the sequences of a packed "
@@ -223,7 +218,7 @@ class _SmallCopy:
     def compare(self, abilities: ModelAbilities, scheme: Scheme) -> str:
         """What differs where the sequences share a micro-batch that runs under `scheme`, or ""."""
         try:
-            stage_model = StageModel(self._model, abilities)
+            stage_model = StageModel(self._model, abilities, aux_loss=False)
             if scheme.pp > 1 and stage_model.no_pp_because:
                 return stage_model.no_pp_because
             together = self._gradients(self._run_together(stage_model, scheme))
@@ -237,60 +232,6 @@ class _SmallCopy:
         how = "run in stages" if scheme.pp > 1 else "share a micro-batch"
         problem = _compare(names, together, self._alone)
         return problem and f"{problem} where two sequences {how}"
-
-    def find_loss_problem(self) -> str:
-        """What the user's own forward makes of labels that is not the mean cross entropy of its
-        logits, or "".
-        """
-        if type(self._runs).forward.__module__.startswith(("transformers.", "liger_kernel.")):
-            return ""
-        ids = self._sequences[0].input_ids
-        self._runs.config.output_router_logits = False  # its part is the engine's
-        try:
-            with torch.no_grad():
-                loss = self._runs(input_ids=ids, labels=ids, use_cache=False).loss
-                logits = self._runs(input_ids=ids, use_cache=False).logits[0, :-1]
-        except Exception:  # a forward that takes no labels
-            return ""
-        wanted = nn.functional.cross_entropy(logits.float(), ids[0, 1:])
-        if not isinstance(loss, Tensor) or abs(float(loss) - wanted) <= _MOST_DIFFERENCE * wanted:
-            return ""
-        return (
-            f"its forward of {type(self._runs).forward.__module__} returns a loss of {float(loss):.4g} where the mean "
-            f"cross entropy of its logits is {float(wanted):.4g}"
-        )
-
-    def find_logit_transform(self) -> LogitTransform | None:
-        """What the model makes of its head's output, where it is one that is known: tried on
-        numbers of many sizes in the place of that output.
-        """
-        head = decoder_parts.DecoderParts.find(self._runs).head
-        if type(head) is not nn.Linear:
-            return None
-        given: list[Tensor] = []
-
-        def replace_output(_head: nn.Module, _args: Any, output: Tensor) -> Tensor:
-            numbers = torch.linspace(-90, 90, output.numel(), device=output.device)
-            numbers[-1] = _LARGE
-            given.append(numbers.view_as(output))
-            return given[-1]
-
-        handle = head.register_forward_hook(replace_output)
-        try:
-            with torch.no_grad():
-                ids = self._sequences[0].input_ids
-                logits = self._runs(input_ids=ids, use_cache=False).logits.float()
-        finally:
-            handle.remove()
-        if len(given) != 1 or logits.shape != given[0].shape:
-            return None
-        most = float(logits.flatten()[-1])
-        if not 0 < most < float("inf"):
-            return None
-        found = LogitTransform(scale=most / _LARGE)
-        if most < _LARGE * 1e-4:
-            found = LogitTransform(cap=most)
-        return found if torch.allclose(found.logits(given[0]), logits, rtol=1e-5) else None
 
     def looks_ahead(self) -> bool:
         """Whether another last token changes what a sequence gives before it."""

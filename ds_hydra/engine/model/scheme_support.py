@@ -14,7 +14,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ds_hydra.engine.model.adapters import is_lora
 from ds_hydra.engine.model.stage_forward import NOT_ONCE
 from ds_hydra.engine.model.tp_plan import module_styles, num_kv_heads, tp_plan
-from ds_hydra.engine.parallel.logits import LogitTransform
 from ds_hydra.engine.parallel.tensor_parallel import GATHERED, SPLIT, STYLES
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme
@@ -33,8 +32,6 @@ class ModelAbilities:
     """Why its layers cannot be split into stages."""
     no_streams_because: str = ""
     """Why its layers cannot come and go."""
-    logits: LogitTransform | None = None
-    """What it makes of its head's output; None where that is not known."""
     positions_end: bool = False
     """Whether no sequence may be longer than `max_position_embeddings`: positions are learned."""
 

@@ -18,8 +18,8 @@ import functools
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,12 +35,13 @@ from ds_hydra.engine.model.current_micro_batch import (
     running,
 )
 from ds_hydra.engine.model.decoder_parts import Binding, DecoderParts, noting_calls
+from ds_hydra.engine.parallel.logits import LogitTransform
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, hook_colwise
 from ds_hydra.engine.ranks.hosts import count_ranks_here
 from ds_hydra.errors import HydraConfigError
 
 NOT_ONCE = "it calls a layer more than once, or not at all"
-_NUMBERS_OF_OUTPUTS = (0, 1, 2)
+_NUMBERS_OF_OUTPUTS = (0, 1, 2, 3)
 """Of a layer: a tensor, or a tuple of as many."""
 _FOREIGN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
 """What a family's own code raises where a layer answers otherwise."""
@@ -85,17 +86,44 @@ class LayerPlaceholder(nn.Module):
         if self.ends:
             raise StageEnd(hidden_states)
         hidden = hidden_states if self.entering is None else self.entering
-        return (hidden, None)[: self.num_outputs] if self.num_outputs else hidden
+        return (hidden, None, None)[: self.num_outputs] if self.num_outputs else hidden
 
 
-def bind_zeros(bindings: Iterable[Binding], params: Sequence[nn.Parameter], device: Any) -> None:
-    """Put zeros of the shapes of `params` into the modules of `bindings`: strides of 0, hence no
-    memory.
+def bind_constant(
+    value: float, bindings: Iterable[Binding], params: Sequence[nn.Parameter], device: Any
+) -> None:
+    """Put `value` everywhere in tensors of the shapes of `params`, into the modules of `bindings`:
+    strides of 0, hence no memory.
     """
     for binding in bindings:
         meta = params[binding.param]
-        zero = torch.zeros((), dtype=meta.dtype, device=device).expand(meta.shape)
-        binding.module._parameters[binding.attribute] = nn.Parameter(zero, requires_grad=False)
+        constant = torch.full((), value, dtype=meta.dtype, device=device).expand(meta.shape)
+        binding.module._parameters[binding.attribute] = nn.Parameter(constant, requires_grad=False)
+
+
+@contextlib.contextmanager
+def _bound_to_constant(
+    value: float, bindings: Sequence[Binding], params: Sequence[nn.Parameter], device: Any
+) -> Iterator[None]:
+    """Bound while open; before and after the modules have `params`."""
+    bind_constant(value, bindings, params, device)
+    try:
+        yield
+    finally:
+        for binding in bindings:
+            binding.module._parameters[binding.attribute] = params[binding.param]
+
+
+@dataclass(frozen=True, slots=True)
+class AfterHead:
+    """What a model makes of its head's output, and of labels."""
+
+    transform: LogitTransform | None = None
+    """None where it is none that is known."""
+    loss_problem: str = ""
+    """How its loss differs from the mean cross entropy of its logits, or ""."""
+    loss_note: str = ""
+    """What its users have to know of labels, or ""."""
 
 
 class StageForward:
@@ -173,14 +201,9 @@ class StageForward:
         inputs: dict[str, Any] = {"input_ids": input_ids}
         if hidden is not None:  # what runs before the layers gets something to run on
             inputs = {"inputs_embeds": hidden.new_zeros(*hidden.shape[:2], self._width)}
-        if self._takes_positions:
-            inputs["position_ids"] = micro_batch.position_ids
-        if self._takes_boundaries:
-            inputs |= _boundaries(micro_batch)
         self._placeholders[0].entering, self._at_head = hidden, at_head
         try:
-            with running(micro_batch):
-                logits: Tensor = self._model(**inputs, use_cache=False).logits
+            logits: Tensor = self._call(micro_batch, inputs).logits
         except StageEnd as end:
             return end.hidden
         finally:
@@ -189,11 +212,19 @@ class StageForward:
         assert not any(p.ends for p in self._placeholders), "the layer after was not called"
         return logits
 
+    def _call(self, micro_batch: PackedMicroBatch, inputs: dict[str, Any]) -> Any:
+        if self._takes_positions:
+            inputs["position_ids"] = micro_batch.position_ids
+        if self._takes_boundaries:
+            inputs |= _boundaries(micro_batch)
+        with running(micro_batch):
+            return self._model(**inputs, use_cache=False)
+
     def find_modules_before(
         self,
         outer: Sequence[nn.Module],
         head: nn.Module,
-        bindings: Iterable[Binding],
+        bindings: Sequence[Binding],
         params: Sequence[nn.Parameter],
     ) -> tuple[list[nn.Module], list[nn.Module], str]:
         """Which of the `outer` modules a stage has to run, found by running them on zeros. Returns
@@ -206,33 +237,113 @@ class StageForward:
         """
         problem = ""
         tokens = torch.zeros(1, 5, dtype=torch.int64)
-        bind_zeros(bindings, params, self.device)
         self.show_layers(range(-1, 0))
         called: set[nn.Module] = {head}
         try:
-            with noting_calls(outer) as before:
-                self._run_few(tokens, None)
-            self.show_layers(range(0))
-            self._placeholders[0].ends = False
-            handle = head.register_forward_pre_hook(_end_at_head)
-            for num_outputs in _NUMBERS_OF_OUTPUTS:
-                self._answer_with(num_outputs)
-                with noting_calls(outer) as calls, contextlib.suppress(*_FOREIGN):
+            with _bound_to_constant(0.0, bindings, params, self.device):
+                with noting_calls(outer) as before:
                     self._run_few(tokens, None)
-                    called |= set(calls)
-                    break
-            handle.remove()
+                self.show_layers(range(0))
+                self._placeholders[0].ends = False
+                handle = head.register_forward_pre_hook(_end_at_head)
+                for num_outputs in _NUMBERS_OF_OUTPUTS:
+                    self._answer_with(num_outputs)
+                    with noting_calls(outer) as calls, contextlib.suppress(*_FOREIGN):
+                        self._run_few(tokens, None)
+                        called |= set(calls)
+                        break
+                handle.remove()
         except Exception as error:  # a family's own code, where it wants more than tokens
             problem = f"running it without layers fails ({error})"
         finally:
             self.show_layers(range(len(self._layers)))
-            for binding in bindings:
-                binding.module._parameters[binding.attribute] = params[binding.param]
         return (
             [m for m in outer if m in before],
             [m for m in outer if m not in called and m not in before],
             problem,
         )
+
+    def try_head(self, bindings: Sequence[Binding], params: Sequence[nn.Parameter]) -> AfterHead:
+        """What the model makes of its head's output and of labels.
+
+        Its own forward runs on five tokens, without layers and with numbers of many sizes in the
+        place of that output; `bindings` and `params` as in `find_modules_before`.
+        """
+        numbers = torch.linspace(-90, 90, 5 * self._head.weight.shape[0], device=self.device)
+        numbers[-1] = _LARGE
+        numbers = numbers.view(1, 5, -1)
+        answers = self._placeholders[0].num_outputs
+        self.show_layers(range(0))
+        self._placeholders[0].ends = False
+        found = AfterHead()
+        for num_outputs in _NUMBERS_OF_OUTPUTS:
+            self._answer_with(num_outputs)
+            # Two values: a parameter after the head changes the logits
+            with contextlib.suppress(*_FOREIGN):
+                logits = []
+                for value in (0.0, 0.37):
+                    with _bound_to_constant(value, bindings, params, self.device):
+                        logits.append(self._answer(numbers).logits.float())
+                is_alone = torch.equal(*logits)
+                transform = LogitTransform.find(numbers, logits[0]) if is_alone else None
+                with _bound_to_constant(0.0, bindings, params, self.device):
+                    found = replace(self._find_loss(numbers.shape), transform=transform)
+                break
+        self._answer_with(answers)
+        self.show_layers(range(len(self._layers)))
+        return found
+
+    def _find_loss(self, shape: torch.Size) -> AfterHead:
+        generator = torch.Generator().manual_seed(0)
+        losses = []
+        for _ in range(2):  # one may be the same by chance
+            numbers = 3 * torch.randn(shape, generator=generator).to(self.device)
+            ids_1T = _few_tokens(numbers)
+            logits_TV = self._answer(numbers).logits.float()[0]
+            try:
+                loss = self._answer(numbers, labels=ids_1T).loss
+            except Exception:  # a forward that takes no labels
+                return AfterHead()
+            if not isinstance(loss, Tensor):
+                return AfterHead()
+            shifted = nn.functional.cross_entropy(logits_TV[:-1], ids_1T[0, 1:])
+            losses.append((loss, shifted, nn.functional.cross_entropy(logits_TV, ids_1T[0])))
+        found, wanted, unshifted = torch.tensor(losses, dtype=torch.float64).unbind(1)
+        if torch.allclose(found, wanted, rtol=_MOST_DIFFERENCE):
+            return AfterHead()
+        of_class = f"its forward of {type(self._model).forward.__module__}"
+        if torch.allclose(found, unshifted, rtol=_MOST_DIFFERENCE):
+            return AfterHead(
+                loss_note=f"{of_class} does not shift labels, and training does, as for all causal language models: "
+                "give labels as input_ids (a copy, -100 where nothing is learned), not those of the next token"
+            )
+        return AfterHead(
+            loss_problem=f"{of_class} returns a loss of {found[0]:.4g} where the mean cross entropy of its logits is "
+            f"{wanted[0]:.4g}"
+        )
+
+    def _answer(self, numbers: Tensor, **more: Tensor) -> Any:
+        """What the model's forward returns where its head gives `numbers`, once."""
+        given = []
+
+        def answer(_hidden: Tensor) -> Tensor:
+            given.append(numbers.clone())
+            return given[-1]
+
+        own = vars(self._head).get("forward")
+        self._head.forward = answer
+        micro_batch = PackedMicroBatch.build([5], self.device)
+        try:
+            with torch.no_grad():
+                outputs = self._call(micro_batch, {"input_ids": _few_tokens(numbers), **more})
+        finally:
+            del self._head.forward
+            if own is not None:
+                self._head.forward = own
+            self._tp.forget_input()
+        if len(given) != 1 or outputs.logits.shape != numbers.shape:
+            raise ValueError("the output of the head is not what logits follow from")
+        return outputs
 
     def find_placeholder_problem(self, hidden: Tensor) -> str:
         """Let placeholders answer as layers do. Returns why they cannot stand in for them, or "".
@@ -289,6 +400,16 @@ class StageForward:
             raise StageEnd(self._at_head(hidden, self._head))
 
         self._head.forward = forward
+
+
+_LARGE = 1e8
+"""A logit that any cap cuts off."""
+_MOST_DIFFERENCE = 1e-3
+
+
+def _few_tokens(numbers: Tensor) -> Tensor:
+    """[1, 5] of the whole vocabulary."""
+    return torch.linspace(1, numbers.shape[-1] - 1, 5, device=numbers.device).long().unsqueeze(0)
 
 
 def _hand_on(hidden: Tensor, _head: nn.Linear) -> Tensor:

@@ -38,12 +38,12 @@ from ds_hydra.engine.model.current_micro_batch import (
 )
 from ds_hydra.engine.model.expert_balance import ExpertBalance
 from ds_hydra.engine.model.float8 import Float8Layers, use_plain_head
-from ds_hydra.engine.model.liger import is_of_liger
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
 from ds_hydra.engine.model.stage_forward import (
     NOT_ONCE,
+    AfterHead,
     StageForward,
-    bind_zeros,
+    bind_constant,
     compile_each,
 )
 from ds_hydra.engine.model.tp_plan import (
@@ -143,8 +143,7 @@ class StageModel:
         self._padding_idx = getattr(self._embedding, "padding_idx", None)
         check_head(head)
         use_plain_head(head, self._model)
-        self.logit_transform = None if _has_own_forward(model, parts) else abilities.logits
-        """What the model makes of its head's output; None where that is not known."""
+        self._has_plain_head = type(head) is nn.Linear and "forward" not in vars(head)
         self.vocab_size: int = self._embedding.weight.shape[0]
         """Rows of the embedding."""
         self.num_logits: int = head.weight.shape[0]
@@ -169,6 +168,7 @@ class StageModel:
         fqn_of = {at: spec.fqn for at, spec in spec_of.items()}
         self._unplanned = find_unplanned(self._base, fqn_of)
         self.balance = ExpertBalance(self._model, self._layers, self.tp, with_loss=aux_loss)
+        self.after_head = self._try_head()  # the balance loss is no part of its answers any more
         self.has_noise = count_noise(self._base, self.tp, spec_of) or neftune_noise_alpha > 0
         self.float8 = Float8Layers(
             self._layers,
@@ -185,7 +185,7 @@ class StageModel:
         for module in (*(m for layer in self._layers for m in layer.modules()), head):
             hook_linear(module, self.tp)
         self._forward.hook_head(self.tp)  # after its block has gathered shards
-        bind_zeros(self.units[0].bindings, self._meta_params, self._forward.device)
+        bind_constant(0.0, self.units[0].bindings, self._meta_params, self._forward.device)
         hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)
         found = self._forward.find_placeholder_problem(hidden.to(self._meta_params[0].dtype))
         self.no_pp_because = abilities.no_stages_because or self.no_pp_because or found
@@ -238,6 +238,11 @@ class StageModel:
             raise UnsupportedModelError(
                 f"scheme {scheme}: the layers of {name} cannot be split into stages, because "
                 f"{self.no_pp_because}; use PP 1 in hydra.strategies"
+            )
+        if scheme.tp > 1 and self._has_plain_head and self.after_head.transform is None:
+            raise UnsupportedModelError(
+                f"scheme {scheme}: what {name} makes of its head's output is no scale and no cap, and may need all "
+                "columns of the vocabulary, which TP splits; use TP 1 in hydra.strategies"
             )
         if scheme.tp > 1:
             scheme_support.check_tensor_parallel(
@@ -357,7 +362,7 @@ class StageModel:
         """
         if stage > 0:
             device = next(iter(leaves.values())).device
-            bind_zeros(self.units[0].bindings, self._meta_params, device)
+            bind_constant(0.0, self.units[0].bindings, self._meta_params, device)
         for index, unit in enumerate(self.stage_units(scheme, stage)):
             if before_backward is not None and index in before_backward:
                 self._before_backward[unit.modules[0]] = before_backward[index]
@@ -386,7 +391,22 @@ class StageModel:
 
     def carry_over(self) -> None:
         """Take over what was set on the trained model's modules (`ModuleState.carry_over`)."""
-        self._state.carry_over()
+        if self._state.carry_over():
+            self.after_head = self._try_head()
+            self.check_loss()
+
+    def _try_head(self) -> AfterHead:
+        if not self._has_plain_head:
+            return AfterHead()
+        return self._forward.try_head(self._bindings_of_outer, self._meta_params)
+
+    def check_loss(self) -> None:
+        """Raise UnsupportedModelError for a loss of the model that training would not minimise."""
+        if self.after_head.loss_problem:
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} (model type {self._model.config.model_type!r}): "
+                f"{self.after_head.loss_problem}{decoder_parts.INSTEAD_OF_ITS_LOSS}"
+            )
 
     def to_device(self, device: torch.device) -> None:
         """Move buffers (rotary frequencies) to the compute device, and choose what runs attention
@@ -474,9 +494,11 @@ class StageModel:
         """
         outer = parts.outer_modules(self._model)
         index_of = {id(meta): i for i, meta in enumerate(self._meta_params)}
+        bindings = [*decoder_parts.bindings_of(outer, index_of)]
         before, read, self.no_pp_because = self._forward.find_modules_before(
-            outer, parts.head, decoder_parts.bindings_of(outer, index_of), self._meta_params
+            outer, parts.head, bindings, self._meta_params
         )
+        self._bindings_of_outer = bindings
         first = [self._embedding, *(m for m in (*before, *read) if m is not self._embedding)]
         tables = [m for m in before if isinstance(m, nn.Embedding)]
         last = [m for m in outer if m not in tables]
@@ -504,10 +526,3 @@ class StageModel:
                 last,
             ),
         )
-
-
-def _has_own_forward(model: nn.Module, parts: decoder_parts.DecoderParts) -> bool:
-    """Whether `model` or its head runs code that a small copy of its class does not have."""
-    own = vars(model).get("forward")
-    is_plain = type(parts.head) is nn.Linear and "forward" not in vars(parts.head)
-    return not is_plain or not (own is None or is_of_liger(own))

@@ -32,6 +32,17 @@ class LogitTransform:
     scale: float = 1.0
     cap: float = 0.0
 
+    @classmethod
+    def find(cls, outputs: Tensor, logits: Tensor) -> LogitTransform | None:
+        """The one that makes `logits` of `outputs`, whose last element any cap cuts off; None where
+        there is none.
+        """
+        large, most = float(outputs.flatten()[-1]), float(logits.flatten()[-1])
+        if not 0 < most < float("inf"):
+            return None
+        found = cls(cap=most) if most < large * 1e-4 else cls(scale=most / large)
+        return found if torch.allclose(found.logits(outputs), logits, rtol=1e-5) else None
+
     def logits(self, outputs: Tensor) -> Tensor:
         """In fp32; a copy where they are not `outputs` themselves."""
         if self == LogitTransform():

@@ -349,6 +349,8 @@ class KeysOfRow:
         """Lets the gradient of a layer's output `hidden` gather the layer's keys again, those first
         whose attention's backward comes first. Collective over the group in backward.
         """
+        if not hidden.requires_grad:  # no backward comes here; those before belong to the next one
+            return
         parts = [*reversed(self._gathered)]
         self._gathered.clear()
 
@@ -440,6 +442,8 @@ class _Part:
         if isinstance(packed, Tensor):
             return packed
         if not self._again:
+            if self.select is _gone:  # a layer that no output of a list's layer follows
+                self.gather_again()
             self._again = self.select()
             self.select = _gone
         number, *strided = packed
@@ -454,7 +458,7 @@ class _Part:
 
 
 def _gone() -> list[Tensor]:
-    raise AssertionError("keys are gathered before their attention's backward")
+    raise AssertionError("keys are selected once for each time that they are gathered")
 
 
 class _Select(torch.autograd.Function):

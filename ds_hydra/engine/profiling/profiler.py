@@ -150,7 +150,7 @@ def _reserved(propagator: Propagator, hardware: Mapping[str, Any]) -> dict[str, 
 def _logit_chunk_bytes(propagator: Propagator) -> int:
     """Bytes of the logits that are there at a time at most; 0 where those of all tokens are."""
     stage_model = propagator.stage_model
-    if stage_model.logit_transform is None:
+    if stage_model.after_head.transform is None:
         return 0
     return chunk_elements(propagator.device) * stage_model.params[0].dtype.itemsize
 

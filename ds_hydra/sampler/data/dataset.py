@@ -164,6 +164,7 @@ class TokenDataset:
         if every_row:
             context_length, over_length = np.iinfo(np.int32).max, "truncate"
         _check_dataset(dataset)
+        dataset = select_shown(dataset)
         unread = find_unread(dataset.column_names, text_column)
         check_dataset_columns(dataset)
         if "input_ids" not in dataset.column_names:
@@ -253,6 +254,16 @@ def _check_dataset(dataset: datasets.Dataset) -> None:
     if not len(dataset):
         raise HydraConfigError("the dataset is empty (0 rows)")
     check_stored(dataset, "the dataset")
+
+
+def select_shown(dataset: datasets.Dataset) -> datasets.Dataset:
+    """`dataset` with the columns that its rows show, where set_format() or with_format() hides
+    some.
+    """
+    shown = dataset.format["columns"]
+    if dataset.format["output_all_columns"] or set(shown) == set(dataset.column_names):
+        return dataset
+    return dataset.select_columns(shown)
 
 
 def check_stored(dataset: datasets.Dataset, what: str) -> None:
