@@ -461,3 +461,11 @@ def test_optimizers_are_told_apart_by_what_they_keep():
     for other in (states({"betas": (0.9, 0.99)}, "exp_avg"), states({"momentum": 0.9})):
         with pytest.raises(CheckpointError, match="states of another optimizer"):
             reshard.check_same_optimizer(Path("x"), adam, other)
+    # Muon has momentum from the start, and Adam for other parameters, which has not stepped yet.
+    groups = [{"momentum": 0.95}, {"betas": (0.9, 0.99)}]
+    fresh = {"param_groups": groups, "state": {0: {"momentum_buffer": torch.zeros(3)}, 1: {}}}
+    moments = {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+    saved = {**fresh, "state": {**fresh["state"], 1: moments}}
+    reshard.check_same_optimizer(Path("x"), saved, fresh)
+    with pytest.raises(CheckpointError, match="states of another optimizer"):
+        reshard.check_same_optimizer(Path("x"), {**saved, "state": {0: moments, 1: moments}}, fresh)

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from ds_hydra.configs import HydraConfig, PlannerConfig, ProfilingConfig, read_ds_config
 from ds_hydra.configs.ds_config import (
     _REMOVED_KEYS,
+    _SECTIONS,
     FILL_INS,
     KNOWN_TOP_LEVEL_KEYS,
     REFUSALS,
@@ -310,11 +311,90 @@ def test_what_deepspeed_does_not_read_of_a_section_is_an_error(section, key, hin
         ("gradient_clipping", True, "is True, expected a number; write it without quotes"),
         ("gradient_clipping", -1.0, "gradient_clipping is -1.0, expected 0 or more"),
         ("steps_per_print", "10", "is '10', expected a number; write it without quotes"),
+        ("steps_per_print", False, "is False, expected a number; write it without quotes"),
+        ("checkpoint.use_node_local_storage", "no", 'storage is "no", expected true or false'),
+        ("zero_allow_untested_optimizer", "false", 'is "false", expected true or false'),
+        ("torch_autocast", True, "torch_autocast is true, expected an object: {...}"),
+        ("zero_optimization", [3], "zero_optimization is [3], expected an object: {...}"),
+        ("bfloat16.enabled", "true", 'bf16.enabled is "true", expected true or false'),
+        ("hydra.profiling.lengths", [8, 16, 8192], "up to hydra.context_length, 4096"),
     ],
 )
 def test_values_of_another_type_are_refused_before_anything_starts(key, value, words):
     text = config_problem(merge(ds_config(), nested(key, value)))
     assert text.endswith(words)
+
+
+@pytest.mark.parametrize("value", ["2", 2.0, 2, "two", [2]])
+@pytest.mark.parametrize(
+    "key", ["zero_optimization.zero_hpz_partition_size", "sequence_parallel_size"]
+)
+def test_a_feature_is_refused_however_its_number_is_written(key, value):
+    assert config_problem(merge(ds_config(), nested(key, value))).startswith(f"{key} is ")
+
+
+def test_bfloat16_is_another_name_of_bf16():
+    document, hydra = read_ds_config(ds_config(bfloat16={"enabled": True}))
+    assert document["bf16"] == {"enabled": True}
+    assert "bfloat16" not in document
+    assert hydra.link.gradient_dtype == "bf16"
+    both = ds_config(bfloat16={"enabled": True}, bf16={"enabled": True})
+    assert config_problem(both) == '"bf16" and "bfloat16" are two names of one section; remove one'
+    masters = ds_config(bfloat16={"enabled": True, "bf16_master_weights_and_grads": True})
+    assert config_problem(masters).startswith("bf16.bf16_master_weights_and_grads is true")
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"data_types": {"grad_acum_dtype": "bf16"}}, 'did you mean "grad_accum_dtype"?'),
+        ({"checkpoint": {"use_node_local_storag": True}}, 'mean "use_node_local_storage"?'),
+        ({"checkpoint": {"x": 1}}, "it reads tag_validation, load_universal"),
+    ],
+)
+def test_misspelled_keys_of_sections_without_validation_are_errors(sections, words):
+    assert words in config_problem(ds_config(**sections))
+
+
+def built_by(name, *, sections=None, key="optimizer", **params):
+    return {key: {"type": name, "params": {"lr": 1e-3, **params}}, **(sections or {})}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (built_by("AdamW", lr="1e-3"), "lr is '1e-3', a text; write the number without quotes"),
+        (built_by("Muon", momentun=0.9), "momentun is not a parameter of Muon; did you mean 'mom"),
+        (built_by("Muon", sections={"zero_optimization": {"reduce_scatter": True}}), "reduce_scatter has"),
+        (built_by("SGD", momentun=0.9, sections={"zero_allow_untested_optimizer": True}), "momentun is not a"),
+        (built_by("SGD"), "set zero_allow_untested_optimizer to true"),
+        (built_by("LBFGS"), "computes the loss several times"),
+        (built_by("Optimizer"), "neither DeepSpeed nor torch.optim has"),
+        (built_by("lr_scheduler"), "neither DeepSpeed nor torch.optim has"),
+        (built_by("StepLR", key="scheduler"), "lr_scheduler=lambda optimizer: torch.optim.lr_sch"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "10"}}}, "is '10', a text"),
+        ({"log_level": "warnign"}, "log_level is 'warnign', expected one of debug, info"),
+        ({"tensorboard": {"output_pth": "x"}}, "tensorboard.output_pth is not a key of DeepSpeed; did"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "divice": 1}}},
+            "zero_optimization.offload_optimizer.divice is not a key of DeepSpeed; did you mean 'device'?",
+        ),
+    ],
+)  # fmt: skip
+def test_what_deepspeed_cannot_build_is_named_by_its_key(config, words):
+    from ds_hydra.engine.checks.deepspeed_section import find_deepspeed_problems
+
+    document, _ = read_ds_config(merge(ds_config(), config))
+    (problem,) = find_deepspeed_problems(document)
+    assert words in problem
+
+
+@pytest.mark.parametrize("name", ["Muon", "AdamW", "Adagrad"])
+def test_what_deepspeed_can_build_passes(name):
+    from ds_hydra.engine.checks.deepspeed_section import find_deepspeed_problems
+
+    document, _ = read_ds_config(merge(ds_config(), built_by(name)))
+    assert not find_deepspeed_problems(document)
 
 
 def test_a_misspelled_section_is_not_also_called_absent():
@@ -372,6 +452,8 @@ REFUSED = {
     "compile.deepcompile": True,
     "hybrid_engine.enabled": True,
     "flops_profiler.enabled": True,
+    "autotuning.enabled": True,
+    "zero_optimization.save_muon_momentum_buffer_in_memory": True,
     "weight_quantization": {"quantized_initialization": {}},
     "data_efficiency.enabled": True,
     "checkpoint.writer": {"type": "VANILLA"},
@@ -431,7 +513,7 @@ def test_gradients_are_never_sent_in_fp16(caplog):
 
 @pytest.mark.parametrize("key", WITHOUT_EFFECT)
 def test_what_has_no_effect_is_said(key, caplog):
-    read_ds_config(ds_config(**{key: 64}))
+    read_ds_config(ds_config(**{key: {"enabled": True} if key in _SECTIONS else 64}))
     assert [record.message for record in caplog.records] == [
         f"{key} has no effect: {WITHOUT_EFFECT[key]}"
     ]
@@ -490,7 +572,8 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_data_types_of_the_wrong_kind():
     assert (
-        config_problem(ds_config(data_types="fp32")) == 'data_types is "fp32", expected an object'
+        config_problem(ds_config(data_types="fp32"))
+        == 'data_types is "fp32", expected an object: {...}'
     )
 
 
@@ -543,10 +626,13 @@ def test_keys_that_deepspeed_removed_are_not_known():
     assert not KNOWN_TOP_LEVEL_KEYS & set(_REMOVED_TOP_LEVEL_CONFIG_KEYS)
 
 
-def test_never_print_of_accelerate_is_read():
-    """accelerate writes infinity for `steps_per_print`, which a JSON file cannot hold."""
+def test_never_print_is_read():
+    """accelerate writes infinity for `steps_per_print`, which a JSON file cannot hold; DeepSpeed
+    divides by 0.
+    """
     never = float("inf")
-    read, _ = read_ds_config({**ds_config(), "steps_per_print": never})
-    assert read["steps_per_print"] > 1 << 40
+    for value in (never, 0, 0.0):
+        read, _ = read_ds_config({**ds_config(), "steps_per_print": value})
+        assert read["steps_per_print"] > 1 << 40
     with pytest.raises(HydraConfigError, match="gradient_clipping is inf"):
         read_ds_config({**ds_config(), "gradient_clipping": never})

@@ -41,6 +41,17 @@ def test_shipped_profiles_belong_to_their_presets(model):
         )
 
 
+@pytest.mark.parametrize("key", ["activation_checkpointing", "compile_layers"])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_profile_of_layers_that_ran_in_another_way_is_refused(key, wanted):
+    document = copy.deepcopy(read_json_object(find_file("profiles", "a800_llama2_7b")))
+    ways = dict.fromkeys(("activation_checkpointing", "compile_layers"), wanted)
+    Profile.from_json(document).check_layers(**ways)  # it does not say
+    Profile.from_json(document | ways).check_layers(**ways)
+    with pytest.raises(HydraConfigError, match=f"measured with hydra.{key} .*, and it is "):
+        Profile.from_json(document | ways | {key: not wanted}).check_layers(**ways)
+
+
 @pytest.mark.parametrize("measured", [None, "rowwise"])
 def test_a_profile_of_other_products_is_refused(measured):
     document = copy.deepcopy(read_json_object(find_file("profiles", "a800_llama2_7b")))

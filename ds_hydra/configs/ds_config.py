@@ -51,8 +51,28 @@ _NUMBERS = ("gradient_clipping", "steps_per_print")
 _READ_OF_SECTION = {
     "optimizer": ("type", "params", "legacy_fusion"),
     "scheduler": ("type", "params"),
+    "data_types": ("grad_accum_dtype",),
+    "checkpoint": (
+        *("tag_validation", "load_universal", "use_node_local_storage", "parallel_write", "writer"),
+    ),
 }
 """All that DeepSpeed reads of these sections."""
+
+_SECTIONS = frozenset(
+    """
+    activation_checkpointing aio autotuning bf16 checkpoint comet comms_logger compile csv_monitor
+    data_efficiency data_types expert_parallel flops_profiler fp16 hybrid_engine optimizer scheduler
+    tensor_parallel tensorboard timers torch_autocast wandb zero_optimization
+    """.split()  # noqa: SIM905
+)
+"""Keys whose values are objects."""
+
+_SWITCHES = (
+    *("checkpoint.use_node_local_storage", "checkpoint.load_universal"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dump_state"),
+    *("bf16.enabled", "fp16.enabled"),
+)
+"""Of which DeepSpeed takes any text for true."""
 
 _NEAR_MISS = 0.82
 """Similarity from which an unknown key counts as misspelled: catches one wrong letter in a word of
@@ -84,7 +104,13 @@ class Refusal:
 
 
 def _is_above(limit: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int) and value > limit
+    def is_above(value: Any) -> bool:
+        try:
+            return value not in (None, "auto") and float(value) > limit
+        except (TypeError, ValueError):  # refused, whatever it means
+            return True
+
+    return is_above
 
 
 _OWN_LAYOUT = (
@@ -127,9 +153,15 @@ REFUSALS = (
     Refusal("tensor_parallel.autotp_size", _OWN_PARALLELISM, "0", _is_above(1)),
     Refusal("tensor_parallel.tp.tp_size", _OWN_PARALLELISM, "1", _is_above(1)),
     Refusal(
-        "sequence_parallel_size", "sequence parallelism is not supported yet", "1", _is_above(1)
+        "sequence_parallel_size",
+        "ds_hydra chooses SP itself, every iteration; to force it set hydra.strategies, e.g. to <sp2,1>",
+        "1",
+        _is_above(1),
     ),
-    Refusal("expert_parallel.enabled", "mixtures of experts run with whole experts on every rank"),
+    Refusal(
+        "expert_parallel.enabled",
+        "ds_hydra shares experts itself; to force it set hydra.strategies, e.g. to <sp2,1;ep=2>",
+    ),
     Refusal("torch_autocast.enabled", _OWN_EXECUTION + '; use "bf16": {"enabled": true}'),
     Refusal("compile.deepcompile", _OWN_EXECUTION),
     Refusal("hybrid_engine.enabled", _OWN_EXECUTION),
@@ -137,6 +169,14 @@ REFUSALS = (
         "flops_profiler.enabled",
         "it counts in a forward of DeepSpeed that does not run, and would write nothing; `ds-hydra report` shows "
         "tokens/s, and with hydra.trace_every the times of every stage",
+    ),
+    Refusal(
+        "autotuning.enabled",
+        "it profiles a forward of DeepSpeed that does not run; ds_hydra tunes itself",
+    ),
+    Refusal(
+        "zero_optimization.save_muon_momentum_buffer_in_memory",
+        "DeepSpeed then keeps Muon's momentum twice, and a resume restores one of them",
     ),
     Refusal("weight_quantization", _OWN_LAYOUT, "null"),
     Refusal(
@@ -217,6 +257,15 @@ FILL_INS = (
 )
 """Everything ds_hydra adds to the user's DeepSpeed JSON."""
 
+MUON_FILL_INS = (
+    FillIn(
+        "zero_optimization.reduce_scatter",
+        False,
+        "DeepSpeed refuses Muon with it, and it is of a backward that does not run",
+    ),
+)
+"""Where the optimizer is Muon."""
+
 WITHOUT_EFFECT = {
     "train_batch_size": "hydra.tokens_per_iteration decides how many sequences an iteration has",
     "prescale_gradients": "gradients are divided by the number of label tokens, in fp32",
@@ -224,6 +273,8 @@ WITHOUT_EFFECT = {
     "activation_checkpointing": "use hydra.activation_checkpointing",
     "comms_logger": "it counts collectives of deepspeed.comm, through which neither pull, push nor pipelines go; "
     "metrics.jsonl and `ds-hydra report` have their times (link_ms, hydra.trace_every)",
+    "pipeline": "stages are chosen every iteration (hydra.strategies)",
+    "aio": "it is for offloading to NVMe, which ds_hydra refuses",
     "dataloader_drop_last": "mini-batches run on from one epoch into the next",
     "wall_clock_breakdown": "DeepSpeed times a forward and backward of its own, which do not run, and prints 0.00 for "
     "them; metrics.jsonl and `ds-hydra report` have the times of every iteration (hydra.trace_every)",
@@ -241,7 +292,7 @@ def read_ds_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, An
     that mean nothing here.
     """
     given = config if isinstance(config, Mapping) else _read_json(config)
-    document = plain_json(_without_infinite_prints(given), "the DeepSpeed config")
+    document = plain_json(_with_known_names(given), "the DeepSpeed config")
     # The content of a misspelled section counts as absent: what is found missing then would
     # mislead.
     if problems := list(_find_misspelled(document)) or list(_find_refused(document)):
@@ -341,19 +392,25 @@ def _find_misspelled(config: Mapping[str, Any]) -> Iterator[str]:
                 continue
             nearest = get_close_matches(key.lower(), read, n=1, cutoff=_NEAR_MISS)
             hint = (
-                f'did you mean "{nearest[0]}"?' if nearest else f'write it into "{section}.params"'
+                f'write it into "{section}.params"'
+                if "params" in read
+                else f"it reads {', '.join(read)}"
             )
+            hint = f'did you mean "{nearest[0]}"?' if nearest else hint
             yield f"{section}.{key} is not read by DeepSpeed and would be ignored; {hint}"
 
 
 def _find_refused(config: Mapping[str, Any]) -> Iterator[str]:
+    for key in sorted(_SECTIONS & config.keys()):
+        if not isinstance(config[key], Mapping):
+            yield f"{key} is {json.dumps(config[key], default=repr)}, expected an object: {{...}}"
     stage = find_key(config, "zero_optimization.stage")
-    if stage != 3:
+    if stage != 3 and isinstance(config.get("zero_optimization", {}), Mapping):
         yield (
             f"zero_optimization.stage is {json.dumps(stage)}, expected 3, because parameters live fully "
             'sharded between iterations; set "zero_optimization": {"stage": 3}'
         )
-    for key in ("bf16.enabled", "fp16.enabled"):
+    for key in _SWITCHES:
         if not isinstance(value := find_key(config, key), bool) and value not in (None, "auto"):
             yield f"{key} is {json.dumps(value)}, expected true or false"
     for key in _NUMBERS:
@@ -364,18 +421,25 @@ def _find_refused(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} is {number!r}, expected a number; write it without quotes"
         elif number < 0:
             yield f"{key} is {number!r}, expected 0 or more"
-    if not isinstance(config.get("data_types") or {}, Mapping):
-        yield f"data_types is {json.dumps(config['data_types'])}, expected an object"
     yield from filter(None, (refusal.find_problem(config) for refusal in REFUSALS))
 
 
-def _without_infinite_prints(given: Any) -> Any:
-    """accelerate writes infinity for "never print", which no JSON has; leaving the key out, and
-    every ten steps, would not be the same.
+def _with_known_names(given: Any) -> Any:
+    """`given` as DeepSpeed understands it: "bfloat16" is another name of "bf16", a null section is
+    none, and "never print" is 0, or infinity, which accelerate writes and no JSON has.
     """
-    if isinstance(given, Mapping) and given.get("steps_per_print") == inf:
-        return {**given, "steps_per_print": sys.maxsize}
-    return given
+    if not isinstance(given, Mapping):
+        return given
+    sections = _SECTIONS | {"bfloat16"}
+    known = {key: value for key, value in given.items() if value is not None or key not in sections}
+    if "bfloat16" in known:
+        if "bf16" in known:
+            raise HydraConfigError('"bf16" and "bfloat16" are two names of one section; remove one')
+        known["bf16"] = known.pop("bfloat16")
+    prints = known.get("steps_per_print")
+    if type(prints) in (int, float) and prints in (0, inf):
+        known["steps_per_print"] = sys.maxsize
+    return known
 
 
 def _find_without_effect(config: Mapping[str, Any]) -> Iterator[str]:
@@ -402,7 +466,8 @@ def _find_without_effect(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _fill_in(config: dict[str, Any]) -> None:
-    for fill_in in FILL_INS:
+    is_muon = str(find_key(config, "optimizer.type")).lower() == "muon"
+    for fill_in in FILL_INS + MUON_FILL_INS if is_muon else FILL_INS:
         if any(find_key(config, key) is not None for key in (fill_in.key, *fill_in.unless)):
             continue
         *path, key = fill_in.key.split(".")

@@ -71,7 +71,7 @@ def _attention(value: str) -> str:
     near = get_close_matches(value, ATTENTION_KERNELS, 1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(
-        f'{value!r} is no kernel{meant} Known are "auto", {", ".join(map(repr, ATTENTION_KERNELS))}, and '
+        f'{value!r} is no kernel{meant or "."} Known are "auto", {", ".join(map(repr, ATTENTION_KERNELS))}, and '
         '"owner/repository" of the Hugging Face hub'
     )
 
@@ -477,6 +477,11 @@ class HydraConfig(_Section):
         except ValidationError as error:
             for details in error.errors():
                 problems.setdefault(details["loc"], explain(details, _SECTIONS))
+        if config is not None and max(config.profiling.lengths or (0,)) > config.context_length:
+            problems["profiling", "lengths"] = (
+                f"{list(config.profiling.lengths or ())}, expected lengths up to hydra.context_length, "
+                f"{config.context_length}"
+            )
         if config is None or problems:
             raise HydraConfigError(list_problems(problems))
         return config

@@ -290,6 +290,10 @@ class EngineCandidates:
             self.profile.check_model(**model_facts(self.stage_model))
             self.profile.check_tp_sequence_parallel(self.config.tp_sequence_parallel)
             self.profile.check_float8(self.config.float8)
+            self.profile.check_layers(
+                activation_checkpointing=self.config.activation_checkpointing,
+                compile_layers=self.config.compile_layers,
+            )
             self.profile = as_the_engine_needs(
                 self.profile, self.stage_model, self.config, self.num_ranks
             )
@@ -309,6 +313,13 @@ class EngineCandidates:
         strategies = load_strategies(self.config.strategies)
         for strategy in strategies:
             self.check_strategy(strategy)
+            if strategy.num_devices < self.num_ranks and self.is_first_rank:
+                logger.warning(
+                    "hydra.strategies: %s has work for %d of %d ranks; the others wait",
+                    strategy,
+                    strategy.num_devices,
+                    self.num_ranks,
+                )
         return strategies
 
     def _settings(self) -> CandidateSettings:

@@ -17,6 +17,7 @@ from torch import nn
 
 from ds_hydra.configs.ds_config import read_ds_config, refuse_auto
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.checks.deepspeed_section import check_buildable
 from ds_hydra.engine.hydra_engine import HydraEngine, check_model, needs_metric
 from ds_hydra.engine.model.adapters import check_trains
 from ds_hydra.engine.ranks.process import prepare_accelerator
@@ -112,6 +113,8 @@ def initialize(
     check_model(model)
     ds_config, hydra_config = read_ds_config(given)
     refuse_auto(ds_config)
+    used = {"optimizer": optimizer is None, "scheduler": lr_scheduler is None}
+    check_buildable({key: ds_config[key] for key in ds_config if used.get(key, True)})
     if optimizer is not None or "optimizer" in ds_config:
         check_trains(model)
     if model_parameters is None and optimizer is None:

@@ -37,6 +37,7 @@ from ds_hydra.configs import HydraConfig, read_ds_config
 from ds_hydra.configs.ds_config import dtype_name
 from ds_hydra.engine import HydraEngine, hydra_engine_class
 from ds_hydra.engine.checkpointing.files import do_together, put_in_place, restore_replaced
+from ds_hydra.engine.checks.deepspeed_section import check_buildable
 from ds_hydra.engine.hydra_engine import needs_metric
 from ds_hydra.engine.model.adapters import check_trains, unify_adapter_dtype, unwrap_adapters
 from ds_hydra.engine.model.liger import complete_settings
@@ -131,6 +132,7 @@ class EngineMixin:
         drop_batch_size_mismatches(hf_config)
         self._complete_config(hf_config.config)
         filled_in, hydra = read_ds_config(hf_config.config)
+        check_buildable(filled_in)
         # In place: transformers and accelerate hold the same object. DeepSpeed ignores the "hydra"
         # section.
         hf_config.config.update(filled_in)

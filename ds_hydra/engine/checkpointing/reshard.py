@@ -14,6 +14,7 @@ Legend: `_P` flat shards of one rank.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -258,26 +259,29 @@ _OF_A_KIND = frozenset(("betas", "momentum", "lr_decay", "alpha", "rho", "lambd"
 """What tells optimizers apart in their parameter groups."""
 
 
-def _names_of_states(states: Mapping[str, Any]) -> list[str]:
-    entries = states[_STATE].values()
-    return sorted(
-        {name for own in entries for name, value in own.items() if _is_elementwise(value)}
-    )
+def _names_of_states(state: Mapping[str, Any]) -> list[str]:
+    return sorted(name for name, value in state.items() if _is_elementwise(value))
 
 
 def check_same_optimizer(folder: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raise CheckpointError where states of one optimizer would go to one of another kind."""
     both = (saved, own)
     counts = [len(states["param_groups"]) for states in both]
-    kinds = [_names_of_states(states) for states in both]
-    if not all(kinds):  # one of them has not stepped yet
+    names = [
+        {number: _names_of_states(state) for number, state in states[_STATE].items()}
+        for states in both
+    ]
+    # Parameters that have not stepped yet have none: all at the start, half of Muon's.
+    stepped = [number for number, of_saved in names[0].items() if of_saved and names[1].get(number)]
+    kinds = [[own_names[number] for number in stepped] for own_names in names]
+    if not stepped:
         kinds = [
-            sorted(_OF_A_KIND & {key for group in states["param_groups"] for key in group})
+            [sorted(_OF_A_KIND & {key for group in states["param_groups"] for key in group})]
             for states in both
         ]
     if kinds[0] != kinds[1] or counts[0] != counts[1]:
         theirs, ours = (
-            f"{', '.join(kind) or 'no momentum'} in {count} parameter groups"
+            f"{', '.join(sorted({*itertools.chain(*kind)})) or 'no momentum'} in {count} parameter groups"
             for kind, count in zip(kinds, counts, strict=True)
         )
         raise CheckpointError(

@@ -344,6 +344,10 @@ class _Budget:
                 known.check_model(**model_facts(self._stage_model))
             known.check_tp_sequence_parallel(hydra.tp_sequence_parallel)
             known.check_float8(hydra.float8)
+            known.check_layers(
+                activation_checkpointing=hydra.activation_checkpointing,
+                compile_layers=hydra.compile_layers,
+            )
             self._say_what_was_measured(name, known)
             if self._request.device is not None:
                 report.warnings.append(
@@ -378,7 +382,7 @@ class _Budget:
                     "under TP they are larger without hydra.tp_sequence_parallel, which the shipped profiles had: "
                     "norms and residual stream are whole on every rank"
                 )
-        elif hydra.activation_checkpointing:
+        elif hydra.activation_checkpointing and "activation_checkpointing" not in known.document:
             report.assumed.append(
                 f"profile {name} was measured with hydra.activation_checkpointing as well"
             )

@@ -5,21 +5,37 @@ GPU.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import ValidationError
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from deepspeed.utils.logging import log_levels
+from pydantic import BaseModel, ValidationError
+
+from ds_hydra.configs.ds_config import find_key
+from ds_hydra.errors import HydraConfigError
 
 _SECTION_OF = {
     "DeepSpeedZeroConfig": "zero_optimization",
     "DeepSpeedBF16Config": "bf16",
     "DeepSpeedFP16Config": "fp16",
+    "DeepSpeedZeroOffloadOptimizerConfig": "zero_optimization.offload_optimizer",
+    "DeepSpeedZeroOffloadParamConfig": "zero_optimization.offload_param",
+    "CompileConfig": "compile",
+    "CommsLoggerConfig": "comms_logger",
+    "DeepSpeedFlopsProfilerConfig": "flops_profiler",
+    "TensorBoardConfig": "tensorboard",
+    "WandbConfig": "wandb",
+    "CSVConfig": "csv_monitor",
+    "CometConfig": "comet",
+    "DeepSpeedMonitorConfig": "",
 }
 """DeepSpeed's classes, as its errors call them, and the keys that users know."""
 
@@ -34,11 +50,14 @@ def find_deepspeed_problems(config: Mapping[str, Any]) -> list[str]:
     fill-ins.
 
     Values "auto" are left out. Covers DeepSpeed's own validation of its sections, and what it reads
-    without validation and fails at while it builds them: optimizer and scheduler.
+    without validation and fails at while it builds them.
     """
     plain = {"train_micro_batch_size_per_gpu": 1, **_without_auto(config)}
-    problems = [*_find_optimizer_problems(plain.get("optimizer"), config.get("optimizer"))]
-    problems += _find_scheduler_problems(plain.get("scheduler"), config.get("scheduler"))
+    problems = [*find_unbuildable(config)]
+    if (level := plain.get("log_level")) is not None and str(level).lower() not in log_levels:
+        problems.append(f"log_level is {level!r}, expected one of {', '.join(log_levels)}")
+    if problems:  # DeepSpeed would say the same in other words
+        plain = {key: plain[key] for key in plain.keys() - {"optimizer", "scheduler", "log_level"}}
     try:
         DeepSpeedConfig(dict(plain))
     except ValidationError as error:
@@ -48,6 +67,33 @@ def find_deepspeed_problems(config: Mapping[str, Any]) -> list[str]:
     ) as error:  # fmt: skip
         problems.append(f"DeepSpeed refuses the configuration: {error}")
     return problems
+
+
+def find_unbuildable(config: Mapping[str, Any]) -> Iterator[str]:
+    """Why the optimizer and the scheduler of `config` cannot be built, or lose what is given."""
+    plain = _without_auto(config)
+    for key in ("optimizer", "scheduler"):
+        section = plain.get(key)
+        params = section.get("params") if isinstance(section, Mapping) else None
+        for name, value in params.items() if isinstance(params, Mapping) else ():
+            if isinstance(value, str) and _is_number(value):
+                yield f"{key}.params.{name} is {value!r}, a text; write the number without quotes"
+    yield from _find_optimizer_problems(plain, config.get("optimizer"))
+    yield from _find_scheduler_problems(plain.get("scheduler"), config.get("scheduler"))
+
+
+def check_buildable(config: Mapping[str, Any]) -> None:
+    """Raise HydraConfigError with what `find_unbuildable` says."""
+    if problems := [*find_unbuildable(config)]:
+        raise HydraConfigError("; ".join(problems))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,27 +107,42 @@ def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
 def _explain(title: str, details: Any) -> str:
     """One error of pydantic, with the key that was meant."""
     *path, key = [str(part) for part in details["loc"]] or [""]
-    dotted = ".".join([_SECTION_OF.get(title, title), *path, key])
+    dotted = ".".join(filter(None, [_SECTION_OF.get(title, title), *path, key]))
     if details["type"] != "extra_forbidden":
-        return f"{dotted} is {details['input']!r}: {details['msg'].replace('Input should', 'it should')}"
-    known = [] if path else _fields_of(title)
+        given = details["input"]
+        # Of what several fields have to do with each other DeepSpeed hands on all of them.
+        found = "" if isinstance(given, BaseModel) or not key else f" is {given!r}"
+        return f"{dotted}{found}: {details['msg'].replace('Input should', 'it should')}"
+    known = _fields_of(title, path)
     nearest = get_close_matches(key, known, n=1, cutoff=0.6)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(known)}"
-    return f"{dotted} is not a key of DeepSpeed; {hint}"
+    has = f"it has {', '.join(known)}" if known else "remove it"
+    return f"{dotted} is not a key of DeepSpeed; " + (
+        f"did you mean {nearest[0]!r}?" if nearest else has
+    )
 
 
-def _fields_of(title: str) -> list[str]:
-    """Keys of the section that DeepSpeed's class `title` reads, aliases included."""
-    for section in DeepSpeedConfigModel.__subclasses__():
-        if section.__name__ == title:
-            fields = section.model_fields
-            return sorted(
-                {name for key, field in fields.items() for name in (key, field.alias) if name}
-            )
-    return []
+def _fields_of(title: str, path: Sequence[str]) -> list[str]:
+    """Keys of the section at `path` that DeepSpeed's class `title` reads, aliases included."""
+    kinds = {kind.__name__: kind for kind in _subclasses(DeepSpeedConfigModel)}
+    kind: Any = kinds.get(title)
+    for name in path:
+        field = kind.model_fields.get(name) if kind is not None else None
+        options = (field.annotation, *get_args(field.annotation)) if field is not None else ()
+        kind = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
+    if kind is None:
+        return []
+    fields = kind.model_fields.items()
+    return sorted({name for key, field in fields for name in (key, field.alias) if name})
 
 
-def _find_optimizer_problems(section: Any, written: Any) -> Iterator[str]:
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from _subclasses(below)
+
+
+def _find_optimizer_problems(config: Mapping[str, Any], written: Any) -> Iterator[str]:
+    section = config.get("optimizer")
     if section is None:
         return
     if not isinstance(section, Mapping) or not isinstance(section.get("params", {}), Mapping):
@@ -89,7 +150,10 @@ def _find_optimizer_problems(section: Any, written: Any) -> Iterator[str]:
         return
     name = section.get("type")
     known = [optimizer.lower() for optimizer in DEEPSPEED_OPTIMIZERS]
-    if not isinstance(name, str) or (name.lower() not in known and not hasattr(torch.optim, name)):
+    of_torch = getattr(torch.optim, name, None) if isinstance(name, str) else None
+    if not isinstance(of_torch, type) or of_torch is torch.optim.Optimizer:
+        of_torch = None
+    if not isinstance(name, str) or (name.lower() not in known and of_torch is None):
         nearest = get_close_matches(str(name).lower(), known, n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"DeepSpeed has {', '.join(known)}"
         yield f"optimizer.type is {name!r}, which neither DeepSpeed nor torch.optim has; {hint}"
@@ -98,6 +162,25 @@ def _find_optimizer_problems(section: Any, written: Any) -> Iterator[str]:
         yield from _compare_params(
             "optimizer", section, written, dict.fromkeys(accepted, False), name
         )
+    elif name.lower() == "muon":
+        engine = DeepSpeedEngine
+        accepted = {*engine._MUON_HALF_KEYS, *engine._ADAM_HALF_KEYS, "muon_lr", "adam_lr"}
+        accepted |= {"torch_adam", "adam_w_mode"}
+        yield from _compare_params(
+            "optimizer", section, written, dict.fromkeys(accepted, False), name
+        )
+        if find_key(config, "zero_optimization.reduce_scatter") is not False:
+            yield "zero_optimization.reduce_scatter has to be false where the optimizer is Muon"
+    elif name == "LBFGS":
+        yield "optimizer.type is 'LBFGS', which computes the loss several times in a step; take another one"
+    elif of_torch is not None and name.lower() not in known:
+        yield from _compare_params("optimizer", section, written, _arguments(of_torch), name)
+        is_allowed = config.get("zero_allow_untested_optimizer")
+        if not is_allowed and of_torch not in ZERO_SUPPORTED_OPTIMIZERS:
+            yield (
+                f"optimizer.type is {name!r}, which DeepSpeed has not tested with ZeRO: set "
+                "zero_allow_untested_optimizer to true"
+            )
 
 
 def _find_scheduler_problems(section: Any, written: Any) -> Iterator[str]:
@@ -116,6 +199,12 @@ def _find_scheduler_problems(section: Any, written: Any) -> Iterator[str]:
         nearest = get_close_matches(str(name), known, n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"DeepSpeed has {', '.join(known)}"
         yield f"scheduler.type is {name!r}, which neither DeepSpeed nor torch has; {hint}"
+    else:
+        yield (
+            f"scheduler.type is {name!r}, which torch builds for optimizers of its own alone; give ds_hydra.initialize "
+            f"lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.{name}(optimizer, ...), or a Trainer "
+            "lr_scheduler_type"
+        )
 
 
 def _arguments(constructor: Any) -> dict[str, bool]:

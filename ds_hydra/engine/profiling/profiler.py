@@ -302,6 +302,7 @@ def _measure_memory(
         "model": model,
         "tp_sequence_parallel": stage_model.tp.cuts_micro_batches,
         "activation_checkpointing": config.activation_checkpointing,
+        "compile_layers": config.compile_layers,
         "deterministic": config.deterministic,
         "float8": config.float8,
         "memory": {

@@ -118,6 +118,7 @@ def profile_slices(
         "model": profile_document.describe_model(stage_model),
         "tp_sequence_parallel": cuts_micro_batches,
         "activation_checkpointing": config.activation_checkpointing,
+        "compile_layers": config.compile_layers,
         "deterministic": config.deterministic,
         "float8": config.float8,
         "memory": {

@@ -323,6 +323,19 @@ class Profile:
             option = f" --float8 {wanted}" if wanted else ""
             raise self._other("float8", found, wanted, "times", option)
 
+    def check_layers(self, *, activation_checkpointing: bool, compile_layers: bool) -> None:
+        """Raise HydraConfigError if the profile says that its layers ran in another way; one that
+        does not say passes.
+        """
+        wanted = {
+            "activation_checkpointing": activation_checkpointing,
+            "compile_layers": compile_layers,
+        }
+        for key, value in wanted.items():
+            if (found := self.document.get(key, value)) != value:
+                option = f" --{key.replace('_', '-')}" if value else ""
+                raise self._other(key, found, value, "time and memory of layers", option)
+
     def _other(
         self, key: str, found: object, wanted: object, changes: str, option: str
     ) -> HydraConfigError:

@@ -255,8 +255,8 @@ def _remedies(
         found.append(
             f'set hydra.planner.space to "full" (--space full), which fits {longest_of_full}'
         )
-    if sharded > num_devices and found:
-        return found  # nothing else makes them fit
+    if sharded > num_devices:  # nothing else makes them fit
+        return found or ["use more devices with more memory"]
     if not is_full and not profile.is_checkpointed:
         is_estimate = bool(profile.document.get("estimated"))
         found.append(
