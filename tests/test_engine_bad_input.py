@@ -26,6 +26,7 @@ import ds_hydra
 from ds_hydra import losses
 from ds_hydra.engine.losses.objective import TokenScoreRecorder
 from ds_hydra.errors import (
+    CheckpointError,
     HydraConfigError,
     InfeasiblePlanError,
     PlanMismatchError,
@@ -62,6 +63,13 @@ def train_without_optimizer():
         model=tiny("llama", num_hidden_layers=2), config=ds_config(hydra={})
     )
     return engine.train_batch(batch=random_examples([7, 9], VOCAB_SIZE), strategy="2x<1,1>")
+
+
+def load_without_optimizer():
+    engine, *_ = ds_hydra.initialize(
+        model=tiny("llama", num_hidden_layers=2), config=ds_config(hydra={})
+    )
+    engine.load_checkpoint("checkpoints")
 
 
 MISTAKES = {
@@ -207,6 +215,11 @@ MISTAKES = {
         train_without_optimizer,
         HydraConfigError,
         ("no optimizer", '"optimizer" section', "eval_batch"),
+    ),
+    "a checkpoint for an engine without optimizer": (
+        load_without_optimizer,
+        CheckpointError,
+        ("load_checkpoint('checkpoints')", '"optimizer" section', "zero_to_fp32.py"),
     ),
     "sequence above the context, refused": (
         lambda: initialize(data=dataset(5, 300), hydra={"over_length": "refuse"}),

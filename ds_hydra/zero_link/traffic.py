@@ -187,7 +187,7 @@ class LinkAccounts:
         seconds = 0.0
         for hops in rounds:
             for number, matrix in enumerate(hops):
-                if number == 0 or num_phases == 1:
+                if number == 0:
                     local += np.diagonal(matrix)
                 np.fill_diagonal(matrix, 0)
                 total[number] += matrix

@@ -160,6 +160,12 @@ class CheckpointingEngine(DeepSpeedEngine):
             load_lr_scheduler_states,
             load_module_only,
         )
+        if not hasattr(self.optimizer, "fp16_groups"):
+            raise CheckpointError(
+                f"load_checkpoint({load_dir!r}) wants an engine that trains, because weights are read into the optimizer's "
+                'fp32 copies; give ds_hydra.initialize an optimizer (the DeepSpeed config its "optimizer" section), or '
+                "load the model from the weights that save_16bit_model() or zero_to_fp32.py in that folder write"
+            )
         with watch("loading"):
             call_together("load_checkpoint()", self.device)
             return self._load(load_dir, tag, *options, custom_load_fn, load_data_position)
