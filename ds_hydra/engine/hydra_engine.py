@@ -15,7 +15,6 @@ import os
 import sys
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -23,7 +22,6 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.constants import ROUTE_TRAIN
-from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils.logging import log_levels
 from torch import Tensor, nn
@@ -35,6 +33,7 @@ from ds_hydra.engine.gradient_shards import GradientShards
 from ds_hydra.engine.iteration import Iteration, Outcomes, gather_scores, observe, score, weigh
 from ds_hydra.engine.losses.loss import CrossEntropy, Loss
 from ds_hydra.engine.losses.objective import Scores
+from ds_hydra.engine.model import module_state
 from ds_hydra.engine.model.decoder_parts import is_quantised
 from ds_hydra.engine.model.expert_balance import BiasCorrection
 from ds_hydra.engine.model.packing_probe import build_stage_model
@@ -133,7 +132,7 @@ class HydraEngine(CheckpointingEngine):
     ):
         document = getattr(engine_kwargs.get("config_class"), "_param_dict", None) or {}
         show_notes(log_levels.get(str(document.get("log_level")).lower()))
-        check_model(model)
+        module_state.check_free(model)
         if get_accelerator().device_name() == "cpu":
             keep_freed_memory()
         let_collectives_end_at_exit()
@@ -200,7 +199,7 @@ class HydraEngine(CheckpointingEngine):
         if note and deepspeed.comm.get_rank() == 0:
             logger.warning(note)
         memory = MemoryWatch()  # before DeepSpeed's buffers and states
-        _modules_of_engines.update(model.modules())
+        module_state.hold(model)
         self._held = [model]  # a list, because this is no nn.Module yet
         super().__init__(args, model, *engine_args, **engine_kwargs)
         run_together(functools.partial(self._check_partitions, stage_model), self.device)
@@ -447,7 +446,7 @@ class HydraEngine(CheckpointingEngine):
             show_collector_all()
         super().destroy()
         while held := getattr(self, "_held", None):
-            _let_go(held.pop())
+            module_state.let_go(held.pop())
         if getattr(self, "_is_watched", False):
             self._is_watched = False
             leave_watchdog(waits=waits)
@@ -674,41 +673,4 @@ def _check_dtypes(model: nn.Module, config: Any) -> None:
         logger.info(
             f"{type(model).__name__} has parameters of several dtypes: {found}; all are cast to {wanted[kind]}, "
             f"because {kind} is enabled, and the optimizer keeps fp32 copies of them"
-        )
-
-
-_modules_of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-def _let_go(model: nn.Module) -> None:
-    """Take away what DeepSpeed leaves on the modules of a destroyed engine, or of one whose start
-    failed: it holds the engine, and gathers parameters for it.
-    """
-    parameter_offload.FWD_MODULE_STACK[:] = [
-        module for module in parameter_offload.FWD_MODULE_STACK if module is not model
-    ]
-    for module in model.modules():
-        module._parameters = dict(module._parameters.items())
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            of_deepspeed = [key for key, hook in hooks.items() if _is_of_deepspeed(hook)]
-            for key in of_deepspeed:
-                del hooks[key]
-        _modules_of_engines.discard(module)
-
-
-def _is_of_deepspeed(hook: Callable[..., Any]) -> bool:
-    return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")
-
-
-def check_model(model: Any) -> None:
-    """Raise HydraConfigError unless `model` is one that an engine can start on."""
-    if not isinstance(model, nn.Module):
-        raise HydraConfigError(
-            f"model is {model!r}, expected a torch.nn.Module; load it first: "
-            f"AutoModelForCausalLM.from_pretrained({str(model)!r})"
-        )
-    if any(module in _modules_of_engines for module in model.modules()):
-        raise HydraConfigError(
-            f"an engine holds this {type(model).__name__} (or a part of it), and ZeRO-3 has its parameters; go on with "
-            "that engine, or call its destroy() first (trainer.engine.destroy() of a Trainer)"
         )

@@ -18,8 +18,9 @@ from torch import nn
 from ds_hydra.configs.ds_config import read_ds_config, refuse_auto
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checks.deepspeed_section import check_buildable
-from ds_hydra.engine.hydra_engine import HydraEngine, check_model, needs_metric
+from ds_hydra.engine.hydra_engine import HydraEngine, needs_metric
 from ds_hydra.engine.model.adapters import check_trains
+from ds_hydra.engine.model.module_state import check_free
 from ds_hydra.engine.ranks.process import prepare_accelerator
 from ds_hydra.errors import HydraConfigError
 
@@ -110,7 +111,7 @@ def initialize(
         args.deepspeed_config = None  # DeepSpeed would read the file again, "hydra" section and all
     if model is None:
         raise HydraConfigError("no model: pass model=, e.g. a LlamaForCausalLM")
-    check_model(model)
+    check_free(model)
     ds_config, hydra_config = read_ds_config(given)
     refuse_auto(ds_config)
     used = {"optimizer": optimizer is None, "scheduler": lr_scheduler is None}

@@ -20,8 +20,8 @@ from transformers.integrations.deepspeed import deepspeed_init
 from transformers.trainer_utils import EvalLoopOutput
 
 from ds_hydra.configs import HydraConfig
-from ds_hydra.engine.hydra_engine import check_model
 from ds_hydra.engine.losses.loss import CrossEntropy
+from ds_hydra.engine.model.module_state import check_free
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import say_once
 from ds_hydra.sampler.data.batches import TokenBudgetSampler, budget_of
@@ -53,7 +53,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     ):
         arguments.check_elsewhere(kwargs)
         if model is not None:
-            check_model(model)
+            check_free(model)
         self._train_tokens: TokenDataset | None = None
         self._epochs: data.Epochs | None = None
         super().__init__(model, *args, **kwargs)

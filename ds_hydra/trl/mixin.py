@@ -30,8 +30,8 @@ from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 
 from ds_hydra.configs import HydraConfig
 from ds_hydra.engine import HydraEngine, hydra_engine_class
-from ds_hydra.engine.hydra_engine import check_model
 from ds_hydra.engine.losses.objective import Scores
+from ds_hydra.engine.model.module_state import check_free
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import no_bars_in_files
@@ -185,7 +185,7 @@ class HydraMixin(ReferenceMixin):
                 arguments.add_deepspeed(given)
         model = kwargs.get("model", args[0] if args else None)
         if isinstance(model, nn.Module):
-            check_model(model)
+            check_free(model)
         self._pending: list[Inputs] = []
         with contextlib.ExitStack() as self._references:
             super().__init__(*args, **kwargs)

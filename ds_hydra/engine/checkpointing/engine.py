@@ -162,8 +162,8 @@ class CheckpointingEngine(DeepSpeedEngine):
         )
         if not hasattr(self.optimizer, "fp16_groups"):
             raise CheckpointError(
-                f"load_checkpoint({load_dir!r}) wants an engine that trains, because weights are read into the optimizer's "
-                'fp32 copies; give ds_hydra.initialize an optimizer (the DeepSpeed config its "optimizer" section), or '
+                f"load_checkpoint({load_dir!r}) wants an engine with an optimizer, which weights are read into "
+                '(fp32 copies); give ds_hydra.initialize one (the DeepSpeed config its "optimizer" section), or '
                 "load the model from the weights that save_16bit_model() or zero_to_fp32.py in that folder write"
             )
         with watch("loading"):

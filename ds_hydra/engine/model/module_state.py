@@ -12,17 +12,19 @@ import copy
 import dis
 import functools
 import logging
+import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero import parameter_offload
 from torch import Tensor, nn
 
 from ds_hydra.engine.model.adapters import TokenDropout, find_saved_in_use
 from ds_hydra.engine.model.decoder_parts import find_loss_problem, is_rate
-from ds_hydra.errors import UnsupportedModelError
+from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +53,10 @@ class ModuleState:
         self._config = getattr(model, "config", None)
         self._settings = copy.deepcopy(_settings(self._config))
 
-    def carry_over(self) -> bool:
+    def carry_over(self) -> list[nn.Module]:
         """Give the copy what was set on the model's modules since the last call: plain attributes
-        (`disable_adapter()`, a LoRA scaling) and buffers. Returns whether attributes were set.
+        (`disable_adapter()`, a LoRA scaling) and buffers. Returns modules of the copy of which
+        attributes were set.
 
         Raises UnsupportedModelError for other modules, patched forwards and hooks. Not collective.
         """
@@ -61,9 +64,9 @@ class ModuleState:
             twins.check()
         if problem := find_loss_problem(self._twins[0].module):
             raise UnsupportedModelError(problem)
-        changed = [twins.carry_over() for twins in self._twins]
+        changed = [twins.twin for twins in self._twins if twins.carry_over()]
         self._warn_of_settings()
-        return any(changed)
+        return changed
 
     def _warn_of_settings(self) -> None:
         """Name once what was changed in the model's configuration; the copy has its own."""
@@ -84,7 +87,7 @@ class _Twins:
     """A module, its copy, and what the module held when it was last looked at."""
 
     def __init__(self, name: str, module: nn.Module, twin: nn.Module):
-        self._name, self.module, self._twin = name or type(module).__name__, module, twin
+        self._name, self.module, self.twin = name or type(module).__name__, module, twin
         self._plain = {
             key: copy.deepcopy(value)
             for key, value in vars(module).items()
@@ -121,13 +124,13 @@ class _Twins:
         for key, before in self._plain.items():
             value = held.get(key, before)
             if value != before and _is_plain(value):
-                if value and is_rate(self._twin, key) and not isinstance(self._twin, TokenDropout):
+                if value and is_rate(self.twin, key) and not isinstance(self.twin, TokenDropout):
                     raise UnsupportedModelError(
                         f"{self._name}.{key} was {before} at the start and is {value} now: noise of the model itself "
                         f"would depend on the strategy; set it back to {before}"
                     )
                 self._plain[key] = copy.deepcopy(value)
-                vars(self._twin)[key] = copy.deepcopy(value)
+                vars(self.twin)[key] = copy.deepcopy(value)
                 is_changed = True
         for key in {**self.module._buffers, **self._buffers}:
             self._take_buffer(key)
@@ -139,7 +142,7 @@ class _Twins:
         made of its own since then stays otherwise. The host waits for no accelerator.
         """
         now, before = self.module._buffers.get(key), self._buffers.get(key)
-        twin = self._twin._buffers.get(key)
+        twin = self.twin._buffers.get(key)
         if now is None and before is None:
             return
         is_other: bool | Tensor = True
@@ -148,13 +151,13 @@ class _Twins:
                 return
             is_other = (_bits(now) != _bits(before)).any()
             if now.device.type != "cpu" and twin is not None and _kind(now) == _kind(twin):
-                self._twin._buffers[key] = torch.where(is_other, now.detach(), twin)
+                self.twin._buffers[key] = torch.where(is_other, now.detach(), twin)
                 self._buffers[key] = _clone(now)
                 return
         if is_other:
             own = self._buffers[key] = _clone(now)
             device = None if twin is None else twin.device
-            self._twin._buffers[key] = None if own is None else own.clone().to(device)
+            self.twin._buffers[key] = None if own is None else own.clone().to(device)
 
 
 def _clone(buffer: Tensor | None) -> Tensor | None:
@@ -287,3 +290,45 @@ def _held_by(value: Any) -> Iterator[Any]:
 
 def _name_of(function: Any) -> str:
     return repr(getattr(function, "__qualname__", None) or type(function).__qualname__)
+
+
+_modules_of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def hold(model: nn.Module) -> None:
+    """Note that an engine starts on `model`."""
+    _modules_of_engines.update(model.modules())
+
+
+def let_go(model: nn.Module) -> None:
+    """Take away what DeepSpeed leaves on the modules of a destroyed engine, or of one whose start
+    failed: it holds the engine, and gathers parameters for it.
+    """
+    parameter_offload.FWD_MODULE_STACK[:] = [
+        module for module in parameter_offload.FWD_MODULE_STACK if module is not model
+    ]
+    for module in model.modules():
+        module._parameters = dict(module._parameters.items())
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            of_deepspeed = [key for key, hook in hooks.items() if _is_of_deepspeed(hook)]
+            for key in of_deepspeed:
+                del hooks[key]
+        _modules_of_engines.discard(module)
+
+
+def _is_of_deepspeed(hook: Callable[..., Any]) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")
+
+
+def check_free(model: Any) -> None:
+    """Raise HydraConfigError unless `model` is a module that no engine holds."""
+    if not isinstance(model, nn.Module):
+        raise HydraConfigError(
+            f"model is {model!r}, expected a torch.nn.Module; load it first: "
+            f"AutoModelForCausalLM.from_pretrained({str(model)!r})"
+        )
+    if any(module in _modules_of_engines for module in model.modules()):
+        raise HydraConfigError(
+            f"an engine holds this {type(model).__name__} (or a part of it), and ZeRO-3 has its parameters; go on with "
+            "that engine, or call its destroy() first (trainer.engine.destroy() of a Trainer)"
+        )

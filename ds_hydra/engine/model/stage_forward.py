@@ -150,7 +150,7 @@ class StageForward:
         self._takes_boundaries = takes_boundaries
         names = inspect.signature(type(model).forward).parameters
         self._takes_positions = "position_ids" in names and not one_by_one
-        self.device = next((b.device for b in model.buffers()), torch.device("cpu"))
+        self.device = _device_of(model)
         """Where the buffers were at the start."""
 
     def show_layers(self, own: range) -> None:
@@ -269,7 +269,8 @@ class StageForward:
         Its own forward runs on five tokens, without layers and with numbers of many sizes in the
         place of that output; `bindings` and `params` as in `find_modules_before`.
         """
-        numbers = torch.linspace(-90, 90, 5 * self._head.weight.shape[0], device=self.device)
+        device = _device_of(self._model)
+        numbers = torch.linspace(-90, 90, 5 * self._head.weight.shape[0], device=device)
         numbers[-1] = _LARGE
         numbers = numbers.view(1, 5, -1)
         answers = self._placeholders[0].num_outputs
@@ -282,22 +283,22 @@ class StageForward:
             with contextlib.suppress(*_FOREIGN):
                 logits = []
                 for value in (0.0, 0.37):
-                    with _bound_to_constant(value, bindings, params, self.device):
+                    with _bound_to_constant(value, bindings, params, device):
                         logits.append(self._answer(numbers).logits.float())
                 is_alone = torch.equal(*logits)
                 transform = LogitTransform.find(numbers, logits[0]) if is_alone else None
-                with _bound_to_constant(0.0, bindings, params, self.device):
-                    found = replace(self._find_loss(numbers.shape), transform=transform)
+                with _bound_to_constant(0.0, bindings, params, device):
+                    found = replace(self._find_loss(numbers), transform=transform)
                 break
         self._answer_with(answers)
         self.show_layers(range(len(self._layers)))
         return found
 
-    def _find_loss(self, shape: torch.Size) -> AfterHead:
+    def _find_loss(self, like: Tensor) -> AfterHead:
         generator = torch.Generator().manual_seed(0)
         losses = []
         for _ in range(2):  # one may be the same by chance
-            numbers = 3 * torch.randn(shape, generator=generator).to(self.device)
+            numbers = 3 * torch.randn(like.shape, generator=generator).to(like.device)
             ids_1T = _few_tokens(numbers)
             logits_TV = self._answer(numbers).logits.float()[0]
             try:
@@ -332,7 +333,7 @@ class StageForward:
 
         own = vars(self._head).get("forward")
         self._head.forward = answer
-        micro_batch = PackedMicroBatch.build([5], self.device)
+        micro_batch = PackedMicroBatch.build([5], numbers.device)
         try:
             with torch.no_grad():
                 outputs = self._call(micro_batch, {"input_ids": _few_tokens(numbers), **more})
@@ -405,6 +406,10 @@ class StageForward:
 _LARGE = 1e8
 """A logit that any cap cuts off."""
 _MOST_DIFFERENCE = 1e-3
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((buffer.device for buffer in model.buffers()), torch.device("cpu"))
 
 
 def _few_tokens(numbers: Tensor) -> Tensor:

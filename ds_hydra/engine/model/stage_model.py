@@ -391,7 +391,8 @@ class StageModel:
 
     def carry_over(self) -> None:
         """Take over what was set on the trained model's modules (`ModuleState.carry_over`)."""
-        if self._state.carry_over():
+        inside = {module for layer in self._layers for module in layer.modules()}
+        if not inside.issuperset(self._state.carry_over()):
             self.after_head = self._try_head()
             self.check_loss()
 
