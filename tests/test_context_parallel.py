@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
+from test_engine_parity import assert_parity, check_gradients
 from test_sequence_parallel import assert_training, train_everywhere
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from benchmarks import families
 from ds_hydra.engine.model.attention import hydra_varlen
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment, running
 from ds_hydra.engine.parallel import token_cuts
@@ -201,3 +203,15 @@ def test_training_follows_stock_deepspeed_and_repeats_itself():
     found = run_distributed(train_everywhere, 4, *TRAINED)[0]
     assert_training(found)
     assert found["profiled"] == ["<1,1>", "<cp2,1>", "<cp4,1>"]
+
+
+def layers_in_two_lists():
+    lengths = families.LENGTHS
+    model = families.build("hrm_text")
+    return check_gradients(model, ("1x<cp2,1>",), families.HYDRA, lengths=lengths)
+
+
+@pytest.mark.distributed
+def test_layers_of_several_lists_gather_their_keys_again():
+    """HRM-text runs some layers without gradient, and ends with one of its other list."""
+    assert_parity(run_distributed(layers_in_two_lists, 2)[0])

@@ -339,14 +339,16 @@ class Changed(transformers.LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         self.temperature, self.z_loss = 1.0, 0.0
-        self.log_scale = nn.Parameter(torch.zeros(1)) if config.learns else None
+        self.scale = nn.Parameter(torch.ones(1)) if config.learns else None
+        self.register_buffer("tempering", torch.tensor(config.tempering), persistent=False)
         self.register_buffer("class_weights", torch.ones(config.vocab_size), persistent=False)
 
     def forward(self, *args, labels=None, **kwargs):
         output = super().forward(*args, **kwargs)
         logits = output.logits * (16 / self.config.hidden_size) / self.temperature
-        if self.log_scale is not None:
-            logits = logits * self.log_scale.exp()
+        if self.scale is not None:
+            logits = logits / self.scale if self.config.divides else logits * self.scale
+        logits = logits * (1 + self.tempering)
         if self.config.num_tokens < logits.shape[-1]:
             logits[..., self.config.num_tokens :] = -1e4
         output.logits = logits
@@ -358,9 +360,16 @@ class Changed(transformers.LlamaForCausalLM):
         return output
 
 
+def clamp(self, *args, **kwargs):
+    output = type(self).forward(self, *args, **kwargs)
+    output.logits, output.loss = output.logits.clamp(-5, 5).bfloat16(), None
+    return output
+
+
 def changed(**settings):
     config = tiny("llama").config
-    vars(config).update({"learns": False, "num_tokens": config.vocab_size} | settings)
+    usual = {"learns": False, "divides": False, "num_tokens": config.vocab_size, "tempering": 0.0}
+    vars(config).update(usual | settings)
     return Changed(config)
 
 
@@ -372,11 +381,21 @@ def test_a_class_is_tried_with_the_attributes_and_sizes_of_the_model():
         return build_stage_model(model).after_head.transform
 
     assert find(changed()) == LogitTransform(scale=16 / width)
-    assert find(changed(learns=True)) is None
-    padded = changed(num_tokens=VOCAB_SIZE - 3)
-    assert find(padded) is None
-    with pytest.raises(UnsupportedModelError, match=r"no scale and no cap.*use TP 1"):
-        build_stage_model(padded).check_scheme(Scheme(2, 1))
+    of_more = (
+        {"learns": True},
+        {"learns": True, "divides": True},
+        {"num_tokens": VOCAB_SIZE - 30},
+        {"tempering": 0.5},
+    )
+    for settings in of_more:
+        stage_model = build_stage_model(changed(**settings))
+        assert stage_model.after_head.transform is None
+        with pytest.raises(UnsupportedModelError, match=r"depends on more than each.*use TP 1"):
+            stage_model.check_scheme(Scheme(2, 1))
+    clamped = tiny("llama")
+    clamped.forward = types.MethodType(clamp, clamped)
+    assert find(clamped) is None
+    build_stage_model(clamped).check_scheme(Scheme(2, 1))
     cooler = changed()
     cooler.temperature = 4.0
     assert find(cooler) == LogitTransform(scale=4 / width)
@@ -399,9 +418,26 @@ def test_a_loss_that_an_attribute_or_a_buffer_switches_on_is_refused():
         with pytest.raises(UnsupportedModelError, match=r"returns a loss of .* where the mean"):
             found()
     model = changed()
+    stage_model = build_stage_model(model)
     model.class_weights[:100] = 20.0
-    with pytest.raises(UnsupportedModelError, match=r"returns a loss of .* where the mean"):
-        build_stage_model(model)
+    for found in (lambda: build_stage_model(model), stage_model.carry_over):
+        with pytest.raises(UnsupportedModelError, match=r"returns a loss of .* where the mean"):
+            found()
+    model = changed()
+    stage_model = build_stage_model(model)
+    model.tempering.fill_(1.0)
+    with pytest.raises(UnsupportedModelError, match=r"more than a scale or a cap.*set it before"):
+        stage_model.carry_over()
+
+
+def test_a_forward_that_fails_on_numbers_is_taken_as_it_is():
+    def careful(self, *args, **kwargs):
+        assert kwargs["input_ids"].max() < 10
+        return type(self).forward(self, *args, **kwargs)
+
+    model = tiny("llama")
+    model.forward = types.MethodType(careful, model)
+    assert build_stage_model(model).after_head.transform is None
 
 
 def test_what_a_family_makes_of_labels_is_said_or_refused(caplog):

@@ -384,3 +384,8 @@ def test_the_loss_of_balance_is_what_the_model_asks_for():
     with pytest.raises(UnsupportedModelError, match=r"6 routers and 0 experts.*aux_loss = .off"):
         build_stage_model(model)
     build_stage_model(model, aux_loss=False)
+    hashed = families.build("deepseek_v4")  # its first layers choose experts by the token
+    hashed.config.output_router_logits = True
+    hashed.router_aux_loss_coef = hashed.config.router_aux_loss_coef = 0.5
+    balance = StageModel(hashed).balance
+    assert 0 < balance._num_routers < len(balance.layers)

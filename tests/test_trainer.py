@@ -433,11 +433,11 @@ def trained_again(folder):
 
     data = prepare(folder)
 
-    def start(run, model, **hydra):
+    def start(run, model, strategies=("2x<1,1>", "1x<2,1>"), **sections):
         args = training_arguments(
             folder,
-            {"zero_optimization": {"stage": 3}},
-            hydra,
+            {"zero_optimization": {"stage": 3}, **sections},
+            {"strategies": strategies},
             output_dir=f"{folder}/{run}",
             save_strategy="no",
             num_train_epochs=1,
@@ -466,6 +466,12 @@ def trained_again(folder):
         trainer.save_model(f"{folder}/{name}-weights")
         if name == "one":
             result["stays"] = evaluated() is not None
+            trainer.lr_scheduler, own = object(), trainer.lr_scheduler
+            try:
+                trainer.train()
+            except ds_hydra.errors.HydraConfigError as error:
+                result["own schedule"] = str(error)
+            trainer.lr_scheduler = own
             result["one again"] = losses(trainer)
             result["after"] = trainer.evaluate()["eval_loss"]
         else:
@@ -479,7 +485,10 @@ def trained_again(folder):
     except ds_hydra.errors.HydraConfigError as error:
         result["held"] = str(error)
     trainer.engine.destroy()
-    result["third"] = losses(start("third", model))
+    third = start("third", model, bfloat16={"enabled": False})
+    result["third"] = losses(third)
+    third.engine.destroy()
+    result["after destroy"] = third.evaluate()["eval_loss"] < result["after"]
     return result
 
 
@@ -493,6 +502,8 @@ def test_one_model_is_evaluated_and_trained_again_and_again(tmp_path):
     assert result["after"] == result["alone after"] < result["before"]
     assert not result["stays"], "the engine that evaluated is kept for ever"
     assert "an engine holds this LlamaForCausalLM" in result["held"]
+    assert "lr_scheduler is a object that was given" in result["own schedule"]
+    assert result["after destroy"]
 
 
 def killed_while_saving(folder):

@@ -433,9 +433,15 @@ def _with_known_names(given: Any) -> Any:
     sections = _SECTIONS | {"bfloat16"}
     known = {key: value for key, value in given.items() if value is not None or key not in sections}
     if "bfloat16" in known:
-        if "bf16" in known:
-            raise HydraConfigError('"bf16" and "bfloat16" are two names of one section; remove one')
-        known["bf16"] = known.pop("bfloat16")
+        other, both = known.pop("bfloat16"), known.get("bf16", {})
+        if not isinstance(other, Mapping) or not isinstance(both, Mapping):
+            known["bf16"] = other  # refused below
+        elif {other.get("enabled"), both.get("enabled")} >= {True, False}:
+            raise HydraConfigError(
+                'bf16.enabled and bfloat16.enabled differ, and are two names of one key; remove "bfloat16"'
+            )
+        else:
+            known["bf16"] = {**other, **both}
     prints = known.get("steps_per_print")
     if type(prints) in (int, float) and prints in (0, inf):
         known["steps_per_print"] = sys.maxsize

@@ -166,9 +166,9 @@ class HydraEngine(CheckpointingEngine):
                     )
                     self.hydra.source.start()
         except BaseException:
-            self._end(
-                waits=False
-            )  # a notebook may mend what was wrong, and start on the same model
+            # A notebook may mend what was wrong, and start on the same model.
+            with contextlib.suppress(Exception):
+                self._end(waits=False)
             raise
         if self.hydra.is_first_rank:
             logger.info(self.hydra.describe())
@@ -438,18 +438,25 @@ class HydraEngine(CheckpointingEngine):
         with contextlib.suppress(Exception):  # it may be half made
             self._end(waits=False)  # garbage is collected when each rank likes
 
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether nothing can be asked of it any more."""
+        return getattr(self, "_hydra", None) is None
+
     def _end(self, *, waits: bool) -> None:
-        if getattr(self, "_hydra", None) is not None:
-            self.hydra.close()
-            # The model has hooks of DeepSpeed that hold the engine
-            self._hydra = self._gradients = None
-            show_collector_all()
-        super().destroy()
-        while held := getattr(self, "_held", None):
-            module_state.let_go(held.pop())
-        if getattr(self, "_is_watched", False):
-            self._is_watched = False
-            leave_watchdog(waits=waits)
+        try:
+            if not self.is_destroyed:
+                self.hydra.close()
+                # The model has hooks of DeepSpeed that hold the engine
+                self._hydra = self._gradients = None
+                show_collector_all()
+            super().destroy()
+        finally:
+            while held := getattr(self, "_held", None):
+                module_state.let_go(held.pop())
+            if getattr(self, "_is_watched", False):
+                self._is_watched = False
+                leave_watchdog(waits=waits)
 
     def _find_untrained(self) -> HydraConfigError | None:
         """What an engine for evaluation alone lacks."""

@@ -116,6 +116,12 @@ def initialize(
     refuse_auto(ds_config)
     used = {"optimizer": optimizer is None, "scheduler": lr_scheduler is None}
     check_buildable({key: ds_config[key] for key in ds_config if used.get(key, True)})
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is not None and not any(group["params"] for group in groups):
+        raise HydraConfigError(
+            f"the {type(optimizer).__name__} has no parameters: another engine has taken them (DeepSpeed steps its own "
+            "copies); make a new optimizer for this one"
+        )
     if optimizer is not None or "optimizer" in ds_config:
         check_trains(model)
     if model_parameters is None and optimizer is None:

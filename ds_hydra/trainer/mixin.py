@@ -62,6 +62,7 @@ class EngineMixin:
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._trained, self._since_log = Counters(), Counters()
+        self._of_engine: tuple[Any, Any] = (None, None)
         super().__init__(*args, **kwargs)
         self._refuse_optimizers()
         ds_config = self.accelerator.state.deepspeed_plugin.hf_ds_config.config
@@ -72,9 +73,9 @@ class EngineMixin:
         self._show_strategy_in_progress_bar()
 
     def _refuse_optimizers(self) -> None:
-        """Before an engine exists: refuse what transformers drops with DeepSpeed."""
-        for name in ("optimizer", "lr_scheduler"):
-            if (given := getattr(self, name)) is not None:
+        """Before an engine exists, or another one: refuse what transformers drops with DeepSpeed."""
+        for name, own in zip(("optimizer", "lr_scheduler"), self._of_engine, strict=True):
+            if (given := getattr(self, name)) is not None and given is not own:
                 raise HydraConfigError(
                     f"{name} is a {type(given).__name__} that was given or made before train(), and transformers does "
                     "not use it with DeepSpeed; leave it out and pass optimizer_cls_and_kwargs, or override "
@@ -110,6 +111,10 @@ class EngineMixin:
             settings = self.args.liger_kernel_config
             self.args.liger_kernel_config = complete_settings(unwrap_adapters(self.model), settings)
         self._forget_accelerator()
+        if (plugin := self.args.deepspeed_plugin) is not None:
+            ds_config = plugin.hf_ds_config.config
+            if "bfloat16" in ds_config and "bf16" not in ds_config:
+                ds_config["bf16"] = ds_config.pop("bfloat16")  # the one name that accelerate knows
         super().create_accelerator_and_postprocess()
         if not self.is_deepspeed_enabled:
             if self.args.deepspeed_plugin is not None and "ACCELERATE_USE_CPU" in os.environ:
@@ -197,11 +202,7 @@ class EngineMixin:
         if self.deepspeed is None:
             self._refuse_optimizers()
         else:
-            self.engine.destroy()
-            self.accelerator.deepspeed_engine_wrapped = None
-            self.accelerator.free_memory()
-            self.deepspeed = self.optimizer = self.lr_scheduler = None
-            self.model_wrapped = self.model
+            self._forget_engine()
         if resume_from_checkpoint is True:
             restore_checkpoints(
                 Path(self.args.output_dir), commits=self.args.should_save, device=self.args.device
@@ -209,13 +210,31 @@ class EngineMixin:
         with names_losses():
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def _forget_engine(self) -> None:
+        """Destroy the engine, and let go of what it was started with. Raises HydraConfigError for
+        an optimizer or a schedule that was set since then.
+        """
+        self._refuse_optimizers()
+        self.engine.destroy()
+        self.accelerator.deepspeed_engine_wrapped = None
+        self.accelerator.free_memory()
+        self.deepspeed, self.model_wrapped = None, self.model
+        self.optimizer = self.lr_scheduler = None
+        self._of_engine = (None, None)
+
+    def _forget_destroyed(self) -> None:
+        if isinstance(self.deepspeed, HydraEngine) and self.deepspeed.is_destroyed:
+            self._forget_engine()
+
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers."""
+        self._forget_destroyed()
         with names_losses():
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers."""
+        self._forget_destroyed()
         with names_losses():
             return super().predict(*args, **kwargs)
 
@@ -251,6 +270,7 @@ class EngineMixin:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
             self._load_scaler(resume_from_checkpoint)
         self._trained, self._since_log = Counters(), Counters()
+        self._of_engine = (self.optimizer, self.lr_scheduler)
         return model, train_dataloader
 
     def _load_engine(self, checkpoint: str) -> None:

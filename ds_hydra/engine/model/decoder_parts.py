@@ -248,15 +248,13 @@ def check_unchanged(model: nn.Module, *, has_own_masks: bool) -> None:
 
 
 def _find_changed_layers(parts: DecoderParts, config: Any) -> Iterator[str]:
-    types, window = (
-        getattr(config, "layer_types", None) or [],
-        getattr(config, "sliding_window", None),
-    )
+    types = getattr(config, "layer_types", None) or []
+    window = getattr(config, "sliding_window", None)
     for place, layer in enumerate(parts.layers):
         for name, module in layer.named_modules():
             where = f"{name} of layer {place}"
             if vars(module).get("is_causal") is False and "encoder" not in name:
-                if getattr(config, "add_cross_attention", False):
+                if "cross" in name and getattr(config, "add_cross_attention", False):
                     yield f"{where} is for an encoder's output; load the model with add_cross_attention=False"
                 yield f"{where} has is_causal = False, and attention is causal; set it to True"
             own = vars(module).get("sliding_window")

@@ -145,7 +145,9 @@ class ExpertBalance:
         self._num_routers = len(routers)
         if not routers and not found:  # of no experts, as of a dense Doge
             self.loss = None
-        if self.loss is not None and len(routers) != len(found):
+        of_layer = {module: i for i, layer in enumerate(layers) for module in layer.modules()}
+        alone = [router for router in routers if of_layer.get(router) not in self.layers]
+        if self.loss is not None and (alone or not routers):
             raise UnsupportedModelError(
                 f"{type(model).__name__} asks for a loss of balance (output_router_logits, {self.loss.key} = "
                 f"{self.loss.coefficient:g}), and {len(routers)} routers and {len(found)} experts are found of it, "

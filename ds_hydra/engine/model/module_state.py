@@ -55,8 +55,8 @@ class ModuleState:
 
     def carry_over(self) -> list[nn.Module]:
         """Give the copy what was set on the model's modules since the last call: plain attributes
-        (`disable_adapter()`, a LoRA scaling) and buffers. Returns modules of the copy of which
-        attributes were set.
+        (`disable_adapter()`, a LoRA scaling) and buffers. Returns modules of the copy that
+        got something new, as far as that is known.
 
         Raises UnsupportedModelError for other modules, patched forwards and hooks. Not collective.
         """
@@ -119,7 +119,7 @@ class _Twins:
         check_hooks(self._name, self.module)
 
     def carry_over(self) -> bool:
-        """Give the copy what has changed. Returns whether attributes have."""
+        """Give the copy what has changed. Returns whether anything has, as far as is known."""
         held, is_changed = vars(self.module), False
         for key, before in self._plain.items():
             value = held.get(key, before)
@@ -133,31 +133,33 @@ class _Twins:
                 vars(self.twin)[key] = copy.deepcopy(value)
                 is_changed = True
         for key in {**self.module._buffers, **self._buffers}:
-            self._take_buffer(key)
+            is_changed |= self._take_buffer(key)
         return is_changed
 
-    def _take_buffer(self, key: str) -> None:
+    def _take_buffer(self, key: str) -> bool:
         """Give the copy the module's buffer, where its bits are others than those that were taken
         over: one that is edited through `.data` keeps its identity and version. What the copy has
-        made of its own since then stays otherwise. The host waits for no accelerator.
+        made of its own since then stays otherwise. Returns whether they are others; the host waits
+        for no accelerator to know.
         """
         now, before = self.module._buffers.get(key), self._buffers.get(key)
         twin = self.twin._buffers.get(key)
         if now is None and before is None:
-            return
+            return False
         is_other: bool | Tensor = True
         if now is not None and before is not None and _kind(now) == _kind(before):
             if now.is_meta:
-                return
+                return False
             is_other = (_bits(now) != _bits(before)).any()
             if now.device.type != "cpu" and twin is not None and _kind(now) == _kind(twin):
                 self.twin._buffers[key] = torch.where(is_other, now.detach(), twin)
                 self._buffers[key] = _clone(now)
-                return
+                return False
         if is_other:
             own = self._buffers[key] = _clone(now)
             device = None if twin is None else twin.device
             self.twin._buffers[key] = None if own is None else own.clone().to(device)
+        return bool(is_other)
 
 
 def _clone(buffer: Tensor | None) -> Tensor | None:
@@ -301,8 +303,8 @@ def hold(model: nn.Module) -> None:
 
 
 def let_go(model: nn.Module) -> None:
-    """Take away what DeepSpeed leaves on the modules of a destroyed engine, or of one whose start
-    failed: it holds the engine, and gathers parameters for it.
+    """Take away the hooks and dictionaries that DeepSpeed leaves on the modules of a destroyed
+    engine, or of one whose start failed: they hold the engine, and gather parameters for it.
     """
     parameter_offload.FWD_MODULE_STACK[:] = [
         module for module in parameter_offload.FWD_MODULE_STACK if module is not model
@@ -330,5 +332,5 @@ def check_free(model: Any) -> None:
     if any(module in _modules_of_engines for module in model.modules()):
         raise HydraConfigError(
             f"an engine holds this {type(model).__name__} (or a part of it), and ZeRO-3 has its parameters; go on with "
-            "that engine, or call its destroy() first (trainer.engine.destroy() of a Trainer)"
+            "that engine, call its destroy() first (trainer.engine.destroy() of a Trainer), or load the model anew"
         )

@@ -120,6 +120,8 @@ class AfterHead:
 
     transform: LogitTransform | None = None
     """None where it is none that is known."""
+    splits_by_column: bool = True
+    """Whether each column of the vocabulary is a matter of its own; True where it is not known."""
     loss_problem: str = ""
     """How its loss differs from the mean cross entropy of its logits, or ""."""
     loss_note: str = ""
@@ -276,23 +278,51 @@ class StageForward:
         answers = self._placeholders[0].num_outputs
         self.show_layers(range(0))
         self._placeholders[0].ends = False
-        found = AfterHead()
-        for num_outputs in _NUMBERS_OF_OUTPUTS:
-            self._answer_with(num_outputs)
-            # Two values: a parameter after the head changes the logits
-            with contextlib.suppress(*_FOREIGN):
-                logits = []
-                for value in (0.0, 0.37):
-                    with _bound_to_constant(value, bindings, params, device):
-                        logits.append(self._answer(numbers).logits.float())
-                is_alone = torch.equal(*logits)
-                transform = LogitTransform.find(numbers, logits[0]) if is_alone else None
-                with _bound_to_constant(0.0, bindings, params, device):
-                    found = replace(self._find_loss(numbers), transform=transform)
-                break
-        self._answer_with(answers)
-        self.show_layers(range(len(self._layers)))
-        return found
+        try:
+            for num_outputs in _NUMBERS_OF_OUTPUTS:
+                self._answer_with(num_outputs)
+                with contextlib.suppress(Exception):  # a family's or a user's own code
+                    return self._try_head(numbers, bindings, params)
+            return AfterHead()
+        finally:
+            self._answer_with(answers)
+            self.show_layers(range(len(self._layers)))
+
+    def _try_head(
+        self, numbers: Tensor, bindings: Sequence[Binding], params: Sequence[nn.Parameter]
+    ) -> AfterHead:
+        with _bound_to_constant(1.0, bindings, params, numbers.device):
+            logits = self._answer(numbers).logits
+            mirrored = self._answer(numbers.flip(-1)).logits.flip(-1)
+            found = self._find_loss(numbers)
+        with (
+            _bound_to_constant(0.37, bindings, params, numbers.device),
+            self._with_other_buffers(),
+        ):
+            # A parameter changes the logits, or a buffer, which may be set while training runs
+            depends = not torch.equal(logits, self._answer(numbers).logits)
+        transform = None if depends else LogitTransform.find(numbers, logits.float())
+        splits = not depends and torch.equal(logits, mirrored)
+        return replace(found, transform=transform, splits_by_column=splits)
+
+    @contextlib.contextmanager
+    def _with_other_buffers(self) -> Iterator[None]:
+        """While open, buffers outside the layers have other numbers."""
+        inside = {module for layer in self._layers for module in layer.modules()}
+        held = [
+            (module, key, buffer)
+            for module in self._model.modules()
+            if module not in inside
+            for key, buffer in module._buffers.items()
+            if buffer is not None and buffer.is_floating_point()
+        ]
+        for module, key, buffer in held:
+            module._buffers[key] = 1.37 * buffer
+        try:
+            yield
+        finally:
+            for module, key, buffer in held:
+                module._buffers[key] = buffer
 
     def _find_loss(self, like: Tensor) -> AfterHead:
         generator = torch.Generator().manual_seed(0)
@@ -310,6 +340,10 @@ class StageForward:
             shifted = nn.functional.cross_entropy(logits_TV[:-1], ids_1T[0, 1:])
             losses.append((loss, shifted, nn.functional.cross_entropy(logits_TV, ids_1T[0])))
         found, wanted, unshifted = torch.tensor(losses, dtype=torch.float64).unbind(1)
+        if not torch.isfinite(
+            torch.tensor(losses)
+        ).all():  # numbers that its logits are not made for
+            return AfterHead()
         if torch.allclose(found, wanted, rtol=_MOST_DIFFERENCE):
             return AfterHead()
         of_class = f"its forward of {type(self._model).forward.__module__}"
@@ -413,8 +447,9 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _few_tokens(numbers: Tensor) -> Tensor:
-    """[1, 5] of the whole vocabulary."""
-    return torch.linspace(1, numbers.shape[-1] - 1, 5, device=numbers.device).long().unsqueeze(0)
+    """[1, 5] all over the vocabulary, but for its end, which may be reserved."""
+    end = 0.9 * (numbers.shape[-1] - 1)
+    return torch.linspace(1, end, 5, device=numbers.device).long().unsqueeze(0)
 
 
 def _hand_on(hidden: Tensor, _head: nn.Linear) -> Tensor:

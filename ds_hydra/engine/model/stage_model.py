@@ -239,10 +239,10 @@ class StageModel:
                 f"scheme {scheme}: the layers of {name} cannot be split into stages, because "
                 f"{self.no_pp_because}; use PP 1 in hydra.strategies"
             )
-        if scheme.tp > 1 and self._has_plain_head and self.after_head.transform is None:
+        if scheme.tp > 1 and not self.after_head.splits_by_column:
             raise UnsupportedModelError(
-                f"scheme {scheme}: what {name} makes of its head's output is no scale and no cap, and may need all "
-                "columns of the vocabulary, which TP splits; use TP 1 in hydra.strategies"
+                f"scheme {scheme}: what {name} makes of its head's output depends on more than each of its columns, "
+                "which TP splits: on others, on a parameter or on a buffer; use TP 1 in hydra.strategies"
             )
         if scheme.tp > 1:
             scheme_support.check_tensor_parallel(
@@ -393,8 +393,13 @@ class StageModel:
         """Take over what was set on the trained model's modules (`ModuleState.carry_over`)."""
         inside = {module for layer in self._layers for module in layer.modules()}
         if not inside.issuperset(self._state.carry_over()):
-            self.after_head = self._try_head()
+            before, self.after_head = self.after_head, self._try_head()
             self.check_loss()
+            if self.after_head.transform is None and before.transform is not None:
+                raise UnsupportedModelError(
+                    f"what was set on modules of {type(self._model).__name__} makes its logits more than a scale or a "
+                    "cap of its head's output, as which training has begun; set it before ds_hydra.initialize"
+                )
 
     def _try_head(self) -> AfterHead:
         if not self._has_plain_head:

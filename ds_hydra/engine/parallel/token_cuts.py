@@ -349,7 +349,7 @@ class KeysOfRow:
         """Lets the gradient of a layer's output `hidden` gather the layer's keys again, those first
         whose attention's backward comes first. Collective over the group in backward.
         """
-        if not hidden.requires_grad:  # no backward comes here; those before belong to the next one
+        if not hidden.requires_grad:  # no gradient comes here: a later output gathers these parts
             return
         parts = [*reversed(self._gathered)]
         self._gathered.clear()
@@ -442,7 +442,7 @@ class _Part:
         if isinstance(packed, Tensor):
             return packed
         if not self._again:
-            if self.select is _gone:  # a layer that no output of a list's layer follows
+            if self.select is _gone:  # no hook of a later output has gathered them
                 self.gather_again()
             self._again = self.select()
             self.select = _gone
