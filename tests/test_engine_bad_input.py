@@ -72,6 +72,16 @@ def load_without_optimizer():
     engine.load_checkpoint("checkpoints")
 
 
+def use_an_optimizer_again():
+    model = tiny("llama", num_hidden_layers=2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(2):
+        engine, *_ = ds_hydra.initialize(
+            model=model, optimizer=optimizer, config=ds_config(hydra={})
+        )
+        engine.destroy()
+
+
 MISTAKES = {
     "misspelled hydra key": (
         lambda: initialize(hydra={"contxt_length": 64}),
@@ -215,6 +225,11 @@ MISTAKES = {
         train_without_optimizer,
         HydraConfigError,
         ("no optimizer", '"optimizer" section', "eval_batch"),
+    ),
+    "an optimizer of another engine": (
+        use_an_optimizer_again,
+        HydraConfigError,
+        ("the AdamW has no parameters", "make a new optimizer"),
     ),
     "a checkpoint for an engine without optimizer": (
         load_without_optimizer,
