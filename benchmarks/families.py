@@ -85,6 +85,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
+    "prophetnet": {"disable_ngram_loss": True, "eps": 0.0},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,

@@ -73,7 +73,7 @@ class EngineMixin:
         self._show_strategy_in_progress_bar()
 
     def _refuse_optimizers(self) -> None:
-        """Before an engine exists, or another one: refuse what transformers drops with DeepSpeed."""
+        """Before an engine starts: refuse what transformers drops with DeepSpeed."""
         for name, own in zip(("optimizer", "lr_scheduler"), self._of_engine, strict=True):
             if (given := getattr(self, name)) is not None and given is not own:
                 raise HydraConfigError(
