@@ -302,7 +302,7 @@ def check_patched():
     """A forward that the user bound to the model scales logits, and one of a layer its MLP."""
     model = tiny("llama")
 
-    def scaled(self, *args, **kwargs):
+    def scaled(self, *args, labels=None, **kwargs):
         output = type(self).forward(self, *args, **kwargs)
         output.logits = output.logits * 0.5
         return output
