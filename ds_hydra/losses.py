@@ -1,13 +1,4 @@
-"""What `train_batch(batch, loss=...)` minimises."""
+"""What `train_batch(batch, loss=...)` minimises, under a name to import it by."""
 
-from ds_hydra.engine.losses import (
-    DPO,
-    GRPO,
-    CrossEntropy,
-    Distillation,
-    Loss,
-    SequenceLoss,
-    Tokens,
-)
-
-__all__ = ["DPO", "GRPO", "CrossEntropy", "Distillation", "Loss", "SequenceLoss", "Tokens"]
+from ds_hydra.engine.losses import *  # noqa: F403
+from ds_hydra.engine.losses import __all__ as __all__

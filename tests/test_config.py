@@ -342,6 +342,8 @@ def test_bfloat16_is_another_name_of_bf16():
     assert read_ds_config(ds_config(**both))[0]["bf16"] == {"enabled": True}
     both["bf16"]["enabled"] = False
     assert config_problem(ds_config(**both)).startswith("bf16.enabled and bfloat16.enabled differ")
+    both["bf16"]["enabled"] = [True]
+    assert config_problem(ds_config(**both)) == "bf16.enabled is [true], expected true or false"
     masters = ds_config(bfloat16={"enabled": True, "bf16_master_weights_and_grads": True})
     assert config_problem(masters).startswith("bf16.bf16_master_weights_and_grads is true")
 

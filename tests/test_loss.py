@@ -430,6 +430,13 @@ def test_a_loss_that_an_attribute_or_a_buffer_switches_on_is_refused():
         stage_model.carry_over()
 
 
+def test_losses_are_found_by_both_ways_to_import_them():
+    import ds_hydra
+    from ds_hydra.losses import CrossEntropy as by_module
+
+    assert ds_hydra.losses.CrossEntropy is by_module is CrossEntropy
+
+
 def test_a_forward_that_fails_on_numbers_is_taken_as_it_is():
     def careful(self, *args, **kwargs):
         assert kwargs["input_ids"].max() < 10

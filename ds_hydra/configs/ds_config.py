@@ -391,12 +391,12 @@ def _find_misspelled(config: Mapping[str, Any]) -> Iterator[str]:
             if key in read or key.startswith("_"):
                 continue
             nearest = get_close_matches(key.lower(), read, n=1, cutoff=_NEAR_MISS)
-            hint = (
-                f'write it into "{section}.params"'
-                if "params" in read
-                else f"it reads {', '.join(read)}"
-            )
-            hint = f'did you mean "{nearest[0]}"?' if nearest else hint
+            if nearest:
+                hint = f'did you mean "{nearest[0]}"?'
+            elif "params" in read:
+                hint = f'write it into "{section}.params"'
+            else:
+                hint = f"it reads {', '.join(read)}"
             yield f"{section}.{key} is not read by DeepSpeed and would be ignored; {hint}"
 
 
@@ -436,7 +436,7 @@ def _with_known_names(given: Any) -> Any:
         other, both = known.pop("bfloat16"), known.get("bf16", {})
         if not isinstance(other, Mapping) or not isinstance(both, Mapping):
             known["bf16"] = other  # refused below
-        elif {other.get("enabled"), both.get("enabled")} >= {True, False}:
+        elif [other.get("enabled"), both.get("enabled")] in ([True, False], [False, True]):
             raise HydraConfigError(
                 'bf16.enabled and bfloat16.enabled differ, and are two names of one key; remove "bfloat16"'
             )

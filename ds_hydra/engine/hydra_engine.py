@@ -452,7 +452,8 @@ class HydraEngine(CheckpointingEngine):
                 show_collector_all()
             super().destroy()
         finally:
-            while held := getattr(self, "_held", None):
+            held = getattr(self, "_held", [])
+            while held:  # once: another engine may have the model then
                 module_state.let_go(held.pop())
             if getattr(self, "_is_watched", False):
                 self._is_watched = False

@@ -155,6 +155,11 @@ class StageForward:
         self.device = _device_of(model)
         """Where the buffers were at the start."""
 
+    @property
+    def inside_layers(self) -> set[nn.Module]:
+        """The layers, and all modules in them."""
+        return {module for layer in self._layers for module in layer.modules()}
+
     def show_layers(self, own: range) -> None:
         """Put the layers `own` in their places; the forward ends after them where others follow."""
         for index, (layer, placeholder) in enumerate(
@@ -308,7 +313,7 @@ class StageForward:
     @contextlib.contextmanager
     def _with_other_buffers(self) -> Iterator[None]:
         """While open, buffers outside the layers have other numbers."""
-        inside = {module for layer in self._layers for module in layer.modules()}
+        inside = self.inside_layers  # which placeholders stand for
         held = [
             (module, key, buffer)
             for module in self._model.modules()

@@ -391,8 +391,8 @@ class StageModel:
 
     def carry_over(self) -> None:
         """Take over what was set on the trained model's modules (`ModuleState.carry_over`)."""
-        inside = {module for layer in self._layers for module in layer.modules()}
-        if not inside.issuperset(self._state.carry_over()):
+        changed = self._state.carry_over()  # in most iterations nothing
+        if changed and not self._forward.inside_layers.issuperset(changed):
             before, self.after_head = self.after_head, self._try_head()
             self.check_loss()
             if self.after_head.transform is None and before.transform is not None:
