@@ -115,6 +115,7 @@ def test_compiled_layers_of_liger_have_the_gradients_of_one_process():
 def test_compiled_layers_call_the_kernels_of_liger_on_a_device_too(monkeypatch):
     """torch's compiler looks into none of them, without Triton's interpreter either: a GPU's."""
     from liger_kernel.ops import LigerRMSNormFunction, LigerSiLUMulFunction, rms_norm, swiglu
+    from liger_kernel.transformers import swiglu as layers
     from liger_kernel.transformers.rms_norm import LigerRMSNorm
     from liger_kernel.transformers.swiglu import LigerSwiGLUMLP
 
@@ -138,15 +139,24 @@ def test_compiled_layers_call_the_kernels_of_liger_on_a_device_too(monkeypatch):
     monkeypatch.setattr(swiglu, "swiglu_forward", lambda a, b, *_: (a, b, kernel(a * b)))
     for function in (LigerRMSNormFunction, LigerSiLUMulFunction):
         monkeypatch.setattr(function, "forward", function.forward)  # as it was, afterwards
+    monkeypatch.setattr(layers, "_swiglu_dispatch", layers._swiglu_dispatch)
+    graphs = []
+
+    def compile_graph(graph, inputs):
+        graphs.append([value.dim() for value in inputs if torch.is_tensor(value)])
+        return graph
+
     model = tiny("llama", num_hidden_layers=1)
     norm, mlp = LigerRMSNorm(model.config.hidden_size), LigerSwiGLUMLP(model.config)
     model.model.norm, model.model.layers[0].mlp = norm, mlp
     liger.check_patches(model)
     hidden = torch.randn(1, 3, model.config.hidden_size, requires_grad=True)
     for module in (norm, mlp):
-        torch.compile(module.forward, backend="eager", dynamic=True)(hidden)
+        torch.compile(module.forward, backend=compile_graph, dynamic=True)(hidden)
     assert len(calls) == 2
     assert not any(looked_into)
+    assert any(graphs)
+    assert not [g for g in graphs if g and not any(g)], "a graph of numbers alone, for the CPU"
 
 
 def check_trainer(folder):

@@ -561,7 +561,7 @@ def test_what_is_in_use_outside_of_torch_is_what_torch_has_not_got(monkeypatch):
     assert memory.outside_bytes() == 20
 
 
-def filled(monkeypatch, run_once, *, memory_bytes=10_000_000, peak_bytes=0):
+def filled(monkeypatch, run_once, *, memory_bytes=10_000_000, peak_bytes=0, tokens=100_000):
     """Fills the memory of two ranks of `<1,1>` and `<2,1>` with a profile of so many bytes."""
     accelerator = SimpleNamespace(
         device_name=lambda: "fake",
@@ -577,7 +577,7 @@ def filled(monkeypatch, run_once, *, memory_bytes=10_000_000, peak_bytes=0):
     profile = Profile.from_json(small_profile(memory_bytes, num_layers=4))
     strategies = [Strategy.parse(text) for text in ("2x<1,1>", "1x<2,1>")]
     propagator = SimpleNamespace(num_ranks=2, rank=0, max_over_ranks=lambda value: value)
-    config = HydraConfig(context_length=64, tokens_per_iteration=100_000)
+    config = HydraConfig(context_length=64, tokens_per_iteration=tokens)
     with memory.naming_memory_limit(memory_bytes):
         profiler._fill_memory(
             propagator, {s.schemes[0]: s for s in strategies}, profile, config, Measurements()
@@ -611,6 +611,12 @@ def test_more_memory_than_the_profile_says_is_told_with_a_limit(monkeypatch, cap
     assert "0.02 GB at the peak, where the profile says 0.01" in message
     limit = int(message.rsplit(" ", 1)[1])
     assert 0.45 * 10_000_000 <= limit <= 0.55 * 10_000_000
+
+
+def test_memory_that_is_there_anyway_is_not_told(monkeypatch, caplog):
+    """Iterations of few tokens fill a part of it, whatever a tiny model's profile says."""
+    filled(monkeypatch, lambda *_: None, peak_bytes=9_000_000, tokens=128)
+    assert not caplog.messages
 
 
 def test_a_device_that_maxlen_overfills_names_the_memory_limit(monkeypatch):

@@ -218,7 +218,7 @@ def look_for_races() -> None:
     """
     from torch.cuda import _sanitizer
 
-    handler, lock = _sanitizer.cuda_sanitizer.event_handler, threading.Lock()
+    handler, lock = _sanitizer.cuda_sanitizer.dispatch.event_handler, threading.Lock()
     handle, serve = handler._handle_kernel_launch, link_thread.LinkThread._serve
 
     def locked(*arguments: Any) -> Any:

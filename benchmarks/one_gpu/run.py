@@ -87,12 +87,15 @@ STEPS: tuple[tuple[float, tuple[tuple[Step, ...], ...]], ...] = (
         (
             (
                 _step("parity of 2 ranks", "parity", ranks=2, limit_s=110),
+                _step("lengths of 2 ranks", "lengths", ranks=2, limit_s=75),
                 Step(name="Trainer of 2 ranks", arguments=(TRAINER, *_BF16), ranks=2, limit_s=90,
                      gpu_only=_SHOWN),
                 _step("doctor of 2 ranks", "examine", ranks=2, limit_s=110),
-                Step(name="demo of 4 ranks", arguments=(DEMO, "--iterations", "12"), ranks=4, limit_s=90,
-                     gpu_only=_SHOWN),
+                _step("states of 2 ranks", "states", ranks=2, limit_s=100),
                 _step("parity of 4 ranks", "parity", ranks=4, limit_s=120),
+                _step("lengths of 4 ranks", "lengths", ranks=4, limit_s=60),
+                Step(name="demo of 4 ranks", arguments=(DEMO, "--iterations", "12"), ranks=4, limit_s=120,
+                     gpu_only=_SHOWN),
                 _step(
                     "races", "parity", "--races", ranks=2, limit_s=90,
                     gpu_only="the sanitizer of torch sees CUDA streams alone",

@@ -12,7 +12,8 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Mapping
+import types
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def check_patches(model: nn.Module) -> None:
             f"{type(model).__name__} is patched by Liger, whose Triton kernels do not run on a CPU; leave out "
             "use_liger_kernel or apply_liger_kernel_to_*, or set TRITON_INTERPRET=1, which is right and slow"
         )
-    _keep_out_of_graphs(torch.autograd.Function)
+    _keep_out_of_graphs()
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     if is_first and is_of_liger(model.forward):
         logger.warning(
@@ -64,14 +65,36 @@ def check_patches(model: nn.Module) -> None:
         )
 
 
-def _keep_out_of_graphs(kind: Any) -> None:
-    """Let compiled layers call what Liger has derived from `kind`, each of which is a kernel: torch
-    2.11's compiler fails where it looks into them, and any into Triton's interpreter.
+def _keep_out_of_graphs() -> None:
+    """Let compiled layers call each kernel of Liger, and the functions around kernels, as they are:
+    torch 2.11's compiler fails where it looks into a kernel, and any into Triton's interpreter. The
+    numbers that a function hands to its kernel would be a graph of their own, whose kernel for the
+    CPU a compiler of C++ builds for more than a minute.
     """
+    kernels = list(_kernels_of(torch.autograd.Function))
+    for kernel in kernels:
+        kernel.forward = staticmethod(_kept_out(kernel.forward))
+    names = {kernel.__name__ for kernel in kernels}
+    files = [file for name, file in sys.modules.items() if name.partition(".")[0] == _PACKAGE]
+    for file in files:
+        for name, function in list(vars(file).items()):
+            is_plain = isinstance(function, types.FunctionType) and is_of_liger(function)
+            if is_plain and names.intersection(function.__code__.co_names):
+                setattr(file, name, _kept_out(function))
+
+
+def _kernels_of(kind: Any) -> Iterator[Any]:
+    """What Liger has derived from `kind`, itself or from what others have: each is a kernel."""
     for function in kind.__subclasses__():
-        _keep_out_of_graphs(function)
-        if is_of_liger(function) and not hasattr(function.forward, "_torchdynamo_disable"):
-            function.forward = staticmethod(torch.compiler.disable(function.forward))
+        if is_of_liger(function):
+            yield function
+        yield from _kernels_of(function)
+
+
+def _kept_out(function: Any) -> Any:
+    """`function`, which torch's compiler calls as it is; one that is kept out already stays."""
+    is_kept_out = hasattr(function, "_torchdynamo_disable")
+    return function if is_kept_out else torch.compiler.disable(function)
 
 
 def complete_settings(model: Any, settings: Mapping[str, Any] | None) -> dict[str, Any]:

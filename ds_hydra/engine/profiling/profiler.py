@@ -164,7 +164,7 @@ def _fill_memory(
 ) -> None:
     """One iteration with micro-batches as long as plans may make them, under the scheme that has
     least room: where MaxLen is too long it ends here and not hours later. Collective over all
-    ranks; warns of more memory than the profile says.
+    ranks; warns of more memory than the profile says and than there is for plans.
     """
     num_ranks = propagator.num_ranks
     longest = {
@@ -190,7 +190,8 @@ def _fill_memory(
 
     peak = known.get(f"{scheme} peak bytes of {micro_batch} tokens with push", fill)
     said = profile.memory.rank_bytes(scheme, num_ranks, micro_batch.num_tokens)
-    if peak > (1 + _PEAK_TOLERANCE) * said and propagator.rank == 0:
+    is_over = peak > max((1 + _PEAK_TOLERANCE) * said, profile.memory.usable_bytes)
+    if is_over and propagator.rank == 0:
         logger.warning(
             "scheme %s, micro-batches of %d tokens: %.2f GB at the peak, where the profile says %.2f; should memory "
             "run out, set hydra.memory_limit_bytes to %d",

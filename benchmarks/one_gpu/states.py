@@ -1,0 +1,115 @@
+"""What an engine leaves and takes up: optimizers on the host, fp16, a checkpoint, the memory after
+its end.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from engines import start_hydra
+from models import VOCAB_SIZE, tiny
+from single_process import random_examples, token_mean_gradients
+from test_engine_parity import LENGTHS
+
+from benchmarks.one_gpu.device import HAS_GPU, is_first, join
+from benchmarks.one_gpu.telling import at_most, skip, tell, trying
+
+STRATEGIES = ("2x<1,1>", "1x<2,1>", "1x<1,2>")
+ON_HOST = {
+    "stage": 3,
+    "stage3_param_persistence_threshold": 0,
+    "offload_optimizer": {"device": "cpu", "pin_memory": HAS_GPU},
+}
+HALF = {"bf16": {"enabled": True}} if HAS_GPU else {}
+HALF_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
+
+
+def main() -> None:
+    device = join()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+
+    def start(dtype: torch.dtype, hydra: dict[str, Any] | None = None, **sections: Any) -> Any:
+        return start_hydra(tiny("llama").to(device, dtype), hydra=hydra, **sections)
+
+    def train(engine: Any) -> list[float]:
+        return [float(engine.train_batch(examples, strategy=s)) for s in STRATEGIES]
+
+    wanted = _train_alone(examples)
+    for name, limit, dtype, sections in (
+        ("fp32", 1e-4, torch.float32, {}),
+        ("fp32, optimizer on the host", 1e-4, torch.float32, {"zero_optimization": ON_HOST}),
+        ("bf16, optimizer on the host", 2e-2, HALF_DTYPE, HALF | {"zero_optimization": ON_HOST}),
+        ("fp16", 2e-2, torch.float16, {"fp16": {"enabled": True, "initial_scale_power": 8}}),
+    ):
+        if dtype is torch.float16 and not HAS_GPU:
+            skip(f"losses of three iterations, {name}", "DeepSpeed has no fp16 on a CPU")
+            continue
+        with trying(f"losses of three iterations, {name}"):
+            engine = start(dtype, **sections)
+            losses = train(engine)
+            engine.destroy()
+            error = max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True))
+            if is_first():
+                at_most(f"losses of three iterations, {name}", error, limit)
+    with trying("checkpoint"), tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder, 0)
+        first = start(HALF_DTYPE, {"deterministic": True}, **HALF)
+        train(first)
+        first.save_checkpoint(folder[0])
+        losses = train(first)
+        first.destroy()
+        second = start(HALF_DTYPE, {"deterministic": True}, **HALF)
+        second.load_checkpoint(folder[0])
+        is_same = train(second) == losses
+        second.destroy()
+        if is_first():
+            found = "the same" if is_same else "others"
+            tell("losses after a checkpoint", found, wanted="the same", is_well=is_same)
+        dist.barrier()
+    if HAS_GPU:
+        with trying("memory"):
+            look_at_memory(start, train)
+    else:
+        skip("memory after each engine", "a CPU does not tell")
+    dist.barrier()
+
+
+def look_at_memory(start: Any, train: Any) -> None:
+    """MB that torch holds after each of four engines, one after another."""
+    seen = []
+    for _ in range(4):
+        engine = start(HALF_DTYPE, **HALF)
+        train(engine)
+        engine.destroy()
+        del engine
+        gc.collect()
+        torch.cuda.synchronize()
+        seen.append(torch.cuda.memory_allocated() / 1e6)
+    if is_first():
+        found = ", ".join(f"{mb:.1f}" for mb in seen)
+        wanted = "the same from the second on"
+        tell("MB after each engine", found, wanted=wanted, is_well=seen[-1] <= seen[1] + 1)
+
+
+def _train_alone(examples: Any) -> list[float]:
+    """Losses of AdamW in one process."""
+    model, losses = tiny("llama"), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    for _ in STRATEGIES:
+        loss, grads = token_mean_gradients(model, examples)
+        losses.append(loss)
+        for parameter, grad in zip(model.parameters(), grads, strict=True):
+            parameter.grad = grad
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return losses
+
+
+if __name__ == "__main__":
+    main()
