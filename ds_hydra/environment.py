@@ -1,13 +1,19 @@
 """Settings that CUDA, its allocator and NCCL read from the environment when they start; set when
-ds_hydra is imported, and without importing torch.
+ds_hydra is imported, and without importing torch. Versions of the packages that ds_hydra needs.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
+
+from packaging.requirements import Requirement
+
+logger = logging.getLogger(__name__)
 
 WANTED = {
     # Kernels of the link's stream and of communicators could queue behind computation with fewer;
@@ -97,6 +103,33 @@ def in_the_way_of_overlap(environment: Mapping[str, str]) -> list[str]:
     ['CUDA_LAUNCH_BLOCKING=1']
     """
     return [f"{n}={value}" for n, value in _OVERLAP_FORBIDS.items() if environment.get(n) == value]
+
+
+def find_unmet_requirements() -> list[str]:
+    """What ds_hydra was installed with the wish for and what is not here, as "deepspeed 0.19.0
+    (wanted: >=0.19.8,<0.20)"; nothing of a copy that was not installed.
+    """
+    try:
+        texts = importlib.metadata.requires("ds_hydra") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    unmet = []
+    for wanted in map(Requirement, texts):
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(wanted.name)
+        except importlib.metadata.PackageNotFoundError:
+            version = "missing"
+        if version == "missing" or not wanted.specifier.contains(version, prereleases=True):
+            unmet.append(f"{wanted.name} {version} (wanted: {wanted.specifier})")
+    return unmet
+
+
+def warn_of_versions() -> None:
+    """Say on the first rank which packages are not those that ds_hydra needs."""
+    if os.environ.get("RANK", "0") == "0" and (unmet := find_unmet_requirements()):
+        logger.warning("packages of other versions than ds_hydra needs: %s", ", ".join(unmet))
 
 
 def prepare() -> None:

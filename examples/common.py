@@ -21,12 +21,12 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from stdlib.prepare import DEFAULT_CACHE_DIR, StdlibData, prepare, prepare_rows
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Qwen3MoeConfig,
 )
 from transformers.integrations import HfDeepSpeedConfig
 
@@ -36,6 +36,7 @@ from ds_hydra.progress import Progress
 from ds_hydra.report.run_report import summarize_run
 
 TINY = {
+    "model_type": "llama",
     "hidden_size": 128,
     "intermediate_size": 344,
     "num_hidden_layers": 4,
@@ -48,6 +49,7 @@ CPU.
 
 
 TINY_MOE = {
+    "model_type": "qwen3_moe",
     "hidden_size": 256,
     "intermediate_size": 640,
     "moe_intermediate_size": 160,
@@ -62,6 +64,8 @@ TINY_MOE = {
 }
 """About 20 million parameters, 6 million of them for a token."""
 
+SMALL = {"tiny": TINY, "tiny-moe": TINY_MOE}
+
 
 def argument_parser(doc: str, ds_config: Path, *, iterations: int) -> argparse.ArgumentParser:
     """The arguments that all examples take, also those that launchers add."""
@@ -69,7 +73,9 @@ def argument_parser(doc: str, ds_config: Path, *, iterations: int) -> argparse.A
         description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument(
-        "--model", default="tiny", help="tiny, tiny-moe, llama2-7b, llama2-13b or llama2-32b"
+        "--model",
+        default="tiny",
+        help=f"{', '.join(SMALL)}, or a preset, as llama2-7b or mixtral-8x7b",
     )
     parser.add_argument("--tokenizer", help="folder or hub id; none trains a small one on the data")
     parser.add_argument("--iterations", type=int, default=iterations, help="optimizer steps")
@@ -126,23 +132,23 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def build_model(name: str, vocab_size: int, config: dict[str, Any]) -> PreTrainedModel:
     """An untrained LLaMA or Qwen3-MoE, partitioned while it is built: no rank holds all of it."""
-    small = {"tiny": TINY, "tiny-moe": TINY_MOE}.get(name)
-    kind = Qwen3MoeConfig if small is TINY_MOE else LlamaConfig
-    shape = {
-        **(small or load_model_preset(name.replace("-", "_"))),
-        "vocab_size": vocab_size,
-        "max_position_embeddings": config["hydra"]["context_length"],
-    }
+    shape = model_config(name, vocab_size, config["hydra"]["context_length"])
     is_bf16 = config.get("bf16", {}).get("enabled", False)
     torch.manual_seed(0)
     # As long as it lives, models are partitioned
     keep_alive = HfDeepSpeedConfig(read_ds_config(config)[0])
     model = AutoModelForCausalLM.from_config(
-        kind(**shape, bos_token_id=None, eos_token_id=0),
-        dtype=torch.bfloat16 if is_bf16 else torch.float32,
+        shape, dtype=torch.bfloat16 if is_bf16 else torch.float32
     )
     del keep_alive
     return model
+
+
+def model_config(name: str, vocab_size: int, context_length: int) -> PreTrainedConfig:
+    """Of "tiny", "tiny-moe" or a preset, as "llama2-7b", with the tokens of another tokenizer."""
+    shape = SMALL[name] if name in SMALL else load_model_preset(name.replace("-", "_"))
+    own = {"vocab_size": vocab_size, "max_position_embeddings": context_length}
+    return AutoConfig.for_model(**{**shape, **own, "bos_token_id": None, "eos_token_id": 0})
 
 
 def load_model(
@@ -155,7 +161,7 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(name_or_path)
         return model, AutoTokenizer.from_pretrained(name_or_path)
     shape = {**TINY, "vocab_size": len(texts.tokenizer), "max_position_embeddings": 2048}
-    config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=0)
+    config = AutoConfig.for_model(**shape, bos_token_id=None, eos_token_id=0)
     model = AutoModelForCausalLM.from_config(config)
     # As the tokenizer has it: the Trainer would align them, with a line for each rank.
     model.config.pad_token_id = texts.tokenizer.pad_token_id

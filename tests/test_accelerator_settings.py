@@ -13,6 +13,7 @@ import deepspeed
 import pytest
 import torch
 
+from ds_hydra import environment as settings
 from ds_hydra.configs.hydra_config import HydraConfig, LinkConfig
 from ds_hydra.engine import candidates, hydra_engine_class
 from ds_hydra.engine.doctor.findings import check_settings
@@ -251,3 +252,30 @@ def test_the_doctor_tells_of_settings_that_came_too_late(nothing_chosen):
     assert "export CUDA_DEVICE_MAX_CONNECTIONS=32" in late.text
     os.environ.update(WANTED)
     assert check_settings(CUDA)[0].status.value == "ok"
+
+
+def test_packages_of_other_versions_are_told(monkeypatch, caplog):
+    wanted = ["torch>=2.11,<2.14", "peft>=99; extra == 'peft'", "nowhere>=1", "numpy>=1.26"]
+    monkeypatch.setattr(settings.importlib.metadata, "requires", lambda _: wanted)
+    versions = {"torch": "2.13.0+cpu", "numpy": "1.25.0", "peft": "0.20"}
+
+    def version(name):
+        if name not in versions:
+            raise settings.importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(settings.importlib.metadata, "version", version)
+    assert settings.find_unmet_requirements() == [
+        "nowhere missing (wanted: >=1)",
+        "numpy 1.25.0 (wanted: >=1.26)",
+    ]
+    monkeypatch.setenv("RANK", "1")
+    settings.warn_of_versions()
+    assert not caplog.messages
+    monkeypatch.setenv("RANK", "0")
+    settings.warn_of_versions()
+    assert "numpy 1.25.0 (wanted: >=1.26)" in caplog.messages[0]
+
+
+def test_all_packages_that_are_needed_are_here():
+    assert not settings.find_unmet_requirements()

@@ -415,6 +415,12 @@ OF_7B = "--profile a800_llama2_7b --histogram github --context 4096"
             "{}",
             "cannot load the tokenizer",
         ),
+        (
+            "lengths --dataset {file} --tokenizer no/such/folder --out out.json",
+            "{}",
+            "the tokenizer 'no/such/folder' does not exist",
+        ),
+        ("lengths --dataset texts/ --out out.json", "", "texts does not exist"),
     ],
 )
 def test_hostile_values_are_refused_by_name(tmp_path, command, content, named):

@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 from distributed import run_distributed
 
+from ds_hydra.configs.files import list_files
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 SOURCES = {
@@ -67,6 +69,17 @@ def small_config(name, folder):
     path = folder / f"{name}.json"
     path.write_text(json.dumps(config))
     return str(path)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe", *list_files("models")])
+def test_examples_train_every_model_that_has_a_name(monkeypatch, name):
+    """A cluster's own is not small enough to be started here: its configuration is made."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    config = load("common.py").model_config(name.replace("_", "-"), 777, 4096)
+    assert config.vocab_size == 777
+    assert config.max_position_embeddings == 4096
+    assert config.bos_token_id is None
+    assert config.eos_token_id == 0
 
 
 PRETRAINING = {"llama2_github", "llama2_commoncrawl", "moe", "custom_loop"}

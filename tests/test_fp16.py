@@ -94,14 +94,45 @@ def train_in_fp16(folder):
     resumed = start_hydra(tiny("llama_tied", seed=1), fp16=FP16)
     resumed.load_checkpoint(folder)
     outcome["resumed"] = state_of(resumed), state_of(engine)
+    outcome["other precisions"] = norms_in_other_precisions(folder, data[9])
     outcome["continued"] = [
         [
-            (float(e.train_batch(batch, strategy=s)), state_of(e))
+            (
+                float(e.train_batch(batch, strategy=s)),
+                state_of(e),
+                float(e.get_global_grad_norm()),
+            )
             for batch, s in zip(data[9:], STRATEGIES)
         ]
         for e in (engine, resumed)
     ]
+    outcome["from fp32"] = scale_after_fp32(folder, data[9])
     return outcome
+
+
+def norms_in_other_precisions(folder, batch):
+    """Of gradients of the first iteration after a checkpoint of fp16; the loss scale."""
+    found = []
+    for sections in ({}, {"bf16": {"enabled": True}}):
+        for options in ({}, {"load_optimizer_states": False}):
+            engine = start_hydra(tiny("llama_tied", seed=1), **sections)
+            engine.load_checkpoint(folder, **options)
+            engine.train_batch(batch, strategy=STRATEGIES[0])
+            norm, scale = engine.get_global_grad_norm(), engine.optimizer.loss_scale
+            found.append((float(norm), float(scale)))
+            engine.destroy()
+    return found
+
+
+def scale_after_fp32(folder, batch):
+    """The loss scale of fp16 that goes on from a checkpoint of fp32."""
+    engine = start_hydra(tiny("llama_tied"))
+    engine.train_batch(batch, strategy=STRATEGIES[0])
+    engine.save_checkpoint(f"{folder}/fp32")
+    engine.destroy()
+    engine = start_hydra(tiny("llama_tied", seed=1), fp16=FP16)
+    engine.load_checkpoint(f"{folder}/fp32")
+    return state_of(engine)[0]
 
 
 @pytest.mark.distributed
@@ -126,6 +157,10 @@ def test_the_loss_scale_follows_stock_deepspeed_and_is_resumed(tmp_path):
         unchanged, scale, state = outcome["inf on one rank"]
         assert unchanged
         assert state == (scale / 2, 4, 9)
+        for norm, scale in outcome["other precisions"]:
+            assert scale == 1
+            assert norm == pytest.approx(outcome["continued"][0][0][2], rel=0.05)
+        assert outcome["from fp32"] == 2.0**30
         resumed, saved = outcome["resumed"]
         assert resumed == saved
         first, again = outcome["continued"]

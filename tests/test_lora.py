@@ -21,7 +21,7 @@ from single_process import (
     token_mean_gradients,
 )
 
-from ds_hydra.engine.model.adapters import unwrap_adapters
+from ds_hydra.engine.model.adapters import has_resting_adapters, unwrap_adapters
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.tensor_parallel import PARTIAL, STYLES
 from ds_hydra.errors import UnsupportedModelError
@@ -327,3 +327,13 @@ def test_other_kinds_of_adapters_are_refused():
         UnsupportedModelError, match=r"merged into the weights; call model\.unmerge_adapter"
     ):
         unwrap_adapters(model)
+
+
+def test_adapters_that_rest_are_saved_too():
+    model = peft.get_peft_model(tiny("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    assert not has_resting_adapters(model)
+    assert not has_resting_adapters(tiny("llama"))
+    model.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"]))
+    assert has_resting_adapters(model)
+    model.base_model.set_adapter(["default", "second"])
+    assert not has_resting_adapters(model)

@@ -642,6 +642,10 @@ def other_uses(folder):
         )
     result["buffers"] = {str(buffer.dtype) for buffer in trainer.model.buffers()}
     result["full eval"] = args.bf16_full_eval
+    sections = {"checkpoint": {"use_node_local_storage": True}, "fp16": None}
+    args = training_arguments(folder, sections, output_dir=f"{folder}/nodes")
+    ds_hydra.HydraTrainer(tiny("llama"), args, train_dataset=data)
+    result["on each node"] = args.save_on_each_node
     return result
 
 
@@ -670,6 +674,7 @@ def test_partitioned_models_evaluation_alone_and_metrics_on_logits(tmp_path):
     assert result["metrics hydra"][3] == result["metrics stock"][3]
     assert result["buffers"] == {"torch.float32"}
     assert result["full eval"] is True
+    assert result["on each node"]
 
 
 def customised(folder):

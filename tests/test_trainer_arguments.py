@@ -38,6 +38,7 @@ from ds_hydra.trainer.arguments import (
     check_arguments,
     check_data_collator,
     check_dtype,
+    check_dtype_of_evaluation,
     check_overrides,
     correct_best_metric,
     drop_batch_size_mismatches,
@@ -47,7 +48,7 @@ from ds_hydra.trainer.arguments import (
     read_loss_option,
 )
 from ds_hydra.trainer.data import DatasetReader, Epochs, as_datasets, draw_rows, pad_examples
-from ds_hydra.trainer.mixin import EngineMixin
+from ds_hydra.trainer.mixin import EngineMixin, check_checkpoint
 
 SECTION = {"context_length": 128, "tokens_per_iteration": 512}
 SMALLEST = {"zero_optimization": {"stage": 3}, "hydra": SECTION}
@@ -68,6 +69,7 @@ def arguments(**settings):
         ({"auto_find_batch_size": True}, r"auto_find_batch_size=True: .*hydra\.memory_limit_bytes"),
         ({"debug": "underflow_overflow"}, "debug='underflow_overflow'"),
         ({"optim": "adalomo"}, r"optim='adalomo' steps inside of backward"),
+        ({"optim": "adagrad"}, r"optim='adagrad' fails in DeepSpeed"),
         (
             {
                 "activation_checkpointing": True,
@@ -80,6 +82,37 @@ def arguments(**settings):
 def test_what_would_not_be_honoured_is_refused(settings, message):
     with pytest.raises(HydraConfigError, match=message):
         check_arguments(arguments(**settings), print)
+
+
+def test_adafactor_says_what_zero3_makes_of_it():
+    notes = []
+    check_arguments(arguments(optim="adafactor"), notes.append)
+    assert "moments are not factored" in notes[0]
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_evaluation_in_16_bit_does_not_decide_how_weights_are_trained(name):
+    """transformers fills "auto" of the JSON in with the switch of evaluation."""
+    args = arguments(**{f"{name}_full_eval": True})
+    check_dtype_of_evaluation(args, {name: {"enabled": False}})
+    check_dtype_of_evaluation(args, {})
+    with pytest.raises(HydraConfigError, match=f"set {name}=True, or leave {name}_full_eval out"):
+        check_dtype_of_evaluation(args, {name: {"enabled": True}})
+    setattr(args, name, True)
+    check_dtype_of_evaluation(args, {name: {"enabled": True}})
+
+
+def test_a_checkpoint_to_resume_from_has_to_be_one(tmp_path):
+    whole = tmp_path / "checkpoint-4"
+    whole.mkdir()
+    (whole / "trainer_state.json").write_text("{}")
+    check_checkpoint(whole)
+    check_checkpoint(f"{whole}/")
+    for wrong in (tmp_path, tmp_path / "checkpoint-5", str(tmp_path / "last")):
+        with pytest.raises(HydraConfigError, match=rf"the last one near it is '.*{whole.name}'"):
+            check_checkpoint(wrong)
+    with pytest.raises(HydraConfigError, match=r"'True' has no trainer_state\.json"):
+        check_checkpoint("True")
 
 
 def sft_arguments(kind="SFTConfig", module="trl.trainer.sft_config", **settings):

@@ -24,7 +24,7 @@ STRATEGIES = {
         "1x<sp2,1;gather> + 2x<1,1;gather>", "1x<1,4>", "1x<sp2,cp2,1>"),
 }  # fmt: skip
 SIZES = (1024, 2816, 16) if HAS_GPU else (64, 160, 4)
-LONGEST, NUM_ITERATIONS = (4096, 32) if HAS_GPU else (128, 8)
+LONGEST, NUM_ITERATIONS = (4096, 32) if HAS_GPU else (128, 12)
 
 
 def main() -> None:

@@ -67,6 +67,7 @@ def _step(name: str, module: str, *arguments: str, **options: Any) -> Step:
 
 _QUEUES, _FOUR = "a CPU has no queues", "gloo is the same for two"
 _SHOWN = "tests run the examples on CPU ranks"
+_TESTED, _NO_KERNELS = "tests have them on CPU ranks", "a CPU loads no kernels"
 DEMO, TRAINER = "examples/stdlib/train.py", "examples/hf_trainer/pretrain.py"
 _BF16 = ("--bf16", "--max_steps", "12", "--save_steps", "6")
 PROBE = _step("probe of 2 ranks", "probe", ranks=2, limit_s=45)
@@ -87,13 +88,13 @@ STEPS: tuple[tuple[float, tuple[tuple[Step, ...], ...]], ...] = (
         (
             (
                 _step("parity of 2 ranks", "parity", ranks=2, limit_s=110),
-                _step("lengths of 2 ranks", "lengths", ranks=2, limit_s=75),
+                _step("lengths of 2 ranks", "lengths", ranks=2, limit_s=75, gpu_only=_NO_KERNELS),
                 Step(name="Trainer of 2 ranks", arguments=(TRAINER, *_BF16), ranks=2, limit_s=90,
                      gpu_only=_SHOWN),
                 _step("doctor of 2 ranks", "examine", ranks=2, limit_s=110),
-                _step("states of 2 ranks", "states", ranks=2, limit_s=100),
+                _step("states of 2 ranks", "states", ranks=2, limit_s=100, gpu_only=_TESTED),
                 _step("parity of 4 ranks", "parity", ranks=4, limit_s=120),
-                _step("lengths of 4 ranks", "lengths", ranks=4, limit_s=60),
+                _step("lengths of 4 ranks", "lengths", ranks=4, limit_s=60, gpu_only=_NO_KERNELS),
                 Step(name="demo of 4 ranks", arguments=(DEMO, "--iterations", "12"), ranks=4, limit_s=120,
                      gpu_only=_SHOWN),
                 _step(
@@ -120,7 +121,7 @@ STEPS: tuple[tuple[float, tuple[tuple[Step, ...], ...]], ...] = (
                 _step("speed", "speed", limit_s=150),
                 _step("times of a profile", "times", limit_s=90),
                 _step("loss and optimizer", "parts", limit_s=60),
-                _step("first uses", "first_uses", limit_s=70, gpu_only="a CPU loads no kernels"),
+                _step("first uses", "first_uses", limit_s=70, gpu_only=_NO_KERNELS),
                 _step("planner beside", "planner", ranks=1, limit_s=60),
             ),
         ),

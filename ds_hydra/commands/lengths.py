@@ -104,6 +104,10 @@ def _load_tokenizer(name: str | None) -> Tokenize | None:
     """A `tokenizer.json` without transformers, else what `AutoTokenizer` finds."""
     if name is None:
         return None
+    from ds_hydra.sampler.data.length_stats import is_hub_name
+
+    if not Path(name).exists() and not is_hub_name(name):
+        raise HydraConfigError(f"the tokenizer {name!r} does not exist; expected a file or folder")
     try:
         if name.endswith(".json"):
             from tokenizers import Tokenizer

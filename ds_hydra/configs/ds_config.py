@@ -292,7 +292,7 @@ def read_ds_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, An
     that mean nothing here.
     """
     given = config if isinstance(config, Mapping) else _read_json(config)
-    document = plain_json(_with_known_names(given), "the DeepSpeed config")
+    document = plain_json(with_known_names(given), "the DeepSpeed config")
     # The content of a misspelled section counts as absent: what is found missing then would
     # mislead.
     if problems := list(_find_misspelled(document)) or list(_find_refused(document)):
@@ -424,7 +424,7 @@ def _find_refused(config: Mapping[str, Any]) -> Iterator[str]:
     yield from filter(None, (refusal.find_problem(config) for refusal in REFUSALS))
 
 
-def _with_known_names(given: Any) -> Any:
+def with_known_names(given: Any) -> Any:
     """`given` as DeepSpeed understands it: "bfloat16" is another name of "bf16", a null section is
     none, and "never print" is 0, or infinity, which accelerate writes and no JSON has.
     """

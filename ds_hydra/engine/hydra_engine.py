@@ -509,10 +509,15 @@ class HydraEngine(CheckpointingEngine):
 
     def _step(self, iteration: Iteration, outcomes: Outcomes) -> None:
         # DeepSpeed counts train_batch_size() samples per step; monitors shall see what was trained.
-        self.global_samples += len(iteration.plan.lengths) - self.train_batch_size()
+        more = len(iteration.plan.lengths) - self.train_batch_size()
+        self.global_samples += more
         self.set_gradient_accumulation_boundary(True)
         self.optimizer.overflow = False
-        super().step()
+        try:
+            super().step()
+        except BaseException:
+            self.global_samples -= more
+            raise
         # Without this a later plain step() would take every micro-step for a boundary.
         self._is_gradient_accumulation_boundary = None
         if self._bias_correction is not None and self.was_step_applied():

@@ -134,6 +134,11 @@ def check_arguments(
     for name, why in WITHOUT_EFFECT.items():
         if name not in honoured and _is_set(args, name):
             note(f"TrainingArguments.{name} has no effect: {why}")
+    if str(getattr(args.optim, "value", args.optim)) == "adafactor":
+        note(
+            "optim='adafactor' takes the flat shards of ZeRO-3 for its matrices: moments are not factored, and steps "
+            "depend on the number of ranks, as in stock DeepSpeed"
+        )
     if is_of_trl:
         return
     if args.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
@@ -226,6 +231,19 @@ def check_dtype(model: nn.Module, trained: torch.dtype, note: Note) -> None:
         )
 
 
+def check_dtype_of_evaluation(args: TrainingArguments, ds_config: Mapping[str, Any]) -> None:
+    """Raise HydraConfigError where a switch of evaluation has decided how weights are trained:
+    transformers fills "auto" in with it.
+    """
+    for name in ("bf16", "fp16"):
+        is_on = (ds_config.get(name) or {}).get("enabled") is True
+        if is_on and getattr(args, f"{name}_full_eval") and not getattr(args, name):
+            raise HydraConfigError(
+                f"{name}_full_eval=True without {name}=True: the engine evaluates as it trains, and trains in "
+                f"{name}, which {name}.enabled of the JSON says; set {name}=True, or leave {name}_full_eval out"
+            )
+
+
 def correct_best_metric(args: TrainingArguments, note: Note) -> None:
     """Let the least perplexity be the best: transformers takes every metric for one to be raised
     whose name does not end in "loss".
@@ -275,6 +293,11 @@ def _find_refused(args: TrainingArguments, honoured: Collection[str]) -> Iterato
     optim = str(getattr(args.optim, "value", args.optim))
     if optim in ("lomo", "adalomo") or optim.endswith("_layerwise"):
         yield f"optim={optim!r} steps inside of backward; use optim='adamw_torch' or an optimizer in the JSON"
+    if optim == "adagrad":
+        yield (
+            "optim='adagrad' fails in DeepSpeed's ZeRO-3 at its first step; use optim='adamw_torch' or an optimizer "
+            "in the JSON"
+        )
     if any(getattr(option, "value", option) == "underflow_overflow" for option in args.debug):
         yield f"debug='underflow_overflow': {_OWN_LAYERS}, where its hooks are not called; leave it out"
     checkpointing = args.activation_checkpointing_kwargs or args.gradient_checkpointing_kwargs or {}

@@ -34,7 +34,7 @@ from transformers.trainer_callback import ExportableState, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ds_hydra.configs import HydraConfig, read_ds_config
-from ds_hydra.configs.ds_config import dtype_name
+from ds_hydra.configs.ds_config import dtype_name, with_known_names
 from ds_hydra.engine import HydraEngine, hydra_engine_class
 from ds_hydra.engine.checkpointing.files import do_together, put_in_place, restore_replaced
 from ds_hydra.engine.checks.deepspeed_section import check_buildable
@@ -43,10 +43,16 @@ from ds_hydra.engine.model.adapters import check_trains, unify_adapter_dtype, un
 from ds_hydra.engine.model.liger import complete_settings
 from ds_hydra.engine.ranks.agreement import raise_together, run_together
 from ds_hydra.engine.ranks.watchdog import names_losses
+from ds_hydra.environment import warn_of_versions
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import Progress, no_bars_in_files
 from ds_hydra.records.metrics import IterationMetrics, describe_flops
-from ds_hydra.trainer.arguments import Note, check_dtype, drop_batch_size_mismatches
+from ds_hydra.trainer.arguments import (
+    Note,
+    check_dtype,
+    check_dtype_of_evaluation,
+    drop_batch_size_mismatches,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +112,7 @@ class EngineMixin:
         """As transformers; reads and validates the "hydra" section, and fills in what ds_hydra
         needs around it.
         """
+        warn_of_versions()
         self._check_arguments()
         if self.args.use_liger_kernel:  # transformers patches the model after this
             settings = self.args.liger_kernel_config
@@ -113,8 +120,9 @@ class EngineMixin:
         self._forget_accelerator()
         if (plugin := self.args.deepspeed_plugin) is not None:
             ds_config = plugin.hf_ds_config.config
-            if "bfloat16" in ds_config and "bf16" not in ds_config:
-                ds_config["bf16"] = ds_config.pop("bfloat16")  # the one name that accelerate knows
+            known = with_known_names(ds_config)  # and those alone accelerate knows
+            ds_config.clear()
+            ds_config.update(known)
         super().create_accelerator_and_postprocess()
         if not self.is_deepspeed_enabled:
             if self.args.deepspeed_plugin is not None and "ACCELERATE_USE_CPU" in os.environ:
@@ -141,6 +149,11 @@ class EngineMixin:
         # In place: transformers and accelerate hold the same object. DeepSpeed ignores the "hydra"
         # section.
         hf_config.config.update(filled_in)
+        check_dtype_of_evaluation(self.args, filled_in)
+        local = (filled_in.get("checkpoint") or {}).get("use_node_local_storage")
+        if local and not self.args.save_on_each_node:
+            self.args.save_on_each_node = True
+            self._warn("checkpoint.use_node_local_storage sets save_on_each_node to True")
         self.hydra_config: HydraConfig = self._map_arguments(hydra)
 
     def _forget_accelerator(self) -> None:
@@ -207,6 +220,9 @@ class EngineMixin:
             restore_checkpoints(
                 Path(self.args.output_dir), commits=self.args.should_save, device=self.args.device
             )
+        elif resume_from_checkpoint:
+            check = functools.partial(check_checkpoint, resume_from_checkpoint)
+            run_together(check, self.args.device)
         with names_losses():
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -343,10 +359,7 @@ class EngineMixin:
             best = folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
             if best == folder or best.exists():
                 state.best_model_checkpoint = str(best)
-        commits = args.should_save or (
-            args.local_process_index == 0 and self.engine.use_node_local_storage()
-        )
-        with written_aside(folder, commits=commits, device=args.device) as aside:
+        with written_aside(folder, commits=args.should_save, device=args.device) as aside:
             self._write_checkpoint(str(aside))
         if args.push_to_hub:
             self._push_from_checkpoint(str(folder))
@@ -443,6 +456,21 @@ def restore_checkpoints(output_dir: Path, *, commits: bool, device: torch.device
     again. Collective over all ranks.
     """
     do_together(lambda: restore_replaced(output_dir) if commits else None, device)
+
+
+def check_checkpoint(path: str | Path) -> None:
+    """Raise HydraConfigError where `path` is no Trainer's checkpoint, with the last one near it."""
+    folder = Path(path)
+    if (folder / TRAINER_STATE_NAME).exists():
+        return
+    near = [folder, folder.parent]
+    found = [c for parent in near for c in parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if c.is_dir()]
+    last = max(found, key=lambda c: c.stat().st_mtime, default=None)
+    hint = f"; the last one near it is {str(last)!r}" if last else ""
+    raise HydraConfigError(
+        f"resume_from_checkpoint={str(path)!r} has no {TRAINER_STATE_NAME}; expected the folder of a checkpoint, or "
+        f"True for the last one of output_dir{hint}"
+    )
 
 
 def _make_anew(aside: Path) -> None:

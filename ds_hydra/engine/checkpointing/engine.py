@@ -5,6 +5,7 @@ ranks.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from ds_hydra.engine.checkpointing.reshard import (
     read_model_states,
     read_optimizer_states,
 )
+from ds_hydra.engine.model.adapters import has_resting_adapters
 from ds_hydra.engine.ranks.agreement import broadcast_text, raise_together
 from ds_hydra.engine.ranks.watchdog import call_together, watch
 from ds_hydra.errors import CheckpointError
@@ -29,11 +31,13 @@ from ds_hydra.errors import CheckpointError
 if TYPE_CHECKING:
     from ds_hydra.engine.runtime import HydraRuntime
 
+logger = logging.getLogger(__name__)
+
 _CLIENT_STATE_KEY = "ds_hydra"
 """Where a checkpoint's client state keeps what belongs to ds_hydra."""
 
 _LOSS_SCALE_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow")
-"""What a ZeRO-3 optimizer keeps when only weights are loaded."""
+"""What a ZeRO-3 optimizer keeps when only weights are loaded, or a run of another precision."""
 
 
 def _as_name(tag: Any) -> Any:
@@ -203,6 +207,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         # Else what was read stands in for it
         with_optimizer = load_optimizer_states if universal else True
         options = (load_module_strict, with_optimizer, load_lr_scheduler_states, load_module_only)
+        scaler = {key: getattr(self.optimizer, key) for key in _LOSS_SCALE_KEYS}
         try:
             with files.only_weights():
                 path, client_state = super().load_checkpoint(
@@ -210,12 +215,14 @@ class CheckpointingEngine(DeepSpeedEngine):
                 )
             if load_module_only and not universal:
                 states = self.checkpoint_engine.handed["_optim_states.pt"]["optimizer_state_dict"]
-                scaler = {key: getattr(self.optimizer, key) for key in _LOSS_SCALE_KEYS}
-                self.optimizer.load_state_dict(
-                    [states | scaler] * world_size, load_optimizer_states=False
-                )
+                self.optimizer.load_state_dict([states] * world_size, load_optimizer_states=False)
         finally:
             self.checkpoint_engine.handed = {}
+        # DeepSpeed's step divides by the scale of the checkpoint, whatever this run multiplies by.
+        if load_module_only or not (
+            scaler["dynamic_loss_scale"] and self.optimizer.dynamic_loss_scale
+        ):
+            self._keep_loss_scale(scaler)
         state = (client_state or {}).get(_CLIENT_STATE_KEY, {})
         # DeepSpeed returns much of its own, too, which could not be saved again with the user's.
         client_state = client_state and {
@@ -224,6 +231,18 @@ class CheckpointingEngine(DeepSpeedEngine):
         if not load_module_only:  # new data may start from another run's weights
             self.hydra.load_state_dict(state, self.global_steps, position=load_data_position)
         return path, client_state
+
+    def _keep_loss_scale(self, own: Mapping[str, Any]) -> None:
+        """Have the loss scale of before a checkpoint was loaded: `_LOSS_SCALE_KEYS`."""
+        saved, kept = self.optimizer.loss_scaler.cur_scale, own["loss_scaler"].cur_scale
+        for key, value in own.items():
+            setattr(self.optimizer, key, value)
+        if saved != kept and self.global_rank == 0:
+            logger.info(
+                "the checkpoint's loss scale of %g is not taken; this run has %g by its own configuration",
+                saved,
+                kept,
+            )
 
     def _read_checkpoint(
         self, folder: Path, load_optimizer_states: bool, *, is_checked: bool
@@ -267,6 +286,8 @@ class CheckpointingEngine(DeepSpeedEngine):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         with watch("saving"):
             call_together("save_16bit_model() or save_model()", self.device)
+            # The files of adapters that rest would get the others' weights
+            exclude_frozen_parameters &= not has_resting_adapters(self.module)
             return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def _agree_on_tag(self, load_dir: str, tag: str | None, latest: str) -> str | None:

@@ -43,6 +43,17 @@ the group.
 """
 
 
+def has_resting_adapters(model: nn.Module) -> bool:
+    """Whether weights of some adapter of a `PeftModel` are not trained, as those of one that is not
+    active.
+    """
+    names = getattr(model, "peft_config", {})
+    return any(
+        not param.requires_grad and not names.keys().isdisjoint(name.split("."))
+        for name, param in model.named_parameters()
+    )
+
+
 def unwrap_adapters(model: nn.Module) -> nn.Module:
     """The transformers model inside a `PeftModel`, its adapters in place; any other model as it is.
 

@@ -53,7 +53,7 @@ def check_patches(model: nn.Module) -> None:
     if get_accelerator().device_name() == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise UnsupportedModelError(
             f"{type(model).__name__} is patched by Liger, whose Triton kernels do not run on a CPU; leave out "
-            "use_liger_kernel or apply_liger_kernel_to_*, or set TRITON_INTERPRET=1, which is right and slow"
+            "use_liger_kernel or apply_liger_kernel_to_*"
         )
     _keep_out_of_graphs()
     is_first = not dist.is_initialized() or dist.get_rank() == 0

@@ -16,6 +16,7 @@ from typing import Any
 import datasets
 import numpy as np
 from datasets.fingerprint import Hasher
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ds_hydra.configs.files import check_count, check_object, read_count, read_json_object
 from ds_hydra.errors import HydraConfigError
@@ -74,7 +75,7 @@ def load_data(
             )
         except Exception as error:  # of `datasets`, or of what it reads files with
             raise _unreadable(path, builder, error) from error
-    if path.exists() or path.is_absolute():
+    if path.exists() or not is_hub_name(name):
         what = "holds no file" if path.exists() else "does not exist; expected a file or folder"
         raise HydraConfigError(
             f"{path} {what} that ends in {', '.join(_BUILDERS)}, or in one of them and {', '.join(_COMPRESSED)}"
@@ -85,6 +86,15 @@ def load_data(
         raise HydraConfigError(
             f"{name!r} is neither a path nor a readable dataset of the hub: {error}"
         ) from error
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether the Hugging Face hub could have it: "name" or "owner/name"."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _load_saved(
