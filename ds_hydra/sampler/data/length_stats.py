@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -16,7 +17,6 @@ from typing import Any
 import datasets
 import numpy as np
 from datasets.fingerprint import Hasher
-from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ds_hydra.configs.files import check_count, check_object, read_count, read_json_object
 from ds_hydra.errors import HydraConfigError
@@ -89,12 +89,12 @@ def load_data(
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether the Hugging Face hub could have it: "name" or "owner/name"."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
+    """Whether the Hugging Face hub could have it: "name" or "owner/name".
+
+    >>> is_hub_name("allenai/c4"), is_hub_name("texts/"), is_hub_name("../texts")
+    (True, False, False)
+    """
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
 def _load_saved(
