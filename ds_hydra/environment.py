@@ -5,6 +5,7 @@ ds_hydra is imported, and without importing torch. Versions of the packages that
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.metadata
 import logging
 import os
@@ -105,14 +106,15 @@ def in_the_way_of_overlap(environment: Mapping[str, str]) -> list[str]:
     return [f"{n}={value}" for n, value in _OVERLAP_FORBIDS.items() if environment.get(n) == value]
 
 
-def find_unmet_requirements() -> list[str]:
+@functools.cache
+def find_unmet_requirements() -> tuple[str, ...]:
     """What ds_hydra was installed with the wish for and what is not here, as "deepspeed 0.19.0
     (wanted: >=0.19.8,<0.20)"; nothing of a copy that was not installed.
     """
     try:
         texts = importlib.metadata.requires("ds_hydra") or []
     except importlib.metadata.PackageNotFoundError:
-        return []
+        return ()
     unmet = []
     for wanted in map(Requirement, texts):
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
@@ -123,7 +125,7 @@ def find_unmet_requirements() -> list[str]:
             version = "missing"
         if version == "missing" or not wanted.specifier.contains(version, prereleases=True):
             unmet.append(f"{wanted.name} {version} (wanted: {wanted.specifier})")
-    return unmet
+    return tuple(unmet)
 
 
 def warn_of_versions() -> None:

@@ -101,7 +101,7 @@ def check_compiled(strategies):
     return *found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_compiled_layers_of_liger_have_the_gradients_of_one_process():
     """Liger's kernels cut a layer's graph."""
