@@ -64,3 +64,14 @@ def test_a_profile_of_other_products_is_refused(measured):
         match=rf'measured with hydra.float8 .*, and it is "{other}".*ds-hydra profile --float8 {other}',
     ):
         profile.check_float8(other)
+
+
+def test_a_profile_of_another_dtype_is_refused():
+    document = small_profile(10_000_000)
+    Profile.from_json(document).check_dtype("float32")  # it does not say
+    of_half = Profile.from_json(document | {"dtype": "bfloat16"})
+    of_half.check_dtype("float16")
+    with pytest.raises(
+        HydraConfigError, match="measured in bfloat16, and the model trains in float32"
+    ):
+        of_half.check_dtype("float32")

@@ -18,7 +18,12 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.scheme_support import check_context_parallel
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.memory import as_the_engine_needs
-from ds_hydra.engine.profiling.profile_document import fit_memory, model_facts, nominal_profile
+from ds_hydra.engine.profiling.profile_document import (
+    dtype_of,
+    fit_memory,
+    model_facts,
+    nominal_profile,
+)
 from ds_hydra.engine.profiling.profiler import measure_profile
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.agreement import broadcast_text, raise_together, run_together
@@ -294,6 +299,7 @@ class EngineCandidates:
                 activation_checkpointing=self.config.activation_checkpointing,
                 compile_layers=self.config.compile_layers,
             )
+            self.profile.check_dtype(dtype_of(self.stage_model))
             self.profile = as_the_engine_needs(
                 self.profile, self.stage_model, self.config, self.num_ranks
             )

@@ -348,6 +348,7 @@ class _Budget:
                 activation_checkpointing=hydra.activation_checkpointing,
                 compile_layers=hydra.compile_layers,
             )
+            known.check_dtype(str(self._dtype).removeprefix("torch."))
             self._say_what_was_measured(name, known)
             if self._request.device is not None:
                 report.warnings.append(

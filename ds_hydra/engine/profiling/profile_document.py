@@ -294,6 +294,11 @@ def count_flops(stage_model: StageModel) -> ModelFlops:
     return ModelFlops.of_decoder(decoder, per_token)
 
 
+def dtype_of(stage_model: StageModel) -> str:
+    """What it computes in, as "bfloat16"."""
+    return str(stage_model.params[0].dtype).removeprefix("torch.")
+
+
 def model_facts(stage_model: StageModel) -> dict[str, int]:
     """What `Profile.check_model` compares."""
     described = describe_model(stage_model)

@@ -116,6 +116,7 @@ def profile_slices(
         "hardware": profile_document.describe_hardware()
         | {"devices_per_node": topology.nodes[0].num_devices},
         "model": profile_document.describe_model(stage_model),
+        "dtype": profile_document.dtype_of(stage_model),
         "tp_sequence_parallel": cuts_micro_batches,
         "activation_checkpointing": config.activation_checkpointing,
         "compile_layers": config.compile_layers,
