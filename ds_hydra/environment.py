@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, MutableMapping
 
 from packaging.requirements import Requirement
+from packaging.version import InvalidVersion
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ WANTED = {
 }
 """What is set where the user has not chosen; docs/benchmarks/one_gpu.md has the measurements."""
 
+_EXTRAS = ("flash", "float8", "highs", "peft", "tensorboard", "trl")
+"""Those of setup.cfg that training uses."""
 _OVERLAP_NEEDS = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING")
 _OVERLAP_FORBIDS = {
     # A message would wait for an exchange that was launched before it, and so for other stages.
@@ -108,8 +111,9 @@ def in_the_way_of_overlap(environment: Mapping[str, str]) -> list[str]:
 
 @functools.cache
 def find_unmet_requirements() -> tuple[str, ...]:
-    """What ds_hydra was installed with the wish for and what is not here, as "deepspeed 0.19.0
-    (wanted: >=0.19.8,<0.20)"; nothing of a copy that was not installed.
+    """Requirements of the installed ds_hydra that are missing or of another version, as "deepspeed
+    0.19.0 (wanted: >=0.19.8,<0.20)"; of extras those packages that are here. Nothing of a copy that
+    was not installed.
     """
     try:
         texts = importlib.metadata.requires("ds_hydra") or []
@@ -117,13 +121,19 @@ def find_unmet_requirements() -> tuple[str, ...]:
         return ()
     unmet = []
     for wanted in map(Requirement, texts):
-        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+        marker = wanted.marker
+        is_needed = marker is None or marker.evaluate({"extra": ""})
+        of_extras = marker is not None and any(marker.evaluate({"extra": e}) for e in _EXTRAS)
+        if not (is_needed or of_extras):
             continue
         try:
             version = importlib.metadata.version(wanted.name)
+            is_met = wanted.specifier.contains(version, prereleases=True)
         except importlib.metadata.PackageNotFoundError:
-            version = "missing"
-        if version == "missing" or not wanted.specifier.contains(version, prereleases=True):
+            version, is_met = "missing", not is_needed
+        except InvalidVersion:
+            is_met = False
+        if not is_met:
             unmet.append(f"{wanted.name} {version} (wanted: {wanted.specifier})")
     return tuple(unmet)
 

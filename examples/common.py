@@ -131,7 +131,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def build_model(name: str, vocab_size: int, config: dict[str, Any]) -> PreTrainedModel:
-    """An untrained LLaMA or Qwen3-MoE, partitioned while it is built: no rank holds all of it."""
+    """An untrained model, partitioned while it is built: no rank holds all of it."""
     shape = model_config(name, vocab_size, config["hydra"]["context_length"])
     is_bf16 = config.get("bf16", {}).get("enabled", False)
     torch.manual_seed(0)
@@ -147,8 +147,9 @@ def build_model(name: str, vocab_size: int, config: dict[str, Any]) -> PreTraine
 def model_config(name: str, vocab_size: int, context_length: int) -> PreTrainedConfig:
     """Of "tiny", "tiny-moe" or a preset, as "llama2-7b", with the tokens of another tokenizer."""
     shape = SMALL[name] if name in SMALL else load_model_preset(name.replace("-", "_"))
-    own = {"vocab_size": vocab_size, "max_position_embeddings": context_length}
-    return AutoConfig.for_model(**{**shape, **own, "bos_token_id": None, "eos_token_id": 0})
+    own = {"vocab_size": vocab_size, "max_position_embeddings": context_length, "eos_token_id": 0}
+    own |= {"bos_token_id": None, "pad_token_id": None}
+    return AutoConfig.for_model(**{**shape, **own})
 
 
 def load_model(

@@ -21,7 +21,7 @@ from single_process import (
     token_mean_gradients,
 )
 
-from ds_hydra.engine.model.adapters import has_resting_adapters, unwrap_adapters
+from ds_hydra.engine.model.adapters import unwrap_adapters, with_resting_adapters
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.tensor_parallel import PARTIAL, STYLES
 from ds_hydra.errors import UnsupportedModelError
@@ -329,11 +329,21 @@ def test_other_kinds_of_adapters_are_refused():
         unwrap_adapters(model)
 
 
-def test_adapters_that_rest_are_saved_too():
-    model = peft.get_peft_model(tiny("llama"), peft.LoraConfig(target_modules=["q_proj"]))
-    assert not has_resting_adapters(model)
-    assert not has_resting_adapters(tiny("llama"))
-    model.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"]))
-    assert has_resting_adapters(model)
-    model.base_model.set_adapter(["default", "second"])
-    assert not has_resting_adapters(model)
+def test_adapters_that_rest_count_as_trained_while_weights_are_saved():
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(tiny("llama"), config)
+    model.add_adapter("weight", peft.LoraConfig(target_modules=["q_proj"]))
+
+    def trained():
+        return {name for name, param in model.named_parameters() if param.requires_grad}
+
+    before = trained()
+    with with_resting_adapters(model):
+        more = trained() - before
+    assert more
+    assert all(".lora_A.weight.weight" in name or ".lora_B.weight.weight" in name for name in more)
+    assert trained() == before
+    model.set_adapter("weight")
+    with with_resting_adapters(model):
+        assert before < trained()
+        assert not any("embed_tokens" in name for name in trained())

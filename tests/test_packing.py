@@ -19,6 +19,18 @@ from ds_hydra.sampler.schedule import makespan_ms
 from ds_hydra.strategy.profiles.profile import LatencyModel
 
 MAX_LEN = 30
+
+
+@pytest.mark.parametrize("num_sequences", [3, 4, 5, 7, 8])
+def test_equal_sequences_under_pp_have_a_micro_batch_each(num_sequences):
+    """Where that is the best: unequal targets would leave one micro-batch without any."""
+    latency = LatencyModel(quadratic_ms=0.05, linear_ms=0.5, constant_ms=0.1)
+    lengths = [20] * num_sequences
+    found = pack_sequences(lengths, latency=latency, max_len_tokens=1000, num_stages=2)
+    alone = recompute([[i] for i in range(num_sequences)], lengths, latency, 2, True)
+    assert recompute(found.micro_batches, lengths, latency, 2, True) <= 1.001 * alone
+
+
 latencies = st.builds(
     LatencyModel,
     quadratic_ms=st.sampled_from([0.0, 0.05, 0.5]),

@@ -100,6 +100,15 @@ def test_a_long_sequence_on_all_ranks_then_short_ones_on_one_each():
     assert [phase.makespan_ms for phase in found.in_turn] == pytest.approx([30, 25, 25, 25, 25])
 
 
+def test_a_plan_has_no_more_phases_than_can_be_read(monkeypatch):
+    monkeypatch.setattr(candidate_module, "MAX_PHASES", 4)
+    found, time_ms = plan(LONG_AND_SHORT)
+    assert len(found.in_turn) == 1
+    assert time_ms == pytest.approx(150)
+    monkeypatch.setattr(candidate_module, "MAX_PHASES", 5)
+    assert len(plan(LONG_AND_SHORT)[0].in_turn) == 5
+
+
 def test_one_strategy_in_lockstep_is_planned_by_its_steps():
     """T(l) = 0.005 l^2 + 0.5 l + 2, at most 50 tokens. 33 tokens take 23.945 ms, and 17 + 17 beside
     them 21.89; a second step of 17 + 2 + 1 beside 7 takes 12.97. By slowest pipelines alone one

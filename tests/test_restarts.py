@@ -93,6 +93,8 @@ def test_restarts_that_would_hang_are_announced(environment, is_warned):
     problem = find_restart_problem(environment)
     assert (problem is not None) == is_warned
     assert not is_warned or "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun" in problem
+    is_set = environment | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    assert not is_warned or "start with --standalone" in find_restart_problem(is_set)
 
 
 @pytest.mark.nightly

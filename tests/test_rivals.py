@@ -22,6 +22,7 @@ from ds_hydra.lab.simulator.mixed_groups import dynamic_cp, fcp, flexsp
 from ds_hydra.lab.simulator.rival_pipelines import ContextParallel, chunked, hold_back, wlb
 from ds_hydra.lab.simulator.scenario import Noise, Scenario
 from ds_hydra.lab.simulator.sharded import PARTIAL, sharded_groups, with_traffic_ms
+from ds_hydra.lab.simulator.systems import Settings
 from ds_hydra.lab.simulator.ulysses import balanced_ulysses, odc, packed_zero3, without_lockstep
 from ds_hydra.sampler.group_steps import (
     Cuts,
@@ -33,6 +34,7 @@ from ds_hydra.sampler.group_steps import (
 )
 from ds_hydra.sampler.schedule import expected_slowest_ms
 from ds_hydra.strategy.cost_models.analytic import key_values_ms
+from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
@@ -292,6 +294,15 @@ def test_noise_lengthens_what_waits_for_the_slowest(run):
     assert 1.01 * times[0] < times[1] < times[2] < 1.5 * times[0]
     none = dataclasses.replace(quiet, noise=Noise())
     assert run(none, name="a").iteration_ms == pytest.approx(run(quiet, name="a").iteration_ms)
+
+
+def test_flexsp_checkpoints_as_much_as_each_mini_batch_needs():
+    """Not as much as the context would: Ulysses, whose groups are alike, chooses so, too."""
+    workload = load_case("flexsp/commoncrawl-7b-384k").workload
+    linked = workload.linked_by(find_cluster(workload.profile, workload.num_devices))
+    scenario = Settings(iterations=2).scenario(linked)
+    alike = balanced_ulysses(scenario, name="a", chooses_degree=True).iteration_ms.mean()
+    assert flexsp(scenario, name="b").iteration_ms.mean() <= 1.06 * alike
 
 
 def test_systems_with_groups_of_their_own_are_no_slower_than_alike_ones():

@@ -40,6 +40,7 @@ from models import VOCAB_SIZE, tiny
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.engine.ranks.agreement import on_all_ranks
+from ds_hydra.errors import HydraConfigError, PlanMismatchError
 from ds_hydra.sampler.data.batches import SamplerState, epoch_order
 from ds_hydra.trainer.arguments import NOT_CALLED
 
@@ -506,6 +507,60 @@ def test_one_model_is_evaluated_and_trained_again_and_again(tmp_path):
     assert result["after destroy"]
 
 
+def resumed_otherwise(folder):
+    """Another budget, other data, and a callback that saves on one rank alone."""
+    import ds_hydra
+
+    data = prepare(folder)
+
+    def start(train_dataset=data, budget=BUDGET, callbacks=(), **settings):
+        args = training_arguments(
+            folder,
+            hydra={"tokens_per_iteration": budget},
+            output_dir=f"{folder}/run",
+            **{"num_train_epochs": 1, "save_steps": 3, **settings},
+        )
+        return ds_hydra.HydraTrainer(
+            tiny("llama"), args, train_dataset=train_dataset, callbacks=list(callbacks)
+        )
+
+    start().train()
+    checkpoint, errors = f"{folder}/run/checkpoint-3", []
+    few = data.select(range(2 * PER_BATCH))
+    for trainer in (start(budget=2 * BUDGET), start(few, ignore_data_skip=True)):
+        with pytest.raises(HydraConfigError) as raised:
+            trainer.train(resume_from_checkpoint=checkpoint)
+        errors.append(str(raised.value))
+    doubled = start(budget=2 * BUDGET, max_steps=5)
+    doubled.train(resume_from_checkpoint=checkpoint)
+    drawn = doubled.engine.hydra.source.sampler.state
+    again = start(ignore_data_skip=True)
+    again.train(resume_from_checkpoint=checkpoint)
+
+    class SavesAlone(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_save = dist.get_rank() == 1
+
+    with pytest.raises(PlanMismatchError) as raised:
+        start(callbacks=[SavesAlone()]).train()
+    return errors, (drawn.epoch, drawn.position), again.state.global_step, str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_what_is_left_of_the_data_is_trained_or_named(tmp_path):
+    for errors, drawn, num_steps, mismatch in run_distributed(resumed_otherwise, 2, str(tmp_path)):
+        assert [e.partition("set ")[2].partition(",")[0] for e in errors] == [
+            "max_steps=5",
+            "max_steps=5 to train them",
+        ]
+        assert "0 would be trained of the 2 that are left" in errors[0]
+        assert drawn[0] == 1, "all rows"
+        assert drawn[1] <= 2 * PER_BATCH, "some of the next epoch"
+        assert num_steps == NUM_BATCHES
+        assert "saving a checkpoint of the Trainer on rank 1" in mismatch
+
+
 def killed_while_saving(folder):
     """What a kill leaves at several points of saving step 2, and runs resumed from it."""
     from transformers.trainer_utils import get_last_checkpoint
@@ -844,7 +899,7 @@ def test_what_users_override_is_honoured_or_refused(tmp_path):
         "distributed": "draws 12 rows on rank 0 and others on ranks [1]",
         "late": "compute_loss_func is <built-in function print>",
         "optimizer": "the optimizer has 3 of ",
-        "eval stream": "eval_dataset is a IterableDataset, a stream",
+        "eval stream": "eval_dataset['b'] is a IterableDataset, a stream",
         "first start": "the first start fails",
         "own optimizer": "optimizer is a SGD that was given or made before train()",
         "frozen": "this LlamaForCausalLM requires gradients, so there is nothing to train",

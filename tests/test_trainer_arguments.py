@@ -27,7 +27,7 @@ from ds_hydra.configs import HydraConfig
 from ds_hydra.configs.ds_config import read_ds_config, refuse_auto
 from ds_hydra.engine import hydra_engine_class
 from ds_hydra.engine.hydra_engine import needs_metric
-from ds_hydra.errors import HydraConfigError
+from ds_hydra.errors import HydraConfigError, HydraDataError
 from ds_hydra.progress import say_once
 from ds_hydra.sampler.data.batches import TokenBudgetSampler, budget_of
 from ds_hydra.trainer import HydraTrainer, StrategyProgressCallback
@@ -541,6 +541,32 @@ def test_rows_that_are_no_dicts_are_named(row):
         as_datasets([FIRST, row], "eval_dataset")
 
 
+def test_what_has_no_rows_is_refused_with_what_has():
+    import pandas
+
+    columns = {"input_ids": [[1, 2], [3, 4]]}
+    for dataset, instead in (
+        (torch.utils.data.DataLoader([FIRST]), r"loader\.dataset"),
+        (columns, "from_dict"),
+        (pandas.DataFrame(columns), "from_pandas"),
+        (datasets.Dataset.from_dict(columns).data.table, r"datasets\.Dataset\("),
+    ):
+        with pytest.raises(HydraConfigError, match=rf"train_dataset is a .*; pass .*{instead}"):
+            as_datasets(dataset, "train_dataset")
+
+
+def test_a_row_that_cannot_be_read_is_named():
+    class Broken(torch.utils.data.Dataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return FIRST if index < 2 else {}["gone"]
+
+    with pytest.raises(HydraDataError, match="row 2 of eval_dataset cannot be read: KeyError"):
+        as_datasets(Broken(), "eval_dataset")
+
+
 def test_streams_are_refused_and_lists_are_read():
 
     rows = [{"input_ids": [1, 2]}, {"input_ids": [3]}]
@@ -631,6 +657,30 @@ def test_rows_that_were_changed_in_place_are_read_anew():
     for number in range(20):
         reader.read([{"input_ids": [number, number]}], "eval_dataset", None)
     assert len(reader._tokens_of) == 22
+
+
+def test_another_tokenizer_or_chat_template_reads_anew():
+    class Tokenizer:
+        chat_template = "a"
+
+        def __init__(self, first):
+            self.first = first
+
+        def __call__(self, texts, **_):
+            return {"input_ids": [[self.first, len(text)] for text in texts]}
+
+    reader, one, other = make_reader(), Tokenizer(1), Tokenizer(2)
+    rows = [{"text": "ab"}]
+    tokens = [reader.read(rows, "eval_dataset", t)[0]["input_ids"][0] for t in (one, other, one)]
+    assert tokens == [1, 2, 1]
+    before = reader.read(rows, "eval_dataset", one)
+    one.chat_template = "b"
+    assert reader.read(rows, "eval_dataset", one) is not before
+
+
+def test_errors_of_reading_say_which_dataset_it_is():
+    with pytest.raises(HydraConfigError, match=r"^eval_dataset\['b'\]: "):
+        make_reader().read([{"input_ids": [1]}], "eval_dataset['b']", None)
 
 
 @pytest.mark.parametrize("every_row", [False, True])

@@ -513,13 +513,16 @@ class HydraEngine(CheckpointingEngine):
         self.global_samples += more
         self.set_gradient_accumulation_boundary(True)
         self.optimizer.overflow = False
+        steps = self.global_steps
         try:
             super().step()
         except BaseException:
-            self.global_samples -= more
+            if self.global_steps == steps:
+                self.global_samples -= more
             raise
-        # Without this a later plain step() would take every micro-step for a boundary.
-        self._is_gradient_accumulation_boundary = None
+        finally:
+            # Without this a later plain step() would take every micro-step for a boundary.
+            self._is_gradient_accumulation_boundary = None
         if self._bias_correction is not None and self.was_step_applied():
             assert outcomes.expert_tokens_LE is not None
             self._bias_correction.update(outcomes.expert_tokens_LE)

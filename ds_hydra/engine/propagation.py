@@ -101,7 +101,8 @@ class Propagator:
         self.device = device
         if device.type != "cpu":
             # Autograd's thread has no context before its first kernel, and cuBLAS would warn of it.
-            torch.ones(1, device=device, requires_grad=True).exp().backward()
+            with torch.inference_mode(False), torch.enable_grad():
+                torch.ones(1, device=device, requires_grad=True).exp().backward()
         self.groups = GroupPool(max_groups, device, max_groups_of_rank)
         self.hosts = find_hosts(device)
         self.links = StrategyLinks(

@@ -38,7 +38,7 @@ from ds_hydra.strategy.schemes.enumeration import (
     fits_unevenly,
 )
 from ds_hydra.strategy.schemes.placement import GroupKey, ends_of_phases, groups_of, groups_of_all
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+from ds_hydra.strategy.schemes.scheme import MAX_PHASES, Scheme, Strategy
 
 _MANY = 16
 """Equal sequences of a full micro-batch, for which a second menu is put together."""
@@ -236,10 +236,15 @@ def _compose(mini_batch: MiniBatch, menus: Sequence[GroupMenu], limit_ms: float)
     # Groups whose slices stay wait for each other once, at the end
     spread = 0.0 if keeps_slices else mini_batch.corrections.micro_batch_spread
     kinds = [menu.groups_of_step(mini_batch.num_devices, spread) for menu in menus]
+    num_tokens = int(mini_batch.lengths.sum())
+    if not keeps_slices and min(kind.fewest(num_tokens) for kind in kinds) > MAX_PHASES:
+        return []
     found = plan_steps(kinds, mini_batch.lengths, total_ms, limit_ms)
     steps = [step for step in found if step.members.size]
     if keeps_slices:
         return _kept_phases(mini_batch, menus[0], steps)
+    if len(steps) > MAX_PHASES:  # each is a phase
+        return []
     return _gathered_phases(mini_batch, menus, steps)
 
 

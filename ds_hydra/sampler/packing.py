@@ -415,6 +415,10 @@ def pack_micro_batches(
                 continue
             trial[:] = fullest
             _split_micro_batches(lengths, trial, fewest, num_micro_batches)
+        # Targets are unequal, and few long sequences may leave the least of them without any.
+        elif num_micro_batches <= lengths.size:
+            num_filled = _drop_empty_micro_batches(trial)
+            _split_micro_batches(lengths, trial, num_filled, num_micro_batches)
         best = _improve_trial(
             sequence_ms, lengths, trial, cost, budget.num_evaluations, best, micro_batches
         )

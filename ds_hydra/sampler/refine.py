@@ -62,10 +62,11 @@ def estimate_ms(
     if is_eq2:
         return float(load_ms + longest_ms * (num_stages - 1))
     min_micro_batches = -(-tokens // max_len)
-    # Without a pipeline to fill the fewest micro-batches are best: each costs its constant.
+    # Without a pipeline to fill the fewest micro-batches are best: each costs its constant, and by
+    # the closed form as long as the longest sequence.
     if num_stages == 1 and is_exact:
         return float(max(load_ms + constant * min_micro_batches, traffic * min_micro_batches))
-    centre = MAX_BALANCED_MICRO_BATCHES
+    centre = MAX_BALANCED_MICRO_BATCHES if num_stages > 1 else 0
     # Compared squared, so that a constant of 0 divides nothing.
     if constant * centre * centre > (num_stages - 1) * load_ms:
         centre = int(np.sqrt((num_stages - 1) * load_ms / constant))

@@ -134,7 +134,8 @@ def check_arguments(
     for name, why in WITHOUT_EFFECT.items():
         if name not in honoured and _is_set(args, name):
             note(f"TrainingArguments.{name} has no effect: {why}")
-    if str(getattr(args.optim, "value", args.optim)) == "adafactor":
+    optim = str(getattr(args.optim, "value", args.optim))
+    if optim == "adafactor" and not _has_own_optimizer(args):
         note(
             "optim='adafactor' takes the flat shards of ZeRO-3 for its matrices: moments are not factored, and steps "
             "depend on the number of ranks, as in stock DeepSpeed"
@@ -239,8 +240,9 @@ def check_dtype_of_evaluation(args: TrainingArguments, ds_config: Mapping[str, A
         is_on = (ds_config.get(name) or {}).get("enabled") is True
         if is_on and getattr(args, f"{name}_full_eval") and not getattr(args, name):
             raise HydraConfigError(
-                f"{name}_full_eval=True without {name}=True: the engine evaluates as it trains, and trains in "
-                f"{name}, which {name}.enabled of the JSON says; set {name}=True, or leave {name}_full_eval out"
+                f"{name}_full_eval=True without {name}=True: the engine evaluates as it trains, and would train in "
+                f"{name}; set {name}=True, or leave {name}_full_eval out, with {name}.enabled of the JSON false or "
+                '"auto"'
             )
 
 
@@ -286,6 +288,12 @@ def check_data_collator(collator: Any, note: Note) -> None:
     )
 
 
+def _has_own_optimizer(args: TrainingArguments) -> bool:
+    """Whether the JSON has an optimizer, which comes before `args.optim`."""
+    plugin = args.deepspeed_plugin
+    return plugin is not None and "optimizer" in plugin.hf_ds_config.config
+
+
 def _find_refused(args: TrainingArguments, honoured: Collection[str]) -> Iterator[str]:
     for name, why in REFUSED.items():
         if name not in honoured and _is_set(args, name):
@@ -293,7 +301,7 @@ def _find_refused(args: TrainingArguments, honoured: Collection[str]) -> Iterato
     optim = str(getattr(args.optim, "value", args.optim))
     if optim in ("lomo", "adalomo") or optim.endswith("_layerwise"):
         yield f"optim={optim!r} steps inside of backward; use optim='adamw_torch' or an optimizer in the JSON"
-    if optim == "adagrad":
+    if optim == "adagrad" and not _has_own_optimizer(args):
         yield (
             "optim='adagrad' fails in DeepSpeed's ZeRO-3 at its first step; use optim='adamw_torch' or an optimizer "
             "in the JSON"

@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from ds_hydra.configs import HydraConfig
 from ds_hydra.engine.ranks.agreement import gather_rows, run_together
-from ds_hydra.errors import HydraConfigError
+from ds_hydra.errors import HydraConfigError, HydraDataError
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset, check_stored, select_shown
 from ds_hydra.sampler.data.examples import IGNORED_LABEL, find_unread
@@ -98,6 +98,17 @@ class Epochs:
             per_epoch,
             total,
         )
+
+    def iterations_from(self, state: SamplerState, num_epochs: float) -> int:
+        """Iterations from `state` until so many epochs are drawn. Collective over all ranks."""
+
+        def count() -> int:
+            at, end = state, num_epochs * self.num_sequences
+            while at.epoch * self.num_sequences + at.position < end:
+                _, at = self._sampler.draw(at)
+            return at.iteration - state.iteration
+
+        return _on_first_rank(count, self._device)
 
     def num_epochs(self, num_iterations: int) -> int:
         """Epochs that `num_iterations` reach into."""
@@ -281,9 +292,14 @@ def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
             "mini-batches are planned ahead; take a part of it: "
             "datasets.Dataset.from_list(list(stream.take(100_000)))"
         )
+    for kind, instead in _NO_ROWS.items():
+        if any(kind == base.__name__ for base in type(dataset).__mro__):
+            raise HydraConfigError(f"{name} is a {type(dataset).__name__}; pass {instead}")
     for stored in _stored_in(dataset):
         check_stored(stored, name)
-    rows = [_as_example(dataset[index], index, name) for index in range(len(dataset))]
+    rows = [
+        _as_example(_row_of(dataset, index, name), index, name) for index in range(len(dataset))
+    ]
     spread = np.linspace(0, len(rows) - 1, _NUM_READ_TWICE, dtype=np.int64)
     for index in np.unique(spread).tolist() if rows else ():
         if not _differs(rows[index], _as_example(dataset[index], index, name)):
@@ -308,6 +324,25 @@ def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
 _READ = ("text", "prompt", "completion", "messages", "input_ids", "labels")
 _OF_ALL_ROWS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")
 _NUM_READ_TWICE = 32
+
+
+_NO_ROWS = {
+    "DataLoader": "its dataset (loader.dataset): the engine draws and packs mini-batches itself",
+    "Mapping": "datasets.Dataset.from_dict(...) of these columns",
+    "dict": "datasets.Dataset.from_dict(...) of these columns",
+    "DataFrame": "datasets.Dataset.from_pandas(...) of it",
+    "Table": "datasets.Dataset(...) of it",
+}
+"""What has a length and is no sequence of rows, by its class, and what to pass instead."""
+
+
+def _row_of(dataset: Any, index: int, name: str) -> Any:
+    try:
+        return dataset[index]
+    except Exception as error:  # of the user's code
+        raise HydraDataError(
+            f"row {index} of {name} cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _as_example(row: Any, index: int, name: str) -> dict[str, Any]:
@@ -366,7 +401,8 @@ class DatasetReader:
         self._args, self._config = args, config
         self._completion_only_loss = completion_only_loss
         self._assistant_only_loss = assistant_only_loss
-        self._tokens_of: OrderedDict[tuple[Any, bool], TokenDataset] = OrderedDict()
+        self._tokens_of: OrderedDict[tuple[Any, ...], TokenDataset] = OrderedDict()
+        self._tokenizers: dict[int, Any] = {}
 
     def read(
         self, dataset: Any, what: str, tokenizer: Any, *, every_row: bool = False
@@ -376,16 +412,23 @@ class DatasetReader:
         """
         device = self._args.device
         rows = _on_all_ranks(lambda: as_datasets(dataset, what), device)
-        # By content: a list may have other rows than when it was read before
+        # By content: a list may have other rows than when it was read before, and a tokenizer or
+        # its chat template be another one
         if isinstance(rows, datasets.DatasetDict):
             content: Any = tuple((split, part._fingerprint) for split, part in rows.items())
         else:
             content = rows._fingerprint
-        key = content, every_row
+        template = str(getattr(tokenizer, "chat_template", None))
+        size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
+        key = content, every_row, id(tokenizer), size, template
         if _is_any(key not in self._tokens_of, device):
             with self._args.main_process_first(desc=f"reading {what}"):
-                tokens = self._read_now(rows, tokenizer, what, every_row)
+                try:
+                    tokens = self._read_now(rows, tokenizer, what, every_row)
+                except (HydraConfigError, HydraDataError) as error:
+                    raise type(error)(f"{what}: {error}") from error
             self._tokens_of[key] = tokens
+            self._tokenizers[id(tokenizer)] = tokenizer  # so that nobody else gets its number
             if len(self._tokens_of) > _NUM_KEPT:
                 self._tokens_of.popitem(last=False)
             if tokens.report.is_partial:

@@ -180,18 +180,49 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     def _attach_data(self) -> None:
         self.engine.hydra.source.attach(self._train_tokens)
 
-    def _prepare_for_training(self, *args: Any) -> tuple[nn.Module, DataLoader]:
+    def _prepare_for_training(
+        self, max_steps: int, loader: DataLoader, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, DataLoader]:
         own = ("evaluate", "get_eval_dataloader")
         if self.args.eval_strategy != "no" and not any(
             arguments.is_overridden(self, name) for name in own
         ):
             # A refusal at the first evaluation would end a run that has trained for hours.
-            is_named = isinstance(self.eval_dataset, dict)
-            for dataset in self.eval_dataset.values() if is_named else (self.eval_dataset,):
-                self._read(dataset, "eval_dataset", every_row=not self._evaluates_packed())
-        prepared = super()._prepare_for_training(*args)
+            by_name = {"eval_dataset": self.eval_dataset}
+            if isinstance(self.eval_dataset, dict):
+                by_name = {f"eval_dataset[{name!r}]": d for name, d in self.eval_dataset.items()}
+            for name, dataset in by_name.items():
+                self._read(dataset, name, every_row=not self._evaluates_packed())
+        prepared = super()._prepare_for_training(max_steps, loader, resume_from_checkpoint)
+        if resume_from_checkpoint is not None and self.args.max_steps <= 0:
+            self._check_what_is_left(max_steps)
         self.engine.hydra.source.start()
         return prepared
+
+    def _check_what_is_left(self, max_steps: int) -> None:
+        """Raise HydraConfigError where the iterations of `num_train_epochs`, less those that the
+        checkpoint counts, are not those that are left of the data.
+        """
+        assert self._epochs is not None
+        sampler = self.engine.hydra.source.sampler
+        assert sampler is not None, "data was attached"
+        done, num_epochs = self.state.global_step, self.args.num_train_epochs
+        left = self._epochs.iterations_from(sampler.state, num_epochs)
+        counted = max(0, max_steps - done)
+        said = (
+            f"num_train_epochs={num_epochs:g} is {max_steps} iterations of this data with "
+            f"hydra.tokens_per_iteration {self.hydra_config.tokens_per_iteration}, and the checkpoint counts {done}: "
+            f"{counted} would be trained of the {left} that are left; "
+        )
+        if self.args.ignore_data_skip:
+            if left and not counted:
+                raise HydraConfigError(f"{said}set max_steps={done + left} to train them")
+            if left != counted:
+                self._warn(f"{said}max_steps={done + left} trains all (ignore_data_skip=True)")
+        elif abs(left - counted) > (not float(num_epochs).is_integer()):
+            raise HydraConfigError(
+                f"{said}set max_steps={done + left}, or hydra.tokens_per_iteration to what it was"
+            )
 
     def _run_epoch(self, **settings: Any) -> None:
         assert self._epochs is not None

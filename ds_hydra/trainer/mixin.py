@@ -31,7 +31,11 @@ from torch.utils.data import DataLoader
 from transformers.optimization import GreedyLR
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, ProgressCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    get_last_checkpoint,
+    rotate_checkpoints,
+)
 
 from ds_hydra.configs import HydraConfig, read_ds_config
 from ds_hydra.configs.ds_config import dtype_name, with_known_names
@@ -42,7 +46,7 @@ from ds_hydra.engine.hydra_engine import needs_metric
 from ds_hydra.engine.model.adapters import check_trains, unify_adapter_dtype, unwrap_adapters
 from ds_hydra.engine.model.liger import complete_settings
 from ds_hydra.engine.ranks.agreement import raise_together, run_together
-from ds_hydra.engine.ranks.watchdog import names_losses
+from ds_hydra.engine.ranks.watchdog import call_together, names_losses
 from ds_hydra.environment import warn_of_versions
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import Progress, no_bars_in_files
@@ -220,11 +224,23 @@ class EngineMixin:
             restore_checkpoints(
                 Path(self.args.output_dir), commits=self.args.should_save, device=self.args.device
             )
-        elif resume_from_checkpoint:
-            check = functools.partial(check_checkpoint, resume_from_checkpoint)
-            run_together(check, self.args.device)
+            output_dir = self.args.output_dir
+            found = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+        else:
+            found = resume_from_checkpoint or None
+        if found is not None:
+            run_together(functools.partial(check_checkpoint, found), self.args.device)
         with names_losses():
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
+            self._call_together("the end of train()")
+            return output
+
+    def _call_together(self, call: str) -> None:
+        """Raise on all ranks where a callback, whose flags are each rank's own, has led some to
+        `call` and others elsewhere.
+        """
+        if isinstance(self.deepspeed, HydraEngine) and not self.deepspeed.is_destroyed:
+            call_together(call, self.args.device)
 
     def _forget_engine(self) -> None:
         """Destroy the engine, and let go of what it was started with. Raises HydraConfigError for
@@ -246,12 +262,14 @@ class EngineMixin:
         """As transformers."""
         self._forget_destroyed()
         with names_losses():
+            self._call_together("evaluate()")
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers."""
         self._forget_destroyed()
         with names_losses():
+            self._call_together("predict()")
             return super().predict(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -345,12 +363,15 @@ class EngineMixin:
         """As transformers, without a bar where nobody looks on. When it returns, on any rank, the
         files of the first one are there; its error is raised on all.
         """
+        save = functools.partial(super()._save, output_dir, state_dict)
+        # With save_on_each_node others save, too, and have no weights
+        has_weights = state_dict is not None or self.args.process_index == 0
         with no_bars_in_files():
-            save = functools.partial(super()._save, output_dir, state_dict)
-            run_together(save, self.args.device)
+            run_together(save if has_weights else lambda: None, self.args.device)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As transformers, written aside: `checkpoint-N` is there when all ranks have written."""
+        self._call_together("saving a checkpoint of the Trainer")
         state, args = self.state, self.args
         folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         if trial is None:
@@ -464,7 +485,8 @@ def check_checkpoint(path: str | Path) -> None:
     if (folder / TRAINER_STATE_NAME).exists():
         return
     near = [folder, folder.parent]
-    found = [c for parent in near for c in parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if c.is_dir()]
+    states = f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}"
+    found = [state.parent for parent in near for state in parent.glob(states)]
     last = max(found, key=lambda c: c.stat().st_mtime, default=None)
     hint = f"; the last one near it is {str(last)!r}" if last else ""
     raise HydraConfigError(

@@ -23,7 +23,7 @@ from ds_hydra.engine.checkpointing.reshard import (
     read_model_states,
     read_optimizer_states,
 )
-from ds_hydra.engine.model.adapters import has_resting_adapters
+from ds_hydra.engine.model.adapters import with_resting_adapters
 from ds_hydra.engine.ranks.agreement import broadcast_text, raise_together
 from ds_hydra.engine.ranks.watchdog import call_together, watch
 from ds_hydra.errors import CheckpointError
@@ -286,9 +286,8 @@ class CheckpointingEngine(DeepSpeedEngine):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         with watch("saving"):
             call_together("save_16bit_model() or save_model()", self.device)
-            # The files of adapters that rest would get the others' weights
-            exclude_frozen_parameters &= not has_resting_adapters(self.module)
-            return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+            with with_resting_adapters(self.module):
+                return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def _agree_on_tag(self, load_dir: str, tag: str | None, latest: str) -> str | None:
         """The folder of the given checkpoint, or of the one that rank 0 sees as the last; None

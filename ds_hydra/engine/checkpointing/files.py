@@ -98,14 +98,15 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
         self.handed: dict[str, Any] = {}
         self._digests: dict[str, dict[str, Any]] = {}
         self._error: OSError | RuntimeError | None = None
+        self._path_of_error = ""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Create a folder; an error is kept."""
-        self._keeping_error(lambda: os.makedirs(path, exist_ok=exist_ok))
+        self._keeping_error(lambda: os.makedirs(path, exist_ok=exist_ok), path)
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file to the disk (not only to the page cache), with its digest remembered."""
-        self._keeping_error(lambda: self._save(state_dict, path))
+        self._keeping_error(lambda: self._save(state_dict, path), path)
 
     def _save(self, state_dict: Any, path: str) -> None:
         with open(path, "wb") as file:
@@ -122,14 +123,15 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
                 return content
         return read_tensors(Path(path))
 
-    def _keeping_error(self, action: Callable[[], Any]) -> None:
+    def _keeping_error(self, action: Callable[[], Any], path: str = "") -> None:
         try:
             action()
         except (
             OSError,
             RuntimeError,
         ) as error:  # torch's zip writer raises RuntimeError on a full disk
-            self._error = self._error or error
+            if self._error is None:
+                self._error, self._path_of_error = error, path
 
     def copy_recovery_script(self, copy: Callable[[], Any]) -> None:
         """Run DeepSpeed's copying of its scripts; an error is kept."""
@@ -143,6 +145,10 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
         hint = ""
         if isinstance(error, FileNotFoundError):  # rank 0 has made the folder
             hint = f". {_SHARE}"
+        elif self._path_of_error:
+            with contextlib.suppress(OSError):
+                free = shutil.disk_usage(Path(self._path_of_error).parent).free
+                hint = f" ({self._path_of_error}, beside which {free / 1e9:.3g} GB are free)"
         return CheckpointError(
             f"the checkpoint was not saved: {error}; the one before it is untouched{hint}"
         )

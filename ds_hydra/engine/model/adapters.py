@@ -24,7 +24,9 @@ Legend: T tokens of a packed micro-batch or of this rank's part of one, C featur
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,15 +45,30 @@ the group.
 """
 
 
-def has_resting_adapters(model: nn.Module) -> bool:
-    """Whether weights of some adapter of a `PeftModel` are not trained, as those of one that is not
-    active.
+@contextlib.contextmanager
+def with_resting_adapters(model: nn.Module) -> Iterator[None]:
+    """While open, weights of adapters of a `PeftModel` that are not trained, as of one that is not
+    active, count as trained: their files would get the active one's weights.
     """
-    names = getattr(model, "peft_config", {})
-    return any(
-        not param.requires_grad and not names.keys().isdisjoint(name.split("."))
+    adapters = getattr(model, "peft_config", {}).keys()
+    resting = [
+        param
         for name, param in model.named_parameters()
-    )
+        if not param.requires_grad and _adapter_of(name) in adapters
+    ]
+    for param in resting:
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for param in resting:
+            param.requires_grad_(False)
+
+
+def _adapter_of(name: str) -> str:
+    """Whose parameter it is, by its name; "" of the model's own."""
+    found = re.search(r"\.(?:lora_\w+|modules_to_save)\.(\w+)", name)
+    return found[1] if found else ""
 
 
 def unwrap_adapters(model: nn.Module) -> nn.Module:

@@ -66,7 +66,7 @@ def check_patches(model: nn.Module) -> None:
 
 
 def _keep_out_of_graphs() -> None:
-    """Let compiled layers call each kernel of Liger, and the functions around kernels, as they are:
+    """Let compiled layers call each kernel of Liger, and functions that name one, as they are:
     torch 2.11's compiler fails where it looks into a kernel, and any into Triton's interpreter. The
     numbers that a function hands to its kernel would be a graph of their own, whose kernel for the
     CPU a compiler of C++ builds for more than a minute.

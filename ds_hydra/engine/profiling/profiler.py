@@ -191,8 +191,10 @@ def _fill_memory(
 
     peak = known.get(f"{scheme} peak bytes of {micro_batch} tokens with push", fill)
     said = profile.memory.rank_bytes(scheme, num_ranks, micro_batch.num_tokens)
-    is_over = peak > max((1 + _PEAK_TOLERANCE) * said, profile.memory.usable_bytes)
-    if is_over and propagator.rank == 0:
+    # Other schemes have more tokens where those of an iteration are the limit.
+    most = max(profile.memory.rank_bytes(s, num_ranks, longest[s]) for s in longest)
+    is_more = peak > (1 + _PEAK_TOLERANCE) * said
+    if is_more and most * peak / said > profile.memory.usable_bytes and propagator.rank == 0:
         logger.warning(
             "scheme %s, micro-batches of %d tokens: %.2f GB at the peak, where the profile says %.2f; should memory "
             "run out, set hydra.memory_limit_bytes to %d",

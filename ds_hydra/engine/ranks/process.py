@@ -186,6 +186,12 @@ def find_restart_problem(environment: Mapping[str, str]) -> str | None:
     restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts == "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
+    if environment.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
+        return (
+            f"torchrun --max-restarts {restarts} with --master-port (or --node-rank alone) shares a store with ranks "
+            "whatever TORCH_DISABLE_SHARE_RDZV_TCP_STORE says, and restarted ones hang in it; start with --standalone, "
+            "or with --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+        )
     return (
         f"torchrun --max-restarts {restarts} shares a store with the ranks in which restarted ones find the "
         "addresses of lost ones and hang; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"

@@ -489,7 +489,7 @@ def call_together(call: str, device: torch.device, problem: Exception | None = N
     raise on_all_ranks(
         PlanMismatchError(
             f"ranks have called different methods: {'; '.join(said)}. All ranks take part in each: call it on every "
-            "rank, not on one alone (`if rank == 0`)"
+            "rank, not on one alone (`if rank == 0`, a callback's control.should_save of one rank)"
         )
     )
 

@@ -103,12 +103,15 @@ def _in_steps(scenario: Scenario, choices: Sequence[MixedGroups], name: str) -> 
     def total_ms(slowest: FloatArray) -> float:
         return float(with_traffic_ms(scenario, slowest).sum())
 
+    if not any(mixed.longest >= scenario.context_length for mixed in choices):
+        return None
     chosen: list[tuple[MixedGroups, Sequence[GroupStep]] | None] = [None] * len(scenario.lengths)
     least = np.full(len(chosen), np.inf)
     for mixed in choices:
-        if mixed.longest < scenario.context_length:
-            continue
         for number, lengths in enumerate(scenario.lengths):
+            # Chosen for each mini-batch: what does not hold the context may hold this one
+            if mixed.longest < lengths.max():
+                continue
             steps = plan_steps([mixed], lengths, total_ms, float(least[number]))
             if steps:
                 chosen[number], least[number] = (mixed, steps), total_ms(_times_ms(steps)[:, 0])

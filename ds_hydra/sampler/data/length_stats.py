@@ -89,12 +89,12 @@ def load_data(
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether the Hugging Face hub could have it: "name" or "owner/name".
+    """Whether the Hugging Face hub could have it: "name", "owner/name" or a URL.
 
     >>> is_hub_name("allenai/c4"), is_hub_name("texts/"), is_hub_name("../texts")
     (True, False, False)
     """
-    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
+    return "://" in name or re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
 def _load_saved(

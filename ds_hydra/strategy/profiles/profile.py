@@ -340,13 +340,13 @@ class Profile:
         """Raise HydraConfigError if the profile was measured in a type of another size than
         `wanted`, as "bfloat16"; one that does not say passes.
         """
-        found = self.document.get("dtype", wanted)
+        found = str(self.document.get("dtype") or wanted)
         if ("32" in found) != ("32" in wanted):
-            option = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[wanted]
+            option = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(wanted, wanted)
             raise HydraConfigError(
                 f"profile {self.name!r} was measured in {found}, and the model trains in {wanted}, which takes another "
                 f"time and memory; measure anew (ds-hydra profile --dtype {option}, or remove hydra.profile), or "
-                "change bf16.enabled of the DeepSpeed config"
+                "change bf16.enabled or fp16.enabled of the DeepSpeed config"
             )
 
     def _other(
