@@ -12,9 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
 
-from packaging.requirements import Requirement
-from packaging.version import InvalidVersion
-
 logger = logging.getLogger(__name__)
 
 WANTED = {
@@ -115,6 +112,10 @@ def find_unmet_requirements() -> tuple[str, ...]:
     0.19.0 (wanted: >=0.19.8,<0.20)"; of extras those packages that are here. Nothing of a copy that
     was not installed.
     """
+    # ds_hydra is imported where it is installed, too, before what it needs
+    from packaging.requirements import Requirement
+    from packaging.version import InvalidVersion
+
     try:
         texts = importlib.metadata.requires("ds_hydra") or []
     except importlib.metadata.PackageNotFoundError:

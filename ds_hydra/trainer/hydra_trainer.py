@@ -24,7 +24,7 @@ from ds_hydra.engine.losses.loss import CrossEntropy
 from ds_hydra.engine.model.module_state import check_free
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import say_once
-from ds_hydra.sampler.data.batches import TokenBudgetSampler, budget_of
+from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler, budget_of
 from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.trainer import arguments, data
 from ds_hydra.trainer.mixin import EngineMixin, say_nothing
@@ -214,11 +214,13 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
             f"hydra.tokens_per_iteration {self.hydra_config.tokens_per_iteration}, and the checkpoint counts {done}: "
             f"{counted} would be trained of the {left} that are left; "
         )
-        if self.args.ignore_data_skip:
-            if left and not counted:
-                raise HydraConfigError(f"{said}set max_steps={done + left} to train them")
+        # Of a checkpoint without a position, as the stock Trainer's, it begins again, too
+        begins_again = sampler.state == SamplerState(iteration=sampler.state.iteration)
+        if self.args.ignore_data_skip and left and not counted:
+            raise HydraConfigError(f"{said}set max_steps={done + left} to train them")
+        if self.args.ignore_data_skip or begins_again:
             if left != counted:
-                self._warn(f"{said}max_steps={done + left} trains all (ignore_data_skip=True)")
+                self._warn(f"{said}the data begins again, max_steps={done + left} trains all")
         elif abs(left - counted) > (not float(num_epochs).is_integer()):
             raise HydraConfigError(
                 f"{said}set max_steps={done + left}, or hydra.tokens_per_iteration to what it was"
