@@ -161,9 +161,7 @@ def load_model(
     if name_or_path is not None:
         model = AutoModelForCausalLM.from_pretrained(name_or_path)
         return model, AutoTokenizer.from_pretrained(name_or_path)
-    shape = {**TINY, "vocab_size": len(texts.tokenizer), "max_position_embeddings": 2048}
-    config = AutoConfig.for_model(**shape, bos_token_id=None, eos_token_id=0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(model_config("tiny", len(texts.tokenizer), 2048))
     # As the tokenizer has it: the Trainer would align them, with a line for each rank.
     model.config.pad_token_id = texts.tokenizer.pad_token_id
     model.generation_config.pad_token_id = texts.tokenizer.pad_token_id

@@ -175,16 +175,8 @@ def check_repeats(device: torch.device, text: str) -> None:
 def check_steps(device: torch.device, compiled: bool) -> None:
     """Losses of three whole iterations on one rank against AdamW on one process."""
     model = tiny("llama")
-    twin, examples = copy.deepcopy(model), random_examples(LENGTHS, VOCAB_SIZE, seed=1)
-    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-3, weight_decay=0.01)
-    wanted = []
-    for _ in range(3):
-        loss, grads = token_mean_gradients(twin, examples)
-        wanted.append(loss)
-        for parameter, grad in zip(twin.parameters(), grads, strict=True):
-            parameter.grad = grad
-        torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
-        optimizer.step()
+    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+    wanted = train_alone(copy.deepcopy(model), examples, 3)
     engine = start_hydra(model.to(device), hydra={"compile_layers": compiled})
     losses = [float(engine.train_batch(examples, strategy="1x<1,1>")) for _ in range(3)]
     error = max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True))
@@ -193,6 +185,20 @@ def check_steps(device: torch.device, compiled: bool) -> None:
     if not compiled:
         _count_waits(engine, examples)
     engine.destroy()
+
+
+def train_alone(model: nn.Module, examples: Examples, num_steps: int) -> list[float]:
+    """Losses of AdamW in one process, as `start_hydra` sets it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    losses = []
+    for _ in range(num_steps):
+        loss, grads = token_mean_gradients(model, examples)
+        losses.append(loss)
+        for parameter, grad in zip(model.parameters(), grads, strict=True):
+            parameter.grad = grad
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return losses
 
 
 def _count_waits(engine: Any, examples: Examples) -> None:

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from engines import start_hydra
 from models import VOCAB_SIZE, tiny
-from single_process import random_examples, token_mean_gradients
+from single_process import random_examples
 from test_engine_parity import LENGTHS
 
 from benchmarks.one_gpu.device import HAS_GPU, is_first, join
+from benchmarks.one_gpu.parity import train_alone
 from benchmarks.one_gpu.telling import at_most, skip, tell, trying
 
 STRATEGIES = ("2x<1,1>", "1x<2,1>", "1x<1,2>")
@@ -39,7 +40,7 @@ def main() -> None:
     def train(engine: Any) -> list[float]:
         return [float(engine.train_batch(examples, strategy=s)) for s in STRATEGIES]
 
-    wanted = _train_alone(examples)
+    wanted = train_alone(tiny("llama"), examples, len(STRATEGIES))
     for name, limit, dtype, sections in (
         ("fp32", 1e-4, torch.float32, {}),
         ("fp32, optimizer on the host", 1e-4, torch.float32, {"zero_optimization": ON_HOST}),
@@ -95,20 +96,6 @@ def look_at_memory(start: Any, train: Any) -> None:
         found = ", ".join(f"{mb:.1f}" for mb in seen)
         wanted = "the same from the second on"
         tell("MB after each engine", found, wanted=wanted, is_well=seen[-1] <= seen[1] + 1)
-
-
-def _train_alone(examples: Any) -> list[float]:
-    """Losses of AdamW in one process."""
-    model, losses = tiny("llama"), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
-    for _ in STRATEGIES:
-        loss, grads = token_mean_gradients(model, examples)
-        losses.append(loss)
-        for parameter, grad in zip(model.parameters(), grads, strict=True):
-            parameter.grad = grad
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-    return losses
 
 
 if __name__ == "__main__":

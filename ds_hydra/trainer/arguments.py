@@ -134,8 +134,7 @@ def check_arguments(
     for name, why in WITHOUT_EFFECT.items():
         if name not in honoured and _is_set(args, name):
             note(f"TrainingArguments.{name} has no effect: {why}")
-    optim = str(getattr(args.optim, "value", args.optim))
-    if optim == "adafactor" and not _has_own_optimizer(args):
+    if _optim(args) == "adafactor" and not _has_own_optimizer(args):
         note(
             "optim='adafactor' takes the flat shards of ZeRO-3 for its matrices: moments are not factored, and steps "
             "depend on the number of ranks, as in stock DeepSpeed"
@@ -288,6 +287,10 @@ def check_data_collator(collator: Any, note: Note) -> None:
     )
 
 
+def _optim(args: TrainingArguments) -> str:
+    return str(getattr(args.optim, "value", args.optim))
+
+
 def _has_own_optimizer(args: TrainingArguments) -> bool:
     """Whether the JSON has an optimizer, which comes before `args.optim`."""
     plugin = args.deepspeed_plugin
@@ -298,7 +301,7 @@ def _find_refused(args: TrainingArguments, honoured: Collection[str]) -> Iterato
     for name, why in REFUSED.items():
         if name not in honoured and _is_set(args, name):
             yield f"{name}={getattr(args, name)!r}: {why}"
-    optim = str(getattr(args.optim, "value", args.optim))
+    optim = _optim(args)
     if optim in ("lomo", "adalomo") or optim.endswith("_layerwise"):
         yield f"optim={optim!r} steps inside of backward; use optim='adamw_torch' or an optimizer in the JSON"
     if optim == "adagrad" and not _has_own_optimizer(args):

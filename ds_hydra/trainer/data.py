@@ -401,8 +401,8 @@ class DatasetReader:
         self._args, self._config = args, config
         self._completion_only_loss = completion_only_loss
         self._assistant_only_loss = assistant_only_loss
-        self._tokens_of: OrderedDict[tuple[Any, ...], TokenDataset] = OrderedDict()
-        self._tokenizers: dict[int, Any] = {}
+        # With the tokenizer, so that nobody else gets its number
+        self._tokens_of: OrderedDict[tuple[Any, ...], tuple[TokenDataset, Any]] = OrderedDict()
 
     def read(
         self, dataset: Any, what: str, tokenizer: Any, *, every_row: bool = False
@@ -427,8 +427,7 @@ class DatasetReader:
                     tokens = self._read_now(rows, tokenizer, what, every_row)
                 except (HydraConfigError, HydraDataError) as error:
                     raise type(error)(f"{what}: {error}") from error
-            self._tokens_of[key] = tokens
-            self._tokenizers[id(tokenizer)] = tokenizer  # so that nobody else gets its number
+            self._tokens_of[key] = tokens, tokenizer
             if len(self._tokens_of) > _NUM_KEPT:
                 self._tokens_of.popitem(last=False)
             if tokens.report.is_partial:
@@ -436,7 +435,7 @@ class DatasetReader:
             elif self._args.process_index == 0:
                 logger.info(f"{what}: {tokens.report}")
         self._tokens_of.move_to_end(key)
-        return self._tokens_of[key]
+        return self._tokens_of[key][0]
 
     def _read_now(self, dataset: Any, tokenizer: Any, what: str, every_row: bool) -> TokenDataset:
         config = self._config

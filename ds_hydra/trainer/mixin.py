@@ -224,12 +224,12 @@ class EngineMixin:
             restore_checkpoints(
                 Path(self.args.output_dir), commits=self.args.should_save, device=self.args.device
             )
-            output_dir = self.args.output_dir
-            found = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
-        else:
-            found = resume_from_checkpoint or None
-        if found is not None:
-            run_together(functools.partial(check_checkpoint, found), self.args.device)
+        if resume_from_checkpoint:
+            # Of each rank its own: folders of nodes may differ
+            check = functools.partial(
+                check_checkpoint, resume_from_checkpoint, self.args.output_dir
+            )
+            run_together(check, self.args.device)
         with names_losses():
             output = super().train(resume_from_checkpoint, *args, **kwargs)
             self._call_together("the end of train()")
@@ -479,10 +479,15 @@ def restore_checkpoints(output_dir: Path, *, commits: bool, device: torch.device
     do_together(lambda: restore_replaced(output_dir) if commits else None, device)
 
 
-def check_checkpoint(path: str | Path) -> None:
-    """Raise HydraConfigError where `path` is no Trainer's checkpoint, with the last one near it."""
+def check_checkpoint(path: str | Path | bool, output_dir: str = "") -> None:
+    """Raise HydraConfigError where `path` is no Trainer's checkpoint, with the last one near it.
+
+    True is the last one of `output_dir`; where it has none, transformers says so.
+    """
+    if path is True:
+        path = (get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None) or ""
     folder = Path(path)
-    if (folder / TRAINER_STATE_NAME).exists():
+    if not path or (folder / TRAINER_STATE_NAME).exists():
         return
     near = [folder, folder.parent]
     states = f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}"
