@@ -269,8 +269,8 @@ MUTANTS = (
     Mutant(
         "CP: sinks of the first heads for every part of the heads",
         _ATTENTION,
-        "sinks_H if sinks_H is None else sinks_H[heads],",
-        "sinks_H if sinks_H is None or heads == _ALL else sinks_H[: heads.stop - heads.start],",
+        "sinks_H=None if sinks_H is None else sinks_H[heads]",
+        "sinks_H=None if sinks_H is None else sinks_H[: heads.stop - heads.start]",
         ("gpt_oss",),
         values=("cp2", "cp4", "sp2cp2", "cp2tp2"),
     ),
@@ -284,8 +284,8 @@ MUTANTS = (
     Mutant(
         "a window one token wider",
         _ATTENTION,
-        "window if window is not None and window < max(key_lengths) else None,",
-        "window + 1 if window is not None and window < max(key_lengths) else None,",
+        "Scoring(scale, sliding_window, softcap, s_aux)",
+        "Scoring(scale, sliding_window and sliding_window + 1, softcap, s_aux)",
         ("mistral",),
     ),
     Mutant(

@@ -25,6 +25,7 @@ from workloads import (
     place_rebalanced,
 )
 
+from ds_hydra.engine.model.attention_kernels import Scoring
 from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
 
 PACKED_ATTENTION = "per_sequence"
@@ -87,7 +88,7 @@ def per_sequence_attention(
     begins = (position_ids[0] == 0).nonzero().flatten().tolist()
     lengths = [b - a for a, b in zip(begins, [*begins[1:], position_ids.shape[1]], strict=True)]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = attention_per_sequence(query, key, value, lengths, scale, None, None)
+    out = attention_per_sequence(query, key, value, Scoring(scale), lengths)
     return out.transpose(1, 2), None
 
 

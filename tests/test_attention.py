@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ds_hydra.engine.model import attention_per_sequence
 from ds_hydra.engine.model.attention import hydra_varlen
+from ds_hydra.engine.model.attention_kernels import Scoring
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, running
 from ds_hydra.errors import UnsupportedModelError
 
@@ -94,7 +95,7 @@ def test_pieces_see_the_keys_before_them(spans, groups, window, softcap, has_sin
     inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
     with patch.object(attention_per_sequence, "_QUERY_BLOCK", 4):
         out = attention_per_sequence.attention_per_sequence(
-            query, key, value, lengths, 8**-0.5, window, softcap, sinks, ends
+            query, key, value, Scoring(8**-0.5, window, softcap, sinks), lengths, ends
         )
     parts = zip(query.split(lengths, 2), key.split(ends, 2), value.split(ends, 2), spans)
     wanted = torch.cat(

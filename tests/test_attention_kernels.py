@@ -32,7 +32,7 @@ from ds_hydra.engine.model import (
 )
 from ds_hydra.engine.model.attention import hydra_varlen
 from ds_hydra.engine.model.attention_choice import choose, kernel_for, select_kernels
-from ds_hydra.engine.model.attention_kernels import Demand, load_kernel
+from ds_hydra.engine.model.attention_kernels import Demand, Scoring, load_kernel
 from ds_hydra.engine.model.attention_operator import KernelUse, attend, count_on_host
 from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment, running
@@ -73,14 +73,15 @@ def test_kernels_are_called_as_they_are(package, window, softcap, has_sinks):
     leaves = inputs if sinks is None else [*inputs, sinks]
     segments = [Segment(0, 5, 0, 5), Segment(1, 9, 3, 7)]  # all of one sequence, a piece of another
     micro_batch = PackedMicroBatch.of_segments(segments, (5, 9), CPU)
-    wanted = attention_per_sequence(*inputs, (5, 4), 0.3, window, softcap, sinks, (5, 7))
+    scoring = Scoring(0.3, window, softcap, sinks)
+    wanted = attention_per_sequence(*inputs, scoring, (5, 4), (5, 7))
     weight = torch.randn_like(wanted)
     wanted_grads = torch.autograd.grad((wanted * weight).sum(), leaves)
     with installed(package) as calls:
         kernel = load_kernel(name_of(package))
         use = KernelUse.of(kernel, Demand(24, 13, torch.float64))
         heads_last = [t[0].transpose(0, 1) for t in inputs]
-        out = attend(use, heads_last, micro_batch.boundaries, 0.3, window, softcap, sinks)
+        out = attend(use, heads_last, micro_batch.boundaries, scoring)
         grads = torch.autograd.grad((out.transpose(0, 1)[None] * weight).sum(), leaves)
     # sinks scale in fp32, and so does the softmax of capped scores that is compared with
     options = (
@@ -127,7 +128,7 @@ def test_a_window_that_hides_nothing_is_left_out(package):
     with installed(package) as calls:
         use = KernelUse(name_of(package), 8, 8)
         for window in (4, 5):
-            attend(use, heads, (*ends, count_on_host([3], [5])), 0.3, window)
+            attend(use, heads, (*ends, count_on_host([3], [5])), Scoring(0.3, window))
     assert [call["window"] for call in calls[package]] == [3, None]
 
 
@@ -142,7 +143,8 @@ def test_sums_have_one_order_where_kernels_are_deterministic(package, monkeypatc
             for device in ("cpu", "cuda"):  # nothing to set on the first
                 use_deterministic_kernels(torch.device(device))
                 use = KernelUse(name_of(package), 8, 8)
-                attend(use, heads, (ends, ends, count_on_host([3], [3])), 0.3).sum().backward()
+                boundaries = (ends, ends, count_on_host([3], [3]))
+                attend(use, heads, boundaries, Scoring(0.3)).sum().backward()
             assert torch.is_deterministic_algorithms_warn_only_enabled()
             torch.use_deterministic_algorithms(True)  # the user's, as full_determinism
             use_deterministic_kernels(torch.device("cuda"))
@@ -173,7 +175,7 @@ def test_attention_of_each_sequence_adds_in_one_order_too(window):
     try:
         for mode in (False, True):
             torch.use_deterministic_algorithms(mode, warn_only=True)
-            out = attention_per_sequence(*heads, [4, 3], 0.3, window, None)
+            out = attention_per_sequence(*heads, Scoring(0.3, window), [4, 3])
             with Seen():
                 out.sum().backward()
             assert torch.are_deterministic_algorithms_enabled() is mode
@@ -553,7 +555,7 @@ def attend_packed(inputs, weight, lengths, **options):
         micro_batch = PackedMicroBatch.build(lengths, CPU)
     use = KernelUse.of(load_kernel(CUDNN), Demand(24, 13, inputs[0].dtype))
     heads_last = [t[0].transpose(0, 1) for t in inputs[:3]]
-    out = attend(use, heads_last, micro_batch.boundaries, 0.3, **options)
+    out = attend(use, heads_last, micro_batch.boundaries, Scoring(0.3, **options))
     return out, *torch.autograd.grad((out.transpose(0, 1)[None] * weight).sum(), inputs)
 
 
@@ -646,7 +648,7 @@ def test_what_backward_by_another_kernel_reads_by_its_address_is_contiguous():
         ends = attention_operator._ends(*PackedMicroBatch.build(lengths, CPU).boundaries, None)
         heads = [t[0].transpose(0, 1) for t in (query, key, value)]
         heads[2] = torch.nn.functional.pad(heads[2], (0, 24 - 13))
-        _, lse = load_kernel(CUDNN).forward(*heads, ends, 0.3, None, 0.0)
+        _, lse = load_kernel(CUDNN).forward(*heads, ends, Scoring(0.3))
         assert apart(calls[CUDNN])[-1] == ("forward", 128)
     assert lse.shape == (4, 110)
     assert lse.is_contiguous()
@@ -667,7 +669,7 @@ def test_what_backward_by_another_kernel_reads_by_its_address_is_contiguous():
 @pytest.mark.parametrize("lse_dims", [3, 4])
 def test_long_sequences_run_apart_by_cudnn(lengths, long, lse_dims):
     inputs, weight = packed_inputs(lengths)
-    wanted = attention_per_sequence(*inputs, lengths, 0.3, None, None)
+    wanted = attention_per_sequence(*inputs, Scoring(0.3), lengths)
     wanted_grads = torch.autograd.grad((wanted * weight).sum(), inputs)
     with installed(CUDNN) as calls:
         calls[CUDNN].lse_dims = lse_dims
@@ -691,7 +693,7 @@ def test_windows_that_hide_something_and_sinks_are_not_for_cudnn(window, has_sin
     inputs, weight = packed_inputs(lengths)
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if has_sinks else None
     inputs += [sinks] if has_sinks else []
-    wanted = attention_per_sequence(*inputs[:3], lengths, 0.3, window, None, sinks)
+    wanted = attention_per_sequence(*inputs[:3], Scoring(0.3, window, None, sinks), lengths)
     wanted_grads = torch.autograd.grad((wanted * weight).sum(), inputs)
     with installed(CUDNN) as calls:
         options = {"window": window, "sinks_H": sinks}
@@ -705,7 +707,7 @@ def test_windows_that_hide_something_and_sinks_are_not_for_cudnn(window, has_sin
 def test_as_many_long_sequences_run_apart_as_have_a_place():
     lengths = [1, *range(LONG_TOKENS, LONG_TOKENS + 18), 2]
     inputs, weight = packed_inputs(lengths)
-    wanted = attention_per_sequence(*inputs, lengths, 0.3, None, None)
+    wanted = attention_per_sequence(*inputs, Scoring(0.3), lengths)
     with installed(CUDNN) as calls:
         out, *_ = attend_planned(calls[CUDNN], inputs, weight, lengths)
         boundaries = PackedMicroBatch.build(lengths, CPU).boundaries
@@ -741,7 +743,7 @@ def test_pieces_of_sequences_run_apart_by_cudnn(pieces, apart, lse_dims, monkeyp
     (query, _, _), weight = packed_inputs(lengths)
     (_, key, value), _ = packed_inputs(key_lengths)
     inputs = [query, key, value]
-    wanted = attention_per_sequence(*inputs, lengths, 0.3, None, None, None, key_lengths)
+    wanted = attention_per_sequence(*inputs, Scoring(0.3), lengths, key_lengths)
     wanted_grads = torch.autograd.grad((wanted * weight).sum(), inputs)
     with installed(CUDNN) as calls:
         calls[CUDNN].lse_dims = lse_dims

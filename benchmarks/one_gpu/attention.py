@@ -18,7 +18,7 @@ from ds_hydra.engine.model.attention_choice import (
     kernels_here,
     prepare_kernels,
 )
-from ds_hydra.engine.model.attention_kernels import Demand
+from ds_hydra.engine.model.attention_kernels import Demand, Scoring
 from ds_hydra.engine.model.attention_operator import KernelUse
 from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment
@@ -113,9 +113,7 @@ def error_of(case: Case, dtype: torch.dtype) -> float:
         if kernel := choose(demand, DEVICE).kernel:
             attention_choice._in_use[tuple(demand)] = KernelUse.of(kernel, demand)
     lengths, keys = _lengths(case)
-    wanted = attention_per_sequence(
-        *exact, lengths, case.width**-0.5, case.window, None, None, keys
-    ).transpose(1, 2)
+    wanted = attention_per_sequence(*exact, _scoring(case), lengths, keys).transpose(1, 2)
     _run(case, inputs)
     prepare_kernels(everything=True)  # plans of what it met
     got = _run(case, inputs)
@@ -140,7 +138,11 @@ def _run(case: Case, inputs: Sequence[Tensor]) -> Tensor:
     segments = [Segment(n, case.lengths[n], begin, end) for n, begin, end in case.pieces]
     micro_batch = PackedMicroBatch.of_segments(segments, case.lengths, DEVICE)
     query, key, value = inputs
-    return _attend(query, key, value, micro_batch, None, case.window, None, None)
+    return _attend(query, key, value, micro_batch, _scoring(case))
+
+
+def _scoring(case: Case) -> Scoring:
+    return Scoring(case.width**-0.5, case.window)
 
 
 def _lengths(case: Case) -> tuple[list[int], list[int]]:

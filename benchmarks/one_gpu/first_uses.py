@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.one_gpu.device import HAS_GPU, median_ms
 from benchmarks.one_gpu.telling import at_most, skip, tell, trying
-from ds_hydra.engine.model.attention_kernels import Demand, load_kernel
+from ds_hydra.engine.model.attention_kernels import Demand, Scoring, load_kernel
 from ds_hydra.engine.model.attention_operator import KernelUse, attend, count_on_host
 
 HEADS, KEY_HEADS, WIDTH = 32, 8, 128
@@ -111,7 +111,7 @@ class Attention:
         self._grad = torch.randn(queries, HEADS, WIDTH, device="cuda", dtype=DTYPE)
 
     def forward(self) -> Tensor:
-        return attend(self._use, self.heads, self._boundaries, WIDTH**-0.5)
+        return attend(self._use, self.heads, self._boundaries, Scoring(WIDTH**-0.5))
 
     def both(self) -> Sequence[Tensor]:
         out = self.forward()

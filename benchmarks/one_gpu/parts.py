@@ -17,7 +17,7 @@ from benchmarks.one_gpu.device import HAS_GPU, median_ms, peak_gb
 from benchmarks.one_gpu.telling import skip, tell, trying
 from ds_hydra.engine.losses.head_loss import PLAIN, HeadLoss
 from ds_hydra.engine.model.attention_choice import kernels_here
-from ds_hydra.engine.model.attention_kernels import Demand
+from ds_hydra.engine.model.attention_kernels import Demand, Scoring
 from ds_hydra.engine.model.attention_operator import KernelUse, attend
 from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch
@@ -83,10 +83,10 @@ def measure_attention(name: str, lengths: tuple[int, ...]) -> None:
     """Forward and backward of one layer's attention, TFLOP/s of causal pairs by each way."""
     flops = 12 * HEADS.hidden_size * sum(length**2 / 2 for length in lengths)
     inputs = ceilings.attention_inputs(HEADS, sum(lengths))
-    scale = inputs[0].shape[-1] ** -0.5
+    scoring = Scoring(inputs[0].shape[-1] ** -0.5)
 
     def apart() -> Tensor:
-        return attention_per_sequence(*inputs, lengths, scale, None, None, None, lengths)
+        return attention_per_sequence(*inputs, scoring, lengths)
 
     ways: dict[str, Callable[[], float]] = {
         "as a stage calls it": functools.partial(ceilings.attention_ms, HEADS, lengths),
@@ -97,7 +97,7 @@ def measure_attention(name: str, lengths: tuple[int, ...]) -> None:
     boundaries = PackedMicroBatch.build(lengths, inputs[0].device).boundaries
     heads = [t[0].transpose(0, 1) for t in inputs]
     for kernel in kernels_here(demand, inputs[0].device):
-        run = functools.partial(attend, KernelUse.of(kernel, demand), heads, boundaries, scale)
+        run = functools.partial(attend, KernelUse.of(kernel, demand), heads, boundaries, scoring)
         ways[kernel.name] = functools.partial(ceilings.forward_backward_ms, run, inputs)
     if len(lengths) == 1:
         backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION) if HAS_GPU else ()

@@ -20,6 +20,7 @@ from benchmarks.one_gpu import ceilings
 from benchmarks.one_gpu.device import HAS_GPU, join, median_ms
 from benchmarks.one_gpu.telling import skip, tell, trying
 from ds_hydra.engine.model.attention_choice import kernel_for, prepare_kernels
+from ds_hydra.engine.model.attention_kernels import Scoring
 from ds_hydra.engine.model.attention_operator import attend, count_on_host
 from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config
 from ds_hydra.engine.profiling import profiler
@@ -226,7 +227,7 @@ def _packed_attention(
     heads = [t[0].transpose(0, 1) for t in (query, key, value)]
     boundaries = (ends_T, ends_T, count_on_host(lengths, lengths))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return attend(use, heads, boundaries, scale)[None], None
+    return attend(use, heads, boundaries, Scoring(scale))[None], None
 
 
 def measure_floor() -> None:

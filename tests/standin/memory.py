@@ -49,18 +49,18 @@ class _Fused(torch.autograd.Function):
     """Attention that keeps what a fused kernel keeps: inputs, output, one number a row and head."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, lengths: Any, scale: float) -> Tensor:
-        out = _on_device(_per_sequence(*_on_host(q, k, v), lengths, scale, None, None))
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Any, lengths: Any) -> Tensor:
+        out = _on_device(_per_sequence(*_on_host(q, k, v), scoring, lengths))
         sums = torch.empty(q.shape[1:3], dtype=torch.float32, device=q.device)
         ctx.save_for_backward(q, k, v, out, sums)
-        ctx.how = lengths, scale
+        ctx.how = scoring, lengths
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         inputs = [t.requires_grad_() for t in _on_host(*ctx.saved_tensors[:3])]
         with torch.enable_grad():
-            out = _per_sequence(*inputs, *ctx.how, None, None)
+            out = _per_sequence(*inputs, *ctx.how)
         found = torch.autograd.grad(out, inputs, *_on_host(grad))
         return (*map(_on_device, found), None, None)
 
@@ -74,8 +74,8 @@ def _on_device(host: Tensor) -> Tensor:
     return out.copy_(host)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, lengths: Any, scale: float, *_: Any) -> Tensor:
-    return _Fused.apply(q, k, v, lengths, scale)
+def _attend(q: Tensor, k: Tensor, v: Tensor, scoring: Any, lengths: Any, *_: Any) -> Tensor:
+    return _Fused.apply(q, k, v, scoring, lengths)
 
 
 def _full_pipelines(strategy: Strategy, num_tokens: int = NUM_TOKENS) -> IterationPlan:

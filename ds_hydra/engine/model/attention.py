@@ -27,6 +27,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from ds_hydra.engine.model import attention_choice
 from ds_hydra.engine.model.attention_choice import kernel_for
+from ds_hydra.engine.model.attention_kernels import Scoring
 from ds_hydra.engine.model.attention_operator import Boundaries, KernelUse, attend
 from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
 from ds_hydra.engine.model.current_micro_batch import (
@@ -75,15 +76,14 @@ def hydra_varlen(
             f"{type(module).__name__}: the model hands it a mask of its own, and attention over a packed micro-batch "
             "knows causal, windowed and capped attention alone"
         )
+    scale = scaling if scaling is not None else query_BHTD.shape[-1] ** -0.5
+    scoring = Scoring(scale, sliding_window, softcap, s_aux)
     boundaries = current_boundaries()
     use = _find_kernel(query_BHTD, value_BKTD, softcap)
     if boundaries is None or use is None:
-        out_BTHD = _attend_eagerly(
-            query_BHTD, key_BKTD, value_BKTD, scaling, sliding_window, softcap, s_aux
-        )
+        out_BTHD = _attend_eagerly(query_BHTD, key_BKTD, value_BKTD, scoring)
     else:
-        heads = (query_BHTD, key_BKTD, value_BKTD)
-        out_BTHD = _by_kernel(use, heads, boundaries, scaling, sliding_window, softcap, s_aux)
+        out_BTHD = _by_kernel(use, (query_BHTD, key_BKTD, value_BKTD), boundaries, scoring)
     return out_BTHD.contiguous(), None  # some families view it
 
 
@@ -94,50 +94,30 @@ def _find_kernel(query: Tensor, value: Tensor, softcap: float | None) -> KernelU
 
 
 def _by_kernel(
-    use: KernelUse,
-    heads: Sequence[Tensor],
-    boundaries: Boundaries,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: Tensor | None,
+    use: KernelUse, heads: Sequence[Tensor], boundaries: Boundaries, scoring: Scoring
 ) -> Tensor:
-    scale = scaling if scaling is not None else heads[0].shape[-1] ** -0.5
     # Backward of an index would fill and copy a tensor
     heads_last = [t.squeeze(0).transpose(0, 1) for t in heads]
-    return attend(use, heads_last, boundaries, scale, window, softcap, sinks_H).unsqueeze(0)
+    return attend(use, heads_last, boundaries, scoring).unsqueeze(0)
 
 
 @torch.compiler.disable  # lengths are no shapes, and collectives keep the order of the schedule
 def _attend_eagerly(
-    query_BHTD: Tensor,
-    key_BKTD: Tensor,
-    value_BKTD: Tensor,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: Tensor | None,
+    query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scoring: Scoring
 ) -> Tensor:
     """[1, T, H, D] where other ranks have tokens of the micro-batch, or no kernel runs."""
     packed_micro_batch = current_micro_batch()
     assert packed_micro_batch is not None, "attention outside a stage model"
     layout = packed_micro_batch.layout
     is_cut = layout is not None and layout.size > 1
+    sinks_H = scoring.sinks_H
     if is_cut and sinks_H is not None:
         # The exchange of SP gives rank i the i-th part of consecutive heads.
         sinks_H = sinks_H.chunk(layout.size)[layout.rank]
 
     def attend_to(query_BHTD: Tensor, key_BKND: Tensor, value_BKND: Tensor, heads: slice) -> Tensor:
-        return _attend(
-            query_BHTD,
-            key_BKND,
-            value_BKND,
-            packed_micro_batch,
-            scaling,
-            window,
-            softcap,
-            sinks_H if sinks_H is None else sinks_H[heads],
-        )
+        own = scoring._replace(sinks_H=None if sinks_H is None else sinks_H[heads])
+        return _attend(query_BHTD, key_BKND, value_BKND, packed_micro_batch, own)
 
     def attend_to_rows(
         query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, heads: slice
@@ -164,31 +144,17 @@ def _attend(
     key_BKND: Tensor,
     value_BKND: Tensor,
     packed_micro_batch: PackedMicroBatch,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: Tensor | None,
+    scoring: Scoring,
 ) -> Tensor:
     """[1, T, H, D] of segments and their N keys on this rank, by the kernel that was chosen."""
-    use = _find_kernel(query_BHTD, value_BKND, softcap)
+    heads = (query_BHTD, key_BKND, value_BKND)
+    use = _find_kernel(query_BHTD, value_BKND, scoring.softcap)
     if use is not None:
-        heads = (query_BHTD, key_BKND, value_BKND)
-        boundaries = packed_micro_batch.boundaries
-        return _by_kernel(use, heads, boundaries, scaling, window, softcap, sinks_H)
-    key_lengths = packed_micro_batch.key_lengths
-    out_BHTD = attention_per_sequence(
-        query_BHTD,
-        key_BKND,
-        value_BKND,
-        packed_micro_batch.lengths,
-        scaling if scaling is not None else query_BHTD.shape[-1] ** -0.5,
-        # A window that hides nothing would only cost masks.
-        window if window is not None and window < max(key_lengths) else None,
-        softcap,
-        sinks_H,
-        key_lengths,
-    )
-    return out_BHTD.transpose(1, 2)
+        return _by_kernel(use, heads, packed_micro_batch.boundaries, scoring)
+    lengths, key_lengths = packed_micro_batch.lengths, packed_micro_batch.key_lengths
+    if scoring.window is not None and scoring.window >= max(key_lengths):
+        scoring = scoring._replace(window=None)  # one that hides nothing would only cost masks
+    return attention_per_sequence(*heads, scoring, lengths, key_lengths).transpose(1, 2)
 
 
 def use_packed_attention(model: nn.Module) -> None:

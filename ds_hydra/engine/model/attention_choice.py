@@ -20,6 +20,7 @@ from ds_hydra.engine.model.attention_kernels import (
     Demand,
     Kernel,
     MissingKernelError,
+    Scoring,
     load_kernel,
 )
 from ds_hydra.engine.model.attention_operator import KernelUse, attend, count_on_host
@@ -238,17 +239,11 @@ def _errors(
         for of in (lengths, key_lengths)
     ]
     boundaries = (*ends, count_on_host(lengths, key_lengths))
-    use, scale = KernelUse.of(kernel, demand), widths[0] ** -0.5
+    use = KernelUse.of(kernel, demand)
     softcap = _PROBE_SOFTCAP if demand.is_capped else None
-    wanted = attention_per_sequence(
-        *exact[:3],
-        lengths,
-        scale,
-        window,
-        softcap,
-        (*exact, None)[3],
-        key_lengths,  # type: ignore[call-arg]
-    )
+    scoring = Scoring(widths[0] ** -0.5, window, softcap)
+    of_exact, of_rounded = (scoring._replace(sinks_H=(*t, None)[3]) for t in (exact, rounded))
+    wanted = attention_per_sequence(*exact[:3], of_exact, lengths, key_lengths)  # type: ignore[call-arg]
     # Rounded as the kernel gets it, so that both backward passes begin with the same numbers.
     noise = torch.randn(wanted.shape, generator=generator, device=device).to(demand.dtype).float()
 
@@ -259,7 +254,7 @@ def _errors(
     wanted_grads = torch.autograd.grad(loss(wanted), exact)
     heads_last = [t[0].transpose(0, 1) for t in rounded[:3]]
     for _ in range(1 + kernel.runs_long_apart):  # by the first one it knows the shapes
-        out_THE = attend(use, heads_last, boundaries, scale, window, softcap, (*rounded, None)[3])
+        out_THE = attend(use, heads_last, boundaries, of_rounded)
         kernel.prepare(True)
     got = out_THE.transpose(0, 1).unsqueeze(0)
     grads = torch.autograd.grad(loss(got.float()), rounded)

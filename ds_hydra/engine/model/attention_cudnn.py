@@ -49,6 +49,7 @@ from ds_hydra.engine.model.attention_kernels import (
     Kernel,
     LongSegment,
     MissingKernelError,
+    Scoring,
     _Named,
     first_line,
 )
@@ -263,9 +264,9 @@ def build(name: str, rest: Kernel) -> Kernel:
             found.append(plans.has(_Shape(query.device, query.dtype, *sizes, *heads)))
         return all(found)
 
-    def planned(ends: Ends, window: int | None, heads: Sequence[Tensor]) -> Ends:
+    def planned(ends: Ends, scoring: Scoring, heads: Sequence[Tensor]) -> Ends:
         """`ends` whose long segments are those that cuDNN runs here."""
-        if not ends.long or window or torch.are_deterministic_algorithms_enabled():
+        if not ends.long or scoring.window or torch.are_deterministic_algorithms_enabled():
             return ends._replace(long=())
         is_planned = [has_plans(segment, *heads) for segment in ends.long]
         others = [s for s, known in zip(ends.long, is_planned, strict=True) if not known]
@@ -278,14 +279,14 @@ def build(name: str, rest: Kernel) -> Kernel:
         )
 
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: float, window: int | None, _: float
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        ends = planned(ends, window, (query, key, value))
+        query: Tensor, key: Tensor, value: Tensor, ends: Ends, scoring: Scoring
+    ) -> tuple[Tensor, Tensor]:
+        ends = planned(ends, scoring, (query, key, value))
         if not ends.long:
-            return rest.forward(query, key, value, ends, scale, window, 0.0)
+            return rest.forward(query, key, value, ends, scoring)
         rows, key_rows = _rows(ends)
         apart = [
-            attend_long(query[a:b], key[c:d], value[c:d], segment, scale)
+            attend_long(query[a:b], key[c:d], value[c:d], segment, scoring.scale)
             for (a, b), (c, d), segment in zip(rows, key_rows, ends.long, strict=True)
         ]
         outs, lses = ([found[i] for found in apart] for i in (0, 1))
@@ -295,7 +296,7 @@ def build(name: str, rest: Kernel) -> Kernel:
                 _without(query, rows),
                 *(_without(t, key_rows) for t in (key, value)),
             )
-            out, lse = rest.forward(query, key, value, _ends_of_rest(ends), scale, None, 0.0)
+            out, lse = rest.forward(query, key, value, _ends_of_rest(ends), scoring)
         # Kernels of the rest read it by its address, should backward run by them.
         return _put_back(out, outs, rows), _put_back(lse, lses, rows, dim=1).contiguous()
 
@@ -307,18 +308,20 @@ def build(name: str, rest: Kernel) -> Kernel:
         out: Tensor,
         lse: Tensor,
         ends: Ends,
-        scale: float,
-        window: int | None,
-        _: float,
+        scoring: Scoring,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ends = planned(ends, window, (query, key, value))
+        ends = planned(ends, scoring, (query, key, value))
         if not ends.long:
-            return rest.backward(grad, query, key, value, out, lse, ends, scale, window, 0.0)
+            return rest.backward(grad, query, key, value, out, lse, ends, scoring)
         rows, key_rows = _rows(ends)
         of_queries, of_keys = (grad, query, out), (key, value)
         apart = [
             differentiate_long(
-                [t[a:b] for t in of_queries], lse[:, a:b], [t[c:d] for t in of_keys], segment, scale
+                [t[a:b] for t in of_queries],
+                lse[:, a:b],
+                [t[c:d] for t in of_keys],
+                segment,
+                scoring.scale,
             )
             for (a, b), (c, d), segment in zip(rows, key_rows, ends.long, strict=True)
         ]
@@ -327,9 +330,7 @@ def build(name: str, rest: Kernel) -> Kernel:
             grad, query, out = (_without(t, rows) for t in of_queries)
             key, value = (_without(t, key_rows) for t in of_keys)
             lse = _without(lse.t(), rows).t().contiguous()
-            found = rest.backward(
-                grad, query, key, value, out, lse, _ends_of_rest(ends), scale, None, 0.0
-            )
+            found = rest.backward(grad, query, key, value, out, lse, _ends_of_rest(ends), scoring)
         places = rows, key_rows, key_rows
         dq, dk, dv = (
             _put_back(t, [grads[i] for grads in apart], places[i]) for i, t in enumerate(found)

@@ -108,13 +108,27 @@ class Demand(NamedTuple):
         return f"heads of {'/'.join(map(str, widths))}{capped} in {str(self.dtype).removeprefix('torch.')}"
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, Ends, float, int | None, float], tuple[Tensor, Tensor]]
-"""(query [T, H, D], key [N, K, D], value [N, K, E], ends, scale, window, softcap; 0: none) to
-output [T, H, E] and log-sum-exp [H, T] fp32.
+class Scoring(NamedTuple):
+    """What attention makes of products of queries and keys."""
+
+    scale: float
+    window: int | None = None
+    """Tokens that one sees, itself among them; None: all before it."""
+    softcap: float | None = None
+    """c of c tanh(score / c); None: not capped."""
+    sinks_H: Tensor | None = None
+    """Scores of one more column, without a value, in the softmax of each head. Kernels leave them
+    to `attention_operator` ([Note: Sinks]).
+    """
+
+
+Forward = Callable[[Tensor, Tensor, Tensor, Ends, Scoring], tuple[Tensor, Tensor]]
+"""(query [T, H, D], key [N, K, D], value [N, K, E], ends, scoring) to output [T, H, E] and
+log-sum-exp [H, T] fp32.
 """
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
-"""(gradient of the output, query, key, value, output, log-sum-exp, ends, scale, window, softcap) to
-gradients of query, key and value.
+"""(gradient of the output, query, key, value, output, log-sum-exp, ends, scoring) to gradients of
+query, key and value.
 """
 
 
@@ -229,15 +243,13 @@ def _given(
     key: Tensor,
     value: Tensor,
     ends: Ends,
-    scale: float,
-    window: int | None,
-    softcap: float,
-    unlimited: int | None = -1,
+    scoring: Scoring,
+    unlimited: int | None,
 ) -> dict[str, Any]:
     """Arguments that all releases have, under all of their names."""
-    left, right = (window - 1, 0) if window else (unlimited, unlimited)
+    left, right = (scoring.window - 1, 0) if scoring.window else (unlimited, unlimited)
     return {
-        "q": query, "k": key, "v": value, "softmax_scale": scale, "softcap": softcap,
+        "q": query, "k": key, "v": value, "softmax_scale": scoring.scale, "softcap": scoring.softcap or 0.0,
         "cu_seqlens_q": ends.queries, "cu_seqlens_k": ends.keys,
         "max_seqlen_q": ends.longest, "max_seqlen_k": ends.longest_keys,
         "causal": True, "is_causal": True, "dropout_p": 0.0,
@@ -245,39 +257,39 @@ def _given(
     }  # fmt: skip
 
 
-def _adapt(forward: Any, backward: Any, **more: Any) -> tuple[Forward, Backward]:
-    """`forward` and `backward` of flash-attn 2 or 3, of which backward fills the gradients that it
-    is given.
+def _adapt(
+    forward: _Named,
+    backward: _Named,
+    *,
+    fills_gradients: bool = True,
+    unlimited: int | None = -1,
+    **more: Any,
+) -> tuple[Forward, Backward]:
+    """`forward`, which gets `more`, and `backward` of flash-attn, which fills the gradients that it
+    is given, or returns new ones; `unlimited` is their word for no window.
     """
-    windows = "window_size|window_size_left"
-    run_forward = _Named(forward, *_OF_ALL, windows)
-    run_backward = _Named(
-        backward, *_OF_ALL, windows, "dout", "out", "softmax_lse", "dq", "deterministic"
-    )
 
     def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = run_forward(**_given(*inputs), **more)
+        out, lse, *_ = forward(**_given(*inputs, unlimited=unlimited), **more)
         return out, lse
 
     def differentiate(
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *rest: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        run_backward(
-            **_given(query, key, value, *rest),
+        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        heads = query, key, value
+        names = ("dq", "dk", "dv") if fills_gradients else ()
+        filled = dict(zip(names, map(torch.empty_like, heads)))
+        returned = backward(
+            **_given(*heads, *rest, unlimited=unlimited),
+            **filled,
             dout=grad,
             out=out,
             softmax_lse=lse,
-            **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
+            lse=lse,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        return grads
+        dq, dk, dv = filled.values() if filled else returned[:3]
+        return dq, dk, dv
 
     return attend, differentiate
 
@@ -293,9 +305,16 @@ def _of_flash_4(query_width: int, value_width: int, generation: int | None) -> b
     return max(widths) <= 128 or widths in ((192, 128), (256, 256))
 
 
+def _named_2_and_3(forward: Any, backward: Any) -> tuple[_Named, _Named]:
+    """Functions of flash-attn 2 or 3."""
+    both = (*_OF_ALL, "window_size|window_size_left")
+    of_backward = ("dout", "out", "softmax_lse", "dq", "deterministic")
+    return _Named(forward, *both), _Named(backward, *both, *of_backward)
+
+
 def _flash_2(module: ModuleType, name: str, package: str) -> Kernel:
-    names = "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"
-    forward, backward = _adapt(*_functions(module, *names))
+    functions = _functions(module, "_flash_attn_varlen_forward", "_flash_attn_varlen_backward")
+    forward, backward = _adapt(*_named_2_and_3(*functions))
     return Kernel(
         name=name,
         package=package,
@@ -308,7 +327,7 @@ def _flash_2(module: ModuleType, name: str, package: str) -> Kernel:
 
 def _flash_3(module: ModuleType, name: str, package: str) -> Kernel:
     functions = _functions(module, "_flash_attn_forward", "_flash_attn_backward")
-    forward, backward = _adapt(*functions, num_splits=1)
+    forward, backward = _adapt(*_named_2_and_3(*functions), num_splits=1)
     return Kernel(
         name=name,
         package=package,
@@ -321,37 +340,19 @@ def _flash_3(module: ModuleType, name: str, package: str) -> Kernel:
 
 
 def _flash_4(module: ModuleType, name: str, package: str) -> Kernel:
-    forward, backward = _functions(module, "_flash_attn_fwd", "_flash_attn_bwd")
-    run_forward = _Named(forward, *_OF_ALL, "window_size_left", "return_lse")
-    run_backward = _Named(backward, *_OF_ALL, "window_size_left", "deterministic", "dout", "lse")
-
-    def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = run_forward(**_given(*inputs, unlimited=None), return_lse=True)
-        return out, lse
-
-    def differentiate(
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *rest: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grads: tuple[Tensor, Tensor, Tensor] = run_backward(
-            **_given(query, key, value, *rest, unlimited=None),
-            dout=grad,
-            out=out,
-            lse=lse,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-        return grads[:3]
-
+    functions = _functions(module, "_flash_attn_fwd", "_flash_attn_bwd")
+    forward, backward = _adapt(
+        _Named(functions[0], *_OF_ALL, "window_size_left", "return_lse"),
+        _Named(functions[1], *_OF_ALL, "window_size_left", "deterministic", "dout", "lse"),
+        fills_gradients=False,
+        unlimited=None,
+        return_lse=True,
+    )
     return Kernel(
         name=name,
         package=package,
-        forward=attend,
-        backward=differentiate,
+        forward=forward,
+        backward=backward,
         generations=(9, 10, 11, 12),
         takes_widths=_of_flash_4,
         # On 10.x it takes 192/128, and not 192/192: values must not be padded to queries.
@@ -375,42 +376,31 @@ def _varlen(name: str, implementation: str | None = None) -> Kernel:
         if implementation not in known:
             raise MissingKernelError(f"torch {torch.__version__} cannot activate {implementation}")
 
+    def options(scoring: Scoring) -> dict[str, Any]:
+        left = scoring.window - 1 if scoring.window else -1
+        return {"scale": scoring.scale, "window_size_left": left, "window_size_right": 0}
+
     def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        ends: Ends,
-        scale: float,
-        window: int | None,
-        _: float,
+        query: Tensor, key: Tensor, value: Tensor, ends: Ends, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
         # torch has one for the process, and other heads of the model may run by another.
         activate(implementation)
-        out, lse, *_rest = forward(
-            query, key, value, *ends[:4], 0.0, window is None, False, scale=scale, **_window(window)
+        is_causal = scoring.window is None
+        out, lse, *_ = forward(
+            query, key, value, *ends[:4], 0.0, is_causal, False, **options(scoring)
         )
         return out, lse
 
-    def differentiate(
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        ends: Ends,
-        scale: float,
-        window: int | None,
-        _: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def differentiate(grad: Tensor, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *heads_and_sums, ends, scoring = saved
         activate(implementation)
-        state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout, which is 0
+        # Of dropout, which is 0
+        state = torch.empty(2, dtype=torch.uint64, device=grad.device), grad.new_empty(0)
         # Around this call alone: other operations of a model would be errors inside.
         with in_one_order():
             grads: tuple[Tensor, Tensor, Tensor] = backward(
                 grad if grad.stride(-1) == 1 else grad.contiguous(),
-                query, key, value, out, lse, *ends[:4], 0.0, window is None, state, query.new_empty(0),
-                scale=scale, **_window(window),
+                *heads_and_sums, *ends[:4], 0.0, scoring.window is None, *state, **options(scoring),
             )  # fmt: skip
         return grads
 
@@ -428,10 +418,6 @@ def _varlen(name: str, implementation: str | None = None) -> Kernel:
         copies_when_ordered=implementation is None,
         implementation=implementation,
     )
-
-
-def _window(window: int | None) -> dict[str, int]:
-    return {"window_size_left": window - 1 if window else -1, "window_size_right": 0}
 
 
 def _cudnn(name: str) -> Kernel:

@@ -27,7 +27,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.engine.model.attention_kernels import Demand, Ends, Kernel, LongSegment, load_kernel
+from ds_hydra.engine.model.attention_kernels import (
+    Demand,
+    Ends,
+    Kernel,
+    LongSegment,
+    Scoring,
+    load_kernel,
+)
 
 Boundaries = tuple[Tensor, Tensor, Tensor]
 """`cu_seqlens`, `cu_keys`, and what `count_on_host` gives."""
@@ -69,18 +76,11 @@ class KernelUse(NamedTuple):
 
 
 def attend(
-    use: KernelUse,
-    heads: Sequence[Tensor],
-    boundaries: Boundaries,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks_H: Tensor | None = None,
+    use: KernelUse, heads: Sequence[Tensor], boundaries: Boundaries, scoring: Scoring
 ) -> Tensor:
     """[T, H, E] of queries [T, H, D], keys [N, K, D] and values [N, K, E], causal.
 
-    `window` tokens are seen, itself among them; None: all. Zeros that pad add nothing to scores,
-    and what values have of them is cut off.
+    Zeros that pad add nothing to scores, and what values have of them is cut off.
     """
     query, key, value = heads
     value_width = value.shape[-1]
@@ -88,6 +88,7 @@ def attend(
     value = _pad(value, use.value_width)
     run: Any = _run_operator if torch.compiler.is_compiling() else _apply
     # 0 stands for none, because the operator's schema has plain numbers.
+    scale, window, softcap, sinks_H = scoring
     out: Tensor = run(
         query, key, value, sinks_H, *boundaries, use.name, scale, window or 0, softcap or 0.0
     )
@@ -108,13 +109,11 @@ def _forward(
     cu_keys: Tensor,
     on_host: Tensor,
     kernel: str,
-    scale: float,
-    window: int,
-    softcap: float,
+    *numbers: Any,
 ) -> tuple[Tensor, Tensor]:
     ends = _ends(cu_seqlens, cu_keys, on_host, sinks_H)
-    seen = _seen(window, ends)
-    out, lse_HT = load_kernel(kernel).forward(query, key, value, ends, scale, seen, softcap)
+    scoring = _scoring(ends, *numbers)
+    out, lse_HT = load_kernel(kernel).forward(query, key, value, ends, scoring)
     if sinks_H is not None:
         total_HT = torch.logaddexp(lse_HT, sinks_H.float().unsqueeze(1))
         out = (out * (lse_HT - total_HT).exp().t().unsqueeze(-1)).to(query.dtype)
@@ -134,15 +133,11 @@ def _backward(
     cu_keys: Tensor,
     on_host: Tensor,
     kernel: str,
-    scale: float,
-    window: int,
-    softcap: float,
+    *numbers: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ends = _ends(cu_seqlens, cu_keys, on_host, sinks_H)
-    seen = _seen(window, ends)
-    grads = load_kernel(kernel).backward(
-        grad, query, key, value, out, lse_HT, ends, scale, seen, softcap
-    )
+    scoring = _scoring(ends, *numbers)
+    grads = load_kernel(kernel).backward(grad, query, key, value, out, lse_HT, ends, scoring)
     if sinks_H is None:
         # The operator has four results, with sinks or without.
         return *grads, query.new_empty(0)
@@ -162,9 +157,9 @@ def _ends(cu_seqlens: Tensor, cu_keys: Tensor, on_host: Tensor, sinks_H: Tensor 
     return Ends(cu_seqlens, cu_keys, *sizes, long, bool(has_pieces))
 
 
-def _seen(window: int, ends: Ends) -> int | None:
-    """A window that hides something: kernels are faster without one."""
-    return window if 0 < window < ends.longest_keys else None
+def _scoring(ends: Ends, scale: float, window: int, softcap: float) -> Scoring:
+    """Without a window that hides nothing: kernels are faster without one."""
+    return Scoring(scale, window if 0 < window < ends.longest_keys else None, softcap or None)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ds_hydra.engine.model.attention_kernels import Scoring
 from ds_hydra.engine.ranks.process import in_one_order, only_warns
 
 _QUERY_BLOCK = 1024
@@ -31,11 +32,8 @@ def attention_per_sequence(
     query_BHTD: Tensor,
     key_BKND: Tensor,
     value_BKND: Tensor,
+    scoring: Scoring,
     lengths: Sequence[int],
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: Tensor | None = None,
     key_lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """One attention call per segment: the cost is the sum over them, whatever the backend.
@@ -58,9 +56,9 @@ def attention_per_sequence(
         value_KGND.split(list(key_lengths), dim=2),
         strict=True,
     )
+    scale, window, softcap, sinks_H = scoring
     if softcap is not None or sinks_H is not None:
-        sinks_KG = None if sinks_H is None else sinks_H.view(num_kv_heads, -1)
-        parts = [_scored(q, k, v, scale, window, softcap, sinks_KG) for q, k, v in segments]
+        parts = [_scored(q, k, v, scoring) for q, k, v in segments]
     elif window is not None:
         parts = [_masked(q, k, v, scale, window, window) for q, k, v in segments]
     else:
@@ -164,18 +162,11 @@ def _masked(
     return torch.cat(outputs, dim=2)
 
 
-def _scored(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks_KG: Tensor | None,
-) -> Tensor:
+def _scored(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """Attention of one segment whose scores are capped by tanh or share their softmax with sinks,
     which no fused CPU kernel offers.
     """
+    scale, window, softcap, sinks_H = scoring
     num_queries, num_before = query.shape[2], key.shape[2] - query.shape[2]
     num_groups = query.shape[1]
     key_KND, value_KND = key[:, 0], value[:, 0]
@@ -188,8 +179,8 @@ def _scored(
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         scores = scores.masked_fill(~allowed, float("-inf"))
-        if sinks_KG is not None:
-            sinks = sinks_KG[..., None, None].expand(*scores.shape[:3], 1)
+        if sinks_H is not None:
+            sinks = sinks_H.view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sinks], dim=-1)
         weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
         # Sinks have a part of the softmax and no value: their column is left out here.
