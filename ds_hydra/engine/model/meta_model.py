@@ -4,7 +4,7 @@ ZeRO-3 shards to measure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -109,16 +109,10 @@ def build_random_stage_model(
     dtype: torch.dtype,
     device: torch.device,
     num_ranks: int,
-    activation_checkpointing: bool = False,
-    compile_layers: bool = False,
-    tp_sequence_parallel: bool = False,
-    simulated_tp_size: int = 1,
-    attention_kernel: str = "auto",
-    float8: str | None = None,
-    float8_exclude: Sequence[str] = (),
+    **options: Any,
 ) -> StageModel:
-    """The stage model of a model whose shards, 1/num_ranks of each parameter, are random; not
-    collective.
+    """The stage model of a model whose shards, 1/num_ranks of each parameter, are random; `options`
+    are StageModel's. Not collective.
 
     Links read `ds_tensor` of a parameter only, so that is all that a parameter gets. Raises
     UnsupportedModelError for what cannot be trained. On the meta device nothing is allocated.
@@ -133,16 +127,6 @@ def build_random_stage_model(
         if parameter.dim() > 1:  # norms stay at 1
             shard_P.normal_(0.0, _SPREAD, generator=generator)
         parameter.ds_tensor = shard_P  # type: ignore[attr-defined]
-    stage_model = StageModel(
-        model,
-        abilities,
-        activation_checkpointing=activation_checkpointing,
-        compile_layers=compile_layers,
-        tp_sequence_parallel=tp_sequence_parallel,
-        simulated_tp_size=simulated_tp_size,
-        attention_kernel=attention_kernel,
-        float8=float8,
-        float8_exclude=float8_exclude,
-    )
+    stage_model = StageModel(model, abilities, **options)
     stage_model.to_device(device)
     return stage_model
