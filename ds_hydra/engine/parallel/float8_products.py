@@ -203,9 +203,8 @@ class _Products(torch.autograd.Function):
         grad_TO, role = grad.flatten(0, -2), GemmInputRole.GRAD_OUTPUT
         if ctx.num_copies > 1:
             grad_TO = _sum_of_copies(grad_TO, group, ctx.num_copies)
-        wait: Callable[[], None] | None = None
-        if kept is not None and shared is not None:
-            kept, wait = shared.backward.read(kept)
+        is_shared = kept is not None and shared is not None
+        read = shared.backward.read(kept) if is_shared else lambda: kept
         grad_hidden = grad_weight = None
         if weight_OI is not None:
             grad_hidden = _multiply(
@@ -221,12 +220,11 @@ class _Products(torch.autograd.Function):
                 known,
             ).unflatten(0, grad.shape[:-1])
         if kept is not None:
-            if wait is not None:
-                wait()  # only now: shards were gathered beside the product above
+            hidden = read()  # only now: shards were gathered beside the product above
             grad_weight = _multiply(
                 _Operand(grad_TO, "TO", role, config.cast_config_grad_output_for_grad_weight),
                 _Operand(
-                    kept.flatten(0, -2),
+                    hidden.flatten(0, -2),
                     "TI",
                     GemmInputRole.INPUT,
                     config.cast_config_input_for_grad_weight,
@@ -235,8 +233,6 @@ class _Products(torch.autograd.Function):
                 ctx.at,
                 known,
             )
-            if shared is not None:
-                shared.backward.let_go()
         if ctx.num_copies > 1:
             # Each copy has the whole now, and the group adds all of them up: a share from each.
             grad_hidden, grad_weight = (

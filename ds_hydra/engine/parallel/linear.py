@@ -143,14 +143,11 @@ class SharedBackward:
     def expect_reader(self) -> None:
         """A linear has read the tensor, and reads it again in backward."""
 
-    def read(self, kept: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """The tensor of which a linear has `kept` something, valid once the returned function has
-        been called.
+    def read(self, kept: Tensor) -> Callable[[], Tensor]:
+        """What waits for the tensor of which a linear has `kept` something; to be called once by
+        each that reads it.
         """
-        return kept, nothing
-
-    def let_go(self) -> None:
-        """One of the linears has read it."""
+        return lambda: kept
 
 
 def nothing() -> None:
@@ -183,53 +180,30 @@ class _Linear(torch.autograd.Function):
         shared, gradient = ctx.shared, ctx.gradient
         grad_TO = _rows(grad)
         # Begun before the product for the input, beside which shards travel.
-        reading = None if kept is None or shared is None else shared.read(kept)
+        is_shared = kept is not None and shared is not None
+        read = shared.read(kept) if is_shared else lambda: kept
         grad_input = grad_weight = None
         if weight_OH is not None:
             grad_input = grad_TO.mm(weight_OH).view(*grad.shape[:-1], weight_OH.shape[1])
         grad_bias = grad_TO.sum(dim=0) if ctx.trains_bias else None
         if kept is not None:
             if gradient is None:
-                grad_weight = grad_TO.T @ _read(kept, reading, shared)
+                grad_weight = grad_TO.T @ _rows(read())
             else:
                 # Told now: autograd may be done with the weight before a product that waits.
                 gradient.expect_product()
                 # A tensor without gradient is not exchanged.
                 if shared is None or weight_OH is None:
-                    gradient.add_product(grad_TO, _read(kept, reading, shared))
+                    gradient.add_product(grad_TO, _rows(read()))
                 else:
-                    add = functools.partial(_add_product, gradient, grad_TO, kept, reading, shared)
-                    shared.postpone(add)
+                    shared.postpone(lambda: gradient.add_product(grad_TO, _rows(read())))
         return grad_input, grad_weight, grad_bias, None, None
-
-
-_Reading = tuple[Tensor, Callable[[], None]]
-
-
-def _read(kept: Tensor, reading: _Reading | None, shared: SharedBackward | None) -> Tensor:
-    """[T, H] that a linear has `kept`, or whose `reading` from `shared` is under way."""
-    if reading is None or shared is None:
-        return _rows(kept)
-    tensor, wait = reading
-    wait()
-    shared.let_go()
-    return _rows(tensor)
 
 
 def _rows(tensor: Tensor) -> Tensor:
     """[T, ...] of the tokens; by one operator where a micro-batch has them, in place of three."""
     is_plain = tensor.dim() == 3 and tensor.shape[0] == 1
     return tensor.squeeze(0) if is_plain else tensor.flatten(0, -2)
-
-
-def _add_product(
-    gradient: WeightGradient,
-    grad_TO: Tensor,
-    kept: Tensor,
-    reading: _Reading,
-    shared: SharedBackward,
-) -> None:
-    gradient.add_product(grad_TO, _read(kept, reading, shared))
 
 
 def _backward(

@@ -133,24 +133,22 @@ class GatheredAgain(SharedBackward):
         """A linear of the block has weights to train."""
         self._num_waiting += 1
 
-    def read(self, kept: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """The micro-batch of which `kept` is this rank's shard, valid once the returned function
-        has been called.
-        """
+    def read(self, kept: Tensor) -> Callable[[], Tensor]:
+        """What waits for the micro-batch of which `kept` is this rank's shard."""
         if self._micro_batch is None:
             self._micro_batch, self._wait = self._shards.post_gather(kept)
-        return self._micro_batch, self._arrive
+        micro_batch = self._micro_batch
 
-    def _arrive(self) -> None:
-        # Whoever reads first waits: a product that is made at once comes before those postponed.
-        wait, self._wait = self._wait, nothing
-        wait()
+        def arrive() -> Tensor:
+            # Whoever reads first waits: a product made at once comes before those postponed.
+            wait, self._wait = self._wait, nothing
+            wait()
+            self._num_waiting -= 1
+            if self._num_waiting <= 0:
+                self._micro_batch = None
+            return micro_batch
 
-    def let_go(self) -> None:
-        """One of the linears has done its backward pass."""
-        self._num_waiting -= 1
-        if self._num_waiting <= 0:
-            self._micro_batch = None
+        return arrive
 
 
 @dataclass(frozen=True, slots=True)
