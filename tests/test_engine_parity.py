@@ -152,8 +152,8 @@ def check_prompts(family, strategies, hydra):
     asked = []
     hook_head = StageForward.hook_head
 
-    def hook_and_count(forward, tp):
-        hook_head(forward, tp)
+    def hook_and_count(forward):
+        hook_head(forward)
         head = forward._head
         head.register_forward_pre_hook(lambda _head, args: asked.append(args[0].shape[1]))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,8 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ds_hydra.errors import UnsupportedModelError
 
 
-@dataclass(frozen=True, slots=True)
-class Binding:
+class Binding(NamedTuple):
     """Where one parameter lives in the stage model: `module._parameters[attribute]`."""
 
     module: nn.Module
@@ -86,6 +85,12 @@ def bindings_of(owners: Iterable[nn.Module], index_of: Mapping[int, int]) -> tup
         for attribute, param in module._parameters.items()
         if param is not None
     )
+
+
+def bind(bindings: Iterable[Binding], params: Any) -> None:
+    """Put those of `params`, by their numbers, into the modules of `bindings`."""
+    for module, attribute, param in bindings:
+        module._parameters[attribute] = params[param]
 
 
 @dataclass(frozen=True, slots=True)

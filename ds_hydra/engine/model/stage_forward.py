@@ -34,7 +34,13 @@ from ds_hydra.engine.model.current_micro_batch import (
     current_micro_batch,
     running,
 )
-from ds_hydra.engine.model.decoder_parts import Binding, DecoderParts, noting_calls
+from ds_hydra.engine.model.decoder_parts import (
+    Binding,
+    DecoderParts,
+    bind,
+    bindings_of,
+    noting_calls,
+)
 from ds_hydra.engine.parallel.logits import LogitTransform
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, hook_colwise
 from ds_hydra.engine.ranks.hosts import count_ranks_here
@@ -101,19 +107,6 @@ def bind_constant(
         binding.module._parameters[binding.attribute] = nn.Parameter(constant, requires_grad=False)
 
 
-@contextlib.contextmanager
-def _bound_to_constant(
-    value: float, bindings: Sequence[Binding], params: Sequence[nn.Parameter], device: Any
-) -> Iterator[None]:
-    """Bound while open; before and after the modules have `params`."""
-    bind_constant(value, bindings, params, device)
-    try:
-        yield
-    finally:
-        for binding in bindings:
-            binding.module._parameters[binding.attribute] = params[binding.param]
-
-
 @dataclass(frozen=True, slots=True)
 class AfterHead:
     """What a model makes of its head's output, and of labels."""
@@ -131,18 +124,24 @@ class AfterHead:
 class StageForward:
     """Runs `model`, whose parts are `parts`, a packed micro-batch at a time, whose boundaries its
     layers are told where it `takes_boundaries`, or, where that would mix sequences, `one_by_one`.
+    While nothing else is bound its modules have the `params`.
     """
 
     def __init__(
         self,
         model: nn.Module,
         parts: DecoderParts,
+        params: Sequence[nn.Parameter],
         tp: TensorParallel,
         *,
         one_by_one: bool,
-        takes_boundaries: bool = False,
+        takes_boundaries: bool,
     ):
         self._model, self._head, self._tp = model, parts.head, tp
+        self.outer = parts.outer_modules(model)
+        """Modules outside the layers."""
+        index_of = {id(param): number for number, param in enumerate(params)}
+        self._params, self._outer_bindings = params, bindings_of(self.outer, index_of)
         self._at_head: AtHead | None = None
         self._list = parts.layers
         self._layers = list(parts.layers)
@@ -227,83 +226,84 @@ class StageForward:
         with running(micro_batch):
             return self._model(**inputs, use_cache=False)
 
-    def find_modules_before(
-        self,
-        outer: Sequence[nn.Module],
-        head: nn.Module,
-        bindings: Sequence[Binding],
-        params: Sequence[nn.Parameter],
-    ) -> tuple[list[nn.Module], list[nn.Module], str]:
-        """Which of the `outer` modules a stage has to run, found by running them on zeros. Returns
+    @contextlib.contextmanager
+    def _outer_bound_to(self, value: float, device: torch.device) -> Iterator[None]:
+        """While open, parameters outside the layers have `value` everywhere."""
+        bind_constant(value, self._outer_bindings, self._params, device)
+        try:
+            yield
+        finally:
+            bind(self._outer_bindings, self._params)
+
+    @contextlib.contextmanager
+    def _without_layers(self) -> Iterator[None]:
+        """While open, placeholders stand for all layers, and none of them ends the forward."""
+        self.show_layers(range(0))
+        self._placeholders[0].ends = False
+        try:
+            yield
+        finally:
+            self.show_layers(range(len(self._layers)))
+
+    def find_modules_before(self) -> tuple[list[nn.Module], list[nn.Module], str]:
+        """Which of the outer modules a stage has to run, found by running them on zeros. Returns
 
         - the modules that run before the first layer;
         - the modules whose parameters are read though they do not run, as far as is known;
         - why this could not be found, or "".
-
-        `bindings` are those of `outer`, `params` what they have before and after.
         """
         problem = ""
         tokens = torch.zeros(1, 5, dtype=torch.int64)
-        self.show_layers(range(-1, 0))
-        called: set[nn.Module] = {head}
+        called: set[nn.Module] = {self._head}
         try:
-            with _bound_to_constant(0.0, bindings, params, self.device):
-                with noting_calls(outer) as before:
+            with self._without_layers(), self._outer_bound_to(0.0, self.device):
+                self._placeholders[0].ends = True
+                with noting_calls(self.outer) as before:
                     self._run_few(tokens, None)
-                self.show_layers(range(0))
                 self._placeholders[0].ends = False
-                handle = head.register_forward_pre_hook(_end_at_head)
+                handle = self._head.register_forward_pre_hook(_end_at_head)
                 for num_outputs in _NUMBERS_OF_OUTPUTS:
                     self._answer_with(num_outputs)
-                    with noting_calls(outer) as calls, contextlib.suppress(*_FOREIGN):
+                    with noting_calls(self.outer) as calls, contextlib.suppress(*_FOREIGN):
                         self._run_few(tokens, None)
                         called |= set(calls)
                         break
                 handle.remove()
         except Exception as error:  # a family's own code, where it wants more than tokens
             problem = f"running it without layers fails ({error})"
-        finally:
-            self.show_layers(range(len(self._layers)))
         return (
-            [m for m in outer if m in before],
-            [m for m in outer if m not in called and m not in before],
+            [m for m in self.outer if m in before],
+            [m for m in self.outer if m not in called and m not in before],
             problem,
         )
 
-    def try_head(self, bindings: Sequence[Binding], params: Sequence[nn.Parameter]) -> AfterHead:
+    def try_head(self) -> AfterHead:
         """What the model makes of its head's output and of labels.
 
         Its own forward runs on five tokens, without layers and with numbers of many sizes in the
-        place of that output; `bindings` and `params` as in `find_modules_before`.
+        place of that output.
         """
         device = _device_of(self._model)
         numbers = torch.linspace(-90, 90, 5 * self._head.weight.shape[0], device=device)
         numbers[-1] = _LARGE
         numbers = numbers.view(1, 5, -1)
         answers = self._placeholders[0].num_outputs
-        self.show_layers(range(0))
-        self._placeholders[0].ends = False
-        try:
-            for num_outputs in _NUMBERS_OF_OUTPUTS:
-                self._answer_with(num_outputs)
-                with contextlib.suppress(Exception):  # a family's or a user's own code
-                    return self._try_head(numbers, bindings, params)
-            return AfterHead()
-        finally:
-            self._answer_with(answers)
-            self.show_layers(range(len(self._layers)))
+        with self._without_layers():
+            try:
+                for num_outputs in _NUMBERS_OF_OUTPUTS:
+                    self._answer_with(num_outputs)
+                    with contextlib.suppress(Exception):  # a family's or a user's own code
+                        return self._try_head(numbers)
+                return AfterHead()
+            finally:
+                self._answer_with(answers)
 
-    def _try_head(
-        self, numbers: Tensor, bindings: Sequence[Binding], params: Sequence[nn.Parameter]
-    ) -> AfterHead:
-        with _bound_to_constant(1.0, bindings, params, numbers.device):
+    def _try_head(self, numbers: Tensor) -> AfterHead:
+        with self._outer_bound_to(1.0, numbers.device):
             logits = self._answer(numbers).logits
             mirrored = self._answer(numbers.flip(-1)).logits.flip(-1)
             found = self._find_loss(numbers)
-        with (
-            _bound_to_constant(0.37, bindings, params, numbers.device),
-            self._with_other_buffers(),
-        ):
+        with self._outer_bound_to(0.37, numbers.device), self._with_other_buffers():
             # A parameter changes the logits, or a buffer, which may be set while training runs
             depends = not torch.equal(logits, self._answer(numbers).logits)
         transform = None if depends else LogitTransform.find(numbers, logits.float())
@@ -392,24 +392,22 @@ class StageForward:
         """
         if len(self._layers) == 1:
             return ""
-        self.show_layers(range(0))
-        self._placeholders[0].ends, self._placeholders[-1].ends = False, True
         problem = ""
-        for num_outputs in _NUMBERS_OF_OUTPUTS:
-            self._answer_with(num_outputs)
-            try:
-                with noting_calls(self._placeholders) as calls:
-                    output = self._run_few(None, hidden)
-                if [*calls.values()] != [1] * len(self._placeholders):
-                    problem = NOT_ONCE
-                elif torch.equal(output.cpu(), hidden):
-                    problem = ""
-                    break
-                else:
-                    problem = "its layers do not hand their hidden state to each other alone"
-            except Exception as error:  # a family's own code
-                problem = f"running it without layers fails ({error})"
-        self.show_layers(range(len(self._layers)))
+        with self._without_layers():
+            self._placeholders[-1].ends = True
+            for num_outputs in _NUMBERS_OF_OUTPUTS:
+                self._answer_with(num_outputs)
+                try:
+                    with noting_calls(self._placeholders) as calls:
+                        output = self._run_few(None, hidden)
+                    if [*calls.values()] != [1] * len(self._placeholders):
+                        problem = NOT_ONCE
+                    elif torch.equal(output.cpu(), hidden):
+                        return ""
+                    else:
+                        problem = "its layers do not hand their hidden state to each other alone"
+                except Exception as error:  # a family's own code
+                    problem = f"running it without layers fails ({error})"
         return problem
 
     def _answer_with(self, num_outputs: int) -> None:
@@ -424,12 +422,12 @@ class StageForward:
         with torch.no_grad():
             return self._run(micro_batch, ids, hidden, False)
 
-    def hook_head(self, tp: TensorParallel) -> None:
+    def hook_head(self) -> None:
         """Columnwise parallel logits, of those tokens alone that predict something where others are
         many; the model's forward ends with the loss where a run has one for the head.
         """
         self._head.register_forward_pre_hook(_select_predicting)
-        hook_colwise(self._head, tp)
+        hook_colwise(self._head, self._tp)
         plain = self._head.forward
 
         @functools.wraps(plain)

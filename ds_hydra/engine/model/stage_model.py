@@ -36,6 +36,7 @@ from ds_hydra.engine.model.current_micro_batch import (
     checkpointed,
     current_micro_batch,
 )
+from ds_hydra.engine.model.decoder_parts import Unit
 from ds_hydra.engine.model.expert_balance import ExpertBalance
 from ds_hydra.engine.model.float8 import Float8Layers, use_plain_head
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
@@ -131,7 +132,12 @@ class StageModel:
         self._layers = list(parts.layers)
         alone, told = bool(abilities.one_by_one_because), bool(abilities.boundaries_because)
         self._forward = StageForward(
-            self._model, parts, self.tp, one_by_one=alone, takes_boundaries=told
+            self._model,
+            parts,
+            self._meta_params,
+            self.tp,
+            one_by_one=alone,
+            takes_boundaries=told,
         )
         self.forward_stage = self._forward.run
         self._always_checkpointed = [
@@ -156,7 +162,7 @@ class StageModel:
             module.register_forward_pre_hook(self._before_unit)
         for module in (self._embedding, *self._layers):
             module.register_forward_hook(self._after_layer)
-        bindings = [(b.module, b.attribute, b.param) for u in self.units for b in u.bindings]
+        bindings = [binding for unit in self.units for binding in unit.bindings]
         self.specs = build_specs(
             named,
             self._base,
@@ -184,7 +190,7 @@ class StageModel:
         self._uncut_because = self._hook_blocks(head, fqn_of) if tp_sequence_parallel else ""
         for module in (*(m for layer in self._layers for m in layer.modules()), head):
             hook_linear(module, self.tp)
-        self._forward.hook_head(self.tp)  # after its block has gathered shards
+        self._forward.hook_head()  # after its block has gathered shards
         bind_constant(0.0, self.units[0].bindings, self._meta_params, self._forward.device)
         hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)
         found = self._forward.find_placeholder_problem(hidden.to(self._meta_params[0].dtype))
@@ -262,7 +268,7 @@ class StageModel:
         """Decoder layers of `stage`."""
         return scheme.stage_layers(self.num_layers, stage)
 
-    def stage_units(self, scheme: Scheme, stage: int) -> tuple[decoder_parts.Unit, ...]:
+    def stage_units(self, scheme: Scheme, stage: int) -> tuple[Unit, ...]:
         """Units that `stage` needs, in the order in which forward uses them."""
         layers = self.stage_layers(scheme, stage)
         before, after = stage == 0, stage == scheme.pp - 1
@@ -287,14 +293,12 @@ class StageModel:
             buckets.append(tuple(map(BucketEntry, params, regions, pushes)))
         return tuple(buckets)
 
-    def _unshared(self, units: Sequence[decoder_parts.Unit]) -> list[int]:
+    def _unshared(self, units: Sequence[Unit]) -> list[int]:
         """Places of those of `units` that share no parameter with another unit."""
         owners = Counter(p for unit in self.units for p in {b.param for b in unit.bindings})
         return [r for r, u in enumerate(units) if all(owners[b.param] == 1 for b in u.bindings)]
 
-    def _in_order(
-        self, units: Sequence[decoder_parts.Unit], stage: int, buckets: Sequence[int]
-    ) -> Window:
+    def _in_order(self, units: Sequence[Unit], stage: int, buckets: Sequence[int]) -> Window:
         trained = [any(self.specs[b.param].requires_grad for b in unit.bindings) for unit in units]
         return Window(
             buckets=tuple(buckets),
@@ -368,8 +372,7 @@ class StageModel:
                 self._before_backward[unit.modules[0]] = before_backward[index]
             for module in unit.modules:
                 self._await_unit.setdefault(module, []).append(index)
-            for binding in unit.bindings:
-                binding.module._parameters[binding.attribute] = leaves[binding.param]
+            decoder_parts.bind(unit.bindings, leaves)
         self._await_bucket = await_bucket
         self._embedding.padding_idx = self._local_padding_idx(self._embedding.weight.shape[0])
         own = self.stage_layers(scheme, stage)
@@ -381,8 +384,7 @@ class StageModel:
     def unbind(self) -> None:
         """Put meta parameters back, so that nothing of the iteration stays alive."""
         for unit in self.units:
-            for binding in unit.bindings:
-                binding.module._parameters[binding.attribute] = self._meta_params[binding.param]
+            decoder_parts.bind(unit.bindings, self._meta_params)
         self._await_unit.clear()
         self._await_bucket = lambda _: None
         self._before_backward.clear()
@@ -402,9 +404,7 @@ class StageModel:
                 )
 
     def _try_head(self) -> AfterHead:
-        if not self._has_plain_head:
-            return AfterHead()
-        return self._forward.try_head(self._bindings_of_outer, self._meta_params)
+        return self._forward.try_head() if self._has_plain_head else AfterHead()
 
     def check_loss(self) -> None:
         """Raise UnsupportedModelError for a loss of the model that training would not minimise."""
@@ -494,41 +494,25 @@ class StageModel:
         local = self._padding_idx - self.tp.first_row(self.vocab_size)
         return local if 0 <= local < num_rows else None
 
-    def _find_units(self, parts: decoder_parts.DecoderParts) -> tuple[decoder_parts.Unit, ...]:
+    def _find_units(self, parts: decoder_parts.DecoderParts) -> tuple[Unit, ...]:
         """What travels together: all that runs before the layers, each layer, all that follows;
         what runs before but is no table may run after them, too.
         """
-        outer = parts.outer_modules(self._model)
         index_of = {id(meta): i for i, meta in enumerate(self._meta_params)}
-        bindings = [*decoder_parts.bindings_of(outer, index_of)]
-        before, read, self.no_pp_because = self._forward.find_modules_before(
-            outer, parts.head, bindings, self._meta_params
-        )
-        self._bindings_of_outer = bindings
+        before, read, self.no_pp_because = self._forward.find_modules_before()
         first = [self._embedding, *(m for m in (*before, *read) if m is not self._embedding)]
         tables = [m for m in before if isinstance(m, nn.Embedding)]
-        last = [m for m in outer if m not in tables]
+        last = [m for m in self._forward.outer if m not in tables]
         reader = [self._model] if read else []
         self.has_plain_embedding = len(first) == 1
         """Whether nothing but the embedding has parameters that are used before the layers."""
 
-        def unit(
-            name: str, modules: Sequence[nn.Module], owners: Iterable[nn.Module]
-        ) -> decoder_parts.Unit:
-            return decoder_parts.Unit(
-                name, tuple(modules), decoder_parts.bindings_of(owners, index_of)
-            )
+        def unit(name: str, owners: Iterable[nn.Module], modules: Sequence[nn.Module]) -> Unit:
+            return Unit(name, tuple(modules), decoder_parts.bindings_of(owners, index_of))
 
-        return (
-            unit(
-                "embed",
-                [*decoder_parts.with_holders(first, self._model, parts.layers), *reader],
-                first,
-            ),
-            *(unit(f"layer.{i}", [m], m.modules()) for i, m in enumerate(self._layers)),
-            unit(
-                "head",
-                [*decoder_parts.with_holders(last, self._model, parts.layers), *reader],
-                last,
-            ),
-        )
+        def outer_unit(name: str, owners: Sequence[nn.Module]) -> Unit:
+            holders = decoder_parts.with_holders(owners, self._model, parts.layers)
+            return unit(name, owners, [*holders, *reader])
+
+        layers = (unit(f"layer.{i}", m.modules(), [m]) for i, m in enumerate(self._layers))
+        return (outer_unit("embed", first), *layers, outer_unit("head", last))

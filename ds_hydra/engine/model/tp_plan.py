@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ds_hydra.engine.model.adapters import SUMMED, split_style
-from ds_hydra.engine.model.decoder_parts import shape_of
+from ds_hydra.engine.model.decoder_parts import Binding, shape_of
 from ds_hydra.engine.parallel import tensor_parallel
 from ds_hydra.zero_link import ParamSpec, Slicing
 
@@ -143,13 +143,13 @@ def build_specs(
     named: Iterable[tuple[str, nn.Parameter]],
     base: nn.Module,
     *,
-    bindings: Iterable[tuple[nn.Module, str, int]],
+    bindings: Iterable[Binding],
     vocabulary: Container[nn.Module],
     cuts_micro_batches: bool,
 ) -> tuple[ParamSpec, ...]:
     """What the link knows of each `named` parameter, in their order.
 
-    `base`: a copy whose modules have them, as (module, attribute, parameter) of `bindings`.
+    `base`: a copy whose modules have them, where `bindings` say.
     `vocabulary`: embedding and head, cut by rows whatever the plan says.
     """
     styles, num_experts = parameter_styles(base), num_experts_of(base)
