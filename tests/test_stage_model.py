@@ -242,80 +242,66 @@ def test_every_parameter_is_in_a_unit_and_stages_partition_the_layers(family):
         assert max(sizes) - min(sizes) <= 1
 
 
-def test_parameters_that_the_tp_plan_does_not_mention_refuse_tp():
-    model = tiny("llama")
+def add_parameters_without_a_plan(model):
     model.model.layers[0].mlp.scale = torch.nn.LayerNorm(32)
-    stage_model = StageModel(model)
-    stage_model.check_scheme(Scheme(1, 2))
-    with pytest.raises(UnsupportedModelError, match=r"<2,1>.*mlp.scale.*use TP 1"):
-        stage_model.check_scheme(Scheme(2, 1))
 
 
-def test_activations_that_depend_on_all_features_refuse_tp():
-    model = tiny("llama")
+def depend_on_all_features(model):
     model.config.activation_sparsity_pattern = [0.95, 0.0, 0.0, 0.0]
-    with pytest.raises(UnsupportedModelError, match=r"activation_sparsity_pattern.*use TP 1"):
-        StageModel(model).check_scheme(Scheme(2, 1))
 
 
-def test_styles_that_are_not_run_refuse_tp_by_name():
-    model = tiny("llama")
-    model.config.base_model_tp_plan = {
-        **model.config.base_model_tp_plan,
-        "layers.*.mlp.down_proj": "packed_rowwise",
-    }
-    with pytest.raises(
-        UnsupportedModelError, match=r"styles that .*mlp.down_proj \(packed_rowwise\).*use TP 1"
-    ):
-        StageModel(model).check_scheme(Scheme(2, 1))
+def have_a_style_that_is_not_run(model):
+    plan = {**model.config.base_model_tp_plan, "layers.*.mlp.down_proj": "packed_rowwise"}
+    model.config.base_model_tp_plan = plan
 
 
-def test_a_model_without_plans_runs_with_tp_1():
-    model = tiny("granitemoe")
+def have_no_plan(model):
     model.config.base_model_tp_plan = model.config.base_model_pp_plan = None
-    stage_model = packing_probe.build_stage_model(model)
-    stage_model.check_scheme(Scheme(1, 2, sp=2))
-    model.config.base_model_tp_plan = None
-    with pytest.raises(UnsupportedModelError, match=r"no base_model_tp_plan.*use TP 1"):
-        stage_model.check_scheme(Scheme(2, 1))
 
 
-def test_layers_with_other_numbers_of_key_value_heads_refuse_tp():
-    model = tiny("llama")
+def have_another_number_of_key_value_heads(model):
     model.model.layers[1].self_attn.k_proj = torch.nn.Linear(32, 32, bias=False)
-    with pytest.raises(UnsupportedModelError, match=r"keys of 16, 32 features.*use TP 1"):
-        StageModel(model).check_scheme(Scheme(2, 1))
-
-
-def test_whole_features_are_not_cut_unevenly():
-    """Phi-3 gathers gate and up of all ranks, and cuts them again for down."""
-    with pytest.raises(
-        HydraConfigError, match=r"TP 4 does not divide the 70 features.*at down_proj"
-    ):
-        StageModel(tiny("phi3", intermediate_size=70, num_key_value_heads=4)).check_scheme(
-            Scheme(4, 1)
-        )
 
 
 @pytest.mark.parametrize(
-    ("scheme", "words"),
+    ("family", "edit", "words"),
     [
-        (Scheme(3, 1), "TP 3 does not divide the model's 4 attention heads; use TP 1, 2, 4"),
-        (
-            Scheme(1, 1, sp=3),
-            r"<sp3,1>: SP 3 x TP 1 = 3 does not divide the model's 4 .*heads; use SP 1, 2, 4 with TP 1",
-        ),
-        (
-            Scheme(2, 1, sp=4),
-            r"<sp4,2,1>: SP 4 x TP 2 = 8 does not divide .*4 attention heads; use SP 1, 2 with TP 2",
-        ),
-        (Scheme(3, 1, sp=2), "TP 3 does not divide"),
-        (Scheme(1, 5), "PP 5 is above the model's 4 layers; use PP 4 or less"),
+        ("llama", add_parameters_without_a_plan, r"<2,1>.*mlp.scale.*use TP 1"),
+        ("llama", depend_on_all_features, r"activation_sparsity_pattern.*use TP 1"),
+        ("llama", have_a_style_that_is_not_run, r"styles that .*mlp.down_proj \(packed_rowwise\).*use TP 1"),
+        ("granitemoe", have_no_plan, r"no base_model_tp_plan.*use TP 1"),
+        ("llama", have_another_number_of_key_value_heads, r"keys of 16, 32 features.*use TP 1"),
     ],
-)
-def test_degrees_that_do_not_fit_are_refused_with_those_that_do(scheme, words):
-    with pytest.raises(HydraConfigError, match=words):
-        StageModel(tiny("llama")).check_scheme(scheme)
+)  # fmt: skip
+def test_layers_that_cannot_be_cut_refuse_tp_alone(family, edit, words):
+    model = tiny(family)
+    edit(model)
+    stage_model = packing_probe.build_stage_model(model)
+    stage_model.check_scheme(Scheme(1, 2, sp=2))
+    with pytest.raises(UnsupportedModelError, match=words):
+        stage_model.check_scheme(Scheme(2, 1))
+
+
+LLAMA_OF_6_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}
+WHOLE_FEATURES = {"intermediate_size": 70, "num_key_value_heads": 4}
+"""Phi-3 gathers gate and up of all ranks, and cuts them again for down."""
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "scheme", "words"),
+    [
+        ("llama", {}, "<3,1>", "TP 3 does not divide the model's 4 attention heads; use TP 1, 2, 4"),
+        ("llama", {}, "<sp3,1>", "SP 3 x TP 1 = 3 does not divide the model's 4 .*heads; use SP 1, 2, 4 with TP 1"),
+        ("llama", {}, "<sp4,2,1>", "SP 4 x TP 2 = 8 does not divide .*4 attention heads; use SP 1, 2 with TP 2"),
+        ("llama", {}, "<sp2,3,1>", "TP 3 does not divide"),
+        ("llama", {}, "<1,5>", "PP 5 is above the model's 4 layers; use PP 4 or less"),
+        ("llama", LLAMA_OF_6_HEADS, "<3,1>", "TP 3 and the model's 2 key-value heads.*use TP 1, 2, 6"),
+        ("phi3", WHOLE_FEATURES, "<4,1>", "TP 4 does not divide the 70 features.*at down_proj"),
+    ],
+)  # fmt: skip
+def test_degrees_that_do_not_fit_are_refused_with_those_that_do(family, sizes, scheme, words):
+    with pytest.raises(HydraConfigError, match=f"{scheme}: {words}"):
+        StageModel(tiny(family, **sizes)).check_scheme(Scheme.parse(scheme))
 
 
 def test_checkpointing_that_the_user_switched_on_stays_on_and_refuses_ckpt():
@@ -328,14 +314,6 @@ def test_checkpointing_that_the_user_switched_on_stays_on_and_refuses_ckpt():
         HydraConfigError, match=r"<1,1;ckpt=2>: .*the model's own gradient checkpointing"
     ):
         stage_model.check_scheme(Scheme(1, 1, ckpt=2))
-
-
-def test_key_value_heads_and_tp_must_divide_each_other():
-    model = tiny("llama", num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
-    with pytest.raises(
-        HydraConfigError, match=r"TP 3 and the model's 2 key-value heads.*use TP 1, 2, 6"
-    ):
-        StageModel(model).check_scheme(Scheme(3, 1))
 
 
 def patched_by_closure(model):
