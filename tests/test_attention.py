@@ -18,7 +18,7 @@ from ds_hydra.errors import UnsupportedModelError
 MODULE = torch.nn.Identity()
 
 
-def dense_reference(query, key, value, *, window=None, softcap=None, sinks=None):
+def dense_reference(query, key, value, window, softcap, sinks):
     """One sequence, every score computed and masked."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -35,40 +35,52 @@ def dense_reference(query, key, value, *, window=None, softcap=None, sinks=None)
     return scores.exp() / total @ value
 
 
+SCORINGS = st.tuples(
+    st.sampled_from([None, 1, 3, 8]), st.sampled_from([None, 2.0]), st.booleans()
+).map(lambda x: (*x[:2], torch.linspace(-1, 1, 4).requires_grad_() if x[2] else None))
+"""Window, cap and sinks."""
+
+
+def draw_heads(num_queries, num_keys, groups, value_width=8):
+    torch.manual_seed(num_queries)
+    shapes = (4, num_queries, 8), (4 // groups, num_keys, 8), (4 // groups, num_keys, value_width)
+    return [torch.randn(1, *shape, requires_grad=True) for shape in shapes]
+
+
+def assert_equal(out, heads, spans, scoring):
+    """Output [1, 4, T, D] of `heads` and its gradients are those of each sequence alone, of which
+    the `spans` are there.
+    """
+    lengths, ends = [end - begin for begin, end in spans], [end for _, end in spans]
+    parts = zip(*(t.split(of, 2) for t, of in zip(heads, (lengths, ends, ends))), spans)
+    wanted = [
+        dense_reference(torch.cat([q.new_zeros(1, 4, begin, 8), q], 2), k, v, *scoring)[
+            :, :, begin:
+        ]
+        for q, k, v, (begin, _) in parts
+    ]
+    wanted = torch.cat(wanted, 2)
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+    weight = torch.randn_like(wanted)
+    inputs = heads if scoring[2] is None else [*heads, scoring[2]]
+    gradients = (torch.autograd.grad((x * weight).sum(), inputs) for x in (out, wanted))
+    for got, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
 @given(
     lengths=st.lists(st.integers(1, 23), min_size=1, max_size=5),
     groups=st.sampled_from([1, 2, 4]),
-    window=st.sampled_from([None, 1, 3, 8]),
-    softcap=st.sampled_from([None, 2.0]),
-    has_sinks=st.booleans(),
+    scoring=SCORINGS,
     block=st.sampled_from([4, 1024]),
 )
-def test_packed_micro_batch_equals_its_sequences(
-    lengths, groups, window, softcap, has_sinks, block
-):
-    torch.manual_seed(sum(lengths))
-    total = sum(lengths)
-    query = torch.randn(1, 4, total, 8, requires_grad=True)
-    key = torch.randn(1, 4 // groups, total, 8, requires_grad=True)
-    value = torch.randn(1, 4 // groups, total, 8, requires_grad=True)
-    sinks = torch.randn(4, requires_grad=True) if has_sinks else None
-    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
+def test_packed_micro_batch_equals_its_sequences(lengths, groups, scoring, block):
+    heads = draw_heads(sum(lengths), sum(lengths), groups)
     micro_batch = PackedMicroBatch.build(lengths, torch.device("cpu"))
-    options = {"sliding_window": window, "softcap": softcap, "s_aux": sinks}
+    options = dict(zip(("sliding_window", "softcap", "s_aux"), scoring, strict=True))
     with patch.object(attention_per_sequence, "_QUERY_BLOCK", block), running(micro_batch):
-        out, _ = hydra_varlen(MODULE, query, key, value, None, **options)
-    parts = zip(
-        query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
-    )
-    wanted = torch.cat(
-        [dense_reference(*p, window=window, softcap=softcap, sinks=sinks) for p in parts], 2
-    ).transpose(1, 2)
-    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
-    gradients = torch.autograd.grad(out.square().sum(), inputs, retain_graph=True)
-    for got, expected in zip(
-        gradients, torch.autograd.grad(wanted.square().sum(), inputs), strict=True
-    ):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        out, _ = hydra_varlen(MODULE, *heads, None, **options)
+    assert_equal(out.transpose(1, 2), heads, [(0, length) for length in lengths], scoring)
 
 
 @given(
@@ -78,47 +90,18 @@ def test_packed_micro_batch_equals_its_sequences(
         max_size=4,
     ),
     groups=st.sampled_from([1, 2, 4]),
-    window=st.sampled_from([None, 1, 3, 8]),
-    softcap=st.sampled_from([None, 2.0]),
-    has_sinks=st.booleans(),
+    scoring=SCORINGS,
     value_width=st.sampled_from([8, 6]),
 )
-def test_pieces_see_the_keys_before_them(spans, groups, window, softcap, has_sinks, value_width):
+def test_pieces_see_the_keys_before_them(spans, groups, scoring, value_width):
     """Each piece is the end of a sequence of which all keys are there."""
-    torch.manual_seed(len(spans))
-    ends = [end for _, end in spans]
-    lengths = [end - begin for begin, end in spans]
-    query = torch.randn(1, 4, sum(lengths), 8, requires_grad=True)
-    key = torch.randn(1, 4 // groups, sum(ends), 8, requires_grad=True)
-    value = torch.randn(1, 4 // groups, sum(ends), value_width, requires_grad=True)
-    sinks = torch.randn(4, requires_grad=True) if has_sinks else None
-    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
+    lengths, ends = [end - begin for begin, end in spans], [end for _, end in spans]
+    heads = draw_heads(sum(lengths), sum(ends), groups, value_width)
     with patch.object(attention_per_sequence, "_QUERY_BLOCK", 4):
         out = attention_per_sequence.attention_per_sequence(
-            query, key, value, Scoring(8**-0.5, window, softcap, sinks), lengths, ends
+            *heads, Scoring(8**-0.5, *scoring), lengths, ends
         )
-    parts = zip(query.split(lengths, 2), key.split(ends, 2), value.split(ends, 2), spans)
-    wanted = torch.cat(
-        [
-            dense_reference(
-                torch.cat([q.new_zeros(1, 4, begin, 8), q], 2),
-                k,
-                v,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-            )[:, :, begin:]
-            for q, k, v, (begin, _) in parts
-        ],
-        2,
-    )
-    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
-    weight = torch.randn_like(wanted)
-    gradients = torch.autograd.grad((out * weight).sum(), inputs)
-    for got, expected in zip(
-        gradients, torch.autograd.grad((wanted * weight).sum(), inputs), strict=True
-    ):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert_equal(out, heads, spans, scoring)
 
 
 def scores_computed(monkeypatch, lengths, window=None):

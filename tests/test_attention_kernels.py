@@ -47,8 +47,54 @@ ALL = (*PACKAGES, VARLEN, CUDNN)
 HEADS = Demand(64, 64, HALF)
 
 
+EXACT, NEARLY = {"rtol": 1e-10, "atol": 1e-10}, {"rtol": 1e-5, "atol": 1e-6}
+"""Of fp64; NEARLY where sinks scale in fp32, or where scores are capped: their softmax in what is
+compared with is in fp32, too.
+"""
+
+
 def name_of(package):
     return package.partition(" ")[0]
+
+
+def packed_inputs(lengths, key_lengths=None, *, has_sinks=False):
+    """Queries of 4 heads of 24, keys of 2, values of 13, and sinks; a gradient of the output."""
+    torch.manual_seed(0)
+    queries, keys = sum(lengths), sum(key_lengths or lengths)
+    shapes = (1, 4, queries, 24), (1, 2, keys, 24), (1, 2, keys, 13), (1, 4, queries, 13), (4,)
+    *inputs, weight, sinks = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    inputs += [sinks] * has_sinks
+    return [t.requires_grad_() for t in inputs], weight
+
+
+def scoring_of(inputs, **options):
+    return Scoring(0.3, sinks_H=(*inputs, None)[3], **options)
+
+
+def attend_packed(inputs, weight, lengths, *, package=CUDNN, **options):
+    """Output of a kernel and gradients of its inputs; lengths of segments, or these."""
+    micro_batch = lengths
+    if not isinstance(lengths, PackedMicroBatch):
+        micro_batch = PackedMicroBatch.build(lengths, CPU)
+    use = KernelUse.of(load_kernel(name_of(package)), Demand(24, 13, inputs[0].dtype))
+    heads_last = [t[0].transpose(0, 1) for t in inputs[:3]]
+    out = attend(use, heads_last, micro_batch.boundaries, scoring_of(inputs, **options))
+    return out, *torch.autograd.grad((out.transpose(0, 1)[None] * weight).sum(), inputs)
+
+
+def attend_planned(calls, *inputs, **options):
+    """The same where all shapes have plans, by `calls`."""
+    attend_packed(*inputs, **options)
+    load_kernel(CUDNN).prepare(True)
+    calls.clear()
+    return attend_packed(*inputs, **options)
+
+
+def attend_one_by_one(inputs, weight, lengths, key_lengths=None, **options):
+    """The same of each segment alone."""
+    scoring = scoring_of(inputs, **options)
+    wanted = attention_per_sequence(*inputs[:3], scoring, lengths, key_lengths)
+    return wanted[0].transpose(0, 1), *torch.autograd.grad((wanted * weight).sum(), inputs)
 
 
 @pytest.mark.parametrize("package", ALL)
@@ -66,30 +112,15 @@ def test_kernels_are_called_as_they_are(package, window, softcap, has_sinks):
     """Ends of sequences, fewer key-value heads, values that are padded, in fp64."""
     if softcap and package in (VARLEN, CUDNN):
         pytest.skip("torch's kernel has no cap")
-    torch.manual_seed(0)
-    shapes = (1, 4, 9, 24), (1, 2, 12, 24), (1, 2, 12, 13)
-    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if has_sinks else None
-    leaves = inputs if sinks is None else [*inputs, sinks]
     segments = [Segment(0, 5, 0, 5), Segment(1, 9, 3, 7)]  # all of one sequence, a piece of another
     micro_batch = PackedMicroBatch.of_segments(segments, (5, 9), CPU)
-    scoring = Scoring(0.3, window, softcap, sinks)
-    wanted = attention_per_sequence(*inputs, scoring, (5, 4), (5, 7))
-    weight = torch.randn_like(wanted)
-    wanted_grads = torch.autograd.grad((wanted * weight).sum(), leaves)
+    lengths, key_lengths = (5, 4), (5, 7)
+    inputs, weight = packed_inputs(lengths, key_lengths, has_sinks=has_sinks)
+    options = {"window": window, "softcap": softcap}
+    wanted = attend_one_by_one(inputs, weight, lengths, key_lengths, **options)
     with installed(package) as calls:
-        kernel = load_kernel(name_of(package))
-        use = KernelUse.of(kernel, Demand(24, 13, torch.float64))
-        heads_last = [t[0].transpose(0, 1) for t in inputs]
-        out = attend(use, heads_last, micro_batch.boundaries, scoring)
-        grads = torch.autograd.grad((out.transpose(0, 1)[None] * weight).sum(), leaves)
-    # sinks scale in fp32, and so does the softmax of capped scores that is compared with
-    options = (
-        {"rtol": 1e-5, "atol": 1e-6} if has_sinks or softcap else {"rtol": 1e-10, "atol": 1e-10}
-    )
-    torch.testing.assert_close(out, wanted[0].transpose(0, 1), **options)
-    for got, expected in zip(grads, wanted_grads, strict=True):
-        torch.testing.assert_close(got, expected, **options)
+        found = attend_packed(inputs, weight, micro_batch, package=package, **options)
+    torch.testing.assert_close(found, wanted, **(NEARLY if has_sinks or softcap else EXACT))
     left = None if window is None else window - 1
     assert calls[package] == [
         {"pass": "forward", "window": left, "softcap": softcap or 0.0},
@@ -539,34 +570,6 @@ def test_a_kernel_says_what_it_takes():
             )
 
 
-def packed_inputs(lengths, dtype=torch.float64):
-    """Queries of 4 heads of 24, keys of 2, values of 13; and a gradient of the output."""
-    torch.manual_seed(0)
-    tokens = sum(lengths)
-    shapes = (1, 4, tokens, 24), (1, 2, tokens, 24), (1, 2, tokens, 13), (1, 4, tokens, 13)
-    *inputs, weight = (torch.randn(shape, dtype=dtype) for shape in shapes)
-    return [t.requires_grad_() for t in inputs], weight
-
-
-def attend_packed(inputs, weight, lengths, **options):
-    """Output of "cudnn" and gradients of its inputs; lengths of segments, or these."""
-    micro_batch = lengths
-    if not isinstance(lengths, PackedMicroBatch):
-        micro_batch = PackedMicroBatch.build(lengths, CPU)
-    use = KernelUse.of(load_kernel(CUDNN), Demand(24, 13, inputs[0].dtype))
-    heads_last = [t[0].transpose(0, 1) for t in inputs[:3]]
-    out = attend(use, heads_last, micro_batch.boundaries, Scoring(0.3, **options))
-    return out, *torch.autograd.grad((out.transpose(0, 1)[None] * weight).sum(), inputs)
-
-
-def attend_planned(calls, *inputs, **options):
-    """The same where all shapes have plans, by `calls`."""
-    attend_packed(*inputs, **options)
-    load_kernel(CUDNN).prepare(True)
-    calls.clear()
-    return attend_packed(*inputs, **options)
-
-
 def apart(calls):
     """Passes of shapes that cuDNN got."""
     return [(call["pass"], call["tokens"]) for call in calls if "tokens" in call]
@@ -596,7 +599,7 @@ def test_cudnn_runs_shapes_that_have_plans_which_no_iteration_builds(monkeypatch
         assert of_kernel == []
         found = attend_packed(inputs, weight, lengths)
         assert apart(of_kernel) == [("forward", 128), ("backward", 128)]
-    torch.testing.assert_close(found, without, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found, without, **EXACT)
 
 
 def test_a_thread_without_plans_leaves_cudnn_alone():
@@ -669,13 +672,10 @@ def test_what_backward_by_another_kernel_reads_by_its_address_is_contiguous():
 @pytest.mark.parametrize("lse_dims", [3, 4])
 def test_long_sequences_run_apart_by_cudnn(lengths, long, lse_dims):
     inputs, weight = packed_inputs(lengths)
-    wanted = attention_per_sequence(*inputs, Scoring(0.3), lengths)
-    wanted_grads = torch.autograd.grad((wanted * weight).sum(), inputs)
     with installed(CUDNN) as calls:
         calls[CUDNN].lse_dims = lse_dims
-        out, *grads = attend_planned(calls[CUDNN], inputs, weight, lengths)
-    torch.testing.assert_close(out, wanted[0].transpose(0, 1), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(grads, list(wanted_grads), rtol=1e-10, atol=1e-10)
+        found = attend_planned(calls[CUDNN], inputs, weight, lengths)
+    torch.testing.assert_close(found, attend_one_by_one(inputs, weight, lengths), **EXACT)
     rest = min(lengths) < LONG_TOKENS
     passes = [(call["pass"], call.get("tokens")) for call in calls[CUDNN]]
     assert passes == [
@@ -690,28 +690,21 @@ def test_long_sequences_run_apart_by_cudnn(lengths, long, lse_dims):
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_windows_that_hide_something_and_sinks_are_not_for_cudnn(window, has_sinks):
     lengths = [5, 130, 110]
-    inputs, weight = packed_inputs(lengths)
-    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if has_sinks else None
-    inputs += [sinks] if has_sinks else []
-    wanted = attention_per_sequence(*inputs[:3], Scoring(0.3, window, None, sinks), lengths)
-    wanted_grads = torch.autograd.grad((wanted * weight).sum(), inputs)
+    inputs, weight = packed_inputs(lengths, has_sinks=has_sinks)
+    wanted = attend_one_by_one(inputs, weight, lengths, window=window)
     with installed(CUDNN) as calls:
-        options = {"window": window, "sinks_H": sinks}
-        out, *grads = attend_planned(calls[CUDNN], inputs, weight, lengths, **options)
-    options = {"rtol": 1e-5, "atol": 1e-6} if has_sinks else {"rtol": 1e-10, "atol": 1e-10}
-    torch.testing.assert_close(out, wanted[0].transpose(0, 1), **options)
-    torch.testing.assert_close(grads, list(wanted_grads), **options)
+        found = attend_planned(calls[CUDNN], inputs, weight, lengths, window=window)
+    torch.testing.assert_close(found, wanted, **(NEARLY if has_sinks else EXACT))
     assert any("tokens" in call for call in calls[CUDNN]) == (window != 9 and not has_sinks)
 
 
 def test_as_many_long_sequences_run_apart_as_have_a_place():
     lengths = [1, *range(LONG_TOKENS, LONG_TOKENS + 18), 2]
     inputs, weight = packed_inputs(lengths)
-    wanted = attention_per_sequence(*inputs, Scoring(0.3), lengths)
     with installed(CUDNN) as calls:
-        out, *_ = attend_planned(calls[CUDNN], inputs, weight, lengths)
+        found = attend_planned(calls[CUDNN], inputs, weight, lengths)
         boundaries = PackedMicroBatch.build(lengths, CPU).boundaries
-    torch.testing.assert_close(out, wanted[0].transpose(0, 1), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found, attend_one_by_one(inputs, weight, lengths), **EXACT)
     assert sum(call.get("tokens") == 128 for call in calls[CUDNN]) == 2 * 16
     ends = attention_operator._ends(*boundaries, None)
     assert ends[2:6] == (LONG_TOKENS + 17, LONG_TOKENS + 17, LONG_TOKENS + 1, LONG_TOKENS + 1)
@@ -740,17 +733,13 @@ def test_pieces_of_sequences_run_apart_by_cudnn(pieces, apart, lse_dims, monkeyp
     segments = [Segment(n, *piece) for n, piece in enumerate(pieces)]
     sequence_lengths = [length for length, _, _ in pieces]
     lengths, key_lengths = [s.end - s.begin for s in segments], [s.end for s in segments]
-    (query, _, _), weight = packed_inputs(lengths)
-    (_, key, value), _ = packed_inputs(key_lengths)
-    inputs = [query, key, value]
-    wanted = attention_per_sequence(*inputs, Scoring(0.3), lengths, key_lengths)
-    wanted_grads = torch.autograd.grad((wanted * weight).sum(), inputs)
+    inputs, weight = packed_inputs(lengths, key_lengths)
+    wanted = attend_one_by_one(inputs, weight, lengths, key_lengths)
     with installed(CUDNN) as calls:
         calls[CUDNN].lse_dims = lse_dims
         micro_batch = PackedMicroBatch.of_segments(segments, sequence_lengths, CPU)
-        out, *grads = attend_planned(calls[CUDNN], inputs, weight, micro_batch)
-    torch.testing.assert_close(out, wanted[0].transpose(0, 1), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(grads, list(wanted_grads), rtol=1e-10, atol=1e-10)
+        found = attend_planned(calls[CUDNN], inputs, weight, micro_batch)
+    torch.testing.assert_close(found, wanted, **EXACT)
     for way in ("forward", "backward"):
         own = [c for c in calls[CUDNN] if c["pass"] == way and "tokens" in c]
         assert [(c["tokens"], c.get("keys", c["tokens"])) for c in own] == apart
