@@ -68,12 +68,15 @@ def gradients(engine, model, examples, strategy):
     return loss, [safe_get_full_grad(p).clone() for p in model.parameters() if p.requires_grad]
 
 
-def errors_under(model, strategies):
-    """The engine, and the worst error of loss and gradients under each strategy."""
-    examples = random_examples(LENGTHS, VOCAB_SIZE)
-    loss, expected = token_mean_gradients(copy.deepcopy(model), examples)
-    expected = [g for g, p in zip(expected, model.parameters(), strict=True) if p.requires_grad]
-    engine, errors = start_hydra(model), {}
+def trained_alone(model, examples):
+    """Loss and gradients of the trained parameters in one process."""
+    loss, found = token_mean_gradients(model, examples)
+    return loss, [g for g, p in zip(found, model.parameters(), strict=True) if p.requires_grad]
+
+
+def worst_errors(engine, model, examples, strategies, loss, expected):
+    """The worst of `loss` and of the `expected` gradients under each strategy."""
+    errors = {}
     for strategy in strategies:
         got, grads = gradients(engine, model, examples, strategy)
         worst = [
@@ -81,7 +84,15 @@ def errors_under(model, strategies):
             for mine, theirs in zip(grads, expected, strict=True)
         ]
         errors[strategy] = max(abs(got - loss) / loss, *worst)
-    return engine, errors
+    return errors
+
+
+def errors_under(model, strategies):
+    """The engine, and the worst error of loss and gradients under each strategy."""
+    examples = random_examples(LENGTHS, VOCAB_SIZE)
+    alone = trained_alone(copy.deepcopy(model), examples)
+    engine = start_hydra(model)
+    return engine, worst_errors(engine, model, examples, strategies, *alone)
 
 
 def adapters_alone():
