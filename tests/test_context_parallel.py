@@ -9,7 +9,15 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from test_engine_parity import assert_parity, check_gradients
-from test_sequence_parallel import assert_training, train_everywhere
+from test_sequence_parallel import (
+    CPU,
+    MODULE,
+    assert_training,
+    attend,
+    lay_out,
+    train_everywhere,
+    worst_error,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks import families
@@ -20,8 +28,6 @@ from ds_hydra.engine.parallel.tensor_parallel import TokenShards
 from ds_hydra.engine.parallel.token_cuts import KeysOfRow, TokenLayout
 from ds_hydra.sampler.cuts import cut_micro_batch
 
-CPU = torch.device("cpu")
-MODULE = torch.nn.Identity()
 MICRO_BATCHES = ((33, 5, 17, 8), (1,), (3, 2), (64,), (2, 40, 1, 1, 9))
 """Cut or whole, fewer tokens than rows, one token."""
 
@@ -40,15 +46,6 @@ def own_row(rows_group, row, lengths, **shard):
     keys = KeysOfRow.find(rows, layout, CPU)
     packed = PackedMicroBatch.of_segments(segments, lengths, CPU, layout, keys)
     return packed, torch.cat([torch.arange(0), *there])
-
-
-def attend(packed, tensors, options):
-    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    with running(packed):
-        out, _ = hydra_varlen(MODULE, *leaves, None, **options)
-    if packed.keys is not None:  # as a layer does with its output
-        packed.keys.before_backward(out)
-    return out, leaves
 
 
 def check_attention():
@@ -78,11 +75,7 @@ def check_attention():
             wanted, leaves = attend(PackedMicroBatch.build(lengths, CPU), tensors, options)
             (wanted * weight).sum().backward()
             packed, there = own_row(group, rank, lengths)
-            rows = [torch.randn(*t.shape[:2], packed.num_tokens, t.shape[3]) for t in tensors]
-            for row, tensor in zip(rows, tensors):
-                row[:, :, : len(there)] = tensor[:, :, there]
-            own_weight = torch.zeros(1, packed.num_tokens, 4, width[2])
-            own_weight[:, : len(there)] = weight[:, there]
+            rows, own_weight = lay_out(packed, there, tensors, weight)
             whole = []
             for token_cuts.LEAST_PART_BYTES in (1 << 20, 1):
                 gathered.clear()
@@ -93,13 +86,7 @@ def check_attention():
                 num_gathered.append(len(gathered))
                 whole.append([got, *(leaf.grad for leaf in own_leaves)])
             alike &= all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*whole))
-            assert not any(leaf.grad[:, :, len(there) :].any() for leaf in own_leaves)
-            pairs = [(got[:, : len(there)], wanted[:, there])]
-            pairs += [
-                (own.grad[:, :, : len(there)], leaf.grad[:, :, there])
-                for own, leaf in zip(own_leaves, leaves)
-            ]
-            worst = max([worst, *(float((a - b).abs().max()) for a, b in pairs if a.numel())])
+            worst = max(worst, worst_error(got, own_leaves, wanted, leaves, there))
     KeysOfRow.post = post
     return worst, max(alive), alike, num_gathered, travels(group, rank)
 
@@ -123,19 +110,10 @@ def check_both_degrees():
             )
             shard = slice(rank % 2 * packed.num_tokens, (rank % 2 + 1) * packed.num_tokens)
             there = there[shard]
-            mine = [torch.randn(*t.shape[:2], packed.num_tokens, 6) for t in tensors]
-            own_weight = torch.zeros(1, packed.num_tokens, 8, 6)
-            own_weight[:, : len(there)] = weight[:, there]
-            for one, tensor in zip(mine, tensors):
-                one[:, :, : len(there)] = tensor[:, :, there]
+            mine, own_weight = lay_out(packed, there, tensors, weight)
             got, own_leaves = attend(packed, mine, options)
             (got * own_weight).sum().backward()
-            pairs = [(got[:, : len(there)], wanted[:, there])]
-            pairs += [
-                (own.grad[:, :, : len(there)], leaf.grad[:, :, there])
-                for own, leaf in zip(own_leaves, leaves)
-            ]
-            worst = max([worst, *(float((a - b).abs().max()) for a, b in pairs if a.numel())])
+            worst = max(worst, worst_error(got, own_leaves, wanted, leaves, there))
     return worst
 
 

@@ -55,12 +55,36 @@ HEADS = ((4, 4), (4, 2), (4, 1), (12, 3), (12, 6))
 """Query and key-value heads: the latter divide by 4 ranks, the ranks by them, or neither."""
 
 
-def attend(micro_batch, query, key, value, **options):
-    """Output and gradients of a loss that weighs every token differently."""
-    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-    with running(micro_batch):
+def attend(packed, tensors, options):
+    """The output, and leaves that hold the `tensors`."""
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    with running(packed):
         out, _ = hydra_varlen(MODULE, *leaves, None, **options)
+    if packed.keys is not None:  # as a layer does with its output
+        packed.keys.before_backward(out)
     return out, leaves
+
+
+def lay_out(packed, there, tensors, weight):
+    """What a rank that has the tokens `there` gets of `tensors`, with noise as padding, and of the
+    `weight` of the output, which is 0 there.
+    """
+    mine = [torch.randn(*t.shape[:2], packed.num_tokens, t.shape[3]) for t in tensors]
+    for one, tensor in zip(mine, tensors):
+        one[:, :, : len(there)] = tensor[:, :, there]
+    own_weight = torch.zeros(1, packed.num_tokens, *weight.shape[2:])
+    own_weight[:, : len(there)] = weight[:, there]
+    return mine, own_weight
+
+
+def worst_error(got, own_leaves, wanted, leaves, there):
+    """Of output and gradients of the tokens `there`; padding has no gradient."""
+    num_real = len(there)
+    assert not any(own.grad[:, :, num_real:].any() for own in own_leaves), "padding has a gradient"
+    pairs = [(got[:, :num_real], wanted[:, there])]
+    pairs += [(o.grad[:, :, :num_real], w.grad[:, :, there]) for o, w in zip(own_leaves, leaves)]
+    assert all(a.shape == b.shape for a, b in pairs)
+    return max([0.0, *(float((a - b).abs().max()) for a, b in pairs if a.numel())])
 
 
 def check_attention():
@@ -75,42 +99,26 @@ def check_attention():
         for lengths in MICRO_BATCHES:
             for num_heads, num_kv_heads in HEADS:
                 torch.manual_seed(num_heads)
-                padded = -(-sum(lengths) // size) * size
-                # Value heads may be wider; what padding holds must not matter.
-                query, key = (torch.randn(1, n, padded, 8) for n in (num_heads, num_kv_heads))
-                value = torch.randn(1, num_kv_heads, padded, 6)
-                weight = torch.randn(1, padded, num_heads, 6)
-                weight[:, sum(lengths) :] = 0
-                whole = PackedMicroBatch.build(lengths, CPU)
-                tokens = whole.num_tokens
-                wanted, leaves = attend(
-                    whole, *(x[:, :, :tokens] for x in (query, key, value)), **options
-                )
-                (wanted * weight[:, :tokens]).sum().backward()
-                mine = slice(rank * padded // size, (rank + 1) * padded // size)
+                num_tokens = sum(lengths)
+                # Value heads may have another width.
+                shapes = (num_heads, 8), (num_kv_heads, 8), (num_kv_heads, 6)
+                tensors = [torch.randn(1, n, num_tokens, width) for n, width in shapes]
+                weight = torch.randn(1, num_tokens, num_heads, 6)
+                wanted, leaves = attend(PackedMicroBatch.build(lengths, CPU), tensors, options)
+                (wanted * weight).sum().backward()
                 micro_batch = PackedMicroBatch.build(lengths, CPU, layout)
-                assert micro_batch.num_tokens == padded // size
+                assert micro_batch.num_tokens == -(-num_tokens // size)
+                begin = rank * micro_batch.num_tokens
+                there = torch.arange(num_tokens)[begin : begin + micro_batch.num_tokens]
+                mine, own_weight = lay_out(micro_batch, there, tensors, weight)
                 found = []
                 for token_cuts.LEAST_PART_BYTES in (1 << 20, 1):
-                    got, got_leaves = attend(
-                        micro_batch, *(x[:, :, mine] for x in (query, key, value)), **options
-                    )
-                    (got * weight[:, mine]).sum().backward()
-                    found.append([got, *(leaf.grad for leaf in got_leaves)])
+                    got, own_leaves = attend(micro_batch, mine, options)
+                    (got * own_weight).sum().backward()
+                    found.append([got, *(leaf.grad for leaf in own_leaves)])
                 for in_one, in_parts in zip(*found, strict=True):
                     assert torch.allclose(in_one, in_parts, atol=1e-6)
-                real = len(range(tokens)[mine])
-                pairs = [(got[:, :real], wanted[:, mine])]
-                pairs += [
-                    (g.grad[:, :, :real], w.grad[:, :, mine])
-                    for g, w in zip(got_leaves, leaves, strict=True)
-                ]
-                assert all(g.shape == w.shape for g, w in pairs)
-                assert not any(g.grad[:, :, real:].any() for g in got_leaves), (
-                    "padding has a gradient"
-                )
-                errors = [float((g - w).abs().max()) if g.numel() else 0.0 for g, w in pairs]
-                worst = max(worst, *errors)
+                worst = max(worst, worst_error(got, own_leaves, wanted, leaves, there))
     return worst
 
 
