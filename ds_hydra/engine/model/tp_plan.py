@@ -4,9 +4,10 @@ parameters is cut.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -156,72 +157,64 @@ def build_specs(
     places = {param: (module, attribute) for module, attribute, param in bindings}
     specs = []
     for index, (fqn, param) in enumerate(named):
-        place, shape = places[index], tuple(shape_of(param))
+        place = places[index]
         style, name = styles.get(place, ("replicated", ""))
-        in_vocabulary = place[0] in vocabulary
-        cut = (
-            _Cut(Slicing.COLWISE)
-            if in_vocabulary
-            else _cut_of(style, name, shape, param.element_size(), base.config, cuts_micro_batches)
+        spec = ParamSpec(
+            fqn=fqn,
+            shape=tuple(shape_of(param)),
+            slicing=Slicing.COLWISE,
+            requires_grad=param.requires_grad,
+            num_experts=num_experts.get(place, 0),
         )
-        specs.append(
-            ParamSpec(
-                fqn=fqn,
-                shape=shape,
-                requires_grad=param.requires_grad,
-                num_experts=num_experts.get(place, 0),
-                **asdict(cut),
-            )
-        )
+        if place[0] not in vocabulary:
+            size = param.element_size()
+            spec = _cut_by_plan(spec, style, name, size, base.config, cuts_micro_batches)
+        specs.append(spec)
     return tuple(specs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How a parameter is cut: the fields of `ParamSpec` of the same names."""
-
-    slicing: Slicing
-    num_blocks: int = 0
-    cut_dim: int = 1
-    num_packed: int = 1
-    cut_multiple: int = 1
-
-
-def _cut_of(
+def _cut_by_plan(
+    spec: ParamSpec,
     style: str,
     name: str,
-    shape: tuple[int, ...],
     element_size: int,
     config: Any,
     cuts_micro_batches: bool,
-) -> _Cut:
-    """The cut of a parameter of a module `name`, or of one that the plan mentions itself.
+) -> ParamSpec:
+    """`spec` of a parameter of a module `name`, or of one that the plan mentions itself, with what
+    says how it is cut.
 
     Where TP `cuts_micro_batches`, parameters that the tp plan does not mention see a shard of the
     tokens.
     """
+    cut, shape = functools.partial(replace, spec), spec.shape
     num_dims = len(shape)
     if style in ("colwise", tensor_parallel.GATHERED):
         is_head = style == "colwise"
         if is_head and name in _KEY_VALUE_PROJECTIONS:
-            return _Cut(Slicing.COLWISE, num_kv_heads(config))
+            return cut(slicing=Slicing.COLWISE, num_blocks=num_kv_heads(config))
         is_head = is_head and name in _QUERY_PROJECTIONS
-        return _Cut(Slicing.COLWISE, config.num_attention_heads if is_head else 0)
+        num_heads = config.num_attention_heads if is_head else 0
+        return cut(slicing=Slicing.COLWISE, num_blocks=num_heads)
     if style == "packed_colwise":
         dim = max(num_dims - 2, 0)
         multiple = _aligned(shape, shape[dim] // _NUM_PACKED, element_size)
-        return _Cut(Slicing.ROWWISE, cut_dim=dim, num_packed=_NUM_PACKED, cut_multiple=multiple)
+        return cut(
+            slicing=Slicing.ROWWISE, cut_dim=dim, num_packed=_NUM_PACKED, cut_multiple=multiple
+        )
     if style in ("rowwise", tensor_parallel.SPLIT):
         if num_dims == 1:
             # A bias: added once, although every rank has a part of the products.
-            return _Cut(Slicing.FIRST_RANK)
+            return cut(slicing=Slicing.FIRST_RANK)
         multiple = _aligned(shape, shape[-1], element_size)
-        return _Cut(Slicing.ROWWISE, cut_dim=num_dims - 1, cut_multiple=multiple)
+        return cut(slicing=Slicing.ROWWISE, cut_dim=num_dims - 1, cut_multiple=multiple)
     if style == SUMMED and num_dims == 1:
-        return _Cut(Slicing.FIRST_RANK)
+        return cut(slicing=Slicing.FIRST_RANK)
     if style in (tensor_parallel.PARTIAL, SUMMED):
-        return _Cut(Slicing.REPLICATED_PARTIAL_GRAD)
-    return _Cut(Slicing.REPLICATED_PARTIAL_GRAD if cuts_micro_batches else Slicing.REPLICATED)
+        return cut(slicing=Slicing.REPLICATED_PARTIAL_GRAD)
+    return cut(
+        slicing=Slicing.REPLICATED_PARTIAL_GRAD if cuts_micro_batches else Slicing.REPLICATED
+    )
 
 
 def _aligned(shape: tuple[int, ...], width: int, element_size: int) -> int:
