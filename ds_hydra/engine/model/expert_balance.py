@@ -90,7 +90,7 @@ class BalanceLoss:
             key=key,
             coefficient=float(coefficient),
             is_own=is_own,
-            has_sigmoid=not is_own and bool(find_biases(model)),
+            has_sigmoid=not is_own and bool(_find_biases(model)),
         )
 
     def __str__(self) -> str:
@@ -135,7 +135,10 @@ class ExpertBalance:
         self.layers = tuple(index for index, _ in found)
         """Layers with experts."""
         self.num_experts = max((int(m.num_experts) for _, m in found), default=0)
-        self._counts_LE = torch.zeros(len(found), self.num_experts, dtype=torch.int64)
+        self.counts_LE = torch.zeros(len(found), self.num_experts, dtype=torch.int64)
+        """[layers with experts, E]: how many of this rank's tokens chose an expert since `begin`;
+        ranks that hold the same tokens count them once.
+        """
         self._value = torch.zeros(())
         self._scale, self._num_tokens = 0.0, 1
         self._logits_TE: Tensor | None = None
@@ -160,17 +163,10 @@ class ExpertBalance:
 
     def begin(self, device: torch.device, loss_scale: float | None, num_tokens: int) -> None:
         """Start an iteration of `num_tokens`; `loss_scale` None computes no gradient."""
-        self._counts_LE = torch.zeros_like(self._counts_LE, device=device)
+        self.counts_LE = torch.zeros_like(self.counts_LE, device=device)
         self._value = torch.zeros((), device=device)
         self._seen = None
         self._scale, self._num_tokens = loss_scale or 0.0, num_tokens
-
-    @property
-    def counts_LE(self) -> Tensor:
-        """[layers with experts, E] int64: how many of this rank's tokens chose an expert since
-        `begin`; ranks that hold the same tokens count them once.
-        """
-        return self._counts_LE
 
     def describe_tokens(self, tokens_LE: Tensor | None) -> dict[str, Any] | None:
         """Layers with experts and the tokens of each expert, for a trace."""
@@ -202,7 +198,9 @@ class ExpertBalance:
                 self._seen = micro_batch, *self._sequences(micro_batch, len(experts_TK))
             _, sequences_T, lengths_N = self._seen
             if self._is_counted:
-                self._count(row, experts_TK, lengths_N[sequences_T] > 0)
+                is_real_T = lengths_N[sequences_T] > 0
+                ones_TK = is_real_T.unsqueeze(1).expand_as(experts_TK).flatten().long()
+                self.counts_LE[row].scatter_add_(0, experts_TK.flatten().long(), ones_TK)
             if logits_TE is None:
                 return None
             loss = self._sequence_loss(
@@ -235,10 +233,6 @@ class ExpertBalance:
         lengths_N = torch.tensor(micro_batch.sequence_lengths)
         numbers, lengths_N = (to_device(x, ends.device) for x in (numbers, lengths_N))
         return numbers[torch.searchsorted(ends, places_T, right=True) - 1], lengths_N
-
-    def _count(self, row: int, experts_TK: Tensor, is_real_T: Tensor) -> None:
-        ones_TK = is_real_T.unsqueeze(1).expand_as(experts_TK).flatten().long()
-        self._counts_LE[row].scatter_add_(0, experts_TK.flatten().long(), ones_TK)
 
     def _sequence_loss(
         self,
@@ -301,12 +295,10 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "_is_expert_parallel")
 
 
-def find_biases(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """(module, attribute) of the corrections of routers' biases, one for each layer that has
-    them.
-    """
+def _find_biases(model: nn.Module) -> list[Tensor]:
+    """The corrections of routers' biases, one for each layer that has them."""
     return [
-        (module, attribute)
+        value
         for module in model.modules()
         for held in (module._buffers, module._parameters)
         for attribute, value in held.items()
@@ -339,7 +331,7 @@ class BiasCorrection:
         self._biases: list[tuple[int, Tensor]] = []
         row = 0
         for layer in DecoderParts.find(unwrap_adapters(model)).layers:
-            biases = [_tensors_of(module)[name] for module, name in find_biases(layer)]
+            biases = _find_biases(layer)
             rows = sum(map(is_experts, layer.modules()))
             if biases and rows == len(biases):
                 self._biases += [(row + i, bias) for i, bias in enumerate(biases)]
@@ -373,9 +365,3 @@ class BiasCorrection:
             begin = self._rank * shard.numel()
             mine = step_E[begin : begin + shard.numel()]
             shard.view(-1)[: len(mine)].add_(mine)
-
-
-def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Buffers and parameters that `module` has itself."""
-    held = {**module._buffers, **module._parameters}
-    return {name: tensor for name, tensor in held.items() if tensor is not None}
