@@ -386,18 +386,22 @@ def _choose_late(key: tuple[int, int, torch.dtype, bool]) -> KernelUse | None:
     return _in_use[key]
 
 
+def _kernels_in_use() -> list[Kernel]:
+    names = dict.fromkeys(use.name for use in _in_use.values() if use is not None)
+    return [*map(load_kernel, names)]
+
+
 def plans_between_iterations() -> bool:
     """Whether a kernel in use runs lengths that it has met before in another way."""
-    used = (use for use in _in_use.values() if use is not None)
-    return any(load_kernel(use.name).runs_long_apart for use in used)
+    return any(kernel.runs_long_apart for kernel in _kernels_in_use())
 
 
 def prepare_kernels(*, everything: bool = False) -> None:
     """Let the kernels in use do what they do between iterations, `everything` where times of later
     ones are measured; each rank for itself.
     """
-    for name in {use.name for use in _in_use.values() if use is not None}:
-        load_kernel(name).prepare(everything)
+    for kernel in _kernels_in_use():
+        kernel.prepare(everything)
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -410,8 +414,7 @@ def keeps_copies(request: str) -> bool:
     order: as the kernels in use do, before a start as `hydra.attention` lets expect.
     """
     if _in_use:
-        used = [use for use in _in_use.values() if use is not None]
-        return any(load_kernel(use.name).copies_when_ordered for use in used)
+        return any(kernel.copies_when_ordered for kernel in _kernels_in_use())
     # Generations 3 and 4 of flash attention take turns in place of copies.
     return request != PER_SEQUENCE and not request.partition("@")[0].endswith(("3", "4"))
 
