@@ -296,7 +296,7 @@ def test_which_layers_multiply_in_8_bits():
     model = tiny("llama", **SIZES)
     stage_model = StageModel(model, float8=ROWWISE)
     assert multiplied(stage_model) == attention | mlp
-    assert type(stage_model._model.lm_head) is nn.Linear
+    assert type(stage_model.model.lm_head) is nn.Linear
     assert type(model.model.layers[0].mlp.up_proj) is nn.Linear, "the trained model stays"
     excluding = StageModel(model, float8=ROWWISE, float8_exclude=("mlp", "layers.1."))
     assert multiplied(excluding) == attention
@@ -369,7 +369,7 @@ def test_converted_models(caplog):
     stage_model = StageModel(converted)
     assert len(stage_model.float8._specs) == 14
     assert "converted the output head of LlamaForCausalLM" in caplog.text
-    assert type(stage_model._model.lm_head) is nn.Linear
+    assert type(stage_model.model.lm_head) is nn.Linear
     with pytest.raises(HydraConfigError, match="float8 is 'rowwise', and torchao has converted"):
         StageModel(converted, float8="rowwise")
     with pytest.raises(HydraConfigError, match=r"float8_exclude is \['mlp'\].*module_filter_fn"):

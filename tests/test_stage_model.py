@@ -65,7 +65,7 @@ def test_buffers_are_taken_over_however_they_are_edited(way):
     stage_model = StageModel(model)
     name = next(name for name, _ in model.named_buffers() if name.endswith("correction_bias"))
     place, key = name.rsplit(".", 1)
-    module, twin = (m.get_submodule(place) for m in (model, stage_model._model))
+    module, twin = (m.get_submodule(place) for m in (model, stage_model.model))
     own = torch.full_like(getattr(twin, key), 3.0)
     getattr(twin, key).copy_(own)  # what the copy makes of it stays as long as nobody edits
     stage_model.carry_over()
@@ -309,7 +309,7 @@ def test_checkpointing_that_the_user_switched_on_stays_on_and_refuses_ckpt():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     stage_model = StageModel(model)
     stage_model.bind(Scheme(1, 1), 0, stage_model._meta_params, lambda index: None)
-    assert all(layer.gradient_checkpointing for layer in stage_model._layers)
+    assert all(layer.gradient_checkpointing for layer in stage_model.layers)
     with pytest.raises(
         HydraConfigError, match=r"<1,1;ckpt=2>: .*the model's own gradient checkpointing"
     ):

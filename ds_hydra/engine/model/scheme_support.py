@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -18,6 +18,9 @@ from ds_hydra.engine.parallel.tensor_parallel import GATHERED, SPLIT, STYLES
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme
 from ds_hydra.zero_link import ParamSpec, Slicing
+
+if TYPE_CHECKING:
+    from ds_hydra.engine.model.stage_model import StageModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +60,33 @@ def find_unseen_positions(config: Any, context_length: int) -> str | None:
     )
 
 
-def check_abilities(scheme: Scheme, abilities: ModelAbilities, name: str) -> None:
-    """Raise UnsupportedModelError where a model of the class `name` runs sequences one after the
-    other, or has states that pass from token to token, and `scheme` wants more than whole layers.
+def check_scheme(scheme: Scheme, of: StageModel) -> None:
+    """Raise HydraConfigError where the model `of` a stage model cannot run under `scheme`, naming
+    degrees that work.
+    """
+    scheme.check_layers(of.num_layers)
+    name = type(of.model).__name__
+    _check_abilities(scheme, of.abilities, name)
+    if scheme.stream or scheme.gather:
+        _check_layers_stream(scheme, of, name)
+    if scheme.ckpt:
+        _check_checkpointing(scheme, of, name)
+    if scheme.pp > 1 and of.no_pp_because:
+        raise UnsupportedModelError(
+            f"scheme {scheme}: the layers of {name} cannot be split into stages, because {of.no_pp_because}; use PP 1 "
+            "in hydra.strategies"
+        )
+    if scheme.tp > 1:
+        _check_tensor_parallel(scheme, of, name)
+    if scheme.sp > 1:
+        _check_sequence_parallel(scheme, of.config)
+    if scheme.ep > 1:
+        _check_expert_parallel(scheme, name, of.specs)
+
+
+def _check_abilities(scheme: Scheme, abilities: ModelAbilities, name: str) -> None:
+    """Refuse more than whole layers where sequences run one after the other, or states pass from
+    token to token.
     """
     if abilities.boundaries_because and (scheme.tp > 1 or scheme.sp > 1 or scheme.cp > 1):
         raise UnsupportedModelError(
@@ -73,23 +100,14 @@ def check_abilities(scheme: Scheme, abilities: ModelAbilities, name: str) -> Non
         )
 
 
-def check_layers_stream(
-    scheme: Scheme,
-    abilities: ModelAbilities,
-    name: str,
-    *,
-    calls_once: bool,
-    has_plain_embedding: bool,
-) -> None:
-    """Raise UnsupportedModelError where the layers of a model of the class `name` cannot come and
-    go as `stream` and `gather` want it: each is read once in forward and once in backward.
+def _check_layers_stream(scheme: Scheme, of: StageModel, name: str) -> None:
+    """Refuse layers that cannot come and go as `stream` and `gather` want it: each is read once in
+    forward and once in backward.
     """
-    if not (scheme.stream or scheme.gather):
-        return
-    because = abilities.no_streams_because or ("" if calls_once else NOT_ONCE)
-    if abilities.one_by_one_because:
-        because = f"it runs sequences one after the other ({abilities.one_by_one_because})"
-    elif not has_plain_embedding:
+    because = of.abilities.no_streams_because or (NOT_ONCE if of.no_pp_because == NOT_ONCE else "")
+    if of.abilities.one_by_one_because:
+        because = f"it runs sequences one after the other ({of.abilities.one_by_one_because})"
+    elif not of.has_plain_embedding:
         because = because or "it has more than an embedding before its layers"
     if because:
         raise UnsupportedModelError(
@@ -98,8 +116,8 @@ def check_layers_stream(
         )
 
 
-def check_sequence_parallel(scheme: Scheme, config: Any) -> None:
-    """Raise HydraConfigError for degrees that do not divide the heads."""
+def _check_sequence_parallel(scheme: Scheme, config: Any) -> None:
+    """Refuse degrees that do not divide the heads."""
     heads = config.num_attention_heads
     if heads % (scheme.sp * scheme.tp):
         works = [d for d in range(1, heads + 1) if heads % (d * scheme.tp) == 0]
@@ -119,21 +137,14 @@ def check_context_parallel(scheme: Scheme, context_length: int) -> None:
         )
 
 
-def check_tensor_parallel(
-    scheme: Scheme,
-    model: nn.Module,
-    specs: Sequence[ParamSpec],
-    *,
-    unplanned: Sequence[str],
-    uncut_because: str,
-) -> None:
-    """Raise for degrees that do not divide the heads (HydraConfigError), and for layers that the tp
-    plan does not slice (UnsupportedModelError).
-
-    `unplanned`: parameters of which the plan should tell; `uncut_because`: why micro-batches cannot
-    be cut.
-    """
-    name = type(model).__name__
+def _check_tensor_parallel(scheme: Scheme, of: StageModel, name: str) -> None:
+    """Refuse degrees that do not divide the heads, and layers that the tp plan does not slice."""
+    model = of.model
+    if not of.after_head.splits_by_column:
+        raise UnsupportedModelError(
+            f"scheme {scheme}: what {name} makes of its head's output depends on more than each of its columns, which "
+            "TP splits: on others, on a parameter or on a buffer; use TP 1 in hydra.strategies"
+        )
     if not tp_plan(model):
         raise UnsupportedModelError(
             f"scheme {scheme}: transformers ships no base_model_tp_plan for {name}, which would say how its layers "
@@ -148,10 +159,10 @@ def check_tensor_parallel(
     _check_equal_layers(scheme, model)
     _check_features(scheme, model.base_model)
     _check_linears(scheme, model.base_model)
-    _check_widths(scheme, specs)
-    if unplanned:
+    _check_widths(scheme, of.specs)
+    if of.unplanned:
         raise UnsupportedModelError(
-            f"scheme {scheme}: parameters {', '.join(unplanned[:3])} are used between sliced layers, but "
+            f"scheme {scheme}: parameters {', '.join(of.unplanned[:3])} are used between sliced layers, but "
             f"the tp plan of {name} does not say how; use TP 1 in hydra.strategies"
         )
     refused = [f"{m} ({s})" for m, s in tp_plan(model).items() if s not in STYLES]
@@ -160,12 +171,13 @@ def check_tensor_parallel(
             f"scheme {scheme}: the tp plan of {name} has styles that ds_hydra does not run, "
             f"as for fused weights: {', '.join(refused)}; use TP 1 in hydra.strategies"
         )
-    if uncut_because:
+    if of.uncut_because:
         raise UnsupportedModelError(
             f"scheme {scheme}: hydra.tp_sequence_parallel wants column-wise layers in blocks (attention, MLP) that "
-            f"end in one row-wise layer, and in {name} {uncut_because}; set "
+            f"end in one row-wise layer, and in {name} {of.uncut_because}; set "
             "hydra.tp_sequence_parallel to false, or use TP 1 in hydra.strategies"
         )
+    of.float8.check_scheme(scheme)
 
 
 def _check_heads(scheme: Scheme, config: Any) -> None:
@@ -249,10 +261,8 @@ def _check_widths(scheme: Scheme, specs: Sequence[ParamSpec]) -> None:
             )
 
 
-def check_expert_parallel(scheme: Scheme, name: str, specs: Sequence[ParamSpec]) -> None:
-    """Raise for a model of the class `name` without experts that ranks may share
-    (UnsupportedModelError), and for degrees that do not divide them (HydraConfigError).
-    """
+def _check_expert_parallel(scheme: Scheme, name: str, specs: Sequence[ParamSpec]) -> None:
+    """Refuse models without experts that ranks may share, and degrees that do not divide them."""
     numbers = {spec.num_experts for spec in specs} - {0}
     if not numbers:
         raise UnsupportedModelError(
@@ -267,18 +277,14 @@ def check_expert_parallel(scheme: Scheme, name: str, specs: Sequence[ParamSpec])
             )
 
 
-def check_checkpointing(
-    scheme: Scheme, layers: Sequence[nn.Module], name: str, *, always: bool
-) -> None:
-    """Raise where `ckpt` says nothing because layers are `always` checkpointed (HydraConfigError),
-    or `layers` of the class `name` cannot be (UnsupportedModelError).
-    """
-    if always:
+def _check_checkpointing(scheme: Scheme, of: StageModel, name: str) -> None:
+    """Refuse `ckpt` where it says nothing, because layers are checkpointed anyway, or cannot be."""
+    if any(of.always_checkpointed):
         raise HydraConfigError(
             f"scheme {scheme}: hydra.activation_checkpointing, or the model's own gradient checkpointing, "
             "checkpoints layers under every scheme; turn it off, or leave ckpt out of hydra.strategies"
         )
-    if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
+    if not all(isinstance(layer, GradientCheckpointingLayer) for layer in of.layers):
         raise UnsupportedModelError(
             f"scheme {scheme}: transformers cannot checkpoint the layers of {name}; leave "
             "ckpt out of hydra.strategies"

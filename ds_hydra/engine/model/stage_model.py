@@ -41,7 +41,6 @@ from ds_hydra.engine.model.expert_balance import ExpertBalance
 from ds_hydra.engine.model.float8 import Float8Layers, use_plain_head
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
 from ds_hydra.engine.model.stage_forward import (
-    NOT_ONCE,
     AfterHead,
     StageForward,
     bind_constant,
@@ -106,33 +105,35 @@ class StageModel:
         self.ep = ExpertParallel(self.tp)
         memo = {id(p): decoder_parts.on_meta(p) for p in model.parameters()}
         try:
-            self._model = copy.deepcopy(model, memo)
+            self.model = copy.deepcopy(model, memo)
+            """The copy that runs."""
         except RuntimeError as error:  # tensors that a forward has left
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot be copied ({str(error).splitlines()[0][:200]}); load it anew"
             ) from error
-        self._state = ModuleState(model, self._model)
-        use_saved_modules(self._model)
-        running = set(self._model.parameters())
+        self._state = ModuleState(model, self.model)
+        use_saved_modules(self.model)
+        running = set(self.model.parameters())
         named = [(fqn, p) for fqn, p in model.named_parameters() if memo[id(p)] in running]
         self.params: list[nn.Parameter] = [p for _, p in named]
         self._meta_params: list[nn.Parameter] = [memo[id(p)] for p in self.params]
-        parts = decoder_parts.DecoderParts.find(self._model)
+        parts = decoder_parts.DecoderParts.find(self.model)
         self._base, head, self._embedding = parts.base, parts.head, parts.embedding
         self._attention_kernel = attention_kernel
         self._asked_attention = getattr(model.config, "_attn_implementation", None)
         self.attention_choices: Sequence[Choice] = ()
         """What runs attention on the compute device, for each width of heads."""
         if not abilities.one_by_one_because:
-            attention.use_packed_attention(self._model)
-        self._model.train()
-        attention.follow_each_sequence(self._model)
+            attention.use_packed_attention(self.model)
+        self.model.train()
+        attention.follow_each_sequence(self.model)
         if activation_checkpointing:
-            self._model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._layers = list(parts.layers)
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.layers = list(parts.layers)
+        """Those of the copy, all of them."""
         alone, told = bool(abilities.one_by_one_because), bool(abilities.boundaries_because)
         self._forward = StageForward(
-            self._model,
+            self.model,
             parts,
             self._meta_params,
             self.tp,
@@ -140,15 +141,16 @@ class StageModel:
             takes_boundaries=told,
         )
         self.forward_stage = self._forward.run
-        self._always_checkpointed = [
-            getattr(layer, "gradient_checkpointing", False) for layer in self._layers
+        self.always_checkpointed = [
+            getattr(layer, "gradient_checkpointing", False) for layer in self.layers
         ]
-        for module in self._model.modules():
+        """Whether each layer runs again in backward under any scheme."""
+        for module in self.model.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module._gradient_checkpointing_func = checkpointed
         self._padding_idx = getattr(self._embedding, "padding_idx", None)
         check_head(head)
-        use_plain_head(head, self._model)
+        use_plain_head(head, self.model)
         self._has_plain_head = type(head) is nn.Linear and "forward" not in vars(head)
         self.vocab_size: int = self._embedding.weight.shape[0]
         """Rows of the embedding."""
@@ -160,7 +162,7 @@ class StageModel:
         self._before_backward: dict[nn.Module, Callable[[], None] | None] = {}
         for module in {module for unit in self.units for module in unit.modules}:
             module.register_forward_pre_hook(self._before_unit)
-        for module in (self._embedding, *self._layers):
+        for module in (self._embedding, *self.layers):
             module.register_forward_hook(self._after_layer)
         bindings = [binding for unit in self.units for binding in unit.bindings]
         self.specs = build_specs(
@@ -172,12 +174,13 @@ class StageModel:
         )
         spec_of = {(module, name): self.specs[param] for module, name, param in bindings}
         fqn_of = {at: spec.fqn for at, spec in spec_of.items()}
-        self._unplanned = find_unplanned(self._base, fqn_of)
-        self.balance = ExpertBalance(self._model, self._layers, self.tp, with_loss=aux_loss)
+        self.unplanned = find_unplanned(self._base, fqn_of)
+        """Parameters between sliced layers of which the tp plan should tell."""
+        self.balance = ExpertBalance(self.model, self.layers, self.tp, with_loss=aux_loss)
         self.after_head = self._try_head()  # the balance loss is no part of its answers any more
         self.has_noise = count_noise(self._base, self.tp, spec_of) or neftune_noise_alpha > 0
         self.float8 = Float8Layers(
-            self._layers,
+            self.layers,
             spec_of,
             module_sides(self._base),
             self.tp,
@@ -187,8 +190,9 @@ class StageModel:
         )
         decoder_parts.check_weights(named)
         self._hook(neftune_noise_alpha)
-        self._uncut_because = self._hook_blocks(head, fqn_of) if tp_sequence_parallel else ""
-        for module in (*(m for layer in self._layers for m in layer.modules()), head):
+        self.uncut_because = self._hook_blocks(head, fqn_of) if tp_sequence_parallel else ""
+        """Why micro-batches cannot be cut in TP groups, or ""."""
+        for module in (*(m for layer in self.layers for m in layer.modules()), head):
             hook_linear(module, self.tp)
         self._forward.hook_head()  # after its block has gathered shards
         bind_constant(0.0, self.units[0].bindings, self._meta_params, self._forward.device)
@@ -197,7 +201,7 @@ class StageModel:
         self.no_pp_because = abilities.no_stages_because or self.no_pp_because or found
         self.unbind()
         if compile_layers:
-            compile_each(self._layers)
+            compile_each(self.layers)
 
     @property
     def config(self) -> Any:
@@ -207,7 +211,7 @@ class StageModel:
     @property
     def num_layers(self) -> int:
         """Decoder layers."""
-        return len(self._layers)
+        return len(self.layers)
 
     @property
     def hidden_size(self) -> int:
@@ -226,43 +230,7 @@ class StageModel:
         """Raise HydraConfigError where this model cannot run under `scheme`, naming degrees that
         work.
         """
-        scheme.check_layers(self.num_layers)
-        name = type(self._model).__name__
-        scheme_support.check_abilities(scheme, self.abilities, name)
-        scheme_support.check_layers_stream(
-            scheme,
-            self.abilities,
-            name,
-            calls_once=self.no_pp_because != NOT_ONCE,
-            has_plain_embedding=self.has_plain_embedding,
-        )
-        if scheme.ckpt:
-            scheme_support.check_checkpointing(
-                scheme, self._layers, name, always=any(self._always_checkpointed)
-            )
-        if scheme.pp > 1 and self.no_pp_because:
-            raise UnsupportedModelError(
-                f"scheme {scheme}: the layers of {name} cannot be split into stages, because "
-                f"{self.no_pp_because}; use PP 1 in hydra.strategies"
-            )
-        if scheme.tp > 1 and not self.after_head.splits_by_column:
-            raise UnsupportedModelError(
-                f"scheme {scheme}: what {name} makes of its head's output depends on more than each of its columns, "
-                "which TP splits: on others, on a parameter or on a buffer; use TP 1 in hydra.strategies"
-            )
-        if scheme.tp > 1:
-            scheme_support.check_tensor_parallel(
-                scheme,
-                self._model,
-                self.specs,
-                unplanned=self._unplanned,
-                uncut_because=self._uncut_because,
-            )
-            self.float8.check_scheme(scheme)
-        if scheme.sp > 1:
-            scheme_support.check_sequence_parallel(scheme, self.config)
-        if scheme.ep > 1:
-            scheme_support.check_expert_parallel(scheme, name, self.specs)
+        scheme_support.check_scheme(scheme, self)
 
     def stage_layers(self, scheme: Scheme, stage: int) -> range:
         """Decoder layers of `stage`."""
@@ -328,7 +296,7 @@ class StageModel:
         units = self.stage_units(schemes[0], 0)
         alone = self._unshared(units)
         most = max(scheme.ckpt for scheme in schemes)
-        again = [n for n, always in enumerate(self._always_checkpointed) if always or n < most]
+        again = [n for n, always in enumerate(self.always_checkpointed) if always or n < most]
         return replace(
             self._in_order(units, 0, alone if len(alone) > 1 else []),
             recomputed=frozenset(1 + layer for layer in again),
@@ -377,8 +345,8 @@ class StageModel:
         self._embedding.padding_idx = self._local_padding_idx(self._embedding.weight.shape[0])
         own = self.stage_layers(scheme, stage)
         for index in own:
-            checkpoints = self._always_checkpointed[index] or index < scheme.ckpt
-            self._layers[index].gradient_checkpointing = checkpoints
+            checkpoints = self.always_checkpointed[index] or index < scheme.ckpt
+            self.layers[index].gradient_checkpointing = checkpoints
         self._forward.show_layers(own)
 
     def unbind(self) -> None:
@@ -399,7 +367,7 @@ class StageModel:
             self.check_loss()
             if self.after_head.transform is None and before.transform is not None:
                 raise UnsupportedModelError(
-                    f"what was set on modules of {type(self._model).__name__} makes its logits more than a scale or a "
+                    f"what was set on modules of {type(self.model).__name__} makes its logits more than a scale or a "
                     "cap of its head's output, as which training has begun; set it before ds_hydra.initialize"
                 )
 
@@ -410,7 +378,7 @@ class StageModel:
         """Raise UnsupportedModelError for a loss of the model that training would not minimise."""
         if self.after_head.loss_problem:
             raise UnsupportedModelError(
-                f"{type(self._model).__name__} (model type {self._model.config.model_type!r}): "
+                f"{type(self.model).__name__} (model type {self.model.config.model_type!r}): "
                 f"{self.after_head.loss_problem}{decoder_parts.INSTEAD_OF_ITS_LOSS}"
             )
 
@@ -428,7 +396,7 @@ class StageModel:
             request=self._attention_kernel,
             asked_by_model=self._asked_attention,
         )
-        for module in self._model.modules():
+        for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
@@ -452,13 +420,13 @@ class StageModel:
         or "".
         """
         sides = module_sides(self._base)
-        inside = {module for layer in self._layers for module in layer.modules()}
+        inside = {module for layer in self.layers for module in layer.modules()}
         if outside := [n for n, m in self._base.named_modules() if m in sides and m not in inside]:
             return f"{outside[0]} is sliced outside of the layers"
         if not self.has_plain_embedding:
             return "more than an embedding runs before the layers"
         try:
-            blocks = [block for layer in self._layers for block in find_blocks(layer, sides)]
+            blocks = [block for layer in self.layers for block in find_blocks(layer, sides)]
         except ValueError as error:
             return str(error)
         for block in [*blocks, head]:
@@ -503,7 +471,7 @@ class StageModel:
         first = [self._embedding, *(m for m in (*before, *read) if m is not self._embedding)]
         tables = [m for m in before if isinstance(m, nn.Embedding)]
         last = [m for m in self._forward.outer if m not in tables]
-        reader = [self._model] if read else []
+        reader = [self.model] if read else []
         self.has_plain_embedding = len(first) == 1
         """Whether nothing but the embedding has parameters that are used before the layers."""
 
@@ -511,8 +479,8 @@ class StageModel:
             return Unit(name, tuple(modules), decoder_parts.bindings_of(owners, index_of))
 
         def outer_unit(name: str, owners: Sequence[nn.Module]) -> Unit:
-            holders = decoder_parts.with_holders(owners, self._model, parts.layers)
+            holders = decoder_parts.with_holders(owners, self.model, parts.layers)
             return unit(name, owners, [*holders, *reader])
 
-        layers = (unit(f"layer.{i}", m.modules(), [m]) for i, m in enumerate(self._layers))
+        layers = (unit(f"layer.{i}", m.modules(), [m]) for i, m in enumerate(self.layers))
         return (outer_unit("embed", first), *layers, outer_unit("head", last))
