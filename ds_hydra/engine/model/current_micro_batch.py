@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_hydra.engine.model.attention_operator import count_on_host
+from ds_hydra.engine.model.attention_operator import Boundaries, count_on_host
 from ds_hydra.engine.parallel.token_cuts import KeysOfRow, TokenLayout, checkpoint_contexts
 from ds_hydra.engine.ranks.memory import to_device
 
@@ -127,7 +127,7 @@ class PackedMicroBatch:
         return tuple(segment.end for segment in self.segments)
 
     @property
-    def boundaries(self) -> tuple[Tensor, Tensor, Tensor]:
+    def boundaries(self) -> Boundaries:
         """What a kernel is told of segments: their begins, those of their keys, the longest."""
         return self.cu_seqlens, self.cu_keys, self.on_host
 
@@ -142,7 +142,7 @@ class PackedMicroBatch:
         return self.position_ids.shape[1]
 
 
-_running: list[tuple[PackedMicroBatch, bool, tuple[Tensor, Tensor, Tensor] | None]] = []
+_running: list[tuple[PackedMicroBatch, bool, Boundaries | None]] = []
 """Micro-batches, the innermost last, whether they are computed again, and their boundaries."""
 
 
@@ -151,7 +151,7 @@ def current_micro_batch() -> PackedMicroBatch | None:
     return _running[-1][0] if _running else None
 
 
-def current_boundaries() -> tuple[Tensor, Tensor, Tensor] | None:
+def current_boundaries() -> Boundaries | None:
     """Boundaries of the current micro-batch; None where it is cut, or none runs. A compiler finds
     tensors here and nothing that differs between micro-batches.
     """

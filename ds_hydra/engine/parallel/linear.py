@@ -150,10 +150,6 @@ class SharedBackward:
         return lambda: kept
 
 
-def nothing() -> None:
-    """What there is to wait for where nothing is under way."""
-
-
 class _Linear(torch.autograd.Function):
     """See [Note: Products for weights]."""
 

@@ -41,7 +41,6 @@ from ds_hydra.engine.parallel.linear import (
     apply_linear,
     apply_outside,
     find_held,
-    nothing,
     takes_products,
     trace_linear,
 )
@@ -53,6 +52,14 @@ _reduce_scatter: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 """The second names are those of torch before 2.13."""
+
+
+Posted = tuple[Tensor, Callable[[], None]]
+"""What comes, valid once the function has been called."""
+
+
+def nothing() -> None:
+    """What there is to wait for where nothing is under way."""
 
 
 COLUMN, ROW = "column-wise", "row-wise"
@@ -72,8 +79,8 @@ class TokenShards:
         wait()
         return micro_batch
 
-    def post_gather(self, shard_BtH: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """The same, valid once the returned function has been called."""
+    def post_gather(self, shard_BtH: Tensor) -> Posted:
+        """The same, on its way."""
         shard = shard_BtH.flatten(0, -2).contiguous()
         micro_batch = shard.new_empty(len(shard) * self.size, shard.shape[1])
         work = _all_gather(micro_batch, shard, group=self.group, async_op=True)
@@ -85,8 +92,8 @@ class TokenShards:
         wait()
         return shard
 
-    def post_reduce_scatter(self, partial_BTH: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """The same, valid once the returned function has been called."""
+    def post_reduce_scatter(self, partial_BTH: Tensor) -> Posted:
+        """The same, on its way."""
         partial = partial_BTH.flatten(0, -2).contiguous()
         shard = partial.new_empty(partial.shape[0] // self.size, partial.shape[1])
         # Gloo would reduce whole micro-batches, which takes more than twice as long
@@ -108,11 +115,11 @@ class LoneShard(TokenShards):
     others would send.
     """
 
-    def post_gather(self, shard_BtH: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    def post_gather(self, shard_BtH: Tensor) -> Posted:
         """[1, T, H]: this shard over and over."""
         return torch.cat([shard_BtH] * self.size, dim=-2), nothing
 
-    def post_reduce_scatter(self, partial_BTH: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    def post_reduce_scatter(self, partial_BTH: Tensor) -> Posted:
         """[1, t, H]: the first shard of `partial_BTH`."""
         return partial_BTH.narrow(-2, 0, partial_BTH.shape[-2] // self.size).clone(), nothing
 
@@ -376,10 +383,8 @@ def _sum_over(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 def _post_sum_over(
     part: Tensor, group: dist.ProcessGroup | None, *, may_write: bool = True
-) -> tuple[Tensor, Callable[[], None]]:
-    """The sum of all ranks' `part`, in its memory where nobody else has it; valid once the returned
-    function has been called.
-    """
+) -> Posted:
+    """The sum of all ranks' `part`, in its memory where nobody else has it."""
     if not (may_write and part.is_contiguous() and _is_alone(part)):
         part = part.clone(memory_format=torch.contiguous_format)
     work = dist.all_reduce(part, group=group, async_op=True)

@@ -50,8 +50,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hydra.engine.parallel.linear import nothing
-from ds_hydra.engine.parallel.tensor_parallel import TokenShards
+from ds_hydra.engine.parallel.tensor_parallel import Posted, TokenShards, nothing
 from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.sampler.cuts import Row
 from ds_hydra.strategy.profiles.memory_model import MOST_KEY_VALUE_PARTS, key_value_parts
@@ -164,10 +163,6 @@ def attend_to_all_tokens(
 
 def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat([*parts], dim=dim) if len(parts) > 1 else parts[0]
-
-
-Posted = tuple[Tensor, Callable[[], None]]
-"""What comes, valid once the function has been called."""
 
 
 def _post_all_to_all(sent: Tensor, group: dist.ProcessGroup | None) -> Posted:
@@ -381,9 +376,9 @@ class KeysOfRow:
 
         return select
 
-    def post_gradients(self, *grads: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    def post_gradients(self, *grads: Tensor) -> Posted:
         """[t, W] of this rank's row out of the gradients of all ranks, [N, w] of keys and of
-        values, valid once the returned function has been called. Collective over the group.
+        values. Collective over the group.
         """
         num_sent = len(self.sent_S) * self.group.size
         widths = [grad_Nw.shape[1] for grad_Nw in grads]
