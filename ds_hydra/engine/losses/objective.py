@@ -167,11 +167,12 @@ class TokenScoreRecorder(Loss):
         inner: Loss | None = None,
     ):
         self.inner = inner
-        self.token_fields = (_INDEX, *(() if inner is None else inner.token_fields))
-        self.sequence_fields = () if inner is None else inner.sequence_fields
-        self.needs_entropy = entropy or (inner is not None and inner.needs_entropy)
-        self.needs_mean_log_prob = inner is not None and inner.needs_mean_log_prob
-        self.candidates = None if inner is None else inner.candidates
+        reads = Loss() if inner is None else inner
+        self.token_fields = (_INDEX, *reads.token_fields)
+        self.sequence_fields = reads.sequence_fields
+        self.needs_entropy = entropy or reads.needs_entropy
+        self.needs_mean_log_prob = reads.needs_mean_log_prob
+        self.candidates = reads.candidates
         names = ["log_probs"]
         names += ["entropy"] * entropy + ["is_top1", "mean_logit"] * details
         self._kept = {name: torch.zeros(num_tokens, device=device) for name in names}
