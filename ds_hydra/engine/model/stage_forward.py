@@ -344,12 +344,10 @@ class StageForward:
                 return AfterHead()
             shifted = nn.functional.cross_entropy(logits_TV[:-1], ids_1T[0, 1:])
             losses.append((loss, shifted, nn.functional.cross_entropy(logits_TV, ids_1T[0])))
-        found, wanted, unshifted = torch.tensor(losses, dtype=torch.float64).unbind(1)
-        if not torch.isfinite(
-            torch.tensor(losses)
-        ).all():  # numbers that its logits are not made for
-            return AfterHead()
-        if torch.allclose(found, wanted, rtol=_MOST_DIFFERENCE):
+        values = torch.tensor(losses, dtype=torch.float64)
+        found, wanted, unshifted = values.unbind(1)
+        is_known = bool(values.isfinite().all())  # its logits may not be made for such numbers
+        if not is_known or torch.allclose(found, wanted, rtol=_MOST_DIFFERENCE):
             return AfterHead()
         of_class = f"its forward of {type(self._model).forward.__module__}"
         if torch.allclose(found, unshifted, rtol=_MOST_DIFFERENCE):
