@@ -19,8 +19,8 @@ import torch.distributed as dist
 from distributed import run_distributed
 from flash_standin import CUDNN, LONG_TOKENS, PACKAGES, VARLEN, forget, installed
 from models import tiny
+from operators import Watching
 from test_engine_parity import assert_parity, check_gradients
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_hydra.configs.hydra_config import ATTENTION_KERNELS, HydraConfig
 from ds_hydra.engine.doctor import findings
@@ -128,28 +128,17 @@ def test_kernels_are_called_as_they_are(package, window, softcap, has_sinks):
     ]
 
 
-class Names(TorchDispatchMode):
-    """Of the operators that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen.add(function._opname)
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("package", [p for p in ALL if p != CUDNN])  # a stand-in that indexes
 def test_backward_hands_on_the_gradients_of_heads_as_views(package):
     """Of an index it would fill and copy a tensor for each of them."""
     heads = [torch.randn(1, 2, 5, 8, dtype=HALF, requires_grad=True) for _ in range(3)]
     with installed(package), running(PackedMicroBatch.build([3, 2], CPU)):
         out_BTHD, _ = hydra_varlen(None, *heads, None, scaling=0.3)
-        with Names() as names:
+        names = set()
+        with Watching(lambda function, _: names.add(function._opname)):
             out_BTHD.backward(torch.ones_like(out_BTHD))
-    assert "transpose" in names.seen
-    assert "select_backward" not in names.seen
+    assert "transpose" in names
+    assert "select_backward" not in names
 
 
 @pytest.mark.parametrize("package", ALL)
@@ -193,21 +182,17 @@ def test_attention_of_each_sequence_adds_in_one_order_too(window):
     """Where it is asked for: torch's operator does so only where others without one are errors."""
     orders = []
 
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if "attention" in function.name() and "backward" in function.name():
-                is_asked = torch.are_deterministic_algorithms_enabled()
-                orders.append(
-                    is_asked and not torch.is_deterministic_algorithms_warn_only_enabled()
-                )
-            return function(*args, **(kwargs or {}))
+    def note(function, _):
+        if "attention" in function.name() and "backward" in function.name():
+            is_asked = torch.are_deterministic_algorithms_enabled()
+            orders.append(is_asked and not torch.is_deterministic_algorithms_warn_only_enabled())
 
     heads = [torch.randn(1, 2, 7, 8, requires_grad=True) for _ in range(3)]
     try:
         for mode in (False, True):
             torch.use_deterministic_algorithms(mode, warn_only=True)
             out = attention_per_sequence(*heads, Scoring(0.3, window), [4, 3])
-            with Seen():
+            with Watching(note):
                 out.sum().backward()
             assert torch.are_deterministic_algorithms_enabled() is mode
             assert torch.is_deterministic_algorithms_warn_only_enabled()

@@ -15,15 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from engines import start_hydra, start_stock, stock_step
+from engines import losses_under, start_hydra, start_stock, stock_step
 from models import tiny
 from spaces import priced
 from test_engine_training import batches
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from ds_hydra.configs import find_file
-from ds_hydra.configs.files import read_json_object
 from ds_hydra.engine.model.attention import hydra_varlen
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, running
 from ds_hydra.engine.parallel import token_cuts
@@ -170,9 +168,7 @@ def train_everywhere(forced, candidates, in_bf16):
     curves = []
     for _ in range(2):
         engine = start_hydra(copy.deepcopy(model))
-        curves.append(
-            [float(engine.train_batch(b, strategy=s)) for b, s in zip(data, forced, strict=True)]
-        )
+        curves.append(losses_under(engine, data, forced))
     hydra = {
         "strategies": candidates,
         "profiling": {"lengths": [8, 32, 64], "repeats": 1, "warmup": 0},
@@ -288,7 +284,7 @@ def test_memory_of_a_micro_batch_is_shared_and_that_of_states_is_not():
 
 
 def test_roofline_of_sp_shares_work_and_adds_exchanges():
-    hardware = Hardware.from_json(read_json_object(find_file("hardware", "a800")), source="a800")
+    hardware = Hardware.load("a800")
     shape = ModelShape(num_layers=32, hidden_size=4096, intermediate_size=11008, vocab_size=32000)
     one, both, tp = (
         predict_latency(shape, hardware, s)
@@ -302,7 +298,7 @@ def test_roofline_of_sp_shares_work_and_adds_exchanges():
 @pytest.mark.parametrize("sp", [2, 8, 16, 32])
 def test_exchanges_have_one_price(sp):
     """In the roofline, for groups nobody measured, and for the rivals of a simulation."""
-    hardware = Hardware.from_json(read_json_object(find_file("hardware", "h100")), source="h100")
+    hardware = Hardware.load("h100")
     grouped = ModelShape(
         num_layers=32,
         hidden_size=4096,
@@ -495,7 +491,7 @@ def test_a_layer_exchanges_as_often_as_its_price_says(monkeypatch):
         return (query + (key + value).repeat_interleave(2, dim=1)).transpose(1, 2)
 
     token_cuts.attend_to_all_tokens(query, key, value, shard, attend).sum().backward()
-    hardware = Hardware.from_json(read_json_object(find_file("hardware", "a800")), source="a800")
+    hardware = Hardware.load("a800")
     shape = ModelShape(
         num_layers=1, hidden_size=32, intermediate_size=1, vocab_size=1, key_value_share=0.5
     )

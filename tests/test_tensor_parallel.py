@@ -4,7 +4,7 @@ that are more than a product are not cut.
 
 from __future__ import annotations
 
-from collections import Counter
+from contextlib import contextmanager
 from types import MethodType
 from unittest import mock
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import tiny
+from operators import Watching
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel import tensor_parallel
@@ -24,19 +24,17 @@ from ds_hydra.strategy import Scheme
 SIZE = 8
 
 
-class Copies(TorchDispatchMode):
-    """Counts copies of tensors."""
+@contextmanager
+def watching_copies():
+    """Copies of tensors that are made."""
+    copies = []
 
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
+    def note(function, _):
+        if function._opname in ("clone", "copy_"):
+            copies.append(function._opname)
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.counts[function._opname] += function._opname in ("clone", "copy_")
-        return function(*args, **(kwargs or {}))
-
-    def __int__(self):
-        return sum(self.counts.values())
+    with Watching(note):
+        yield copies
 
 
 @pytest.fixture
@@ -65,9 +63,9 @@ def weights(number):
 def grad_of(make, x):
     """Gradient of x in make(x), and how many tensors were copied for it."""
     out = make(x * 1)
-    with Copies() as copies:
+    with watching_copies() as copies:
         (grad,) = torch.autograd.grad(out.sum(), x)
-    return grad, int(copies)
+    return grad, len(copies)
 
 
 ALONE = {
@@ -103,9 +101,9 @@ def test_outputs_of_layers_are_summed_in_place(tp, bias, trains):
     wanted = 2 * layer(x)
     (wanted_grad,) = torch.autograd.grad((wanted * 3).sum(), x)
     hook_rowwise(layer, tp)
-    with torch.set_grad_enabled(trains), Copies() as copies:
+    with torch.set_grad_enabled(trains), watching_copies() as copies:
         out = layer(x)
-        assert int(copies) == 0
+        assert not copies
         torch.testing.assert_close(out, wanted)
         out *= 3  # as a layer may that has had an output of its own
     if trains:  # the sum hands its gradient on to each rank's part

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import run_distributed
-from engines import small_profile, start_hydra, start_stock, stock_step
+from engines import losses_under, small_profile, start_hydra, start_stock, stock_step
 from holdings import peak_bytes
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
@@ -68,12 +68,7 @@ def training():
     curves = []
     for _ in range(2):
         engine = start_hydra(copy.deepcopy(model), hydra=ON)
-        curves.append(
-            [
-                float(engine.train_batch(b, strategy=s))
-                for b, s in zip(data, STRATEGIES, strict=True)
-            ]
-        )
+        curves.append(losses_under(engine, data, STRATEGIES))
     half = start_hydra(copy.deepcopy(model), hydra=ON, bf16={"enabled": True})
     in_bf16 = [float(half.train_batch(b, strategy="1x<2,2>")) for b in data]
     return wanted, curves, in_bf16
