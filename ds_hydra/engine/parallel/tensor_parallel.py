@@ -600,7 +600,7 @@ STYLES: Mapping[str, Style] = {
 
 
 def hook_embedding(
-    module: nn.Embedding, tp: TensorParallel, finish: Callable[[Tensor], Tensor] | None = None
+    module: nn.Embedding, tp: TensorParallel, finish: Callable[[Tensor], Tensor]
 ) -> None:
     """Vocabulary parallel embedding, whole so far: rows of other ranks count as zero, then partial
     outputs are summed. `finish` adds to each output, on the first rank for all.
@@ -620,7 +620,7 @@ def hook_embedding(
         if outside:
             output = output.masked_fill(outside.pop().unsqueeze(-1), 0.0)
         # After the mask, or noise on tokens of other ranks' rows would be lost.
-        if finish is not None and tp.rank == 0:
+        if tp.rank == 0:
             output = finish(output)
         return tp.sum_over_group(output) if tp.has_parts else output
 
