@@ -229,16 +229,9 @@ def test_every_parameter_is_in_a_unit_and_stages_partition_the_layers(family):
     covered = {b.param for unit in stage_model.units for b in unit.bindings}
     assert covered == set(range(len(stage_model.specs)))
     for num_stages in (1, 2, 3, 4):
-        layers = [
-            i
-            for stage in range(num_stages)
-            for i in stage_model.stage_layers(Scheme(1, num_stages), stage)
-        ]
-        assert layers == list(range(stage_model.num_layers))
-        sizes = [
-            len(stage_model.stage_layers(Scheme(1, num_stages), stage))
-            for stage in range(num_stages)
-        ]
+        stages = [stage_model.stage_units(Scheme(1, num_stages), s) for s in range(num_stages)]
+        assert sum(stages, ()) == stage_model.units
+        sizes = [sum("layer" in unit.name for unit in units) for units in stages]
         assert max(sizes) - min(sizes) <= 1
 
 

@@ -232,13 +232,9 @@ class StageModel:
         """
         scheme_support.check_scheme(scheme, self)
 
-    def stage_layers(self, scheme: Scheme, stage: int) -> range:
-        """Decoder layers of `stage`."""
-        return scheme.stage_layers(self.num_layers, stage)
-
     def stage_units(self, scheme: Scheme, stage: int) -> tuple[Unit, ...]:
         """Units that `stage` needs, in the order in which forward uses them."""
-        layers = self.stage_layers(scheme, stage)
+        layers = scheme.stage_layers(self.num_layers, stage)
         before, after = stage == 0, stage == scheme.pp - 1
         return self.units[1 + layers.start - before : 1 + layers.stop + after]
 
@@ -343,7 +339,7 @@ class StageModel:
             decoder_parts.bind(unit.bindings, leaves)
         self._await_bucket = await_bucket
         self._embedding.padding_idx = self._local_padding_idx(self._embedding.weight.shape[0])
-        own = self.stage_layers(scheme, stage)
+        own = scheme.stage_layers(self.num_layers, stage)
         for index in own:
             checkpoints = self.always_checkpointed[index] or index < scheme.ckpt
             self.layers[index].gradient_checkpointing = checkpoints

@@ -171,7 +171,8 @@ def nominal_profile(stage_model: StageModel, schemes: Iterable[Scheme]) -> dict[
     params = layer_params(stage_model)
     entries = []
     for scheme in sorted(set(schemes)):
-        layers = max(len(stage_model.stage_layers(scheme, stage)) for stage in range(scheme.pp))
+        num_layers = stage_model.num_layers
+        layers = max(len(scheme.stage_layers(num_layers, stage)) for stage in range(scheme.pp))
         # 2 FLOP forward + 4 backward per parameter, ms at 1 TFLOP/s
         share = layers / scheme.ranks_per_stage * 6 / 1e9
         entries.append(
