@@ -9,9 +9,9 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -80,7 +80,7 @@ class IterationSource:
         self.data: TokenDataset | None = None
         self.sampler: TokenBudgetSampler | None = None
         self._feed: PlanFeed | None = None
-        self._ahead = None if device.type == "cpu" else Ahead(self._fetch, device)
+        self._ahead = None if self._device.type == "cpu" else Ahead(self._fetch, self._device)
         """None where the host computes: it would only take its time from the iteration."""
         self._next_iteration: int | None = None
         """The iteration that a checkpoint continues with; None where the sampler stands."""
@@ -420,30 +420,6 @@ Rows = dict[int, Example]
 """By position in the plan."""
 
 
-@dataclass
-class _Next:
-    """An iteration to come, as a thread finds it."""
-
-    iteration: int
-    document: Mapping[str, Any]
-    job: Future[None] | None = None
-    planned: PlannedIteration | None = None
-    rows: Rows | None = None
-    error: Exception | None = None
-
-    def get_plan(self) -> PlannedIteration:
-        assert self.job is not None
-        self.job.result()
-        assert self.planned is not None
-        return self.planned
-
-    def get_rows(self) -> Rows:
-        if self.error is not None:
-            raise self.error
-        assert self.rows is not None
-        return self.rows
-
-
 class Ahead:
     """One iteration ahead of a feed: `begin` says what this iteration is, `go_on` has a thread
     fetch the rows of the next one, where its plan was ready. `fetch` gives a plan's rows that this
@@ -453,45 +429,49 @@ class Ahead:
     def __init__(self, fetch: Callable[[IterationPlan], Rows], device: torch.device):
         self._fetch, self._device = fetch, device
         self._thread = LinkThread(torch.device("cpu"), overlap=True)
-        self._next: _Next | None = None
+        self._told: tuple[int, Mapping[str, Any]] | None = None
+        """The next iteration and its document, until `go_on`."""
+        self._coming: _Coming | None = None
 
     def begin(self, feed: PlanFeed, iteration: int) -> tuple[PlannedIteration, Callable[[], Rows]]:
         """The plan of `iteration`, and what returns the rows of it or raises what fetching them
         raised. Collective over all ranks.
         """
-        held, self._next = self._next, None
-        if held is not None and (held.job is None or held.iteration != iteration):
+        held = self._coming
+        self.forget()
+        if held is not None and held.iteration != iteration:
             held = None
-        known = None if held is None else held.get_plan
+        known = None if held is None else held.plan.result
         planned, document = broadcast_plans(feed, iteration, known, self._device)
         if document is not None:
-            self._next = _Next(iteration + 1, document)
+            self._told = iteration + 1, document
         if held is not None:
-            # Rank 0 has its plan from the feed, and waits here for the thread that reads its rows.
-            held.get_plan()
-            return planned, held.get_rows
+            return planned, held.rows.result
         return planned, lambda: self._fetch(planned.plan)
 
     def go_on(self) -> None:
         """Fetch what comes next, beside this iteration. Not collective."""
-        if self._next is not None:
-            coming = self._next
-            coming.job = self._thread.submit(lambda: self._find(coming))
+        if self._told is not None:
+            iteration, document = self._told
+            plan = self._thread.submit(lambda: PlannedIteration.from_json(document))
+            rows = self._thread.submit(lambda: self._fetch(plan.result().plan))
+            self._coming = _Coming(iteration, plan, rows)
 
     def forget(self) -> None:
         """Other plans will come; all ranks call it together."""
-        self._next = None
+        self._told = self._coming = None
 
     def close(self) -> None:
         """End the thread; not collective."""
         self._thread.close()
 
-    def _find(self, coming: _Next) -> None:
-        coming.planned = PlannedIteration.from_json(coming.document)
-        try:
-            coming.rows = self._fetch(coming.planned.plan)
-        except Exception as error:  # raised when the iteration comes
-            coming.error = error
+
+class _Coming(NamedTuple):
+    """An iteration to come, as a thread finds it."""
+
+    iteration: int
+    plan: Future[PlannedIteration]
+    rows: Future[Rows]
 
 
 def broadcast_plan(make: Callable[[], PlannedIteration], device: torch.device) -> PlannedIteration:
