@@ -72,11 +72,10 @@ class IterationSource:
         config: HydraConfig,
         propagator: Propagator,
         candidates: EngineCandidates,
-        device: torch.device,
     ):
         """Not collective."""
         self._config, self._propagator, self._candidates = config, propagator, candidates
-        self._stage_model, self._device = propagator.stage_model, device
+        self._stage_model, self._device = propagator.stage_model, propagator.device
         self.data: TokenDataset | None = None
         self.sampler: TokenBudgetSampler | None = None
         self._feed: PlanFeed | None = None
