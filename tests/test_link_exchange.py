@@ -234,24 +234,22 @@ def check_interleavings():
         plan = case.plan(**routes)
         order = range(len(plan.rounds))
 
-        def run(link, order, begin, window=window):
+        def run(order, begin, window=window):
             under_way = []
             for index in order:
                 under_way.append(begin(index))
                 if len(under_way) == window:
-                    link.finish(under_way.pop(0))
-            for handle in under_way:
-                link.finish(handle)
+                    under_way.pop(0)()
+            for finish in under_way:
+                finish()
 
         run(
-            pull_link,
             order,
             lambda i, p=plan, s=slices: pull_link.begin_pull(p, i, case.shards_P, bucket_of(s, i)),
         )
         torch.testing.assert_close(slices, case.expected_slices(), rtol=0, atol=0)
         push_plan, grads = case.plan(gradients=True, **routes), case.gradients()
         run(
-            push_link,
             reversed(order),
             lambda i, p=push_plan, g=grads, t=grads_P: push_link.begin_push(
                 p, i, bucket_of(g, i), t
@@ -274,7 +272,7 @@ def check_independent_rounds_run_alone():
     plan = case.plan(ranks_per_node=2, independent_rounds=True)
     slices = case.empty_slices()
     for index in reversed(range(len(plan.rounds))):
-        pull_link.finish(pull_link.begin_pull(plan, index, case.shards_P, bucket_of(slices, index)))
+        pull_link.begin_pull(plan, index, case.shards_P, bucket_of(slices, index))()
     torch.testing.assert_close(slices, case.expected_slices(), rtol=0, atol=0)
     return True
 

@@ -44,8 +44,8 @@ def run_rounds(plans, order, begin):
         for index in order:
             under_way = [begin(links[r], plan, index, r) for r, plan in enumerate(plans)]
             wire.deliver()
-            for link, handle in zip(links, under_way, strict=True):
-                link.finish(handle)
+            for finish in under_way:
+                finish()
 
 
 def shards_of(specs, fulls, num_ranks):

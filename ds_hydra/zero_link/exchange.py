@@ -183,10 +183,6 @@ class Link:
 
         return finish
 
-    def finish(self, under_way: RoundUnderWay) -> None:
-        """Wait for a round that was begun, and write what it brought."""
-        under_way()
-
     def abandon(self, under_way: RoundUnderWay) -> None:
         """Not to be finished, because something failed. Keeps what is on the wire for as long as
         the link lives.
