@@ -89,8 +89,8 @@ class Stage:
     def __init__(self, dtype=torch.float32, *, gathers=False, tp=None, weight=None):
         spec = ParamSpec(fqn="weight", shape=(OUT, IN))
         bucket = (BucketEntry(0, spec.slice_region(1, 0), True),)
-        slots = {"slot_of": {0: 0}, "gathers": True} if gathers else {}
-        self.weights = StageWeights([spec], (bucket,), SlicePool(CPU), dtype, **slots)
+        slot_of = {0: 0} if gathers else None
+        self.weights = StageWeights([spec], (bucket,), SlicePool(CPU), dtype, slot_of=slot_of)
         torch.manual_seed(0)
         self.weights.bucket_S[0][0].copy_(torch.randn(OUT * IN))
         self.linear = nn.Linear(IN, OUT, bias=False)
