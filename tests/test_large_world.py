@@ -13,11 +13,10 @@ import datasets
 import pytest
 import torch.distributed as dist
 from distributed import run_distributed
-from engines import adamw, ds_config, small_profile
+from engines import ds_config, small_profile, start_hydra
 from models import tiny
 from typer.testing import CliRunner
 
-import ds_hydra
 from ds_hydra.cli import app
 from ds_hydra.configs import find_file
 from ds_hydra.configs.hydra_config import HydraConfig
@@ -143,20 +142,14 @@ def train_on_proposals(folder):
     def start(longest, hydra=None):
         rows = [{"input_ids": [1 + (i * j) % 200 for j in range(4 + i % 9)]} for i in range(60)]
         rows.append({"input_ids": [3] * longest})
-        model = tiny("llama")
         config = {
             "profile": f"{folder}/profile.json",
             "tokens_per_iteration": 200,
             "memory_limit_bytes": 1_000_000,
         }
         config |= hydra or {}
-        engine, *_ = ds_hydra.initialize(
-            model=model,
-            optimizer=adamw(model),
-            config=ds_config(hydra=config),
-            training_data=datasets.Dataset.from_list(rows),
-        )
-        return engine
+        data = datasets.Dataset.from_list(rows)
+        return start_hydra(tiny("llama"), hydra=config, training_data=data)
 
     told = []
     package, handler = logging.getLogger("ds_hydra"), logging.Handler(logging.INFO)
