@@ -9,7 +9,6 @@ import functools
 import itertools
 import shutil
 import types
-from collections.abc import Sequence
 
 import kernels_apart
 import pytest
@@ -21,7 +20,13 @@ from engines import loss_and_gradients, start_hydra
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import VOCAB_SIZE, tiny
-from single_process import num_label_tokens, random_examples, token_mean_gradients
+from single_process import (
+    Examples,
+    load_of,
+    num_label_tokens,
+    random_examples,
+    token_mean_gradients,
+)
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 
 from ds_hydra.engine.losses import head_loss
@@ -44,11 +49,13 @@ LENGTHS = (33, 5, 17, 64, 9, 2, 41, 12, 3)
 
 
 def hand_plan(
-    strategy: Strategy, lengths: Sequence[int], labels: int, *, empty_pipeline: bool
+    strategy: Strategy | str, examples: Examples, *, empty_pipeline: bool = False
 ) -> IterationPlan:
     """Rows of one to three sequences, dealt round; the last pipeline of several gets none if
     `empty_pipeline`.
     """
+    strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
+    lengths = [len(example["input_ids"]) for example in examples]
     num_busy = len(strategy.schemes) - (empty_pipeline and len(strategy.schemes) > 1)
     pipelines = []
     for index, (scheme, ranks) in enumerate(zip(strategy.schemes, strategy.place(), strict=True)):
@@ -71,19 +78,16 @@ def hand_plan(
         strategy=strategy,
         sample_indices=tuple(range(len(lengths))),
         lengths=tuple(lengths),
-        num_label_tokens=labels,
+        num_label_tokens=num_label_tokens(examples),
         pipelines=tuple(pipelines),
         makespan_ms=0,
         lower_bound_ms=0,
     )
 
 
-def gradients_under(engine, text, examples, lengths):
+def gradients_under(engine, text, examples):
     """Full gradients of one plan by hand under the strategy that `text` names."""
-    num_labels = num_label_tokens(examples)
-    plan = hand_plan(Strategy.parse(text), lengths, num_labels, empty_pipeline=False)
-    tensors = [(e["input_ids"], e["labels"]) for e in examples]
-    return loss_and_gradients(engine, plan, tensors.__getitem__)[1]
+    return loss_and_gradients(engine, hand_plan(text, examples), load_of(examples))[1]
 
 
 def relative_errors(got, wanted, names):
@@ -111,15 +115,12 @@ def check_gradients(
         example["labels"][: length if length == max(lengths) else int(length * unlabelled)] = -100
     wanted_loss, wanted = token_mean_gradients(reference, examples)
     engine = start_hydra(model, hydra=hydra, **sections)
-    tensors = [(e["input_ids"], e["labels"]) for e in examples]
     worst = {}
     for text in strategies:
         strategy = Strategy.parse(text)
         for empty_pipeline in (False, True) if len(strategy.schemes) > 1 else (False,):
-            plan = hand_plan(
-                strategy, lengths, num_label_tokens(examples), empty_pipeline=empty_pipeline
-            )
-            loss, got = loss_and_gradients(engine, plan, tensors.__getitem__)
+            plan = hand_plan(strategy, examples, empty_pipeline=empty_pipeline)
+            loss, got = loss_and_gradients(engine, plan, load_of(examples))
             errors = relative_errors(got, wanted, names)
             name = max(errors, key=errors.get)
             worst[text, empty_pipeline] = (errors[name], name, abs(loss / wanted_loss - 1))

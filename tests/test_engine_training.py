@@ -14,12 +14,12 @@ import random
 import weakref
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from engines import (
-    adamw,
     ds_config,
     full_states,
     small_profile,
@@ -48,6 +48,12 @@ def batches(num_batches, *, num_sequences=8):
         lengths[seed % num_sequences] = 90
         result.append(random_examples(lengths, VOCAB_SIZE, seed=seed))
     return result
+
+
+def dataset_of(batches):
+    """All sequences of mini-batches, with their labels."""
+    rows = [{key: ids.tolist() for key, ids in e.items()} for batch in batches for e in batch]
+    return datasets.Dataset.from_list(rows)
 
 
 def relative(a, b):
@@ -341,19 +347,12 @@ def fail_on_rank_1():
 
 def train_from_dataset(folder):
     """Iterations from the engine's own sampler, and the same after a resume."""
-    import datasets
-
     if dist.get_rank() == 0:
         (Path(folder) / "profile.json").write_text(
             json.dumps(small_profile(6_000_000, num_layers=4))
         )
     dist.barrier()
-    rows = [
-        {"input_ids": e["input_ids"].tolist(), "labels": e["labels"].tolist()}
-        for b in batches(4)
-        for e in b
-    ]
-    dataset = datasets.Dataset.from_list(rows)
+    dataset = dataset_of(batches(4))
     hydra = {
         "profile": f"{folder}/profile.json",
         "strategies": ["4x<1,1>", "1x<2,1> + 2x<1,1>", "2x<2,1>"],
@@ -363,14 +362,10 @@ def train_from_dataset(folder):
     }
 
     def start(**more):
-        model = tiny("llama")
         monitor = {"enabled": "run_dir" not in more, "output_path": folder, "job_name": "monitor"}
         board = monitor | {"job_name": "board"}
-        config = ds_config(hydra=hydra | more, csv_monitor=monitor, tensorboard=board)
-        engine, *_ = ds_hydra.initialize(
-            model=model, optimizer=adamw(model), config=config, training_data=dataset
-        )
-        return engine
+        sections = {"csv_monitor": monitor, "tensorboard": board}
+        return start_hydra(tiny("llama"), hydra=hydra | more, training_data=dataset, **sections)
 
     engine = start()
     losses = [float(engine.train_batch()) for _ in range(3)]
@@ -594,9 +589,6 @@ def test_logits_stay_split_and_nothing_of_an_iteration_stays():
 
 def engines_one_after_another(folder):
     """Open files and threads after each of three engines, and how many engines are alive."""
-    import datasets
-
-    rows = [{"input_ids": e["input_ids"].tolist()} for b in batches(2) for e in b]
     examples = random_examples([9, 5, 7], VOCAB_SIZE, seed=1)
     held, engines = [], weakref.WeakSet()
     for number in range(3):
@@ -606,8 +598,7 @@ def engines_one_after_another(folder):
             "run_dir": f"{folder}/{number}",
             "profiling": {"repeats": 1, "warmup": 0},
         }
-        data = datasets.Dataset.from_list(rows)
-        engine = start_hydra(tiny("llama_tied"), hydra=own, training_data=data)
+        engine = start_hydra(tiny("llama_tied"), hydra=own, training_data=dataset_of(batches(2)))
         engine.train_batch()
         for strategy in ("1x<2,1>", "1x<1,2>", "2x<1,1;stream>"):
             engine.train_batch(examples, strategy=strategy)
@@ -630,19 +621,13 @@ def test_a_destroyed_engine_gives_back_files_threads_and_memory(tmp_path):
 
 def train_without_a_scheme():
     """Iterations of an engine whose measured profile leaves out <1,2>, which was proposed."""
-    import datasets
-
     from ds_hydra.engine import candidates
 
     candidates.measure_profile = lambda *_arguments: small_profile(6_000_000, num_layers=4)
-    rows = [{"input_ids": e["input_ids"].tolist()} for b in batches(2) for e in b]
     hydra = {"tokens_per_iteration": 300}
     results = []
-    for data in (datasets.Dataset.from_list(rows), None):
-        model = tiny("llama")
-        engine, *_ = ds_hydra.initialize(
-            model=model, optimizer=adamw(model), config=ds_config(hydra=hydra), training_data=data
-        )
+    for data in (dataset_of(batches(2)), None):
+        engine = start_hydra(tiny("llama"), hydra=hydra, training_data=data)
         engine.train_batch(None if data is not None else batches(1)[0])
         results.append(
             (engine.last_metrics.strategy, [str(s) for s in engine.hydra.candidates.strategies])

@@ -17,7 +17,7 @@ from passing_layers import (
     losses_with_frozen_layers,
     repeats,
 )
-from single_process import num_label_tokens, random_examples, token_mean_gradients
+from single_process import load_of, random_examples, token_mean_gradients
 from test_engine_parity import (
     LENGTHS,
     RELATIVE_TOLERANCE,
@@ -54,7 +54,6 @@ def passes_on_two_nodes(trained):
     model = model_of(row)
     reference = copy.deepcopy(model)
     examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
-    tensors = [(e["input_ids"], e["labels"]) for e in examples]
     loss, gradients = token_mean_gradients(reference, examples)
     engine = engine_for(model, row)
     name_of = {id(p): name for name, p in model.named_parameters()}
@@ -64,9 +63,8 @@ def passes_on_two_nodes(trained):
     propagator, found = engine.hydra.propagator, {}
     for text in (*OF_ALL, strategy):
         parsed = Strategy.parse(text)
-        labels = num_label_tokens(examples)
-        plan = hand_plan(parsed, LENGTHS, labels, empty_pipeline=False)
-        trains, grads_P = train_plan(engine, plan, tensors.__getitem__)
+        plan = hand_plan(parsed, examples)
+        trains, grads_P = train_plan(engine, plan, load_of(examples))
         recorder = propagator.recorder
         for phase in range(len(parsed.in_turn)):
             kinds = {s[0] for s, own in zip(recorder.read(), recorder.phases) if own == phase}
@@ -74,7 +72,7 @@ def passes_on_two_nodes(trained):
         errors = relative_errors(
             gather_gradients(engine, grads_P), [by_name[name] for name in names], names
         )
-        evaluates = propagator.evaluate(plan, tensors.__getitem__)
+        evaluates = propagator.evaluate(plan, load_of(examples))
         losses = [engine.hydra.gather_outcomes(o).loss(plan) for o in (trains, evaluates)]
         found[text] = [
             max(errors.values()),

@@ -251,8 +251,8 @@ def count_bytes(engine, strategies, times=2):
     found = {}
     for text in strategies:
         strategy = Strategy.parse(text)
-        lengths = [5] * len(strategy.schemes)  # a micro-batch each
-        plan = hand_plan(strategy, lengths, sum(lengths), empty_pipeline=False)
+        # A micro-batch each
+        plan = hand_plan(strategy, random_examples([5] * len(strategy.schemes), VOCAB_SIZE))
         for name, propagator in (("node", own), ("direct", direct)):
             planned, counted = exchange(propagator, plan, grads_P, times)
             mine = torch.tensor(planned, dtype=torch.int64)

@@ -28,7 +28,7 @@ from parity_rows import (
     read_table,
     row_of,
 )
-from single_process import num_label_tokens, random_examples, token_mean_gradients
+from single_process import load_of, random_examples, token_mean_gradients
 from test_engine_parity import (
     LENGTHS,
     RELATIVE_TOLERANCE,
@@ -162,15 +162,9 @@ def check_engine(rows):
         wanted_loss, gradients = wanted_of(row["lengths"])
         by_name = dict(zip(order, gradients, strict=True))
         examples = examples_of(row["lengths"])
-        tensors = [(e["input_ids"], e["labels"]) for e in examples]
         strategy = Strategy.parse(parity_rows.strategy_of(row))
-        plan = hand_plan(
-            strategy,
-            LENGTHS_OF[row["lengths"]],
-            num_label_tokens(examples),
-            empty_pipeline=row["lengths"] == "empty_pipeline",
-        )
-        loss, got = loss_and_gradients(engine, plan, tensors.__getitem__)
+        plan = hand_plan(strategy, examples, empty_pipeline=row["lengths"] == "empty_pipeline")
+        loss, got = loss_and_gradients(engine, plan, load_of(examples))
         errors = relative_errors(got, [by_name[name] for name in names], names)
         worst = max(errors, key=errors.get)
         found[row_name] = errors[worst], worst, abs(loss / wanted_loss - 1)
