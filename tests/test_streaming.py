@@ -96,10 +96,10 @@ def _full_on_rank_1(nbytes, device, group):
     return dist.barrier
 
 
-def _closed_to_rank_2(open_memory, *arguments):
-    if dist.get_rank() != 2:
-        return open_memory(*arguments)
-    return open_memory(1, 1 << 20, *arguments[2:])
+def _closed_to_rank_2(open_memory, process, number, *identity, **names):
+    if dist.get_rank() == 2:
+        process, number = 1, 1 << 20
+    return open_memory(process, number, *identity, **names)
 
 
 def in_parts():

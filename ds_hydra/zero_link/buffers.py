@@ -247,6 +247,12 @@ class Stores:
         offset = tensor.storage_offset() + piece.offset
         return tensor.as_strided((piece.rows, piece.cols), (piece.stride, 1), offset)
 
+    def local_views(self, hop: Hop) -> tuple[list[Tensor], list[Tensor]]:
+        """[rows, cols] of what this rank both owns and needs: where it is owned, and in slices."""
+        owned = [self.view(batch, piece) for batch, _ in hop.local for piece in batch.pieces]
+        needed = [self.view(batch, piece) for _, batch in hop.local for piece in batch.pieces]
+        return owned, needed
+
 
 def stored_views(stores: Stores, copies: Sequence[StridedCopy]) -> list[Tensor]:
     """[count, rows, cols] of each copy in its store."""

@@ -213,9 +213,9 @@ class Home(ABC):
                 grads_P[param][offset : offset + value.numel()].copy_(value.flatten())
 
     @property
-    @abstractmethod
     def address(self) -> int:
         """Where its memory, or this rank's part of it, begins."""
+        return self._own[0].weights.untyped_storage().data_ptr()
 
     @abstractmethod
     def close(self) -> None:
@@ -286,11 +286,6 @@ class SharedMemoryHome(Home):
         assert is_in_one_piece(self._specs[param], region), self._specs[param].fqn
         begin = region.row * self._specs[param].num_cols + region.col
         return self._weights[param][begin : begin + region.numel]
-
-    @property
-    def address(self) -> int:
-        """Where its memory begins."""
-        return self._memory.bytes.untyped_storage().data_ptr()
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -448,11 +443,6 @@ class PeerHome(Home):
             self._serving = None
             if self._inbox.served is not None:
                 self._clock.wait_for(self._inbox.served)
-
-    @property
-    def address(self) -> int:
-        """Where this rank's part begins."""
-        return self._memory.parts[self._rank].untyped_storage().data_ptr()
 
     def close(self) -> None:
         """Let go of the memory."""
