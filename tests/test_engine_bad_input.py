@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import free_port, remove_shared_memory, run_distributed
-from engines import ds_config, small_profile, start_hydra
+from engines import ds_config, raised_by, small_profile, start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
 from torch.testing._internal.two_tensor import TwoTensor
@@ -351,11 +351,7 @@ LATER_MISTAKES = {
 def error_of(action):
     if dist.get_rank() == 0:
         time.sleep(0.05)  # rank 1 has raised its own by then, and told it
-    try:
-        action()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
+    return raised_by(action)
 
 
 @pytest.mark.distributed
@@ -365,13 +361,13 @@ def test_mistakes_get_the_same_clear_error_on_all_ranks(tmp_path):
     for name, (kind, words) in expected.items():
         for rank, by_rank in enumerate(raised):
             got_kind, message = by_rank[name]
-            assert got_kind == kind.__name__, f"{name}, rank {rank}: {got_kind}: {message}"
+            assert got_kind is kind, f"{name}, rank {rank}: {got_kind}: {message}"
             for word in words:
                 assert word in message, f"{name}, rank {rank}: no {word!r} in {message!r}"
     assert raised[0]["padding taken away"] == raised[0]["without padding"]
     for wanted, found in (raised[0][f"{what} under autocast"] for what in ("evaluated", "trained")):
         assert found == pytest.approx(wanted, rel=1e-6)
-    assert raised[0]["end"] == raised[1]["end"] == ("nothing", ""), "taken for a lost rank"
+    assert raised[0]["end"] == raised[1]["end"] == (None, ""), "taken for a lost rank"
     kind, text = raised[0]["afterwards"]
     assert kind == "ok"
     assert text.split()[1:] == ["0", "1"], "a refused mini-batch must not count as a step"
@@ -413,7 +409,7 @@ def test_default_types_of_the_user_change_no_number():
     for under_others, wanted, left, (kind, message) in run_distributed(run_under_other_defaults, 2):
         torch.testing.assert_close(under_others, wanted, rtol=0, atol=0)
         assert left == (torch.bfloat16, "meta")
-        assert kind == "HydraConfigError"
+        assert kind is HydraConfigError
         assert "TokenScoreRecorder raised RuntimeError" in message
         assert "no memory" in message
 

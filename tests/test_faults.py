@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import logging
 import os
 import signal
@@ -21,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from engines import small_profile, start_hydra
+from engines import gradient_on_rank_1, raised_by, small_profile, start_hydra, write_json
 from faults import (
     LATER_PHASES,
     START_PHASES,
@@ -241,11 +240,9 @@ def test_a_rank_lost_in_the_middle_of_gathered_layers_is_named(tmp_path, where, 
 
 
 def start_with_data(folder, *, hydra=None, model=None, rows=None, **sections):
-    if dist.get_rank() == 0:
-        Path(folder, "profile.json").write_text(json.dumps(small_profile(6_000_000, num_layers=4)))
-    dist.barrier()
+    profile = write_json(f"{folder}/profile.json", small_profile(6_000_000, num_layers=4))
     own = {
-        "profile": f"{folder}/profile.json",
+        "profile": profile,
         "tokens_per_iteration": 300,
         "planner": {"num_workers": 0},
         **(hydra or {}),
@@ -336,14 +333,6 @@ def test_a_rank_lost_between_two_calls_is_named(tmp_path, where, number):
     assert "rank 0 was between two calls of the engine" in other.stderr
 
 
-def raised_by(action):
-    try:
-        action()
-    except Exception as error:
-        return type(error), str(error)
-    return None, ""
-
-
 def weights_of(engine):
     return [p.ds_tensor.clone() for p in engine.module.parameters()]
 
@@ -360,17 +349,9 @@ def faults_that_ranks_survive(folder):
     engine.train_batch()
 
     # NaN in the gradient of one rank: nobody steps.
-    before, train = weights_of(engine), engine.hydra.propagator.train
-
-    def poisoned(plan, load, grads_P, *rest):
-        result = train(plan, load, grads_P, *rest)
-        if rank == 1:
-            grads_P[2][0] = float("nan")
-        return result
-
-    engine.hydra.propagator.train = poisoned
-    engine.train_batch()
-    engine.hydra.propagator.train = train
+    before = weights_of(engine)
+    with gradient_on_rank_1(engine, float("nan")):
+        engine.train_batch()
     same = all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True))
     outcome["nan"] = (
         same,

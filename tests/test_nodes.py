@@ -16,13 +16,12 @@ import nodes_script
 import pytest
 import torch
 import torch.distributed as dist
-from engines import small_profile, start_hydra
+from engines import raised_by, small_profile, start_hydra
 from faults import kill_in, read_json_lines
 from models import VOCAB_SIZE, tiny
 from nodes import PRIVATE_FOLDER, Counters, hosts_or_skip, run_on_hosts
 from single_process import random_examples, token_mean_gradients
 from test_engine_parity import hand_plan
-from test_faults import raised_by
 
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch, scheme_entry
