@@ -13,6 +13,8 @@ from engines import gather_gradients, long_on_four_ranks, refused, start_hydra, 
 from models import VOCAB_SIZE, tiny
 from parity_rows import row_of
 from passing_layers import (
+    check_frozen,
+    check_memory,
     link_memory,
     losses_with_frozen_layers,
     repeats,
@@ -163,10 +165,7 @@ def test_equal_bits(results):
 @pytest.mark.distributed
 def test_frozen_layers_and_evaluation(results):
     for result in results:
-        evaluated, trained = result["frozen"]
-        assert evaluated == pytest.approx([evaluated[0]] * 5, rel=1e-6)
-        assert trained[0] == pytest.approx(evaluated[0], rel=1e-6)
-        assert trained == sorted(trained, reverse=True)  # the same examples, step by step
+        check_frozen(*result["frozen"])
 
 
 @pytest.mark.distributed
@@ -196,8 +195,7 @@ def test_a_rank_holds_two_layers(results):
     for result in results:
         found, home, _ = result["memory"]
         assert not home
-        for stated, held in found.values():
-            assert held == stated.slice_bytes + stated.gradient_bytes
+        check_memory(found, home)
         (whole, _), (gathered, _) = found["4x<1,1>"], found["4x<1,1;gather>"]
         assert gathered.slice_bytes < 0.4 * whole.slice_bytes
         assert gathered.gradient_bytes < 0.4 * whole.gradient_bytes

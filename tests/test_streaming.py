@@ -19,6 +19,8 @@ from engines import refused, start_hydra
 from faults import die, run_until_end
 from models import VOCAB_SIZE, tiny
 from passing_layers import (
+    check_frozen,
+    check_memory,
     link_memory,
     losses_with_frozen_layers,
     repeats,
@@ -192,12 +194,6 @@ def test_frozen_layers_and_evaluation(results):
         check_frozen(*result["frozen"])
 
 
-def check_frozen(evaluated, trained):
-    assert evaluated == pytest.approx([evaluated[0]] * len(evaluated), rel=1e-6)
-    assert trained[0] == pytest.approx(evaluated[0], rel=1e-6)
-    assert trained == sorted(trained, reverse=True), "nothing was trained"
-
-
 @pytest.mark.distributed
 def test_a_rank_holds_its_part_of_the_home_and_two_copied_layers(results):
     for result in results:
@@ -215,13 +211,6 @@ def test_zero_has_its_gradients_in_the_home(results):
         before, after, is_there = result["lent"]
         assert before > after == 0
         assert all(is_there)
-
-
-def check_memory(found, shared):
-    """What was stated is what was held, without the `shared` home where layers stream."""
-    for text, (stated, held) in found.items():
-        home = shared if "stream" in text else 0
-        assert held == stated.slice_bytes + stated.gradient_bytes - home, text
 
 
 @pytest.mark.distributed
