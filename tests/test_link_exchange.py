@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from engines import refused
-from link_cases import crop, decoder_specs, strategy_buckets
+from link_cases import bucket_of, crop, decoder_specs, shards_of, strategy_buckets
 
 from benchmarks.link_memory import packed_elements
 from ds_hydra.engine.strategy_links import check_link_plans
@@ -49,16 +49,8 @@ class Case:
         )
         generator = torch.Generator().manual_seed(0)
         self.full = [torch.randn(spec.numel, generator=generator).to(dtype) for spec in specs]
-        self.shards_P = [
-            self.shard(full, spec) for full, spec in zip(self.full, specs, strict=True)
-        ]
+        self.shards_P = shards_of(specs, self.full, self.num_ranks)[self.rank]
         self.buckets = self.rank_buckets[self.rank]
-
-    def shard(self, full, spec):
-        size = spec.shard_numel(self.num_ranks)
-        padded = torch.zeros(size * self.num_ranks, dtype=full.dtype)
-        padded[: spec.numel] = full
-        return padded[self.rank * size : (self.rank + 1) * size].clone()
 
     def plan(self, **options):
         return plan_link(self.specs, self.rank_buckets, self.rank, **options)
@@ -100,7 +92,7 @@ class Case:
                     if ref.pushes_gradient and ref.region.numel:
                         target = crop(self.specs[ref.param], sums[ref.param], ref.region)
                         target += grad.view_as(target)
-        return [self.shard(total, spec) for total, spec in zip(sums, self.specs, strict=True)]
+        return shards_of(self.specs, sums, self.num_ranks)[self.rank]
 
 
 def links(dtype=torch.float32):
@@ -110,10 +102,6 @@ def links(dtype=torch.float32):
     return Link(groups[0], cpu, node_group=groups[1]), Link(
         groups[2], cpu, dtype, node_group=groups[3]
     )
-
-
-def bucket_of(buckets, index):
-    return buckets[index] if index < len(buckets) else ()
 
 
 def pull(link, plan, shards_P, bucket_S):

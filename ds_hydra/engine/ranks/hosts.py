@@ -39,7 +39,6 @@ from ds_hydra.errors import HydraConfigError
 logger = logging.getLogger(__name__)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_NAME_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +65,13 @@ class Hosts:
 
 def find_hosts(device: torch.device) -> Hosts:
     """The hosts of all ranks. Collective over all ranks."""
-    name = socket.gethostname().encode()[:_NAME_BYTES]
-    words = (_host_digest(), *struct.unpack(f"{_NAME_BYTES // 8}q", name.ljust(_NAME_BYTES, b"\0")))
-    rows = gather_rows(torch.tensor(words, dtype=torch.int64, device=device)).tolist()
-    # Reversed, so that of a host's ranks the first one's name stays.
-    first = {digest: letters for digest, *letters in reversed(rows)}
-    number = {digest: index for index, digest in enumerate(dict.fromkeys(row[0] for row in rows))}
-    names = [struct.pack(f"{_NAME_BYTES // 8}q", *first[digest]) for digest in number]
-    return Hosts(
-        tuple(name.rstrip(b"\0").decode(errors="replace") for name in names),
-        tuple(number[row[0]] for row in rows),
-    )
+    name = torch.tensor(list(socket.gethostname().encode()))
+    rows = gather_ragged([torch.tensor([_host_digest()]), name], torch.int64, device)
+    digests = [int(digest) for digest, _ in rows]
+    first_ranks = [digests.index(digest) for digest in dict.fromkeys(digests)]
+    names = [bytes(rows[rank][1].tolist()).decode(errors="replace") for rank in first_ranks]
+    number = {digests[rank]: index for index, rank in enumerate(first_ranks)}
+    return Hosts(tuple(names), tuple(number[digest] for digest in digests))
 
 
 def _host_digest() -> int:
