@@ -261,7 +261,6 @@ class HydraEngine(CheckpointingEngine):
                     problem,
                     loss,
                     call="train_batch(batch)",
-                    may_try=True,
                 )
             )
             with watch("propagation"):

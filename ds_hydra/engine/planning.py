@@ -196,16 +196,15 @@ class IterationSource:
         loss: Loss | None = None,
         *,
         call: str = "plan()",
-        may_try: bool = False,
         forward_only: bool = False,
         only_scored: bool = False,
     ) -> Iteration:
         """A plan for a given global mini-batch, the same list on every rank, optionally of one
         strategy and for one loss.
 
-        `call` is the engine's method; `problem` as in `next`, `only_scored` as in `check_examples`,
-        `may_try` as in `LatencyTracker.corrections_now`. `forward_only` is for passes without
-        backward: they hold longer micro-batches.
+        `call` is the engine's method; `problem` as in `next`, `only_scored` as in `check_examples`.
+        `forward_only` is for passes without backward: they hold longer micro-batches, and no plan
+        is a trial.
         """
         forced: Strategy | None = None
         tensors, batch, objective = [], None, None
@@ -248,7 +247,9 @@ class IterationSource:
             profile, strategies = self._candidates.profile_for_forced(forced), (forced,)
         tracker = self._candidates.find_tracker()
         corrections = (
-            tracker.corrections_now(strategies, may_try=may_try) if tracker else NO_CORRECTIONS
+            tracker.corrections_now(strategies, may_try=not forward_only)
+            if tracker
+            else NO_CORRECTIONS
         )
 
         def plan_now() -> PlannedIteration:

@@ -290,7 +290,7 @@ class TransferSession:
         self._over = BucketEvents(len(schedule.transfers), clock)
         # The last transfer of those that a use needs: they end in order.
         self._needed: dict[int, int] = {}
-        # Of buckets that are brought once, for the whole iteration.
+        # Of buckets that are brought once, for the whole iteration, and not yet awaited.
         self._brought: dict[int, int] = {}
         self._num_at_once = 0
         for number, transfer in enumerate(schedule.transfers):
@@ -305,7 +305,6 @@ class TransferSession:
         self._use = -1
         self._next = 0
         self._has_failed = False
-        self._awaited: set[int] = set()
         self._running: Future[None] | None = None
         self._waits, self._rests = Spans(clock), Spans(clock)
         self._work = {is_bringing: Spans(clock) for is_bringing in (True, False)}
@@ -392,11 +391,11 @@ class TransferSession:
         """
         if bucket in self._in_window:
             self.enter(bucket)
-        elif bucket in self._brought and bucket not in self._awaited:
+        elif bucket in self._brought:
             number = self._brought[bucket]
             self._post_ahead_of(number)
             self._wait_for(number)
-            self._awaited.add(bucket)
+            del self._brought[bucket]
 
     def await_all(self) -> None:
         """Wait until all that is brought without waiting for an event is there. Raises what the
