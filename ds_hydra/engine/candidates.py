@@ -193,10 +193,7 @@ class EngineCandidates:
         return None if self.profile is None else self.track()
 
     def learn(
-        self,
-        metrics: IterationMetrics,
-        plan: IterationPlan,
-        spreads: Sequence[Sequence[float]] = (),
+        self, metrics: IterationMetrics, plan: IterationPlan, spreads: Sequence[Sequence[float]]
     ) -> None:
         """Take in the time of each pipeline and what each rank tells of the `spreads` of single
         micro-batches, equal on all ranks; warns on rank 0 of drift. Not collective.

@@ -75,7 +75,7 @@ class HydraRuntime:
         config: HydraConfig,
         stage_model: StageModel,
         device: torch.device,
-        memory: MemoryWatch | None = None,
+        memory: MemoryWatch,
     ):
         self.config = config = overlap_where_safe(config, device)
         self.stage_model = stage_model
@@ -100,7 +100,7 @@ class HydraRuntime:
         if device.type == "cuda" and stage_model.params[0].dtype.itemsize == 2:
             self.peak_flops = find_peak_flops(torch.cuda.get_device_name(device))
         self.log: RunLog | None = None
-        self._memory = memory or MemoryWatch()
+        self._memory = memory
         self._traces = TraceChoice(config.trace_every if config.run_dir is not None else 0)
         run_together(self._open_log, device)
         self._stop_request = StopRequest(config.faults.save_on_sigterm is not None)
