@@ -382,20 +382,20 @@ def faults_that_ranks_survive(folder):
     # Plans that differ, on either rank: nothing is exchanged.
     from ds_hydra.engine import planning
 
-    broadcast = planning.broadcast_plan
+    broadcast = planning.broadcast_plans
 
-    def other_plan(deviant, make, device):
-        planned = broadcast(make, device)
+    def other_plan(deviant, *arguments):
+        planned, document = broadcast(*arguments)
         if rank != deviant:
-            return planned
+            return planned, document
         plan = dataclasses.replace(planned.plan, num_label_tokens=planned.plan.num_label_tokens + 1)
-        return dataclasses.replace(planned, plan=plan)
+        return dataclasses.replace(planned, plan=plan), document
 
     outcome["plan"] = []
     for deviant in (1, 0, 1):
-        planning.broadcast_plan = functools.partial(other_plan, deviant)
-        outcome["plan"].append(raised_by(engine.train_batch))
-    planning.broadcast_plan = broadcast
+        other = functools.partial(other_plan, deviant)
+        with mock.patch.object(planning, "broadcast_plans", other):
+            outcome["plan"].append(raised_by(engine.train_batch))
 
     # The disk with the metrics is full: training goes on.
     if rank == 0:
