@@ -261,15 +261,10 @@ def test_an_accelerator_without_peer_memory_is_refused():
 
 def one_rank_dies(folder, where):
     """Rank 1 is killed the next time it comes to `where`, in the second iteration."""
-    in_parts = homes_in_parts() if where == "send" else contextlib.nullcontext()
-    with in_parts:
-        _die_at(folder, where)
-
-
-def _die_at(folder, where):
-    engine = start_hydra(tiny("llama_tied"), hydra={"faults": {"grace_s": 1}})
     examples = random_examples((9, 5, 14, 7), VOCAB_SIZE, seed=0)
-    engine.train_batch(examples, strategy="3x<1,1;stream>")
+    with homes_in_parts() if where == "send" else contextlib.nullcontext():
+        engine = start_hydra(tiny("llama_tied"), hydra={"faults": {"grace_s": 1}})
+        engine.train_batch(examples, strategy="3x<1,1;stream>")
     if dist.get_rank() == 0:
         Path(folder, "owner").write_text(str(os.getpid()))
     if dist.get_rank() == 1:
