@@ -9,13 +9,13 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import nodes_script
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import wait_until
 from engines import raised_by, small_profile, start_hydra
 from faults import kill_in, read_json_lines
 from models import VOCAB_SIZE, tiny
@@ -272,11 +272,6 @@ def count_bytes(engine, strategies, times=2):
     return found
 
 
-def wait_for(path):
-    while not Path(path).exists():
-        time.sleep(0.01)
-
-
 def big_model():
     return tiny("llama_tied", hidden_size=128, intermediate_size=352, num_hidden_layers=4)
 
@@ -312,7 +307,7 @@ def train_count_and_wait_for_a_cut(folder, cut, given=None):
 
         def forward_after_the_cut(*args, **kwargs):
             Path(f"{folder}/cut_now").touch()
-            wait_for(f"{folder}/is_cut")
+            wait_until(Path(f"{folder}/is_cut").exists)
             return forward(*args, **kwargs)
 
         engine.hydra.stage_model.forward_stage = forward_after_the_cut
