@@ -101,6 +101,19 @@ def relative_errors(got, wanted, names):
     }
 
 
+def worst_errors(engine, plan, examples, wanted_loss, wanted):
+    """Of the passes of `plan`, against gradients by name in the order of the engine's: the largest
+    error of a gradient, its name, and the error of the loss.
+    """
+    loss, got = loss_and_gradients(engine, plan, load_of(examples))
+    errors = relative_errors(got, wanted.values(), wanted)
+    name = max(errors, key=errors.get)
+    bindings = [b for unit in engine.hydra.stage_model.units for b in unit.bindings]
+    held = [b.module._parameters[b.attribute] for b in bindings]
+    assert all(p.is_meta for p in held), f"{plan.strategy}: slices outlived the iteration"
+    return errors[name], name, abs(loss / wanted_loss - 1)
+
+
 def check_gradients(
     family, strategies, hydra=None, overrides=None, lengths=LENGTHS, unlabelled=0.0, **sections
 ):
@@ -120,17 +133,9 @@ def check_gradients(
         strategy = Strategy.parse(text)
         for empty_pipeline in (False, True) if len(strategy.schemes) > 1 else (False,):
             plan = hand_plan(strategy, examples, empty_pipeline=empty_pipeline)
-            loss, got = loss_and_gradients(engine, plan, load_of(examples))
-            errors = relative_errors(got, wanted, names)
-            name = max(errors, key=errors.get)
-            worst[text, empty_pipeline] = (errors[name], name, abs(loss / wanted_loss - 1))
-            held = [
-                p
-                for u in engine.hydra.stage_model.units
-                for b in u.bindings
-                for p in [b.module._parameters[b.attribute]]
-            ]
-            assert all(p.is_meta for p in held), "slices outlived the iteration"
+            worst[text, empty_pipeline] = worst_errors(
+                engine, plan, examples, wanted_loss, dict(zip(names, wanted, strict=True))
+            )
     return worst
 
 
@@ -386,13 +391,13 @@ def check_planned_cases(cases):
         examples = random_examples(lengths, VOCAB_SIZE, seed=seed)
         wanted_loss, wanted = token_mean_gradients(reference, examples)
         iteration = engine.hydra.source.plan(examples, Strategy.parse(text), 0)
-        loss, got = loss_and_gradients(engine, iteration.plan, iteration.load, iteration.objective)
+        error, name, loss_error = worst_errors(
+            engine, iteration.plan, examples, wanted_loss, dict(zip(names, wanted, strict=True))
+        )
         _, exactly = token_mean_gradients(exact, examples)
         own = max(relative_errors([w.double() for w in wanted], exactly, names).values())
-        errors = relative_errors(got, wanted, names)
-        name = max(errors, key=errors.get)
-        error = errors[name] / max(1.0, 4 * own / RELATIVE_TOLERANCE)
-        worst[text, tuple(lengths)] = (error, name, abs(loss / wanted_loss - 1))
+        allowed = max(1.0, 4 * own / RELATIVE_TOLERANCE)
+        worst[text, tuple(lengths)] = (error / allowed, name, loss_error)
     return worst
 
 
