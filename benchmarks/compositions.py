@@ -52,7 +52,7 @@ from models import (
     WHOLE_FEATURES,
     tiny,
 )
-from single_process import Examples, num_label_tokens
+from single_process import Examples
 from test_engine_parity import RELATIVE_TOLERANCE, hand_plan, relative_errors
 from torch import Tensor, nn
 
@@ -354,12 +354,7 @@ def train(
     iteration = engine.hydra.source.plan(examples, strategy, engine.global_steps, loss=given)
     plan = iteration.plan
     if case.placement != "planned":
-        plan = hand_plan(
-            strategy,
-            case.lengths,
-            num_label_tokens(examples),
-            empty_pipeline=case.placement == "one idle",
-        )
+        plan = hand_plan(strategy, examples, empty_pipeline=case.placement == "one idle")
     iteration = replace(iteration, planned=replace(iteration.planned, plan=plan))
     iteration = weigh(iteration, engine.hydra.propagator)
     grads_P = engine._zero_gradient_shards()

@@ -40,13 +40,13 @@ def run_pull(
 ) -> None:
     for index in range(len(plan.rounds)):
         own = slices[index] if index < len(slices) else []
-        link.finish(link.begin_pull(plan, index, shards_P, own))
+        link.begin_pull(plan, index, shards_P, own)()
 
 
 def run_push(link: Link, plan: LinkPlan, grads: list[list[Tensor]], grads_P: list[Tensor]) -> None:
     for index in reversed(range(len(plan.rounds))):
         own = grads[index] if index < len(grads) else []
-        link.finish(link.begin_push(plan, index, own, grads_P))
+        link.begin_push(plan, index, own, grads_P)()
 
 
 def count_messages(plan: LinkPlan) -> int:

@@ -80,7 +80,7 @@ def run_once(
         result["num_named"] = sum(
             f"rank {victim} is gone" in rank.stderr and rank.exit_code != 0 for rank in others
         )
-        result["detect_s"] = max(rank.seconds_after_fault for rank in others)
+        result["detect_s"] = max(rank.seconds for rank in others)
     return result
 
 
@@ -137,7 +137,7 @@ def lose_a_rank(
         "hangs": False,
         "named": named,
         "exit_code": other.exit_code,
-        "seconds": other.seconds_after_fault,
+        "seconds": other.seconds,
         "processes": [
             " ".join(psutil.Process(pid).cmdline())
             for pid in processes_with("DS_HYDRA_RELIABILITY", str(folder))
@@ -176,7 +176,7 @@ def kill_while_layers_stream(
         "num_named": sum(
             f"rank {victim}" in rank.stderr and rank.exit_code != 0 for rank in others
         ),
-        "seconds": max(rank.seconds_after_fault for rank in others),
+        "seconds": max(rank.seconds for rank in others),
         "homes": in_use.count(f"memfd:ds_hydra_{(folder / 'owner').read_text()} "),
         "shared_memory": left,
     }

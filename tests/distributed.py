@@ -83,6 +83,14 @@ def load_what_ranks_use() -> None:
     warm_up()
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Return once it is so, which other threads or processes bring about."""
+    end = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < end, "it does not come"
+        time.sleep(0.005)
+
+
 def free_port() -> int:
     """A port that nobody listens on, for a process that is still to start.
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -15,6 +19,7 @@ from torch import Tensor, nn
 import ds_hydra
 from ds_hydra.engine import HydraEngine
 from ds_hydra.engine.ranks.agreement import gather_rows
+from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
 
 
@@ -107,6 +112,47 @@ def full_states(engine: Any, params: Sequence[nn.Parameter]) -> list[dict[str, T
         }
         for p in params
     ]
+
+
+def refused(action: Callable[[], object], kind: type[Exception] = HydraConfigError) -> str:
+    """What the error of this `kind` says that `action` raises."""
+    try:
+        action()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def raised_by(action: Callable[[], object]) -> tuple[type[Exception] | None, str]:
+    """The error that `action` raises, if any, and what it says."""
+    try:
+        action()
+    except Exception as error:
+        return type(error), str(error)
+    return None, ""
+
+
+@contextlib.contextmanager
+def gradient_on_rank_1(engine: HydraEngine, value: float) -> Iterator[None]:
+    """Within, an element of rank 1's gradient shards has `value` after all passes."""
+    train = engine.hydra.propagator.train
+
+    def poisoned(plan, load, grads_P, *rest):
+        outcome = train(plan, load, grads_P, *rest)
+        if engine.global_rank == 1:
+            grads_P[2][0] = value
+        return outcome
+
+    with mock.patch.object(engine.hydra.propagator, "train", poisoned):
+        yield
+
+
+def write_json(path: str | Path, document: Any) -> str:
+    """Write a file that all ranks read; its name. Collective over all ranks."""
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(document))
+    dist.barrier()
+    return str(path)
 
 
 def train_plan(engine, plan, load, objective=None):

@@ -12,12 +12,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distributed import free_port, load_what_ranks_use, rank_environment, start_forks
+from distributed import (
+    free_port,
+    load_what_ranks_use,
+    rank_environment,
+    remove_shared_memory,
+    start_forks,
+)
 
 HANG_S = 600
 """Only a run that never ends takes so long."""
@@ -29,8 +35,12 @@ class Ended:
 
     exit_code: int
     stderr: str
-    seconds_after_fault: float
-    """From the mark that `mark_fault` left; NaN without one."""
+    seconds: float
+    """After the fault: from the mark that `mark_fault` left, or from when `poll` had first returned
+    True; NaN without one.
+    """
+    value: Any
+    """What the function returned; None where it did not."""
 
 
 def run_until_end(
@@ -40,44 +50,75 @@ def run_until_end(
     *args: Any,
     victim: int | None = None,
 ) -> list[Ended]:
-    """Fork `world_size` gloo ranks that run `function(*args)`, and wait until every one has ended
-    by itself.
+    """`run_ranks` of `world_size` ranks on this machine, which meet in a file."""
+    port = free_port()
+    return run_ranks(
+        function,
+        args,
+        [rank_environment(rank, world_size, port) for rank in range(world_size)],
+        folder,
+        init_method=f"file://{folder}/rendezvous_{time.monotonic_ns()}",
+        victim=victim,
+    )
 
-    Rank `victim` need not: it is killed when the others have ended.
+
+def run_ranks(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    environments: Sequence[Mapping[str, str]],
+    folder: Path,
+    *,
+    init_method: str = "env://",
+    enter: Callable[[int], None] = lambda rank: None,
+    victim: int | None = None,
+    poll: Callable[[], bool] = lambda: False,
+    limit_s: float | None = None,
+) -> list[Ended]:
+    """Fork gloo ranks that run `function(*args)`, and wait until every one has ended by itself.
+
+    Rank `victim` need not: it is killed when the others have ended. Each rank comes to its
+    environment, then calls `enter`. `poll` is called again and again until it returns True. Only a
+    run that never ends takes `limit_s`, else HANG_S.
     """
     load_what_ranks_use()
     folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob("value_*"):
+        left.unlink()
     context = multiprocessing.get_context("fork")
-    rendezvous = f"{folder}/rendezvous_{time.monotonic_ns()}"
-    port = free_port()
     ranks = [
         context.Process(
-            target=_run, args=(function, args, rank, world_size, str(folder), rendezvous, port)
+            target=_run, args=(function, args, environment, str(folder), init_method, enter)
         )
-        for rank in range(world_size)
+        for environment in environments
     ]
     start_forks(ranks)
     ends: dict[int, float] = {}
-    limit = time.monotonic() + HANG_S
-    awaited = set(range(world_size)) - {victim}
-    while not awaited <= ends.keys() and time.monotonic() < limit:
-        ends |= {
-            i: time.monotonic()
-            for i, p in enumerate(ranks)
-            if i not in ends and p.exitcode is not None
-        }
+    polled = None
+    limit = time.monotonic() + (limit_s or HANG_S)
+    awaited = set(range(len(ranks))) - {victim}
+    while not awaited <= ends.keys() and (now := time.monotonic()) < limit:
+        ends |= {i: now for i, p in enumerate(ranks) if i not in ends and p.exitcode is not None}
+        if polled is None and poll():
+            polled = time.monotonic()
         time.sleep(0.005)
     hanging = sorted(awaited - ends.keys())
     for process in ranks:
         process.kill()
         process.join()
-    texts = [(folder / f"stderr_{rank}").read_text() for rank in range(world_size)]
+    remove_shared_memory(int(environments[0]["MASTER_PORT"]))
+    texts = [(folder / f"stderr_{rank}").read_text() for rank in range(len(ranks))]
     assert not hanging, f"ranks {hanging} hang:\n" + "\n".join(texts)
     mark = folder / "fault"
-    fault = float(mark.read_text()) if mark.exists() else float("nan")
+    fault = float(mark.read_text()) if mark.exists() else polled or float("nan")
+    values = [folder / f"value_{rank}" for rank in range(len(ranks))]
     return [
-        Ended(process.exitcode, text, ends.get(rank, float("nan")) - fault)
-        for rank, (process, text) in enumerate(zip(ranks, texts, strict=True))
+        Ended(
+            process.exitcode,
+            text,
+            ends.get(rank, float("nan")) - fault,
+            json.loads(value.read_text()) if value.exists() else None,
+        )
+        for rank, (process, text, value) in enumerate(zip(ranks, texts, values, strict=True))
     ]
 
 
@@ -174,24 +215,29 @@ def read_json_lines(path: str | Path) -> list[Any]:
 
 def _run(
     function: Callable[..., Any],
-    args: Any,
-    rank: int,
-    world_size: int,
+    args: Sequence[Any],
+    environment: Mapping[str, str],
     folder: str,
-    rendezvous: str,
-    port: int,
+    init_method: str,
+    enter: Callable[[int], None],
 ) -> None:
+    rank = int(environment["RANK"])
     with ends_as_rank(f"{folder}/stderr_{rank}"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.environ.update(rank_environment(rank, world_size, port))
+        os.environ.update(environment)
+        enter(rank)
         import torch
         import torch.distributed as dist
 
         torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
+            "gloo",
+            init_method=init_method,
+            rank=rank,
+            world_size=int(environment["WORLD_SIZE"]),
         )
-        function(*args)
+        value = json.dumps(function(*args))
+        Path(f"{folder}/value_{rank}").write_text(value)
 
 
 @contextlib.contextmanager

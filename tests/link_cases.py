@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.zero_link import BucketEntry, ParamSpec, RankBuckets, Region, Slicing
@@ -125,6 +127,23 @@ def strategy_buckets(
                 )
             rank_buckets[rank] = tuple(buckets)
     return rank_buckets
+
+
+def bucket_of(buckets: Sequence[Any], index: int) -> Any:
+    """What is of round `index`; nothing where there is no such bucket."""
+    return buckets[index] if index < len(buckets) else ()
+
+
+def shards_of(
+    specs: Sequence[ParamSpec], fulls: Sequence[Tensor], num_ranks: int
+) -> list[list[Tensor]]:
+    """[rank][param] flat shards of whole parameters, padded with zeros."""
+    parts = []
+    for spec, full in zip(specs, fulls, strict=True):
+        size = spec.shard_numel(num_ranks)
+        padded = torch.nn.functional.pad(full, (0, size * num_ranks - spec.numel))
+        parts.append([padded[r * size : (r + 1) * size].clone() for r in range(num_ranks)])
+    return [[part[rank] for part in parts] for rank in range(num_ranks)]
 
 
 @st.composite

@@ -19,8 +19,6 @@ import contextlib
 import ctypes
 import fcntl
 import heapq
-import json
-import multiprocessing
 import os
 import select
 import shlex
@@ -35,8 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distributed import free_port, load_what_ranks_use, remove_shared_memory, start_forks
-from faults import ends_as_rank
+from distributed import free_port, rank_environment
+from faults import Ended, run_ranks
 
 NETWORK = "10.77.0"
 _IN_USE = tuple(map(os.path.realpath, (__file__, sys.prefix, tempfile.gettempdir(), os.getcwd())))
@@ -149,15 +147,6 @@ class Hosts:
     def run(self, host: int, command: str) -> str:
         """What a shell command prints on a host."""
         return _output([*self._enter(self._inits[host]), "sh", "-c", command])
-
-    def counters(self, host: int) -> Counters:
-        """What `eth0` of a host has carried."""
-        for line in Path(f"/proc/{self._inits[host]}/net/dev").read_text().splitlines():
-            name, _, rest = line.partition(":")
-            if name.strip() == "eth0":
-                numbers = [int(number) for number in rest.split()]
-                return Counters(numbers[0], numbers[1], numbers[8], numbers[9])
-        raise AssertionError(f"host {host} has no eth0")
 
     def cut(self, host: int) -> None:
         """Cut a host off, as behind a broken switch: its interface stays up, and no packet leaves
@@ -297,18 +286,6 @@ def _setns(file: int) -> None:
         raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a rank of `run_on_hosts` ended."""
-
-    exit_code: int
-    value: Any
-    """What the function returned; None where it did not."""
-    stderr: str
-    seconds: float
-    """After `poll` had first returned True; NaN if it never did."""
-
-
 def run_on_hosts(
     function: Callable[..., Any],
     hosts: Hosts | None,
@@ -318,80 +295,24 @@ def run_on_hosts(
     poll: Callable[[], bool] = lambda: False,
     limit_s: float = 800,
 ) -> list[Ended]:
-    """Fork ranks that run `function(*args)`, `ranks_on[host]` of them on each host, and wait until
-    all have ended.
+    """`run_ranks` with `ranks_on[host]` of them on each host, in the order of the hosts.
 
-    Gloo ranks, in the order of the hosts, whose environment is that of DeepSpeed's launcher.
-    Without `hosts` all of them run on this machine. `poll` is called again and again until it
-    returns True.
+    Without `hosts` all of them run on this machine.
     """
-    load_what_ranks_use()
-    folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("fork")
     places = [(host, local) for host, number in enumerate(ranks_on) for local in range(number)]
     port = free_port()
-    ranks = []
-    for rank, (host, local) in enumerate(places):
-        env = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local),
-            "WORLD_SIZE": str(len(places)),
-            "LOCAL_SIZE": str(ranks_on[host]),
-            "MASTER_ADDR": "127.0.0.1" if hosts is None else hosts.names[0],
-            "MASTER_PORT": str(port),
-        }
-        ranks.append(
-            context.Process(target=_run_rank, args=(function, args, env, hosts, host, str(folder)))
-        )
-    start_forks(ranks)
-    ends: dict[int, float] = {}
-    begin = fault = None
-    limit = time.monotonic() + limit_s
-    while len(ends) < len(ranks) and (begin := time.monotonic()) < limit:
-        ends |= {i: begin for i, p in enumerate(ranks) if i not in ends and p.exitcode is not None}
-        if fault is None and poll():
-            fault = time.monotonic()
-        time.sleep(0.005)
-    hanging = sorted(set(range(len(ranks))) - ends.keys())
-    for process in ranks:
-        process.kill()
-        process.join()
-    remove_shared_memory(port)
-    texts = [(folder / f"stderr_{rank}").read_text() for rank in range(len(ranks))]
-    assert not hanging, f"ranks {hanging} hang:\n" + "\n".join(texts)
-    values = [folder / f"value_{rank}" for rank in range(len(ranks))]
-    return [
-        Ended(
-            process.exitcode,
-            json.loads(value.read_text()) if value.exists() else None,
-            text,
-            ends[rank] - (fault or float("nan")),
-        )
-        for rank, (process, text, value) in enumerate(zip(ranks, texts, values))
+    environments = [
+        rank_environment(rank, len(places), port)
+        | {"LOCAL_RANK": str(local), "LOCAL_SIZE": str(ranks_on[host])}
+        | ({} if hosts is None else {"MASTER_ADDR": hosts.names[0]})
+        for rank, (host, local) in enumerate(places)
     ]
 
-
-def _run_rank(
-    function: Callable[..., Any],
-    args: Any,
-    env: dict[str, str],
-    hosts: Hosts | None,
-    host: int,
-    folder: str,
-) -> None:
-    rank = env["RANK"]
-    with ends_as_rank(f"{folder}/stderr_{rank}"):
-        Path(f"{folder}/value_{rank}").unlink(missing_ok=True)
-        os.environ.update(env)
+    def enter(rank: int) -> None:
         if hosts is not None:
-            hosts.move_in(host)
-        import torch
-        import torch.distributed as dist
+            hosts.move_in(places[rank][0])
 
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", rank=int(rank), world_size=int(env["WORLD_SIZE"]))
-        value = json.dumps(function(*args))
-        Path(f"{folder}/value_{rank}").write_text(value)
+    return run_ranks(function, args, environments, folder, enter=enter, poll=poll, limit_s=limit_s)
 
 
 # The slow switch, a process of its own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from engines import start_hydra
 from models import VOCAB_SIZE, tiny
@@ -60,3 +61,17 @@ def link_memory(texts):
     if home is None:
         return found, 0, 0
     return found, home.weight_bytes + home.sum_bytes, home._adder.nbytes
+
+
+def check_frozen(evaluated, trained):
+    """Losses under each strategy in turn, of the same examples."""
+    assert evaluated == pytest.approx([evaluated[0]] * len(evaluated), rel=1e-6)
+    assert trained[0] == pytest.approx(evaluated[0], rel=1e-6)
+    assert trained == sorted(trained, reverse=True), "nothing was trained"
+
+
+def check_memory(found, shared):
+    """What was stated is what was held, without the `shared` home where layers stream."""
+    for text, (stated, held) in found.items():
+        home = shared if "stream" in text else 0
+        assert held == stated.slice_bytes + stated.gradient_bytes - home, text

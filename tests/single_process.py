@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,11 @@ def random_examples(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> E
             labels[: length // 3] = -100
         examples.append({"input_ids": input_ids, "labels": labels})
     return examples
+
+
+def load_of(examples: Examples) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """What gives an iteration its sequences: token ids and labels of an example."""
+    return lambda position: (examples[position]["input_ids"], examples[position]["labels"])
 
 
 def num_label_tokens(examples: Examples) -> int:

@@ -54,8 +54,8 @@ class Ranks:
         self.sizes, self.fetched = [], [[], []]
         monkeypatch.setattr(planning.dist, "get_rank", lambda: self.rank)
         monkeypatch.setattr(planning, "broadcast_bytes", self.broadcast)
-        device = torch.device("cpu")
-        self.ahead = [Ahead(self.fetcher(rank, fetch), device) for rank in range(2)]
+        self.fetchers = [self.fetcher(rank, fetch) for rank in range(2)]
+        self.ahead = [Ahead(torch.device("cpu")) for _ in range(2)]
 
     def broadcast(self, payload, source, device):
         if self.rank == 0:
@@ -79,11 +79,12 @@ class Ranks:
         for self.rank in range(2):
             plan, rows = self.ahead[self.rank].begin(self.feed, iteration)
             try:
-                found.append((plan, rows()))
+                own = self.fetchers[self.rank](plan.plan) if rows is None else rows.result()
+                found.append((plan, own))
             except OSError as error:
                 found.append((plan, str(error)))
-        for each in self.ahead:
-            each.go_on()
+        for each, fetch in zip(self.ahead, self.fetchers, strict=True):
+            each.go_on(fetch)
         return found
 
     def close(self):

@@ -155,7 +155,7 @@ def train(recipe, strategies, what, travels, hydra):
     found = {}
     for text in strategies:
         with bytes_of_pulls() as counts:
-            gradients = gradients_under(engine, text, examples, LENGTHS)
+            gradients = gradients_under(engine, text, examples)
         links, strategy = engine.hydra.propagator.links, Strategy.parse(text)
         exchange_bytes = link_memory(links, strategy).exchange_bytes
         found[text] = gradients, dict(counts), links.link_for(strategy), exchange_bytes

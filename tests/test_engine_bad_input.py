@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import free_port, remove_shared_memory, run_distributed
-from engines import adamw, ds_config, small_profile, start_hydra
+from engines import ds_config, raised_by, small_profile, start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
 from torch.testing._internal.two_tensor import TwoTensor
@@ -38,42 +38,30 @@ def dataset(*lengths):
     return datasets.Dataset.from_list([{"input_ids": list(range(length))} for length in lengths])
 
 
-def initialize(model=None, data=None, hydra=None, **sections):
-    model = model or tiny("llama", num_hidden_layers=2)
-    config = ds_config(hydra=hydra or {}, **sections)
-    return ds_hydra.initialize(
-        model=model, optimizer=adamw(model), training_data=data, config=config
-    )[0]
+def two_layers():
+    return tiny("llama", num_hidden_layers=2)
+
+
+def initialize(model=None, data=None, **sections):
+    return start_hydra(model or two_layers(), training_data=data, **sections)
 
 
 def with_weight(weight):
-    model = tiny("llama", num_hidden_layers=2)
+    model = two_layers()
     model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
     return model
 
 
-def train_nothing():
-    model = tiny("llama", num_hidden_layers=2).requires_grad_(False)
-    engine, *_ = ds_hydra.initialize(model=model, config=ds_config(hydra={}))
+def without_optimizer(model):
+    return ds_hydra.initialize(model=model, config=ds_config(hydra={}))[0]
+
+
+def train(engine):
     return engine.train_batch(batch=random_examples([7, 9], VOCAB_SIZE), strategy="2x<1,1>")
-
-
-def train_without_optimizer():
-    engine, *_ = ds_hydra.initialize(
-        model=tiny("llama", num_hidden_layers=2), config=ds_config(hydra={})
-    )
-    return engine.train_batch(batch=random_examples([7, 9], VOCAB_SIZE), strategy="2x<1,1>")
-
-
-def load_without_optimizer():
-    engine, *_ = ds_hydra.initialize(
-        model=tiny("llama", num_hidden_layers=2), config=ds_config(hydra={})
-    )
-    engine.load_checkpoint("checkpoints")
 
 
 def use_an_optimizer_again():
-    model = tiny("llama", num_hidden_layers=2)
+    model = two_layers()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(2):
         engine, *_ = ds_hydra.initialize(
@@ -217,12 +205,12 @@ MISTAKES = {
         ("hydra.profiling.lengths", "three different lengths"),
     ),
     "nothing to train": (
-        train_nothing,
+        lambda: train(without_optimizer(two_layers().requires_grad_(False))),
         HydraConfigError,
         ("no parameter that requires gradients", "requires_grad_(True)", "eval_batch"),
     ),
     "no optimizer": (
-        train_without_optimizer,
+        lambda: train(without_optimizer(two_layers())),
         HydraConfigError,
         ("no optimizer", '"optimizer" section', "eval_batch"),
     ),
@@ -232,7 +220,7 @@ MISTAKES = {
         ("the AdamW has no parameters", "make a new optimizer"),
     ),
     "a checkpoint for an engine without optimizer": (
-        load_without_optimizer,
+        lambda: without_optimizer(two_layers()).load_checkpoint("checkpoints"),
         CheckpointError,
         ("load_checkpoint('checkpoints')", '"optimizer" section', "zero_to_fp32.py"),
     ),
@@ -249,25 +237,21 @@ def make_mistakes(folder):
     raised = {}
     for name, (mistake, _, _) in MISTAKES.items():
         raised[name] = error_of(mistake)
-    profile = Path(folder) / "profile.json"
+    profile, without_cp = (Path(folder) / name for name in ("profile.json", "without_cp.json"))
     if dist.get_rank() == 0:
-        profile.write_text(json.dumps(small_profile(400_000)))
+        document = small_profile(400_000)
+        profile.write_text(json.dumps(document))
+        without_cp.write_text(json.dumps({**document, "schemes": document["schemes"][1:]}))
     dist.barrier()
     strategies = ["2x<1,1>", "1x<2,1>"]
     hydra = {"profile": str(profile), "strategies": strategies, "context_length": 120}
-    of_tp = small_profile(400_000)
-    del of_tp["schemes"][0]
-    without_cp = Path(folder) / "without_cp.json"
-    if dist.get_rank() == 0:
-        without_cp.write_text(json.dumps(of_tp))
-    dist.barrier()
     raised["profile without CP"] = error_of(
         lambda: initialize(hydra={"profile": str(without_cp), "strategies": ["1x<cp2,1>"]})
     )
     raised["longer than any pipeline fits"] = error_of(
         lambda: initialize(data=dataset(110, 110, 110), hydra=hydra)
     )
-    engine = start_hydra(tiny("llama", num_hidden_layers=2))
+    engine = start_hydra(two_layers())
     good = random_examples([7, 9], VOCAB_SIZE)
     mine = random_examples([7, 9 + dist.get_rank()], VOCAB_SIZE, seed=dist.get_rank())
     raised["forward by hand"] = error_of(lambda: engine(good[0]["input_ids"].unsqueeze(0)))
@@ -367,11 +351,7 @@ LATER_MISTAKES = {
 def error_of(action):
     if dist.get_rank() == 0:
         time.sleep(0.05)  # rank 1 has raised its own by then, and told it
-    try:
-        action()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
+    return raised_by(action)
 
 
 @pytest.mark.distributed
@@ -381,13 +361,13 @@ def test_mistakes_get_the_same_clear_error_on_all_ranks(tmp_path):
     for name, (kind, words) in expected.items():
         for rank, by_rank in enumerate(raised):
             got_kind, message = by_rank[name]
-            assert got_kind == kind.__name__, f"{name}, rank {rank}: {got_kind}: {message}"
+            assert got_kind is kind, f"{name}, rank {rank}: {got_kind}: {message}"
             for word in words:
                 assert word in message, f"{name}, rank {rank}: no {word!r} in {message!r}"
     assert raised[0]["padding taken away"] == raised[0]["without padding"]
     for wanted, found in (raised[0][f"{what} under autocast"] for what in ("evaluated", "trained")):
         assert found == pytest.approx(wanted, rel=1e-6)
-    assert raised[0]["end"] == raised[1]["end"] == ("nothing", ""), "taken for a lost rank"
+    assert raised[0]["end"] == raised[1]["end"] == (None, ""), "taken for a lost rank"
     kind, text = raised[0]["afterwards"]
     assert kind == "ok"
     assert text.split()[1:] == ["0", "1"], "a refused mini-batch must not count as a step"
@@ -404,7 +384,7 @@ def run_under_other_defaults():
     """Numbers under default types of the user's, and under torch's; what is left as the default;
     the error of scores that fail on a rank.
     """
-    model, examples = tiny("llama", num_hidden_layers=2), random_examples([7, 9], VOCAB_SIZE)
+    model, examples = two_layers(), random_examples([7, 9], VOCAB_SIZE)
     for example in examples:
         example["weights"] = [1 / (3 + i) for i in range(len(example["labels"]))]
     torch.set_default_dtype(torch.bfloat16)
@@ -429,7 +409,7 @@ def test_default_types_of_the_user_change_no_number():
     for under_others, wanted, left, (kind, message) in run_distributed(run_under_other_defaults, 2):
         torch.testing.assert_close(under_others, wanted, rtol=0, atol=0)
         assert left == (torch.bfloat16, "meta")
-        assert kind == "HydraConfigError"
+        assert kind is HydraConfigError
         assert "TokenScoreRecorder raised RuntimeError" in message
         assert "no memory" in message
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra, train_plan
 from models import VOCAB_SIZE, tiny
-from single_process import num_label_tokens, random_examples
+from single_process import load_of, random_examples
 from test_engine_parity import RELATIVE_TOLERANCE, check_gradients, hand_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -47,20 +47,14 @@ def random_strategy(random):
 
 
 def random_cases(num_sequences, seed):
-    """(number, plan, tensors) of sequences of two strategies with one random mini-batch each."""
+    """(number, plan, examples) of sequences of two strategies with one random mini-batch each."""
     random = Random(seed)
     for number in range(num_sequences):
         strategies = [random_strategy(random) for _ in range(2)]
         lengths = [random.randint(2, 24) for _ in range(random.randint(1, 6))]
         examples = random_examples(lengths, VOCAB_SIZE, seed=number)
-        tensors = [(e["input_ids"], e["labels"]) for e in examples]
         for strategy in strategies:
-            num_labels = num_label_tokens(examples)
-            yield (
-                number,
-                hand_plan(strategy, lengths, num_labels, empty_pipeline=number % 4 == 0),
-                tensors,
-            )
+            yield number, hand_plan(strategy, examples, empty_pipeline=number % 4 == 0), examples
 
 
 def delay_rounds(propagator, random):
@@ -98,10 +92,10 @@ def gradients_with_and_without_overlap(num_sequences):
     mine = Random(dist.get_rank())
     delay_rounds(engines[True].hydra.propagator, mine)
     different = []
-    for number, plan, tensors in random_cases(num_sequences, seed=0):
+    for number, plan, examples in random_cases(num_sequences, seed=0):
         bits = {}
         for overlap, engine in engines.items():
-            outcome, grads_P = train_plan(engine, plan, tensors.__getitem__)
+            outcome, grads_P = train_plan(engine, plan, load_of(examples))
             bits[overlap] = (outcome.loss_sum, grads_P)
             check_times(outcome, overlap)
         same = bits[True][0] == bits[False][0] and all(
@@ -144,12 +138,12 @@ def memory_of_exchanges():
     engine = start_hydra(tiny("llama"), hydra={"link": {"overlap": False}}, bf16={"enabled": True})
     propagator = engine.hydra.propagator
     propagator.links.pool = SlicePool(torch.device("cpu"), exact=True)
-    grads_P = engine._zero_gradient_shards()
+    grads_P, examples = engine._zero_gradient_shards(), random_examples((9, 5), VOCAB_SIZE)
     result = {}
     for text in ("4x<1,1>", "1x<2,1>", "1x<1,2> + 1x<2,1>", "1x<4,1>"):
         strategy = Strategy.parse(text)
         engine.hydra.propagator.prepare([strategy])
-        phases = hand_plan(strategy, (9, 5), 12, empty_pipeline=False).on_rank(propagator.rank)
+        phases = hand_plan(strategy, examples).on_rank(propagator.rank)
         propagator.links.buffers.peak_bytes = 0
         allocated = []
         for _ in range(3):

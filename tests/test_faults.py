@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import logging
 import os
 import signal
@@ -21,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from engines import adamw, ds_config, small_profile, start_hydra
+from engines import gradient_on_rank_1, raised_by, small_profile, start_hydra, write_json
 from faults import (
     LATER_PHASES,
     START_PHASES,
@@ -34,15 +33,13 @@ from faults import (
     run_until_end,
 )
 from models import VOCAB_SIZE, tiny
-from single_process import num_label_tokens, random_examples
+from single_process import random_examples
 from test_engine_parity import hand_plan
-from test_engine_training import batches
+from test_engine_training import batches, dataset_of
 
-import ds_hydra
 from ds_hydra.engine.checkpointing.files import _lock_folder
 from ds_hydra.engine.ranks import agreement, process
 from ds_hydra.errors import CheckpointError, HydraDataError, PlanMismatchError
-from ds_hydra.strategy import Strategy
 
 NUM_ITERATIONS = 10
 STRATEGIES = {
@@ -200,13 +197,9 @@ def lost_in_the_middle(folder, where, number, passes):
     engine.train_batch(data_of(0), strategy="2x<1,1;gather>")
     if dist.get_rank() == 1:
         kill_in(engine, where, folder, number, passes)
-    examples = data_of(1)
-    tensors = [(e["input_ids"], e["labels"]) for e in examples]
-    strategy, lengths = Strategy.parse("2x<1,1;gather>"), [len(ids) for ids, _ in tensors]
-    plan = hand_plan(strategy, lengths, num_label_tokens(examples), empty_pipeline=False)
-    plain = engine.hydra.propagator.train
+    plan, plain = hand_plan("2x<1,1;gather>", data_of(1)), engine.hydra.propagator.train
     engine.hydra.propagator.train = lambda _, load, *rest: plain(plan, load, *rest)
-    engine.train_batch(examples, strategy=strategy)
+    engine.train_batch(data_of(1), strategy=plan.strategy)
 
 
 @pytest.mark.distributed
@@ -247,24 +240,15 @@ def test_a_rank_lost_in_the_middle_of_gathered_layers_is_named(tmp_path, where, 
 
 
 def start_with_data(folder, *, hydra=None, model=None, rows=None, **sections):
-    if dist.get_rank() == 0:
-        Path(folder, "profile.json").write_text(json.dumps(small_profile(6_000_000, num_layers=4)))
-    dist.barrier()
-    rows = rows or [{"input_ids": e["input_ids"].tolist()} for b in batches(2) for e in b]
-    model = model or tiny("llama_tied")
+    profile = write_json(f"{folder}/profile.json", small_profile(6_000_000, num_layers=4))
     own = {
-        "profile": f"{folder}/profile.json",
+        "profile": profile,
         "tokens_per_iteration": 300,
         "planner": {"num_workers": 0},
         **(hydra or {}),
     }
-    engine, *_ = ds_hydra.initialize(
-        model=model,
-        optimizer=adamw(model),
-        config=ds_config(hydra=own, **sections),
-        training_data=datasets.Dataset.from_list(rows),
-    )
-    return engine
+    data = datasets.Dataset.from_list(rows) if rows else dataset_of(batches(2))
+    return start_hydra(model or tiny("llama_tied"), hydra=own, training_data=data, **sections)
 
 
 def whole_life(folder, where=None, victim=None, number=signal.SIGKILL):
@@ -272,7 +256,6 @@ def whole_life(folder, where=None, victim=None, number=signal.SIGKILL):
     is_victim = dist.get_rank() == victim
     if is_victim and where in START_PHASES:
         end_at_start(where, folder, number)
-    rows = [{"input_ids": e["input_ids"].tolist()} for b in batches(2) for e in b]
     engine = start_hydra(
         tiny("llama_tied"),
         hydra={
@@ -281,7 +264,7 @@ def whole_life(folder, where=None, victim=None, number=signal.SIGKILL):
             "profiling": {"repeats": 1, "warmup": 0},
             "faults": {"silence_s": 6, "grace_s": 2},
         },
-        training_data=datasets.Dataset.from_list(rows),
+        training_data=dataset_of(batches(2)),
         zero_optimization={
             "stage": 3,
             "stage3_param_persistence_threshold": 0,
@@ -350,14 +333,6 @@ def test_a_rank_lost_between_two_calls_is_named(tmp_path, where, number):
     assert "rank 0 was between two calls of the engine" in other.stderr
 
 
-def raised_by(action):
-    try:
-        action()
-    except Exception as error:
-        return type(error), str(error)
-    return None, ""
-
-
 def weights_of(engine):
     return [p.ds_tensor.clone() for p in engine.module.parameters()]
 
@@ -374,17 +349,9 @@ def faults_that_ranks_survive(folder):
     engine.train_batch()
 
     # NaN in the gradient of one rank: nobody steps.
-    before, train = weights_of(engine), engine.hydra.propagator.train
-
-    def poisoned(plan, load, grads_P, *rest):
-        result = train(plan, load, grads_P, *rest)
-        if rank == 1:
-            grads_P[2][0] = float("nan")
-        return result
-
-    engine.hydra.propagator.train = poisoned
-    engine.train_batch()
-    engine.hydra.propagator.train = train
+    before = weights_of(engine)
+    with gradient_on_rank_1(engine, float("nan")):
+        engine.train_batch()
     same = all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True))
     outcome["nan"] = (
         same,
@@ -415,20 +382,20 @@ def faults_that_ranks_survive(folder):
     # Plans that differ, on either rank: nothing is exchanged.
     from ds_hydra.engine import planning
 
-    broadcast = planning.broadcast_plan
+    broadcast = planning.broadcast_plans
 
-    def other_plan(deviant, make, device):
-        planned = broadcast(make, device)
+    def other_plan(deviant, *arguments):
+        planned, document = broadcast(*arguments)
         if rank != deviant:
-            return planned
+            return planned, document
         plan = dataclasses.replace(planned.plan, num_label_tokens=planned.plan.num_label_tokens + 1)
-        return dataclasses.replace(planned, plan=plan)
+        return dataclasses.replace(planned, plan=plan), document
 
     outcome["plan"] = []
     for deviant in (1, 0, 1):
-        planning.broadcast_plan = functools.partial(other_plan, deviant)
-        outcome["plan"].append(raised_by(engine.train_batch))
-    planning.broadcast_plan = broadcast
+        other = functools.partial(other_plan, deviant)
+        with mock.patch.object(planning, "broadcast_plans", other):
+            outcome["plan"].append(raised_by(engine.train_batch))
 
     # The disk with the metrics is full: training goes on.
     if rank == 0:

@@ -115,7 +115,7 @@ def gradients_of_strategies(model, strategies, hydra):
     """Gradients under each of `strategies`, in one engine."""
     examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
     engine = start_hydra(model, hydra=hydra)
-    gradients = {text: gradients_under(engine, text, examples, LENGTHS) for text in strategies}
+    gradients = {text: gradients_under(engine, text, examples) for text in strategies}
     return gradients, engine.hydra.describe()
 
 

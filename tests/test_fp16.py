@@ -5,12 +5,13 @@ scale.
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from distributed import run_distributed
-from engines import start_hydra, start_stock, stock_step
+from engines import gradient_on_rank_1, refused, start_hydra, start_stock, stock_step
 from models import tiny
 from test_engine_training import batches
 
@@ -43,10 +44,8 @@ def train_in_fp16(folder):
     outcome = {}
     accelerator = get_accelerator()
     accelerator.is_fp16_supported = lambda: False
-    try:
-        start_hydra(tiny("llama_tied"), fp16=FP16)
-    except ValueError as error:
-        outcome["refused"] = str(error)
+    start = functools.partial(start_hydra, tiny("llama_tied"), fp16=FP16)
+    outcome["refused"] = refused(start, ValueError)
     # DeepSpeed asks whether the CPU computes in fp16 by itself; where it does not, torch emulates
     # it.
     accelerator.is_fp16_supported = lambda: True
@@ -73,21 +72,9 @@ def train_in_fp16(folder):
     outcome["changed by good ones"] = not is_same(before, weights_of(engine))
     outcome["norms"] = float(stock.get_global_grad_norm()), float(engine.get_global_grad_norm())
 
-    before, train, scale = (
-        weights_of(engine),
-        engine.hydra.propagator.train,
-        float(engine.optimizer.loss_scale),
-    )
-
-    def poisoned(plan, load, grads_P, *rest):
-        result = train(plan, load, grads_P, *rest)
-        if engine.global_rank == 1:
-            grads_P[2][0] = float("inf")
-        return result
-
-    engine.hydra.propagator.train = poisoned
-    engine.train_batch(data[8], strategy=STRATEGIES[0])
-    engine.hydra.propagator.train = train
+    before, scale = weights_of(engine), float(engine.optimizer.loss_scale)
+    with gradient_on_rank_1(engine, float("inf")):
+        engine.train_batch(data[8], strategy=STRATEGIES[0])
     outcome["inf on one rank"] = is_same(before, weights_of(engine)), scale, state_of(engine)
 
     engine.save_checkpoint(folder)

@@ -9,15 +9,17 @@ import tempfile
 import pytest
 import torch
 from distributed import run_distributed
-from engines import gather_gradients, long_on_four_ranks, start_hydra, train_plan
+from engines import gather_gradients, long_on_four_ranks, refused, start_hydra, train_plan
 from models import VOCAB_SIZE, tiny
 from parity_rows import row_of
 from passing_layers import (
+    check_frozen,
+    check_memory,
     link_memory,
     losses_with_frozen_layers,
     repeats,
 )
-from single_process import num_label_tokens, random_examples, token_mean_gradients
+from single_process import load_of, random_examples, token_mean_gradients
 from test_engine_parity import (
     LENGTHS,
     RELATIVE_TOLERANCE,
@@ -54,7 +56,6 @@ def passes_on_two_nodes(trained):
     model = model_of(row)
     reference = copy.deepcopy(model)
     examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
-    tensors = [(e["input_ids"], e["labels"]) for e in examples]
     loss, gradients = token_mean_gradients(reference, examples)
     engine = engine_for(model, row)
     name_of = {id(p): name for name, p in model.named_parameters()}
@@ -64,9 +65,8 @@ def passes_on_two_nodes(trained):
     propagator, found = engine.hydra.propagator, {}
     for text in (*OF_ALL, strategy):
         parsed = Strategy.parse(text)
-        labels = num_label_tokens(examples)
-        plan = hand_plan(parsed, LENGTHS, labels, empty_pipeline=False)
-        trains, grads_P = train_plan(engine, plan, tensors.__getitem__)
+        plan = hand_plan(parsed, examples)
+        trains, grads_P = train_plan(engine, plan, load_of(examples))
         recorder = propagator.recorder
         for phase in range(len(parsed.in_turn)):
             kinds = {s[0] for s, own in zip(recorder.read(), recorder.phases) if own == phase}
@@ -74,7 +74,7 @@ def passes_on_two_nodes(trained):
         errors = relative_errors(
             gather_gradients(engine, grads_P), [by_name[name] for name in names], names
         )
-        evaluates = propagator.evaluate(plan, tensors.__getitem__)
+        evaluates = propagator.evaluate(plan, load_of(examples))
         losses = [engine.hydra.gather_outcomes(o).loss(plan) for o in (trains, evaluates)]
         found[text] = [
             max(errors.values()),
@@ -127,16 +127,12 @@ def phases_by_the_planner():
     scores = [engine.score(examples, s).log_probs for s in (None, "1x<4,1>")]
     trained = [float(engine.train_batch(examples)) for _ in range(3)]
     metrics = engine.last_metrics
-    try:
-        engine.train_batch(examples, strategy="1x<4,1> then 4x<1,1>")
-    except HydraConfigError as error:
-        refused = str(error)
     return {
         "losses": (by_hand, evaluated, trained),
         "scores": max(float((a - b).abs().max()) for a, b in zip(*scores, strict=True)),
         "metrics": metrics,
         "links": len(engine.hydra.propagator.links._links),
-        "refused": refused,
+        "refused": refused(lambda: engine.train_batch(examples, "1x<4,1> then 4x<1,1>")),
     }
 
 
@@ -169,10 +165,7 @@ def test_equal_bits(results):
 @pytest.mark.distributed
 def test_frozen_layers_and_evaluation(results):
     for result in results:
-        evaluated, trained = result["frozen"]
-        assert evaluated == pytest.approx([evaluated[0]] * 5, rel=1e-6)
-        assert trained[0] == pytest.approx(evaluated[0], rel=1e-6)
-        assert trained == sorted(trained, reverse=True)  # the same examples, step by step
+        check_frozen(*result["frozen"])
 
 
 @pytest.mark.distributed
@@ -202,8 +195,7 @@ def test_a_rank_holds_two_layers(results):
     for result in results:
         found, home, _ = result["memory"]
         assert not home
-        for stated, held in found.values():
-            assert held == stated.slice_bytes + stated.gradient_bytes
+        check_memory(found, home)
         (whole, _), (gathered, _) = found["4x<1,1>"], found["4x<1,1;gather>"]
         assert gathered.slice_bytes < 0.4 * whole.slice_bytes
         assert gathered.gradient_bytes < 0.4 * whole.gradient_bytes

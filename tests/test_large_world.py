@@ -5,19 +5,16 @@ all.
 from __future__ import annotations
 
 import dataclasses
-import json
+import functools
 import logging
-from pathlib import Path
 
 import datasets
 import pytest
-import torch.distributed as dist
 from distributed import run_distributed
-from engines import adamw, ds_config, small_profile
+from engines import ds_config, refused, small_profile, start_hydra, write_json
 from models import tiny
 from typer.testing import CliRunner
 
-import ds_hydra
 from ds_hydra.cli import app
 from ds_hydra.configs import find_file
 from ds_hydra.configs.hydra_config import HydraConfig
@@ -131,32 +128,23 @@ def test_links_count_for_everyone_who_decides(tmp_path):
 def train_on_proposals(folder):
     """Four ranks that count as many: candidates follow the data."""
     sample_bench.MAX_ENUMERATED_RANKS = 2
-    folder = Path(folder)
-    if dist.get_rank() == 0:
-        document = small_profile(6_000_000, num_layers=4)
-        document["schemes"][1]["linear_ms"] = 0.09
-        # A scheme beyond these ranks
-        document["schemes"].append(document["schemes"][0] | {"tp": 8})
-        (folder / "profile.json").write_text(json.dumps(document))
-    dist.barrier()
+    document = small_profile(6_000_000, num_layers=4)
+    document["schemes"][1]["linear_ms"] = 0.09
+    # A scheme beyond these ranks
+    document["schemes"].append(document["schemes"][0] | {"tp": 8})
+    profile = write_json(f"{folder}/profile.json", document)
 
     def start(longest, hydra=None):
         rows = [{"input_ids": [1 + (i * j) % 200 for j in range(4 + i % 9)]} for i in range(60)]
         rows.append({"input_ids": [3] * longest})
-        model = tiny("llama")
         config = {
-            "profile": f"{folder}/profile.json",
+            "profile": profile,
             "tokens_per_iteration": 200,
             "memory_limit_bytes": 1_000_000,
         }
         config |= hydra or {}
-        engine, *_ = ds_hydra.initialize(
-            model=model,
-            optimizer=adamw(model),
-            config=ds_config(hydra=config),
-            training_data=datasets.Dataset.from_list(rows),
-        )
-        return engine
+        data = datasets.Dataset.from_list(rows)
+        return start_hydra(tiny("llama"), hydra=config, training_data=data)
 
     told = []
     package, handler = logging.getLogger("ds_hydra"), logging.Handler(logging.INFO)
@@ -173,9 +161,7 @@ def train_on_proposals(folder):
         {"memory_limit_bytes": 600_000},
         {"memory_limit_bytes": 600_000, "strategies": ["2x<2,1>"]},
     ):
-        with pytest.raises(InfeasiblePlanError) as caught:
-            start(128, hydra)
-        messages.append(str(caught.value))
+        messages.append(refused(functools.partial(start, 128, hydra), InfeasiblePlanError))
     return found, described, losses, messages
 
 

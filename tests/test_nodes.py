@@ -9,20 +9,19 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import nodes_script
 import pytest
 import torch
 import torch.distributed as dist
-from engines import small_profile, start_hydra
+from distributed import wait_until
+from engines import raised_by, small_profile, start_hydra
 from faults import kill_in, read_json_lines
 from models import VOCAB_SIZE, tiny
 from nodes import PRIVATE_FOLDER, Counters, hosts_or_skip, run_on_hosts
 from single_process import random_examples, token_mean_gradients
 from test_engine_parity import hand_plan
-from test_faults import raised_by
 
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch, scheme_entry
@@ -251,8 +250,8 @@ def count_bytes(engine, strategies, times=2):
     found = {}
     for text in strategies:
         strategy = Strategy.parse(text)
-        lengths = [5] * len(strategy.schemes)  # a micro-batch each
-        plan = hand_plan(strategy, lengths, sum(lengths), empty_pipeline=False)
+        # A micro-batch each
+        plan = hand_plan(strategy, random_examples([5] * len(strategy.schemes), VOCAB_SIZE))
         for name, propagator in (("node", own), ("direct", direct)):
             planned, counted = exchange(propagator, plan, grads_P, times)
             mine = torch.tensor(planned, dtype=torch.int64)
@@ -271,11 +270,6 @@ def count_bytes(engine, strategies, times=2):
             }
     direct.close()
     return found
-
-
-def wait_for(path):
-    while not Path(path).exists():
-        time.sleep(0.01)
 
 
 def big_model():
@@ -313,7 +307,7 @@ def train_count_and_wait_for_a_cut(folder, cut, given=None):
 
         def forward_after_the_cut(*args, **kwargs):
             Path(f"{folder}/cut_now").touch()
-            wait_for(f"{folder}/is_cut")
+            wait_until(Path(f"{folder}/is_cut").exists)
             return forward(*args, **kwargs)
 
         engine.hydra.stage_model.forward_stage = forward_after_the_cut

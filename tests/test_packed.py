@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from link_cases import crop, random_link
+from link_cases import bucket_of, crop, random_link, shards_of
 
 from benchmarks.link_memory import packed_elements
 from ds_hydra.zero_link import buffers, plan_link
@@ -44,23 +44,8 @@ def run_rounds(plans, order, begin):
         for index in order:
             under_way = [begin(links[r], plan, index, r) for r, plan in enumerate(plans)]
             wire.deliver()
-            for link, handle in zip(links, under_way, strict=True):
-                link.finish(handle)
-
-
-def shards_of(specs, fulls, num_ranks):
-    """[rank][param] flat shards, padded with zeros."""
-    parts = []
-    for spec, full in zip(specs, fulls, strict=True):
-        size = spec.shard_numel(num_ranks)
-        padded = torch.zeros(size * num_ranks)
-        padded[: spec.numel] = full
-        parts.append(padded.split(size) if size else (padded,) * num_ranks)
-    return [[part[rank].clone() for part in parts] for rank in range(num_ranks)]
-
-
-def bucket_of(buckets, index):
-    return buckets[index] if index < len(buckets) else ()
+            for finish in under_way:
+                finish()
 
 
 @given(random_link())

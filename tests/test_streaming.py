@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_local_grad
 from distributed import run_distributed
-from engines import start_hydra
+from engines import refused, start_hydra
 from faults import die, run_until_end
 from models import VOCAB_SIZE, tiny
 from passing_layers import (
+    check_frozen,
+    check_memory,
     link_memory,
     losses_with_frozen_layers,
     repeats,
@@ -57,19 +59,15 @@ def refusals():
         ("available_bytes", lambda: 1000.0),
         ("_open", functools.partial(_closed_to_rank_2, hosts._open)),
     ):
-        kept = getattr(hosts, name)
-        setattr(hosts, name, replacement)
-        try:
-            start_hydra(tiny("llama"), hydra={"strategies": ["4x<1,1;stream>"]})
-        except HydraConfigError as error:
-            raised.append(str(error))
-        setattr(hosts, name, kept)
+        with mock.patch.object(hosts, name, replacement):
+            raised.append(refused(start_streaming))
     with mock.patch.dict(hosts.ALLOCATORS, {"cpu": _full_on_rank_1}):
-        try:
-            start_hydra(tiny("llama"), hydra={"strategies": ["4x<1,1;stream>"]})
-        except HydraConfigError as error:
-            raised.append(str(error))
+        raised.append(refused(start_streaming))
     return raised
+
+
+def start_streaming():
+    start_hydra(tiny("llama"), hydra={"strategies": ["4x<1,1;stream>"]})
 
 
 def refused_on_two_hosts():
@@ -79,14 +77,12 @@ def refused_on_two_hosts():
     hosts = Hosts(names=("a", "b"), of_rank=(0, 0, 1, 1))
     examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
     with mock.patch.object(propagation, "find_hosts", return_value=hosts):
-        with pytest.raises(HydraConfigError) as at_start:
-            start_hydra(tiny("llama"), hydra={"strategies": ["4x<1,1;stream>"]})
+        at_start = refused(start_streaming)
         engine = start_hydra(tiny("llama"))
-        with pytest.raises(HydraConfigError) as forced:
-            engine.train_batch(examples, strategy="1x<2,2;stream>")
+        forced = refused(lambda: engine.train_batch(examples, strategy="1x<2,2;stream>"))
         losses = [float(engine.train_batch(examples, strategy=s)) for s in INSTEAD]
         engine.destroy()
-    return str(at_start.value), str(forced.value), losses
+    return at_start, forced, losses
 
 
 def _full_on_rank_1(nbytes, device, group):
@@ -96,10 +92,10 @@ def _full_on_rank_1(nbytes, device, group):
     return dist.barrier
 
 
-def _closed_to_rank_2(open_memory, *arguments):
-    if dist.get_rank() != 2:
-        return open_memory(*arguments)
-    return open_memory(1, 1 << 20, *arguments[2:])
+def _closed_to_rank_2(open_memory, process, number, *identity, **names):
+    if dist.get_rank() == 2:
+        process, number = 1, 1 << 20
+    return open_memory(process, number, *identity, **names)
 
 
 def in_parts():
@@ -198,12 +194,6 @@ def test_frozen_layers_and_evaluation(results):
         check_frozen(*result["frozen"])
 
 
-def check_frozen(evaluated, trained):
-    assert evaluated == pytest.approx([evaluated[0]] * len(evaluated), rel=1e-6)
-    assert trained[0] == pytest.approx(evaluated[0], rel=1e-6)
-    assert trained == sorted(trained, reverse=True), "nothing was trained"
-
-
 @pytest.mark.distributed
 def test_a_rank_holds_its_part_of_the_home_and_two_copied_layers(results):
     for result in results:
@@ -221,13 +211,6 @@ def test_zero_has_its_gradients_in_the_home(results):
         before, after, is_there = result["lent"]
         assert before > after == 0
         assert all(is_there)
-
-
-def check_memory(found, shared):
-    """What was stated is what was held, without the `shared` home where layers stream."""
-    for text, (stated, held) in found.items():
-        home = shared if "stream" in text else 0
-        assert held == stated.slice_bytes + stated.gradient_bytes - home, text
 
 
 @pytest.mark.distributed
@@ -278,15 +261,10 @@ def test_an_accelerator_without_peer_memory_is_refused():
 
 def one_rank_dies(folder, where):
     """Rank 1 is killed the next time it comes to `where`, in the second iteration."""
-    in_parts = homes_in_parts() if where == "send" else contextlib.nullcontext()
-    with in_parts:
-        _die_at(folder, where)
-
-
-def _die_at(folder, where):
-    engine = start_hydra(tiny("llama_tied"), hydra={"faults": {"grace_s": 1}})
     examples = random_examples((9, 5, 14, 7), VOCAB_SIZE, seed=0)
-    engine.train_batch(examples, strategy="3x<1,1;stream>")
+    with homes_in_parts() if where == "send" else contextlib.nullcontext():
+        engine = start_hydra(tiny("llama_tied"), hydra={"faults": {"grace_s": 1}})
+        engine.train_batch(examples, strategy="3x<1,1;stream>")
     if dist.get_rank() == 0:
         Path(folder, "owner").write_text(str(os.getpid()))
     if dist.get_rank() == 1:

@@ -3,11 +3,11 @@
 import contextlib
 import functools
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from distributed import wait_until
 
 from ds_hydra.engine.transfer import link_thread
 from ds_hydra.engine.transfer.link_thread import DeviceClock, LinkThread
@@ -310,14 +310,6 @@ def of_two_phases(thread, posted):
     """Four layers in two slots; each phase has one micro-batch on some rank."""
     schedule = plan_gathered(FOUR_LAYERS, 4, [1, 1], training=True, pushes=True)
     return open_session(thread, posted, 4, 4, schedule=schedule)
-
-
-def wait_until(is_so):
-    for _ in range(2000):
-        if is_so():
-            return
-        time.sleep(0.005)
-    pytest.fail("it does not come")
 
 
 def test_the_next_layer_comes_beside_computation_into_the_next_phase(thread):

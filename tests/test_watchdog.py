@@ -12,9 +12,11 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from distributed import wait_until
 
 from ds_hydra.engine.ranks import agreement, watchdog
 from ds_hydra.engine.ranks.watchdog import Watchdog
@@ -51,11 +53,16 @@ def pair():
         yield both
 
 
-def wait_until(is_so):
-    end = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+def close_without_a_word(one):
+    """As a process that is killed."""
+    with mock.patch.object(one, "_tell"):
+        one.close()
+
+
+def wait_for_verdict(one):
+    """What `one` gets to know of another rank."""
+    wait_until(lambda: one._relevant_verdict() is not None)
+    return one._relevant_verdict()
 
 
 @pytest.mark.parametrize("leaving", [0, 1])
@@ -80,20 +87,18 @@ def test_a_rank_that_leaves_waits_for_the_others(pair, late):
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_rank_that_is_lost_while_the_others_leave_is_named(pair, lost, monkeypatch):
+def test_a_rank_that_is_lost_while_the_others_leave_is_named(pair, lost):
     with ThreadPoolExecutor(2) as pool:
         other = pool.submit(pair[1 - lost].leave)
         wait_until(lambda: pair[lost].is_left)
-        monkeypatch.setattr(pair[lost], "_tell", lambda verdict: None)
-        pair[lost].close()  # without a word, as a process that is killed
+        close_without_a_word(pair[lost])
         with pytest.raises(RankLostError, match=f"rank {lost} is gone: its process ended"):
             other.result(30)
 
 
-def test_a_loss_that_was_raised_is_not_raised_again_when_leaving(pair, monkeypatch):
-    monkeypatch.setattr(pair[1], "_tell", lambda verdict: None)
-    pair[1].close()
-    wait_until(lambda: pair[0]._relevant_verdict() is not None)
+def test_a_loss_that_was_raised_is_not_raised_again_when_leaving(pair):
+    close_without_a_word(pair[1])
+    wait_for_verdict(pair[0])
     with pytest.raises(RankLostError), pair[0].section("saving"):
         pass
     pair[0].leave()
@@ -124,19 +129,19 @@ def test_an_error_that_one_rank_alone_raises_is_told(pair):
         assert pair[0]._relevant_verdict() is None
     with pair[0].section("loading"):
         fail(pair[1], HydraConfigError("on this rank alone"))
-        wait_until(lambda: pair[0]._relevant_verdict() is not None)
-        verdict = pair[0]._relevant_verdict()
-        assert verdict.text == "failed in loading: HydraConfigError: on this rank alone"
+        told = wait_for_verdict(pair[0]).text
+        assert told == "failed in loading: HydraConfigError: on this rank alone"
     with pair[0].section("the next one"):
         assert not pair[0].is_left
 
 
 @pytest.mark.parametrize("orderly", [False, True])
-def test_a_rank_that_is_lost_between_two_calls_is_named(pair, caplog, orderly, monkeypatch):
+def test_a_rank_that_is_lost_between_two_calls_is_named(pair, caplog, orderly):
     """In collectives that are not the engine's: one that breaks names the rank."""
-    if not orderly:
-        monkeypatch.setattr(pair[1], "_tell", lambda verdict: None)
-    pair[1].close()
+    if orderly:
+        pair[1].close()
+    else:
+        close_without_a_word(pair[1])
     broken = RuntimeError("gloo: Connection closed by peer")
     loss = pair[0].find_cause(broken)
     assert str(loss).startswith("rank 1 is gone")
@@ -149,8 +154,7 @@ def test_a_failure_between_two_calls_is_told_once_and_is_the_reason_of_the_end(p
     error = ValueError("in a callback")
     for _ in range(2):
         assert pair[1].find_cause(error) is None
-    wait_until(lambda: pair[0]._relevant_verdict() is not None)
-    verdict = pair[0]._relevant_verdict()
+    verdict = wait_for_verdict(pair[0])
     assert verdict.text == "failed between two calls of the engine: ValueError: in a callback"
     assert verdict.section is not None
     pair[1].close()
@@ -212,9 +216,8 @@ def test_a_rank_ends_itself_where_it_waits_in_vain_and_nowhere_else(
     pair[0]._end_if_stuck(now)
     pair[0]._end_if_stuck(now + 61)
     assert not ended.is_set()
-    monkeypatch.setattr(pair[1], "_tell", lambda verdict: None)
-    pair[1].close()
-    wait_until(lambda: pair[0]._relevant_verdict() is not None)
+    close_without_a_word(pair[1])
+    wait_for_verdict(pair[0])
     pair[0]._wait = None
     pair[0]._end_if_stuck(now + 100)
     assert not ended.is_set()

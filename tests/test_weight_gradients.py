@@ -15,7 +15,7 @@ import torch
 from distributed import run_distributed
 from engines import gather_gradients, start_hydra
 from models import VOCAB_SIZE, tiny
-from single_process import num_label_tokens, random_examples, token_mean_gradients
+from single_process import load_of, random_examples, token_mean_gradients
 from test_engine_parity import LENGTHS, hand_plan, relative_errors
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -89,8 +89,8 @@ class Stage:
     def __init__(self, dtype=torch.float32, *, gathers=False, tp=None, weight=None):
         spec = ParamSpec(fqn="weight", shape=(OUT, IN))
         bucket = (BucketEntry(0, spec.slice_region(1, 0), True),)
-        slots = {"slot_of": {0: 0}, "gathers": True} if gathers else {}
-        self.weights = StageWeights([spec], (bucket,), SlicePool(CPU), dtype, **slots)
+        slot_of = {0: 0} if gathers else None
+        self.weights = StageWeights([spec], (bucket,), SlicePool(CPU), dtype, slot_of=slot_of)
         torch.manual_seed(0)
         self.weights.bucket_S[0][0].copy_(torch.randn(OUT * IN))
         self.linear = nn.Linear(IN, OUT, bias=False)
@@ -357,12 +357,11 @@ def errors_in_bf16():
     model = tiny("llama").bfloat16()
     names = [name for name, _ in model.named_parameters()]
     examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
-    tensors = [(e["input_ids"], e["labels"]) for e in examples]
     _, wanted = token_mean_gradients(tiny("llama").bfloat16().float(), examples)
     engine = start_hydra(model, bf16={"enabled": True})
     strategy = Strategy.parse("1x<1,1>")
     engine.hydra.propagator.prepare([strategy])
-    plan = hand_plan(strategy, LENGTHS, num_label_tokens(examples), empty_pipeline=False)
+    plan = hand_plan(strategy, examples)
     params = engine.hydra.stage_model.params
     shapes = {tuple(p.ds_shape) for name, p in zip(names, params, strict=True) if "_proj" in name}
     shapes |= {shape[::-1] for shape in shapes}
@@ -371,7 +370,7 @@ def errors_in_bf16():
         engine.hydra.propagator.links._kept = None  # whose gradients know what products there are
         grads_P = engine._zero_gradient_shards()
         with Passes(*shapes) as passes:
-            engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+            engine.hydra.propagator.train(plan, load_of(examples), grads_P, 1.0)
         found = gather_gradients(engine, grads_P)
         return passes.counts, relative_errors(found, wanted, names), torch.cat(list(grads_P))
 

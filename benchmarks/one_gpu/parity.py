@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from engines import gather_gradients, start_hydra
 from models import VOCAB_SIZE, tiny
-from single_process import Examples, num_label_tokens, random_examples, token_mean_gradients
+from single_process import Examples, load_of, random_examples, token_mean_gradients
 from standin.checks import OTHERS, SHORT, STRATEGIES
 from test_engine_parity import LENGTHS, hand_plan, relative_errors
 from torch import Tensor, nn
@@ -91,7 +91,6 @@ class Subject:
         sections = {} if dtype == "fp32" else {dtype: {"enabled": True}}
         model.to(device, DTYPES[dtype])
         self.engine = start_hydra(model, hydra=hydra, **sections)
-        self.tensors = [(e["input_ids"], e["labels"]) for e in self.examples]
 
     def _error_of_plain(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> float:
         on_device = [{k: v.to(device) for k, v in e.items()} for e in self.examples]
@@ -109,11 +108,11 @@ class Subject:
             engine.hydra.propagator.prepare(strategy.in_turn)
         else:
             engine.hydra.propagator.prepare([strategy])
-        labels = num_label_tokens(self.examples)
-        plan = hand_plan(strategy, LENGTHS, labels, empty_pipeline=False)
+        plan = hand_plan(strategy, self.examples)
         grads_P = engine._zero_gradient_shards()
-        outcome = engine.hydra.propagator.train(plan, self.tensors.__getitem__, grads_P, 1.0)
-        loss = sum(o.loss_sum for o in engine.hydra.gather_outcomes(outcome).ranks) / labels
+        outcome = engine.hydra.propagator.train(plan, load_of(self.examples), grads_P, 1.0)
+        losses = [o.loss_sum for o in engine.hydra.gather_outcomes(outcome).ranks]
+        loss = sum(losses) / plan.num_label_tokens
         return loss, [g.float().cpu() for g in gather_gradients(engine, grads_P)]
 
 

@@ -4,6 +4,7 @@ and what measured iterations say of it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from ds_hydra.engine.profiling.profile_document import (
 )
 from ds_hydra.engine.profiling.profiler import measure_profile
 from ds_hydra.engine.propagation import Propagator
-from ds_hydra.engine.ranks.agreement import broadcast_text, raise_together, run_together
+from ds_hydra.engine.ranks.agreement import broadcast_text, run_together
 from ds_hydra.engine.ranks.memory import naming_memory_limit
 from ds_hydra.engine.ranks.watchdog import watch
 from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker, StragglerFinder
@@ -109,7 +110,7 @@ class EngineCandidates:
     so.
     """
 
-    def __init__(self, config: HydraConfig, propagator: Propagator, device: torch.device):
+    def __init__(self, config: HydraConfig, propagator: Propagator):
         """Reads candidates and a configured profile, and creates the groups. Collective over all
         ranks.
         """
@@ -118,7 +119,7 @@ class EngineCandidates:
         self.propagator = propagator
         self.num_ranks = propagator.num_ranks
         self.is_first_rank = propagator.rank == 0
-        self._device = device
+        self._device = propagator.device
         self.profile: Profile | None = None
         self.log: RunLog | None = None
         """Where profiles are kept, on the rank that has a run folder."""
@@ -127,7 +128,7 @@ class EngineCandidates:
         self._given: tuple[Strategy, ...] = ()
         self._num_link_groups = len(propagator.groups)
         self._at_start: tuple[Strategy, ...] = ()
-        self.strategies = self._at_start = run_together(self._read_candidates, device)
+        self.strategies = self._at_start = run_together(self._read_candidates, self._device)
         propagator.prepare(self.strategies)
         self._proposed_with: Profile | None = None
         self.reasons: tuple[str, ...] = ()
@@ -192,10 +193,7 @@ class EngineCandidates:
         return None if self.profile is None else self.track()
 
     def learn(
-        self,
-        metrics: IterationMetrics,
-        plan: IterationPlan,
-        spreads: Sequence[Sequence[float]] = (),
+        self, metrics: IterationMetrics, plan: IterationPlan, spreads: Sequence[Sequence[float]]
     ) -> None:
         """Take in the time of each pipeline and what each rank tells of the `spreads` of single
         micro-batches, equal on all ranks; warns on rank 0 of drift. Not collective.
@@ -251,8 +249,7 @@ class EngineCandidates:
             return
         self._use_measured(profile)
         if self.profile is not None and self._given:  # whose times may follow from others'
-            costs = Costs(self.profile, self._cluster(self.profile))
-            self.profile = costs.extended(schemes_of(self._given))
+            self.profile = self._costs(self.profile).extended(schemes_of(self._given))
 
     def _find_lacking(self, document: Mapping[str, Any], strategies: Any) -> list[Scheme]:
         """Schemes of the candidates that do not follow from a profile, which was measured for those
@@ -261,7 +258,7 @@ class EngineCandidates:
         if self.config.strategies is None and strategies is None:
             return []
         profile = fit_memory(document, self.config)
-        costs = Costs(profile, self._cluster(profile))
+        costs = self._costs(profile)
         schemes = sorted(schemes_of(self._given or self._at_start))
         return [s for s in schemes if costs.find(s) is None or not profile.memory.knows(s)]
 
@@ -347,6 +344,9 @@ class EngineCandidates:
     def _cluster(self, profile: Profile) -> Cluster | None:
         return try_cluster(profile, self.num_ranks, gradient_bytes(self.config))
 
+    def _costs(self, profile: Profile) -> Costs:
+        return Costs(profile, self._cluster(profile))
+
     def _decide(self, histogram: LengthHistogram | None) -> Candidates:
         """The candidates with what is known; not collective."""
         candidates = decide_candidates(self.profile, histogram, self._settings())
@@ -395,8 +395,8 @@ class EngineCandidates:
         assert self.profile is not None
         if self._tracker is not None:
             self._tracked, self._tracker = self._tracker.state_dict(), None
-        costs = Costs(self.profile, self._cluster(self.profile))
-        given, self.profile = self.profile, costs.extended(schemes_of(strategies))
+        given = self.profile
+        self.profile = self._costs(given).extended(schemes_of(strategies))
         self.reasons = tuple(f"{s}: {reason}" for s, reason in zip(strategies, reasons))
         self.strategies = strategies
         self.propagator.prepare(strategies)
@@ -405,34 +405,26 @@ class EngineCandidates:
             lines = "".join(f"\n  {line}" for line in self.reasons)
             logger.info(f"candidate strategies for the lengths of the data:{lines}")
         if self.profile is not given:
-            raise_together(self._try_to_log_profile(), self._device)
+            run_together(self.write_profile, self._device)
 
     def _model_can_run(self, scheme: Scheme) -> bool:
         """Whether this model can run under `scheme` on these devices; layers stream on one host."""
         is_one_host = len(self.propagator.hosts.names) == 1
         return (is_one_host or not scheme.stream) and self.stage_model.can_run(scheme)
 
-    def _try_to_log_profile(self) -> Exception | None:
-        """`write_profile` on the rank that has a run folder; returns what went wrong."""
-        try:
-            if self.log is not None:
-                self.write_profile(self.log)
-        except OSError as error:
-            return cannot_write(self.config, error)
-        except HydraConfigError as error:
-            return error
-        return None
-
-    def write_profile(self, log: RunLog) -> None:
-        """Keep the profile in the run folder: as given or measured, and with what follows from it
-        for the candidates, marked as derived or estimated.
+    def write_profile(self) -> None:
+        """Keep the profile in the run folder, on the rank that has one: as given or measured, and
+        with what follows from it for the candidates, marked as derived or estimated.
         """
+        if self.log is None:
+            return
         known = self.profile
         if self.config.profile is not None:  # as given: the memory limit is in run.json
             known = load_profile(self.config.profile)
-            known = Costs(known, self._cluster(known)).extended(schemes_of(self.strategies))
+            known = self._costs(known).extended(schemes_of(self.strategies))
         assert known is not None
-        log.write_profile(known.document)
+        with naming_run_dir(self.config):
+            self.log.write_profile(known.document)
 
     def check_strategy(self, strategy: Strategy) -> None:
         """Raise HydraConfigError where the ranks or the model cannot run `strategy`."""
@@ -449,17 +441,21 @@ class EngineCandidates:
     def profile_for_forced(self, strategy: Strategy) -> Profile:
         """What a forced strategy is planned with: where nobody knows its times, FLOP counts."""
         if self.profile is not None:
-            costs, memory = Costs(self.profile, self._cluster(self.profile)), self.profile.memory
+            costs, memory = self._costs(self.profile), self.profile.memory
             if all(costs.find(s) is not None and memory.knows(s) for s in strategy.schemes):
                 return costs.extended(strategy.schemes)
         return Profile.from_json(nominal_profile(self.stage_model, strategy.schemes))
 
 
-def cannot_write(config: HydraConfig, error: OSError) -> HydraConfigError:
-    """What a user is told where the run folder cannot be written."""
-    return HydraConfigError(
-        f"hydra.run_dir is {config.run_dir!r}: {error.strerror}; name a folder that can be written"
-    )
+@contextlib.contextmanager
+def naming_run_dir(config: HydraConfig) -> Iterator[None]:
+    """While open, HydraConfigError is raised where the run folder cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise HydraConfigError(
+            f"hydra.run_dir is {config.run_dir!r}: {error.strerror}; name a folder that can be written"
+        ) from error
 
 
 def _check_longest(profile: Profile, settings: CandidateSettings) -> None:

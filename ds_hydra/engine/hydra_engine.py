@@ -170,7 +170,7 @@ class HydraEngine(CheckpointingEngine):
             with contextlib.suppress(Exception):
                 self._end(waits=False)
             raise
-        if self.hydra.is_first_rank:
+        if self.global_rank == 0:
             logger.info(self.hydra.describe())
 
     def _start(
@@ -261,7 +261,6 @@ class HydraEngine(CheckpointingEngine):
                     problem,
                     loss,
                     call="train_batch(batch)",
-                    may_try=True,
                 )
             )
             with watch("propagation"):

@@ -9,9 +9,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,16 +71,14 @@ class IterationSource:
         config: HydraConfig,
         propagator: Propagator,
         candidates: EngineCandidates,
-        device: torch.device,
     ):
         """Not collective."""
         self._config, self._propagator, self._candidates = config, propagator, candidates
-        self._stage_model, self._device = propagator.stage_model, device
+        self._stage_model, self._device = propagator.stage_model, propagator.device
         self.data: TokenDataset | None = None
         self.sampler: TokenBudgetSampler | None = None
         self._feed: PlanFeed | None = None
-        self._ahead = None if device.type == "cpu" else Ahead(self._fetch, device)
-        """None where the host computes: it would only take its time from the iteration."""
+        self._ahead = Ahead(self._device)
         self._next_iteration: int | None = None
         """The iteration that a checkpoint continues with; None where the sampler stands."""
         self._loaded_position: tuple[Mapping[str, Any] | None, int, bool] | None = None
@@ -140,31 +137,25 @@ class IterationSource:
         if self._next_iteration is None:
             self._next_iteration = self.sampler.state.iteration
         iteration = self.sampler.state.iteration
-        fetch: Callable[[], dict[int, Example]]
-        if self._ahead is None:
-            planned = broadcast_plan(lambda: feed.get(iteration), self._device)
-            fetch = partial(self._fetch, planned.plan)
-        else:
-            planned, fetch = self._ahead.begin(feed, iteration)
+        planned, fetched = self._ahead.begin(feed, iteration)
         plan = planned.plan
         # Before a rank can fail on its own: all stand at the same sequence afterwards.
         self.sampler.advance(len(plan.lengths))
-        examples: dict[int, Example] = {}
+        examples: Rows = {}
         try:
             self._stage_model.carry_over()
-            examples = fetch()
+            examples = self._fetch(plan) if fetched is None else fetched.result()
         except Exception as caught:  # whatever the user's data raise, the other ranks wait
             problem = problem or caught
         self._propagator.check_plan(plan, problem=problem)
-        if self._ahead is not None:
-            self._ahead.go_on()
+        self._ahead.go_on(self._fetch)
         objective = None
         if loss is not None and not _is_plain(loss):
             fields: list[Fields] = [{}] * len(plan.lengths)
             objective = Objective(loss=loss, normaliser=plan.num_label_tokens, fields=fields)
         return Iteration(planned, examples.__getitem__, objective)
 
-    def _fetch(self, plan: IterationPlan) -> dict[int, Example]:
+    def _fetch(self, plan: IterationPlan) -> Rows:
         """The rows of `plan` that this rank needs; not collective."""
         assert self.data is not None
         mine = plan.on_rank(self._propagator.rank)
@@ -185,6 +176,8 @@ class IterationSource:
                 self._candidates.task(strategies, profile) if is_first else None,
                 self._candidates.track().corrections_for,
                 self._config.planner,
+                # Where the host computes, reading rows beside it would only take its time.
+                tells_next=self._device.type != "cpu",
             )
         return self._feed
 
@@ -197,16 +190,15 @@ class IterationSource:
         loss: Loss | None = None,
         *,
         call: str = "plan()",
-        may_try: bool = False,
         forward_only: bool = False,
         only_scored: bool = False,
     ) -> Iteration:
         """A plan for a given global mini-batch, the same list on every rank, optionally of one
         strategy and for one loss.
 
-        `call` is the engine's method; `problem` as in `next`, `only_scored` as in `check_examples`,
-        `may_try` as in `LatencyTracker.corrections_now`. `forward_only` is for passes without
-        backward: they hold longer micro-batches.
+        `call` is the engine's method; `problem` as in `next`, `only_scored` as in `check_examples`.
+        `forward_only` is for passes without backward: they hold longer micro-batches, and no plan
+        is a trial.
         """
         forced: Strategy | None = None
         tensors, batch, objective = [], None, None
@@ -249,7 +241,9 @@ class IterationSource:
             profile, strategies = self._candidates.profile_for_forced(forced), (forced,)
         tracker = self._candidates.find_tracker()
         corrections = (
-            tracker.corrections_now(strategies, may_try=may_try) if tracker else NO_CORRECTIONS
+            tracker.corrections_now(strategies, may_try=not forward_only)
+            if tracker
+            else NO_CORRECTIONS
         )
 
         def plan_now() -> PlannedIteration:
@@ -318,8 +312,7 @@ class IterationSource:
         if self._feed is not None:
             self._feed.close()
             self._feed = None
-        if self._ahead is not None:
-            self._ahead.forget()
+        self._ahead.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the position in the data; not collective."""
@@ -343,9 +336,7 @@ class IterationSource:
     def close(self) -> None:
         """Stop planning and fetching ahead. Safe to call twice; not collective."""
         self.close_feed()
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None  # they hold each other
+        self._ahead.close()
 
 
 class _MiniBatch(list[dict[str, Any]]):
@@ -375,14 +366,16 @@ class PlanFeed:
         task: PlanningTask | None,
         corrections_for: Callable[[int], Corrections],
         config: PlannerConfig,
+        *,
+        tells_next: bool,
     ):
         """`task` is None where nothing is planned; `corrections_for(iteration)` of its profile are
-        asked for when it is submitted.
+        asked for when it is submitted. `tells_next`: whether `peek` tells anything.
         """
         self._sampler = sampler
         self._lookahead = config.lookahead
         self._ahead = sampler.state
-        self._corrections_for = corrections_for
+        self._corrections_for, self._tells_next = corrections_for, tells_next
         deadline_ms = config.deadline_ms
         self._deadline_s = threading.TIMEOUT_MAX if deadline_ms is None else deadline_ms / 1e3
         self._planner = task and BackgroundPlanner(
@@ -403,7 +396,7 @@ class PlanFeed:
 
     def peek(self, iteration: int) -> dict[str, Any] | None:
         """The document of a plan that is made and not yet asked for by `get`, else None."""
-        return None if self._planner is None else self._planner.peek(iteration)
+        return self._planner.peek(iteration) if self._planner and self._tells_next else None
 
     def _submit_until(self, iteration: int) -> None:
         while self._planner is not None and self._ahead.iteration < iteration:
@@ -420,78 +413,57 @@ Rows = dict[int, Example]
 """By position in the plan."""
 
 
-@dataclass
-class _Next:
-    """An iteration to come, as a thread finds it."""
-
-    iteration: int
-    document: Mapping[str, Any]
-    job: Future[None] | None = None
-    planned: PlannedIteration | None = None
-    rows: Rows | None = None
-    error: Exception | None = None
-
-    def get_plan(self) -> PlannedIteration:
-        assert self.job is not None
-        self.job.result()
-        assert self.planned is not None
-        return self.planned
-
-    def get_rows(self) -> Rows:
-        if self.error is not None:
-            raise self.error
-        assert self.rows is not None
-        return self.rows
-
-
 class Ahead:
     """One iteration ahead of a feed: `begin` says what this iteration is, `go_on` has a thread
-    fetch the rows of the next one, where its plan was ready. `fetch` gives a plan's rows that this
-    rank needs.
+    fetch the rows of the next one, where its plan was told.
     """
 
-    def __init__(self, fetch: Callable[[IterationPlan], Rows], device: torch.device):
-        self._fetch, self._device = fetch, device
+    def __init__(self, device: torch.device):
+        self._device = device
         self._thread = LinkThread(torch.device("cpu"), overlap=True)
-        self._next: _Next | None = None
+        self._told: tuple[int, Mapping[str, Any]] | None = None
+        """The next iteration and its document, until `go_on`."""
+        self._coming: _Coming | None = None
 
-    def begin(self, feed: PlanFeed, iteration: int) -> tuple[PlannedIteration, Callable[[], Rows]]:
-        """The plan of `iteration`, and what returns the rows of it or raises what fetching them
-        raised. Collective over all ranks.
+    def begin(self, feed: PlanFeed, iteration: int) -> tuple[PlannedIteration, Future[Rows] | None]:
+        """The plan of `iteration`, and its rows if they were fetched ahead. Collective over all
+        ranks.
         """
-        held, self._next = self._next, None
-        if held is not None and (held.job is None or held.iteration != iteration):
+        held = self._coming
+        self.forget()
+        if held is not None and held.iteration != iteration:
             held = None
-        known = None if held is None else held.get_plan
+        known = None if held is None else held.plan.result
         planned, document = broadcast_plans(feed, iteration, known, self._device)
         if document is not None:
-            self._next = _Next(iteration + 1, document)
-        if held is not None:
-            # Rank 0 has its plan from the feed, and waits here for the thread that reads its rows.
-            held.get_plan()
-            return planned, held.get_rows
-        return planned, lambda: self._fetch(planned.plan)
+            self._told = iteration + 1, document
+        return planned, None if held is None else held.rows
 
-    def go_on(self) -> None:
-        """Fetch what comes next, beside this iteration. Not collective."""
-        if self._next is not None:
-            coming = self._next
-            coming.job = self._thread.submit(lambda: self._find(coming))
+    def go_on(self, fetch: Callable[[IterationPlan], Rows]) -> None:
+        """Fetch what comes next, beside this iteration: `fetch` gives a plan's rows that this rank
+        needs. Not collective.
+        """
+        if self._told is not None:
+            iteration, document = self._told
+            plan = self._thread.submit(lambda: PlannedIteration.from_json(document))
+            rows = self._thread.submit(lambda: fetch(plan.result().plan))
+            self._coming = _Coming(iteration, plan, rows)
 
     def forget(self) -> None:
         """Other plans will come; all ranks call it together."""
-        self._next = None
+        self._told = self._coming = None
 
     def close(self) -> None:
         """End the thread; not collective."""
         self._thread.close()
 
-    def _find(self, coming: _Next) -> None:
-        coming.planned = PlannedIteration.from_json(coming.document)
-        try:
-            coming.rows = self._fetch(coming.planned.plan)
-        except Exception as error:  # raised when the iteration comes
-            coming.error = error
+
+class _Coming(NamedTuple):
+    """An iteration to come, as a thread finds it."""
+
+    iteration: int
+    plan: Future[PlannedIteration]
+    rows: Future[Rows]
 
 
 def broadcast_plan(make: Callable[[], PlannedIteration], device: torch.device) -> PlannedIteration:

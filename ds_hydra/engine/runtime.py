@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.candidates import EngineCandidates, cannot_write
+from ds_hydra.engine.candidates import EngineCandidates, naming_run_dir
 from ds_hydra.engine.iteration import Iteration, Outcomes
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import IterationSource
@@ -75,7 +75,7 @@ class HydraRuntime:
         config: HydraConfig,
         stage_model: StageModel,
         device: torch.device,
-        memory: MemoryWatch | None = None,
+        memory: MemoryWatch,
     ):
         self.config = config = overlap_where_safe(config, device)
         self.stage_model = stage_model
@@ -92,20 +92,17 @@ class HydraRuntime:
             seed=config.seed,
             memory_limit_bytes=config.memory_limit_bytes,
         )
-        self.num_ranks = self.propagator.num_ranks
-        self.is_first_rank = self.propagator.rank == 0
-        self.candidates = EngineCandidates(config, self.propagator, device)
-        self.source = IterationSource(config, self.propagator, self.candidates, device)
+        self.candidates = EngineCandidates(config, self.propagator)
+        self.source = IterationSource(config, self.propagator, self.candidates)
         self.flops = count_flops(stage_model)
         self.peak_flops = None
         """Of a device in 16 bit; None where ranks compute on CPUs or in fp32."""
         if device.type == "cuda" and stage_model.params[0].dtype.itemsize == 2:
             self.peak_flops = find_peak_flops(torch.cuda.get_device_name(device))
         self.log: RunLog | None = None
-        self._memory = memory or MemoryWatch()
+        self._memory = memory
         self._traces = TraceChoice(config.trace_every if config.run_dir is not None else 0)
-        raise_together(self._open_log(), device)
-        self.candidates.log = self.log
+        run_together(self._open_log, device)
         self._stop_request = StopRequest(config.faults.save_on_sigterm is not None)
 
     def gather_outcomes(
@@ -207,7 +204,7 @@ class HydraRuntime:
         """
         state: dict[str, Any] = {
             "schema": _STATE_SCHEMA,
-            "num_ranks": self.num_ranks,
+            "num_ranks": self.propagator.num_ranks,
             "seed": self.config.seed,
             "config": self.config.model_dump(mode="json"),
             "config_digest": self.config.digest,
@@ -228,7 +225,7 @@ class HydraRuntime:
     def _warn_of_changes(self, state: Mapping[str, Any]) -> None:
         saved = state.get("config", {})
         if (
-            not self.is_first_rank
+            self.propagator.rank != 0
             or state.get("config_digest", self.config.digest) == self.config.digest
         ):
             return
@@ -264,21 +261,20 @@ class HydraRuntime:
         if self.flops.unknown:
             notes.append(f"TFLOP/s and MFU are left out: {self.flops.unknown}")
         return (
-            f"{len(strategies)} candidate {kind} on {self.num_ranks} ranks{names}; "
+            f"{len(strategies)} candidate {kind} on {self.propagator.num_ranks} ranks{names}; "
             f"{self.propagator.groups}" + "".join(f"\n  {line}" for line in notes)
         )
 
-    def _open_log(self) -> Exception | None:
-        """Open the run folder on rank 0; returns what went wrong."""
-        if self.config.run_dir is None or not self.is_first_rank:
-            return None
-        try:
+    def _open_log(self) -> None:
+        """Open the run folder on rank 0."""
+        if self.config.run_dir is None or self.propagator.rank != 0:
+            return
+        with naming_run_dir(self.config):
             self.log = RunLog(Path(self.config.run_dir), save_plans=self.config.save_plans)
-            self.log.write_run(
-                describe_run(self.config, self.stage_model, self.num_ranks, self._device)
+            run = describe_run(
+                self.config, self.stage_model, self.propagator.num_ranks, self._device
             )
-            if self.config.profile is not None:
-                self.candidates.write_profile(self.log)
-        except OSError as error:
-            return cannot_write(self.config, error)
-        return None
+            self.log.write_run(run)
+        self.candidates.log = self.log
+        if self.config.profile is not None:
+            self.candidates.write_profile()

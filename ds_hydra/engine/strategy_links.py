@@ -267,7 +267,6 @@ class StrategyLinks:
             link.buckets,
             training=training,
             slot_of=window.slot_of if link.buckets else {},
-            gathers=True,
         )
         carrier = self._link_carrier(link.pull, link.push, grads_P, weights, link.eight)
         return schedule, carrier, weights
@@ -282,12 +281,7 @@ class StrategyLinks:
         if role is not None:
             own = len(phase.micro_batches)
             passes = stage_passes(role.scheme.pp, role.stage, own, training=training)
-        weights = self._weights(
-            streamed.buckets,
-            training=training,
-            slot_of=streamed.streams.window.slot_of,
-            streamed=streamed,
-        )
+        weights = self._weights(streamed.buckets, training=training, streamed=streamed)
         num_micro_batches = [len(pipeline.micro_batches) for pipeline in plan.pipelines]
         carrier = HomeCarrier(
             self.home,
@@ -317,9 +311,7 @@ class StrategyLinks:
                 streams = self.stage_model.stage_streams(
                     role.scheme, role.stage, buckets, has_views=self.home.has_views
                 )
-            self._streamed[strategy] = StreamedWeights(
-                self.home, self.stage_model.specs, buckets, streams
-            )
+            self._streamed[strategy] = StreamedWeights(self.home, buckets, streams)
         return self._streamed[strategy]
 
     def _weights(
@@ -329,11 +321,10 @@ class StrategyLinks:
         training: bool,
         slot_of: Mapping[int, int] | None = None,
         streamed: StreamedWeights | None = None,
-        gathers: bool = False,
     ) -> StageWeights:
         """Those of the last iteration where it needed the same and went well."""
         slots = tuple((slot_of or {}).items())
-        key = id(buckets), training, slots, id(streamed), gathers  # links keep buckets alive
+        key = id(buckets), training, slots, id(streamed)  # links keep buckets alive
         known, self._kept = self._kept, None
         if known is not None and self._key_of_kept == key:
             return known.begin_again()
@@ -347,7 +338,6 @@ class StrategyLinks:
             training=training,
             slot_of=slot_of,
             streamed=streamed,
-            gathers=gathers,
         )
 
     def _link_carrier(

@@ -36,13 +36,6 @@ from ds_hydra.zero_link.messages import (
 )
 
 
-def view_of(tensor: Tensor, piece: StridedBlock) -> Tensor:
-    """[rows, cols] of a flat tensor."""
-    # `as_strided` counts from where the storage begins, which other slices share.
-    offset = tensor.storage_offset() + piece.offset
-    return tensor.as_strided((piece.rows, piece.cols), (piece.stride, 1), offset)
-
-
 def places_in(buffer: Tensor, message: Message) -> Iterable[tuple[StridedBlock, Tensor]]:
     """Each piece of `message` and its [rows, cols] place in the packed `buffer`."""
     begin = 0
@@ -147,53 +140,48 @@ def _merge_blocks(places: Iterable[tuple[Batch, int]]) -> tuple[StridedCopy, ...
     """Copies between the blocks of each batch and a buffer in which they begin at a given place,
     one after another; equal blocks at equal distances are one copy.
     """
-    open_: dict[tuple[int, ...], list[_Run]] = {}
-    runs: list[_Run] = []
+    known: dict[_Kind, list[_Places]] = {}
+    runs: list[tuple[_Kind, _Places]] = []
     for batch, begin in places:
         for key, offset, stride, rows, cols in batch.table.tolist():
-            kind = (int(batch.store), key, stride, rows, cols)
-            known = open_.setdefault(kind, [])
-            run = next((run for run in known if run.takes(offset, begin)), None)
+            kind = (batch.store, key, stride, rows, cols)
+            alike = known.setdefault(kind, [])
+            run = next((run for run in alike if _goes_on(run, offset, begin)), None)
             if run is None:
-                run = _Run(batch.store, key, offset, stride, rows, cols, begin)
-                known.append(run)
-                runs.append(run)
-            else:
-                run.add(offset, begin)
+                run = []
+                alike.append(run)
+                runs.append((kind, run))
+            run.append((offset, begin))
             begin += rows * cols
-    return tuple(run.copy() for run in runs)
+    return tuple(_copy_of(kind, run) for kind, run in runs)
 
 
-class _Run:
-    """Equal blocks at equal distances, in the store and in the buffer."""
+_Kind = tuple[Store, int, int, int, int]
+"""Store, key, stride, rows and columns of a block."""
+_Places = list[tuple[int, int]]
+"""Where equal blocks begin, in the store and in the buffer, at equal distances."""
 
-    __slots__ = ("_count", "_first", "_kind", "_last", "_step")
 
-    def __init__(
-        self, store: Store, key: int, offset: int, stride: int, rows: int, cols: int, begin: int
-    ):
-        self._kind = (store, key, stride, rows, cols)
-        self._first = self._last = (offset, begin)
-        self._step = (0, 0)
-        self._count = 1
+def _distance(run: _Places) -> tuple[int, int]:
+    if len(run) == 1:
+        return 0, 0
+    (offset, begin), (next_offset, next_begin) = run[:2]
+    return next_offset - offset, next_begin - begin
 
-    def takes(self, offset: int, begin: int) -> bool:
-        step = (offset - self._last[0], begin - self._last[1])
-        # `as_strided` takes no negative stride, and no place of the buffer is filled twice.
-        if step[0] < 0 or step[1] <= 0:
-            return False
-        return self._count == 1 or step == self._step
 
-    def add(self, offset: int, begin: int) -> None:
-        self._step = (offset - self._last[0], begin - self._last[1])
-        self._last = (offset, begin)
-        self._count += 1
+def _goes_on(run: _Places, offset: int, begin: int) -> bool:
+    """Whether a block there continues `run`."""
+    last_offset, last_begin = run[-1]
+    step = offset - last_offset, begin - last_begin
+    # `as_strided` takes no negative stride, and no place of the buffer is filled twice.
+    return step[0] >= 0 and step[1] > 0 and (len(run) == 1 or step == _distance(run))
 
-    def copy(self) -> StridedCopy:
-        store, key, stride, rows, cols = self._kind
-        offset, begin = self._first
-        shape = (self._count, rows, cols)
-        return StridedCopy(store, key, offset, (self._step[0], stride), shape, begin, self._step[1])
+
+def _copy_of(kind: _Kind, run: _Places) -> StridedCopy:
+    store, key, stride, rows, cols = kind
+    (offset, begin), step = run[0], _distance(run)
+    shape = (len(run), rows, cols)
+    return StridedCopy(store, key, offset, (step[0], stride), shape, begin, step[1])
 
 
 def _ordered_sums(hop: Hop, rank: int, splits: Sequence[int]) -> Iterator[OrderedSum]:
@@ -254,7 +242,16 @@ class Stores:
 
     def view(self, batch: Batch, piece: StridedBlock) -> Tensor:
         """[rows, cols] of a piece of `batch`."""
-        return view_of(self.tensor(batch.store, piece.key), piece)
+        tensor = self.tensor(batch.store, piece.key)
+        # `as_strided` counts from where the storage begins, which other slices share.
+        offset = tensor.storage_offset() + piece.offset
+        return tensor.as_strided((piece.rows, piece.cols), (piece.stride, 1), offset)
+
+    def local_views(self, hop: Hop) -> tuple[list[Tensor], list[Tensor]]:
+        """[rows, cols] of what this rank both owns and needs: where it is owned, and in slices."""
+        owned = [self.view(batch, piece) for batch, _ in hop.local for piece in batch.pieces]
+        needed = [self.view(batch, piece) for _, batch in hop.local for piece in batch.pieces]
+        return owned, needed
 
 
 def stored_views(stores: Stores, copies: Sequence[StridedCopy]) -> list[Tensor]:

@@ -116,12 +116,13 @@ class Link:
                 return self._post_packed(side.shards, side.slices, stores, dtype, number)
             posted = self._post(hop.outgoing, hop.incoming, stores, dtype, number, in_place=True)
             # After the messages, which are on the wire while this copies.
-            self._copy_local(hop, stores)
+            owned, needed = stores.local_views(hop)
+            run_pairs(needed, owned)
             return posted
 
         def take(number: int, posted: _Posted) -> None:
             if packed is not None:
-                self._unpack_all(posted, packed[number], round_.hops[number].local, stores)
+                self._unpack_all(posted, packed[number], round_.hops[number], stores)
             else:
                 self._unpack(posted, stores)
 
@@ -183,10 +184,6 @@ class Link:
 
         return finish
 
-    def finish(self, under_way: RoundUnderWay) -> None:
-        """Wait for a round that was begun, and write what it brought."""
-        under_way()
-
     def abandon(self, under_way: RoundUnderWay) -> None:
         """Not to be finished, because something failed. Keeps what is on the wire for as long as
         the link lives.
@@ -234,22 +231,14 @@ class Link:
         )
         return _Posted(works=[work], buffers=[outgoing, incoming])
 
-    def _unpack_all(
-        self,
-        posted: _Posted,
-        packed: PackedHop,
-        local: Sequence[tuple[Batch, Batch]],
-        stores: Stores,
-    ) -> None:
+    def _unpack_all(self, posted: _Posted, packed: PackedHop, hop: Hop, stores: Stores) -> None:
         """What came and what this rank both owns and needs, in one kernel as far as it goes."""
         posted.wait()
         _, incoming = posted.buffers
         copies = packed.slices.copies
+        owned, needed = stores.local_views(hop)
         targets, sources = stored_views(stores, copies), packed_views(incoming, copies)
-        for source, target in local:
-            targets += [stores.view(target, piece) for piece in target.pieces]
-            sources += [stores.view(source, piece) for piece in source.pieces]
-        run_pairs(targets, sources)
+        run_pairs(targets + needed, sources + owned)
         self._give_back(posted)
 
     def _add_all(self, posted: _Posted, packed: PackedHop, stores: Stores) -> None:
@@ -294,15 +283,6 @@ class Link:
                 else packed_views(received[begin : begin + addition.numel], addition.targets)
             )
             run_pairs(targets, sources, torch._foreach_add_)
-
-    @staticmethod
-    def _copy_local(hop: Hop, stores: Stores) -> None:
-        """What this rank both owns and needs, in a pull."""
-        for source, target in hop.local:
-            run_pairs(
-                [stores.view(target, piece) for piece in target.pieces],
-                [stores.view(source, piece) for piece in source.pieces],
-            )
 
     def _post(
         self,
@@ -403,9 +383,8 @@ class Link:
                         stores.view(batch, piece).add_(place)
 
         add(lambda peer: peer < rank)
-        for target, source in hop.local:
-            for a, b in zip(target.pieces, source.pieces):
-                stores.view(target, a).add_(stores.view(source, b))
+        for owned, contributed in zip(*stores.local_views(hop), strict=True):
+            owned.add_(contributed)
         add(lambda peer: peer > rank)
         self._give_back(posted)
 

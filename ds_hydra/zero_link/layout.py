@@ -26,6 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -188,8 +189,7 @@ def _even_range(total: int, num_parts: int, part: int) -> tuple[int, int]:
 IntArray = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Blocks:
+class Blocks(NamedTuple):
     """Mutual slices (§5.2) of many regions with many shards, one entry of each array per block, in
     flat order.
 
@@ -204,8 +204,7 @@ class Blocks:
     cols: IntArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Regions:
+class Regions(NamedTuple):
     """Rectangles of parameters as columns: parameter `param[i]`, rows and columns as in
     `Region`.
     """
@@ -226,13 +225,7 @@ class Regions:
 
     def take(self, index: IntArray) -> Regions:
         """The rectangles at `index`."""
-        return Regions(
-            self.param[index],
-            self.row[index],
-            self.num_rows[index],
-            self.col[index],
-            self.num_cols[index],
-        )
+        return Regions(*(column[index] for column in self))
 
 
 class ShardTable:
@@ -260,9 +253,9 @@ class ShardTable:
         >>> blocks.start.tolist(), blocks.rows.tolist(), blocks.cols.tolist()
         ([9], [2], [2])
         """
-        shape = (self.num_cols[regions.param], self.numel[regions.param])
-        rest = (regions.row, regions.num_rows, regions.col, regions.num_cols, owners)
-        key = np.concatenate([*shape, *rest, [len(owners)]]).tobytes()
+        param, *places = regions
+        shape = (self.num_cols[param], self.numel[param])
+        key = np.concatenate([*shape, *places, owners, [len(owners)]]).tobytes()
         if key not in self._known:  # the layers of a model differ in nothing that matters here
             self._known[key] = self._find_blocks(regions, owners)
         return self._known[key]

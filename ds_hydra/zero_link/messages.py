@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -162,12 +163,12 @@ class LinkPlan:
     rounds: tuple[Round, ...]
 
     @cached_property
-    def sent_elements(self) -> dict[int, int]:
+    def sent_elements(self) -> Counter[int]:
         """Elements that leave this rank over the wire in a pull, for each rank they go to."""
         return self._count(hop.outgoing for round_ in self.rounds for hop in round_.hops)
 
     @cached_property
-    def received_elements(self) -> dict[int, int]:
+    def received_elements(self) -> Counter[int]:
         """Elements that arrive over the wire in a pull, for each rank they come from."""
         return self._count(hop.incoming for round_ in self.rounds for hop in round_.hops)
 
@@ -179,17 +180,11 @@ class LinkPlan:
     @cached_property
     def relayed_elements(self) -> int:
         """The most elements of other nodes that are relayed on this rank at once."""
-        return max(
-            (
-                sum(
-                    r.relayed_numel
-                    for begin, r in enumerate(self.rounds)
-                    if begin <= at <= r.relayed_until
-                )
-                for at in range(len(self.rounds))
-            ),
-            default=0,
-        )
+        held = [0] * len(self.rounds)
+        for begin, round_ in enumerate(self.rounds):
+            for at in range(begin, round_.relayed_until + 1):
+                held[at] += round_.relayed_numel
+        return max(held, default=0)
 
     @cached_property
     def traffic_balance(self) -> int:
@@ -210,12 +205,11 @@ class LinkPlan:
         # In the range of int64: ranks send it in such a tensor, and add it up modulo 2^64.
         return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
-    def _count(self, groups: Iterable[Iterable[Batch]]) -> dict[int, int]:
-        counts: dict[int, int] = {}
+    def _count(self, groups: Iterable[Iterable[Batch]]) -> Counter[int]:
+        counts = Counter[int]()
         for batches in groups:
             for batch in batches:
-                for peer in batch.peers:
-                    counts[peer] = counts.get(peer, 0) + batch.numel
+                counts.update(dict.fromkeys(batch.peers, batch.numel))
         return counts
 
     def __str__(self) -> str:
@@ -227,9 +221,9 @@ class LinkPlan:
             f"{'rank':>6} {names[0]:>14} {names[1]:>14}",
         ]
         for peer in sorted({*self.sent_elements, *self.received_elements}):
-            sent, received = self.sent_elements.get(peer, 0), self.received_elements.get(peer, 0)
+            sent, received = self.sent_elements[peer], self.received_elements[peer]
             lines.append(f"{peer:>6} {sent:>14,} {received:>14,}")
-        sent, received = sum(self.sent_elements.values()), sum(self.received_elements.values())
+        sent, received = self.sent_elements.total(), self.received_elements.total()
         lines.append(f"{'all':>6} {sent:>14,} {received:>14,}")
         lines.append(
             f"{self.local_elements:,} copied on this rank, {self.relayed_elements:,} relayed for its node"

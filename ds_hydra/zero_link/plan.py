@@ -20,7 +20,7 @@ other into cells. A cell that several of them need crosses the node's boundary o
 round in which one needs it, to the rank of the node that has the owner's place (owner modulo ranks
 per node), which keeps it and spreads it inside the node in a second hop, now and in later rounds. A
 push sums such a cell on the relay rank in the order of ranks, and sends the sum to the owner in
-that first round, the last one of the push to need it. NodeRects that one rank of a node needs go
+that first round, the last one of the push to need it. Cells that one rank of a node needs go
 straight to it, and shards inside the node are read directly.
 """
 
@@ -38,6 +38,16 @@ import numpy.typing as npt
 
 from ds_hydra.zero_link import messages
 from ds_hydra.zero_link.layout import Blocks, IntArray, ParamSpec, Region, Regions, ShardTable
+from ds_hydra.zero_link.messages import (
+    Batch,
+    Bucket,
+    BucketEntry,
+    Hop,
+    LinkPlan,
+    RankBuckets,
+    Round,
+    Store,
+)
 
 
 class BucketRequests:
@@ -47,17 +57,15 @@ class BucketRequests:
     each of `buckets`, tuples of (slot, reference). `ids[rank, round]` is -1 where a rank has none.
     """
 
-    def __init__(
-        self, buckets: Sequence[tuple[tuple[int, messages.BucketEntry], ...]], ids: IntArray
-    ):
+    def __init__(self, buckets: Sequence[tuple[tuple[int, BucketEntry], ...]], ids: IntArray):
         self.buckets = buckets
         self.ids = ids
         self.num_ranks, self.num_rounds = ids.shape
 
     @classmethod
-    def of(cls, rank_buckets: Sequence[messages.RankBuckets], gradients: bool) -> BucketRequests:
+    def of(cls, rank_buckets: Sequence[RankBuckets], gradients: bool) -> BucketRequests:
         """From the buckets of all ranks; with `gradients` only the slices that push."""
-        by_value: dict[messages.Bucket, int] = {}
+        by_value: dict[Bucket, int] = {}
         by_object: dict[int, int] = {}
         ids = np.full(
             (len(rank_buckets), max(map(len, rank_buckets), default=0)), -1, dtype=np.int64
@@ -88,8 +96,7 @@ class BucketRequests:
         return {bucket: tuple(members) for bucket, members in groups.items()}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Requests:
+class Requests(NamedTuple):
     """What one reader needs in one round: regions, and the slice (slot and rectangle) each one is
     part of.
     """
@@ -115,8 +122,8 @@ class Requests:
     def where(self, chosen: npt.NDArray[np.bool_]) -> Requests:
         """The chosen ones."""
         index = np.flatnonzero(chosen)
-        columns = (self.slot, self.slice_row, self.slice_col, self.slice_cols, self.cell)
-        return Requests(self.regions.take(index), *(column[index] for column in columns))
+        regions, *columns = self
+        return Requests(regions.take(index), *(column[index] for column in columns))
 
 
 class DirectPlanner:
@@ -128,9 +135,9 @@ class DirectPlanner:
         self.rank = rank
         self._asks: dict[int, Requests] = {}
 
-    def round(self, index: int) -> messages.Round:
+    def round(self, index: int) -> Round:
         """This rank's part in round `index`."""
-        return messages.Round((self.shard_phase(index, range(self.asked.num_ranks)),))
+        return Round((self.shard_phase(index, range(self.asked.num_ranks)),))
 
     def asks(self, rank: int, index: int) -> Requests:
         """What `rank` needs in round `index`."""
@@ -142,7 +149,7 @@ class DirectPlanner:
             )
         return self._asks[bucket]
 
-    def shard_phase(self, index: int, ranks: range) -> messages.Hop:
+    def shard_phase(self, index: int, ranks: range) -> Hop:
         """Own shards to the readers among `ranks`, own slices out of the shards of `ranks`."""
         me = np.array([self.rank])
         own = self.asks(self.rank, index)
@@ -150,24 +157,23 @@ class DirectPlanner:
         for members in self.readers(index, ranks):
             # All of a group need the same, so any member stands for all.
             asks = self.asks(members[0], index)
-            outgoing.append(
-                messages.Batch(messages.Store.SHARD, members, self.shard_pieces(asks.regions, me))
-            )
-        blocks = self.table.mutual_blocks(own.regions, me)
-        local: tuple[tuple[messages.Batch, messages.Batch], ...] = ()
-        if len(blocks.item):
-            local = (
-                (
-                    messages.Batch(messages.Store.SHARD, (), self.shard_pieces(own.regions, me)),
-                    messages.Batch(messages.Store.SLICE, (), slice_pieces(own, blocks, self.table)),
-                ),
-            )
+            outgoing.append(Batch(Store.SHARD, members, self.shard_pieces(asks.regions, me)))
+        local = self.kept_here(Store.SHARD, self.shard_pieces(own.regions, me), own, me)
         others = np.array([rank for rank in ranks if rank != self.rank], dtype=np.int64)
-        return messages.Hop(
+        return Hop(
             outgoing=tuple(batch for batch in outgoing if len(batch.table)),
             incoming=self.slices_from(own, others, others),
             local=local,
         )
+
+    def kept_here(
+        self, store: Store, held: IntArray, own: Requests, owners: IntArray
+    ) -> tuple[tuple[Batch, Batch], ...]:
+        """Pairs that need no wire: this rank's slices out of what it has `held` of `owners`."""
+        if not len(held):
+            return ()
+        slices = slice_pieces(own, self.table.mutual_blocks(own.regions, owners), self.table)
+        return ((Batch(store, (), held), Batch(Store.SLICE, (), slices)),)
 
     def readers(self, index: int, ranks: range) -> Iterable[tuple[int, ...]]:
         """Groups of other `ranks` that need the same in round `index`."""
@@ -181,9 +187,7 @@ class DirectPlanner:
         offset = blocks.start - owner[0] * self.table.shard_numel[param]
         return _pieces(param, offset, self.table.num_cols[param], blocks)
 
-    def slices_from(
-        self, asks: Requests, owners: IntArray, senders: IntArray
-    ) -> tuple[messages.Batch, ...]:
+    def slices_from(self, asks: Requests, owners: IntArray, senders: IntArray) -> tuple[Batch, ...]:
         """Blocks of `asks` that arrive from each sender, out of the shards of `owners` that it
         serves.
 
@@ -194,7 +198,7 @@ class DirectPlanner:
         blocks = self.table.mutual_blocks(asks.regions, owners)
         pieces = slice_pieces(asks, blocks, self.table)
         # Blocks come owner by owner, so senders that ascend make one batch each.
-        return split_by_peer(messages.Store.SLICE, senders[blocks.item // len(asks.slot)], pieces)
+        return split_by_peer(Store.SLICE, senders[blocks.item // len(asks.slot)], pieces)
 
 
 def slice_pieces(asks: Requests, blocks: Blocks, table: ShardTable) -> IntArray:
@@ -212,9 +216,7 @@ def _pieces(key: IntArray, offset: IntArray, stride: IntArray, blocks: Blocks) -
     return np.stack([key, offset, stride, blocks.rows, blocks.cols], axis=1)
 
 
-def split_by_peer(
-    store: messages.Store, peers: IntArray, pieces: IntArray
-) -> tuple[messages.Batch, ...]:
+def split_by_peer(store: Store, peers: IntArray, pieces: IntArray) -> tuple[Batch, ...]:
     """One batch for each run of equal `peers`."""
     if not len(peers):
         return ()
@@ -222,8 +224,7 @@ def split_by_peer(
     bounds = [0, *cuts.tolist(), len(peers)]
     firsts = peers[bounds[:-1]].tolist()
     return tuple(
-        messages.Batch(store, (peer,), pieces[a:b])
-        for peer, a, b in zip(firsts, bounds, bounds[1:])
+        Batch(store, (peer,), pieces[a:b]) for peer, a, b in zip(firsts, bounds, bounds[1:])
     )
 
 
@@ -244,7 +245,7 @@ class NodeRects:
     alone: dict[tuple[int, int], Requests]
 
     def first_shared_in(self, index: int) -> IntArray:
-        """NodeRects that are relayed, and first needed in round `index`."""
+        """Cells that are relayed, and first needed in round `index`."""
         return np.flatnonzero((self.round == index) & self.is_shared)
 
 
@@ -293,7 +294,7 @@ class NodePlanner(DirectPlanner):
             {m: self.asks(m, index).cell.tobytes() for m in ranks if m != self.rank}
         )
 
-    def round(self, index: int) -> messages.Round:
+    def round(self, index: int) -> Round:
         """Shards across nodes to the relay ranks and inside the node; then what is relayed, inside
         the node.
         """
@@ -303,15 +304,15 @@ class NodePlanner(DirectPlanner):
         alone = self.slices_from(self._part(self._cells.alone, self.rank, index), outside, outside)
         # Both ends list what goes between them in this order: inside the node, relayed, straight to
         # one rank.
-        first = messages.Hop(
+        first = Hop(
             outgoing=(*first.outgoing, *self._shards_to_nodes(index)),
             incoming=(*first.incoming, *across, *alone),
             local=first.local,
         )
         hops = first, self._spread_phase(index)
-        return messages.Round(hops, self._relay.numel[index], self._relay.until[index])
+        return Round(hops, self._relay.numel[index], self._relay.until[index])
 
-    def _shards_to_nodes(self, index: int) -> Iterable[messages.Batch]:
+    def _shards_to_nodes(self, index: int) -> Iterable[Batch]:
         """Own shards to the relay rank of other nodes that need them for the first time, and to
         lone readers.
         """
@@ -325,8 +326,8 @@ class NodePlanner(DirectPlanner):
             regions = cells.regions.take(cells.first_shared_in(index))
             pieces = self.shard_pieces(regions, np.array([self.rank]))
             if len(pieces):
-                yield messages.Batch(
-                    messages.Store.SHARD,
+                yield Batch(
+                    Store.SHARD,
                     tuple(self.nodes.relay_rank(self.rank, n) for n in nodes),
                     pieces,
                 )
@@ -336,12 +337,12 @@ class NodePlanner(DirectPlanner):
                     pieces = self.shard_pieces(alone.regions, np.array([self.rank]))
                     if len(pieces):
                         readers = tuple(self.nodes.ranks(node)[place] for node in nodes)
-                        yield messages.Batch(messages.Store.SHARD, readers, pieces)
+                        yield Batch(Store.SHARD, readers, pieces)
 
     def _place_relayed(self) -> RelayMemory:
         cells, num_rounds = self._cells, self.asked.num_rounds
         owners = self.nodes.owners_relayed_by(self.rank)
-        # NodeRects arrive once: a round's memory is needed until the last round that asks for one.
+        # Cells arrive once: a round's memory is needed until the last round that asks for one.
         until = np.arange(num_rounds)
         for (_, index), asks in cells.shared.items():
             # Several cells come in one round, of which an indexed assignment would keep the last.
@@ -358,11 +359,11 @@ class NodePlanner(DirectPlanner):
             of_rounds.append(int(flat.sum()))
         return RelayMemory(owners=owners, begin=begin, numel=of_rounds, until=until.tolist())
 
-    def _relayed_from_owners(self, index: int) -> tuple[messages.Batch, ...]:
+    def _relayed_from_owners(self, index: int) -> tuple[Batch, ...]:
         """What arrives from other nodes in round `index`."""
         mine = self._cells.first_shared_in(index)
         owner, pieces = self._relay_pieces(self._cells.regions.take(mine), mine)
-        return split_by_peer(messages.Store.RELAY, self._relay.owners[owner], pieces)
+        return split_by_peer(Store.RELAY, self._relay.owners[owner], pieces)
 
     def _relay_pieces(self, regions: Regions, cell: IntArray) -> tuple[IntArray, IntArray]:
         """Index of the owner and place in relay memory of all blocks of cells that are relayed
@@ -379,7 +380,7 @@ class NodePlanner(DirectPlanner):
         round_ = self._cells.round[cell[ask]]
         return owner, np.stack([round_, offset, blocks.cols, blocks.rows, blocks.cols], axis=1)
 
-    def _spread_phase(self, index: int) -> messages.Hop:
+    def _spread_phase(self, index: int) -> Hop:
         """What this rank relayed to the other ranks of its node that need it now; what they relayed
         for it.
         """
@@ -392,25 +393,16 @@ class NodePlanner(DirectPlanner):
                 asks = parts[members[0]]
                 _, pieces = self._relay_pieces(asks.regions, asks.cell)
                 if len(pieces):
-                    outgoing.append(messages.Batch(messages.Store.RELAY, members, pieces))
+                    outgoing.append(Batch(Store.RELAY, members, pieces))
         own = self._part(self._cells.shared, self.rank, index)
-        incoming: list[messages.Batch] = []
+        incoming: list[Batch] = []
         for server in ranks:
             owners = self.nodes.owners_relayed_by(server)
             if server != self.rank:
                 incoming += self.slices_from(own, owners, np.full(len(owners), server))
-        local: tuple[tuple[messages.Batch, messages.Batch], ...] = ()
         _, relayed = self._relay_pieces(own.regions, own.cell)
-        if len(relayed):
-            blocks = self.table.mutual_blocks(own.regions, self._relay.owners)
-            slices = slice_pieces(own, blocks, self.table)
-            local = (
-                (
-                    messages.Batch(messages.Store.RELAY, (), relayed),
-                    messages.Batch(messages.Store.SLICE, (), slices),
-                ),
-            )
-        return messages.Hop(tuple(outgoing), tuple(incoming), local)
+        local = self.kept_here(Store.RELAY, relayed, own, self._relay.owners)
+        return Hop(tuple(outgoing), tuple(incoming), local)
 
 
 _NOTHING = Requests.of([])
@@ -570,13 +562,13 @@ PLAN_VERSION = 2
 
 def plan_link(
     params: Sequence[ParamSpec],
-    rank_buckets: Sequence[messages.RankBuckets],
+    rank_buckets: Sequence[RankBuckets],
     rank: int,
     *,
     gradients: bool = False,
     ranks_per_node: int | None = None,
     independent_rounds: bool = False,
-) -> messages.LinkPlan:
+) -> LinkPlan:
     """The part of `rank` in pulling every rank's buckets; with `gradients`, in pushing their
     gradients.
 
@@ -596,7 +588,7 @@ def plan_link(
         # One node has no boundary to spare: its plan has the digest of direct routes.
         ranks_per_node = None
         planner = DirectPlanner(params, asked, rank)
-    return messages.LinkPlan(
+    return LinkPlan(
         rank=rank,
         num_ranks=asked.num_ranks,
         ranks_per_node=ranks_per_node,

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from engines import gather_gradients, start_hydra
 from models import VOCAB_SIZE, tiny
-from single_process import num_label_tokens, random_examples, token_mean_gradients
+from single_process import load_of, random_examples, token_mean_gradients
 from test_engine_parity import LENGTHS, hand_plan, relative_errors
 
 from ds_hydra.engine import HydraEngine, propagation
@@ -111,7 +111,6 @@ def parity(case: str, strategies: Sequence[str] = ()) -> dict[str, Any]:
     examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
     wanted_loss, wanted = token_mean_gradients(copy.deepcopy(model), examples)
     engine = start(family, **dict.fromkeys(options, True))
-    tensors = [(e["input_ids"], e["labels"]) for e in examples]
     results: dict[str, Any] = {}
     for text in strategies or STRATEGIES[dist.get_world_size()]:
         strategy = Strategy.parse(text)
@@ -123,10 +122,10 @@ def parity(case: str, strategies: Sequence[str] = ()) -> dict[str, Any]:
         except HydraError as error:
             results[text] = str(error)
             continue
-        plan = hand_plan(strategy, LENGTHS, num_label_tokens(examples), empty_pipeline=False)
+        plan = hand_plan(strategy, examples)
         grads_P = engine._zero_gradient_shards()
         with observed() as found:
-            outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+            outcome = engine.hydra.propagator.train(plan, load_of(examples), grads_P, 1.0)
         outcomes = engine.hydra.gather_outcomes(outcome).ranks
         loss = sum(o.loss_sum for o in outcomes) / plan.num_label_tokens
         got = [g.cpu() for g in gather_gradients(engine, grads_P)]
@@ -192,11 +191,10 @@ def waits_of_phases() -> list[list[dict[str, Any]]]:
     for text in (*texts, *(text.replace(">", ";gather>") for text in texts)):
         strategy = Strategy.parse(text)
         engine.hydra.propagator.prepare(strategy.in_turn)
-        plan = hand_plan(strategy, LENGTHS, num_label_tokens(examples), empty_pipeline=False)
-        tensors = [(e["input_ids"], e["labels"]) for e in examples]
+        plan = hand_plan(strategy, examples)
         grads_P = engine._zero_gradient_shards()
         with observed() as found:
-            engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+            engine.hydra.propagator.train(plan, load_of(examples), grads_P, 1.0)
         seen.append(found)
     return [seen[:2], seen[2:]]
 

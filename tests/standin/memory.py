@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from engines import start_hydra
 from models import tiny
-from single_process import random_examples
+from single_process import load_of, random_examples
 from torch import Tensor
 
 from ds_hydra.engine.model import attention
@@ -186,13 +186,12 @@ def vocabulary(size: str) -> dict[str, dict[str, float]]:
             engine.hydra.propagator.prepare([strategy])
             plan = _full_pipelines(strategy, PROFILED_TOKENS)
             examples = random_examples(plan.lengths, vocab_size, seed=1)
-            tensors = [(e["input_ids"], e["labels"]) for e in examples]
             if text == VOCABULARIES[0]:  # moments are allocated in the first step
                 engine.train_batch(examples, strategy=text)
             grads_P = engine._zero_gradient_shards()
             gc.collect()
             accelerator.reset_peak_memory_stats()
-            propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+            propagator.train(plan, load_of(examples), grads_P, 1.0)
             document = nominal_profile(stage_model, [strategy.schemes[0]])
             memory = Profile.from_json({**document, "memory": model["memory"]}).memory
             # Of a micro-batch that is one chunk, a token's activations have its logits already
@@ -223,13 +222,12 @@ def peaks(family: str) -> dict[str, dict[str, float]]:
             engine.hydra.propagator.prepare([strategy])
             plan = _full_pipelines(strategy)
             examples = random_examples(plan.lengths, 512, seed=1)
-            tensors = [(e["input_ids"], e["labels"]) for e in examples]
             if text == STRATEGIES[0]:  # moments are allocated in the first step
                 engine.train_batch(examples, strategy=text)
             grads_P = engine._zero_gradient_shards()
             gc.collect()
             accelerator.reset_peak_memory_stats()
-            propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+            propagator.train(plan, load_of(examples), grads_P, 1.0)
             in_passes = propagator.max_over_ranks(accelerator.max_memory_allocated())
             accelerator.reset_peak_memory_stats()
             engine._gradients.deposit()

@@ -32,14 +32,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import LinkConfig
-from ds_hydra.engine.ranks.agreement import gather_ragged, gather_rows, raise_together, run_together
+from ds_hydra.engine.ranks.agreement import gather_ragged, gather_rows, run_together
 from ds_hydra.engine.ranks.memory import available_bytes
 from ds_hydra.errors import HydraConfigError
 
 logger = logging.getLogger(__name__)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_NAME_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +65,13 @@ class Hosts:
 
 def find_hosts(device: torch.device) -> Hosts:
     """The hosts of all ranks. Collective over all ranks."""
-    name = socket.gethostname().encode()[:_NAME_BYTES]
-    words = (_host_digest(), *struct.unpack(f"{_NAME_BYTES // 8}q", name.ljust(_NAME_BYTES, b"\0")))
-    rows = gather_rows(torch.tensor(words, dtype=torch.int64, device=device)).tolist()
-    # Reversed, so that of a host's ranks the first one's name stays.
-    first = {digest: letters for digest, *letters in reversed(rows)}
-    number = {digest: index for index, digest in enumerate(dict.fromkeys(row[0] for row in rows))}
-    names = [struct.pack(f"{_NAME_BYTES // 8}q", *first[digest]) for digest in number]
-    return Hosts(
-        tuple(name.rstrip(b"\0").decode(errors="replace") for name in names),
-        tuple(number[row[0]] for row in rows),
-    )
+    name = torch.tensor(list(socket.gethostname().encode()))
+    rows = gather_ragged([torch.tensor([_host_digest()]), name], torch.int64, device)
+    digests = [int(digest) for digest, _ in rows]
+    first_ranks = [digests.index(digest) for digest in dict.fromkeys(digests)]
+    names = [bytes(rows[rank][1].tolist()).decode(errors="replace") for rank in first_ranks]
+    number = {digests[rank]: index for index, rank in enumerate(first_ranks)}
+    return Hosts(tuple(names), tuple(number[digest] for digest in digests))
 
 
 def _host_digest() -> int:
@@ -173,24 +168,17 @@ class SharedMemory:
     """
 
     def __init__(self, ranks: tuple[int, ...], nbytes: int, purpose: str, device: torch.device):
-        rank, first = dist.get_rank(), ranks[0]
-        self._file = -1
-        error: Exception | None = None
-        try:
-            if rank == first:
-                self._file = _create(nbytes, purpose)
-        except HydraConfigError as caught:
-            error = caught
-        raise_together(error, device)
+        is_first = dist.get_rank() == ranks[0]
+        self._file = run_together(lambda: _create(nbytes, purpose) if is_first else -1, device)
         mine = torch.tensor(_identify(self._file), dtype=torch.int64, device=device)
-        process, number, *identity = gather_rows(mine)[first].tolist()
-        try:
-            if rank != first:
-                self._file = _open(process, number, identity, purpose, first)
-            self.bytes = _map(self._file, nbytes, purpose)
-        except HydraConfigError as caught:
-            error = caught
-        raise_together(error, device)
+        of_first = gather_rows(mine)[ranks[0]].tolist()
+
+        def open_and_map() -> Tensor:
+            if not is_first:
+                self._file = _open(*of_first, purpose=purpose, owner=ranks[0])
+            return _map(self._file, nbytes, purpose)
+
+        self.bytes = run_together(open_and_map, device)
 
     @contextlib.contextmanager
     def locked(self, begin: int, nbytes: int) -> Iterator[None]:
@@ -238,7 +226,7 @@ def _identify(file: int) -> list[int]:
     return [os.getpid(), file, found.st_dev, found.st_ino]
 
 
-def _open(process: int, number: int, identity: list[int], purpose: str, owner: int) -> int:
+def _open(process: int, number: int, *identity: int, purpose: str, owner: int) -> int:
     path = Path(f"/proc/{process}/fd/{number}")
     advice = "start all ranks of a host as one user in one container"
     try:
@@ -247,7 +235,7 @@ def _open(process: int, number: int, identity: list[int], purpose: str, owner: i
         raise HydraConfigError(
             f"{purpose}: the memory of rank {owner} on the same host cannot be opened ({error}); {advice}"
         ) from error
-    if _identify(file)[2:] != identity:
+    if tuple(_identify(file)[2:]) != identity:
         os.close(file)
         raise HydraConfigError(f"{purpose}: {path} is not the memory of rank {owner}; {advice}")
     return file

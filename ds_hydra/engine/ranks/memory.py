@@ -78,12 +78,17 @@ def process_bytes(field: str) -> int:
     """A line of Linux' /proc/self/status, such as "VmRSS" or "VmHWM" (its peak), in bytes; 0
     elsewhere.
     """
+    return _read_kib("self/status", field) or 0
+
+
+def _read_kib(file: str, field: str) -> int | None:
+    """The line of `field` in a file of /proc, in bytes; None where there is none."""
     try:
-        text = Path("/proc/self/status").read_text()
+        lines = Path("/proc", file).read_text().splitlines()
     except OSError:
-        return 0
-    found = [line.split()[1] for line in text.splitlines() if line.startswith(f"{field}:")]
-    return int(found[0]) * 1024 if found else 0
+        return None
+    found = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
+    return int(found[0]) * 1024 if found else None
 
 
 def forget_peak() -> None:
@@ -107,26 +112,13 @@ def available_bytes() -> float:
     """Memory that this host, or the control group of this process, has left; infinite where neither
     says.
     """
-    found = [free for free in (_free_of_host(), _free_of_group()) if free is not None]
-    return min(found, default=float("inf"))
-
-
-def _free_of_host() -> float | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    free = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return float(free[0]) * 1024 if free else None
-
-
-def _free_of_group() -> float | None:
+    of_host = _read_kib("meminfo", "MemAvailable")
+    found = [] if of_host is None else [float(of_host)]
     group = Path("/sys/fs/cgroup")
-    try:
+    with contextlib.suppress(OSError, ValueError):  # no limit reads "max"
         limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
-        return float(limit) - float(used)
-    except (OSError, ValueError):  # no limit reads "max"
-        return None
+        found.append(float(limit) - float(used))
+    return min(found, default=float("inf"))
 
 
 _SHARE = 0.9

@@ -47,6 +47,7 @@ from ds_hydra.engine.ranks.hosts import ALLOCATORS, PeerMemory, SharedMemory
 from ds_hydra.engine.ranks.process import find_overlap_problem
 from ds_hydra.engine.transfer.exact_sums import Adder, digit_width, value_of
 from ds_hydra.engine.transfer.link_thread import Cancelled, DeviceClock, LinkThread
+from ds_hydra.engine.transfer.schedule import is_in_one_piece
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.profiles.memory_model import STREAM_WINDOW
 from ds_hydra.zero_link import ParamSpec, Region
@@ -109,7 +110,7 @@ class Home(ABC):
     """
 
     has_views: bool
-    """Whether `read` gives what is in one piece."""
+    """Whether what is in one piece can be `read`."""
 
     def __init__(
         self,
@@ -154,10 +155,9 @@ class Home(ABC):
         if sums:
             torch._foreach_zero_(sums)
 
-    def read(self, param: int, region: Region) -> Tensor | None:
-        """The weights in `region`, flat, where they are; None where they are not in one piece."""
-        del param, region
-        return None
+    def read(self, param: int, region: Region) -> Tensor:
+        """The weights in `region`, flat and where they are, of a home that `has_views`."""
+        raise NotImplementedError
 
     def copy(self, param: int, region: Region, into: Tensor) -> None:
         """Copy the weights in `region` into the flat tensor `into`."""
@@ -213,9 +213,9 @@ class Home(ABC):
                 grads_P[param][offset : offset + value.numel()].copy_(value.flatten())
 
     @property
-    @abstractmethod
     def address(self) -> int:
         """Where its memory, or this rank's part of it, begins."""
+        return self._own[0].weights.untyped_storage().data_ptr()
 
     @abstractmethod
     def close(self) -> None:
@@ -281,18 +281,11 @@ class SharedMemoryHome(Home):
         numel = _piece_numel(specs, _LOCKED_NUMEL)
         super().__init__(specs, parts, numel, LinkThread(device, overlap=False))
 
-    def read(self, param: int, region: Region) -> Tensor | None:
-        """The weights in `region`, flat, where they are; None where they are not in one piece."""
-        num_cols = self._specs[param].num_cols
-        if region.num_cols != num_cols and region.num_rows > 1:
-            return None
-        begin = region.row * num_cols + region.col
+    def read(self, param: int, region: Region) -> Tensor:
+        """The weights in `region`, flat, where they are in one piece."""
+        assert is_in_one_piece(self._specs[param], region), self._specs[param].fqn
+        begin = region.row * self._specs[param].num_cols + region.col
         return self._weights[param][begin : begin + region.numel]
-
-    @property
-    def address(self) -> int:
-        """Where its memory begins."""
-        return self._memory.bytes.untyped_storage().data_ptr()
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -450,11 +443,6 @@ class PeerHome(Home):
             self._serving = None
             if self._inbox.served is not None:
                 self._clock.wait_for(self._inbox.served)
-
-    @property
-    def address(self) -> int:
-        """Where this rank's part begins."""
-        return self._memory.parts[self._rank].untyped_storage().data_ptr()
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -18,6 +18,8 @@ from deepspeed.accelerator import get_accelerator
 from ds_hydra.engine.telemetry.trace import Recorder
 from ds_hydra.errors import RankLostError
 from ds_hydra.records.timeline import EventKind
+
+Result = TypeVar("Result")
 
 
 class DeviceClock:
@@ -139,16 +141,16 @@ class LinkThread:
     def __init__(self, device: torch.device, *, overlap: bool):
         self.overlap = overlap
         self.device = device
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = (
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = (
             queue.SimpleQueue()
         )
         self._thread: threading.Thread | None = None
         self._is_stuck = False
 
-    def submit(self, job: Callable[[], None]) -> Future[None]:
-        """The job's future; it holds what the job raised. Raises RankLostError after `give_up`."""
+    def submit(self, job: Callable[[], Result]) -> Future[Result]:
+        """The job's future. Raises RankLostError after `give_up`."""
         self.check_usable()
-        future: Future[None] = Future()
+        future: Future[Result] = Future()
         if not self.overlap:
             _run(job, future)
             return future
@@ -190,14 +192,12 @@ class LinkThread:
                 del entry  # nothing of the iteration stays alive while waiting
 
 
-def _run(job: Callable[[], None], future: Future[None]) -> None:
+def _run(job: Callable[[], Result], future: Future[Result]) -> None:
     try:
-        job()
+        future.set_result(job())
     # Whatever it is: who waits for the future would wait for ever.
     except BaseException as error:
         future.set_exception(error)
-    else:
-        future.set_result(None)
 
 
 class Cancelled(Exception):

@@ -129,12 +129,22 @@ class RoundWindow:
 
 
 class Carrier(ABC):
-    """What moves the bytes of transfers: between shards and slices, or a home and slices."""
+    """What moves the bytes of transfers between this rank's shards, directly or by way of a home,
+    and the slices of `weights`. Without `grads_P` nobody wants sums of gradients.
+    """
+
+    def __init__(
+        self,
+        shards_P: Sequence[Tensor],
+        grads_P: Sequence[Tensor] | None,
+        weights: StageWeights,
+    ):
+        self._shards_P, self._grads_P, self._weights = shards_P, grads_P, weights
 
     @property
-    @abstractmethod
     def has_sums(self) -> bool:
         """Whether this iteration's gradients go to the shards."""
+        return self._grads_P is not None
 
     def open(self) -> bool:
         """Get ready, in the computing thread; whether weights moved. Collective over all ranks."""
@@ -156,7 +166,7 @@ class Carrier(ABC):
 
 
 class LinkCarrier(Carrier):
-    """Rounds of the pull, and of the push where `grads_P` is given."""
+    """Rounds of a pull, and of a push."""
 
     def __init__(
         self,
@@ -166,18 +176,12 @@ class LinkCarrier(Carrier):
         grads_P: Sequence[Tensor] | None,
         weights: StageWeights,
     ):
+        super().__init__(shards_P, grads_P, weights)
         self._pull_link, self.pull_plan = pull
         self._push_link, self._push_plan = push
-        self._shards_P, self._grads_P = shards_P, grads_P
-        self._weights = weights
 
     def _begin_pull(self, transfer: Transfer, slices_S: Sequence[Tensor]) -> RoundUnderWay:
         return self._pull_link.begin_pull(self.pull_plan, transfer.bucket, self._shards_P, slices_S)
-
-    @property
-    def has_sums(self) -> bool:
-        """Whether something is pushed."""
-        return self._grads_P is not None
 
     def begin(self, transfer: Transfer) -> RoundUnderWay:
         """Post a round; this rank takes part with nothing where it does not have the bucket."""
@@ -217,16 +221,11 @@ class HomeCarrier(Carrier):
         num_addends: int,
         training: bool,
     ):
-        """`num_addends` bounds the addends of an element. Without `grads_P` nobody wants sums."""
+        """`num_addends` bounds the addends of an element."""
+        super().__init__(shards_P, grads_P, weights)
         assert weights.streamed is not None
-        self._home, self._streamed, self._weights = home, weights.streamed, weights
-        self._shards_P, self._grads_P = shards_P, grads_P
+        self._home, self._streamed = home, weights.streamed
         self._num_addends, self._training = num_addends, training
-
-    @property
-    def has_sums(self) -> bool:
-        """Whether this rank takes the sums of its shards."""
-        return self._grads_P is not None
 
     def open(self) -> bool:
         """Put this rank's shards into the home."""
@@ -291,7 +290,7 @@ class TransferSession:
         self._over = BucketEvents(len(schedule.transfers), clock)
         # The last transfer of those that a use needs: they end in order.
         self._needed: dict[int, int] = {}
-        # Of buckets that are brought once, for the whole iteration.
+        # Of buckets that are brought once, for the whole iteration, and not yet awaited.
         self._brought: dict[int, int] = {}
         self._num_at_once = 0
         for number, transfer in enumerate(schedule.transfers):
@@ -306,7 +305,6 @@ class TransferSession:
         self._use = -1
         self._next = 0
         self._has_failed = False
-        self._awaited: set[int] = set()
         self._running: Future[None] | None = None
         self._waits, self._rests = Spans(clock), Spans(clock)
         self._work = {is_bringing: Spans(clock) for is_bringing in (True, False)}
@@ -393,11 +391,11 @@ class TransferSession:
         """
         if bucket in self._in_window:
             self.enter(bucket)
-        elif bucket in self._brought and bucket not in self._awaited:
+        elif bucket in self._brought:
             number = self._brought[bucket]
             self._post_ahead_of(number)
             self._wait_for(number)
-            self._awaited.add(bucket)
+            del self._brought[bucket]
 
     def await_all(self) -> None:
         """Wait until all that is brought without waiting for an event is there. Raises what the

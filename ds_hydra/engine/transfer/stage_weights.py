@@ -202,23 +202,16 @@ class StreamedWeights:
       Buckets that do not stream keep their gradients, and add them once, at the end.
     """
 
-    def __init__(
-        self,
-        home: Home,
-        specs: Sequence[ParamSpec],
-        buckets: RankBuckets,
-        streams: StageStreams,
-    ):
+    def __init__(self, home: Home, buckets: RankBuckets, streams: StageStreams):
         self.buckets, self.streams = buckets, streams
         self.copied = only_copied(buckets, streams.copied)
         self._home = home
         self._entries = {entry.param: entry for bucket in buckets for entry in bucket}
-        self.views: dict[int, Tensor] = {}
-        for entry in self._entries.values():
-            if entry.param not in streams.copied and entry.region.numel:
-                view = home.read(entry.param, entry.region)
-                assert view is not None, specs[entry.param].fqn
-                self.views[entry.param] = view
+        self.views = {
+            param: home.read(param, entry.region)
+            for param, entry in self._entries.items()
+            if param not in streams.copied and entry.region.numel
+        }
 
     def add(self, param: int, grad: Tensor) -> None:
         """Add the gradient of a slice, unless another rank of the TP group adds the same."""
@@ -286,13 +279,14 @@ class StageWeights:
     - Gradients are fp32 and add up over micro-batches. They are complete after `on_gradient` or
       `zero_missing`. `on_gradient(bucket)`, if set, is called in backward when all gradients of a
       bucket have been accumulated in the micro-batch that `expect_last_backward` announces.
-    - Buckets in `slot_of` take turns in the memory of their slot: `prepare` once a bucket is
-      brought, until another bucket takes the slot. Autograd may save slices of a slot. Saved views
-      are valid in backward because the bucket is brought again before.
-    - With `gathers`, gradients of these buckets take turns as well. They are those of one
-      micro-batch, in `dtype`; `expect_next` once they are pushed.
+    - Buckets in `slot_of` are gathered. They take turns in the memory of their slot: `prepare` once
+      a bucket is brought, until another bucket takes the slot. Autograd may save slices of a slot.
+      Saved views are valid in backward because the bucket is brought again before. Gradients take
+      turns as well. They are those of one micro-batch, in `dtype`; `expect_next` once they are
+      pushed.
     - With `streamed` weights, slices in one piece are views of the home and only the others have
-      memory here. Gradients of what streams are added to the home after every micro-batch.
+      memory here, those of layers in the window in slots. Gradients of what streams are added to
+      the home after every micro-batch.
     - An iteration that needs the same begins with `begin_again`: to make all of this anew takes the
       host 0.14 ms a parameter.
     """
@@ -307,7 +301,6 @@ class StageWeights:
         training: bool = True,
         slot_of: Mapping[int, int] | None = None,
         streamed: StreamedWeights | None = None,
-        gathers: bool = False,
     ):
         self.streamed = streamed
         self.leaves: dict[int, nn.Parameter] = {}
@@ -317,10 +310,11 @@ class StageWeights:
         self._states = [_BucketState() for _ in buckets]
         self._nodes: list[tuple[torch.autograd.graph.Node, _Gradient]] = []
         self._hooks: list[Any] = []
-        slot_of = slot_of or {}
-        owned = buckets if streamed is None else streamed.copied
-        self._gathered = frozenset(slot_of) if gathers else frozenset()
-        self._streams = streamed is not None and streamed.streams.is_streamed
+        slot_of, owned = slot_of or {}, buckets
+        self._gathered, self._streams = frozenset(slot_of), False
+        if streamed is not None:
+            slot_of, owned = streamed.streams.window.slot_of, streamed.copied
+            self._streams = streamed.streams.is_streamed
         numbers = range(len(buckets))
         of_slices = [("window", slot_of[r]) if r in slot_of else ("slices", r) for r in numbers]
         of_grads: list[BucketKey] = []
@@ -329,9 +323,9 @@ class StageWeights:
             # fp32 where micro-batches add up; what is pushed after each has nothing to add to.
             dtypes |= {"grads": torch.float32, "gathered": dtype}
             if not self._streams:
-                shared = self._gathered
                 of_grads = [
-                    ("gathered", slot_of[r]) if r in shared else ("grads", r) for r in numbers
+                    ("gathered", slot_of[r]) if r in self._gathered else ("grads", r)
+                    for r in numbers
                 ]
         numels: dict[BucketKey, int] = {}
         for key, bucket in zip(of_slices, owned, strict=True):
