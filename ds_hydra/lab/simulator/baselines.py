@@ -43,7 +43,7 @@ DEALS = {"": pack_fixed_length, ", spread": pack_evenly}
 
 def fixed_length(
     scenario: Scenario,
-    strategies: Sequence[Strategy] = (),
+    strategies: Sequence[Strategy] | None = None,
     *,
     tunes_micro_batches: bool = False,
     name: str,
@@ -51,13 +51,12 @@ def fixed_length(
     """Megatron-LM: one homogeneous strategy, first-fit-decreasing micro-batches of the context,
     dealt out in turn, or as `pack_evenly` does where that is faster.
 
-    `strategies`: the choices, all that fit the context if none is given, for a mixture of experts
-    those of `with_expert_parallelism`, too. `tunes_micro_batches`:
-    micro-batches may also be as long as memory allows, or half way there; Megatron-LM itself has
-    one sequence length. None where nothing fits the context.
+    `strategies`: the choices, those of `with_expert_parallelism` if not given.
+    `tunes_micro_batches`: micro-batches may also be as long as memory allows, or half way there;
+    Megatron-LM itself has one sequence length. None without choices.
     """
     results = []
-    if not strategies:
+    if strategies is None:
         scenario, strategies = with_expert_parallelism(scenario)
     for strategy in strategies:
         longest = scenario.max_len_tokens(strategy.schemes[0])
@@ -81,7 +80,7 @@ def fixed_length(
                 ]
                 text = f"{strategy}, micro-batches of {micro_batch_tokens}{dealt}"
                 results.append(summarize(name, text, outcomes))
-    return best_of(results) if results else None
+    return best_of(results)
 
 
 def with_expert_parallelism(scenario: Scenario) -> tuple[Scenario, tuple[Strategy, ...]]:
@@ -108,9 +107,9 @@ def with_expert_parallelism(scenario: Scenario) -> tuple[Scenario, tuple[Strateg
     return wider, tuple(Strategy.alike(s, wider.num_devices) for s in fitting)
 
 
-def balanced(scenario: Scenario, *, name: str) -> SystemResult:
+def balanced(scenario: Scenario, *, name: str) -> SystemResult | None:
     """One homogeneous strategy, Karmarkar-Karp over replicas and micro-batches, by tokens or by
-    time, what is better.
+    time, what is better. None where no strategy fits the context.
     """
     results = []
     for strategy in scenario.statics():
@@ -130,7 +129,7 @@ def balanced(scenario: Scenario, *, name: str) -> SystemResult:
     return best_of(results)
 
 
-def hotspa(scenario: Scenario, *, name: str) -> SystemResult:
+def hotspa(scenario: Scenario, *, name: str) -> SystemResult | None:
     """Several homogeneous strategies after another in every iteration, each for its interval of
     lengths.
 
@@ -138,8 +137,10 @@ def hotspa(scenario: Scenario, *, name: str) -> SystemResult:
     micro-batches are as long as memory allows, at most the context, dealt as Megatron-LM's. A
     switch costs the parameters of the new strategy and the gradients of the old one: bytes only,
     where the paper measured nearly 2 s for 7B. With one strategy nothing is switched, and pull and
-    push overlap as Megatron-LM's do.
+    push overlap as Megatron-LM's do. None where no strategy fits the context.
     """
+    if not scenario.statics():
+        return None
     bounds = [b for b in HOTSPA_BOUNDARIES_TOKENS if b < scenario.context_length]
     phases: dict[tuple[int, int], SystemResult] = {}
     results = []
@@ -170,7 +171,9 @@ def _hotspa_phase(scenario: Scenario, above: int, up_to: int, *, overlap: bool) 
                 )
                 outcomes.append(found if lengths.size else NO_WORK)
             choices.append(summarize("", str(strategy), outcomes))
-    return best_of(choices)
+    best = best_of(choices)
+    assert best is not None  # What fits the context fits shorter ones
+    return best
 
 
 def _in_sequence(name: str, parts: Sequence[SystemResult], scenario: Scenario) -> SystemResult:
@@ -222,7 +225,7 @@ def two_stage(
             outcomes = [scenario.planned_outcome(strategy, number) for number in range(count)]
         if len(outcomes) == count:
             results.append(summarize(name, str(strategy), outcomes))
-    return best_of(results) if results else None
+    return best_of(results)
 
 
 def heterogeneous_static(

@@ -16,7 +16,6 @@ from ds_hydra.lab.simulator.results import Comparison, Planned
 from ds_hydra.lab.simulator.scenario import Scenario, SystemResult, bound_of
 from ds_hydra.lab.simulator.systems import (
     DS_HYDRA,
-    FULL_STATIC,
     GRADIENTS_32_BIT,
     LABELS,
     OUR_SYSTEMS,
@@ -24,7 +23,6 @@ from ds_hydra.lab.simulator.systems import (
     PLAIN,
     STATIC,
     SYSTEMS,
-    RivalInputs,
     Settings,
 )
 from ds_hydra.sampler.candidate_set import decide_candidates
@@ -95,21 +93,18 @@ def compare(
         # Where the profile has the engine's memory already, PAPER would be PLAIN again
         if name in settings.systems and (name == PLAIN or each.profile is not own.profile):
             jobs[name] = partial(_run_plain, name, workload, each, settings, given.get(name))
-    alone = RivalInputs(
-        scenario=scenario,
-        ours=scenario,
-        plain_candidates=(),
-        candidates=(),
-        megatron_strategy=workload.given,
-    )
     others = [name for name in settings.systems if name not in OUR_SYSTEMS]
-    jobs |= {name: partial(_run_other, alone, name) for name in others if name not in STATIC}
+    chosen: dict[str, tuple[Scenario, Sequence[Strategy]]] = {
+        "given": (scenario, [workload.given] if workload.given else []),
+        "two_stage": (scenario, scenario.statics()),
+    }
+    jobs |= {n: _job_of(n, *chosen.get(n, (scenario,))) for n in others if n not in STATIC}
     found = _run_all(jobs, progress, run_each)
     planned = {n: found[n] for n in OUR_SYSTEMS if found.get(n) is not None}
     jobs = {}
     if any(name in STATIC for name in others):
-        inputs = _rival_inputs(workload, scenario, planned, settings, known)
-        jobs = {name: partial(_run_other, inputs, name) for name in others if name in STATIC}
+        chosen = _static_choices(workload, scenario, planned, known)
+        jobs = {name: _job_of(name, *chosen[name]) for name in others if name in STATIC}
     found |= _run_all(jobs, progress, run_each)
     found |= {name: each.result for name, each in planned.items()}
     results = [found.get(name) for name in settings.systems]
@@ -140,8 +135,9 @@ def _call(job: Callable[[], Any]) -> Any:
     return job()
 
 
-def _run_other(inputs: RivalInputs, name: str) -> SystemResult | None:
-    return SYSTEMS[name].run(inputs, name)
+def _job_of(name: str, *arguments: Any) -> Callable[[], SystemResult | None]:
+    """One of `SYSTEMS`, which a process can be sent."""
+    return partial(SYSTEMS[name].run, *arguments, name=name)
 
 
 def _fits_extended(workload: Workload, own: Scenario) -> bool:
@@ -205,37 +201,26 @@ def _run_plain(
     return _run_strategies(name, scenario, strategies, schemes)
 
 
-def _rival_inputs(
+def _static_choices(
     workload: Workload,
     scenario: Scenario,
     planned: dict[str, Planned],
-    settings: Settings,
     known: Comparison | None,
-) -> RivalInputs:
-    """What the other systems may use."""
+) -> dict[str, tuple[Scenario, Sequence[Strategy]]]:
+    """Where the systems of `STATIC` run, and what they choose among: the candidates of ds_hydra,
+    and all that the program of Eq. (4) finds.
+    """
     ours = planned[DS_HYDRA]
     if known is not None:
-        static, full_static = known.get("static"), known.get(FULL_STATIC)
-        return RivalInputs(
-            scenario=scenario,
-            ours=scenario.knowing(ours.profile),
-            plain_candidates=(Strategy.parse(static.strategy),) if static else (),
-            candidates=(Strategy.parse(full_static.strategy),) if full_static else (),
-            megatron_strategy=workload.given,
-        )
-    needs_proposed = set(STATIC) & set(settings.systems) and scenario.statics()
-    proposed = _proposed_strategies(workload) if needs_proposed else ()
-    plain = [planned[name].strategies for name in (PLAIN, PAPER) if name in planned]
-    strategies = [s for found in plain for s in found] + list(proposed)
-    if not strategies:
-        strategies = list(workload.strategies)
-    return RivalInputs(
-        scenario=scenario,
-        ours=scenario.knowing(ours.profile),
-        plain_candidates=tuple(dict.fromkeys(strategies)),
-        candidates=(*ours.strategies, *proposed),
-        megatron_strategy=workload.given,
-    )
+        best = (known.get(name) for name in STATIC)
+        plain, of_all = ([Strategy.parse(b.strategy)] if b else [] for b in best)
+    else:
+        proposed = _proposed_strategies(workload) if scenario.statics() else ()
+        found = [s for name in (PLAIN, PAPER) if name in planned for s in planned[name].strategies]
+        plain = [*dict.fromkeys((*found, *proposed))] or [*workload.strategies]
+        of_all = [*ours.strategies, *proposed]
+    full = scenario.knowing(ours.profile)
+    return dict(zip(STATIC, ((scenario, plain), (full, of_all)), strict=True))
 
 
 def _run_strategies(

@@ -158,7 +158,7 @@ def dynamic_cp(scenario: Scenario, *, name: str) -> SystemResult | None:
         found = _dynamic_cp(scenario, scheme, name)
         if found is not None:
             results.append(found)
-    return best_of(results) if results else None
+    return best_of(results)
 
 
 def _dynamic_cp(scenario: Scenario, scheme: Scheme, name: str) -> SystemResult | None:

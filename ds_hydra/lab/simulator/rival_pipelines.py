@@ -114,7 +114,7 @@ def wlb(scenario: Scenario, *, delays: bool, name: str) -> SystemResult | None:
             outcomes = [run_balanced(pipelines, own) if own.size else NO_WORK for own in lengths]
             held = f", above {scenario.context_length // share} held back" if share else ""
             results.append(summarize(name, f"{pipelines}{held}", outcomes))
-    return best_of(results) if results else None
+    return best_of(results)
 
 
 def run_balanced(pipelines: ContextParallel, lengths: IntArray) -> Outcome:
@@ -175,7 +175,7 @@ def chunked(scenario: Scenario, *, name: str) -> SystemResult | None:
                 outcomes = [_run(scenario, strategy, own, chunk, kept) for own in scenario.lengths]
                 results.append(summarize(name, f"{strategy}, chunks of {chunk}", outcomes))
             chunk //= 2
-    return best_of(results) if results else None
+    return best_of(results)
 
 
 def kept_chunks(scenario: Scenario, scheme: Scheme, chunk: int) -> int:

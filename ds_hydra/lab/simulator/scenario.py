@@ -294,9 +294,9 @@ def summarize(name: str, strategy: str, outcomes: Sequence[Outcome]) -> SystemRe
     return SystemResult(name=name, strategy=strategy, **columns)
 
 
-def best_of(results: Iterable[SystemResult]) -> SystemResult:
-    """The fastest of several choices, by whole iterations."""
-    return min(results, key=lambda result: float(result.iteration_ms.mean()))
+def best_of(results: Iterable[SystemResult]) -> SystemResult | None:
+    """The fastest of several choices, by whole iterations; None without any."""
+    return min(results, key=lambda result: float(result.iteration_ms.mean()), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

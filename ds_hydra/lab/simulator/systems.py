@@ -1,10 +1,11 @@
-"""The systems of a comparison: what they are called, what each may use, and how it is run."""
+"""The systems of a comparison: what they are called, and how each is run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from typing import Literal, NamedTuple
 
 from ds_hydra.errors import HydraConfigError
@@ -20,26 +21,6 @@ from ds_hydra.lab.simulator.mixed_groups import dynamic_cp, fcp, flexsp
 from ds_hydra.lab.simulator.rival_pipelines import chunked, wlb
 from ds_hydra.lab.simulator.scenario import Noise, Scenario, SystemResult
 from ds_hydra.lab.simulator.ulysses import balanced_ulysses, deepspeed_ulysses, odc, packed_zero3
-from ds_hydra.strategy.schemes.scheme import Strategy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RivalInputs:
-    """What systems other than ds_hydra may use."""
-
-    scenario: Scenario
-    """Schemes <TP,PP>, and the memory of the profile as it is published."""
-    ours: Scenario
-    """Schemes and memory of ds_hydra."""
-    plain_candidates: Sequence[Strategy]
-    """Candidates of ds_hydra of <TP,PP>, and all that the program of Eq. (4) finds."""
-    candidates: Sequence[Strategy]
-    """Candidates of ds_hydra, and all that the program finds."""
-    megatron_strategy: Strategy | None
-    """Homogeneous, which Megatron-LM is simulated with besides its best."""
-
-
-Run = Callable[[RivalInputs, str], SystemResult | None]
 
 DS_HYDRA, GRADIENTS_32_BIT, PLAIN, PAPER = "ds_hydra", "32_bit", "plain", "paper"
 OUR_SYSTEMS = {
@@ -55,68 +36,44 @@ STATIC = ("static", FULL_STATIC)
 """Systems that choose among ds_hydra's candidates."""
 
 
-def _given(inputs: RivalInputs, name: str) -> SystemResult | None:
-    given = inputs.megatron_strategy
-    return fixed_length(inputs.scenario, [given], name=name) if given else None
-
-
-def _alone(run: Callable[..., SystemResult | None], **options: bool) -> Run:
-    """A system that uses the mini-batches of the scenario and nothing else."""
-    return lambda inputs, name: run(inputs.scenario, name=name, **options)
-
-
-def _homogeneous(run: Callable[..., SystemResult | None], **options: bool) -> Run:
-    """The same of one with homogeneous strategies of <TP,PP>; None where none fits the context."""
-    return lambda inputs, name: (
-        run(inputs.scenario, name=name, **options) if inputs.scenario.statics() else None
-    )
-
-
 class System(NamedTuple):
-    """`label`: what users see."""
+    """`label`: what users see. `run` is given a scenario, where it does not tune itself the
+    strategies it may choose among, and the name of the result, which is None where nothing fits.
+    """
 
     label: str
-    run: Run
+    run: Callable[..., SystemResult | None]
 
 
 SYSTEMS = {
-    "given": System("Megatron-LM, given strategy", _given),
-    "megatron": System("Megatron-LM, tuned", _alone(fixed_length)),
+    "given": System("Megatron-LM, given strategy", fixed_length),
+    "megatron": System("Megatron-LM, tuned", fixed_length),
     "megatron_lengths": System(
-        "Megatron-LM, length tuned too", _alone(fixed_length, tunes_micro_batches=True)
+        "Megatron-LM, length tuned too", partial(fixed_length, tunes_micro_batches=True)
     ),
-    "zero3": System("ZeRO-3 / FSDP, packed", _alone(packed_zero3)),
+    "zero3": System("ZeRO-3 / FSDP, packed", packed_zero3),
     "deepspeed": System(
-        "DeepSpeed ZeRO-3 + Ulysses", _alone(deepspeed_ulysses, is_checkpointed=False)
+        "DeepSpeed ZeRO-3 + Ulysses", partial(deepspeed_ulysses, is_checkpointed=False)
     ),
     "deepspeed_ac": System(
-        "DeepSpeed ZeRO-3 + Ulysses + AC", _alone(deepspeed_ulysses, is_checkpointed=True)
+        "DeepSpeed ZeRO-3 + Ulysses + AC", partial(deepspeed_ulysses, is_checkpointed=True)
     ),
-    "deepspeed_balanced": System("DeepSpeed + Ulysses, by time", _alone(balanced_ulysses)),
+    "deepspeed_balanced": System("DeepSpeed + Ulysses, by time", balanced_ulysses),
     "deepspeed_degrees": System(
-        "DeepSpeed + Ulysses, degree too", _alone(balanced_ulysses, chooses_degree=True)
+        "DeepSpeed + Ulysses, degree too", partial(balanced_ulysses, chooses_degree=True)
     ),
-    "odc": System("ODC", _alone(odc)),
-    "flexsp": System("FlexSP", _alone(flexsp)),
-    "fcp": System("FCP", _alone(fcp)),
-    "dynamic_cp": System("Megatron-Core, dynamic CP", _alone(dynamic_cp)),
-    "wlb": System("WLB-LLM, no delay", _alone(wlb, delays=False)),
-    "wlb_delay": System("WLB-LLM, outliers delayed", _alone(wlb, delays=True)),
-    "chunks": System("InfiniPipe / ChunkFlow", _alone(chunked)),
-    "hotspa": System("HotSPa", _homogeneous(hotspa)),
-    "balanced": System("balanced DP (Karmarkar-Karp)", _homogeneous(balanced)),
-    "two_stage": System(
-        "homogeneous, two-stage",
-        _homogeneous(lambda own, name: two_stage(own, own.statics(), name=name)),
-    ),
-    "static": System(
-        "heterogeneous static",
-        lambda c, name: heterogeneous_static(c.scenario, c.plain_candidates, name=name),
-    ),
-    FULL_STATIC: System(
-        "heterogeneous static, full space",
-        lambda c, name: heterogeneous_static(c.ours, c.candidates, name=name),
-    ),
+    "odc": System("ODC", odc),
+    "flexsp": System("FlexSP", flexsp),
+    "fcp": System("FCP", fcp),
+    "dynamic_cp": System("Megatron-Core, dynamic CP", dynamic_cp),
+    "wlb": System("WLB-LLM, no delay", partial(wlb, delays=False)),
+    "wlb_delay": System("WLB-LLM, outliers delayed", partial(wlb, delays=True)),
+    "chunks": System("InfiniPipe / ChunkFlow", chunked),
+    "hotspa": System("HotSPa", hotspa),
+    "balanced": System("balanced DP (Karmarkar-Karp)", balanced),
+    "two_stage": System("homogeneous, two-stage", two_stage),
+    "static": System("heterogeneous static", heterogeneous_static),
+    FULL_STATIC: System("heterogeneous static, full space", heterogeneous_static),
 }
 """All that ds_hydra is compared with, in the order they are shown."""
 
