@@ -253,6 +253,11 @@ class StageModel:
                 uncut_because=self._uncut_because,
             )
             self.float8.check_scheme(scheme)
+        if scheme.hpz and self.float8.is_tensorwise:
+            raise HydraConfigError(
+                f"scheme {scheme}: hpz keeps weights on the node, and with hydra.float8 they travel in 8 bits, cast "
+                "anew for each pass; write ;gather in place of ;hpz, or remove hydra.float8"
+            )
         if scheme.sp > 1:
             scheme_support.check_sequence_parallel(scheme, self.config)
         if scheme.ep > 1:

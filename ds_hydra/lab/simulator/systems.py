@@ -18,7 +18,7 @@ from ds_hydra.lab.simulator.baselines import (
 from ds_hydra.lab.simulator.cases import Workload, draw_batches
 from ds_hydra.lab.simulator.mixed_groups import dynamic_cp, fcp, flexsp
 from ds_hydra.lab.simulator.rival_pipelines import chunked, wlb
-from ds_hydra.lab.simulator.scenario import Noise, Scenario, SystemResult
+from ds_hydra.lab.simulator.scenario import Noise, Scenario, SystemResult, best_of
 from ds_hydra.lab.simulator.ulysses import balanced_ulysses, deepspeed_ulysses, odc, packed_zero3
 from ds_hydra.strategy.schemes.scheme import Strategy
 
@@ -65,6 +65,21 @@ def _alone(run: Callable[..., SystemResult | None], **options: bool) -> Run:
     return lambda inputs, name: run(inputs.scenario, name=name, **options)
 
 
+def _on_zero3(run: Callable[..., SystemResult | None], **options: bool) -> Run:
+    """The same of one on ZeRO-3, on several nodes with hpZ of ZeRO++ where that is faster."""
+
+    def fastest(inputs: RivalInputs, name: str) -> SystemResult | None:
+        scenarios = [inputs.scenario]
+        cluster = inputs.scenario.cluster
+        if cluster is not None and cluster.num_devices > cluster.hardware.devices_per_node:
+            scenarios.append(replace(inputs.scenario, hpz=True))
+        found = (run(scenario, name=name, **options) for scenario in scenarios)
+        known = [result for result in found if result is not None]
+        return best_of(known) if known else None
+
+    return fastest
+
+
 def _homogeneous(run: Callable[..., SystemResult | None], **options: bool) -> Run:
     """The same of one with homogeneous strategies of <TP,PP>; None where none fits the context."""
     return lambda inputs, name: (
@@ -85,20 +100,20 @@ SYSTEMS = {
     "megatron_lengths": System(
         "Megatron-LM, length tuned too", _alone(fixed_length, tunes_micro_batches=True)
     ),
-    "zero3": System("ZeRO-3 / FSDP, packed", _alone(packed_zero3)),
+    "zero3": System("ZeRO-3 / FSDP, packed", _on_zero3(packed_zero3)),
     "deepspeed": System(
-        "DeepSpeed ZeRO-3 + Ulysses", _alone(deepspeed_ulysses, is_checkpointed=False)
+        "DeepSpeed ZeRO-3 + Ulysses", _on_zero3(deepspeed_ulysses, is_checkpointed=False)
     ),
     "deepspeed_ac": System(
-        "DeepSpeed ZeRO-3 + Ulysses + AC", _alone(deepspeed_ulysses, is_checkpointed=True)
+        "DeepSpeed ZeRO-3 + Ulysses + AC", _on_zero3(deepspeed_ulysses, is_checkpointed=True)
     ),
-    "deepspeed_balanced": System("DeepSpeed + Ulysses, by time", _alone(balanced_ulysses)),
+    "deepspeed_balanced": System("DeepSpeed + Ulysses, by time", _on_zero3(balanced_ulysses)),
     "deepspeed_degrees": System(
-        "DeepSpeed + Ulysses, degree too", _alone(balanced_ulysses, chooses_degree=True)
+        "DeepSpeed + Ulysses, degree too", _on_zero3(balanced_ulysses, chooses_degree=True)
     ),
-    "odc": System("ODC", _alone(odc)),
-    "flexsp": System("FlexSP", _alone(flexsp)),
-    "fcp": System("FCP", _alone(fcp)),
+    "odc": System("ODC", _on_zero3(odc)),
+    "flexsp": System("FlexSP", _on_zero3(flexsp)),
+    "fcp": System("FCP", _on_zero3(fcp)),
     "dynamic_cp": System("Megatron-Core, dynamic CP", _alone(dynamic_cp)),
     "wlb": System("WLB-LLM, no delay", _alone(wlb, delays=False)),
     "wlb_delay": System("WLB-LLM, outliers delayed", _alone(wlb, delays=True)),
