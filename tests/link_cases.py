@@ -214,6 +214,8 @@ class World:
         order = range(len(plans[0].rounds))
         for rank, plan in enumerate(plans):
             for begun, round_ in enumerate(plan.rounds):
+                if begun in self.stages[rank] and not round_.relayed_numel:
+                    continue  # what stays for the node
                 self.stages[rank][begun] = (
                     np.zeros(round_.relayed_numel)
                     if push

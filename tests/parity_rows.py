@@ -68,7 +68,7 @@ KINDS = {
 FACTORS: dict[str, tuple[str, ...]] = {
     "family": DENSE + EXPERTS,
     "kind": tuple(KINDS),
-    "weights": ("kept", "stream", "gather"),
+    "weights": ("kept", "stream", "gather", "hpz"),
     "layout": ("alike", "idle", "with_dp", "with_tp", "with_pp", "with_sp", "then"),
     "stages": ("even", "uneven"),
     "ckpt": ("no_ckpt", "ckpt", "ckpt_all"),
@@ -93,6 +93,7 @@ OF_A_LAYER = ("kind", "weights", "ckpt", "tp_sp", "trained", "experts")
 ENGINE = ("family", "trained", "balance", "tp_sp", "overlap", "routes", "layers")
 """What an engine is started with, and whether it checkpoints all layers."""
 
+GATHERED = ("gather", "hpz")
 WITHOUT_PP = ("olmoe", "granitemoe")
 WITHOUT_TP = ("gpt_oss",)
 WITH_BALANCE = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss")
@@ -130,9 +131,9 @@ def _ep(value: str) -> int:
 
 
 RULES = (
-    Rule(("kind", "weights"), lambda k, w: w == "gather" and KINDS[k].pp > 1, "gathered layers have no PP"),
-    Rule(("layout", "weights"), lambda x, w: w == "gather" and x == "with_pp", "gathered layers have no PP"),
-    Rule(("stages", "weights"), lambda s, w: w == "gather" and s == "uneven", "gathered layers have no PP"),
+    Rule(("kind", "weights"), lambda k, w: w in GATHERED and KINDS[k].pp > 1, "gathered layers have no PP"),
+    Rule(("layout", "weights"), lambda x, w: w in GATHERED and x == "with_pp", "gathered layers have no PP"),
+    Rule(("stages", "weights"), lambda s, w: w in GATHERED and s == "uneven", "gathered layers have no PP"),
     Rule(("kind", "layout"), lambda k, x: not _has_room(k, x), "four ranks have no room for both, or it is 'alike'"),
     Rule(("kind", "layout"), lambda k, x: k != "pp2" and KINDS[k] == PARTNERS.get(x), "that is 'alike'"),
     Rule(("kind", "layout"), lambda k, x: x == "then" and KINDS[k].pp > 1, "phases have no PP"),
@@ -334,7 +335,7 @@ def strategy_of(row: Row) -> str:
     if partner is None:
         return f"{num_alike}x{own}"
     # Beside streamed layers others stay, or stream as well.
-    is_alike = row["weights"] == "gather" or row["layout"] in ("with_dp", "with_sp")
+    is_alike = row["weights"] in GATHERED or row["layout"] in ("with_dp", "with_sp")
     num_own = 2 if row["kind"] == "dp" else 1
     num_others = (NUM_RANKS - num_own * degrees.num_ranks) // partner.num_ranks
     return f"{num_own}x{own} + {num_others}x{_scheme(partner, where if is_alike else [])}"

@@ -42,8 +42,12 @@ TRAINED = {
 OF_ALL = (
     "3x<1,1;gather>",
     "4x<1,1;gather> then 1x<sp4,1;gather> then 1x<sp2,1;gather> + 2x<1,1;gather>",
+    "3x<1,1;hpz>",
+    "4x<1,1;hpz> then 1x<sp4,1;hpz> then 1x<sp2,1;gather> + 2x<1,1;gather> then 2x<cp2,1;hpz>",
 )
-"""A rank without work, or phases; pipelines with fewer micro-batches than others in both."""
+"""A rank without work, or phases; pipelines with fewer micro-batches than others in both. Weights
+that stay on the node, and phases after which they do not.
+"""
 
 
 def passes_on_two_nodes(trained):

@@ -124,7 +124,13 @@ _OWN_FILES = "ds_hydra writes checkpoint files itself, so that a crash leaves th
 _FP32_MASTER = "ds_hydra keeps master weights and sums gradients in fp32"
 
 REFUSALS = (
-    Refusal("zero_optimization.zero_hpz_partition_size", _OWN_LAYOUT, "1", _is_above(1)),
+    Refusal(
+        "zero_optimization.zero_hpz_partition_size",
+        "ds_hydra keeps gathered weights on the node by itself where that pays, or where hydra.strategies has schemes "
+        "such as <sp8,1;hpz>",
+        "1",
+        _is_above(1),
+    ),
     Refusal("zero_optimization.mics_shard_size", _OWN_LAYOUT, "", _is_above(0)),
     Refusal("zero_optimization.mics_hierarchical_params_gather", _OWN_LAYOUT, ""),
     Refusal("zero_optimization.zero_quantized_weights", _OWN_LAYOUT),

@@ -341,7 +341,8 @@ class HydraConfig(_Section):
     `<cpN,spM,TP,PP>` where the ranks of CP are to be the neighbours. Options may follow:
     `<2,4;ckpt=12;stages=9,8,8,7>` (checkpointed layers, layers of each stage), `<2,2;stream>`
     (layers stream from the home of the host), `<1,1;gather>` (layers gathered for every pass),
-    `<sp4,1;ep=4>` (four ranks of an SP x TP group share a layer's experts).
+    `<1,1;hpz>` (gathered, with weights of other nodes kept on the node), `<sp4,1;ep=4>` (four ranks
+    of an SP x TP group share a layer's experts).
     """
 
     profile: Text | None = None

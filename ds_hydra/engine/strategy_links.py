@@ -43,7 +43,7 @@ from ds_hydra.errors import PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan, RankPhase
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.schemes.placement import Role, slices_key
-from ds_hydra.zero_link import LinkPlan, RankBuckets, keep_only, plan_link
+from ds_hydra.zero_link import LinkPlan, RankBuckets, Relayed, keep_only, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
 from ds_hydra.zero_link.exchange import Link
 
@@ -63,6 +63,8 @@ class StrategyLink:
     pull_trained: LinkPlan
     """The pull without frozen parameters; the same object as `pull` where none is frozen."""
     push: LinkPlan
+    pull_again: LinkPlan | None = None
+    """The pull of what has been pulled before, where weights stay on the nodes."""
     eight: EightBitPlans | None = None
     """The pull where some of it travels in 8 bits."""
 
@@ -172,7 +174,12 @@ class StrategyLinks:
         if key not in self._links:
             rank_buckets = self.stage_model.strategy_buckets(strategy, self.num_ranks)
 
-            def plan(rank_buckets: Sequence[RankBuckets], *, gradients: bool) -> LinkPlan:
+            def plan(
+                rank_buckets: Sequence[RankBuckets],
+                *,
+                gradients: bool,
+                relayed: Relayed = Relayed.LEAVES,
+            ) -> LinkPlan:
                 return plan_link(
                     self.stage_model.specs,
                     rank_buckets,
@@ -180,16 +187,21 @@ class StrategyLinks:
                     gradients=gradients,
                     ranks_per_node=self.ranks_per_node,
                     independent_rounds=strategy.gathers,
+                    relayed=relayed,
                 )
 
-            pull, push = plan(rank_buckets, gradients=False), plan(rank_buckets, gradients=True)
+            pulls = (
+                [Relayed.STAYS, Relayed.IS_THERE] if strategy.keeps_on_nodes else [Relayed.LEAVES]
+            )
+            pull, *again = (plan(rank_buckets, gradients=False, relayed=each) for each in pulls)
+            push = plan(rank_buckets, gradients=True)
             pull_trained = pull
             # Gathered layers take turns in memory, so nothing frozen could stay there.
             if self._frozen is not None and not strategy.gathers:
                 specs = self.stage_model.specs
                 trained = keep_only(rank_buckets, lambda param: specs[param].requires_grad)
                 pull_trained = plan(trained, gradients=False)
-            eight, plans = None, (pull, pull_trained, push)
+            eight, plans = None, (pull, pull_trained, push, *again)
             if strategy.gathers and self._scales is not None:
                 from ds_hydra.engine.transfer.eight_bit_pull import plan_eight_bits
 
@@ -203,6 +215,7 @@ class StrategyLinks:
                 pull=pull,
                 pull_trained=pull_trained,
                 push=push,
+                pull_again=again[0] if again else None,
                 eight=eight,
             )
         return self._links[key]
@@ -228,9 +241,9 @@ class StrategyLinks:
             parts = self._kept_parts(strategy, training, grads_P)
         # No round is under way here, so what failed ones left can go.
         self.buffers.forget_failed()
-        self.pull_link.forget_failed()
-        self._eight_link.forget_failed()
-        self.push_link.forget_failed()
+        self.pull_link.forget_relayed()
+        self._eight_link.forget_relayed()
+        self.push_link.forget_relayed()
         return TransferSession(self.thread, self.clock, *parts)
 
     def _kept_parts(
@@ -268,7 +281,9 @@ class StrategyLinks:
             training=training,
             slot_of=window.slot_of if link.buckets else {},
         )
-        carrier = self._link_carrier(link.pull, link.push, grads_P, weights, link.eight)
+        carrier = self._link_carrier(
+            link.pull, link.push, grads_P, weights, link.eight, link.pull_again
+        )
         return schedule, carrier, weights
 
     def _streamed_parts(
@@ -347,10 +362,11 @@ class StrategyLinks:
         grads_P: Sequence[Tensor] | None,
         weights: StageWeights,
         eight: EightBitPlans | None = None,
+        pull_again: LinkPlan | None = None,
     ) -> LinkCarrier:
         parts = (self.pull_link, pull), (self.push_link, push), self.shards_P(), grads_P, weights
         if eight is None or self._scales is None:
-            return LinkCarrier(*parts)
+            return LinkCarrier(*parts, pull_again=pull_again)
         from ds_hydra.engine.transfer.eight_bit_pull import EightBitCarrier
 
         own = {"scales": self._scales, "link": self._eight_link, "buffers": self.buffers}

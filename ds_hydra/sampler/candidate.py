@@ -19,6 +19,9 @@ strategies of one scheme on all ranks, whose communicators the candidates need. 
 have 3, 5, 6 or 7 ranks, too, each at the beginning of a block of 4 or 8. Steps of gathered
 layers are phases as they are; where slices stay, those of one strategy are one phase, packed and
 refined like any plan, and all phases together are pulled for and pushed once.
+
+Gathered weights may stay on the nodes (`hpz`), whatever the candidates say: groups are the same.
+It costs memory, so it is tried where a step waits for weights, or where times were measured.
 """
 
 from __future__ import annotations
@@ -139,9 +142,9 @@ class GroupMenu(NamedTuple):
         return _total_ms(self.link) / max(1, num_buckets)
 
     @property
-    def has_one_tp(self) -> bool:
-        """Whether all of its groups have the same slices."""
-        return len({scheme.tp for scheme in self.schemes}) == 1
+    def slices(self) -> frozenset[tuple[int, bool]]:
+        """Which slices its groups have, and whether what they are made of stays on the node."""
+        return frozenset((scheme.tp, scheme.hpz) for scheme in self.schemes)
 
     def groups_of_step(self, num_devices: int, spread: float = 0.0) -> MixedGroups:
         """What groups of its sizes take, whose times scatter by `spread`."""
@@ -179,33 +182,34 @@ class Phases:
     def plan(self, mini_batch: MiniBatch, limit_ms: float = np.inf) -> list[PhasePlan]:
         """Its phases: each step of any of the menus of gathered layers, or of those with one TP
         alone, or all steps of one menu of slices that stay; none that take `limit_ms` or more.
+        Where a step waits for weights, these may stay on the nodes.
         """
-        menus = self._menus(mini_batch)
-        gathered = [menu for menu in menus if not menu.keeps_slices]
-        kept = [[menu] for menu in menus if menu.keeps_slices]
-        # Between steps with other slices pull and push are seen
-        by_tp: dict[int, list[GroupMenu]] = {}
-        for menu in gathered:
-            if menu.has_one_tp:
-                by_tp.setdefault(menu.schemes[0].tp, []).append(menu)
-        of_one_tp = [by_tp[tp] for tp in sorted(by_tp) if len(by_tp[tp]) < len(gathered)]
-        found: list[PhasePlan] = []
-        for alike in filter(None, [gathered, *of_one_tp, *kept]):
-            phases = _compose(mini_batch, alike, limit_ms)
-            time_ms = sum(phase.iteration_ms for phase in phases)
-            if phases and time_ms < limit_ms:
-                found, limit_ms = phases, time_ms
+        schemes = [
+            scheme
+            for strategy in self.strategies
+            if strategy.gathers or not strategy.is_heterogeneous
+            for scheme in strategy.schemes
+        ]
+        menus = self._menus(mini_batch, schemes)
+        found = _best_of(mini_batch, menus, limit_ms)
+        profile = mini_batch.profile
+        of_nodes = {s: replace(s, hpz=True) for s in schemes if s.gather and not s.hpz}
+        is_measured = any(scheme in profile.latency for scheme in of_nodes.values())
+        if is_measured or not found or any(phase.waits_for_weights for phase in found):
+            own = [
+                scheme
+                for crossing, scheme in of_nodes.items()
+                if scheme in profile.latency or profile.get_latency(crossing).hpz_traffic_ms
+            ]
+            menus = self._menus(mini_batch, own)
+            limit_ms = sum(phase.iteration_ms for phase in found) if found else limit_ms
+            found = _best_of(mini_batch, menus, limit_ms) or found
         return found
 
-    def _menus(self, mini_batch: MiniBatch) -> list[GroupMenu]:
+    def _menus(self, mini_batch: MiniBatch, schemes: Iterable[Scheme]) -> list[GroupMenu]:
         """Of what the strategies gather, or leave on every rank alike."""
         return find_menus(
-            (
-                scheme
-                for strategy in self.strategies
-                if strategy.gathers or not strategy.is_heterogeneous
-                for scheme in strategy.schemes
-            ),
+            schemes,
             mini_batch.profile,
             mini_batch.num_devices,
             groups=self.groups(),
@@ -217,6 +221,25 @@ class Phases:
         )
 
 
+def _best_of(mini_batch: MiniBatch, menus: Sequence[GroupMenu], limit_ms: float) -> list[PhasePlan]:
+    """The fastest phases of `menus`; none that take `limit_ms` or more."""
+    gathered = [menu for menu in menus if not menu.keeps_slices]
+    kept = [[menu] for menu in menus if menu.keeps_slices]
+    # Between steps with other slices pull and push are seen
+    alike: dict[frozenset[tuple[int, bool]], list[GroupMenu]] = {}
+    for menu in gathered:
+        if len(menu.slices) == 1:
+            alike.setdefault(menu.slices, []).append(menu)
+    of_one = [alike[own] for own in sorted(alike, key=min) if len(alike[own]) < len(gathered)]
+    found: list[PhasePlan] = []
+    for tried in filter(None, [gathered, *of_one, *kept]):
+        phases = _compose(mini_batch, tried, limit_ms)
+        time_ms = sum(phase.iteration_ms for phase in phases)
+        if phases and time_ms < limit_ms:
+            found, limit_ms = phases, time_ms
+    return found
+
+
 def _compose(mini_batch: MiniBatch, menus: Sequence[GroupMenu], limit_ms: float) -> list[PhasePlan]:
     """Phases of `menus` that leave the same on every rank; none where steps alone are not below
     `limit_ms`.
@@ -226,7 +249,7 @@ def _compose(mini_batch: MiniBatch, menus: Sequence[GroupMenu], limit_ms: float)
     least_ms = max(menu.least_link_ms(mini_batch.num_buckets) for menu in menus)
     floor_ms = max(menu.traffic_ms for menu in menus)
     keeps_slices = menus[0].keeps_slices
-    if len({scheme.tp for menu in menus for scheme in menu.schemes}) == 1:
+    if len({slices for menu in menus for slices in menu.slices}) == 1:
         # All steps have the same slices, so that pull and push are seen once
         limit_ms, least_ms = limit_ms - least_ms, 0.0
 
@@ -316,12 +339,14 @@ def find_menus(
     `factor_of` a strategy of one scheme: what measured times make of T. `groups`: those that exist,
     where schemes that need others are left out.
     """
-    of_kind: dict[tuple[bool, int, int], dict[int, GroupMenu]] = {}
+    of_kind: dict[tuple[bool, bool, int, int], dict[int, GroupMenu]] = {}
     for scheme in dict.fromkeys(schemes):
         is_plain = scheme.pp == scheme.ep == 1 and not scheme.stream
         if not is_plain or not _has_place(scheme, num_devices):
             continue
-        alike = _on_all_ranks(scheme, replace(scheme, sp=1, cp=1, tp=1), num_devices)
+        # Groups, links and measured times are those of the same scheme without `hpz`
+        crossing = replace(scheme, hpz=False)
+        alike = _on_all_ranks(crossing, replace(crossing, sp=1, cp=1, tp=1), num_devices)
         if groups is not None and not groups_of(alike).issubset(groups):
             continue
         factor, held = factor_of(alike), max_len_tokens(scheme, alike)
@@ -329,7 +354,7 @@ def find_menus(
         one = GroupMenu((scheme,), (latency,), (factor,), (held,), links_of(alike))
         for count in (1, _MANY):
             alike_in = scheme.ckpt if scheme.gather else scheme.tp
-            of_size = of_kind.setdefault((scheme.gather, alike_in, count), {})
+            of_size = of_kind.setdefault((scheme.gather, scheme.hpz, alike_in, count), {})
             other = of_size.get(scheme.num_devices)
             if held > 0 and (other is None or one.per_token_ms(count) < other.per_token_ms(count)):
                 of_size[scheme.num_devices] = one

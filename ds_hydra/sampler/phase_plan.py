@@ -247,6 +247,12 @@ class PhasePlan:
         return max(0.0, float(steps.sum() - self.pipeline_ms.max()))
 
     @property
+    def waits_for_weights(self) -> bool:
+        """Whether its slowest pipeline waits for what is gathered for it."""
+        traffic_ms = float(self.problem.traffic_ms.max(initial=0.0))
+        return 0.0 < traffic_ms >= float(self.pipeline_ms.max())
+
+    @property
     def scatter_ms(self) -> float:
         """What the slowest of all groups takes longer than expected of each, where times of
         micro-batches scatter: in every step that all wait for, or over all of a pipeline's

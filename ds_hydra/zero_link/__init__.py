@@ -2,7 +2,7 @@
 
 from ds_hydra.zero_link.layout import ParamSpec, Region, Slicing
 from ds_hydra.zero_link.messages import Bucket, BucketEntry, LinkPlan, RankBuckets, keep_only
-from ds_hydra.zero_link.plan import plan_link
+from ds_hydra.zero_link.plan import Relayed, plan_link
 
 __all__ = [
     "Bucket",
@@ -11,6 +11,7 @@ __all__ = [
     "ParamSpec",
     "RankBuckets",
     "Region",
+    "Relayed",
     "Slicing",
     "keep_only",
     "plan_link",

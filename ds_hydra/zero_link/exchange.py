@@ -34,7 +34,7 @@ from ds_hydra.zero_link.buffers import (
     run_pairs,
     stored_views,
 )
-from ds_hydra.zero_link.messages import Batch, Hop, LinkPlan, Message, Round
+from ds_hydra.zero_link.messages import STAYS, Batch, Hop, LinkPlan, Message, Round
 
 _FEW = 2
 """Contributions to a block that are added where the sum belongs."""
@@ -90,6 +90,20 @@ class Link:
         self._relayed: dict[int, Tensor] = {}
         self._abandoned: list[RoundUnderWay] = []
 
+    def reserve(self, plan: LinkPlan, shards_P: Sequence[Tensor]) -> None:
+        """Take the memory of all that stays on this rank for its node, until `forget_relayed`. Call
+        before the first pull of such a `plan`, in the stream that computes: memory of the link's
+        stream would be of no use to computation afterwards. Not collective.
+        """
+        numels = {
+            index: round_.relayed_numel
+            for index, round_ in enumerate(plan.rounds)
+            if round_.relayed_numel and round_.relayed_until == STAYS
+        }
+        memory = shards_P[0].new_empty(sum(numels.values()))
+        for index, numel in numels.items():
+            self._relayed[index], memory = memory[:numel], memory[numel:]
+
     def begin_pull(
         self, plan: LinkPlan, index: int, shards_P: Sequence[Tensor], slices_S: Sequence[Tensor]
     ) -> RoundUnderWay:
@@ -103,7 +117,7 @@ class Link:
         round_ = plan.rounds[index]
         dtype = shards_P[0].dtype
         stores = Stores(dtype, shards_P, slices_S, self._relayed)
-        if round_.relayed_numel:
+        if round_.relayed_numel and round_.relayed_until != STAYS:
             # Stays after this round: a cell crosses nodes once, and later rounds read it here.
             self._relayed[index] = self._buffers.take(round_.relayed_numel, dtype)
 
@@ -193,9 +207,9 @@ class Link:
         """
         self._abandoned.append(under_way)
 
-    def forget_failed(self) -> None:
-        """Let go of what rounds that failed had relayed; call when no round is under way. Not
-        collective.
+    def forget_relayed(self) -> None:
+        """Let go of what stays for the node, and of what rounds that failed had relayed; call when
+        no round is under way. Not collective.
         """
         self._relayed.clear()
 

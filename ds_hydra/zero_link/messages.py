@@ -86,6 +86,9 @@ class StridedBlock(NamedTuple):
         return self.rows == 1 or self.stride == self.cols
 
 
+STAYS = 1 << 62
+"""After every round of a plan."""
+
 Message = tuple[StridedBlock, ...]
 """What travels together: one large block, or all small ones of a batch, in order."""
 
@@ -140,7 +143,7 @@ class Round:
     """One exchange as seen by one rank: one hop, or with node-aware routes two.
 
     `relayed_numel` elements of other nodes are relayed here from this round of a pull to round
-    `relayed_until`.
+    `relayed_until`, or until the link forgets them (`STAYS`).
     """
 
     hops: tuple[Hop, ...]

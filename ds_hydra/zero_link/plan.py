@@ -22,6 +22,12 @@ per node), which keeps it and spreads it inside the node in a second hop, now an
 push sums such a cell on the relay rank in the order of ranks, and sends the sum to the owner in
 that first round, the last one of the push to need it. Cells that one rank of a node needs go
 straight to it, and shards inside the node are read directly.
+
+[Note: Weights on the node]
+Gathered layers are pulled again and again, each time in a round of its own. Where what is relayed
+stays (`Relayed.STAYS`), a round that was carried out once can be carried out again by a plan in
+which nothing that is relayed crosses nodes (`Relayed.IS_THERE`). This is hpZ of ZeRO++
+(arXiv:2306.10209, section 3.2), whose secondary partition is here what each rank relays.
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -39,6 +46,7 @@ import numpy.typing as npt
 from ds_hydra.zero_link import messages
 from ds_hydra.zero_link.layout import Blocks, IntArray, ParamSpec, Region, Regions, ShardTable
 from ds_hydra.zero_link.messages import (
+    STAYS,
     Batch,
     Bucket,
     BucketEntry,
@@ -48,6 +56,17 @@ from ds_hydra.zero_link.messages import (
     Round,
     Store,
 )
+
+
+class Relayed(Enum):
+    """How long relay ranks keep what they relay of gathered layers: [Note: Weights on the node]."""
+
+    LEAVES = "leaves"
+    """Until the last round of the plan that needs it."""
+    STAYS = "stays"
+    """Until the link forgets it."""
+    IS_THERE = "is there"
+    """As STAYS, and rounds of such a plan have brought it already."""
 
 
 class BucketRequests:
@@ -273,8 +292,10 @@ class NodePlanner(DirectPlanner):
         rank: int,
         ranks_per_node: int,
         independent_rounds: bool,
+        relayed: Relayed,
     ):
         super().__init__(params, asked, rank)
+        self._relayed = relayed
         self.nodes = Nodes(asked.num_ranks, ranks_per_node)
         self.node = self.nodes.node_of(rank)
         self._of_nodes = NodeRectCache(asked, self.nodes, independent_rounds)
@@ -299,7 +320,8 @@ class NodePlanner(DirectPlanner):
         the node.
         """
         first = self.shard_phase(index, self.nodes.ranks(self.node))
-        across = self._relayed_from_owners(index)
+        crosses = self._relayed is not Relayed.IS_THERE
+        across = self._relayed_from_owners(index) if crosses else ()
         outside = self.nodes.outside(self.node)
         alone = self.slices_from(self._part(self._cells.alone, self.rank, index), outside, outside)
         # Both ends list what goes between them in this order: inside the node, relayed, straight to
@@ -310,7 +332,9 @@ class NodePlanner(DirectPlanner):
             local=first.local,
         )
         hops = first, self._spread_phase(index)
-        return Round(hops, self._relay.numel[index], self._relay.until[index])
+        leaves = self._relayed is Relayed.LEAVES
+        until = self._relay.until[index] if leaves else STAYS
+        return Round(hops, self._relay.numel[index] if crosses else 0, until)
 
     def _shards_to_nodes(self, index: int) -> Iterable[Batch]:
         """Own shards to the relay rank of other nodes that need them for the first time, and to
@@ -325,7 +349,7 @@ class NodePlanner(DirectPlanner):
             cells = self._of_nodes.get(nodes[0])
             regions = cells.regions.take(cells.first_shared_in(index))
             pieces = self.shard_pieces(regions, np.array([self.rank]))
-            if len(pieces):
+            if len(pieces) and self._relayed is not Relayed.IS_THERE:
                 yield Batch(
                     Store.SHARD,
                     tuple(self.nodes.relay_rank(self.rank, n) for n in nodes),
@@ -556,7 +580,7 @@ def _contains(outer: Region, inner: Region) -> bool:
     )
 
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 """Part of the digest: ranks with different planners do not exchange."""
 
 
@@ -568,6 +592,7 @@ def plan_link(
     gradients: bool = False,
     ranks_per_node: int | None = None,
     independent_rounds: bool = False,
+    relayed: Relayed = Relayed.LEAVES,
 ) -> LinkPlan:
     """The part of `rank` in pulling every rank's buckets; with `gradients`, in pushing their
     gradients.
@@ -575,6 +600,7 @@ def plan_link(
     `ranks_per_node` asks for node-aware routes between nodes of that many consecutive ranks (the
     last node may have fewer). With `independent_rounds` no round needs what an earlier one relayed,
     so that any round can run alone; a cell may then cross a node's boundary once for each round.
+    `relayed` says how long it stays there.
 
     Pure: every rank computes its own part from the same arguments, and the parts fit together
     because both ends enumerate blocks in the same order.
@@ -582,7 +608,7 @@ def plan_link(
     asked = BucketRequests.of(rank_buckets, gradients)
     if ranks_per_node is not None and ranks_per_node < asked.num_ranks:
         planner: DirectPlanner = NodePlanner(
-            params, asked, rank, ranks_per_node, independent_rounds
+            params, asked, rank, ranks_per_node, independent_rounds, relayed
         )
     else:
         # One node has no boundary to spare: its plan has the digest of direct routes.
@@ -593,7 +619,9 @@ def plan_link(
         num_ranks=asked.num_ranks,
         ranks_per_node=ranks_per_node,
         gradients=gradients,
-        digest=_digest(params, asked, (gradients, ranks_per_node, independent_rounds)),
+        digest=_digest(
+            params, asked, (gradients, ranks_per_node, independent_rounds, relayed.value)
+        ),
         rounds=tuple(planner.round(index) for index in range(asked.num_rounds)),
     )
 

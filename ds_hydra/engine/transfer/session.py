@@ -166,7 +166,9 @@ class Carrier(ABC):
 
 
 class LinkCarrier(Carrier):
-    """Rounds of a pull, and of a push."""
+    """Rounds of the pull, and of the push where `grads_P` is given. Buckets that come once more do
+    so by `pull_again`, where that is given ([Note: Weights on the node]).
+    """
 
     def __init__(
         self,
@@ -175,13 +177,32 @@ class LinkCarrier(Carrier):
         shards_P: Sequence[Tensor],
         grads_P: Sequence[Tensor] | None,
         weights: StageWeights,
+        *,
+        pull_again: LinkPlan | None = None,
     ):
         super().__init__(shards_P, grads_P, weights)
         self._pull_link, self.pull_plan = pull
         self._push_link, self._push_plan = push
+        self._pull_again = pull_again
+        self._on_nodes: set[int] = set()
+
+    def open(self) -> bool:
+        """Make room for what stays on the node."""
+        if self._pull_again is not None:
+            self._pull_link.reserve(self.pull_plan, self._shards_P)
+        return False
+
+    def close(self) -> bool:
+        """Leave that room to others."""
+        self._pull_link.forget_relayed()
+        return False
 
     def _begin_pull(self, transfer: Transfer, slices_S: Sequence[Tensor]) -> RoundUnderWay:
-        return self._pull_link.begin_pull(self.pull_plan, transfer.bucket, self._shards_P, slices_S)
+        plan, bucket = self.pull_plan, transfer.bucket
+        if self._pull_again is not None:
+            plan = self._pull_again if bucket in self._on_nodes else plan
+            self._on_nodes.add(bucket)
+        return self._pull_link.begin_pull(plan, bucket, self._shards_P, slices_S)
 
     def begin(self, transfer: Transfer) -> RoundUnderWay:
         """Post a round; this rank takes part with nothing where it does not have the bucket."""

@@ -167,8 +167,10 @@ def _run_in_space(
     unpruned = (*unpruned_schemes(world, 0.0), *uneven_groups(world))
     schemes = () if candidates else pruned_schemes(world, unpruned)
     strategies = candidates or _propose(workload, own, settings, "full", inside)
-    profile = world.costs.table((*unpruned, *schemes, *sorted(schemes_of(strategies))))
-    profile = _with_seen_traffic(profile, own.seen)
+    known = (*unpruned, *schemes, *sorted(schemes_of(strategies)))
+    if own.seen is not None:  # of weights that stay on the node less is seen
+        known += tuple(replace(s, hpz=True) for s in known if s.gather)
+    profile = _with_seen_traffic(world.costs.table(known), own.seen)
     return _run_strategies(name, own.knowing(profile), strategies, schemes)
 
 

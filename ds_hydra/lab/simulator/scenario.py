@@ -110,13 +110,15 @@ class Scenario(World):
 
     `seen`: share of pull and push, and of ZeRO-3's gathers, that nothing hides, for all systems; as
     much as the overlap leaves if None. `noise`: how times scatter, for all systems, which choose
-    without knowing it; the planner may know how far.
+    without knowing it; the planner may know how far. `hpz`: systems on ZeRO-3 keep weights that
+    have crossed between nodes (`zero_hpz_partition_size` of DeepSpeed).
     """
 
     batches: tuple[GlobalBatch, ...] = ()
     overlap: bool = True
     seen: float | None = None
     noise: Noise | None = None
+    hpz: bool = False
     forward_fraction: float = FORWARD_FRACTION
     settings: PlannerSettings = WITHOUT_PROGRAMS
     _sorted: list[IntArray] = field(default_factory=list, init=False, compare=False)
@@ -332,7 +334,7 @@ def bound_of(scenario: Scenario, batch: GlobalBatch, schemes: Collection[Scheme]
         np.minimum(least, np.where(lengths <= max_len, shared, np.inf), out=least)
         if scheme.gather:
             most_held = max(most_held, max_len * scenario.num_devices / scheme.num_devices)
-            least_traffic_ms = min(least_traffic_ms, t.traffic_ms)
+            least_traffic_ms = min(least_traffic_ms, t.hpz_traffic_ms or t.traffic_ms)
         time_ms = scheme.pp * t.micro_batch_ms([longest])
         if longest <= max_len and time_ms < alone_ms:
             alone_ms, alone_devices = time_ms, scheme.num_devices

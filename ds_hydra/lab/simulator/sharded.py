@@ -5,7 +5,8 @@ lasts as long as on the rank with most heads (DeepSpeed's `uneven_heads_all2all`
 divide), and its exchanges cost what ds_hydra's own do (`sequence_parallel_latency`). All ranks
 gather every layer for every micro-batch, forward and backward, and reduce its gradients: one takes
 the longer of its computation and this traffic, which assumes perfect prefetching, unless
-`Scenario.seen` says what share of the traffic nothing hides.
+`Scenario.seen` says what share of the traffic nothing hides. With `Scenario.hpz` weights cross
+between nodes once for a micro-batch, and a share of them stays on each rank.
 """
 
 from __future__ import annotations
@@ -137,6 +138,9 @@ def rank_tokens(scenario: Scenario, checkpointed: float, *, exchanges: bool) -> 
         memory.num_layers * hidden**2 * memory.state_bytes + 16 * hidden * memory.vocab_size
     ) / (scenario.num_devices)
     gathered = 3 * layer_bytes + 2 * 2 * hidden * memory.vocab_size
+    if scenario.hpz:  # a share of each rank of a node in what comes from other nodes
+        params = memory.num_layers * layer_bytes / 2 + 2 * hidden * memory.vocab_size
+        gathered += memory.on_node_bytes(params, scenario.num_devices)
     budget = memory.memory_bytes - memory.safety_margin_bytes - memory.reserved_bytes
     layers, again = memory.num_layers, math.ceil(memory.num_layers * checkpointed)
     # One of those that are computed again is whole in backward
@@ -158,7 +162,8 @@ def zero3_traffic_ms(scenario: Scenario) -> float:
     """Two gathers of all parameters and one reduction of 16-bit gradients: as of ds_hydra's own
     gathered layers, in 8 bits where those are (FSDP2 has that, too).
     """
-    return 0.0 if scenario.cluster is None else scenario.cluster.gather_ms(_GATHERED)
+    gathered = replace(_GATHERED, hpz=scenario.hpz)
+    return 0.0 if scenario.cluster is None else scenario.cluster.gather_ms(gathered)
 
 
 def zero3_ends_ms(scenario: Scenario) -> float:
@@ -168,5 +173,5 @@ def zero3_ends_ms(scenario: Scenario) -> float:
     cluster = scenario.cluster
     if cluster is None:
         return 0.0
-    visible = 0.0 if scenario.seen is not None else 2 / 3 * zero3_traffic_ms(scenario)
+    visible = 0.0 if scenario.seen is not None else 2 / 3 * cluster.gather_ms(_GATHERED)
     return cluster.step_ms + visible / cluster.shape.num_layers

@@ -19,7 +19,7 @@ from ds_hydra.lab.simulator.baselines import (
 from ds_hydra.lab.simulator.cases import Workload, draw_batches
 from ds_hydra.lab.simulator.mixed_groups import dynamic_cp, fcp, flexsp
 from ds_hydra.lab.simulator.rival_pipelines import chunked, wlb
-from ds_hydra.lab.simulator.scenario import Noise, Scenario, SystemResult
+from ds_hydra.lab.simulator.scenario import Noise, Scenario, SystemResult, best_of
 from ds_hydra.lab.simulator.ulysses import balanced_ulysses, deepspeed_ulysses, odc, packed_zero3
 
 DS_HYDRA, GRADIENTS_32_BIT, PLAIN, PAPER = "ds_hydra", "32_bit", "plain", "paper"
@@ -34,6 +34,17 @@ FULL_STATIC = "full_static"
 """The best single strategy of ds_hydra's own space."""
 STATIC = ("static", FULL_STATIC)
 """Systems that choose among ds_hydra's candidates."""
+
+
+def _on_zero3(
+    run: Callable[..., SystemResult | None], scenario: Scenario, *, name: str, **options: bool
+) -> SystemResult | None:
+    """`run` of a system on ZeRO-3, on several nodes with hpZ of ZeRO++ where that is faster."""
+    scenarios, cluster = [scenario], scenario.cluster
+    if cluster is not None and cluster.num_devices > cluster.hardware.devices_per_node:
+        scenarios.append(replace(scenario, hpz=True))
+    found = [run(own, name=name, **options) for own in scenarios]
+    return best_of([own for own in found if own is not None]) if any(found) else None
 
 
 class System(NamedTuple):
@@ -51,20 +62,23 @@ SYSTEMS = {
     "megatron_lengths": System(
         "Megatron-LM, length tuned too", partial(fixed_length, tunes_micro_batches=True)
     ),
-    "zero3": System("ZeRO-3 / FSDP, packed", packed_zero3),
+    "zero3": System("ZeRO-3 / FSDP, packed", partial(_on_zero3, packed_zero3)),
     "deepspeed": System(
-        "DeepSpeed ZeRO-3 + Ulysses", partial(deepspeed_ulysses, is_checkpointed=False)
+        "DeepSpeed ZeRO-3 + Ulysses", partial(_on_zero3, deepspeed_ulysses, is_checkpointed=False)
     ),
     "deepspeed_ac": System(
-        "DeepSpeed ZeRO-3 + Ulysses + AC", partial(deepspeed_ulysses, is_checkpointed=True)
+        "DeepSpeed ZeRO-3 + Ulysses + AC",
+        partial(_on_zero3, deepspeed_ulysses, is_checkpointed=True),
     ),
-    "deepspeed_balanced": System("DeepSpeed + Ulysses, by time", balanced_ulysses),
+    "deepspeed_balanced": System(
+        "DeepSpeed + Ulysses, by time", partial(_on_zero3, balanced_ulysses)
+    ),
     "deepspeed_degrees": System(
-        "DeepSpeed + Ulysses, degree too", partial(balanced_ulysses, chooses_degree=True)
+        "DeepSpeed + Ulysses, degree too", partial(_on_zero3, balanced_ulysses, chooses_degree=True)
     ),
-    "odc": System("ODC", odc),
-    "flexsp": System("FlexSP", flexsp),
-    "fcp": System("FCP", fcp),
+    "odc": System("ODC", partial(_on_zero3, odc)),
+    "flexsp": System("FlexSP", partial(_on_zero3, flexsp)),
+    "fcp": System("FCP", partial(_on_zero3, fcp)),
     "dynamic_cp": System("Megatron-Core, dynamic CP", dynamic_cp),
     "wlb": System("WLB-LLM, no delay", partial(wlb, delays=False)),
     "wlb_delay": System("WLB-LLM, outliers delayed", partial(wlb, delays=True)),

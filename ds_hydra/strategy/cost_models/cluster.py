@@ -159,13 +159,17 @@ class Cluster:
         """What all ranks move for one micro-batch of layers that are gathered: read forward and
         backward, gradients given away, by the slower of both kinds of interconnect. Each time a
         layer crosses to a node once, for all its ranks: whole, also where TP spans nodes, each of
-        which then needs a part.
+        which then needs a part. With `hpz` it crosses forward alone, unless TP leaves each rank of
+        a node a slice of its own, or weights travel in 8 bits, which are cast anew for each pass;
+        that further micro-batches need no weights of other nodes is left out.
         """
         element_bytes = 2 * _PARAM_BYTES + self.gradient_bytes
         saved = 2 * self._saved_bytes / element_bytes
         held = self._held_share(scheme) * self.num_params - saved
         elements = held / scheme.tp * (1 - 1 / self.num_devices)
         outside = (self.num_params - saved) * (1 - self._ranks_per_node / self.num_devices)
+        if scheme.hpz and scheme.tp < self._ranks_per_node and not self.float8:
+            outside *= 1 - _PARAM_BYTES / element_bytes
         slowest = max(
             elements / self.hardware.intra_node_rate, outside / self.hardware.inter_node_rate
         )

@@ -154,6 +154,8 @@ class Costs:
             return Price(entry, "estimated" if scheme in self._assumed else self._source)
         if scheme.stages or scheme.ckpt:
             return self._of_stages(scheme)
+        if scheme.hpz:
+            return self._of_weights_on_nodes(scheme)
         if scheme.stream or scheme.gather:
             return self._of_moving_weights(scheme)
         if scheme.ep > 1:
@@ -186,8 +188,26 @@ class Costs:
             price = Price(self._with_exchanges(shared, plain), "estimated", (Scheme(1, 1),))
         if price is None or self.cluster is None:
             return price
-        move_ms = self.cluster.gather_ms if scheme.gather else self.cluster.stream_ms
-        return price._replace(latency=replace(price.latency, traffic_ms=move_ms(scheme)))
+        if scheme.stream:
+            traffic_ms, of_nodes_ms = self.cluster.stream_ms(scheme), 0.0
+        else:
+            traffic_ms = self.cluster.gather_ms(scheme)
+            of_nodes_ms = self.cluster.gather_ms(replace(scheme, hpz=True))
+        latency = replace(
+            price.latency,
+            traffic_ms=traffic_ms,
+            hpz_traffic_ms=of_nodes_ms if of_nodes_ms < traffic_ms else 0.0,
+        )
+        return price._replace(latency=latency)
+
+    def _of_weights_on_nodes(self, scheme: Scheme) -> Price | None:
+        """T of the scheme whose weights cross between nodes for every pass, with less traffic."""
+        source = replace(scheme, hpz=False)
+        if (base := self.find(source)) is None:
+            return None
+        traffic_ms = base.latency.hpz_traffic_ms or base.latency.traffic_ms
+        latency = replace(base.latency, traffic_ms=traffic_ms, hpz_traffic_ms=0.0)
+        return Price(latency, "derived", (source,))
 
     def _of_shared_experts(self, scheme: Scheme) -> Price | None:
         """T without `ep`, and tokens that travel evenly."""

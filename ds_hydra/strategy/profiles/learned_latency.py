@@ -20,7 +20,7 @@ Pure: the engine feeds it one observation per pipeline and iteration. What is kn
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp, isfinite, log, log2, sqrt
 from typing import Any, NamedTuple
 
@@ -216,7 +216,8 @@ class LearnedTimes:
         self._update(design_KF, surprise_K)
 
     def _weights(self, strategy: Strategy, scheme: Scheme) -> Weights:
-        weights = {MACHINE: 1.0, f"scheme {scheme}": 1.0, f"strategy {_known_as(strategy)}": 1.0}
+        computes, known = f"scheme {_without_hpz(scheme)}", f"strategy {_known_as(strategy)}"
+        weights = {MACHINE: 1.0, computes: 1.0, known: 1.0}
         if len(strategy.schemes) > 1:
             weights[BESIDE] = log2(len(strategy.schemes))
         return weights
@@ -397,7 +398,7 @@ class LearnedTimes:
 
 def names_of(schemes: Iterable[Scheme], names: Iterable[str]) -> list[str]:
     """Those of `names` whose factors concern `schemes` alone, or none of them in particular."""
-    known = {str(scheme) for scheme in schemes}
+    known = {str(own) for scheme in schemes for own in (scheme, _without_hpz(scheme))}
 
     def is_known(name: str) -> bool:
         kind, _, text = name.partition(" ")
@@ -408,6 +409,11 @@ def names_of(schemes: Iterable[Scheme], names: Iterable[str]) -> list[str]:
         return kind in _KINDS
 
     return [name for name in names if is_known(name)]
+
+
+def _without_hpz(scheme: Scheme) -> Scheme:
+    """Where weights come from changes no pass."""
+    return replace(scheme, hpz=False)
 
 
 _GATHERED, _CUT = _CUTS = "gathered", "cut"

@@ -390,6 +390,8 @@ class MemoryModel:
                 window = STREAM_WINDOW * max(layer, ends / 2) * each
                 return sharded + window + self.home_bytes(num_devices)
             exchanged = self._one_round_bytes(layer, ends / 2) / scheme.tp
+            if scheme.hpz:
+                sharded += self.on_node_bytes(self.num_layers * layer + ends, num_devices)
             return sharded + self._gathered_states(layer, ends / 2, each) + exchanged
         sharded = self._all_state_bytes() / num_devices
         tables = self.vocabulary_tables
@@ -409,6 +411,12 @@ class MemoryModel:
         with_table = max(layer, table)
         # Embedding, L layers, head: both are in the first slot where L is odd
         return (with_table + (layer if self.num_layers % STREAM_WINDOW else with_table)) * each
+
+    def on_node_bytes(self, num_params: float, num_devices: int) -> float:
+        """A rank's share of so many weights, of those that its node has from others."""
+        ranks_per_node = min(self.devices_per_node, num_devices)
+        element = self.input_bytes or _ELEMENT_BYTES
+        return num_params * element / ranks_per_node * (1 - ranks_per_node / num_devices)
 
     def _one_round_bytes(self, layer: float, table: float) -> float:
         """Of the exchange buffers those of one round, the largest: gathered layers have no other

@@ -65,7 +65,7 @@ plans of the published profiles take what they take by the sequences that `cut_m
 """
 
 
-_OPTIONAL = ("traffic_ms", "hidden_ms", "exchange_ms")
+_OPTIONAL = ("traffic_ms", "hidden_ms", "exchange_ms", "hpz_traffic_ms")
 """Coefficients that documents leave out where they are 0."""
 
 
@@ -87,6 +87,8 @@ class LatencyModel:
     traffic_ms: float = 0.0
     hidden_ms: float = 0.0
     exchange_ms: float = 0.0
+    hpz_traffic_ms: float = 0.0
+    """`traffic_ms` where gathered weights stay on the node (`hpz`), where that is less."""
 
     def sequence_ms(self, length_tokens: int) -> float:
         """b l + max(a l^2, (e + h) l), the part of T that adds up over the sequences of a packed
@@ -137,6 +139,7 @@ class LatencyModel:
             traffic_ms=self.traffic_ms,
             hidden_ms=ratio * self.hidden_ms,
             exchange_ms=ratio * self.exchange_ms,
+            hpz_traffic_ms=self.hpz_traffic_ms,
         )
 
     def shared(self, num_ranks: int) -> LatencyModel:
@@ -193,6 +196,10 @@ class Profile:
         """
         if scheme in self.latency:
             return self.latency[scheme]
+        if scheme.hpz:
+            gathered = self.get_latency(replace(scheme, hpz=False))
+            traffic_ms = gathered.hpz_traffic_ms or gathered.traffic_ms
+            return replace(gathered, traffic_ms=traffic_ms, hpz_traffic_ms=0.0)
         base = self.latency.get(self._base(scheme))
         if base is not None:
             return base.scaled(slowest_stage_ratio(scheme, self.memory.num_layers))
@@ -216,7 +223,8 @@ class Profile:
 
     def has_latency(self, scheme: Scheme) -> bool:
         """Whether `get_latency` has an answer."""
-        return scheme in self.latency or self._base(scheme) in self.latency
+        gathered = replace(scheme, hpz=False)
+        return any(s in self.latency for s in (scheme, gathered, self._base(gathered)))
 
     def _base(self, scheme: Scheme) -> Scheme:
         """What T of `scheme` is derived from: even stages without checkpoints, streamed where the

@@ -33,11 +33,13 @@ def power_of_two_schemes(num_devices: int) -> tuple[Scheme, ...]:
 def measured_beside(num_devices: int, space: Space) -> tuple[Scheme, ...]:
     """What is measured at the start beside <TP,PP> for proposals of `space`: <1,1;gather> and
     <spN,1;gather>, of which phases are put together, and whose times nothing else tells on hardware
-    without a description. Up to `_FEW` devices every N, on more the widest alone, whose groups are
-    few.
+    without a description. Up to `_FEW` devices every N; on more, which are on several nodes, the
+    widest alone, whose groups are few, and both with `hpz`.
 
-    >>> [str(s) for s in measured_beside(4, "full")], [str(s) for s in measured_beside(64, "full")]
-    (['<1,1;gather>', '<sp2,1;gather>', '<sp4,1;gather>'], ['<1,1;gather>', '<sp8,1;gather>'])
+    >>> [str(s) for s in measured_beside(4, "full")]
+    ['<1,1;gather>', '<sp2,1;gather>', '<sp4,1;gather>']
+    >>> [str(s) for s in measured_beside(64, "full")]
+    ['<1,1;gather>', '<sp8,1;gather>', '<1,1;hpz>', '<sp8,1;hpz>']
     """
     if space == "plain":
         return ()
@@ -45,7 +47,12 @@ def measured_beside(num_devices: int, space: Space) -> tuple[Scheme, ...]:
     degrees = [1 << exponent for exponent in range(widest)]
     if num_devices > _FEW:
         degrees = [degrees[0], degrees[-1]]
-    return tuple(Scheme(1, 1, sp=n, gather=True) for n in degrees if num_devices % n == 0)
+    return tuple(
+        Scheme(1, 1, sp=n, gather=True, hpz=hpz)
+        for hpz in (False, True)[: 1 + (num_devices > _FEW)]
+        for n in degrees
+        if num_devices % n == 0
+    )
 
 
 def fitting_schemes(

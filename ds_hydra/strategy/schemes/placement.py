@@ -170,7 +170,7 @@ def slices_key(strategy: Strategy) -> Hashable:
     in_order = sorted(zip(strategy.blocks, strategy.schemes), key=lambda block: block[0].start)
     tp_of_rank = (scheme.tp for ranks, scheme in in_order for _ in ranks)
     runs = tuple((tp, sum(1 for _ in run)) for tp, run in groupby(tp_of_rank))
-    return strategy.gathers, runs
+    return strategy.gathers, strategy.keeps_on_nodes, runs
 
 
 def ends_of_phases(phases: Sequence[Strategy]) -> list[tuple[bool, bool]]:

@@ -21,7 +21,7 @@ _DEGREES = re.compile(
 )
 _OPTION = re.compile(r"\s*([a-z_]{1,20})\s*(?:=\s*(\d{1,9}(?:\s*,\s*\d{1,9})*)\s*)?")
 _COUNTED = ("ckpt", "stages", "ep")
-_FLAGS = ("stream", "gather")
+_FLAGS = ("stream", "gather", "hpz")
 
 MAX_LAYERS = 1 << 20
 """Layers that an option of a scheme may name: far above any model."""
@@ -36,7 +36,7 @@ REPLACED = "a scheme has repull, which stream replaces: write <1,1;stream>, or <
 FORM = (
     "write terms like '2x<4,1>' (count x <TP,PP>) joined by '+'; a scheme may have options, as in "
     "'<2,4;ckpt=12;stages=9,8,8,7>', '<sp2,4,1>' (<SP,TP,PP>), '<cp2,1>' (<CP,PP>), '<cp8,sp2,1>', "
-    "'<2,2;stream>', '<1,1;gather>' or '<sp4,1;ep=4>' (experts)"
+    "'<2,2;stream>', '<1,1;gather>', '<1,1;hpz>' or '<sp4,1;ep=4>' (experts)"
 )
 
 
@@ -70,6 +70,8 @@ def read_notation(body: str) -> dict[str, Any]:
             options[name] = tuple(map(int, counts.split(",")))
         else:
             flags[name] = True
+    if "hpz" in flags:
+        flags["gather"] = True
     stages = options.pop("stages", ())
     for option, counts in options.items():
         if len(counts) != 1 or counts[0] < 1:
@@ -106,7 +108,8 @@ class Scheme:
 
     Text forms: `<2,4>`, `<2,4;ckpt=12;stages=9,8,8,7>`, `<sp2,4,1>` (SP 2, TP 4,
     PP 1), `<sp4,1>` (SP 4, TP 1, PP 1), `<cp2,1>`, `<sp4,cp2,1>`,
-    `<cp2,sp4,1>` (`context_first`), `<2,2;stream>`, `<sp4,1;gather>`, `<sp4,1;ep=4>`.
+    `<cp2,sp4,1>` (`context_first`), `<2,2;stream>`, `<sp4,1;gather>`, `<sp4,1;hpz>`,
+    `<sp4,1;ep=4>`.
     In JSON documents the options are further keys beside "tp" and "pp", where they are set.
     """
 
@@ -144,6 +147,10 @@ class Scheme:
     connects the nodes, where those of an SP group are neighbours else (context-first and head-first
     placement of LoongTrain, arXiv:2406.18485). False where either degree is 1.
     """
+    hpz: bool = False
+    """Of gathered layers: weights that have crossed between nodes stay on the node until the end of
+    the iteration, cut over its ranks (hpZ of ZeRO++, arXiv:2306.10209), so that they cross once.
+    """
     _hash: int = field(init=False, repr=False, compare=False)
     """Schemes are looked up often."""
 
@@ -178,10 +185,14 @@ class Scheme:
             raise HydraConfigError(
                 f"scheme {str(self)[:80]}: gather is for all layers of schemes of PP 1, without stream"
             )
+        if type(self.hpz) is not bool or (self.hpz and not self.gather):
+            raise HydraConfigError(
+                f"scheme {str(self)[:80]}: hpz is for layers that are gathered; give gather, too, or leave hpz out"
+            )
         self._check_order()
         degrees_and_options = (
             self.tp, self.pp, self.stages, self.ckpt, self.sp, self.stream, self.gather, self.ep, self.cp,
-            self.context_first,
+            self.context_first, self.hpz,
         )  # fmt: skip
         object.__setattr__(self, "_hash", hash(degrees_and_options))
 
@@ -227,7 +238,7 @@ class Scheme:
 
         Raises KeyError without "tp" or "pp", HydraConfigError for values that are no scheme.
         """
-        names = ("ckpt", "sp", "stream", "gather", "ep", "cp", "context_first")
+        names = ("ckpt", "sp", "stream", "gather", "ep", "cp", "context_first", "hpz")
         options = {key: document[key] for key in names if key in document}
         if document.get("repull"):
             raise HydraConfigError(REPLACED)
@@ -263,6 +274,8 @@ class Scheme:
             document["stream"] = True
         if self.gather:
             document["gather"] = True
+        if self.hpz:
+            document["hpz"] = True
         return document
 
     @property
@@ -338,7 +351,8 @@ class Scheme:
         degrees = f"{cp}{sp}{tp}{self.pp}" if self.context_first else f"{sp}{cp}{tp}{self.pp}"
         ckpt = f";ckpt={self.ckpt}" if self.ckpt else ""
         stages = f";stages={','.join(map(str, self.stages))}" if self.stages else ""
-        comes = ";stream" if self.stream else ";gather" if self.gather else ""
+        gathers = ";hpz" if self.hpz else ";gather" if self.gather else ""
+        comes = ";stream" if self.stream else gathers
         ep = f";ep={self.ep}" if self.ep > 1 else ""
         return f"<{degrees}{ep}{ckpt}{stages}{comes}>"
 
@@ -373,11 +387,12 @@ class Strategy:
             return
         if not self.schemes:
             raise HydraConfigError("a strategy needs at least one pipeline, e.g. '1x<1,1>'")
-        if len({scheme.gather for scheme in self.schemes}) > 1:
-            raise HydraConfigError(
-                "a strategy has pipelines with and without gather; layers are gathered by all ranks at once, so give "
-                "it to all pipelines or none"
-            )
+        for option in ("gather", "hpz"):
+            if len({getattr(scheme, option) for scheme in self.schemes}) > 1:
+                raise HydraConfigError(
+                    f"a strategy has pipelines with and without {option}; layers are gathered by all ranks at once, "
+                    "so give it to all pipelines or none"
+                )
         runs = sorted(_runs(self.schemes), key=lambda run: _placement_order(run[0]))
         object.__setattr__(
             self, "schemes", tuple(scheme for scheme, count in runs for _ in range(count))
@@ -449,6 +464,11 @@ class Strategy:
     def gathers(self) -> bool:
         """Whether its pipelines gather their layers for every pass."""
         return self.schemes[0].gather
+
+    @property
+    def keeps_on_nodes(self) -> bool:
+        """Whether weights that it has gathered from other nodes stay on the node (`hpz`)."""
+        return self.schemes[0].hpz
 
     @property
     def streams(self) -> bool:
