@@ -39,13 +39,27 @@ def changed(**parts):
     return config
 
 
+def write(folder, config):
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def check(config, **request):
+    return check_config(CheckRequest(config=config, **{"num_devices": 8} | request))
+
+
 def problems_of(config, **request):
-    return check_config(CheckRequest(config=config, **{"num_devices": 8} | request)).problems
+    return check(config, **request).problems
+
+
+def longest_of(report):
+    """MaxLen of each scheme."""
+    return {row["scheme"]: row["max_len_tokens"] for row in report.schemes}
 
 
 def test_a_good_configuration_shows_memory_communicators_and_what_is_assumed(tmp_path):
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(BASE))
+    path = write(tmp_path, BASE)
     result = invoke("check", path, "--model", "llama2_7b", "--devices", 8)
     assert result.exit_code == 0, result.stderr
     assert "no problem found" in result.stdout
@@ -65,9 +79,7 @@ def test_a_good_configuration_shows_memory_communicators_and_what_is_assumed(tmp
 
 
 def test_json_is_one_document_and_the_sizes_add_up(tmp_path):
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(BASE))
-    result = invoke("check", path, "--devices", 8, "--json")
+    result = invoke("check", write(tmp_path, BASE), "--devices", 8, "--json")
     document = json.loads(result.stdout)
     assert document["schema"] == "ds_hydra.check/1"
     assert document["ok"] is True
@@ -80,8 +92,7 @@ def test_json_is_one_document_and_the_sizes_add_up(tmp_path):
 
 
 def test_a_problem_is_exit_code_1_with_the_document_on_stdout(tmp_path):
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(changed(hydra={"context_lenght": 5})))
+    path = write(tmp_path, changed(hydra={"context_lenght": 5}))
     result = invoke("check", path, "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["ok"] is False
@@ -156,16 +167,14 @@ def test_problems_of_deepspeed_do_not_hide_ours():
 
 
 def test_an_unknown_key_is_a_warning_with_the_nearest_one():
-    report = check_config(CheckRequest(config=changed(bf17={"enabled": True}), num_devices=8))
+    report = check(changed(bf17={"enabled": True}))
     assert 'did you mean "bf16"?' in " ".join(report.warnings)
 
 
 def test_run_dir_that_is_a_file(tmp_path):
     (tmp_path / "runs").write_text("")
-    assert any(
-        "which is a file" in p
-        for p in problems_of(changed(hydra={"run_dir": str(tmp_path / "runs")}))
-    )
+    found = problems_of(changed(hydra={"run_dir": str(tmp_path / "runs")}))
+    assert any("which is a file" in problem for problem in found)
 
 
 def test_a_model_is_compared_with_the_profile_and_asked_for_its_schemes(tmp_path):
@@ -178,7 +187,7 @@ def test_a_model_is_compared_with_the_profile_and_asked_for_its_schemes(tmp_path
     (tmp_path / "config.json").write_text(json.dumps({**narrow, "num_hidden_layers": 32}))
     found = problems_of(changed(hydra={"strategies": ["2x<4,1>"]}), model=str(tmp_path))
     assert "TP 4 does not divide the model's 2 attention heads" in found[0]
-    report = check_config(CheckRequest(config=BASE, num_devices=8, model=str(tmp_path)))
+    report = check(BASE, model=str(tmp_path))
     assert {row["scheme"][1] for row in report.schemes} <= {"1", "2"}
 
 
@@ -187,78 +196,61 @@ def test_softcapped_attention_is_refused_on_gpus_as_by_the_engine(tmp_path, dtyp
     config = transformers.Gemma2Config(num_hidden_layers=2, hidden_size=64, head_dim=16)
     config.save_pretrained(tmp_path)
     asked = changed(hydra={"profile": None}, bf16={"enabled": dtype == "bf16"})
-    request = CheckRequest(config=asked, num_devices=8, model=str(tmp_path))
-
     with installed():
-        warnings = " ".join(check_config(request).warnings)
+        warnings = " ".join(check(asked, model=str(tmp_path)).warnings)
     assert "refuses this model: attn_logit_softcapping is 50.0" in warnings
     with installed("flash_attention_2"):
-        warnings = " ".join(check_config(request).warnings)
+        warnings = " ".join(check(asked, model=str(tmp_path)).warnings)
     assert ("attn_logit_softcapping" in warnings) == (dtype == "fp32")
 
 
 def test_the_kernel_of_attention_is_named_and_why_faster_ones_are_not():
-    def check(**hydra):
-        asked = changed(hydra=hydra, bf16={"enabled": True})
-        return check_config(CheckRequest(config=asked, num_devices=8, model="llama2_7b"))
+    def check_7b(**hydra):
+        return check(changed(hydra=hydra, bf16={"enabled": True}), model="llama2_7b")
 
     with installed("flash_attention_2"):
-        assumed = " ".join(check().assumed)
+        assumed = " ".join(check_7b().assumed)
         assert "by the packages here: flash_attention_2 (flash-attn" in assumed
         assert "for heads of 128 in bfloat16; not flash_attention_3: flash-attn-3 is not" in assumed
-        report = check(attention="flash_attention_3")
+        report = check_7b(attention="flash_attention_3")
         assert report.problems == []  # another host may have it
         assert 'hydra.attention is "flash_attention_3"' in " ".join(report.warnings)
         assert 'set it to "flash_attention_2" or "per_sequence"' in " ".join(report.warnings)
-        of_hub = " ".join(check(attention="kernels-community/flash-attn3").assumed)
+        of_hub = " ".join(check_7b(attention="kernels-community/flash-attn3").assumed)
         assert "the hub has kernels-community/flash-attn3" in of_hub
 
 
 def test_the_compiler_of_deepspeeds_own_optimizer_is_told():
     said = "an nvcc of torch's CUDA on every host"
-    assert said in " ".join(check_config(CheckRequest(config=BASE, num_devices=8)).assumed)
+    assert said in " ".join(check(BASE).assumed)
     params = {"lr": 3e-4, "torch_adam": True, "fused": True}
-    config = changed(optimizer={"params": params})
-    report = check_config(CheckRequest(config=config, num_devices=8))
+    report = check(changed(optimizer={"params": params}))
     assert report.problems == []
     assert said not in " ".join(report.assumed)
 
 
 def test_auto_values_are_for_the_trainer_and_no_problem():
-    report = check_config(
-        CheckRequest(
-            config=changed(optimizer={"params": {"lr": "auto"}}, gradient_clipping="auto"),
-            num_devices=8,
-        )
-    )
+    report = check(changed(optimizer={"params": {"lr": "auto"}}, gradient_clipping="auto"))
     assert report.problems == []
     assert any("optimizer.params.lr" in text and "HydraTrainer" in text for text in report.assumed)
 
 
 def test_without_a_profile_it_says_what_will_be_measured_and_estimates_for_a_device():
     config = changed(hydra={"profile": None, "context_length": 8192})
-    unknown = check_config(CheckRequest(config=config, num_devices=4))
+    unknown = check(config, num_devices=4)
     assert unknown.problems == []
     assert "measured at the start" in unknown.profiled[0]
     assert unknown.schemes == []
-    estimate = check_config(
-        CheckRequest(config=config, num_devices=8, model="llama2_7b", device="a800")
-    )
+    estimate = check(config, model="llama2_7b", device="a800")
     assert estimate.problems == []
-    measured = check_config(
-        CheckRequest(config=changed(hydra={"context_length": 8192}), num_devices=8)
-    )
-    ratio = {row["scheme"]: row["max_len_tokens"] for row in estimate.schemes}["<4,1>"] / next(
-        row["max_len_tokens"] for row in measured.schemes if row["scheme"] == "<4,1>"
-    )
+    measured = check(changed(hydra={"context_length": 8192}))
+    ratio = longest_of(estimate)["<4,1>"] / longest_of(measured)["<4,1>"]
     assert 0.6 < ratio < 1.4  # states and activations are counted, not measured
 
 
 def test_options_without_effect_are_pointed_out():
     config = changed(hydra={"planner": {"space": "plain"}})
-    report = check_config(
-        CheckRequest(config=config, num_devices=8, device="h100", histogram="github")
-    )
+    report = check(config, device="h100", histogram="github")
     assert [text.split(" is not used")[0] for text in report.warnings] == [
         "--device h100",
         "--histogram github",
@@ -272,10 +264,8 @@ def test_what_the_lengths_propose_is_counted_with_the_groups_of_the_start(tmp_pa
     histogram = LengthHistogram.from_counts({5: 90, 50: 10})
     (tmp_path / "lengths.json").write_text(json.dumps(histogram.to_json()))
     known = {"profile": f"{tmp_path}/profile.json", "num_devices": 16}
-    without = check_config(CheckRequest(config=config, **known))
-    report = check_config(
-        CheckRequest(config=config, **known, histogram=f"{tmp_path}/lengths.json")
-    )
+    without = check(config, **known)
+    report = check(config, **known, histogram=f"{tmp_path}/lengths.json")
     assert without.problems == report.problems == []
     assert "homogeneous ones until" in without.strategies_source
     assert report.strategies_source.startswith("proposed for the lengths of")
@@ -290,28 +280,25 @@ def test_extended_candidates_are_shown_with_what_is_estimated(tmp_path):
     )
     known = {"profile": f"{tmp_path}/profile.json", "num_devices": 2}
 
-    def check(space, context=50, **more):
+    def check_space(space, context=50, **more):
         hydra = {"context_length": context, "tokens_per_iteration": 60, "planner": {"space": space}}
-        return check_config(
-            CheckRequest(config=changed(hydra={"profile": None, **hydra}), **known, **more)
-        )
+        return check(changed(hydra={"profile": None, **hydra}), **known, **more)
 
-    full = check("full", histogram=f"{tmp_path}/lengths.json")
+    full = check_space("full", histogram=f"{tmp_path}/lengths.json")
     assert full.problems == []
     assert "1x<sp2,1>" in full.strategies
     assert any("<sp2,1>" in text and "hydra.planner.space is full" in text for text in full.assumed)
-    assert "<TP,PP> until" in check("full").strategies_source
-    measured = check("measured", histogram=f"{tmp_path}/lengths.json")
+    assert "<TP,PP> until" in check_space("full").strategies_source
+    measured = check_space("measured", histogram=f"{tmp_path}/lengths.json")
     assert any("is not used" in text for text in measured.warnings)
     assert not any("sp" in text for text in measured.strategies)
-    assert any(
-        'set hydra.planner.space to "full"' in text for text in check("measured", 61).problems
-    )
-    assert check("full", 61).problems == []
+    problems = check_space("measured", 61).problems
+    assert any('set hydra.planner.space to "full"' in text for text in problems)
+    assert check_space("full", 61).problems == []
 
 
 def test_only_schemes_that_fit_the_devices_are_shown():
-    report = check_config(CheckRequest(config=BASE, num_devices=2))
+    report = check(BASE, num_devices=2)
     assert {row["scheme"] for row in report.schemes} == {"<1,2>", "<2,1>"}
     assert any(
         "no scheme fits a micro-batch of 32768 tokens on 2 devices" in problem
@@ -327,18 +314,8 @@ def test_auto_values_of_the_trainer_are_no_problem():
 
 def test_init_leaves_to_a_trainer_what_its_arguments_fill_in(tmp_path):
     out = tmp_path / "ds_config.json"
-    request = (
-        "init",
-        "--model",
-        "llama2_7b",
-        "--device",
-        "h100",
-        "--devices",
-        8,
-        "--context",
-        8192,
-    )
-    result = invoke(*request, "--trainer", "--out", out)
+    request = ("--model", "llama2_7b", "--device", "h100", "--devices", 8, "--context", 8192)
+    result = invoke("init", *request, "--trainer", "--out", out)
     assert result.exit_code == 0, result.stderr
     config = json.loads(out.read_text())
     assert "scheduler" not in config
@@ -348,7 +325,7 @@ def test_init_leaves_to_a_trainer_what_its_arguments_fill_in(tmp_path):
     assert {key for key, value in params.items() if value == "auto"} == {
         "lr", "betas", "eps", "weight_decay",
     }  # fmt: skip
-    assert problems_of(out, model="llama2_7b", num_devices=8) == []
+    assert problems_of(out, model="llama2_7b") == []
     reasons = out.with_suffix(".md").read_text()
     assert "0.0003, [0.9, 0.95], 1e-05, 0.1 are LLaMA 2's" in reasons
     assert "scheduler.params" not in reasons
@@ -408,13 +385,13 @@ def test_init_mistakes(arguments, message):
 
 def test_schemes_with_sp_are_estimated_where_the_profile_lacks_them_and_refused_by_heads():
     config = changed(hydra={"strategies": ["1x<sp2,2,1> + 2x<2,1>", "1x<sp2,4,1>"]})
-    report = check_config(CheckRequest(config=config, num_devices=8, model="llama2_7b"))
+    report = check(config, model="llama2_7b")
     assert report.problems == []
     assert any(
         "times of <sp2,2,1>, <sp2,4,1>" in text and "estimated from those" in text
         for text in report.assumed
     )
-    longest = {scheme["scheme"]: scheme["max_len_tokens"] for scheme in report.schemes}
+    longest = longest_of(report)
     assert longest["<sp2,4,1>"] == pytest.approx(2 / 1.05 * longest["<4,1>"], rel=1e-3)
     config = changed(hydra={"strategies": ["1x<sp3,1>"]})
     (problem,) = problems_of(config, model="llama2_7b")
@@ -428,7 +405,7 @@ def test_streamed_and_gathered_schemes_are_estimated_where_the_interconnects_are
     for text in ("16x<1,1;stream>", "16x<1,1;gather>"):
         host = {"devices_per_node": 16}
         config = changed(hydra={"strategies": [text], "context_length": 4096, "link": host})
-        report = check_config(CheckRequest(config=config, num_devices=16, model="llama2_7b"))
+        report = check(config, num_devices=16, model="llama2_7b")
         assert report.problems == []
         assert any(f"times of {text[3:]}, which the" in assumed for assumed in report.assumed)
         assert {row["scheme"] for row in report.schemes} >= {text[3:]}
@@ -445,9 +422,9 @@ def check_home(home, ranks):
 def test_schemes_with_parts_are_checked_and_derived():
     given = ["1x<1,2;ckpt=8> + 3x<1,2>", "4x<1,2;stream>"]
     config = changed(hydra={"strategies": given, "context_length": 6000})
-    report = check_config(CheckRequest(config=config, model="llama2_7b", num_devices=8))
+    report = check(config, model="llama2_7b")
     assert report.problems == []
-    longest = {row["scheme"]: row["max_len_tokens"] for row in report.schemes}
+    longest = longest_of(report)
     assert longest["<1,2>"] < 6000 < longest["<1,2;ckpt=8>"]
     assert any(
         "<1,2;stream>" in warning and "accelerator" in warning for warning in report.warnings
@@ -455,9 +432,8 @@ def test_schemes_with_parts_are_checked_and_derived():
     check_home(report.home, ranks=8)
     assert "each has 1.6 GiB of the weights and 3.1 GiB of the sums" in describe_report(report)
     given = ["16x<1,1;stream>"]
-    (problem,) = problems_of(
-        changed(hydra={"strategies": given}), model="llama2_7b", num_devices=16
-    )
+    config = changed(hydra={"strategies": given})
+    (problem,) = problems_of(config, model="llama2_7b", num_devices=16)
     assert "there are 2 hosts; write ;gather in place of ;stream: '16x<1,1;gather>'" in problem
     one_host = {"strategies": given, "link": {"devices_per_node": 16}}
     for works in (one_host, {"strategies": ["16x<1,1;gather>"]}):
@@ -470,9 +446,7 @@ def test_schemes_with_parts_are_checked_and_derived():
             "<1,1;ckpt=4>, and <1,1> from which it could be derived, is not in profile",
         ),
     ):
-        (problem,) = problems_of(
-            changed(hydra={"strategies": texts}), model="llama2_7b", num_devices=8
-        )
+        (problem,) = problems_of(changed(hydra={"strategies": texts}), model="llama2_7b")
         assert words in problem
 
 
@@ -487,10 +461,8 @@ def test_init_leaves_recomputation_to_the_schemes_that_need_it(tmp_path):
     started, _ = start_config(str(tmp_path), "h100", 32, 131072, None)
     assert "activation_checkpointing" not in started["hydra"]
     assert started["hydra"]["compile_layers"] is True
-    hydra = {**started["hydra"], "planner": {"space": "plain"}}
-    request = CheckRequest(
-        config={**started, "hydra": hydra}, model=str(tmp_path), num_devices=32, device="h100"
-    )
-    (warning,) = [w for w in check_config(request).warnings if "TP groups" in w]
+    plain = {**started, "hydra": {**started["hydra"], "planner": {"space": "plain"}}}
+    report = check(plain, model=str(tmp_path), num_devices=32, device="h100")
+    (warning,) = [w for w in report.warnings if "TP groups" in w]
     assert "only <32,1> fit hydra.context_length = 131072" in warning
     assert "wider than a node of 8" in warning
