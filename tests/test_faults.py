@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import logging
 import os
 import signal
@@ -15,13 +14,12 @@ import time
 from pathlib import Path
 from unittest import mock
 
-import datasets
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from engines import adamw, ds_config, small_profile, start_hydra
+from engines import start_hydra, token_rows, write_profile
 from faults import (
     LATER_PHASES,
     START_PHASES,
@@ -38,7 +36,6 @@ from single_process import num_label_tokens, random_examples
 from test_engine_parity import hand_plan
 from test_engine_training import batches
 
-import ds_hydra
 from ds_hydra.engine.checkpointing.files import _lock_folder
 from ds_hydra.engine.ranks import agreement, process
 from ds_hydra.errors import CheckpointError, HydraDataError, PlanMismatchError
@@ -246,25 +243,14 @@ def test_a_rank_lost_in_the_middle_of_gathered_layers_is_named(tmp_path, where, 
         assert "MemoryError: no room left, on purpose" in victim.stderr
 
 
-def start_with_data(folder, *, hydra=None, model=None, rows=None, **sections):
-    if dist.get_rank() == 0:
-        Path(folder, "profile.json").write_text(json.dumps(small_profile(6_000_000, num_layers=4)))
-    dist.barrier()
-    rows = rows or [{"input_ids": e["input_ids"].tolist()} for b in batches(2) for e in b]
-    model = model or tiny("llama_tied")
+def start_with_data(folder, hydra=None):
     own = {
-        "profile": f"{folder}/profile.json",
+        "profile": write_profile(folder),
         "tokens_per_iteration": 300,
         "planner": {"num_workers": 0},
         **(hydra or {}),
     }
-    engine, *_ = ds_hydra.initialize(
-        model=model,
-        optimizer=adamw(model),
-        config=ds_config(hydra=own, **sections),
-        training_data=datasets.Dataset.from_list(rows),
-    )
-    return engine
+    return start_hydra(tiny("llama_tied"), hydra=own, training_data=token_rows(batches(2)))
 
 
 def whole_life(folder, where=None, victim=None, number=signal.SIGKILL):
@@ -272,7 +258,6 @@ def whole_life(folder, where=None, victim=None, number=signal.SIGKILL):
     is_victim = dist.get_rank() == victim
     if is_victim and where in START_PHASES:
         end_at_start(where, folder, number)
-    rows = [{"input_ids": e["input_ids"].tolist()} for b in batches(2) for e in b]
     engine = start_hydra(
         tiny("llama_tied"),
         hydra={
@@ -281,7 +266,7 @@ def whole_life(folder, where=None, victim=None, number=signal.SIGKILL):
             "profiling": {"repeats": 1, "warmup": 0},
             "faults": {"silence_s": 6, "grace_s": 2},
         },
-        training_data=datasets.Dataset.from_list(rows),
+        training_data=token_rows(batches(2)),
         zero_optimization={
             "stage": 3,
             "stage3_param_persistence_threshold": 0,
@@ -582,12 +567,8 @@ def stop_on_sigterm(folder):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_sigterm_of_one_rank_saves_after_the_iteration_and_all_end_cleanly(tmp_path):
-    assert [
-        rank.exit_code for rank in run_until_end(stop_on_sigterm, 2, tmp_path, str(tmp_path))
-    ] == [0, 0]
-    assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step2"
-    assert len(read_json_lines(tmp_path / "losses")) == 1
-    assert [
-        rank.exit_code for rank in run_until_end(stop_on_sigterm, 2, tmp_path, str(tmp_path))
-    ] == [0, 0]
-    assert [step for step, _ in read_json_lines(tmp_path / "losses")] == [1, 3, 4, 5]
+    for steps in ([1], [1, 3, 4, 5]):
+        ended = run_until_end(stop_on_sigterm, 2, tmp_path, str(tmp_path))
+        assert [rank.exit_code for rank in ended] == [0, 0]
+        assert [step for step, _ in read_json_lines(tmp_path / "losses")] == steps
+        assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step2"
