@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import datasets
 import deepspeed
 import torch
 import torch.distributed as dist
@@ -207,6 +208,22 @@ def small_profile(memory_bytes, num_layers=2):
             for tp in (1, 2)
         ],
     }
+
+
+def write_profile(folder: str | Path) -> str:
+    """The path of a small profile of four layers, which rank 0 writes. Collective."""
+    path = Path(folder, "profile.json")
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(small_profile(6_000_000, num_layers=4)))
+    dist.barrier()
+    return str(path)
+
+
+def token_rows(batches: Iterable[Examples]) -> datasets.Dataset:
+    """The tokens of all examples of `batches`, a row each."""
+    return datasets.Dataset.from_list(
+        [{"input_ids": example["input_ids"].tolist()} for batch in batches for example in batch]
+    )
 
 
 def long_on_four_ranks(*, gather: bool) -> dict[str, Any]:

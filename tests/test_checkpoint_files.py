@@ -23,7 +23,6 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from ds_hydra.engine.checkpointing import files
-from ds_hydra.engine.checkpointing import files as checkpoint
 from ds_hydra.engine.checkpointing.files import (
     HydraCheckpointEngine,
     Saving,
@@ -54,7 +53,7 @@ def write_and_commit(saving, writer, tag, value, numel, in_between):
             str(saving.folder / tag / name),
         )
     script = Path(saving.folder, "zero_to_fp32.py")
-    writer.copy_recovery_script(lambda: script.write_text("# DeepSpeed's script\n"))
+    writer.keep_error(lambda: script.write_text("# DeepSpeed's script\n"))
     in_between()
     writer.write_digests(saving.folder, 0)
     if error := writer.take_error():
@@ -93,13 +92,13 @@ def watch_events(seen, limit=None):
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(lambda event, _: touch() if event in wanted else None)
-    write = checkpoint._DigestingFile.write
+    write = files._DigestingFile.write
 
     def counting_write(self, data):
         touch()
         return write(self, data)
 
-    checkpoint._DigestingFile.write = counting_write
+    files._DigestingFile.write = counting_write
 
 
 @pytest.mark.parametrize("tag", ["step2", "step1"], ids=["new tag", "same tag"])
@@ -172,20 +171,20 @@ def damage(path, kind):
         path.unlink()
 
 
-@pytest.mark.parametrize("name", [*FILES, checkpoint.MANIFEST_NAME])
+@pytest.mark.parametrize("name", [*FILES, files.MANIFEST_NAME])
 @pytest.mark.parametrize("kind", ["truncated", "altered", "missing"])
 def test_damage_is_reported_by_name_with_what_else_is_there(saved, name, kind):
-    if (name, kind) == (checkpoint.MANIFEST_NAME, "missing"):
+    if (name, kind) == (files.MANIFEST_NAME, "missing"):
         pytest.skip("a folder without a manifest is stock DeepSpeed's")
     path = saved / "step2" / name
-    if name == checkpoint.MANIFEST_NAME and kind == "altered":
+    if name == files.MANIFEST_NAME and kind == "altered":
         path.write_text(path.read_text().replace('"bytes": ', '"bytes": 1'))
         name = FILES[0]
     else:
         damage(path, kind)
     with pytest.raises(CheckpointError, match=f"{name}.*(truncated|altered|missing)") as caught:
         load(saved)
-    if path.name != checkpoint.MANIFEST_NAME:
+    if path.name != files.MANIFEST_NAME:
         assert "there is also step1: pass tag=... to load_checkpoint" in str(caught.value)
 
 
@@ -220,7 +219,7 @@ def test_what_users_put_beside_the_files_stays(tmp_path):
     save(tmp_path, "other", 5.0)
     assert (folder / "notes").read_text() == "x"
     for text in ("", '{"schema": "other"}'):  # a damaged one is written again
-        (folder / checkpoint.MANIFEST_NAME).write_text(text)
+        (folder / files.MANIFEST_NAME).write_text(text)
         save(tmp_path, "best", 6.0)
         assert load(tmp_path) == 6.0
         assert (folder / "notes").read_text() == "x"
@@ -263,7 +262,7 @@ def test_weights_that_were_saved_elsewhere_are_no_part_of_a_checkpoint(tmp_path)
 
 @pytest.mark.parametrize("kind", ["truncated", "missing"])
 def test_damage_to_a_file_without_a_manifest_is_an_error_by_name(saved, kind):
-    (saved / "step2" / checkpoint.MANIFEST_NAME).unlink()
+    (saved / "step2" / files.MANIFEST_NAME).unlink()
     damage(saved / "step2" / FILES[1], kind)
     with pytest.raises(CheckpointError, match=FILES[1]):
         load(saved)
@@ -285,7 +284,7 @@ def test_no_code_of_a_file_is_run(tmp_path, legacy):
     torch.save({"a": Malicious(trace)}, path, _use_new_zipfile_serialization=not legacy)
     with pytest.raises(CheckpointError, match=r"file\.pt cannot be read: .*io\.open"):
         read_tensors(path)
-    with checkpoint.only_weights(), pytest.raises(pickle.UnpicklingError):
+    with files.only_weights(), pytest.raises(pickle.UnpicklingError):
         torch.load(path, weights_only=False)  # as DeepSpeed asks for it
     assert not trace.exists()
 
@@ -333,7 +332,7 @@ def test_two_jobs_in_one_folder_never_mix(tmp_path, monkeypatch, can_lock):
         raise OSError(9, "as NFS does for a folder")
 
     if not can_lock:
-        monkeypatch.setattr(checkpoint.fcntl, "flock", refuse_locks)
+        monkeypatch.setattr(files.fcntl, "flock", refuse_locks)
     save(tmp_path, "step0", 0.0)
     codes = []
 
@@ -373,17 +372,17 @@ def test_a_rank_that_wrote_elsewhere_is_named(tmp_path):
     [
         [],
         {"schema": "other"},
-        {"schema": checkpoint.MANIFEST_SCHEMA},
+        {"schema": files.MANIFEST_SCHEMA},
         {
-            "schema": checkpoint.MANIFEST_SCHEMA,
+            "schema": files.MANIFEST_SCHEMA,
             "files": {"../../etc/passwd": {"bytes": 1, "sha256": ""}},
         },
-        {"schema": checkpoint.MANIFEST_SCHEMA, "files": {"a": 3}},
+        {"schema": files.MANIFEST_SCHEMA, "files": {"a": 3}},
     ],
 )
 def test_a_manifest_that_makes_no_sense_is_refused(saved, document):
-    (saved / "step2" / checkpoint.MANIFEST_NAME).write_text(json.dumps(document))
-    with pytest.raises(CheckpointError, match=checkpoint.MANIFEST_NAME):
+    (saved / "step2" / files.MANIFEST_NAME).write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=files.MANIFEST_NAME):
         load(saved)
 
 

@@ -300,7 +300,7 @@ def test_what_a_pass_waited_for_is_not_computation():
         (0, EventKind.BACKWARD, 0, 0.010, 0.030),
         (1, EventKind.FORWARD, 0, 0.040, 0.050),
     ):
-        recorder._add(kind, index, zero + start, zero + end, phase)
+        recorder.add(kind, zero + start, zero + end, phase, index)
     recorder.add(EventKind.PULL, zero, zero + 0.045, 0)
     for start, end in ((0.001, 0.004), (0.010, 0.011), (0.028, 0.029), (0.030, 0.040)):
         recorder.add_wait(zero + start, zero + end)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 
 from ds_hydra.configs import find_file, load_model_preset
@@ -12,10 +10,14 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile
 
 
+def shipped():
+    return read_json_object(find_file("profiles", "a800_llama2_7b"))
+
+
 @pytest.mark.parametrize("value", [-1e-9, float("nan"), float("inf")])
 @pytest.mark.parametrize("term", ["quadratic_ms", "linear_ms", "constant_ms"])
 def test_coefficients_that_cannot_be_are_refused(term, value):
-    document = copy.deepcopy(read_json_object(find_file("profiles", "a800_llama2_7b")))
+    document = shipped()
     document["schemes"][3][term] = value
     with pytest.raises(HydraConfigError, match=r"p\.json: (latency coefficients|.*_ms is)"):
         Profile.from_json(document, source="p.json")
@@ -25,26 +27,22 @@ def test_coefficients_that_cannot_be_are_refused(term, value):
 def test_shipped_profiles_belong_to_their_presets(model):
     preset = load_model_preset(f"llama2_{model}")
     check = Profile.load(find_file("profiles", f"a800_llama2_{model}")).check_model
-    sizes = {"hidden_size": preset["hidden_size"], "vocab_size": preset["vocab_size"]}
-    check(num_layers=preset["num_hidden_layers"], **sizes)
-    with pytest.raises(HydraConfigError, match="num_layers"):
-        check(num_layers=preset["num_hidden_layers"] + 1, **sizes)
-    with pytest.raises(HydraConfigError, match="vocab_size 30592 instead of 128256"):
-        check(
-            num_layers=preset["num_hidden_layers"],
-            hidden_size=preset["hidden_size"],
-            vocab_size=128256,
-        )
-    with pytest.raises(HydraConfigError, match="hidden_size"):
-        check(
-            num_layers=preset["num_hidden_layers"], hidden_size=1, vocab_size=preset["vocab_size"]
-        )
+    sizes = {name: preset[name] for name in ("hidden_size", "vocab_size")}
+    sizes["num_layers"] = preset["num_hidden_layers"]
+    check(**sizes)
+    for name, wrong, message in (
+        ("num_layers", sizes["num_layers"] + 1, "num_layers"),
+        ("vocab_size", 128256, "vocab_size 30592 instead of 128256"),
+        ("hidden_size", 1, "hidden_size"),
+    ):
+        with pytest.raises(HydraConfigError, match=message):
+            check(**{**sizes, name: wrong})
 
 
 @pytest.mark.parametrize("key", ["activation_checkpointing", "compile_layers"])
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_profile_of_layers_that_ran_in_another_way_is_refused(key, wanted):
-    document = copy.deepcopy(read_json_object(find_file("profiles", "a800_llama2_7b")))
+    document = shipped()
     ways = dict.fromkeys(("activation_checkpointing", "compile_layers"), wanted)
     Profile.from_json(document).check_layers(**ways)  # it does not say
     Profile.from_json(document | ways).check_layers(**ways)
@@ -54,7 +52,7 @@ def test_a_profile_of_layers_that_ran_in_another_way_is_refused(key, wanted):
 
 @pytest.mark.parametrize("measured", [None, "rowwise"])
 def test_a_profile_of_other_products_is_refused(measured):
-    document = copy.deepcopy(read_json_object(find_file("profiles", "a800_llama2_7b")))
+    document = shipped()
     if measured:
         document["float8"] = measured
     profile, other = Profile.from_json(document), "tensorwise" if measured else "rowwise"
@@ -67,7 +65,7 @@ def test_a_profile_of_other_products_is_refused(measured):
 
 
 def test_a_profile_of_another_dtype_is_refused():
-    document = copy.deepcopy(read_json_object(find_file("profiles", "a800_llama2_7b")))
+    document = shipped()
     Profile.from_json(document).check_dtype("float32")  # it does not say
     of_half = Profile.from_json(document | {"dtype": "bfloat16"})
     of_half.check_dtype("float16")

@@ -4,9 +4,11 @@ bad input.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from ds_hydra.engine.profiling.profile_document import Measurements
 from ds_hydra.engine.profiling.profile_run import ProfileRequest, run_profile
 from ds_hydra.engine.ranks import memory
 from ds_hydra.engine.ranks.hosts import Hosts, find_ranks_per_core
-from ds_hydra.errors import HydraConfigError, UnsupportedModelError
+from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.topology import Topology
 
@@ -58,12 +60,10 @@ class Interrupted(Exception):
     pass
 
 
-def count_measurements(stop_after=None):
-    """From now on counts what is timed, and fails after `stop_after` of it, as a killed run
-    would.
-    """
-    seen = []
-    original = profiler.measure_stage_ms
+@contextlib.contextmanager
+def counting(stop_after=None):
+    """Notes what is timed, and fails after `stop_after` of it, as a killed run would."""
+    seen, original = [], profiler.measure_stage_ms
 
     def counted(propagator, strategy, length):
         if stop_after is not None and len(seen) == stop_after:
@@ -71,8 +71,8 @@ def count_measurements(stop_after=None):
         seen.append((str(strategy), length))
         return original(propagator, strategy, length)
 
-    profiler.measure_stage_ms = counted
-    return seen, lambda: setattr(profiler, "measure_stage_ms", original)
+    with mock.patch.object(profiler, "measure_stage_ms", counted):
+        yield seen
 
 
 def count_rehearsals():
@@ -114,12 +114,10 @@ def on_ranks(model, folder):
     waits = count_waits()
     resume = folder / "p.json.partial"
     request = request_for(model)
-    seen, restore = count_measurements(stop_after=9)
-    with pytest.raises(Interrupted):
+    with counting(stop_after=9) as first, pytest.raises(Interrupted):
         run_profile(request, CPU, resume)
-    restore()
     dist.barrier()
-    found = Measurements.open(resume, json.loads(resume.read_text())["identity"], CPU).num_found
+    found = len(json.loads(resume.read_text())["values"])
     errors = {}
     for name, other in {
         "context": request_for(model, context=128),
@@ -129,16 +127,13 @@ def on_ranks(model, folder):
         with pytest.raises(HydraConfigError) as caught:
             run_profile(other, CPU, resume)
         errors[name] = str(caught.value)
-    before = len(seen)
-    again, restore = count_measurements()
     rehearsed = count_rehearsals()
-    document = run_profile(request, CPU, resume)
-    restore()
+    with counting() as again:
+        document = run_profile(request, CPU, resume)
     num_rehearsed = len(rehearsed)
     dist.barrier()
-    nothing, restore = count_measurements()
-    same = run_profile(request, CPU, resume)
-    restore()
+    with counting() as nothing:
+        same = run_profile(request, CPU, resume)
     dist.barrier()
     if dist.get_rank() == 0:
         resume.write_text(resume.read_text()[:-20])
@@ -150,7 +145,7 @@ def on_ranks(model, folder):
     return {
         "found": found,
         "errors": errors,
-        "num_first": before,
+        "num_first": len(first),
         "again": len(again),
         "nothing": nothing,
         "rehearsed": rehearsed[:num_rehearsed],
@@ -537,19 +532,14 @@ def test_memory_of_a_token_is_that_of_the_passes_after_the_pull(monkeypatch, tot
 def test_memory_far_below_what_a_layer_keeps_is_not_believed(monkeypatch, caplog):
     stage_model = SimpleNamespace(config=None, params=[torch.zeros(1)])
     config = HydraConfig(context_length=64, tokens_per_iteration=64)
-    traced = SimpleNamespace(activation_bytes=40.0)
-    monkeypatch.setattr(profiler, "trace_layer_memory", lambda *_, **__: traced)
+    traced = {2: 40.0}
+    monkeypatch.setattr(profiler, "traced_activation", lambda _model, tp, _config: traced.get(tp))
     monkeypatch.setattr(profiler.dist, "get_rank", lambda: 0)
     assert profiler.not_below_traced(29.0, 2, stage_model, config) == 29.0
     assert not caplog.messages
     assert profiler.not_below_traced(27.0, 2, stage_model, config) == 40.0
     assert "TP 2: a token was measured to take 27.0" in caplog.messages[0]
-
-    def refuse(*_, **__):
-        raise UnsupportedModelError("no layers")
-
-    monkeypatch.setattr(profiler, "trace_layer_memory", refuse)
-    assert profiler.not_below_traced(1.0, 2, stage_model, config) == 1.0
+    assert profiler.not_below_traced(1.0, 4, stage_model, config) == 1.0
 
 
 def test_what_is_in_use_outside_of_torch_is_what_torch_has_not_got(monkeypatch):

@@ -8,7 +8,9 @@ from dataclasses import asdict
 import pytest
 
 from ds_hydra.configs import find_file
+from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.profiling import profiler
+from ds_hydra.engine.profiling.profile_document import Measurements
 from ds_hydra.engine.profiling.rehearsal import (
     at_rehearsed_level,
     choose_rehearsals,
@@ -95,9 +97,6 @@ def test_what_scatters_counts_less():
 
 
 def test_two_runs_that_agree_are_enough():
-    from ds_hydra.configs.hydra_config import HydraConfig
-    from ds_hydra.engine.profiling.profile_document import Measurements
-
     config = HydraConfig.parse(
         {"context_length": 64, "tokens_per_iteration": 64}
         | {"profiling": {"repeats": 4, "warmup": 0}}
@@ -110,9 +109,9 @@ def test_two_runs_that_agree_are_enough():
     def measure(*_):
         raise AssertionError("measured again")
 
+    quiet = {"show_progress": False, "warms_up_each": False}
     found = profiler.measure_in_rounds(
-        cases, lambda name, _: next(times[name]), config, known, show_progress=False
+        cases, lambda name, _: next(times[name]), config, known, **quiet
     )
     assert list(found.values()) == [100.5, 125.0, 101.0]
-    again = profiler.measure_in_rounds(cases, measure, config, known, show_progress=False)
-    assert again == found
+    assert profiler.measure_in_rounds(cases, measure, config, known, **quiet) == found

@@ -8,8 +8,8 @@ import json
 
 import datasets
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from tokenizers import processors
+from trl_runs import make_tokenizer
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.sft import to_labels
@@ -28,13 +28,7 @@ CHAT = [
 
 @pytest.fixture
 def tokenizer():
-    alphabet = {
-        token: index for index, token in enumerate(["<eos>", *pre_tokenizers.ByteLevel.alphabet()])
-    }
-    backend = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    made = make_tokenizer()
     made.chat_template = TEMPLATE
     return made
 

@@ -18,31 +18,44 @@ not in its wheel), as far as they apply. Left out, with the reason:
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
 import math
 import os
 import shutil
 import time
 import weakref
-from pathlib import Path
 from unittest import mock
 
 import datasets
+import deepspeed
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from distributed import run_distributed
-from engines import ds_config, small_profile
+from engines import ds_config, write_profile
 from models import VOCAB_SIZE, tiny
+from single_process import summed_loss
+from torch.utils.data import SubsetRandomSampler
+from transformers import (
+    AutoModelForCausalLM,
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_utils import get_last_checkpoint
 
+import ds_hydra
+from ds_hydra.commands.init import start_config
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.engine.ranks.agreement import on_all_ranks
 from ds_hydra.errors import HydraConfigError, PlanMismatchError
 from ds_hydra.sampler.data.batches import SamplerState, epoch_order
+from ds_hydra.trainer import HydraTrainer, mixin
 from ds_hydra.trainer.arguments import NOT_CALLED
+from ds_hydra.trainer.data import pad_examples
 
 BUDGET = 64
 PER_BATCH = 4
@@ -62,35 +75,23 @@ def rows():
 
 
 def pad(examples):
-    from ds_hydra.trainer.data import pad_examples
-
     return pad_examples([{key: np.array(value) for key, value in e.items()} for e in examples], 0)
 
 
-def make_recorder():
-    from transformers import TrainerCallback
+BOTH = (("stock", transformers.Trainer), ("hydra", HydraTrainer))
 
-    class Recorder(TrainerCallback):
-        def __init__(self):
-            self.events = []
+
+def make_recorder(events):
+    """A callback that adds to `events` what it is told, and in which step."""
 
     def record(name):
-        def method(self, args, state, control, **kwargs):
-            self.events.append(f"{name} {state.global_step}")
+        return lambda self, args, state, control, **_: events.append(f"{name} {state.global_step}")
 
-        return method
-
-    for name in vars(TrainerCallback):
-        if name.startswith("on_"):
-            setattr(Recorder, name, record(name))
-    return Recorder()
+    methods = {name: record(name) for name in vars(TrainerCallback) if name.startswith("on_")}
+    return type("Recorder", (TrainerCallback,), methods)()
 
 
-def training_arguments(
-    folder, json_sections=None, hydra=None, is_stock=False, use_cpu=True, **settings
-):
-    from transformers import TrainingArguments
-
+def training_arguments(folder, json_sections=None, hydra=None, is_stock=False, **settings):
     section = {
         "tokens_per_iteration": BUDGET,
         "profile": f"{folder}/profile.json",
@@ -115,20 +116,54 @@ def training_arguments(
         "train_sampling_strategy": "sequential",
         **settings,
     }
-    return TrainingArguments(deepspeed=config, use_cpu=use_cpu, **settings)
+    return TrainingArguments(deepspeed=config, use_cpu=True, **settings)
+
+
+def make(
+    folder,
+    run,
+    base=HydraTrainer,
+    *,
+    data,
+    sections=None,
+    hydra=None,
+    model=None,
+    model_init=None,
+    eval_dataset=None,
+    compute_metrics=None,
+    callbacks=(),
+    **settings,
+):
+    """A trainer of `data` that writes to the folder `run`; `settings` of its arguments."""
+    is_stock = not issubclass(base, HydraTrainer)
+    args = training_arguments(
+        folder, sections, hydra, is_stock=is_stock, output_dir=f"{folder}/{run}", **settings
+    )
+    if model is None and model_init is None:
+        model = tiny("llama")
+    return base(
+        model=model,
+        args=args,
+        data_collator=pad if is_stock else None,
+        train_dataset=data,
+        eval_dataset=eval_dataset,
+        model_init=model_init,
+        compute_metrics=compute_metrics,
+        callbacks=list(callbacks),
+    )
 
 
 def prepare(folder):
-    import deepspeed
-
     deepspeed.utils.logger.setLevel("ERROR")
     transformers.logging.set_verbosity_error()
-    if dist.get_rank() == 0:
-        (Path(folder) / "profile.json").write_text(
-            json.dumps(small_profile(6_000_000, num_layers=4))
-        )
-    dist.barrier()
+    write_profile(folder)
     return datasets.Dataset.from_list(rows())
+
+
+def error_of(function, *args, **kwargs):
+    with pytest.raises(HydraConfigError) as raised:
+        function(*args, **kwargs)
+    return str(raised.value)
 
 
 def without_times(history):
@@ -140,10 +175,6 @@ def side_by_side(folder):
     """The same run by both Trainers: saves, evaluations, best model, early stopping, schedules of
     both kinds.
     """
-    from transformers import EarlyStoppingCallback
-
-    import ds_hydra
-
     data = prepare(folder)
     scheduler = {
         "optimizer": {
@@ -170,41 +201,15 @@ def side_by_side(folder):
         "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
     }
     result = {}
-    for name, base in (("stock", transformers.Trainer), ("hydra", ds_hydra.HydraTrainer)):
-        collator = {"data_collator": pad} if name == "stock" else {}
-
-        def start(
-            run,
-            sections,
-            model=None,
-            callbacks=(),
-            *,
-            base=base,
-            name=name,
-            more=collator,
-            **settings,
-        ):
-            args = training_arguments(
-                folder,
-                sections,
-                is_stock=name == "stock",
-                output_dir=f"{folder}/{name}-{run}",
-                **settings,
-            )
-            return base(
-                model=model or tiny("llama"),
-                args=args,
-                train_dataset=data,
-                eval_dataset=data.select(range(PER_BATCH)),  # one evaluation batch: equal averages
-                callbacks=list(callbacks),
-                **more,
-            )
-
-        recorder = make_recorder()
+    # One evaluation batch: equal averages
+    start = functools.partial(make, folder, data=data, eval_dataset=data.select(range(PER_BATCH)))
+    for name, base in BOTH:
+        events = []
         trainer = start(
-            "json",
-            scheduler,
-            callbacks=[recorder],
+            f"{name}-json",
+            base,
+            sections=scheduler,
+            callbacks=[make_recorder(events)],
             eval_strategy="steps",
             eval_steps=2,
             save_steps=2,
@@ -220,7 +225,7 @@ def side_by_side(folder):
         dist.barrier()  # rank 0 writes
         result[name] = {
             "history": trainer.state.log_history,
-            "events": recorder.events,
+            "events": events,
             "files": sorted(os.listdir(f"{folder}/{name}-json/checkpoint-12")),
             "checkpoints": sorted(os.listdir(f"{folder}/{name}-json")),
             "saved": sorted(os.listdir(f"{folder}/{name}-saved")),
@@ -237,8 +242,9 @@ def side_by_side(folder):
             },
         }
         stopped = start(
-            "stopped",
-            gathered,
+            f"{name}-stopped",
+            base,
+            sections=gathered,
             callbacks=[EarlyStoppingCallback(2, early_stopping_threshold=100.0)],
             lr_scheduler_type="cosine",
             max_steps=11,
@@ -258,7 +264,7 @@ def side_by_side(folder):
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("both")
-    return folder, run_distributed(side_by_side, 2, str(folder))
+    return folder, run_distributed(side_by_side, 2, str(folder))[0]
 
 
 def numbers(history, key):
@@ -268,7 +274,7 @@ def numbers(history, key):
 @pytest.mark.distributed
 def test_losses_norms_and_rates_equal_those_of_transformers(both):
     for run in ("history", "stopped"):
-        mine, theirs = (both[1][0][name][run] for name in ("hydra", "stock"))
+        mine, theirs = (both[1][name][run] for name in ("hydra", "stock"))
         if run == "stopped":
             (mine, my_steps), (theirs, their_steps) = mine, theirs
             assert my_steps == their_steps
@@ -277,14 +283,14 @@ def test_losses_norms_and_rates_equal_those_of_transformers(both):
             torch.testing.assert_close(numbers(mine, key), numbers(theirs, key), rtol=1e-5, atol=0)
         for key in ("learning_rate", "epoch", "step"):
             assert numbers(mine, key) == numbers(theirs, key), (run, key)
-    losses = numbers(both[1][0]["hydra"]["history"], "loss")
+    losses = numbers(both[1]["hydra"]["history"], "loss")
     assert len(losses) == 2 * NUM_BATCHES
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.distributed
 def test_events_come_in_the_order_of_transformers(both):
-    mine, theirs = (both[1][0][name]["events"] for name in ("hydra", "stock"))
+    mine, theirs = (both[1][name]["events"] for name in ("hydra", "stock"))
     assert mine == theirs
     assert {"on_evaluate 4", "on_save 12", "on_prediction_step 2", "on_epoch_end 6"} <= set(mine)
 
@@ -292,26 +298,26 @@ def test_events_come_in_the_order_of_transformers(both):
 @pytest.mark.distributed
 def test_log_keys_are_those_of_transformers_and_four_more(both):
     for entry, stock in zip(
-        *(both[1][0][name]["history"] for name in ("hydra", "stock")), strict=True
+        *(both[1][name]["history"] for name in ("hydra", "stock")), strict=True
     ):
         more = {"tokens_per_second", "tflops_per_device", "imbalance"} if "loss" in stock else set()
         more |= {"eval_perplexity"} if "eval_loss" in stock else set()
         assert set(entry) == set(stock) | more
         if "eval_loss" in entry:
             assert entry["eval_perplexity"] == pytest.approx(math.exp(entry["eval_loss"]))
-    mine, theirs = (both[1][0][name]["output"] for name in ("hydra", "stock"))
+    mine, theirs = (both[1][name]["output"] for name in ("hydra", "stock"))
     assert mine[0] == theirs[0]
     assert mine[1] == pytest.approx(theirs[1], rel=1e-5)
     assert mine[2] == theirs[2]
     flops = count_flops(StageModel(tiny("llama")))
     two_epochs = 2 * flops.of(len(row["input_ids"]) for row in rows())
-    assert both[1][0]["hydra"]["flos"] == pytest.approx(two_epochs)
+    assert both[1]["hydra"]["flos"] == pytest.approx(two_epochs)
 
 
 @pytest.mark.distributed
 def test_files_checkpoints_and_best_model_are_those_of_transformers(both):
-    folder, results = both
-    mine, theirs = results[0]["hydra"], results[0]["stock"]
+    folder, found = both
+    mine, theirs = found["hydra"], found["stock"]
     for key in ("files", "checkpoints", "saved"):
         assert mine[key] == theirs[key], key
     assert len([name for name in mine["checkpoints"] if name.startswith("checkpoint")]) == 2
@@ -323,8 +329,6 @@ def test_files_checkpoints_and_best_model_are_those_of_transformers(both):
         for n in ("hydra", "stock")
     ]
     assert saved[0].learning_rate == saved[1].learning_rate
-    from transformers import AutoModelForCausalLM
-
     models = [
         AutoModelForCausalLM.from_pretrained(folder / f"{n}-saved") for n in ("hydra", "stock")
     ]
@@ -334,7 +338,7 @@ def test_files_checkpoints_and_best_model_are_those_of_transformers(both):
 
 @pytest.mark.distributed
 def test_auto_values_are_filled_in_as_transformers_does(both):
-    mine, theirs = (both[1][0][name]["config"] for name in ("hydra", "stock"))
+    mine, theirs = (both[1][name]["config"] for name in ("hydra", "stock"))
     assert mine == theirs
     assert mine["scheduler"]["params"]["total_num_steps"] == 12
     assert mine["scheduler"]["params"]["warmup_num_steps"] == 3
@@ -344,34 +348,28 @@ def resumed(folder):
     """A shuffled run with epochs of unequal length, resumed within and at the end of an epoch;
     save_model in shards.
     """
-    import functools
-
-    import ds_hydra
-
     data = prepare(folder)
     epoch_order.cache_clear()
 
-    def start(run, seed=0, **settings):
-        args = training_arguments(
-            folder,
-            {"zero_optimization": {"stage": 3}},
-            {"tokens_per_iteration": 100},
-            output_dir=f"{folder}/{run}",
-            num_train_epochs=3,
-            save_steps=1,
-            seed=7,
-            train_sampling_strategy="random",
-            include_num_input_tokens_seen="all",
-            **settings,
-        )
-        return ds_hydra.HydraTrainer(model=tiny("llama", seed=seed), args=args, train_dataset=data)
-
+    start = functools.partial(
+        make,
+        folder,
+        data=data,
+        sections={"zero_optimization": {"stage": 3}},
+        hydra={"tokens_per_iteration": 100},
+        num_train_epochs=3,
+        save_steps=1,
+        seed=7,
+        train_sampling_strategy="random",
+        include_num_input_tokens_seen="all",
+    )
     whole = start("whole")
     whole.train()
     epochs = [whole._epochs.num_iterations(epoch) for epoch in range(3)]
     curves = {}
     for step in (2, epochs[0], epochs[0] + 1):
-        again = start("again", seed=1)  # other weights: everything must come from the checkpoint
+        # Other weights: everything must come from the checkpoint
+        again = start("again", model=tiny("llama", seed=1))
         again.train(resume_from_checkpoint=f"{folder}/whole/checkpoint-{step}")
         curves[step] = without_times(again.state.log_history)
     save = functools.partial(whole.model.save_pretrained, max_shard_size="30KB")
@@ -406,17 +404,13 @@ def test_a_resumed_run_continues_the_very_same_curve(tmp_path):
     num_steps = sum(epochs)
     for step, curve in curves.items():
         assert 0 < step < num_steps
-        assert [e["loss"] for e in curve if "loss" in e] == [
-            e["loss"] for e in history if "loss" in e
-        ]
-        assert [e["epoch"] for e in curve] == [e["epoch"] for e in history]
+        for key in ("loss", "epoch"):
+            assert numbers(curve, key) == numbers(history, key)
         assert curve[-2] == history[-2]
     assert drawn >= (3, 0), "three epochs were not drawn"
     assert drawn[1] < 10, "more than a mini-batch of a fourth epoch"
     assert history[-1]["epoch"] == 3.0
     assert [e["epoch"] for e in history if "loss" in e][epochs[0] - 1] == 1.0
-    from transformers import AutoModelForCausalLM
-
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 1
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "shards")
     checkpoint = AutoModelForCausalLM.from_pretrained(tmp_path / f"whole/checkpoint-{num_steps}")
@@ -428,37 +422,31 @@ def trained_again(folder):
     """Evaluated, trained, and trained again, by one Trainer and by new ones on saved weights; a
     start that fails before.
     """
-    from transformers import AutoModelForCausalLM
-
-    import ds_hydra
-
     data = prepare(folder)
 
     def start(run, model, strategies=("2x<1,1>", "1x<2,1>"), **sections):
-        args = training_arguments(
+        return make(
             folder,
-            {"zero_optimization": {"stage": 3}, **sections},
-            {"strategies": strategies},
-            output_dir=f"{folder}/{run}",
+            run,
+            data=data,
+            sections={"zero_optimization": {"stage": 3}, **sections},
+            hydra={"strategies": strategies},
+            model=model,
+            eval_dataset=data,
             save_strategy="no",
             num_train_epochs=1,
-            use_cpu=True,
         )
-        return ds_hydra.HydraTrainer(model=model, args=args, train_dataset=data, eval_dataset=data)
 
     def losses(trainer):
         trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return numbers(trainer.state.log_history, "loss")
 
     result = {}
     for name in ("alone", "one"):
         model = tiny("llama")
         if name == "one":
             failing = start("failing", model, strategies=["1x<2,1>", "7x<1,1>"])
-            try:
-                failing.train()
-            except ds_hydra.errors.HydraError as error:
-                result["error"] = str(error)
+            result["error"] = error_of(failing.train)
         trainer = start(name, model)
         if name == "one":
             result["before"] = trainer.evaluate()["eval_loss"]
@@ -468,10 +456,7 @@ def trained_again(folder):
         if name == "one":
             result["stays"] = evaluated() is not None
             trainer.lr_scheduler, own = object(), trainer.lr_scheduler
-            try:
-                trainer.train()
-            except ds_hydra.errors.HydraConfigError as error:
-                result["own schedule"] = str(error)
+            result["own schedule"] = error_of(trainer.train)
             trainer.lr_scheduler = own
             result["one again"] = losses(trainer)
             result["after"] = trainer.evaluate()["eval_loss"]
@@ -481,10 +466,7 @@ def trained_again(folder):
             )
             result["alone again"] = losses(trainer)
             result["alone after"] = trainer.evaluate()["eval_loss"]
-    try:
-        start("held", model)
-    except ds_hydra.errors.HydraConfigError as error:
-        result["held"] = str(error)
+    result["held"] = error_of(start, "held", model)
     trainer.engine.destroy()
     third = start("third", model, bfloat16={"enabled": False})
     result["third"] = losses(third)
@@ -509,35 +491,22 @@ def test_one_model_is_evaluated_and_trained_again_and_again(tmp_path):
 
 def resumed_otherwise(folder):
     """Another budget, other data, and a callback that saves on one rank alone."""
-    import ds_hydra
-
     data = prepare(folder)
 
-    def start(train_dataset=data, budget=BUDGET, callbacks=(), **settings):
-        args = training_arguments(
-            folder,
-            hydra={"tokens_per_iteration": budget},
-            output_dir=f"{folder}/run",
-            **{"num_train_epochs": 1, "save_steps": 3, **settings},
-        )
-        return ds_hydra.HydraTrainer(
-            tiny("llama"), args, train_dataset=train_dataset, callbacks=list(callbacks)
-        )
-
+    start = functools.partial(make, folder, "run", data=data, num_train_epochs=1, save_steps=3)
+    doubled = {"tokens_per_iteration": 2 * BUDGET}
     start().train()
     checkpoint, errors = f"{folder}/run/checkpoint-3", []
     few = data.select(range(2 * PER_BATCH))
-    for trainer in (start(budget=2 * BUDGET), start(few, ignore_data_skip=True)):
-        with pytest.raises(HydraConfigError) as raised:
-            trainer.train(resume_from_checkpoint=checkpoint)
-        errors.append(str(raised.value))
-    doubled = start(budget=2 * BUDGET, max_steps=5)
-    doubled.train(resume_from_checkpoint=checkpoint)
-    drawn = doubled.engine.hydra.source.sampler.state
+    for trainer in (start(hydra=doubled), start(data=few, ignore_data_skip=True)):
+        errors.append(error_of(trainer.train, checkpoint))
+    longer = start(hydra=doubled, max_steps=5)
+    longer.train(resume_from_checkpoint=checkpoint)
+    drawn = longer.engine.hydra.source.sampler.state
     again = start(ignore_data_skip=True)
     again.train(resume_from_checkpoint=checkpoint)
 
-    class SavesAlone(transformers.TrainerCallback):
+    class SavesAlone(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_save = dist.get_rank() == 1
 
@@ -563,29 +532,23 @@ def test_what_is_left_of_the_data_is_trained_or_named(tmp_path):
 
 def killed_while_saving(folder):
     """What a kill leaves at several points of saving step 2, and runs resumed from it."""
-    from transformers.trainer_utils import get_last_checkpoint
-
-    import ds_hydra
-    from ds_hydra.trainer import mixin
-
     data = prepare(folder)
     points = (
-        (ds_hydra.HydraTrainer, "save_model", 2),
+        (HydraTrainer, "save_model", 2),
         (ds_hydra.HydraEngine, "save_checkpoint", 2),
-        (ds_hydra.HydraTrainer, "_save_rng_state", 2),
+        (HydraTrainer, "_save_rng_state", 2),
         (mixin, "raise_together", 2),  # all written
         (mixin, "do_together", 4),  # renamed; two calls for each checkpoint
     )
 
-    def start(run):
-        args = training_arguments(
-            folder,
-            {"zero_optimization": {"stage": 3}},
-            output_dir=f"{folder}/{run}",
-            max_steps=3,
-            save_steps=1,
-        )
-        return ds_hydra.HydraTrainer(tiny("llama"), args, train_dataset=data)
+    start = functools.partial(
+        make,
+        folder,
+        data=data,
+        sections={"zero_optimization": {"stage": 3}},
+        max_steps=3,
+        save_steps=1,
+    )
 
     def copies_after(owner, name, num_calls):
         """A process that ends after that call leaves the folder as it is then."""
@@ -638,10 +601,6 @@ def test_killed_while_saving_the_last_whole_checkpoint_is_resumed(tmp_path):
 
 def other_uses(folder):
     """zero.Init and a chat data set, evaluation without training, compute_metrics, LoRA."""
-    from transformers import AutoModelForCausalLM
-
-    import ds_hydra
-
     data = prepare(folder)
     result = {}
     if dist.get_rank() == 0:
@@ -652,36 +611,27 @@ def other_uses(folder):
     # TrainingArguments turned zero.Init on
     partitioned = AutoModelForCausalLM.from_pretrained(f"{folder}/model")
     result["is_partitioned"] = all(hasattr(p, "ds_id") for p in partitioned.parameters())
-    trainer = ds_hydra.HydraTrainer(partitioned, args, train_dataset=rows())  # a plain list
+    trainer = HydraTrainer(partitioned, args, train_dataset=rows())  # a plain list
     trainer.train()
     result["init"] = numbers(trainer.state.log_history, "loss")
 
-    args = training_arguments(folder, output_dir=f"{folder}/eval")
-    trainer = ds_hydra.HydraTrainer(
-        tiny("llama"), args, eval_dataset={"a": data, "b": data.select([0])}
-    )
+    trainer = make(folder, "eval", data=None, eval_dataset={"a": data, "b": data.select([0])})
     result["before"] = trainer.evaluate()
 
     def accuracy(prediction):
         predicted, labels = prediction.predictions[:, :-1].argmax(-1), prediction.label_ids[:, 1:]
         return {"accuracy": float((predicted == labels)[labels != -100].mean())}
 
-    for name, base in (("stock", transformers.Trainer), ("hydra", ds_hydra.HydraTrainer)):
-        args = training_arguments(
+    for name, base in BOTH:
+        trainer = make(
             folder,
-            is_stock=name == "stock",
-            output_dir=f"{folder}/metrics",
-            max_steps=1,
-            bf16_full_eval=name == "hydra",  # has no effect
-        )
-        more = {"data_collator": pad} if name == "stock" else {}
-        trainer = base(
-            tiny("llama"),
-            args,
-            train_dataset=data,
+            "metrics",
+            base,
+            data=data,
             eval_dataset=data,
             compute_metrics=accuracy,
-            **more,
+            max_steps=1,
+            bf16_full_eval=name == "hydra",  # has no effect
         )
         trainer.train()
         metrics = trainer.evaluate()
@@ -696,11 +646,11 @@ def other_uses(folder):
             predicted.label_ids.tolist(),
         )
     result["buffers"] = {str(buffer.dtype) for buffer in trainer.model.buffers()}
-    result["full eval"] = args.bf16_full_eval
+    result["full eval"] = trainer.args.bf16_full_eval
     sections = {"checkpoint": {"use_node_local_storage": True}, "fp16": None}
-    args = training_arguments(folder, sections, output_dir=f"{folder}/nodes")
-    ds_hydra.HydraTrainer(tiny("llama"), args, train_dataset=data)
-    result["on each node"] = args.save_on_each_node
+    result["on each node"] = make(
+        folder, "nodes", data=data, sections=sections
+    ).args.save_on_each_node
     return result
 
 
@@ -709,8 +659,6 @@ def other_uses(folder):
 def test_partitioned_models_evaluation_alone_and_metrics_on_logits(tmp_path):
     result = run_distributed(other_uses, 2, str(tmp_path))[0]
     assert result["is_partitioned"]
-    from single_process import summed_loss
-
     examples = [{key: torch.tensor(value) for key, value in row.items()} for row in rows()]
     model = tiny("llama")
     with torch.no_grad():
@@ -734,11 +682,6 @@ def test_partitioned_models_evaluation_alone_and_metrics_on_logits(tmp_path):
 
 def customised(folder):
     """What users override, set or call, by both Trainers where both honour it."""
-    from torch.utils.data import SubsetRandomSampler
-    from transformers import TrainerCallback
-
-    import ds_hydra
-
     data = prepare(folder)
     order = [b * PER_BATCH + i for b in (4, 1, 5) for i in range(PER_BATCH)]
     result = {}
@@ -747,21 +690,11 @@ def customised(folder):
         def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
             self.seen = len(train_dataloader), len(train_dataloader.dataset)
 
-    def start(base, run, model=None, callbacks=(), **settings):
-        is_stock = not issubclass(base, ds_hydra.HydraTrainer)
-        args = training_arguments(
-            folder, is_stock=is_stock, output_dir=f"{folder}/{base.__name__}-{run}", **settings
-        )
-        more = {"data_collator": pad} if is_stock else {}
-        model = {"model_init": lambda: tiny("llama")} if model is None else {"model": model}
-        return base(
-            args=args,
-            train_dataset=data,
-            eval_dataset=data,
-            callbacks=[*callbacks],
-            **model,
-            **more,
-        )
+    def start(base, run, **given):
+        if "model" not in given:
+            given["model_init"] = lambda: tiny("llama")
+        run = f"{base.__name__}-{run}"
+        return make(folder, run, base, data=data, eval_dataset=data, **given)
 
     def customise(base):
         class Customised(base):
@@ -780,7 +713,7 @@ def customised(folder):
 
         return Customised
 
-    for name, base in (("stock", transformers.Trainer), ("hydra", ds_hydra.HydraTrainer)):
+    for name, base in BOTH:
         lengths = Lengths()
         called = result[f"called {name}"] = set()
         trainer = start(customise(base), name, callbacks=[lengths], save_strategy="no")
@@ -797,7 +730,7 @@ def customised(folder):
         )
         result["sequences"] = lengths.seen[1]
 
-    class Shuffled(ds_hydra.HydraTrainer):
+    class Shuffled(HydraTrainer):
         def _get_train_sampler(self, train_dataset=None):
             return SubsetRandomSampler(order)
 
@@ -805,23 +738,17 @@ def customised(folder):
     trainer.train()
     result["drawn"] = len(trainer.engine.hydra.source.sampler._lengths)
     result["polynomial"] = numbers(trainer.state.log_history, "learning_rate")
-    result["errors"] = {}
+    errors = result["errors"] = {
+        "model": error_of(start, HydraTrainer, "again", model=trainer.model)
+    }
 
-    def refused(what, function, *args, **kwargs):
-        try:
-            function(*args, **kwargs)
-        except ds_hydra.errors.HydraConfigError as error:
-            result["errors"][what] = str(error)
-
-    refused("model", start, ds_hydra.HydraTrainer, "again", trainer.model)
-
-    class Distributed(ds_hydra.HydraTrainer):
+    class Distributed(HydraTrainer):
         def _get_train_sampler(self, train_dataset=None):
             return torch.utils.data.DistributedSampler(train_dataset, shuffle=False)
 
-    refused("distributed", start(Distributed, "distributed").train)
+    errors["distributed"] = error_of(start(Distributed, "distributed").train)
     late = start(
-        ds_hydra.HydraTrainer,
+        HydraTrainer,
         "late",
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr": 1e-4},
@@ -829,7 +756,7 @@ def customised(folder):
         num_train_epochs=1,
     )
     late.compute_loss_func = print
-    refused("late", late.train)
+    errors["late"] = error_of(late.train)
     late.compute_loss_func = None
     shown = list(late.get_train_dataloader())
     late.train()
@@ -840,35 +767,31 @@ def customised(folder):
     result["shown"] = [batch["attention_mask"].sum(1).tolist() for batch in shown], drawn
     result["min_lr"] = numbers(late.state.log_history, "learning_rate")[-1]
 
-    streamed = start(ds_hydra.HydraTrainer, "stream", eval_strategy="epoch")
+    streamed = start(HydraTrainer, "stream", eval_strategy="epoch")
     streamed.eval_dataset = {"a": data, "b": data.to_iterable_dataset()}
-    refused("eval stream", streamed.train)
+    errors["eval stream"] = error_of(streamed.train)
     result["steps before"] = streamed.state.global_step, streamed.deepspeed is None
     streamed.eval_dataset = data
     streamed.optimizer = torch.optim.SGD(streamed.model.parameters(), lr=0.1)
-    refused("own optimizer", streamed.train)
+    errors["own optimizer"] = error_of(streamed.train)
     streamed.optimizer = None
-    problem = on_all_ranks(ds_hydra.errors.HydraConfigError("the first start fails"))
+    problem = on_all_ranks(HydraConfigError("the first start fails"))
     with mock.patch.object(ds_hydra.HydraEngine, "_start", side_effect=problem):
-        refused("first start", streamed.train)
+        errors["first start"] = error_of(streamed.train)
     result["after a failed start"] = streamed.optimizer, streamed.lr_scheduler
     streamed.model_init = None
     streamed.model.requires_grad_(False)
-    refused("frozen", streamed.train)
+    errors["frozen"] = error_of(streamed.train)
 
     model = tiny("llama")
     some = torch.optim.AdamW(list(model.parameters())[:3])
     config = training_arguments(folder, output_dir=folder).hf_deepspeed_config.config
     config = {k: v for k, v in config.items() if v != "auto"}
-    refused("optimizer", ds_hydra.initialize, model=model, optimizer=some, config=config)
-    refused(
-        "plain",
-        lambda: transformers.Trainer(
-            tiny("llama"),
-            training_arguments(folder, output_dir=f"{folder}/plain", max_steps=1),
-            train_dataset=data,
-        ).train(),
-    )
+    start_engine = functools.partial(ds_hydra.initialize, config=config)
+    errors["optimizer"] = error_of(start_engine, model=model, optimizer=some)
+    args = training_arguments(folder, output_dir=f"{folder}/plain", max_steps=1)
+    plain = transformers.Trainer(tiny("llama"), args, train_dataset=data)
+    errors["plain"] = error_of(plain.train)
     return result
 
 
@@ -911,8 +834,6 @@ def test_what_users_override_is_honoured_or_refused(tmp_path):
 
 
 def with_adapters(folder):
-    import ds_hydra
-
     peft = pytest.importorskip("peft")
     data = prepare(folder)
 
@@ -925,15 +846,17 @@ def with_adapters(folder):
             task_type="CAUSAL_LM",
         )
         model = peft.get_peft_model(tiny("llama").bfloat16(), config)
-        args = training_arguments(
+        return make(
             folder,
-            {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3}},
-            output_dir=f"{folder}/lora",
+            "lora",
+            data=data,
+            sections={"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3}},
+            model=model,
+            eval_dataset=data,
             bf16=True,
             learning_rate=2e-2,
             save_steps=3,
         )
-        return ds_hydra.HydraTrainer(model, args, train_dataset=data, eval_dataset=data)
 
     trainer = start()
     trainer.train()
@@ -976,8 +899,6 @@ def around_training(folder):
     """One rank: evaluation first, arguments used again, schedules by metric, smoothed labels, other
     data after a resume.
     """
-    import ds_hydra
-
     data = prepare(folder)
     of_json = {
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}},
@@ -988,20 +909,15 @@ def around_training(folder):
     }
     result = {}
 
-    def make_args(run, sections=None, is_stock=False, **settings):
-        return training_arguments(
-            folder,
-            sections,
-            {"strategies": ["1x<1,1>"]},
-            is_stock=is_stock,
-            output_dir=f"{folder}/{run}",
-            **{"save_strategy": "no", "max_steps": 2, **settings},
-        )
-
-    def make(args, base=ds_hydra.HydraTrainer, model=None, rows=data, **more):
-        model = {"model": tiny("llama")} if model is None else model
-        eval_dataset = data.select(range(PER_BATCH))
-        return base(**model, args=args, train_dataset=rows, eval_dataset=eval_dataset, **more)
+    start = functools.partial(
+        make,
+        folder,
+        data=data,
+        hydra={"strategies": ["1x<1,1>"]},
+        eval_dataset=data.select(range(PER_BATCH)),
+        save_strategy="no",
+        max_steps=2,
+    )
 
     def outcome(trainer):
         history = trainer.state.log_history
@@ -1013,15 +929,15 @@ def around_training(folder):
             numbers(history, "loss"),
         )
 
-    trainer = make(make_args("plain", of_json))
+    trainer = start("plain", sections=of_json)
     trainer.train()
     result["plain"] = outcome(trainer)
-    args = make_args("evaluated", of_json)
-    trainer = make(args, model={"model_init": lambda: tiny("llama")})
+    trainer = start("evaluated", sections=of_json, model_init=lambda: tiny("llama"))
     trainer.evaluate()
     trainer.train()
     result["evaluated"] = outcome(trainer)
-    trainer = make(args)  # as an error advises
+    # As an error advises
+    trainer = HydraTrainer(tiny("llama"), trainer.args, train_dataset=data)
     trainer.train()
     result["same arguments"] = outcome(trainer)
 
@@ -1034,51 +950,42 @@ def around_training(folder):
         "eval_steps": 1,
     }
     same = datasets.concatenate_datasets([data.select(range(PER_BATCH))] * 3)
-    trainer = make(make_args("metric", adam, max_steps=3, **by_metric), rows=same)
+    trainer = start("metric", data=same, sections=adam, max_steps=3, **by_metric)
     trainer.train()
     result["falls"] = [group["lr"] for group in trainer.deepspeed.optimizer.param_groups]
     trainer.lr_scheduler.step(1e9)
     result["stands still"] = [group["lr"] for group in trainer.deepspeed.optimizer.param_groups]
 
-    class Own(ds_hydra.HydraTrainer):
+    class Own(HydraTrainer):
         def create_scheduler(self, num_training_steps, optimizer=None):
             if self.lr_scheduler is None:
                 self.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
             return self.lr_scheduler
 
-    refused = make(make_args("by name", adam), Own)
-    try:
-        refused.train()
-    except ds_hydra.errors.HydraConfigError as error:
-        result["by name"] = str(error)
+    result["by name"] = error_of(start("by name", Own, sections=adam).train)
 
-    for name, base in (("stock", transformers.Trainer), ("hydra", ds_hydra.HydraTrainer)):
-        more = {"data_collator": pad} if name == "stock" else {}
-        args = make_args(
+    for name, base in BOTH:
+        trainer = start(
             f"smooth {name}",
-            is_stock=name == "stock",
+            base,
             label_smoothing_factor=0.1,
             eval_strategy="steps",
             eval_steps=1,
             per_device_train_batch_size=PER_BATCH,
             per_device_eval_batch_size=PER_BATCH,
         )
-        trainer = make(args, base, **more)
         trainer.train()
         history = trainer.state.log_history
         result[f"smooth {name}"] = numbers(history, "loss") + numbers(history, "eval_loss")
 
     saving = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
-    trainer = make(make_args("first", adam, **saving))
+    trainer = start("first", sections=adam, **saving)
     trainer.train()
     other = data.select(range(PER_BATCH, len(data)))
     checkpoint = f"{folder}/first/checkpoint-2"
-    try:
-        make(make_args("next", adam, max_steps=4), rows=other).train(checkpoint)
-    except ds_hydra.errors.HydraConfigError as error:
-        result["other data"] = str(error)
-    args = make_args("next", adam, max_steps=4, ignore_data_skip=True, lr_scheduler_type="constant")
-    again = make(args, rows=other)
+    continued = functools.partial(start, "next", data=other, sections=adam, max_steps=4)
+    result["other data"] = error_of(continued().train, checkpoint)
+    again = continued(ignore_data_skip=True, lr_scheduler_type="constant")
     again.train(checkpoint)
     stepped = {float(s["step"]) for s in again.deepspeed.basic_optimizer.state.values()}
     result["next"] = again.engine.hydra.source.sampler.state_dict(), stepped
@@ -1116,11 +1023,6 @@ def started_by_init(folder):
     """Losses of two iterations; arguments come before the model, which DeepSpeed then partitions
     while it is made.
     """
-    from transformers import AutoModelForCausalLM, TrainingArguments
-
-    from ds_hydra import HydraTrainer
-    from ds_hydra.commands.init import start_config
-
     shape = tiny("llama").config
     shape.save_pretrained(folder)
     config, _ = start_config(folder, "cpu", 1, 64, BUDGET, trainer=True)
@@ -1132,7 +1034,7 @@ def started_by_init(folder):
     trainer = HydraTrainer(model, args, train_dataset=datasets.Dataset.from_list(rows()))
     trainer.train()
     (group,) = trainer.optimizer.param_groups
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = numbers(trainer.state.log_history, "loss")
     return losses, group["initial_lr"], group["eps"], group["betas"]
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from deepspeed.runtime.lr_schedules import WarmupLR
 from hypothesis import given
@@ -51,6 +53,7 @@ from ds_hydra.trainer.data import DatasetReader, Epochs, as_datasets, draw_rows,
 from ds_hydra.trainer.mixin import EngineMixin, check_checkpoint
 
 SECTION = {"context_length": 128, "tokens_per_iteration": 512}
+HYDRA = HydraConfig.parse(SECTION)
 SMALLEST = {"zero_optimization": {"stage": 3}, "hydra": SECTION}
 
 
@@ -159,11 +162,11 @@ def test_fields_of_trl_are_honoured_or_refused():
 
 def test_fields_of_trl_that_are_keys_of_hydra():
     args = sft_arguments(max_length=128, dataset_text_field="story")
-    assert map_arguments(args, HydraConfig.parse(SECTION), print).text_column == "story"
+    assert map_arguments(args, HYDRA, print).text_column == "story"
     with pytest.raises(
         HydraConfigError, match=r"hydra\.context_length is 128, SFTConfig\.max_length asks for 64"
     ):
-        map_arguments(sft_arguments(max_length=64), HydraConfig.parse(SECTION), print)
+        map_arguments(sft_arguments(max_length=64), HYDRA, print)
 
 
 def test_arguments_of_trl_say_where_they_go():
@@ -215,9 +218,7 @@ def test_defaults_are_silent():
     notes = []
     check_arguments(arguments(), notes.append)
     assert not notes
-    assert map_arguments(
-        arguments(), HydraConfig.parse(SECTION), notes.append
-    ) == HydraConfig.parse(SECTION)
+    assert map_arguments(arguments(), HYDRA, notes.append) == HYDRA
     assert not notes
 
 
@@ -234,14 +235,12 @@ def test_seed_order_noise_and_checkpointing_become_keys_of_hydra():
         neftune_noise_alpha=5.0,
         full_determinism=True,
     )
-    hydra = map_arguments(args, HydraConfig.parse(SECTION), notes.append)
+    hydra = map_arguments(args, HYDRA, notes.append)
     assert (hydra.seed, hydra.shuffle, hydra.activation_checkpointing) == (3, False, True)
     assert (hydra.neftune_noise_alpha, hydra.deterministic) == (5, True)
     assert len(notes) == 5
     assert "TrainingArguments.seed sets hydra.seed to 3" in notes
-    assert (
-        map_arguments(arguments(seed=3, data_seed=4), HydraConfig.parse(SECTION), print).seed == 4
-    )
+    assert map_arguments(arguments(seed=3, data_seed=4), HYDRA, print).seed == 4
     assert (
         map_arguments(arguments(seed=3), HydraConfig.parse({**SECTION, "seed": 9}), print).seed == 9
     )
@@ -392,6 +391,15 @@ def test_what_is_set_after_the_start_is_refused():
         check_overrides(trainer, others=find_set(trainer))
 
 
+@pytest.fixture
+def alone():
+    """This process as the one rank of a job."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_sampler_gives_rows_and_order():
     device = torch.device("cpu")
     assert draw_rows([5, 2, 2], 6, device) == ([5, 2, 2], True)
@@ -423,7 +431,7 @@ def test_overrides_have_the_signatures_of_transformers():
     assert {"_run_epoch", "_prepare_for_training", "_init_training_state", "training_step"} <= set(
         own
     )
-    for name in ("training_step", "compute_loss", "evaluation_loop", "log", "_finalize_training"):
+    for name in ("training_step", "evaluation_loop", "log", "_finalize_training"):
         mine, parent = (list(inspect.signature(f).parameters) for f in (own[name], theirs[name]))
         assert mine == parent, name
     assert {"epoch", "steps_in_epoch", "num_update_steps_per_epoch"} <= set(
@@ -555,20 +563,27 @@ def test_what_has_no_rows_is_refused_with_what_has():
             as_datasets(dataset, "train_dataset")
 
 
+class Computed(torch.utils.data.Dataset):
+    """`row(index, number)` of each row that is read, the `number`-th one."""
+
+    def __init__(self, row, length=2):
+        self.row, self.length, self.number = row, length, 0
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.number += 1
+        return self.row(index, self.number)
+
+
 def test_a_row_that_cannot_be_read_is_named():
-    class Broken(torch.utils.data.Dataset):
-        def __len__(self):
-            return 3
-
-        def __getitem__(self, index):
-            return FIRST if index < 2 else {}["gone"]
-
+    broken = Computed(lambda index, _: FIRST if index < 2 else {}["gone"], length=3)
     with pytest.raises(HydraDataError, match="row 2 of eval_dataset cannot be read: KeyError"):
-        as_datasets(Broken(), "eval_dataset")
+        as_datasets(broken, "eval_dataset")
 
 
 def test_streams_are_refused_and_lists_are_read():
-
     rows = [{"input_ids": [1, 2]}, {"input_ids": [3]}]
     assert as_datasets(rows, "train_dataset")["input_ids"][:] == [[1, 2], [3]]
     stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
@@ -579,38 +594,21 @@ def test_streams_are_refused_and_lists_are_read():
 
 
 def test_rows_that_are_drawn_anew_each_time_are_refused():
-    class Crops(torch.utils.data.Dataset):
-        def __init__(self, moves):
-            self.moves, self.begin = moves, 0
+    def crop(begin):
+        tokens = torch.arange(begin, begin + 3)
+        return {"input_ids": tokens, "labels": tokens}
 
-        def __len__(self):
-            return 2
-
-        def __getitem__(self, index):
-            self.begin += self.moves
-            tokens = torch.arange(self.begin, self.begin + 3)
-            return {"input_ids": tokens, "labels": tokens, "seen": self.begin}
-
-    assert as_datasets(Crops(0), "train_dataset")["input_ids"][:] == [[0, 1, 2]] * 2
-    with pytest.raises(HydraConfigError, match="train_dataset is a Crops whose row 0 is another"):
-        as_datasets(Crops(1), "train_dataset")
-
-    class LastCrops(Crops):
-        def __getitem__(self, index):
-            self.begin += self.moves
-            return {"input_ids": torch.arange(3) + index * self.begin}
-
-    with pytest.raises(HydraConfigError, match="whose row 1 is another"):
-        as_datasets(LastCrops(1), "train_dataset")
-
-    class Texts(Crops):
-        def __getitem__(self, index):
-            self.begin += self.moves
-            return {"text": f"text {self.begin}"}
-
-    assert len(as_datasets(Texts(0), "train_dataset")) == 2
-    with pytest.raises(HydraConfigError, match="whose row 0 is another"):
-        as_datasets(Texts(1), "train_dataset")
+    same = Computed(lambda _, number: {**crop(0), "seen": number})
+    assert as_datasets(same, "train_dataset")["input_ids"][:] == [[0, 1, 2]] * 2
+    assert len(as_datasets(Computed(lambda *_: {"text": "text"}), "train_dataset")) == 2
+    for row, differing in (
+        (lambda _, number: crop(number), 0),
+        (lambda index, number: {"input_ids": torch.arange(3) + index * number}, 1),
+        (lambda _, number: {"text": f"text {number}"}, 0),
+    ):
+        named = f"train_dataset is a Computed whose row {differing} is another"
+        with pytest.raises(HydraConfigError, match=named):
+            as_datasets(Computed(row), "train_dataset")
 
 
 def test_rows_that_are_computed_inside_another_dataset_are_refused():
@@ -632,7 +630,8 @@ def test_an_epoch_that_a_callback_stops_does_not_skip_data_in_silence(monkeypatc
     assert ("mini-batches go on where those of this one stopped" in caplog.text) == stops
 
 
-def make_reader():
+@pytest.fixture
+def reader(alone):
     args = SimpleNamespace(
         main_process_first=lambda desc: contextlib.nullcontext(),
         process_index=0,
@@ -641,13 +640,13 @@ def make_reader():
     return DatasetReader(
         args,
         HydraConfig.parse({**SECTION, "context_length": 4}),
+        logging.getLogger(__name__).warning,
         completion_only_loss=None,
         assistant_only_loss=False,
     )
 
 
-def test_rows_that_were_changed_in_place_are_read_anew():
-    reader = make_reader()
+def test_rows_that_were_changed_in_place_are_read_anew(reader):
     rows = [{"input_ids": [1] * length} for length in (2, 3)]
     before = reader.read(rows, "eval_dataset", None)
     assert reader.read(list(rows), "eval_dataset", None) is before
@@ -659,7 +658,7 @@ def test_rows_that_were_changed_in_place_are_read_anew():
     assert len(reader._tokens_of) == 22
 
 
-def test_another_tokenizer_or_chat_template_reads_anew():
+def test_another_tokenizer_or_chat_template_reads_anew(reader):
     class Tokenizer:
         chat_template = "a"
 
@@ -669,7 +668,7 @@ def test_another_tokenizer_or_chat_template_reads_anew():
         def __call__(self, texts, **_):
             return {"input_ids": [[self.first, len(text)] for text in texts]}
 
-    reader, one, other = make_reader(), Tokenizer(1), Tokenizer(2)
+    one, other = Tokenizer(1), Tokenizer(2)
     rows = [{"text": "ab"}]
     tokens = [reader.read(rows, "eval_dataset", t)[0]["input_ids"][0] for t in (one, other, one)]
     assert tokens == [1, 2, 1]
@@ -678,14 +677,13 @@ def test_another_tokenizer_or_chat_template_reads_anew():
     assert reader.read(rows, "eval_dataset", one) is not before
 
 
-def test_errors_of_reading_say_which_dataset_it_is():
+def test_errors_of_reading_say_which_dataset_it_is(reader):
     with pytest.raises(HydraConfigError, match=r"^eval_dataset\['b'\]: "):
-        make_reader().read([{"input_ids": [1]}], "eval_dataset['b']", None)
+        reader.read([{"input_ids": [1]}], "eval_dataset['b']", None)
 
 
 @pytest.mark.parametrize("every_row", [False, True])
-def test_rows_that_are_cut_or_left_out_are_said(caplog, every_row):
-    reader = make_reader()
+def test_rows_that_are_cut_or_left_out_are_said(reader, caplog, every_row):
     rows = [{"input_ids": [1] * length} for length in (6, 1, 3)]
     read = [reader.read(rows, name, None, every_row=every_row) for name in ("a", "b")]
     assert read[0] is read[1]
@@ -707,8 +705,6 @@ def test_padding_hides_what_is_padded():
 
 
 def test_the_progress_bar_shows_the_strategy():
-    from types import SimpleNamespace
-
     known = {"strategy": "1x<2,1> + 2x<1,1>", "tokens_per_s": 4971.0, "loss": 6.5}
     flops = [{"tflops_per_device": value, "mfu": float("nan")} for value in (float("nan"), 412.0)]
     metrics = [None, *(SimpleNamespace(**known, **each) for each in flops)]
@@ -764,12 +760,12 @@ def test_a_collator_that_is_not_called_is_named_and_a_sampler_refused(caplog):
 def test_a_start_without_a_launcher_says_how_to_start():
     with (
         pytest.raises(HydraConfigError, match="torchrun --nproc-per-node N"),
-        hydra_engine_class(HydraConfig.parse(SECTION)),
+        hydra_engine_class(HYDRA),
     ):
         raise ModuleNotFoundError("No module named 'mpi4py'", name="mpi4py")
     with (
         pytest.raises(ModuleNotFoundError),
-        hydra_engine_class(HydraConfig.parse(SECTION)),
+        hydra_engine_class(HYDRA),
     ):
         raise ModuleNotFoundError("No module named 'other'", name="other")
 

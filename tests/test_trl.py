@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 
 import datasets
+import deepspeed
 import pytest
 import torch
+import transformers
+import trl
 from distributed import run_distributed
 from engines import ds_config, small_profile
+from models import tiny
 from trl_runs import (
     GENERATIONS,
     NUM_TOKENS,
@@ -28,6 +32,8 @@ from trl_runs import (
     without_times,
 )
 
+from ds_hydra.trl import HydraDPOTrainer, HydraGRPOTrainer, HydraMixin, HydraSFTTrainer
+
 RELATIVE = 1e-4
 REWARDS = {"rewards/chosen", "rewards/rejected", "rewards/margins"}
 SMALL = {*REWARDS, "logits/chosen", "logits/rejected"}
@@ -41,8 +47,6 @@ def lora(**settings):
 
 
 def other_model():
-    from models import tiny
-
     return tiny("llama", seed=5, vocab_size=NUM_TOKENS, max_position_embeddings=512)
 
 
@@ -136,12 +140,6 @@ USUAL = ("plain", "chat", "lora", "dpo", "dpo lora", "grpo")
 
 def make(name, kind, folder, world):
     """The trainer of a case: the script is the same for both kinds."""
-    import deepspeed
-    import transformers
-    import trl
-
-    from ds_hydra.trl import HydraDPOTrainer, HydraGRPOTrainer, HydraSFTTrainer
-
     deepspeed.utils.logger.setLevel("ERROR")
     transformers.logging.set_verbosity_error()
     case, of = CASES[name], name[:4].strip()
@@ -182,11 +180,15 @@ def histories(kind, folder, world, names):
     return found
 
 
-def both(folder, world, names):
-    for family in {CASES[name].get("family", "llama") for name in names}:
+def prepare(folder, families=("llama",)):
+    for family in families:
         save_model(folder, family)
     profile = small_profile(6_000_000, num_layers=4)
     Path(folder, "profile.json").write_text(json.dumps(profile))
+
+
+def both(folder, world, names):
+    prepare(folder, {CASES[name].get("family", "llama") for name in names})
     stock = run_distributed(histories, 1, "stock", str(folder), 1, names)[0]
     return stock, run_distributed(histories, world, "hydra", str(folder), world, names)[0]
 
@@ -236,10 +238,6 @@ def test_ranks_log_what_trl_logs(tmp_path, world, names):
 
 def behaviours(folder):
     """A subclass with a loader, an order and a loss of its own; a resumed run; mistakes."""
-    import trl
-
-    from ds_hydra.trl import HydraDPOTrainer, HydraGRPOTrainer, HydraMixin
-
     make("plain", "hydra", folder, 2)  # quiet loggers
     model, tokenizer = f"{folder}/model", make_tokenizer()
 
@@ -286,9 +284,9 @@ def behaviours(folder):
     own = start(max_steps=2, gradient_checkpointing=False)
     found["own"] = train(own), own.seen
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "name": "resumed"}
-    found["whole"] = train(start(HydraSFT(), **settings))
+    found["whole"] = train(start(HydraSFTTrainer, **settings))
     found["resumed"] = train(
-        start(HydraSFT(), **settings), resume_from_checkpoint=f"{folder}/resumed/checkpoint-2"
+        start(HydraSFTTrainer, **settings), resume_from_checkpoint=f"{folder}/resumed/checkpoint-2"
     )
     card = Path(folder, "resumed", "README.md").read_text()
     found["card"] = "library_name: transformers" in card
@@ -299,7 +297,7 @@ def behaviours(folder):
     rows[:PER_STEP] = [single] * PER_STEP  # a step without any sequence
     found["unlabelled"] = train(
         start(
-            HydraSFT(),
+            HydraSFTTrainer,
             datasets.Dataset.from_list(rows),
             max_steps=3,
             train_sampling_strategy="sequential",
@@ -316,17 +314,9 @@ def behaviours(folder):
     return found
 
 
-def HydraSFT():
-    from ds_hydra.trl import HydraSFTTrainer
-
-    return HydraSFTTrainer
-
-
 @pytest.mark.distributed
 def test_subclasses_resumed_runs_and_mistakes(tmp_path):
-    save_model(tmp_path)
-    profile = small_profile(6_000_000, num_layers=4)
-    Path(tmp_path, "profile.json").write_text(json.dumps(profile))
+    prepare(tmp_path)
     results = run_distributed(behaviours, 2, str(tmp_path))
     found = results[0]
     losses, seen = found["own"]

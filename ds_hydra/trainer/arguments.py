@@ -9,7 +9,7 @@ them, so that overriding them works.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -114,33 +114,9 @@ _PADDING_COLLATORS = (
 )
 
 
-def check_arguments(
-    args: TrainingArguments,
-    note: Note,
-    honoured: Collection[str] = (),
-    more_problems: Sequence[str] | None = None,
-) -> None:
-    """Raise HydraConfigError for what would not be honoured; `note` what has no effect.
-
-    A Trainer that says with `more_problems` what it refuses of TRL's fields honours the others, and
-    those of transformers that are `honoured`.
-    """
-    is_of_trl = more_problems is not None
-    of_trl = more_problems if is_of_trl else list(_find_refused_of_trl(args))
-    if problems := [*_find_refused(args, honoured), *of_trl]:
-        raise HydraConfigError(
-            "\n  ".join([f"these {type(args).__name__} are not supported:", *problems])
-        )
-    for name, why in WITHOUT_EFFECT.items():
-        if name not in honoured and _is_set(args, name):
-            note(f"TrainingArguments.{name} has no effect: {why}")
-    if _optim(args) == "adafactor" and not _has_own_optimizer(args):
-        note(
-            "optim='adafactor' takes the flat shards of ZeRO-3 for its matrices: moments are not factored, and steps "
-            "depend on the number of ranks, as in stock DeepSpeed"
-        )
-    if is_of_trl:
-        return
+def check_arguments(args: TrainingArguments, note: Note) -> None:
+    """Raise HydraConfigError for what HydraTrainer would not honour; `note` what has no effect."""
+    check_common_arguments(args, note, problems=_find_refused_of_trl(args))
     if args.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
         note(
             f"TrainingArguments.train_sampling_strategy={args.train_sampling_strategy!r} has no effect: mini-batches "
@@ -151,6 +127,30 @@ def check_arguments(
             note(
                 f"{type(args).__name__}.{name}={value!r} has no effect: {_SFT_WITHOUT_EFFECT[name]}"
             )
+
+
+def check_common_arguments(
+    args: TrainingArguments,
+    note: Note,
+    *,
+    problems: Iterable[str],
+    honoured: Collection[str] = (),
+) -> None:
+    """What every Trainer refuses, but for what it says is `honoured`, and its own `problems` in one
+    HydraConfigError; `note` what has no effect.
+    """
+    if found := [*_find_refused(args, honoured), *problems]:
+        raise HydraConfigError(
+            "\n  ".join([f"these {type(args).__name__} are not supported:", *found])
+        )
+    for name, why in WITHOUT_EFFECT.items():
+        if name not in honoured and _is_set(args, name):
+            note(f"TrainingArguments.{name} has no effect: {why}")
+    if _optim(args) == "adafactor" and not _has_own_optimizer(args):
+        note(
+            "optim='adafactor' takes the flat shards of ZeRO-3 for its matrices: moments are not factored, and steps "
+            "depend on the number of ranks, as in stock DeepSpeed"
+        )
 
 
 def check_elsewhere(given: Iterable[str]) -> None:
@@ -404,13 +404,16 @@ def check_overrides(
         )
 
 
-def is_overridden(trainer: Any, name: str) -> bool:
-    """Whether a class of the user's has its own `name`, or the trainer itself, or transformers'
-    Trainer since this module was imported.
+def is_overridden(trainer: Any, *names: str) -> bool:
+    """Whether a class of the user's has its own version of one of `names`, or the trainer itself,
+    or transformers' Trainer since this module was imported.
     """
-    users = (vars(kind) for kind in type(trainer).__mro__ if not _is_known(kind))
-    is_patched = vars(Trainer)[name] is not _STOCK[name]
-    return is_patched or any(name in names for names in (vars(trainer), *users))
+    users = [vars(kind) for kind in type(trainer).__mro__ if not _is_known(kind)]
+    return any(
+        vars(Trainer)[name] is not _STOCK[name]
+        or any(name in own for own in (vars(trainer), *users))
+        for name in names
+    )
 
 
 def _is_known(kind: type) -> bool:

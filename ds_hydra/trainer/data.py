@@ -217,8 +217,6 @@ def draw_rows(sampler: Any, num_rows: int, device: torch.device) -> tuple[list[i
     Found by drawing twice: where only the order differs, the rows are sorted. Raises
     HydraConfigError on all ranks for rows that differ between draws or ranks.
     """
-    if not dist.is_initialized():
-        return _draw_twice(sampler, num_rows)
     rows, is_ordered = run_together(lambda: _draw_twice(sampler, num_rows), device)
     digest = zlib.crc32(np.asarray([is_ordered, *rows]).tobytes())
     digests = gather_rows(torch.tensor([len(rows), digest], device=device))
@@ -373,18 +371,6 @@ def _differs(row: dict[str, Any], again: dict[str, Any]) -> bool:
 _NUM_KEPT = 64
 
 
-def _on_all_ranks(read: Callable[[], Any], device: torch.device) -> Any:
-    """What `read` returns; what it raises on one rank is raised on all."""
-    return run_together(read, device) if dist.is_initialized() else read()
-
-
-def _is_any(is_so: bool, device: torch.device) -> bool:
-    """Whether it is so on any rank."""
-    if not dist.is_initialized():
-        return is_so
-    return bool(gather_rows(torch.tensor([int(is_so)], device=device)).any())
-
-
 class DatasetReader:
     """Reads a dataset once, however often it is asked for: tokens of those asked for last are
     kept.
@@ -394,11 +380,12 @@ class DatasetReader:
         self,
         args: transformers.TrainingArguments,
         config: HydraConfig,
+        warn: Callable[[str], None],
         *,
         completion_only_loss: bool | None,
         assistant_only_loss: bool,
     ):
-        self._args, self._config = args, config
+        self._args, self._config, self._warn = args, config, warn
         self._completion_only_loss = completion_only_loss
         self._assistant_only_loss = assistant_only_loss
         # With the tokenizer, so that nobody else gets its number
@@ -411,7 +398,7 @@ class DatasetReader:
         find its cache. With `every_row` none is cut or left out.
         """
         device = self._args.device
-        rows = _on_all_ranks(lambda: as_datasets(dataset, what), device)
+        rows = run_together(lambda: as_datasets(dataset, what), device)
         # By content: a list may have other rows than when it was read before, and a tokenizer or
         # its chat template be another one
         if isinstance(rows, datasets.DatasetDict):
@@ -421,7 +408,8 @@ class DatasetReader:
         template = str(getattr(tokenizer, "chat_template", None))
         size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
         key = content, every_row, id(tokenizer), size, template
-        if _is_any(key not in self._tokens_of, device):
+        is_new = torch.tensor([key not in self._tokens_of], device=device)
+        if gather_rows(is_new).any():
             with self._args.main_process_first(desc=f"reading {what}"):
                 try:
                     tokens = self._read_now(rows, tokenizer, what, every_row)
@@ -459,10 +447,6 @@ class DatasetReader:
             tokenize=tokenizer,
             every_row=every_row,
         )
-
-    def _warn(self, message: str) -> None:
-        if self._args.process_index == 0:
-            logger.warning(message)
 
 
 def draw_train_rows(

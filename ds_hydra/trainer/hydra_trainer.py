@@ -43,6 +43,10 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     would not be honoured.
     """
 
+    _train_tokens: TokenDataset
+    """From `get_train_dataloader` on, as the next one."""
+    _epochs: data.Epochs
+
     def __init__(
         self,
         model: Any = None,
@@ -54,13 +58,12 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         arguments.check_elsewhere(kwargs)
         if model is not None:
             check_free(model)
-        self._train_tokens: TokenDataset | None = None
-        self._epochs: data.Epochs | None = None
         super().__init__(model, *args, **kwargs)
         arguments.correct_best_metric(self.args, self._warn)
         self._reader = data.DatasetReader(
             self.args,
             self.hydra_config,
+            self._warn,
             completion_only_loss=arguments.read_loss_option(
                 self.args, "completion_only_loss", completion_only_loss
             ),
@@ -143,10 +146,8 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
 
     def _evaluates_packed(self) -> bool:
         """Whether nobody wants logits in evaluation."""
-        own = ("evaluation_loop", "prediction_step")
-        return self.compute_metrics is None and not any(
-            arguments.is_overridden(self, name) for name in own
-        )
+        is_own = arguments.is_overridden(self, "evaluation_loop", "prediction_step")
+        return self.compute_metrics is None and not is_own
 
     def _padded_loader(self, dataset: Any, what: str) -> DataLoader:
         rows = data.TokenRows(self._read(dataset, what, every_row=True))
@@ -165,14 +166,12 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
 
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple[Any, ...]:
         """As transformers; iterations are counted by drawing the mini-batches ahead."""
-        assert self._epochs is not None, "get_train_dataloader has drawn"
         return self._epochs.training_values(args.max_steps, args.num_train_epochs)
 
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *args: Any
     ) -> tuple[int, int]:
         super()._init_training_state(max_steps, num_update_steps_per_epoch, *args)
-        assert self._epochs is not None
         # Epochs may differ in their number of iterations
         epoch, into = self._epochs.find(self.state.global_step)
         return epoch, 0 if self.args.ignore_data_skip else into
@@ -183,10 +182,8 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     def _prepare_for_training(
         self, max_steps: int, loader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, DataLoader]:
-        own = ("evaluate", "get_eval_dataloader")
-        if self.args.eval_strategy != "no" and not any(
-            arguments.is_overridden(self, name) for name in own
-        ):
+        is_own = arguments.is_overridden(self, "evaluate", "get_eval_dataloader")
+        if self.args.eval_strategy != "no" and not is_own:
             # A refusal at the first evaluation would end a run that has trained for hours.
             by_name = {"eval_dataset": self.eval_dataset}
             if isinstance(self.eval_dataset, dict):
@@ -203,7 +200,6 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         """Raise HydraConfigError where the iterations of `num_train_epochs`, less those that the
         checkpoint counts, are not those that are left of the data.
         """
-        assert self._epochs is not None
         sampler = self.engine.hydra.source.sampler
         assert sampler is not None, "data was attached"
         done, num_epochs = self.state.global_step, self.args.num_train_epochs
@@ -227,7 +223,6 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
             )
 
     def _run_epoch(self, **settings: Any) -> None:
-        assert self._epochs is not None
         num_iterations = self._epochs.num_iterations(settings["epoch"])
         settings |= {"steps_in_epoch": num_iterations, "num_update_steps_per_epoch": num_iterations}
         settings["train_dataloader"] = DataLoader(data.Iterations(), batch_size=None)
@@ -254,16 +249,6 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         if self.label_smoother is None:
             return None
         return CrossEntropy(label_smoothing=self.label_smoother.epsilon)
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        """As transformers, for evaluation with `compute_metrics` and `predict`."""
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     # ---- Evaluation
 

@@ -221,9 +221,9 @@ class EngineMixin:
         else:
             self._forget_engine()
         if resume_from_checkpoint is True:
-            restore_checkpoints(
-                Path(self.args.output_dir), commits=self.args.should_save, device=self.args.device
-            )
+            # What a crash has left between the two renames of a checkpoint that was written again
+            folder, commits = Path(self.args.output_dir), self.args.should_save
+            do_together(lambda: restore_replaced(folder) if commits else None, self.args.device)
         if resume_from_checkpoint:
             # Of each rank its own: folders of nodes may differ
             check = functools.partial(
@@ -254,22 +254,22 @@ class EngineMixin:
         self.optimizer = self.lr_scheduler = None
         self._of_engine = (None, None)
 
-    def _forget_destroyed(self) -> None:
+    @contextlib.contextmanager
+    def _calling(self, call: str) -> Iterator[None]:
         if isinstance(self.deepspeed, HydraEngine) and self.deepspeed.is_destroyed:
             self._forget_engine()
+        with names_losses():
+            self._call_together(call)
+            yield
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers."""
-        self._forget_destroyed()
-        with names_losses():
-            self._call_together("evaluate()")
+        with self._calling("evaluate()"):
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers."""
-        self._forget_destroyed()
-        with names_losses():
-            self._call_together("predict()")
+        with self._calling("predict()"):
             return super().predict(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -470,13 +470,6 @@ def written_aside(folder: Path, *, commits: bool, device: torch.device) -> Itera
         if commits:
             shutil.rmtree(aside, ignore_errors=True)
         raise
-
-
-def restore_checkpoints(output_dir: Path, *, commits: bool, device: torch.device) -> None:
-    """Put back what a crash has left between the two renames of a checkpoint that was written
-    again. Collective over all ranks.
-    """
-    do_together(lambda: restore_replaced(output_dir) if commits else None, device)
 
 
 def check_checkpoint(path: str | Path | bool, output_dir: str = "") -> None:

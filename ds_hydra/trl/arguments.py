@@ -18,7 +18,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.dataset import check_dataset_columns
 from ds_hydra.sampler.data.sft import OF_OTHER_TOOLS, render_chat
-from ds_hydra.trainer.arguments import NOT_CALLED, Note, check_arguments
+from ds_hydra.trainer.arguments import NOT_CALLED, Note, check_common_arguments
 
 OF_THE_LOOP = frozenset(
     (
@@ -121,7 +121,7 @@ not, with what to do instead.
 
 def check_trl_arguments(args: TrainingArguments, note: Note) -> None:
     """Raise HydraConfigError for what would not be honoured; `note` what has no effect."""
-    check_arguments(args, note, OF_THE_LOOP, list(_find_refused(args)))
+    check_common_arguments(args, note, problems=_find_refused(args), honoured=OF_THE_LOOP)
 
 
 def _find_refused(args: TrainingArguments) -> Iterator[str]:

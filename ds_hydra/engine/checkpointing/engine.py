@@ -13,7 +13,6 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import deepspeed
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_hydra.engine.checkpointing import files
@@ -36,6 +35,7 @@ logger = logging.getLogger(__name__)
 _CLIENT_STATE_KEY = "ds_hydra"
 """Where a checkpoint's client state keeps what belongs to ds_hydra."""
 
+_OPTIMIZER = "optimizer_state_dict"
 _LOSS_SCALE_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow")
 """What a ZeRO-3 optimizer keeps when only weights are loaded, or a run of another precision."""
 
@@ -73,42 +73,33 @@ class CheckpointingEngine(DeepSpeedEngine):
         """
         with watch("saving"):
             call_together("save_checkpoint()", self.device)
-            self._save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+            self._together(lambda: files.check_client_state(client_state or {}))
+            tag = f"global_step{self.global_steps}" if tag is None else _as_name(tag)
+            saving = files.Saving(save_dir, tag, self._agree_on_saving(save_dir, tag))
+            state = {**(client_state or {}), _CLIENT_STATE_KEY: self.hydra.state_dict()}
+            rank = self.local_rank if self.use_node_local_storage() else self.global_rank
+            commits = rank == 0
+            commit = functools.partial(
+                saving.commit,
+                world_size=self.world_size,
+                save_latest=save_latest,
+                ranks=self._ranks_sharing_a_folder(),
+            )
+            try:
+                self._together(saving.begin if commits else None)
+                folder = str(saving.folder)
+                super().save_checkpoint(folder, tag, state, False, exclude_frozen_parameters)
+                self.checkpoint_engine.write_digests(saving.folder, self.global_rank)
+                raise_together(self.checkpoint_engine.take_error(), self.device)
+                # Every rank's files are there: until here the checkpoint before is the latest one.
+                self._together(commit if commits else None)
+            except CheckpointError:
+                if commits:
+                    saving.abort()
+                raise
+            finally:
+                saving.unlock()
         return True
-
-    def _save(
-        self,
-        save_dir: str,
-        tag: str | None,
-        client_state: Mapping[str, Any] | None,
-        save_latest: bool,
-        exclude_frozen_parameters: bool,
-    ) -> None:
-        self._together(lambda: files.check_client_state(client_state or {}))
-        tag = f"global_step{self.global_steps}" if tag is None else _as_name(tag)
-        saving = files.Saving(save_dir, tag, self._agree_on_saving(save_dir, tag))
-        state = {**(client_state or {}), _CLIENT_STATE_KEY: self.hydra.state_dict()}
-        commits = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
-        commit = functools.partial(
-            saving.commit,
-            world_size=deepspeed.comm.get_world_size(),
-            save_latest=save_latest,
-            ranks=self._ranks_sharing_a_folder(),
-        )
-        try:
-            self._together(saving.begin if commits else None)
-            folder = str(saving.folder)
-            super().save_checkpoint(folder, tag, state, False, exclude_frozen_parameters)
-            self.checkpoint_engine.write_digests(saving.folder, self.global_rank)
-            raise_together(self.checkpoint_engine.take_error(), self.device)
-            # Every rank's files are there: until here the checkpoint before is the latest one.
-            self._together(commit if commits else None)
-        except CheckpointError:
-            if commits:
-                saving.abort()
-            raise
-        finally:
-            saving.unlock()
 
     def _agree_on_saving(self, save_dir: Any, tag: Any) -> str:
         """The id of a saving whose arguments are valid and equal on all ranks."""
@@ -136,7 +127,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         """All ranks, those of this host where each has storage of its own."""
         if self.use_node_local_storage():
             return self.hydra.propagator.hosts.ranks_beside(self.global_rank)
-        return range(deepspeed.comm.get_world_size())
+        return range(self.world_size)
 
     def load_checkpoint(
         self,
@@ -158,12 +149,6 @@ class CheckpointingEngine(DeepSpeedEngine):
         nothing but tensors and plain values is unpickled. With `load_module_only` only weights are
         loaded: the position in the data, the step count and the optimizer stay as they are.
         """
-        options = (
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-        )
         if not hasattr(self.optimizer, "fp16_groups"):
             raise CheckpointError(
                 f"load_checkpoint({load_dir!r}) wants an engine with an optimizer, which weights are read into "
@@ -172,65 +157,50 @@ class CheckpointingEngine(DeepSpeedEngine):
             )
         with watch("loading"):
             call_together("load_checkpoint()", self.device)
-            return self._load(load_dir, tag, *options, custom_load_fn, load_data_position)
-
-    def _load(
-        self,
-        load_dir: str,
-        tag: str | None,
-        load_module_strict: bool,
-        load_optimizer_states: bool,
-        load_lr_scheduler_states: bool,
-        load_module_only: bool,
-        custom_load_fn: Callable[..., Any] | None,
-        load_data_position: bool,
-    ) -> Any:
-        universal = self.load_universal_checkpoint()
-        tag = self._agree_on_tag(load_dir, tag, "latest_universal" if universal else "latest")
-        if tag is None:
-            return super().load_checkpoint(load_dir, None)  # which says what is missing
-        folder = Path(load_dir, tag)
-        rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
-        readers = self._ranks_sharing_a_folder()
-        self._together(
-            functools.partial(
-                files.verify, folder, reader=readers.index(rank), num_readers=len(readers)
-            )
-        )
-        if not universal:
-            is_checked = load_optimizer_states and not load_module_only
-            self._together(
-                functools.partial(
-                    self._read_checkpoint, folder, load_optimizer_states, is_checked=is_checked
+            universal = self.load_universal_checkpoint()
+            tag = self._agree_on_tag(load_dir, tag, "latest_universal" if universal else "latest")
+            if tag is None:
+                return super().load_checkpoint(load_dir, None)  # which says what is missing
+            folder, readers = Path(load_dir, tag), self._ranks_sharing_a_folder()
+            reader = readers.index(self.global_rank)
+            self._together(lambda: files.verify(folder, reader=reader, num_readers=len(readers)))
+            if not universal:
+                is_checked = load_optimizer_states and not load_module_only
+                self._together(
+                    lambda: self._read_checkpoint(
+                        folder, load_optimizer_states, is_checked=is_checked
+                    )
                 )
-            )
-        # Else what was read stands in for it
-        with_optimizer = load_optimizer_states if universal else True
-        options = (load_module_strict, with_optimizer, load_lr_scheduler_states, load_module_only)
-        scaler = {key: getattr(self.optimizer, key) for key in _LOSS_SCALE_KEYS}
-        try:
-            with files.only_weights():
-                path, client_state = super().load_checkpoint(
-                    load_dir, tag, *options, custom_load_fn
-                )
-            if load_module_only and not universal:
-                states = self.checkpoint_engine.handed["_optim_states.pt"]["optimizer_state_dict"]
-                self.optimizer.load_state_dict([states] * world_size, load_optimizer_states=False)
-        finally:
-            self.checkpoint_engine.handed = {}
-        # DeepSpeed's step divides by the scale of the checkpoint, whatever this run multiplies by.
-        if load_module_only or not (
-            scaler["dynamic_loss_scale"] and self.optimizer.dynamic_loss_scale
-        ):
-            self._keep_loss_scale(scaler)
-        state = (client_state or {}).get(_CLIENT_STATE_KEY, {})
-        # DeepSpeed returns much of its own, too, which could not be saved again with the user's.
-        client_state = client_state and {
-            key: value for key, value in client_state.items() if key not in files.RESERVED_KEYS
-        }
-        if not load_module_only:  # new data may start from another run's weights
-            self.hydra.load_state_dict(state, self.global_steps, position=load_data_position)
-        return path, client_state
+            scaler = {key: getattr(self.optimizer, key) for key in _LOSS_SCALE_KEYS}
+            try:
+                with files.only_weights():
+                    path, client_state = super().load_checkpoint(
+                        load_dir,
+                        tag,
+                        load_module_strict,
+                        load_optimizer_states or not universal,  # what was read stands in for it
+                        load_lr_scheduler_states,
+                        load_module_only,
+                        custom_load_fn,
+                    )
+                if load_module_only and not universal:
+                    states = self.checkpoint_engine.handed["_optim_states.pt"][_OPTIMIZER]
+                    states = [states] * self.world_size
+                    self.optimizer.load_state_dict(states, load_optimizer_states=False)
+            finally:
+                self.checkpoint_engine.handed = {}
+            # DeepSpeed's step divides by the checkpoint's scale, whatever this run multiplies by.
+            is_dynamic = scaler["dynamic_loss_scale"] and self.optimizer.dynamic_loss_scale
+            if load_module_only or not is_dynamic:
+                self._keep_loss_scale(scaler)
+            state = (client_state or {}).get(_CLIENT_STATE_KEY, {})
+            # DeepSpeed returns much of its own, too, which could not be saved with the user's.
+            client_state = client_state and {
+                key: value for key, value in client_state.items() if key not in files.RESERVED_KEYS
+            }
+            if not load_module_only:  # new data may start from another run's weights
+                self.hydra.load_state_dict(state, self.global_steps, position=load_data_position)
+            return path, client_state
 
     def _keep_loss_scale(self, own: Mapping[str, Any]) -> None:
         """Have the loss scale of before a checkpoint was loaded: `_LOSS_SCALE_KEYS`."""
@@ -250,7 +220,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         """Read what this rank needs, whatever number of ranks has saved it, before anything is
         changed. `is_checked`: whether the optimizer has to be of the same kind.
         """
-        rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+        rank, world_size = self.global_rank, self.world_size
         model = read_model_states(folder, rank, world_size)
         old_world = files.read_tensors(common_model_file(folder, rank), mmap=True)["dp_world_size"]
         if self.use_node_local_storage() and old_world != world_size:
@@ -263,12 +233,12 @@ class CheckpointingEngine(DeepSpeedEngine):
         optim = read_optimizer_states(
             folder, model["param_shapes"], old_world, groups, rank, world_size
         )
-        own = self.optimizer.state_dict()["optimizer_state_dict"]
+        own = self.optimizer.state_dict()[_OPTIMIZER]
+        zero = optim[_OPTIMIZER]
         if is_checked:
-            saved = optim["optimizer_state_dict"]["optimizer_state_dict"]
-            check_same_optimizer(folder, saved, own)
+            check_same_optimizer(folder, zero[_OPTIMIZER], own)
         if not load_optimizer_states:
-            optim["optimizer_state_dict"]["optimizer_state_dict"] = own
+            zero[_OPTIMIZER] = own
         self.checkpoint_engine.handed = {"_model_states.pt": model, "_optim_states.pt": optim}
 
     def save_16bit_model(
@@ -293,26 +263,25 @@ class CheckpointingEngine(DeepSpeedEngine):
         """The folder of the given checkpoint, or of the one that rank 0 sees as the last; None
         without one.
         """
-        found: list[str] = []
 
-        def look() -> None:
+        def look() -> str:
             files.check_folder_name("load_dir", load_dir)
             wanted = files.find_tag(Path(load_dir), latest) if tag is None else _as_name(tag)
-            found.append("" if wanted is None else files.resolve_tag(Path(load_dir), wanted))
+            return "" if wanted is None else files.resolve_tag(Path(load_dir), wanted)
 
-        self._together(look if self.global_rank == 0 else None)
-        return broadcast_text(found or [""], 0, self.device)[0] or None
+        found = self._together(look if self.global_rank == 0 else None)
+        return broadcast_text([found or ""], 0, self.device)[0] or None
 
-    def _together(self, action: Callable[[], Any] | None) -> None:
+    def _together(self, action: Callable[[], Any] | None) -> Any:
         """`do_together` what this rank has to do, if anything."""
-        files.do_together(action or (lambda: None), self.device)
+        return files.do_together(action or (lambda: None), self.device)
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
         self.checkpoint_engine = files.HydraCheckpointEngine()
 
     def _copy_recovery_script(self, save_path: str) -> None:
-        self.checkpoint_engine.copy_recovery_script(
+        self.checkpoint_engine.keep_error(
             functools.partial(super()._copy_recovery_script, save_path)
         )
 

@@ -102,11 +102,11 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Create a folder; an error is kept."""
-        self._keeping_error(lambda: os.makedirs(path, exist_ok=exist_ok), path)
+        self.keep_error(lambda: os.makedirs(path, exist_ok=exist_ok), path)
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file to the disk (not only to the page cache), with its digest remembered."""
-        self._keeping_error(lambda: self._save(state_dict, path), path)
+        self.keep_error(lambda: self._save(state_dict, path), path)
 
     def _save(self, state_dict: Any, path: str) -> None:
         with open(path, "wb") as file:
@@ -123,19 +123,14 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
                 return content
         return read_tensors(Path(path))
 
-    def _keeping_error(self, action: Callable[[], Any], path: str = "") -> None:
+    def keep_error(self, action: Callable[[], Any], path: str = "") -> None:
+        """Run `action`, which writes to `path`; an error is kept."""
         try:
             action()
-        except (
-            OSError,
-            RuntimeError,
-        ) as error:  # torch's zip writer raises RuntimeError on a full disk
+        # torch's zip writer raises RuntimeError on a full disk
+        except (OSError, RuntimeError) as error:
             if self._error is None:
                 self._error, self._path_of_error = error, path
-
-    def copy_recovery_script(self, copy: Callable[[], Any]) -> None:
-        """Run DeepSpeed's copying of its scripts; an error is kept."""
-        self._keeping_error(copy)
 
     def take_error(self) -> CheckpointError | None:
         """What went wrong since the last call."""
@@ -162,7 +157,7 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
             if Path(path).is_relative_to(folder)
         }
         self._digests.clear()
-        self._keeping_error(lambda: _write_json(folder / _DIGESTS / f"{rank}.json", digests))
+        self.keep_error(lambda: _write_json(folder / _DIGESTS / f"{rank}.json", digests))
 
 
 class _DigestingFile:
@@ -471,21 +466,20 @@ def only_weights() -> Iterator[None]:
             os.environ[name] = before
 
 
-def do_together(action: Callable[[], Any], device: torch.device) -> None:
-    """Run `action`, which works on files of a checkpoint; its error is raised on all ranks.
-
-    Collective over all ranks.
+def do_together(action: Callable[[], Any], device: torch.device) -> Any:
+    """What `action`, which works on files of a checkpoint, returns; its error is raised on all
+    ranks. Collective over all ranks.
     """
 
-    def do() -> None:
+    def do() -> Any:
         try:
-            action()
+            return action()
         except OSError as error:
             raise CheckpointError(
                 f"{error}; the checkpoint before it, if any, is as it was"
             ) from error
 
-    run_together(do, device)
+    return run_together(do, device)
 
 
 def _hash_file(path: Path) -> str:
@@ -500,17 +494,19 @@ def _hash_file(path: Path) -> str:
 def _replace_text(path: Path, text: str) -> None:
     """Write `text` so that a reader, or a crash, finds the old content or the new one."""
     aside = path.with_name(f".{path.name}.new")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    _write_text(aside, text)
     os.replace(aside, path)
     _sync_folder(path.parent)
 
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:
+    _write_text(path, json.dumps(document, indent=1))
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Write to the disk, not only to the page cache."""
     with path.open("w", encoding="utf-8") as file:
-        json.dump(document, file, indent=1)
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
 

@@ -132,24 +132,18 @@ def read_model_states(folder: Path, rank: int, world_size: int) -> dict[str, Any
         own = model_file(folder, rank)
         return common if path == own else read_tensors(own)
     shapes = common.get("frozen_param_shapes") or {}
+    groups = [{name: shape} for name, shape in shapes.items()]
+    old, new = ShardLayout.build(groups, old_world), ShardLayout.build(groups, world_size)
     fragments = {
-        name: torch.zeros(
-            shard_numel(math.prod(shape), world_size),
-            dtype=common["frozen_param_fragments"][name].dtype,
-        )
-        for name, shape in shapes.items()
+        name: torch.zeros(numel, dtype=common["frozen_param_fragments"][name].dtype)
+        for name, numel in zip(shapes, new.group_numel, strict=True)
     }
+    names = list(shapes)
     for old_rank in range(old_world if fragments else 0):
         saved = read_tensors(model_file(folder, old_rank), mmap=True)["frozen_param_fragments"]
-        for name, target_P in fragments.items():
-            numel = math.prod(shapes[name])
-            begin, end = overlap(numel, (old_rank, old_world), (rank, world_size))
-            if begin < end:
-                mine = begin - rank * shard_numel(numel, world_size)
-                theirs = begin - old_rank * shard_numel(numel, old_world)
-                target_P[mine : mine + end - begin] = saved[name].flatten()[
-                    theirs : theirs + end - begin
-                ]
+        for move in shard_moves(old, old_rank, new, rank):
+            name = names[move.source]
+            _copy(move, saved[name].flatten(), fragments[name])
     return {**common, "dp_world_size": world_size, "frozen_param_fragments": fragments or None}
 
 

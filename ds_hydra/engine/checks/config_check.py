@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,11 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import check_groups_of_rank
 from ds_hydra.engine.profiling.memory import as_the_engine_needs, is_of_another_system
 from ds_hydra.engine.profiling.profile_document import (
+    check_profile,
     count_flops,
     count_parameters,
     estimate_profile,
     fit_memory,
-    model_facts,
 )
 from ds_hydra.engine.profiling.profiler import default_lengths
 from ds_hydra.engine.ranks.process import NO_COMPILER, compiles_adam
@@ -119,9 +119,9 @@ class ConfigReport:
 
     def to_json(self) -> dict[str, Any]:
         """The `ds_hydra.check/1` document."""
-        names = self.__dataclass_fields__.keys() - {"known_profile"}
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name in names}
-        return {"schema": CHECK_SCHEMA, "ok": not self.problems, **fields}
+        names = [field.name for field in fields(self) if field.name != "known_profile"]
+        found = {name: getattr(self, name) for name in names}
+        return {"schema": CHECK_SCHEMA, "ok": not self.problems, **found}
 
 
 DEFAULT_DEVICES = 8
@@ -214,33 +214,35 @@ class _Budget:
         self._stage_model: StageModel | None = None
         self._profile: Profile | None = None
         self._started_with: Sequence[Strategy] = ()
+        self._given: Sequence[Strategy] = ()
 
     def fill(self) -> None:
         """Raises HydraError at the first thing that makes the rest meaningless."""
         report, hydra = self._report, self._hydra
         self._check_paths()
-        given = () if hydra.strategies is None else load_strategies(hydra.strategies)
-        report.num_devices = self._num_devices(given)
-        for strategy in given:
+        if hydra.strategies is not None:
+            self._given = load_strategies(hydra.strategies)
+        report.num_devices = self._num_devices()
+        for strategy in self._given:
             node = hydra.link.devices_per_node or DEFAULT_DEVICES
             check_one_host(strategy, -(-report.num_devices // node))
         self._load_model()
-        self._profile = self._find_profile(given)
-        self._estimate_sequence_parallel(given)
-        self._say_which_need_cpus(given)
-        self._describe_home(given)
+        self._profile = self._find_profile()
+        self._say_what_is_estimated()
+        self._describe_streaming()
         if self._profile is not None:
-            self._describe_memory(self._profile, given)
-        strategies = self._candidates(given)
+            self._describe_memory(self._profile)
+        strategies = self._candidates()
         self._check_communicators([*strategies, *self._started_with])
         report.strategies = [str(strategy) for strategy in strategies]
 
-    def _estimate_sequence_parallel(self, given: Sequence[Strategy]) -> None:
+    def _say_what_is_estimated(self) -> None:
         if self._profile is None:
             return
-        costs, known = Costs(self._profile, self._settings(given).cluster), self._profile.latency
-        even = {replace(scheme, ckpt=0, stages=()) for scheme in schemes_of(given)} - known.keys()
-        if added := sorted(scheme for scheme in even if costs.find(scheme) is not None):
+        costs = Costs(self._profile, self._settings().cluster)
+        even = {replace(scheme, ckpt=0, stages=()) for scheme in schemes_of(self._given)}
+        unknown = sorted(even - self._profile.latency.keys())
+        if added := [scheme for scheme in unknown if costs.find(scheme) is not None]:
             self._report.assumed.append(
                 f"times of {', '.join(map(str, added))}, which the profile does not know, are estimated from "
                 "those it knows (`ds-hydra profile` measures them)"
@@ -270,8 +272,8 @@ class _Budget:
                 f"hydra.tokenizer is {tokenizer!r}, which does not exist; name a folder with a tokenizer or a hub id"
             )
 
-    def _num_devices(self, given: Sequence[Strategy]) -> int:
-        needed = max((strategy.num_devices for strategy in given), default=None)
+    def _num_devices(self) -> int:
+        needed = max((strategy.num_devices for strategy in self._given), default=None)
         if self._request.num_devices is None:
             number = DEFAULT_DEVICES if needed is None else needed
             why = "one node" if needed is None else "what hydra.strategies need"
@@ -280,7 +282,7 @@ class _Budget:
             )
             return number
         if needed is not None and needed > self._request.num_devices:
-            largest = max(given, key=lambda strategy: strategy.num_devices)
+            largest = max(self._given, key=lambda strategy: strategy.num_devices)
             raise HydraConfigError(
                 f"strategy {largest} needs {needed} devices, there are {self._request.num_devices}; change "
                 f"hydra.strategies or train on {needed} devices"
@@ -334,28 +336,21 @@ class _Budget:
     def _can_run(self, scheme: Scheme) -> bool:
         return self._stage_model is None or self._stage_model.can_run(scheme)
 
-    def _find_profile(self, given: Sequence[Strategy]) -> Profile | None:
+    def _find_profile(self) -> Profile | None:
         report, hydra = self._report, self._hydra
         name = self._request.profile or hydra.profile
         if name is not None:
             known = load_profile(name)
             report.profile = f"{name}: {known.document.get('source', 'of unknown source')}"
-            if self._stage_model is not None:
-                known.check_model(**model_facts(self._stage_model))
-            known.check_tp_sequence_parallel(hydra.tp_sequence_parallel)
-            known.check_float8(hydra.float8)
-            known.check_layers(
-                activation_checkpointing=hydra.activation_checkpointing,
-                compile_layers=hydra.compile_layers,
-            )
-            known.check_dtype(str(self._dtype).removeprefix("torch."))
+            dtype = str(self._dtype).removeprefix("torch.")
+            check_profile(known, hydra, dtype=dtype, stage_model=self._stage_model)
             self._say_what_was_measured(name, known)
             if self._request.device is not None:
                 report.warnings.append(
                     f"--device {self._request.device} is not used: profile {name} is known"
                 )
         if hydra.profile is None:
-            self._say_what_is_profiled(given)
+            self._say_what_is_profiled()
         if name is None:
             if self._stage_model is None or self._request.device is None:
                 report.assumed.append(
@@ -408,31 +403,27 @@ class _Budget:
             "by their dtypes, traced activations, communicators of NCCL's default size, exchange buffers"
         )
 
-    def _say_which_need_cpus(self, given: Sequence[Strategy]) -> None:
-        streaming = sorted(scheme for scheme in schemes_of(given) if scheme.stream)
-        if streaming:
-            self._report.warnings.append(
-                f"hydra.strategies have streamed layers ({', '.join(map(str, streaming))}): their home on accelerators "
-                "(torch's symmetric memory, CUDA alone) has run on a stand-in device only"
-            )
-
-    def _describe_home(self, given: Sequence[Strategy]) -> None:
-        streams = any(scheme.stream for scheme in schemes_of(given))
-        if not streams or self._stage_model is None:
+    def _describe_streaming(self) -> None:
+        streaming = sorted(scheme for scheme in schemes_of(self._given) if scheme.stream)
+        if not streaming:
             return
-        specs, number = self._stage_model.specs, self._report.num_devices
-        own = home_bytes(specs, self._dtype.itemsize, number)
-        self._report.home = {
-            "ranks": number,
-            "weight_bytes": own.weights,
-            "sum_bytes": own.sums,
-        }
+        self._report.warnings.append(
+            f"hydra.strategies have streamed layers ({', '.join(map(str, streaming))}): their home on accelerators "
+            "(torch's symmetric memory, CUDA alone) has run on a stand-in device only"
+        )
+        if self._stage_model is not None:
+            number = self._report.num_devices
+            own = home_bytes(self._stage_model.specs, self._dtype.itemsize, number)
+            self._report.home = {
+                "ranks": number,
+                "weight_bytes": own.weights,
+                "sum_bytes": own.sums,
+            }
 
-    def _say_what_is_profiled(self, given: Sequence[Strategy]) -> None:
-        hydra = self._hydra
-        number = self._report.num_devices
-        schemes = schemes_of(given)
-        if not given:
+    def _say_what_is_profiled(self) -> None:
+        hydra, number = self._hydra, self._report.num_devices
+        schemes = schemes_of(self._given)
+        if not self._given:
             schemes = {*power_of_two_schemes(number)}
             schemes |= {*measured_beside(number, hydra.planner.space)}
         runnable = sorted(scheme for scheme in schemes if self._can_run(scheme))
@@ -443,15 +434,15 @@ class _Budget:
             f"fit, {hydra.profiling.repeats} times each; `ds-hydra profile` does it once"
         )
 
-    def _describe_memory(self, profile: Profile, given: Sequence[Strategy]) -> None:
+    def _describe_memory(self, profile: Profile) -> None:
         report, context, number = self._report, self._hydra.context_length, self._report.num_devices
-        for strategy in given:
+        for strategy in self._given:
             for scheme in strategy.schemes:
                 check_context_parallel(scheme, context)
                 if self._stage_model is not None:
                     self._stage_model.check_scheme(scheme)
-        costs = Costs(profile, self._settings(given).cluster)
-        profile = self._profile = costs.extended(schemes_of(given))
+        costs = Costs(profile, self._settings().cluster)
+        profile = self._profile = costs.extended(schemes_of(self._given))
         report.known_profile, memory = profile, profile.memory
         report.memory_bytes = memory.usable_bytes
         flops, peak = self._flops(profile)
@@ -476,12 +467,12 @@ class _Budget:
                 }
             )
         self._warn_of_wide_tp(profile, fitting)
-        if given and "space" in self._hydra.planner.model_fields_set:
+        if self._given and "space" in self._hydra.planner.model_fields_set:
             report.warnings.append(
                 f"hydra.planner.space is {self._hydra.planner.space} and not used: hydra.strategies are given"
             )
         try:
-            check_longest(profile, self._settings(given))
+            check_longest(profile, self._settings())
         except HydraConfigError as error:
             raise HydraConfigError(
                 f"hydra.context_length: {error}, or raise hydra.memory_limit_bytes"
@@ -519,22 +510,23 @@ class _Budget:
             self._report.assumed.append(f"TFLOP/s and MFU are left out: {flops.unknown}")
         return flops, profile_peak_flops(profile) if self._dtype.itemsize == 2 else None
 
-    def _settings(self, given: Sequence[Strategy]) -> CandidateSettings:
-        number, profile = self._report.num_devices, self._profile
+    def _settings(self) -> CandidateSettings:
+        number = self._report.num_devices
+        cluster = None
+        if self._profile is not None:
+            cluster = try_cluster(self._profile, number, gradient_bytes(self._hydra))
         return CandidateSettings.of(
             self._hydra,
             num_devices=number,
-            given=given,
+            given=self._given,
             can_run=self._can_run,
-            cluster=None
-            if profile is None
-            else try_cluster(profile, number, gradient_bytes(self._hydra)),
+            cluster=cluster,
             num_link_groups=len(self._link_purposes()),
         )
 
-    def _candidates(self, given: Sequence[Strategy]) -> Sequence[Strategy]:
-        report, name = self._report, self._request.histogram
-        settings = self._settings(given)
+    def _candidates(self) -> Sequence[Strategy]:
+        report, name, given = self._report, self._request.histogram, self._given
+        settings = self._settings()
         start = decide_candidates(self._profile, None, settings).strategies
         lengths_decide = not given and not settings.is_enumerated
         if self._profile is not None:
@@ -545,7 +537,6 @@ class _Budget:
                 f'proposed on more than {MAX_ENUMERATED_RANKS} devices; on fewer with hydra.planner.space "full", or a '
                 "profile that measured SP"
             )
-        is_enumerated = settings.is_enumerated
         if given:
             report.strategies_source = "hydra.strategies"
         elif not lengths_decide and self._hydra.planner.space != "full":
@@ -553,7 +544,7 @@ class _Budget:
                 f"all of two schemes, as on {MAX_ENUMERATED_RANKS} ranks and fewer"
             )
         elif name is None or self._profile is None:
-            so_far = "all of two schemes <TP,PP>" if is_enumerated else "homogeneous ones"
+            so_far = "all of two schemes <TP,PP>" if settings.is_enumerated else "homogeneous ones"
             report.strategies_source = (
                 f"{so_far} until the lengths of the training data are known, from which the engine proposes "
                 "others; give --histogram and a profile to see them"

@@ -5,7 +5,7 @@ GPU.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, get_args
 
@@ -45,6 +45,12 @@ _ADAM_SWITCHES = frozenset(
 """Parameters of AdamW that DeepSpeed or torch take beside those of the fused kernel."""
 
 
+_EXAMPLES = {
+    "optimizer": '{"type": "AdamW", "params": {"lr": 1e-4}}',
+    "scheduler": '{"type": "WarmupLR", "params": {"warmup_num_steps": 100}}',
+}
+
+
 def find_deepspeed_problems(config: Mapping[str, Any]) -> list[str]:
     """Sentences on what DeepSpeed would refuse in `config`, the JSON without "hydra" and with all
     fill-ins.
@@ -71,15 +77,21 @@ def find_deepspeed_problems(config: Mapping[str, Any]) -> list[str]:
 
 def find_unbuildable(config: Mapping[str, Any]) -> Iterator[str]:
     """Why the optimizer and the scheduler of `config` cannot be built, or lose what is given."""
-    plain = _without_auto(config)
-    for key in ("optimizer", "scheduler"):
-        section = plain.get(key)
-        params = section.get("params") if isinstance(section, Mapping) else None
-        for name, value in params.items() if isinstance(params, Mapping) else ():
+    plain, sections = _without_auto(config), {}
+    for key, example in _EXAMPLES.items():
+        if (section := plain.get(key)) is None:
+            continue
+        if not isinstance(section, Mapping) or not isinstance(section.get("params", {}), Mapping):
+            yield f"{key} is {section!r}, expected {example}"
+            continue
+        sections[key] = section
+        for name, value in section.get("params", {}).items():
             if isinstance(value, str) and _is_number(value):
                 yield f"{key}.params.{name} is {value!r}, a text; write the number without quotes"
-    yield from _find_optimizer_problems(plain, config.get("optimizer"))
-    yield from _find_scheduler_problems(plain.get("scheduler"), config.get("scheduler"))
+    if "optimizer" in sections:
+        yield from _find_optimizer_problems(plain, config["optimizer"])
+    if "scheduler" in sections:
+        yield from _find_scheduler_problems(sections["scheduler"], config["scheduler"])
 
 
 def check_buildable(config: Mapping[str, Any]) -> None:
@@ -114,11 +126,14 @@ def _explain(title: str, details: Any) -> str:
         found = "" if isinstance(given, BaseModel) or not key else f" is {given!r}"
         return f"{dotted}{found}: {details['msg'].replace('Input should', 'it should')}"
     known = _fields_of(title, path)
-    nearest = get_close_matches(key, known, n=1, cutoff=0.6)
     has = f"it has {', '.join(known)}" if known else "remove it"
-    return f"{dotted} is not a key of DeepSpeed; " + (
-        f"did you mean {nearest[0]!r}?" if nearest else has
-    )
+    return f"{dotted} is not a key of DeepSpeed; {_hint(key, known, has)}"
+
+
+def _hint(name: str, known: Iterable[str], otherwise: str, *, cutoff: float = 0.6) -> str:
+    """The one of `known` that is nearest to `name`, or `otherwise`."""
+    nearest = get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"did you mean {nearest[0]!r}?" if nearest else otherwise
 
 
 def _fields_of(title: str, path: Sequence[str]) -> list[str]:
@@ -142,33 +157,24 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def _find_optimizer_problems(config: Mapping[str, Any], written: Any) -> Iterator[str]:
-    section = config.get("optimizer")
-    if section is None:
-        return
-    if not isinstance(section, Mapping) or not isinstance(section.get("params", {}), Mapping):
-        yield f'optimizer is {section!r}, expected {{"type": "AdamW", "params": {{"lr": 1e-4}}}}'
-        return
+    section = config["optimizer"]
     name = section.get("type")
     known = [optimizer.lower() for optimizer in DEEPSPEED_OPTIMIZERS]
     of_torch = getattr(torch.optim, name, None) if isinstance(name, str) else None
     if not isinstance(of_torch, type) or of_torch is torch.optim.Optimizer:
         of_torch = None
     if not isinstance(name, str) or (name.lower() not in known and of_torch is None):
-        nearest = get_close_matches(str(name).lower(), known, n=1)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"DeepSpeed has {', '.join(known)}"
+        hint = _hint(str(name).lower(), known, f"DeepSpeed has {', '.join(known)}")
         yield f"optimizer.type is {name!r}, which neither DeepSpeed nor torch.optim has; {hint}"
     elif name.lower() in ("adam", "adamw"):
-        accepted = {*_arguments(FusedAdam), *_arguments(torch.optim.AdamW), *_ADAM_SWITCHES}
-        yield from _compare_params(
-            "optimizer", section, written, dict.fromkeys(accepted, False), name
-        )
+        accepted = _arguments(FusedAdam) | _arguments(torch.optim.AdamW)
+        accepted = dict.fromkeys([*accepted, *_ADAM_SWITCHES], False)
+        yield from _compare_params("optimizer", section, written, accepted, name)
     elif name.lower() == "muon":
-        engine = DeepSpeedEngine
-        accepted = {*engine._MUON_HALF_KEYS, *engine._ADAM_HALF_KEYS, "muon_lr", "adam_lr"}
-        accepted |= {"torch_adam", "adam_w_mode"}
-        yield from _compare_params(
-            "optimizer", section, written, dict.fromkeys(accepted, False), name
-        )
+        halves = {*DeepSpeedEngine._MUON_HALF_KEYS, *DeepSpeedEngine._ADAM_HALF_KEYS}
+        switches = ("muon_lr", "adam_lr", "torch_adam", "adam_w_mode")
+        accepted = dict.fromkeys([*halves, *switches], False)
+        yield from _compare_params("optimizer", section, written, accepted, name)
         if find_key(config, "zero_optimization.reduce_scatter") is not False:
             yield "zero_optimization.reduce_scatter has to be false where the optimizer is Muon"
     elif name == "LBFGS":
@@ -184,20 +190,12 @@ def _find_optimizer_problems(config: Mapping[str, Any], written: Any) -> Iterato
 
 
 def _find_scheduler_problems(section: Any, written: Any) -> Iterator[str]:
-    if section is None:
-        return
-    if not isinstance(section, Mapping) or not isinstance(section.get("params", {}), Mapping):
-        yield (
-            f'scheduler is {section!r}, expected {{"type": "WarmupLR", "params": {{"warmup_num_steps": 100}}}}'
-        )
-        return
     name, known = section.get("type"), lr_schedules.VALID_LR_SCHEDULES
     if name in known:
         arguments = _arguments(getattr(lr_schedules, name))
         yield from _compare_params("scheduler", section, written, arguments, name)
     elif not isinstance(name, str) or not hasattr(torch.optim.lr_scheduler, name):
-        nearest = get_close_matches(str(name), known, n=1)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"DeepSpeed has {', '.join(known)}"
+        hint = _hint(str(name), known, f"DeepSpeed has {', '.join(known)}")
         yield f"scheduler.type is {name!r}, which neither DeepSpeed nor torch has; {hint}"
     else:
         yield (
@@ -224,12 +222,7 @@ def _compare_params(
     given = section.get("params", {})
     for param in given:
         if param not in arguments:
-            nearest = get_close_matches(param, arguments, n=1, cutoff=0.5)
-            hint = (
-                f"did you mean {nearest[0]!r}?"
-                if nearest
-                else f"it takes {', '.join(sorted(arguments))}"
-            )
+            hint = _hint(param, arguments, f"it takes {', '.join(sorted(arguments))}", cutoff=0.5)
             yield f"{key}.params.{param} is not a parameter of {name}; {hint}"
     for param, is_needed in arguments.items():
         if is_needed and param not in (written.get("params") or {}):

@@ -63,6 +63,13 @@ def _errors_alone() -> Iterator[None]:
         logger.setLevel(before)
 
 
+def _of_all_ranks(document: Any, device: torch.device) -> list[Any]:
+    """What each rank brings, in rank order. Collective over all ranks."""
+    texts = [json.dumps(document)]
+    ranks = range(dist.get_world_size())
+    return [json.loads(broadcast_text(texts, rank, device)[0]) for rank in ranks]
+
+
 @dataclass(slots=True)
 class Examination:
     """The checks of this rank, and what they found. Collective over all ranks.
@@ -169,37 +176,27 @@ class Examination:
         self._try_small_model(vigil, device)
 
     def _compare_ranks(self, device: torch.device, hosts: Hosts) -> None:
-        found = json.dumps(findings.describe_environment())
-        everyone = [
-            json.loads(broadcast_text([found], rank, device)[0])
-            for rank in range(dist.get_world_size())
-        ]
+        everyone = _of_all_ranks(findings.describe_environment(), device)
         world, num_hosts = len(everyone), len(hosts.names)
-        text = f"{world} on {num_hosts} host{'s' * (num_hosts > 1)}, {device.type}"
-        self.findings.append(self._judge_ranks(device, text, world))
-        self.findings.append(findings.compare_environments(everyone))
-
-    @staticmethod
-    def _judge_ranks(device: torch.device, text: str, world: int) -> Finding:
         num_devices = torch.cuda.device_count() if device.type == "cuda" else 1
+        text = f"{world} on {num_hosts} host{'s' * (num_hosts > 1)}, {device.type}"
         if world == 1:
             more = f", and this host has {num_devices} devices" if num_devices > 1 else ""
             text = f"{text}{more}: nothing between ranks can be checked"
-        return Finding.judge(
-            "ranks",
-            text,
-            is_well=world > 1,
-            advice="deepspeed --log_level error --no_local_rank --no_python ds-hydra doctor",
-            figures={"ranks": world, "devices_of_host": num_devices},
+        self.findings.append(
+            Finding.judge(
+                "ranks",
+                text,
+                is_well=world > 1,
+                advice="deepspeed --log_level error --no_local_rank --no_python ds-hydra doctor",
+                figures={"ranks": world, "devices_of_host": num_devices},
+            )
         )
+        self.findings.append(findings.compare_environments(everyone))
 
     def _add_worst(self, device: torch.device, mine: Sequence[Finding]) -> None:
         """Of each check of the system, what the lowest rank found that is not well there."""
-        texts = [json.dumps([finding.to_json() for finding in mine])]
-        of_rank = [
-            json.loads(broadcast_text(texts, rank, device)[0])
-            for rank in range(dist.get_world_size())
-        ]
+        of_rank = _of_all_ranks([finding.to_json() for finding in mine], device)
         for index in range(len(mine)):
             rows = [(found[index], rank) for rank, found in enumerate(of_rank)]
             row, rank = next((r for r in rows if r[0]["status"] != Status.OK.value), rows[0])

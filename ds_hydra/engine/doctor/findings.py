@@ -10,7 +10,7 @@ import platform
 import resource
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -76,13 +76,7 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """As in `ds_hydra.doctor/1`."""
-        return {
-            "check": self.check,
-            "status": self.status.value,
-            "text": self.text,
-            "advice": self.advice,
-            "figures": dict(self.figures),
-        }
+        return {**asdict(self), "status": self.status.value}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

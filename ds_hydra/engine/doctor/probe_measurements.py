@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -239,17 +240,13 @@ def check_profile_point(device: torch.device, hardware: Hardware | None) -> list
     stage_model = build_random_stage_model(
         probe.config, dtype=probe.dtype, device=device, num_ranks=dist.get_world_size()
     )
-    scheme = Scheme(tp=1, pp=1)
-    strategy = Strategy.alike(scheme, dist.get_world_size())
-    propagator = Propagator(stage_model, device=device, max_groups=4)
-    try:
-        micro_batch = ProbeMicroBatch(probe.num_tokens)
+    strategy = Strategy.alike(Scheme(tp=1, pp=1), dist.get_world_size())
+    micro_batch = ProbeMicroBatch(probe.num_tokens)
+    with closing(Propagator(stage_model, device=device, max_groups=4)) as propagator:
         times_ms = [
             measure_stage_ms(propagator, strategy, micro_batch) for _ in range(1 + _REPEATS)
         ]
         num_bytes = token_bytes(propagator, strategy, probe.num_tokens)
-    finally:
-        propagator.close()
     return [
         _judge_time(probe, statistics.median(times_ms[1:]), hardware),
         _judge_memory(probe, num_bytes),

@@ -9,7 +9,7 @@ of the heads and of the MLP under TP. What is counted for the engine is never le
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -80,8 +80,10 @@ def as_the_engine_needs(
         ),
     }
     key = "activation_bytes_per_token_per_layer_per_hidden"
-    traced = _trace(stage_model, map(int, memory[key]), config)
-    memory[key] = {tp: max(value, traced.get(int(tp), 0.0)) for tp, value in memory[key].items()}
+    memory[key] = {
+        tp: max(value, traced_activation(stage_model, int(tp), config) or 0.0)
+        for tp, value in memory[key].items()
+    }
     hardware = dict(document["hardware"])
     if config.memory_limit_bytes is None:
         hardware["reserved_bytes"] = max(
@@ -108,25 +110,21 @@ def _split(memory: Mapping[str, Any]) -> tuple[float, float]:
     return total * share, total * (1 - share)
 
 
-def _trace(
-    stage_model: StageModel, degrees: Iterable[int], config: HydraConfig
-) -> dict[int, float]:
-    """Activation bytes by TP degree, of those that the model allows and torch can trace."""
-    model_config: PretrainedConfig = stage_model.config
-    traced = {}
-    for tp in degrees:
-        try:
-            layer = trace_layer_memory(
-                model_config,
-                tp=tp,
-                dtype=stage_model.params[0].dtype,
-                checkpointing=config.activation_checkpointing,
-                tp_sequence_parallel=config.tp_sequence_parallel,
-            )
-        except UnsupportedModelError:
-            continue
-        traced[tp] = layer.activation_bytes
-    return traced
+def traced_activation(stage_model: StageModel, tp: int, config: HydraConfig) -> float | None:
+    """Activation bytes of a layer under TP degree `tp`, as profiles have them; None where the model
+    does not allow it, or torch cannot trace it.
+    """
+    try:
+        layer = trace_layer_memory(
+            stage_model.config,
+            tp=tp,
+            dtype=stage_model.params[0].dtype,
+            checkpointing=config.activation_checkpointing,
+            tp_sequence_parallel=config.tp_sequence_parallel,
+        )
+    except UnsupportedModelError:
+        return None
+    return layer.activation_bytes
 
 
 def _communicator_bytes(num_devices: int) -> int:

@@ -30,7 +30,7 @@ from ds_hydra.engine.ranks.hosts import count_ranks_here
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.model_config import all_fields
 from ds_hydra.strategy import Profile, Scheme
-from ds_hydra.strategy.cost_models.analytic import Hardware, predict_profile
+from ds_hydra.strategy.cost_models.analytic import Experts, Hardware, predict_profile
 from ds_hydra.strategy.cost_models.decoder import ModelSize, read_decoder
 from ds_hydra.strategy.cost_models.described_config import (
     describe_config,
@@ -64,8 +64,6 @@ class Measurements:
         self._values = dict(values or {})
         self._path = path
         self._identity = dict(identity or {})
-        self.num_found = len(self._values)
-        """How many values were known from the start."""
 
     @classmethod
     def open(
@@ -152,14 +150,14 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
 def fit_memory(document: Mapping[str, Any], config: HydraConfig) -> Profile:
     """The profile with the memory limit of the configuration, if any, instead of the hardware's."""
     if config.memory_limit_bytes is not None:
-        hardware = {
-            **document["hardware"],
-            "memory_bytes": config.memory_limit_bytes,
-            "reserved_bytes": 0,
-            "safety_margin_bytes": 0,
-        }
+        hardware = {**document["hardware"], **_all_of(config.memory_limit_bytes)}
         document = {**document, "hardware": hardware}
     return Profile.from_json(document)
+
+
+def _all_of(memory_bytes: int) -> dict[str, int]:
+    """Memory of which plans may use all."""
+    return {"memory_bytes": memory_bytes, "reserved_bytes": 0, "safety_margin_bytes": 0}
 
 
 def nominal_profile(stage_model: StageModel, schemes: Iterable[Scheme]) -> dict[str, Any]:
@@ -186,12 +184,7 @@ def nominal_profile(stage_model: StageModel, schemes: Iterable[Scheme]) -> dict[
     return {
         "schema": PROFILE_SCHEMA,
         "source": "FLOP counts, nothing measured",
-        "hardware": {
-            "name": "nominal",
-            "memory_bytes": LARGEST,
-            "reserved_bytes": 0,
-            "safety_margin_bytes": 0,
-        },
+        "hardware": {"name": "nominal", **_all_of(LARGEST)},
         "model": describe_model(stage_model),
         "memory": {
             "activation_bytes_per_token_per_layer_per_hidden": {
@@ -203,10 +196,35 @@ def nominal_profile(stage_model: StageModel, schemes: Iterable[Scheme]) -> dict[
     }
 
 
+def describe_measured(
+    stage_model: StageModel,
+    config: HydraConfig,
+    *,
+    source: str,
+    hardware: Mapping[str, Any],
+    memory: Mapping[str, Any],
+) -> dict[str, Any]:
+    """A measured profile without its schemes: of what, on what, how its layers ran, and what they
+    keep (`memory`, beside the states).
+    """
+    return {
+        "schema": PROFILE_SCHEMA,
+        "source": source,
+        "hardware": hardware,
+        "model": describe_model(stage_model),
+        "dtype": dtype_of(stage_model),
+        "tp_sequence_parallel": config.tp_sequence_parallel,
+        "activation_checkpointing": config.activation_checkpointing,
+        "compile_layers": config.compile_layers,
+        "deterministic": config.deterministic,
+        "float8": config.float8,
+        "memory": {**memory, **state_memory(stage_model)},
+    }
+
+
 def describe_model(stage_model: StageModel) -> dict[str, Any]:
     """The profile's "model" section."""
-    config = stage_model.config
-    experts = find_experts(all_fields(config), stage_model.num_layers, config.model_type)
+    config, experts = stage_model.config, _find_experts(stage_model)
     heads = {}
     if getattr(config, "num_attention_heads", None):  # else no attention
         heads = {
@@ -236,6 +254,11 @@ def _describe_layers(stage_model: StageModel) -> dict[str, Any]:
     return {key: value for key, value in shape.to_json().items() if key == "layer"}
 
 
+def _find_experts(stage_model: StageModel) -> Experts | None:
+    config = stage_model.config
+    return find_experts(all_fields(config), stage_model.num_layers, config.model_type)
+
+
 def _fields(stage_model: StageModel) -> dict[str, Any]:
     return {**all_fields(stage_model.config), "vocab_size": stage_model.vocab_size}
 
@@ -244,8 +267,7 @@ def _active_shares(stage_model: StageModel) -> dict[int, float] | None:
     """Of each parameter, by its number, the part that a token meets; None where the model has
     experts that are not known as such. Raises HydraConfigError for what find_experts refuses.
     """
-    config = stage_model.config
-    experts = find_experts(all_fields(config), stage_model.num_layers, config.model_type)
+    experts = _find_experts(stage_model)
     bound = [b for unit in stage_model.units for b in unit.bindings]
     of_experts = {b.param for b in bound if is_experts(b.module)}
     if (experts is None) != (not of_experts):
@@ -306,6 +328,23 @@ def model_facts(stage_model: StageModel) -> dict[str, int]:
     names = ("num_layers", "hidden_size", "vocab_size")
     num_experts = described.get("experts", {}).get("num", 0)
     return {**{name: described[name] for name in names}, "num_experts": num_experts}
+
+
+def check_profile(
+    profile: Profile, config: HydraConfig, *, dtype: str, stage_model: StageModel | None
+) -> None:
+    """Raise HydraConfigError where `profile` is of another model than the given one, or of layers
+    that run in another way than `config` says.
+    """
+    if stage_model is not None:
+        profile.check_model(**model_facts(stage_model))
+    profile.check_tp_sequence_parallel(config.tp_sequence_parallel)
+    profile.check_float8(config.float8)
+    profile.check_layers(
+        activation_checkpointing=config.activation_checkpointing,
+        compile_layers=config.compile_layers,
+    )
+    profile.check_dtype(dtype)
 
 
 class ProbeMicroBatch(NamedTuple):

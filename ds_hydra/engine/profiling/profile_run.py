@@ -10,6 +10,7 @@ import os
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,7 @@ def _profile_ranks(
         max_groups_of_rank=num_groups,
         link_config=config.link,
     )
-    try:
+    with closing(propagator):
         with naming_memory_limit(config.memory_limit_bytes):
             document = measure_profile(propagator, strategies, config, known)
         if num_ranks > 1:
@@ -179,9 +180,7 @@ def _profile_ranks(
             )
             if slowdown:
                 document["hardware"]["overlap_slowdown"] = round(slowdown, 3)
-        return document
-    finally:
-        propagator.close()
+    return document
 
 
 def _overlap_slowdown(

@@ -20,36 +20,35 @@ from torch import Tensor
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.losses.head_loss import chunk_elements
 from ds_hydra.engine.model.attention_choice import keeps_copies
-from ds_hydra.engine.model.micro_batches import Example
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.profiling.memory import trace_layer_memory
+from ds_hydra.engine.profiling.memory import traced_activation
 from ds_hydra.engine.profiling.profile_document import (
     Measurements,
     ProbeMicroBatch,
     describe_hardware,
+    describe_measured,
     describe_model,
-    dtype_of,
     fit_memory,
     saturation,
     scheme_entry,
-    state_memory,
 )
 from ds_hydra.engine.profiling.rehearsal import (
     at_rehearsed_level,
     choose_rehearsals,
+    probe_example,
     rehearse,
     run_once,
 )
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.hosts import find_ranks_per_core
 from ds_hydra.engine.ranks.memory import count_multiprocessors, outside_bytes
-from ds_hydra.errors import HydraConfigError, UnsupportedModelError
+from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import Progress
 from ds_hydra.sampler.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.profiles.memory_model import activation_share, ordered_share
-from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, read_key_value_share
+from ds_hydra.strategy.profiles.profile import read_key_value_share
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +209,7 @@ def measure_in_rounds(
     known: Measurements,
     *,
     show_progress: bool,
-    warms_up_each: bool = False,
+    warms_up_each: bool,
 ) -> dict[tuple[_Subject, ProbeMicroBatch], float]:
     """Median over `profiling.repeats` of every (subject, micro-batch), after warming up each
     subject.
@@ -272,9 +271,9 @@ def _measure_memory(
     least memory; without sequence parallelism where there is a choice, never with context
     parallelism.
     """
-    ordered = sorted(homogeneous, key=lambda s: (-s.cp, -s.sp, s.pp))
+    last_wins = sorted(homogeneous, key=lambda s: (-s.cp, -s.sp, s.pp))
     # What autograd keeps in attention over rows is not seen from outside
-    deepest = {s.tp: replace(s.without_options(), cp=1) for s in ordered}
+    deepest = {s.tp: replace(s.without_options(), cp=1) for s in last_wins}
     propagator.prepare(Strategy.alike(s, propagator.num_ranks) for s in deepest.values())
     has_device = has_device_memory()
     length = min(config.context_length, _LONG_TOKENS if has_device else _SHORT_TOKENS)
@@ -295,32 +294,23 @@ def _measure_memory(
         if has_device:
             a_layer = not_below_traced(a_layer, tp, stage_model, config)
         activation[str(tp)] = a_layer
-    return {
-        "schema": PROFILE_SCHEMA,
-        "source": f"measured on {propagator.num_ranks} ranks",
-        "hardware": {
+    document = describe_measured(
+        stage_model,
+        config,
+        source=f"measured on {propagator.num_ranks} ranks",
+        hardware={
             **(hardware := describe_hardware()),
             **(_reserved(propagator, hardware) if has_device else {}),
             "ranks_per_core": find_ranks_per_core(propagator.hosts, propagator.device),
         },
-        "model": model,
-        "dtype": dtype_of(stage_model),
-        "tp_sequence_parallel": stage_model.tp.cuts_micro_batches,
-        "activation_checkpointing": config.activation_checkpointing,
-        "compile_layers": config.compile_layers,
-        "deterministic": config.deterministic,
-        "float8": config.float8,
-        "memory": {
-            "activation_source": "peak memory"
-            if has_device_memory()
-            else "tensors kept for backward",
+        memory={
+            "activation_source": "peak memory" if has_device else "tensors kept for backward",
             "activation_bytes_per_token_per_layer_per_hidden": activation,
             "ordered_multiprocessors": ordered,
             "logit_chunk_bytes": _logit_chunk_bytes(propagator),
-            **state_memory(stage_model),
         },
-        "schemes": [],
-    }
+    )
+    return {**document, "schemes": []}
 
 
 def _lengths_that_fit(
@@ -409,11 +399,6 @@ def _probe_plan(strategy: Strategy, num_ranks: int, micro_batch: ProbeMicroBatch
     )
 
 
-def _probe_example(vocab_size: int, length: int) -> Example:
-    tokens = torch.arange(length, dtype=torch.int64) * 7919 % vocab_size
-    return tokens, tokens
-
-
 def measure_stage_ms(
     propagator: Propagator,
     strategy: Strategy,
@@ -425,7 +410,7 @@ def measure_stage_ms(
     `Propagator.time_propagation`.
     """
     plan = _probe_plan(strategy, propagator.num_ranks, micro_batch)
-    example = _probe_example(propagator.stage_model.vocab_size, micro_batch.length)
+    example = probe_example(propagator.stage_model.vocab_size, micro_batch.length)
     total_ms = propagator.time_propagation(plan, lambda _: example, beside=beside)
     return total_ms / (2 * strategy.schemes[0].pp - 1)
 
@@ -473,17 +458,8 @@ def not_below_traced(
     """`measured` activation bytes of TP degree `tp` as a profile has them, or, with a warning, what
     a layer is traced to keep where they are far below: something hid the growth of memory.
     """
-    try:
-        traced = trace_layer_memory(
-            stage_model.config,
-            tp=tp,
-            dtype=stage_model.params[0].dtype,
-            checkpointing=config.activation_checkpointing,
-            tp_sequence_parallel=config.tp_sequence_parallel,
-        ).activation_bytes
-    except UnsupportedModelError:  # its layers cannot be traced
-        return measured
-    if measured >= _LEAST_OF_TRACED * traced:
+    traced = traced_activation(stage_model, tp, config)
+    if traced is None or measured >= _LEAST_OF_TRACED * traced:
         return measured
     if dist.get_rank() == 0:
         logger.warning(

@@ -223,14 +223,18 @@ def _agree_on_plan(
     return IterationPlan.from_json(json.loads(text))
 
 
+def probe_example(vocab_size: int, length: int) -> Example:
+    """Tokens that look like none in particular, all of them labels."""
+    tokens = torch.arange(length, dtype=torch.int64) * 7919 % vocab_size
+    return tokens, tokens
+
+
 def run_once(propagator: Propagator, plan: IterationPlan) -> list[float]:
     """Milliseconds that each rank propagated, beside pull and push."""
-    stage_model = propagator.stage_model
+    vocab_size = propagator.stage_model.vocab_size
 
     def load(position: int) -> Example:
-        tokens = torch.arange(plan.lengths[position], dtype=torch.int64) * 7919
-        tokens %= stage_model.vocab_size
-        return tokens, tokens
+        return probe_example(vocab_size, plan.lengths[position])
 
     shards_P = _gradient_shards(propagator)
     if propagator.runs_lengths_anew():

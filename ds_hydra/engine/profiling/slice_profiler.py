@@ -32,7 +32,6 @@ from ds_hydra.engine.propagation import Propagator
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.cost_models.topology import LayerShape, StageParts, Topology, stage_ms
-from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
 
 _MOST_LAYERS = 4
 _MEMORY_SHARE = 0.8
@@ -74,64 +73,51 @@ def profile_slices(
     `stage_model` is that of the whole model. `state_memory` counts on the cluster's devices as any
     profile's does. Raises HydraConfigError where not even two lengths fit on the device.
     """
-    parts: dict[tuple[int, int], StageParts] = {}
-    num_bytes: dict[int, _TokenBytes] = {}
-    for tp in sorted({scheme.tp for scheme in schemes}):
-        measured, num_bytes[tp] = _measure_slice(
-            model_config, tp, config, known, dtype=dtype, device=device
-        )
-        parts |= {(tp, length): part for length, part in measured.items()}
+    slices = {
+        tp: _measure_slice(model_config, tp, config, known, dtype=dtype, device=device)
+        for tp in sorted({scheme.tp for scheme in schemes})
+    }
+    num_layers, hidden_size = stage_model.num_layers, stage_model.hidden_size
     interconnects = topology.interconnects()
     cuts_micro_batches = config.tp_sequence_parallel
     passes = (12 if config.activation_checkpointing else 8) + (2 if cuts_micro_batches else 0)
-    type_bytes = torch.finfo(dtype).bits // 8
     entries = []
     for scheme in schemes:
-        lengths = [length for tp, length in parts if tp == scheme.tp]
         times = {}
-        for length in lengths:
+        for length, parts in slices[scheme.tp][0].items():
             shape = LayerShape(
-                hidden_size=stage_model.hidden_size, num_tokens=length, type_bytes=type_bytes
+                hidden_size=hidden_size, num_tokens=length, type_bytes=dtype.itemsize
             )
-            part = parts[scheme.tp, length]
-            layers = stage_model.num_layers
-            time_ms = stage_ms(
+            times[profile_document.ProbeMicroBatch(length)] = stage_ms(
                 scheme,
-                part,
+                parts,
                 interconnects,
                 shape,
-                num_layers=layers,
+                num_layers=num_layers,
                 passes=passes,
                 cuts_micro_batches=cuts_micro_batches,
             )
-            times[profile_document.ProbeMicroBatch(length)] = time_ms
         entries.append(profile_document.scheme_entry(scheme, times))
-    per_layer = {
-        str(tp): (found.layer + found.ends / stage_model.num_layers) * tp / stage_model.hidden_size
-        for tp, found in num_bytes.items()
+    activation = {
+        str(tp): (found.layer + found.ends / num_layers) * tp / hidden_size
+        for tp, (_, found) in slices.items()
     }
-    return {
-        "schema": PROFILE_SCHEMA,
-        "source": f"compute of TP slices measured on one device, communication computed from {topology.source}",
-        "hardware": profile_document.describe_hardware()
+    is_measured = has_device_memory()
+    document = profile_document.describe_measured(
+        stage_model,
+        config,
+        source=f"compute of TP slices measured on one device, communication computed from {topology.source}",
+        hardware=profile_document.describe_hardware()
         | {"devices_per_node": topology.nodes[0].num_devices},
-        "model": profile_document.describe_model(stage_model),
-        "dtype": profile_document.dtype_of(stage_model),
-        "tp_sequence_parallel": cuts_micro_batches,
-        "activation_checkpointing": config.activation_checkpointing,
-        "compile_layers": config.compile_layers,
-        "deterministic": config.deterministic,
-        "float8": config.float8,
-        "memory": {
+        memory={
             "activation_source": "peak memory"
-            if has_device_memory()
+            if is_measured
             else "layer traced under fake tensors",
-            "activation_bytes_per_token_per_layer_per_hidden": per_layer,
-            **profile_document.state_memory(stage_model),
+            "activation_bytes_per_token_per_layer_per_hidden": activation,
         },
-        "saturation_tokens": profile_document.saturation(entries, config.context_length),
-        "schemes": entries,
-    }
+    )
+    saturation = profile_document.saturation(entries, config.context_length)
+    return {**document, "saturation_tokens": saturation, "schemes": entries}
 
 
 def _measure_slice(

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,11 +161,6 @@ def _end_last_line(path: Path) -> None:
                 file.write(b"\n")
 
 
-def _read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """What those of `names` contain that are in `folder`."""
-    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
-
-
 def _last_iteration(path: Path) -> int | None:
     """Of the last line that can be read near the end of a `metrics.jsonl`; None without one."""
     with path.open("rb") as file:
@@ -187,7 +182,10 @@ class RunLog:
     def __init__(self, run_dir: Path, *, save_plans: bool):
         self.num_lost = 0
         self._run_dir = run_dir
-        self._earlier: dict[str, bytes] | None = _read_files(run_dir, (RUN_FILE, PROFILE_FILE))
+        replaced = [run_dir / name for name in (RUN_FILE, PROFILE_FILE)]
+        self._earlier: dict[str, bytes] | None = {
+            path.name: path.read_bytes() for path in replaced if path.is_file()
+        }
         """What this run replaces before its first iteration; None from then on."""
         self._plans = run_dir / "plans" if save_plans else None
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -198,11 +196,8 @@ class RunLog:
         self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
 
     def write(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
-        """Append one iteration. What cannot be written is lost with a warning: training matters
-        more.
-        """
-        with self._forgiving(plan.iteration):
-            self._begin(plan.iteration)
+        """Append one iteration; what cannot be written is lost: training matters more."""
+        with self._adding(plan.iteration):
             self._file.write(json.dumps(metrics.to_json()) + "\n")
             self._file.flush()
             if self._plans is not None:
@@ -221,10 +216,11 @@ class RunLog:
         document = {**timeline.to_json(), "peak_bytes": list(peak_bytes)}
         if experts is not None:
             document["experts"] = dict(experts)
-        with self._forgiving(timeline.iteration):
-            self._begin(timeline.iteration)
-            with (self._run_dir / TRACE_FILE).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(document) + "\n")
+        with (
+            self._adding(timeline.iteration),
+            (self._run_dir / TRACE_FILE).open("a", encoding="utf-8") as file,
+        ):
+            file.write(json.dumps(document) + "\n")
 
     def _begin(self, iteration: int) -> None:
         """Before the first `iteration` of this process: make room where it continues nothing."""
@@ -253,8 +249,10 @@ class RunLog:
         )  # fmt: skip
 
     @contextlib.contextmanager
-    def _forgiving(self, iteration: int) -> Iterator[None]:
+    def _adding(self, iteration: int) -> Iterator[None]:
+        """What cannot be written of `iteration` is lost with a warning."""
         try:
+            self._begin(iteration)
             yield
         except OSError as error:
             self.num_lost += 1

@@ -62,15 +62,12 @@ class Recorder:
         """Record what happens inside; a block that raises is not recorded."""
         start = self._mark()
         yield
-        self._add(kind, micro_batch, start, self._mark(), self.phase)
+        self.add(kind, start, self._mark(), self.phase, micro_batch)
 
-    def add(self, kind: EventKind, start: Any, end: Any, phase: int) -> None:
-        """Record a span of `phase` between two marks taken elsewhere: `perf_counter()` on a CPU,
-        events on an accelerator.
+    def add(self, kind: EventKind, start: Any, end: Any, phase: int, micro_batch: int = -1) -> None:
+        """Record a span of `phase` between two marks: `perf_counter()` on a CPU, events on an
+        accelerator.
         """
-        self._add(kind, -1, start, end, phase)
-
-    def _add(self, kind: EventKind, micro_batch: int, start: Any, end: Any, phase: int) -> None:
         self._spans.append((kind, micro_batch, start, end))
         self.phases.append(phase)
 
