@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -186,6 +186,23 @@ def pipeline_ms(stages: Sequence[StagePlan], num_micro_batches: int) -> float:
     return (num_micro_batches - 1) * slowest + once + tail_ms
 
 
+class _Shape(NamedTuple):
+    """Stages of a pipeline, and micro-batches of an iteration of `batch` samples."""
+
+    pp: int
+    batch: int
+    num_micro_batches: int
+
+    @property
+    def samples(self) -> float:
+        """Of a micro-batch."""
+        return self.batch / self.num_micro_batches
+
+    def in_flight(self, stage: int) -> int:
+        """Micro-batches whose activations the stage keeps at a time: 1F1B."""
+        return min(self.pp - stage, self.num_micro_batches)
+
+
 class GalvatronSearch:
     """Searches one model on one cluster; keeps costs and stages it has computed."""
 
@@ -235,58 +252,54 @@ class GalvatronSearch:
         """
         best: SearchPlan | None = None
         tries = [
-            (self._bound_ms(pp, batch, num_micro_batches), pp, num_micro_batches)
+            (self._bound_ms(shape), shape)
             for pp in self._by_pp
             if pp <= self._given.num_layers
-            for num_micro_batches in self._micro_batches(pp, batch)
+            for shape in self._shapes(pp, batch)
         ]
-        for bound_ms, pp, num_micro_batches in sorted(tries):
+        for bound_ms, shape in sorted(tries):
             if bound_ms >= slowest_ms:
                 break
-            for plan in self._plans(pp, batch, num_micro_batches):
+            for plan in self._plans(shape):
                 if plan.time_ms < slowest_ms:
                     best, slowest_ms = plan, plan.time_ms
         return best
 
-    def search_partition(
-        self, pp: int, batch: int, num_micro_batches: int, partition: Partition
-    ) -> SearchPlan | None:
+    def _search_partition(self, shape: _Shape, partition: Partition) -> SearchPlan | None:
         """Galvatron_Search of Alg. 1 for one partition."""
         stages = []
         for stage, (begin, end) in enumerate(layer_ranges(partition)):
-            found = self._stage(pp, batch, num_micro_batches, stage, begin, end)
+            found = self._stage(shape, stage, begin, end)
             if found is None:
                 return None
             stages.append(found)
         return SearchPlan(
-            batch_size=batch,
-            pp=pp,
-            num_micro_batches=num_micro_batches,
+            batch_size=shape.batch,
+            pp=shape.pp,
+            num_micro_batches=shape.num_micro_batches,
             stages=tuple(stages),
-            time_ms=pipeline_ms(stages, num_micro_batches),
+            time_ms=pipeline_ms(stages, shape.num_micro_batches),
         )
 
-    def _plans(self, pp: int, batch: int, num_micro_batches: int) -> Iterator[SearchPlan]:
-        """Feasible plans of one PP degree: the even partition, and Alg. 2's walk from memory to
+    def _plans(self, shape: _Shape) -> Iterator[SearchPlan]:
+        """Feasible plans of one shape: the even partition, and Alg. 2's walk from memory to
         time balance.
         """
-        even = even_partition(self._given.num_layers, pp)
-        first = self.search_partition(pp, batch, num_micro_batches, even)
+        even = even_partition(self._given.num_layers, shape.pp)
+        first = self._search_partition(shape, even)
         if first is not None:
             yield first
-        if pp == 1 or not self._settings.balances_stages:
+        if shape.pp == 1 or not self._settings.balances_stages:
             return
-        time_balanced = self.search_partition(
-            pp, batch, num_micro_batches, self._time_balanced(pp, batch, num_micro_batches)
-        )
+        time_balanced = self._search_partition(shape, self._time_balanced(shape))
         memory_bound = self._settings.memory_mb
         if time_balanced is not None:
             yield time_balanced
             memory_bound = min(memory_bound, max(stage.peak_mb for stage in time_balanced.stages))
-        queue = [self._memory_balanced(pp, batch, num_micro_batches)]
+        queue = [self._memory_balanced(shape)]
         seen = set(queue)
         while queue:
-            plan = self.search_partition(pp, batch, num_micro_batches, queue.pop())
+            plan = self._search_partition(shape, queue.pop())
             if plan is None:
                 continue
             yield plan
@@ -296,7 +309,7 @@ class GalvatronSearch:
                 if moved in seen:
                     continue
                 seen.add(moved)
-                adjusted = self.search_partition(pp, batch, num_micro_batches, moved)
+                adjusted = self._search_partition(shape, moved)
                 if adjusted is not None and self._is_valid(adjusted, max(times), memory_bound):
                     queue.append(moved)
 
@@ -307,38 +320,34 @@ class GalvatronSearch:
         is_faster = max(stage.compute_ms for stage in plan.stages) <= slowest_ms
         return is_faster and max(stage.peak_mb for stage in plan.stages) <= memory_bound
 
-    def _bound_ms(self, pp: int, batch: int, num_micro_batches: int) -> float:
-        """What no plan of this PP degree is faster than: every layer at its best, stages in perfect
+    def _bound_ms(self, shape: _Shape) -> float:
+        """What no plan of this shape is faster than: every layer at its best, stages in perfect
         balance.
         """
-        fastest = self._type_costs(pp, batch / num_micro_batches).compute_ms.min(axis=1)
-        return float(fastest[self._types].sum()) * (1 + (num_micro_batches - 1) / pp)
+        fastest = self._type_costs(shape).compute_ms.min(axis=1)
+        return float(fastest[self._types].sum()) * (1 + (shape.num_micro_batches - 1) / shape.pp)
 
-    def _stage(
-        self, pp: int, batch: int, num_micro_batches: int, stage: int, begin: int, end: int
-    ) -> StagePlan | None:
-        in_flight = min(pp - stage, num_micro_batches)
-        types = self._types[begin:end]
-        is_first, is_last = stage == 0, stage == pp - 1
-        key = (pp, batch, num_micro_batches, in_flight, types.tobytes(), is_first, is_last)
+    def _stage(self, shape: _Shape, stage: int, begin: int, end: int) -> StagePlan | None:
+        in_flight, types = shape.in_flight(stage), self._types[begin:end]
+        is_last = stage == shape.pp - 1
+        key = (shape, in_flight, types.tobytes(), stage == 0, is_last)
         if key in self._stages:
             return self._stages[key]
-        samples = batch / num_micro_batches
-        costs = self._type_costs(pp, samples)
-        tables = costs.tables(types, in_flight, num_micro_batches)
-        ends_mb = self._ends_mb(pp, samples, is_first, is_last)
+        costs, strategies = self._type_costs(shape), self._by_pp[shape.pp]
+        tables = costs.tables(types, in_flight, shape.num_micro_batches)
+        ends_mb = self._ends_mb(shape, stage)
         choice = search_layers(tables, self._settings.memory_mb - ends_mb)
         found = None
         if choice is not None:
-            last = self._by_pp[pp][choice[-1]]
+            last = strategies[choice[-1]]
             hop_ms = self._costs.hop_ms(
-                self._given.layers[types[-1]], 1 if is_last else pp, samples / last.dp
+                self._given.layers[types[-1]], 1 if is_last else shape.pp, shape.samples / last.dp
             )
             moving_ms = tables.total_ms(choice) - float(
                 tables.time_ms[np.arange(end - begin), choice].sum()
             )
             found = StagePlan(
-                strategies=tuple(self._by_pp[pp][index] for index in choice),
+                strategies=tuple(strategies[index] for index in choice),
                 compute_ms=float(costs.compute_ms[types, choice].sum()) + moving_ms + hop_ms,
                 slowdown_ms=float(costs.slowdown_ms[types, choice].sum()),
                 tail_ms=float(costs.tail_ms[types, choice].sum()),
@@ -347,53 +356,49 @@ class GalvatronSearch:
         self._stages[key] = found
         return found
 
-    def _micro_batches(self, pp: int, batch: int) -> list[int]:
-        """Micro-batches to try: 1 without a pipeline, else powers of two that leave a sample for
-        each rank.
-        """
-        if pp == 1:
-            return [1]
-        most = min(_MAX_MICRO_BATCHES, batch)
-        return [
-            m for m in (1 << k for k in range(most.bit_length())) if m <= most and batch % m == 0
-        ]
+    def _shapes(self, pp: int, batch: int) -> list[_Shape]:
+        """What to try: one micro-batch without a pipeline, else powers of two that divide it."""
+        most = 1 if pp == 1 else min(_MAX_MICRO_BATCHES, batch)
+        powers = (1 << k for k in range(most.bit_length()))
+        return [_Shape(pp, batch, m) for m in powers if batch % m == 0]
 
-    def _type_costs(self, pp: int, samples: float) -> _TypeCosts:
-        if (pp, samples) not in self._costs_of:
-            self._costs_of[pp, samples] = _TypeCosts(
-                self._given, self._costs, self._by_pp[pp], samples
+    def _type_costs(self, shape: _Shape) -> _TypeCosts:
+        key = (shape.pp, shape.samples)
+        if key not in self._costs_of:
+            self._costs_of[key] = _TypeCosts(
+                self._given, self._costs, self._by_pp[shape.pp], shape.samples
             )
-        return self._costs_of[pp, samples]
+        return self._costs_of[key]
 
-    def _ends_mb(self, pp: int, samples: float, is_first: bool, is_last: bool) -> float:
+    def _ends_mb(self, shape: _Shape, stage: int) -> float:
         """Context, embedding and head of one rank, divided by TP or SDP over the whole stage."""
-        share = pp / self._given.num_devices
+        share = shape.pp / self._given.num_devices
         total = self._given.context_mb
-        for here, end in ((is_first, self._given.embedding), (is_last, self._given.head)):
-            total += here * (end.states_mb + end.activation_mb * samples) * share
+        for its_stage, end in ((0, self._given.embedding), (shape.pp - 1, self._given.head)):
+            total += (
+                (stage == its_stage) * (end.states_mb + end.activation_mb * shape.samples) * share
+            )
         return total
 
-    def _time_balanced(self, pp: int, batch: int, num_micro_batches: int) -> Partition:
+    def _time_balanced(self, shape: _Shape) -> Partition:
         """p_t: every layer at its fastest strategy."""
-        costs = self._type_costs(pp, batch / num_micro_batches)
-        fastest = np.where(np.isfinite(costs.compute_ms), costs.compute_ms, np.inf).min(axis=1)
-        weight = np.tile(np.nan_to_num(fastest, posinf=1.0)[self._types], (pp, 1))
-        return balanced_partition(weight, np.zeros(pp))
+        fastest = self._type_costs(shape).compute_ms.min(axis=1)
+        weight = np.tile(np.nan_to_num(fastest, posinf=1.0)[self._types], (shape.pp, 1))
+        return balanced_partition(weight, np.zeros(shape.pp))
 
-    def _memory_balanced(self, pp: int, batch: int, num_micro_batches: int) -> Partition:
-        """p_m: every layer at the strategy that needs least memory (Strategy_Init), 1F1B's
-        micro-batches in flight.
-        """
-        samples = batch / num_micro_batches
-        costs = self._type_costs(pp, samples)
-        weight = np.empty((pp, self._given.num_layers))
-        extra = np.empty(pp)
-        for stage in range(pp):
-            in_flight = min(pp - stage, num_micro_batches)
-            needs = (costs.states_mb + in_flight * costs.forward_mb).min(axis=1)
-            weight[stage] = np.nan_to_num(needs, posinf=1.0)[self._types]
-            extra[stage] = self._ends_mb(pp, samples, stage == 0, stage == pp - 1)
-        return balanced_partition(weight, extra)
+    def _memory_balanced(self, shape: _Shape) -> Partition:
+        """p_m: every layer at the strategy that needs least memory (Strategy_Init)."""
+        stages = range(shape.pp)
+        weight = np.array([self._least_mb(shape, stage) for stage in stages])
+        extra = np.array([self._ends_mb(shape, stage) for stage in stages])
+        return balanced_partition(np.nan_to_num(weight, posinf=1.0), extra)
+
+    def _least_mb(self, shape: _Shape, stage: int) -> FloatArray:
+        """Of every layer [L] at its leanest strategy, if it is in `stage`."""
+        costs = self._type_costs(shape)
+        needs = costs.states_mb + shape.in_flight(stage) * costs.forward_mb
+        least: FloatArray = needs.min(axis=1)[self._types]
+        return least
 
     def _why_infeasible(self, batch: int) -> str:
         """What the least memory of any plan is, and which layer binds."""
@@ -414,17 +419,12 @@ class GalvatronSearch:
         if pp > self._given.num_layers:
             return np.inf, pp, 0
         leanest = (np.inf, pp, 0)
-        for num_micro_batches in self._micro_batches(pp, batch):
-            samples = batch / num_micro_batches
-            costs = self._type_costs(pp, samples)
+        for shape in self._shapes(pp, batch):
             fullest = (0.0, pp, 0)
-            partition = self._memory_balanced(pp, batch, num_micro_batches)
+            partition = self._memory_balanced(shape)
             for stage, (begin, end) in enumerate(layer_ranges(partition)):
-                in_flight = min(pp - stage, num_micro_batches)
-                needs = (costs.states_mb + in_flight * costs.forward_mb).min(axis=1)[
-                    self._types[begin:end]
-                ]
-                total = float(needs.sum()) + self._ends_mb(pp, samples, stage == 0, stage == pp - 1)
+                needs = self._least_mb(shape, stage)[begin:end]
+                total = float(needs.sum()) + self._ends_mb(shape, stage)
                 fullest = max(fullest, (total, pp, int(self._types[begin:end][np.argmax(needs)])))
             leanest = min(leanest, fullest)
         return leanest
