@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product, repeat
-from typing import NamedTuple
 
 from ds_hydra.lab.simulator.cases import Workload, check_workload
 from ds_hydra.lab.simulator.compare import compare
@@ -95,11 +94,6 @@ NUM_BATCHES, MAX_TOKENS = 4, 3_200_000
 """Mini-batches of each variant, and their tokens; one mini-batch at least."""
 
 
-class _Variant(NamedTuple):
-    workload: Workload
-    settings: Settings
-
-
 def with_spread(
     found: Comparison, run_each: Callable[..., Iterable[dict[str, float]]] = map
 ) -> Comparison:
@@ -116,11 +110,11 @@ def with_spread(
     settings = replace(found.settings, iterations=iterations)
     start = found.workload
     variants = [
-        _Variant(start, settings),
-        _Variant(start, replace(settings, seen=SEEN)),
-        *(_Variant(workload, settings) for workload in _variants(start)),
+        (start, settings),
+        (start, replace(settings, seen=SEEN)),
+        *((workload, settings) for workload in _variants(start)),
     ]
-    same, seen, *off = run_each(_speedups, variants, repeat(found))
+    same, seen, *off = run_each(_speedups, *zip(*variants, strict=True), repeat(found))
     spreads = {}
     for result in found.results:
         name, ratio = result.name, found.speedup(result.name)
@@ -135,8 +129,8 @@ def with_spread(
     return replace(found, spreads=spreads)
 
 
-def _speedups(variant: _Variant, known: Comparison) -> dict[str, float]:
-    found = compare(variant.workload, variant.settings, known)
+def _speedups(workload: Workload, settings: Settings, known: Comparison) -> dict[str, float]:
+    found = compare(workload, settings, known)
     ratios = {result.name: found.speedup(result.name) for result in found.results}
     return {name: ratio.value for name, ratio in ratios.items() if ratio is not None}
 
