@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ds_hydra.commands import common
 from ds_hydra.errors import HydraConfigError
-
-if TYPE_CHECKING:
-    from ds_hydra.engine.checks.config_check import ConfigReport
 
 
 def init(
@@ -125,19 +122,16 @@ def start_config(
     config = {**_deepspeed_part(model, device, reasons), "hydra": hydra}
     if trainer:
         config = _left_to_arguments(config, reasons)
-    report = _check(config, model, devices, device)
+    # After all that can be checked without it: the import takes seconds
+    from ds_hydra.engine.checks.config_check import CheckRequest, check_config
+
+    report = check_config(
+        CheckRequest(config=config, model=model, num_devices=devices, device=device)
+    )
     if report.problems:
         raise HydraConfigError("; ".join(report.problems))
     common.log(f"model: {ModelSize(**report.parameters)}")
     return config, reasons
-
-
-def _check(config: dict[str, Any], model: str, devices: int, device: str) -> ConfigReport:
-    from ds_hydra.engine.checks.config_check import CheckRequest, check_config
-
-    return check_config(
-        CheckRequest(config=config, model=model, num_devices=devices, device=device)
-    )
 
 
 def _deepspeed_part(model: str, device: str, reasons: dict[str, str]) -> dict[str, Any]:

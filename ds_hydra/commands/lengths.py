@@ -82,21 +82,27 @@ def lengths(
             raise HydraConfigError("--max-rows needs --streaming")
         if num_proc is not None and streaming:
             raise HydraConfigError("--num-proc is for data at rest; leave it out with --streaming")
-        histogram = _measure(
-            dataset,
-            _load_tokenizer(tokenizer),
-            split,
-            config,
-            text_column,
-            streaming,
-            max_rows,
-            append_eos,
-            num_proc,
-            out,
-        )
+        tokenize = _load_tokenizer(tokenizer)
+        from ds_hydra.sampler.data.length_stats import load_data, measure_dataset
+
+        data = load_data(dataset, split=split, config=config, streaming=streaming)
+        given: dict[str, Any] = {
+            "name": dataset, "text_column": text_column, "append_eos": append_eos,
+        }  # fmt: skip
+        if streaming:
+            given |= {"part": f"{config} {split}", "max_rows": max_rows}
+            histogram = _measure_stream(
+                data, tokenize, resume_file=out.with_name(out.name + ".partial"), **given
+            )
+        else:
+            histogram = measure_dataset(data, tokenize, num_proc=num_proc, **given)
         document = _document(histogram, dataset, tokenizer, context, over_length)
         common.write_document(document, out)
-        _plot(histogram, plot or out.with_suffix(".png"))
+        from ds_hydra.report.plots import plot_lengths
+
+        image = plot or out.with_suffix(".png")
+        with common.writing(image):
+            plot_lengths(histogram, image)
     common.print_json(document) if as_json else print(_describe(histogram, document))
 
 
@@ -123,47 +129,17 @@ def _load_tokenizer(name: str | None) -> Tokenize | None:
     return tokenizer
 
 
-def _measure(
-    name: str,
-    tokenize: Tokenize | None,
-    split: str,
-    config: str | None,
-    text_column: str,
-    streaming: bool,
-    max_rows: int | None,
-    append_eos: bool,
-    num_proc: int | None,
-    out: Path,
-) -> LengthHistogram:
-    from ds_hydra.sampler.data.length_stats import load_data, measure_dataset, measure_stream
+def _measure_stream(*given: Any, max_rows: int | None, **options: Any) -> LengthHistogram:
+    """`measure_stream` with a bar."""
+    from ds_hydra.sampler.data.length_stats import measure_stream
 
-    data = load_data(name, split=split, config=config, streaming=streaming)
-    if not streaming:
-        return measure_dataset(
-            data,
-            tokenize,
-            name=name,
-            text_column=text_column,
-            append_eos=append_eos,
-            num_proc=num_proc,
-        )
     with Progress(desc="counting", unit="row", total=max_rows) as bar:
 
         def show(num_rows: int, num_tokens: int) -> None:
             bar.update(num_rows - bar.n)
             bar.set_postfix_str(f"{num_tokens:,} tokens")
 
-        return measure_stream(
-            data,
-            tokenize,
-            name=name,
-            text_column=text_column,
-            append_eos=append_eos,
-            part=f"{config} {split}",
-            max_rows=max_rows,
-            resume_file=out.with_name(out.name + ".partial"),
-            progress=show,
-        )
+        return measure_stream(*given, max_rows=max_rows, progress=show, **options)
 
 
 def _document(
@@ -184,13 +160,6 @@ def _document(
         if over_length != "keep":
             limited = histogram.limit(context, over_length)
     return limited.to_json(**more)
-
-
-def _plot(histogram: LengthHistogram, path: Path) -> None:
-    from ds_hydra.report.plots import plot_lengths
-
-    with common.writing(path):
-        plot_lengths(histogram, path)
 
 
 def _describe(histogram: LengthHistogram, document: dict[str, Any]) -> str:

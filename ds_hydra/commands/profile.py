@@ -197,7 +197,7 @@ def _measure(request: ProfileRequest, out: Path | None) -> tuple[dict[str, Any],
     return document, is_first_rank
 
 
-def _num_devices(document: dict[str, Any], request: ProfileRequest) -> int:
+def _num_devices(request: ProfileRequest) -> int:
     import torch.distributed as dist
 
     return dist.get_world_size() if request.topology is None else request.topology.num_devices
@@ -212,7 +212,7 @@ def _warn_of_context(document: dict[str, Any], request: ProfileRequest) -> None:
             World.of(
                 Profile.from_json(document),
                 None,
-                _num_devices(document, request),
+                _num_devices(request),
                 request.config.context_length,
             )
         )
@@ -238,7 +238,7 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
 def _describe(document: dict[str, Any], request: ProfileRequest) -> str:
     """A table of the schemes."""
     known = Profile.from_json(document)
-    num_devices = _num_devices(document, request)
+    num_devices = _num_devices(request)
     context = request.config.context_length
     width = max(8, *(len(str(scheme)) for scheme in known.latency))
     lines = [

@@ -14,7 +14,6 @@ from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
     from ds_hydra.records.timeline import Timeline
-    from ds_hydra.report.run_folder import Run
 
 PAGE, TRACE = "report.html", "perfetto.json"
 
@@ -58,7 +57,8 @@ def report(
                 run_dirs[0], out or run_dirs[0].with_suffix(".html"), perfetto
             )
         else:
-            document = _write(run_dirs, out or _default_page(run_dirs), perfetto)
+            page = run_dirs[0] / PAGE if len(run_dirs) == 1 else Path("compare.html")
+            document = _write(run_dirs, out or page, perfetto)
     print_json(document) if as_json else print(_describe(document))
 
 
@@ -70,14 +70,11 @@ def _check_number(run_dirs: list[Path], compare: bool) -> None:
     raise HydraConfigError(f"{len(run_dirs)} run folders were given, expected {wanted}; {hint}")
 
 
-def _default_page(run_dirs: list[Path]) -> Path:
-    return run_dirs[0] / PAGE if len(run_dirs) == 1 else Path("compare.html")
-
-
 def _write(run_dirs: list[Path], page: Path, perfetto: bool) -> dict[str, Any]:
     """Write the files; returns the document that names them."""
     from ds_hydra.report.page import describe_runs, render_runs, write_page
     from ds_hydra.report.run_folder import load_run
+    from ds_hydra.report.timelines import trace_run, write_trace
 
     runs = [load_run(run_dir) for run_dir in run_dirs]
     for run in runs:
@@ -86,9 +83,10 @@ def _write(run_dirs: list[Path], page: Path, perfetto: bool) -> dict[str, Any]:
     write_page(render_runs(runs), page)
     document = {**describe_runs(runs), "page": str(page)}
     if perfetto:
-        document["perfetto"] = [
-            _write_trace(run, path) for run, path in zip(runs, run_dirs, strict=True)
-        ]
+        traces = [run_dir / TRACE for run_dir in run_dirs]
+        for run, trace in zip(runs, traces, strict=True):
+            write_trace(trace_run(run), trace)
+        document["perfetto"] = [str(trace) for trace in traces]
     return document
 
 
@@ -124,13 +122,6 @@ def _read_timelines(path: Path) -> list[Timeline]:
             f"{path} is empty; expected a ds_hydra.timeline/1 document on each line"
         )
     return timelines
-
-
-def _write_trace(run: Run, run_dir: Path) -> str:
-    from ds_hydra.report.timelines import trace_run, write_trace
-
-    write_trace(trace_run(run), run_dir / TRACE)
-    return str(run_dir / TRACE)
 
 
 def _describe(document: dict[str, Any]) -> str:

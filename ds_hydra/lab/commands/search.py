@@ -104,7 +104,10 @@ def search(
         document = {**plan.to_json(), "overlap_slowdown": given.overlap_slowdown}
         write_document(document, out)
         if plot is not None:
-            _draw(plan, plot)
+            from ds_hydra.lab.plots import plot_search
+
+            with writing(plot):
+                plot_search(plan, plot)
     print_json(document) if as_json else print(describe(plan, given.overlap_slowdown))
 
 
@@ -160,10 +163,3 @@ def _read(
         num_devices=devices,
         sequence_tokens=sequence,
     )
-
-
-def _draw(plan: SearchPlan, out: Path) -> None:
-    from ds_hydra.lab.plots import plot_search
-
-    with writing(out):
-        plot_search(plan, out)

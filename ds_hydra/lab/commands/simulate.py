@@ -174,6 +174,7 @@ def simulate(
     Without a profile: ds-hydra simulate --model llama2_7b --hardware h100 --nodes 8
     """
     from ds_hydra.lab.simulator.cases import list_cases as names_of_cases
+    from ds_hydra.lab.simulator.cases import load_case
 
     if list_cases:
         names = names_of_cases()
@@ -187,10 +188,14 @@ def simulate(
         )
         settings = _settings(iterations, systems, baseline, overlap, seed, space)
         _check_timeline(timeline_of, settings)
-        loaded = _load_case(
-            case, (profile, model, histogram, nodes, devices, context, tokens, strategies)
-        )
-        if loaded is not None:
+        loaded = None
+        if case is not None:
+            others = (profile, model, histogram, nodes, devices, context, tokens, strategies)
+            _refuse(
+                any(value is not None for value in others),
+                "--case brings profile, histogram, devices, context, tokens and strategies; leave those options out",
+            )
+            loaded = load_case(case)
             workload, axes = loaded.workload, None
         else:
             estimated = None
@@ -206,7 +211,7 @@ def simulate(
                 profile, histogram, devices, context, tokens, baseline, strategies, estimated
             )
         log_size(workload.profile)
-        if axes is not None and axes.is_sweep:
+        if axes is not None:
             _refuse(
                 timeline is not None, "--timeline shows one workload; give one value for each axis"
             )
@@ -221,7 +226,7 @@ def simulate(
                 settings = replace(sized, iterations=iterations or sized.iterations)
             found = [_compare(workload, settings, hardware, spread)]
         documents = [comparison.to_json(price_per_gpu_hour) for comparison in found]
-        document = documents[0] if axes is None or not axes.is_sweep else {
+        document = documents[0] if axes is None else {
             "schema": "ds_hydra.sweep/1", "points": documents,
         }  # fmt: skip
         _add_expected(document, loaded, found)
@@ -236,7 +241,10 @@ def simulate(
                 timeline,
             )
         if plot is not None:
-            _plot(found, plot)
+            from ds_hydra.lab.plots import plot_sweep
+
+            with writing(plot):
+                plot_sweep(found, plot)
     print_json(document) if as_json else print(describe_simulation(documents, document))
 
 
@@ -282,18 +290,6 @@ def _settings(
     )
 
 
-def _load_case(name: str | None, others: tuple[object, ...]) -> Case | None:
-    from ds_hydra.lab.simulator.cases import load_case
-
-    if name is None:
-        return None
-    _refuse(
-        any(value is not None for value in others),
-        "--case brings profile, histogram, devices, context, tokens and strategies; leave those options out",
-    )
-    return load_case(name)
-
-
 def _workload(
     profile: str | None,
     histogram: str | None,
@@ -303,7 +299,8 @@ def _workload(
     baseline: str | None,
     strategies: Path | None,
     estimated: Profile | None,
-) -> tuple[Workload, Axes]:
+) -> tuple[Workload, Axes | None]:
+    """The first workload, and the axes of a sweep."""
     from ds_hydra.configs import find_file
     from ds_hydra.configs.files import find_profile
     from ds_hydra.lab.simulator.cases import Workload
@@ -349,7 +346,7 @@ def _workload(
         given=given_strategy,
         strategies=candidates,
     )
-    return workload, axes
+    return workload, axes if axes.is_sweep else None
 
 
 def _estimate(
@@ -462,13 +459,6 @@ def _sweep(
     with progress_bar("simulating", "point") as show:
         chosen = settings if is_chosen else replace(settings, systems=SWEEP_SYSTEMS)
         return sweep(workload, axes, chosen, hardware, show)
-
-
-def _plot(found: list[Comparison], path: Path) -> None:
-    from ds_hydra.lab.plots import plot_sweep
-
-    with writing(path):
-        plot_sweep(found, path)
 
 
 def _add_expected(document: dict[str, Any], case: Case | None, found: list[Comparison]) -> None:
