@@ -66,15 +66,6 @@ CANDIDATES = {
 TOKENS = {1024: 3_200_000, 16384: 51_000_000}
 
 
-def make_batch(lengths: Sequence[int], iteration: int) -> GlobalBatch:
-    return GlobalBatch(
-        iteration=iteration,
-        sample_indices=tuple(range(len(lengths))),
-        lengths=tuple(lengths),
-        num_label_tokens=sum(lengths) - len(lengths),
-    )
-
-
 def draw_batches(
     histogram: dict[str, int], num_tokens: int, context: int, count: int
 ) -> list[list[int]]:
@@ -115,12 +106,15 @@ def whole_plans(batches: list[list[int]], num_devices: int, profile: Profile) ->
     """
     strategies = parse_strategies(CANDIDATES[num_devices])
     plan_iteration(
-        make_batch(batches[0], 0), strategies=strategies, profile=profile, num_devices=num_devices
+        GlobalBatch.of_lengths(batches[0], 0),
+        strategies=strategies,
+        profile=profile,
+        num_devices=num_devices,
     )
     times, gaps, chosen = [], [], {}
     for iteration, lengths in enumerate(batches):
         plan, milliseconds = time_plan(
-            make_batch(lengths, iteration), strategies, profile, num_devices
+            GlobalBatch.of_lengths(lengths, iteration), strategies, profile, num_devices
         )
         times.append(milliseconds)
         gaps.append(plan.makespan_ms / plan.lower_bound_ms - 1)
@@ -147,7 +141,7 @@ def selection(batches: list[list[int]], profile: Profile) -> dict[str, Any]:
     losses, closed_losses, without_plan = [], [], 0
     total, totals = 0.0, dict.fromkeys(strategies, 0.0)
     for iteration, lengths in enumerate(batches):
-        batch = make_batch(lengths, iteration)
+        batch = GlobalBatch.of_lengths(lengths, iteration)
         chosen = time_plan(batch, strategies, profile, 64)[0].makespan_ms
         closed = time_plan(batch, strategies, profile, 64, objective="closed_form")[0]
         each = []
@@ -261,7 +255,7 @@ def waiting(batches: list[list[int]], profile: Profile, iteration_s: float) -> d
         submitted = 0
         for iteration in range(len(batches)):
             while planner.has_room and submitted < len(batches):
-                planner.submit(make_batch(batches[submitted], submitted))
+                planner.submit(GlobalBatch.of_lengths(batches[submitted], submitted))
                 submitted += 1
             waited += planner.get(iteration).waited_ms
             if iteration == 0:  # the start of the process is not planning
@@ -303,7 +297,7 @@ def alternatives(batches: list[list[int]], profile: Profile) -> dict[str, Any]:
         and profile.max_len_tokens(strategy.schemes[0], 64) >= CONTEXT
     ]
     ours = [
-        time_plan(make_batch(b, i), strategies, profile, 64)[0].makespan_ms
+        time_plan(GlobalBatch.of_lengths(b, i), strategies, profile, 64)[0].makespan_ms
         for i, b in enumerate(batches)
     ]
     result: dict[str, Any] = {

@@ -96,10 +96,7 @@ def against_all_strategies(histogram: str, num_batches: int) -> dict[str, float]
     every = enumerate_strategies(usable_schemes(World.of(profile, None, 8, 1)), 8, max_distinct=4)
     times: dict[str, list[float]] = {"proposed": [], "every": []}
     for index, drawn in enumerate(lengths.draw_batches(tokens, num_batches, seed=1234)):
-        batch = GlobalBatch(
-            iteration=index, sample_indices=tuple(range(len(drawn))), lengths=tuple(drawn.tolist()),
-            num_label_tokens=len(drawn),
-        )  # fmt: skip
+        batch = GlobalBatch.of_lengths(drawn.tolist(), index)
         for name, strategies in (("proposed", proposal.strategies), ("every", every)):
             plan = plan_iteration(batch, strategies=strategies, profile=profile, num_devices=8)
             times[name].append(plan.makespan_ms)

@@ -87,12 +87,7 @@ def _plan(
     warm_up()
     start = time.perf_counter()
     result = plan_iteration(
-        GlobalBatch(
-            iteration=0,
-            sample_indices=tuple(range(len(lengths))),
-            lengths=tuple(lengths),
-            num_label_tokens=sum(lengths) - len(lengths),
-        ),
+        GlobalBatch.of_lengths(lengths),
         strategies=strategies,
         profile=profile,
         num_devices=num_devices,

@@ -32,12 +32,7 @@ def make_plan(
     """
     generator = np.random.default_rng(iteration)
     lengths = np.minimum(generator.lognormal(6.3, 1.3, size=60).astype(int) + 16, max_tokens)
-    batch = GlobalBatch(
-        iteration=iteration,
-        sample_indices=tuple(range(len(lengths))),
-        lengths=tuple(lengths.tolist()),
-        num_label_tokens=int(lengths.sum()) - len(lengths),
-    )
+    batch = GlobalBatch.of_lengths(lengths.tolist(), iteration)
     candidates = parse_strategies(
         [strategy] if strategy else [STRATEGIES[iteration % len(STRATEGIES)]]
     )

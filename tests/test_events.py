@@ -175,12 +175,7 @@ def test_overlap_never_loses_and_never_beats_the_parts(
 
 def test_a_plan_takes_what_the_planner_says():
     profile = make_profile({"<1,1>": (1e-4, 1.0, 3.0), "<2,2>": (4e-5, 0.3, 3.0)}, max_len=60)
-    batch = GlobalBatch(
-        iteration=7,
-        sample_indices=tuple(range(8)),
-        lengths=(50, 40, 9, 8, 7, 30, 3, 1),
-        num_label_tokens=140,
-    )
+    batch = GlobalBatch.of_lengths((50, 40, 9, 8, 7, 30, 3, 1), iteration=7)
     plan = plan_iteration(
         batch, strategies=[Strategy.parse("1x<2,2> + 3x<1,1>")], profile=profile, num_devices=8
     )

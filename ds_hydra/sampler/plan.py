@@ -41,6 +41,16 @@ class GlobalBatch:
     lengths: tuple[int, ...]
     num_label_tokens: int
 
+    @classmethod
+    def of_lengths(cls, lengths: Sequence[int], iteration: int = 0) -> GlobalBatch:
+        """Rows 0, 1, ... of a dataset, each of whose tokens but the first is a label."""
+        return cls(
+            iteration=iteration,
+            sample_indices=tuple(range(len(lengths))),
+            lengths=tuple(lengths),
+            num_label_tokens=sum(lengths) - len(lengths),
+        )
+
     @property
     def num_tokens(self) -> int:
         """Tokens of all sequences."""

@@ -65,16 +65,9 @@ def draw_batches(
     histogram: LengthHistogram, tokens_per_iteration: int, count: int, seed: int
 ) -> tuple[GlobalBatch, ...]:
     """`count` mini-batches drawn from `histogram`, the same for the same arguments."""
+    drawn = histogram.draw_batches(tokens_per_iteration, count, seed)
     return tuple(
-        GlobalBatch(
-            iteration=iteration,
-            sample_indices=tuple(range(lengths.size)),
-            lengths=tuple(lengths.tolist()),
-            num_label_tokens=int((lengths - 1).sum()),
-        )
-        for iteration, lengths in enumerate(
-            histogram.draw_batches(tokens_per_iteration, count, seed)
-        )
+        GlobalBatch.of_lengths(lengths.tolist(), number) for number, lengths in enumerate(drawn)
     )
 
 
