@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_hydra.lab.simulator.cases import Workload
-from ds_hydra.lab.simulator.scenario import Bound, Scenario, SystemResult
+from ds_hydra.lab.simulator.scenario import Bound, SystemResult
 from ds_hydra.lab.simulator.systems import DS_HYDRA, GRADIENTS_32_BIT, LABELS, Settings
 from ds_hydra.records.events import Simulation
-from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
+from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.cost_models.flops import ModelFlops, profile_flops
@@ -196,25 +196,14 @@ class Comparison:
         cluster = self.cluster
         if system == GRADIENTS_32_BIT and cluster is not None:
             cluster = cluster.pushing_32_bit
-        scenario = self._scenario().knowing(planned.profile).linked_by(cluster)
+        scenario = replace(self.settings, iterations=0).scenario(self.workload)
+        scenario = scenario.knowing(planned.profile).linked_by(cluster)
         return scenario.simulate(planned.plans[position])
 
     def replan(self, strategy: str) -> tuple[IterationPlan, ...]:
         """The same mini-batches planned with one strategy."""
-        scenario = self._scenario()
-        batches = (
-            GlobalBatch(
-                iteration=plan.iteration,
-                sample_indices=plan.sample_indices,
-                lengths=plan.lengths,
-                num_label_tokens=plan.num_label_tokens,
-            )
-            for plan in self.plans
-        )
-        return tuple(scenario.plan(batch, [Strategy.parse(strategy)]) for batch in batches)
-
-    def _scenario(self) -> Scenario:
-        return replace(self.settings, iterations=0).scenario(self.workload)
+        scenario, strategies = self.settings.scenario(self.workload), [Strategy.parse(strategy)]
+        return tuple(scenario.plan(batch, strategies) for batch in scenario.batches)
 
     def to_json(self, price_per_gpu_hour: float | None = None) -> dict[str, Any]:
         """The `ds_hydra.simulation/1` document."""
