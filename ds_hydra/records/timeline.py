@@ -175,7 +175,7 @@ class Timeline:
                 for track in self.pipelines
             ],
             "columns": list(_COLUMNS),
-            "events": [_event_micro_batch(event) for event in self.events],
+            "events": [_event_row(event) for event in self.events],
         }
 
     @classmethod
@@ -195,7 +195,7 @@ class Timeline:
                     for track in read_list(document, "pipelines")
                 ),
                 events=tuple(
-                    _events_from_micro_batches(
+                    _events_from_rows(
                         read_list(document, "columns"),
                         read_list(document, "events"),
                     )
@@ -206,7 +206,7 @@ class Timeline:
 _COLUMNS = ("pipeline", "stage", "kind", "micro_batch", "start_ms", "end_ms", "tp_ms")
 
 
-def _event_micro_batch(event: Event) -> list[Any]:
+def _event_row(event: Event) -> list[Any]:
     return [event.kind.value if name == "kind" else getattr(event, name) for name in _COLUMNS]
 
 
@@ -232,11 +232,9 @@ def _read_track(document: Mapping[str, Any]) -> Track:
     )
 
 
-def _events_from_micro_batches(
-    columns: Iterable[Any], micro_batches: Iterable[Any]
-) -> Iterable[Event]:
-    for micro_batch in micro_batches:
-        fields = {"micro_batch": -1, "tp_ms": 0.0, **dict(zip(columns, micro_batch, strict=True))}
+def _events_from_rows(columns: Iterable[Any], rows: Iterable[Any]) -> Iterable[Event]:
+    for row in rows:
+        fields = {"micro_batch": -1, "tp_ms": 0.0, **dict(zip(columns, row, strict=True))}
         yield Event(
             pipeline=read_count(fields, "pipeline", least=-1),
             stage=read_count(fields, "stage"),

@@ -23,7 +23,7 @@ from ds_hydra.report.charts import draw_experts
 from ds_hydra.report.run_folder import Run, rank_memory
 from ds_hydra.report.run_report import RunSummary, divide_time, find_slowest
 from ds_hydra.report.strategies import draw_learned, scheme_errors
-from ds_hydra.report.timelines import align, draw_gantt
+from ds_hydra.report.timelines import draw_gantt, timelines_of
 from ds_hydra.version import __version__
 
 _MAX_GANTTS = 12
@@ -245,11 +245,7 @@ def _draw_gantts(runs: Sequence[Run]) -> list[Markup]:
 def _gantts(run: Run, key: str) -> Markup:
     choices = []
     for iteration, why in _choose_iterations(run).items():
-        trace, predicted = run.traces.get(iteration), run.predicted(iteration)
-        measured = trace.timeline if trace is not None else None
-        if predicted is not None and measured is not None:
-            predicted = align(predicted, measured)
-        drawn = [timeline for timeline in (predicted, measured) if timeline is not None]
+        drawn = timelines_of(run, iteration)
         if drawn:
             name = f"iteration {iteration}: {drawn[0].strategy}, {', '.join(why)}"
             choices.append(Choice(name, draw_gantt(drawn, run.plans.get(iteration))))

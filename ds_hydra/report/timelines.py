@@ -229,19 +229,25 @@ _LINK = 1 << 19
 """Offset of the threads of P2P, pulls and pushes, which may run beside a stage's passes."""
 
 
+def timelines_of(run: Run, iteration: int) -> list[Timeline]:
+    """What was predicted of an iteration and what was measured, as far as the run has them."""
+    trace, predicted = run.traces.get(iteration), run.predicted(iteration)
+    if trace is None:
+        return [] if predicted is None else [predicted]
+    if predicted is None:
+        return [trace.timeline]
+    return [align(predicted, trace.timeline), trace.timeline]
+
+
 def trace_run(run: Run) -> dict[str, Any]:
     """The trace of all traced iterations of `run`; raises HydraConfigError where nothing can be
     drawn.
     """
-    groups = []
-    for record in run.records:
-        trace, predicted = run.traces.get(record.iteration), run.predicted(record.iteration)
-        if trace is not None:
-            plan = run.plans.get(record.iteration)
-            timelines = [trace.timeline]
-            if predicted is not None:
-                timelines.append(align(predicted, trace.timeline))
-            groups.append((timelines, plan, record))
+    groups = [
+        (timelines_of(run, record.iteration)[::-1], run.plans.get(record.iteration), record)
+        for record in run.records
+        if record.iteration in run.traces
+    ]
     if not groups:
         raise HydraConfigError(
             f"run {run.name} has no traced iteration for --perfetto; set hydra.trace_every to 1 or more"
