@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.one_gpu.device import HAS_GPU
+from benchmarks.one_gpu.device import DEVICE, HAS_GPU
 from benchmarks.one_gpu.telling import at_most, tell, trying
 from ds_hydra.engine.model import attention_choice
 from ds_hydra.engine.model.attention import _attend
@@ -24,7 +24,6 @@ from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment
 from ds_hydra.engine.ranks.process import use_deterministic_kernels
 
-DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 LENGTHS = (513, 64, 1, 1000, 7) if HAS_GPU else (33, 8, 1, 60, 7)
 LONG = (513, 4096, 7, 5000) if HAS_GPU else (33, 64, 7)
 """With sequences that the kernel "cudnn" runs apart."""

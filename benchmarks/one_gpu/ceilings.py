@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from benchmarks.one_gpu.device import HAS_GPU, median_ms
+from benchmarks.one_gpu.device import DEVICE, DTYPE, HAS_GPU, median_ms
 from ds_hydra.engine.model.attention import _attend
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch
-
-DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
-DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 
 
 def matmul_flops(size: int = 8192 if HAS_GPU else 256) -> float:

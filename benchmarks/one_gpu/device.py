@@ -11,6 +11,10 @@ import torch
 from ds_hydra.engine.profiling.profile_run import join_ranks, use_device
 
 HAS_GPU = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
+SECTIONS = {"bf16": {"enabled": True}} if HAS_GPU else {}
+"""Of ds_config, for a model in DTYPE."""
 
 
 def join() -> torch.device:
@@ -23,16 +27,11 @@ def join() -> torch.device:
     return join_ranks()
 
 
-def is_first() -> bool:
-    """Whether this rank tells what was found."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def median_ms(run: Callable[[], object], repeats: int = 5, warmup: int = 2) -> float:
     """Median milliseconds of `run` by the device's own clock."""
     from ds_hydra.engine.transfer.link_thread import DeviceClock
 
-    clock = DeviceClock(torch.device("cuda", 0) if HAS_GPU else torch.device("cpu"))
+    clock = DeviceClock(DEVICE)
     times = []
     for _ in range(warmup + repeats):
         begin = clock.stamp()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from benchmarks.one_gpu.device import HAS_GPU, is_first, join
+from benchmarks.one_gpu.device import HAS_GPU, join
 from benchmarks.one_gpu.telling import tell
 from ds_hydra.engine.doctor.examination import Examination, Request
 from ds_hydra.engine.doctor.findings import Report, Status
@@ -33,8 +33,7 @@ def main() -> None:
     report = Examination(
         Request(device="h100" if HAS_GPU else None, seconds=SECONDS), on_hang
     ).run()
-    if is_first():
-        tell_all(report)
+    tell_all(report)
 
 
 def tell_all(report: Report) -> None:

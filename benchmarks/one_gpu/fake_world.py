@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig
 
-from benchmarks.one_gpu.device import HAS_GPU
+from benchmarks.one_gpu.device import DEVICE, DTYPE, HAS_GPU
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine import strategy_links
 from ds_hydra.engine.model.meta_model import build_random_stage_model
@@ -45,7 +45,7 @@ def enter(world: int, rank: int = 0) -> torch.device:
 
     exchange.ExchangeBuffers.take = zeros
     exchange.Link.__init__ = packed
-    return torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
+    return DEVICE
 
 
 def open_rank(
@@ -55,9 +55,8 @@ def open_rank(
     gc.collect()
     if HAS_GPU:
         torch.cuda.empty_cache()
-    dtype = torch.bfloat16 if HAS_GPU else torch.float32
     stage_model = build_random_stage_model(
-        config, dtype=dtype, device=device, num_ranks=dist.get_world_size(), **options
+        config, dtype=DTYPE, device=device, num_ranks=dist.get_world_size(), **options
     )
     propagator = Propagator(
         stage_model,

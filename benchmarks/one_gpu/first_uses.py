@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.one_gpu.device import HAS_GPU, median_ms
+from benchmarks.one_gpu.device import DTYPE, HAS_GPU, median_ms
 from benchmarks.one_gpu.telling import at_most, skip, tell, trying
 from ds_hydra.engine.model.attention_kernels import Demand, load_kernel
 from ds_hydra.engine.model.attention_operator import KernelUse, attend, count_on_host
 
 HEADS, KEY_HEADS, WIDTH = 32, 8, 128
-DTYPE = torch.bfloat16
 CYCLES_PER_S = 1.7e9
 WEIGHTS = ((4096, 4096), (4096, 11008), (11008, 4096), (4096, 32000))
 """Features in and out of a layer of LLaMA 7B, and of its head."""

@@ -22,7 +22,7 @@ from standin.checks import OTHERS, SHORT, STRATEGIES
 from test_engine_parity import LENGTHS, hand_plan, relative_errors
 from torch import Tensor, nn
 
-from benchmarks.one_gpu.device import HAS_GPU, is_first, join
+from benchmarks.one_gpu.device import HAS_GPU, join
 from benchmarks.one_gpu.telling import skip, tell, trying
 from ds_hydra.engine.model import attention_kernels
 from ds_hydra.engine.model.attention_choice import prepare_kernels
@@ -141,12 +141,9 @@ def check(case: tuple[str, str, Sequence[str], dict[str, Any]], device: torch.de
                 prepare_kernels(everything=True)  # plans of what it met
             loss, grads = subject.train(text)
         except HydraError as error:
-            if is_first():
-                tell(f"{name}, {text}", str(error), wanted="gradients", is_well=False)
+            tell(f"{name}, {text}", str(error), wanted="gradients", is_well=False)
             continue
         error = max(subject.error_of(grads), abs(loss / subject.loss - 1))
-        if not is_first():
-            continue
         if dtype == "fp32":
             limit, wanted = TOLERANCE["fp32"], f"at most {TOLERANCE['fp32']:g}"
         else:
@@ -161,14 +158,11 @@ def check_repeats(device: torch.device, text: str) -> None:
     subject = Subject("llama", "bf16", device, deterministic=True)
     (loss, grads), (again, grads_again) = subject.train(text), subject.train(text)
     is_same = loss == again and all(map(torch.equal, grads, grads_again))
-    if is_first():
-        found = "the same bits" if is_same else "other bits"
-        tell(
-            f"two iterations of {text}, deterministic",
-            found,
-            wanted="the same bits",
-            is_well=is_same,
-        )
+    case, found = (
+        f"two iterations of {text}, deterministic",
+        "the same bits" if is_same else "other bits",
+    )
+    tell(case, found, wanted="the same bits", is_well=is_same)
     subject.engine.destroy()
 
 
@@ -244,8 +238,7 @@ def cases_of(world: int) -> Iterator[tuple[str, str, Sequence[str], dict[str, An
     for case in CASES[world]:
         family, dtype, strategies, hydra = case
         if not HAS_GPU and hydra.keys() & {"compile_layers", "attention"}:
-            if is_first():
-                skip(f"{family} {dtype}, {', '.join(hydra)}", "a CPU has no such kernels")
+            skip(f"{family} {dtype}, {', '.join(hydra)}", "a CPU has no such kernels")
             continue
         step = 1 if HAS_GPU or (dtype, world) == ("fp32", 1) else 2 if dtype == "fp32" else 3
         yield family, dtype, strategies[::step], hydra

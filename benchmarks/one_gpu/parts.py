@@ -12,8 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
 
 from benchmarks.one_gpu import ceilings
-from benchmarks.one_gpu.ceilings import DEVICE, DTYPE
-from benchmarks.one_gpu.device import HAS_GPU, median_ms, peak_gb
+from benchmarks.one_gpu.device import DEVICE, DTYPE, HAS_GPU, median_ms, peak_gb
 from benchmarks.one_gpu.telling import skip, tell, trying
 from ds_hydra.engine.losses.head_loss import PLAIN, HeadLoss
 from ds_hydra.engine.model.attention_choice import kernels_here

@@ -12,8 +12,7 @@ from datasets import Dataset
 from engines import start_hydra
 from transformers import AutoModelForCausalLM
 
-from benchmarks.one_gpu import ceilings
-from benchmarks.one_gpu.device import HAS_GPU, join
+from benchmarks.one_gpu.device import DTYPE, HAS_GPU, SECTIONS, join
 from benchmarks.one_gpu.speed import CONTEXT, VOCABULARIES, model_config
 from benchmarks.one_gpu.telling import tell, trying
 from ds_hydra.engine.model.meta_model import build_random_stage_model
@@ -29,7 +28,7 @@ def main() -> None:
     device = join()
     config = model_config(VOCABULARIES[0])
     stage_model = build_random_stage_model(
-        config, dtype=ceilings.DTYPE, device=torch.device("meta"), num_ranks=1
+        config, dtype=DTYPE, device=torch.device("meta"), num_ranks=1
     )
     data = [{"input_ids": [1 + n % 100 for n in range(length)]} for length in LENGTHS]
     data = Dataset.from_list([{**row, "labels": row["input_ids"]} for row in data])
@@ -45,7 +44,7 @@ def measure(
     workers: int, profile: str, data: Dataset, config: object, device: torch.device
 ) -> None:
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=ceilings.DTYPE)
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
     hydra = {
         "context_length": CONTEXT,
         "tokens_per_iteration": CONTEXT,
@@ -53,8 +52,7 @@ def measure(
         "strategies": ["1x<1,1>"],
         "planner": {"solver": "none", "num_workers": workers},
     }
-    sections = {"bf16": {"enabled": True}} if HAS_GPU else {}
-    engine = start_hydra(model, hydra=hydra, training_data=data, **sections)
+    engine = start_hydra(model, hydra=hydra, training_data=data, **SECTIONS)
     try:
         metrics = []
         for _ in range(NUM_ITERATIONS):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from benchmarks.one_gpu.device import HAS_GPU, is_first, join
+from benchmarks.one_gpu.device import HAS_GPU, join
 from benchmarks.one_gpu.telling import skip, tell, trying
 from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.ranks.hosts import PeerMemory
@@ -103,7 +103,7 @@ class Probe:
 
 def main() -> None:
     probe = Probe(join())
-    if is_first() and HAS_GPU:
+    if HAS_GPU:
         tell("nccl", ".".join(map(str, torch.cuda.nccl.version())))
     runs: dict[str, Callable[[], bool]] = {
         "all-reduce": probe.all_reduce,
@@ -120,9 +120,8 @@ def main() -> None:
         is_right &= run()
         probe.settle()
         ms = (time.perf_counter() - begin) * 1e3
-        if is_first():
-            words = "" if is_right else "wrong numbers, "
-            tell(f"{name}, 4 MB", f"{words}{ms:.1f} ms", wanted="right numbers", is_well=is_right)
+        words = "" if is_right else "wrong numbers, "
+        tell(f"{name}, 4 MB", f"{words}{ms:.1f} ms", wanted="right numbers", is_well=is_right)
     check_shared_memory(probe)
     compare_groups(probe)
     dist.barrier()
@@ -148,8 +147,7 @@ def compare_groups(probe: Probe) -> None:
     for name, make in ways.items():
         case = f"{len(pairs)} groups of 2, {name}"
         if name == "at once" and dist.get_backend() != "nccl":
-            if is_first():
-                skip(case, "gloo splits no group")
+            skip(case, "gloo splits no group")
             continue
         with trying(case):
             probe.settle()
@@ -157,8 +155,7 @@ def compare_groups(probe: Probe) -> None:
             make()
             probe.settle()
             ms = (time.perf_counter() - begin) * 1e3
-            if is_first():
-                tell(case, {"ms": ms, "MiB, all ranks": free - _free_mib()})
+            tell(case, {"ms": ms, "MiB, all ranks": free - _free_mib()})
 
 
 def _free_mib() -> float:
@@ -168,17 +165,15 @@ def _free_mib() -> float:
 
 def check_shared_memory(probe: Probe) -> None:
     """What streamed layers need; ranks can talk without it, so nothing is judged here."""
-    case, found = "symmetric memory", "right numbers"
-    if HAS_GPU:
-        try:
-            found = found if probe.shared_memory() else "wrong numbers"
-        except HydraError as error:
-            found = str(error)
-    if is_first():
-        if HAS_GPU:
-            tell(case, found, wanted="right numbers")
-        else:
-            skip(case, "CPU ranks share memory of the host")
+    case = "symmetric memory"
+    if not HAS_GPU:
+        skip(case, "CPU ranks share memory of the host")
+        return
+    try:
+        found = "right numbers" if probe.shared_memory() else "wrong numbers"
+    except HydraError as error:
+        found = str(error)
+    tell(case, found, wanted="right numbers")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from engines import start_hydra
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.one_gpu import ceilings
-from benchmarks.one_gpu.device import HAS_GPU, join, median_ms
+from benchmarks.one_gpu.device import DTYPE, HAS_GPU, SECTIONS, join, median_ms
 from benchmarks.one_gpu.telling import skip, tell, trying
 from ds_hydra.engine.model.attention_choice import kernel_for, prepare_kernels
 from ds_hydra.engine.model.attention_operator import attend, count_on_host
@@ -120,7 +120,7 @@ def _clean() -> None:
 def _build(vocab_size: int, device: torch.device) -> Any:
     torch.manual_seed(0)
     with device:
-        return AutoModelForCausalLM.from_config(model_config(vocab_size), dtype=ceilings.DTYPE)
+        return AutoModelForCausalLM.from_config(model_config(vocab_size), dtype=DTYPE)
 
 
 def _examples(lengths: Sequence[int], vocab_size: int) -> list[dict[str, torch.Tensor]]:
@@ -141,8 +141,7 @@ def measure_engine(name: str, vocab_size: int, way: str, device: torch.device, p
         "compile_layers": compiled,
         "planner": {"solver": "none", "num_workers": 0},
     }
-    sections = {"bf16": {"enabled": True}} if HAS_GPU else {}
-    engine = start_hydra(model, hydra=hydra, **sections)
+    engine = start_hydra(model, hydra=hydra, **SECTIONS)
     try:
         flops = count_flops(engine.hydra.stage_model)
         for row, lengths in ROWS.items():
@@ -180,7 +179,7 @@ def measure_plain(vocab_size: int, device: torch.device, peak: float) -> None:
     transformers.AttentionInterface.register(PLAIN_ATTENTION, _packed_attention)
     model = _build(vocab_size, device)
     stage_model = build_random_stage_model(
-        model.config, dtype=ceilings.DTYPE, device=torch.device("meta"), num_ranks=1
+        model.config, dtype=DTYPE, device=torch.device("meta"), num_ranks=1
     )
     flops = count_flops(stage_model)
     for row, lengths in ROWS.items():
@@ -259,7 +258,7 @@ def measure_layers(
     if not HAS_GPU:
         config.hidden_size, config.intermediate_size, config.head_dim = 64, 160, 2
     stage_model = build_random_stage_model(
-        config, dtype=ceilings.DTYPE, device=device, num_ranks=1,
+        config, dtype=DTYPE, device=device, num_ranks=1,
         compile_layers=bool(way), float8="rowwise" if way == "8 bits" else None,
     )  # fmt: skip
     propagator = Propagator(stage_model, device=device, max_groups=4)

@@ -15,7 +15,7 @@ from models import VOCAB_SIZE, tiny
 from single_process import random_examples
 from test_engine_parity import LENGTHS
 
-from benchmarks.one_gpu.device import HAS_GPU, is_first, join
+from benchmarks.one_gpu.device import DTYPE, HAS_GPU, SECTIONS, join
 from benchmarks.one_gpu.parity import train_alone
 from benchmarks.one_gpu.telling import at_most, skip, tell, trying
 
@@ -25,8 +25,6 @@ ON_HOST = {
     "stage3_param_persistence_threshold": 0,
     "offload_optimizer": {"device": "cpu", "pin_memory": HAS_GPU},
 }
-HALF = {"bf16": {"enabled": True}} if HAS_GPU else {}
-HALF_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 
 
 def main() -> None:
@@ -44,7 +42,7 @@ def main() -> None:
     for name, limit, dtype, sections in (
         ("fp32", 1e-4, torch.float32, {}),
         ("fp32, optimizer on the host", 1e-4, torch.float32, {"zero_optimization": ON_HOST}),
-        ("bf16, optimizer on the host", 2e-2, HALF_DTYPE, HALF | {"zero_optimization": ON_HOST}),
+        ("bf16, optimizer on the host", 2e-2, DTYPE, SECTIONS | {"zero_optimization": ON_HOST}),
         ("fp16", 2e-2, torch.float16, {"fp16": {"enabled": True, "initial_scale_power": 8}}),
     ):
         if dtype is torch.float16 and not HAS_GPU:
@@ -55,23 +53,21 @@ def main() -> None:
             losses = train(engine)
             engine.destroy()
             error = max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True))
-            if is_first():
-                at_most(f"losses of three iterations, {name}", error, limit)
+            at_most(f"losses of three iterations, {name}", error, limit)
     with trying("checkpoint"), tempfile.TemporaryDirectory() as own:
         folder = [own]
         dist.broadcast_object_list(folder, 0)
-        first = start(HALF_DTYPE, {"deterministic": True}, **HALF)
+        first = start(DTYPE, {"deterministic": True}, **SECTIONS)
         train(first)
         first.save_checkpoint(folder[0])
         losses = train(first)
         first.destroy()
-        second = start(HALF_DTYPE, {"deterministic": True}, **HALF)
+        second = start(DTYPE, {"deterministic": True}, **SECTIONS)
         second.load_checkpoint(folder[0])
         is_same = train(second) == losses
         second.destroy()
-        if is_first():
-            found = "the same" if is_same else "others"
-            tell("losses after a checkpoint", found, wanted="the same", is_well=is_same)
+        found = "the same" if is_same else "others"
+        tell("losses after a checkpoint", found, wanted="the same", is_well=is_same)
         dist.barrier()
     if HAS_GPU:
         with trying("memory"):
@@ -85,17 +81,16 @@ def look_at_memory(start: Any, train: Any) -> None:
     """MB that torch holds after each of four engines, one after another."""
     seen = []
     for _ in range(4):
-        engine = start(HALF_DTYPE, **HALF)
+        engine = start(DTYPE, **SECTIONS)
         train(engine)
         engine.destroy()
         del engine
         gc.collect()
         torch.cuda.synchronize()
         seen.append(torch.cuda.memory_allocated() / 1e6)
-    if is_first():
-        found = ", ".join(f"{mb:.1f}" for mb in seen)
-        wanted = "the same from the second on"
-        tell("MB after each engine", found, wanted=wanted, is_well=seen[-1] <= seen[1] + 1)
+    found = ", ".join(f"{mb:.1f}" for mb in seen)
+    wanted = "the same from the second on"
+    tell("MB after each engine", found, wanted=wanted, is_well=seen[-1] <= seen[1] + 1)
 
 
 if __name__ == "__main__":
