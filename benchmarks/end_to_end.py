@@ -148,16 +148,23 @@ class Group(AbstractContextManager):
         self._folder.cleanup()
 
 
-def measure_profile(settings: Settings, cores: Sequence[int], path: Path) -> None:
-    """The profile that ds_hydra measures itself on these ranks, kept for all workloads."""
-    task = Task(
-        workload="profile",
-        batches=[],
+def make_task(
+    workload: Workload, settings: Settings, profile: Path, strategies: tuple[str, ...]
+) -> Task:
+    """What the contenders of `workload` share."""
+    num = settings.warmup + settings.iterations + 1
+    return Task(
+        workload=workload.name,
+        batches=workload.batches(settings.context_length, settings.tokens_per_iteration, num),
         shape=settings.shape(),
         model=settings.model,
-        profile=str(path),
-        strategies=STRATEGIES[settings.num_ranks] + SAVING_MEMORY[settings.num_ranks],
+        profile=str(profile),
+        strategies=strategies,
     )
+
+
+def measure_profile(task: Task, cores: Sequence[int]) -> None:
+    """The profile that ds_hydra measures itself on these ranks."""
     with Group("profile", task, cores) as group:
         group.answers()
 
@@ -174,27 +181,22 @@ def run_workload(
     workload: Workload, names: Sequence[str], settings: Settings, cores: Sequence[int], out: Path
 ) -> None:
     """Measure all contenders of one workload and write its file."""
-    profile_path = out / settings.profile_name
-    if not profile_path.exists():
-        measure_profile(settings, cores, profile_path)
-    profile = Profile.load(profile_path)
-    shape = settings.shape()
-    num = settings.warmup + settings.iterations
-    limit = limit_memory(profile, settings) if workload.limits_memory else None
-    all_ranks = f"1x<{settings.num_ranks},1>"
+    profile_path = out / settings.profile_name  # kept for all workloads
     strategies = STRATEGIES[settings.num_ranks]
+    saving_memory = strategies + SAVING_MEMORY[settings.num_ranks]
+    task = make_task(workload, settings, profile_path, saving_memory)
+    if not profile_path.exists():
+        measure_profile(task, cores)
+    profile = Profile.load(profile_path)
+    num = settings.warmup + settings.iterations
+    limit = None
     if workload.limits_memory:
-        strategies += SAVING_MEMORY[settings.num_ranks]
-    task = Task(
-        workload=workload.name,
-        batches=workload.batches(settings.context_length, settings.tokens_per_iteration, num + 1),
-        shape=shape,
-        model=settings.model,
-        profile=str(profile_path),
-        memory_limit_bytes=limit,
-        strategies=strategies,
-        static_strategy=all_ranks if workload.limits_memory else f"{settings.num_ranks}x<1,1>",
-    )
+        limit = limit_memory(profile, settings)
+        static_strategy = f"1x<{settings.num_ranks},1>"
+        task = replace(task, memory_limit_bytes=limit, static_strategy=static_strategy)
+    else:
+        static_strategy = f"{settings.num_ranks}x<1,1>"
+        task = replace(task, strategies=strategies, static_strategy=static_strategy)
     load_before = os.getloadavg()[0]
     start = time.monotonic()
     steps, failures = take_turns(names, task, cores, num)

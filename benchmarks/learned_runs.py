@@ -28,7 +28,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-from end_to_end import STRATEGIES, Group, hardware, take_turns
+from end_to_end import STRATEGIES, hardware, make_task, measure_profile, take_turns
 from end_to_end_tables import Settings
 from record_times import busy_process
 from training_setup import ModelSize, Task
@@ -39,25 +39,6 @@ from ds_hydra.strategy import Profile, Scheme
 
 NUM_RANKS, SLOW_FROM, MOVED_AFTER, LEARNED_AFTER = 2, 40, 16, 48
 ONE, BOTH = Scheme(1, 1), Scheme(1, 1, sp=2)
-
-
-def make_task(context: int, num: int, profile: Path) -> Task:
-    settings = Settings(
-        num_ranks=NUM_RANKS,
-        context_length=context,
-        tokens_per_iteration=NUM_RANKS * context,
-        iterations=num,
-        warmup=0,
-        model=ModelSize(),
-    )
-    return Task(
-        workload="github",
-        batches=WORKLOADS["github"].batches(context, NUM_RANKS * context, num + 1),
-        shape=settings.shape(),
-        model=settings.model,
-        profile=str(profile),
-        strategies=STRATEGIES[NUM_RANKS],
-    )
 
 
 def times_of(names: list[str], task: Task, cores: list[int], slow_from: int | None) -> np.ndarray:
@@ -85,13 +66,20 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     args = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))[:NUM_RANKS]
+    settings = Settings(
+        num_ranks=NUM_RANKS,
+        context_length=args.context,
+        tokens_per_iteration=NUM_RANKS * args.context,
+        iterations=args.iterations,
+        warmup=0,
+        model=ModelSize(),
+    )
     warm_up()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
-        task = make_task(args.context, args.iterations, path)
-        with Group("profile", task, cores) as group:
-            group.answers()
+        task = make_task(WORKLOADS["github"], settings, path, STRATEGIES[NUM_RANKS])
+        measure_profile(task, cores)
         profile = Profile.load(path)
         print(f"{hardware(cores)}, load {load:.1f} at the start\n", flush=True)
         print("| time of the first over the second | median (quartiles) | iterations |", flush=True)

@@ -28,9 +28,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from end_to_end import STRATEGIES, Group, limit_memory
+from end_to_end import STRATEGIES, Group, limit_memory, make_task, measure_profile
 from end_to_end_tables import Settings
-from training_setup import ModelSize, Task
+from training_setup import ModelSize
 from workloads import WORKLOADS
 
 from ds_hydra.sampler.warm_up import warm_up
@@ -83,18 +83,8 @@ def record(settings: Settings, workload: str, disturbed: str, profile_path: Path
     """Metrics of all iterations; the profile is left at `profile_path`."""
     cores = sorted(os.sched_getaffinity(0))
     num, ranks = settings.iterations, settings.num_ranks
-    task = Task(
-        workload=workload,
-        batches=WORKLOADS[workload].batches(
-            settings.context_length, settings.tokens_per_iteration, num + 1
-        ),
-        shape=settings.shape(),
-        model=settings.model,
-        profile=str(profile_path),
-        strategies=CANDIDATES[ranks],
-    )
-    with Group("profile", task, cores) as group:
-        group.answers()
+    task = make_task(WORKLOADS[workload], settings, profile_path, CANDIDATES[ranks])
+    measure_profile(task, cores)
     if WORKLOADS[workload].limits_memory:
         limit = limit_memory(Profile.load(profile_path), settings)
         task = replace(task, memory_limit_bytes=limit)

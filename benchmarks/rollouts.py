@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -76,7 +75,7 @@ def main() -> None:
             linear_flops=model.linear_flops,
             quadratic_flops=model.quadratic_flops,
         ),
-        model=replace(model),
+        model=model,
         memory_limit_bytes=None if args.quick else MEMORY_LIMIT_BYTES,
         strategies=("2x<1,1>", "1x<sp2,1>"),
     )
