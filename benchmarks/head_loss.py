@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from pathlib import Path
 
 import torch
 
@@ -19,6 +18,7 @@ from ds_hydra.engine.losses.head_loss import PLAIN, HeadLoss
 from ds_hydra.engine.parallel.logits import LogitTransform
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
 from ds_hydra.engine.parallel.token_scores import Vocabulary
+from ds_hydra.engine.ranks.memory import forget_peak, process_bytes
 
 WIDTH = 128
 LARGE = (8192, 128 * 1024)
@@ -49,15 +49,10 @@ def make(tokens: int, vocabulary: int, width: int):
 
 def peak_bytes(run) -> int:
     """Growth of the resident set at its highest while `run` runs."""
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
+    forget_peak()
+    before = process_bytes("VmRSS")
     run()
-    return _status("VmHWM") - before
-
-
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+    return process_bytes("VmHWM") - before
 
 
 def cpu_ms(run) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_hydra.lab.simulator.fixed_length import karmarkar_karp as karmarkar_karp_groups
+from ds_hydra.lab.simulator.fixed_length import balanced_groups
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
@@ -218,11 +218,8 @@ def karmarkar_karp(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     >>> sorted(sum([8, 7, 6, 5, 4][i] for i in part) for part in karmarkar_karp([8, 7, 6, 5, 4], 2))
     [14, 16]
     """
-    if not costs:
-        return [[] for _ in range(num_parts)]
-    part_of = np.empty(len(costs), dtype=np.int64)
-    karmarkar_karp_groups(np.asarray(costs, dtype=np.float64), num_parts, part_of)
-    return [np.flatnonzero(part_of == part).tolist() for part in range(num_parts)]
+    parts = balanced_groups(np.asarray(costs, dtype=np.float64), num_parts)
+    return [part.tolist() for part in parts]
 
 
 def imbalance(batch: Batch, placement: Placement, shape: Shape) -> float:
