@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from typer.testing import CliRunner, Result
 
 from ds_hydra.cli import app
@@ -9,6 +12,17 @@ from ds_hydra.cli import app
 
 def invoke(*words: object) -> Result:
     return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def accepted(*words: object) -> Result:
+    result = invoke(*words)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def document_of(*words: object) -> Any:
+    """What a command prints with --json."""
+    return json.loads(accepted(*words).stdout)
 
 
 def refused(*words: object) -> str:

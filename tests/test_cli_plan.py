@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from command_line import invoke, refused
+from command_line import accepted, document_of, invoke, refused
 from reference import make_profile
 
 LENGTHS = [17, 40, 3, 60, 22, 9, 31, 8, 8, 25]
@@ -40,9 +40,7 @@ def arguments(files, *more):
 
 @pytest.mark.parametrize("objective", ["exact", "closed_form"])
 def test_json_is_one_document_with_the_agreed_keys(files, objective):
-    result = invoke(*arguments(files, "--json", f"--objective={objective}"))
-    assert result.exit_code == 0, result.output
-    plan = json.loads(result.stdout)
+    plan = document_of(*arguments(files, "--json", f"--objective={objective}"))
     assert {"strategy", "makespan_ms", "lower_bound_ms", "planning_ms", "pipelines"} <= set(plan)
     assert 0 < plan["lower_bound_ms"] <= plan["makespan_ms"]
     assert plan["makespan_ms"] == max(p["makespan_ms"] for p in plan["pipelines"])
@@ -56,8 +54,7 @@ def test_json_is_one_document_with_the_agreed_keys(files, objective):
 
 
 def test_table_names_every_pipeline(files):
-    result = invoke(*arguments(files))
-    assert result.exit_code == 0
+    result = accepted(*arguments(files))
     assert result.stdout.startswith("iteration 0: ")
     header, *pipelines = result.stdout.splitlines()[1:-1]
     assert header.split() == ["ranks", "scheme", "micro-batches", "tokens", "longest", "ms"]

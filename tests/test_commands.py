@@ -12,7 +12,7 @@ import sys
 import datasets
 import pytest
 from command_documents import COMMANDS, write_documents_of
-from command_line import invoke, refused
+from command_line import accepted, document_of, invoke, refused
 from reference import make_profile
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -46,9 +46,7 @@ def propose_arguments(files, *more):
 
 def test_propose_prints_one_document_and_writes_the_same(files):
     out = files / "strategies.json"
-    result = invoke(*propose_arguments(files, "--context", 50, "--json", "--out", out))
-    assert result.exit_code == 0, result.stderr
-    document = json.loads(result.stdout)
+    document = document_of(*propose_arguments(files, "--context", 50, "--json", "--out", out))
     assert document == json.loads(out.read_text())
     assert document["schema"] == "ds_hydra.strategies/1"
     assert (document["num_devices"], document["context_length"]) == (4, 50)
@@ -68,8 +66,7 @@ def test_propose_says_what_nobody_measured(files):
     )
     (files / "profile.json").write_text(json.dumps(dict(profile.document)))
     plain = invoke(*propose_arguments(files, "--context", 50, "--tokens", 60, "--space", "plain"))
-    full = invoke(*propose_arguments(files, "--context", 50, "--tokens", 60))
-    assert full.exit_code == 0, full.stderr
+    full = accepted(*propose_arguments(files, "--context", 50, "--tokens", 60))
     assert "nobody measured <sp" in full.stdout
     assert "with those of <TP,PP> alone" in full.stdout
     assert "<sp" not in plain.stdout
@@ -140,10 +137,9 @@ def test_lengths_of_local_data(tmp_path, words, kind, streaming):
             (path / f"{i}.txt").write_text(text)
     out = tmp_path / "lengths.json"
     more = ["--streaming"] if streaming else []
-    result = invoke(
+    result = accepted(
         "lengths", "--dataset", path, "--tokenizer", "words", "--out", out, "--json", *more
     )
-    assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout) == json.loads(out.read_text())
     assert json.loads(result.stdout)["counts"] == COUNTS
     assert out.with_suffix(".png").stat().st_size > 1000
@@ -161,11 +157,10 @@ def test_lengths_of_local_data(tmp_path, words, kind, streaming):
 )
 def test_what_becomes_of_long_documents_is_counted(tmp_path, words, over_length, counts):
     datasets.Dataset.from_dict({"text": TEXTS}).to_json(tmp_path / "data.jsonl")
-    result = invoke(
+    document = document_of(
         "lengths", "--dataset", tmp_path / "data.jsonl", "--out", tmp_path / "h.json", "--json",
         "--context", 3, "--over-length", over_length,
     )  # fmt: skip
-    document = json.loads(result.stdout)
     assert document["counts"] == dict(sorted(counts.items()))
     assert (document["num_over_length"], document["num_tokens_beyond_context"]) == (2, 6)
 
@@ -223,11 +218,10 @@ def test_a_stream_counts_what_training_counts(tmp_path, chat_tokenizer, rows, co
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "data.jsonl").write_text(lines)
     for more in (), ("--streaming",):
-        result = invoke(
+        result = accepted(
             "lengths", "--dataset", tmp_path / "data.jsonl", "--tokenizer", chat_tokenizer,
             "--out", tmp_path / "h.json", "--json", *more,
         )  # fmt: skip
-        assert result.exit_code == 0, result.stderr
         assert json.loads(result.stdout)["counts"] == counts
 
 
@@ -278,12 +272,11 @@ def test_processes_share_the_work_and_one_process_finds_their_cache(tmp_path, wo
     """Tokenised by two processes, counted again by none; a stream has no shares to give away."""
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "data")
     arguments = ["lengths", "--dataset", tmp_path / "data", "--out", tmp_path / "h.json", "--json"]
-    result = invoke(*arguments, "--num-proc", 2)
-    assert result.exit_code == 0, result.stderr
+    result = accepted(*arguments, "--num-proc", 2)
     assert json.loads(result.stdout)["counts"] == COUNTS
     shares = sorted(path.name for path in (tmp_path / "data").glob("cache-*"))
     assert len(shares) == 2
-    assert json.loads(invoke(*arguments).stdout)["counts"] == COUNTS
+    assert document_of(*arguments)["counts"] == COUNTS
     assert sorted(path.name for path in (tmp_path / "data").glob("cache-*")) == shares
     result = invoke(*arguments, "--num-proc", 2, "--streaming")
     assert "leave it out with --streaming" in result.stderr
@@ -292,8 +285,7 @@ def test_processes_share_the_work_and_one_process_finds_their_cache(tmp_path, wo
 @pytest.mark.parametrize("devices", [3, 6])
 def test_one_length_and_odd_numbers_of_devices(files, devices):
     (files / "lengths.json").write_text(json.dumps(LengthHistogram.from_counts({7: 3}).to_json()))
-    result = invoke(*propose_arguments(files, "--context", 50, "--devices", devices, "--json"))
-    assert result.exit_code == 0, result.stderr
+    result = accepted(*propose_arguments(files, "--context", 50, "--devices", devices, "--json"))
     found = [Strategy.parse(text) for text in json.loads(result.stdout)["strategies"]]
     assert max(strategy.num_devices for strategy in found) == devices
     (files / "lengths.json").write_text('{"schema": "ds_hydra.lengths/1", "counts": {}}')

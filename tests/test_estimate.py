@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from command_line import invoke
+from command_line import accepted, invoke
 from spaces import full_space
 
 from ds_hydra.configs import list_files, load_model_preset
@@ -188,8 +188,7 @@ def test_simulate_counts_flops_or_says_why_not(tmp_path, changes, unknown):
     path.write_text(json.dumps({**CONFIG, **changes}))
     options = ["--hardware", "h100", "--devices", 2, "--iterations", 1, "--no-spread"]
     options += ["--systems", "ds_hydra", "--space", "plain", "--context", 1024, "--out"]
-    result = invoke("simulate", "--model", path, *options, tmp_path / "out.json")
-    assert result.exit_code == 0, result.stderr
+    result = accepted("simulate", "--model", path, *options, tmp_path / "out.json")
     document = json.loads((tmp_path / "out.json").read_text())
     (ours,) = document["systems"]
     if unknown:
@@ -208,8 +207,9 @@ def test_simulate_counts_flops_or_says_why_not(tmp_path, changes, unknown):
 def test_simulate_answers_for_a_mixture():
     options = ["--hardware", "h100", "--devices", 16, "--iterations", 1, "--no-spread"]
     options += ["--systems", "megatron", "--context", 8192, "--tokens", 50000]
-    result = invoke("simulate", "--model", "gpt_oss_20b", *options, "--expert-skew", 1.5, "--json")
-    assert result.exit_code == 0, result.stderr
+    result = accepted(
+        "simulate", "--model", "gpt_oss_20b", *options, "--expert-skew", 1.5, "--json"
+    )
     assert "busiest rank's get 1.5 times the mean" in result.stderr
     assert json.loads(result.stdout)["num_devices"] == 16
 
@@ -219,8 +219,7 @@ def test_simulate_takes_a_config_json(tmp_path):
     path.write_text(json.dumps({**load_model_preset("llama2_7b"), "num_hidden_layers": 4}))
     options = ["--hardware", "h100", "--devices", 8, "--iterations", 1, "--no-spread"]
     options += ["--systems", "megatron", "--space", "plain"]
-    result = invoke("simulate", "--model", path, *options, "--json")
-    assert result.exit_code == 0, result.stderr
+    result = accepted("simulate", "--model", path, *options, "--json")
     assert json.loads(result.stdout)["num_devices"] == 8
     assert "assumed: context: 32768" in result.stderr
     for wrong, words in (

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from colors import VISION, contrast, difference
-from command_line import invoke, refused
+from command_line import accepted, document_of, invoke, refused
 from hypothesis import given
 from hypothesis import strategies as st
 from run_folders import (
@@ -306,8 +306,7 @@ def damage(folder, **files):
 def test_a_run_without_a_part_has_a_page_that_says_so(run_dir, tmp_path, files, note):
     folder = shutil.copytree(run_dir, tmp_path / "damaged")
     damage(folder, **files)
-    result = invoke("report", folder)
-    assert result.exit_code == 0, result.output
+    result = accepted("report", folder)
     assert note in result.stderr
     page = (folder / "report.html").read_text()
     assert note.split("'")[0] in page
@@ -318,9 +317,7 @@ def test_a_run_with_metrics_only_has_a_page(tmp_path):
     folder = write_run(
         tmp_path / "old", [make_record(0, "2x<1,1>", loss=3.0)], tail='{"iteration": 1, "lo'
     )
-    result = invoke("report", folder, "--json")
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
+    document = document_of("report", folder, "--json")
     (run,) = document["runs"]
     assert (run["num_iterations"], run["bubble"], run["max_len_tokens"]) == (1, None, {})
     assert len(run["notes"]) == 3
@@ -420,10 +417,9 @@ def test_two_runs_share_their_axes(run_dir, tmp_path):
     for line in lines:
         line["loss"] += 100
     (folder / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = invoke(
+    document = document_of(
         "report", "--compare", run_dir, folder, "--out", tmp_path / "compare.html", "--json"
     )
-    document = json.loads(result.stdout)
     assert [run["name"] for run in document["runs"]] == ["full", "other"]
     page = (tmp_path / "compare.html").read_text()
     (loss,) = re.findall(r'<section id="loss">.*?</section>', page, re.DOTALL)
@@ -459,8 +455,7 @@ def test_a_file_of_timelines_becomes_a_page_and_a_trace(tmp_path):
     timelines = [predict_timeline(plan, PROFILE, forward_fraction=1 / 3) for plan in plans]
     path = tmp_path / "case.jsonl"
     path.write_text("".join(json.dumps(timeline.to_json()) + "\n" for timeline in timelines))
-    result = invoke("report", path, "--perfetto", "--json")
-    document = json.loads(result.stdout)
+    document = document_of("report", path, "--perfetto", "--json")
     assert [line["duration_ms"] for line in document["iterations"]] == [
         t.duration_ms for t in timelines
     ]
@@ -639,8 +634,7 @@ def test_the_trace_of_a_run_follows_the_format(run_dir):
 
 def test_the_command_writes_the_trace(run_dir, tmp_path):
     folder = shutil.copytree(run_dir, tmp_path / "run")
-    result = invoke("report", folder, "--perfetto")
-    assert result.exit_code == 0
+    result = accepted("report", folder, "--perfetto")
     assert "perfetto.json" in result.stdout
     check_trace_events(json.loads((folder / "perfetto.json").read_text()))
     damage(folder, trace__jsonl=None)

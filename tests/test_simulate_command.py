@@ -7,7 +7,7 @@ from html import escape
 
 import numpy as np
 import pytest
-from command_line import invoke, refused
+from command_line import accepted, document_of, invoke, refused
 from test_simulator import HISTOGRAM, checkpointing_document, small_profile
 
 from ds_hydra.records.timeline import Timeline
@@ -31,18 +31,8 @@ def arguments(files, *, devices=4, context=100, tokens=400):
 
 def test_one_document_on_stdout_and_the_same_in_the_file(files):
     out, timeline = files / "out.json", files / "timeline.json"
-    result = invoke(
-        "simulate",
-        *arguments(files),
-        "--json",
-        "--out",
-        out,
-        "--timeline",
-        timeline,
-        "--price-per-gpu-hour",
-        2,
-    )
-    assert result.exit_code == 0, result.stderr
+    options = ("--json", "--out", out, "--timeline", timeline, "--price-per-gpu-hour", 2)
+    result = accepted("simulate", *arguments(files), *options)
     document = json.loads(result.stdout)
     assert document == json.loads(out.read_text())
     assert document["schema"] == "ds_hydra.simulation/1"
@@ -55,11 +45,10 @@ def test_one_document_on_stdout_and_the_same_in_the_file(files):
 
 def test_all_iterations_become_a_page_with_strip_and_gantt(files):
     path = files / "case.jsonl"
-    assert invoke("simulate", *arguments(files), "--timeline", path).exit_code == 0
+    accepted("simulate", *arguments(files), "--timeline", path)
     timelines = [Timeline.from_json(json.loads(line)) for line in path.read_text().splitlines()]
     assert [t.iteration for t in timelines] == [0, 1, 2, 3]
-    result = invoke("report", path, "--perfetto")
-    assert result.exit_code == 0, result.stderr
+    result = accepted("report", path, "--perfetto")
     assert "4 timelines of 4 iterations" in result.stdout
     html = path.with_suffix(".html").read_text()
     assert "Strategy of each iteration" in html
@@ -76,8 +65,7 @@ def test_timeline_of_both_spaces(files):
     found = {}
     for system in ("ds_hydra", "plain"):
         path = files / f"{system}.jsonl"
-        result = invoke("simulate", *options, "--timeline", path, "--timeline-of", system)
-        assert result.exit_code == 0, result.stderr
+        result = accepted("simulate", *options, "--timeline", path, "--timeline-of", system)
         assert "ds_hydra, <TP,PP> alone" in result.stdout
         assert "T under SP and of gathered layers is estimated" in result.stdout
         found[system] = [
@@ -117,17 +105,15 @@ def test_strategies_with_checkpointed_layers_fit_what_no_other_scheme_does(files
     ]
     plain = invoke("simulate", *options, "--space", "plain")
     assert "no scheme fits a micro-batch of 300 tokens" in plain.stderr
-    result = invoke("simulate", *options, "--strategies", files / "candidates.json", "--json")
-    assert result.exit_code == 0, result.stderr
+    result = accepted("simulate", *options, "--strategies", files / "candidates.json", "--json")
     assert json.loads(result.stdout)["systems"][0]["strategy"] == "1x<4,1;ckpt=4> (100%)"
     assert "left out, because nothing that they run fits the context: megatron, " in result.stderr
 
 
 def test_text_has_bound_speedups_and_prices(files):
-    result = invoke(
+    result = accepted(
         "simulate", *arguments(files), "--baseline", "1x<4,1>", "--price-per-gpu-hour", 2
     )
-    assert result.exit_code == 0, result.stderr
     for text in (
         "above the perfect-balance bound",
         "Megatron-LM, given strategy",
@@ -139,7 +125,7 @@ def test_text_has_bound_speedups_and_prices(files):
 
 def test_sweep_writes_points_and_a_picture(files):
     plot = files / "sweep.png"
-    result = invoke(
+    document = document_of(
         "simulate",
         *arguments(files, devices="4,8"),
         "--json",
@@ -148,8 +134,6 @@ def test_sweep_writes_points_and_a_picture(files):
         "--systems",
         "megatron,two_stage",
     )
-    assert result.exit_code == 0, result.stderr
-    document = json.loads(result.stdout)
     assert document["schema"] == "ds_hydra.sweep/1"
     assert [point["num_devices"] for point in document["points"]] == [4, 8]
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -166,9 +150,7 @@ def test_sweep_writes_points_and_a_picture(files):
 
 def test_list_cases():
     assert "paper/link-overhead" in invoke("simulate", "--list-cases").stdout.split()
-    assert (
-        "paper/ablation" in json.loads(invoke("simulate", "--list-cases", "--json").stdout)["cases"]
-    )
+    assert "paper/ablation" in document_of("simulate", "--list-cases", "--json")["cases"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from command_line import invoke, refused
+from command_line import document_of, invoke, refused
 from rubick import AUTHORS_MEAN_ERROR, fit_points, replay, validation_points
 
 from ds_hydra.errors import HydraConfigError
@@ -105,8 +105,7 @@ def test_fit_command(tmp_path):
     (tmp_path / "points.json").write_text(json.dumps({"points": points}))
 
     arguments = ("fit", "--points", tmp_path / "points.json")
-    result = invoke(*arguments, "--out", tmp_path / "m.json", "--json")
-    document = json.loads(result.stdout)
+    document = document_of(*arguments, "--out", tmp_path / "m.json", "--json")
     assert document == json.loads((tmp_path / "m.json").read_text())
     assert len(document["relative_errors"]) == len(points)
     assert "bwd" in invoke(*arguments).stdout
