@@ -149,15 +149,6 @@ def test_profiles_give_the_max_len_of_the_paper(name, num_devices, max_len):
     assert {scheme: profile.max_len_tokens(scheme, num_devices) for scheme in max_len} == max_len
 
 
-@pytest.mark.parametrize("name", ["commoncrawl", "github"])
-def test_histograms_add_up(name):
-    histogram = load("lengths", name)
-    counts = {int(length): count for length, count in histogram["counts"].items()}
-    assert histogram["schema"] == "ds_hydra.lengths/1"
-    assert sum(counts.values()) == histogram["num_sequences"]
-    assert sum(length * count for length, count in counts.items()) == histogram["num_tokens"]
-
-
 @pytest.mark.parametrize(
     ("name", "mean", "median", "share_from_32k"),
     [("commoncrawl", 679, 368, 0.0004), ("github", 2487, 690, 0.008)],
