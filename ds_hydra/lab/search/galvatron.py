@@ -397,7 +397,8 @@ class GalvatronSearch:
         """Of every layer [L] at its leanest strategy, if it is in `stage`."""
         costs = self._type_costs(shape)
         needs = costs.states_mb + shape.in_flight(stage) * costs.forward_mb
-        return needs.min(axis=1)[self._types]
+        least: FloatArray = needs.min(axis=1)[self._types]
+        return least
 
     def _why_infeasible(self, batch: int) -> str:
         """What the least memory of any plan is, and which layer binds."""
