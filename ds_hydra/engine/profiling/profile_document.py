@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -219,7 +220,7 @@ def describe_model(stage_model: StageModel) -> dict[str, Any]:
         "intermediate_size": getattr(config, "intermediate_size", None),
         **heads,
         "vocab_size": stage_model.vocab_size,
-        **({} if experts is None else {"experts": experts.to_json()}),
+        **({} if experts is None else {"experts": asdict(experts)}),
         **_describe_layers(stage_model),
         "parameters": count_parameters(stage_model).to_json(),
         "flops": count_flops(stage_model).to_json(),
