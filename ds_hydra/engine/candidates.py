@@ -293,13 +293,7 @@ class EngineCandidates:
             document = load_profile(self.config.profile).document
             self.profile = fit_memory(document, self.config)
             self.profile.check_model(**model_facts(self.stage_model))
-            self.profile.check_tp_sequence_parallel(self.config.tp_sequence_parallel)
-            self.profile.check_float8(self.config.float8)
-            self.profile.check_layers(
-                activation_checkpointing=self.config.activation_checkpointing,
-                compile_layers=self.config.compile_layers,
-            )
-            self.profile.check_dtype(dtype_of(self.stage_model))
+            self.profile.check_config(self.config, dtype_of(self.stage_model))
             self.profile = as_the_engine_needs(
                 self.profile, self.stage_model, self.config, self.num_ranks
             )

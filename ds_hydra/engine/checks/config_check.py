@@ -342,13 +342,7 @@ class _Budget:
             report.profile = f"{name}: {known.document.get('source', 'of unknown source')}"
             if self._stage_model is not None:
                 known.check_model(**model_facts(self._stage_model))
-            known.check_tp_sequence_parallel(hydra.tp_sequence_parallel)
-            known.check_float8(hydra.float8)
-            known.check_layers(
-                activation_checkpointing=hydra.activation_checkpointing,
-                compile_layers=hydra.compile_layers,
-            )
-            known.check_dtype(str(self._dtype).removeprefix("torch."))
+            known.check_config(hydra, str(self._dtype).removeprefix("torch."))
             self._say_what_was_measured(name, known)
             if self._request.device is not None:
                 report.warnings.append(
