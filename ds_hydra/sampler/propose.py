@@ -285,8 +285,7 @@ def _of_program(
     # 128 tokens are the paper's step for 32K; a short context needs its own for schemes to differ.
     step = max(1, min(128, settings.context_length // 16))
     steps = ProposalSettings(tokens_per_iteration=settings.num_tokens, length_step=step)
-    found = propose_from_histogram(world, histogram, steps)
-    return {proposed.strategy: proposed.max_lengths_tokens for proposed in found}
+    return propose_from_histogram(world, histogram, steps)
 
 
 def _candidates(
