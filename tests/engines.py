@@ -212,18 +212,13 @@ def small_profile(memory_bytes, num_layers=2):
 
 def write_profile(folder: str | Path) -> str:
     """The path of a small profile of four layers, which rank 0 writes. Collective."""
-    path = Path(folder, "profile.json")
-    if dist.get_rank() == 0:
-        path.write_text(json.dumps(small_profile(6_000_000, num_layers=4)))
-    dist.barrier()
-    return str(path)
+    return write_json(Path(folder, "profile.json"), small_profile(6_000_000, num_layers=4))
 
 
-def token_rows(batches: Iterable[Examples]) -> datasets.Dataset:
-    """The tokens of all examples of `batches`, a row each."""
-    return datasets.Dataset.from_list(
-        [{"input_ids": example["input_ids"].tolist()} for batch in batches for example in batch]
-    )
+def dataset_of(batches: Iterable[Examples]) -> datasets.Dataset:
+    """All examples of `batches`, a row each."""
+    rows = [{key: ids.tolist() for key, ids in e.items()} for batch in batches for e in batch]
+    return datasets.Dataset.from_list(rows)
 
 
 def long_on_four_ranks(*, gather: bool) -> dict[str, Any]:

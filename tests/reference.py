@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 
-from ds_hydra.sampler.plan import GlobalBatch
+from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
+from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.strategy.profiles.learned_latency import NO_CORRECTIONS
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
 
@@ -96,4 +100,25 @@ def make_batch(lengths: list[int], iteration: int = 0) -> GlobalBatch:
         sample_indices=tuple(range(10, 10 + len(lengths))),
         lengths=tuple(lengths),
         num_label_tokens=max(0, sum(lengths) - len(lengths)),
+    )
+
+
+def make_plan(
+    lengths: list[int],
+    strategies: Sequence[str | Strategy],
+    profile: Profile,
+    num_devices: int,
+    *,
+    iteration: int = 0,
+    **known: Any,
+) -> IterationPlan:
+    """The plan of `make_batch`; `known` are fields of `PlannerSettings`, or corrections."""
+    corrections = known.pop("corrections", NO_CORRECTIONS)
+    return plan_iteration(
+        make_batch(lengths, iteration),
+        strategies=[s if isinstance(s, Strategy) else Strategy.parse(s) for s in strategies],
+        profile=profile,
+        num_devices=num_devices,
+        settings=PlannerSettings(**known),
+        corrections=corrections,
     )

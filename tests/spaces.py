@@ -5,14 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ds_hydra.strategy.cost_models.cluster import Cluster
-from ds_hydra.strategy.cost_models.costs import CanRun, Costs, World
+from ds_hydra.strategy.cost_models.costs import CanRun, Costs, World, runs_all
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.space import candidate_schemes, unpruned_schemes
-from ds_hydra.strategy.schemes.scheme import Scheme, parse_strategies, schemes_of
-
-
-def everything(_: Scheme) -> bool:
-    return True
+from ds_hydra.strategy.schemes.scheme import parse_strategies, schemes_of
 
 
 def full_space(
@@ -21,7 +17,7 @@ def full_space(
     num_devices: int,
     context_length: int,
     cluster: Cluster | None = None,
-    can_run: CanRun = everything,
+    can_run: CanRun = runs_all,
     tokens_per_iteration: float | None = None,
 ) -> Profile:
     """What a proposal compares."""
@@ -35,7 +31,7 @@ def with_moving_weights(
     *,
     num_devices: int,
     cluster: Cluster | None,
-    can_run: CanRun = everything,
+    can_run: CanRun = runs_all,
     tokens_per_iteration: float | None = None,
 ) -> Profile:
     """`profile` with every scheme that streams, and for so many tokens that gathers."""

@@ -246,8 +246,7 @@ def test_a_plan_that_is_ready_can_be_seen_before_it_is_fetched(inline_plans):
     with make_planner() as planner:
         assert planner.peek(0) is None
         planner.submit(BATCHES[0])
-        with planner._changed:
-            assert planner._changed.wait_for(lambda: 0 in planner._replies, LONG_S)
+        planner._pending[0].reply.result(LONG_S)
         seen = [PlannedIteration.from_json(planner.peek(0)) for _ in range(2)]
         fetched = planner.get(0)
         assert planner.peek(0) is None
@@ -258,8 +257,7 @@ def test_a_plan_that_is_ready_can_be_seen_before_it_is_fetched(inline_plans):
 def test_what_planning_raises_is_not_seen_before_it_is_fetched():
     with make_planner() as planner:
         planner.submit(make_batch([10**9], 0))
-        with planner._changed:
-            assert planner._changed.wait_for(lambda: 0 in planner._replies, LONG_S)
+        planner._pending[0].reply.result(LONG_S)
         assert planner.peek(0) is None
         with pytest.raises(InfeasiblePlanError):
             planner.get(0)

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from engines import (
+    dataset_of,
     ds_config,
     full_states,
     small_profile,
     start_hydra,
     start_stock,
     stock_step,
-    token_rows,
     write_profile,
 )
 from hypothesis import given
@@ -44,7 +44,7 @@ def start(folder, model, *, hydra=None, num_workers=0, **sections):
         "tokens_per_iteration": 300,
         "planner": {"num_workers": num_workers},
     }
-    data = token_rows(batches(NUM_SEQUENCES // 8))
+    data = dataset_of(batches(NUM_SEQUENCES // 8))
     return start_hydra(model, hydra=own | (hydra or {}), training_data=data, **sections)
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import make_plan
 from test_sequence_parallel import PROFILE
 
 from ds_hydra.errors import HydraError
 from ds_hydra.sampler.cuts import Piece, cut_micro_batch, tile
-from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.strategy import LatencyModel, Profile, Scheme, parse_strategies
+from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.strategy import LatencyModel, Profile, Scheme
 
 T = LatencyModel(quadratic_ms=1e-5, linear_ms=0.1, constant_ms=1.0)
 
@@ -70,12 +70,7 @@ def test_fewer_tokens_than_rows_leave_rows_empty(lengths):
 def planned():
     document = {"tp": 1, "pp": 1, "cp": 2, **T.to_json()}
     profile = Profile.from_json({**PROFILE, "schemes": [*PROFILE["schemes"], document]})
-    lengths = (900, 7, 30, 31)
-    batch = GlobalBatch(
-        iteration=0, sample_indices=(3, 4, 5, 6), lengths=lengths, num_label_tokens=900
-    )
-    strategies = parse_strategies(["1x<cp2,1> + 1x<1,1>"])
-    return plan_iteration(batch, strategies=strategies, profile=profile, num_devices=3)
+    return make_plan([900, 7, 30, 31], ["1x<cp2,1> + 1x<1,1>"], profile, 3)
 
 
 def test_a_plan_prints_and_keeps_its_rows():

@@ -15,12 +15,12 @@ import random
 import weakref
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from engines import (
+    dataset_of,
     ds_config,
     full_states,
     refused,
@@ -50,12 +50,6 @@ def batches(num_batches, *, num_sequences=8):
         lengths[seed % num_sequences] = 90
         result.append(random_examples(lengths, VOCAB_SIZE, seed=seed))
     return result
-
-
-def dataset_of(batches):
-    """All sequences of mini-batches, with their labels."""
-    rows = [{key: ids.tolist() for key, ids in e.items()} for batch in batches for e in batch]
-    return datasets.Dataset.from_list(rows)
 
 
 def relative(a, b):

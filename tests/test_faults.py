@@ -20,7 +20,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from engines import gradient_on_rank_1, raised_by, small_profile, start_hydra, write_json
+from engines import (
+    dataset_of,
+    gradient_on_rank_1,
+    raised_by,
+    small_profile,
+    start_hydra,
+    write_json,
+)
 from faults import (
     LATER_PHASES,
     START_PHASES,
@@ -35,7 +42,7 @@ from faults import (
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
 from test_engine_parity import hand_plan
-from test_engine_training import batches, dataset_of
+from test_engine_training import batches
 
 from ds_hydra.engine.checkpointing.files import _lock_folder
 from ds_hydra.engine.ranks import agreement, process

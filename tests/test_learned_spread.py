@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distributed import run_distributed
 from engines import long_on_four_ranks, start_hydra
 from models import VOCAB_SIZE, tiny
-from reference import make_batch, make_profile
+from reference import make_batch, make_plan, make_profile
 from single_process import random_examples
 
 from ds_hydra.configs.hydra_config import PlannerConfig
@@ -23,7 +23,7 @@ from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker, StragglerF
 from ds_hydra.engine.telemetry.trace import Recorder
 from ds_hydra.records.timeline import EventKind
 from ds_hydra.sampler.phase_plan import MiniBatch
-from ds_hydra.sampler.planner import plan_iteration, plan_with_time
+from ds_hydra.sampler.planner import plan_with_time
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.strategy.profiles.learned_latency import Corrections
 from ds_hydra.strategy.profiles.learned_spread import (
@@ -45,14 +45,9 @@ TIMES = {
 PROFILE = make_profile(TIMES, max_len=60)
 _OFF = {"<1,1>": 3.0, "<1,1;gather>": 1.5, "<sp2,1;gather>": 0.5, "<sp4,1;gather>": 1.0}
 WRONG = make_profile({s: tuple(_OFF[s] * t for t in of) for s, of in TIMES.items()})
-SETTINGS = PlannerSettings(
-    solver="none",
-    max_len_override={
-        Scheme(1, 1, gather=True): 60,
-        Scheme(1, 1, sp=2, gather=True): 120,
-        Scheme(1, 1, sp=4, gather=True): 240,
-    },
-)
+OVERRIDE = {Scheme(1, 1, sp=n, gather=True): 60 * n for n in (1, 2, 4)}
+OPTIONS = {"solver": "none", "max_len_override": OVERRIDE}
+SETTINGS = PlannerSettings(**OPTIONS)
 GATHERED = parse_strategies(["4x<1,1;gather>", "2x<sp2,1;gather>", "1x<sp4,1;gather>"])
 ONE = Scheme(1, 1)
 KEPT = parse_strategies(["4x<1,1>"])
@@ -85,14 +80,8 @@ def train(
     for iteration in range(num):
         lengths = np.random.default_rng(iteration).integers(5, 60, num_sequences).tolist()
         is_long = strategies is GATHERED and num_sequences == 40
-        batch = make_batch([200, *lengths] if is_long else lengths, iteration)
-        plan = plan_iteration(
-            batch,
-            strategies=strategies,
-            profile=PROFILE,
-            num_devices=NUM_RANKS,
-            settings=SETTINGS,
-        )
+        lengths = [200, *lengths] if is_long else lengths
+        plan = make_plan(lengths, strategies, PROFILE, NUM_RANKS, iteration=iteration, **OPTIONS)
         level = np.exp(drift * draw.standard_normal())
         of_ranks = [{} for _ in range(NUM_RANKS)]
         measured_ms = []
@@ -176,13 +165,7 @@ def test_what_a_pull_and_a_push_run_beside_is_not_counted():
     """The first and the last micro-batch of slices that stay; of gathered layers all count."""
     for strategies, num_left_out in ((KEPT, 2), (GATHERED, 0)):
         lengths = [200, *[25] * 80] if strategies is GATHERED else [25] * 80
-        plan = plan_iteration(
-            make_batch(lengths),
-            strategies=strategies,
-            profile=PROFILE,
-            num_devices=NUM_RANKS,
-            settings=SETTINGS,
-        )
+        plan = make_plan(lengths, strategies, PROFILE, NUM_RANKS, **OPTIONS)
         tracker = make_tracker(strategies=strategies)
         own = plan.on_rank(0)
         places = [(n, m) for n, phase in enumerate(own) for m in range(len(phase.micro_batches))]

@@ -297,9 +297,7 @@ def test_groups_that_need_the_same_are_found():
 
 
 def test_an_exchange_lasts_as_long_as_its_busiest_device():
-    links = Interconnects(
-        latency_s=np.full((3, 3), 1.0), bytes_per_s=np.full((3, 3), 10.0), flops=np.ones(3)
-    )
+    links = Interconnects(latency_s=np.full((3, 3), 1.0), bytes_per_s=np.full((3, 3), 10.0))
     assert exchange_s(links, np.zeros((3, 3), dtype=np.int64)) == 0
     assert exchange_s(links, np.array([[0, 20, 30], [0, 0, 0], [0, 0, 0]])) == (1 + 2) + (1 + 3)
     assert exchange_s(links, np.array([[0, 20, 0], [0, 0, 0], [0, 40, 0]])) == (1 + 2) + (1 + 4)

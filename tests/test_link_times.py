@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import make_batch, make_profile
+from reference import make_batch, make_plan, make_profile
 from test_events import make_work
 from test_planner import MAX_LEN, PROFILE, STRATEGIES
 
@@ -20,7 +20,7 @@ from ds_hydra.configs.files import find_profile
 from ds_hydra.engine.candidates import planner_settings
 from ds_hydra.records.events import simulate_iteration, simulate_plan
 from ds_hydra.sampler.phase_plan import MiniBatch
-from ds_hydra.sampler.planner import plan_iteration, plan_with_time
+from ds_hydra.sampler.planner import plan_with_time
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.propose import propose_strategies
 from ds_hydra.sampler.sample_bench import CandidateSettings
@@ -115,11 +115,8 @@ def test_a_strategy_that_is_a_little_faster_loses_for_a_long_pull():
 
 
 def test_rows_of_one_stage_end_with_the_longest_and_begin_with_the_second():
-    plan = plan_iteration(
-        make_batch([20, 19, 18, 9, 8, 3]),
-        strategies=[Strategy.parse("1x<1,1>")], profile=PROFILE, num_devices=1,
-        settings=with_links({}),
-    )  # fmt: skip
+    options = {"max_len_override": MAX_LEN, "solver": "none"}
+    plan = make_plan([20, 19, 18, 9, 8, 3], ["1x<1,1>"], PROFILE, 1, **options)
     times = [
         PROFILE.get_latency(Scheme(1, 1)).micro_batch_ms(plan.micro_batch_lengths(row))
         for row in plan.pipelines[0].micro_batches

@@ -33,7 +33,10 @@ def test_max_len_is_the_published_formula(model):
     for case in document["max_len_reference"]:
         for entry in case["schemes"]:
             found = profile.max_len_tokens(Scheme(entry["tp"], entry["pp"]), case["num_devices"])
-            assert found == pytest.approx(entry["max_len_paper_formula"], abs=1.5)
+            if entry["max_len_paper_formula"] > 0:
+                assert found == entry["max_len_paper_formula"], entry
+            else:
+                assert found <= 0, entry
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -41,6 +41,17 @@ latencies = st.builds(
 cases = {"latency": latencies, "num_stages": st.integers(1, 4), "is_exact": st.booleans()}
 
 
+def pack(lengths, latency, num_stages, is_exact, **limits):
+    return pack_sequences(
+        lengths,
+        latency=latency,
+        num_stages=num_stages,
+        max_len_tokens=MAX_LEN,
+        is_exact=is_exact,
+        **limits,
+    )
+
+
 def length_lists(size):
     return st.lists(st.integers(1, MAX_LEN), min_size=1, max_size=size)
 
@@ -77,9 +88,7 @@ def brute_force(lengths, latency, num_stages, is_exact):
 def test_micro_batches_are_legal_and_the_objective_can_be_recomputed(
     lengths, latency, num_stages, is_exact
 ):
-    packing = pack_sequences(
-        lengths, latency=latency, num_stages=num_stages, max_len_tokens=MAX_LEN, is_exact=is_exact
-    )
+    packing = pack(lengths, latency, num_stages, is_exact)
     assert sorted(i for micro_batch in packing.micro_batches for i in micro_batch) == list(
         range(len(lengths))
     )
@@ -94,9 +103,7 @@ def test_micro_batches_are_legal_and_the_objective_can_be_recomputed(
 @settings(deadline=None, max_examples=60)
 @given(lengths=length_lists(5), **cases)
 def test_bound_and_objective_enclose_the_optimum(lengths, latency, num_stages, is_exact):
-    packing = pack_sequences(
-        lengths, latency=latency, num_stages=num_stages, max_len_tokens=MAX_LEN, is_exact=is_exact
-    )
+    packing = pack(lengths, latency, num_stages, is_exact)
     optimum = brute_force(lengths, latency, num_stages, is_exact)
     assert packing.lower_bound_ms <= optimum * (1 + 1e-9)
     assert optimum * (1 - 1e-9) <= packing.objective_ms <= optimum * 1.2
@@ -107,14 +114,8 @@ def test_bound_and_objective_enclose_the_optimum(lengths, latency, num_stages, i
 @settings(deadline=None, max_examples=25)
 @given(lengths=length_lists(6), **cases)
 def test_integer_programs_keep_the_bound_valid(lengths, latency, num_stages, is_exact):
-    packing = pack_sequences(
-        lengths,
-        latency=latency,
-        num_stages=num_stages,
-        max_len_tokens=MAX_LEN,
-        is_exact=is_exact,
-        limits=SolverLimits(gap_tolerance=0.0),
-    )
+    limits = SolverLimits(gap_tolerance=0.0)
+    packing = pack(lengths, latency, num_stages, is_exact, limits=limits)
     optimum = brute_force(lengths, latency, num_stages, is_exact)
     assert packing.lower_bound_ms <= optimum * (1 + 1e-6)
     assert packing.objective_ms >= optimum * (1 - 1e-9)
@@ -147,23 +148,14 @@ def test_capacity_so_tight_that_only_the_integer_program_finds_the_micro_batches
 @pytest.mark.parametrize("num_stages", [1, 3])
 def test_corner_cases(num_stages, is_exact):
     latency = LatencyModel(quadratic_ms=0.1, linear_ms=1.0, constant_ms=2.0)
-
-    def pack(lengths):
-        return pack_sequences(
-            lengths,
-            latency=latency,
-            num_stages=num_stages,
-            max_len_tokens=MAX_LEN,
-            is_exact=is_exact,
-        )
-
-    assert pack([]).micro_batches == ()
-    assert pack([]).objective_ms == 0.0
-    one = pack([7])
+    none, one, full = (
+        pack(lengths, latency, num_stages, is_exact) for lengths in ([], [7], [MAX_LEN] * 5)
+    )
+    assert none.micro_batches == ()
+    assert none.objective_ms == 0.0
     assert one.micro_batches == ((0,),)
     assert one.is_optimal
     assert one.objective_ms == pytest.approx(num_stages * latency.micro_batch_ms([7]))
-    full = pack([MAX_LEN] * 5)
     assert sorted(full.micro_batches) == [(i,) for i in range(5)]
     assert full.objective_ms == pytest.approx(
         (num_stages - 1 + 5) * latency.micro_batch_ms([MAX_LEN])

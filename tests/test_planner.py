@@ -8,18 +8,20 @@ import itertools
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import STRATEGIES_32B_64, make_batch, make_profile, partitions
+from reference import STRATEGIES_32B_64, make_batch, make_plan, make_profile, partitions
 from shared_data import shared_json
 
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.records.events import simulate_plan
-from ds_hydra.sampler.planner import bound_iterations, plan_iteration, profiled_times
+from ds_hydra.sampler.candidate import OneStrategy
+from ds_hydra.sampler.phase_plan import MiniBatch
+from ds_hydra.sampler.planner import plan_iteration, profiled_times
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.schedule import makespan_ms
 from ds_hydra.strategy.profiles.profile import Profile
@@ -64,13 +66,8 @@ subsets = st.lists(st.sampled_from(STRATEGIES), min_size=1, max_size=4, unique=T
 
 
 def plan(lengths, strategies=STRATEGIES, objective="exact", **changes):
-    return plan_iteration(
-        make_batch(lengths),
-        strategies=strategies,
-        profile=PROFILE,
-        num_devices=8,
-        settings=PlannerSettings(objective=objective, max_len_override=MAX_LEN, **changes),
-    )
+    changes |= {"objective": objective, "max_len_override": MAX_LEN}
+    return make_plan(lengths, strategies, PROFILE, 8, **changes)
 
 
 def recompute(plan, objective, profile=PROFILE):
@@ -190,26 +187,26 @@ SHARED = replace(PROFILE, ranks_per_core=2.0)
 @given(batches, subsets, objectives)
 def test_plans_of_ranks_that_share_cores_are_above_their_bounds(lengths, strategies, objective):
     overrides = PlannerSettings(objective=objective, max_len_override=MAX_LEN)
-    given_ = {"strategies": strategies, "num_devices": 8, "settings": overrides}
     longest = max(MAX_LEN[scheme] for strategy in strategies for scheme in strategy.schemes)
     batch = make_batch([min(length, longest) for length in lengths])
-    plan = plan_iteration(batch, profile=SHARED, **given_)
+    plan = plan_iteration(
+        batch, strategies=strategies, profile=SHARED, num_devices=8, settings=overrides
+    )
     assert [p.makespan_ms for p in plan.pipelines] == pytest.approx(
         profiled_times(plan, SHARED, overrides)
     )
     alone = recompute(plan, objective)
     assert all(a / 2 <= p.makespan_ms + 1e-9 <= a + 2e-9 for p, a in zip(plan.pipelines, alone))
-    bounds = dict(zip(strategies, bound_iterations(batch, profile=SHARED, **given_)[0]))
+    bound_ms = OneStrategy(plan.strategy).bound_ms(MiniBatch(batch, SHARED, 8, overrides))
     assert plan.lower_bound_ms <= plan.makespan_ms + 1e-9
-    assert bounds[plan.strategy] <= plan.makespan_ms * (1 + 1e-9)
+    assert bound_ms <= plan.makespan_ms * (1 + 1e-9)
 
 
 def test_a_long_sequence_may_run_on_alone_where_ranks_share_cores():
     profile = make_profile({"<1,1>": (0.0, 1.0, 0.0), "<2,1>": (0.0, 0.8, 0.0)})
-    given_ = {"strategies": parse_strategies(["2x<1,1>", "1x<2,1>"]), "num_devices": 2}
-    batch = make_batch([60, 10])
-    assert str(plan_iteration(batch, profile=profile, **given_).strategy) == "1x<2,1>"
-    shared = plan_iteration(batch, profile=replace(profile, ranks_per_core=2.0), **given_)
+    strategies, sharing = ("2x<1,1>", "1x<2,1>"), replace(profile, ranks_per_core=2.0)
+    assert str(make_plan([60, 10], strategies, profile, 2).strategy) == "1x<2,1>"
+    shared = make_plan([60, 10], strategies, sharing, 2)
     assert str(shared.strategy) == "2x<1,1>"
     assert [p.makespan_ms for p in shared.pipelines] == [10 + 50 / 2, 10]
 
@@ -217,30 +214,25 @@ def test_a_long_sequence_may_run_on_alone_where_ranks_share_cores():
 def test_idle_ranks_leave_their_cores_to_others():
     profile = replace(make_profile({"<2,1>": (0.0, 0.6, 0.0)}, max_len=200), ranks_per_core=2.0)
     for text in ("1x<2,1>", "2x<2,1>"):
-        found = plan_iteration(
-            make_batch([200]), strategies=parse_strategies([text]), profile=profile, num_devices=4
-        )
+        found = make_plan([200], [text], profile, 4)
         assert max(p.makespan_ms for p in found.pipelines) == pytest.approx(60), text
         assert found.lower_bound_ms <= found.makespan_ms
 
 
 def test_simulated_plans_of_ranks_that_share_cores_take_what_was_planned():
     profile = replace(make_profile({"<1,1>": (0.0, 1.0, 0.0)}), ranks_per_core=2.0)
-    found = plan_iteration(
-        make_batch([90, 30, 20]), strategies=parse_strategies(["4x<1,1>"]), profile=profile,
-        num_devices=4, settings=PlannerSettings(max_len_override={Scheme(1, 1): 100}),
-    )  # fmt: skip
+    override = {Scheme(1, 1): 100}
+    found = make_plan([90, 30, 20], ["4x<1,1>"], profile, 4, max_len_override=override)
     assert found.makespan_ms < 90
     assert simulate_plan(found, profile).propagation_ms == pytest.approx(found.makespan_ms)
 
 
 def test_times_by_a_profile_that_lacks_schemes_of_the_plan():
     known = make_profile({"<1,1>": (0.0, 1.0, 0.0), "<2,1>": (0.0, 0.8, 0.0)})
-    settings_ = PlannerSettings(max_len_override={Scheme(1, 1): 100, Scheme(2, 1): 200})
-    made = plan_iteration(
-        make_batch([90, 90, 80]), strategies=parse_strategies(["1x<2,1> + 2x<1,1>"]),
-        profile=replace(known, ranks_per_core=2.0), num_devices=4, settings=settings_,
-    )  # fmt: skip
+    known = replace(known, ranks_per_core=2.0)
+    override = {"max_len_override": {Scheme(1, 1): 100, Scheme(2, 1): 200}}
+    made = make_plan([90, 90, 80], ["1x<2,1> + 2x<1,1>"], known, 4, **override)
+    settings_ = PlannerSettings(**override)
     small = replace(make_profile({"<1,1>": (0.0, 1.0, 0.0)}), ranks_per_core=2.0)
     first, *others = profiled_times(made, small, settings_)
     assert first is None
@@ -270,12 +262,7 @@ def test_all_sequences_at_max_len():
 def test_sample_indices_and_labels_pass_through():
     batch = make_batch([3, 4, 5], iteration=7)
     result = plan_iteration(batch, strategies=STRATEGIES, profile=PROFILE, num_devices=8)
-    assert (result.iteration, result.sample_indices, result.lengths, result.num_label_tokens) == (
-        7,
-        batch.sample_indices,
-        batch.lengths,
-        batch.num_label_tokens,
-    )
+    assert all(getattr(result, field.name) == getattr(batch, field.name) for field in fields(batch))
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=10), subsets)
@@ -302,13 +289,7 @@ def test_bad_input_is_refused_where_it_enters():
     with pytest.raises(HydraConfigError, match="sequence 1 of iteration 0 has 0 tokens"):
         plan([1, 0])
     with pytest.raises(HydraConfigError, match=r"scheme <8,1> is not in profile"):
-        plan_iteration(
-            make_batch([1]),
-            strategies=[Strategy.parse("1x<8,1>")],
-            profile=PROFILE,
-            num_devices=8,
-            settings=PlannerSettings(max_len_override={Scheme(8, 1): 100}),
-        )
+        make_plan([1], ["1x<8,1>"], PROFILE, 8, max_len_override={Scheme(8, 1): 100})
 
 
 def test_settings_round_trip_through_json():
@@ -332,10 +313,7 @@ def test_64_gpus(name):
     profile = Profile.from_json(shared_json("profiles/a800_llama2_32b.json"))
     gaps = []
     for iteration, lengths in enumerate(shared_json(f"planner/{name}.json")["batches"][:20]):
-        batch = make_batch(lengths, iteration)
-        result = plan_iteration(
-            batch, strategies=STRATEGIES_32B_64, profile=profile, num_devices=64
-        )
+        result = make_plan(lengths, STRATEGIES_32B_64, profile, 64, iteration=iteration)
         assert result.makespan_ms == pytest.approx(
             max(recompute(result, "exact", profile)), rel=1e-9
         )
@@ -360,13 +338,7 @@ def test_micro_batches_of_a_tight_pipeline_are_solved_for():
     lengths = [57, 23, 20, 55, 24, 21, 43, 31, 26, 45, 33, 22]
 
     def num_micro_batches(solver):
-        result = plan_iteration(
-            make_batch(lengths),
-            strategies=[Strategy.parse("1x<1,1>")],
-            profile=profile,
-            num_devices=1,
-            settings=PlannerSettings(solver=solver),
-        )
+        result = make_plan(lengths, ["1x<1,1>"], profile, 1, solver=solver)
         return len(result.pipelines[0].micro_batches)
 
     assert num_micro_batches("none") == 5

@@ -13,7 +13,8 @@ from reference import make_batch, make_profile
 
 from ds_hydra.configs.hydra_config import PlannerConfig
 from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker, StragglerFinder
-from ds_hydra.sampler.planner import heuristic_times, plan_iteration, profiled_times
+from ds_hydra.sampler.phase_plan import MiniBatch
+from ds_hydra.sampler.planner import plan_iteration, profiled_times, times_alone
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.profiles.learned_latency import Corrections
@@ -65,13 +66,8 @@ class Machine:
         return make_batch([int(length) for length in np.clip(lengths, 8, 2500)], iteration)
 
     def each_candidate(self, iteration):
-        times = heuristic_times(
-            self.batch(iteration),
-            strategies=CANDIDATES,
-            profile=self.truth,
-            num_devices=NUM_RANKS,
-            settings=SETTINGS,
-        )
+        mini_batch = MiniBatch(self.batch(iteration), self.truth, NUM_RANKS, SETTINGS)
+        times = times_alone(mini_batch, CANDIDATES)
         return times * [self.factors(strategy) for strategy in CANDIDATES]
 
 

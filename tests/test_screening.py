@@ -12,7 +12,7 @@ from ds_hydra.sampler import sample_bench
 from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.dispatch import dispatch_trials
 from ds_hydra.sampler.phase_plan import MiniBatch
-from ds_hydra.sampler.planner import heuristic_times, plan_with_time
+from ds_hydra.sampler.planner import plan_with_time, times_alone
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import PipelineKind, make_problem
 from ds_hydra.sampler.sample_bench import (
@@ -67,14 +67,17 @@ def test_all_at_once_as_one_by_one():
     assert FastEstimator((), WORLD).estimates_ms(BATCH).size == 0
 
 
-def test_heuristic_times_are_those_of_the_plans():
-    options = {"profile": PROFILE, "num_devices": NUM_DEVICES}
+def test_times_alone_are_those_of_the_plans():
     links = {s: CLUSTER.link_times(s) for s in STRATEGIES}
     settings = PlannerSettings(link_times=links).heuristic()
-    found = heuristic_times(BATCH, strategies=STRATEGIES, settings=settings, **options)
+
+    def mini_batch():
+        return MiniBatch(BATCH, PROFILE, NUM_DEVICES, settings)
 
     def time_ms(strategies):
-        return plan_with_time(MiniBatch(BATCH, settings=settings, **options), strategies)[1]
+        return plan_with_time(mini_batch(), strategies)[1]
+
+    found = times_alone(mini_batch(), STRATEGIES)
 
     one_by_one = [time_ms([s]) for s in STRATEGIES[:-1]]
     assert found[:-1] == pytest.approx(one_by_one)
@@ -104,13 +107,6 @@ def test_a_full_proposal_gathers_and_its_profile_knows_every_scheme():
     again = Costs.of(profile, 8).extended(schemes_of(found.strategies))
     for scheme in gathered:
         assert again.get_latency(scheme) == found.profile.get_latency(scheme)
-
-
-def test_equal_schemes_and_strategies_have_equal_hashes():
-    assert hash(Scheme.parse("<sp2,1;stream>")) == hash(Scheme.parse("<sp2,1,1;stream>"))
-    mixed = Strategy.parse("1x<1,1> + 1x<2,1> + 1x<1,1>")
-    assert hash(mixed) == hash(Strategy.parse("1x<2,1> + 2x<1,1>"))
-    assert len({mixed, Strategy.parse("2x<1,1> + 1x<2,1>")}) == 1
 
 
 def test_what_lockstep_costs_keeps_gathered_strategies_from_being_tried():

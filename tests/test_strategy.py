@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import make_profile, wide_schemes
-from shared_data import shared_path
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme, Strategy
@@ -28,9 +27,9 @@ SCHEMES = st.builds(Scheme, st.integers(1, 16), st.integers(1, 8)) | wide_scheme
 
 @given(st.lists(SCHEMES, min_size=1, max_size=8))
 def test_text_form_round_trips_and_order_does_not_matter(schemes):
-    strategy = Strategy(tuple(schemes))
-    assert Strategy.parse(str(strategy)) == strategy
-    assert Strategy(tuple(reversed(schemes))) == strategy
+    strategy, backwards = Strategy(tuple(schemes)), Strategy(tuple(reversed(schemes)))
+    assert Strategy.parse(str(strategy)) == strategy == backwards
+    assert len({strategy, backwards, Strategy.parse(str(strategy))}) == 1, "equal hashes"
 
 
 @given(st.lists(SCHEMES, min_size=1, max_size=8))
@@ -44,6 +43,7 @@ def test_pipelines_are_disjoint_blocks_of_consecutive_ranks(schemes):
 @given(SCHEMES)
 def test_a_scheme_round_trips_as_text_and_in_a_document(scheme):
     assert Scheme.parse(str(scheme)) == scheme
+    assert len({scheme, Scheme.parse(str(scheme))}) == 1, "equal hashes"
     document = json.loads(json.dumps({"other": 1, **scheme.to_json()}))
     assert Scheme.from_json(document) == scheme
 
@@ -289,18 +289,6 @@ def test_packed_micro_batch_costs_the_sum_of_its_sequences_and_one_constant():
     model = LatencyModel(quadratic_ms=0.01, linear_ms=1.0, constant_ms=5.0)
     assert model.micro_batch_ms([10, 20]) == pytest.approx(0.01 * 500 + 30 + 5)
     assert model.micro_batch_ms([]) == 0.0
-
-
-@pytest.mark.parametrize("size", ["7b", "13b", "32b"])
-def test_max_len_equals_the_published_formula(size):
-    profile = Profile.load(shared_path(f"profiles/a800_llama2_{size}.json"))
-    for reference in profile.document["max_len_reference"]:
-        for entry in reference["schemes"]:
-            got = profile.max_len_tokens(Scheme(entry["tp"], entry["pp"]), reference["num_devices"])
-            if entry["max_len_paper_formula"] > 0:
-                assert got == entry["max_len_paper_formula"], entry
-            else:
-                assert got <= 0, entry
 
 
 @pytest.mark.parametrize(

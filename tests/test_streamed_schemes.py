@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from link_cases import decoder_specs, strategy_buckets
-from reference import make_batch
+from reference import make_batch, make_plan
 from spaces import full_space, with_moving_weights
 from test_cluster import PARAMS, make_cluster
 
@@ -15,8 +15,6 @@ from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.events import simulate_plan
 from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
-from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.strategy.cost_models.analytic import Experts
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs, World
@@ -163,26 +161,13 @@ def test_a_scheme_that_waits_for_its_traffic_does_not_dominate_one_that_does_not
 def test_plan_and_simulator_agree_on_micro_batches_that_wait():
     """Two ranks of three micro-batches each; then micro-batches of which each takes its traffic."""
     found = streamed()
-    strategy = Strategy((ONE,) * 2)
-    batch = make_batch([3000] * 6)
-    plan = plan_iteration(
-        batch,
-        strategies=[strategy],
-        profile=found,
-        num_devices=2,
-        settings=PlannerSettings(max_len_override={ONE: 3000}, solver="none"),
-    )
+    options = {"max_len_override": {ONE: 3000}, "solver": "none"}
+    plan = make_plan([3000] * 6, ["2x<1,1;stream>"], found, 2, **options)
     micro_batches = [found.latency[ONE].micro_batch_ms([3000])] * 3
     assert plan.makespan_ms == pytest.approx(sum(micro_batches))
     waits = found.with_latency({ONE: replace(found.latency[ONE], traffic_ms=2 * micro_batches[0])})
     assert simulate_plan(plan, waits).propagation_ms == pytest.approx(2 * sum(micro_batches))
-    slower = plan_iteration(
-        batch,
-        strategies=[strategy],
-        profile=waits,
-        num_devices=2,
-        settings=PlannerSettings(max_len_override={ONE: 3000}, solver="none"),
-    )
+    slower = make_plan([3000] * 6, ["2x<1,1;stream>"], waits, 2, **options)
     assert slower.makespan_ms == pytest.approx(2 * sum(micro_batches))
     assert slower.lower_bound_ms <= slower.makespan_ms
 
@@ -289,13 +274,8 @@ def test_gathered_micro_batches_run_in_lockstep():
     assert wait_ms([1, 0, 0, 1], [1, 0, 1, 0], [50.0, 70.0]) == 20.0
     assert wait_ms([1, 0, 0, 1], [0, 0, 0, 0], [50.0, 70.0]) == 0.0
     assert wait_ms([0, 0, 0, 0], [1, 0, 1, 0], [120.0, 0.0]) == 0.0
-    plan = plan_iteration(
-        make_batch([60, 60, 60, 60]),
-        strategies=[Strategy((GATHERED,) * 2)],
-        profile=found,
-        num_devices=2,
-        settings=PlannerSettings(max_len_override={GATHERED: 60}, solver="none"),
-    )
+    options = {"max_len_override": {GATHERED: 60}, "solver": "none"}
+    plan = make_plan([60] * 4, ["2x<1,1;gather>"], found, 2, **options)
     assert plan.makespan_ms == 120.0
     first, second = plan.pipelines
     rows = replace(first, micro_batches=((0,), (1,))), replace(second, micro_batches=((2,), (3,)))

@@ -184,13 +184,15 @@ def document(**more):
 
 
 def test_a_profile_of_the_other_setting_is_refused_where_it_matters():
+    sizes = {"context_length": 64, "tokens_per_iteration": 64}
+    hydra = {on: HydraConfig(**sizes, tp_sequence_parallel=on) for on in (True, False)}
     for recorded in (True, False):
         profile = Profile.from_json(document(tp_sequence_parallel=recorded))
-        profile.check_tp_sequence_parallel(recorded)
+        profile.check_config(hydra[recorded], "float32")
         with pytest.raises(HydraConfigError, match=r"set hydra\.tp_sequence_parallel to"):
-            profile.check_tp_sequence_parallel(not recorded)
-        Costs(profile).table([Scheme(1, 1)]).check_tp_sequence_parallel(not recorded)
-    Profile.from_json(document()).check_tp_sequence_parallel(True)  # published profiles do not say
+            profile.check_config(hydra[not recorded], "float32")
+        Costs(profile).table([Scheme(1, 1)]).check_config(hydra[not recorded], "float32")
+    Profile.from_json(document()).check_config(hydra[True], "float32")  # published ones do not say
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None])

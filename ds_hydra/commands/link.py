@@ -243,7 +243,6 @@ def _read_interconnects(
     interconnects = Interconnects(
         latency_s=np.where(is_inside, intra, inter),
         bytes_per_s=np.where(is_inside, hardware.intra_node_rate, hardware.inter_node_rate),
-        flops=np.ones(num_devices),
     )
     return per_node, interconnects, hardware.name
 

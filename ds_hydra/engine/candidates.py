@@ -20,9 +20,9 @@ from ds_hydra.engine.model.scheme_support import check_context_parallel
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.memory import as_the_engine_needs
 from ds_hydra.engine.profiling.profile_document import (
-    check_profile,
     dtype_of,
     fit_memory,
+    model_facts,
     nominal_profile,
 )
 from ds_hydra.engine.profiling.profiler import measure_profile
@@ -289,12 +289,8 @@ class EngineCandidates:
         if self.config.profile is not None:
             document = load_profile(self.config.profile).document
             self.profile = fit_memory(document, self.config)
-            check_profile(
-                self.profile,
-                self.config,
-                dtype=dtype_of(self.stage_model),
-                stage_model=self.stage_model,
-            )
+            self.profile.check_model(**model_facts(self.stage_model))
+            self.profile.check_config(self.config, dtype_of(self.stage_model))
             self.profile = as_the_engine_needs(
                 self.profile, self.stage_model, self.config, self.num_ranks
             )

@@ -42,21 +42,16 @@ def released_pipeline_hop_s(
 
 
 def compute_s(
-    interconnects: Interconnects,
-    devices: Sequence[int],
-    shape: LayerShape,
-    *,
-    passes: int = 96,
-    head_share: float = 0.0,
+    flops: Sequence[float], shape: LayerShape, *, passes: int = 96, head_share: float = 0.0
 ) -> float:
-    """COMP-TP-LAYER, Eq. 4. `head_share` is V / (16 L H) in the originals' code, 0 in their
-    text.
+    """COMP-TP-LAYER, Eq. 4, on devices of `flops` FLOP/s each. `head_share` is V / (16 L H) in
+    the originals' code, 0 in their text.
     """
     hidden, tokens = shape.hidden_size, shape.num_tokens
-    flops = (
+    needed = (
         passes * shape.micro_batch * tokens * hidden**2 * (1 + tokens / (6 * hidden) + head_share)
     )
-    return float(flops / (min(interconnects.flops[d] for d in devices) * len(devices)))
+    return float(needed / (min(flops) * len(flops)))
 
 
 def pipeline_s(

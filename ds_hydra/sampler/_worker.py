@@ -81,7 +81,6 @@ def main() -> None:
         except HydraError as error:
             reply = {"error": {"type": type(error).__name__, "message": str(error)}}
         reply["planning_ms"] = (time.perf_counter() - start) * 1e3
-        reply["iteration"] = request["iteration"]
         try:
             write_message(replies, reply)
         except OSError:

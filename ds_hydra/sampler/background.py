@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, TimeoutError  # not the builtin one before Python 3.11
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -43,10 +44,13 @@ as hung.
 
 
 class _Job(NamedTuple):
-    """A batch, and what measured times say of the profile that it is planned with."""
+    """A batch, what measured times say of the profile that it is planned with, and what a worker
+    will say of it: nothing where it kept dying.
+    """
 
     batch: GlobalBatch
     corrections: Corrections
+    reply: Future[dict[str, Any]]
 
     def to_json(self) -> dict[str, Any]:
         """What a planning process is asked."""
@@ -110,8 +114,6 @@ class BackgroundPlanner:
         self.num_restarts = 0
         self.num_late = 0
         self._pending: dict[int, _Job] = {}
-        self._replies: dict[int, dict[str, Any]] = {}
-        self._changed = threading.Condition()
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._is_closed = False
         self._owner = os.getpid()
@@ -142,7 +144,7 @@ class BackgroundPlanner:
             raise RuntimeError("the background planner is closed")
         if batch.iteration in self._pending:
             raise ValueError(f"iteration {batch.iteration} is already submitted")
-        job = self._pending[batch.iteration] = _Job(batch, corrections)
+        job = self._pending[batch.iteration] = _Job(batch, corrections, Future())
         if self._workers:
             self._queue.put(job)
 
@@ -155,17 +157,18 @@ class BackgroundPlanner:
                 f"iteration {iteration} is not submitted; pending: {sorted(self._pending)}"
             )
         start = time.perf_counter()
-        with self._changed:
-            if self._workers:
-                self._changed.wait_for(lambda: iteration in self._replies, self.deadline_s)
-            job = self._pending.pop(iteration)
-            reply = self._replies.pop(iteration, None)
-        if reply is None:
-            return self._plan_inline(job, start, is_late=bool(self._workers))
+        job = self._pending[iteration]
+        reply, is_late = {}, False
+        if self._workers:
+            try:
+                reply = job.reply.result(self.deadline_s)
+            except TimeoutError:
+                is_late = True
+        del self._pending[iteration]
         if "error" in reply:
             raise getattr(errors, reply["error"]["type"])(reply["error"]["message"])
         if "plan" not in reply:
-            return self._plan_inline(job, start, is_late=False)
+            return self._plan_inline(job, start, is_late=is_late)
         return PlannedIteration(
             plan=IterationPlan.from_json(reply["plan"]),
             planning_ms=reply["planning_ms"],
@@ -178,9 +181,8 @@ class BackgroundPlanner:
         """What `get` will return, as a document, where a worker has made it; None where `get` would
         wait, plan in line or raise.
         """
-        with self._changed:
-            job, reply = self._pending.get(iteration), self._replies.get(iteration)
-        if job is None or reply is None or "plan" not in reply:
+        job = self._pending.get(iteration)
+        if job is None or not job.reply.done() or "plan" not in (reply := job.reply.result()):
             return None
         return {
             "plan": reply["plan"],
@@ -227,15 +229,8 @@ class BackgroundPlanner:
     def _serve(self, worker: _Worker) -> None:
         """Feeds one worker until the queue hands out None."""
         while (job := self._queue.get()) is not None:
-            iteration = job.batch.iteration
-            if iteration not in self._pending:
-                continue  # fetched by its deadline before any worker was free
-            reply = self._ask(worker, job)
-            with self._changed:
-                # Else `get` has planned in line: nobody asks for this reply any more.
-                if iteration in self._pending:
-                    self._replies[iteration] = reply
-                self._changed.notify_all()
+            if job.batch.iteration in self._pending:  # else fetched by its deadline already
+                job.reply.set_result(self._ask(worker, job))
 
     def _ask(self, worker: _Worker, job: _Job) -> dict[str, Any]:
         """The reply of `worker`, started again when it dies; an empty one if it keeps dying."""

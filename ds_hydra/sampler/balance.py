@@ -230,9 +230,8 @@ def _lockstep_rows(
     lengths = np.array(tokens, dtype=np.int64)
     order = np.argsort(-lengths, kind="stable")
     descending = lengths[order]
-    sequence_ms = np.array([latency.sequence_ms(int(n)) for n in descending], dtype=np.float64)
     row_of, num_waves = pack_waves(
-        descending, sequence_ms, num_ranks, max_tokens, latency.constant_ms
+        descending, latency.sequences_ms(descending), num_ranks, max_tokens, latency.constant_ms
     )
     rows: list[list[int]] = [[] for _ in range(num_waves * num_ranks)]
     for position, row in zip(order.tolist(), row_of.tolist()):

@@ -1,9 +1,8 @@
 """What the planner chooses among for a mini-batch: strategies, and menus of groups that phases are
 put together of.
 
-A candidate says which process `groups` it needs, its `bound` on a mini-batch, and its `plan` there:
-the phases to run one after another. A `OneStrategy` plans one phase. `Phases` plan as many as they
-like.
+A candidate says its `bound_ms` on a mini-batch, and its `plan` there: the phases to run one after
+another. A `OneStrategy` plans one phase. `Phases` plan as many as they like.
 
 [Note: Phases]
 Where all ranks gather layers for every pass (`;gather`), a strategy leaves nothing behind: no
@@ -47,23 +46,13 @@ _MANY = 16
 """Equal sequences of a full micro-batch, for which a second menu is put together."""
 
 
-class Bound(NamedTuple):
-    """What nothing can beat: propagation alone, and the iteration with what pull and push add at
-    least. Infinite where a sequence does not fit, 0.0 where nothing is proved.
-    """
-
-    propagation_ms: float
-    iteration_ms: float
-
-
 class Candidate(Protocol):
     """What a mini-batch may be run with."""
 
-    def groups(self) -> frozenset[GroupKey]:
-        """The process groups that it needs."""
-
-    def bound(self, mini_batch: MiniBatch) -> Bound:
-        """Lower bounds of every plan of it."""
+    def bound_ms(self, mini_batch: MiniBatch) -> float:
+        """What no iteration with it can beat, pull and push counted: infinite where a sequence does
+        not fit, 0.0 where nothing is proved.
+        """
 
     def plan(self, mini_batch: MiniBatch, limit_ms: float = np.inf) -> list[PhasePlan]:
         """The phases of its best plan; none where a sequence does not fit. It searches longer
@@ -77,17 +66,13 @@ class OneStrategy:
 
     strategy: Strategy
 
-    def groups(self) -> frozenset[GroupKey]:
-        """Those of the strategy."""
-        return groups_of(self.strategy)
-
-    def bound(self, mini_batch: MiniBatch) -> Bound:
+    def bound_ms(self, mini_batch: MiniBatch) -> float:
         """By prices of time and tokens (`bounds.py`)."""
         if not mini_batch.is_held(mini_batch.longest(self.strategy)):
-            return Bound(np.inf, np.inf)
+            return np.inf
         phase = PhasePlan.of(mini_batch, self.strategy).dispatch()
         mini_batch.bounded[self.strategy] = phase
-        return Bound(phase.least_propagation_ms, phase.least_ms)
+        return phase.least_ms
 
     def plan(self, mini_batch: MiniBatch, limit_ms: float = np.inf) -> list[PhasePlan]:
         """One phase; the search knows when it is good enough where the bound was asked for."""
@@ -99,47 +84,48 @@ class OneStrategy:
         return [phase.search(limit_ms)]
 
 
+class MenuEntry(NamedTuple):
+    """A scheme of a menu."""
+
+    scheme: Scheme
+    latency: LatencyModel
+    """T, with the factor."""
+    factor: float
+    """T over that of the profile."""
+    max_len_tokens: int
+    link: LinkTimes
+    """Pull and push."""
+
+    def per_token_ms(self, num_sequences: int) -> float:
+        """Of a full micro-batch of so many equal sequences."""
+        lengths = [max(1, self.max_len_tokens // num_sequences)] * num_sequences
+        return self.latency.micro_batch_ms(lengths) / sum(lengths)
+
+
 class GroupMenu(NamedTuple):
     """Schemes that the planner may cut the ranks into, one for each number of ranks."""
 
-    schemes: tuple[Scheme, ...]
+    entries: tuple[MenuEntry, ...]
     """Those of the fewest ranks first."""
-    latency: tuple[LatencyModel, ...]
-    """T of each scheme, with its factor."""
-    factors: tuple[float, ...]
-    """T over that of the profile, of each scheme."""
-    max_len_tokens: tuple[int, ...]
-    """MaxLen of each scheme."""
-    link: LinkTimes
-    """Pull and push of the scheme for which they take longest."""
 
     @property
-    def traffic_ms(self) -> float:
-        """Least time of a step."""
-        return max(latency.traffic_ms for latency in self.latency)
+    def schemes(self) -> tuple[Scheme, ...]:
+        """Of the entries."""
+        return tuple(entry.scheme for entry in self.entries)
+
+    @property
+    def link(self) -> LinkTimes:
+        """Pull and push of the scheme for which they take longest."""
+        return max((entry.link for entry in self.entries), key=_total_ms)
 
     @property
     def keeps_slices(self) -> bool:
         """Whether all leave the same slices on every rank; else layers are gathered."""
-        return not self.schemes[0].gather
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that a group holds."""
-        return max(self.max_len_tokens)
+        return not self.entries[0].scheme.gather
 
     def alike(self, num_devices: int) -> tuple[Strategy, ...]:
         """The strategies of one scheme on all ranks, whose groups are those of the menu."""
         return tuple(_on_all_ranks(s, self.schemes[0], num_devices) for s in self.schemes)
-
-    def per_token_ms(self, num_sequences: int) -> float:
-        """Of a full micro-batch of so many equal sequences on the smallest scheme."""
-        lengths = [max(1, self.max_len_tokens[0] // num_sequences)] * num_sequences
-        return self.latency[0].micro_batch_ms(lengths) / sum(lengths)
-
-    def least_link_ms(self, num_buckets: int) -> float:
-        """What pull and push add to a step at least, one by one in so many buckets; 0: as one."""
-        return _total_ms(self.link) / max(1, num_buckets)
 
     @property
     def slices(self) -> frozenset[tuple[int, bool]]:
@@ -150,10 +136,10 @@ class GroupMenu(NamedTuple):
         """What groups of its sizes take, whose times scatter by `spread`."""
         return MixedGroups(
             num_devices,
-            [scheme.num_devices for scheme in self.schemes],
-            self.max_len_tokens,
-            [latency.constant_ms for latency in self.latency],
-            [latency.sequences_ms for latency in self.latency],
+            [entry.scheme.num_devices for entry in self.entries],
+            [entry.max_len_tokens for entry in self.entries],
+            [entry.latency.constant_ms for entry in self.entries],
+            [entry.latency.sequences_ms for entry in self.entries],
             spread,
         )
 
@@ -171,13 +157,9 @@ class Phases:
 
     strategies: tuple[Strategy, ...]
 
-    def groups(self) -> frozenset[GroupKey]:
-        """Those of all strategies."""
-        return groups_of_all(self.strategies)
-
-    def bound(self, mini_batch: MiniBatch) -> Bound:
+    def bound_ms(self, mini_batch: MiniBatch) -> float:
         """Nothing is proved, so phases are planned first: quickly, and others have to beat them."""
-        return Bound(0.0, 0.0)
+        return 0.0
 
     def plan(self, mini_batch: MiniBatch, limit_ms: float = np.inf) -> list[PhasePlan]:
         """Its phases: each step of any of the menus of gathered layers, or of those with one TP
@@ -212,7 +194,7 @@ class Phases:
             schemes,
             mini_batch.profile,
             mini_batch.num_devices,
-            groups=self.groups(),
+            groups=groups_of_all(self.strategies),
             max_len_tokens=mini_batch.max_len_tokens,
             links_of=mini_batch.links_of,
             factor_of=lambda strategy: mini_batch.corrections.of(strategy).factors.get(
@@ -244,10 +226,12 @@ def _compose(mini_batch: MiniBatch, menus: Sequence[GroupMenu], limit_ms: float)
     """Phases of `menus` that leave the same on every rank; none where steps alone are not below
     `limit_ms`.
     """
-    if not mini_batch.is_held(max(menu.longest for menu in menus)):
+    entries = [entry for menu in menus for entry in menu.entries]
+    if not mini_batch.is_held(max(entry.max_len_tokens for entry in entries)):
         return []
-    least_ms = max(menu.least_link_ms(mini_batch.num_buckets) for menu in menus)
-    floor_ms = max(menu.traffic_ms for menu in menus)
+    # What pull and push add to a step, and what its layers move
+    least_ms = max(_total_ms(entry.link) for entry in entries) / max(1, mini_batch.num_buckets)
+    floor_ms = max(entry.latency.traffic_ms for entry in entries)
     keeps_slices = menus[0].keeps_slices
     if len({slices for menu in menus for slices in menu.slices}) == 1:
         # All steps have the same slices, so that pull and push are seen once
@@ -314,8 +298,9 @@ def _gathered_phases(
 
 def _factors(mini_batch: MiniBatch, menu: GroupMenu, strategy: Strategy) -> list[float]:
     """What T of each pipeline is multiplied with, slow ranks included."""
+    factors = {entry.scheme: entry.factor for entry in menu.entries}
     return [
-        menu.factors[menu.schemes.index(scheme)] * mini_batch.corrections.slowdown(ranks)
+        factors[scheme] * mini_batch.corrections.slowdown(ranks)
         for scheme, ranks in zip(strategy.schemes, strategy.place())
     ]
 
@@ -339,7 +324,7 @@ def find_menus(
     `factor_of` a strategy of one scheme: what measured times make of T. `groups`: those that exist,
     where schemes that need others are left out.
     """
-    of_kind: dict[tuple[bool, bool, int, int], dict[int, GroupMenu]] = {}
+    of_kind: dict[tuple[bool, bool, int, int], dict[int, MenuEntry]] = {}
     for scheme in dict.fromkeys(schemes):
         is_plain = scheme.pp == scheme.ep == 1 and not scheme.stream
         if not is_plain or not _has_place(scheme, num_devices):
@@ -351,21 +336,20 @@ def find_menus(
             continue
         factor, held = factor_of(alike), max_len_tokens(scheme, alike)
         latency = profile.get_latency(scheme).scaled(factor)
-        one = GroupMenu((scheme,), (latency,), (factor,), (held,), links_of(alike))
+        one = MenuEntry(scheme, latency, factor, held, links_of(alike))
         for count in (1, _MANY):
             alike_in = scheme.ckpt if scheme.gather else scheme.tp
             of_size = of_kind.setdefault((scheme.gather, scheme.hpz, alike_in, count), {})
             other = of_size.get(scheme.num_devices)
             if held > 0 and (other is None or one.per_token_ms(count) < other.per_token_ms(count)):
                 of_size[scheme.num_devices] = one
-    found = []
+    found: dict[tuple[Scheme, ...], GroupMenu] = {}
     for of_size in of_kind.values():
         sizes = _sizes_with_cuts(sorted(of_size), num_devices)
         if len(sizes) > 1:
-            *fields, links = zip(*(of_size[size] for size in sizes))
-            own, latencies, factors, max_len = (sum(field, ()) for field in fields)
-            found.append(GroupMenu(own, latencies, factors, max_len, max(links, key=_total_ms)))
-    return list({menu.schemes: menu for menu in found}.values())
+            menu = GroupMenu(tuple(of_size[size] for size in sizes))
+            found[menu.schemes] = menu
+    return list(found.values())
 
 
 def _has_place(scheme: Scheme, num_devices: int) -> bool:

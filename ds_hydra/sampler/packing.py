@@ -35,6 +35,14 @@ def micro_batch_times_ms(
     return times
 
 
+@compiled
+def _objective_ms(times: FloatArray, cost: PipelineCost) -> float:
+    """Time of the pipeline whose micro-batches compute `times`."""
+    return makespan_ms(
+        times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
+    )
+
+
 class _MicroBatchState(NamedTuple):
     """Micro-batches while they are improved: time, tokens and number of sequences of each."""
 
@@ -66,9 +74,7 @@ def improve_micro_batches(
     for i in range(micro_batches.size):
         state.tokens[micro_batches[i]] += lengths[i]
         state.counts[micro_batches[i]] += 1
-    best = makespan_ms(
-        times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
-    )
+    best = _objective_ms(times, cost)
     left = num_evaluations
     while left > 0:
         before = best
@@ -102,9 +108,7 @@ def _swap_micro_batches(
                 return best, left
             # Tried in place and taken back: copies would cost as much as the recurrence itself.
             state.times[a], state.times[b] = state.times[b], state.times[a]
-            value = makespan_ms(
-                state.times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
-            )
+            value = _objective_ms(state.times, cost)
             left -= 1
             if value < best * (1 - EPSILON):
                 best = value
@@ -143,9 +147,7 @@ def _move_sequence(
             continue
         state.times[source] -= sequence_ms[i]
         state.times[target] += sequence_ms[i]
-        value = makespan_ms(
-            state.times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
-        )
+        value = _objective_ms(state.times, cost)
         left -= 1
         if value < best * (1 - EPSILON):
             best = value
@@ -186,9 +188,7 @@ def _swap_sequence(
         # Taking back adds the same number again: rounding stays below what EPSILON lets count.
         state.times[source] -= delta
         state.times[target] += delta
-        value = makespan_ms(
-            state.times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
-        )
+        value = _objective_ms(state.times, cost)
         left -= 1
         if value < best * (1 - EPSILON):
             best = value
@@ -388,9 +388,7 @@ def pack_micro_batches(
         micro_batches,
     )
     times = micro_batch_times_ms(sequence_ms, micro_batches, fewest, cost.constant_ms)
-    best = makespan_ms(
-        times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
-    )
+    best = _objective_ms(times, cost)
     # One stage: time is the sum, so the fewest micro-batches are optimal, whatever they hold.
     if cost.num_stages == 1 and cost.is_exact and times.min() >= cost.traffic_ms:
         return best
@@ -471,9 +469,7 @@ def solve_packing(
     """
     num_micro_batches = int(micro_batches.max()) + 1
     times = micro_batch_times_ms(sequence_ms, micro_batches, num_micro_batches, cost.constant_ms)
-    best = makespan_ms(
-        times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
-    )
+    best = _objective_ms(times, cost)
     load, longest = float(sequence_ms.sum()), float(sequence_ms.max())
     bounds = {
         count: micro_batch_count_bound_ms(count, load, longest, cost)

@@ -45,7 +45,7 @@ from ds_hydra.strategy.profiles.learned_latency import (
     Correction,
     Corrections,
 )
-from ds_hydra.strategy.profiles.profile import NO_LINKS, LatencyModel, LinkTimes, Profile
+from ds_hydra.strategy.profiles.profile import NO_LINKS, LinkTimes, Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 _NUM_FIT_STEPS = 8
@@ -129,7 +129,7 @@ class MiniBatch:
                 sum(1 for _ in same),
                 scheme.pp,
                 self.max_len_tokens(scheme, strategy),
-                _corrected(self.profile.get_latency(scheme), factor),
+                self.profile.get_latency(scheme).scaled(factor),
             )
             for (scheme, factor), same in groupby(zip(strategy.schemes, factors, strict=True))
         ]
@@ -508,7 +508,3 @@ class PhasePlan:
             ),
             lower_bound_ms=bound_ms / self.ranks_per_core,
         )
-
-
-def _corrected(latency: LatencyModel, factor: float) -> LatencyModel:
-    return latency if factor == 1.0 else latency.scaled(factor)

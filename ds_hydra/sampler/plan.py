@@ -145,38 +145,29 @@ class IterationPlan:
     """
 
     def __post_init__(self) -> None:
-        if len(self.sample_indices) != len(self.lengths):
-            raise InfeasiblePlanError(
-                f"plan of iteration {self.iteration}: {len(self.sample_indices)} sample indices "
-                f"for {len(self.lengths)} lengths"
-            )
-        placed = sorted(
-            i for p in self.pipelines for micro_batch in p.micro_batches for i in micro_batch
-        )
-        if placed != list(range(len(self.lengths))):
-            raise InfeasiblePlanError(
-                f"plan of iteration {self.iteration}: places {len(placed)} sequences "
-                f"({len(set(placed))} distinct) of {len(self.lengths)}"
-            )
-        if any(not micro_batch for p in self.pipelines for micro_batch in p.micro_batches):
-            raise InfeasiblePlanError(
-                f"plan of iteration {self.iteration}: has a micro-batch without sequences"
-            )
-        schemes = tuple(p.scheme for p in self.pipelines)
-        blocks = tuple(p.ranks for p in self.pipelines)
-        if schemes != self.strategy.schemes or blocks != self.strategy.place():
-            raise InfeasiblePlanError(
-                f"plan of iteration {self.iteration}: pipelines do not follow strategy {self.strategy}"
-            )
-        if not all(self._is_cut(pipeline) for pipeline in self.pipelines):
-            raise InfeasiblePlanError(
-                f"plan of iteration {self.iteration}: the rows of a pipeline are not its micro-batches, every token "
-                "once and as many rows as CP says"
-            )
+        if problem := self._find_problem():
+            raise InfeasiblePlanError(f"plan of iteration {self.iteration}: {problem}")
         if self.strategy.num_devices > self.num_devices:
             raise InfeasiblePlanError(
                 f"strategy {self.strategy} needs {self.strategy.num_devices} ranks, there are {self.num_devices}"
             )
+
+    def _find_problem(self) -> str:
+        if len(self.sample_indices) != len(self.lengths):
+            return f"{len(self.sample_indices)} sample indices for {len(self.lengths)} lengths"
+        micro_batches = [m for pipeline in self.pipelines for m in pipeline.micro_batches]
+        placed = sorted(chain.from_iterable(micro_batches))
+        if placed != list(range(len(self.lengths))):
+            return f"places {len(placed)} sequences ({len(set(placed))} distinct) of {len(self.lengths)}"
+        if not all(micro_batches):
+            return "has a micro-batch without sequences"
+        schemes = tuple(p.scheme for p in self.pipelines)
+        blocks = tuple(p.ranks for p in self.pipelines)
+        if schemes != self.strategy.schemes or blocks != self.strategy.place():
+            return f"pipelines do not follow strategy {self.strategy}"
+        if not all(map(self._is_cut, self.pipelines)):
+            return "the rows of a pipeline are not its micro-batches, every token once and as many rows as CP says"
+        return ""
 
     def _is_cut(self, pipeline: PipelinePlan) -> bool:
         cp, micro_batches, rows = pipeline.scheme.cp, pipeline.micro_batches, pipeline.rows

@@ -80,7 +80,7 @@ def fastest(
     until no bound can win.
     """
     best, best_rank = Fastest([], limit_ms), (limit_ms, False)
-    bounds = [(candidate.bound(mini_batch).iteration_ms, candidate) for candidate in candidates]
+    bounds = [(candidate.bound_ms(mini_batch), candidate) for candidate in candidates]
     for bound_ms, candidate in sorted(bounds, key=lambda item: item[0]):
         if bound_ms >= best.time_ms:
             break
@@ -178,21 +178,13 @@ def _no_plan(mini_batch: MiniBatch, strategies: Iterable[Strategy]) -> Infeasibl
     )
 
 
-def heuristic_times(
-    batch: GlobalBatch,
-    *,
-    strategies: Sequence[Strategy],
-    profile: Profile,
-    num_devices: int,
-    settings: PlannerSettings = DEFAULT_SETTINGS,
-) -> FloatArray:
-    """What `batch` takes under each of `strategies` by a heuristic plan, with pull and push:
-    [strategy], ms; inf where a sequence does not fit.
+def times_alone(mini_batch: MiniBatch, strategies: Sequence[Strategy]) -> FloatArray:
+    """What a mini-batch takes under each of `strategies` with pull and push: [strategy], ms; inf
+    where a sequence does not fit.
 
-    The times of `plan_with_time` with `settings.heuristic()`, without plans and their bounds,
-    which take longer than such a plan.
+    The times of `plan_with_time`, without plans and their bounds, which take longer than a
+    heuristic plan.
     """
-    mini_batch = MiniBatch(batch, profile, num_devices, settings.heuristic())
     plans = [OneStrategy(strategy).plan(mini_batch) for strategy in strategies]
     return np.array([plan[0].iteration_ms if plan else np.inf for plan in plans], dtype=np.float64)
 
@@ -229,24 +221,6 @@ def _profiled_ms(
         settings.forward_fraction,
         settings.objective == "exact",
     )
-
-
-def bound_iterations(
-    batch: GlobalBatch,
-    *,
-    strategies: Sequence[Strategy],
-    profile: Profile,
-    num_devices: int,
-    settings: PlannerSettings = DEFAULT_SETTINGS,
-) -> FloatArray:
-    """What no plan of `batch` under each of `strategies` can beat: [propagation, with pull and
-    push][strategy], ms.
-
-    Infinite where a sequence does not fit.
-    """
-    mini_batch = MiniBatch(batch, profile, num_devices, settings)
-    bounds = [OneStrategy(strategy).bound(mini_batch) for strategy in strategies]
-    return np.array(bounds, dtype=np.float64).T
 
 
 def _check_strategies(strategies: Sequence[Strategy], num_devices: int) -> None:

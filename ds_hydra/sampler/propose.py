@@ -212,13 +212,13 @@ def propose_among(
     bench = SampleBench(sample_batches(histogram, settings), world, settings)
     choice = _Choice(limits, settings.tolerance, [*start], [*start])
     for strategy in start:
-        choice.rate(strategy, bench.times_ms(strategy))
+        choice.table[strategy] = bench.times_ms(strategy)
     proposed = _of_program(world, histogram, settings) if "plain" in spaces else {}
     plain = choice.chosen
     for turn, each in enumerate(spaces):
         show = _in_turn(progress, turn, len(spaces))
         for strategy in _candidates(bench, choice, each, proposed, show):
-            choice.rate(strategy, bench.times_ms(strategy))
+            choice.table[strategy] = bench.times_ms(strategy)
         choice.grow()
         plain = choice.chosen if each == "plain" else plain
     gathered = profile if gathered is None else gathered
@@ -237,10 +237,6 @@ class _Choice:
     chosen: list[Strategy]
     table: dict[Strategy, FloatArray] = field(default_factory=dict)
     """Time of each mini-batch, [mini-batch], with each candidate that was rated."""
-
-    def rate(self, strategy: Strategy, times_ms: FloatArray) -> None:
-        """Takes note of what mini-batches take with `strategy`."""
-        self.table[strategy] = times_ms
 
     def keep(self, strategy: Strategy) -> None:
         """Lets `strategy` stay whatever it wins."""
@@ -285,8 +281,7 @@ def _of_program(
     # 128 tokens are the paper's step for 32K; a short context needs its own for schemes to differ.
     step = max(1, min(128, settings.context_length // 16))
     steps = ProposalSettings(tokens_per_iteration=settings.num_tokens, length_step=step)
-    found = propose_from_histogram(world, histogram, steps)
-    return {proposed.strategy: proposed.max_lengths_tokens for proposed in found}
+    return propose_from_histogram(world, histogram, steps)
 
 
 def _candidates(
@@ -375,7 +370,7 @@ def propose_phases(
         times = {
             number: bench.with_phases_ms(phases, best, profile)
             for number, phases in tried.items()
-            if limits.allow(taken | phases.groups())
+            if limits.allow(taken | groups_of_all(phases.strategies))
         }
         are_refused |= len(times) < len(tried)
         number = min(times, key=lambda n: float(times[n].mean()), default=None)
@@ -394,8 +389,7 @@ def _menus(profile: Profile, settings: CandidateSettings) -> Iterable[tuple[Stra
     found: dict[tuple[Strategy, ...], None] = {}
     number, layers = settings.num_devices, profile.memory.num_layers
     gathered = [s for s in profile.latency if s.gather and not s.ckpt and profile.memory.knows(s)]
-    is_checkpointed = bool(profile.document.get("activation_checkpointing"))
-    for step in [0] if is_checkpointed else range(_CKPT_STEPS + 1):
+    for step in [0] if profile.is_checkpointed else range(_CKPT_STEPS + 1):
         ckpt = -(-layers * step // _CKPT_STEPS)
         schemes = [replace(scheme, ckpt=ckpt) for scheme in gathered]
         schemes = [scheme for scheme in schemes if settings.can_run(scheme)]

@@ -10,17 +10,16 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ds_hydra.configs.hydra_config import HydraConfig, Space
 from ds_hydra.sampler.candidate import Phases
 from ds_hydra.sampler.dispatch import dispatch_trials
 from ds_hydra.sampler.phase_plan import MiniBatch
 from ds_hydra.sampler.plan import GlobalBatch
-from ds_hydra.sampler.planner import fastest, heuristic_times
+from ds_hydra.sampler.planner import fastest, times_alone
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
-from ds_hydra.sampler.schedule import FloatArray, IntArray
+from ds_hydra.sampler.schedule import BoolArray, FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.cost_models.costs import CanRun, Costs, World, runs_all
@@ -30,8 +29,6 @@ from ds_hydra.strategy.proposal.program import default_tokens_per_iteration, hom
 from ds_hydra.strategy.schemes.enumeration import neighbour_strategies
 from ds_hydra.strategy.schemes.placement import group_limit
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
-
-BoolArray = NDArray[np.bool_]
 
 TellProgress = Callable[[int, int], None]
 """Called with the number of mini-batches planned and their total."""
@@ -152,14 +149,6 @@ class CandidateSettings:
             self.num_devices, self.context_length
         )
 
-    def planner_with_links(self, strategies: Iterable[Strategy]) -> PlannerSettings:
-        """`planner` that knows pull and push of `strategies`, where anything is known of the
-        interconnects.
-        """
-        if self.cluster is None:
-            return self.planner
-        return replace(self.planner, link_times={s: self.cluster.link_times(s) for s in strategies})
-
 
 class SampleBench:
     """The same mini-batches, planned with different candidates."""
@@ -238,26 +227,29 @@ class SampleBench:
         known = self._known[number]
         missing = [strategy for strategy in strategies if strategy not in known]
         if missing:
-            times = heuristic_times(
-                self.batches[number],
-                strategies=missing,
-                profile=self.world.profile,
-                num_devices=self.world.num_devices,
-                settings=self.settings.planner_with_links(missing),
+            planner = self._planner(missing).heuristic()
+            mini_batch = MiniBatch(
+                self.batches[number], self.world.profile, self.world.num_devices, planner
             )
-            known.update(zip(missing, times.tolist()))
+            known.update(zip(missing, times_alone(mini_batch, missing).tolist()))
         return np.array([known[strategy] for strategy in strategies])
 
     def with_phases_ms(self, phases: Phases, known_ms: FloatArray, profile: Profile) -> FloatArray:
         """`known_ms` of each of the first mini-batches, or what `phases` take by `profile` where
         that is less.
         """
-        settings = self.settings.planner_with_links(phases.strategies)
-        found = []
+        planner, found = self._planner(phases.strategies), []
         for batch, limit_ms in zip(self.batches, known_ms.tolist()):
-            mini_batch = MiniBatch(batch, profile, self.world.num_devices, settings)
+            mini_batch = MiniBatch(batch, profile, self.world.num_devices, planner)
             found.append(fastest(mini_batch, [phases], limit_ms).time_ms)
         return np.array(found)
+
+    def _planner(self, strategies: Iterable[Strategy]) -> PlannerSettings:
+        """With pull and push of `strategies`, where anything is known of the interconnects."""
+        planner, cluster = self.settings.planner, self.settings.cluster
+        if cluster is None:
+            return planner
+        return replace(planner, link_times={s: cluster.link_times(s) for s in strategies})
 
     def winners(
         self, strategies: Sequence[Strategy], progress: TellProgress | None, share: float = 1.0

@@ -175,16 +175,6 @@ def linked_ms(
 
 
 @compiled
-def closed_form_ms(micro_batch_ms: FloatArray, num_stages: int) -> float:
-    """(PP - 1 + V) times the slowest micro-batch: the objective of Eq. (1), exact where all
-    micro-batches are equal.
-    """
-    if micro_batch_ms.size == 0:
-        return 0.0
-    return float((num_stages - 1 + micro_batch_ms.size) * micro_batch_ms.max())
-
-
-@compiled
 def makespan_ms(
     micro_batch_ms: FloatArray,
     num_stages: int,
@@ -192,8 +182,8 @@ def makespan_ms(
     is_exact: bool,
     traffic_ms: float = 0.0,
 ) -> float:
-    """Time of one pipeline by the objective in use: the 1F1B recurrence (`is_exact`) or the closed
-    form.
+    """Time of one pipeline by the objective in use: the 1F1B recurrence (`is_exact`), or the closed
+    form of Eq. (1), (PP - 1 + V) times the slowest micro-batch, exact where all are equal.
 
     `micro_batch_ms` is what micro-batches compute; each takes `traffic_ms` at least, what its
     layers move.
@@ -202,7 +192,9 @@ def makespan_ms(
         micro_batch_ms = np.maximum(micro_batch_ms, traffic_ms)
     if is_exact:
         return one_f_one_b_ms(micro_batch_ms, num_stages, forward_fraction)
-    return closed_form_ms(micro_batch_ms, num_stages)
+    if micro_batch_ms.size == 0:
+        return 0.0
+    return float((num_stages - 1 + micro_batch_ms.size) * micro_batch_ms.max())
 
 
 def steps_ms(times_ms: Sequence[FloatArray]) -> FloatArray:

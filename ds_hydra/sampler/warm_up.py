@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ds_hydra.sampler.bounds import pipeline_bound_ms, strategy_bound_ms
-from ds_hydra.sampler.candidate import GroupMenu
+from ds_hydra.sampler.candidate import GroupMenu, MenuEntry
 from ds_hydra.sampler.cuts import cut_micro_batch
 from ds_hydra.sampler.dispatch import dispatch_trials, fit_trials
 from ds_hydra.sampler.group_steps import plan_steps
@@ -53,7 +53,7 @@ def warm_up() -> None:
         pipeline_bound_ms(problem.lengths[members], costs, pipeline_cost(problem, 0))
     cut_micro_batch(range(3), [9, 3, 3], 2)
     gathered = Scheme(1, 1, gather=True), Scheme(1, 1, sp=2, gather=True)
-    menu = GroupMenu(gathered, (latency, latency), (1.0, 1.0), (9, 18), NO_LINKS)
+    menu = GroupMenu(tuple(MenuEntry(s, latency, 1.0, 9 * s.sp, NO_LINKS) for s in gathered))
     plan_steps([menu.groups_of_step(2)], problem.lengths, lambda slowest: float(slowest.sum()))
     _warm_up_proposal()
 

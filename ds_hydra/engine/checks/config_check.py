@@ -36,11 +36,11 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import check_groups_of_rank
 from ds_hydra.engine.profiling.memory import as_the_engine_needs, is_of_another_system
 from ds_hydra.engine.profiling.profile_document import (
-    check_profile,
     count_flops,
     count_parameters,
     estimate_profile,
     fit_memory,
+    model_facts,
 )
 from ds_hydra.engine.profiling.profiler import default_lengths
 from ds_hydra.engine.ranks.process import NO_COMPILER, compiles_adam
@@ -342,8 +342,9 @@ class _Budget:
         if name is not None:
             known = load_profile(name)
             report.profile = f"{name}: {known.document.get('source', 'of unknown source')}"
-            dtype = str(self._dtype).removeprefix("torch.")
-            check_profile(known, hydra, dtype=dtype, stage_model=self._stage_model)
+            if self._stage_model is not None:
+                known.check_model(**model_facts(self._stage_model))
+            known.check_config(hydra, str(self._dtype).removeprefix("torch."))
             self._say_what_was_measured(name, known)
             if self._request.device is not None:
                 report.warnings.append(

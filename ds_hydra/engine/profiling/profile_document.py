@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -238,7 +239,7 @@ def describe_model(stage_model: StageModel) -> dict[str, Any]:
         "intermediate_size": getattr(config, "intermediate_size", None),
         **heads,
         "vocab_size": stage_model.vocab_size,
-        **({} if experts is None else {"experts": experts.to_json()}),
+        **({} if experts is None else {"experts": asdict(experts)}),
         **_describe_layers(stage_model),
         "parameters": count_parameters(stage_model).to_json(),
         "flops": count_flops(stage_model).to_json(),
@@ -328,23 +329,6 @@ def model_facts(stage_model: StageModel) -> dict[str, int]:
     names = ("num_layers", "hidden_size", "vocab_size")
     num_experts = described.get("experts", {}).get("num", 0)
     return {**{name: described[name] for name in names}, "num_experts": num_experts}
-
-
-def check_profile(
-    profile: Profile, config: HydraConfig, *, dtype: str, stage_model: StageModel | None
-) -> None:
-    """Raise HydraConfigError where `profile` is of another model than the given one, or of layers
-    that run in another way than `config` says.
-    """
-    if stage_model is not None:
-        profile.check_model(**model_facts(stage_model))
-    profile.check_tp_sequence_parallel(config.tp_sequence_parallel)
-    profile.check_float8(config.float8)
-    profile.check_layers(
-        activation_checkpointing=config.activation_checkpointing,
-        compile_layers=config.compile_layers,
-    )
-    profile.check_dtype(dtype)
 
 
 class ProbeMicroBatch(NamedTuple):

@@ -24,8 +24,9 @@ from ds_hydra.lab.simulator.scenario import (
     outcome_of,
     summarize,
 )
+from ds_hydra.sampler.candidate import OneStrategy
+from ds_hydra.sampler.phase_plan import MiniBatch
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.sampler.planner import bound_iterations
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.strategy.proposal.program import homogeneous_strategies, usable_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
@@ -258,21 +259,12 @@ def _bounds(scenario: Scenario, strategy: Strategy) -> FloatArray:
     """What no whole iteration with `strategy` can beat, for each mini-batch, in ms."""
     settings = scenario.linked_settings([strategy])
     step_ms = scenario.cluster.step_ms if scenario.cluster else 0.0
-    return np.array(
-        [
-            step_ms
-            + float(
-                bound_iterations(
-                    batch,
-                    strategies=[strategy],
-                    profile=scenario.profile,
-                    num_devices=scenario.num_devices,
-                    settings=settings,
-                )[1, 0]
-            )
-            for batch in scenario.batches
-        ]
+    mini_batches = (
+        MiniBatch(batch, scenario.profile, scenario.num_devices, settings)
+        for batch in scenario.batches
     )
+    candidate = OneStrategy(strategy)
+    return np.array([step_ms + candidate.bound_ms(own) for own in mini_batches])
 
 
 def dynamic(

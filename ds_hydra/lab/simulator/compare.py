@@ -274,9 +274,5 @@ def _propose(
 
 def _proposed_strategies(workload: Workload) -> tuple[Strategy, ...]:
     """What the program of Eq. (4) finds, all of it."""
-    proposed = propose_from_histogram(
-        workload,
-        workload.histogram.limit(workload.context_length),
-        ProposalSettings(tokens_per_iteration=workload.tokens_per_iteration),
-    )
-    return tuple(p.strategy for p in proposed)
+    settings = ProposalSettings(tokens_per_iteration=workload.tokens_per_iteration)
+    return tuple(propose_from_histogram(workload, workload.histogram, settings))

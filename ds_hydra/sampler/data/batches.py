@@ -131,7 +131,9 @@ class TokenBudgetSampler:
 
     def advance(self, num_sequences: int) -> None:
         """Go on past a batch of as many sequences, which may have been drawn elsewhere."""
-        self._remember(self._state)
+        self._past_states[self._state.iteration] = self._state
+        if len(self._past_states) > NUM_REMEMBERED_STATES:
+            self._past_states.popitem(last=False)
         self._state = self._after(self._state, num_sequences)
 
     def draw(self, state: SamplerState) -> tuple[GlobalBatch, SamplerState]:
@@ -173,11 +175,6 @@ class TokenBudgetSampler:
         if not self._shuffle:
             return np.arange(position, stop)
         return epoch_order(len(self._lengths), self._seed, epoch)[position:stop]
-
-    def _remember(self, state: SamplerState) -> None:
-        self._past_states[state.iteration] = state
-        while len(self._past_states) > NUM_REMEMBERED_STATES:
-            self._past_states.popitem(last=False)
 
     def state_dict(self, iteration: int | None = None) -> dict[str, Any]:
         """What `load_state_dict` needs to continue with `iteration`, JSON-able.

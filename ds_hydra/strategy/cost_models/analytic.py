@@ -28,7 +28,7 @@ at the device's 8-bit rate, and 8 bytes for each number that is cast.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ds_hydra.configs.files import (
@@ -75,7 +75,7 @@ each expert and hidden unit: what went in and what came out. `_KEPT_BYTES` has I
 _USUAL_WIDTH = 2.7
 _TOUCHED_BYTES = 6
 _CAST_BYTES = 2 + 2 * (2 + 1)
-"""Of a number that is an operand of two 8-bit products (`_EightBit`)."""
+"""Of a number that is an operand of two 8-bit products (`_eight_bit_work`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,10 +180,6 @@ class Experts:
     layer_share: float = 1.0
     """Layers with experts over all layers; the others are dense."""
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerMeans:
@@ -203,13 +199,9 @@ class LayerMeans:
     mixer_share: float = 1.0
     """Layers that mix tokens over all layers."""
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> LayerMeans:
-        """What `to_json` gave; raises HydraConfigError for anything else."""
+        """The fields by name; raises HydraConfigError for anything else."""
         if missing := [name for name in cls.__slots__ if name not in document]:
             raise HydraConfigError(
                 f"model.layer has no {missing[0]}; leave model.layer out, or measure the profile anew"
@@ -282,19 +274,10 @@ class ModelShape:
 
     def to_json(self) -> dict[str, Any]:
         """What the "model" section of a profile says of it beside its name."""
-        document: dict[str, Any] = {
-            "num_layers": self.num_layers,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "vocab_size": self.vocab_size,
-        }
-        if self.attention_width:
-            document["attention_width"] = self.attention_width
-        if self.experts is not None:
-            document["experts"] = self.experts.to_json()
-        if self.layer is not None:
-            document["layer"] = self.layer.to_json()
-        return document
+        document = asdict(self)
+        del document["key_value_share"]
+        optional = ("attention_width", "experts", "layer")
+        return {name: value for name, value in document.items() if value or name not in optional}
 
 
 def key_values_ms(shape: ModelShape, hardware: Hardware, scheme: Scheme) -> float:
@@ -371,33 +354,22 @@ def eight_bit_params(shape: ModelShape) -> float:
     return means.active_params - chosen
 
 
-@dataclass(frozen=True, slots=True)
-class _EightBit:
+def _eight_bit_work(shape: ModelShape, layers: float, tp: int) -> tuple[float, float, float]:
     """Of a stage whose linear layers multiply in 8 bits, by micro-batch of a rank: FLOP for each
     token, bytes that casts move for each token, and for weights.
+
+    Experts that tokens choose from multiply in 16 bits. An operand is read for its largest number
+    and for the casts of two products, which are written. Left out: what of it other operations do
+    in passing, and how ranks of a TP group agree on scales.
     """
-
-    flop: float
-    token_bytes: float
-    weight_bytes: float
-
-    @classmethod
-    def of(cls, shape: ModelShape, layers: float, tp: int) -> _EightBit:
-        """Experts that tokens choose from multiply in 16 bits. An operand is read for its largest
-        number and for the casts of two products, which are written. Left out: what of it other
-        operations do in passing, and how ranks of a TP group agree on scales.
-        """
-        means, hidden, e = shape.means, shape.hidden_size, shape.experts
-        params, inner = eight_bit_params(shape), means.kept_width
-        if e is not None:
-            inner -= e.layer_share * e.chosen * e.size
-        heads = means.attention_width * (2 + 2 * shape.key_value_share)
-        features = 4 * hidden * means.mixer_share + heads + 3 * (hidden + inner)
-        return cls(
-            flop=6 * params * layers / tp,
-            token_bytes=_CAST_BYTES * features * layers / tp,
-            weight_bytes=_CAST_BYTES * params * layers / tp,
-        )
+    means, hidden, e = shape.means, shape.hidden_size, shape.experts
+    params, inner = eight_bit_params(shape), means.kept_width
+    if e is not None:
+        inner -= e.layer_share * e.chosen * e.size
+    heads = means.attention_width * (2 + 2 * shape.key_value_share)
+    features = 4 * hidden * means.mixer_share + heads + 3 * (hidden + inner)
+    token_bytes, weight_bytes = (_CAST_BYTES * n * layers / tp for n in (features, params))
+    return 6 * params * layers / tp, token_bytes, weight_bytes
 
 
 def predict_latency(
@@ -441,10 +413,10 @@ def predict_latency(
                 f"hardware {hardware.name} has no 8-bit products (peak_float8_flops in its file); leave out float8, or "
                 "name hardware that has them, as h100"
             )
-        eight = _EightBit.of(shape, layers, tp)
-        linear_s += eight.flop / hardware.float8_flops - eight.flop / hardware.matmul_flops
-        linear_s += eight.token_bytes / hardware.memory_rate
-        casts_s = eight.weight_bytes / hardware.memory_rate
+        flop, token_bytes, weight_bytes = _eight_bit_work(shape, layers, tp)
+        linear_s += flop / hardware.float8_flops - flop / hardware.matmul_flops
+        linear_s += token_bytes / hardware.memory_rate
+        casts_s = weight_bytes / hardware.memory_rate
     latency = LatencyModel(
         quadratic_ms=1e3 * attention / hardware.attention_flops,
         linear_ms=1e3 * linear_s / scheme.num_shards + key_values_ms(shape, hardware, scheme),

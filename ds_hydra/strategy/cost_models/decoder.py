@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ds_hydra.configs.files import check_count, check_number, read_number
@@ -166,7 +166,7 @@ class ModelSize:
 
     def to_json(self) -> dict[str, float]:
         """The fields by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return asdict(self)
 
 
 def _billions(params: float) -> str:

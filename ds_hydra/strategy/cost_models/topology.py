@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -47,29 +46,10 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Interconnects:
-    """`latency_s[d, e]` is alpha, `bytes_per_s[d, e]` beta, `flops[d]` c of Table 1."""
+    """`latency_s[d, e]` is alpha, `bytes_per_s[d, e]` beta of Table 1."""
 
     latency_s: FloatArray
     bytes_per_s: FloatArray
-    flops: FloatArray
-
-    def __post_init__(self) -> None:
-        num_devices = self.flops.size
-        if (
-            self.latency_s.shape != (num_devices, num_devices)
-            or self.bytes_per_s.shape != self.latency_s.shape
-        ):
-            raise HydraConfigError(
-                f"the topology has {num_devices} devices, latencies {self.latency_s.shape} and bandwidths "
-                f"{self.bytes_per_s.shape}; give one row and column for each device"
-            )
-        between = ~np.eye(num_devices, dtype=bool)
-        if not (np.isfinite(self.flops).all() and (self.flops > 0).all()):
-            raise HydraConfigError("the topology has a device whose FLOP/s are not above 0")
-        if not (self.bytes_per_s[between] > 0).all() or not (self.latency_s >= 0).all():
-            raise HydraConfigError(
-                "the topology has an interconnect whose bandwidth is not above 0, or whose latency is negative"
-            )
 
     def transfer_s(self, source: int, target: int, num_bytes: float) -> float:
         """alpha + bytes / beta."""
@@ -78,9 +58,7 @@ class Interconnects:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """H, S, B_mb, B_type of Table 1; `vocab_size` and `num_layers` only for the originals'
-    FLOPs.
-    """
+    """H, S, B_mb, B_type of Table 1."""
 
     hidden_size: int
     num_tokens: int
@@ -148,12 +126,6 @@ class InterconnectRate:
     latency_s: float
     bytes_per_s: float
 
-    def __post_init__(self) -> None:
-        if not (isfinite(self.latency_s) and self.latency_s >= 0):
-            raise HydraConfigError(f"latency_s is {self.latency_s}, expected 0 or more")
-        if not (isfinite(self.bytes_per_s) and self.bytes_per_s > 0):
-            raise HydraConfigError(f"bytes_per_s is {self.bytes_per_s}, expected more than 0")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
@@ -192,9 +164,7 @@ class Topology:
             )
 
     def interconnects(self) -> Interconnects:
-        """Latency and rate between every pair of devices; `flops` is 1.0, compute is not its
-        business.
-        """
+        """Latency and rate between every pair of devices."""
         node_of = np.repeat(np.arange(len(self.nodes)), [node.num_devices for node in self.nodes])
         is_inside = node_of[:, None] == node_of[None, :]
         inside_latency = np.array([node.inside.latency_s for node in self.nodes])[node_of]
@@ -202,7 +172,6 @@ class Topology:
         return Interconnects(
             latency_s=np.where(is_inside, inside_latency[:, None], self.between.latency_s),
             bytes_per_s=np.where(is_inside, inside_rate[:, None], self.between.bytes_per_s),
-            flops=np.ones(len(node_of)),
         )
 
     @classmethod
@@ -317,4 +286,4 @@ def _slowest_hop_s(interconnects: Interconnects, scheme: Scheme, shape: LayerSha
 
 
 def _pipelines(interconnects: Interconnects, scheme: Scheme) -> Sequence[tuple[int, ...]]:
-    return Strategy.alike(scheme, interconnects.flops.size).place()
+    return Strategy.alike(scheme, len(interconnects.latency_s)).place()

@@ -199,33 +199,28 @@ class MemoryModel:
             raise HydraConfigError(
                 f"activation bytes are {dict(self.activation_bytes)}, expected 1e-6 or more"
             )
-        if self.devices_per_node < 1:
-            raise HydraConfigError(
-                f"devices_per_node is {self.devices_per_node}, expected 1 or more"
-            )
         if type(self.tp_sequence_parallel) is not bool:
             raise HydraConfigError(
                 f"tp_sequence_parallel is {self.tp_sequence_parallel!r}, expected true or false"
             )
-        if not 0 <= self.exchange_bytes <= _LARGEST_BYTES:
-            raise HydraConfigError(f"exchange bytes are {self.exchange_bytes}, expected 0 or more")
         if not 0 < self.key_value_share <= 1:
             raise HydraConfigError(
                 f"key-value heads a query head are {self.key_value_share}, expected above 0 to 1"
-            )
-        for name, value in (("slice", self.slice_bytes), ("input", self.input_bytes)):
-            if not 0 <= value <= _LARGEST_COUNT:
-                raise HydraConfigError(f"{name} bytes are {value}, expected 0 or more")
-        if not 0 <= self.sharded_fraction <= 1:
-            raise HydraConfigError(f"sharded_fraction is {self.sharded_fraction}, expected 0 to 1")
-        if not 0 <= self.vocabulary_tables <= _LARGEST_COUNT:
-            raise HydraConfigError(
-                f"vocabulary_tables is {self.vocabulary_tables}, expected 0 or more"
             )
         if not 0 <= self.expert_fraction < 1:
             raise HydraConfigError(
                 f"expert_fraction is {self.expert_fraction}, expected 0 to less than 1"
             )
+        for what, value, least, most, wanted in (
+            ("devices_per_node is", self.devices_per_node, 1, _LARGEST_COUNT, "1 or more"),
+            ("exchange bytes are", self.exchange_bytes, 0, _LARGEST_BYTES, "0 or more"),
+            ("slice bytes are", self.slice_bytes, 0, _LARGEST_COUNT, "0 or more"),
+            ("input bytes are", self.input_bytes, 0, _LARGEST_COUNT, "0 or more"),
+            ("sharded_fraction is", self.sharded_fraction, 0, 1, "0 to 1"),
+            ("vocabulary_tables is", self.vocabulary_tables, 0, _LARGEST_COUNT, "0 or more"),
+        ):
+            if not least <= value <= most:
+                raise HydraConfigError(f"{what} {value}, expected {wanted}")
 
     def knows(self, scheme: Scheme) -> bool:
         """Whether it says what `scheme` needs."""

@@ -36,6 +36,7 @@ from ds_hydra.configs.files import (
     read_object,
     reading,
 )
+from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES, MemoryModel
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, slowest_stage_ratio
@@ -58,6 +59,14 @@ _VOCABULARY_TOLERANCE = 0.05
 """Share by which the vocabulary of a profile may differ from the model's: it only moves MaxLen a
 little.
 """
+
+_CHANGES = {
+    "tp_sequence_parallel": "time and memory under TP",
+    "float8": "times",
+    "activation_checkpointing": "time and memory of layers",
+    "compile_layers": "time and memory of layers",
+}
+"""Keys of "hydra" that change what is measured, and what of it."""
 
 WHOLE_TOKENS = 2048
 """Sequences up to so many tokens count as whole under CP: their keys stay where they are. With it
@@ -294,80 +303,42 @@ class Profile:
         wanted = {"num_layers": num_layers, "hidden_size": hidden_size, "vocab_size": vocab_size}
         found = {name: getattr(self.memory, name) for name in wanted}
         wanted["num_experts"], found["num_experts"] = num_experts, self.num_experts
-        is_same = all(
-            found[name] == wanted[name] for name in ("num_layers", "hidden_size", "num_experts")
-        )
-        if (
-            not is_same
-            or abs(found["vocab_size"] - vocab_size) > _VOCABULARY_TOLERANCE * vocab_size
-        ):
-            differing = [
-                f"{n} {found[n]} instead of {wanted[n]}" for n in wanted if found[n] != wanted[n]
-            ]
+        differing = [name for name in wanted if found[name] != wanted[name]]
+        is_padded = abs(found["vocab_size"] - vocab_size) <= _VOCABULARY_TOLERANCE * vocab_size
+        if differing and not (differing == ["vocab_size"] and is_padded):
+            named = ", ".join(f"{n} {found[n]} instead of {wanted[n]}" for n in differing)
             raise HydraConfigError(
-                f"profile {self.name!r} is of another model: {', '.join(differing)}; give the profile of this "
-                "model in hydra.profile, or remove it to measure one at the start"
+                f"profile {self.name!r} is of another model: {named}; give the profile of this model in "
+                "hydra.profile, or remove it to measure one at the start"
             )
 
-    def check_tp_sequence_parallel(self, wanted: bool) -> None:
-        """Raise HydraConfigError if the profile says that it was measured with another
-        `hydra.tp_sequence_parallel`.
+    def check_config(self, hydra: HydraConfig, dtype: str) -> None:
+        """Raise HydraConfigError if the profile says that it was measured with other values of the
+        keys `_CHANGES`, or in a type of another size than `dtype`, as "bfloat16".
 
-        It matters where TP is above 1. A profile that does not say, as the published ones, passes.
+        What it does not say passes, as in published ones; but it has `float8` where it says so
+        alone. `tp_sequence_parallel` matters where TP is above 1.
         """
-        found = self.document.get("tp_sequence_parallel", wanted)
-        if found != wanted and any(scheme.tp > 1 for scheme in self.latency):
-            option = " --tp-sequence-parallel" if wanted else ""
-            raise self._other(
-                "tp_sequence_parallel", found, wanted, "time and memory under TP", option
-            )
-
-    def check_float8(self, wanted: str | None) -> None:
-        """Raise HydraConfigError if the profile was measured with another `hydra.float8`; one that
-        does not say, as the published ones, with none.
-        """
-        found = self.document.get("float8")
-        if found != wanted:
-            option = f" --float8 {wanted}" if wanted else ""
-            raise self._other("float8", found, wanted, "times", option)
-
-    def check_layers(self, *, activation_checkpointing: bool, compile_layers: bool) -> None:
-        """Raise HydraConfigError if the profile says that its layers ran in another way; one that
-        does not say passes.
-        """
-        wanted = {
-            "activation_checkpointing": activation_checkpointing,
-            "compile_layers": compile_layers,
-        }
-        for key, value in wanted.items():
-            if (found := self.document.get(key, value)) != value:
-                option = f" --{key.replace('_', '-')}" if value else ""
-                raise self._other(key, found, value, "time and memory of layers", option)
-
-    def check_dtype(self, wanted: str) -> None:
-        """Raise HydraConfigError if the profile was measured in a type of another size than
-        `wanted`, as "bfloat16"; one that does not say passes.
-        """
-        found = str(self.document.get("dtype") or wanted)
-        if ("32" in found) != ("32" in wanted):
-            option = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(wanted, wanted)
+        for key, changes in _CHANGES.items():
+            wanted = getattr(hydra, key)
+            found = self.document.get(key, None if key == "float8" else wanted)
+            is_seen = key != "tp_sequence_parallel" or any(s.tp > 1 for s in self.latency)
+            if found != wanted and is_seen:
+                value = f" {wanted}" if key == "float8" else ""
+                option = f" --{key.replace('_', '-')}{value}" if wanted else ""
+                raise HydraConfigError(
+                    f"profile {self.name!r} was measured with hydra.{key} {json.dumps(found)}, and it is "
+                    f"{json.dumps(wanted)}, which changes {changes}; set hydra.{key} to {json.dumps(found)}, or "
+                    f"measure anew (ds-hydra profile{option}, or remove hydra.profile)"
+                )
+        measured = str(self.document.get("dtype") or dtype)
+        if ("32" in measured) != ("32" in dtype):
+            option = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype)
             raise HydraConfigError(
-                f"profile {self.name!r} was measured in {found}, and the model trains in {wanted}, which takes another "
-                f"time and memory; measure anew (ds-hydra profile --dtype {option}, or remove hydra.profile), or "
-                "change bf16.enabled or fp16.enabled of the DeepSpeed config"
+                f"profile {self.name!r} was measured in {measured}, and the model trains in {dtype}, which takes "
+                f"another time and memory; measure anew (ds-hydra profile --dtype {option}, or remove hydra.profile), "
+                "or change bf16.enabled or fp16.enabled of the DeepSpeed config"
             )
-
-    def _other(
-        self, key: str, found: object, wanted: object, changes: str, option: str
-    ) -> HydraConfigError:
-        """That it was measured with another value of a key of "hydra", which `changes` something;
-        `option` of `ds-hydra profile` is for the one that is wanted.
-        """
-        return HydraConfigError(
-            f"profile {self.name!r} was measured with hydra.{key} {json.dumps(found)}, and it is "
-            f"{json.dumps(wanted)}, which changes {changes}; set hydra.{key} to {json.dumps(found)}, or measure anew "
-            f"(ds-hydra profile{option}, or remove hydra.profile)"
-        )
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, source: str = "profile") -> Profile:

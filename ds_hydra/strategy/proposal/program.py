@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -141,14 +141,6 @@ class ProposalSettings:
     length_step: int = 128
     charge: Charge = "per_micro_batch"
     tokens_per_iteration: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProposedStrategy:
-    """A strategy near some S[N][L], and the maximum lengths L it is near to."""
-
-    strategy: Strategy
-    max_lengths_tokens: tuple[int, ...]
 
 
 def default_tokens_per_iteration(num_devices: int, context_length: int) -> int:
@@ -311,14 +303,25 @@ def charge_ms(
     return charged
 
 
+class _Tables(NamedTuple):
+    """What the dynamic program works on.
+
+    `work_ms[k, l]` is the work of all sequences up to bin l on one pipeline of scheme k,
+    `least_work[l]` the device-ms they need at least, `first_closed[k]` the first bin that k cannot
+    hold.
+    """
+
+    work_ms: FloatArray
+    least_work: FloatArray
+    scheme_devices: FloatArray
+    first_closed: IntArray
+    device_step: float
+
+
 @compiled
 def _devices_needed(
     limit_ms: float,
-    work_ms: FloatArray,
-    least_work: FloatArray,
-    scheme_devices: FloatArray,
-    first_closed: IntArray,
-    device_step: float,
+    tables: _Tables,
     last: int,
     devices: FloatArray,
     from_bin: IntArray,
@@ -326,11 +329,10 @@ def _devices_needed(
 ) -> None:
     """Fill f_T[0..last] (`devices`) for T = `limit_ms`, and how each was reached.
 
-    `work_ms[k, l]` is the work of all sequences up to bin l on one pipeline of scheme k,
-    `least_work[l]` the device-ms they need at least, `first_closed[k]` the first bin that k cannot
-    hold. Shorter intervals are tried first; since devices * work - least work only grows with the
+    Shorter intervals are tried first; since devices * work - least work only grows with the
     interval, the first that cannot beat the best ends the search exactly.
     """
+    work_ms, least_work, scheme_devices, first_closed, device_step = tables
     devices[0] = 0.0
     for l in range(1, last + 1):
         best = np.inf
@@ -354,38 +356,26 @@ def _devices_needed(
 
 
 @compiled
-def _bisect_times(
-    num_devices: float,
-    work_ms: FloatArray,
-    least_work: FloatArray,
-    scheme_devices: FloatArray,
-    first_closed: IntArray,
-    device_step: float,
-    precision: float,
-    times_ms: FloatArray,
-) -> None:
-    """Fill `times_ms[l]` with t[N][l] of Eq. (4) for every bin, up to `precision` above it."""
-    num_bins = least_work.size - 1
+def _bisect_times(num_devices: float, tables: _Tables, times_ms: FloatArray) -> None:
+    """Fill `times_ms[l]` with t[N][l] of Eq. (4) for every bin, up to `PRECISION` above it."""
+    num_bins = tables.least_work.size - 1
     devices = np.empty(num_bins + 1)
     from_bin, by_scheme = (
         np.zeros(num_bins + 1, dtype=np.int64),
         np.zeros(num_bins + 1, dtype=np.int64),
     )
     # Nothing ends sooner than where all devices share the least work evenly.
-    low = least_work / num_devices
+    low = tables.least_work / num_devices
     times_ms[:] = np.inf
     # One limit tells of every bin whether it is enough, so later bins begin with what others found
     for l in range(num_bins, 0, -1):
         # Where nothing was enough yet, it rises from hardly above the bound, which is often near
-        limit = low[l] * (1.0 + 4.0 * precision)
-        while times_ms[l] > low[l] * (1.0 + precision):
+        limit = low[l] * (1.0 + 4.0 * PRECISION)
+        while times_ms[l] > low[l] * (1.0 + PRECISION):
             if times_ms[l] < np.inf:
                 # The geometric mean, because the precision is relative.
                 limit = np.sqrt(low[l] * times_ms[l])
-            _devices_needed(
-                limit, work_ms, least_work, scheme_devices, first_closed, device_step, l, devices,
-                from_bin, by_scheme,
-            )  # fmt: skip
+            _devices_needed(limit, tables, l, devices, from_bin, by_scheme)
             for i in range(1, l + 1):
                 # Devices are sums of many fractions of one.
                 if devices[i] <= num_devices + 1e-6:
@@ -398,14 +388,11 @@ def _bisect_times(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Program:
-    """The arguments of the dynamic program, with one entry per usable scheme and occupied bin."""
+    """The dynamic program, with one entry per usable scheme and occupied bin."""
 
     schemes: tuple[Scheme, ...]
     edges_tokens: IntArray
-    work_ms: FloatArray
-    least_work: FloatArray
-    scheme_devices: FloatArray
-    first_closed: IntArray
+    tables: _Tables
 
 
 def _make_program(world: World, histogram: LengthHistogram, settings: ProposalSettings) -> _Program:
@@ -424,15 +411,15 @@ def _make_program(world: World, histogram: LengthHistogram, settings: ProposalSe
     max_len = np.array([world.max_len_tokens(scheme) for scheme in schemes])
     is_held = max_len[:, None] >= edges[None, :]
     least = np.where(is_held, work[:, 1:] * sizes[:, None], np.inf).min(axis=0)
-    return _Program(
-        schemes=schemes,
-        edges_tokens=edges,
+    tables = _Tables(
         work_ms=np.cumsum(work, axis=1),
         least_work=np.concatenate([[0.0], np.cumsum(least)]),
         scheme_devices=sizes,
         # Edges ascend, so the bins that a scheme holds are the first ones.
         first_closed=1 + is_held.sum(axis=1).astype(np.int64),
+        device_step=settings.device_step,
     )
+    return _Program(schemes=schemes, edges_tokens=edges, tables=tables)
 
 
 def relaxed_strategies(
@@ -445,16 +432,9 @@ def relaxed_strategies(
     """
     check_context(world, usable_schemes(world))
     program = _make_program(world, histogram.limit(world.context_length), settings)
-    tables = (
-        program.work_ms,
-        program.least_work,
-        program.scheme_devices,
-        program.first_closed,
-        settings.device_step,
-    )
     num_bins = len(program.edges_tokens)
     times = np.empty(num_bins + 1)
-    _bisect_times(float(world.num_devices), *tables, PRECISION, times)
+    _bisect_times(float(world.num_devices), program.tables, times)
     devices = np.empty(num_bins + 1)
     from_bin, by_scheme = (
         np.zeros(num_bins + 1, dtype=np.int64),
@@ -463,7 +443,7 @@ def relaxed_strategies(
     found = []
     for l in range(1, num_bins + 1):
         # Anew for each bin: a time may have come from a limit that was tried for another one.
-        _devices_needed(times[l], *tables, l, devices, from_bin, by_scheme)
+        _devices_needed(times[l], program.tables, l, devices, from_bin, by_scheme)
         found.append(_trace_back(program, l, times[l], devices, from_bin, by_scheme))
     return tuple(found)
 
@@ -505,9 +485,9 @@ def homogeneous_strategies(world: World, space: Space = "plain") -> tuple[Strate
 
 def propose_from_histogram(
     world: World, histogram: LengthHistogram, settings: ProposalSettings
-) -> tuple[ProposedStrategy, ...]:
+) -> dict[Strategy, tuple[int, ...]]:
     """The proposed subset of Problem 1: everything near S[N][L] for every L, and every static
-    choice.
+    choice; and the maximum lengths L that each is near to.
 
     A static choice has no maximum length of its own unless the program arrives at it too.
     """
@@ -521,7 +501,4 @@ def propose_from_histogram(
             lengths_of.setdefault(strategy, []).append(relaxed.max_length_tokens)
     for strategy in homogeneous_strategies(world):
         lengths_of.setdefault(strategy, [])
-    return tuple(
-        ProposedStrategy(strategy=strategy, max_lengths_tokens=tuple(lengths))
-        for strategy, lengths in lengths_of.items()
-    )
+    return {strategy: tuple(lengths) for strategy, lengths in lengths_of.items()}

@@ -25,9 +25,8 @@ STRATEGIES_SCHEMA = "ds_hydra.strategies/1"
 
 def power_of_two_schemes(num_devices: int) -> tuple[Scheme, ...]:
     """Every <TP,PP> of powers of two that fits `num_devices`, smallest first."""
-    degrees = [2**i for i in range(num_devices.bit_length()) if 2**i <= num_devices]
-    schemes = [Scheme(tp, pp) for tp in degrees for pp in degrees if tp * pp <= num_devices]
-    return tuple(sorted(schemes, key=lambda s: (s.num_devices, s.pp)))
+    degrees = [1 << exponent for exponent in range(num_devices.bit_length())]
+    return fitting_schemes(num_devices, tp=degrees, pp=degrees)
 
 
 def measured_beside(num_devices: int, space: Space) -> tuple[Scheme, ...]:

@@ -238,11 +238,10 @@ class Scheme:
 
         Raises KeyError without "tp" or "pp", HydraConfigError for values that are no scheme.
         """
-        names = ("ckpt", "sp", "stream", "gather", "ep", "cp", "context_first", "hpz")
-        options = {key: document[key] for key in names if key in document}
+        options = {key: document[key] for key in _DEFAULTS if key in document}
         if document.get("repull"):
             raise HydraConfigError(REPLACED)
-        stages = document.get("stages", [])
+        stages = options.pop("stages", [])
         if not isinstance(stages, list):
             raise HydraConfigError(
                 f"stages of a scheme are {stages!r:.80}, expected a list of layer counts"
@@ -257,26 +256,10 @@ class Scheme:
         >>> Scheme(2, 1).to_json(), Scheme(1, 2, stages=(3, 1)).to_json()
         ({'tp': 2, 'pp': 1}, {'tp': 1, 'pp': 2, 'stages': [3, 1]})
         """
-        document: dict[str, Any] = {"tp": self.tp, "pp": self.pp}
-        if self.sp > 1:
-            document["sp"] = self.sp
-        if self.cp > 1:
-            document["cp"] = self.cp
-        if self.context_first:
-            document["context_first"] = True
-        if self.ep > 1:
-            document["ep"] = self.ep
-        if self.ckpt:
-            document["ckpt"] = self.ckpt
-        if self.stages:
-            document["stages"] = list(self.stages)
-        if self.stream:
-            document["stream"] = True
-        if self.gather:
-            document["gather"] = True
-        if self.hpz:
-            document["hpz"] = True
-        return document
+        options = {name: getattr(self, name) for name in _DEFAULTS}
+        options["stages"] = list(self.stages)
+        given = {name: value for name, value in options.items() if value != _DEFAULTS[name]}
+        return {"tp": self.tp, "pp": self.pp, **given}
 
     @property
     def num_devices(self) -> int:
@@ -311,9 +294,7 @@ class Scheme:
 
     def without_options(self) -> Scheme:
         """The same degrees with even stages and nothing checkpointed or streamed."""
-        return Scheme(
-            self.tp, self.pp, sp=self.sp, ep=self.ep, cp=self.cp, context_first=self.context_first
-        )
+        return replace(self, stages=(), ckpt=0, stream=False, gather=False)
 
     def stage_layers(self, num_layers: int, stage: int) -> range:
         """The layers of `stage`; in an even split that leaves layers over, earlier stages get one
@@ -355,6 +336,13 @@ class Scheme:
         comes = ";stream" if self.stream else gathers
         ep = f";ep={self.ep}" if self.ep > 1 else ""
         return f"<{degrees}{ep}{ckpt}{stages}{comes}>"
+
+
+_DEFAULTS = {
+    "sp": 1, "cp": 1, "context_first": False, "ep": 1, "ckpt": 0, "stages": [], "stream": False, "gather": False,
+    "hpz": False,
+}  # fmt: skip
+"""Of the options, as documents have them."""
 
 
 def _placement_order(scheme: Scheme) -> tuple[Any, ...]:
