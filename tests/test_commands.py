@@ -92,6 +92,40 @@ def test_propose_refuses_without_a_traceback(files, arguments, message):
     assert message in refused(*propose_arguments(files, *arguments))
 
 
+def test_results_are_written_through_links_and_into_pipes(files):
+    target, link, pipe = files / "target.json", files / "link.json", files / "pipe"
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    accepted(*propose_arguments(files, "--context", 50, "--tokens", 60, "--out", link))
+    assert link.is_symlink()
+    wanted = json.loads(target.read_text())
+    reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
+    accepted(*propose_arguments(files, "--context", 50, "--tokens", 60, "--out", pipe))
+    assert json.loads(reader.communicate(timeout=60)[0]) == wanted
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--case", "paper/case-study", "--baseline", "8x<1,1>"], "and baseline; leave those"),
+        (
+            ["--case", "paper/case-study", "--timeline", "no/t.json"],
+            "--timeline is no/t.json, whose",
+        ),
+        (["--profile", "a800_llama2_7b", "--expert-skew", 5], "--expert-skew 5 goes with --model"),
+    ],
+)
+def test_options_of_simulate_that_would_be_ignored_are_refused(arguments, message):
+    assert message in refused("simulate", *arguments)
+
+
+def test_a_search_without_a_batch_is_refused():
+    arguments = ["--profile", "a800_llama2_7b", "--devices", 8, "--max-batch", 4, "--sequence", 512]
+    assert "--max-batch is 4, below --batch-step (8)" in refused("search", *arguments)
+    assert "--plot is no/p.png, whose folder" in refused("search", *arguments, "--plot", "no/p.png")
+
+
 def test_help_has_an_example():
     for command in ("propose", "lengths"):
         assert f"Example: ds-hydra {command}" in " ".join(invoke(command, "--help").stdout.split())

@@ -376,6 +376,13 @@ def test_the_loss_of_balance_is_what_the_model_asks_for():
     assert BalanceLoss.find(model).coefficient == 0.5
     model.router_aux_loss_coef = 0.0
     assert BalanceLoss.find(model) is None
+    model.router_aux_loss_coef = 0.5
+    stage_model = StageModel(model)
+    for coefficient in (0.25, 0.0):  # set while training goes on, as a schedule does
+        model.router_aux_loss_coef = coefficient
+        stage_model.carry_over()
+        stage_model.balance.begin(torch.device("cpu"), None, 1)
+        assert stage_model.balance.loss.coefficient == coefficient
     dense = families.build("doge")
     dense.config.output_router_logits = True
     assert build_stage_model(dense).balance.loss is None

@@ -86,6 +86,40 @@ def test_buffers_are_taken_over_however_they_are_edited(way):
     assert getattr(twin, key) is None
 
 
+def add_bias(model):
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+
+
+def tie(model):
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def remove(model):
+    model.lm_head.weight = None
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (add_bias, r"lm_head\.bias is another parameter than at the start.* before ds_hydra"),
+        (tie, r"lm_head\.weight is another parameter"),
+        (remove, r"lm_head\.weight is another parameter"),
+        (
+            lambda model: model.half(),
+            r"embed_tokens\.weight was torch\.float32 .* torch\.float16 now",
+        ),
+    ],
+)
+def test_parameters_that_change_in_the_middle_are_named(change, named):
+    model = tiny("llama")
+    stage_model = StageModel(model)
+    model.bfloat16().float()  # what a start may do
+    stage_model.carry_over()
+    change(model)
+    with pytest.raises(UnsupportedModelError, match=named):
+        stage_model.carry_over()
+
+
 NOISY = {
     "gpt_neox": {"hidden_dropout": 0.1},
     "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.2},

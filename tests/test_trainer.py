@@ -104,6 +104,7 @@ def training_arguments(folder, json_sections=None, hydra=None, is_stock=False, *
         train_micro_batch_size_per_gpu="auto",
         **(json_sections or {}),
     )
+    config = {key: value for key, value in config.items() if value is not None}
     settings = {
         "num_train_epochs": 2,
         "learning_rate": 1e-3,
@@ -258,6 +259,9 @@ def side_by_side(folder):
         )
         stopped.train()
         result[name]["stopped"] = stopped.state.log_history, stopped.state.global_step
+    plain = start("plain", sections={"gradient_clipping": None}, max_steps=1)
+    plain.train()
+    result["clips"] = plain.engine.gradient_clipping()
     return result
 
 
@@ -283,6 +287,7 @@ def test_losses_norms_and_rates_equal_those_of_transformers(both):
             torch.testing.assert_close(numbers(mine, key), numbers(theirs, key), rtol=1e-5, atol=0)
         for key in ("learning_rate", "epoch", "step"):
             assert numbers(mine, key) == numbers(theirs, key), (run, key)
+    assert both[1]["clips"] == 0.5  # max_grad_norm, where the JSON says nothing
     losses = numbers(both[1]["hydra"]["history"], "loss")
     assert len(losses) == 2 * NUM_BATCHES
     assert losses[-1] < losses[0]

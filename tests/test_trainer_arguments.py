@@ -73,6 +73,9 @@ def arguments(**settings):
         ({"debug": "underflow_overflow"}, "debug='underflow_overflow'"),
         ({"optim": "adalomo"}, r"optim='adalomo' steps inside of backward"),
         ({"optim": "adagrad"}, r"optim='adagrad' fails in DeepSpeed"),
+        ({"optim": "galore_adamw"}, r"optim='galore_adamw' projects whole matrices"),
+        ({"optim": "schedule_free_sgd"}, "averages weights between"),
+        ({"enable_jit_checkpoint": True}, r"enable_jit_checkpoint=True: .*hydra\.faults\.save_on"),
         (
             {
                 "activation_checkpointing": True,
@@ -240,7 +243,9 @@ def test_seed_order_noise_and_checkpointing_become_keys_of_hydra():
     assert (hydra.neftune_noise_alpha, hydra.deterministic) == (5, True)
     assert len(notes) == 5
     assert "TrainingArguments.seed sets hydra.seed to 3" in notes
-    assert map_arguments(arguments(seed=3, data_seed=4), HYDRA, print).seed == 4
+    notes = []
+    assert map_arguments(arguments(seed=3, data_seed=4), HYDRA, notes.append).seed == 4
+    assert "data_seed 4 orders the data and draws noise" in notes[0]
     assert (
         map_arguments(arguments(seed=3), HydraConfig.parse({**SECTION, "seed": 9}), print).seed == 9
     )
@@ -312,6 +317,18 @@ def test_collators_that_only_pad_are_accepted():
         HydraConfigError, match=r"data_collator is my_collator, but .*completion_mask"
     ):
         check_data_collator(my_collator, notes.append)
+
+
+@pytest.mark.parametrize(
+    "kind", [transformers.DataCollatorForSeq2Seq, transformers.DataCollatorForLanguageModeling]
+)
+def test_collators_that_extend_those_that_pad_are_refused(kind):
+    """As TRL's former DataCollatorForCompletionOnlyLM, which masks prompts."""
+    masking = type("MasksPrompts", (kind,), {"__module__": "users_code"})
+    tokenizer = type("Tokenizer", (), {"pad_token": "x", "mask_token": None})()
+    options = {"mlm": False} if kind is transformers.DataCollatorForLanguageModeling else {}
+    with pytest.raises(HydraConfigError, match=r"data_collator is MasksPrompts, but .*dataset"):
+        check_data_collator(masking(tokenizer, **options), print)
 
 
 def my_collator(examples):

@@ -19,6 +19,7 @@ from ds_hydra.configs.files import (
     MAX_TOKENS_PER_ITERATION,
     json_text,
     list_files,
+    write_whole,
 )
 from ds_hydra.errors import HydraConfigError, HydraError
 from ds_hydra.progress import Progress
@@ -171,10 +172,7 @@ def write_documents(documents: Iterable[Mapping[str, Any]], out: Path) -> None:
     whole.
     """
     with writing(out):
-        partial = out.with_name(out.name + ".writing")
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines(json_text(document) + "\n" for document in documents)
-        partial.replace(out)
+        write_whole(out, (json_text(document) + "\n" for document in documents))
 
 
 @contextmanager
@@ -191,14 +189,16 @@ def stdout_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def check_folder(out: Path | None) -> None:
-    """Raise HydraConfigError where the file `out`, if there is one, has no folder to be in."""
+def check_folder(out: Path | None, option: str = "--out") -> None:
+    """Raise HydraConfigError where the file `out` of `option`, if there is one, has no folder to be
+    in.
+    """
     if out is not None and not out.absolute().parent.is_dir():
         raise HydraConfigError(
-            f"--out is {out}, whose folder does not exist; create it or name another one"
+            f"{option} is {out}, whose folder does not exist; create it or name another one"
         )
     if out is not None and out.is_dir():
-        raise HydraConfigError(f"--out is {out}, which is a folder; name a file")
+        raise HydraConfigError(f"{option} is {out}, which is a folder; name a file")
 
 
 def leave_ranks() -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.resources import files
@@ -153,6 +153,21 @@ def json_text(document: Any) -> str:
     except ValueError:
         plain_json(document, "the result")
         raise
+
+
+def write_whole(path: Path, lines: Iterable[str]) -> None:
+    """Write a file that readers find as it was or as it is to be; a link's is the one that it leads
+    to. Pipes and devices are written to.
+    """
+    if path.exists() and not path.is_file():
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(lines)
+        return
+    path = path.resolve()
+    partial = path.with_name(path.name + ".writing")
+    with partial.open("w", encoding="utf-8") as file:
+        file.writelines(lines)
+    partial.replace(path)
 
 
 def check_object(value: Any, source: str) -> dict[str, Any]:

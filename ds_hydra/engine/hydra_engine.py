@@ -410,6 +410,13 @@ class HydraEngine(CheckpointingEngine):
             "hydra.tokens_per_iteration tokens"
         )
 
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Refused, as `set_train_batch_size`."""
+        raise HydraConfigError(
+            f"set_train_micro_batch_size({micro_batch_size}) has nothing to set: micro-batches are packed by the plan, "
+            "up to what memory holds"
+        )
+
     def offload_states(self, include: Any = None, *args: Any, **kwargs: Any) -> None:
         """As DeepSpeed; `eval_batch` and `score` run meanwhile, but without "lp_params"."""
         has_gradients = include is None or OffloadStateTypeEnum.lp_grads in include

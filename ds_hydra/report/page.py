@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from ds_hydra.configs.files import write_whole
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.metrics import IterationMetrics, describe_flops
 from ds_hydra.records.timeline import Timeline
@@ -118,10 +119,8 @@ def render_simulation(timelines: Sequence[Timeline], *, title: str, subtitle: st
 
 def write_page(html: str, out: Path) -> None:
     """Write the page; a file that exists is replaced as a whole."""
-    partial = out.with_name(out.name + ".writing")
     try:
-        partial.write_text(html, encoding="utf-8")
-        partial.replace(out)
+        write_whole(out, [html])
     except OSError as error:
         raise HydraConfigError(
             f"cannot write {out}: {error.strerror}; name a file with --out"

@@ -37,6 +37,8 @@ REFUSED = {
     "hydra.memory_limit_bytes if memory is shared",
     "parallelism_config": "ds_hydra chooses TP and PP itself, every iteration (hydra.strategies); leave it out",
     "fsdp": "parameters are sharded by DeepSpeed ZeRO-3; leave it out",
+    "enable_jit_checkpoint": "it saves before the optimizer's step, which an iteration contains, so that weights would "
+    "be one step ahead of their checkpoint; leave it out and set hydra.faults.save_on_sigterm",
 }
 """Arguments that would change what is trained and are not honoured, with what to do instead."""
 
@@ -183,6 +185,11 @@ def map_arguments(
     wanted: dict[str, tuple[str, Any]] = {}
     if args.data_seed is not None:
         wanted["seed"] = ("data_seed", args.data_seed)
+        if args.data_seed != args.seed:
+            note(
+                f"{kind}.data_seed {args.data_seed} orders the data and draws noise (dropout of adapters, NEFTune); "
+                f"{kind}.seed {args.seed} is that of everything else"
+            )
     elif _is_set(args, "seed") and "seed" not in hydra.model_fields_set:
         wanted["seed"] = ("seed", args.seed)
     if args.train_sampling_strategy == "sequential":
@@ -271,12 +278,11 @@ def check_data_collator(collator: Any, note: Note) -> None:
     the plan.
     """
     name = getattr(collator, "__name__", type(collator).__name__)
-    if collator is transformers.default_data_collator or isinstance(collator, _PADDING_COLLATORS):
+    # A subclass may mask labels, or whatever else it was written for
+    kind = type(collator) if type(collator).__module__.startswith("transformers.") else None
+    if collator is transformers.default_data_collator or kind in _PADDING_COLLATORS:
         return
-    is_causal = (
-        isinstance(collator, transformers.DataCollatorForLanguageModeling) and not collator.mlm
-    )
-    if not is_causal:
+    if kind is not transformers.DataCollatorForLanguageModeling or collator.mlm:
         raise HydraConfigError(
             f"data_collator is {name}, but sequences are packed without padding, by the plan; leave it out and put "
             "what it computes into the dataset (input_ids with labels, assistant_masks or completion_mask)"
@@ -304,6 +310,11 @@ def _find_refused(args: TrainingArguments, honoured: Collection[str]) -> Iterato
     optim = _optim(args)
     if optim in ("lomo", "adalomo") or optim.endswith("_layerwise"):
         yield f"optim={optim!r} steps inside of backward; use optim='adamw_torch' or an optimizer in the JSON"
+    if optim.startswith(("galore", "apollo", "schedule_free")) and not _has_own_optimizer(args):
+        yield (
+            f"optim={optim!r} projects whole matrices, or averages weights between train() and eval() of its own, and "
+            "ZeRO-3 gives it flat shards; use optim='adamw_torch' or an optimizer in the JSON"
+        )
     if optim == "adagrad" and not _has_own_optimizer(args):
         yield (
             "optim='adagrad' fails in DeepSpeed's ZeRO-3 at its first step; use optim='adamw_torch' or an optimizer "

@@ -240,6 +240,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         """One iteration of the engine, optimizer step included; `inputs` are empty. Returns the
         global loss.
         """
+        model.train()  # callbacks may look
         loss = self.engine.train_batch(loss=self._own_loss())
         self._count_iteration()
         return loss.to(self.args.device)

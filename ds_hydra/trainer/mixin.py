@@ -147,6 +147,8 @@ class EngineMixin:
             )
         hf_config = self.accelerator.state.deepspeed_plugin.hf_ds_config
         drop_batch_size_mismatches(hf_config)
+        # DeepSpeed would clip nothing where the key is missing
+        hf_config.config.setdefault("gradient_clipping", self.args.max_grad_norm or 0.0)
         self._complete_config(hf_config.config)
         filled_in, hydra = read_ds_config(hf_config.config)
         check_buildable(filled_in)

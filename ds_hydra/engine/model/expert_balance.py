@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ class ExpertBalance:
         *,
         with_loss: bool,
     ) -> None:
-        self._tp = tp
+        self._tp, self._model = tp, model
         self.loss = BalanceLoss.find(model) if with_loss else None
         for config in (model.config, model.base_model.config):
             if getattr(config, "output_router_logits", False):
@@ -163,6 +163,9 @@ class ExpertBalance:
 
     def begin(self, device: torch.device, loss_scale: float | None, num_tokens: int) -> None:
         """Start an iteration of `num_tokens`; `loss_scale` None computes no gradient."""
+        if self.loss is not None and self.loss.key in vars(self._model):
+            # Read in every forward by transformers, too
+            self.loss = replace(self.loss, coefficient=vars(self._model)[self.loss.key] or 0.0)
         self.counts_LE = torch.zeros_like(self.counts_LE, device=device)
         self._value = torch.zeros((), device=device)
         self._seen = None

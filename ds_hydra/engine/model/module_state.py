@@ -95,6 +95,9 @@ class _Twins:
         }
         self._buffers = {key: _clone(buffer) for key, buffer in module._buffers.items()}
         self._children = dict(module._modules)
+        self._dtypes: dict[str, torch.dtype] | None = None
+        """Of parameters, once training has begun: a start may change them."""
+        self._params = dict(module._parameters)
         self._forward = vars(module).get("forward")
         self._saved_in_use = find_saved_in_use(module)
 
@@ -105,6 +108,14 @@ class _Twins:
                 f"{self._name} has other modules than at the start; add or replace modules and adapters before "
                 "ds_hydra.initialize"
             )
+        held = self.module._parameters
+        for key in held.keys() | self._params.keys():
+            if held.get(key) is not self._params.get(key):
+                raise UnsupportedModelError(
+                    f"{self._name}.{key} is another parameter than at the start, which training would not see; tie, "
+                    "add, replace or remove parameters before ds_hydra.initialize"
+                )
+        self._check_dtypes()
         if find_saved_in_use(self.module) != self._saved_in_use:
             raise UnsupportedModelError(
                 f"{self._name} is in modules_to_save, and training runs what adapter {self._saved_in_use!r} had of it "
@@ -117,6 +128,18 @@ class _Twins:
                 "ds_hydra.initialize"
             )
         check_hooks(self._name, self.module)
+
+    def _check_dtypes(self) -> None:
+        """A cast of the model does not reach shards."""
+        params = self.module._parameters.items()
+        dtypes = {key: param.dtype for key, param in params if param is not None}
+        before, self._dtypes = self._dtypes or dtypes, dtypes
+        for key, dtype in dtypes.items():
+            if before[key] is not dtype:
+                raise UnsupportedModelError(
+                    f"{self._name}.{key} was {before[key]} in the iteration before and is {dtype} now; training goes "
+                    "on in the dtype in which it has begun: load the model anew to change it"
+                )
 
     def carry_over(self) -> bool:
         """Give the copy what has changed. Returns whether anything has, as far as is known."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ds_hydra.configs.files import LARGEST, read_json_object
+from ds_hydra.configs.files import LARGEST, read_json_object, write_whole
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.expert_balance import is_experts
 from ds_hydra.engine.model.stage_model import StageModel
@@ -109,9 +109,7 @@ class Measurements:
             "identity": self._identity,
             "values": self._values,
         }
-        partial = self._path.with_name(self._path.name + ".writing")
-        partial.write_text(json.dumps(document), encoding="utf-8")
-        partial.replace(self._path)
+        write_whole(self._path, [json.dumps(document)])
 
 
 def _read(path: Path, identity: Mapping[str, Any]) -> dict[str, float]:

@@ -86,6 +86,12 @@ def search(
 
     with errors_to_stderr():
         check_folder(out)
+        check_folder(plot, "--plot")
+        if max_batch is not None and max_batch < (batch_step or devices):
+            raise HydraConfigError(
+                f"--max-batch is {max_batch}, below --batch-step ({batch_step or devices}), so that no batch would be "
+                "tried; give a smaller step, or more"
+            )
         given = _read(layers, profile, hardware, devices, sequence)
         settings = SearchSettings(
             memory_mb=1024 * memory_gb,

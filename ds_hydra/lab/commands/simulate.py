@@ -181,7 +181,13 @@ def simulate(
         print_json({"cases": list(names)}) if as_json else print("\n".join(names))
         return
     with errors_to_stderr():
-        check_folder(out)
+        for option, path in (("--out", out), ("--timeline", timeline), ("--plot", plot)):
+            check_folder(path, option)
+        _refuse(
+            model is None and expert_skew != 1.0,
+            f"--expert-skew {expert_skew:g} goes with --model and --hardware: times of a profile are those it was "
+            "measured with",
+        )
         _refuse(
             float8 and model is None,
             "--float8 goes with --model and --hardware: times of a profile are those it was measured with",
@@ -190,10 +196,13 @@ def simulate(
         _check_timeline(timeline_of, settings)
         loaded = None
         if case is not None:
-            others = (profile, model, histogram, nodes, devices, context, tokens, strategies)
+            others = (
+                profile, model, histogram, nodes, devices, context, tokens, strategies, baseline,
+            )  # fmt: skip
             _refuse(
                 any(value is not None for value in others),
-                "--case brings profile, histogram, devices, context, tokens and strategies; leave those options out",
+                "--case brings profile, histogram, devices, context, tokens, strategies and baseline; leave those "
+                "options out",
             )
             loaded = load_case(case)
             workload, axes = loaded.workload, None

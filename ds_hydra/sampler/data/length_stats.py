@@ -18,7 +18,13 @@ import datasets
 import numpy as np
 from datasets.fingerprint import Hasher
 
-from ds_hydra.configs.files import check_count, check_object, read_count, read_json_object
+from ds_hydra.configs.files import (
+    check_count,
+    check_object,
+    read_count,
+    read_json_object,
+    write_whole,
+)
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import no_bars_in_files
 from ds_hydra.sampler.data.dataset import TokenDataset, Tokenize
@@ -336,8 +342,4 @@ def _write_resume_file(
 ) -> None:
     if path is None:
         return
-    partial = path.with_name(path.name + ".writing")
-    partial.write_text(
-        json.dumps({"source": source, "num_rows": num_rows, "counts": counts}), encoding="utf-8"
-    )
-    partial.replace(path)
+    write_whole(path, [json.dumps({"source": source, "num_rows": num_rows, "counts": counts})])
