@@ -121,7 +121,8 @@ def test_options_of_simulate_that_would_be_ignored_are_refused(arguments, messag
 
 
 def test_a_search_without_a_batch_is_refused():
-    arguments = ["--profile", "a800_llama2_7b", "--devices", 8, "--max-batch", 4, "--sequence", 512]
+    arguments = ["--profile", "a800_llama2_7b", "--devices", 8, "--max-batch", 4]
+    arguments += ["--sequence", 512, "--memory-gb", 40]
     assert "--max-batch is 4, below --batch-step (8)" in refused("search", *arguments)
     assert "--plot is no/p.png, whose folder" in refused("search", *arguments, "--plot", "no/p.png")
 

@@ -185,7 +185,7 @@ class LinkPlan:
         """The most elements of other nodes that are relayed on this rank at once."""
         held = [0] * len(self.rounds)
         for begin, round_ in enumerate(self.rounds):
-            for at in range(begin, round_.relayed_until + 1):
+            for at in range(begin, min(round_.relayed_until + 1, len(held))):
                 held[at] += round_.relayed_numel
         return max(held, default=0)
 

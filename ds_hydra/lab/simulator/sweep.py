@@ -151,17 +151,8 @@ def _variants(start: Workload) -> Iterator[Workload]:
 
 def _slower(profile: Profile, factor: float) -> Profile:
     """T of every scheme times `factor`."""
-    return profile.with_latency(
-        {
-            scheme: replace(
-                model,
-                quadratic_ms=factor * model.quadratic_ms,
-                linear_ms=factor * model.linear_ms,
-                constant_ms=factor * model.constant_ms,
-            )
-            for scheme, model in profile.latency.items()
-        }
-    )
+    slower = {scheme: model.scaled(factor) for scheme, model in profile.latency.items()}
+    return profile.with_latency(slower)
 
 
 def _attention(profile: Profile, efficiency: float) -> Profile:
