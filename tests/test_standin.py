@@ -120,6 +120,12 @@ def test_gradients_of_mixed_pipelines():
         check_parity(rank["parity:llama_tied"], 11)
 
 
+@nightly
+def test_weights_that_stay_on_nodes_do_not_race():
+    for rank in run_checks(4, ("parity_on_nodes:llama",)):
+        check_parity(rank["parity_on_nodes:llama"], 3)
+
+
 def iterations():
     for rank in run_checks(2, ITERATIONS):
         for size, by_strategy in rank["iteration"].items():

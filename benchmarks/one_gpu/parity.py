@@ -63,7 +63,7 @@ CASES: dict[int, tuple[tuple[str, str, Sequence[str], dict[str, Any]], ...]] = {
     4: (
         ("llama", "bf16", ("1x<sp2,cp2,1>", "1x<cp2,sp2,1>", "1x<cp2,sp2,1;gather>"), {}),
         ("qwen3_moe", "bf16", ("2x<sp2,1;ep=2>", "1x<4,1;ep=2>"), {}),
-        ("llama", "fp32", ("4x<1,1>", "1x<2,2>", "1x<cp2,sp2,1;gather>"), NODES),
+        ("llama", "fp32", ("4x<1,1>", "1x<2,2>", "1x<cp2,sp2,1;gather>", "4x<1,1;hpz>"), NODES),
         ("llama", "bf16", ("4x<1,1>", "1x<2,2>", "1x<2,1> + 1x<1,2>", "1x<cp4,1>"), {}),
         ("llama", "fp32", (*STRATEGIES[4], "1x<cp2,2,1>"), {}),
     ),

@@ -99,7 +99,15 @@ def parity_of_others(case: str) -> dict[str, Any]:
     return parity(case, OTHERS)
 
 
-def parity(case: str, strategies: Sequence[str] = ()) -> dict[str, Any]:
+def parity_on_nodes(case: str) -> dict[str, Any]:
+    """`parity` of weights that are gathered from another node once, or for each pass; four ranks
+    are two nodes.
+    """
+    strategies = ("4x<1,1;hpz>", "4x<1,1;hpz> then 1x<sp4,1;hpz> then 2x<sp2,1;gather>", "4x<1,1>")
+    return parity(case, strategies, link={"devices_per_node": 2})
+
+
+def parity(case: str, strategies: Sequence[str] = (), **hydra: Any) -> dict[str, Any]:
     """Largest error of a gradient against one process on the CPU, and races, for each strategy.
 
     `case`: a family, and with "+" the names of options to switch on. A strategy that the family
@@ -110,7 +118,7 @@ def parity(case: str, strategies: Sequence[str] = ()) -> dict[str, Any]:
     names = [name for name, _ in model.named_parameters()]
     examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
     wanted_loss, wanted = token_mean_gradients(copy.deepcopy(model), examples)
-    engine = start(family, **dict.fromkeys(options, True))
+    engine = start(family, **dict.fromkeys(options, True), **hydra)
     results: dict[str, Any] = {}
     for text in strategies or STRATEGIES[dist.get_world_size()]:
         strategy = Strategy.parse(text)
