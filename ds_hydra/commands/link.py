@@ -115,6 +115,7 @@ def _account(
     document: dict[str, Any] = {
         "strategy": str(strategy),
         "gathers": strategy.gathers,
+        "on_nodes": strategy.keeps_on_nodes,
         "model": model,
         "num_devices": num_devices,
         "devices_per_node": ranks_per_node,
@@ -260,6 +261,7 @@ def _describe(document: dict[str, Any]) -> str:
     if document["gathers"]:
         lines += [
             "layers are gathered: the pull below runs twice, the push once, for every micro-batch"
+            + ("; what is relayed to a node crosses in the first pull alone" * document["on_nodes"])
         ]
     if "home" in document:
         lines += ["", *_describe_home_lines(document["home"], num_devices)]

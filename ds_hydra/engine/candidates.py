@@ -266,7 +266,8 @@ class EngineCandidates:
         """Strategies of more schemes that are measured at the start."""
         if self.config.strategies is not None:
             return ()
-        wanted = measured_beside(self.num_ranks, self.config.planner.space)
+        space = self.config.planner.space
+        wanted = measured_beside(self.num_ranks, space, are_nodes=self._are_nodes)
         schemes = filter(self._model_can_run, wanted)
         return tuple(Strategy.alike(scheme, self.num_ranks) for scheme in schemes)
 
@@ -336,7 +337,13 @@ class EngineCandidates:
         return replace(settings, context_length=int(self.lengths.max()))
 
     def _cluster(self, profile: Profile) -> Cluster | None:
-        return try_cluster(profile, self.num_ranks, gradient_bytes(self.config))
+        found = try_cluster(profile, self.num_ranks, gradient_bytes(self.config))
+        return found and replace(found, relays=self._are_nodes)
+
+    @property
+    def _are_nodes(self) -> bool:
+        """Whether ranks relay what comes from other nodes."""
+        return self.propagator.links.ranks_per_node is not None
 
     def _costs(self, profile: Profile) -> Costs:
         return Costs(profile, self._cluster(profile))

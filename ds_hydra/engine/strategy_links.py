@@ -230,6 +230,11 @@ class StrategyLinks:
         """The session that fills and empties the slices on which `phases` run, which all need the
         same, and pushes into `grads_P`; the first time collective, as `link_for` is.
         """
+        # No round is under way here, so what failed ones left can go.
+        self.buffers.forget_failed()
+        self.pull_link.forget_relayed()
+        self._eight_link.forget_relayed()
+        self.push_link.forget_relayed()
         strategy = phases[0].plan.strategy
         if self._frozen is not None and (strategy.streams or strategy.gathers):
             self._frozen.forget()  # layers are about to take turns in the pool's memory
@@ -239,11 +244,6 @@ class StrategyLinks:
             parts = self._gathered_parts([phase.plan for phase in phases], training, grads_P)
         else:
             parts = self._kept_parts(strategy, training, grads_P)
-        # No round is under way here, so what failed ones left can go.
-        self.buffers.forget_failed()
-        self.pull_link.forget_relayed()
-        self._eight_link.forget_relayed()
-        self.push_link.forget_relayed()
         return TransferSession(self.thread, self.clock, *parts)
 
     def _kept_parts(

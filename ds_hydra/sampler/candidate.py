@@ -127,11 +127,6 @@ class GroupMenu(NamedTuple):
         """The strategies of one scheme on all ranks, whose groups are those of the menu."""
         return tuple(_on_all_ranks(s, self.schemes[0], num_devices) for s in self.schemes)
 
-    @property
-    def slices(self) -> frozenset[tuple[int, bool]]:
-        """Which slices its groups have, and whether what they are made of stays on the node."""
-        return frozenset((scheme.tp, scheme.hpz) for scheme in self.schemes)
-
     def groups_of_step(self, num_devices: int, spread: float = 0.0) -> MixedGroups:
         """What groups of its sizes take, whose times scatter by `spread`."""
         return MixedGroups(
@@ -164,7 +159,7 @@ class Phases:
     def plan(self, mini_batch: MiniBatch, limit_ms: float = np.inf) -> list[PhasePlan]:
         """Its phases: each step of any of the menus of gathered layers, or of those with one TP
         alone, or all steps of one menu of slices that stay; none that take `limit_ms` or more.
-        Where a step waits for weights, these may stay on the nodes.
+        Where a step of gathered layers waits for weights, these may stay on the nodes.
         """
         schemes = [
             scheme
@@ -173,19 +168,16 @@ class Phases:
             for scheme in strategy.schemes
         ]
         menus = self._menus(mini_batch, schemes)
-        found = _best_of(mini_batch, menus, limit_ms)
-        profile = mini_batch.profile
-        of_nodes = {s: replace(s, hpz=True) for s in schemes if s.gather and not s.hpz}
-        is_measured = any(scheme in profile.latency for scheme in of_nodes.values())
-        if is_measured or not found or any(phase.waits_for_weights for phase in found):
-            own = [
-                scheme
-                for crossing, scheme in of_nodes.items()
-                if scheme in profile.latency or profile.get_latency(crossing).hpz_traffic_ms
-            ]
-            menus = self._menus(mini_batch, own)
+        kept = [[menu] for menu in menus if menu.keeps_slices]
+        crossing, on_nodes = (
+            [menu for menu in menus if menu.schemes[0].gathering == (True, hpz)]
+            for hpz in (False, True)
+        )
+        found = _fastest(mini_batch, _alike(crossing), limit_ms)
+        on_nodes = on_nodes or self._menus(mini_batch, _worth_keeping(mini_batch, schemes, found))
+        for others in (_alike(on_nodes), kept):
             limit_ms = sum(phase.iteration_ms for phase in found) if found else limit_ms
-            found = _best_of(mini_batch, menus, limit_ms) or found
+            found = _fastest(mini_batch, others, limit_ms) or found
         return found
 
     def _menus(self, mini_batch: MiniBatch, schemes: Iterable[Scheme]) -> list[GroupMenu]:
@@ -197,25 +189,47 @@ class Phases:
             groups=groups_of_all(self.strategies),
             max_len_tokens=mini_batch.max_len_tokens,
             links_of=mini_batch.links_of,
-            factor_of=lambda strategy: mini_batch.corrections.of(strategy).factors.get(
-                strategy.schemes[0], 1.0
-            ),
+            factor_of=lambda alike: mini_batch.corrections.factor(alike, alike.schemes[0]),
         )
 
 
-def _best_of(mini_batch: MiniBatch, menus: Sequence[GroupMenu], limit_ms: float) -> list[PhasePlan]:
-    """The fastest phases of `menus`; none that take `limit_ms` or more."""
-    gathered = [menu for menu in menus if not menu.keeps_slices]
-    kept = [[menu] for menu in menus if menu.keeps_slices]
-    # Between steps with other slices pull and push are seen
-    alike: dict[frozenset[tuple[int, bool]], list[GroupMenu]] = {}
+def _worth_keeping(
+    mini_batch: MiniBatch, schemes: Iterable[Scheme], found: Sequence[PhasePlan]
+) -> list[Scheme]:
+    """Those of `schemes` that gather, with weights that stay on the nodes: where that was measured,
+    or where steps of the phases that were `found` wait for weights.
+    """
+    profile = mini_batch.profile
+    of_nodes = {scheme: replace(scheme, hpz=True) for scheme in schemes if scheme.gather}
+    measured = [scheme for scheme in of_nodes.values() if scheme in profile.latency]
+    if not measured and found and not any(phase.waits_for_weights for phase in found):
+        return []
+    return [
+        scheme
+        for crossing, scheme in of_nodes.items()
+        if scheme in profile.latency or profile.get_latency(crossing).hpz_traffic_ms
+    ]
+
+
+def _alike(gathered: Sequence[GroupMenu]) -> list[list[GroupMenu]]:
+    """All menus of gathered layers together, then those with one TP: between steps with other
+    slices pull and push are seen.
+    """
+    by_tp: dict[int, list[GroupMenu]] = {}
     for menu in gathered:
-        if len(menu.slices) == 1:
-            alike.setdefault(menu.slices, []).append(menu)
-    of_one = [alike[own] for own in sorted(alike, key=min) if len(alike[own]) < len(gathered)]
+        if len({scheme.tp for scheme in menu.schemes}) == 1:
+            by_tp.setdefault(menu.schemes[0].tp, []).append(menu)
+    of_one_tp = [by_tp[tp] for tp in sorted(by_tp) if len(by_tp[tp]) < len(gathered)]
+    return [list(gathered), *of_one_tp]
+
+
+def _fastest(
+    mini_batch: MiniBatch, choices: Iterable[Sequence[GroupMenu]], limit_ms: float
+) -> list[PhasePlan]:
+    """The fastest phases of any of `choices`; none that take `limit_ms` or more."""
     found: list[PhasePlan] = []
-    for tried in filter(None, [gathered, *of_one, *kept]):
-        phases = _compose(mini_batch, tried, limit_ms)
+    for menus in filter(None, choices):
+        phases = _compose(mini_batch, menus, limit_ms)
         time_ms = sum(phase.iteration_ms for phase in phases)
         if phases and time_ms < limit_ms:
             found, limit_ms = phases, time_ms
@@ -233,7 +247,7 @@ def _compose(mini_batch: MiniBatch, menus: Sequence[GroupMenu], limit_ms: float)
     least_ms = max(_total_ms(entry.link) for entry in entries) / max(1, mini_batch.num_buckets)
     floor_ms = max(entry.latency.traffic_ms for entry in entries)
     keeps_slices = menus[0].keeps_slices
-    if len({slices for menu in menus for slices in menu.slices}) == 1:
+    if len({entry.scheme.tp for entry in entries}) == 1:
         # All steps have the same slices, so that pull and push are seen once
         limit_ms, least_ms = limit_ms - least_ms, 0.0
 
@@ -329,9 +343,7 @@ def find_menus(
         is_plain = scheme.pp == scheme.ep == 1 and not scheme.stream
         if not is_plain or not _has_place(scheme, num_devices):
             continue
-        # Groups, links and measured times are those of the same scheme without `hpz`
-        crossing = replace(scheme, hpz=False)
-        alike = _on_all_ranks(crossing, replace(crossing, sp=1, cp=1, tp=1), num_devices)
+        alike = _on_all_ranks(scheme, replace(scheme, sp=1, cp=1, tp=1), num_devices)
         if groups is not None and not groups_of(alike).issubset(groups):
             continue
         factor, held = factor_of(alike), max_len_tokens(scheme, alike)

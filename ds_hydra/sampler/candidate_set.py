@@ -104,7 +104,10 @@ def decide_candidates(
     if settings.space == "full":
         # Phases are put together of schemes without checkpointed layers, dominated or not
         world = settings.world(profile).measured
-        gathered = world.costs.table((*unpruned_schemes(world, 0.0), *uneven_groups(world)))
+        on_nodes = (scheme for scheme in world.profile.latency if scheme.hpz)
+        gathered = world.costs.table(
+            (*unpruned_schemes(world, 0.0), *uneven_groups(world), *on_nodes)
+        )
     staying = () if settings.is_enumerated else settings.staying or start
     max_groups_of_rank = MAX_GROUPS_OF_RANK - LINK_GROUPS
     proposal = propose_among(

@@ -120,7 +120,8 @@ class MiniBatch:
 
     def links_of(self, strategy: Strategy) -> LinkTimes:
         """Pull and push of `strategy`; none where they are not known."""
-        return self.settings.link_times.get(strategy, NO_LINKS)
+        times = self.settings.link_times
+        return times.get(strategy) or times.get(strategy.crossing) or NO_LINKS
 
     def kinds(self, strategy: Strategy, factors: Sequence[float]) -> list[PipelineKind]:
         """Neighbours of one scheme that are equally fast are one kind."""

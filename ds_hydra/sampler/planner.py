@@ -201,7 +201,7 @@ def profiled_times(
         num_ranks = [pipeline.scheme.num_devices for pipeline in phase.pipelines]
         ends = ends_ms(np.array(times), num_ranks, plan.num_devices, profile.ranks_per_core)
         found += [
-            end if pipeline.scheme in profile.latency else None
+            None if profile.entry_of(pipeline.scheme) is None else end
             for pipeline, end in zip(phase.pipelines, ends.tolist())
         ]
     return found
@@ -211,9 +211,9 @@ def _profiled_ms(
     pipeline: PipelinePlan, plan: IterationPlan, profile: Profile, settings: PlannerSettings
 ) -> float:
     """Of an unknown scheme as planned: others share cores with it."""
-    if pipeline.scheme not in profile.latency:
+    if profile.entry_of(pipeline.scheme) is None:
         return pipeline.makespan_ms
-    latency = profile.latency[pipeline.scheme]
+    latency = profile.get_latency(pipeline.scheme)
     times = [latency.micro_batch_ms(plan.micro_batch_lengths(m)) for m in pipeline.micro_batches]
     return makespan_ms(
         np.array(times, dtype=np.float64),

@@ -388,7 +388,8 @@ def _menus(profile: Profile, settings: CandidateSettings) -> Iterable[tuple[Stra
     """Strategies of one scheme, one for each number of ranks; each menu once."""
     found: dict[tuple[Strategy, ...], None] = {}
     number, layers = settings.num_devices, profile.memory.num_layers
-    gathered = [s for s in profile.latency if s.gather and not s.ckpt and profile.memory.knows(s)]
+    known = (s for s in profile.latency if s.gathering == (True, False) and not s.ckpt)
+    gathered = [scheme for scheme in known if profile.memory.knows(scheme)]
     for step in [0] if profile.is_checkpointed else range(_CKPT_STEPS + 1):
         ckpt = -(-layers * step // _CKPT_STEPS)
         schemes = [replace(scheme, ckpt=ckpt) for scheme in gathered]

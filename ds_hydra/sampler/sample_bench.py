@@ -337,11 +337,11 @@ class FastEstimator:
         self._num_trials, self._seed = num_trials, seed
         placed = dict.fromkeys(scheme for strategy in strategies for scheme in strategy.schemes)
         schemes: list[Scheme] = []
-        for gathers in (False, True):  # a strategy has one kind
-            if alike := tuple(scheme for scheme in placed if scheme.gather is gathers):
-                # In the order of placement, by which a dispatch decides between kinds that end
-                # together.
-                schemes += Strategy(alike).schemes
+        for kind in sorted({scheme.gathering for scheme in placed}):  # a strategy has one kind
+            alike = tuple(scheme for scheme in placed if scheme.gathering == kind)
+            # In the order of placement, by which a dispatch decides between kinds that end
+            # together.
+            schemes += Strategy(alike).schemes
         column = {scheme: k for k, scheme in enumerate(schemes)}
         self._counts = np.zeros((len(strategies), len(schemes)), dtype=np.int64)
         self._max_len = np.zeros((len(strategies), len(schemes)), dtype=np.int64)

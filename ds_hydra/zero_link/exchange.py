@@ -100,9 +100,7 @@ class Link:
             for index, round_ in enumerate(plan.rounds)
             if round_.relayed_numel and round_.relayed_until == STAYS
         }
-        memory = shards_P[0].new_empty(sum(numels.values()))
-        for index, numel in numels.items():
-            self._relayed[index], memory = memory[:numel], memory[numel:]
+        self._relayed |= {index: shards_P[0].new_empty(n) for index, n in numels.items()}
 
     def begin_pull(
         self, plan: LinkPlan, index: int, shards_P: Sequence[Tensor], slices_S: Sequence[Tensor]

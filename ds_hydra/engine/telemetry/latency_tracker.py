@@ -265,9 +265,10 @@ class LatencyTracker:
         """
         own = []
         for number, phase in enumerate(plan.on_rank(rank)):
-            if phase.role is None or phase.role.scheme not in self.profiled.latency:
+            scheme = phase.role and self.profiled.entry_of(phase.role.scheme)
+            if phase.role is None or scheme is None:
                 continue
-            scheme, pipeline = phase.role.scheme, phase.plan.pipelines[phase.role.pipeline]
+            pipeline = phase.plan.pipelines[phase.role.pipeline]
             stays, last = not (scheme.gather or scheme.stream), len(phase.micro_batches) - 1
             for index, micro_batch in enumerate(phase.micro_batches):
                 lengths = plan.micro_batch_lengths(micro_batch)

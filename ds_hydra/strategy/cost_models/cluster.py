@@ -72,6 +72,8 @@ class Cluster:
     """
     float8: bool = False
     """Whether linear layers multiply in 8 bits, in which gathered weights then travel."""
+    relays: bool = True
+    """Whether some ranks of a node relay to it what comes from others (`hydra.link.routes`)."""
 
     @property
     def num_params(self) -> float:
@@ -168,7 +170,8 @@ class Cluster:
         held = self._held_share(scheme) * self.num_params - saved
         elements = held / scheme.tp * (1 - 1 / self.num_devices)
         outside = (self.num_params - saved) * (1 - self._ranks_per_node / self.num_devices)
-        if scheme.hpz and scheme.tp < self._ranks_per_node and not self.float8:
+        stays = scheme.hpz and self.relays and not self.float8
+        if stays and scheme.tp < self._ranks_per_node:
             outside *= 1 - _PARAM_BYTES / element_bytes
         slowest = max(
             elements / self.hardware.intra_node_rate, outside / self.hardware.inter_node_rate

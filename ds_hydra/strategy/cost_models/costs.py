@@ -202,12 +202,8 @@ class Costs:
 
     def _of_weights_on_nodes(self, scheme: Scheme) -> Price | None:
         """T of the scheme whose weights cross between nodes for every pass, with less traffic."""
-        source = replace(scheme, hpz=False)
-        if (base := self.find(source)) is None:
-            return None
-        traffic_ms = base.latency.hpz_traffic_ms or base.latency.traffic_ms
-        latency = replace(base.latency, traffic_ms=traffic_ms, hpz_traffic_ms=0.0)
-        return Price(latency, "derived", (source,))
+        price = self.find(scheme.crossing)
+        return price and Price(price.latency.on_nodes, "derived", (scheme.crossing,))
 
     def _of_shared_experts(self, scheme: Scheme) -> Price | None:
         """T without `ep`, and tokens that travel evenly."""

@@ -20,7 +20,7 @@ Pure: the engine feeds it one observation per pipeline and iteration. What is kn
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import exp, isfinite, log, log2, sqrt
 from typing import Any, NamedTuple
 
@@ -68,7 +68,13 @@ class Corrections:
 
     def of(self, strategy: Strategy) -> Correction:
         """That of `strategy`, of which nothing may be known."""
-        return self.strategies.get(strategy, UNKNOWN)
+        known = self.strategies.get(strategy) or self.strategies.get(strategy.crossing)
+        return known or UNKNOWN
+
+    def factor(self, strategy: Strategy, scheme: Scheme) -> float:
+        """What T of `scheme` is multiplied with in `strategy`."""
+        factors = self.of(strategy).factors
+        return factors.get(scheme, factors.get(scheme.crossing, 1.0))
 
     def slowdown(self, ranks: Iterable[int]) -> float:
         """Of a pipeline on `ranks`."""
@@ -216,7 +222,7 @@ class LearnedTimes:
         self._update(design_KF, surprise_K)
 
     def _weights(self, strategy: Strategy, scheme: Scheme) -> Weights:
-        computes, known = f"scheme {_without_hpz(scheme)}", f"strategy {_known_as(strategy)}"
+        computes, known = f"scheme {scheme.crossing}", f"strategy {_known_as(strategy)}"
         weights = {MACHINE: 1.0, computes: 1.0, known: 1.0}
         if len(strategy.schemes) > 1:
             weights[BESIDE] = log2(len(strategy.schemes))
@@ -398,7 +404,7 @@ class LearnedTimes:
 
 def names_of(schemes: Iterable[Scheme], names: Iterable[str]) -> list[str]:
     """Those of `names` whose factors concern `schemes` alone, or none of them in particular."""
-    known = {str(own) for scheme in schemes for own in (scheme, _without_hpz(scheme))}
+    known = {str(own) for scheme in schemes for own in (scheme, scheme.crossing)}
 
     def is_known(name: str) -> bool:
         kind, _, text = name.partition(" ")
@@ -409,11 +415,6 @@ def names_of(schemes: Iterable[Scheme], names: Iterable[str]) -> list[str]:
         return kind in _KINDS
 
     return [name for name in names if is_known(name)]
-
-
-def _without_hpz(scheme: Scheme) -> Scheme:
-    """Where weights come from changes no pass."""
-    return replace(scheme, hpz=False)
 
 
 _GATHERED, _CUT = _CUTS = "gathered", "cut"

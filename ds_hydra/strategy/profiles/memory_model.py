@@ -408,10 +408,13 @@ class MemoryModel:
         return (with_table + (layer if self.num_layers % STREAM_WINDOW else with_table)) * each
 
     def on_node_bytes(self, num_params: float, num_devices: int) -> float:
-        """A rank's share of so many weights, of those that its node has from others."""
-        ranks_per_node = min(self.devices_per_node, num_devices)
+        """A rank's share of so many weights, of those that its node has from others; in the node
+        with the fewest ranks.
+        """
+        per_node = min(self.devices_per_node, num_devices)
+        fewest = num_devices % per_node or per_node
         element = self.input_bytes or _ELEMENT_BYTES
-        return num_params * element / ranks_per_node * (1 - ranks_per_node / num_devices)
+        return num_params * element / fewest * (1 - fewest / num_devices)
 
     def _one_round_bytes(self, layer: float, table: float) -> float:
         """Of the exchange buffers those of one round, the largest: gathered layers have no other

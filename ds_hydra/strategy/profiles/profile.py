@@ -170,6 +170,11 @@ class LatencyModel:
             constant_ms=self.constant_ms + more.constant_ms,
         )
 
+    @property
+    def on_nodes(self) -> LatencyModel:
+        """T of gathered layers whose weights stay on the node."""
+        return replace(self, traffic_ms=self.hpz_traffic_ms or self.traffic_ms, hpz_traffic_ms=0.0)
+
     def to_json(self) -> dict[str, float]:
         """The coefficients by name, those of `_OPTIONAL` where there are any."""
         return {name: ms for name, ms in asdict(self).items() if ms or name not in _OPTIONAL}
@@ -205,10 +210,8 @@ class Profile:
         """
         if scheme in self.latency:
             return self.latency[scheme]
-        if scheme.hpz:
-            gathered = self.get_latency(replace(scheme, hpz=False))
-            traffic_ms = gathered.hpz_traffic_ms or gathered.traffic_ms
-            return replace(gathered, traffic_ms=traffic_ms, hpz_traffic_ms=0.0)
+        if scheme.hpz and replace(scheme, stages=(), ckpt=0) not in self.latency:
+            return self.get_latency(scheme.crossing).on_nodes
         base = self.latency.get(self._base(scheme))
         if base is not None:
             return base.scaled(slowest_stage_ratio(scheme, self.memory.num_layers))
@@ -232,8 +235,14 @@ class Profile:
 
     def has_latency(self, scheme: Scheme) -> bool:
         """Whether `get_latency` has an answer."""
-        gathered = replace(scheme, hpz=False)
-        return any(s in self.latency for s in (scheme, gathered, self._base(gathered)))
+        known = (s for own in (scheme, scheme.crossing) for s in (own, self._base(own)))
+        return any(own in self.latency for own in known)
+
+    def entry_of(self, scheme: Scheme) -> Scheme | None:
+        """The entry that T of `scheme` is, or follows from where the planner lets gathered weights
+        stay on the node; None for others.
+        """
+        return next((s for s in (scheme, scheme.crossing) if s in self.latency), None)
 
     def _base(self, scheme: Scheme) -> Scheme:
         """What T of `scheme` is derived from: even stages without checkpoints, streamed where the
@@ -269,7 +278,11 @@ class Profile:
         activations are known (`holds_longer`) MaxLen of what such a pass holds. Not to be saved:
         its document is that of training.
         """
-        latency = {scheme: model.scaled(fraction) for scheme, model in self.latency.items()}
+        # Weights of one forward pass cross once in any case
+        latency = {
+            scheme: replace(model.scaled(fraction), hpz_traffic_ms=0.0)
+            for scheme, model in self.latency.items()
+        }
         memory = replace(self.memory, forward_only=holds_longer)
         return replace(self, latency=latency, memory=memory)
 

@@ -42,7 +42,8 @@ def candidate_schemes(
     are made anew, so a second call changes nothing.
     """
     if space != "full":
-        return tuple(s for s in world.profile.latency if s.is_plain or space != "plain")
+        known = (scheme for scheme in world.profile.latency if not scheme.hpz)
+        return tuple(scheme for scheme in known if scheme.is_plain or space != "plain")
     world = world.measured
     measured, unpruned = world.profile.latency, unpruned_schemes(world, tokens_per_iteration)
     kept = dict.fromkeys(pruned_schemes(world, unpruned))
@@ -56,7 +57,7 @@ def unpruned_schemes(
     """All of the full space but for checkpointed layers and uneven stages of schemes that do not
     gather, dominated or not, whether they fit or not: what has a price and `world.can_run`.
 
-    - What was measured.
+    - What was measured, but for `hpz`.
     - <SP,TP,PP> where <TP,PP> was measured, SP is a power of two that divides the heads, and what
       exchanges take is known: <SP x TP,PP> was measured, or of one stage the interconnects are.
     - <CP,TP,PP>, and <SP,CP,TP,PP> where the heads no longer divide by more SP.
@@ -67,7 +68,8 @@ def unpruned_schemes(
     - <cpN,spM,1;gather> of M nodes of N devices, where SP M divides the heads.
     """
     world = world.measured
-    found = dict.fromkeys(world.profile.latency)
+    # The planner makes `hpz` of gathered schemes itself
+    found = dict.fromkeys(scheme for scheme in world.profile.latency if not scheme.hpz)
     found |= dict.fromkeys(_with_sequence_parallelism(world))
     found |= dict.fromkeys(_with_context_parallelism(world))
     found |= dict.fromkeys(_with_expert_parallelism(world, tuple(found)))
@@ -308,7 +310,7 @@ def undominated(world: World, schemes: Sequence[Scheme]) -> tuple[Scheme, ...]:
         ]
     ).T
     slots = np.array([scheme.pp for scheme in schemes], dtype=np.float64)
-    gathers = np.array([scheme.gather for scheme in schemes])  # another kind of strategy
+    gathers = np.array([sum(s.gathering) for s in schemes])  # another kind of strategy
     is_better = (devices[:, None] == devices) & (held[:, None] >= held)
     is_better &= gathers[:, None] == gathers
     same_hidden = hidden[:, None] == hidden  # else what the other does not hide is left out

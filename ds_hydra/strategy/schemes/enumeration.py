@@ -29,15 +29,17 @@ def power_of_two_schemes(num_devices: int) -> tuple[Scheme, ...]:
     return fitting_schemes(num_devices, tp=degrees, pp=degrees)
 
 
-def measured_beside(num_devices: int, space: Space) -> tuple[Scheme, ...]:
+def measured_beside(
+    num_devices: int, space: Space, *, are_nodes: bool = False
+) -> tuple[Scheme, ...]:
     """What is measured at the start beside <TP,PP> for proposals of `space`: <1,1;gather> and
     <spN,1;gather>, of which phases are put together, and whose times nothing else tells on hardware
-    without a description. Up to `_FEW` devices every N; on more, which are on several nodes, the
-    widest alone, whose groups are few, and both with `hpz`.
+    without a description. Up to `_FEW` devices every N; on more the widest alone, whose groups are
+    few. Where there `are_nodes`, with `hpz` as well.
 
     >>> [str(s) for s in measured_beside(4, "full")]
     ['<1,1;gather>', '<sp2,1;gather>', '<sp4,1;gather>']
-    >>> [str(s) for s in measured_beside(64, "full")]
+    >>> [str(s) for s in measured_beside(64, "full", are_nodes=True)]
     ['<1,1;gather>', '<sp8,1;gather>', '<1,1;hpz>', '<sp8,1;hpz>']
     """
     if space == "plain":
@@ -48,7 +50,7 @@ def measured_beside(num_devices: int, space: Space) -> tuple[Scheme, ...]:
         degrees = [degrees[0], degrees[-1]]
     return tuple(
         Scheme(1, 1, sp=n, gather=True, hpz=hpz)
-        for hpz in (False, True)[: 1 + (num_devices > _FEW)]
+        for hpz in (False, True)[: 1 + are_nodes]
         for n in degrees
         if num_devices % n == 0
     )
@@ -141,7 +143,7 @@ def neighbour_strategies(strategy: Strategy, schemes: Iterable[Scheme]) -> tuple
         for new in schemes:
             devices = lcm(old.num_devices, new.num_devices)
             removed = devices // old.num_devices
-            if new == old or removed > count or new.gather != old.gather:
+            if new == old or removed > count or new.gathering != old.gathering:
                 continue
             changed = counts - Counter({old: removed}) + Counter({new: devices // new.num_devices})
             found.setdefault(Strategy(tuple(changed.elements())))

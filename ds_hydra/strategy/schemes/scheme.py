@@ -189,6 +189,11 @@ class Scheme:
             raise HydraConfigError(
                 f"scheme {str(self)[:80]}: hpz is for layers that are gathered; give gather, too, or leave hpz out"
             )
+        if self.hpz and self.ep > 1:
+            raise HydraConfigError(
+                f"scheme {str(self)[:80]}: hpz keeps what all ranks of a node need, and ranks share experts; "
+                "write ;gather in place of ;hpz, or leave ep out"
+            )
         self._check_order()
         degrees_and_options = (
             self.tp, self.pp, self.stages, self.ckpt, self.sp, self.stream, self.gather, self.ep, self.cp,
@@ -239,6 +244,8 @@ class Scheme:
         Raises KeyError without "tp" or "pp", HydraConfigError for values that are no scheme.
         """
         options = {key: document[key] for key in _DEFAULTS if key in document}
+        if options.get("hpz") is True:
+            options["gather"] = True
         if document.get("repull"):
             raise HydraConfigError(REPLACED)
         stages = options.pop("stages", [])
@@ -287,6 +294,18 @@ class Scheme:
         return self.tp * (1 if self.context_first else self.sp)
 
     @property
+    def gathering(self) -> tuple[bool, bool]:
+        """Whether layers are gathered, and whether they stay on the node: the same in all pipelines
+        of a strategy.
+        """
+        return self.gather, self.hpz
+
+    @property
+    def crossing(self) -> Scheme:
+        """The scheme itself, of which nothing stays on the node."""
+        return replace(self, hpz=False) if self.hpz else self
+
+    @property
     def is_plain(self) -> bool:
         """Whether it is <TP,PP> and nothing more."""
         has_options = self.stages or self.ckpt or self.stream or self.gather
@@ -294,7 +313,7 @@ class Scheme:
 
     def without_options(self) -> Scheme:
         """The same degrees with even stages and nothing checkpointed or streamed."""
-        return replace(self, stages=(), ckpt=0, stream=False, gather=False)
+        return replace(self, stages=(), ckpt=0, stream=False, gather=False, hpz=False)
 
     def stage_layers(self, num_layers: int, stage: int) -> range:
         """The layers of `stage`; in an even split that leaves layers over, earlier stages get one
@@ -457,6 +476,11 @@ class Strategy:
     def keeps_on_nodes(self) -> bool:
         """Whether weights that it has gathered from other nodes stay on the node (`hpz`)."""
         return self.schemes[0].hpz
+
+    @property
+    def crossing(self) -> Strategy:
+        """The strategy itself, of which nothing stays on the node."""
+        return Strategy(tuple(s.crossing for s in self.schemes)) if self.keeps_on_nodes else self
 
     @property
     def streams(self) -> bool:
