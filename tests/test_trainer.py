@@ -100,9 +100,8 @@ def training_arguments(folder, json_sections=None, hydra=None, is_stock=False, *
     }
     config = ds_config(
         hydra=None if is_stock else section,
-        gradient_clipping="auto",
         train_micro_batch_size_per_gpu="auto",
-        **(json_sections or {}),
+        **({"gradient_clipping": "auto"} | (json_sections or {})),
     )
     config = {key: value for key, value in config.items() if value is not None}
     settings = {

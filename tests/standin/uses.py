@@ -181,10 +181,7 @@ def rows_ahead() -> dict[str, Any]:
         for number in range(NUM_AHEAD):
             if dist.get_rank() == 0:  # until the next plan is there, too
                 planner = engine.hydra.source._feed._planner
-                with planner._changed:
-                    assert planner._changed.wait_for(
-                        lambda p=planner, n=number: n + 1 in p._replies, 60
-                    )
+                planner._pending[number + 1].reply.result(60)
             try:
                 found["losses"].append(float(engine.train_batch()))
             except (OSError, HydraError) as error:

@@ -194,7 +194,8 @@ class LinkCarrier(Carrier):
 
     def close(self) -> bool:
         """Leave that room to others."""
-        self._pull_link.forget_relayed()
+        if self._pull_again is not None:
+            self._pull_link.forget_relayed()
         return False
 
     def _begin_pull(self, transfer: Transfer, slices_S: Sequence[Tensor]) -> RoundUnderWay:
