@@ -418,6 +418,12 @@ def check_home(home, ranks):
     assert home["sum_bytes"] == pytest.approx((8 - 4) * numel / ranks, rel=1e-3)
 
 
+def test_schemes_that_checkpoint_are_refused_where_all_layers_do():
+    hydra = {"strategies": ["4x<1,2;ckpt=8>"], "activation_checkpointing": True}
+    (problem,) = problems_of(changed(hydra=hydra), model="llama2_7b")
+    assert "hydra.activation_checkpointing" in problem
+
+
 def test_schemes_with_parts_are_checked_and_derived():
     given = ["1x<1,2;ckpt=8> + 3x<1,2>", "4x<1,2;stream>"]
     config = changed(hydra={"strategies": given, "context_length": 6000})

@@ -302,6 +302,7 @@ class _Budget:
                 dtype=self._dtype,
                 device=torch.device("meta"),
                 num_ranks=self._report.num_devices,
+                activation_checkpointing=self._hydra.activation_checkpointing,
                 tp_sequence_parallel=self._hydra.tp_sequence_parallel,
                 float8=self._hydra.float8,
                 float8_exclude=self._hydra.float8_exclude,
