@@ -206,7 +206,7 @@ def profile_of(traffic_ms, hpz_traffic_ms):
 def roomy(strategies, **more):
     """Settings of the planner under which every scheme holds 1,000 tokens, kept on nodes or not."""
     schemes = {scheme for strategy in strategies for scheme in strategy.schemes}
-    twins = {replace(s, hpz=True) for s in schemes if s.gather} | {s.crossing for s in schemes}
+    twins = {s.staying for s in schemes} | {s.crossing for s in schemes}
     held = dict.fromkeys(schemes | twins, 1000)
     return PlannerSettings(solver="none", max_len_override=held, **more)
 
@@ -279,6 +279,17 @@ def test_times_of_plans_that_keep_weights_are_known():
     learned = LearnedTimes()
     learned.observe(plan.strategy, [PipelineTime(s, 40.0, 60.0) for s in plan.strategy.schemes])
     assert learned.names
+
+
+def test_experts_that_ranks_share_do_not_stay():
+    """Nobody asks for it, and planning goes on."""
+    shared = Scheme.parse("<sp2,1;ep=2;gather>")
+    assert shared.staying is shared
+    profile = make_profile({"<1,1;gather>": (0, 1, 0), "<sp2,1;ep=2;gather>": (0, 0.6, 0)})
+    strategies = parse_strategies(["4x<sp2,1;ep=2;gather>", "8x<1,1;gather>"])
+    batch = MiniBatch(make_batch(list(LENGTHS)), profile, 8, roomy(strategies))
+    plan, _ = plan_with_time(batch, strategies)
+    assert str(plan.strategy) == "8x<1,1;gather>"
 
 
 def test_what_measured_hpz_is_for():

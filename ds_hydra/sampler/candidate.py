@@ -200,7 +200,7 @@ def _worth_keeping(
     or where steps of the phases that were `found` wait for weights.
     """
     profile = mini_batch.profile
-    of_nodes = {scheme: replace(scheme, hpz=True) for scheme in schemes if scheme.gather}
+    of_nodes = {scheme: scheme.staying for scheme in schemes if scheme.staying != scheme}
     measured = [scheme for scheme in of_nodes.values() if scheme in profile.latency]
     if not measured and found and not any(phase.waits_for_weights for phase in found):
         return []

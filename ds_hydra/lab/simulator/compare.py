@@ -169,7 +169,7 @@ def _run_in_space(
     strategies = candidates or _propose(workload, own, settings, "full", inside)
     known = (*unpruned, *schemes, *sorted(schemes_of(strategies)))
     if own.seen is not None:  # of weights that stay on the node less is seen
-        known += tuple(replace(s, hpz=True) for s in known if s.gather)
+        known += tuple(scheme.staying for scheme in known)
     profile = _with_seen_traffic(world.costs.table(known), own.seen)
     return _run_strategies(name, own.knowing(profile), strategies, schemes)
 

@@ -192,7 +192,7 @@ class Costs:
             traffic_ms, of_nodes_ms = self.cluster.stream_ms(scheme), 0.0
         else:
             traffic_ms = self.cluster.gather_ms(scheme)
-            of_nodes_ms = self.cluster.gather_ms(replace(scheme, hpz=True))
+            of_nodes_ms = self.cluster.gather_ms(scheme.staying)
         latency = replace(
             price.latency,
             traffic_ms=traffic_ms,

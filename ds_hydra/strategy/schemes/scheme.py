@@ -306,6 +306,12 @@ class Scheme:
         return replace(self, hpz=False) if self.hpz else self
 
     @property
+    def staying(self) -> Scheme:
+        """The scheme with gathered weights that stay on the node; itself where none can."""
+        can_stay = self.gather and self.ep == 1
+        return replace(self, hpz=True) if can_stay else self
+
+    @property
     def is_plain(self) -> bool:
         """Whether it is <TP,PP> and nothing more."""
         has_options = self.stages or self.ckpt or self.stream or self.gather
