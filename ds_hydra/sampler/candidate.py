@@ -161,12 +161,12 @@ class Phases:
         alone, or all steps of one menu of slices that stay; none that take `limit_ms` or more.
         Where a step of gathered layers waits for weights, these may stay on the nodes.
         """
-        schemes = [
+        schemes = dict.fromkeys(
             scheme
             for strategy in self.strategies
             if strategy.gathers or not strategy.is_heterogeneous
             for scheme in strategy.schemes
-        ]
+        )
         menus = self._menus(mini_batch, schemes)
         kept = [[menu] for menu in menus if menu.keeps_slices]
         crossing, on_nodes = (
@@ -200,7 +200,7 @@ def _worth_keeping(
     or where steps of the phases that were `found` wait for weights.
     """
     profile = mini_batch.profile
-    of_nodes = {scheme: scheme.staying for scheme in schemes if scheme.staying != scheme}
+    of_nodes = {scheme: own for scheme in schemes if (own := scheme.staying) != scheme}
     measured = [scheme for scheme in of_nodes.values() if scheme in profile.latency]
     if not measured and found and not any(phase.waits_for_weights for phase in found):
         return []

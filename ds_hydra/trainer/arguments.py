@@ -278,8 +278,7 @@ def check_data_collator(collator: Any, note: Note) -> None:
     the plan.
     """
     name = getattr(collator, "__name__", type(collator).__name__)
-    # A subclass may mask labels, or whatever else it was written for
-    kind = type(collator) if type(collator).__module__.startswith("transformers.") else None
+    kind = type(collator)  # a subclass may mask labels, or whatever else it was written for
     if collator is transformers.default_data_collator or kind in _PADDING_COLLATORS:
         return
     if kind is not transformers.DataCollatorForLanguageModeling or collator.mlm:

@@ -427,7 +427,7 @@ class _Budget:
         schemes = schemes_of(self._given)
         if not self._given:
             schemes = {*power_of_two_schemes(number)}
-            schemes |= {*measured_beside(number, hydra.planner.space)}
+            schemes |= {*measured_beside(number, hydra.planner.space, are_nodes=self._are_nodes)}
         runnable = sorted(scheme for scheme in schemes if self._can_run(scheme))
         lengths = hydra.profiling.lengths or default_lengths(hydra.context_length)
         self._report.profiled.append(
@@ -566,13 +566,15 @@ class _Budget:
 
     def _link_purposes(self) -> list[str]:
         """Groups of all ranks that pull and push use, as the propagator does."""
+        of_nodes = ["pull_node", "push_node"] if self._are_nodes else []
+        return ["pull", "push", *of_nodes]
+
+    @property
+    def _are_nodes(self) -> bool:
+        """Whether ranks relay what comes from other nodes."""
         link = self._hydra.link
-        purposes = ["pull", "push"]
-        if link.routes == "node" and self._report.num_devices > (
-            link.devices_per_node or DEFAULT_DEVICES
-        ):
-            purposes += ["pull_node", "push_node"]
-        return purposes
+        per_node = link.devices_per_node or DEFAULT_DEVICES
+        return link.routes == "node" and self._report.num_devices > per_node
 
     def _check_communicators(self, strategies: Sequence[Strategy]) -> None:
         number = self._report.num_devices

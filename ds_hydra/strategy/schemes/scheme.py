@@ -486,7 +486,10 @@ class Strategy:
     @property
     def crossing(self) -> Strategy:
         """The strategy itself, of which nothing stays on the node."""
-        return Strategy(tuple(s.crossing for s in self.schemes)) if self.keeps_on_nodes else self
+        if not self.keeps_on_nodes:
+            return self
+        of_kind = {scheme: scheme.crossing for scheme in dict.fromkeys(self.schemes)}
+        return Strategy(tuple(of_kind[scheme] for scheme in self.schemes))
 
     @property
     def streams(self) -> bool:
