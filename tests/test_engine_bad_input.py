@@ -302,6 +302,10 @@ def make_mistakes(folder):
     raised["another batch on each rank"] = error_of(
         lambda: engine.train_batch(batch=mine, strategy="2x<1,1>")
     )
+    forced = "2x<1,1>" if dist.get_rank() else "1x<2,1>"
+    raised["another strategy on each rank"] = error_of(
+        lambda: engine.train_batch(batch=good, strategy=forced)
+    )
     before = engine.global_steps
     wanted = float(engine.eval_batch(good, strategy="1x<2,1>"))
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
@@ -344,6 +348,10 @@ LATER_MISTAKES = {
     "another batch on each rank": (
         PlanMismatchError,
         ("mini-batch", "2 sequences of 16 tokens", "2 sequences of 17 tokens", "on rank 1"),
+    ),
+    "another strategy on each rank": (
+        PlanMismatchError,
+        ("train_batch(batch) of 1x<2,1> on rank 0; train_batch(batch) of 2x<1,1> on rank 1",),
     ),
 }
 

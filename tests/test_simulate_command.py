@@ -160,6 +160,7 @@ def test_list_cases():
         (["--context", 1000], "no scheme fits a micro-batch of 1000 tokens"),
         (["--devices", "4,x"], "--devices '4,x': expected whole numbers"),
         (["--devices", "0"], "--devices '0': expected whole numbers"),
+        (["--context", "32,768"], "--context 32,768 would sweep 32 and 768 tokens; write 32768"),
         (["--systems", "megatorn"], "system 'megatorn' is not known"),
         (["--baseline", "1x<2,1>x"], "cannot read"),
         (["--baseline", "4x<1,1>"], "MaxLen is 60 on 4 devices"),

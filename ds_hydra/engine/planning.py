@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ from ds_hydra.engine.ranks.agreement import (
     restore_error,
     run_together,
 )
-from ds_hydra.engine.ranks.watchdog import call_together
+from ds_hydra.engine.ranks.watchdog import CALL_BYTES, call_together
 from ds_hydra.engine.transfer.link_thread import LinkThread
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
@@ -228,6 +229,10 @@ class IterationSource:
                 objective = Objective.read(loss, examples, labels, self._stage_model.num_logits)
         except Exception as caught:  # whatever the examples raise, the other ranks wait
             problem = problem or caught
+        if forced is not None:
+            call = f"{call} of {forced}"
+            if len(call) > CALL_BYTES:
+                call = f"{call[: CALL_BYTES - 9]} {crc32(call.encode()):08x}"
         # In the exchange of what is called: one for both
         call_together(call, self._device, problem)
         assert batch is not None

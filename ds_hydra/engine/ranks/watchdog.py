@@ -406,7 +406,8 @@ class Watchdog:
         return wait is not None and now - self._wait_began > self._grace_s
 
 
-_CALL_BYTES = 48
+CALL_BYTES = 48
+"""Of the text by which ranks compare what they call."""
 _PATIENCE_S = 30.0
 """Until a rank says for which call it waits."""
 
@@ -459,13 +460,13 @@ def watch(phase: str) -> contextlib.AbstractContextManager[None]:
 
 
 def call_together(call: str, device: torch.device, problem: Exception | None = None) -> None:
-    """Raise PlanMismatchError, on all ranks, unless each has come to the same `call` of an engine;
-    else, on all, a `problem` that any rank brings, as `raise_together`.
+    """Raise, on all ranks, a `problem` that any rank brings, as `raise_together`; else
+    PlanMismatchError, on all, unless each has come to the same `call` of an engine.
 
     Collective over all ranks, before anything else is exchanged: collectives of two methods would
     hang, end the process, or take each other's data.
     """
-    mine = torch.zeros(_CALL_BYTES + 1, dtype=torch.uint8)
+    mine = torch.zeros(CALL_BYTES + 1, dtype=torch.uint8)
     mine[: len(call)] = torch.frombuffer(bytearray(call, "ascii"), dtype=torch.uint8)
     mine[-1] = problem is not None
     if _watchdog is not None:
@@ -476,7 +477,7 @@ def call_together(call: str, device: torch.device, problem: Exception | None = N
         if _watchdog is not None:
             _watchdog.call = None
     rows, brings = rows[:, :-1], rows[:, -1].astype(bool).tolist()
-    if (rows == rows[0]).all():
+    if any(brings) or (rows == rows[0]).all():
         raise_known(problem, brings, device)
         return
     of_calls: dict[str, list[int]] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -409,6 +410,10 @@ def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:
         raise HydraConfigError(
             f"{option} {text!r:.80}: expected whole numbers of 1 or more up to {most}, e.g. 64 or "
             "64,128,256"
+        )
+    if option != "--devices" and re.fullmatch(r"\d{1,3}(,\d{3})+", text):
+        raise HydraConfigError(
+            f"{option} {text} would sweep {' and '.join(text.split(','))} tokens; write {text.replace(',', '')}"
         )
     return numbers
 
