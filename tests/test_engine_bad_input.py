@@ -25,6 +25,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import ds_hydra
 from ds_hydra import losses
 from ds_hydra.engine.losses.objective import TokenScoreRecorder
+from ds_hydra.engine.telemetry.metrics import RunLog
 from ds_hydra.errors import (
     CheckpointError,
     HydraConfigError,
@@ -299,6 +300,12 @@ def make_mistakes(folder):
     blocked = Path(folder) / "file"
     blocked.touch()
     raised["run_dir is a file"] = error_of(lambda: initialize(hydra={"run_dir": str(blocked)}))
+    run_dir = {"run_dir": f"{folder}/full", "strategies": ["2x<1,1>"]}
+    measuring = initialize(hydra={**run_dir, "profiling": {"lengths": [8, 16, 32], "repeats": 1}})
+    full = OSError(28, "No space left on device")
+    with mock.patch.object(RunLog, "write_profile", side_effect=full):
+        raised["profile on a full disk"] = error_of(lambda: measuring.train_batch(batch=good))
+    measuring.destroy()
     raised["another batch on each rank"] = error_of(
         lambda: engine.train_batch(batch=mine, strategy="2x<1,1>")
     )
@@ -349,6 +356,7 @@ LATER_MISTAKES = {
         PlanMismatchError,
         ("mini-batch", "2 sequences of 16 tokens", "2 sequences of 17 tokens", "on rank 1"),
     ),
+    "profile on a full disk": (HydraConfigError, ("hydra.run_dir", "No space left on device")),
     "another strategy on each rank": (
         PlanMismatchError,
         ("train_batch(batch) of 1x<2,1> on rank 0; train_batch(batch) of 2x<1,1> on rank 1",),

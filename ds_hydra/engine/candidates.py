@@ -146,8 +146,7 @@ class EngineCandidates:
             with watch("profiling"), torch.enable_grad(), names_limit:
                 self._at_start += self._measured_beside()
                 document = measure_profile(self.propagator, self._at_start, self.config)
-            if self.log is not None:
-                self.log.write_profile(document)
+            run_together(lambda: self._keep(document), self._device)
             self._use_measured(document)
         assert self.profile is not None
         return self.profile
@@ -424,8 +423,12 @@ class EngineCandidates:
             known = load_profile(self.config.profile)
             known = self._costs(known).extended(schemes_of(self.strategies))
         assert known is not None
-        with naming_run_dir(self.config):
-            self.log.write_profile(known.document)
+        self._keep(known.document)
+
+    def _keep(self, document: Mapping[str, Any]) -> None:
+        if self.log is not None:
+            with naming_run_dir(self.config):
+                self.log.write_profile(document)
 
     def check_strategy(self, strategy: Strategy) -> None:
         """Raise HydraConfigError where the ranks or the model cannot run `strategy`."""
