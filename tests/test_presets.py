@@ -25,6 +25,7 @@ from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.profile import with_engine_states
 
 MODELS = ("llama2_13b", "llama2_32b", "llama2_7b")
+OTHERS = ("llama3_70b", "llama3_8b", "qwen3_8b")
 MIXTURES = ("gpt_oss_20b", "mixtral_8x7b", "qwen3_30b_a3b")
 
 
@@ -33,7 +34,7 @@ def load(kind, name):
 
 
 def test_what_is_shipped():
-    assert list_files("models") == tuple(sorted((*MODELS, *MIXTURES)))
+    assert list_files("models") == tuple(sorted((*MODELS, *OTHERS, *MIXTURES)))
     assert list_files("profiles") == tuple(f"a800_{model}" for model in MODELS)
     assert list_files("lengths") == ("commoncrawl", "github", "lmsys")
     assert set(list_files("deepspeed")) == {f"{model}_zero3" for model in MODELS} | {
@@ -108,19 +109,23 @@ def test_what_is_handed_out_needs_no_compiler_of_cuda():
 
 @pytest.mark.parametrize(
     ("name", "num_parameters"),
-    [("llama2_7b", 6_738_415_616), ("llama2_13b", 13_015_864_320), ("llama2_32b", 32_528_943_616)],
+    [
+        ("llama2_7b", 6_738_415_616),
+        ("llama2_13b", 13_015_864_320),
+        ("llama2_32b", 32_528_943_616),
+        ("llama3_8b", 8_030_261_248),
+        ("llama3_70b", 70_553_706_496),
+        ("qwen3_8b", 8_190_735_360),
+    ],
 )
 def test_presets_are_the_published_models(name, num_parameters):
-    """7B and 13B: the sizes of Meta's checkpoints. 32B: 60 layers of hidden size 6656, counted by
+    """The sizes of the published checkpoints. LLaMA 32B: 60 layers of hidden size 6656, counted by
     hand.
     """
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(**load_model_preset(name))
-    assert config.to_diff_dict()["rope_parameters"]["rope_theta"] == 10000.0
+    config = AutoConfig.for_model(**load_model_preset(name))
+    assert config.rope_parameters == load_model_preset(name)["rope_parameters"]
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
 
 
