@@ -242,6 +242,9 @@ def test_without_a_profile_it_says_what_will_be_measured_and_estimates_for_a_dev
     assert "hpz" not in unknown.profiled[0]
     (nodes,) = report_on(config, num_devices=16, model="llama2_7b").profiled
     assert "<1,1;gather>, <1,1;hpz>, " in nodes
+    (many,) = report_on(config, num_devices=64).profiled  # the start has groups of one scheme
+    assert ": 12 schemes are measured" in many
+    assert "<2,32>" not in many
     assert "measured at the start" in unknown.profiled[0]
     assert unknown.schemes == []
     estimate = report_on(config, model="llama2_7b", device="a800")

@@ -63,7 +63,6 @@ from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.enumeration import (
     load_strategies,
     measured_beside,
-    power_of_two_schemes,
 )
 from ds_hydra.strategy.schemes.placement import group_limit, groups_of_all, most_groups_of_rank
 from ds_hydra.strategy.schemes.scheme import check_one_host, schemes_of
@@ -424,9 +423,8 @@ class _Budget:
 
     def _say_what_is_profiled(self) -> None:
         hydra, number = self._hydra, self._report.num_devices
-        schemes = schemes_of(self._given)
+        schemes = {*schemes_of(decide_candidates(None, None, self._settings()).strategies)}
         if not self._given:
-            schemes = {*power_of_two_schemes(number)}
             schemes |= {*measured_beside(number, hydra.planner.space, are_nodes=self._are_nodes)}
         runnable = sorted(scheme for scheme in schemes if self._can_run(scheme))
         lengths = hydra.profiling.lengths or default_lengths(hydra.context_length)
