@@ -113,6 +113,38 @@ def test_each_chat_has_arguments_of_its_own_for_the_template(tokenizer):
     assert [texts(tokenizer, row)[0] for row in made] == ["U:hi;A:yo;sad?", "U:hi;A:yo;low"]
 
 
+def test_a_turn_that_does_not_count_by_its_own_key(tokenizer):
+    """It would count; a template may read the key, as the error says."""
+    chat = [*CHAT[:1], {**CHAT[1], "weight": 0}, CHAT[2], {**CHAT[3], "weight": 1}]
+    row = {"messages": chat}
+    for settings in ({}, {"assistant_only_loss": True}):
+        with pytest.raises(HydraConfigError, match=r"row 0.*'weight' 0.*message.weight != 0"):
+            to_labels(one(row), tokenizer, **settings)
+    user = {"messages": [{**CHAT[0], "loss_mask": 0}, {**CHAT[1], "loss_mask": 1}]}
+    to_labels(one(user), tokenizer, assistant_only_loss=True)
+    marked = "{% generation %}{{ m.content }}{% endgeneration %}"
+    tokenizer.chat_template = TEMPLATE.replace(
+        marked, f"{{% if m.weight != 0 %}}{marked}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+    )
+    made = to_labels(one(row), tokenizer, assistant_only_loss=True)[0]
+    assert texts(tokenizer, made) == ("U:hi;A:yo;U:more;A:no;", "no")
+
+
+def test_an_end_of_turn_that_is_not_trained_is_announced(tokenizer):
+    row, said = {"messages": CHAT}, []
+    for end, num_said in (
+        ("{% endgeneration %};", 0),  # no token that only ends a turn
+        ("{% endgeneration %}<eos>", 1),
+        ("{% endgeneration %} <eos>", 2),
+        ("<eos>{% endgeneration %}", 2),
+        ("<eos> {% endgeneration %}", 2),
+    ):
+        tokenizer.chat_template = TEMPLATE.replace("{% endgeneration %}", end)
+        to_labels(one(row), tokenizer, assistant_only_loss=True, warn=said.append)
+        assert len(said) == num_said, end
+    assert "has '<eos>' after the assistant's turn outside" in said[0]
+
+
 TOOLS = (
     "{% if tools %}[{{ tools | tojson }}]{% endif %}{% for m in messages %}{{ m.content or '' }}"
     "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %};{% endfor %}"

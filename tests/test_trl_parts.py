@@ -328,6 +328,9 @@ def test_trl_prepares_chats_with_tools_as_hydra_trainer_reads_them():
         assert "null" not in tokenizer.decode(wanted[0])
         assert prepare(data)["input_ids"][:] == wanted
         assert [row["input_ids"] for row in prepare(data.to_iterable_dataset())] == wanted
+    answer = {"role": "assistant", "content": "c", "weight": 0}
+    with pytest.raises(HydraConfigError, match="'weight' 0"):
+        prepare(datasets.Dataset.from_list([{"messages": [answer]}]))
     for name, message in (
         ("response_mask", "call it 'assistant_masks'"),
         ("loss_mask", "not used"),

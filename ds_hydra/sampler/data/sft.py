@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -98,6 +99,11 @@ def to_labels(
     if convert is None:
         return dataset
     check_dataset_columns(dataset)
+    if assistant_only_loss and (token := _find_untrained_end(tokenizer)):
+        warn(
+            f"the chat template has {token!r} after the assistant's turn outside of {{% generation %}}, so that the "
+            "model is not trained to stop; put it before {% endgeneration %} in the tokenizer's chat_template"
+        )
     made = dataset.map(
         convert,
         with_indices=True,
@@ -242,6 +248,28 @@ def _assistants(encoded: Mapping[str, Any], index: int) -> list[int]:
     return masks
 
 
+_TURN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+
+
+def _find_untrained_end(tokenizer: Any) -> str:
+    """The special token behind the turn that the chat template marks as the assistant's, where that
+    does not end by one itself; else "".
+    """
+    try:
+        made = tokenizer.apply_chat_template(
+            _TURN * 2, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        masks, special = list(made["assistant_masks"]), tokenizer.get_added_vocab()
+        begin = masks.index(1)
+        end = masks.index(0, begin)
+        words = [tokenizer.decode([token]).strip() for token in made["input_ids"]]
+    except Exception:  # a template may raise anything, and not mark or end a turn
+        return ""
+    last, follows = ([w for w in part if w] for part in (words[begin:end], words[end:]))
+    is_trained = bool(last) and last[-1] in special
+    return follows[0] if follows and follows[0] in special and not is_trained else ""
+
+
 def _encode_chat(
     tokenizer: ChatTokenizer,
     row: Row,
@@ -293,7 +321,7 @@ def render_chat(tokenizer: ChatTokenizer, conversation: Any, **settings: Any) ->
 
     Arrow gives every struct all keys of all rows: those that are None are left out at every depth.
     Tools, and arguments of their calls, may be JSON text, which is decoded once. Raises
-    HydraConfigError for text that is not JSON.
+    HydraConfigError for text that is not JSON, and for a message that says that it does not count.
 
     >>> class Shown:
     ...     chat_template = "any"
@@ -306,7 +334,29 @@ def render_chat(tokenizer: ChatTokenizer, conversation: Any, **settings: Any) ->
     if tools := _read_tools(settings.pop("tools", None)):
         settings["tools"] = tools
     chat = [_with_arguments(message) for message in _without_none(list(conversation))]
+    masked = settings.get("return_assistant_tokens_mask")
+    read_by = str(settings.get("chat_template") or tokenizer.chat_template) if masked else ""
+    for message in chat:
+        if isinstance(message, Mapping) and (message.get("role") == "assistant" or not masked):
+            _check_counts(message, read_by)
     return tokenizer.apply_chat_template(chat, **settings)
+
+
+_SAYS_WHETHER = ("weight", "loss", "loss_mask", "train", "train_on_turn", "trainable")
+"""Keys of messages by which OpenAI's files, slime, verl, axolotl and others leave a turn out."""
+
+
+def _check_counts(message: Row, template: str) -> None:
+    """Raise HydraConfigError where a key of `message` that `template` does not read says that it
+    does not count.
+    """
+    for key in _SAYS_WHETHER:
+        if message.get(key, 1) != 1 and not re.search(rf"[.'\"]{key}\b", template):
+            raise HydraConfigError(
+                f"a message has {key!r} {message[key]!r}, which nothing reads, so that it would count; leave the key "
+                "out, or set assistant_only_loss=True and put {% generation %} around a turn only "
+                f"{{% if message.{key} != 0 %}} in the tokenizer's chat_template"
+            )
 
 
 def _without_none(value: Any) -> Any:
