@@ -487,6 +487,42 @@ def test_a_verdict_is_of_the_code_that_there_is(monkeypatch):
     assert not packing_probe.try_small_copy(tiny("llama")).one_by_one_because
 
 
+def test_attention_of_the_users_own_runs_one_by_one(monkeypatch):
+    """Two short sequences do not show what it does to long ones."""
+    attention = modeling_llama.LlamaAttention
+    forward, sdpa = attention.forward, transformers.modeling_utils.sdpa_attention_forward
+
+    def for_long(self, hidden_states, *args, **kwargs):
+        factor = 1 if hidden_states.shape[1] < 30 else 2
+        return forward(self, hidden_states * factor, *args, **kwargs)
+
+    def because(model):
+        return packing_probe.try_small_copy(model).one_by_one_because
+
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    with monkeypatch.context() as patch:
+        patch.setitem(functions._local_mapping, "sdpa", lambda *a, **k: sdpa(*a, **k))
+        assert re.match(r"\w*test_stage_model\..*lambda> is in the place", because(tiny("llama")))
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "forward", for_long)
+        assert "for_long" in because(tiny("llama"))
+    with monkeypatch.context() as patch:
+        mask = modeling_llama.create_causal_mask
+        patch.setattr(modeling_llama, "create_causal_mask", lambda *a, **k: mask(*a, **k))
+        assert "lambda" in because(tiny("llama"))
+    model = tiny("llama")
+    assert not because(model)
+    with monkeypatch.context() as patch:  # the same of a program's own class of model
+        model.__class__ = type("Own", (type(model),), {})
+        assert not because(model)
+        patch.setattr(attention, "forward", for_long)
+        assert "for_long" in because(model)
+    layer = model.model.layers[2].self_attn
+    for own in (types.MethodType(for_long, layer), functools.partial(for_long, layer)):
+        layer.forward = own
+        assert "for_long" in because(model)
+
+
 def test_kernels_are_told_where_sequences_begin(monkeypatch, caplog):
     told = kernels_apart.install(modeling_olmo_hybrid, monkeypatch.setattr)
     monkeypatch.setattr(packing_probe, "_verdicts", {})

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,9 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -93,6 +97,9 @@ def try_small_copy(model: nn.Module) -> ModelAbilities:
     verdict = _verdicts[key]
     if isinstance(verdict, str):
         raise UnsupportedModelError(verdict)
+    if not verdict.one_by_one_because and (problem := _find_untried(model)):
+        verdict = replace(verdict, one_by_one_because=problem, boundaries_because="")
+        _log(kind, verdict)
     decoder_parts.check_unchanged(model, has_own_masks=bool(verdict.one_by_one_because))
     return verdict
 
@@ -159,6 +166,46 @@ def _try(kind: type[nn.Module], config: Any) -> ModelAbilities:
     if small.num_layers > 1 and (problem := small.compare(abilities, Scheme(1, small.num_layers))):
         abilities = replace(abilities, no_stages_because=problem)
     return abilities
+
+
+_DENSE = (sdpa_attention_forward, flash_attention_forward, flex_attention_forward)
+_SAY_WHO_SEES_WHOM = re.compile("eager_attention_forward|create_.*mask")
+
+
+_LIBRARIES = ("torch", "transformers", "accelerate", "liger_kernel")
+
+
+def _package_of(what: Any) -> str:
+    return str(what.__module__).partition(".")[0]
+
+
+def _find_untried(model: nn.Module) -> str:
+    """What a program has put in the place of transformers' attention or mask, or "": two short
+    sequences do not show what it does to long ones, nor a small copy what an instance has.
+    """
+    name = getattr(model.config, "_attn_implementation", None)
+    used: Any = ALL_ATTENTION_FUNCTIONS.get(name)
+    found = [] if used is None or getattr(used, "func", used) in _DENSE else [used]
+    own = _package_of(type(model))
+    others: list[tuple[str, Any]] = [("", ALL_MASK_ATTENTION_FUNCTIONS.get(name))]
+    for kind in type(model).__mro__:
+        functions = vars(sys.modules.get(kind.__module__, re))
+        named = (f for n, f in functions.items() if _SAY_WHO_SEES_WHOM.fullmatch(n))
+        others += [(_package_of(kind), f) for f in named]
+    for module in model.modules():
+        if "Attention" in type(module).__name__:
+            others.append(("", vars(module).get("forward")))
+            kinds = ((_package_of(kind), kind) for kind in type(module).__mro__)
+            # Of a class that the model's own code has not, a small copy has none either
+            others += [(home * (home == own), vars(kind).get("forward")) for home, kind in kinds]
+    for home, function in others:
+        function = getattr(function, "func", function)  # of a partial
+        if function is not None and _package_of(function) not in (*_LIBRARIES, home):
+            found.append(function)
+    if not found:
+        return ""
+    first = min(f"{f.__module__}.{getattr(f, '__qualname__', f)}" for f in found)
+    return f"{first} is in the place of transformers' attention or mask, and short sequences do not show all it does"
 
 
 def _first_that_runs(kind: type[nn.Module], config: Any) -> _SmallCopy:
