@@ -23,6 +23,7 @@ from models import tiny
 from torch import nn
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler
 from transformers import TrainingArguments
+from trl_runs import make_tokenizer
 
 import ds_hydra
 from ds_hydra.configs import HydraConfig
@@ -695,6 +696,14 @@ def test_another_tokenizer_or_chat_template_reads_anew(reader):
     before = reader.read(rows, "eval_dataset", one)
     one.chat_template = "b"
     assert reader.read(rows, "eval_dataset", one) is not before
+
+
+def test_of_a_processor_the_tokenizer_reads(reader):
+    processor = object.__new__(transformers.ProcessorMixin)  # called with texts it takes images
+    processor.tokenizer = make_tokenizer()
+    texts = reader.read([{"text": "ab"}], "train_dataset", processor)
+    pairs = reader.read([{"prompt": "a", "completion": "b"}], "train_dataset", processor)
+    assert texts[0]["input_ids"].tolist() == pairs[0]["input_ids"].tolist()
 
 
 def test_errors_of_reading_say_which_dataset_it_is(reader):

@@ -398,6 +398,8 @@ class DatasetReader:
         find its cache. With `every_row` none is cut or left out.
         """
         device = self._args.device
+        if isinstance(tokenizer, transformers.ProcessorMixin):  # it takes images first
+            tokenizer = tokenizer.tokenizer
         rows = run_together(lambda: as_datasets(dataset, what), device)
         # By content: a list may have other rows than when it was read before, and a tokenizer or
         # its chat template be another one
