@@ -598,7 +598,7 @@ def test_killed_while_saving_the_last_whole_checkpoint_is_resumed(tmp_path):
     assert results.pop("do_together-4") == ({"checkpoint-1", "checkpoint-2"}, "checkpoint-2")
     assert len(results) == 4
     for run, found in results.items():
-        assert found == ({"checkpoint-1", ".saving-checkpoint-2"}, "checkpoint-1"), run
+        assert found == ({"checkpoint-1", "_saving-checkpoint-2"}, "checkpoint-1"), run
     for run, found in resumed.items():
         assert found == (losses, {"checkpoint-1", "checkpoint-2", "checkpoint-3"}), run
 

@@ -5,7 +5,7 @@ The overrides use names of transformers 5; a test compares them with the install
 
 [Note: Checkpoint folders of the Trainer]
 A folder is either whole or not there under its name. While it is written, `checkpoint-3` is called
-`.saving-checkpoint-3`, as in engine/checkpointing/files.py.
+`_saving-checkpoint-3`, as in engine/checkpointing/files.py, which is not pushed to the Hub.
 """
 
 from __future__ import annotations
@@ -458,7 +458,7 @@ def written_aside(folder: Path, *, commits: bool, device: torch.device) -> Itera
     Collective over all ranks; those that `commits` make and rename it: one on each file system.
     Errors of writing are raised on all ranks as CheckpointError, and then nothing has changed.
     """
-    aside = folder.with_name(f".saving-{folder.name}")
+    aside = folder.with_name(f"_saving-{folder.name}")
     do_together(lambda: _make_anew(aside) if commits else None, device)
     error: Exception | None = None
     try:
