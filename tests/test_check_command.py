@@ -398,12 +398,13 @@ def test_schemes_with_sp_are_estimated_where_the_profile_lacks_them_and_refused_
     )
     tokens = longest(report)
     assert tokens["<sp2,4,1>"] == pytest.approx(2 / 1.05 * tokens["<4,1>"], rel=1e-3)
-    config = changed(hydra={"strategies": ["1x<sp3,1>"]})
-    (problem,) = problems_of(config, model="llama2_7b")
-    assert (
-        "SP 3 x TP 1 = 3 does not divide the model's 32 attention heads; use SP 1, 2, 4, 8"
-        in problem
-    )
+    for profile in ({}, {"profile": None}):  # one that is measured at the start fits heads no more
+        config = changed(hydra={"strategies": ["1x<sp3,1>"], **profile})
+        (problem,) = problems_of(config, model="llama2_7b")
+        assert (
+            "SP 3 x TP 1 = 3 does not divide the model's 32 attention heads; use SP 1, 2, 4, 8"
+            in problem
+        )
 
 
 def test_streamed_and_gathered_schemes_are_estimated_where_the_interconnects_are_known():

@@ -211,6 +211,9 @@ def test_what_presets_were_before_does_not_fit(name, hydra, most):
     report = check_preset(name, **hydra, planner={"space": "plain"})
     assert "no scheme fits a micro-batch of" in report.problems[0]
     assert 0 < max(row["max_len_tokens"] for row in report.schemes) < most
+    full = check_preset(name, **hydra)
+    assert full.problems == []
+    assert any("none of these schemes fits hydra.context_length" in text for text in full.assumed)
 
 
 def test_states_of_the_engine_are_24_bytes_a_parameter():

@@ -226,6 +226,7 @@ class _Budget:
             node = hydra.link.devices_per_node or DEFAULT_DEVICES
             check_one_host(strategy, -(-report.num_devices // node))
         self._load_model()
+        self._check_given()
         self._profile = self._find_profile()
         self._say_what_is_estimated()
         self._describe_streaming()
@@ -234,6 +235,16 @@ class _Budget:
         strategies = self._candidates()
         self._check_communicators([*strategies, *self._started_with])
         report.strategies = [str(strategy) for strategy in strategies]
+
+    def _check_given(self) -> None:
+        for scheme in sorted(schemes_of(self._given)):
+            check_context_parallel(scheme, self._hydra.context_length)
+            if self._stage_model is not None:
+                self._stage_model.check_scheme(scheme)
+        if self._given and "space" in self._hydra.planner.model_fields_set:
+            self._report.warnings.append(
+                f"hydra.planner.space is {self._hydra.planner.space} and not used: hydra.strategies are given"
+            )
 
     def _say_what_is_estimated(self) -> None:
         if self._profile is None:
@@ -436,11 +447,6 @@ class _Budget:
 
     def _describe_memory(self, profile: Profile) -> None:
         report, context, number = self._report, self._hydra.context_length, self._report.num_devices
-        for strategy in self._given:
-            for scheme in strategy.schemes:
-                check_context_parallel(scheme, context)
-                if self._stage_model is not None:
-                    self._stage_model.check_scheme(scheme)
         costs = Costs(profile, self._settings().cluster)
         profile = self._profile = costs.extended(schemes_of(self._given))
         report.known_profile, memory = profile, profile.memory
@@ -467,16 +473,18 @@ class _Budget:
                 }
             )
         self._warn_of_wide_tp(profile, fitting)
-        if self._given and "space" in self._hydra.planner.model_fields_set:
-            report.warnings.append(
-                f"hydra.planner.space is {self._hydra.planner.space} and not used: hydra.strategies are given"
-            )
         try:
             check_longest(profile, self._settings())
         except HydraConfigError as error:
             raise HydraConfigError(
                 f"hydra.context_length: {error}, or raise hydra.memory_limit_bytes"
             ) from error
+        longest = max((row["max_len_tokens"] for row in report.schemes), default=0)
+        if not self._given and longest < context:
+            report.assumed.append(
+                f"none of these schemes fits hydra.context_length = {context}; others of the full space do, whose "
+                "times and memory follow from theirs (--histogram shows the candidates)"
+            )
 
     def _warn_of_wide_tp(self, profile: Profile, schemes: Sequence[Scheme]) -> None:
         """Say so where TP groups of what fits the context leave a node, all of them."""
