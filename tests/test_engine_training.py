@@ -618,9 +618,7 @@ def train_without_a_scheme():
     for data in (dataset_of(batches(2)), None):
         engine = start_hydra(tiny("llama"), hydra=hydra, training_data=data)
         engine.train_batch(None if data is not None else batches(1)[0])
-        results.append(
-            (engine.last_metrics.strategy, [str(s) for s in engine.hydra.candidates.strategies])
-        )
+        results.append((engine.last_metrics, [str(s) for s in engine.hydra.candidates.strategies]))
         engine.destroy()
     return results
 
@@ -645,7 +643,8 @@ def test_a_rank_stays_idle_where_single_ranks_hold_no_model():
 
 @pytest.mark.distributed
 def test_schemes_that_the_measured_profile_leaves_out_are_not_planned_for():
-    for strategy, candidates in run_distributed(train_without_a_scheme, 2)[0]:
+    for metrics, candidates in run_distributed(train_without_a_scheme, 2)[0]:
         assert {"1x<2,1>", "2x<1,1>"} <= set(candidates)
         assert not any("<1,2>" in text for text in candidates)
-        assert strategy in candidates
+        assert metrics.strategy in candidates
+        assert min(metrics.waited_ms, metrics.planning_ms) > 0, "a given mini-batch waits, too"

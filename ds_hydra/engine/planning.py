@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
@@ -252,11 +253,14 @@ class IterationSource:
         )
 
         def plan_now() -> PlannedIteration:
+            start = time.perf_counter()
             task = self._candidates.task(strategies, profile, forward_only=forward_only)
+            plan = plan_task(task, batch, corrections)
+            planning_ms = (time.perf_counter() - start) * 1e3
             return PlannedIteration(
-                plan=plan_task(task, batch, corrections),
-                planning_ms=0.0,
-                waited_ms=0.0,
+                plan=plan,
+                planning_ms=planning_ms,
+                waited_ms=planning_ms,
                 source="inline",
                 corrections=corrections,
             )
