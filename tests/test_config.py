@@ -158,6 +158,10 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
         ),
         ({"planner": []}, "hydra.planner is []: it should be an object"),
         (
+            {"planner": {"dispatch": "ideal", "solver": "none"}},
+            'hydra.planner.solver is "none", and hydra.planner.dispatch "ideal" is an ILP',
+        ),
+        (
             {"profiling": {"lengths": [5, 6]}},
             "hydra.profiling.lengths is [5, 6]: wanted three different lengths of 2 tokens or more",
         ),

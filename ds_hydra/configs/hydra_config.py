@@ -189,7 +189,9 @@ class PlannerConfig(_Section):
     """
 
     solver: Literal["cbc", "highs", "none"] = "cbc"
-    """ILP solver behind `mip`; "cbc" comes with it, "highs" needs the extra `ds_hydra[highs]`."""
+    """ILP solver behind `mip`; "cbc" comes with it, "highs" needs the extra `ds_hydra[highs]`,
+    "none" starts no ILP.
+    """
 
     gap_tolerance: float = Field(default=0.02, ge=0, lt=1)
     """Relative gap to the proven bound below which no ILP is started; 2% is less than timing
@@ -480,8 +482,16 @@ class HydraConfig(_Section):
                 problems.setdefault(details["loc"], explain(details, _SECTIONS))
         if config is not None and max(config.profiling.lengths or (0,)) > config.context_length:
             problems["profiling", "lengths"] = (
-                f"{list(config.profiling.lengths or ())}, expected lengths up to hydra.context_length, "
+                f"is {list(config.profiling.lengths or ())}, expected lengths up to hydra.context_length, "
                 f"{config.context_length}"
+            )
+        if (
+            config is not None
+            and config.planner.dispatch == "ideal"
+            and config.planner.solver == "none"
+        ):
+            problems["planner", "solver"] = (
+                'is "none", and hydra.planner.dispatch "ideal" is an ILP; set it to "cbc", or dispatch to "greedy"'
             )
         if config is None or problems:
             raise HydraConfigError(list_problems(problems))
