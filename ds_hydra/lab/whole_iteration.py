@@ -348,4 +348,6 @@ def measured_from_json(
     except HydraConfigError as error:
         raise HydraConfigError(f"{source}: {error}; mend or remove the measurement") from error
     except (KeyError, TypeError) as error:
-        raise HydraConfigError(f"{source}: not a list of measured iterations: {error!r}") from error
+        raise HydraConfigError(
+            f'{source}: expected {{"points": [{{"setup": {{...}}, "iteration_ms": ...}}, ...]}}: {error!r}'
+        ) from error

@@ -110,7 +110,7 @@ def simulate(
     space: Annotated[
         SimulatedSpace,
         typer.Option(
-            help="Schemes of ds_hydra: <TP,PP>, SP, streamed and checkpointed layers, or <TP,PP> alone; a sweep "
+            help="Schemes of ds_hydra: <TP,PP>, SP, CP, gathered and checkpointed layers, or <TP,PP> alone; a sweep "
             "has <TP,PP> alone."
         ),
     ] = "full",
