@@ -92,7 +92,9 @@ class IterationMetrics:
     device that no file of `ds_hydra/configs/hardware` names.
     """
     predicted_ms: float
-    """Forward + backward of the slowest pipeline, as planned."""
+    """Forward + backward of the slowest pipeline, as planned; by FLOP counts, which say nothing of
+    time, where a strategy was forced that no profile knows.
+    """
     measured_ms: float
     """Forward + backward of the slowest pipeline."""
     imbalance: float
@@ -150,7 +152,7 @@ class IterationMetrics:
     deviation of their logarithm, 0 before enough was measured.
     """
     pipelines: tuple[PipelineMetrics, ...]
-    """For each pipeline `tp`, `pp` (and the options of its scheme, `sp`, `cp`, `ckpt` and so on, where set),
+    """For each pipeline `tp`, `pp` (and the options of its scheme, `sp`, `ckpt`, ..., where set),
     `ranks`, `num_micro_batches`, `num_tokens`, `predicted_ms`, `measured_ms`, `prediction_error`,
     and `profiled_ms`, which the profile alone would have predicted (`null` without one).
     """
