@@ -187,7 +187,9 @@ class HydraRuntime:
         """Add the iteration to the run folder; on chosen iterations with the times of all
         stages.
         """
-        slowdown = metrics.measured_ms / metrics.predicted_ms if metrics.predicted_ms > 0 else 0.0
+        # What no profile knows is planned by FLOP counts, and would be the slowest for ever
+        is_known = metrics.predicted_ms > 0 and math.isfinite(metrics.profile_error)
+        slowdown = metrics.measured_ms / metrics.predicted_ms if is_known else 0.0
         if self._traces.wants(plan.iteration, slowdown):
             timeline = gather_timeline(self.propagator.recorder, plan, self._device)
             mine = torch.tensor([self._memory.peak_bytes()], dtype=torch.int64, device=self._device)
