@@ -61,8 +61,9 @@ class Progress(tqdm):
             super().display(msg, pos)
         elif self.total and 10 * self.n // self.total > self._tenths:
             self._tenths = 10 * self.n // self.total
-            self.fp.write(f"{str(self)[:_LONGEST_LINE]}\n")
-            self.fp.flush()
+            with contextlib.suppress(OSError):  # a full disk, a pipe whose reader is gone
+                self.fp.write(f"{str(self)[:_LONGEST_LINE]}\n")
+                self.fp.flush()
 
     def update(self, n: float | None = 1) -> bool | None:
         """As tqdm; no tenth is left out because it came soon after the last."""

@@ -496,6 +496,16 @@ def test_progress_is_a_line_every_tenth_where_there_is_no_terminal():
     assert "\r" in drawn(Screen())
 
 
+def test_a_line_that_cannot_be_written_ends_nothing():
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+    with Progress(total=10, file=Full()) as progress:
+        for _ in range(10):
+            progress.update()
+
+
 def test_bars_of_libraries_are_off_where_there_is_no_terminal(monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     libraries.enable_progress_bar()
