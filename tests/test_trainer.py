@@ -22,6 +22,7 @@ import functools
 import math
 import os
 import shutil
+import signal
 import time
 import weakref
 from unittest import mock
@@ -584,7 +585,18 @@ def killed_while_saving(folder):
     if dist.get_rank() == 0:  # as between the renames of a second saving
         os.rename(f"{folder}/{run}/checkpoint-2", f"{folder}/{run}/.replaced-checkpoint-2")
     resumed = {}
-    for run in ("save_checkpoint-2", "do_together-4"):
+
+    class Stop(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    faults = {"faults": {"save_on_sigterm": f"{folder}/stopped"}}
+    stopped = start("stopped", hydra=faults, callbacks=[Stop()], save_steps=3)
+    with pytest.raises(SystemExit):
+        stopped.train()
+    results["stopped"] = set(os.listdir(f"{folder}/stopped"))
+    for run in ("save_checkpoint-2", "do_together-4", "stopped"):
         again = start(run)
         again.train(resume_from_checkpoint=True)
         resumed[run] = numbers(again.state.log_history, "loss"), set(os.listdir(f"{folder}/{run}"))
@@ -596,6 +608,9 @@ def test_killed_while_saving_the_last_whole_checkpoint_is_resumed(tmp_path):
     losses, results, resumed = run_distributed(killed_while_saving, 2, str(tmp_path))[0]
     assert len(losses) == 3
     assert results.pop("do_together-4") == ({"checkpoint-1", "checkpoint-2"}, "checkpoint-2")
+    assert results.pop("stopped") == {"checkpoint-2"}
+    assert resumed["stopped"] == (losses, {"checkpoint-2", "checkpoint-3"})
+    del resumed["stopped"]
     assert len(results) == 4
     for run, found in results.items():
         assert found == ({"checkpoint-1", "_saving-checkpoint-2"}, "checkpoint-1"), run

@@ -258,7 +258,7 @@ class FaultsConfig(_Section):
 
     save_on_sigterm: Text | None = None
     """Folder for a checkpoint after the iteration in which any rank gets SIGTERM, then exit code 0;
-    null: none.
+    null: none. With HydraTrainer it is a `checkpoint-N`: name its output_dir.
     """
 
 

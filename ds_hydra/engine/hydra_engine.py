@@ -142,6 +142,8 @@ class HydraEngine(CheckpointingEngine):
         self._hydra: HydraRuntime | None = None
         self._bias_correction: BiasCorrection | None = None
         self._gradients: GradientShards | None = None
+        self.on_sigterm: Callable[[str], None] | None = None
+        """In place of saving and ending: a Trainer, whose step goes on, has more to save."""
         self.last_scores: Scores | None = None
         self.last_metrics: IterationMetrics | None = None
         """Metrics of the last iteration; equal on all ranks but for this rank's own iteration and
@@ -291,8 +293,9 @@ class HydraEngine(CheckpointingEngine):
             self._num_trained += 1
             if self._num_trained % _SPARES_EVERY == _SETTLED_AFTER:
                 spare_collector()
-        if outcomes.is_stop_requested and self._hydra_config.faults.save_on_sigterm is not None:
-            self._save_and_exit(self._hydra_config.faults.save_on_sigterm)
+        folder = self._hydra_config.faults.save_on_sigterm
+        if outcomes.is_stop_requested and folder is not None:
+            (self.on_sigterm or self._save_and_exit)(folder)
         return to_device(torch.tensor(value, dtype=torch.float32), self.device)
 
     @_in_own_modes

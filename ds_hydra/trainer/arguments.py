@@ -38,7 +38,7 @@ REFUSED = {
     "parallelism_config": "ds_hydra chooses TP and PP itself, every iteration (hydra.strategies); leave it out",
     "fsdp": "parameters are sharded by DeepSpeed ZeRO-3; leave it out",
     "enable_jit_checkpoint": "it saves before the optimizer's step, which an iteration contains, so that weights would "
-    "be one step ahead of their checkpoint; leave it out and set hydra.faults.save_on_sigterm",
+    "be one step ahead of their checkpoint; leave it out and set hydra.faults.save_on_sigterm to output_dir",
 }
 """Arguments that would change what is trained and are not honoured, with what to do instead."""
 

@@ -73,6 +73,7 @@ class EngineMixin:
     def __init__(self, *args: Any, **kwargs: Any):
         self._trained, self._since_log = Counters(), Counters()
         self._of_engine: tuple[Any, Any] = (None, None)
+        self._stop_dir: str | None = None
         super().__init__(*args, **kwargs)
         self._refuse_optimizers()
         ds_config = self.accelerator.state.deepspeed_plugin.hf_ds_config.config
@@ -298,6 +299,7 @@ class EngineMixin:
             if self.deepspeed is None:  # what was made for this start is nobody's at the next one
                 self.optimizer = self.lr_scheduler = None
             raise
+        self.engine.on_sigterm = self._stop_after_step
         self._take_scheduler()
         self._attach_data()
         # After the data, whose position is in the checkpoint
@@ -347,6 +349,11 @@ class EngineMixin:
                 "metric_for_best_model='loss'"
             )
 
+    def _stop_after_step(self, save_dir: str) -> None:
+        """What SIGTERM asks for: a checkpoint in `save_dir` when this step is over, and the end."""
+        self._stop_dir = save_dir
+        self.control.should_save = True
+
     def _count_iteration(self) -> None:
         """Take the last iteration into the counters."""
         for counters in (self._trained, self._since_log):
@@ -375,7 +382,8 @@ class EngineMixin:
         """As transformers, written aside: `checkpoint-N` is there when all ranks have written."""
         self._call_together("saving a checkpoint of the Trainer")
         state, args = self.state, self.args
-        folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        parent = self._stop_dir or self._get_output_dir(trial)
+        folder = Path(parent, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         if trial is None:
             self.store_flos()
         if state.best_global_step:
@@ -393,6 +401,10 @@ class EngineMixin:
                 best_model_checkpoint=state.best_model_checkpoint,
                 use_mtime=True,
             )
+        if self._stop_dir is not None:
+            self._warn(f"SIGTERM: saved {folder}, ending")
+            self.engine.destroy()
+            raise SystemExit(0)
 
     def _write_checkpoint(self, folder: str) -> None:
         self.save_model(folder, _internal_call=True)
