@@ -44,7 +44,7 @@ from single_process import random_examples
 from test_engine_parity import hand_plan
 from test_engine_training import batches
 
-from ds_hydra.engine.checkpointing.files import _lock_folder
+from ds_hydra.engine.checkpointing.files import lock_folder
 from ds_hydra.engine.ranks import agreement, process
 from ds_hydra.errors import CheckpointError, HydraDataError, PlanMismatchError
 
@@ -442,7 +442,7 @@ def faults_that_ranks_survive(folder):
         raised_by(lambda: engine.load_checkpoint("")),
     ]
     dist.barrier()
-    lock = _lock_folder(Path(checkpoints)) if rank == 1 else None
+    lock = lock_folder(Path(checkpoints)) if rank == 1 else None
     dist.barrier()
     outcome["arguments"].append(try_to_save())
     if lock is not None:

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -206,6 +207,23 @@ def test_a_run_that_continues_no_other_gets_the_folder_for_itself(tmp_path, capl
     log_iterations(tmp_path, [100], "resumed from elsewhere", save_plans=False)
     assert iterations_of(tmp_path) == [100]
     assert iterations_of(tmp_path / "earlier-2") == [0, 1]
+
+
+def test_two_runs_at_once_in_a_folder_are_announced(tmp_path, caplog, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = RunLog(Path("run"), save_plans=False)
+    assert not caplog.text
+    second = RunLog(Path("run"), save_plans=False)
+    assert f"{tmp_path}/run: another run writes to this folder" in caplog.text
+    first.close()
+    second.close()
+    caplog.clear()
+    third = RunLog(Path("run"), save_plans=False)
+    monkeypatch.chdir("/")
+    third.write_run({})
+    third.close()
+    assert not caplog.text
+    assert (tmp_path / "run/run.json").exists()
 
 
 def test_half_a_line_of_a_killed_run_is_left_out(tmp_path):

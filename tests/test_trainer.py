@@ -52,7 +52,7 @@ from ds_hydra.commands.init import start_config
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.engine.ranks.agreement import on_all_ranks
-from ds_hydra.errors import HydraConfigError, PlanMismatchError
+from ds_hydra.errors import CheckpointError, HydraConfigError, PlanMismatchError
 from ds_hydra.sampler.data.batches import SamplerState, epoch_order
 from ds_hydra.trainer import HydraTrainer, mixin
 from ds_hydra.trainer.arguments import NOT_CALLED
@@ -601,6 +601,19 @@ def killed_while_saving(folder):
         again.train(resume_from_checkpoint=True)
         resumed[run] = numbers(again.state.log_history, "loss"), set(os.listdir(f"{folder}/{run}"))
     return numbers(whole.state.log_history, "loss"), results, resumed
+
+
+def test_two_jobs_never_save_into_one_folder_at_once(tmp_path):
+    with mixin.made_anew(tmp_path / ".saving-checkpoint-2"):
+        (tmp_path / ".saving-checkpoint-2/weights").touch()
+        with (
+            pytest.raises(CheckpointError, match="another job is saving to"),
+            mixin.made_anew(tmp_path / ".saving-checkpoint-2"),
+        ):
+            pass
+        assert (tmp_path / ".saving-checkpoint-2/weights").exists()
+    with mixin.made_anew(tmp_path / ".saving-checkpoint-2"):
+        assert not (tmp_path / ".saving-checkpoint-2/weights").exists()
 
 
 @pytest.mark.distributed

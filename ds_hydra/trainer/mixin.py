@@ -40,7 +40,12 @@ from transformers.trainer_utils import (
 from ds_hydra.configs import HydraConfig, read_ds_config
 from ds_hydra.configs.ds_config import dtype_name, with_known_names
 from ds_hydra.engine import HydraEngine, hydra_engine_class
-from ds_hydra.engine.checkpointing.files import do_together, put_in_place, restore_replaced
+from ds_hydra.engine.checkpointing.files import (
+    do_together,
+    lock_folder,
+    put_in_place,
+    restore_replaced,
+)
 from ds_hydra.engine.checks.deepspeed_section import check_buildable
 from ds_hydra.engine.hydra_engine import needs_metric
 from ds_hydra.engine.model.adapters import check_trains, unify_adapter_dtype, unwrap_adapters
@@ -471,19 +476,20 @@ def written_aside(folder: Path, *, commits: bool, device: torch.device) -> Itera
     Errors of writing are raised on all ranks as CheckpointError, and then nothing has changed.
     """
     aside = folder.with_name(f"_saving-{folder.name}")
-    do_together(lambda: _make_anew(aside) if commits else None, device)
-    error: Exception | None = None
-    try:
-        yield aside
-    except Exception as caught:
-        error = caught
-    try:
-        raise_together(error, device)
-        do_together(lambda: put_in_place(aside, folder) if commits else None, device)
-    except Exception:
-        if commits:
-            shutil.rmtree(aside, ignore_errors=True)
-        raise
+    with contextlib.ExitStack() as held:
+        do_together(lambda: held.enter_context(made_anew(aside)) if commits else None, device)
+        error: Exception | None = None
+        try:
+            yield aside
+        except Exception as caught:
+            error = caught
+        try:
+            raise_together(error, device)
+            do_together(lambda: put_in_place(aside, folder) if commits else None, device)
+        except Exception:
+            if commits:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
 
 
 def check_checkpoint(path: str | Path | bool, output_dir: str = "") -> None:
@@ -507,12 +513,20 @@ def check_checkpoint(path: str | Path | bool, output_dir: str = "") -> None:
     )
 
 
-def _make_anew(aside: Path) -> None:
+@contextlib.contextmanager
+def made_anew(aside: Path) -> Iterator[None]:
+    """While open, `aside` is there, empty at first, and no other job makes one beside it."""
     aside.parent.mkdir(parents=True, exist_ok=True)
-    restore_replaced(aside.parent)
-    if aside.exists():  # what a crash left
-        shutil.rmtree(aside)
-    aside.mkdir()
+    lock = lock_folder(aside.parent)
+    try:
+        restore_replaced(aside.parent)
+        if aside.exists():  # what a crash left
+            shutil.rmtree(aside)
+        aside.mkdir()
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 class StrategyProgressCallback(ProgressCallback):

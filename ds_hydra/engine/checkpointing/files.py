@@ -199,7 +199,7 @@ class Saving:
     def begin(self) -> None:
         """Lock `save_dir` and make the folder, without what a crash left there."""
         self._save_dir.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock_folder(self._save_dir)
+        self._lock = lock_folder(self._save_dir)
         restore_replaced(self._save_dir)
         target = self._save_dir / self._tag
         if target.is_symlink():
@@ -250,7 +250,7 @@ class Saving:
         return digests
 
 
-def _lock_folder(folder: Path) -> int | None:
+def lock_folder(folder: Path) -> int | None:
     """A descriptor that locks `folder` until it is closed; None where its file system cannot."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -258,8 +258,8 @@ def _lock_folder(folder: Path) -> int | None:
     except BlockingIOError as error:
         os.close(descriptor)
         raise CheckpointError(
-            f"another job is saving to {folder} at this moment, nothing was written; pass another save_dir to "
-            "save_checkpoint in one of the jobs"
+            f"another job is saving to {folder} at this moment, nothing was written; give one of the jobs "
+            "another save_dir or output_dir"
         ) from error
     except OSError:
         os.close(descriptor)

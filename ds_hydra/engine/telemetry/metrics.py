@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import logging
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.records.metrics import (
@@ -181,7 +182,7 @@ class RunLog:
 
     def __init__(self, run_dir: Path, *, save_plans: bool):
         self.num_lost = 0
-        self._run_dir = run_dir
+        self._run_dir = run_dir = run_dir.absolute()  # a callback may change the working folder
         replaced = [run_dir / name for name in (RUN_FILE, PROFILE_FILE)]
         self._earlier: dict[str, bytes] | None = {
             path.name: path.read_bytes() for path in replaced if path.is_file()
@@ -193,7 +194,21 @@ class RunLog:
             self._plans.mkdir(exist_ok=True)
         for name in (METRICS_FILE, TRACE_FILE):
             _end_last_line(run_dir / name)
-        self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        self._file = self._open()
+
+    def _open(self) -> TextIO:
+        file = (self._run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning(
+                "%s: another run writes to this folder at this moment, and what both write will be mixed; name "
+                "another hydra.run_dir in one of them",
+                self._run_dir,
+            )
+        except OSError:  # a file system without locks
+            pass
+        return file
 
     def write(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
         """Append one iteration; what cannot be written is lost: training matters more."""
@@ -241,7 +256,7 @@ class RunLog:
             (aside / name).write_bytes(content)
         if self._plans is not None:
             self._plans.mkdir()
-        self._file = (self._run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        self._file = self._open()
         before.close()
         logger.warning(
             "%s holds a run that ended at iteration %d, which iteration %d does not continue: it is now in %s",
