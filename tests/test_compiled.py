@@ -56,6 +56,16 @@ def garble(content):
     )
 
 
+def test_a_start_that_cannot_keep_compiled_code_says_why_it_waits(tmp_path, monkeypatch, caplog):
+    def find_none(*_):
+        raise RuntimeError("cannot cache function: no locator available")
+
+    monkeypatch.setattr("ds_hydra.strategy.compiled.HealingCache", find_none)
+    caching.say_uncached.cache_clear()
+    assert load_triple(tmp_path)(7) == load_triple(tmp_path)(7) == 21
+    assert caplog.text.count("set NUMBA_CACHE_DIR to") == 1
+
+
 DAMAGES = {
     "empty": lambda _: b"",
     "one byte": lambda content: content[:1],

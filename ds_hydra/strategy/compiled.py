@@ -10,14 +10,13 @@ See [Note: A cache that heals].
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar, cast
 
 try:
     from numba import njit
 
-    from ds_hydra.strategy.compiled_cache import HealingCache
+    from ds_hydra.strategy.compiled_cache import HealingCache, say_uncached
 
     HAS_NUMBA = True
 except ImportError:  # the planner is then slow, and still right
@@ -32,6 +31,8 @@ def compiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Res
     if not HAS_NUMBA:
         return function
     dispatcher = njit(nogil=True)(function)
-    with contextlib.suppress(RuntimeError):  # no folder can be written: compiled in every process
+    try:
         dispatcher._cache = HealingCache(function)  # type: ignore[attr-defined]
+    except RuntimeError:
+        say_uncached()
     return cast(Callable[Parameters, Result], dispatcher)

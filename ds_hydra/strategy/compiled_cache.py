@@ -41,6 +41,16 @@ def _say_once(name: str) -> None:
 _has_said: list[str] = []
 
 
+@functools.cache
+def say_uncached() -> None:
+    """Why every start waits; on one rank of a host."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        logger.warning(
+            "no folder for compiled code can be written, so every process compiles the planner anew (up to a minute); "
+            "set NUMBA_CACHE_DIR to one that can"
+        )
+
+
 class HealingCache(FunctionCache):
     """Where `compiled` keeps the code of one function."""
 
