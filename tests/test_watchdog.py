@@ -65,6 +65,19 @@ def wait_for_verdict(one):
     return one._relevant_verdict()
 
 
+def test_a_second_thread_is_refused_while_the_first_one_is_inside(pair):
+    def enter():
+        with pair[0].section("evaluation"):
+            pass
+
+    with ThreadPoolExecutor(1) as pool, pair[0].section("propagation"):
+        enter()
+        with pytest.raises(RuntimeError, match="the engine is in propagation in another thread"):
+            pool.submit(enter).result()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(enter).result()
+
+
 @pytest.mark.parametrize("leaving", [0, 1])
 def test_a_rank_that_has_left_is_named_and_nothing_of_it_stays(pair, leaving):
     pair[leaving].close()

@@ -106,6 +106,7 @@ class Watchdog:
         self._grace_s = grace_s
         self._section = 0
         self._is_inside = False
+        self._section_thread = 0
         self._phase = "start"
         self._verdict: Verdict | None = None
         self._deadline: float | None = None
@@ -141,6 +142,11 @@ class Watchdog:
         may be nested; the outer one counts.
         """
         if self._is_inside:
+            if threading.get_ident() != self._section_thread:
+                raise RuntimeError(
+                    f"the engine is in {self._phase} in another thread, and its ranks exchange one thing at a time: "
+                    "call its methods one after the other, from one thread"
+                )
             before, self._phase = self._phase, phase
             yield
             self._phase = before
@@ -150,6 +156,7 @@ class Watchdog:
             self._phase = phase
             verdict = self._relevant_verdict()
             self._is_inside = True
+            self._section_thread = threading.get_ident()
         try:
             if verdict is not None:
                 raise self._error_of(verdict)
