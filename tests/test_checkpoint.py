@@ -380,6 +380,10 @@ def weights_between_checkpoints(folder):
         _, state = engine.load_checkpoint(folder)
         assert state == {"epoch": 3}
     tags = [Path(engine.load_checkpoint(folder, tag=tag)[0]).parent.name for tag in (1, 2)]
+    # As where a launcher gives each rank a device of its own, and all of them LOCAL_RANK=0
+    engine.local_rank, engine._config.use_node_local_storage = 0, True
+    engine.save_checkpoint(f"{folder}/local")
+    engine.load_checkpoint(f"{folder}/local")
     engine.destroy()
     model = tiny("llama", seed=1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

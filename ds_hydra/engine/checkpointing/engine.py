@@ -77,13 +77,14 @@ class CheckpointingEngine(DeepSpeedEngine):
             tag = f"global_step{self.global_steps}" if tag is None else _as_name(tag)
             saving = files.Saving(save_dir, tag, self._agree_on_saving(save_dir, tag))
             state = {**(client_state or {}), _CLIENT_STATE_KEY: self.hydra.state_dict()}
-            rank = self.local_rank if self.use_node_local_storage() else self.global_rank
-            commits = rank == 0
+            # Not by LOCAL_RANK: a launcher may give all ranks of a host 0, and a device each
+            sharing = self._ranks_sharing_a_folder()
+            commits = self.global_rank == sharing[0]
             commit = functools.partial(
                 saving.commit,
                 world_size=self.world_size,
                 save_latest=save_latest,
-                ranks=self._ranks_sharing_a_folder(),
+                ranks=sharing,
             )
             try:
                 self._together(saving.begin if commits else None)
