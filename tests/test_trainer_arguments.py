@@ -799,6 +799,13 @@ def test_a_start_without_a_launcher_says_how_to_start():
         raise ModuleNotFoundError("No module named 'other'", name="other")
 
 
+def test_a_trainer_without_a_launcher_says_how_to_start(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    with pytest.raises(HydraConfigError, match="torchrun --nproc-per-node N"):
+        HydraTrainer._read(None, [], "train_dataset")
+
+
 def test_schedules_that_want_a_metric_are_known_by_their_step():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     schedules = torch.optim.lr_scheduler

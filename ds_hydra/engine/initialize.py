@@ -28,6 +28,17 @@ from ds_hydra.errors import HydraConfigError
 logger = logging.getLogger(__name__)
 
 
+def no_launcher() -> HydraConfigError:
+    """What is missing where a script was started by itself."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = ", ".join(name for name in names if name not in os.environ)
+    return HydraConfigError(
+        f"no launcher has said which rank this process is ({missing} not set); start with `torchrun "
+        "--nproc-per-node N train.py` or `deepspeed train.py`, where N is the number of devices, 1 for a trial; "
+        "mpirun needs mpi4py"
+    )
+
+
 @contextlib.contextmanager
 def hydra_engine_class(hydra_config: HydraConfig) -> Iterator[None]:
     """While open, `deepspeed.initialize` builds a HydraEngine, wherever it is called from."""
@@ -44,13 +55,7 @@ def hydra_engine_class(hydra_config: HydraConfig) -> Iterator[None]:
             error.name != "mpi4py"
         ):  # where DeepSpeed looks when nothing else says which rank this is
             raise
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        missing = ", ".join(name for name in names if name not in os.environ)
-        raise HydraConfigError(
-            f"no launcher has said which rank this process is ({missing} not set); start with `torchrun "
-            "--nproc-per-node N train.py` or `deepspeed train.py`, where N is the number of devices, 1 for a trial; "
-            "mpirun needs mpi4py"
-        ) from error
+        raise no_launcher() from error
     finally:
         deepspeed.DeepSpeedEngine = original
 

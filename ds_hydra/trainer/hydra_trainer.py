@@ -10,9 +10,11 @@ them with the installed version.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -20,6 +22,7 @@ from transformers.integrations.deepspeed import deepspeed_init
 from transformers.trainer_utils import EvalLoopOutput
 
 from ds_hydra.configs import HydraConfig
+from ds_hydra.engine.initialize import no_launcher
 from ds_hydra.engine.losses.loss import CrossEntropy
 from ds_hydra.engine.model.module_state import check_free
 from ds_hydra.errors import HydraConfigError
@@ -160,6 +163,8 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         return data.pad_examples(examples, pad_token_id)
 
     def _read(self, dataset: Any, what: str, *, every_row: bool = False) -> TokenDataset:
+        if "RANK" not in os.environ and not dist.is_initialized():
+            raise no_launcher()
         return self._reader.read(dataset, what, self.processing_class, every_row=every_row)
 
     # ---- Training
