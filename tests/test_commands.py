@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as libraries
 
 from ds_hydra.commands import lengths, propose
+from ds_hydra.configs.files import write_whole
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import Progress, no_bars_in_files
 from ds_hydra.sampler.data import length_stats
@@ -469,6 +470,23 @@ def test_a_damaged_interrupted_count_is_named(tmp_path):
         partial.write_text(content)
         with pytest.raises(HydraConfigError, match=r"lengths\.json\.partial"):
             length_stats._read_resume_file(partial, {})
+
+
+def test_two_processes_that_write_a_file_at_once_never_mix(tmp_path):
+    path = tmp_path / "out.json"
+
+    def lines():
+        yield "first\n"
+        if os.fork() == 0:
+            write_whole(path, ["second\n"])
+            os._exit(0)
+        os.wait()
+        assert path.read_text() == "second\n"
+        yield "first\n"
+
+    write_whole(path, lines())
+    assert path.read_text() == "first\nfirst\n"
+    assert os.listdir(tmp_path) == ["out.json"]
 
 
 class Screen(io.StringIO):

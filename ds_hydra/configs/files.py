@@ -164,10 +164,13 @@ def write_whole(path: Path, lines: Iterable[str]) -> None:
             file.writelines(lines)
         return
     path = path.resolve()
-    partial = path.with_name(path.name + ".writing")
-    with partial.open("w", encoding="utf-8") as file:
-        file.writelines(lines)
-    partial.replace(path)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.writing")  # no other process' file
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(lines)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def check_object(value: Any, source: str) -> dict[str, Any]:
