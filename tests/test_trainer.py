@@ -604,16 +604,16 @@ def killed_while_saving(folder):
 
 
 def test_two_jobs_never_save_into_one_folder_at_once(tmp_path):
-    with mixin.made_anew(tmp_path / ".saving-checkpoint-2"):
-        (tmp_path / ".saving-checkpoint-2/weights").touch()
+    with mixin.made_anew(tmp_path / "_saving-checkpoint-2"):
+        (tmp_path / "_saving-checkpoint-2/weights").touch()
         with (
             pytest.raises(CheckpointError, match="another job is saving to"),
-            mixin.made_anew(tmp_path / ".saving-checkpoint-2"),
+            mixin.made_anew(tmp_path / "_saving-checkpoint-2"),
         ):
             pass
-        assert (tmp_path / ".saving-checkpoint-2/weights").exists()
-    with mixin.made_anew(tmp_path / ".saving-checkpoint-2"):
-        assert not (tmp_path / ".saving-checkpoint-2/weights").exists()
+        assert (tmp_path / "_saving-checkpoint-2/weights").exists()
+    with mixin.made_anew(tmp_path / "_saving-checkpoint-2"):
+        assert not (tmp_path / "_saving-checkpoint-2/weights").exists()
 
 
 @pytest.mark.distributed
