@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -29,6 +30,7 @@ from test_engine_training import batches
 
 import ds_hydra
 from ds_hydra.engine.checkpointing import reshard
+from ds_hydra.engine.model import module_state
 from ds_hydra.errors import CheckpointError
 
 NUM_SEQUENCES = 32
@@ -456,3 +458,33 @@ def test_optimizers_are_told_apart_by_what_they_keep():
     reshard.check_same_optimizer(Path("x"), saved, fresh)
     with pytest.raises(CheckpointError, match="states of another optimizer"):
         reshard.check_same_optimizer(Path("x"), {**saved, "state": {0: moments, 1: moments}}, fresh)
+
+
+def save_what_is_empty(folder):
+    """How often each way to save was said to save nothing."""
+    model = tiny("llama")
+    engine = start_hydra(model)
+    engine.train_batch(batches(1)[0])
+    counts = []
+    with mock.patch.object(module_state.logger, "warning") as warn:
+        for save in (
+            lambda: model.save_pretrained(f"{folder}/{dist.get_rank()}"),
+            engine.module.state_dict,
+            lambda: engine.save_checkpoint(f"{folder}/checkpoint"),
+            lambda: engine.save_16bit_model(f"{folder}/weights"),
+        ):
+            save()
+            counts.append(warn.call_count)
+        with deepspeed.zero.GatheredParameters([*model.parameters()]):
+            model.state_dict()
+        engine.destroy()
+        model.state_dict()
+        counts.append(warn.call_count)
+    return counts
+
+
+@pytest.mark.distributed
+def test_weights_that_are_saved_empty_are_announced(tmp_path):
+    on_rank_0, on_rank_1 = run_distributed(save_what_is_empty, 2, str(tmp_path))
+    assert on_rank_0 == [1, 2, 2, 2, 2]
+    assert not any(on_rank_1)

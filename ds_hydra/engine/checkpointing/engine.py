@@ -23,6 +23,7 @@ from ds_hydra.engine.checkpointing.reshard import (
     read_optimizer_states,
 )
 from ds_hydra.engine.model.adapters import with_resting_adapters
+from ds_hydra.engine.model.module_state import saving_shards
 from ds_hydra.engine.ranks.agreement import broadcast_text, raise_together
 from ds_hydra.engine.ranks.watchdog import call_together, watch
 from ds_hydra.errors import CheckpointError
@@ -89,7 +90,8 @@ class CheckpointingEngine(DeepSpeedEngine):
             try:
                 self._together(saving.begin if commits else None)
                 folder = str(saving.folder)
-                super().save_checkpoint(folder, tag, state, False, exclude_frozen_parameters)
+                with saving_shards():
+                    super().save_checkpoint(folder, tag, state, False, exclude_frozen_parameters)
                 self.checkpoint_engine.write_digests(saving.folder, self.global_rank)
                 raise_together(self.checkpoint_engine.take_error(), self.device)
                 # Every rank's files are there: until here the checkpoint before is the latest one.

@@ -19,6 +19,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.zero import parameter_offload
 from torch import Tensor, nn
 
@@ -318,17 +319,44 @@ def _name_of(function: Any) -> str:
 
 
 _modules_of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_are_shards_saved = False
+"""Beside the dictionary of empty weights that is asked for."""
 
 
 def hold(model: nn.Module) -> None:
     """Note that an engine starts on `model`."""
     _modules_of_engines.update(model.modules())
+    if _tell_of_empty not in model._state_dict_pre_hooks.values():
+        model.register_state_dict_pre_hook(_tell_of_empty)
+
+
+@contextlib.contextmanager
+def saving_shards() -> Iterator[None]:
+    """While open, no state dictionary of empty weights is announced."""
+    global _are_shards_saved
+    _are_shards_saved = True
+    try:
+        yield
+    finally:
+        _are_shards_saved = False
+
+
+def _tell_of_empty(model: nn.Module, *_: Any) -> None:
+    is_empty = any(p.numel() == 0 and getattr(p, "ds_numel", 0) for p in model.parameters())
+    if is_empty and not _are_shards_saved and dist.get_rank() == 0:
+        logger.warning(
+            "weights in this state_dict() or save_pretrained() are empty, because ZeRO-3 has them in shards; save with "
+            "engine.save_16bit_model or trainer.save_model, or inside deepspeed.zero.GatheredParameters"
+        )
 
 
 def let_go(model: nn.Module) -> None:
     """Take away the hooks and dictionaries that DeepSpeed leaves on the modules of a destroyed
     engine, or of one whose start failed: they hold the engine, and gather parameters for it.
     """
+    for key, hook in [*model._state_dict_pre_hooks.items()]:
+        if hook is _tell_of_empty:
+            del model._state_dict_pre_hooks[key]
     parameter_offload.FWD_MODULE_STACK[:] = [
         module for module in parameter_offload.FWD_MODULE_STACK if module is not model
     ]
