@@ -214,10 +214,11 @@ class Watchdog:
         return said_by(1 if verdict.rank == 0 else 0, RankLostError(self._describe(verdict)))
 
     def _describe(self, verdict: Verdict) -> str:
+        advice = "Restart from the last checkpoint (torchrun --max-restarts does)"
         return (
             f"rank {verdict.rank} {verdict.text}; rank {self._rank} was {self._place} and cannot go on "
-            "without it. Restart from the last checkpoint (torchrun --max-restarts does)"
-        )
+            f"without it. {'' if self._phase == 'start' else advice}"
+        ).rstrip()
 
     @property
     def is_left(self) -> bool:
