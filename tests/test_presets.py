@@ -25,7 +25,7 @@ from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.profile import with_engine_states
 
 MODELS = ("llama2_13b", "llama2_32b", "llama2_7b")
-OTHERS = ("llama3_70b", "llama3_8b", "qwen3_8b")
+OTHERS = ("llama3_1_70b", "llama3_1_8b", "qwen3_8b")
 MIXTURES = ("gpt_oss_20b", "mixtral_8x7b", "qwen3_30b_a3b")
 
 
@@ -113,8 +113,8 @@ def test_what_is_handed_out_needs_no_compiler_of_cuda():
         ("llama2_7b", 6_738_415_616),
         ("llama2_13b", 13_015_864_320),
         ("llama2_32b", 32_528_943_616),
-        ("llama3_8b", 8_030_261_248),
-        ("llama3_70b", 70_553_706_496),
+        ("llama3_1_8b", 8_030_261_248),
+        ("llama3_1_70b", 70_553_706_496),
         ("qwen3_8b", 8_190_735_360),
     ],
 )

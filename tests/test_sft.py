@@ -120,8 +120,12 @@ def test_a_turn_that_does_not_count_by_its_own_key(tokenizer):
     for settings in ({}, {"assistant_only_loss": True}):
         with pytest.raises(HydraConfigError, match=r"row 0.*'weight' 0.*message.weight != 0"):
             to_labels(one(row), tokenizer, **settings)
-    user = {"messages": [{**CHAT[0], "loss_mask": 0}, {**CHAT[1], "loss_mask": 1}]}
-    to_labels(one(user), tokenizer, assistant_only_loss=True)
+    user, assistant = {**CHAT[0], "loss_mask": 0}, {**CHAT[1], "loss_mask": 1, "loss": 0.83}
+    to_labels(one({"messages": [user, assistant]}), tokenizer, assistant_only_loss=True)
+    given = {"prompt": [user, {**assistant, "train": False}, user], "completion": [assistant]}
+    to_labels(one(given), tokenizer)
+    with pytest.raises(HydraConfigError, match="'loss_mask' 0"):
+        to_labels(one(given), tokenizer, completion_only_loss=False)
     marked = "{% generation %}{{ m.content }}{% endgeneration %}"
     tokenizer.chat_template = TEMPLATE.replace(
         marked, f"{{% if m.weight != 0 %}}{marked}{{% else %}}{{{{ m.content }}}}{{% endif %}}"

@@ -591,8 +591,11 @@ def killed_while_saving(folder):
             if state.global_step == 1 and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_save = False  # as where a metric decides
+
     faults = {"faults": {"save_on_sigterm": f"{folder}/stopped"}}
-    stopped = start("stopped", hydra=faults, callbacks=[Stop()], save_steps=3)
+    stopped = start("stopped", hydra=faults, callbacks=[Stop()], save_steps=3, save_only_model=True)
     with pytest.raises(SystemExit):
         stopped.train()
     results["stopped"] = set(os.listdir(f"{folder}/stopped"))

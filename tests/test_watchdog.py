@@ -20,7 +20,7 @@ from distributed import wait_until
 
 from ds_hydra.engine.ranks import agreement, watchdog
 from ds_hydra.engine.ranks.watchdog import Watchdog
-from ds_hydra.errors import HydraConfigError, RankLostError
+from ds_hydra.errors import HydraConfigError, HydraError, RankLostError
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def test_a_second_thread_is_refused_while_the_first_one_is_inside(pair):
 
     with ThreadPoolExecutor(1) as pool, pair[0].section("propagation"):
         enter()
-        with pytest.raises(RuntimeError, match="the engine is in propagation in another thread"):
+        with pytest.raises(HydraError, match="the engine is in propagation in another thread"):
             pool.submit(enter).result()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(enter).result()
@@ -161,7 +161,9 @@ def test_a_rank_that_is_lost_between_two_calls_is_named(pair, caplog, orderly):
     loss = pair[0].find_cause(broken)
     assert str(loss).startswith("rank 1 is gone")
     assert "rank 0 was between two calls of the engine" in str(loss)
-    assert ("last checkpoint" in str(loss)) == orderly, "nothing was trained where it has just begun"
+    assert ("last checkpoint" in str(loss)) == orderly, (
+        "nothing was trained where it has just begun"
+    )
     told = [record.getMessage() for record in caplog.records]
     assert told == ([] if orderly else [str(loss)])
 

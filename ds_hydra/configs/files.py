@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -164,7 +165,7 @@ def write_whole(path: Path, lines: Iterable[str]) -> None:
             file.writelines(lines)
         return
     path = path.resolve()
-    partial = path.with_name(f"{path.name}.{os.getpid()}.writing")  # no other process' file
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.writing")
     try:
         with partial.open("w", encoding="utf-8") as file:
             file.writelines(lines)

@@ -41,10 +41,14 @@ def _say_once(name: str) -> None:
 _has_said: list[str] = []
 
 
-@functools.cache
+_SAID_UNCACHED = "DS_HYDRA_SAID_UNCACHED"
+"""In the environment, which planning processes inherit."""
+
+
 def say_uncached() -> None:
-    """Why every start waits; on one rank of a host."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    """Why every start waits, once; on one rank of a host."""
+    if os.environ.get("LOCAL_RANK", "0") == "0" and _SAID_UNCACHED not in os.environ:
+        os.environ[_SAID_UNCACHED] = "1"
         logger.warning(
             "no folder for compiled code can be written, so every process compiles the planner anew (up to a minute); "
             "set NUMBA_CACHE_DIR to one that can"

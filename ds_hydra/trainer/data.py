@@ -4,6 +4,7 @@ epochs, evaluation batches, padded batches.
 
 from __future__ import annotations
 
+import copy
 import logging
 import zlib
 from collections import OrderedDict
@@ -399,7 +400,9 @@ class DatasetReader:
         """
         device = self._args.device
         if isinstance(tokenizer, transformers.ProcessorMixin):  # it takes images first
-            tokenizer = tokenizer.tokenizer
+            template = getattr(tokenizer, "chat_template", None)
+            tokenizer = copy.copy(tokenizer.tokenizer)
+            tokenizer.chat_template = template or tokenizer.chat_template
         rows = run_together(lambda: as_datasets(dataset, what), device)
         # By content: a list may have other rows than when it was read before, and a tokenizer or
         # its chat template be another one

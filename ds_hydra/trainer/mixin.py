@@ -5,7 +5,7 @@ The overrides use names of transformers 5; a test compares them with the install
 
 [Note: Checkpoint folders of the Trainer]
 A folder is either whole or not there under its name. While it is written, `checkpoint-3` is called
-`_saving-checkpoint-3`, as in engine/checkpointing/files.py, which is not pushed to the Hub.
+`_saving-checkpoint-3`, as in engine/checkpointing/files.py; `push_to_hub` leaves out `_*`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 from accelerate.state import AcceleratorState
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from transformers.optimization import GreedyLR
@@ -45,6 +45,7 @@ from ds_hydra.engine.checkpointing.files import (
     lock_folder,
     put_in_place,
     restore_replaced,
+    unlock,
 )
 from ds_hydra.engine.checks.deepspeed_section import check_buildable
 from ds_hydra.engine.hydra_engine import needs_metric
@@ -304,7 +305,7 @@ class EngineMixin:
             if self.deepspeed is None:  # what was made for this start is nobody's at the next one
                 self.optimizer = self.lr_scheduler = None
             raise
-        self.engine.on_sigterm = self._stop_after_step
+        self._stop_dir, self.engine.on_sigterm = None, self._note_stop
         self._take_scheduler()
         self._attach_data()
         # After the data, whose position is in the checkpoint
@@ -354,10 +355,29 @@ class EngineMixin:
                 "metric_for_best_model='loss'"
             )
 
-    def _stop_after_step(self, save_dir: str) -> None:
-        """What SIGTERM asks for: a checkpoint in `save_dir` when this step is over, and the end."""
+    def _note_stop(self, save_dir: str) -> None:
         self._stop_dir = save_dir
-        self.control.should_save = True
+
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: Tensor,
+        grad_norm: Any,
+        model: nn.Module,
+        trial: Any,
+        *rest: Any,
+        **named: Any,
+    ) -> None:
+        """As transformers; after SIGTERM nothing is evaluated, and a checkpoint is the end,
+        whatever callbacks ask for.
+        """
+        if is_stopping := self._stop_dir is not None:
+            self.control.should_evaluate = self.control.should_save = False
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *rest, **named)
+        if is_stopping:
+            self._save_checkpoint(model, trial)
+            self._warn(f"SIGTERM: saved step {self.state.global_step} in {self._stop_dir}, ending")
+            self.engine.destroy()
+            raise SystemExit(0)
 
     def _count_iteration(self) -> None:
         """Take the last iteration into the counters."""
@@ -368,6 +388,7 @@ class EngineMixin:
         steps = self.state.global_step - self._initial_global_step
         exact = self._trained.num_sequences * self.state.max_steps / max(steps, 1)
         output = super()._finalize_training(trial, exact, start_time)
+        self.engine.on_sigterm = None
         self.engine.hydra.source.close_feed()
         return output
 
@@ -399,21 +420,17 @@ class EngineMixin:
             self._write_checkpoint(str(aside))
         if args.push_to_hub:
             self._push_from_checkpoint(str(folder))
-        if args.should_save:
+        if args.should_save and self._stop_dir is None:
             rotate_checkpoints(
                 output_dir=str(folder.parent),
                 save_total_limit=args.save_total_limit,
                 best_model_checkpoint=state.best_model_checkpoint,
                 use_mtime=True,
             )
-        if self._stop_dir is not None:
-            self._warn(f"SIGTERM: saved {folder}, ending")
-            self.engine.destroy()
-            raise SystemExit(0)
 
     def _write_checkpoint(self, folder: str) -> None:
         self.save_model(folder, _internal_call=True)
-        if not self.args.save_only_model:
+        if not self.args.save_only_model or self._stop_dir is not None:
             self._save_optimizer_and_scheduler(folder)
             self._save_scaler(folder)
             self._save_rng_state(folder)
@@ -525,8 +542,7 @@ def made_anew(aside: Path) -> Iterator[None]:
         aside.mkdir()
         yield
     finally:
-        if lock is not None:
-            os.close(lock)
+        unlock(lock)
 
 
 class StrategyProgressCallback(ProgressCallback):

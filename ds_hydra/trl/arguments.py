@@ -6,7 +6,6 @@ without a word.
 from __future__ import annotations
 
 import copy
-import functools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.dataset import check_dataset_columns
-from ds_hydra.sampler.data.sft import OF_OTHER_TOOLS, render_chat
+from ds_hydra.sampler.data.sft import OF_OTHER_TOOLS, check_counts, render_chat
 from ds_hydra.trainer.arguments import NOT_CALLED, Note, check_common_arguments
 
 OF_THE_LOOP = frozenset(
@@ -136,18 +135,27 @@ _READ = ("seq_lengths",)
 """Columns that TRL reads beside those of HydraTrainer."""
 
 
-def with_clean_chats(processing_class: Any) -> Any:
-    """A copy of the tokenizer (or processor) whose `apply_chat_template` is `render_chat`."""
+def with_clean_chats(processing_class: Any, *, all_count: bool) -> Any:
+    """A copy of the tokenizer (or processor) whose `apply_chat_template` is `render_chat`, of chats
+    whose messages `all_count`, or what is marked of them.
+    """
     if processing_class is None or not hasattr(processing_class, "apply_chat_template"):
         return processing_class
+
+    def render(conversation: Any, **settings: Any) -> Any:
+        if all_count:
+            is_marked = settings.get("return_assistant_tokens_mask")
+            check_counts(conversation, processing_class if is_marked else None)
+        return render_chat(processing_class, conversation, **settings)
+
     reader = copy.copy(processing_class)
-    reader.apply_chat_template = functools.partial(render_chat, processing_class)
+    reader.apply_chat_template = render
     return reader
 
 
-def check_columns_of(dataset: Any) -> None:
-    """Raise HydraConfigError where `dataset`, which may be a stream, has a mask that TRL does not
-    read.
+def check_columns_of(dataset: Any) -> list[str]:
+    """The columns of `dataset`, which may be a stream. Raises HydraConfigError where it has a mask
+    that TRL does not read.
     """
     if dataset.features is None:
         dataset = dataset._resolve_features()
@@ -159,3 +167,4 @@ def check_columns_of(dataset: Any) -> None:
                 "'labels' where it is 0"
             )
     check_dataset_columns(dataset, _READ)
+    return names

@@ -227,9 +227,9 @@ class HydraMixin(ReferenceMixin):
         """As TRL, of chats as HydraTrainer reads them; refuses columns that TRL does not read and
         that would change what is trained.
         """
-        if isinstance(self, SFTTrainer):
-            arguments.check_columns_of(dataset)
-        reader = arguments.with_clean_chats(processing_class)
+        is_sft = isinstance(self, SFTTrainer)
+        has_chats = is_sft and "messages" in arguments.check_columns_of(dataset)
+        reader = arguments.with_clean_chats(processing_class, all_count=has_chats)
         return super()._prepare_dataset(dataset, reader, *args, **more)
 
     # ---- Training

@@ -236,9 +236,8 @@ class Saving:
 
     def unlock(self) -> None:
         """Let other jobs save to `save_dir`."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        unlock(self._lock)
+        self._lock = None
 
     def _read_digests(self, ranks: Iterable[int]) -> dict[str, Any]:
         digests: dict[str, Any] = {}
@@ -259,12 +258,19 @@ def lock_folder(folder: Path) -> int | None:
         os.close(descriptor)
         raise CheckpointError(
             f"another job is saving to {folder} at this moment, nothing was written; give one of the jobs "
-            "another save_dir or output_dir"
+            "another save_dir or output_dir; leave save_on_each_node out where nodes share it"
         ) from error
     except OSError:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def unlock(descriptor: int | None) -> None:
+    """Let go of what `lock_folder` has locked."""
+    if descriptor is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing alone leaves it to processes forked since
+        os.close(descriptor)
 
 
 def put_in_place(written: Path, target: Path) -> None:

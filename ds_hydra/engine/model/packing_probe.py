@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
+from transformers import masking_utils
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -97,10 +97,10 @@ def try_small_copy(model: nn.Module) -> ModelAbilities:
     verdict = _verdicts[key]
     if isinstance(verdict, str):
         raise UnsupportedModelError(verdict)
+    decoder_parts.check_unchanged(model, has_own_masks=bool(verdict.one_by_one_because))
     if not verdict.one_by_one_because and (problem := _find_untried(model)):
         verdict = replace(verdict, one_by_one_because=problem, boundaries_because="")
         _log(kind, verdict)
-    decoder_parts.check_unchanged(model, has_own_masks=bool(verdict.one_by_one_because))
     return verdict
 
 
@@ -169,10 +169,8 @@ def _try(kind: type[nn.Module], config: Any) -> ModelAbilities:
 
 
 _DENSE = (sdpa_attention_forward, flash_attention_forward, flex_attention_forward)
-_SAY_WHO_SEES_WHOM = re.compile("eager_attention_forward|create_.*mask")
-
-
 _LIBRARIES = ("torch", "transformers", "accelerate", "liger_kernel")
+"""Whose functions are as the model's own, or wrap them."""
 
 
 def _package_of(what: Any) -> str:
@@ -185,21 +183,27 @@ def _find_untried(model: nn.Module) -> str:
     """
     name = getattr(model.config, "_attn_implementation", None)
     used: Any = ALL_ATTENTION_FUNCTIONS.get(name)
-    found = [] if used is None or getattr(used, "func", used) in _DENSE else [used]
-    own = _package_of(type(model))
+    used = getattr(used, "func", used)  # of a partial
+    found = [] if used is None or used in _DENSE else [used]
     others: list[tuple[str, Any]] = [("", ALL_MASK_ATTENTION_FUNCTIONS.get(name))]
+    masks = (n for n in vars(masking_utils) if n.startswith("create_"))
+    names = [*masks, *(["eager_attention_forward"] if name == "eager" else [])]
+    own, imported = set(), []
     for kind in type(model).__mro__:
-        functions = vars(sys.modules.get(kind.__module__, re))
-        named = (f for n, f in functions.items() if _SAY_WHO_SEES_WHOM.fullmatch(n))
-        others += [(_package_of(kind), f) for f in named]
+        functions = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
+        others += [(_package_of(kind), functions[n]) for n in names if n in functions]
+        own.add(_package_of(kind))
+        imported += [value for value in functions.values() if isinstance(value, type)]
     for module in model.modules():
         if "Attention" in type(module).__name__:
             others.append(("", vars(module).get("forward")))
-            kinds = ((_package_of(kind), kind) for kind in type(module).__mro__)
-            # Of a class that the model's own code has not, a small copy has none either
-            others += [(home * (home == own), vars(kind).get("forward")) for home, kind in kinds]
+            for kind in type(module).__mro__:
+                # What the model's own code has not, a small copy has not either
+                home = _package_of(kind)
+                is_own = home in own or kind in imported
+                others.append((home if is_own else "", vars(kind).get("forward")))
     for home, function in others:
-        function = getattr(function, "func", function)  # of a partial
+        function = getattr(function, "func", function)
         if function is not None and _package_of(function) not in (*_LIBRARIES, home):
             found.append(function)
     if not found:

@@ -54,7 +54,7 @@ from ds_hydra.engine.ranks.agreement import (
 )
 from ds_hydra.engine.ranks.hosts import find_hosts
 from ds_hydra.engine.ranks.memory import to_device
-from ds_hydra.errors import PlanMismatchError, RankLostError
+from ds_hydra.errors import HydraError, PlanMismatchError, RankLostError
 
 logger = logging.getLogger(__name__)
 
@@ -141,22 +141,23 @@ class Watchdog:
         Errors that all ranks raise together pass; of any other one the others are told. Sections
         may be nested; the outer one counts.
         """
-        if self._is_inside:
-            if threading.get_ident() != self._section_thread:
-                raise RuntimeError(
+        thread = threading.get_ident()
+        with self._changed:
+            if self._is_inside and thread != self._section_thread:
+                raise HydraError(
                     f"the engine is in {self._phase} in another thread, and its ranks exchange one thing at a time: "
                     "call its methods one after the other, from one thread"
                 )
-            before, self._phase = self._phase, phase
+            is_nested, before = self._is_inside, self._phase
+            self._phase = phase
+            if not is_nested:
+                self._section += 1
+                verdict = self._relevant_verdict()
+                self._is_inside, self._section_thread = True, thread
+        if is_nested:
             yield
             self._phase = before
             return
-        with self._changed:
-            self._section += 1
-            self._phase = phase
-            verdict = self._relevant_verdict()
-            self._is_inside = True
-            self._section_thread = threading.get_ident()
         try:
             if verdict is not None:
                 raise self._error_of(verdict)
@@ -414,7 +415,7 @@ class Watchdog:
         return wait is not None and now - self._wait_began > self._grace_s
 
 
-CALL_BYTES = 48
+CALL_BYTES = 160
 """Of the text by which ranks compare what they call."""
 _PATIENCE_S = 30.0
 """Until a rank says for which call it waits."""
@@ -497,8 +498,8 @@ def call_together(call: str, device: torch.device, problem: Exception | None = N
     )
     raise on_all_ranks(
         PlanMismatchError(
-            f"ranks have called different methods: {'; '.join(said)}. All ranks take part in each: call it on every "
-            "rank, not on one alone (`if rank == 0`, a callback's control.should_save of one rank)"
+            f"ranks have called different methods, or with other strategies: {'; '.join(said)}. All ranks take part in "
+            "each: call it on every rank, not on one (`if rank == 0`, a callback's control.should_save of one rank)"
         )
     )
 

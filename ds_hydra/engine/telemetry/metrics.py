@@ -289,4 +289,5 @@ class RunLog:
     def close(self) -> None:
         """Close the file."""
         with contextlib.suppress(OSError):  # what a full disk did not take
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # forked processes have the file, too
             self._file.close()

@@ -178,7 +178,10 @@ def _has_prompts(columns: Sequence[str]) -> bool:
 def _from_messages(
     row: Row, index: int, *, tokenizer: ChatTokenizer, assistant_only: bool
 ) -> TokenRow:
-    encoded = _encode_chat(tokenizer, row, ("messages",), index, return_masks=assistant_only)
+    columns = ("messages",)
+    encoded = _encode_chat(
+        tokenizer, row, columns, index, counting=columns, return_masks=assistant_only
+    )
     input_ids = list(encoded["input_ids"])
     counts = _assistants(encoded, index) if assistant_only else [1] * len(input_ids)
     return _label(input_ids, counts)
@@ -221,9 +224,17 @@ def _from_prompt(
 def _from_chat_prompt(
     row: Row, index: int, tokenizer: ChatTokenizer, assistant_only: bool, completion_only: bool
 ) -> TokenRow:
-    alone = _encode_chat(tokenizer, row, ("prompt",), index, add_generation_prompt=True)
+    columns = ("prompt", "completion")
+    alone = _encode_chat(
+        tokenizer, row, columns[:1], index, counting=(), add_generation_prompt=True
+    )
     both = _encode_chat(
-        tokenizer, row, ("prompt", "completion"), index, return_masks=assistant_only
+        tokenizer,
+        row,
+        columns,
+        index,
+        counting=columns[completion_only:],
+        return_masks=assistant_only,
     )
     prompt_ids, both_ids = list(alone["input_ids"]), list(both["input_ids"])
     shared = next(
@@ -252,20 +263,19 @@ _TURN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
 
 
 def _find_untrained_end(tokenizer: Any) -> str:
-    """The special token behind the turn that the chat template marks as the assistant's, where that
-    does not end by one itself; else "".
+    """The special token behind the last turn that the chat template marks as the assistant's, where
+    that does not end by one itself; else "".
     """
     try:
         made = tokenizer.apply_chat_template(
             _TURN * 2, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         masks, special = list(made["assistant_masks"]), tokenizer.get_added_vocab()
-        begin = masks.index(1)
-        end = masks.index(0, begin)
+        end = len(masks) - masks[::-1].index(1)
         words = [tokenizer.decode([token]).strip() for token in made["input_ids"]]
     except Exception:  # a template may raise anything, and not mark or end a turn
         return ""
-    last, follows = ([w for w in part if w] for part in (words[begin:end], words[end:]))
+    last, follows = ([w for w in part if w] for part in (words[:end], words[end:]))
     is_trained = bool(last) and last[-1] in special
     return follows[0] if follows and follows[0] in special and not is_trained else ""
 
@@ -276,10 +286,13 @@ def _encode_chat(
     columns: Sequence[str],
     index: int,
     *,
+    counting: Sequence[str],
     return_masks: bool = False,
     **settings: Any,
 ) -> Mapping[str, Any]:
-    """The chat of these columns, one after the other, as tokens."""
+    """The chat of these columns, one after the other, as tokens; those of `counting` are trained,
+    or what the masks mark of them.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise HydraConfigError(
             "the tokenizer has no chat template to turn messages into text; set tokenizer.chat_template"
@@ -295,6 +308,8 @@ def _encode_chat(
         )
     where = f"row {index}, column {' and '.join(map(repr, columns))}"
     try:
+        for name in counting:
+            check_counts(row[name], tokenizer if return_masks else None)
         encoded: Mapping[str, Any] = render_chat(
             tokenizer,
             [message for messages in chats for message in messages],
@@ -321,7 +336,7 @@ def render_chat(tokenizer: ChatTokenizer, conversation: Any, **settings: Any) ->
 
     Arrow gives every struct all keys of all rows: those that are None are left out at every depth.
     Tools, and arguments of their calls, may be JSON text, which is decoded once. Raises
-    HydraConfigError for text that is not JSON, and for a message that says that it does not count.
+    HydraConfigError for text that is not JSON.
 
     >>> class Shown:
     ...     chat_template = "any"
@@ -334,11 +349,6 @@ def render_chat(tokenizer: ChatTokenizer, conversation: Any, **settings: Any) ->
     if tools := _read_tools(settings.pop("tools", None)):
         settings["tools"] = tools
     chat = [_with_arguments(message) for message in _without_none(list(conversation))]
-    masked = settings.get("return_assistant_tokens_mask")
-    read_by = str(settings.get("chat_template") or tokenizer.chat_template) if masked else ""
-    for message in chat:
-        if isinstance(message, Mapping) and (message.get("role") == "assistant" or not masked):
-            _check_counts(message, read_by)
     return tokenizer.apply_chat_template(chat, **settings)
 
 
@@ -346,17 +356,22 @@ _SAYS_WHETHER = ("weight", "loss", "loss_mask", "train", "train_on_turn", "train
 """Keys of messages by which OpenAI's files, slime, verl, axolotl and others leave a turn out."""
 
 
-def _check_counts(message: Row, template: str) -> None:
-    """Raise HydraConfigError where a key of `message` that `template` does not read says that it
-    does not count.
+def check_counts(messages: Sequence[Row], marked_by: ChatTokenizer | None) -> None:
+    """Raise HydraConfigError where a message that would count says that it does not, by a key that
+    the template of `marked_by`, which marks the assistant's tokens, does not read; all count where
+    that is None.
     """
-    for key in _SAYS_WHETHER:
-        if message.get(key, 1) != 1 and not re.search(rf"[.'\"]{key}\b", template):
-            raise HydraConfigError(
-                f"a message has {key!r} {message[key]!r}, which nothing reads, so that it would count; leave the key "
-                "out, or set assistant_only_loss=True and put {% generation %} around a turn only "
-                f"{{% if message.{key} != 0 %}} in the tokenizer's chat_template"
-            )
+    read = str(marked_by.chat_template) if marked_by is not None else ""
+    for message in messages:
+        if marked_by is not None and message["role"] != "assistant":
+            continue
+        for key in _SAYS_WHETHER:
+            if message.get(key) in (0, False) and not re.search(rf"[.'\"]{key}\b", read):
+                raise HydraConfigError(
+                    f"a message has {key!r} {message[key]!r}, which nothing reads, so that it would count; leave the "
+                    "key out, or set assistant_only_loss=True and put {% generation %} around a turn only "
+                    f"{{% if message.{key} != 0 %}} in the tokenizer's chat_template"
+                )
 
 
 def _without_none(value: Any) -> Any:
