@@ -335,7 +335,7 @@ def check_compiled(family, runs):
     return errors, graphs
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.timeout(1000)
 @pytest.mark.skipif(

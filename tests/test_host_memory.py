@@ -59,7 +59,7 @@ def run_script(**environment):
     return int(before), was_done == "True", int(after), 64 * 2**20 // int(page)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_is_reused_without_page_faults():
     before, was_done, after, pages = run_script()
     assert was_done

@@ -335,12 +335,10 @@ def check_bytes(of_hosts):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "cut", ["1x<2,2>", pytest.param("4x<1,1;gather>", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("cut", ["1x<2,2>", "4x<1,1;gather>"])
 def test_two_hosts_of_two_ranks(tmp_path, cut):
     """As on one host, bit for bit; the plan's bytes and no more on the wire; a host that is cut off
     is named.

@@ -30,6 +30,7 @@ def read(folder):
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.nightly
 def test_memory_is_compared_with_the_formula(tmp_path):
     """The step that calls most of the planner: it had failed unseen on the first GPU."""
     command = [sys.executable, "-m", "benchmarks.one_gpu.run", "--dry-run", "--no-install"]

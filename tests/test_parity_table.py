@@ -45,9 +45,11 @@ if HAS_PEFT:
 
 IN_MINUTES = ("llama", "gemma2", "deepseek_v3")
 """Families of which `make test` runs the rows; the others are slow, or nightly."""
-NIGHTLY = ("glm4_moe", "dots1", "ernie4_5_moe", "granitemoe", "granite_swa")
-"""Layers of these are cut as those of a family that CI runs: deepseek_v3's experts and gemma's
-windows with other names.
+NIGHTLY = (
+    "glm4_moe", "dots1", "ernie4_5_moe", "granitemoe", "granite_swa", "mistral", "qwen2", "qwen2_moe", "olmoe",
+)  # fmt: skip
+"""Layers of these are cut as those of a family that CI runs: deepseek_v3's and mixtral's experts,
+gemma's windows, llama_bias' biases and olmo2's norms with other names.
 """
 COMPILED_IN_CI = ("llama",)
 """Families whose rows of compiled layers CI runs: to trace a layer takes each rank seconds."""

@@ -12,7 +12,7 @@ import pytest
 SCRIPT = Path(__file__).parent / "ending_script.py"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_a_process_whose_last_collective_has_just_ended_does_not_abort():
     found = subprocess.run(
