@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -53,7 +53,7 @@ def link(
         common.DType, typer.Option(help="Type in which parameters are pulled.")
     ] = "bf16",
     gradient_dtype: Annotated[
-        common.DType, typer.Option(help="Type in which gradients are sent.")
+        Literal["bf16", "fp32"], typer.Option(help="Type in which gradients are sent.")
     ] = "bf16",
     as_json: common.AsJson = False,
 ) -> None:
