@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.cases import load_case
 from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.sampler import propose as propose_module
-from ds_hydra.sampler.candidate_set import decide_candidates
+from ds_hydra.sampler.candidate_set import check_longest, decide_candidates
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.propose import (
     ForPhases,
@@ -302,3 +303,16 @@ def test_phases_are_tried_with_groups_that_are_cut_in_one_way():
     ]
     assert set() in ways
     assert {"sp", "tp"} in ways
+
+
+@pytest.mark.parametrize("context", [367_288, 367_289])
+def test_the_longest_context_that_is_advised_fits(context):
+    settings = CandidateSettings(
+        num_devices=8, context_length=context, tokens_per_iteration=4 * context, space="full"
+    )
+    profile = load_profile("a800_llama2_7b")
+    said = nullcontext()
+    if context > 367_288:
+        said = pytest.raises(HydraConfigError, match="lower the context to 367288, or use 16 dev")
+    with said:
+        check_longest(profile, settings)

@@ -144,14 +144,21 @@ def check_longest(
 ) -> None:
     """Raise HydraConfigError where no scheme of any candidate fits a sequence of the context."""
     schemes = schemes_of(settings.given)
-    known = settings.world(profile).costs.extended(schemes)
+    known, is_full = settings.world(profile).costs.extended(schemes), False
     if not settings.given:
         extended = extended or _extended(profile, settings)
     if extended is not None and proposes(profile, settings, extended):
         known, schemes = extended, set(_allowed(extended, settings))
+        is_full = settings.space == "full"
     elif not settings.given:
         schemes = set(_usable(profile, settings).latency)
-    check_context(settings.world(known), schemes, advises_full=not settings.given)
+    check_context(
+        settings.world(known),
+        schemes,
+        advises_full=not settings.given and not is_full,
+        is_full=is_full,
+        tokens_per_iteration=settings.tokens_per_iteration,
+    )
 
 
 def _without_lengths(profile: Profile | None, settings: CandidateSettings) -> tuple[Strategy, ...]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import Literal, NamedTuple, TypeAlias
@@ -188,6 +188,11 @@ def check_context(
     longest = _longest_micro_batch(world, known)
     if longest >= context_length:
         return
+    if is_full:  # layers are checkpointed where that lets a context fit
+        all_layers = profile.memory.num_layers
+        again = [replace(s, ckpt=all_layers, stages=()) for s in known if s.pp == 1]
+        again = [s for s in again if profile.memory.knows(s) and world.can_run(s)]
+        longest = max(longest, _longest_micro_batch(world, again))
     remedies = [f"lower the context to {longest}"] if longest > 0 else []
 
     def longest_of_full(there: World) -> int:
@@ -249,7 +254,8 @@ def _remedies(
         )
     if sharded > num_devices:  # nothing else makes them fit
         return found or ["use more devices with more memory"]
-    if not is_full and not profile.is_checkpointed:
+    # The full space has that, where the profile says what a checkpointed layer keeps
+    if not (is_full and profile.memory.input_bytes) and not profile.is_checkpointed:
         is_estimate = bool(profile.document.get("estimated"))
         found.append(
             "turn on activation checkpointing (hydra.activation_checkpointing; simulate: --space full)"
