@@ -598,5 +598,8 @@ def find_tag(load_dir: Path, name: str) -> str | None:
         return None
     except OSError as error:
         raise CheckpointError(f"cannot read {load_dir / name}: {error.strerror}") from error
-    _check_tag(tag)
+    try:
+        _check_tag(tag)
+    except CheckpointError as error:
+        raise CheckpointError(f"{load_dir / name}: {error}{_others(load_dir / name)}") from error
     return tag
