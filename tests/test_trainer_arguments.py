@@ -120,6 +120,11 @@ def test_a_checkpoint_to_resume_from_has_to_be_one(tmp_path):
             check_checkpoint(wrong)
     with pytest.raises(HydraConfigError, match=r"'True' has no trainer_state\.json"):
         check_checkpoint("True")
+    for damaged in ("", '{"epoch": 1', "[]", '{"other": 1}'):
+        (tmp_path / "checkpoint-5").mkdir(exist_ok=True)
+        (tmp_path / "checkpoint-5/trainer_state.json").write_text(damaged)
+        with pytest.raises(HydraConfigError, match=r"has a damaged .*last one near it is .*-4'"):
+            check_checkpoint(tmp_path / "checkpoint-5")
 
 
 def sft_arguments(kind="SFTConfig", module="trl.trainer.sft_config", **settings):
@@ -823,3 +828,22 @@ def test_a_checkpoint_of_weights_alone_is_not_resumed_from_and_says_what_to_do(t
     )
     with pytest.raises(HydraConfigError, match=r"save_only_model=True saves weights alone"):
         EngineMixin._load_engine(trainer, str(tmp_path))
+    (tmp_path / "global_step4").mkdir()
+    (tmp_path / "global_step4/zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    with pytest.raises(HydraConfigError, match=r"`latest`, which names 'global_step4', is missing"):
+        EngineMixin._load_engine(trainer, str(tmp_path))
+
+
+def test_a_checkpoint_that_is_mixed_of_two_is_announced(tmp_path):
+    warnings = []
+    trainer = SimpleNamespace(
+        engine=SimpleNamespace(load_checkpoint=lambda *_, **__: ("found", {}), global_steps=4),
+        model=nn.Linear(1, 1),
+        args=SimpleNamespace(ignore_data_skip=False),
+        _warn=warnings.append,
+    )
+    for step in (4, 3):
+        (tmp_path / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
+        EngineMixin._load_engine(trainer, str(tmp_path))
+    (warning,) = warnings
+    assert "is of step 3, its weights and optimizer are of step 4" in warning

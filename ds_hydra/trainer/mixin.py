@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from transformers.optimization import GreedyLR
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState, ProgressCallback
+from transformers.trainer_callback import ExportableState, ProgressCallback, TrainerState
 from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
     get_last_checkpoint,
@@ -324,15 +324,22 @@ class EngineMixin:
             load_data_position=not self.args.ignore_data_skip,
         )
         if found is None:
-            is_of_another = (Path(checkpoint) / "optimizer.pt").exists()
-            why = (
-                "a Trainer without DeepSpeed has saved it"
-                if is_of_another
-                else "save_only_model=True saves weights alone"
-            )
+            why = "save_only_model=True saves weights alone"
+            if (Path(checkpoint) / "optimizer.pt").exists():
+                why = "a Trainer without DeepSpeed has saved it"
+            elif tags := [
+                path.parent.name for path in Path(checkpoint).glob("*/*_optim_states.pt")
+            ]:
+                why = f"its file `latest`, which names {tags[0]!r}, is missing"
             raise HydraConfigError(
                 f"{checkpoint} holds no state of an engine to resume from ({why}); train anew from its weights with "
                 "from_pretrained(), or resume from a checkpoint of an engine"
+            )
+        counted = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
+        if counted.global_step != self.engine.global_steps:
+            self._warn(
+                f"{checkpoint} is mixed of two: its {TRAINER_STATE_NAME} is of step {counted.global_step}, its weights "
+                f"and optimizer are of step {self.engine.global_steps}; resume from another checkpoint"
             )
 
     def _take_scheduler(self) -> None:
@@ -516,16 +523,23 @@ def check_checkpoint(path: str | Path | bool, output_dir: str = "") -> None:
     """
     if path is True:
         path = (get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None) or ""
-    folder = Path(path)
-    if not path or (folder / TRAINER_STATE_NAME).exists():
+    if not path:
         return
+    folder = Path(path)
+    try:
+        TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+        return
+    except (FileNotFoundError, NotADirectoryError):
+        problem = f"has no {TRAINER_STATE_NAME}"
+    except (OSError, ValueError, TypeError) as error:
+        problem = f"has a damaged {TRAINER_STATE_NAME} ({error})"
     near = [folder, folder.parent]
     states = f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}"
-    found = [state.parent for parent in near for state in parent.glob(states)]
+    found = [s.parent for parent in near for s in parent.glob(states) if s.parent != folder]
     last = max(found, key=lambda c: c.stat().st_mtime, default=None)
     hint = f"; the last one near it is {str(last)!r}" if last else ""
     raise HydraConfigError(
-        f"resume_from_checkpoint={str(path)!r} has no {TRAINER_STATE_NAME}; expected the folder of a checkpoint, or "
+        f"resume_from_checkpoint={str(path)!r} {problem}; expected the folder of a checkpoint, or "
         f"True for the last one of output_dir{hint}"
     )
 
