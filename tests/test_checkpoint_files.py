@@ -295,7 +295,9 @@ def test_a_tag_is_the_name_of_one_folder(tmp_path, tag):
         Saving(str(tmp_path), tag, "0")
     save(tmp_path, "step1", 1.0)
     (tmp_path / "latest").write_text(tag)
-    with pytest.raises(CheckpointError, match=r"latest: .* the name of a folder.* also step1: pass"):
+    with pytest.raises(
+        CheckpointError, match=r"latest: .* the name of a folder.* also step1: pass"
+    ):
         files.find_tag(tmp_path, "latest")
 
 
