@@ -207,9 +207,11 @@ def test_lengths_refuses_without_a_traceback(tmp_path, words):
     assert "needs --context" in refused(*arguments, "--over-length", "drop")
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "broken.jsonl").write_text('{"text": ')
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
     for name, more, message in (
         ("empty.jsonl", (), "empty.jsonl cannot be read as json"),
         ("broken.jsonl", (), "broken.jsonl cannot be read as json"),
+        ("latin.txt", (), "cannot be read as text: 'utf-8' codec can't decode byte 0xe9"),
         ("broken.jsonl", ("--split", "valid"), "leave out --split"),
         ("missing.jsonl", (), "missing.jsonl does not exist"),
         ("empty.jsonl", ("--out", tmp_path / "no" / "h.json"), "folder does not exist"),
