@@ -238,6 +238,7 @@ def test_a_whole_folder(run_dir):
         14,
         14,
     )
+    assert replace(run, records=None).num_ranks == NUM_RANKS  # all of them for each rank took long
     assert run.max_len()[Scheme(4, 1)] == PROFILE.max_len_tokens(Scheme(4, 1), NUM_RANKS)
     assert sorted(run.lengths()) == sorted(
         length for plan in run.plans.values() for length in plan.lengths

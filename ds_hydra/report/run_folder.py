@@ -114,12 +114,14 @@ class Run:
     @property
     def num_ranks(self) -> int:
         """Ranks of the run, idle ones included where that is known."""
-        known = [plan.num_devices for plan in self.plans.values()][:1]
-        used = 1 + max(
+        if self.facts.num_ranks:
+            return self.facts.num_ranks
+        for plan in self.plans.values():
+            return plan.num_devices
+        return 1 + max(
             (rank for record in self.records for p in record.pipelines for rank in p.ranks),
             default=0,
         )
-        return self.facts.num_ranks or (known[0] if known else used)
 
     def lengths(self) -> list[int]:
         """Tokens of all sequences in the plans at hand."""
