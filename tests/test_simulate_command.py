@@ -12,6 +12,7 @@ from test_simulator import HISTOGRAM, checkpointing_document, small_profile
 
 from ds_hydra.records.timeline import Timeline
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.schemes.scheme import Strategy, schemes_of
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +109,25 @@ def test_strategies_with_checkpointed_layers_fit_what_no_other_scheme_does(files
     result = accepted("simulate", *options, "--strategies", files / "candidates.json", "--json")
     assert json.loads(result.stdout)["systems"][0]["strategy"] == "1x<4,1;ckpt=4> (100%)"
     assert "left out, because nothing that they run fits the context: megatron, " in result.stderr
+
+
+def test_ds_hydra_runs_what_the_engine_runs_of_a_model(files):
+    """There is no tp plan for gpt-oss."""
+    model = {
+        "model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "max_position_embeddings": 4096, "layer_types": ["full_attention"] * 4,
+        "architectures": ["GptOssForCausalLM"],
+    }  # fmt: skip
+    (files / "config.json").write_text(json.dumps(model))
+    options = [
+        "--model", files / "config.json", "--hardware", "h100", "--devices", 4, "--context", 100, "--tokens", 400,
+        "--histogram", files / "lengths.json", "--iterations", 2, "--systems", "plain", "--no-spread",
+    ]  # fmt: skip
+    result = accepted("simulate", *options, "--json")
+    assert "left out of what ds_hydra runs: <2,1>: transformers ships no" in result.stderr
+    chosen = [Strategy.parse(text) for text in json.loads(result.stdout)["strategies"]]
+    assert {scheme.tp for scheme in schemes_of(chosen)} == {1}
 
 
 def test_text_has_bound_speedups_and_prices(files):

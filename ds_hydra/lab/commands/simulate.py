@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import re
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
     from ds_hydra.lab.simulator.results import Comparison
     from ds_hydra.lab.simulator.sweep import Axes
     from ds_hydra.lab.simulator.systems import Settings
+    from ds_hydra.strategy.cost_models.costs import CanRun
     from ds_hydra.strategy.profiles.profile import Profile
+    from ds_hydra.strategy.schemes.scheme import Scheme
 
 DEFAULT_CONTEXT, DEFAULT_HISTOGRAM = 32768, "commoncrawl"
 """Of `--model`."""
@@ -220,6 +223,8 @@ def simulate(
             workload, axes = _workload(
                 profile, histogram, devices, context, tokens, baseline, strategies, estimated
             )
+            if model is not None:
+                workload = replace(workload, can_run=_ask_engine(model))
         log_size(workload.profile)
         if axes is not None:
             _refuse(
@@ -398,6 +403,43 @@ def _estimate(
     for sentence in (*notes, *more, *assumed):
         log(f"assumed: {sentence}")
     return histogram, devices, context, profile
+
+
+def _ask_engine(model: str) -> CanRun:
+    """Which schemes the engine runs `model` under, for ds_hydra's rows; says what it refuses."""
+    from ds_hydra.errors import HydraError
+    from ds_hydra.strategy.cost_models.costs import runs_all
+    from ds_hydra.strategy.schemes.scheme import Scheme
+
+    _stage_model.cache_clear()
+    try:
+        from ds_hydra.engine.candidates import find_unsupported
+
+        kinds = map(Scheme.parse, ("<2,1>", "<1,2>", "<sp2,1>", "<cp2,1>", "<1,1;gather>"))
+        refused = list(find_unsupported(_stage_model(model), kinds))
+    except ImportError:
+        log(
+            "assumed: the model runs under every scheme, as the engine cannot be asked without torch"
+        )
+        return runs_all
+    except HydraError as error:
+        log(f"assumed: the model runs under every scheme, though the engine refuses it: {error}")
+        return runs_all
+    for reason in refused:
+        log(f"left out of what ds_hydra runs: {reason}")
+    return functools.partial(_model_can_run, model)
+
+
+def _model_can_run(model: str, scheme: Scheme) -> bool:
+    return _stage_model(model).can_run(scheme)
+
+
+@functools.lru_cache(maxsize=1)
+def _stage_model(model: str) -> Any:
+    """Made before processes fork."""
+    from ds_hydra.engine.model.meta_model import load_stage_model
+
+    return load_stage_model(model)
 
 
 def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:

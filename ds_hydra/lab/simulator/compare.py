@@ -71,6 +71,7 @@ def compare(
     is_plain = settings.space == "plain" or bool(workload.strategies)
     start = replace(settings, iterations=0).scenario(workload)
     own = start.knowing(workload.own_profile or with_engine_states(workload.profile))
+    own = replace(own, can_run=workload.can_run)
     if known is None:
         if not (is_plain or own.statics() or _fits_extended(workload, own)):
             check_context(own, is_full=True, tokens_per_iteration=workload.tokens_per_iteration)
@@ -259,6 +260,7 @@ def _propose(
             tokens_per_iteration=workload.tokens_per_iteration,
             space=space,
             cluster=scenario.cluster,
+            can_run=scenario.can_run,
             max_groups=settings.max_communicators,
             # Of <TP,PP> alone what suits the lengths: each of all pairs would be planned at length
             max_enumerated=0 if space == "plain" else MAX_ENUMERATED_RANKS,

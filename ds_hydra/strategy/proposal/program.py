@@ -151,8 +151,8 @@ def default_tokens_per_iteration(num_devices: int, context_length: int) -> int:
 
 
 def usable_schemes(world: World, space: Space = "plain") -> tuple[Scheme, ...]:
-    """Schemes of the profile that fit the devices and fit a micro-batch of one token at least,
-    smallest first.
+    """Schemes of the profile that fit the devices, fit a micro-batch of one token at least and run
+    with the model, smallest first.
 
     `space`: <TP,PP> only ("plain"), every scheme that was measured, or all that the profile has an
     entry for ("full").
@@ -165,6 +165,7 @@ def usable_schemes(world: World, space: Space = "plain") -> tuple[Scheme, ...]:
         if (scheme.is_plain or space != "plain")
         and scheme not in left_out
         and world.has_room(scheme)
+        and world.can_run(scheme)
     )
 
 
