@@ -26,6 +26,7 @@ from ds_hydra.strategy.cost_models.flops import (
     ModelFlops,
     find_peak_flops,
     profile_flops,
+    profile_peak_flops,
 )
 
 PLAIN = Hardware(
@@ -102,7 +103,7 @@ def test_linear_term_is_near_the_published_one(model, median):
     assert max(errors) < 0.20
 
 
-@pytest.mark.parametrize("name", ["a100", "a800", "h100", "h200", "cpu"])
+@pytest.mark.parametrize("name", ["a100", "a800", "h100", "h200", "b200", "cpu"])
 def test_shipped_hardware_gives_a_profile(name):
     assert name in list_files("hardware")
     hardware = Hardware.from_json(read_json_object(find_file("hardware", name)))
@@ -118,6 +119,7 @@ def test_shipped_hardware_gives_a_profile(name):
     profile = Profile.from_json(document)
     assert profile.latency.keys() == known.latency.keys()
     assert profile.saturation_tokens.keys() == {1, 2, 4, 8, 16}
+    assert profile_peak_flops(profile) == hardware.peak_flops
 
 
 @pytest.mark.parametrize(

@@ -431,7 +431,7 @@ def _ask_engine(model: str) -> CanRun:
 
 
 def _model_can_run(model: str, scheme: Scheme) -> bool:
-    return _stage_model(model).can_run(scheme)
+    return bool(_stage_model(model).can_run(scheme))
 
 
 @functools.lru_cache(maxsize=1)

@@ -23,7 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.configs.files import check_object, read_count, read_list, read_number, read_text
+from ds_hydra.configs.files import (
+    LARGEST,
+    check_object,
+    read_count,
+    read_list,
+    read_number,
+    read_text,
+)
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import ModelShape, find_shipped_hardware
 from ds_hydra.strategy.cost_models.cluster import model_shape
@@ -142,7 +149,7 @@ def profile_peak_flops(profile: Profile) -> float | None:
     """16-bit FLOP/s of a device of `profile` at most, None where that is not known."""
     hardware = profile.document["hardware"]
     if hardware.get("peak_flops") is not None:
-        return read_number(hardware, "peak_flops", least=1)
+        return read_number(hardware, "peak_flops", least=1, most=1e6 * LARGEST)
     return find_peak_flops(hardware.get("name"))
 
 
