@@ -293,8 +293,7 @@ class HydraEngine(CheckpointingEngine):
             self._num_trained += 1
             if self._num_trained % _SPARES_EVERY == _SETTLED_AFTER:
                 spare_collector()
-        folder = self._hydra_config.faults.save_on_sigterm
-        if outcomes.is_stop_requested and folder is not None:
+        if outcomes.is_stop_requested and (folder := self._hydra_config.faults.save_on_sigterm):
             (self.on_sigterm or self._save_and_exit)(folder)
         return to_device(torch.tensor(value, dtype=torch.float32), self.device)
 
