@@ -29,6 +29,7 @@ import ds_hydra
 from ds_hydra.configs import HydraConfig
 from ds_hydra.configs.ds_config import read_ds_config, refuse_auto
 from ds_hydra.engine import hydra_engine_class
+from ds_hydra.engine.checkpointing.files import MANIFEST_NAME
 from ds_hydra.engine.hydra_engine import needs_metric
 from ds_hydra.errors import HydraConfigError, HydraDataError
 from ds_hydra.progress import say_once
@@ -123,7 +124,7 @@ def test_a_checkpoint_to_resume_from_has_to_be_one(tmp_path):
     for damaged in ("", '{"epoch": 1', "[]", '{"other": 1}'):
         (tmp_path / "checkpoint-5").mkdir(exist_ok=True)
         (tmp_path / "checkpoint-5/trainer_state.json").write_text(damaged)
-        with pytest.raises(HydraConfigError, match=r"has a damaged .*last one near it is .*-4'"):
+        with pytest.raises(HydraConfigError, match=r"cannot be read .*last one near it is .*-4'"):
             check_checkpoint(tmp_path / "checkpoint-5")
 
 
@@ -709,6 +710,11 @@ def test_of_a_processor_the_tokenizer_reads(reader):
     texts = reader.read([{"text": "ab"}], "train_dataset", processor)
     pairs = reader.read([{"prompt": "a", "completion": "b"}], "train_dataset", processor)
     assert texts[0]["input_ids"].tolist() == pairs[0]["input_ids"].tolist()
+    processor.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"  # of its own
+    chats = [{"messages": [{"role": "user", "content": "ab"}]}]
+    read = [reader.read(chats, "train_dataset", processor) for _ in range(2)]
+    assert read[0] is read[1]
+    assert processor.tokenizer.chat_template != processor.chat_template
 
 
 def test_errors_of_reading_say_which_dataset_it_is(reader):
@@ -845,5 +851,9 @@ def test_a_checkpoint_that_is_mixed_of_two_is_announced(tmp_path):
     for step in (4, 3):
         (tmp_path / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
         EngineMixin._load_engine(trainer, str(tmp_path))
+    assert not warnings, "another program may count its steps otherwise"
+    (tmp_path / "global_step4").mkdir()
+    (tmp_path / "global_step4" / MANIFEST_NAME).touch()
+    EngineMixin._load_engine(trainer, str(tmp_path))
     (warning,) = warnings
     assert "is of step 3, its weights and optimizer are of step 4" in warning

@@ -329,8 +329,16 @@ def test_trl_prepares_chats_with_tools_as_hydra_trainer_reads_them():
         assert prepare(data)["input_ids"][:] == wanted
         assert [row["input_ids"] for row in prepare(data.to_iterable_dataset())] == wanted
     answer = {"role": "assistant", "content": "c", "weight": 0}
-    with pytest.raises(HydraConfigError, match="'weight' 0"):
-        prepare(datasets.Dataset.from_list([{"messages": [answer]}]))
+    question = {"role": "user", "content": "c", "weight": 0}
+    given = {"prompt": [question, answer, question], "completion": [{**answer, "weight": 1}]}
+    prepare(datasets.Dataset.from_list([given]))
+    for row in (
+        {"messages": [answer]},
+        {"conversations": [{"from": "gpt", "value": "c", "weight": 0}]},
+        {**given, "completion": [answer]},
+    ):
+        with pytest.raises(HydraConfigError, match="'weight' 0"):
+            prepare(datasets.Dataset.from_list([row]))
     for name, message in (
         ("response_mask", "call it 'assistant_masks'"),
         ("loss_mask", "not used"),

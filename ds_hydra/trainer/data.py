@@ -391,6 +391,7 @@ class DatasetReader:
         self._assistant_only_loss = assistant_only_loss
         # With the tokenizer, so that nobody else gets its number
         self._tokens_of: OrderedDict[tuple[Any, ...], tuple[TokenDataset, Any]] = OrderedDict()
+        self._of_processor: tuple[Any, Any] | None = None
 
     def read(
         self, dataset: Any, what: str, tokenizer: Any, *, every_row: bool = False
@@ -399,10 +400,8 @@ class DatasetReader:
         find its cache. With `every_row` none is cut or left out.
         """
         device = self._args.device
-        if isinstance(tokenizer, transformers.ProcessorMixin):  # it takes images first
-            template = getattr(tokenizer, "chat_template", None)
-            tokenizer = copy.copy(tokenizer.tokenizer)
-            tokenizer.chat_template = template or tokenizer.chat_template
+        if isinstance(tokenizer, transformers.ProcessorMixin):
+            tokenizer = self._inside(tokenizer)
         rows = run_together(lambda: as_datasets(dataset, what), device)
         # By content: a list may have other rows than when it was read before, and a tokenizer or
         # its chat template be another one
@@ -429,6 +428,18 @@ class DatasetReader:
                 logger.info(f"{what}: {tokens.report}")
         self._tokens_of.move_to_end(key)
         return self._tokens_of[key][0]
+
+    def _inside(self, processor: Any) -> Any:
+        """The tokenizer of a processor, which takes images first, with the processor's own chat
+        template; the same one each time.
+        """
+        tokenizer, template = processor.tokenizer, getattr(processor, "chat_template", None)
+        if template in (None, tokenizer.chat_template):
+            return tokenizer
+        if self._of_processor is None or self._of_processor[0] is not processor:
+            self._of_processor = processor, copy.copy(tokenizer)
+        self._of_processor[1].chat_template = template
+        return self._of_processor[1]
 
     def _read_now(self, dataset: Any, tokenizer: Any, what: str, every_row: bool) -> TokenDataset:
         config = self._config

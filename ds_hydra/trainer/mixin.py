@@ -41,6 +41,7 @@ from ds_hydra.configs import HydraConfig, read_ds_config
 from ds_hydra.configs.ds_config import dtype_name, with_known_names
 from ds_hydra.engine import HydraEngine, hydra_engine_class
 from ds_hydra.engine.checkpointing.files import (
+    MANIFEST_NAME,
     do_together,
     lock_folder,
     put_in_place,
@@ -336,7 +337,8 @@ class EngineMixin:
                 "from_pretrained(), or resume from a checkpoint of an engine"
             )
         counted = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
-        if counted.global_step != self.engine.global_steps:
+        is_own = any(Path(checkpoint).glob(f"*/{MANIFEST_NAME}"))  # others may count differently
+        if is_own and counted.global_step != self.engine.global_steps:
             self._warn(
                 f"{checkpoint} is mixed of two: its {TRAINER_STATE_NAME} is of step {counted.global_step}, its weights "
                 f"and optimizer are of step {self.engine.global_steps}; resume from another checkpoint"
@@ -377,14 +379,19 @@ class EngineMixin:
         """As transformers; after SIGTERM nothing is evaluated, and a checkpoint is the end,
         whatever callbacks ask for.
         """
-        if is_stopping := self._stop_dir is not None:
-            self.control.should_evaluate = self.control.should_save = False
+        is_stopping = self._stop_dir is not None
+        self._forget_requests()
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *rest, **named)
         if is_stopping:
             self._save_checkpoint(model, trial)
             self._warn(f"SIGTERM: saved step {self.state.global_step} in {self._stop_dir}, ending")
             self.engine.destroy()
             raise SystemExit(0)
+
+    def _forget_requests(self) -> None:
+        """After SIGTERM: of callbacks that want an evaluation or a checkpoint besides."""
+        if self._stop_dir is not None:
+            self.control.should_evaluate = self.control.should_save = False
 
     def _count_iteration(self) -> None:
         """Take the last iteration into the counters."""
@@ -473,6 +480,7 @@ class EngineMixin:
             logs |= self._since_log.summary()
             self._since_log = Counters()
         super().log(logs, start_time)
+        self._forget_requests()
 
     def floating_point_ops(self, inputs: Any) -> float:
         """FLOPs of the iteration (`flops.py`), this rank's share (transformers sums over ranks); 0
@@ -532,7 +540,7 @@ def check_checkpoint(path: str | Path | bool, output_dir: str = "") -> None:
     except (FileNotFoundError, NotADirectoryError):
         problem = f"has no {TRAINER_STATE_NAME}"
     except (OSError, ValueError, TypeError) as error:
-        problem = f"has a damaged {TRAINER_STATE_NAME} ({error})"
+        problem = f"has a {TRAINER_STATE_NAME} that cannot be read ({error})"
     near = [folder, folder.parent]
     states = f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}"
     found = [s.parent for parent in near for s in parent.glob(states) if s.parent != folder]

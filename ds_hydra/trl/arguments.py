@@ -135,17 +135,19 @@ _READ = ("seq_lengths",)
 """Columns that TRL reads beside those of HydraTrainer."""
 
 
-def with_clean_chats(processing_class: Any, *, all_count: bool) -> Any:
-    """A copy of the tokenizer (or processor) whose `apply_chat_template` is `render_chat`, of chats
-    whose messages `all_count`, or what is marked of them.
+def with_clean_chats(processing_class: Any, counting: slice | None) -> Any:
+    """A copy of the tokenizer (or processor) whose `apply_chat_template` is `render_chat`. Of a
+    chat without a prompt for generation these messages count, or what is marked of them; None:
+    nothing is known of that.
     """
     if processing_class is None or not hasattr(processing_class, "apply_chat_template"):
         return processing_class
 
     def render(conversation: Any, **settings: Any) -> Any:
-        if all_count:
+        if counting is not None and not settings.get("add_generation_prompt"):
+            template = settings.get("chat_template") or processing_class.chat_template
             is_marked = settings.get("return_assistant_tokens_mask")
-            check_counts(conversation, processing_class if is_marked else None)
+            check_counts(list(conversation)[counting], str(template) if is_marked else None)
         return render_chat(processing_class, conversation, **settings)
 
     reader = copy.copy(processing_class)

@@ -227,9 +227,12 @@ class HydraMixin(ReferenceMixin):
         """As TRL, of chats as HydraTrainer reads them; refuses columns that TRL does not read and
         that would change what is trained.
         """
-        is_sft = isinstance(self, SFTTrainer)
-        has_chats = is_sft and "messages" in arguments.check_columns_of(dataset)
-        reader = arguments.with_clean_chats(processing_class, all_count=has_chats)
+        counting = None
+        if isinstance(self, SFTTrainer):
+            # Of a prompt and its completion the last turn counts, whatever the loss
+            has_prompts = "prompt" in arguments.check_columns_of(dataset)
+            counting = slice(-1, None) if has_prompts else slice(None)
+        reader = arguments.with_clean_chats(processing_class, counting)
         return super()._prepare_dataset(dataset, reader, *args, **more)
 
     # ---- Training

@@ -319,6 +319,7 @@ def _name_of(function: Any) -> str:
 
 
 _modules_of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_told_of_empty: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _are_shards_saved = False
 """Beside the dictionary of empty weights that is asked for."""
 
@@ -342,8 +343,12 @@ def saving_shards() -> Iterator[None]:
 
 
 def _tell_of_empty(model: nn.Module, *_: Any) -> None:
-    is_empty = any(p.numel() == 0 and getattr(p, "ds_numel", 0) for p in model.parameters())
-    if is_empty and not _are_shards_saved and dist.get_rank() == 0:
+    params = [*model.parameters()]
+    trained = [param for param in params if param.requires_grad] or params  # as adapters are saved
+    is_empty = any(param.numel() == 0 and getattr(param, "ds_numel", 0) for param in trained)
+    is_told = model in _told_of_empty or _are_shards_saved
+    if is_empty and not is_told and dist.is_initialized() and dist.get_rank() == 0:
+        _told_of_empty.add(model)
         logger.warning(
             "weights in this state_dict() or save_pretrained() are empty, because ZeRO-3 has them in shards; save with "
             "engine.save_16bit_model or trainer.save_model, or inside deepspeed.zero.GatheredParameters"

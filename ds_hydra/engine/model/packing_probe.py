@@ -97,10 +97,10 @@ def try_small_copy(model: nn.Module) -> ModelAbilities:
     verdict = _verdicts[key]
     if isinstance(verdict, str):
         raise UnsupportedModelError(verdict)
-    decoder_parts.check_unchanged(model, has_own_masks=bool(verdict.one_by_one_because))
     if not verdict.one_by_one_because and (problem := _find_untried(model)):
         verdict = replace(verdict, one_by_one_because=problem, boundaries_because="")
         _log(kind, verdict)
+    decoder_parts.check_unchanged(model, has_own_masks=bool(verdict.one_by_one_because))
     return verdict
 
 

@@ -218,7 +218,7 @@ class Watchdog:
         advice = "Restart from the last checkpoint (torchrun --max-restarts does)"
         return (
             f"rank {verdict.rank} {verdict.text}; rank {self._rank} was {self._place} and cannot go on "
-            f"without it. {'' if self._phase == 'start' else advice}"
+            f"without it. {'' if self._section <= 1 and self._phase == 'start' else advice}"
         ).rstrip()
 
     @property

@@ -130,7 +130,9 @@ def _check_first_rows(files: Sequence[Path]) -> None:
 
 def _unreadable(name: str | Path, builder: str, error: Exception) -> HydraConfigError:
     # `datasets` says what is wrong in the cause alone
-    lines = str(error.__cause__ or error).strip().splitlines() or ["it holds no rows"]
+    lines = (str(error.__cause__ or "").strip() or str(error).strip()).splitlines() or [
+        "it holds no rows"
+    ]
     needed = next((package for what, package in _PACKAGES.items() if what in lines[0]), "")
     hint = f"; it needs a package: pip install {needed}" if needed else ""
     return HydraConfigError(f"{name} cannot be read as {builder}: {lines[0]}{hint}")

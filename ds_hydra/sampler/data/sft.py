@@ -309,7 +309,7 @@ def _encode_chat(
     where = f"row {index}, column {' and '.join(map(repr, columns))}"
     try:
         for name in counting:
-            check_counts(row[name], tokenizer if return_masks else None)
+            check_counts(row[name], str(tokenizer.chat_template) if return_masks else None)
         encoded: Mapping[str, Any] = render_chat(
             tokenizer,
             [message for messages in chats for message in messages],
@@ -356,17 +356,16 @@ _SAYS_WHETHER = ("weight", "loss", "loss_mask", "train", "train_on_turn", "train
 """Keys of messages by which OpenAI's files, slime, verl, axolotl and others leave a turn out."""
 
 
-def check_counts(messages: Sequence[Row], marked_by: ChatTokenizer | None) -> None:
+def check_counts(messages: Sequence[Row], marking: str | None) -> None:
     """Raise HydraConfigError where a message that would count says that it does not, by a key that
-    the template of `marked_by`, which marks the assistant's tokens, does not read; all count where
-    that is None.
+    the template `marking`, which marks the assistant's tokens, does not read; all count where that
+    is None.
     """
-    read = str(marked_by.chat_template) if marked_by is not None else ""
     for message in messages:
-        if marked_by is not None and message["role"] != "assistant":
+        if marking is not None and message["role"] != "assistant":
             continue
         for key in _SAYS_WHETHER:
-            if message.get(key) in (0, False) and not re.search(rf"[.'\"]{key}\b", read):
+            if message.get(key) in (0, False) and not re.search(rf"[.'\"]{key}\b", marking or ""):
                 raise HydraConfigError(
                     f"a message has {key!r} {message[key]!r}, which nothing reads, so that it would count; leave the "
                     "key out, or set assistant_only_loss=True and put {% generation %} around a turn only "

@@ -185,7 +185,7 @@ def check_context(
     space, which `tokens_per_iteration` are part of.
     """
     profile, number, context_length = world.profile, world.num_devices, world.context_length
-    known = list(profile.latency if schemes is None else schemes)
+    known = [s for s in (profile.latency if schemes is None else schemes) if world.can_run(s)]
     longest = _longest_micro_batch(world, known)
     if longest >= context_length:
         return
@@ -229,6 +229,8 @@ def _describe_states(world: World, schemes: Sequence[Scheme]) -> str:
         for scheme in schemes
         if scheme.num_devices <= num_devices and memory.knows(scheme)
     ]
+    if not schemes:
+        return "because this model runs none of those that the profile has"
     if not needed:
         return "because the profile has none for so few devices"
     least, scheme = min(needed)
