@@ -286,7 +286,7 @@ MUTANTS = (
         _ATTENTION,
         "Scoring(scale, sliding_window, softcap, s_aux)",
         "Scoring(scale, sliding_window and sliding_window + 1, softcap, s_aux)",
-        ("mistral",),
+        ("gemma2", "gemma3"),
     ),
     Mutant(
         "the labels of tokens that the head is not asked about",
