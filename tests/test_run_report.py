@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -222,6 +223,11 @@ def test_two_runs_at_once_in_a_folder_are_announced(tmp_path, caplog, monkeypatc
     monkeypatch.chdir("/")
     third.write_run({})
     third.close()
+    third.close()
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(95, "Not supported")))
+    without_locks = RunLog(tmp_path / "run", save_plans=False)
+    without_locks.close()
+    assert without_locks._file.closed
     assert not caplog.text
     assert (tmp_path / "run/run.json").exists()
 

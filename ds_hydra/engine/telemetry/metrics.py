@@ -288,6 +288,7 @@ class RunLog:
 
     def close(self) -> None:
         """Close the file."""
-        with contextlib.suppress(OSError):  # what a full disk did not take
+        with contextlib.suppress(OSError, ValueError):  # no locks there, or closed before
             fcntl.flock(self._file, fcntl.LOCK_UN)  # forked processes have the file, too
+        with contextlib.suppress(OSError):  # what a full disk did not take
             self._file.close()
