@@ -14,14 +14,14 @@ from test_simulator import checkpointing_document, make_scenario, small_profile
 
 from benchmarks.wlb_table import FITTED_ATTENTION, cut, packing_table
 from ds_hydra.configs import find_file
-from ds_hydra.lab.simulator.baselines import fixed_length, with_expert_parallelism
+from ds_hydra.lab.simulator.baselines import fixed_length, megatron_choices
 from ds_hydra.lab.simulator.cases import draw_batches, load_case
 from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.lab.simulator.fixed_length import pack_evenly
 from ds_hydra.lab.simulator.mixed_groups import dynamic_cp, fcp, flexsp
 from ds_hydra.lab.simulator.rival_pipelines import ContextParallel, chunked, hold_back, wlb
-from ds_hydra.lab.simulator.scenario import Noise, Scenario
-from ds_hydra.lab.simulator.sharded import PARTIAL, sharded_groups, with_traffic_ms
+from ds_hydra.lab.simulator.scenario import PARTIAL, Noise, Scenario
+from ds_hydra.lab.simulator.sharded import sharded_groups, with_traffic_ms
 from ds_hydra.lab.simulator.systems import Settings
 from ds_hydra.lab.simulator.ulysses import balanced_ulysses, odc, packed_zero3, without_lockstep
 from ds_hydra.sampler.group_steps import (
@@ -341,15 +341,13 @@ def test_megatron_recomputes_layers_of_a_mixture_and_shares_its_experts():
     scenario = Scenario(
         costs=Costs.of(profile, 16), num_devices=16, context_length=32768, batches=(batch,)
     )
-    _, choices = with_expert_parallelism(scenario)
+    _, choices = megatron_choices(scenario)
     assert set(choices) > set(scenario.statics())
     schemes = [strategy.schemes[0] for strategy in choices]
     assert any(scheme.ckpt for scheme in schemes)
     assert any(scheme.ep > 1 for scheme in schemes)
     plain = fixed_length(scenario, scenario.statics(), name="a").iteration_ms[0]
     assert fixed_length(scenario, name="b").iteration_ms[0] < plain
-    dense = make_scenario([100])
-    assert with_expert_parallelism(dense) == (dense, dense.statics())
 
 
 def test_ring_hides_behind_attention():

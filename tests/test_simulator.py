@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from ds_hydra.lab.simulator import baselines, cases
 from ds_hydra.lab.simulator.baselines import balanced, dynamic, fixed_length, hotspa, two_stage
 from ds_hydra.lab.simulator.cases import Workload, draw_batches, list_cases, load_case
 from ds_hydra.lab.simulator.compare import compare
+from ds_hydra.lab.simulator.mixed_groups import dynamic_cp
 from ds_hydra.lab.simulator.reproduction import our_figure
 from ds_hydra.lab.simulator.results import Ratio
+from ds_hydra.lab.simulator.rival_pipelines import wlb
 from ds_hydra.lab.simulator.scenario import Outcome, Scenario, best_of, bound_of, summarize
 from ds_hydra.lab.simulator.sweep import Axes, sweep
 from ds_hydra.lab.simulator.systems import SYSTEMS, Settings
@@ -110,6 +113,16 @@ def test_megatron_is_tuned_over_every_scheme_that_fits_the_context():
     assert longer_micro_batches.propagation_ms.mean() <= tuned.propagation_ms.mean()
 
 
+@pytest.mark.parametrize(
+    "run", [fixed_length, balanced, hotspa, dynamic_cp, partial(wlb, delays=False)]
+)
+def test_megatrons_recompute_layers_where_the_context_does_not_fit_otherwise(run):
+    costs = Costs(Profile.from_json(checkpointing_document()))
+    scenario = replace(make_scenario([300, 40, 7], context=300), costs=costs)
+    assert not scenario.statics()
+    assert ";ckpt=" in run(scenario, name="x").strategy
+
+
 def test_a_strategy_that_does_not_hold_the_context_is_refused():
     with pytest.raises(
         HydraConfigError, match="baseline 4x<1,1>: MaxLen is 60 on 4 devices, the context 100"
@@ -152,7 +165,7 @@ def test_a_static_strategy_is_given_up_only_where_it_cannot_win(monkeypatch):
     num_plans = len(planned)
     two_stage(scenario, strategies[:3], name="another system, the same plans")
     assert len(planned) == num_plans
-    anew = dataclasses.replace(scenario)
+    anew = replace(scenario)
     outcomes = {s: [anew.planned_outcome(s, i) for i in range(8)] for s in strategies}
     assert len(planned) == num_plans + 8 * len(strategies)
     everything = best_of(summarize("static", str(s), each) for s, each in outcomes.items())

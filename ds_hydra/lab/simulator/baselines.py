@@ -22,14 +22,15 @@ from ds_hydra.lab.simulator.scenario import (
     SystemResult,
     best_of,
     outcome_of,
+    priced,
+    recomputing,
     summarize,
 )
 from ds_hydra.sampler.candidate import OneStrategy
 from ds_hydra.sampler.phase_plan import MiniBatch
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.schedule import FloatArray
-from ds_hydra.strategy.proposal.program import homogeneous_strategies, usable_schemes
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+from ds_hydra.strategy.schemes.scheme import Strategy
 
 HOTSPA_BOUNDARIES_TOKENS = (4096, 16384)
 """Where HotSPa may change its strategy (Hydraulis, App. F)."""
@@ -52,13 +53,13 @@ def fixed_length(
     """Megatron-LM: one homogeneous strategy, first-fit-decreasing micro-batches of the context,
     dealt out in turn, or as `pack_evenly` does where that is faster.
 
-    `strategies`: the choices, those of `with_expert_parallelism` if not given.
+    `strategies`: the choices, `megatron_choices` if not given.
     `tunes_micro_batches`: micro-batches may also be as long as memory allows, or half way there;
     Megatron-LM itself has one sequence length. None without choices.
     """
     results = []
     if strategies is None:
-        scenario, strategies = with_expert_parallelism(scenario)
+        scenario, strategies = megatron_choices(scenario)
     for strategy in strategies:
         longest = scenario.max_len_tokens(strategy.schemes[0])
         if longest < scenario.context_length:
@@ -84,28 +85,21 @@ def fixed_length(
     return best_of(results)
 
 
-def with_expert_parallelism(scenario: Scenario) -> tuple[Scenario, tuple[Strategy, ...]]:
-    """`scenario.statics()`, and for a mixture of experts every <TP,PP> whose N neighbours share its
-    experts (and cut its micro-batches: `<spN,TP,PP;ep=N>`, because Megatron's experts belong to
-    ranks that have micro-batches of their own, which have no price here), each with no layer
-    recomputed or all; and a scenario that knows what they take.
+def megatron_choices(scenario: Scenario) -> tuple[Scenario, tuple[Strategy, ...]]:
+    """Homogeneous strategies of `recomputing` that fit the context.
+
+    N neighbours may share the experts of a mixture, and cut its micro-batches (`<spN,TP,PP;ep=N>`,
+    because Megatron's experts belong to ranks that have micro-batches of their own, which have no
+    price here).
     """
-    plain, cluster = usable_schemes(scenario), scenario.cluster
-    if cluster is None or cluster.shape.experts is None:
-        return scenario, scenario.statics()
-    layers, found = scenario.profile.memory.num_layers, dict[Scheme, None]()
-    for scheme in plain:
-        sizes = (2**k for k in range(scenario.num_devices.bit_length()))
-        shared = [replace(scheme, sp=n, ep=n) for n in sizes if not cluster.shape.experts.num % n]
-        recomputed = [replace(each, ckpt=layers) for each in shared]
-        for each in (*shared, *recomputed):
-            if each.num_devices <= scenario.num_devices and scenario.costs.find(each):
-                found[each] = None
-    wider = scenario.knowing(scenario.costs.extended(found))
-    fitting = (
-        s for s in found if wider.has_room(s) and wider.max_len_tokens(s) >= wider.context_length
-    )
-    return wider, tuple(Strategy.alike(s, wider.num_devices) for s in fitting)
+    scenario, schemes = recomputing(scenario)
+    experts = scenario.cluster.shape.experts if scenario.cluster else None
+    if experts is not None:
+        sizes = [2**k for k in range(scenario.num_devices.bit_length()) if not experts.num % 2**k]
+        shared = (replace(scheme, sp=n, ep=n) for scheme in schemes for n in sizes)
+        scenario, schemes = priced(scenario, shared)
+    fitting = (s for s in schemes if scenario.max_len_tokens(s) >= scenario.context_length)
+    return scenario, tuple(Strategy.alike(s, scenario.num_devices) for s in fitting)
 
 
 def balanced(scenario: Scenario, *, name: str) -> SystemResult | None:
@@ -113,7 +107,8 @@ def balanced(scenario: Scenario, *, name: str) -> SystemResult | None:
     time, what is better. None where no strategy fits the context.
     """
     results = []
-    for strategy in scenario.statics():
+    scenario, strategies = megatron_choices(scenario)
+    for strategy in strategies:
         scheme = strategy.schemes[0]
         latency, longest = scenario.profile.get_latency(scheme), scenario.max_len_tokens(scheme)
         weights: dict[str, Callable[[FloatArray], FloatArray]] = {
@@ -140,7 +135,7 @@ def hotspa(scenario: Scenario, *, name: str) -> SystemResult | None:
     where the paper measured nearly 2 s for 7B. With one strategy nothing is switched, and pull and
     push overlap as Megatron-LM's do. None where no strategy fits the context.
     """
-    if not scenario.statics():
+    if not megatron_choices(scenario)[1]:
         return None
     bounds = [b for b in HOTSPA_BOUNDARIES_TOKENS if b < scenario.context_length]
     phases: dict[tuple[int, int], SystemResult] = {}
@@ -159,10 +154,11 @@ def hotspa(scenario: Scenario, *, name: str) -> SystemResult | None:
 
 def _hotspa_phase(scenario: Scenario, above: int, up_to: int, *, overlap: bool) -> SystemResult:
     """All sequences of an interval of lengths with the best homogeneous strategy for them."""
-    choices = []
+    choices, context = [], scenario.context_length
     parts = [lengths[(lengths > above) & (lengths <= up_to)] for lengths in scenario.lengths]
-    for strategy in homogeneous_strategies(replace(scenario, context_length=up_to)):
-        longest = min(scenario.context_length, scenario.max_len_tokens(strategy.schemes[0]))
+    scenario, strategies = megatron_choices(replace(scenario, context_length=up_to))
+    for strategy in strategies:
+        longest = min(context, scenario.max_len_tokens(strategy.schemes[0]))
         for pack in DEALS.values():
             outcomes = []
             for lengths in parts:

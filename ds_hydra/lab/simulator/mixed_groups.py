@@ -11,15 +11,16 @@ import numpy as np
 
 from ds_hydra.lab.simulator.rival_pipelines import ContextParallel
 from ds_hydra.lab.simulator.scenario import (
+    PARTIAL,
     Outcome,
     Scenario,
     SystemResult,
     best_of,
     neighbours,
+    recomputing,
     summarize,
 )
 from ds_hydra.lab.simulator.sharded import (
-    PARTIAL,
     RECOMPUTE,
     rank_tokens,
     sharded_groups,
@@ -29,7 +30,6 @@ from ds_hydra.lab.simulator.sharded import (
 from ds_hydra.records.events import Scatter
 from ds_hydra.sampler.group_steps import GroupStep, MixedGroups, find_cuts, plan_steps
 from ds_hydra.sampler.schedule import FloatArray, IntArray
-from ds_hydra.strategy.proposal.program import usable_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 _MOST_CUTS = 4000
@@ -151,10 +151,12 @@ def _scattered_ms(
 
 def dynamic_cp(scenario: Scenario, *, name: str) -> SystemResult | None:
     """Megatron-Core's dynamic context parallelism: <TP,PP> fixed, ranks of all pipelines in groups
-    of CP sizes chosen for each micro-batch. See [Note: Mixed groups]. Tuned over <TP,PP>.
+    of CP sizes chosen for each micro-batch. See [Note: Mixed groups]. Tuned over <TP,PP>, some
+    layers recomputed, all or none.
     """
     results = []
-    for scheme in usable_schemes(scenario):
+    scenario, schemes = recomputing(scenario)
+    for scheme in schemes:
         found = _dynamic_cp(scenario, scheme, name)
         if found is not None:
             results.append(found)

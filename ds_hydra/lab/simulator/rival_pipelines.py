@@ -23,6 +23,7 @@ from ds_hydra.lab.simulator.scenario import (
     Scenario,
     SystemResult,
     best_of,
+    recomputing,
     summarize,
 )
 from ds_hydra.sampler.schedule import FloatArray, IntArray
@@ -81,8 +82,11 @@ class ContextParallel:
 
 
 def context_parallel(scenario: Scenario) -> Iterator[ContextParallel]:
-    """Every <TP,PP> and power of two for CP that fits the devices and holds the context."""
-    for scheme in usable_schemes(scenario):
+    """Every <TP,PP>, some layers recomputed, all or none, and power of two for CP that fits the
+    devices and holds the context.
+    """
+    scenario, schemes = recomputing(scenario)
+    for scheme in schemes:
         cp = 1
         while cp * scheme.num_devices <= scenario.num_devices:
             found = ContextParallel(scenario=scenario, scheme=scheme, cp=cp)
@@ -99,10 +103,10 @@ def wlb(scenario: Scenario, *, delays: bool, name: str) -> SystemResult | None:
     """Micro-batches of any length up to MaxLen with equal work (variable-length packing), documents
     cut one by one over CP ranks.
 
-    Tuned over TP, PP and CP. Karmarkar-Karp by time in place of the paper's greedy, so no worse.
-    With `delays` long documents wait until every pipeline can have one of them, at most to the end
-    of the run: other mini-batches than those of all other systems, with the same documents in all.
-    None where nothing fits the context.
+    Tuned over TP, PP, CP and recomputed layers. Karmarkar-Karp by time in place of the paper's
+    greedy, so no worse. With `delays` long documents wait until every pipeline can have one of
+    them, at most to the end of the run: other mini-batches than those of all other systems, with
+    the same documents in all. None where nothing fits the context.
     """
     results = []
     for pipelines in context_parallel(scenario):

@@ -8,6 +8,7 @@ Times may scatter (`Noise`): of single micro-batches, and of ranks for a whole i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -30,7 +31,7 @@ from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.profiles.learned_latency import NO_CORRECTIONS, Corrections
 from ds_hydra.strategy.profiles.profile import NO_LINKS, LatencyModel, LinkTimes
-from ds_hydra.strategy.proposal.program import homogeneous_strategies
+from ds_hydra.strategy.proposal.program import homogeneous_strategies, usable_schemes
 from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme, Strategy
 
 _LEAST = 0.2
@@ -299,6 +300,28 @@ def summarize(name: str, strategy: str, outcomes: Sequence[Outcome]) -> SystemRe
 def best_of(results: Iterable[SystemResult]) -> SystemResult | None:
     """The fastest of several choices, by whole iterations; None without any."""
     return min(results, key=lambda result: float(result.iteration_ms.mean()), default=None)
+
+
+PARTIAL = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the layers that activation checkpointing computes again, for systems that choose."""
+
+
+def recomputing(scenario: Scenario) -> tuple[Scenario, tuple[Scheme, ...]]:
+    """Every <TP,PP> with `PARTIAL` layers computed again, if the profile says what these keep, and
+    a scenario that knows their T.
+    """
+    memory = scenario.profile.memory
+    shares = PARTIAL if memory.input_bytes else (0.0,)
+    counts = [math.ceil(memory.num_layers * share) for share in shares]
+    return priced(scenario, (replace(s, ckpt=n) for s in usable_schemes(scenario) for n in counts))
+
+
+def priced(scenario: Scenario, schemes: Iterable[Scheme]) -> tuple[Scenario, tuple[Scheme, ...]]:
+    """Those of `schemes` that fit the devices and have a price, and a scenario that knows it."""
+    distinct = dict.fromkeys(s for s in schemes if s.num_devices <= scenario.num_devices)
+    found = [s for s in distinct if scenario.costs.find(s)]
+    wider = scenario.knowing(scenario.costs.extended(found))
+    return wider, tuple(s for s in found if wider.has_room(s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,8 +31,6 @@ LAYER_INPUT_BYTES = 2
 """Bytes that activation checkpointing keeps for each token, layer and hidden unit."""
 RECOMPUTE = FORWARD_FRACTION
 """Share of T that activation checkpointing computes again."""
-PARTIAL = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Shares of the layers that activation checkpointing computes again, for systems that choose."""
 _GATHERED = Scheme(1, 1, gather=True)
 
 

@@ -15,9 +15,15 @@ from ds_hydra.lab.simulator.fixed_length import (
     pack_evenly,
     pack_fixed_length,
 )
-from ds_hydra.lab.simulator.scenario import Outcome, Scenario, SystemResult, neighbours, summarize
-from ds_hydra.lab.simulator.sharded import (
+from ds_hydra.lab.simulator.scenario import (
     PARTIAL,
+    Outcome,
+    Scenario,
+    SystemResult,
+    neighbours,
+    summarize,
+)
+from ds_hydra.lab.simulator.sharded import (
     ShardedGroup,
     sharded_groups,
     with_traffic_ms,
