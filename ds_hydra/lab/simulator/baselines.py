@@ -17,6 +17,8 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.fixed_length import pack_balanced, pack_evenly, pack_fixed_length
 from ds_hydra.lab.simulator.scenario import (
     NO_WORK,
+    NUM_FINALISTS,
+    NUM_TRIAL_BATCHES,
     Outcome,
     Scenario,
     SystemResult,
@@ -186,10 +188,6 @@ def _in_sequence(name: str, parts: Sequence[SystemResult], scenario: Scenario) -
         imbalance=np.sum(weights * np.array([part.imbalance for part in parts]), axis=0),
         bubble=np.sum(weights * np.array([part.bubble for part in parts]), axis=0),
     )
-
-
-NUM_TRIAL_BATCHES = 12
-NUM_FINALISTS = 3
 
 
 def two_stage(

@@ -11,6 +11,8 @@ import numpy as np
 
 from ds_hydra.lab.simulator.rival_pipelines import ContextParallel
 from ds_hydra.lab.simulator.scenario import (
+    NUM_FINALISTS,
+    NUM_TRIAL_BATCHES,
     PARTIAL,
     Outcome,
     Scenario,
@@ -154,13 +156,12 @@ def dynamic_cp(scenario: Scenario, *, name: str) -> SystemResult | None:
     of CP sizes chosen for each micro-batch. See [Note: Mixed groups]. Tuned over <TP,PP>, some
     layers recomputed, all or none.
     """
-    results = []
     scenario, schemes = recomputing(scenario)
-    for scheme in schemes:
-        found = _dynamic_cp(scenario, scheme, name)
-        if found is not None:
-            results.append(found)
-    return best_of(results)
+    few = replace(scenario, batches=scenario.batches[:NUM_TRIAL_BATCHES])
+    tried = {s: found for s in schemes if (found := _dynamic_cp(few, s, name)) is not None}
+    finalists = sorted(tried, key=lambda s: float(tried[s].iteration_ms.mean()))[:NUM_FINALISTS]
+    results = (_dynamic_cp(scenario, scheme, name) for scheme in finalists)
+    return best_of([found for found in results if found is not None])
 
 
 def _dynamic_cp(scenario: Scenario, scheme: Scheme, name: str) -> SystemResult | None:

@@ -302,6 +302,10 @@ def best_of(results: Iterable[SystemResult]) -> SystemResult | None:
     return min(results, key=lambda result: float(result.iteration_ms.mean()), default=None)
 
 
+NUM_TRIAL_BATCHES, NUM_FINALISTS = 12, 3
+"""Where a choice takes long to try: mini-batches that all are tried on, and how many of the best
+run all of them.
+"""
 PARTIAL = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the layers that activation checkpointing computes again, for systems that choose."""
 
