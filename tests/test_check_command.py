@@ -322,7 +322,7 @@ def test_auto_values_of_the_trainer_are_no_problem():
 
 def test_init_leaves_to_a_trainer_what_its_arguments_fill_in(tmp_path):
     out = tmp_path / "ds_config.json"
-    request = ("init", "--model", "llama2_7b", "--device", "h100", "--devices", 8)
+    request = ("init", "--model", "llama2_7b", "--hardware", "h100", "--devices", 8)
     accepted(*request, "--context", 8192, "--trainer", "--out", out)
     config = json.loads(out.read_text())
     assert "scheduler" not in config
@@ -361,7 +361,15 @@ def test_init_writes_what_check_accepts(tmp_path, model, devices):
 def test_init_without_a_shipped_profile_measures_at_the_start_and_recomputes_nothing():
     for context in (4096, 131072):
         started = accepted(
-            "init", "--model", "llama2_7b", "--device", "h100", "--devices", 8, "--context", context
+            "init",
+            "--model",
+            "llama2_7b",
+            "--hardware",
+            "h100",
+            "--devices",
+            8,
+            "--context",
+            context,
         )
         assert "activation_checkpointing" not in json.loads(started.stdout)["hydra"]
         assert "every start measures it" in started.stderr

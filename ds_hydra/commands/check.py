@@ -30,7 +30,8 @@ def check(
     device: Annotated[
         str | None,
         typer.Option(
-            help="Without a profile: estimate for this hardware, a shipped name (a800) or a file."
+            *common.HARDWARE,
+            help="Without a profile: estimate for this hardware, a shipped name (a800) or a file.",
         ),
     ] = None,
     histogram: Annotated[

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ds_hydra.strategy import Profile
 
 MODEL_HELP = f"A shipped preset ({', '.join(list_files('models'))}), a folder with config.json, that file, or a hub id."
+HARDWARE = ("--hardware", "--device")
+"""One option of all commands, by both names that it had."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 NumDevices = Annotated[int, typer.Option(min=1, max=MAX_DEVICES, help="Devices of the cluster.")]
 ContextLength = Annotated[

@@ -19,8 +19,9 @@ def doctor(
     device: Annotated[
         str | None,
         typer.Option(
+            *common.HARDWARE,
             help="Hardware to compare with: a shipped name (a800, h100, cpu) or a file; by the device's name "
-            "if not given."
+            "if not given.",
         ),
     ] = None,
     config: Annotated[
@@ -55,7 +56,7 @@ def doctor(
     Example: deepspeed --log_level error --no_local_rank --no_python ds-hydra doctor --out
     doctor.json
 
-    Example: torchrun --nproc-per-node 8 --no-python ds-hydra doctor --device h100
+    Example: torchrun --nproc-per-node 8 --no-python ds-hydra doctor --hardware h100
     """
     with common.errors_to_stderr():
         common.check_folder(out)

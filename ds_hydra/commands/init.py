@@ -17,7 +17,8 @@ from ds_hydra.errors import HydraConfigError
 def init(
     model: Annotated[str, typer.Option(help=common.MODEL_HELP)],
     device: Annotated[
-        str, typer.Option(help="Hardware: a shipped name (a800, h100) or ds_hydra.hardware/1.")
+        str,
+        typer.Option(*common.HARDWARE, help="A shipped name (a800, h100) or ds_hydra.hardware/1."),
     ],
     devices: common.NumDevices,
     context: common.ContextLength,
@@ -39,7 +40,7 @@ def init(
     JSON has no comments, so the reasons go to a file of the same name that ends in .md, or to
     stderr.
 
-    Example: ds-hydra init --model llama2_7b --device a800 --devices 16 --context 32768 --out
+    Example: ds-hydra init --model llama2_7b --hardware a800 --devices 16 --context 32768 --out
     ds_config.json
     """
     with common.errors_to_stderr(common.READS_LIKE_DEEPSPEED):

@@ -359,7 +359,7 @@ class _Budget:
             self._say_what_was_measured(name, known)
             if self._request.device is not None:
                 report.warnings.append(
-                    f"--device {self._request.device} is not used: profile {name} is known"
+                    f"--hardware {self._request.device} is not used: profile {name} is known"
                 )
         if hydra.profile is None:
             self._say_what_is_profiled()
@@ -367,7 +367,7 @@ class _Budget:
             if self._stage_model is None or self._request.device is None:
                 report.assumed.append(
                     "nothing is known of time and memory before the profile is measured; give --profile, or "
-                    "--model and --device for an estimate"
+                    "--model and --hardware for an estimate"
                 )
                 return None
             hardware = Hardware.load(self._request.device)
@@ -439,8 +439,9 @@ class _Budget:
             schemes |= {*measured_beside(number, hydra.planner.space, are_nodes=self._are_nodes)}
         runnable = sorted(scheme for scheme in schemes if self._can_run(scheme))
         lengths = hydra.profiling.lengths or default_lengths(hydra.context_length)
+        measured = "scheme is measured" if len(runnable) == 1 else "schemes are measured"
         self._report.profiled.append(
-            f"hydra.profile is null: {len(runnable)} schemes are measured at the start of every run "
+            f"hydra.profile is null: {len(runnable)} {measured} at the start of every run "
             f"({', '.join(map(str, runnable))}), micro-batches of {', '.join(map(str, lengths))} tokens as far as they "
             f"fit, {hydra.profiling.repeats} times each; `ds-hydra profile` does it once"
         )
@@ -476,9 +477,9 @@ class _Budget:
         try:
             check_longest(profile, self._settings())
         except HydraConfigError as error:
-            raise HydraConfigError(
-                f"hydra.context_length: {error}, or raise hydra.memory_limit_bytes"
-            ) from error
+            limited = self._hydra.memory_limit_bytes is not None
+            advice = ", or raise hydra.memory_limit_bytes" if limited else ""
+            raise HydraConfigError(f"hydra.context_length: {error}{advice}") from error
         longest = max((row["max_len_tokens"] for row in report.schemes), default=0)
         if not self._given and longest < context:
             report.assumed.append(

@@ -70,7 +70,7 @@ class Finding:
             check=check,
             status=Status.SKIPPED,
             text=f"{text}; nothing to compare with",
-            advice="--device NAME (a shipped hardware description, or a file of your own)",
+            advice="--hardware NAME (a shipped hardware description, or a file of your own)",
             figures=figures,
         )
 

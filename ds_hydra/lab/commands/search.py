@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ds_hydra.commands.common import (
+    HARDWARE,
     MAX_BATCHES,
     AsJson,
     check_folder,
@@ -45,7 +46,8 @@ def search(
     hardware: Annotated[
         str,
         typer.Option(
-            help="With --profile: whose interconnects, a ds_hydra.hardware/1 file or a shipped name."
+            *HARDWARE,
+            help="With --profile: whose interconnects, a ds_hydra.hardware/1 file or a shipped name.",
         ),
     ] = "a800",
     sequence: Annotated[

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ds_hydra.commands.common import (
+    HARDWARE,
     MAX_BATCHES,
     MODEL_HELP,
     AsJson,
@@ -120,7 +121,8 @@ def simulate(
     hardware: Annotated[
         str | None,
         typer.Option(
-            help="A ds_hydra.hardware/1 file or shipped name; the profile's if not given."
+            *HARDWARE,
+            help="A ds_hydra.hardware/1 file or shipped name; the profile's if not given.",
         ),
     ] = None,
     overlap: Annotated[bool, typer.Option(help="Overlap pull and push with propagation.")] = True,
