@@ -17,8 +17,9 @@ from test_planner import MAX_LEN, PROFILE, STRATEGIES
 
 from ds_hydra.configs.ds_config import read_ds_config
 from ds_hydra.configs.files import find_profile
-from ds_hydra.engine.candidates import planner_settings
+from ds_hydra.engine.candidates import EngineCandidates, planner_settings
 from ds_hydra.records.events import simulate_iteration, simulate_plan
+from ds_hydra.sampler.candidate_set import gradient_bytes
 from ds_hydra.sampler.phase_plan import MiniBatch
 from ds_hydra.sampler.planner import plan_with_time
 from ds_hydra.sampler.planner_settings import PlannerSettings
@@ -165,11 +166,14 @@ A800 = Profile.load(find_profile("a800_llama2_32b"))
 CANDIDATES = parse_strategies(["4x<16,1>", "1x<16,1> + 6x<8,1>", "8x<4,2>"])
 
 
+HYDRA = {"context_length": 32768, "tokens_per_iteration": 200_000}
+
+
 def settings_of(profile, strategies=CANDIDATES, sections=None, **link):
-    hydra = {"context_length": 32768, "tokens_per_iteration": 200_000, "link": link}
     stage = {"zero_optimization": {"stage": 3}}
-    _, config = read_ds_config({**stage, "hydra": hydra, **(sections or {})})
-    return planner_settings(config, profile, strategies, 64)
+    _, config = read_ds_config({**stage, "hydra": {**HYDRA, "link": link}, **(sections or {})})
+    links = try_cluster(profile, 64, gradient_bytes(config))
+    return planner_settings(config, strategies, lambda: links)
 
 
 def test_the_engine_takes_links_from_the_description_of_the_profiles_hardware():
@@ -183,6 +187,17 @@ def test_the_engine_takes_links_from_the_description_of_the_profiles_hardware():
     assert half.link_times[CANDIDATES[0]].pull_ms == times[CANDIDATES[0]].pull_ms
     assert not half.overlaps_links
     assert settings_of(A800, CANDIDATES[:1]).link_times == {}, "nothing to choose"
+
+
+def test_an_engine_counts_on_nodes_of_its_hosts():
+    """Two hosts of four A800, of which the shipped description has eight in one."""
+    _, config = read_ds_config({"zero_optimization": {"stage": 3}, "hydra": HYDRA})
+    links = SimpleNamespace(devices_per_node=4)
+    given = {"propagator": SimpleNamespace(links=links), "num_ranks": 8, "config": config}
+    engine = SimpleNamespace(**given, _are_nodes=True)
+    strategy = Strategy.parse("1x<8,1>")
+    of_hosts = EngineCandidates._cluster(engine, A800).link_times(strategy)
+    assert of_hosts.pull_ms > 2 * try_cluster(A800, 8).link_times(strategy).pull_ms
 
 
 def test_links_of_unknown_hardware_count_nothing(caplog):

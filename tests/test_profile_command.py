@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 from types import SimpleNamespace
 from unittest import mock
 
@@ -23,6 +24,7 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.profiling import profile_document, profile_run, profiler, rehearsal
 from ds_hydra.engine.profiling.profile_document import Measurements
 from ds_hydra.engine.profiling.profile_run import ProfileRequest, run_profile
+from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks import memory
 from ds_hydra.engine.ranks.hosts import Hosts, find_ranks_per_core
 from ds_hydra.errors import HydraConfigError
@@ -154,6 +156,33 @@ def on_ranks(model, folder):
         "document": document,
         "waits": waits,
     }
+
+
+def measured_on_unequal_hosts(model):
+    """Two hosts, the second with less memory, under a launcher that tells no LOCAL_WORLD_SIZE."""
+    rank = dist.get_rank()
+    os.environ.pop("LOCAL_SIZE")
+    total = SimpleNamespace(total=(4_000_000, 3_000_000)[rank])
+    request = request_for(model, context=2048)
+    _, stage_model, schemes = profile_run._prepare(request, torch.float32, CPU, 2)
+    homogeneous = {scheme: Strategy.alike(scheme, 2) for scheme in schemes}
+    with (
+        mock.patch.object(socket, "gethostname", return_value=f"host{rank}"),
+        mock.patch.object(profile_document.psutil, "virtual_memory", return_value=total),
+        contextlib.closing(Propagator(stage_model, device=CPU, max_groups=9)) as propagator,
+    ):
+        known = Measurements()
+        document = profiler._measure_memory(propagator, homogeneous, request.config, known)
+        lengths = profiler._lengths_that_fit(propagator, schemes, document, request.config)
+    return document, {str(scheme): of for scheme, of in lengths.items()}
+
+
+@pytest.mark.distributed
+def test_ranks_with_other_memory_measure_the_same_lengths(tmp_path):
+    first, second = run_distributed(measured_on_unequal_hosts, 2, save_model(tmp_path))
+    assert first == second
+    hardware = first[0]["hardware"]
+    assert (hardware["memory_bytes"], hardware["devices_per_node"]) == (3_000_000, 1)
 
 
 @pytest.mark.parametrize(("value", "is_read"), [(0.0, True), (-1.0, False), (float("nan"), False)])

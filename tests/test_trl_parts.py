@@ -31,7 +31,7 @@ from ds_hydra.trl.arguments import (
     check_trl_arguments,
     complete_section,
 )
-from ds_hydra.trl.mixin import remove_fused_head
+from ds_hydra.trl.mixin import ReferenceMixin, remove_fused_head
 from ds_hydra.trl.scored_model import Given, ScoredModel, Sequences, Span, Weighted, read_sequences
 
 
@@ -347,3 +347,13 @@ def test_trl_prepares_chats_with_tools_as_hydra_trainer_reads_them():
         for data in (masked, masked.to_iterable_dataset()):
             with pytest.raises(HydraConfigError, match=f"'{name}'.*{message}"):
                 prepare(data)
+
+
+def test_pairs_that_a_reference_scores_before_training_are_where_trl_computes():
+    trainer = ReferenceMixin.__new__(ReferenceMixin)
+    trainer._known_references, trainer._datasets_to_score, seen = {}, [["a", "b", "c"]], []
+    trainer.args = SimpleNamespace(process_index=0, world_size=2)
+    trainer.data_collator, trainer._learn = tuple, seen.append
+    trainer._prepare_input = lambda batch: ("on the device", batch)
+    trainer._attach_data()
+    assert seen == [("on the device", ("a", "c"))]

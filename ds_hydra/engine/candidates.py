@@ -7,8 +7,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -82,14 +83,11 @@ def find_unsupported(stage_model: StageModel, schemes: Iterable[Scheme]) -> Iter
 
 
 def planner_settings(
-    config: HydraConfig, profile: Profile, strategies: Sequence[Strategy], num_ranks: int
+    config: HydraConfig, strategies: Sequence[Strategy], find_links: Callable[[], Cluster | None]
 ) -> PlannerSettings:
-    """The planner's settings out of the validated configuration, with the links of the profile's
-    hardware.
-    """
+    """The planner's settings out of the validated configuration, with the links that are found."""
     planner = config.planner
-    is_choice = len(strategies) > 1
-    cluster = try_cluster(profile, num_ranks, gradient_bytes(config)) if is_choice else None
+    cluster = find_links() if len(strategies) > 1 else None
     return PlannerSettings(
         objective=planner.objective,
         dispatch=planner.dispatch,
@@ -157,7 +155,7 @@ class EngineCandidates:
         """What the planner is told besides mini-batches and corrections, `forward_only` for passes
         without backward. Not collective.
         """
-        settings = planner_settings(self.config, profile, strategies, self.num_ranks)
+        settings = planner_settings(self.config, strategies, partial(self._cluster, profile))
         if forward_only:
             # What a checkpointed layer takes while it runs is in no profile
             holds_longer = not self.config.activation_checkpointing
@@ -176,7 +174,8 @@ class EngineCandidates:
         profile = self.profile
         assert profile is not None
         if self._tracker is None or self._tracker.profiled is not profile:
-            settings = planner_settings(self.config, profile, self.strategies, self.num_ranks)
+            find_links = partial(self._cluster, profile)
+            settings = planner_settings(self.config, self.strategies, find_links)
             self._tracker = LatencyTracker(
                 profile,
                 self.strategies,
@@ -336,7 +335,8 @@ class EngineCandidates:
         return replace(settings, context_length=int(self.lengths.max()))
 
     def _cluster(self, profile: Profile) -> Cluster | None:
-        found = try_cluster(profile, self.num_ranks, gradient_bytes(self.config))
+        nodes = self.propagator.links.devices_per_node
+        found = try_cluster(profile, self.num_ranks, gradient_bytes(self.config), nodes)
         return found and replace(found, relays=self._are_nodes)
 
     @property

@@ -19,7 +19,12 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.parallel.one_f_one_b import Pass
 from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks, on_all_ranks
-from ds_hydra.engine.ranks.hosts import Hosts, find_ranks_per_node, warn_of_placement
+from ds_hydra.engine.ranks.hosts import (
+    Hosts,
+    devices_per_node,
+    find_ranks_per_node,
+    warn_of_placement,
+)
 from ds_hydra.engine.transfer.home import Home, open_home
 from ds_hydra.engine.transfer.link_thread import DeviceClock, LinkThread
 from ds_hydra.engine.transfer.schedule import (
@@ -94,7 +99,9 @@ class StrategyLinks:
         everyone = range(self.num_ranks)
         if self.rank == 0 and config.devices_per_node is None:
             warn_of_placement(hosts.of_rank)
+        self.devices_per_node = devices_per_node(config, hosts.of_rank)
         self.ranks_per_node = find_ranks_per_node(config, hosts.of_rank)
+        """None where no rank relays what comes from other nodes."""
         purposes = ["pull", "push"] + (["pull_node", "push_node"] if self.ranks_per_node else [])
         groups.create([(purpose, everyone) for purpose in purposes])
         # A group each: one rank may push while another has not ended its pull.

@@ -87,7 +87,8 @@ class ReferenceMixin(EngineMixin):
         for dataset in self._datasets_to_score:
             for begin in range(0, len(dataset), _ROWS_AT_ONCE * num_ranks):
                 rows = range(begin + rank, len(dataset), num_ranks)[:_ROWS_AT_ONCE]
-                self._learn(self.data_collator([dataset[row] for row in rows]) if rows else None)
+                batch = self.data_collator([dataset[row] for row in rows]) if rows else None
+                self._learn(self._prepare_input(batch))  # where TRL computes
 
     def _prepare_inputs(self, inputs: Inputs) -> Inputs:
         inputs = super()._prepare_inputs(inputs)

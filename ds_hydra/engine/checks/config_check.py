@@ -523,7 +523,8 @@ class _Budget:
         number = self._report.num_devices
         cluster = None
         if self._profile is not None:
-            cluster = try_cluster(self._profile, number, gradient_bytes(self._hydra))
+            nodes = self._hydra.link.devices_per_node
+            cluster = try_cluster(self._profile, number, gradient_bytes(self._hydra), nodes)
         return CandidateSettings.of(
             self._hydra,
             num_devices=number,

@@ -27,7 +27,6 @@ from ds_hydra.engine.model.expert_balance import is_experts
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.model.tp_plan import num_kv_heads
 from ds_hydra.engine.ranks.agreement import broadcast_text, run_together
-from ds_hydra.engine.ranks.hosts import count_ranks_here
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.model_config import all_fields
 from ds_hydra.strategy import Profile, Scheme
@@ -427,11 +426,11 @@ def state_memory(stage_model: StageModel) -> dict[str, float]:
     }
 
 
-def describe_hardware() -> dict[str, Any]:
-    """The profile's "hardware" section: memory of one rank of this machine."""
+def describe_hardware(ranks_here: int = 1) -> dict[str, Any]:
+    """The profile's "hardware" section: memory of one of the `ranks_here` of this machine."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
-        memory, reserved = psutil.virtual_memory().total // count_ranks_here(), 0
+        memory, reserved = psutil.virtual_memory().total // ranks_here, 0
         name = "cpu"
     else:
         memory, reserved = int(accelerator.total_memory()), 2**30  # contexts
@@ -442,7 +441,7 @@ def describe_hardware() -> dict[str, Any]:
         )
     return {
         "name": name,
-        "devices_per_node": count_ranks_here(),
+        "devices_per_node": ranks_here,
         "memory_bytes": memory,
         "reserved_bytes": reserved,
         "safety_margin_bytes": memory // 20,

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ from ds_hydra.engine.profiling.rehearsal import (
     run_once,
 )
 from ds_hydra.engine.propagation import Propagator
+from ds_hydra.engine.ranks.agreement import broadcast_text
 from ds_hydra.engine.ranks.hosts import find_ranks_per_core
 from ds_hydra.engine.ranks.memory import count_multiprocessors, outside_bytes
 from ds_hydra.errors import HydraConfigError
@@ -294,14 +296,17 @@ def _measure_memory(
         if has_device:
             a_layer = not_below_traced(a_layer, tp, stage_model, config)
         activation[str(tp)] = a_layer
+    hosts = propagator.hosts
+    hardware = describe_hardware(len(hosts.ranks_beside(propagator.rank)))
     document = describe_measured(
         stage_model,
         config,
         source=f"measured on {propagator.num_ranks} ranks",
         hardware={
-            **(hardware := describe_hardware()),
+            **hardware,
             **(_reserved(propagator, hardware) if has_device else {}),
-            "ranks_per_core": find_ranks_per_core(propagator.hosts, propagator.device),
+            "devices_per_node": propagator.links.devices_per_node,
+            "ranks_per_core": find_ranks_per_core(hosts, propagator.device),
         },
         memory={
             "activation_source": "peak memory" if has_device else "tensors kept for backward",
@@ -310,7 +315,20 @@ def _measure_memory(
             "logit_chunk_bytes": _logit_chunk_bytes(propagator),
         },
     )
-    return {**document, "schemes": []}
+    return _agree_on_memory(propagator, {**document, "schemes": []})
+
+
+def _agree_on_memory(propagator: Propagator, document: dict[str, Any]) -> dict[str, Any]:
+    """`document` of rank 0 on every rank, with the memory of the rank that has least: what all
+    measure together follows from it. Collective over all ranks.
+    """
+    least = {
+        key: int(-propagator.max_over_ranks(-float(document["hardware"][key])))
+        for key in ("memory_bytes", "safety_margin_bytes")
+    }
+    (text,) = broadcast_text([json.dumps(document)], 0, propagator.device)
+    of_first: dict[str, Any] = json.loads(text)
+    return {**of_first, "hardware": {**of_first["hardware"], **least}}
 
 
 def _lengths_that_fit(

@@ -149,12 +149,16 @@ def warn_of_placement(host_of: Sequence[int]) -> None:
 
 
 def find_ranks_per_node(config: LinkConfig, host_of: Sequence[int]) -> int | None:
-    """Ranks of a node for node-aware routes, or None for direct ones (always on a single node).
-
-    `host_of`, the host of every rank, answers what `hydra.link.devices_per_node` leaves open.
-    """
-    found = config.devices_per_node or ranks_per_node(host_of)
+    """Ranks of a node for node-aware routes, or None for direct ones (always on a single node)."""
+    found = devices_per_node(config, host_of)
     return found if config.routes == "node" and 1 < found < len(host_of) else None
+
+
+def devices_per_node(config: LinkConfig, host_of: Sequence[int]) -> int:
+    """Ranks of a node; `host_of`, the host of every rank, answers what
+    `hydra.link.devices_per_node` leaves open.
+    """
+    return config.devices_per_node or ranks_per_node(host_of)
 
 
 _LOCK_AND_WAIT = 38  # F_OFD_SETLKW: owned by the open file, not by the process

@@ -270,17 +270,28 @@ def _needed_share(
 
 
 def try_cluster(
-    profile: Profile, num_devices: int, gradient_bytes: float = GRADIENT_BYTES
+    profile: Profile,
+    num_devices: int,
+    gradient_bytes: float = GRADIENT_BYTES,
+    devices_per_node: int | None = None,
 ) -> Cluster | None:
-    """`find_cluster` with pushed gradients of so many bytes, or None where the profile does not
-    describe its model well enough.
+    """`find_cluster` with pushed gradients of so many bytes and, where these are known, nodes of so
+    many devices, or None where the profile does not describe its model well enough.
 
     From files alone, never from measured iterations, so that a resumed run chooses as the one
     before.
     """
     try:
         found = find_cluster(profile, num_devices)
-        return None if found is None else replace(found, gradient_bytes=gradient_bytes)
+        if found is None:
+            return None
+        hardware = found.hardware
+        if devices_per_node is not None:
+            # A smaller node has fewer adapters, too: as many a device
+            share = min(1.0, devices_per_node / hardware.devices_per_node)
+            across = share * hardware.inter_node_rate
+            hardware = replace(hardware, devices_per_node=devices_per_node, inter_node_rate=across)
+        return replace(found, gradient_bytes=gradient_bytes, hardware=hardware)
     except HydraConfigError as error:
         logger.info("pull and push do not count in the choice of strategies: %s", error)
         return None
