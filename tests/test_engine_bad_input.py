@@ -252,6 +252,16 @@ def make_mistakes(folder):
     raised["longer than any pipeline fits"] = error_of(
         lambda: initialize(data=dataset(110, 110, 110), hydra=hydra)
     )
+    rank = dist.get_rank()
+    raised["run_dir of one rank"] = error_of(
+        lambda: initialize(hydra={"run_dir": None if rank else f"{folder}/of_one"})
+    )
+    listed = Path(folder) / f"strategies{rank}.json"
+    schema = {"schema": "ds_hydra.strategies/1", "strategies": strategies[: 2 - rank]}
+    listed.write_text(json.dumps(schema))
+    raised["strategies of another file"] = error_of(
+        lambda: initialize(hydra={"strategies": str(listed)})
+    )
     engine = start_hydra(two_layers())
     good = random_examples([7, 9], VOCAB_SIZE)
     mine = random_examples([7, 9 + dist.get_rank()], VOCAB_SIZE, seed=dist.get_rank())
@@ -326,6 +336,14 @@ def make_mistakes(folder):
 
 LATER_MISTAKES = {
     "profile without CP": (HydraConfigError, ("<cp2,1>", "which has <2,1>", "hydra.strategies")),
+    "run_dir of one rank": (
+        PlanMismatchError,
+        ("hydra.run_dir is null", '"(a path)" on rank 0', "the same configuration"),
+    ),
+    "strategies of another file": (
+        PlanMismatchError,
+        ('hydra.strategies is ["2x<1,1>"]', '["2x<1,1>", "1x<2,1>"] on rank 0'),
+    ),
     "longer than any pipeline fits": (InfeasiblePlanError, ("110", "hydra.memory_limit_bytes")),
     "forward by hand": (HydraConfigError, ("forward()", "train_batch")),
     "backward by hand": (HydraConfigError, ("backward()", "train_batch")),

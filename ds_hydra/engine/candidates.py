@@ -5,12 +5,14 @@ and what measured iterations say of it.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -28,7 +30,7 @@ from ds_hydra.engine.profiling.profile_document import (
 )
 from ds_hydra.engine.profiling.profiler import measure_profile
 from ds_hydra.engine.propagation import Propagator
-from ds_hydra.engine.ranks.agreement import broadcast_text, run_together
+from ds_hydra.engine.ranks.agreement import broadcast_text, check_alike, run_together
 from ds_hydra.engine.ranks.memory import naming_memory_limit
 from ds_hydra.engine.ranks.watchdog import watch
 from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker, StragglerFinder
@@ -127,6 +129,13 @@ class EngineCandidates:
         self._num_link_groups = len(propagator.groups)
         self._at_start: tuple[Strategy, ...] = ()
         self.strategies = self._at_start = run_together(self._read_candidates, self._device)
+        given = config.profile and load_profile(config.profile).document
+        digest = None if given is None else crc32(json.dumps(given, sort_keys=True).encode())
+        files = {
+            "the checksum of hydra.profile": digest,
+            "hydra.strategies": [*map(str, self.strategies)],
+        }
+        check_alike(files, self._device)  # else groups are made of which some know nothing
         propagator.prepare(self.strategies)
         self._proposed_with: Profile | None = None
         self.reasons: tuple[str, ...] = ()

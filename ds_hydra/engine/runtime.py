@@ -27,6 +27,7 @@ from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.engine.propagation import Propagator, RankOutcome
 from ds_hydra.engine.ranks.agreement import (
     broadcast_text,
+    check_alike,
     gather_rows,
     raise_together,
     run_together,
@@ -50,6 +51,16 @@ from ds_hydra.strategy.schemes.placement import group_limit
 logger = logging.getLogger(__name__)
 
 _STATE_SCHEMA = "ds_hydra.state/1"
+
+
+_PATHS = ("run_dir", "profile", "tokenizer", "strategies")
+
+
+def _comparable(config: HydraConfig) -> dict[str, Any]:
+    """What all ranks have alike, or some would wait for others: files may lie elsewhere on each."""
+    values = config.model_dump(mode="json")
+    paths = {key: "(a path)" for key in _PATHS if isinstance(values[key], str)}
+    return {f"hydra.{key}": value for key, value in (values | paths).items()}
 
 
 def warn_of_other_kernels(names: Sequence[str], device: torch.device) -> None:
@@ -77,6 +88,7 @@ class HydraRuntime:
         device: torch.device,
         memory: MemoryWatch,
     ):
+        check_alike(_comparable(config), device)
         self.config = config = overlap_where_safe(config, device)
         self.stage_model = stage_model
         if config.deterministic:

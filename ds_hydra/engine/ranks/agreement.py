@@ -13,9 +13,9 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ds_hydra import errors
 from ds_hydra.engine.ranks.memory import to_device
-from ds_hydra.errors import HydraError, RankLostError
+from ds_hydra.errors import HydraError, PlanMismatchError, RankLostError
 
 _all_gather: Callable[..., object] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -130,6 +130,25 @@ def run_together(action: Callable[[], Result], device: torch.device) -> Result:
         error = caught
     raise_together(error, device)
     return result  # type: ignore[return-value]
+
+
+def check_alike(values: Mapping[str, Any], device: torch.device) -> None:
+    """Raise PlanMismatchError, on all ranks, where one has others of these named `values`, which
+    JSON holds, than rank 0. Collective over all ranks.
+    """
+    mine = json.dumps(values)
+    (of_first,) = broadcast_text([mine], 0, device)
+
+    def compare() -> None:
+        first, own = json.loads(of_first), json.loads(mine)
+        for name in sorted(first.keys() | own.keys()):
+            mine_is, first_is = (json.dumps(of.get(name)) for of in (own, first))
+            if mine_is != first_is:
+                raise PlanMismatchError(
+                    f"{name} is {mine_is:.300}, and {first_is:.300} on rank 0; give every rank the same configuration"
+                )
+
+    run_together(compare, device)
 
 
 def restore_error(name: str, text: str) -> HydraError:
