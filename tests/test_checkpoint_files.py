@@ -197,6 +197,16 @@ def test_the_newest_ones_are_advised(tmp_path):
         load(tmp_path)
 
 
+def test_checkpoints_without_a_latest_are_named_and_an_empty_folder_is_quiet(tmp_path, caplog):
+    assert files.find_tag(tmp_path, "latest") is None
+    assert not caplog.messages
+    save(tmp_path, "global_step7", 1.0)
+    (tmp_path / "latest").unlink()
+    assert files.find_tag(tmp_path, "latest") is None
+    (message,) = caplog.messages
+    assert "latest is missing, so that nothing is loaded; there is also global_step7" in message
+
+
 def test_what_users_put_beside_the_files_stays(tmp_path):
     folder = tmp_path / "best"
     (folder / "data").mkdir(parents=True)

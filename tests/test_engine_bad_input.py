@@ -4,6 +4,7 @@ usable.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -96,6 +97,13 @@ MISTAKES = {
         lambda: initialize().set_train_batch_size(64),
         HydraConfigError,
         ("set_train_batch_size(64)", "hydra.tokens_per_iteration"),
+    ),
+    "two configurations": (
+        lambda: ds_hydra.initialize(
+            argparse.Namespace(deepspeed_config="other.json"), two_layers(), config=ds_config()
+        ),
+        HydraConfigError,
+        ("--deepspeed_config other.json", "config="),
     ),
     "ZeRO stage 2": (
         lambda: initialize(zero_optimization={"stage": 2}),

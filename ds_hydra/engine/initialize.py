@@ -105,9 +105,12 @@ def initialize(
     must be edited.
     """
     from_args = getattr(args, "deepspeed_config", None)
-    given = (
-        config if config is not None else config_params if config_params is not None else from_args
-    )
+    in_call = config if config is not None else config_params
+    given = in_call if in_call is not None else from_args
+    if in_call is not None and from_args is not None:
+        raise HydraConfigError(
+            f"two configurations: --deepspeed_config {from_args} and config= of initialize; remove one"
+        )
     if given is None:
         raise HydraConfigError(
             "no configuration: pass config= or start with --deepspeed_config FILE"

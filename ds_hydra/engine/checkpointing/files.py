@@ -595,6 +595,8 @@ def find_tag(load_dir: Path, name: str) -> str | None:
         with (load_dir / name).open("rb") as file:
             tag = file.read(4096).decode("utf-8", "replace").strip()
     except FileNotFoundError:
+        if others := _others(load_dir / name):
+            logger.warning(f"{load_dir / name} is missing, so that nothing is loaded{others}")
         return None
     except OSError as error:
         raise CheckpointError(f"cannot read {load_dir / name}: {error.strerror}") from error
