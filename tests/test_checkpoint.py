@@ -12,6 +12,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.lr_schedules import WarmupLR
 from distributed import run_distributed
 from engines import (
     dataset_of,
@@ -395,6 +396,10 @@ def weights_between_checkpoints(folder):
     for option in ({"load_optimizer_states": False}, {"load_module_only": True}):
         engine.load_checkpoint(folder, **option)
         engine.train_batch(examples)
+    engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(sgd, lambda _: 1.0)
+    with pytest.raises(CheckpointError, match="load_lr_scheduler_states=False"):
+        engine.load_checkpoint(folder, load_optimizer_states=False)
+    engine.load_checkpoint(folder, load_optimizer_states=False, load_lr_scheduler_states=False)
     return tags, str(raised.value)
 
 
@@ -458,6 +463,18 @@ def test_optimizers_are_told_apart_by_what_they_keep():
     reshard.check_same_optimizer(Path("x"), saved, fresh)
     with pytest.raises(CheckpointError, match="states of another optimizer"):
         reshard.check_same_optimizer(Path("x"), {**saved, "state": {0: moments, 1: moments}}, fresh)
+
+
+def test_schedulers_are_told_apart_by_where_they_keep_their_position():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    of_torch = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    of_deepspeed = WarmupLR(optimizer)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
+    reshard.check_same_scheduler(Path("x"), cosine.state_dict(), of_torch)
+    for saved, own in ((None, of_torch), (None, of_deepspeed), (of_deepspeed, of_torch)):
+        state = saved and saved.state_dict()
+        with pytest.raises(CheckpointError, match=f"this run has a {type(own).__name__}"):
+            reshard.check_same_scheduler(Path("x"), state, own)
 
 
 def save_what_is_empty(folder):

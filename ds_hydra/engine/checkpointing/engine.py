@@ -18,6 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_hydra.engine.checkpointing import files
 from ds_hydra.engine.checkpointing.reshard import (
     check_same_optimizer,
+    check_same_scheduler,
     common_model_file,
     read_model_states,
     read_optimizer_states,
@@ -169,9 +170,13 @@ class CheckpointingEngine(DeepSpeedEngine):
             self._together(lambda: files.verify(folder, reader=reader, num_readers=len(readers)))
             if not universal:
                 is_checked = load_optimizer_states and not load_module_only
+                goes_on = load_lr_scheduler_states and not load_module_only
                 self._together(
                     lambda: self._read_checkpoint(
-                        folder, load_optimizer_states, is_checked=is_checked
+                        folder,
+                        load_optimizer_states,
+                        is_checked=is_checked,
+                        scheduler=self.lr_scheduler if goes_on else None,
                     )
                 )
             scaler = {key: getattr(self.optimizer, key) for key in _LOSS_SCALE_KEYS}
@@ -218,13 +223,16 @@ class CheckpointingEngine(DeepSpeedEngine):
             )
 
     def _read_checkpoint(
-        self, folder: Path, load_optimizer_states: bool, *, is_checked: bool
+        self, folder: Path, load_optimizer_states: bool, *, is_checked: bool, scheduler: Any
     ) -> None:
         """Read what this rank needs, whatever number of ranks has saved it, before anything is
-        changed. `is_checked`: whether the optimizer has to be of the same kind.
+        changed. `is_checked`: whether the optimizer has to be of the same kind; `scheduler`, if
+        any, has to be.
         """
         rank, world_size = self.global_rank, self.world_size
         model = read_model_states(folder, rank, world_size)
+        if scheduler is not None:
+            check_same_scheduler(folder, model["lr_scheduler"], scheduler)
         old_world = files.read_tensors(common_model_file(folder, rank), mmap=True)["dp_world_size"]
         if self.use_node_local_storage() and old_world != world_size:
             raise CheckpointError(

@@ -251,6 +251,8 @@ def _check_same_model(folder: Path, old_groups: SubGroups, new_groups: SubGroups
 
 _OF_A_KIND = frozenset(("betas", "momentum", "lr_decay", "alpha", "rho", "lambd", "momentum_decay"))
 """What tells optimizers apart in their parameter groups."""
+_POSITIONS = frozenset(("last_epoch", "last_batch_iteration"))
+"""Where schedulers of torch and of DeepSpeed keep how far they are."""
 
 
 def _names_of_states(state: Mapping[str, Any]) -> list[str]:
@@ -281,6 +283,17 @@ def check_same_optimizer(folder: Path, saved: Mapping[str, Any], own: Mapping[st
         raise CheckpointError(
             f"{folder} has states of another optimizer ({theirs}; the one here has {ours}); resume with the optimizer "
             "that has saved it, or pass load_optimizer_states=False to load_checkpoint"
+        )
+
+
+def check_same_scheduler(folder: Path, saved: Any, scheduler: Any) -> None:
+    """Raise CheckpointError where `scheduler` would not find its position in what was `saved`."""
+    own = scheduler.state_dict()
+    if saved is None or _POSITIONS & own.keys() - saved.keys():
+        found = "no state of a scheduler" if saved is None else "the state of another scheduler"
+        raise CheckpointError(
+            f"{folder} has {found}, and this run has a {type(scheduler).__name__}; resume with the scheduler that has "
+            "saved it, or pass load_lr_scheduler_states=False to load_checkpoint, and the schedule begins anew"
         )
 
 
