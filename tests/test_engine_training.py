@@ -62,7 +62,7 @@ def ten_steps_against_stock(family, strategies):
     data = batches(len(strategies) // 2) * 2
     stock = start_stock(stock_model)
     stock_losses = [stock_step(stock, examples) for examples in data]
-    stock_norm = float(stock.get_global_grad_norm())
+    stock_norm = stock.get_global_grad_norm().item()
     stock_states = full_states(stock, list(stock_model.parameters()))
     engine = start_hydra(model)
     losses = [
@@ -79,7 +79,7 @@ def ten_steps_against_stock(family, strategies):
     return {
         "losses": losses,
         "stock_losses": stock_losses,
-        "norms": (float(engine.get_global_grad_norm()), stock_norm),
+        "norms": (engine.get_global_grad_norm().item(), stock_norm),
         "worst": max(errors.items(), key=lambda item: item[1]),
         "steps": (engine.global_steps, stock.global_steps),
         "samples": engine.global_samples,

@@ -584,7 +584,7 @@ class HydraEngine(CheckpointingEngine):
         found = self.get_global_grad_norm()
         # On a device the host waits here for the optimizer's kernels, which so count as time.
         grad_norm = math.nan if found is None else float(found)
-        self._global_grad_norm = None if found is None else grad_norm  # who logs it does not wait
+        self._global_grad_norm = None if found is None else torch.tensor(grad_norm)  # on the host
         now = time.perf_counter()
         metrics = self.last_metrics = self.hydra.report(
             iteration,
