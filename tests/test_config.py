@@ -372,6 +372,7 @@ def built_by(name, *, sections=None, key="optimizer", **params):
     ("config", "words"),
     [
         (built_by("AdamW", lr="1e-3"), "lr is '1e-3', a text; write the number without quotes"),
+        (built_by("Adam", max_grad_norm=1), 'write "gradient_clipping" beside "optimizer"'),
         (built_by("Muon", momentun=0.9), "momentun is not a parameter of Muon; did you mean 'mom"),
         (built_by("Muon", sections={"zero_optimization": {"reduce_scatter": True}}), "reduce_scatter has"),
         (built_by("SGD", momentun=0.9, sections={"zero_allow_untested_optimizer": True}), "momentun is not a"),

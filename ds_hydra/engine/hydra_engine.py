@@ -618,7 +618,7 @@ class HydraEngine(CheckpointingEngine):
                 raise UnsupportedModelError(
                     f"parameter {spec.fqn} of {spec.numel} elements has a ZeRO-3 partition of "
                     f"{param.ds_tensor.numel()} elements, expected {spec.shard_numel(world)} (numel / {world} "
-                    "ranks, rounded up); remove zero_optimization keys that change the partitioning"
+                    "ranks, rounded up); remove what changes the partitioning: keys of zero_optimization, mpu="
                 )
 
     def _complete_optimizer(self, stage_model: StageModel) -> None:

@@ -223,6 +223,8 @@ def _compare_params(
     for param in given:
         if param not in arguments:
             hint = _hint(param, arguments, f"it takes {', '.join(sorted(arguments))}", cutoff=0.5)
+            if param == "max_grad_norm":  # of old optimizers of DeepSpeed
+                hint = 'write "gradient_clipping" beside "optimizer"'
             yield f"{key}.params.{param} is not a parameter of {name}; {hint}"
     for param, is_needed in arguments.items():
         if is_needed and param not in (written.get("params") or {}):
