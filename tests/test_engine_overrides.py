@@ -47,6 +47,10 @@ def test_what_deepspeed_offers_for_gradients_is_still_there():
 
     assert list(inspect.signature(safe_set_local_grad).parameters) == ["param", "value"]
     assert hasattr(DeepSpeedZeroOptimizer_Stage3, "independent_gradient_partition_epilogue")
+    assert (
+        "for bucket in self.ipg_buckets.values():\n            bucket.clear_params()"
+        in inspect.getsource(DeepSpeedZeroOptimizer_Stage3._pre_step)
+    )
     assert "_is_gradient_accumulation_boundary" in inspect.getsource(
         DeepSpeedEngine.set_gradient_accumulation_boundary
     )

@@ -65,6 +65,8 @@ def ten_steps_against_stock(family, strategies):
     stock_norm = stock.get_global_grad_norm().item()
     stock_states = full_states(stock, list(stock_model.parameters()))
     engine = start_hydra(model)
+    ids = data[0][0]["input_ids"].unsqueeze(0)
+    model(input_ids=ids, labels=ids).loss.backward()  # no part of an iteration
     losses = [
         float(engine.train_batch(b, strategy=s)) for b, s in zip(data, strategies, strict=True)
     ]

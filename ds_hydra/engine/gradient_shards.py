@@ -11,6 +11,7 @@ from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
 from torch import Tensor, nn
 
 from ds_hydra.engine.transfer.home import Home
+from ds_hydra.progress import say_once
 
 _GRADIENT_VIEWS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
@@ -45,7 +46,22 @@ class GradientShards:
             self._grads_P = [self._of(param) for param in self._params]
         torch._foreach_zero_(self._grads_P)
         self._norms = {}
+        self._drop_others()
         return self._grads_P
+
+    def _drop_others(self) -> None:
+        """Forget those of a backward of the user's through the bare model, which ZeRO-3 has
+        collected and would add to these.
+        """
+        for bucket in getattr(self._optimizer, "ipg_buckets", {}).values():
+            if bucket.params:
+                say_once(
+                    "gradients of a backward() beside train_batch() are left out of its step; losses of several terms "
+                    "are train_batch(batch, loss=...)"
+                )
+            for param in bucket.params:
+                param.grad = None
+            bucket.clear_params()
 
     def release(self) -> None:
         """Let go of the memory until `zeroed`."""
