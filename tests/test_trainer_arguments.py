@@ -51,7 +51,14 @@ from ds_hydra.trainer.arguments import (
     map_arguments,
     read_loss_option,
 )
-from ds_hydra.trainer.data import DatasetReader, Epochs, as_datasets, draw_rows, pad_examples
+from ds_hydra.trainer.data import (
+    DatasetReader,
+    Epochs,
+    EvalBatches,
+    as_datasets,
+    draw_rows,
+    pad_examples,
+)
 from ds_hydra.trainer.mixin import EngineMixin, check_checkpoint
 
 SECTION = {"context_length": 128, "tokens_per_iteration": 512}
@@ -732,6 +739,16 @@ def test_rows_that_are_cut_or_left_out_are_said(reader, caplog, every_row):
     wanted = ["1 truncated to 4 tokens", "1 left out, without a token to predict"]
     assert len(said) == (0 if every_row else 1)
     assert all(text in said[0] for text in wanted if said)
+
+
+def test_batches_of_evaluation_look_like_those_of_any_loader(reader):
+    tokens = reader.read([{"input_ids": ids} for ids in ([1, 2], [3, 4, 5], [6, 7])], "rows", None)
+    batches = EvalBatches(tokens, 5, lambda examples: pad_examples(examples, 0))
+    first, second = batches
+    assert first["input_ids"].tolist() == [[1, 2, 0], [3, 4, 5]]
+    assert first["labels"].tolist() == [[1, 2, -100], [3, 4, 5]]
+    assert second["attention_mask"].tolist() == [[1, 1]]
+    assert [count for _, count in batches.examples()] == [3, 1]
 
 
 def test_padding_hides_what_is_padded():

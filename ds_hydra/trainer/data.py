@@ -176,12 +176,18 @@ class MiniBatches:
 
 
 class EvalBatches:
-    """Mini-batches of at most `budget` tokens (or one sequence) in dataset order, with their label
-    tokens.
+    """Mini-batches of at most `budget` tokens (or one sequence) in dataset order; whoever iterates
+    over them sees each of them padded, as from any loader.
     """
 
-    def __init__(self, tokens: TokenDataset, budget: int):
+    def __init__(
+        self,
+        tokens: TokenDataset,
+        budget: int,
+        pad: Callable[[Sequence[dict[str, Any]]], dict[str, Tensor]],
+    ):
         self.dataset = TokenRows(tokens)
+        self._pad = pad
         self.num_label_tokens = int(tokens.num_label_tokens.sum())
         self._tokens = tokens
         self._bounds = [0]
@@ -193,7 +199,11 @@ class EvalBatches:
     def __len__(self) -> int:
         return len(self._bounds) - 1
 
-    def __iter__(self) -> Iterator[tuple[list[dict[str, Any]], int]]:
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (self._pad(examples) for examples, _ in self.examples())
+
+    def examples(self) -> Iterator[tuple[list[dict[str, Any]], int]]:
+        """Those of each mini-batch, with their label tokens."""
         for begin, end in zip(self._bounds, self._bounds[1:], strict=False):
             examples = [self._tokens[index] for index in range(begin, end)]
             yield examples, int(self._tokens.num_label_tokens[begin:end].sum())

@@ -136,8 +136,9 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
                 "evaluate() needs an eval_dataset; pass it to HydraTrainer or evaluate()"
             )
         if self._evaluates_packed():
+            tokens = self._read(dataset, "eval_dataset")
             return data.EvalBatches(
-                self._read(dataset, "eval_dataset"), self.hydra_config.tokens_per_iteration
+                tokens, self.hydra_config.tokens_per_iteration, self._pad_examples
             )
         return self._padded_loader(dataset, "eval_dataset")
 
@@ -286,7 +287,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
             self.model_wrapped = self.deepspeed = self.accelerator.prepare(self.model)
         self.callback_handler.eval_dataloader = batches
         loss_sum = 0.0
-        for examples, num_label_tokens in batches:
+        for examples, num_label_tokens in batches.examples():
             loss = float(self.engine.eval_batch(examples, loss=self._own_loss()))
             loss_sum += loss * num_label_tokens
             self.control = self.callback_handler.on_prediction_step(
