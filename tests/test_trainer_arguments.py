@@ -422,6 +422,23 @@ def test_what_is_set_after_the_start_is_refused():
         check_overrides(trainer, others=find_set(trainer))
 
 
+def test_a_step_on_given_inputs_is_refused():
+    with pytest.raises(HydraConfigError, match=r"has got inputs; engine\.train_batch\(batch"):
+        bare_trainer().training_step(torch.nn.Linear(1, 1), {"input_ids": torch.ones(1, 2)})
+
+
+def test_a_seed_that_is_set_after_the_start_orders_the_data(monkeypatch):
+    monkeypatch.setattr(transformers.Trainer, "train", lambda self, *args: self.hydra_config)
+    trainer = bare_trainer()
+    trainer.args, trainer.data_collator = arguments(), transformers.default_data_collator
+    trainer._hydra_section, trainer._of_engine = HYDRA, (None, None)
+    trainer.deepspeed = trainer.optimizer = trainer.lr_scheduler = None
+    assert trainer.train() == HYDRA
+    trainer.args.seed = 7
+    trainer.args.train_sampling_strategy = "sequential"
+    assert trainer.train() == HYDRA.model_copy(update={"seed": 7, "shuffle": False})
+
+
 @pytest.fixture
 def alone():
     """This process as the one rank of a job."""

@@ -80,8 +80,8 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     def _check_arguments(self) -> None:
         arguments.check_arguments(self.args, say_nothing)
 
-    def _map_arguments(self, hydra: HydraConfig) -> HydraConfig:
-        return arguments.map_arguments(self.args, hydra, self._warn)
+    def _map_arguments(self, hydra: HydraConfig, note: arguments.Note) -> HydraConfig:
+        return arguments.map_arguments(self.args, hydra, note)
 
     def _check_used(self, note: arguments.Note) -> None:
         arguments.check_arguments(self.args, note)
@@ -246,6 +246,11 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         """One iteration of the engine, optimizer step included; `inputs` are empty. Returns the
         global loss.
         """
+        if inputs:
+            raise HydraConfigError(
+                "training_step() trains on the mini-batch that the engine draws, and has got inputs; "
+                "engine.train_batch(batch=examples) trains on those that are given"
+            )
         model.train()  # callbacks may look
         loss = self.engine.train_batch(loss=self._own_loss())
         self._count_iteration()

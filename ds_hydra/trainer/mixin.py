@@ -111,7 +111,7 @@ class EngineMixin:
     def _complete_config(self, ds_config: dict[str, Any]) -> None:
         """Add to the DeepSpeed configuration what this Trainer knows."""
 
-    def _map_arguments(self, hydra: HydraConfig) -> HydraConfig:
+    def _map_arguments(self, hydra: HydraConfig, note: Note) -> HydraConfig:
         """`hydra` with what the arguments say."""
         raise NotImplementedError
 
@@ -168,7 +168,8 @@ class EngineMixin:
         if local and not self.args.save_on_each_node:
             self.args.save_on_each_node = True
             self._warn("checkpoint.use_node_local_storage sets save_on_each_node to True")
-        self.hydra_config: HydraConfig = self._map_arguments(hydra)
+        self._hydra_section = hydra
+        self.hydra_config: HydraConfig = self._map_arguments(hydra, self._warn)
 
     def _forget_accelerator(self) -> None:
         """Let accelerate be set up again with the plugin of the same arguments, which it refuses:
@@ -226,6 +227,8 @@ class EngineMixin:
         states, on the weights that the model has then.
         """
         self._check_used(say_nothing)
+        # Arguments may be set, too: the seed of a second run
+        self.hydra_config = self._map_arguments(self._hydra_section, say_nothing)
         if self.deepspeed is None:
             self._refuse_optimizers()
         else:

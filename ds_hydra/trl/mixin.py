@@ -209,8 +209,8 @@ class HydraMixin(ReferenceMixin):
     def _complete_config(self, ds_config: dict[str, Any]) -> None:
         arguments.complete_section(ds_config, self.args, self.model)
 
-    def _map_arguments(self, hydra: HydraConfig) -> HydraConfig:
-        return map_arguments(self.args, hydra, self._warn, of_trl=False)
+    def _map_arguments(self, hydra: HydraConfig, note: Note) -> HydraConfig:
+        return map_arguments(self.args, hydra, note, of_trl=False)
 
     def _check_used(self, note: Note) -> None:
         arguments.check_trl_arguments(self.args, note)
