@@ -58,6 +58,17 @@ def policy():
     }
 
 
+def judged():
+    """Rewards of a function, and of a model that has no head over tokens."""
+    torch.manual_seed(7)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "vocab_size": NUM_TOKENS, "num_labels": 1}
+    judge = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**sizes))
+    judge.config.name_or_path = "judge"
+    classes = [None, make_tokenizer()]
+    return policy() | {"reward_funcs": [share_of_a, judge], "reward_processing_classes": classes}
+
+
 POLICY = {"num_generations": GENERATIONS, "max_completion_length": 100}
 CASES = {
     "plain": {"data": texts},
@@ -99,7 +110,7 @@ CASES = {
     "grpo": {
         "data": prompts,
         "arguments": {**POLICY, "beta": 0.05, "num_iterations": 2, "max_steps": 4},
-        "more": policy,
+        "more": judged,
     },
     "grpo accumulated": {
         "data": prompts,
@@ -115,6 +126,18 @@ CASES = {
     "grpo entropy": {
         "data": prompts,
         "arguments": {**POLICY, "loss_type": "dr_grpo", "entropy_coef": 0.01, "max_steps": 3},
+        "more": policy,
+    },
+    "grpo adaptive": {
+        "data": prompts,
+        "arguments": {
+            **POLICY,
+            "gradient_accumulation_steps": 2,
+            "use_adaptive_entropy": True,
+            "entropy_target": 20.0,
+            "entropy_coef_delta": 0.01,
+            "max_steps": 3,
+        },
         "more": policy,
     },
     "dpo mix": {
@@ -133,7 +156,7 @@ CASES = {
         },
     },
 }
-BY_RANK = ("grpo accumulated", "grpo entropy", "dpo mix")
+BY_RANK = ("grpo accumulated", "grpo entropy", "grpo adaptive", "dpo mix")
 """Cases with means over what a rank has, which TRL averages over ranks: others on one rank."""
 USUAL = ("plain", "chat", "lora", "dpo", "dpo lora", "grpo")
 
@@ -237,7 +260,7 @@ def test_ranks_log_what_trl_logs(tmp_path, world, names):
 
 
 def behaviours(folder):
-    """A subclass with a loader, an order and a loss of its own; a resumed run; mistakes."""
+    """A subclass with a loader, an order and a loss of its own; runs that go on; mistakes."""
     make("plain", "hydra", folder, 2)  # quiet loggers
     model, tokenizer = f"{folder}/model", make_tokenizer()
 
@@ -308,6 +331,19 @@ def behaviours(folder):
     found["equal rewards"] = train(equal)
     norms = [e["grad_norm"] for e in equal.state.log_history if "grad_norm" in e]
     found["norms"] = norms
+    before = {"precompute_ref_log_probs": True, "learning_rate": 1e-2, "max_steps": 2}
+    twice = start(HydraDPOTrainer, pairs(), **before)
+    twice.train()
+    found["twice"] = train(twice)
+    entropy = {"use_adaptive_entropy": True, "entropy_target": 20.0, "entropy_coef_delta": 0.01}
+    settings |= {"name": "adaptive", "gradient_accumulation_steps": 2, **POLICY, **entropy}
+    adaptive = start(HydraGRPOTrainer, prompts(), **settings)
+    train(adaptive)
+    found["coefficients"] = [
+        e["entropy_coef"] for e in adaptive.state.log_history if "entropy_coef" in e
+    ]
+    state = Path(folder, "adaptive", "checkpoint-4", "entropy_ctrl_state.json")
+    found["adaptive"] = json.loads(state.read_text())["entropy_coef"]
     long = [{"prompt": "a" * 100, "chosen": "b" * 80, "rejected": "c"}] * PER_STEP
     long = datasets.Dataset.from_list(long)
     found["long"] = error_of(start(HydraDPOTrainer, long, max_length=None, max_steps=1))
@@ -331,5 +367,8 @@ def test_subclasses_resumed_runs_and_mistakes(tmp_path):
     assert 0 < found["unlabelled"][2] < 10
     assert found["equal rewards"] == [0, 0]
     assert found["norms"] == [0, 0]
+    assert found["twice"][0] < 0.6  # the reference is still the model before the first step
+    assert found["coefficients"] == pytest.approx([0.01, 0.02, 0.03, 0.04])  # once in a step
+    assert found["adaptive"] == found["coefficients"][-1]
     for result in results:
         assert "181 tokens, more than hydra.context_length 128" in result["long"]

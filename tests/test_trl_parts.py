@@ -280,6 +280,13 @@ def test_trainers_of_trl_that_run_are_those_that_are_shipped_and_rloo():
             check_trainer(kind)
 
 
+def test_references_of_a_stream_are_not_known_before_training():
+    trainer = SimpleNamespace(args=config(trl.DPOConfig, precompute_ref_log_probs=True))
+    stream = texts().to_iterable_dataset()
+    with pytest.raises(HydraConfigError, match="the train dataset is an IterableDataset"):
+        ReferenceMixin._precompute_ref_logps(trainer, stream, "train", 1)
+
+
 def test_overrides_that_would_not_be_called_are_refused():
     def own(self, *args, **kwargs):
         return None

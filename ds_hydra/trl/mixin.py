@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from typing import Any
 import deepspeed
 import torch
 from accelerate.utils import gather_object, is_peft_model
+from datasets import IterableDataset
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from transformers import TrainingArguments
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
@@ -75,7 +78,13 @@ class ReferenceMixin(EngineMixin):
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """`dataset` as it is: scored by the engine, as soon as it exists."""
-        self._datasets_to_score = [*self._datasets_to_score, dataset]
+        if self.args.precompute_ref_log_probs:
+            if isinstance(dataset, IterableDataset):
+                raise HydraConfigError(
+                    f"precompute_ref_log_probs=True and the {name} dataset is an IterableDataset, whose rows are not "
+                    "known before training; give a Dataset, or leave precompute_ref_log_probs out"
+                )
+            self._datasets_to_score = [*self._datasets_to_score, dataset]
         return dataset
 
     def _attach_data(self) -> None:
@@ -89,6 +98,7 @@ class ReferenceMixin(EngineMixin):
                 rows = range(begin + rank, len(dataset), num_ranks)[:_ROWS_AT_ONCE]
                 batch = self.data_collator([dataset[row] for row in rows]) if rows else None
                 self._learn(self._prepare_input(batch))  # where TRL computes
+        self._datasets_to_score = []  # a second train() starts from weights that are trained
 
     def _prepare_inputs(self, inputs: Inputs) -> Inputs:
         inputs = super()._prepare_inputs(inputs)
@@ -155,16 +165,25 @@ def remove_fused_head(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def reference_engines(config: HydraConfig) -> Iterator[None]:
-    """While open, TRL's `prepare_deepspeed` makes a HydraEngine of a reference model."""
+    """While open, TRL's `prepare_deepspeed` makes a HydraEngine of a reference model; of a reward
+    model, which has no head over tokens, an engine of DeepSpeed's own.
+    """
     quiet = config.model_copy(update={"run_dir": None})
     with hydra_engine_class(quiet):
         kind = deepspeed.DeepSpeedEngine
 
-        def init(self: Any, args: Any, model: nn.Module, *more: Any, **kwargs: Any) -> None:
-            remove_fused_head(model)
-            kind.__init__(self, args, model, *more, **kwargs)
+        def new(cls: Any, model: nn.Module, **kwargs: Any) -> Any:
+            if model.get_output_embeddings() is not None:
+                return kind.__new__(cls)
+            kwargs["config_class"]._param_dict.pop("hydra", None)
+            return DeepSpeedEngine(model=model, **kwargs)
 
-        deepspeed.DeepSpeedEngine = type(kind.__name__, (kind,), {"__init__": init})
+        def init(self: Any, model: nn.Module, **kwargs: Any) -> None:
+            remove_fused_head(model)
+            kind.__init__(self, model=model, **kwargs)
+
+        members = {"__new__": new, "__init__": init}
+        deepspeed.DeepSpeedEngine = type(kind.__name__, (kind,), members)
         yield
 
 
@@ -321,10 +340,11 @@ class HydraMixin(ReferenceMixin):
         if is_scaled is None:
             is_scaled = self.model_accepts_loss_kwargs and num_items is not None
         divisor = 1 if is_scaled else self.current_gradient_accumulation_steps
-        losses = [
-            self.compute_loss(model, dict(batch), num_items_in_batch=num_items) / divisor
-            for batch in batches
-        ]
+        losses = []
+        for number, batch in enumerate(batches, start=1):
+            self.accelerator.sync_gradients = number == len(batches)  # compute_loss may look
+            loss = self.compute_loss(model, dict(batch), num_items_in_batch=num_items)
+            losses.append(loss / divisor)
         return torch.stack(losses).sum()
 
     def _train(
@@ -412,6 +432,13 @@ class HydraMixin(ReferenceMixin):
         name = self.args.hub_model_id or Path(self.args.output_dir).name
         self.create_model_card(model_name=name.split("/")[-1])
         super()._save_checkpoint(model, trial)
+
+    def _write_checkpoint(self, folder: str) -> None:
+        super()._write_checkpoint(folder)
+        if getattr(self, "use_adaptive_entropy", False) and self.args.should_save:
+            names = {"entropy_coef": "entropy_coef", "last_world_entropy": "_last_world_entropy"}
+            state = {key: getattr(self, name) for key, name in names.items()}
+            Path(folder, "entropy_ctrl_state.json").write_text(json.dumps(state))
 
 
 class HydraSFTTrainer(HydraMixin, SFTTrainer):
