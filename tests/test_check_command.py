@@ -259,7 +259,7 @@ def test_options_without_effect_are_pointed_out():
     config = changed(hydra={"planner": {"space": "plain"}})
     report = report_on(config, device="h100", histogram="github")
     assert [text.split(" is not used")[0] for text in report.warnings] == [
-        "--device h100",
+        "--hardware h100",
         "--histogram github",
     ]
 

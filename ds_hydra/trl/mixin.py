@@ -182,7 +182,7 @@ def reference_engines(config: HydraConfig) -> Iterator[None]:
             remove_fused_head(model)
             kind.__init__(self, model=model, **kwargs)
 
-        members = {"__new__": new, "__init__": init}
+        members: dict[str, Any] = {"__new__": new, "__init__": init}
         deepspeed.DeepSpeedEngine = type(kind.__name__, (kind,), members)
         yield
 
