@@ -25,7 +25,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ds_hydra
 from ds_hydra import losses
+from ds_hydra.configs import HydraConfig
 from ds_hydra.engine.losses.objective import TokenScoreRecorder
+from ds_hydra.engine.runtime import _comparable
 from ds_hydra.engine.telemetry.metrics import RunLog
 from ds_hydra.errors import (
     CheckpointError,
@@ -239,6 +241,19 @@ MISTAKES = {
         ("row 1", "300", "128", "hydra.over_length"),
     ),
 }
+
+
+def test_ranks_may_have_other_places_of_files_and_a_key_of_a_section_is_named():
+    def values(sigterm, **planner):
+        given = {"faults": {"save_on_sigterm": sigterm}, "planner": planner}
+        numbers = {"context_length": 8, "tokens_per_iteration": 8}
+        return _comparable(HydraConfig.parse(numbers | given))
+
+    first = values("/node0/saved", num_workers=4)
+    assert values("/node1/saved", num_workers=2) == first
+    second = values(None, time_limit_ms=7)
+    differing = {key for key in first if first[key] != second[key]}
+    assert differing == {"hydra.faults.save_on_sigterm", "hydra.planner.time_limit_ms"}
 
 
 def make_mistakes(folder):

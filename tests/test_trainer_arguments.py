@@ -758,6 +758,15 @@ def test_rows_that_are_cut_or_left_out_are_said(reader, caplog, every_row):
     assert all(text in said[0] for text in wanted if said)
 
 
+def test_a_length_that_is_set_after_the_start_cuts_rows(reader):
+    trainer = bare_trainer()
+    trainer._reader, trainer.processing_class, found = reader, None, []
+    for longest in (4, 3):
+        trainer.hydra_config = HydraConfig.parse({**SECTION, "context_length": longest})
+        found += trainer._read([{"input_ids": [1, 2, 3, 4, 5]}], "rows").lengths.tolist()
+    assert found == [4, 3]
+
+
 def test_batches_of_evaluation_look_like_those_of_any_loader(reader):
     tokens = reader.read([{"input_ids": ids} for ids in ([1, 2], [3, 4, 5], [6, 7])], "rows", None)
     batches = EvalBatches(tokens, 5, lambda examples: pad_examples(examples, 0))

@@ -53,14 +53,20 @@ logger = logging.getLogger(__name__)
 _STATE_SCHEMA = "ds_hydra.state/1"
 
 
-_PATHS = ("run_dir", "profile", "tokenizer", "strategies")
+_PATHS = ("run_dir", "profile", "tokenizer", "strategies", "faults.save_on_sigterm")
 
 
 def _comparable(config: HydraConfig) -> dict[str, Any]:
-    """What all ranks have alike, or some would wait for others: files may lie elsewhere on each."""
-    values = config.model_dump(mode="json")
-    paths = {key: "(a path)" for key in _PATHS if isinstance(values[key], str)}
-    return {f"hydra.{key}": value for key, value in (values | paths).items()}
+    """What all ranks have alike, or some would wait for others: files may lie elsewhere on each,
+    and only rank 0 has planning processes.
+    """
+    values: dict[str, Any] = {}
+    for key, value in config.model_dump(mode="json").items():
+        inside = value if isinstance(value, dict) else {}
+        values |= {f"{key}.{name}": of for name, of in inside.items()} or {key: value}
+    del values["planner.num_workers"]
+    values |= {key: "(a path)" for key in _PATHS if isinstance(values[key], str)}
+    return {f"hydra.{key}": value for key, value in values.items()}
 
 
 def warn_of_other_kernels(names: Sequence[str], device: torch.device) -> None:

@@ -396,7 +396,9 @@ class DatasetReader:
         completion_only_loss: bool | None,
         assistant_only_loss: bool,
     ):
-        self._args, self._config, self._warn = args, config, warn
+        self.config = config
+        """May be another one for later readings, as of arguments that were set."""
+        self._args, self._warn = args, warn
         self._completion_only_loss = completion_only_loss
         self._assistant_only_loss = assistant_only_loss
         # With the tokenizer, so that nobody else gets its number
@@ -421,7 +423,9 @@ class DatasetReader:
             content = rows._fingerprint
         template = str(getattr(tokenizer, "chat_template", None))
         size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
-        key = content, every_row, id(tokenizer), size, template
+        config = self.config
+        cut = config.context_length, config.over_length, config.text_column
+        key = content, cut, every_row, id(tokenizer), size, template
         is_new = torch.tensor([key not in self._tokens_of], device=device)
         if gather_rows(is_new).any():
             with self._args.main_process_first(desc=f"reading {what}"):
@@ -452,7 +456,7 @@ class DatasetReader:
         return self._of_processor[1]
 
     def _read_now(self, dataset: Any, tokenizer: Any, what: str, every_row: bool) -> TokenDataset:
-        config = self._config
+        config = self.config
         names = getattr(dataset, "column_names", ())  # of a DatasetDict those of each split
         if isinstance(names, list) and (unread := find_unread(names, config.text_column)):
             self._warn(f"{what} has columns that nothing reads: {', '.join(unread)}")

@@ -166,6 +166,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     def _read(self, dataset: Any, what: str, *, every_row: bool = False) -> TokenDataset:
         if "RANK" not in os.environ and not dist.is_initialized():
             raise no_launcher()
+        self._reader.config = self.hydra_config
         return self._reader.read(dataset, what, self.processing_class, every_row=every_row)
 
     # ---- Training
