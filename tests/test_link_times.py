@@ -198,6 +198,9 @@ def test_an_engine_counts_on_nodes_of_its_hosts():
     strategy = Strategy.parse("1x<8,1>")
     of_hosts = EngineCandidates._cluster(engine, A800).link_times(strategy)
     assert of_hosts.pull_ms > 2 * try_cluster(A800, 8).link_times(strategy).pull_ms
+    here = Profile.from_json(EngineCandidates._on_these_hosts(engine, A800.document))
+    # Of hpz: nothing where all ranks are on a node
+    assert [p.memory.on_node_bytes(1e9, 8) for p in (A800, here)] == [0, 1e9 * 2 / 4 / 2]
 
 
 def test_links_of_unknown_hardware_count_nothing(caplog):

@@ -264,7 +264,7 @@ class EngineCandidates:
         """
         if self.config.strategies is None and strategies is None:
             return []
-        profile = fit_memory(document, self.config)
+        profile = self._fitted(document)
         costs = self._costs(profile)
         schemes = sorted(schemes_of(self._given or self._at_start))
         return [s for s in schemes if costs.find(s) is None or not profile.memory.knows(s)]
@@ -280,7 +280,7 @@ class EngineCandidates:
 
     def _use_measured(self, document: Mapping[str, Any]) -> None:
         """Plan with a measured profile, and with the candidates that it knows."""
-        self.profile = fit_memory(document, self.config)
+        self.profile = self._fitted(document)
         if self.config.strategies is None:  # schemes that fit no micro-batch were left out
             known = self.profile.latency
             kept = tuple(s for s in self._at_start if all(x in known for x in s.schemes))
@@ -296,7 +296,7 @@ class EngineCandidates:
         """
         if self.config.profile is not None:
             document = load_profile(self.config.profile).document
-            self.profile = fit_memory(document, self.config)
+            self.profile = self._fitted(document)
             self.profile.check_model(**model_facts(self.stage_model))
             self.profile.check_config(self.config, dtype_of(self.stage_model))
             self.profile = as_the_engine_needs(
@@ -342,6 +342,14 @@ class EngineCandidates:
         if self.lengths is None:
             return settings
         return replace(settings, context_length=int(self.lengths.max()))
+
+    def _fitted(self, document: Mapping[str, Any]) -> Profile:
+        return fit_memory(self._on_these_hosts(document), self.config)
+
+    def _on_these_hosts(self, document: Mapping[str, Any]) -> dict[str, Any]:
+        """`document` of a profile, which may have seen one node or others, with those of here."""
+        nodes = {"devices_per_node": self.propagator.links.devices_per_node}
+        return {**document, "hardware": {**document["hardware"], **nodes}}
 
     def _cluster(self, profile: Profile) -> Cluster | None:
         nodes = self.propagator.links.devices_per_node
@@ -427,12 +435,14 @@ class EngineCandidates:
         """
         if self.log is None:
             return
-        known = self.profile
+        known, as_it_was = self.profile, {}
         if self.config.profile is not None:  # as given: the memory limit is in run.json
-            known = load_profile(self.config.profile)
+            given = load_profile(self.config.profile).document
+            known = Profile.from_json(self._on_these_hosts(given))
             known = self._costs(known).extended(schemes_of(self.strategies))
+            as_it_was = {"hardware": given["hardware"]}
         assert known is not None
-        self._keep(known.document)
+        self._keep({**known.document, **as_it_was})
 
     def _keep(self, document: Mapping[str, Any]) -> None:
         if self.log is not None:
