@@ -108,7 +108,7 @@ def test_strategies_with_checkpointed_layers_fit_what_no_other_scheme_does(files
     assert "no scheme fits a micro-batch of 300 tokens" in plain.stderr
     result = accepted("simulate", *options, "--strategies", files / "candidates.json", "--json")
     assert json.loads(result.stdout)["systems"][0]["strategy"] == "1x<4,1;ckpt=4> (100%)"
-    assert "left out, because nothing that they run fits the context: megatron, " in result.stderr
+    assert "left out, because nothing that they run fits the context: zero3, " in result.stderr
 
 
 def test_ds_hydra_runs_what_the_engine_runs_of_a_model(files):

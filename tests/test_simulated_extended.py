@@ -147,7 +147,7 @@ def test_imbalance_of_the_bound_by_hand():
 
 
 def test_context_that_only_checkpointed_layers_fit():
-    """Static systems, which run <TP,PP> alone, are left out; the bound knows the scheme."""
+    """What runs <TP,PP> as it is is left out, Megatron-LM recomputes; the bound knows the scheme."""
     profile = Profile.from_json(checkpointing_document())
     strategy = Strategy.parse("1x<4,1;ckpt=4>")
     assert profile.max_len_tokens(Scheme(4, 1), 4) == 240
@@ -157,7 +157,7 @@ def test_context_that_only_checkpointed_layers_fit():
         histogram=LengthHistogram.from_counts({5: 40, 300: 5}, name="longer"), tokens_per_iteration=600,
     )  # fmt: skip
     found = compare(workload, Settings(iterations=3))
-    assert found.get("megatron") is None
+    assert ";ckpt=" in found.get("megatron").strategy
     assert found.get("two_stage") is None
     assert found.get("static").strategy == str(strategy)
     assert np.isfinite(found.planned["ds_hydra"].perfect_balance_ms).all()
