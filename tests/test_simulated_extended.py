@@ -147,7 +147,7 @@ def test_imbalance_of_the_bound_by_hand():
 
 
 def test_context_that_only_checkpointed_layers_fit():
-    """What runs <TP,PP> as it is is left out, Megatron-LM recomputes; the bound knows the scheme."""
+    """Systems that run <TP,PP> as it is are left out; the bound knows the scheme."""
     profile = Profile.from_json(checkpointing_document())
     strategy = Strategy.parse("1x<4,1;ckpt=4>")
     assert profile.max_len_tokens(Scheme(4, 1), 4) == 240
