@@ -5,14 +5,12 @@ and what measured iterations say of it.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -23,6 +21,7 @@ from ds_hydra.engine.model.scheme_support import check_context_parallel
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.memory import as_the_engine_needs
 from ds_hydra.engine.profiling.profile_document import (
+    digest_of,
     dtype_of,
     fit_memory,
     model_facts,
@@ -128,11 +127,12 @@ class EngineCandidates:
         self._given: tuple[Strategy, ...] = ()
         self._num_link_groups = len(propagator.groups)
         self._at_start: tuple[Strategy, ...] = ()
+        self._given_document: Mapping[str, Any] | None = None
+        """Of `hydra.profile`, as it was at the start."""
         self.strategies = self._at_start = run_together(self._read_candidates, self._device)
-        given = config.profile and load_profile(config.profile).document
-        digest = None if given is None else crc32(json.dumps(given, sort_keys=True).encode())
+        given = self._given_document
         files = {
-            "the checksum of hydra.profile": digest,
+            "the checksum of hydra.profile": given and digest_of(given),
             "hydra.strategies": [*map(str, self.strategies)],
         }
         check_alike(files, self._device)  # else groups are made of which some know nothing
@@ -295,8 +295,8 @@ class EngineCandidates:
         collective.
         """
         if self.config.profile is not None:
-            document = load_profile(self.config.profile).document
-            self.profile = self._fitted(document)
+            self._given_document = load_profile(self.config.profile).document
+            self.profile = self._fitted(self._given_document)
             self.profile.check_model(**model_facts(self.stage_model))
             self.profile.check_config(self.config, dtype_of(self.stage_model))
             self.profile = as_the_engine_needs(
@@ -436,8 +436,7 @@ class EngineCandidates:
         if self.log is None:
             return
         known, as_it_was = self.profile, {}
-        if self.config.profile is not None:  # as given: the memory limit is in run.json
-            given = load_profile(self.config.profile).document
+        if (given := self._given_document) is not None:  # the memory limit is in run.json
             known = Profile.from_json(self._on_these_hosts(given))
             known = self._costs(known).extended(schemes_of(self.strategies))
             as_it_was = {"hardware": given["hardware"]}

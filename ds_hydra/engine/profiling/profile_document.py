@@ -104,7 +104,7 @@ class Measurements:
             return
         document = {
             "schema": _SCHEMA,
-            "digest": _digest(self._identity),
+            "digest": digest_of(self._identity),
             "identity": self._identity,
             "values": self._values,
         }
@@ -116,7 +116,7 @@ def _read(path: Path, identity: Mapping[str, Any]) -> dict[str, float]:
         document = read_json_object(path)
         found, digest = document["identity"], document["digest"]
         values = {str(name): float(value) for name, value in document["values"].items()}
-        is_whole = document["schema"] == _SCHEMA and digest == _digest(found)
+        is_whole = document["schema"] == _SCHEMA and digest == digest_of(found)
         is_whole = is_whole and all(isfinite(value) and value >= 0 for value in values.values())
     except (HydraConfigError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise HydraConfigError(
@@ -126,7 +126,7 @@ def _read(path: Path, identity: Mapping[str, Any]) -> dict[str, float]:
         raise HydraConfigError(
             f"cannot continue {path}: it is no whole {_SCHEMA} of values from 0 up; remove it to start anew"
         )
-    if digest != _digest(identity):
+    if digest != digest_of(identity):
         raise HydraConfigError(
             f"{path} continues another profile: {_differences(found, identity)}; remove it, or give --out "
             "another name"
@@ -134,8 +134,9 @@ def _read(path: Path, identity: Mapping[str, Any]) -> dict[str, float]:
     return values
 
 
-def _digest(identity: Mapping[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=8).hexdigest()
+def digest_of(document: Mapping[str, Any]) -> str:
+    """16 digits that a document shares with its equals alone."""
+    return hashlib.blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:

@@ -156,18 +156,16 @@ def hotspa(scenario: Scenario, *, name: str) -> SystemResult | None:
 
 def _hotspa_phase(scenario: Scenario, above: int, up_to: int, *, overlap: bool) -> SystemResult:
     """All sequences of an interval of lengths with the best homogeneous strategy for them."""
-    choices, context = [], scenario.context_length
+    choices = []
     parts = [lengths[(lengths > above) & (lengths <= up_to)] for lengths in scenario.lengths]
-    scenario, strategies = megatron_choices(replace(scenario, context_length=up_to))
+    within, strategies = megatron_choices(replace(scenario, context_length=up_to))
     for strategy in strategies:
-        longest = min(context, scenario.max_len_tokens(strategy.schemes[0]))
+        longest = min(scenario.context_length, within.max_len_tokens(strategy.schemes[0]))
         for pack in DEALS.values():
             outcomes = []
             for lengths in parts:
                 micro_batches = pack(lengths, longest, len(strategy.schemes))
-                found = scenario.run_micro_batches(
-                    strategy, lengths, micro_batches, overlap=overlap
-                )
+                found = within.run_micro_batches(strategy, lengths, micro_batches, overlap=overlap)
                 outcomes.append(found if lengths.size else NO_WORK)
             choices.append(summarize("", str(strategy), outcomes))
     best = best_of(choices)

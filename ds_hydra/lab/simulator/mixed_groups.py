@@ -159,6 +159,8 @@ def dynamic_cp(scenario: Scenario, *, name: str) -> SystemResult | None:
     scenario, schemes = recomputing(scenario)
     few = replace(scenario, batches=scenario.batches[:NUM_TRIAL_BATCHES])
     tried = {s: found for s in schemes if (found := _dynamic_cp(few, s, name)) is not None}
+    if len(scenario.batches) <= NUM_TRIAL_BATCHES:
+        return best_of(tried.values())
     finalists = sorted(tried, key=lambda s: float(tried[s].iteration_ms.mean()))[:NUM_FINALISTS]
     results = (_dynamic_cp(scenario, scheme, name) for scheme in finalists)
     return best_of([found for found in results if found is not None])
