@@ -149,7 +149,10 @@ def test_compiled_layers_call_the_kernels_of_liger_on_a_device_too(monkeypatch):
     model = tiny("llama", num_hidden_layers=1)
     norm, mlp = LigerRMSNorm(model.config.hidden_size), LigerSwiGLUMLP(model.config)
     model.model.norm, model.model.layers[0].mlp = norm, mlp
-    liger.check_patches(model)
+    said = mock.Mock()
+    with mock.patch.object(liger.logger, "warning", said):
+        liger.check_patches(model, is_compiled=True)
+    assert "set hydra.compile_layers to false" in said.call_args.args[0]
     hidden = torch.randn(1, 3, model.config.hidden_size, requires_grad=True)
     for module in (norm, mlp):
         torch.compile(module.forward, backend=compile_graph, dynamic=True)(hidden)
@@ -237,10 +240,10 @@ def test_a_patched_model_on_a_cpu_is_refused_by_name(monkeypatch, caplog):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     model = tiny("llama")
     with caplog.at_level(logging.WARNING):
-        liger.check_patches(model)
+        liger.check_patches(model, is_compiled=True)
     model.model.norm.forward = liger_method(model.model.norm)
     with pytest.raises(UnsupportedModelError, match="patched by Liger, whose Triton kernels do"):
-        liger.check_patches(model)
+        liger.check_patches(model, is_compiled=True)
     assert not caplog.records
 
 

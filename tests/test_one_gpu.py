@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import transformers
 
-from benchmarks.one_gpu import page, prepare, ranks, run
+from benchmarks.one_gpu import ceilings, page, prepare, ranks, run
 from benchmarks.one_gpu.trim_fatbin import MAGIC, trim
 from ds_hydra.engine.ranks import hosts
 from ds_hydra.environment import WANTED
@@ -208,3 +209,9 @@ def test_device_code_of_other_architectures_is_blanked(tmp_path):
     assert found == {(80, False): 100, (90, True): 50, (90, False): 30}
     out = (tmp_path / "out").read_bytes()
     assert out == library.replace(b"a" * 100, bytes(100)).replace(b"c" * 30, bytes(30))
+
+
+def test_bare_attention_is_called_as_a_stage_calls_it():
+    """It had failed unseen on an H100: its arguments were those of a day before."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    assert ceilings.attention_ms(transformers.LlamaConfig(**sizes), (5, 3)) > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers import PretrainedConfig
 
 from benchmarks.one_gpu.device import DEVICE, DTYPE, HAS_GPU, median_ms
 from ds_hydra.engine.model.attention import _attend
+from ds_hydra.engine.model.attention_kernels import Scoring
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch
 
 
@@ -69,9 +69,8 @@ def attention_ms(config: PretrainedConfig, lengths: Sequence[int]) -> float:
     """
     inputs = attention_inputs(config, sum(lengths))
     micro_batch = PackedMicroBatch.build(lengths, DEVICE)
-    return forward_backward_ms(
-        functools.partial(_attend, *inputs, micro_batch, None, None, None, None), inputs
-    )
+    scoring = Scoring(inputs[0].shape[-1] ** -0.5)
+    return forward_backward_ms(lambda: _attend(*inputs, micro_batch, scoring), inputs)
 
 
 def forward_backward_ms(run: Any, inputs: Sequence[Tensor]) -> float:

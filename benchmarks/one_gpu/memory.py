@@ -51,6 +51,8 @@ STRATEGIES = {
 }  # fmt: skip
 TOKENS = 4096 if HAS_GPU else 256
 LOW, HIGH = 0.95, 1.05
+LARGE_BYTES = 100 << 30
+"""Of a device; on a smaller one all layers leave no room for the steps beside this one."""
 SHARDED = ("<8,1>", "<sp8,1>", "<cp8,1>")
 """Such a rank has an eighth of a micro-batch, which is longer for that."""
 
@@ -63,6 +65,9 @@ def main() -> None:
     device = fake_world.enter(options.world)
     config = _find_config(options.model)
     name = f"{options.model if HAS_GPU else 'tiny'}, one of {options.world}"
+    if HAS_GPU and torch.cuda.get_device_properties(device).total_memory < LARGE_BYTES:
+        config.num_hidden_layers //= 2
+        name += ", half of its layers"
     if not HAS_GPU:
         skip(f"{name}: peaks beside the formula", "a CPU's memory is that of the whole process")
     for text in STRATEGIES[options.world]:

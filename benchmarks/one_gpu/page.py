@@ -29,16 +29,16 @@ def make(lines: Iterable[str]) -> str:
     steps: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         steps.setdefault(record.pop("step"), []).append(record)
-    device = next((r["found"] for r in records if r.get("case") == "device"), None)
+    devices = list(dict.fromkeys(r["found"] for r in records if r.get("case") == "device"))
     versions = next((r["found"] for r in records if r.get("case") == "versions"), "")
-    is_dry = device is None
+    is_dry = not devices
     if is_dry:
         first = (
             "**No GPU has been measured yet.** This is the dry run of what measures one: tiny models on CPU ranks, "
             "every step that needs a GPU skipped by name. It says that the steps run, and no time."
         )
     else:
-        first = f"Measured on {device}."
+        first = f"Measured on {'; and on '.join(devices)}."
     prose = (textwrap.fill(text, 120) for text in (first, f"With {versions}.", _HOW))
     texts = ["# One GPU", *prose, _summary(steps, is_dry)]
     if is_dry:

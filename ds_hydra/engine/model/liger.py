@@ -44,9 +44,9 @@ def is_patched(model: nn.Module) -> bool:
     return any(is_of_liger(value) for of_file in functions for value in of_file if callable(value))
 
 
-def check_patches(model: nn.Module) -> None:
+def check_patches(model: nn.Module, *, is_compiled: bool) -> None:
     """Raise UnsupportedModelError where Liger has patched `model` and none of its kernels runs
-    here; say on the first rank what takes the place of its loss.
+    here; say on the first rank what takes the place of its loss, and what compiled layers cost.
     """
     if not is_patched(model):
         return
@@ -61,6 +61,13 @@ def check_patches(model: nn.Module) -> None:
         logger.warning(
             "%s has Liger's fused linear cross-entropy, in whose place ds_hydra computes its own; Liger's norms, "
             "rotary embedding and activations run",
+            type(model).__name__,
+        )
+    if is_first and is_compiled:
+        logger.warning(
+            "%s has Liger's layers, whose kernels cut the graphs of hydra.compile_layers: both were slower than either "
+            "where they were measured (docs/speed-on-a-gpu.md); leave out use_liger_kernel, or set "
+            "hydra.compile_layers to false",
             type(model).__name__,
         )
 

@@ -68,7 +68,7 @@ _verdicts: dict[tuple[Any, ...], ModelAbilities | str] = {}
 
 def build_stage_model(model: nn.Module, **options: Any) -> StageModel:
     """The stage model of `model` with what its small copy shows; `options` are StageModel's."""
-    liger.check_patches(unwrap_adapters(model))
+    liger.check_patches(unwrap_adapters(model), is_compiled=options.get("compile_layers", False))
     stage_model = StageModel(model, try_small_copy(model), **options)
     stage_model.check_loss()
     if note := stage_model.after_head.loss_note:
