@@ -378,6 +378,8 @@ def built_by(name, *, sections=None, key="optimizer", **params):
         (built_by("SGD", momentun=0.9, sections={"zero_allow_untested_optimizer": True}), "momentun is not a"),
         (built_by("SGD"), "set zero_allow_untested_optimizer to true"),
         (built_by("LBFGS"), "computes the loss several times"),
+        (built_by("sgd"), "did you mean 'SGD'?"),
+        ({"scheduler": {"type": "WarmupLR"}}, "expected {\"type\": \"WarmupLR\", \"params\": {"),
         (built_by("Optimizer"), "neither DeepSpeed nor torch.optim has"),
         (built_by("lr_scheduler"), "neither DeepSpeed nor torch.optim has"),
         (built_by("StepLR", key="scheduler"), "lr_scheduler=lambda optimizer: torch.optim.lr_sch"),
@@ -527,6 +529,12 @@ def test_what_has_no_effect_is_said(key, caplog):
         f"{key} has no effect: {WITHOUT_EFFECT[key]}"
     ]
     assert caplog.records[0].levelno == logging.WARNING
+
+
+@pytest.mark.parametrize("config", [{"prescale_gradients": True}, {"gradient_predivide_factor": 2}])
+def test_scales_of_gradients_without_effect_are_not_refused_by_deepspeed(config):
+    document, _ = read_ds_config(ds_config(**config))
+    assert [document[key] for key in config] in ([False], [1.0])
 
 
 def test_what_has_no_effect_and_is_off_is_not_said(caplog):

@@ -287,6 +287,9 @@ WITHOUT_EFFECT = {
 }
 """Legal DeepSpeed keys that change nothing under ds_hydra, with what does; each is a warning."""
 
+_REFUSED_BY_DEEPSPEED = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
+"""Of these, what DeepSpeed wants with ZeRO-3: it refuses all else."""
+
 
 def read_ds_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], HydraConfig]:
     """The DeepSpeed part (without "hydra", `FILL_INS` applied) and the validated "hydra" section.
@@ -322,6 +325,9 @@ def read_ds_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, An
             f"set hydra.tokens_per_iteration to {4 * hydra.context_length} or more"
         )
     document.pop("train_batch_size", None)
+    for key, off in _REFUSED_BY_DEEPSPEED.items():
+        if key in document:
+            document[key] = off
     _fill_in(document)
     link = hydra.link.with_gradient_dtype(_gradient_dtype(document))
     return document, hydra.model_copy(update={"link": link})

@@ -81,7 +81,11 @@ def find_unbuildable(config: Mapping[str, Any]) -> Iterator[str]:
     for key, example in _EXAMPLES.items():
         if (section := plain.get(key)) is None:
             continue
-        if not isinstance(section, Mapping) or not isinstance(section.get("params", {}), Mapping):
+        # DeepSpeed builds an optimizer without parameters, and no scheduler
+        params = {} if key == "optimizer" else None
+        if not isinstance(section, Mapping) or not isinstance(
+            section.get("params", params), Mapping
+        ):
             yield f"{key} is {section!r}, expected {example}"
             continue
         sections[key] = section
@@ -165,6 +169,8 @@ def _find_optimizer_problems(config: Mapping[str, Any], written: Any) -> Iterato
         of_torch = None
     if not isinstance(name, str) or (name.lower() not in known and of_torch is None):
         hint = _hint(str(name).lower(), known, f"DeepSpeed has {', '.join(known)}")
+        if same := [o for o in dir(torch.optim) if o.lower() == str(name).lower() and o != name]:
+            hint = f"did you mean {same[0]!r}?"  # torch's names are those of classes
         yield f"optimizer.type is {name!r}, which neither DeepSpeed nor torch.optim has; {hint}"
     elif name.lower() in ("adam", "adamw"):
         accepted = _arguments(FusedAdam) | _arguments(torch.optim.AdamW)
