@@ -34,6 +34,7 @@ from holdings import STRATEGIES_OF_4, Holdings, train_random_iteration
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples, token_mean_gradients
 
+import ds_hydra
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.one_f_one_b import one_forward_one_backward
 from ds_hydra.engine.profiling.profile_document import count_flops
@@ -276,6 +277,41 @@ def test_states_may_be_offloaded_between_iterations():
     assert errors["score"].startswith("lp_params are offloaded")
     assert "call engine.reload_states() first" in errors["score"]
     assert "offload_states() includes lp_grads" in errors["streamed"]
+
+
+def by_adagrad(train, start):
+    """Losses of three steps; DeepSpeed puts another Adagrad in the place of the first."""
+    model = tiny("llama")
+    first, *others = model.parameters()
+    groups = [{"params": [first], "lr": 1e-3}, {"params": others, "weight_decay": 0.1}]
+    optimizer = torch.optim.Adagrad(groups, lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    step = start(model, optimizer, schedule)
+    return [train(model, batch, step) for batch in batches(1) * 3]
+
+
+def adagrad_beside_torch():
+    def start(model, optimizer, schedule):
+        config = ds_config(hydra={"strategies": ["1x<1,1>"]}, gradient_clipping=0.0)
+        engine, *_ = ds_hydra.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=schedule, config=config
+        )
+        return engine
+
+    def train_alone(model, batch, both):
+        loss, _ = token_mean_gradients(model, batch)
+        for part in both:
+            part.step()
+        return loss
+
+    mine = by_adagrad(lambda _, batch, engine: float(engine.train_batch(batch)), start)
+    return mine, by_adagrad(train_alone, lambda _, *both: both)
+
+
+@pytest.mark.distributed
+def test_adagrad_steps_by_the_rates_of_its_groups_and_of_a_schedule():
+    mine, alone = run_distributed(adagrad_beside_torch, 1)[0]
+    assert mine == pytest.approx(alone, rel=1e-5)
 
 
 def frozen_params():

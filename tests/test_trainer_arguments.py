@@ -81,7 +81,6 @@ def arguments(**settings):
         ({"auto_find_batch_size": True}, r"auto_find_batch_size=True: .*hydra\.memory_limit_bytes"),
         ({"debug": "underflow_overflow"}, "debug='underflow_overflow'"),
         ({"optim": "adalomo"}, r"optim='adalomo' steps inside of backward"),
-        ({"optim": "adagrad"}, r"optim='adagrad' fails in DeepSpeed"),
         ({"optim": "galore_adamw"}, r"optim='galore_adamw' projects whole matrices"),
         ({"optim": "schedule_free_sgd"}, "averages weights between"),
         ({"enable_jit_checkpoint": True}, r"enable_jit_checkpoint=True: .*hydra\.faults\.save_on"),
@@ -99,10 +98,11 @@ def test_what_would_not_be_honoured_is_refused(settings, message):
         check_arguments(arguments(**settings), print)
 
 
-def test_adafactor_says_what_zero3_makes_of_it():
+@pytest.mark.parametrize("optim", ["adafactor", "grokadamw", "stable_adamw"])
+def test_what_computes_by_matrices_says_what_zero3_makes_of_it(optim):
     notes = []
-    check_arguments(arguments(optim="adafactor"), notes.append)
-    assert "moments are not factored" in notes[0]
+    check_arguments(arguments(optim=optim), notes.append)
+    assert f"optim='{optim}' takes the flat shards of ZeRO-3 for its matrices" in notes[0]
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])

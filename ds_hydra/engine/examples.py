@@ -57,6 +57,16 @@ def read_data(dataset: Any, config: HydraConfig, device: torch.device) -> TokenD
     return data
 
 
+def warn_of_collator(collate_fn: Any) -> None:
+    """Say on the first rank that `collate_fn` is not called. One that pads may stay in a script."""
+    if collate_fn is not None and int(os.environ.get("RANK", "0")) == 0:
+        logger.warning(
+            f"collate_fn is {getattr(collate_fn, '__name__', type(collate_fn).__name__)} and not called: sequences are "
+            "packed without padding, by the plan; what else it computes has to be in the dataset (input_ids with "
+            "labels, assistant_masks or completion_mask)"
+        )
+
+
 def check_same_data(sampler: TokenBudgetSampler, device: torch.device) -> None:
     """Raise PlanMismatchError where a rank has other data: rank 0 alone draws from now on.
 

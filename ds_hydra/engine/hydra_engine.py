@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checkpointing.engine import CheckpointingEngine
-from ds_hydra.engine.examples import MiniBatches, local_rank, only_ids, read_data
+from ds_hydra.engine.examples import MiniBatches, local_rank, only_ids, read_data, warn_of_collator
 from ds_hydra.engine.gradient_shards import GradientShards
 from ds_hydra.engine.iteration import Iteration, Outcomes, gather_scores, observe, score, weigh
 from ds_hydra.engine.losses.loss import CrossEntropy, Loss
@@ -535,6 +535,13 @@ class HydraEngine(CheckpointingEngine):
             assert outcomes.expert_tokens_LE is not None
             self._bias_correction.update(outcomes.expert_tokens_LE)
 
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        super()._configure_optimizer(client_optimizer, model_parameters)
+        stepped = getattr(self.optimizer, "optimizer", None)
+        if isinstance(stepped, torch.optim.Adagrad):
+            # DeepSpeed's new one has one group; schedules of torch change those of the first
+            stepped.param_groups = self.basic_optimizer.param_groups
+
     def _take_model_step(self, lr_kwargs: Any) -> None:
         """DeepSpeed's, which would give the batch size to a schedule that wants a metric."""
         scheduler = self.lr_scheduler
@@ -659,16 +666,6 @@ def needs_metric(scheduler: Any) -> bool:
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         for p in parameters
     )
-
-
-def warn_of_collator(collate_fn: Any) -> None:
-    """Say on the first rank that `collate_fn` is not called. One that pads may stay in a script."""
-    if collate_fn is not None and int(os.environ.get("RANK", "0")) == 0:
-        logger.warning(
-            f"collate_fn is {getattr(collate_fn, '__name__', type(collate_fn).__name__)} and not called: sequences are "
-            "packed without padding, by the plan; what else it computes has to be in the dataset (input_ids with "
-            "labels, assistant_masks or completion_mask)"
-        )
 
 
 def _check_dtypes(model: nn.Module, config: Any) -> None:

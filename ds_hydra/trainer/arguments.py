@@ -105,6 +105,13 @@ _SFT_REFUSED = {
 those that are not named here.
 """
 
+_BY_MATRIX = {
+    "adafactor": "moments are not factored",
+    "grokadamw": "all layers are clipped as one and have one decay of momentum",
+    "stable_adamw": "a jump of one holds back all",
+}
+"""Values of `optim` that compute something for each parameter, with what becomes of it."""
+
 _DEFAULTS = {
     field.name: field.default if field.default is not MISSING else None
     for field in fields(TrainingArguments)
@@ -148,9 +155,9 @@ def check_common_arguments(
     for name, why in WITHOUT_EFFECT.items():
         if name not in honoured and _is_set(args, name):
             note(f"TrainingArguments.{name} has no effect: {why}")
-    if _optim(args) == "adafactor" and not _has_own_optimizer(args):
+    if (optim := _optim(args)) in _BY_MATRIX and not _has_own_optimizer(args):
         note(
-            "optim='adafactor' takes the flat shards of ZeRO-3 for its matrices: moments are not factored, and steps "
+            f"optim={optim!r} takes the flat shards of ZeRO-3 for its matrices: {_BY_MATRIX[optim]}, and steps "
             "depend on the number of ranks, as in stock DeepSpeed"
         )
 
@@ -313,11 +320,6 @@ def _find_refused(args: TrainingArguments, honoured: Collection[str]) -> Iterato
         yield (
             f"optim={optim!r} projects whole matrices, or averages weights between train() and eval() of its own, and "
             "ZeRO-3 gives it flat shards; use optim='adamw_torch' or an optimizer in the JSON"
-        )
-    if optim == "adagrad" and not _has_own_optimizer(args):
-        yield (
-            "optim='adagrad' fails in DeepSpeed's ZeRO-3 at its first step; use optim='adamw_torch' or an optimizer "
-            "in the JSON"
         )
     if any(getattr(option, "value", option) == "underflow_overflow" for option in args.debug):
         yield f"debug='underflow_overflow': {_OWN_LAYERS}, where its hooks are not called; leave it out"
