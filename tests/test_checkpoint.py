@@ -383,6 +383,13 @@ def weights_between_checkpoints(folder):
         _, state = engine.load_checkpoint(folder)
         assert state == {"epoch": 3}
     tags = [Path(engine.load_checkpoint(folder, tag=tag)[0]).parent.name for tag in (1, 2)]
+    with mock.patch("ds_hydra.engine.checkpointing.engine.logger.info") as info:
+        engine.load_checkpoint(folder)
+        assert not info.called
+        engine.optimizer.param_groups[0]["lr"] = 5e-4
+        engine.load_checkpoint(folder)
+    if dist.get_rank() == 0:
+        assert "at the checkpoint's [0.001], not at this run's [0.0005]" in str(info.call_args)
     # As where a launcher gives each rank a device of its own, and all of them LOCAL_RANK=0
     engine.local_rank, engine._config.use_node_local_storage = 0, True
     engine.save_checkpoint(f"{folder}/local")

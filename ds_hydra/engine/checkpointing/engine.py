@@ -180,6 +180,7 @@ class CheckpointingEngine(DeepSpeedEngine):
                     )
                 )
             scaler = {key: getattr(self.optimizer, key) for key in _LOSS_SCALE_KEYS}
+            rates = self._given_rates()
             try:
                 with files.only_weights():
                     path, client_state = super().load_checkpoint(
@@ -206,9 +207,25 @@ class CheckpointingEngine(DeepSpeedEngine):
             client_state = client_state and {
                 key: value for key, value in client_state.items() if key not in files.RESERVED_KEYS
             }
+            saved = self._given_rates()
+            if saved != rates and load_lr_scheduler_states and self.global_rank == 0:
+                logger.info(
+                    f"learning rates go on at the checkpoint's {saved}, not at this run's {rates}, as in DeepSpeed and "
+                    "transformers; to change them set lr in engine.optimizer.param_groups, or base_lrs of a schedule, "
+                    "after loading"
+                )
             if not load_module_only:  # new data may start from another run's weights
                 self.hydra.load_state_dict(state, self.global_steps, position=load_data_position)
             return path, client_state
+
+    def _given_rates(self) -> list[float]:
+        """Learning rates as configured, of each group: what a schedule of torch starts from, or
+        those of a run without a schedule. None under a schedule of DeepSpeed.
+        """
+        groups = self.optimizer.param_groups
+        if self.lr_scheduler is None:
+            return [float(group.get("initial_lr", group["lr"])) for group in groups]
+        return [float(group["initial_lr"]) for group in groups if "initial_lr" in group]
 
     def _keep_loss_scale(self, own: Mapping[str, Any]) -> None:
         """Have the loss scale of before a checkpoint was loaded: `_LOSS_SCALE_KEYS`."""
