@@ -105,6 +105,29 @@ def test_what_computes_by_matrices_says_what_zero3_makes_of_it(optim):
     assert f"optim='{optim}' takes the flat shards of ZeRO-3 for its matrices" in notes[0]
 
 
+@pytest.mark.parametrize(
+    ("sections", "settings", "message"),
+    [
+        (["optimizer"], {"learning_rate": 1e-3}, 'AdamW without lr; set optimizer.params.lr to "auto"'),
+        (["optimizer"], {"adam_beta2": 0.9}, "adam_beta2 has no effect: the JSON has the optimizer"),
+        (["optimizer"], {"optim": "sgd"}, "optim has no effect: the JSON has the optimizer AdamW"),
+        (["optimizer"], {"optim": "adamw_torch", "weight_decay": 0.1, "warmup_steps": 3}, None),
+        (["scheduler"], {"lr_scheduler_type": "cosine"}, "the JSON has the scheduler WarmupLR"),
+        (["scheduler"], {"warmup_steps": 3}, 'set scheduler.params.warmup_num_steps to "auto"'),
+        (["optimizer", "scheduler"], {"learning_rate": 1e-3}, None),
+    ],
+)  # fmt: skip
+def test_arguments_that_a_section_of_the_json_stands_for_are_said(sections, settings, message):
+    of_json = {
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}},
+    }
+    notes = []
+    config = SMALLEST | {key: of_json[key] for key in sections}
+    check_arguments(arguments(deepspeed=config, **settings), notes.append)
+    assert [message in note for note in notes] == ([True] if message else [])
+
+
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_evaluation_in_16_bit_does_not_decide_how_weights_are_trained(name):
     """transformers fills "auto" of the JSON in with the switch of evaluation."""
@@ -539,6 +562,8 @@ def test_epochs_end_where_the_sampler_does(lengths, budget, num_epochs):
         assert sum(counts[:epoch]) + into == iteration
         assert 0 <= into < counts[epoch]
     assert epochs.num_epochs(total) == num_epochs
+    for max_steps, wanted in ((-1, total), (0, 0), (7, 7)):
+        assert epochs.training_values(max_steps, num_epochs)[-1] == wanted
 
 
 def test_half_an_epoch_and_a_limit():

@@ -112,6 +112,26 @@ _BY_MATRIX = {
 }
 """Values of `optim` that compute something for each parameter, with what becomes of it."""
 
+_OF_JSON = {
+    "optimizer": {
+        "optim": "",
+        "optim_args": "",
+        "learning_rate": "lr",
+        "weight_decay": "weight_decay",
+        "adam_beta1": "betas",
+        "adam_beta2": "betas",
+        "adam_epsilon": "eps",
+    },
+    "scheduler": {
+        "lr_scheduler_type": "",
+        "lr_scheduler_kwargs": "",
+        "warmup_steps": "warmup_num_steps",
+    },
+}
+"""Arguments that transformers does not read where the JSON has such a section, but for the named
+parameter of it.
+"""
+
 _DEFAULTS = {
     field.name: field.default if field.default is not MISSING else None
     for field in fields(TrainingArguments)
@@ -155,6 +175,8 @@ def check_common_arguments(
     for name, why in WITHOUT_EFFECT.items():
         if name not in honoured and _is_set(args, name):
             note(f"TrainingArguments.{name} has no effect: {why}")
+    for name, why in _find_unread(args):
+        note(f"TrainingArguments.{name} has no effect: {why}")
     if (optim := _optim(args)) in _BY_MATRIX and not _has_own_optimizer(args):
         note(
             f"optim={optim!r} takes the flat shards of ZeRO-3 for its matrices: {_BY_MATRIX[optim]}, and steps "
@@ -303,10 +325,34 @@ def _optim(args: TrainingArguments) -> str:
     return str(getattr(args.optim, "value", args.optim))
 
 
-def _has_own_optimizer(args: TrainingArguments) -> bool:
-    """Whether the JSON has an optimizer, which comes before `args.optim`."""
+def _of_json(args: TrainingArguments, section: str) -> Mapping[str, Any]:
+    """The section of the DeepSpeed JSON, which comes before the arguments; empty without one."""
     plugin = args.deepspeed_plugin
-    return plugin is not None and "optimizer" in plugin.hf_ds_config.config
+    return {} if plugin is None else _mapping(plugin.hf_ds_config.config.get(section))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}  # all else is refused elsewhere
+
+
+def _has_own_optimizer(args: TrainingArguments) -> bool:
+    return bool(_of_json(args, "optimizer"))
+
+
+def _find_unread(args: TrainingArguments) -> Iterator[tuple[str, str]]:
+    """Arguments that an optimizer or a scheduler of the JSON stands for, and what to do."""
+    sections = {key: _of_json(args, key) for key in _OF_JSON}
+    given = " ".join(name for of in sections.values() for name in _mapping(of.get("params")))
+    for key, names in _OF_JSON.items():
+        if not (kind := str(sections[key].get("type", ""))):
+            continue
+        for name, param in names.items():
+            is_same = name == "optim" and _optim(args).startswith(kind.lower())
+            # "lr" of the optimizer may be "warmup_max_lr" of the scheduler, or "muon_lr"
+            if is_same or not _is_set(args, name) or (param and param in given):
+                continue
+            hint = f' without {param}; set {key}.params.{param} to "auto"' if param else ""
+            yield name, f"the JSON has the {key} {kind}{hint}"
 
 
 def _find_refused(args: TrainingArguments, honoured: Collection[str]) -> Iterator[str]:

@@ -83,10 +83,10 @@ class Epochs:
 
     def training_values(self, max_steps: int, num_train_epochs: float) -> tuple[int, ...]:
         """What `Trainer.set_initial_training_values` returns; `max_steps` decides where it is
-        above 0.
+        above 0. At 0 transformers' loop ends after its first step.
         """
         is_limited = max_steps > 0
-        total = max_steps if is_limited else self.iterations_until(num_train_epochs)
+        total = max_steps if max_steps >= 0 else self.iterations_until(num_train_epochs)
         num_epochs = self.num_epochs(total) if is_limited else ceil(num_train_epochs)
         per_epoch = self.num_iterations(0)
         num_per_step = max(1, round(self.num_sequences / per_epoch))

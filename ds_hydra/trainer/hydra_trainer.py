@@ -198,7 +198,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
             for name, dataset in by_name.items():
                 self._read(dataset, name, every_row=not self._evaluates_packed())
         prepared = super()._prepare_for_training(max_steps, loader, resume_from_checkpoint)
-        if resume_from_checkpoint is not None and self.args.max_steps <= 0:
+        if resume_from_checkpoint is not None and self.args.max_steps < 0:
             self._check_what_is_left(max_steps)
         self.engine.hydra.source.start()
         return prepared

@@ -403,7 +403,7 @@ class EngineMixin:
 
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> Any:
         steps = self.state.global_step - self._initial_global_step
-        exact = self._trained.num_sequences * self.state.max_steps / max(steps, 1)
+        exact = self._trained.num_sequences * max(self.state.max_steps, 1) / max(steps, 1)
         output = super()._finalize_training(trial, exact, start_time)
         self.engine.on_sigterm = None
         self.engine.hydra.source.close_feed()
