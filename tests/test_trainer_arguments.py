@@ -379,7 +379,7 @@ def test_without_deepspeed_the_trainer_says_what_to_pass():
 
 def bare_trainer(kind=HydraTrainer):
     trainer = object.__new__(kind)
-    trainer.compute_loss_func = trainer.label_smoother = None
+    trainer.compute_loss_func = trainer.label_smoother = trainer.optimizer_cls_and_kwargs = None
     return trainer
 
 
@@ -436,6 +436,27 @@ def test_methods_of_a_base_that_stands_behind_are_refused():
     with pytest.raises(HydraConfigError) as raised:
         check_overrides(bare_trainer(Before))
     assert str(raised.value).splitlines()[1:] == [loss]
+
+
+@pytest.mark.parametrize(
+    ("section", "attributes", "words"),
+    [
+        ("optimizer", {"create_optimizer": print}, r"create_optimizer\(\) of its own"),
+        ("optimizer", {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "_cls_and_kwargs of its"),
+        ("scheduler", {"create_scheduler": print}, r"create_scheduler\(\) of its own"),
+    ],
+)  # fmt: skip
+def test_what_makes_an_optimizer_or_a_schedule_beside_the_json_is_refused(
+    section, attributes, words
+):
+    trainer = bare_trainer()
+    trainer.optimizer = trainer.lr_scheduler = None
+    trainer._of_engine = (None, None)
+    vars(trainer).update(attributes)
+    for sections in ({}, {section: {"type": "AdamW"}}):
+        trainer.args = arguments(deepspeed={**SMALLEST, **sections})
+        with pytest.raises(HydraConfigError, match=words) if sections else contextlib.nullcontext():
+            trainer._refuse_optimizers()
 
 
 def test_what_is_set_after_the_start_is_refused():

@@ -325,7 +325,7 @@ def _optim(args: TrainingArguments) -> str:
     return str(getattr(args.optim, "value", args.optim))
 
 
-def _of_json(args: TrainingArguments, section: str) -> Mapping[str, Any]:
+def section_of_json(args: TrainingArguments, section: str) -> Mapping[str, Any]:
     """The section of the DeepSpeed JSON, which comes before the arguments; empty without one."""
     plugin = args.deepspeed_plugin
     return {} if plugin is None else _mapping(plugin.hf_ds_config.config.get(section))
@@ -336,12 +336,12 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _has_own_optimizer(args: TrainingArguments) -> bool:
-    return bool(_of_json(args, "optimizer"))
+    return bool(section_of_json(args, "optimizer"))
 
 
 def _find_unread(args: TrainingArguments) -> Iterator[tuple[str, str]]:
     """Arguments that an optimizer or a scheduler of the JSON stands for, and what to do."""
-    sections = {key: _of_json(args, key) for key in _OF_JSON}
+    sections = {key: section_of_json(args, key) for key in _OF_JSON}
     given = " ".join(name for of in sections.values() for name in _mapping(of.get("params")))
     for key, names in _OF_JSON.items():
         if not (kind := str(sections[key].get("type", ""))):

@@ -63,6 +63,8 @@ from ds_hydra.trainer.arguments import (
     check_dtype,
     check_dtype_of_evaluation,
     drop_batch_size_mismatches,
+    is_overridden,
+    section_of_json,
 )
 
 logger = logging.getLogger(__name__)
@@ -98,6 +100,14 @@ class EngineMixin:
                     f"{name} is a {type(given).__name__} that was given or made before train(), and transformers does "
                     "not use it with DeepSpeed; leave it out and pass optimizer_cls_and_kwargs, or override "
                     "create_optimizer() or create_scheduler()"
+                )
+        of_optimizer = "optimizer_cls_and_kwargs" if self.optimizer_cls_and_kwargs else ""
+        for section, given in (("optimizer", of_optimizer), ("scheduler", "")):
+            given = given or f"create_{section}()" * is_overridden(self, f"create_{section}")
+            if given and section_of_json(self.args, section):
+                raise HydraConfigError(
+                    f"{type(self).__name__} has {given} of its own, and the JSON has the section {section!r}, which is "
+                    "what would be used; remove one of them"
                 )
 
     def _check_used(self, note: Note) -> None:
