@@ -81,15 +81,14 @@ def find_unbuildable(config: Mapping[str, Any]) -> Iterator[str]:
     for key, example in _EXAMPLES.items():
         if (section := plain.get(key)) is None:
             continue
-        # DeepSpeed builds an optimizer without parameters, and no scheduler
-        params = {} if key == "optimizer" else None
-        if not isinstance(section, Mapping) or not isinstance(
-            section.get("params", params), Mapping
-        ):
+        params: Any = None
+        if isinstance(section, Mapping):  # without any DeepSpeed builds an optimizer alone
+            params = section.get("params", {} if key == "optimizer" else None)
+        if not isinstance(params, Mapping):
             yield f"{key} is {section!r}, expected {example}"
             continue
         sections[key] = section
-        for name, value in section.get("params", {}).items():
+        for name, value in params.items():
             if isinstance(value, str) and _is_number(value):
                 yield f"{key}.params.{name} is {value!r}, a text; write the number without quotes"
     if "optimizer" in sections:
