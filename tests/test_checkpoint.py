@@ -502,7 +502,8 @@ def save_what_is_empty(folder):
         with deepspeed.zero.GatheredParameters([*model.parameters()]):
             model.state_dict()
         engine.destroy()
-        model.state_dict()
+        module_state._told_of_empty.discard(model)
+        model.state_dict()  # still in shards
         counts.append(warn.call_count)
     return counts
 
@@ -510,5 +511,5 @@ def save_what_is_empty(folder):
 @pytest.mark.distributed
 def test_weights_that_are_saved_empty_are_announced(tmp_path):
     on_rank_0, on_rank_1 = run_distributed(save_what_is_empty, 2, str(tmp_path))
-    assert on_rank_0 == [1, 1, 1, 1, 1]
+    assert on_rank_0 == [1, 1, 1, 1, 2]
     assert not any(on_rank_1)

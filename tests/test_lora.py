@@ -5,14 +5,16 @@ refused by name.
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import types
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from engines import start_hydra, train_plan
+from engines import ds_config, refused, start_hydra, train_plan
 from models import VOCAB_SIZE, tiny
 from single_process import (
     num_label_tokens,
@@ -21,6 +23,7 @@ from single_process import (
     token_mean_gradients,
 )
 
+import ds_hydra
 from ds_hydra.engine.model.adapters import unwrap_adapters, with_resting_adapters
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.tensor_parallel import PARTIAL, STYLES
@@ -133,9 +136,9 @@ def saved_modules(family):
     changed = {
         name for name, p in model.named_parameters() if not torch.equal(p.ds_tensor, before[name])
     }
-    with pytest.raises(UnsupportedModelError) as refused, model.disable_adapter():
+    with pytest.raises(UnsupportedModelError) as raised, model.disable_adapter():
         engine.eval_batch(examples)
-    return errors, changed, names, str(refused.value)
+    return errors, changed, names, str(raised.value)
 
 
 @pytest.mark.distributed
@@ -145,10 +148,10 @@ def saved_modules(family):
 def test_modules_to_save_train_and_what_they_stand_for_does_not(family):
     found = run_distributed(saved_modules, 4, family)
     changed = set().union(*(names for _, names, _, _ in found))
-    for errors, _, names, refused in found:
+    for errors, _, names, said in found:
         assert max(errors.values()) < 1e-5, errors
         assert changed == set(names)
-        assert "is in modules_to_save, and training runs what adapter 'default' had" in refused
+        assert "is in modules_to_save, and training runs what adapter 'default' had" in said
 
 
 def test_modules_that_are_saved_are_the_only_ones_that_are_pulled():
@@ -338,6 +341,52 @@ def test_other_kinds_of_adapters_are_refused():
         UnsupportedModelError, match=r"merged into the weights; call model\.unmerge_adapter"
     ):
         unwrap_adapters(model)
+
+
+def test_what_wraps_an_adapted_model_otherwise_is_refused():
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    for wrap in (
+        lambda model: peft.get_peft_model(model, config, mixed=True),
+        lambda model: peft.get_peft_model(model, config).base_model,
+        lambda model: peft.PeftModel(peft.get_peft_model(model, config), config),
+    ):
+        with pytest.raises(UnsupportedModelError, match=r"without mixed=True; model\.add_adapter"):
+            unwrap_adapters(wrap(tiny("llama")))
+
+
+def merged_weights():
+    """What is said of merging weights in shards, with an engine and after it; the worst error of
+    those that are merged as that says; what is said of a LoRA-FA optimizer.
+    """
+    from peft.optimizers import create_lorafa_optimizer
+
+    model = adapted(target_modules=["q_proj"])
+    engine = start_hydra(model)
+    engine.train_batch(random_examples(LENGTHS, VOCAB_SIZE))
+    said = [refused(model.merge_and_unload), refused(model.merge_adapter)]
+    engine.destroy()
+    said.append(refused(model.merge_and_unload))
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    with deepspeed.zero.GatheredParameters([*model.parameters()]):
+        product = (
+            layer.lora_B.default.weight @ layer.lora_A.default.weight * layer.scaling["default"]
+        )
+        wanted = (layer.base_layer.weight + product).clone()
+        merged = model.merge_and_unload().model.layers[0].self_attn.q_proj.weight
+        error = float((merged - wanted).abs().max() / product.abs().max())
+    model = adapted(target_modules=["q_proj"])
+    optimizer = create_lorafa_optimizer(model, r=4, lora_alpha=8, lr=1e-3)
+    start = functools.partial(ds_hydra.initialize, model=model, config=ds_config(hydra={}))
+    said.append(refused(functools.partial(start, optimizer=optimizer)))
+    return said, error
+
+
+@pytest.mark.distributed
+def test_weights_in_shards_are_not_merged_to_nothing():
+    for said, error in run_distributed(merged_weights, 2):
+        assert all("trainer.save_model" in text for text in said[:3])
+        assert "LoraFAOptimizer looks for the matrices" in said[3]
+        assert error < 1e-5
 
 
 def test_adapters_that_rest_count_as_trained_while_weights_are_saved():

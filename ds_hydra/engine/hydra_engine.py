@@ -33,7 +33,7 @@ from ds_hydra.engine.gradient_shards import GradientShards
 from ds_hydra.engine.iteration import Iteration, Outcomes, gather_scores, observe, score, weigh
 from ds_hydra.engine.losses.loss import CrossEntropy, Loss
 from ds_hydra.engine.losses.objective import Scores
-from ds_hydra.engine.model import module_state
+from ds_hydra.engine.model import adapters, module_state
 from ds_hydra.engine.model.decoder_parts import is_quantised
 from ds_hydra.engine.model.expert_balance import BiasCorrection
 from ds_hydra.engine.model.packing_probe import build_stage_model
@@ -633,11 +633,9 @@ class HydraEngine(CheckpointingEngine):
         if not hasattr(self.optimizer, "fp16_groups"):
             return  # evaluation alone needs none
         stepped = {id(param) for group in self.optimizer.fp16_groups for param in group}
-        trained = [
-            (param, spec.fqn)
-            for param, spec in zip(stage_model.params, stage_model.specs, strict=True)
-            if param.requires_grad
-        ]
+        adapters.check_optimizer(self.basic_optimizer)
+        pairs = zip(stage_model.params, stage_model.specs, strict=True)
+        trained = [(param, spec.fqn) for param, spec in pairs if param.requires_grad]
         if left_out := [fqn for param, fqn in trained if id(param) not in stepped]:
             raise HydraConfigError(
                 f"the optimizer has {len(trained) - len(left_out)} of {len(trained)} trainable parameters, without "

@@ -25,6 +25,7 @@ Legend: T tokens of a packed micro-batch or of this rank's part of one, C featur
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import re
 import sys
@@ -87,6 +88,11 @@ def unwrap_adapters(model: nn.Module) -> nn.Module:
                     f"adapter {name!r} is of the PEFT type {kind}; ds_hydra trains LORA adapters (LoraConfig)"
                 )
         model = model.get_base_model()
+    if isinstance(model, peft.PeftModel | peft.PeftMixedModel | peft.tuners.tuners_utils.BaseTuner):
+        raise UnsupportedModelError(
+            f"the model, or what it wraps, is a {type(model).__name__}; pass what get_peft_model(model, LoraConfig()) "
+            "returns of a plain model, without mixed=True; model.add_adapter(name, config) adds another adapter"
+        )
     for name, module in model.named_modules():
         if problem := _find_problem(module):
             raise UnsupportedModelError(f"adapter at {name}: {problem}")
@@ -183,6 +189,34 @@ def _find_problem(module: nn.Module) -> str | None:
             "the adapter is merged into the weights; call model.unmerge_adapter() before training"
         )
     return None
+
+
+def refuse_empty_merges() -> None:
+    """Let `peft` raise HydraConfigError where it would merge weights that ZeRO-3 has in shards: the
+    product of empty weights adds nothing, in silence.
+    """
+    peft: Any = sys.modules.get("peft")
+    if peft is None or hasattr(peft.tuners.lora.Linear.get_delta_weight, "__wrapped__"):
+        return
+    product = peft.tuners.lora.Linear.get_delta_weight
+
+    @functools.wraps(product)
+    def checked(layer: Any, adapter: str) -> Any:
+        weights = (
+            layer.lora_A[adapter].weight,
+            layer.lora_B[adapter].weight,
+            layer.base_layer.weight,
+        )
+        if any(not weight.numel() and getattr(weight, "ds_numel", 0) for weight in weights):
+            raise HydraConfigError(
+                "this adapter cannot be merged here: ZeRO-3 has its weights in shards, also after destroy(); save it "
+                "(trainer.save_model) and merge in one process (PeftModel.from_pretrained(model, folder)"
+                ".merge_and_unload()), or merge and save inside "
+                "deepspeed.zero.GatheredParameters(list(model.parameters()))"
+            )
+        return product(layer, adapter)
+
+    peft.tuners.lora.Linear.get_delta_weight = checked
 
 
 def unify_adapter_dtype(model: nn.Module, note: Callable[[str], None]) -> None:
@@ -342,6 +376,15 @@ def _mixed(x: Tensor) -> Tensor:
 def _shifted(x: Tensor, bits: int) -> Tensor:
     """`x >> bits` with zeros from the left."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise HydraConfigError for an optimizer of `peft` that is made for whole matrices."""
+    if type(optimizer).__name__ == "LoraFAOptimizer":
+        raise HydraConfigError(
+            "LoraFAOptimizer looks for the matrices A and B of each adapter, and ZeRO-3 gives it flat shards, which it "
+            "would step otherwise; freeze A (requires_grad_(False) on every lora_A) and take torch.optim.AdamW"
+        )
 
 
 def check_trains(model: nn.Module) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import parameter_offload
 from torch import Tensor, nn
 
-from ds_hydra.engine.model.adapters import TokenDropout, find_saved_in_use
+from ds_hydra.engine.model.adapters import TokenDropout, find_saved_in_use, refuse_empty_merges
 from ds_hydra.engine.model.decoder_parts import find_loss_problem, is_rate
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 
@@ -327,6 +327,7 @@ _are_shards_saved = False
 def hold(model: nn.Module) -> None:
     """Note that an engine starts on `model`."""
     _modules_of_engines.update(model.modules())
+    refuse_empty_merges()
     if _tell_of_empty not in model._state_dict_pre_hooks.values():
         model.register_state_dict_pre_hook(_tell_of_empty)
 
@@ -357,11 +358,9 @@ def _tell_of_empty(model: nn.Module, *_: Any) -> None:
 
 def let_go(model: nn.Module) -> None:
     """Take away the hooks and dictionaries that DeepSpeed leaves on the modules of a destroyed
-    engine, or of one whose start failed: they hold the engine, and gather parameters for it.
+    engine, or of one whose start failed: they hold the engine, and gather parameters for it. Its
+    weights stay in shards, so empty ones are still announced.
     """
-    for key, hook in [*model._state_dict_pre_hooks.items()]:
-        if hook is _tell_of_empty:
-            del model._state_dict_pre_hooks[key]
     parameter_offload.FWD_MODULE_STACK[:] = [
         module for module in parameter_offload.FWD_MODULE_STACK if module is not model
     ]
