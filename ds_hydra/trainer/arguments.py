@@ -248,22 +248,22 @@ def map_arguments(
 
 
 def check_dtype(model: nn.Module, trained: torch.dtype, note: Note) -> None:
-    """Raise HydraConfigError for a model in float16 that DeepSpeed would turn into fp32, whose loss
-    nobody would scale; `note` that for bfloat16. `trained` is what its configuration says.
+    """Raise HydraConfigError for a model in float16 whose loss nobody would scale; `note` that one
+    in bfloat16 stays there. `trained` is what its configuration says; fp32 is cast to by nobody.
     """
     if trained != torch.float32:
         return
     loaded = {param.dtype for param in model.parameters()}
     if torch.float16 in loaded:
         raise HydraConfigError(
-            "the model is loaded in torch.float16 and fp16 is off, so that DeepSpeed would train and save it in "
-            "torch.float32, in twice the memory; set fp16=True, or load it with dtype=torch.float32 "
+            "the model is loaded in torch.float16 and fp16 is off, so that DeepSpeed would train it in torch.float16 "
+            "without scaling its loss; set fp16=True, or load it with dtype=torch.float32 "
             "(model_init_kwargs={'dtype': 'float32'} in TRL's configurations)"
         )
     if torch.bfloat16 in loaded:
         note(
-            "the model is loaded in torch.bfloat16 and bf16 is off: DeepSpeed trains and saves it in torch.float32, in "
-            "twice the memory; set bf16=True to stay in 16 bit"
+            "the model is loaded in torch.bfloat16 and bf16 is off: it is trained and saved in torch.bfloat16, as with "
+            "bf16=True; set bf16=True to say so, or load it with dtype=torch.float32"
         )
 
 
