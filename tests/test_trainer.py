@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from distributed import run_distributed
-from engines import ds_config, write_profile
+from engines import ds_config, refused, write_profile
 from models import VOCAB_SIZE, tiny
 from single_process import summed_loss
 from torch.utils.data import SubsetRandomSampler
@@ -495,7 +495,7 @@ def test_one_model_is_evaluated_and_trained_again_and_again(tmp_path):
 
 
 def resumed_otherwise(folder):
-    """Another budget, other data, and a callback that saves on one rank alone."""
+    """Another budget, other data, callbacks that save or log on one rank, other rows there."""
     data = prepare(folder)
 
     start = functools.partial(make, folder, "run", data=data, num_train_epochs=1, save_steps=3)
@@ -515,15 +515,25 @@ def resumed_otherwise(folder):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_save = dist.get_rank() == 1
 
-    with pytest.raises(PlanMismatchError) as raised:
-        start(callbacks=[SavesAlone()]).train()
-    return errors, (drawn.epoch, drawn.position), again.state.global_step, str(raised.value)
+    class LogsAlone(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_log = dist.get_rank() == 1
+
+    rows_of_rank = data.select(range(4 + dist.get_rank()))
+    alone = (start(callbacks=[SavesAlone()]), start(callbacks=[LogsAlone()], logging_steps=100))
+    mismatches = [
+        refused(action, PlanMismatchError)
+        for action in (*(a.train for a in alone), lambda: start().predict(rows_of_rank))
+    ]
+    return errors, (drawn.epoch, drawn.position), again.state.global_step, mismatches
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_what_is_left_of_the_data_is_trained_or_named(tmp_path):
-    for errors, drawn, num_steps, mismatch in run_distributed(resumed_otherwise, 2, str(tmp_path)):
+    for errors, drawn, num_steps, mismatches in run_distributed(
+        resumed_otherwise, 2, str(tmp_path)
+    ):
         assert [e.partition("set ")[2].partition(",")[0] for e in errors] == [
             "max_steps=5",
             "max_steps=5 to train them",
@@ -532,7 +542,9 @@ def test_what_is_left_of_the_data_is_trained_or_named(tmp_path):
         assert drawn[0] == 1, "all rows"
         assert drawn[1] <= 2 * PER_BATCH, "some of the next epoch"
         assert num_steps == NUM_BATCHES
-        assert "saving a checkpoint of the Trainer on rank 1" in mismatch
+        assert "saving a checkpoint of the Trainer on rank 1" in mismatches[0]
+        assert "logging on rank 1" in mismatches[1]
+        assert "test_dataset has 4 rows of 64 tokens on rank 0 and 5 of" in mismatches[2]
 
 
 def killed_while_saving(folder):
@@ -681,6 +693,8 @@ def other_uses(folder):
             predicted.label_ids.tolist(),
         )
     result["buffers"] = {str(buffer.dtype) for buffer in trainer.model.buffers()}
+    trainer.accelerator.even_batches = False
+    result["uneven"] = error_of(trainer.predict, datasets.Dataset.from_list(rows()[:3]))
     result["full eval"] = trainer.args.bf16_full_eval
     sections = {"checkpoint": {"use_node_local_storage": True}, "fp16": None}
     result["on each node"] = make(
@@ -712,6 +726,7 @@ def test_partitioned_models_evaluation_alone_and_metrics_on_logits(tmp_path):
     assert result["metrics hydra"][3] == result["metrics stock"][3]
     assert result["buffers"] == {"torch.float32"}
     assert result["full eval"] is True
+    assert "accelerator_config.even_batches is False" in result["uneven"]
     assert result["on each node"]
 
 

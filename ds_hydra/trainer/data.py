@@ -27,8 +27,8 @@ from torch.utils.data import (
 )
 
 from ds_hydra.configs import HydraConfig
-from ds_hydra.engine.ranks.agreement import gather_rows, run_together
-from ds_hydra.errors import HydraConfigError, HydraDataError
+from ds_hydra.engine.ranks.agreement import gather_rows, on_all_ranks, run_together
+from ds_hydra.errors import HydraConfigError, HydraDataError, PlanMismatchError
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset, check_stored, select_shown
 from ds_hydra.sampler.data.examples import IGNORED_LABEL, find_unread
@@ -433,6 +433,7 @@ class DatasetReader:
                     tokens = self._read_now(rows, tokenizer, what, every_row)
                 except (HydraConfigError, HydraDataError) as error:
                     raise type(error)(f"{what}: {error}") from error
+            _check_same_rows(tokens, what, device)
             self._tokens_of[key] = tokens, tokenizer
             if len(self._tokens_of) > _NUM_KEPT:
                 self._tokens_of.popitem(last=False)
@@ -477,6 +478,23 @@ class DatasetReader:
             tokenize=tokenizer,
             every_row=every_row,
         )
+
+
+def _check_same_rows(tokens: TokenDataset, what: str, device: torch.device) -> None:
+    """Raise PlanMismatchError on all ranks where one has rows of other lengths: it would call the
+    model more or less often than others. Collective over all ranks.
+    """
+    digest = zlib.crc32(np.stack([tokens.lengths, tokens.num_label_tokens]).tobytes())
+    numbers = [len(tokens), int(tokens.lengths.sum()), digest]
+    of_ranks = gather_rows(torch.tensor(numbers, device=device)).tolist()
+    for rank, (num_rows, num_tokens, _) in enumerate(of_ranks):
+        if of_ranks[rank] != of_ranks[0]:
+            raise on_all_ranks(
+                PlanMismatchError(
+                    f"{what} has {of_ranks[0][0]} rows of {of_ranks[0][1]} tokens on rank 0 and {num_rows} of "
+                    f"{num_tokens} on rank {rank}; give every rank the same dataset, whole, in the same order"
+                )
+            )
 
 
 def draw_train_rows(

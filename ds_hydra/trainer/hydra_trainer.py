@@ -154,6 +154,11 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         return self.compute_metrics is None and not is_own
 
     def _padded_loader(self, dataset: Any, what: str) -> DataLoader:
+        if not self.accelerator.even_batches and self.args.world_size > 1:
+            raise HydraConfigError(
+                "accelerator_config.even_batches is False: some ranks would have fewer rows for logits than others, "
+                "whose passes and results wait for theirs; leave it out, rows that are added are not counted"
+            )
         rows = data.TokenRows(self._read(dataset, what, every_row=True))
         return self.accelerator.prepare(
             DataLoader(rows, batch_size=self.args.eval_batch_size, collate_fn=self._pad_examples)

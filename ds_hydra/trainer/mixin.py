@@ -394,6 +394,8 @@ class EngineMixin:
         """
         is_stopping = self._stop_dir is not None
         self._forget_requests()
+        if self.control.should_log:
+            self._call_together("logging")
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *rest, **named)
         if is_stopping:
             self._save_checkpoint(model, trial)
