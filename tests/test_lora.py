@@ -361,6 +361,8 @@ def merged_weights():
     from peft.optimizers import create_lorafa_optimizer
 
     model = adapted(target_modules=["q_proj"])
+    b = model.base_model.model.model.layers[0].self_attn.q_proj.lora_B.default.weight
+    b.data = b.data.t().contiguous().t()  # as add_weighted_adapter leaves it
     engine = start_hydra(model)
     engine.train_batch(random_examples(LENGTHS, VOCAB_SIZE))
     said = [refused(model.merge_and_unload), refused(model.merge_adapter)]

@@ -322,7 +322,7 @@ def test_a_model_in_16_bit_stays_there_or_the_user_hears_of_it():
     ):
         check_dtype(model.half(), torch.float32, notes.append)
     check_dtype(model.bfloat16(), torch.float32, notes.append)
-    assert "set bf16=True" in notes[0]
+    assert "trained and saved in torch.bfloat16" in notes[0]
 
 
 def test_batch_sizes_that_differ_from_the_json_are_no_mismatch():

@@ -325,7 +325,10 @@ _are_shards_saved = False
 
 
 def hold(model: nn.Module) -> None:
-    """Note that an engine starts on `model`."""
+    """Note that an engine starts on `model`; DeepSpeed wants its weights in one piece."""
+    for param in model.parameters():
+        if not param.is_contiguous():  # an SVD has made it
+            param.data = param.data.contiguous()
     _modules_of_engines.update(model.modules())
     refuse_empty_merges()
     if _tell_of_empty not in model._state_dict_pre_hooks.values():
