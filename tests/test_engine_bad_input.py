@@ -93,7 +93,7 @@ MISTAKES = {
     "compile of DeepSpeed": (
         lambda: initialize().compile(),
         HydraConfigError,
-        ("engine.compile()", "hydra.compile_layers"),
+        ("engine.compile()", "hydra.compile_layers", "dynamo_backend"),
     ),
     "batch size of DeepSpeed": (
         lambda: initialize().set_train_batch_size(64),

@@ -402,7 +402,8 @@ class HydraEngine(CheckpointingEngine):
     def compile(self, *_args: Any, **_kwargs: Any) -> None:
         """Refused: it would compile a forward of DeepSpeed that does not run."""
         raise HydraConfigError(
-            "engine.compile() compiles a forward that ds_hydra does not run; set hydra.compile_layers to true"
+            "engine.compile() compiles a forward that ds_hydra does not run; set hydra.compile_layers to true, and "
+            "leave out dynamo_backend of accelerate (ACCELERATE_DYNAMO_BACKEND), which calls it"
         )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
