@@ -3,8 +3,10 @@
 // Every kernel, copy, allocation and host wait is told to `observe(kind, name, accesses)` in Python.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/histc.h>
 #include <c10/core/Allocator.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <atomic>
