@@ -305,7 +305,7 @@ def failures():
 def link_checks(folder):
     return {
         "bf16": gradients_sent_in_bf16(),
-        "different": gradients_with_and_without_overlap(40),
+        "different": gradients_with_and_without_overlap(20),
         "exchanges": memory_of_exchanges(),
         "held": memory_over_iterations(),
         "frozen": frozen_slices(folder),
