@@ -340,7 +340,7 @@ def test_init_leaves_to_a_trainer_what_its_arguments_fill_in(tmp_path):
 
 @pytest.mark.parametrize(
     ("model", "devices"),
-    [("llama2_7b", 16), pytest.param("llama2_32b", 64, marks=pytest.mark.slow)],
+    [("llama2_7b", 16), pytest.param("llama2_32b", 64, marks=pytest.mark.nightly)],
 )
 def test_init_writes_what_check_accepts(tmp_path, model, devices):
     out = tmp_path / "ds_config.json"

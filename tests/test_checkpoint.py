@@ -227,7 +227,9 @@ def saved(tmp_path_factory):
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize(("old_world", "new_world"), [(4, 2), (2, 4), (4, 3)])
+@pytest.mark.parametrize(
+    ("old_world", "new_world"), [pytest.param(4, 2, marks=pytest.mark.nightly), (2, 4), (4, 3)]
+)
 def test_resume_on_another_number_of_ranks(saved, old_world, new_world):
     folder, continued = saved
     for differing, curves in run_distributed(load_all, new_world, str(folder), old_world):

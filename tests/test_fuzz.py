@@ -70,7 +70,7 @@ def test_any_value_in_any_place_is_read_or_refused(tmp_path_factory, data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["profile", "plan"])
+@pytest.mark.parametrize("name", ["profile", pytest.param("plan", marks=pytest.mark.nightly)])
 def test_coverage_guided_input_is_read_or_refused(tmp_path, name):
     pytest.importorskip("atheris", reason="no wheel for this platform")
     assert fuzz_with_coverage(name, 4000, tmp_path)["inputs"] == 4000
