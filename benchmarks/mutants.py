@@ -124,7 +124,7 @@ MUTANTS = (
         _TP,
         "_CopyToGroup.apply(weights, tp.group)",
         "weights",
-        ("mixtral", "qwen2_moe"),
+        ("qwen3_moe", "mixtral", "qwen2_moe"),
         values=("tp2", "tp4", "tp2pp2", "cp2tp2"),
     ),
     Mutant(
@@ -235,7 +235,7 @@ MUTANTS = (
         _PLACES,
         "return self.sp_rank * self.scheme.tp + self.tp_rank",
         "return self.tp_rank * self.scheme.sp + self.sp_rank",
-        ("qwen3_moe", "mixtral", "glm4_moe", "dots1"),
+        ("deepseek_v3", "mixtral", "glm4_moe", "dots1"),
         values=("sp2tp2",),
     ),
     Mutant(

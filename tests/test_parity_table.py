@@ -32,6 +32,7 @@ from single_process import random_examples, token_mean_gradients
 from test_engine_parity import (
     LENGTHS,
     RELATIVE_TOLERANCE,
+    found_once,
     hand_plan,
     worst_errors,
 )
@@ -46,13 +47,16 @@ if HAS_PEFT:
 IN_MINUTES = ("llama", "gemma2", "deepseek_v3")
 """Families of which `make test` runs the rows; the others are slow, or nightly."""
 NIGHTLY = (
-    "glm4_moe", "dots1", "ernie4_5_moe", "granitemoe", "granite_swa", "mistral", "qwen2", "qwen2_moe", "olmoe",
+    "mixtral", "glm4_moe", "dots1", "ernie4_5_moe", "granitemoe", "granite_swa", "mistral", "qwen2", "qwen2_moe",
+    "qwen3", "olmoe",
 )  # fmt: skip
-"""Layers of these are cut as those of a family that CI runs: deepseek_v3's and mixtral's experts,
-gemma's windows, llama_bias' biases and olmo2's norms with other names.
+"""Layers of these are cut as those of a family that CI runs: deepseek_v3's and qwen3_moe's experts,
+gemma's windows, llama_bias' biases, qwen3_moe's attention and olmo2's norms with other names.
 """
-COMPILED_IN_CI = ("llama",)
-"""Families whose rows of compiled layers CI runs: to trace a layer takes each rank seconds."""
+COMPILED_IN_CI = ("stream", "hpz")
+"""Where the weights are in rows of compiled layers that CI runs, of LLaMA alone: to trace a layer
+takes each rank seconds. `hpz` gathers, too, and what is frozen is the base of adapters, too.
+"""
 
 LENGTHS_OF = {
     "many": LENGTHS,
@@ -134,35 +138,38 @@ def check_rows(names):
     rows = [(name, row_of(name)) for name in names]
     # Frozen slices may stay from one row to the next where weights are kept
     rows.sort(key=lambda item: (engine_of(item[1]), item[1]["weights"]))
-    found = {}
+    found, wanted = {}, {}
     for _, group in itertools.groupby(rows, key=lambda item: engine_of(item[1])):
         of_engine = list(group)
         if of_engine[0][1]["layers"] == "interpreted":
-            found |= check_engine(of_engine)
+            found |= check_engine(of_engine, wanted)
             continue
         with traced() as stats:
-            found |= check_engine(of_engine)
+            found |= check_engine(of_engine, wanted)
             is_compiled = stats["unique_graphs"] > 0 or dist.get_rank() > 0  # others may be idle
             assert is_compiled, f"{of_engine[0][0]}: nothing was compiled"
     return found
 
 
-def check_engine(rows):
-    """The same of rows that one engine runs."""
+def check_engine(rows, wanted_of):
+    """The same of rows that one engine runs; loss and gradients of one process, which engines
+    share, are kept in `wanted_of`.
+    """
     model = model_of(rows[0][1])
     reference = copy.deepcopy(model)
-    wanted_of = functools.cache(
-        lambda lengths: token_mean_gradients(reference, examples_of(lengths))
-    )
     engine = engine_for(model, rows[0][1])
     name_of = {id(p): name for name, p in model.named_parameters()}
     names = [name_of[id(p)] for p in engine.hydra.stage_model.params]
     order = [name for name, _ in reference.named_parameters()]
     found = {}
     for row_name, row in rows:
-        wanted_loss, gradients = wanted_of(row["lengths"])
-        by_name = dict(zip(order, gradients, strict=True))
         examples = examples_of(row["lengths"])
+        key = tuple(row[factor] for factor in ("family", "trained", "balance", "lengths"))
+        if key not in wanted_of:
+            run_alone = functools.partial(token_mean_gradients, reference, examples)
+            wanted_of[key] = found_once(run_alone)
+        wanted_loss, gradients = wanted_of[key]
+        by_name = dict(zip(order, gradients, strict=True))
         strategy = Strategy.parse(parity_rows.strategy_of(row))
         plan = hand_plan(strategy, examples, empty_pipeline=row["lengths"] == "empty_pipeline")
         wanted = {name: by_name[name] for name in names}
@@ -199,7 +206,9 @@ def results_of(names):
 def rows_to_run():
     for name in read_table():
         family = row_of(name)["family"]
-        in_ci = family in COMPILED_IN_CI if is_compiled(name) else family not in NIGHTLY
+        in_ci = family not in NIGHTLY
+        if is_compiled(name):
+            in_ci = family == "llama" and row_of(name)["weights"] in COMPILED_IN_CI
         mark = pytest.mark.slow if in_ci else pytest.mark.nightly
         in_minutes = family in IN_MINUTES and not is_compiled(name)
         yield pytest.param(name, marks=() if in_minutes else (mark,))
