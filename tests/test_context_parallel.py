@@ -175,7 +175,7 @@ TRAINED = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_training_follows_stock_deepspeed_and_repeats_itself():
     found = run_distributed(train_everywhere, 4, *TRAINED)[0]
