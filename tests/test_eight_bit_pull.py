@@ -219,25 +219,25 @@ on accelerators.
 """
 
 
-def compare_elsewhere(recipe, places):
+def compare_elsewhere(recipe, places, strategies):
     found = []
     for what, hydra, packs in places:
         packing = functools.partial(Link, packs=packs)
         with mock.patch("ds_hydra.engine.strategy_links.Link", packing):
-            found.append(compare(recipe, MORE, what, hydra))
+            found.append(compare(recipe, strategies, what, hydra))
     return found
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("recipe", "places"),
+    ("recipe", "places", "strategies"),
     [
-        pytest.param(RECIPES[0], ELSEWHERE[:1], marks=pytest.mark.slow),
-        *(pytest.param(recipe, ELSEWHERE, marks=pytest.mark.nightly) for recipe in RECIPES),
+        pytest.param(RECIPES[0], ELSEWHERE[:1], MORE[-2:], marks=pytest.mark.slow),
+        *(pytest.param(recipe, ELSEWHERE, MORE, marks=pytest.mark.nightly) for recipe in RECIPES),
     ],
 )
-def test_bits_are_the_same_on_other_routes_and_of_what_is_frozen(recipe, places):
-    for of_rank in run_distributed(compare_elsewhere, 4, recipe, places):
+def test_bits_are_the_same_on_other_routes_and_of_what_is_frozen(recipe, places, strategies):
+    for of_rank in run_distributed(compare_elsewhere, 4, recipe, places, strategies):
         for (what, hydra, packs), found in zip(places, of_rank, strict=True):
             for text, (same, counts, *_) in found.items():
                 assert same, (what, hydra, packs, text)

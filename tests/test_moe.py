@@ -210,7 +210,7 @@ def crowd(num_iterations, num_chosen, strategies):
 @pytest.mark.parametrize(
     ("num_chosen", "num_iterations"),
     [
-        pytest.param(1, 40, marks=pytest.mark.slow),
+        pytest.param(1, 20, marks=pytest.mark.slow),
         pytest.param(1, 200, marks=pytest.mark.nightly),
         pytest.param(2, 200, marks=pytest.mark.nightly),
     ],
