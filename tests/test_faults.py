@@ -133,7 +133,7 @@ def test_a_killed_rank_is_named_and_restarts_give_the_same_curve(tmp_path, weigh
 
 
 def one_rank_fails(folder, how, weights):
-    faults = {"silence_s": 15, "grace_s": 60 if how == "torn down" else 1}
+    faults = {"silence_s": 8, "grace_s": 60 if how == "torn down" else 1}
     engine = start_hydra(tiny("llama_tied", num_hidden_layers=3), hydra={"faults": faults})
     engine.train_batch(data_of(0), strategy=STRATEGIES[weights][0])
     if dist.get_rank() == 1:
@@ -185,7 +185,7 @@ def test_a_silent_or_failed_rank_is_named(tmp_path, how, weights):
     """Whatever ends the others: an error, the watchdog (75), or a monitor like NCCL's before it."""
     ended = run_until_end(one_rank_fails, 3, tmp_path, str(tmp_path), how, weights, victim=1)
     told = {
-        "stopped": "rank 1 is silent for 15 s",
+        "stopped": "rank 1 is silent for 8 s",
         "failed": "rank 1 failed in propagation: MemoryError: no room left, on purpose",
         "ctrl-c": "rank 1 was interrupted by its user between two calls of the engine",
     }.get(how, "rank 1 is gone: its process ended")
