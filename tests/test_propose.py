@@ -161,7 +161,7 @@ def test_phases_that_candidates_leave_no_communicators_for_take_their_place():
     """LLaMA 13B on 64 A100 of 40 GB, context 192K: groups of all sizes side by side are
     faster than what is found before them, which needs most groups of a rank.
     """
-    found = candidates_of_case("flexsp/commoncrawl-13b-192k", num_batches=4).proposal
+    found = candidates_of_case("flexsp/commoncrawl-13b-192k", num_batches=2).proposal
     assert any(kept.is_for_phases for kept in found.kept)
     assert len(found.strategies) == len(set(found.strategies))
     keys = groups_of_all(found.strategies)
@@ -190,7 +190,7 @@ def test_what_stays_is_a_candidate_beside_phases_that_have_it_too(monkeypatch):
 
 def test_a_context_that_only_gathered_layers_hold_is_proposed_for():
     """LLaMA 32B on 32 A800, context 32K: no slices and no home fit beside such a sequence."""
-    found = candidates_of_case("paper/commoncrawl-32b-32gpu-f3", num_batches=8)
+    found = candidates_of_case("paper/commoncrawl-32b-32gpu-f3", num_batches=2)
     assert all(strategy.gathers for strategy in found.strategies)
     kept = {str(kept.strategy): kept for kept in found.reasons if kept.is_for_phases}
     assert "32x<1,1;gather>" in kept
