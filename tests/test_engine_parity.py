@@ -201,8 +201,11 @@ def check_chunks():
 
     head_loss.HeadLoss.chunks = counting
     worst = {}
-    for family, hydra in (("llama_tied", {"tp_sequence_parallel": True}), ("gemma2", None)):
-        found = check_gradients(family, ("1x<2,1>", "1x<1,2>", "2x<1,1;gather>"), hydra)
+    cut_rows = {"tp_sequence_parallel": True}
+    of_both = ("1x<2,1>", "1x<1,2>", "2x<1,1;gather>")
+    capped = (*of_both, "1x<sp2,1>", "1x<cp2,1>")
+    for family, strategies in (("llama_tied", of_both), ("gemma2", capped)):
+        found = check_gradients(family, strategies, cut_rows)
         worst |= {(family, *case): value for case, value in found.items()}
     return worst, max(numbers)
 
