@@ -53,10 +53,12 @@ def min_num_micro_batches(lengths: IntArray, max_len: int) -> int:
     micro-batch with nothing of k or more, those above max_len / 2 need a micro-batch each, the rest
     fills what these leave free.
     """
-    best = -(-lengths.sum() // max_len)
+    best, tried = -(-lengths.sum() // max_len), 0
     for threshold in lengths:
-        if 2 * threshold > max_len:  # two of these never share a micro-batch: counted below
+        # Two of more than half never share a micro-batch: counted below. Equal ones say the same.
+        if 2 * threshold > max_len or threshold == tried:
             continue
+        tried = threshold
         alone, half, half_tokens, rest_tokens = 0, 0, 0, 0
         for length in lengths:
             if length > max_len - threshold:
