@@ -290,7 +290,9 @@ def by_adagrad(train, start):
     return [train(model, batch, step) for batch in batches(1) * 3]
 
 
-def adagrad_beside_torch():
+def adagrad_beside_torch(folder):
+    """And with a checkpoint that is saved and loaded before each step."""
+
     def start(model, optimizer, schedule):
         config = ds_config(hydra={"strategies": ["1x<1,1>"]}, gradient_clipping=0.0)
         engine, *_ = ds_hydra.initialize(
@@ -304,13 +306,18 @@ def adagrad_beside_torch():
             part.step()
         return loss
 
-    mine = by_adagrad(lambda _, batch, engine: float(engine.train_batch(batch)), start)
+    def train(_, batch, engine):
+        engine.save_checkpoint(folder)
+        engine.load_checkpoint(folder)
+        return float(engine.train_batch(batch))
+
+    mine = by_adagrad(train, start)
     return mine, by_adagrad(train_alone, lambda _, *both: both)
 
 
 @pytest.mark.distributed
-def test_adagrad_steps_by_the_rates_of_its_groups_and_of_a_schedule():
-    mine, alone = run_distributed(adagrad_beside_torch, 1)[0]
+def test_adagrad_steps_by_the_rates_of_its_groups_and_of_a_schedule(tmp_path):
+    mine, alone = run_distributed(adagrad_beside_torch, 1, str(tmp_path))[0]
     assert mine == pytest.approx(alone, rel=1e-5)
 
 

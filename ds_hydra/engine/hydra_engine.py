@@ -540,8 +540,9 @@ class HydraEngine(CheckpointingEngine):
         super()._configure_optimizer(client_optimizer, model_parameters)
         stepped = getattr(self.optimizer, "optimizer", None)
         if isinstance(stepped, torch.optim.Adagrad):
-            # DeepSpeed's new one has one group; schedules of torch change those of the first
-            stepped.param_groups = self.basic_optimizer.param_groups
+            # DeepSpeed's new one has one group, and no schedule knows it: its states are all it has
+            self.basic_optimizer.state = stepped.state
+            self.optimizer.optimizer = self.basic_optimizer
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
         """DeepSpeed's, which would give the batch size to a schedule that wants a metric."""
