@@ -459,6 +459,19 @@ def test_what_makes_an_optimizer_or_a_schedule_beside_the_json_is_refused(
             trainer._refuse_optimizers()
 
 
+def test_a_method_that_calls_the_one_of_transformers_is_not_refused_beside_the_json():
+    class Logs(HydraTrainer):
+        def create_optimizer(self, model=None):
+            return super().create_optimizer(model)
+
+    trainer = bare_trainer(Logs)
+    trainer.optimizer = trainer.lr_scheduler = None
+    trainer._of_engine, notes = (None, None), []
+    trainer.args = arguments(deepspeed={**SMALLEST, "optimizer": {"type": "AdamW"}})
+    trainer._refuse_optimizers(notes.append)
+    assert "Logs has create_optimizer() of its own" in notes[0]
+
+
 def test_what_is_set_after_the_start_is_refused():
     trainer = bare_trainer()
     trainer.compute_loss_func = print

@@ -84,7 +84,7 @@ class EngineMixin:
         self._of_engine: tuple[Any, Any] = (None, None)
         self._stop_dir: str | None = None
         super().__init__(*args, **kwargs)
-        self._refuse_optimizers()
+        self._refuse_optimizers(self._warn)
         ds_config = self.accelerator.state.deepspeed_plugin.hf_ds_config.config
         check_dtype(self.model, getattr(torch, dtype_name(ds_config)), self._warn)
         # The engine adds it, to slices of the embedding; transformers would to the whole one
@@ -92,8 +92,10 @@ class EngineMixin:
         self._check_used(self._warn)
         self._show_strategy_in_progress_bar()
 
-    def _refuse_optimizers(self) -> None:
-        """Before an engine starts: refuse what transformers drops with DeepSpeed."""
+    def _refuse_optimizers(self, note: Note = say_nothing) -> None:
+        """Before an engine starts: refuse what transformers drops with DeepSpeed; `note` a method
+        that calls the one it overrides, which may be all it does.
+        """
         for name, own in zip(("optimizer", "lr_scheduler"), self._of_engine, strict=True):
             if (given := getattr(self, name)) is not None and given is not own:
                 raise HydraConfigError(
@@ -103,12 +105,18 @@ class EngineMixin:
                 )
         of_optimizer = "optimizer_cls_and_kwargs" if self.optimizer_cls_and_kwargs else ""
         for section, given in (("optimizer", of_optimizer), ("scheduler", "")):
-            given = given or f"create_{section}()" * is_overridden(self, f"create_{section}")
-            if given and section_of_json(self.args, section):
-                raise HydraConfigError(
-                    f"{type(self).__name__} has {given} of its own, and the JSON has the section {section!r}, which is "
-                    "what would be used; remove one of them"
-                )
+            method = f"create_{section}"
+            given = given or f"{method}()" * is_overridden(self, method)
+            if not given or not section_of_json(self.args, section):
+                continue
+            problem = (
+                f"{type(self).__name__} has {given} of its own, and the JSON has the section {section!r}, which "
+                "is what would be used; remove one of them"
+            )
+            names = getattr(getattr(getattr(self, method), "__code__", None), "co_names", ())
+            if given == "optimizer_cls_and_kwargs" or "super" not in names:
+                raise HydraConfigError(problem)
+            note(problem)
 
     def _check_used(self, note: Note) -> None:
         """Refuse what would be dropped; again before training, because all of it can be set."""
