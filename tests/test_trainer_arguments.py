@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -126,6 +127,18 @@ def test_arguments_that_a_section_of_the_json_stands_for_are_said(sections, sett
     config = SMALLEST | {key: of_json[key] for key in sections}
     check_arguments(arguments(deepspeed=config, **settings), notes.append)
     assert [message in note for note in notes] == ([True] if message else [])
+
+
+def test_no_parameter_is_named_that_the_type_of_a_section_has_not():
+    config = SMALLEST | {
+        "optimizer": {"type": "SGD", "params": {}},
+        "scheduler": {"type": "OneCycle", "params": {}},
+    }
+    notes = []
+    settings = {"learning_rate": 1e-3, "adam_beta2": 0.9, "warmup_steps": 3}
+    check_arguments(arguments(deepspeed=config, **settings), notes.append)
+    said = [re.findall(r"set \S+\.params\.(\w+)", note) for note in notes]
+    assert [names for names in said if names] == [["lr"]]
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])

@@ -132,6 +132,9 @@ _OF_JSON = {
 parameter of it.
 """
 
+_OF_ADAM_OR_WARMUP = ("adam", "lamb", "onebit", "zerooneadam", "warmup")
+"""What types of optimizers and schedules begin with that have all of these parameters."""
+
 _DEFAULTS = {
     field.name: field.default if field.default is not MISSING else None
     for field in fields(TrainingArguments)
@@ -351,7 +354,10 @@ def _find_unread(args: TrainingArguments) -> Iterator[tuple[str, str]]:
             # "lr" of the optimizer may be "warmup_max_lr" of the scheduler, or "muon_lr"
             if is_same or not _is_set(args, name) or (param and param in given):
                 continue
-            hint = f' without {param}; set {key}.params.{param} to "auto"' if param else ""
+            # SGD has no "betas", OneCycle no "warmup_num_steps"
+            has_all = bool(param) and kind.lower().startswith(_OF_ADAM_OR_WARMUP)
+            is_known = has_all or param in ("lr", "weight_decay")
+            hint = f' without {param}; set {key}.params.{param} to "auto"' * is_known
             yield name, f"the JSON has the {key} {kind}{hint}"
 
 
