@@ -117,7 +117,7 @@ def training_arguments(folder, json_sections=None, hydra=None, is_stock=False, *
         "train_sampling_strategy": "sequential",
         **settings,
     }
-    return TrainingArguments(deepspeed=config, use_cpu=True, **settings)
+    return TrainingArguments(deepspeed=config, **{"use_cpu": True, **settings})
 
 
 def make(
