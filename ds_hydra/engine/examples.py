@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.micro_batches import Example
-from ds_hydra.engine.ranks.agreement import gather_rows, on_all_ranks, run_together
-from ds_hydra.errors import HydraConfigError, HydraDataError, PlanMismatchError
+from ds_hydra.engine.ranks.agreement import check_same_numbers, run_together
+from ds_hydra.errors import HydraConfigError, HydraDataError
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
@@ -76,19 +76,18 @@ def check_same_data(sampler: TokenBudgetSampler, device: torch.device) -> None:
     mine = [identity[key] for key in ("num_sequences", "num_tokens", "num_label_tokens")]
     digests = (identity["data_digest"] + identity["token_digest"]).encode()
     mine.append(zlib.crc32(digests))
-    of_ranks = gather_rows(torch.tensor(mine, dtype=torch.int64, device=device)).tolist()
-    for rank, found in enumerate(of_ranks):
-        if found != of_ranks[0]:
-            first, other = (
-                f"{sequences} sequences of {tokens} tokens, {predicted} predicted (digest {digest:08x})"
-                for sequences, tokens, predicted, digest in (of_ranks[0], found)
-            )
-            raise on_all_ranks(
-                PlanMismatchError(
-                    f"the dataset has {first} on rank 0 and {other} on rank {rank}; give every rank the same dataset, "
-                    "whole, in the same order (with a seed where it is shuffled or split)"
-                )
-            )
+
+    def say(of_first: list[int], of_other: list[int], rank: int) -> str:
+        first, other = (
+            f"{sequences} sequences of {tokens} tokens, {predicted} predicted (digest {digest:08x})"
+            for sequences, tokens, predicted, digest in (of_first, of_other)
+        )
+        return (
+            f"the dataset has {first} on rank 0 and {other} on rank {rank}; give every rank the same dataset, "
+            "whole, in the same order (with a seed where it is shuffled or split)"
+        )
+
+    check_same_numbers(mine, say, device)
 
 
 def check_examples(

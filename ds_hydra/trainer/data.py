@@ -27,8 +27,8 @@ from torch.utils.data import (
 )
 
 from ds_hydra.configs import HydraConfig
-from ds_hydra.engine.ranks.agreement import gather_rows, on_all_ranks, run_together
-from ds_hydra.errors import HydraConfigError, HydraDataError, PlanMismatchError
+from ds_hydra.engine.ranks.agreement import check_same_numbers, gather_rows, run_together
+from ds_hydra.errors import HydraConfigError, HydraDataError
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset, check_stored, select_shown
 from ds_hydra.sampler.data.examples import IGNORED_LABEL, find_unread
@@ -485,16 +485,14 @@ def _check_same_rows(tokens: TokenDataset, what: str, device: torch.device) -> N
     model more or less often than others. Collective over all ranks.
     """
     digest = zlib.crc32(np.stack([tokens.lengths, tokens.num_label_tokens]).tobytes())
-    numbers = [len(tokens), int(tokens.lengths.sum()), digest]
-    of_ranks = gather_rows(torch.tensor(numbers, device=device)).tolist()
-    for rank, (num_rows, num_tokens, _) in enumerate(of_ranks):
-        if of_ranks[rank] != of_ranks[0]:
-            raise on_all_ranks(
-                PlanMismatchError(
-                    f"{what} has {of_ranks[0][0]} rows of {of_ranks[0][1]} tokens on rank 0 and {num_rows} of "
-                    f"{num_tokens} on rank {rank}; give every rank the same dataset, whole, in the same order"
-                )
-            )
+
+    def say(first: list[int], other: list[int], rank: int) -> str:
+        return (
+            f"{what} has {first[0]} rows of {first[1]} tokens on rank 0 and {other[0]} of {other[1]} on rank {rank}; "
+            "give every rank the same dataset, whole, in the same order"
+        )
+
+    check_same_numbers([len(tokens), int(tokens.lengths.sum()), digest], say, device)
 
 
 def draw_train_rows(

@@ -151,6 +151,18 @@ def check_alike(values: Mapping[str, Any], device: torch.device) -> None:
     run_together(compare, device)
 
 
+def check_same_numbers(
+    mine: Sequence[int], say: Callable[[list[int], list[int], int], str], device: torch.device
+) -> None:
+    """Raise PlanMismatchError, on all ranks, with what `say` makes of rank 0's numbers and those of
+    the first rank that has others. Collective over all ranks, each with as many numbers.
+    """
+    of_ranks = gather_rows(torch.tensor(mine, dtype=torch.int64, device=device)).tolist()
+    for rank, found in enumerate(of_ranks):
+        if found != of_ranks[0]:
+            raise on_all_ranks(PlanMismatchError(say(of_ranks[0], found, rank)))
+
+
 def restore_error(name: str, text: str) -> HydraError:
     """The error of ds_hydra of that name, or a HydraError that mentions it."""
     kind = getattr(errors, name, None)
