@@ -1,7 +1,7 @@
 """The cost models of Galvatron's first release (2022), rebuilt, to compare searches under them.
 
 Profiles, cost tables and search results come from `tests/data/galvatron/`. Nothing of the package
-uses this; the package's own cost model is `ds_hydra/lab/search/costs.py`.
+uses this; the package's own cost model is `ds_hydra/lab/search/layers.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ds_hydra.lab.search.layer_dp import StageTables, search_layers
-from ds_hydra.lab.search.space import LayerStrategy
+from ds_hydra.lab.search.layers import LayerStrategy
 
 CONTEXT_MB = 1024.0
 SLOWER = 1.1

@@ -13,11 +13,10 @@ import time
 
 import torch
 
-from ds_hydra.engine.losses import head_loss
-from ds_hydra.engine.losses.head_loss import PLAIN, HeadLoss
-from ds_hydra.engine.parallel.logits import LogitTransform
+from ds_hydra.engine.losses import loss as losses
+from ds_hydra.engine.losses.loss import PLAIN, HeadLoss
+from ds_hydra.engine.parallel.logits import LogitTransform, Vocabulary
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
-from ds_hydra.engine.parallel.token_scores import Vocabulary
 from ds_hydra.engine.ranks.memory import forget_peak, process_bytes
 
 WIDTH = 128
@@ -72,12 +71,12 @@ def main() -> None:
         f"{tokens:,} tokens x {vocabulary:,}: peak {peak / 1e9:.2f} GB beyond hidden states and head, "
         f"the gradients of both included; {peak / logits:.3f} of the logits"
     )
-    chunk = head_loss._CHUNK_ELEMENTS["cpu"]
+    chunk = losses._CHUNK_ELEMENTS["cpu"]
     for tokens, vocabulary, width in SPEED:
         run = make(tokens, vocabulary, width)
         times = {chunk: [], 2**40: []}
         for elements in [*times] * (1 + REPEATS):  # the first ones warm up
-            head_loss._CHUNK_ELEMENTS["cpu"] = elements
+            losses._CHUNK_ELEMENTS["cpu"] = elements
             times[elements].append(cpu_ms(run))
         ours, whole = (statistics.median(of[1:]) for of in times.values())
         print(

@@ -23,7 +23,7 @@ import numpy as np
 
 from ds_hydra.engine.telemetry.latency_tracker import StragglerFinder
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.profiles.learned_latency import Corrections, LearnedTimes, PipelineTime
+from ds_hydra.strategy.profiles.learned import Corrections, LearnedTimes, PipelineTime
 
 RECORDED = Path(__file__).parent / "recorded"
 LOOKAHEAD, FIRST = 4, 16

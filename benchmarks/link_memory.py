@@ -15,7 +15,7 @@ from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.profiles.profile import EXCHANGE_BUFFERS
 from ds_hydra.strategy.schemes.placement import Role
 from ds_hydra.zero_link import Bucket, LinkPlan, ParamSpec, RankBuckets
-from ds_hydra.zero_link.messages import ALIGNMENT_BYTES, SINGLE_NUMEL, Batch
+from ds_hydra.zero_link.layout import ALIGNMENT_BYTES, SINGLE_NUMEL, Batch
 
 if TYPE_CHECKING:
     from ds_hydra.engine.transfer.eight_bit_pull import EightBitPlans

@@ -54,12 +54,12 @@ class Mutant(NamedTuple):
 _TP = "engine/parallel/tensor_parallel.py"
 _LINEAR = "engine/parallel/linear.py"
 _CUTS = "engine/parallel/token_cuts.py"
-_EP = "engine/parallel/expert_parallel.py"
-_CROSS = "engine/parallel/token_scores.py"
+_EP = "engine/model/experts.py"
+_CROSS = "engine/parallel/logits.py"
 _ATTENTION = "engine/model/attention.py"
-_RUNNING = "engine/model/current_micro_batch.py"
+_RUNNING = "engine/model/micro_batches.py"
 _ROWS = "engine/model/micro_batches.py"
-_BALANCE = "engine/model/expert_balance.py"
+_BALANCE = "engine/model/experts.py"
 _PLACES = "strategy/schemes/placement.py"
 _RUN = "engine/propagation.py"
 _WEIGHTS = "engine/transfer/stage_weights.py"
@@ -167,7 +167,7 @@ MUTANTS = (
     ),
     Mutant(
         "norms under shards of a TP group are pushed by its first rank",
-        "engine/model/tp_plan.py",
+        "engine/model/decoder_parts.py",
         "Slicing.REPLICATED_PARTIAL_GRAD if cuts_micro_batches else Slicing.REPLICATED",
         "Slicing.REPLICATED",
         values=("cut_rows",),

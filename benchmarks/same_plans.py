@@ -36,7 +36,7 @@ def serve() -> None:
     from ds_hydra.sampler.sample_bench import CandidateSettings
     from ds_hydra.sampler.warm_up import warm_up
     from ds_hydra.strategy.cost_models.cluster import try_cluster
-    from ds_hydra.strategy.profiles.learned_latency import NO_CORRECTIONS, Correction, Corrections
+    from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS, Correction, Corrections
     from ds_hydra.strategy.profiles.profile import with_engine_states
     from ds_hydra.strategy.schemes.scheme import parse_strategies
 

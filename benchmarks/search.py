@@ -32,10 +32,8 @@ from ds_hydra.lab.search import (
     SearchSettings,
     layer_strategies,
 )
-from ds_hydra.lab.search.costs import CostEstimator
 from ds_hydra.lab.search.galvatron import StagePlan, pipeline_ms
-from ds_hydra.lab.search.layers import LayerProfile
-from ds_hydra.lab.search.space import Paradigm
+from ds_hydra.lab.search.layers import CostEstimator, LayerProfile, Paradigm
 from tests.shared_data import shared_path
 
 

@@ -24,7 +24,7 @@ from benchmarks.pages import put_section
 from benchmarks.simulate_tables import document, results
 from ds_hydra.lab.simulator.cases import Workload, list_cases, load_case
 from ds_hydra.lab.simulator.compare import compare
-from ds_hydra.lab.simulator.reproduction import our_figure
+from ds_hydra.lab.simulator.results import our_figure
 from ds_hydra.lab.simulator.sweep import with_spread
 from ds_hydra.lab.simulator.systems import Settings
 from ds_hydra.sampler.warm_up import warm_up

@@ -26,7 +26,7 @@ from workloads import (
 )
 
 from ds_hydra.engine.model.attention_kernels import Scoring
-from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
+from ds_hydra.engine.model.attention_operator import attention_per_sequence
 
 PACKED_ATTENTION = "per_sequence"
 """Name under which the contenders' attention of packed micro-batches is registered: ds_hydra's own,

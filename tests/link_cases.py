@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.zero_link import BucketEntry, ParamSpec, RankBuckets, Region, Slicing
-from ds_hydra.zero_link.messages import Batch, LinkPlan, Store, StridedBlock
+from ds_hydra.zero_link.layout import Batch, LinkPlan, Store, StridedBlock
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 3
 

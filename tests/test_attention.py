@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hydra.engine.model import attention_per_sequence
+from ds_hydra.engine.model import attention_operator
 from ds_hydra.engine.model.attention import hydra_varlen
 from ds_hydra.engine.model.attention_kernels import Scoring
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, running
@@ -78,7 +78,7 @@ def test_packed_micro_batch_equals_its_sequences(lengths, groups, scoring, block
     heads = draw_heads(sum(lengths), sum(lengths), groups)
     micro_batch = PackedMicroBatch.build(lengths, torch.device("cpu"))
     options = dict(zip(("sliding_window", "softcap", "s_aux"), scoring, strict=True))
-    with patch.object(attention_per_sequence, "_QUERY_BLOCK", block), running(micro_batch):
+    with patch.object(attention_operator, "_QUERY_BLOCK", block), running(micro_batch):
         out, _ = hydra_varlen(MODULE, *heads, None, **options)
     assert_equal(out.transpose(1, 2), heads, [(0, length) for length in lengths], scoring)
 
@@ -97,8 +97,8 @@ def test_pieces_see_the_keys_before_them(spans, groups, scoring, value_width):
     """Each piece is the end of a sequence of which all keys are there."""
     lengths, ends = [end - begin for begin, end in spans], [end for _, end in spans]
     heads = draw_heads(sum(lengths), sum(ends), groups, value_width)
-    with patch.object(attention_per_sequence, "_QUERY_BLOCK", 4):
-        out = attention_per_sequence.attention_per_sequence(
+    with patch.object(attention_operator, "_QUERY_BLOCK", 4):
+        out = attention_operator.attention_per_sequence(
             *heads, Scoring(8**-0.5, *scoring), lengths, ends
         )
     assert_equal(out, heads, spans, scoring)
@@ -112,7 +112,7 @@ def scores_computed(monkeypatch, lengths, window=None):
         pairs.append(query.shape[2] * key.shape[2])
         return torch.zeros(*query.shape[:-1], value.shape[-1])
 
-    monkeypatch.setattr(attention_per_sequence.F, "scaled_dot_product_attention", counting)
+    monkeypatch.setattr(attention_operator.F, "scaled_dot_product_attention", counting)
     micro_batch = PackedMicroBatch.build(lengths, torch.device("cpu"))
     shape = (1, 2, micro_batch.num_tokens, 4)
     heads = [torch.zeros(shape) for _ in range(3)]

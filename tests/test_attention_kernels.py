@@ -33,8 +33,12 @@ from ds_hydra.engine.model import (
 from ds_hydra.engine.model.attention import hydra_varlen
 from ds_hydra.engine.model.attention_choice import choose, kernel_for, select_kernels
 from ds_hydra.engine.model.attention_kernels import Demand, Scoring, load_kernel
-from ds_hydra.engine.model.attention_operator import KernelUse, attend, count_on_host
-from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
+from ds_hydra.engine.model.attention_operator import (
+    KernelUse,
+    attend,
+    attention_per_sequence,
+    count_on_host,
+)
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment, running
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.ranks.process import use_deterministic_kernels

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from ds_hydra.cli import app
 from ds_hydra.sampler.warm_up import warm_up
 
-caching = pytest.importorskip("ds_hydra.strategy.compiled_cache", exc_type=ImportError)
+caching = pytest.importorskip("ds_hydra.strategy.compiled", exc_type=ImportError)
 
 
 SOURCE = """

@@ -18,8 +18,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.model_config import all_fields, read_config
 from ds_hydra.strategy.cost_models.analytic import ModelShape
 from ds_hydra.strategy.cost_models.decoder import COMPARED, read_decoder
-from ds_hydra.strategy.cost_models.described_config import describe_config
-from ds_hydra.strategy.cost_models.flops import ModelFlops
+from ds_hydra.strategy.cost_models.flops import ModelFlops, describe_config
 
 CONFIGS = shared_json("model_configs.json")
 STATED = {

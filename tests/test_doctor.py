@@ -14,7 +14,7 @@ import torch
 from command_line import refused
 from distributed import run_distributed
 
-from ds_hydra.engine.doctor import examination, findings, probe_measurements, small_model
+from ds_hydra.engine.doctor import examination, findings
 from ds_hydra.engine.doctor.examination import Examination, Request, describe
 from ds_hydra.engine.doctor.findings import REPORT_SCHEMA, Finding, Report, Status
 from ds_hydra.engine.parallel import tensor_parallel
@@ -75,7 +75,7 @@ def test_ranks_that_are_well_and_sums_that_are_missing():
 
 
 def one_rank_sleeps():
-    original = small_model.SmallModel.train
+    original = examination.SmallModel.train
 
     def train(self, propagator, strategy):
         self.count = getattr(self, "count", 0) + 1
@@ -83,7 +83,7 @@ def one_rank_sleeps():
             time.sleep(1000)
         return original(self, propagator, strategy)
 
-    small_model.SmallModel.train = train
+    examination.SmallModel.train = train
     return examine(limit_s=10)  # above what a step takes on a busy machine
 
 
@@ -93,8 +93,8 @@ def one_rank_fails():
             raise RuntimeError("out of memory")
         return self.original(strategy)
 
-    small_model.SmallModel.original = small_model.SmallModel.plan
-    small_model.SmallModel.plan = fail
+    examination.SmallModel.original = examination.SmallModel.plan
+    examination.SmallModel.plan = fail
     return examine(limit_s=20)
 
 
@@ -127,9 +127,9 @@ def test_a_rank_disturbs_its_own_device(monkeypatch):
     accelerator = types.SimpleNamespace(
         set_device=lambda index: calls.append(index), synchronize=is_over.set
     )
-    monkeypatch.setattr(small_model, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(examination, "get_accelerator", lambda: accelerator)
     own = types.SimpleNamespace(random=lambda: 0.0)
-    small_model._disturb(torch.device("cuda", 3), is_over, own)
+    examination._disturb(torch.device("cuda", 3), is_over, own)
     assert calls == [3]
     assert is_over.is_set()
 
@@ -196,14 +196,12 @@ def test_a_compiler_is_asked_for_where_the_optimizer_needs_one(monkeypatch):
 
 def test_hardware_is_found_by_the_device():
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert probe_measurements.find_hardware(None, cuda, "NVIDIA A800-SXM4-80GB").name == "A800-80GB"
-    assert "H200" in probe_measurements.find_hardware(None, cuda, "NVIDIA H200").name
-    assert probe_measurements.find_hardware(None, cuda, "NVIDIA A100-SXM4-40GB").name == "A100-40GB"
-    assert (
-        probe_measurements.find_hardware(None, cuda, "NVIDIA H100 PCIe") is None
-    )  # has other links
-    assert probe_measurements.find_hardware(None, cuda, "Radeon") is None
-    assert probe_measurements.find_hardware(None, cpu, "cpu").name == probe_measurements.CPU_NAME
+    assert findings.find_hardware(None, cuda, "NVIDIA A800-SXM4-80GB").name == "A800-80GB"
+    assert "H200" in findings.find_hardware(None, cuda, "NVIDIA H200").name
+    assert findings.find_hardware(None, cuda, "NVIDIA A100-SXM4-40GB").name == "A100-40GB"
+    assert findings.find_hardware(None, cuda, "NVIDIA H100 PCIe") is None  # has other links
+    assert findings.find_hardware(None, cuda, "Radeon") is None
+    assert findings.find_hardware(None, cpu, "cpu").name == findings.CPU_NAME
 
 
 @pytest.mark.parametrize(("rate", "status"), [(0.4e9, Status.WARNING), (0.6e9, Status.OK)])
@@ -212,9 +210,7 @@ def test_slow_links_are_told(rate, status):
         name="A", devices_per_node=2, memory_bytes=1, matmul_flops=1.0, attention_flops=1.0, memory_rate=1.0,
         intra_node_rate=1e9, inter_node_rate=1e9, layer_overhead_ms=0.0, collective_overhead_ms=0.0,
     )  # fmt: skip
-    finding = probe_measurements._judge(
-        "links inside a host", rate, hardware, across=False, slowest=(2, 3)
-    )
+    finding = findings._judge("links inside a host", rate, hardware, across=False, slowest=(2, 3))
     assert finding.status is status
     assert "rank 2 to 3" in finding.text
     assert bool(finding.advice) == (status is Status.WARNING)

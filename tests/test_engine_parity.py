@@ -29,7 +29,7 @@ from single_process import (
 )
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 
-from ds_hydra.engine.losses import head_loss
+from ds_hydra.engine.losses import loss as losses
 from ds_hydra.engine.model.stage_forward import StageForward
 from ds_hydra.engine.parallel import linear
 from ds_hydra.sampler.cuts import cut_micro_batches
@@ -190,16 +190,16 @@ def test_the_head_is_asked_about_labelled_tokens_alone():
 
 def check_chunks():
     """Head and loss five tokens at a time, by half of the vocabulary."""
-    head_loss._CHUNK_ELEMENTS["cpu"] = 5 * (VOCAB_SIZE // 2 + 1)
+    losses._CHUNK_ELEMENTS["cpu"] = 5 * (VOCAB_SIZE // 2 + 1)
     numbers = []
-    chunks_of = head_loss.HeadLoss.chunks
+    chunks_of = losses.HeadLoss.chunks
 
     def counting(of, device):
         chunks = list(chunks_of(of, device))
         numbers.append(len(chunks))
         return chunks
 
-    head_loss.HeadLoss.chunks = counting
+    losses.HeadLoss.chunks = counting
     worst = {}
     cut_rows = {"tp_sequence_parallel": True}
     of_both = ("1x<2,1>", "1x<1,2>", "2x<1,1;gather>")

@@ -557,7 +557,7 @@ def what_is_held():
     """
     import weakref
 
-    from ds_hydra.engine.losses.head_loss import HeadLoss
+    from ds_hydra.engine.losses.loss import HeadLoss
 
     engine = start_hydra(tiny("llama"))
     examples = batches(1)[0]

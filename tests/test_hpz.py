@@ -24,8 +24,8 @@ from ds_hydra.configs import find_file
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.scenario import Scenario
-from ds_hydra.lab.simulator.sharded import rank_tokens, zero3_ends_ms, zero3_traffic_ms
 from ds_hydra.lab.simulator.systems import SYSTEMS
+from ds_hydra.lab.simulator.ulysses import rank_tokens, zero3_ends_ms, zero3_traffic_ms
 from ds_hydra.sampler.candidate import Phases
 from ds_hydra.sampler.phase_plan import MiniBatch
 from ds_hydra.sampler.planner import plan_with_time, profiled_times
@@ -33,7 +33,7 @@ from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.sample_bench import FastEstimator
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs, World
-from ds_hydra.strategy.profiles.learned_latency import (
+from ds_hydra.strategy.profiles.learned import (
     Correction,
     Corrections,
     LearnedTimes,

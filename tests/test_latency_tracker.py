@@ -24,7 +24,7 @@ from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings, PlanningTask
 from ds_hydra.strategy import Scheme
-from ds_hydra.strategy.profiles.learned_latency import NO_CORRECTIONS, Correction, Corrections
+from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS, Correction, Corrections
 from ds_hydra.strategy.schemes.scheme import parse_strategies
 
 PROFILE = make_profile({"<1,1>": (0.0, 1.0, 2.0), "<2,1>": (0.0, 0.6, 2.0)})

@@ -25,9 +25,9 @@ from ds_hydra.records.timeline import EventKind
 from ds_hydra.sampler.phase_plan import MiniBatch
 from ds_hydra.sampler.planner import plan_with_time
 from ds_hydra.sampler.planner_settings import PlannerSettings
-from ds_hydra.strategy.profiles.learned_latency import Corrections
-from ds_hydra.strategy.profiles.learned_spread import (
+from ds_hydra.strategy.profiles.learned import (
     NOTHING_TOLD,
+    Corrections,
     LearnedSpread,
     MicroBatchTime,
     tally,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ds_hydra.strategy import Scheme, Strategy
-from ds_hydra.strategy.profiles.learned_latency import (
+from ds_hydra.strategy.profiles.learned import (
     Correction,
     Corrections,
     LearnedTimes,

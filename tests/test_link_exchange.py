@@ -128,9 +128,9 @@ def push(link, plan, grad_bucket_S, grads_P):
 
 def check_all_routes(hidden, single_numel, fused):
     """Every strategy by every route; blocks of `single_numel` elements and more travel alone."""
-    from ds_hydra.zero_link import buffers, messages
+    from ds_hydra.zero_link import buffers, layout
 
-    messages.SINGLE_NUMEL = buffers.SINGLE_NUMEL = single_numel
+    layout.SINGLE_NUMEL = buffers.SINGLE_NUMEL = single_numel
     pull_link, push_link = links()
     specs = decoder_specs(hidden, NUM_LAYERS, tied=hidden > 2, frozen=hidden > 2, fused=fused)
     for text in STRATEGIES:

@@ -17,14 +17,12 @@ from operators import Watching
 from torch import nn
 
 from benchmarks import families
-from ds_hydra.engine.losses import head_loss
-from ds_hydra.engine.losses.head_loss import PLAIN, HeadLoss
-from ds_hydra.engine.losses.loss import CrossEntropy, Distillation, Loss
+from ds_hydra.engine.losses import loss as losses
+from ds_hydra.engine.losses.loss import PLAIN, CrossEntropy, Distillation, HeadLoss, Loss
 from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.parallel import logits as passes
-from ds_hydra.engine.parallel.logits import LogitTransform
+from ds_hydra.engine.parallel.logits import IGNORED_LABEL, LogitTransform, Vocabulary
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
-from ds_hydra.engine.parallel.token_scores import IGNORED_LABEL, Vocabulary
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme
 
@@ -40,7 +38,7 @@ def _ways(request, monkeypatch):
     interpreter.
     """
     elements, by_triton = request.param
-    monkeypatch.setitem(head_loss._CHUNK_ELEMENTS, "cpu", elements)
+    monkeypatch.setitem(losses._CHUNK_ELEMENTS, "cpu", elements)
     monkeypatch.setitem(passes._ELEMENTS, "cpu", 2 * VOCABULARY)
     if by_triton:
         triton_interpreter.use()
@@ -189,7 +187,7 @@ def test_a_gradient_from_above_is_applied():
 
 @pytest.mark.parametrize("tokens_at_a_time", [1, 5, 19, 1000])
 def test_chunks_are_alike_on_all_ranks_of_a_tp_group(monkeypatch, tokens_at_a_time):
-    monkeypatch.setitem(head_loss._CHUNK_ELEMENTS, "cpu", tokens_at_a_time * 6)
+    monkeypatch.setitem(losses._CHUNK_ELEMENTS, "cpu", tokens_at_a_time * 6)
     hidden, head, targets = make_case()
     chunks = []
     make_loss(targets, chunks=chunks).of_hidden(hidden, head)
@@ -206,7 +204,7 @@ def test_chunks_are_alike_on_all_ranks_of_a_tp_group(monkeypatch, tokens_at_a_ti
 
 def test_logits_of_a_whole_micro_batch_are_never_there(monkeypatch):
     """Nothing that is made in between has as many elements as a third of them."""
-    monkeypatch.setitem(head_loss._CHUNK_ELEMENTS, "cpu", 4 * VOCABULARY)
+    monkeypatch.setitem(losses._CHUNK_ELEMENTS, "cpu", 4 * VOCABULARY)
     hidden, head, targets = make_case()
     largest = []
 
@@ -274,7 +272,7 @@ def test_shipped_losses_are_the_same_in_chunks(monkeypatch, loss):
         "teacher_log_probs": -torch.rand(NUM_TOKENS, 2, generator=generator),
     }
     wanted = run(make_loss(targets, loss, fields).of_hidden, hidden, head)
-    monkeypatch.setitem(head_loss._CHUNK_ELEMENTS, "cpu", 5 * VOCABULARY)
+    monkeypatch.setitem(losses._CHUNK_ELEMENTS, "cpu", 5 * VOCABULARY)
     found = run(make_loss(targets, loss, fields).of_hidden, hidden, head)
     assert_same(found, wanted)
     assert wanted[1].norm() > 0

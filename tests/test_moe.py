@@ -18,11 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import families
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.model.expert_balance import BalanceLoss, BiasCorrection
+from ds_hydra.engine.model import experts as expert_layers
+from ds_hydra.engine.model.experts import BalanceLoss, BiasCorrection, ExpertParallel
 from ds_hydra.engine.model.packing_probe import build_stage_model, try_small_copy
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.parallel import expert_parallel
-from ds_hydra.engine.parallel.expert_parallel import ExpertParallel
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
 from ds_hydra.engine.profiling.profile_document import (
     estimate_profile,
@@ -31,10 +30,10 @@ from ds_hydra.engine.profiling.profile_document import (
     state_memory,
 )
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
-from ds_hydra.lab.simulator.estimate import estimate_from_config
+from ds_hydra.lab.simulator.cases import estimate_from_config
 from ds_hydra.strategy import Scheme
 from ds_hydra.strategy.cost_models.analytic import Hardware
-from ds_hydra.strategy.cost_models.described_config import describe_config
+from ds_hydra.strategy.cost_models.flops import describe_config
 
 CONFIG = HydraConfig(context_length=64, tokens_per_iteration=64)
 
@@ -70,7 +69,7 @@ def test_tokens_travel_to_experts_with_one_wait_for_the_device(monkeypatch):
         into.copy_(torch.cat([out[: out_P[0]]] * 2))
 
     fake = type("Two", (), {"all_to_all_single": staticmethod(two_ranks_with_the_same_tokens)})
-    monkeypatch.setattr(expert_parallel, "dist", fake)
+    monkeypatch.setattr(expert_layers, "dist", fake)
     ep = ExpertParallel(TensorParallel())
     ep.enter(None, 2, 0, 2)
     hidden = torch.arange(5.0).unsqueeze(1).expand(-1, 4)
@@ -350,7 +349,7 @@ def test_experts_that_raise_leave_nothing_to_the_next_call():
     experts = Experts()
     ep = SimpleNamespace(size=2, dispatch=lambda *args: (args[:3], "travel"))
     ep.combine = lambda output, travel, num_tokens: output + 100
-    expert_parallel.hook_dispatch(experts, ep)
+    expert_layers.hook_dispatch(experts, ep)
     hidden = torch.ones(3)
     with pytest.raises(ValueError, match="enough"):
         experts(hidden, None, None)

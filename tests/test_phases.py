@@ -29,7 +29,7 @@ from ds_hydra.sampler.planner import fastest, plan_iteration, plan_with_time
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.propose import GroupLimits, propose_phases
 from ds_hydra.sampler.sample_bench import CandidateSettings, SampleBench
-from ds_hydra.strategy.profiles.learned_latency import Correction, Corrections
+from ds_hydra.strategy.profiles.learned import Correction, Corrections
 from ds_hydra.strategy.profiles.profile import NO_LINKS, LinkTimes, Profile
 from ds_hydra.strategy.schemes.enumeration import aligned_cuts, cuts, num_cuts
 from ds_hydra.strategy.schemes.placement import groups_of, groups_of_all, slices_key

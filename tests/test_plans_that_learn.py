@@ -17,7 +17,7 @@ from ds_hydra.sampler.phase_plan import MiniBatch
 from ds_hydra.sampler.planner import plan_iteration, profiled_times, times_alone
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.profiles.learned_latency import Corrections
+from ds_hydra.strategy.profiles.learned import Corrections
 from ds_hydra.strategy.schemes.scheme import parse_strategies
 
 TIMES = {

@@ -15,8 +15,7 @@ from reference import make_batch, make_profile
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.lab.simulator.cases import load_case
-from ds_hydra.lab.simulator.estimate import estimate_from_config
+from ds_hydra.lab.simulator.cases import estimate_from_config, load_case
 from ds_hydra.sampler import propose as propose_module
 from ds_hydra.sampler.candidate_set import check_longest, decide_candidates
 from ds_hydra.sampler.planner import plan_iteration

@@ -30,10 +30,10 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.metrics import METRICS_FILE, IterationMetrics
 from ds_hydra.records.timeline import EventKind
 from ds_hydra.report import svg
+from ds_hydra.report.charts import scheme_errors
 from ds_hydra.report.page import describe_runs, render_runs, render_simulation
 from ds_hydra.report.run_folder import load_run, predict_timeline, rank_memory
 from ds_hydra.report.run_report import divide_time, find_slowest
-from ds_hydra.report.strategies import scheme_errors
 from ds_hydra.report.timelines import align, draw_gantt, trace_run, trace_timelines
 from ds_hydra.sampler.schedule import one_f_one_b_ms
 from ds_hydra.strategy import Scheme

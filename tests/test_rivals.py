@@ -14,16 +14,20 @@ from test_simulator import checkpointing_document, make_scenario, small_profile
 
 from benchmarks.wlb_table import FITTED_ATTENTION, cut, packing_table
 from ds_hydra.configs import find_file
-from ds_hydra.lab.simulator.baselines import fixed_length, megatron_choices
-from ds_hydra.lab.simulator.cases import draw_batches, load_case
-from ds_hydra.lab.simulator.estimate import estimate_from_config
+from ds_hydra.lab.simulator.cases import draw_batches, estimate_from_config, load_case
 from ds_hydra.lab.simulator.fixed_length import pack_evenly
 from ds_hydra.lab.simulator.mixed_groups import dynamic_cp, fcp, flexsp
 from ds_hydra.lab.simulator.rival_pipelines import ContextParallel, chunked, hold_back, wlb
 from ds_hydra.lab.simulator.scenario import PARTIAL, Noise, Scenario
-from ds_hydra.lab.simulator.sharded import sharded_groups, with_traffic_ms
-from ds_hydra.lab.simulator.systems import Settings
-from ds_hydra.lab.simulator.ulysses import balanced_ulysses, odc, packed_zero3, without_lockstep
+from ds_hydra.lab.simulator.systems import Settings, fixed_length, megatron_choices
+from ds_hydra.lab.simulator.ulysses import (
+    balanced_ulysses,
+    odc,
+    packed_zero3,
+    sharded_groups,
+    with_traffic_ms,
+    without_lockstep,
+)
 from ds_hydra.sampler.group_steps import (
     Cuts,
     MixedGroups,

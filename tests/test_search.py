@@ -22,7 +22,6 @@ from ds_hydra.lab.search import (
     SearchSettings,
     layer_strategies,
 )
-from ds_hydra.lab.search.costs import CostEstimator
 from ds_hydra.lab.search.galvatron import (
     StagePlan,
     balance_degree,
@@ -31,7 +30,7 @@ from ds_hydra.lab.search.galvatron import (
     pipeline_ms,
 )
 from ds_hydra.lab.search.layer_dp import StageTables, search_layers
-from ds_hydra.lab.search.space import Paradigm
+from ds_hydra.lab.search.layers import CostEstimator, Paradigm
 from tests.shared_data import shared_path
 
 GALVATRON = shared_path("galvatron")

@@ -28,7 +28,7 @@ from ds_hydra.engine.parallel import token_cuts
 from ds_hydra.engine.parallel.tensor_parallel import TokenShards
 from ds_hydra.engine.parallel.token_cuts import TokenLayout
 from ds_hydra.engine.profiling.profiler import token_bytes
-from ds_hydra.lab.simulator.sharded import ShardedGroup
+from ds_hydra.lab.simulator.ulysses import ShardedGroup
 from ds_hydra.sampler.cuts import cut_micro_batch
 from ds_hydra.strategy import LatencyModel, Profile, Scheme
 from ds_hydra.strategy.cost_models.analytic import (

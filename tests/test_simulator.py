@@ -13,17 +13,23 @@ from reference import make_batch, make_profile
 from spaces import priced
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.lab.simulator import baselines, cases
-from ds_hydra.lab.simulator.baselines import balanced, dynamic, fixed_length, hotspa, two_stage
+from ds_hydra.lab.simulator import cases, systems
 from ds_hydra.lab.simulator.cases import Workload, draw_batches, list_cases, load_case
 from ds_hydra.lab.simulator.compare import compare
 from ds_hydra.lab.simulator.mixed_groups import dynamic_cp
-from ds_hydra.lab.simulator.reproduction import our_figure
-from ds_hydra.lab.simulator.results import Ratio
+from ds_hydra.lab.simulator.results import Ratio, our_figure
 from ds_hydra.lab.simulator.rival_pipelines import wlb
 from ds_hydra.lab.simulator.scenario import Outcome, Scenario, best_of, bound_of, summarize
 from ds_hydra.lab.simulator.sweep import Axes, sweep
-from ds_hydra.lab.simulator.systems import SYSTEMS, Settings
+from ds_hydra.lab.simulator.systems import (
+    SYSTEMS,
+    Settings,
+    balanced,
+    dynamic,
+    fixed_length,
+    hotspa,
+    two_stage,
+)
 from ds_hydra.lab.simulator.ulysses import deepspeed_ulysses
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
@@ -174,7 +180,7 @@ def test_a_static_strategy_is_given_up_only_where_it_cannot_win(monkeypatch):
     assert (found.iteration_ms == everything.iteration_ms).all()
     for strategy in strategies:
         times = np.array([outcome.iteration_ms for outcome in outcomes[strategy]])
-        assert (baselines._bounds(scenario, strategy) <= times * (1 + 1e-9)).all(), strategy
+        assert (systems._bounds(scenario, strategy) <= times * (1 + 1e-9)).all(), strategy
     counts = Counter(str(tried[0]) for _, tried in planned[:num_plans])
     assert counts.keys() == {str(strategy) for strategy in strategies}
     assert min(counts.values()) < 2 * len(scenario.batches), "trials, and each planned to the end"
@@ -187,7 +193,7 @@ def test_planning_stops_where_the_sum_cannot_stay_below_its_limit(monkeypatch, l
     monkeypatch.setattr(Scenario, "planned_outcome", lambda *_: outcome)
     scenario = make_scenario([5], [5], [5])
     bounds = np.full(3, 10.0)
-    found = baselines._planned_below(scenario, Strategy.parse("4x<1,1>"), limit, bounds)
+    found = systems._planned_below(scenario, Strategy.parse("4x<1,1>"), limit, bounds)
     assert len(found) == num_planned
 
 

@@ -24,14 +24,15 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.sft import to_labels
 from ds_hydra.trainer.arguments import check_overrides
 from ds_hydra.trl import HydraMixin, HydraSFTTrainer
-from ds_hydra.trl.arguments import (
+from ds_hydra.trl.mixin import (
     NOT_CALLED_OF_TRL,
+    ReferenceMixin,
     add_deepspeed,
     check_trainer,
     check_trl_arguments,
     complete_section,
+    remove_fused_head,
 )
-from ds_hydra.trl.mixin import ReferenceMixin, remove_fused_head
 from ds_hydra.trl.scored_model import Given, ScoredModel, Sequences, Span, Weighted, read_sequences
 
 

@@ -125,7 +125,7 @@ def _read_timelines(path: Path) -> list[Timeline]:
 
 
 def _describe(document: dict[str, Any]) -> str:
-    from ds_hydra.report.strategies import FEWEST
+    from ds_hydra.report.charts import FEWEST
 
     lines = [f"page: {document['page']}"]
     lines += [

@@ -35,7 +35,7 @@ from ds_hydra.engine.losses.loss import CrossEntropy, Loss
 from ds_hydra.engine.losses.objective import Scores
 from ds_hydra.engine.model import adapters, module_state
 from ds_hydra.engine.model.decoder_parts import is_quantised
-from ds_hydra.engine.model.expert_balance import BiasCorrection
+from ds_hydra.engine.model.experts import BiasCorrection
 from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.scheme_support import check_context, find_unseen_positions
 from ds_hydra.engine.model.stage_forward import compilations

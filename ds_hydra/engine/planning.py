@@ -47,7 +47,7 @@ from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.planner import plan_task
 from ds_hydra.sampler.planner_settings import PlanningTask
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.profiles.learned_latency import NO_CORRECTIONS, Corrections
+from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS, Corrections
 
 logger = logging.getLogger(__name__)
 

@@ -17,19 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import LinkConfig
-from ds_hydra.engine.losses.head_loss import PLAIN, HeadLoss
-from ds_hydra.engine.losses.loss import Tokens
+from ds_hydra.engine.losses.loss import PLAIN, HeadLoss, Tokens
 from ds_hydra.engine.losses.objective import Objective, are_alike, evaluate, find_difference
 from ds_hydra.engine.losses.objective import fingerprint as fingerprint_of
 from ds_hydra.engine.model.attention_choice import plans_between_iterations, prepare_kernels
 from ds_hydra.engine.model.micro_batches import LoadExample, MicroBatchTensors, Task
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
-from ds_hydra.engine.parallel.logits import LogitTransform
+from ds_hydra.engine.parallel.logits import LogitTransform, Vocabulary
 from ds_hydra.engine.parallel.one_f_one_b import PipelineStage, run_1f1b, run_forward_only
 from ds_hydra.engine.parallel.tensor_parallel import TokenShards
 from ds_hydra.engine.parallel.token_cuts import TokenLayout
-from ds_hydra.engine.parallel.token_scores import Vocabulary
 from ds_hydra.engine.ranks.agreement import (
     gather_rows,
     max_over_ranks,

@@ -45,7 +45,7 @@ from ds_hydra.engine.telemetry.trace import MemoryWatch, TraceChoice, gather_tim
 from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy.cost_models.flops import find_peak_flops
-from ds_hydra.strategy.profiles.learned_spread import NOTHING_TOLD
+from ds_hydra.strategy.profiles.learned import NOTHING_TOLD
 from ds_hydra.strategy.schemes.placement import group_limit
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ds_hydra.lab.search.galvatron import SearchPlan, run_lengths
-from ds_hydra.lab.search.space import LayerStrategy
+from ds_hydra.lab.search.layers import LayerStrategy
 from ds_hydra.lab.simulator.results import Comparison
 from ds_hydra.lab.simulator.results import Figure as Mean
 from ds_hydra.lab.simulator.sweep import swept_axis

@@ -19,11 +19,10 @@ from ds_hydra.configs.files import write_whole
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.metrics import IterationMetrics, describe_flops
 from ds_hydra.records.timeline import Timeline
-from ds_hydra.report import charts, strategies
-from ds_hydra.report.charts import draw_experts
+from ds_hydra.report import charts
+from ds_hydra.report.charts import draw_experts, draw_learned, scheme_errors
 from ds_hydra.report.run_folder import Run, rank_memory
 from ds_hydra.report.run_report import RunSummary, divide_time, find_slowest
-from ds_hydra.report.strategies import draw_learned, scheme_errors
 from ds_hydra.report.timelines import draw_gantt, timelines_of
 from ds_hydra.version import __version__
 
@@ -106,7 +105,7 @@ def render_simulation(timelines: Sequence[Timeline], *, title: str, subtitle: st
             ("bubble", [f"{median(bubbles):.1%}"]),
         ],
         sections=[
-            Section(*_STRATEGIES, [strategies.draw_strip(used, strategies.strategy_colors(names))]),
+            Section(*_STRATEGIES, [charts.draw_strip(used, charts.strategy_colors(names))]),
             Section(
                 "gantt",
                 "Timeline of an iteration",
@@ -301,7 +300,7 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[Sequence[Run]], Sequence[Markup]
     ("loss", "Loss", "Mean over the label tokens of each iteration.", charts.draw_losses),
     ("throughput", "Tokens per second", "Tokens of sequences; no padding is counted, and none is computed.",
      charts.draw_throughputs),
-    (*_STRATEGIES, strategies.draw_strategies),
+    (*_STRATEGIES, charts.draw_strategies),
     ("shares", "Where the time went", "All iterations together, averaged over ranks.", charts.draw_shares),
     ("scatter", "Predicted and measured time of each pipeline",
      "Forward and backward of all micro-batches; above the line it took longer than planned.",

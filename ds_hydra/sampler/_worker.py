@@ -67,7 +67,7 @@ def main() -> None:
     from ds_hydra.sampler.planner import plan_task
     from ds_hydra.sampler.planner_settings import PlanningTask
     from ds_hydra.sampler.warm_up import warm_up
-    from ds_hydra.strategy.profiles.learned_latency import Corrections
+    from ds_hydra.strategy.profiles.learned import Corrections
 
     warm_up()
     task = PlanningTask.from_json(first["task"])

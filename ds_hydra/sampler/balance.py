@@ -34,7 +34,7 @@ from ds_hydra.sampler.problem import EPSILON
 from ds_hydra.sampler.schedule import FloatArray, IntArray, steps_ms
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.cost_models.analytic import Hardware, predict_latency
-from ds_hydra.strategy.cost_models.described_config import describe_config
+from ds_hydra.strategy.cost_models.flops import describe_config
 from ds_hydra.strategy.profiles.memory_model import MemoryModel
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, LatencyModel, Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy

@@ -15,14 +15,15 @@ import numpy as np
 
 from ds_hydra.errors import InfeasiblePlanError
 from ds_hydra.sampler.bounds import strategy_bound_ms
-from ds_hydra.sampler.integer_programs import SolverLimits, solve_dispatch
 from ds_hydra.sampler.problem import (
     EPSILON,
     DispatchProblem,
     PipelineKind,
+    SolverLimits,
     make_problem,
     shuffled_order,
     sift_down,
+    solve_dispatch,
 )
 from ds_hydra.sampler.refine import estimate_ms, improve_dispatch
 from ds_hydra.sampler.schedule import IntArray

@@ -17,11 +17,10 @@ from ds_hydra.sampler.bounds import pipeline_bound_ms, strategy_bound_ms
 from ds_hydra.sampler.cuts import cut_micro_batches
 from ds_hydra.sampler.dispatch import dispatch_sequences, dispatch_trials, fit_trials
 from ds_hydra.sampler.group_steps import Cuts, MixedGroups, plan_steps
-from ds_hydra.sampler.integer_programs import SolverLimits
 from ds_hydra.sampler.packing import solve_packing
 from ds_hydra.sampler.plan import GlobalBatch, PipelinePlan
 from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings
-from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
+from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, SolverLimits, make_problem
 from ds_hydra.sampler.refine import (
     improve_dispatch,
     iteration_ms,
@@ -39,7 +38,7 @@ from ds_hydra.sampler.schedule import (
     makespan_ms,
     steps_ms,
 )
-from ds_hydra.strategy.profiles.learned_latency import (
+from ds_hydra.strategy.profiles.learned import (
     NO_CORRECTIONS,
     UNKNOWN,
     Correction,

@@ -18,7 +18,7 @@ from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
 from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings, PlanningTask
 from ds_hydra.sampler.schedule import FloatArray, ends_ms, makespan_ms
-from ds_hydra.strategy.profiles.learned_latency import NO_CORRECTIONS, Corrections
+from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS, Corrections
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.scheme import Strategy, check_one_phase
 

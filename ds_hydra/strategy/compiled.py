@@ -5,18 +5,117 @@ A function marked `compiled` uses only scalars, numpy arrays and loops, so both 
 numbers (no fast-math, no threads). Compiled code is cached beside the source; numba checks only the
 file of the function itself, so remove `__pycache__/*.nb?` after editing a compiled function that
 another file calls.
-See [Note: A cache that heals].
+
+[Note: A cache that heals]
+numba unpickles whatever its cache holds, and would run garbled machine code. So every cached file
+ends with its digest here; one that is damaged, cannot be read or written, or names a module that
+has moved, is compiled anew.
 """
 
 from __future__ import annotations
 
+# mypy: allow-untyped-calls
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import pickle
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
+
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+
+logger = logging.getLogger(__name__)
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+@functools.cache
+def _say_once(name: str) -> None:
+    """What is compiled first; on one rank of a host, all of which wait for the same files."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    level = logging.WARNING if is_first and not _has_said else logging.DEBUG
+    _has_said.append(name)
+    text = (
+        "compiling %s and what it calls, once after an installation (the planner: up to a minute)"
+    )
+    logger.log(level, text, name)
+
+
+_has_said: list[str] = []
+
+
+_SAID_UNCACHED = "DS_HYDRA_SAID_UNCACHED"
+"""In the environment, which planning processes inherit."""
+
+
+def say_uncached() -> None:
+    """Why every start waits, once; on one rank of a host."""
+    if os.environ.get("LOCAL_RANK", "0") == "0" and _SAID_UNCACHED not in os.environ:
+        os.environ[_SAID_UNCACHED] = "1"
+        logger.warning(
+            "no folder for compiled code can be written, so every process compiles the planner anew (up to a minute); "
+            "set NUMBA_CACHE_DIR to one that can"
+        )
+
+
+class HealingCache(FunctionCache):
+    """Where `compiled` keeps the code of one function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._name = f"{function.__module__}.{function.__qualname__}"
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file = CheckedFiles(self._cache_path, self._impl.filename_base, stamp)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Compiled code of the cache; None, and a word to the user, where there is none yet."""
+        found = super().load_overload(sig, target_context)
+        if found is None:
+            _say_once(self._name)
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Save compiled code, unless the disk is full or the folder gone."""
+        with contextlib.suppress(OSError):
+            super().save_overload(sig, data)
+
+
+class CheckedFiles(IndexDataCacheFile):
+    """Index and code of one function; content that does not end with its digest is not there."""
+
+    def _dump(self, obj: Any) -> bytes:
+        body: bytes = super()._dump(obj)
+        return body + hashlib.sha256(body).digest()
+
+    def _load_index(self) -> dict[Any, str]:
+        version = pickle.dumps(self._version, protocol=-1)  # as numba begins the file
+        try:
+            content = Path(self._index_path).read_bytes()
+        except OSError:
+            return {}
+        if not content.startswith(version) or not _is_whole(content[len(version) :]):
+            return {}
+        index: dict[Any, str] = super()._load_index()
+        return index
+
+    def _load_data(self, name: str) -> Any:
+        if not _is_whole(Path(self._data_path(name)).read_bytes()):
+            raise OSError(f"{name} is damaged")  # for numba as if it had been removed
+        try:
+            return super()._load_data(name)
+        except ImportError as error:  # code of a callee whose module has moved since
+            raise OSError(f"{name} is out of date: {error}") from error
+
+
+def _is_whole(content: bytes) -> bool:
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
+
 
 try:
     from numba import njit
-
-    from ds_hydra.strategy.compiled_cache import HealingCache, say_uncached
 
     HAS_NUMBA = True
 except ImportError:  # the planner is then slow, and still right

@@ -24,12 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_hydra.zero_link.layout import IntArray
-from ds_hydra.zero_link.messages import (
+from ds_hydra.zero_link.layout import (
     ALIGNMENT_BYTES,
     SINGLE_NUMEL,
     Batch,
     Hop,
+    IntArray,
     Message,
     Store,
     StridedBlock,

@@ -34,7 +34,7 @@ from ds_hydra.zero_link.buffers import (
     run_pairs,
     stored_views,
 )
-from ds_hydra.zero_link.messages import STAYS, Batch, Hop, LinkPlan, Message, Round
+from ds_hydra.zero_link.layout import STAYS, Batch, Hop, LinkPlan, Message, Round
 
 _FEW = 2
 """Contributions to a block that are added where the sum belongs."""

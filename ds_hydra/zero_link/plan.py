@@ -43,17 +43,22 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ds_hydra.zero_link import messages
-from ds_hydra.zero_link.layout import Blocks, IntArray, ParamSpec, Region, Regions, ShardTable
-from ds_hydra.zero_link.messages import (
+from ds_hydra.zero_link import layout
+from ds_hydra.zero_link.layout import (
     STAYS,
     Batch,
+    Blocks,
     Bucket,
     BucketEntry,
     Hop,
+    IntArray,
     LinkPlan,
+    ParamSpec,
     RankBuckets,
+    Region,
+    Regions,
     Round,
+    ShardTable,
     Store,
 )
 
@@ -630,7 +635,7 @@ def _digest(params: Sequence[ParamSpec], asked: BucketRequests, options: tuple[o
     """63 bits of everything that the parts of all ranks follow from."""
     digest = hashlib.blake2b(digest_size=8)
     # Both ends cut messages by SINGLE_NUMEL: with two values of it none would match.
-    digest.update(repr((PLAN_VERSION, messages.SINGLE_NUMEL, options, asked.ids.shape)).encode())
+    digest.update(repr((PLAN_VERSION, layout.SINGLE_NUMEL, options, asked.ids.shape)).encode())
     digest.update(
         repr([(s.fqn, s.shape, s.slicing.value, s.requires_grad) for s in params]).encode()
     )

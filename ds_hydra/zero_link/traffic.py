@@ -16,8 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from ds_hydra.strategy.cost_models.topology import Interconnects
-from ds_hydra.zero_link.layout import IntArray, ParamSpec, Region, Regions, ShardTable
-from ds_hydra.zero_link.messages import RankBuckets
+from ds_hydra.zero_link.layout import IntArray, ParamSpec, RankBuckets, Region, Regions, ShardTable
 from ds_hydra.zero_link.plan import BucketRequests, NodeRectCache, Nodes
 
 

@@ -24,7 +24,7 @@ from ds_hydra.engine.parallel import linear, token_cuts
 from ds_hydra.engine.transfer import stage_weights
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Strategy
-from ds_hydra.zero_link import buffers, messages
+from ds_hydra.zero_link import buffers, layout
 from ds_hydra.zero_link.exchange import Link
 from standin import process_group
 from standin.streams import elsewhere, observer
@@ -65,7 +65,7 @@ OTHERS = ("2x<1,1;stream>", "1x<2,1;stream>", "1x<1,2;stream>", "1x<sp2,1;stream
 
 SHORT = STRATEGIES[2][:5]
 
-messages.SINGLE_NUMEL = buffers.SINGLE_NUMEL = 64  # tiny models send in place, too
+layout.SINGLE_NUMEL = buffers.SINGLE_NUMEL = 64  # tiny models send in place, too
 token_cuts.LEAST_PART_BYTES = 1  # and their keys travel in parts
 
 

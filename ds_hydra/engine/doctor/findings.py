@@ -1,5 +1,7 @@
 """What an examination of the ranks finds, as values, and what it finds about a rank's own machine:
-versions, kernels, limits of the system. Nothing here waits for another rank.
+versions, kernels, limits of the system, for which it waits for no other rank; then what ranks
+measure together beside what would be expected: links between them, one point of a profile, and the
+memory of its micro-batch.
 """
 
 from __future__ import annotations
@@ -9,22 +11,41 @@ import os
 import platform
 import resource
 import shutil
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.utils import cpp_extension
+from transformers import LlamaConfig
 
 from ds_hydra.engine.model.attention_choice import Choice, choose, has_kernels
 from ds_hydra.engine.model.attention_kernels import Demand
+from ds_hydra.engine.model.meta_model import build_random_stage_model
+from ds_hydra.engine.profiling.memory import trace_layer_memory
+from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch
+from ds_hydra.engine.profiling.profiler import measure_stage_ms, token_bytes
+from ds_hydra.engine.propagation import Propagator
+from ds_hydra.engine.ranks.agreement import gather_rows
+from ds_hydra.engine.ranks.hosts import Hosts
 from ds_hydra.engine.ranks.memory import available_bytes
 from ds_hydra.engine.ranks.process import NO_COMPILER, compiles_adam, find_overlap_problem
+from ds_hydra.engine.transfer.link_thread import DeviceClock
 from ds_hydra.environment import WANTED
+from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.compiled import HAS_NUMBA
+from ds_hydra.strategy.cost_models.analytic import (
+    Hardware,
+    ModelShape,
+    find_shipped_hardware,
+    predict_latency,
+)
 
 REPORT_SCHEMA = "ds_hydra.doctor/1"
 
@@ -303,5 +324,278 @@ def _check_host(num_ranks_here: int) -> Finding:
         text,
         is_well=cores >= num_ranks_here * (2 if is_device else 1),
         advice="give every rank a core, and a second one on an accelerator for its exchanges; times below are too long",
+        figures=figures,
+    )
+
+
+CPU_NAME = "one CPU core"
+_LINK_REPEATS = 5
+_LEAST_SHARE = 0.5
+"""Of the described rate: below it plans count on links that are not there."""
+_DEVICE_BYTES, _HOST_BYTES = 64 << 20, 4 << 20
+"""Of one message, on an accelerator and between CPU ranks."""
+
+
+def find_hardware(name: str | None, device: torch.device, device_name: str) -> Hardware | None:
+    """The hardware called `name` (shipped, or a file); without a name the shipped one that names
+    the device, the CPU's for a CPU, else None.
+    """
+    if name is not None or device.type == "cpu":
+        return Hardware.load(name or "cpu")
+    document = find_shipped_hardware(device_name)
+    return None if document is None else Hardware.from_json(document, source=device_name)
+
+
+def check_links(
+    device: torch.device, hosts: Hosts, hardware: Hardware | None, pairs: dist.ProcessGroup
+) -> list[Finding]:
+    """Rates of all-reduces of all ranks, and of messages between neighbours of a host and of two
+    hosts. Collective over all ranks.
+
+    `pairs` is a group of all ranks that nothing else uses.
+    """
+    clock = DeviceClock(device)
+    world = dist.get_world_size()
+    if world == 1:
+        return [Finding(check="links", status=Status.SKIPPED, text="one rank has no links")]
+    nbytes = _HOST_BYTES if device.type == "cpu" else _DEVICE_BYTES
+    message = torch.ones(nbytes // 4, device=device)
+    of_all = len(hosts.names) > 1
+    seconds = _median_s(clock, lambda: dist.all_reduce(message, group=pairs))
+    rate = 2 * (world - 1) / world * nbytes / seconds
+    findings = [_judge("all-reduce", rate, hardware, across=of_all)]
+    inside, across = neighbours(hosts.of_rank)
+    for name, chosen in (("links inside a host", inside), ("links between hosts", across)):
+        if chosen:
+            rates = _message_rates(clock, chosen, message, pairs, device)
+            rate, slowest = min(zip(rates, chosen))
+            is_across = name.endswith("hosts")
+            findings.append(_judge(name, rate, hardware, across=is_across, slowest=slowest))
+    return findings
+
+
+def neighbours(host_of: Sequence[int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Pairs of ranks that talk at once: rank 2i and 2i + 1 of a host; and the first rank of each
+    host with that of the next, for every second host.
+
+    >>> neighbours([0, 0, 0, 1, 1, 1])
+    ([(0, 1), (3, 4)], [(0, 3)])
+    """
+    ranks_of: dict[int, list[int]] = {}
+    for rank, host in enumerate(host_of):
+        ranks_of.setdefault(host, []).append(rank)
+    inside = [pair for ranks in ranks_of.values() for pair in zip(ranks[::2], ranks[1::2])]
+    firsts = [ranks[0] for ranks in ranks_of.values()]
+    return inside, list(zip(firsts[::2], firsts[1::2]))
+
+
+def _median_s(clock: DeviceClock, run: Callable[[], object]) -> float:
+    """Seconds of `run`, which all ranks enter together; of the slowest rank."""
+    times = []
+    for _ in range(1 + _LINK_REPEATS):
+        dist.barrier()
+        begin = clock.stamp()
+        run()
+        end = clock.stamp()
+        clock.settle(end)
+        times.append(clock.ms_between(begin, end) / 1e3)
+    return max(statistics.median(times[1:]), 1e-9)
+
+
+def _message_rates(
+    clock: DeviceClock,
+    pairs: Sequence[tuple[int, int]],
+    message: torch.Tensor,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> list[float]:
+    """Bytes per second of every pair, all at once, each in one direction."""
+    rank = dist.get_rank()
+    mine = next((pair for pair in pairs if rank in pair), None)
+
+    def exchange() -> None:
+        if mine is None:
+            return
+        post = dist.isend if rank == mine[0] else dist.irecv
+        peer = mine[1] if rank == mine[0] else mine[0]
+        for work in dist.batch_isend_irecv([dist.P2POp(post, message, peer, group)]):
+            work.wait()
+
+    seconds = _median_s(clock, exchange)
+    rows = gather_rows(torch.tensor([seconds], dtype=torch.float64, device=device)).flatten()
+    nbytes = message.numel() * message.itemsize
+    return [nbytes / max(float(rows[a]), float(rows[b])) for a, b in pairs]
+
+
+def _judge(
+    check: str,
+    rate: float,
+    hardware: Hardware | None,
+    *,
+    across: bool,
+    slowest: tuple[int, int] | None = None,
+) -> Finding:
+    where = "" if slowest is None else f", slowest from rank {slowest[0]} to {slowest[1]}"
+    text = f"{rate / 1e9:.2f} GB/s{where}"
+    figures: dict[str, object] = {"bytes_per_s": rate, "pair": slowest}
+    if hardware is None:
+        return Finding.of_unknown_hardware(check, text, figures)
+    wanted = hardware.inter_node_rate if across else hardware.intra_node_rate
+    if across and check != "all-reduce":
+        wanted /= hardware.devices_per_node  # a node's links, shared by its devices
+    text += f", {hardware.name} is described with {wanted / 1e9:.2f}"
+    figures |= {"described_bytes_per_s": wanted, "hardware": hardware.name}
+    if hardware.name == CPU_NAME:
+        advice = "other processes share the cores and the memory of CPU ranks"
+    elif across:
+        advice = "NCCL_DEBUG=INFO shows the transport: check NCCL_SOCKET_IFNAME, NCCL_IB_HCA, GPUDirect RDMA"
+    else:
+        advice = "nvidia-smi topo -m; NCCL_P2P_DISABLE must be unset, and ACS off in the BIOS of PCIe machines"
+    return Finding.judge(
+        check,
+        text,
+        is_well=rate >= _LEAST_SHARE * wanted,
+        advice=f"{advice}; or describe this machine in a hardware file, so that plans count on what is there",
+        figures=figures,
+    )
+
+
+_MOST_SLOWER = 2.0
+"""Measured over estimated time, above which something is wrong rather than estimated."""
+_MOST_ABOVE = 1.3
+"""Measured over estimated bytes of a token, above which plans would not fit."""
+_MOST_BEHIND = 1.3
+"""Slowest rank over the median one: all others wait for it in every iteration."""
+_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeModel:
+    """Some layers of a model, random, and the micro-batch that is timed."""
+
+    name: str
+    config: LlamaConfig
+    dtype: torch.dtype
+    num_tokens: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> ProbeModel:
+        """Two layers of LLaMA 7B in bf16 for an accelerator, small ones in fp32 for a CPU."""
+        if device.type == "cuda":
+            config = LlamaConfig(num_hidden_layers=2)
+            return cls(
+                name="2 layers of LLaMA 7B, bf16",
+                config=config,
+                dtype=torch.bfloat16,
+                num_tokens=4096,
+            )
+        config = LlamaConfig(
+            hidden_size=256,
+            intermediate_size=688,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            vocab_size=512,
+        )
+        return cls(
+            name="2 layers of width 256, fp32", config=config, dtype=torch.float32, num_tokens=512
+        )
+
+
+def check_speed_of_ranks(device: torch.device) -> Finding:
+    """Which rank computes more slowly than the others. Collective over all ranks."""
+    clock = DeviceClock(device)
+    size = 4096 if device.type == "cuda" else 256
+    matrix = torch.ones(size, size, device=device)
+    times = []
+    for _ in range(2 + 5 * _REPEATS):
+        begin = clock.stamp()
+        for _ in range(4):
+            matrix @ matrix
+        end = clock.stamp()
+        clock.settle(end)
+        times.append(clock.ms_between(begin, end))
+    mine = torch.tensor([statistics.median(times[2:])], dtype=torch.float64, device=device)
+    all_ms = gather_rows(mine).flatten().tolist()
+    slowest = max(range(len(all_ms)), key=all_ms.__getitem__)
+    ratio = all_ms[slowest] / statistics.median(all_ms)
+    text = f"slowest is rank {slowest}, {ratio:.2f} x the median"
+    figures = {"matmul_ms": all_ms}
+    return Finding.judge(
+        "speed of ranks",
+        text,
+        is_well=ratio <= _MOST_BEHIND,
+        advice="look at clocks, temperature and other processes of that device; a second run tells noise from damage",
+        figures=figures,
+    )
+
+
+def check_profile_point(device: torch.device, hardware: Hardware | None) -> list[Finding]:
+    """Time and memory of a micro-batch under <1,1> on all ranks at once, beside estimates.
+    Collective over all ranks.
+    """
+    probe = ProbeModel.of(device)
+    stage_model = build_random_stage_model(
+        probe.config, dtype=probe.dtype, device=device, num_ranks=dist.get_world_size()
+    )
+    strategy = Strategy.alike(Scheme(tp=1, pp=1), dist.get_world_size())
+    micro_batch = ProbeMicroBatch(probe.num_tokens)
+    with closing(Propagator(stage_model, device=device, max_groups=4)) as propagator:
+        times_ms = [
+            measure_stage_ms(propagator, strategy, micro_batch) for _ in range(1 + _REPEATS)
+        ]
+        num_bytes = token_bytes(propagator, strategy, probe.num_tokens)
+    return [
+        _judge_time(probe, statistics.median(times_ms[1:]), hardware),
+        _judge_memory(probe, num_bytes),
+    ]
+
+
+def _judge_time(probe: ProbeModel, measured_ms: float, hardware: Hardware | None) -> Finding:
+    config = probe.config
+    layer_params = 4 * config.hidden_size**2 + 3 * config.hidden_size * config.intermediate_size
+    params = layer_params * config.num_hidden_layers + config.hidden_size * config.vocab_size
+    rate = 6 * params * probe.num_tokens / (measured_ms / 1e3)
+    text = (
+        f"{probe.name}, {probe.num_tokens} tokens: {measured_ms:.1f} ms ({rate / 1e12:.3g} TFLOP/s)"
+    )
+    figures: dict[str, object] = {"measured_ms": measured_ms, "flops": rate}
+    if hardware is None:
+        return Finding.of_unknown_hardware("profile point", text, figures)
+    shape = ModelShape(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+    )
+    latency = predict_latency(shape, hardware, Scheme(tp=1, pp=1))
+    expected_ms = latency.micro_batch_ms([probe.num_tokens])
+    text += f", estimated {expected_ms:.1f} for {hardware.name}"
+    figures |= {"estimated_ms": expected_ms, "hardware": hardware.name}
+    return Finding.judge(
+        "profile point",
+        text,
+        is_well=measured_ms <= _MOST_SLOWER * expected_ms,
+        advice="measure a profile (ds-hydra profile) instead of planning with estimates for this hardware",
+        figures=figures,
+    )
+
+
+def _judge_memory(probe: ProbeModel, measured: float) -> Finding:
+    config = probe.config
+    layer = trace_layer_memory(config, num_tokens=probe.num_tokens, dtype=probe.dtype)
+    # Logits and their gradient, as in the memory model; hidden states around the last norm.
+    head = (
+        2 * config.vocab_size * probe.dtype.itemsize + 4 * config.hidden_size * probe.dtype.itemsize
+    )
+    expected = config.num_hidden_layers * config.hidden_size * layer.activation_bytes + head
+    ratio = measured / expected
+    text = f"a token takes {measured:,.0f} bytes, {ratio:.2f} x what the memory model counts"
+    figures = {"measured_bytes": measured, "expected_bytes": expected}
+    return Finding.judge(
+        "memory",
+        text,
+        is_well=ratio <= _MOST_ABOVE,
+        advice="measure a profile here (ds-hydra profile), or lower hydra.memory_limit_bytes by that share",
         figures=figures,
     )

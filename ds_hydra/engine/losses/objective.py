@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.engine.losses.loss import NUM_COUNTED, WEIGHT, Fields, Loss, SequenceLoss, Tokens
-from ds_hydra.engine.parallel.token_scores import TokenScores
+from ds_hydra.engine.parallel.logits import TokenScores
 from ds_hydra.engine.ranks.agreement import broadcast_text, gather_rows, on_all_ranks
 from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.errors import HydraConfigError, HydraError, PlanMismatchError

@@ -28,8 +28,12 @@ from transformers import AttentionInterface, PretrainedConfig
 from ds_hydra.engine.model import attention_choice
 from ds_hydra.engine.model.attention_choice import kernel_for
 from ds_hydra.engine.model.attention_kernels import Scoring
-from ds_hydra.engine.model.attention_operator import Boundaries, KernelUse, attend
-from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
+from ds_hydra.engine.model.attention_operator import (
+    Boundaries,
+    KernelUse,
+    attend,
+    attention_per_sequence,
+)
 from ds_hydra.engine.model.current_micro_batch import (
     PackedMicroBatch,
     current_boundaries,

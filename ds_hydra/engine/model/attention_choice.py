@@ -23,8 +23,12 @@ from ds_hydra.engine.model.attention_kernels import (
     Scoring,
     load_kernel,
 )
-from ds_hydra.engine.model.attention_operator import KernelUse, attend, count_on_host
-from ds_hydra.engine.model.attention_per_sequence import attention_per_sequence
+from ds_hydra.engine.model.attention_operator import (
+    KernelUse,
+    attend,
+    attention_per_sequence,
+    count_on_host,
+)
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)

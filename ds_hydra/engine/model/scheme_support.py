@@ -12,8 +12,8 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_hydra.engine.model.adapters import is_lora
+from ds_hydra.engine.model.decoder_parts import module_styles, num_kv_heads, tp_plan
 from ds_hydra.engine.model.stage_forward import NOT_ONCE
-from ds_hydra.engine.model.tp_plan import module_styles, num_kv_heads, tp_plan
 from ds_hydra.engine.parallel.tensor_parallel import GATHERED, SPLIT, STYLES
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme

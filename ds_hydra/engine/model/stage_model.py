@@ -32,12 +32,16 @@ from ds_hydra.engine.model.adapters import (
     use_saved_modules,
 )
 from ds_hydra.engine.model.attention_choice import Choice, select_kernels
-from ds_hydra.engine.model.current_micro_batch import (
-    checkpointed,
-    current_micro_batch,
+from ds_hydra.engine.model.current_micro_batch import checkpointed, current_micro_batch
+from ds_hydra.engine.model.decoder_parts import (
+    Unit,
+    build_specs,
+    expert_modules,
+    find_unplanned,
+    module_sides,
+    module_styles,
 )
-from ds_hydra.engine.model.decoder_parts import Unit
-from ds_hydra.engine.model.expert_balance import ExpertBalance
+from ds_hydra.engine.model.experts import ExpertBalance, ExpertParallel, hook_dispatch
 from ds_hydra.engine.model.float8 import Float8Layers, use_plain_head
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
 from ds_hydra.engine.model.stage_forward import (
@@ -46,14 +50,6 @@ from ds_hydra.engine.model.stage_forward import (
     bind_constant,
     compile_each,
 )
-from ds_hydra.engine.model.tp_plan import (
-    build_specs,
-    expert_modules,
-    find_unplanned,
-    module_sides,
-    module_styles,
-)
-from ds_hydra.engine.parallel.expert_parallel import ExpertParallel, hook_dispatch
 from ds_hydra.engine.parallel.tensor_parallel import (
     GATHERED,
     LATENT,

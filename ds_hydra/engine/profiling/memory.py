@@ -23,9 +23,9 @@ from transformers import PretrainedConfig
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.attention_choice import keeps_copies
+from ds_hydra.engine.model.decoder_parts import module_sides
 from ds_hydra.engine.model.meta_model import make_model
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.model.tp_plan import module_sides
 from ds_hydra.engine.parallel import tensor_parallel
 from ds_hydra.engine.parallel.groups import NCCL_GROUP_BYTES, NCCL_PAIR_BYTES
 from ds_hydra.engine.profiling.profile_document import layer_params, state_memory

@@ -23,21 +23,23 @@ from torch import nn
 
 from ds_hydra.configs.files import LARGEST, read_json_object, write_whole
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.model.expert_balance import is_experts
+from ds_hydra.engine.model.decoder_parts import num_kv_heads
+from ds_hydra.engine.model.experts import is_experts
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.model.tp_plan import num_kv_heads
 from ds_hydra.engine.ranks.agreement import broadcast_text, run_together
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.model_config import all_fields
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.analytic import Experts, Hardware, predict_profile
 from ds_hydra.strategy.cost_models.decoder import ModelSize, read_decoder
-from ds_hydra.strategy.cost_models.described_config import (
+from ds_hydra.strategy.cost_models.flops import (
+    FROZEN_FLOP,
+    TRAINED_FLOP,
+    ModelFlops,
     describe_config,
     expert_parallel_schemes,
     find_experts,
 )
-from ds_hydra.strategy.cost_models.flops import FROZEN_FLOP, TRAINED_FLOP, ModelFlops
 from ds_hydra.strategy.profiles.profile import (
     PROFILE_SCHEMA,
     engine_states,

@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.losses.head_loss import chunk_elements
+from ds_hydra.engine.losses.loss import chunk_elements
 from ds_hydra.engine.model.attention_choice import keeps_copies
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.memory import traced_activation

@@ -28,15 +28,17 @@ from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.planner import profiled_times
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.strategy import Profile, Strategy
-from ds_hydra.strategy.profiles.learned_latency import (
+from ds_hydra.strategy.profiles.learned import (
     NO_CORRECTIONS,
     Corrections,
+    LearnedSpread,
     LearnedTimes,
+    MicroBatchTime,
     PipelineTime,
     are_plausible,
     names_of,
+    told_by,
 )
-from ds_hydra.strategy.profiles.learned_spread import LearnedSpread, MicroBatchTime, told_by
 
 logger = logging.getLogger(__name__)
 

@@ -379,7 +379,7 @@ def _estimate(
     """Histogram, devices and context, with defaults, and the profile of `model` by a roofline; says
     what it assumes.
     """
-    from ds_hydra.lab.simulator.estimate import estimate_from_config
+    from ds_hydra.lab.simulator.cases import estimate_from_config
     from ds_hydra.model_config import read_config
     from ds_hydra.strategy.cost_models.analytic import Hardware
 
@@ -520,7 +520,7 @@ def _sweep(
 
 
 def _add_expected(document: dict[str, Any], case: Case | None, found: list[Comparison]) -> None:
-    from ds_hydra.lab.simulator.reproduction import our_figure
+    from ds_hydra.lab.simulator.results import our_figure
 
     if case is not None:
         document["figure"] = case.figure

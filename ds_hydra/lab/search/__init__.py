@@ -3,8 +3,7 @@
 """
 
 from ds_hydra.lab.search.galvatron import GalvatronSearch, SearchPlan, SearchSettings
-from ds_hydra.lab.search.layers import SearchInput
-from ds_hydra.lab.search.space import LayerStrategy, layer_strategies
+from ds_hydra.lab.search.layers import LayerStrategy, SearchInput, layer_strategies
 
 __all__ = [
     "GalvatronSearch",

@@ -17,10 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ds_hydra.errors import InfeasiblePlanError
-from ds_hydra.lab.search.costs import CostEstimator, LayerCost
 from ds_hydra.lab.search.layer_dp import FloatArray, IntArray, StageTables, search_layers
-from ds_hydra.lab.search.layers import SearchInput
-from ds_hydra.lab.search.space import LayerStrategy, layer_strategies
+from ds_hydra.lab.search.layers import (
+    CostEstimator,
+    LayerCost,
+    LayerStrategy,
+    SearchInput,
+    layer_strategies,
+)
 
 Partition = tuple[int, ...]
 

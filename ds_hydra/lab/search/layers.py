@@ -1,14 +1,34 @@
 """What the search knows about a model's layers and a cluster's interconnects (schema
-`ds_hydra.layers/1`).
+`ds_hydra.layers/1`), the hybrid strategies of one layer, and what a layer costs under each.
 
 Times are milliseconds, sizes MB (2^20 bytes), batch sizes samples. Heterogeneous models
 (encoder-decoder, Swin) are several layer types in order, each with its count.
+
+[Note: Decision trees] Galvatron-BMW, §III-B. A tree splits N devices into PP stages, then the N /
+PP devices of a stage level by level: each level applies one of DP, SDP (ZeRO-3) and TP at a power
+of two, no paradigm twice. The order of the levels says whose groups are runs of neighbouring
+devices. Activation checkpointing doubles the set.
+
+[Note: What one layer costs] Galvatron-BMW, §III-A and §V. For a micro-batch of b samples on a
+stage, with f = forward_ms, d = DP or SDP degree, n = TP degree:
+
+    forward      f b / (d n) + 2 all-reduces of TP + one all-gather of sharded weights
+    backward     2 f b / (d n) + 2 all-reduces of TP, one forward again where the layer checkpoints
+    gradients    one all-reduce (DP) or reduce-scatter (SDP) in the last micro-batch, with one
+                 all-gather in every one (SDP): they run beside the backward computation, and both
+                 are slower for as long as they do
+
+Sums are literal except for one rule of the originals' code: a TP group of at least half the stage
+leaves only half of the backward computation to overlap with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +272,279 @@ def _read_group(text: str) -> tuple[int, bool]:
     if kind not in ("", "strided"):
         raise ValueError(f"group {text!r} is neither a size nor SIZE_strided")
     return int(size), kind == ""
+
+
+class Paradigm(str, Enum):
+    """How one level of a decision tree divides the devices below it."""
+
+    DP = "DP"
+    SDP = "SDP"
+    TP = "TP"
+
+
+_ALL_PARADIGMS = frozenset(Paradigm)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStrategy:
+    """What one layer does on its N / PP devices: levels (paradigm, degree) from outer to inner.
+
+    As text `PP-TP-DP`: `*` follows the degree whose groups are consecutive devices (only where both
+    TP and DP divide the stage), `f` marks SDP, `-c` checkpointing: `1-2*-4f-c`.
+    """
+
+    pp: int
+    levels: tuple[tuple[Paradigm, int], ...] = ()
+    checkpoints: bool = False
+
+    @property
+    def tp(self) -> int:
+        """Tensor parallel degree."""
+        return self._degree(Paradigm.TP)
+
+    @property
+    def dp(self) -> int:
+        """Data parallel degree, sharded or not: by what the batch is divided."""
+        return self._degree(Paradigm.DP) * self._degree(Paradigm.SDP)
+
+    @property
+    def sdp(self) -> int:
+        """By what sharding divides the model states."""
+        return self._degree(Paradigm.SDP)
+
+    @property
+    def num_devices(self) -> int:
+        """PP x TP x DP."""
+        return self.pp * self.tp * self.dp
+
+    @property
+    def is_tp_consecutive(self) -> bool:
+        """Whether a TP group is a run of neighbouring devices, as it is without any DP.
+
+        The trees of the originals read so: TP above DP means consecutive TP groups.
+        """
+        order = [paradigm for paradigm, _ in self.levels]
+        return self.dp == 1 or Paradigm.TP not in order or order[0] is Paradigm.TP
+
+    @property
+    def is_dp_consecutive(self) -> bool:
+        """Whether a data parallel group is a run of neighbouring devices."""
+        return self.tp == 1 or not self.is_tp_consecutive
+
+    @property
+    def layout(self) -> tuple[int, int, bool]:
+        """What decides where the layer's activations lie: (TP, DP, consecutive TP groups)."""
+        return self.tp, self.dp, self.is_tp_consecutive
+
+    def __str__(self) -> str:
+        both = self.tp > 1 and self.dp > 1
+        tp = f"{self.tp}{'*' if both and self.is_tp_consecutive else ''}"
+        sharded = "f" if self.sdp > 1 else ""
+        dp = f"{self.dp}{sharded}{'*' if both and not self.is_tp_consecutive else ''}"
+        return f"{self.pp}-{tp}-{dp}{'-c' if self.checkpoints else ''}"
+
+    @classmethod
+    def parse(cls, text: str) -> LayerStrategy:
+        """The strategy written as `text`; raises HydraConfigError for anything `str` does not
+        write.
+        """
+        match = re.fullmatch(r"(\d{1,6})-(\d{1,6})(\*?)-(\d{1,6})(f?)(\*?)(-c)?", text)
+        if match is None:
+            raise HydraConfigError(
+                f"layer strategy {text!r} is not of the form PP-TP-DP, such as 1-2*-4f-c"
+            )
+        pp, tp, dp = int(match[1]), int(match[2]), int(match[4])
+        data = (Paradigm.SDP if match[5] else Paradigm.DP, dp)
+        levels = [data, (Paradigm.TP, tp)] if match[6] else [(Paradigm.TP, tp), data]
+        strategy = cls(pp, tuple(level for level in levels if level[1] > 1), match[7] is not None)
+        if str(strategy) != text or min(pp, tp, dp) < 1:
+            raise HydraConfigError(
+                f"layer strategy {text!r} reads as {strategy}; write it that way"
+            )
+        return strategy
+
+    def _degree(self, paradigm: Paradigm) -> int:
+        return next((degree for found, degree in self.levels if found is paradigm), 1)
+
+
+def layer_strategies(
+    num_devices: int,
+    *,
+    paradigms: Collection[Paradigm] = _ALL_PARADIGMS,
+    pipelines: bool = True,
+    checkpoints: bool = True,
+    mixes_dp_and_sdp: bool = False,
+) -> list[LayerStrategy]:
+    """Every strategy of one layer on `num_devices` devices, for all PP degrees.
+
+    `mixes_dp_and_sdp` keeps the trees that Takeaway #3 drops: SDP alone beats a mixture of both. On
+    8 devices: 68 strategies before, 44 after Takeaway #3, 22 without checkpointing. Raises
+    HydraConfigError where `num_devices` is not a power of two.
+    """
+    if num_devices < 1 or num_devices & (num_devices - 1):
+        raise HydraConfigError(
+            f"the search divides devices into halves, {num_devices} is not a power of two; give "
+            f"{1 << max(num_devices, 1).bit_length() - 1} or {1 << max(num_devices, 1).bit_length()} devices"
+        )
+    strategies = []
+    for pp in _powers_of_two(num_devices) if pipelines else (1,):
+        for levels in _trees(num_devices // pp, paradigms):
+            mixes = {Paradigm.DP, Paradigm.SDP} <= {paradigm for paradigm, _ in levels}
+            if mixes and not mixes_dp_and_sdp:
+                continue
+            strategies.append(LayerStrategy(pp, levels))
+            if checkpoints:
+                strategies.append(LayerStrategy(pp, levels, checkpoints=True))
+    return strategies
+
+
+def _trees(
+    num_devices: int, paradigms: Collection[Paradigm]
+) -> Iterator[tuple[tuple[Paradigm, int], ...]]:
+    """Ordered levels of distinct paradigms whose degrees multiply to `num_devices`."""
+    for height in range(len(paradigms) + 1):
+        for order in permutations(sorted(paradigms), height):
+            for degrees in _factors(num_devices, height):
+                yield tuple(zip(order, degrees, strict=True))
+
+
+def _factors(product: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Ordered `count` powers of two of at least 2 with this product."""
+    if count == 0:
+        if product == 1:
+            yield ()
+        return
+    for first in _powers_of_two(product)[1:]:
+        for rest in _factors(product // first, count - 1):
+            yield (first, *rest)
+
+
+def _powers_of_two(largest: int) -> list[int]:
+    return [1 << k for k in range(largest.bit_length())]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """Milliseconds and MB of one layer on one rank for one micro-batch."""
+
+    compute_ms: float
+    """Forward and backward without synchronising gradients: C_no_grad_sync of Eq. 9."""
+    slowdown_ms: float
+    """What the last micro-batch takes longer, because gradients are synchronised beside it."""
+    tail_ms: float
+    """What is left of that synchronisation when the backward pass is over."""
+    forward_mb: float
+    """O_f: kept from forward to backward."""
+    backward_mb: float
+    """O_b: needed only while this layer runs backward."""
+    states_mb: float
+    """O_ms: weights, gradients, optimizer states."""
+
+
+class CostEstimator:
+    """Costs from measured (or predicted) layer profiles and interconnect speeds."""
+
+    def __init__(self, given: SearchInput):
+        self._given = given
+
+    def layer_cost(self, layer: LayerProfile, strategy: LayerStrategy, samples: float) -> LayerCost:
+        """Raises HydraConfigError where the profile lacks the TP degree or the cluster the
+        group.
+        """
+        tp, dp, sdp = strategy.tp, strategy.dp, strategy.sdp
+        for key, sizes in (
+            ("activation_mb", layer.activation_mb),
+            ("boundary_mb", layer.boundary_mb),
+        ):
+            if tp not in sizes:
+                raise HydraConfigError(
+                    f"layer {layer.name!r} has no {key} for TP {tp}, it has TP {sorted(sizes)}; profile "
+                    f"it, or search fewer devices"
+                )
+        mine = samples / dp
+        forward = layer.forward_ms * mine / tp
+        backward = forward * self._given.backward_over_forward
+        all_reduces = 6 if strategy.checkpoints else 4
+        exchanged = all_reduces * self._all_reduce_ms(
+            strategy, layer.message_mb * mine, tp, is_tp=True
+        )
+        if strategy.checkpoints:
+            backward += forward
+        gradients = self._all_reduce_ms(strategy, layer.weight_mb / tp, dp, is_tp=False)
+        # All-gather or reduce-scatter: half an all-reduce
+        gathered = gradients / 2 if sdp > 1 else 0.0
+        reduced = gradients - gathered
+        hides = 0.5 if dp > 1 and tp > 1 and tp >= dp else 1.0
+        every = 1.0 if self._given.gathers_each_micro_batch else 0.0
+        quiet = every * gathered + sum(self._overlapped(backward, every * gathered, hides))
+        synced, tail = self._overlapped(backward, gathered + reduced, hides)
+        added = gathered + synced + tail - quiet
+        slowdown = max(0.0, gathered + synced - quiet)
+        whole, kept = layer.activation_mb[tp] * mine, layer.boundary_mb[tp] * mine
+        gathers_mb = layer.weight_mb / tp * (1 - 1 / sdp)
+        return LayerCost(
+            compute_ms=forward + quiet + exchanged,
+            slowdown_ms=slowdown,
+            tail_ms=added - slowdown,
+            forward_mb=kept if strategy.checkpoints else whole,
+            backward_mb=(whole - kept if strategy.checkpoints else 0.0) + gathers_mb,
+            states_mb=layer.states_mb / tp / sdp,
+        )
+
+    def transformation_ms(
+        self, layer: LayerProfile, before: LayerStrategy, after: LayerStrategy, samples: float
+    ) -> float:
+        """Slice-Gather (§VI): a rank gathers the samples it lacks, in one direction of the two
+        passes.
+
+        Where TP grows that is forward, where it shrinks backward; slicing is free. Other groups of
+        the same size: all samples but the share that stays.
+        """
+        if before.layout == after.layout:
+            return 0.0
+        wide = after if after.tp >= before.tp else before
+        mine_mb = layer.message_mb * samples / wide.dp
+        common = min(before.tp, after.tp) / wide.tp if before.tp != after.tp else 1 / wide.tp
+        missing_mb = mine_mb * (1 - common)
+        return missing_mb * self._ms_per_mb(wide, wide.tp, is_tp=True)
+
+    def hop_ms(self, layer: LayerProfile, pp: int, samples: float) -> float:
+        """Activations to the next stage and gradients back, for one micro-batch of `samples` on a
+        rank.
+        """
+        if pp == 1:
+            return 0.0
+        if pp not in self._given.point_to_point_ms_per_mb:
+            raise HydraConfigError(f"there is no point_to_point_ms_per_mb for PP {pp}; measure it")
+        return 2 * layer.message_mb * samples * self._given.point_to_point_ms_per_mb[pp]
+
+    def _overlapped(
+        self, compute: float, communication: float, share: float
+    ) -> tuple[float, float]:
+        """Until the computation ends, and what of the communication is left then.
+
+        Both begin together; while both run each takes `overlap_slowdown` times as long (§V).
+        """
+        together = min(compute * share, communication)
+        return compute + together * (self._given.overlap_slowdown - 1), communication - together
+
+    def _all_reduce_ms(
+        self, strategy: LayerStrategy, message_mb: float, size: int, *, is_tp: bool
+    ) -> float:
+        if size == 1:
+            return 0.0
+        return 2 * (size - 1) / size * message_mb * self._ms_per_mb(strategy, size, is_tp=is_tp)
+
+    def _ms_per_mb(self, strategy: LayerStrategy, size: int, *, is_tp: bool) -> float:
+        consecutive = strategy.is_tp_consecutive if is_tp else strategy.is_dp_consecutive
+        groups = self._given.all_reduce_ms_per_mb.get(strategy.pp, {})
+        if size == 1:
+            return 0.0
+        if (size, consecutive) not in groups and size * strategy.pp == self._given.num_devices:
+            consecutive = True  # the whole stage: there is only one such group
+        if (size, consecutive) not in groups:
+            raise HydraConfigError(
+                f"there is no all_reduce_ms_per_mb for PP {strategy.pp} and groups of {size}"
+                f"{'' if consecutive else ' strided'} devices; measure it"
+            )
+        return groups[size, consecutive]

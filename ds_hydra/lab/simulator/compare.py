@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from ds_hydra.configs.hydra_config import Space
-from ds_hydra.lab.simulator.baselines import dynamic
 from ds_hydra.lab.simulator.cases import Workload, check_workload
 from ds_hydra.lab.simulator.results import Comparison, Planned
 from ds_hydra.lab.simulator.scenario import Scenario, SystemResult, bound_of
@@ -24,6 +23,7 @@ from ds_hydra.lab.simulator.systems import (
     STATIC,
     SYSTEMS,
     Settings,
+    dynamic,
 )
 from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.sample_bench import (

@@ -22,7 +22,7 @@ from ds_hydra.lab.simulator.scenario import (
     recomputing,
     summarize,
 )
-from ds_hydra.lab.simulator.sharded import (
+from ds_hydra.lab.simulator.ulysses import (
     RECOMPUTE,
     rank_tokens,
     sharded_groups,

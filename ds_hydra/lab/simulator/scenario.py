@@ -29,7 +29,7 @@ from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.cost_models.costs import World
-from ds_hydra.strategy.profiles.learned_latency import NO_CORRECTIONS, Corrections
+from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS, Corrections
 from ds_hydra.strategy.profiles.profile import NO_LINKS, LatencyModel, LinkTimes
 from ds_hydra.strategy.proposal.program import homogeneous_strategies, usable_schemes
 from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme, Strategy
