@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 import datasets
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,6 +65,18 @@ def train(engine):
     return engine.train_batch(batch=random_examples([7, 9], VOCAB_SIZE), strategy="2x<1,1>")
 
 
+def with_rate_of_rank():
+    model = two_layers()
+    rate = 1e-3 if dist.get_rank() == 1 else 1e-4
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    return ds_hydra.initialize(model=model, optimizer=optimizer, config=ds_config(hydra={}))
+
+
+def with_alpha_of_rank():
+    alpha = 8 if dist.get_rank() == 1 else 16
+    return initialize(peft.get_peft_model(two_layers(), peft.LoraConfig(lora_alpha=alpha)))
+
+
 def use_an_optimizer_again():
     model = two_layers()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -106,6 +119,26 @@ MISTAKES = {
         ),
         HydraConfigError,
         ("--deepspeed_config other.json", "config="),
+    ),
+    "learning rate of one rank": (
+        with_rate_of_rank,
+        PlanMismatchError,
+        ("optimizer.param_groups[0].lr is 0.001, and 0.0001 on rank 0",),
+    ),
+    "LoRA's alpha of one rank": (
+        with_alpha_of_rank,
+        PlanMismatchError,
+        ("peft_config.default.lora_alpha is 8, and 16 on rank 0",),
+    ),
+    "clipping of one rank": (
+        lambda: initialize(gradient_clipping=1.0 + dist.get_rank()),
+        PlanMismatchError,
+        ("deepspeed.gradient_clipping is 2.0, and 1.0 on rank 0",),
+    ),
+    "epsilon of the norms of one rank": (
+        lambda: initialize(tiny("llama", rms_norm_eps=1e-6 * (1 + dist.get_rank()))),
+        PlanMismatchError,
+        ("model.config.rms_norm_eps is 2e-06, and 1e-06 on rank 0",),
     ),
     "ZeRO stage 2": (
         lambda: initialize(zero_optimization={"stage": 2}),

@@ -56,7 +56,7 @@ from ds_hydra.engine.ranks.process import (
     let_collectives_end_at_exit,
 )
 from ds_hydra.engine.ranks.watchdog import join_watchdog, leave_watchdog, watch
-from ds_hydra.engine.runtime import HydraRuntime
+from ds_hydra.engine.runtime import HydraRuntime, check_same_settings
 from ds_hydra.engine.telemetry.trace import MemoryWatch
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
 from ds_hydra.progress import say_once, show_notes
@@ -206,6 +206,7 @@ class HydraEngine(CheckpointingEngine):
         super().__init__(args, model, *engine_args, **engine_kwargs)
         run_together(functools.partial(self._check_partitions, stage_model), self.device)
         run_together(functools.partial(self._complete_optimizer, stage_model), self.device)
+        check_same_settings(self)
         if rate := config.moe.bias_update_rate:
             find = functools.partial(BiasCorrection, self.module, rate, self.global_rank)
             self._bias_correction = run_together(find, self.device)

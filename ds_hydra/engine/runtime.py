@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
@@ -67,6 +68,39 @@ def _comparable(config: HydraConfig) -> dict[str, Any]:
     del values["planner.num_workers"]
     values |= {key: "(a path)" for key in _PATHS if isinstance(values[key], str)}
     return {f"hydra.{key}": value for key, value in values.items()}
+
+
+def check_same_settings(engine: DeepSpeedEngine) -> None:
+    """Raise PlanMismatchError, on all ranks, where one has other numbers than rank 0 in the model's
+    configuration, in an adapter's, in DeepSpeed's, in the optimizer's groups or in the schedule:
+    each would train its shards in its own way. Collective over all ranks.
+    """
+    scheduler = engine.lr_scheduler
+    values = {
+        "model.config": engine.module.config.to_dict(),
+        "peft_config": {
+            k: v.to_dict() for k, v in getattr(engine.module, "peft_config", {}).items()
+        },
+        "deepspeed": engine._config._param_dict,
+        "optimizer.param_groups": [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in getattr(engine.optimizer, "param_groups", ())
+        ],
+        "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else {},
+    }
+    check_alike(dict(_numbers(values, "")), engine.device)
+
+
+def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
+    """The numbers inside of `value`; texts may be places of files."""
+    if isinstance(value, Mapping):
+        for key, inside in value.items():
+            yield from _numbers(inside, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for index, inside in enumerate(value):
+            yield from _numbers(inside, f"{name}[{index}]")
+    elif isinstance(value, int | float):
+        yield name, value
 
 
 def warn_of_other_kernels(names: Sequence[str], device: torch.device) -> None:
