@@ -40,9 +40,8 @@ def estimate_from_config(
 ) -> tuple[Profile, tuple[str, ...]]:
     """Profile of `model` (a shipped preset, the path of a config.json, or any name of a `config`
     that is known) on the named hardware, and what it assumes, one sentence each. With experts it
-    has schemes with ep, too, on whose
-    busiest rank experts get `expert_skew` times the mean of tokens. With `float8` linear layers
-    multiply in 8 bits.
+    has schemes with ep, too, on whose busiest rank experts get `expert_skew` times the mean of
+    tokens. With `float8` linear layers multiply in 8 bits.
 
     Raises HydraConfigError naming what of the model cannot be described.
     """
