@@ -59,6 +59,35 @@ def test_the_planner_counts_what_the_simulation_shows(rows, num_stages, pull_ms,
     )
 
 
+@pytest.mark.parametrize(
+    ("computed_ms", "expected_ms"),
+    [
+        (10.0, 30 + 30 + 60 / 8),  # both passes wait for what travels
+        (54.0, 30 + 24 / 8 + 36 + 30 / 8),  # the forward waits, the backward computes for 36 ms
+        (90.0, 90 + 60 / 8),  # nothing waits but for the first layer and the last one
+    ],
+)
+def test_a_forward_waits_once_for_gathered_layers(computed_ms, expected_ms):
+    """Half of 60 ms of traffic is the forward's, as where weights stay on the node."""
+    (strategy,) = parse_strategies(["8x<1,1;gather>"])
+    profile = make_profile({"<1,1;gather>": (0.0, computed_ms / 100, 0.0)}, max_len=100)
+    (scheme,) = profile.latency
+    waiting = dataclasses.replace(profile.latency[scheme], traffic_ms=60.0)
+    profile = dataclasses.replace(
+        profile,
+        latency={scheme: waiting},
+        memory=dataclasses.replace(profile.memory, num_layers=8),
+    )
+    table = {strategy: LinkTimes(pull_ms=30.0, push_ms=30.0)}
+    planner = with_links(table, overlaps_links=True)
+    planner = dataclasses.replace(planner, max_len_override={scheme: 100})
+    batch = MiniBatch(make_batch([100] * 8), profile, 8, planner)
+    plan, time_ms = plan_with_time(batch, [strategy])
+    simulation = simulate_plan(plan, profile, links_of=table.get, overlap=True)
+    assert time_ms == pytest.approx(simulation.push_end_ms)
+    assert time_ms == pytest.approx(expected_ms)
+
+
 LAYERED = dataclasses.replace(PROFILE, memory=dataclasses.replace(PROFILE.memory, num_layers=8))
 
 

@@ -24,7 +24,14 @@ import numpy as np
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.timeline import Event, EventKind, Timeline, Track
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
-from ds_hydra.sampler.schedule import FloatArray, ends_ms, one_f_one_b_ms, run_passes, steps_ms
+from ds_hydra.sampler.schedule import (
+    FloatArray,
+    ends_ms,
+    forward_beside_pull_ms,
+    one_f_one_b_ms,
+    run_passes,
+    steps_ms,
+)
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import NO_LINKS, LinkTimes, Profile
 from ds_hydra.strategy.schemes.placement import ends_of_phases
@@ -347,7 +354,7 @@ def simulate_plan(
     links = [of.at_ends(*own) for of, own in zip(links, ends)]
     found = [
         simulate_iteration(
-            plan_work(phase, profile, cluster, forward_fraction, scatter),
+            plan_work(phase, profile, cluster, forward_fraction, scatter, of.pull_ms),
             num_devices=plan.num_devices,
             links=of,
             overlap=overlap,
@@ -371,9 +378,11 @@ def plan_work(
     cluster: Cluster | None,
     forward_fraction: float = FORWARD_FRACTION,
     scatter: Scatter | None = None,
+    pull_ms: float = 0.0,
 ) -> list[PipelineWork]:
     """The work of every pipeline of a `plan` of one phase: all stages of a pipeline take T of the
     micro-batch, where ranks share cores as much of it as they do on average (`schedule.ends_ms`).
+    Where layers are gathered, the first forward may wait for them (`forward_beside_pull_ms`).
     """
     works = []
     lengths = [
@@ -402,12 +411,21 @@ def plan_work(
         is_linked = cluster is not None and scheme.pp > 1
         hop_ms = [cluster.hop_ms(scheme, n) if cluster and is_linked else 0.0 for n in tokens]
         tp_ms = [cluster.tp_ms(scheme, n) if cluster else 0.0 for n in tokens]
+        forward_ms = micro_batch_ms * forward_fraction
+        backward_ms = micro_batch_ms * (1 - forward_fraction)
+        if scheme.gather and micro_batches:
+            computed_ms = profile.get_latency(scheme).computed_ms(micro_batches[0])
+            if computed_ms < micro_batch_ms[0]:
+                forward_ms[0] = forward_beside_pull_ms(
+                    micro_batch_ms[0], computed_ms, forward_fraction, pull_ms
+                )
+                backward_ms[0] = micro_batch_ms[0] - forward_ms[0]
         works.append(
             PipelineWork(
                 scheme=scheme,
                 ranks=pipeline.ranks,
-                forward_ms=of_stages(micro_batch_ms * forward_fraction, scheme),
-                backward_ms=of_stages(micro_batch_ms * (1 - forward_fraction), scheme),
+                forward_ms=of_stages(forward_ms, scheme),
+                backward_ms=of_stages(backward_ms, scheme),
                 hop_ms=np.array(hop_ms, dtype=np.float64),
                 tp_ms=np.array(tp_ms, dtype=np.float64),
             )

@@ -369,10 +369,11 @@ def order_micro_batches(
     """
     for pipeline in range(problem.kind_of.size):
         members = np.flatnonzero(assignment == pipeline)
-        if members.size > 0 and problem.num_stages[problem.kind_of[pipeline]] == 1:
-            by_time = np.argsort(
-                -_micro_batch_times_ms(problem, members, pipeline, micro_batches), kind="mergesort"
-            )
+        kind = problem.kind_of[pipeline]
+        if members.size > 0 and problem.num_stages[kind] == 1:
+            times = _computed_ms(problem, members, pipeline, micro_batches)
+            times = np.maximum(times, problem.traffic_ms[kind])
+            by_time = np.argsort(-times, kind="mergesort")
             # Longest -> last place (-1), second longest -> place 0, the others between them.
             first = 0 if is_lockstep else -1
             place = np.empty(by_time.size, dtype=np.int64)
@@ -402,12 +403,14 @@ def iteration_ms(
     for pipeline in range(pipeline_ms.size):
         members = np.flatnonzero(assignment == pipeline)
         if members.size > 0:
-            times = _micro_batch_times_ms(problem, members, pipeline, micro_batches)
+            times = _computed_ms(problem, members, pipeline, micro_batches)
+            first_ms = times[0]
+            times = np.maximum(times, problem.traffic_ms[problem.kind_of[pipeline]])
             num_stages = problem.num_stages[problem.kind_of[pipeline]]
             buckets = 0 if num_buckets == 0 else max(1, num_buckets // num_stages)
             alone = one_f_one_b_ms(times, num_stages, problem.forward_fraction)
             linked = linked_ms(
-                times, num_stages, problem.forward_fraction, pull_ms, push_ms, buckets
+                times, num_stages, problem.forward_fraction, pull_ms, push_ms, buckets, first_ms
             )
             # The difference of two recurrences: `pipeline_ms` may be by the closed form.
             slowest = max(slowest, pipeline_ms[pipeline] + linked - alone)
@@ -415,15 +418,16 @@ def iteration_ms(
 
 
 @compiled
-def _micro_batch_times_ms(
+def _computed_ms(
     problem: DispatchProblem, members: IntArray, pipeline: int, micro_batches: IntArray
 ) -> FloatArray:
-    """T of every micro-batch of `pipeline`, which holds the sequences `members`, one at least."""
+    """What every micro-batch of `pipeline` computes, which holds the sequences `members`, one at
+    least.
+    """
     kind = problem.kind_of[pipeline]
     times = np.full(micro_batches[members].max() + 1, problem.constant_ms[kind])
     for i in members:
         times[micro_batches[i]] += problem.sequence_ms[kind, i]
-    times[:] = np.maximum(times, problem.traffic_ms[kind])
     return times
 
 

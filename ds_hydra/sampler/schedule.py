@@ -115,12 +115,25 @@ def run_passes(
 
 
 @compiled
+def forward_beside_pull_ms(
+    total_ms: float, computed_ms: float, forward_fraction: float, pull_ms: float
+) -> float:
+    """How much of a first micro-batch's `total_ms` is its forward, where `computed_ms` of it is
+    computation and the rest waits for what its gathered layers move: as long as their pull, if that
+    leaves backward its computation. Where nothing waits it is a fixed fraction.
+    """
+    left_ms = total_ms - (1.0 - forward_fraction) * computed_ms
+    return max(forward_fraction * computed_ms, min(pull_ms, left_ms))
+
+
+@compiled
 def _equal_stages(
     micro_batch_ms: FloatArray,
     num_stages: int,
     forward_fraction: float,
     pull_ms: float,
     num_buckets: int,
+    first_computed_ms: float,
 ) -> FloatArray:
     """Starts and ends of forwards, starts and ends of backwards, [4, stage, micro-batch], where all
     stages have the same T.
@@ -129,6 +142,11 @@ def _equal_stages(
     forward_ms, backward_ms, times = np.empty(shape), np.empty(shape), np.empty((4, *shape))
     forward_ms[:] = forward_fraction * micro_batch_ms
     backward_ms[:] = (1.0 - forward_fraction) * micro_batch_ms
+    if first_computed_ms < micro_batch_ms[0]:
+        forward_ms[:, 0] = forward_beside_pull_ms(
+            micro_batch_ms[0], first_computed_ms, forward_fraction, pull_ms
+        )
+        backward_ms[:, 0] = micro_batch_ms[0] - forward_ms[:, 0]
     run_passes(
         forward_ms,
         backward_ms,
@@ -152,6 +170,7 @@ def linked_ms(
     pull_ms: float,
     push_ms: float,
     num_buckets: int,
+    first_computed_ms: float = np.inf,
 ) -> float:
     """Time from the start of the pull to the end of the push, both beside 1F1B, micro-batches in
     the given order.
@@ -160,17 +179,24 @@ def linked_ms(
     gradients away in its last backward as they are complete (Hydraulis, Fig. 8): it begins at pull
     / K, its first forward f ends at pull + f / K or later, the push at (begin of the last backward
     b) + b / K + push or (its end) + push / K, whichever is later. `num_buckets` 0: one after the
-    other, without overlap. 0.0 without micro-batches. Example: one micro-batch of 3 ms, one stage,
-    10 layers, pull 2 ms, push 4 ms: the forward ends at 2.1 ms instead of 1 ms, the push at 6.3 ms.
+    other, without overlap. 0.0 without micro-batches. `first_computed_ms`: what the first one
+    computes, where the rest of it waits for gathered layers. Example: one micro-batch of 3 ms, one
+    stage, 10 layers, pull 2 ms, push 4 ms: the forward ends at 2.1 ms instead of 1 ms, the push at
+    6.3 ms.
     `records/events.py` says when each of it happens.
     """
     if micro_batch_ms.size == 0:
         return 0.0
     if num_buckets == 0:
         return pull_ms + one_f_one_b_ms(micro_batch_ms, num_stages, forward_fraction) + push_ms
-    times = _equal_stages(micro_batch_ms, num_stages, forward_fraction, pull_ms, num_buckets)
+    times = _equal_stages(
+        micro_batch_ms, num_stages, forward_fraction, pull_ms, num_buckets, first_computed_ms
+    )
     start, end = times[2, :, -1], times[3, :, -1]
-    first_gradient = start + (1.0 - forward_fraction) * micro_batch_ms[-1] / num_buckets
+    last_ms = (1.0 - forward_fraction) * micro_batch_ms[-1]
+    if micro_batch_ms.size == 1 and first_computed_ms < micro_batch_ms[0]:
+        last_ms = end[0] - start[0]
+    first_gradient = start + last_ms / num_buckets
     return float(np.maximum(first_gradient + push_ms, end + push_ms / num_buckets).max())
 
 
@@ -328,7 +354,7 @@ def _critical_path(
     where there is one.
     """
     num_micro_batches = micro_batch_ms.size
-    times = _equal_stages(micro_batch_ms, num_stages, forward_fraction, 0.0, 0)
+    times = _equal_stages(micro_batch_ms, num_stages, forward_fraction, 0.0, 0, np.inf)
     # No list of predecessors is kept: which one it was follows from the start itself.
     path[:] = 0.0
     stage, micro_batch, is_backward = 0, num_micro_batches - 1, True
