@@ -189,6 +189,21 @@ def layers_in_two_lists():
     return check_gradients(model, ("1x<cp2,1>",), families.HYDRA, lengths=lengths)
 
 
+def on_six_ranks():
+    strategies = (
+        "1x<cp3,sp2,1;gather>",
+        "1x<sp2,cp3,1;gather>",
+        "1x<cp6,1;gather>",
+        "1x<cp4,1;gather> + 1x<cp2,1;gather>",
+    )
+    return check_gradients("llama", strategies, families.HYDRA, lengths=families.LENGTHS)
+
+
+@pytest.mark.distributed
+def test_groups_of_all_ranks_where_these_are_no_power_of_two():
+    assert_parity(run_distributed(on_six_ranks, 6)[0])
+
+
 @pytest.mark.distributed
 def test_layers_of_several_lists_gather_their_keys_again():
     """HRM-text runs some layers without gradient, and ends with one of its other list."""

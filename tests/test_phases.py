@@ -384,11 +384,34 @@ def test_groups_of_any_size_are_those_that_the_candidates_have(num_devices):
         assert all(ranks[0] // 8 == ranks[-1] // 8 for ranks in strategy.place())
 
 
+@pytest.mark.parametrize(
+    ("num_devices", "sizes"),
+    [
+        (6, [1, 2, 4, 6]),
+        (12, [1, 2, 4, 8, 12]),
+        (24, [1, 2, 4, 5, 7, 8, 16, 24]),
+        (40, [1, 2, 3, 4, 6, 7, 8, 16, 32, 40]),
+    ],
+)
+def test_ranks_that_are_no_power_of_two_have_groups_of_all_and_of_powers_of_two(num_devices, sizes):
+    wide = [Scheme(1, 1, cp=n, gather=True) for n in (16, 32, num_devices) if 8 < n <= num_devices]
+    menu = uneven_menu(num_devices, [s for s in UNEVEN + wide if s.cp <= num_devices])
+    assert [s.cp for s in menu.schemes] == sizes
+    known = groups_of_all(menu.alike(num_devices))
+    groups = menu.groups_of_step(num_devices)._cuts
+    assert [int(n == num_devices) for n in sizes] in groups.first.tolist()
+    for counts in groups.first[:: len(groups.first) // 200 + 1]:
+        assert counts @ sizes == num_devices
+        strategy = Strategy(tuple(s for s, n in zip(menu.schemes, counts) for _ in range(n)))
+        assert groups_of(strategy) <= known
+        assert sorted(rank for ranks in strategy.place() for rank in ranks) == [*range(num_devices)]
+
+
 def test_where_groups_of_uneven_sizes_have_no_place():
     assert [s.cp for s in uneven_menu(4).schemes] == [1, 2, 3, 4]
     assert [s.cp for s in uneven_menu(8, UNEVEN[1:]).schemes] == [2, 4, 8], "nothing for the rest"
     without = [s for s in UNEVEN if s.cp not in (3, 6)]
-    assert [s.cp for s in uneven_menu(12, without).schemes] == [1, 2, 4], "12 = 8 + 4"
+    assert [s.cp for s in uneven_menu(12, without).schemes] == [1, 2, 4, 8], "12 = 8 + 4"
     assert aligned_cuts(5, (1, 2, 4), 1) == cuts(5, (1, 2, 4)), "powers of two on any ranks"
 
 

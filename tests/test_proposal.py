@@ -32,6 +32,7 @@ from ds_hydra.strategy.proposal.program import (
     round_strategy,
     usable_schemes,
 )
+from ds_hydra.strategy.proposal.space import unpruned_schemes
 
 PAPER = ProposalSettings(device_step=0.5, length_step=10, charge="per_sequence")
 
@@ -236,3 +237,23 @@ def test_bubble_and_constant_are_charged_per_micro_batch():
     object.__setattr__(profile, "saturation_tokens", {1: 50})
     charged = charge_ms(World.of(profile, None, 2, 100), Scheme(1, 2), np.array([100]), settings_)
     assert charged[0] == pytest.approx(3 * 60)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "expected"),
+    [
+        (6, {"<cp6,1;gather>", "<sp2,cp3,1;gather>", "<cp4,1;gather>"}),
+        (24, {"<cp24,1;gather>", "<sp8,cp3,1;gather>", "<sp16,1;gather>"}),
+        (32, {"<cp32,1;gather>", "<sp32,1;gather>"}),
+    ],
+)
+def test_layers_are_gathered_by_all_devices_also_where_these_are_no_power_of_two(
+    num_devices, expected
+):
+    profile, _ = estimate_from_config("llama3_1_8b", "h100", num_devices, 32768)
+    world = World.of(profile, find_cluster(profile, num_devices), num_devices, 32768)
+    found = {str(scheme) for scheme in unpruned_schemes(world, 1e6)}
+    without = {re.sub(r";ckpt=\d+", "", text) for text in found}
+    assert expected <= without
+    sizes = {int(n) for n in re.findall(r"<cp(\d+),1;gather>", " ".join(without))}
+    assert sizes - {num_devices} == {2**n for n in range(1, 6) if 2**n < num_devices}

@@ -15,7 +15,8 @@ Such schemes are a menu of groups: the planner takes the schemes of strategies t
 homogeneous ones that leave the same slices, one for each number of ranks, and cuts the ranks into
 them as it likes ([Note: Mixed groups]). Sizes divide each other, so groups lie as they do under the
 strategies of one scheme on all ranks, whose communicators the candidates need. Gathered ones may
-have 3, 5, 6 or 7 ranks, too, each at the beginning of a block of 4 or 8. Steps of gathered
+have any power of two of ranks, too (24 ranks are 16 + 8), or all ranks, or 3, 5, 6 or 7, each at
+the beginning of a block of 4 or 8. Steps of gathered
 layers are phases as they are; where slices stay, those of one strategy are one phase, packed and
 refined like any plan, and all phases together are pulled for and pushed once.
 
@@ -364,25 +365,40 @@ def find_menus(
     return list(found.values())
 
 
+def _is_power(size: int) -> bool:
+    return size & (size - 1) == 0
+
+
 def _has_place(scheme: Scheme, num_devices: int) -> bool:
-    """Whether all ranks are a multiple of its own, or of the next power of two."""
+    """Whether all ranks are a multiple of its own or, of a gathered one, its ranks are a power of
+    two, or all are a multiple of the next one.
+    """
     size = scheme.num_devices
-    return num_devices % size == 0 or (scheme.gather and fits_unevenly(size, num_devices))
+    if num_devices % size == 0:
+        return True
+    return scheme.gather and (
+        fits_unevenly(size, num_devices) or (size < num_devices and _is_power(size))
+    )
 
 
 def _on_all_ranks(scheme: Scheme, single: Scheme, num_devices: int) -> Strategy:
     """As many of `scheme` as have a place, and of `single` on the ranks between."""
     size = scheme.num_devices
-    number = num_devices // (1 << size.bit_length() if num_devices % size else size)
+    number = num_devices // (1 << (size - 1).bit_length() if num_devices % size else size)
     rest = (num_devices - number * size) // single.num_devices
     return Strategy((scheme,) * number + (single,) * rest)
 
 
 def _sizes_with_cuts(sizes: Sequence[int], num_devices: int) -> list[int]:
-    """Those of `sizes` that divide each other, and uneven ones where all are powers of two."""
+    """Those of `sizes` that divide each other and all ranks, and where one rank may be alone all
+    powers of two, and uneven ones where all are powers of two or fill their blocks.
+    """
+    has_single = 1 in sizes
     even = [n for n in sizes if num_devices % n == 0]
     even = [n for n in even if all(not (m % n and n % m) for m in even)]
-    are_powers = 1 in even and all(n & (n - 1) == 0 for n in even)
+    if has_single and all(_is_power(n) or n == num_devices for n in even):
+        even = [n for n in sizes if n in even or _is_power(n)]
+    are_powers = has_single and all(_is_power(n) or n % 8 == 0 for n in even)
     uneven = [n for n in UNEVEN_SIZES if n in sizes and num_devices % n and are_powers]
     return sorted({*even, *uneven})
 

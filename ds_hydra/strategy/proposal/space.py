@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import gcd
 
 import numpy as np
 
@@ -141,20 +142,25 @@ def _with_moving_weights(
     kinds: Sequence[dict[str, bool]],
     tokens_per_iteration: float | None,
 ) -> Iterator[Scheme]:
-    """Of each <SP,TP,1> of `known`, and of <spN,1> and <cpN,1> for each N, a power of two, that
-    divides the heads or that the devices allow; of several nodes of N ranks each <cpN,spM,1>, too.
+    """Of each <SP,TP,1> of `known`, and of <spN,1> and <cpN,1> for each N, a power of two or all
+    devices, that divides the heads or that the devices allow; of several nodes of N ranks each
+    <cpN,spM,1>, too, and of devices that are no power of two <spM,cpN,1> on all of them.
     """
     costs, number = world.costs, world.num_devices
     heads = world.profile.memory.num_heads or number
     powers = [1 << exponent for exponent in range(number.bit_length())]
-    wide = [Scheme(1, 1, sp=n) for n in powers if heads % n == 0]
-    wide += [Scheme(1, 1, cp=n) for n in powers[1:]]
+    sizes = [*dict.fromkeys((*powers, number))]
+    wide = [Scheme(1, 1, sp=n) for n in sizes if heads % n == 0]
+    wide += [Scheme(1, 1, cp=n) for n in sizes[1:]]
     node = world.cluster.hardware.devices_per_node if world.cluster is not None else 1
     wide += [
         Scheme(1, 1, sp=n // node, cp=node, context_first=True)
-        for n in powers
+        for n in sizes
         if n > node > 1 and n % node == 0 and heads % (n // node) == 0
     ]
+    if number not in powers:
+        sp = max(n for n in powers if gcd(heads, number) % n == 0)
+        wide += [Scheme(1, 1, sp=sp, cp=number // sp)] * (sp > 1)
     whole = [s for s in known if s.pp == s.ep == 1 and s == s.without_options()]
     for plain in dict.fromkeys([*whole, *wide] if costs.single_rank is not None else whole):
         for kind in kinds:
