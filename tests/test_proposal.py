@@ -252,7 +252,7 @@ def test_layers_are_gathered_by_all_devices_also_where_these_are_no_power_of_two
 ):
     profile, _ = estimate_from_config("llama3_1_8b", "h100", num_devices, 32768)
     world = World.of(profile, find_cluster(profile, num_devices), num_devices, 32768)
-    found = {str(scheme) for scheme in unpruned_schemes(world, 1e6)}
+    found = {str(scheme) for scheme in unpruned_schemes(world, 0.0)}
     without = {re.sub(r";ckpt=\d+", "", text) for text in found}
     assert expected <= without
     sizes = {int(n) for n in re.findall(r"<cp(\d+),1;gather>", " ".join(without))}
