@@ -129,6 +129,16 @@ def test_what_was_seen_long_ago_is_uncertain_and_not_forgotten():
     assert after.spread < never.spread
 
 
+def test_of_one_strategy_that_runs_for_long_the_parts_do_not_wander_apart():
+    """A machine that gets three times slower bit by bit, and is as fast as before again at once."""
+    learned = train(LearnedTimes(), [PAIRS, ALL], 40, schemes={FOUR: 1.5})
+    for level in np.tile(np.geomspace(1.0, 3.0, 300), 10):
+        train(learned, [PAIRS], 1, machine=level)
+    assert learned.factors()["machine"] == pytest.approx(3.0, rel=0.25)
+    assert factor(learned, PAIRS, TWO) == pytest.approx(3.0, rel=0.03)
+    assert factor(learned, ALL, FOUR) == pytest.approx(4.5, rel=0.25)
+
+
 def test_the_shift_that_all_candidates_share_is_no_uncertainty_between_them():
     learned = train(LearnedTimes(), [SINGLES, PAIRS], 40, shared=0.5)
     assert learned.correction(PAIRS, SINGLES).spread < learned.correction(PAIRS).spread

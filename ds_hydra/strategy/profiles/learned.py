@@ -8,11 +8,12 @@ far the time of one micro-batch lies from what is known.
 where `machine` is common to all, `beside` is what running beside others costs and `strategy` what
 is left of a strategy as a whole. All are unknown numbers around 0 that may drift, and are estimated
 together by a Kalman filter: what has been seen little stays near 0, what has not been seen for long
-becomes uncertain again but is not forgotten, and what all pipelines of an iteration share (a
-disturbance of the whole machine) is noise of its own and does not hide which of them is slower than
-the others. The machine drifts as fast as its times say: a filter that follows at the right pace has
-surprises that are not alike from one iteration to the next. A run of surprises in one direction
-makes the factors that it concerns uncertain at once: the level has shifted.
+becomes uncertain again but is not forgotten, of factors that always run together the machine takes
+over what the others are off, and what all pipelines of an iteration share (a disturbance of the
+whole machine) is noise of its own and does not hide which of them is slower than the others. The
+machine drifts as fast as its times say: a filter that follows at the right pace has surprises that
+are not alike from one iteration to the next. A run of surprises in one direction makes the factors
+that it concerns uncertain at once: the level has shifted.
 
 Pure: the engine feeds it one observation per pipeline and iteration. What is known then are
 `Corrections`, plain numbers that a plan is made with.
@@ -199,6 +200,10 @@ hardware.
 _FIRST_NOISE, _LEAST_NOISE, _NOISE_RATE = 0.1, 0.02, 0.15
 _OUTLIER = 3.0
 """Standard deviations of a surprise beyond which it counts less."""
+_TO_MACHINE = 0.005
+"""Rate at which the machine takes over what schemes and strategies are off, as far as only the sum
+is measured.
+"""
 _SURPRISE_RATE, _SHIFT = 0.3, 1.5
 """Weight of the last surprise in their mean, in standard deviations, and the mean that is a shift.
 """
@@ -329,6 +334,10 @@ class LearnedTimes:
         gain_FK = np.linalg.solve(total_KK, cross_KF).T
         self.mean_F = self.mean_F + gain_FK @ surprise_K
         cov_FF = self.cov_FF - gain_FK @ cross_KF
+        # Of a sum the parts would wander off for ever, one up and another down.
+        own_F = np.where(design_KF.any(axis=0), self.mean_F, 0.0)
+        own_F[self.names.index(MACHINE)] = 0.0
+        self.mean_F -= _TO_MACHINE * cov_FF @ (own_F / self._prior_F() ** 2)
         # Rounding would make it lopsided, a little more in every iteration.
         self.cov_FF = (cov_FF + cov_FF.T) / 2
         self._learn_noise(design_KF, surprise_K - design_KF @ (gain_FK @ surprise_K))
