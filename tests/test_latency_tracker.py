@@ -94,6 +94,15 @@ def test_drift_is_told_of_what_has_run_lately_alone():
     assert said[0][0] < 20
 
 
+def test_strategies_cut_anew_leave_nothing_in_checkpoints():
+    """Of a long run they are thousands, of which each is asked for once."""
+    tracker = make_tracker(strategies=STRATEGIES[:1])
+    for iteration in range(6):
+        planned = plan(make_batch([30, 20], iteration), [STRATEGIES[iteration % 2]])
+        tracker.observe(planned, [1.0] * len(planned.pipelines), 9.0)
+    assert tracker.state_dict()["outside_ms"] == {"2x<1,1>": 8.0}
+
+
 def test_a_scheme_whose_time_is_constant_is_learned_and_trials_have_their_price():
     flat = make_profile({"<1,1>": (0.0, 1.0, 2.0), "<2,1>": (0.0, 0.0, 5.0)})
     assert flat.latency[Scheme(2, 1)].micro_batch_ms([10, 20]) == 5.0

@@ -357,7 +357,7 @@ class LatencyTracker:
         self._run_ms += iteration_ms
         times = iter(measured_ms)
         slowest_ms = sum(max(islice(times, len(p.pipelines))) for p in plan.in_turn)
-        if not plan.strategy.phases:
+        if plan.strategy in self._strategies:  # those cut anew are ever more
             name, outside_ms = str(plan.strategy), max(0.0, iteration_ms - slowest_ms)
             old = self._outside_ms.get(name, outside_ms)
             self._outside_ms[name] = old + _OUTSIDE_RATE * (outside_ms - old)
