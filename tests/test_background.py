@@ -156,7 +156,8 @@ def test_plans_are_made_in_line_where_no_worker_can_start(monkeypatch, inline_pl
         results = plan_all(planner)
     assert [result.plan for result in results] == inline_plans
     assert {result.source for result in results} == {"inline"}
-    assert "could not be started" in caplog.text
+    assert caplog.text.count("could not be started") < 3 * len(BATCHES)
+    assert caplog.text.count("in line from now on") == 1
 
 
 @pytest.mark.slow
@@ -229,7 +230,7 @@ def test_no_memory_for_any_worker_means_plans_in_line(monkeypatch, inline_plans,
         results = plan_all(planner)
     assert [result.plan for result in results] == inline_plans
     assert {result.source for result in results} == {"inline"}
-    assert caplog.text.count("starting another one") == 3 * len(BATCHES)
+    assert 9 <= caplog.text.count("starting another one") <= 12, "of three iterations, or a fourth"
 
 
 def test_errors_travel_back_and_do_not_end_the_worker(inline_plans):

@@ -80,6 +80,13 @@ def test_plans_stay_as_profiled_unless_asked_and_drift_is_told_once():
     assert not any(warnings), "faster than predicted alarms nobody"
 
 
+def test_a_long_run_that_drifts_is_told_so_ever_less_often():
+    _, warnings = train(make_tracker(refit="log"), range(1000))
+    told = [iteration for iteration, warning in enumerate(warnings) if warning]
+    assert len(told) == 5
+    assert told[-1] > 800
+
+
 def test_drift_is_told_of_what_has_run_lately_alone():
     """Two schemes are off; then one of them runs no more."""
     tracker, said = make_tracker(refit="log"), []

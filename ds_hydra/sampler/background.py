@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
 """Workers that one iteration may lose before it is planned in line (where an exception has a
-traceback).
+traceback), and iterations in a row that may lose as many before all that come are.
 """
 _CLOSE_TIMEOUT_S = 2.0
 _START_S = 60.0
@@ -113,6 +113,8 @@ class BackgroundPlanner:
         self.deadline_s = deadline_s
         self.num_restarts = 0
         self.num_late = 0
+        self._num_lost = 0
+        """Iterations in a row that lost all their workers."""
         self._pending: dict[int, _Job] = {}
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._is_closed = False
@@ -234,9 +236,12 @@ class BackgroundPlanner:
 
     def _ask(self, worker: _Worker, job: _Job) -> dict[str, Any]:
         """The reply of `worker`, started again when it dies; an empty one if it keeps dying."""
+        if self._num_lost >= _MAX_ATTEMPTS:
+            return {}
         for _ in range(_MAX_ATTEMPTS):
             reply = worker.plan(job)
             if reply is not None or self._is_closed:
+                self._num_lost = 0
                 return reply or {}
             self.num_restarts += 1
             logger.warning(
@@ -245,7 +250,12 @@ class BackgroundPlanner:
                 job.batch.iteration,
             )
             if job.batch.iteration not in self._pending:
-                break  # fetched by its deadline
+                return {}  # fetched by its deadline
+        self._num_lost += 1
+        if self._num_lost == _MAX_ATTEMPTS:
+            logger.warning(
+                "planning processes end again and again: plans are made in line from now on"
+            )
         return {}
 
     def close(self) -> None:

@@ -146,7 +146,9 @@ class StragglerFinder:
 
 
 _QUIET_ITERATIONS = 100
-"""Iterations without another warning of drift."""
+"""Iterations without another warning of drift, or as many as there were, so that a log grows with
+the logarithm of a run.
+"""
 _OBSERVATIONS_FOR_DRIFT = 8
 _LONGEST_MS = 3_600_000.0
 """A pipeline that took longer was suspended, or a clock was set."""
@@ -331,7 +333,7 @@ class LatencyTracker:
         is_quiet = plan.iteration < self._quiet_until
         warning = None if is_quiet else self._drift_warning(plan.iteration)
         if warning is not None:
-            self._quiet_until = plan.iteration + _QUIET_ITERATIONS
+            self._quiet_until = plan.iteration + max(_QUIET_ITERATIONS, plan.iteration)
         return warning
 
     def _are_plausible(
