@@ -653,6 +653,31 @@ def test_a_destroyed_engine_gives_back_files_threads_and_memory(tmp_path):
         assert num_alive == 0
 
 
+def what_a_destroyed_engine_holds():
+    """Whether its optimizer lives on beside the model, and whether the model can go."""
+    model = tiny("llama")
+    engine = start_hydra(model)
+    examples = random_examples([9, 5, 7], VOCAB_SIZE, seed=1)
+    engine.train_batch(examples, strategy="1x<1,1>")
+    engine.eval()
+    with torch.no_grad():
+        for _ in range(3):
+            engine(input_ids=examples[0]["input_ids"][None])
+    optimizer, model_ref = weakref.ref(engine.optimizer), weakref.ref(model)
+    engine.destroy()
+    del engine
+    gc.collect()
+    lives_on = optimizer() is not None
+    del model
+    gc.collect()
+    return lives_on, model_ref() is not None
+
+
+@pytest.mark.distributed
+def test_a_destroyed_engine_holds_no_states_and_no_model_whose_forward_has_run():
+    assert run_distributed(what_a_destroyed_engine_holds, 1) == [(False, False)]
+
+
 def train_without_a_scheme(folder):
     """Iterations of an engine whose measured profile leaves out <1,2>, which was proposed."""
     from ds_hydra.engine import candidates

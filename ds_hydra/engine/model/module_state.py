@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import Tensor, nn
 
 from ds_hydra.engine.model.adapters import TokenDropout, find_saved_in_use, refuse_empty_merges
@@ -360,9 +361,9 @@ def _tell_of_empty(model: nn.Module, *_: Any) -> None:
 
 
 def let_go(model: nn.Module) -> None:
-    """Take away the hooks and dictionaries that DeepSpeed leaves on the modules of a destroyed
-    engine, or of one whose start failed: they hold the engine, and gather parameters for it. Its
-    weights stay in shards, so empty ones are still announced.
+    """Take away what DeepSpeed leaves on modules and parameters, and in tables, of a destroyed
+    engine, or of one whose start failed: it holds the engine, fp32 copies and states, and gathers
+    parameters for it. Its weights stay in shards, so empty ones are still announced.
     """
     parameter_offload.FWD_MODULE_STACK[:] = [
         module for module in parameter_offload.FWD_MODULE_STACK if module is not model
@@ -374,6 +375,12 @@ def let_go(model: nn.Module) -> None:
             for key in of_deepspeed:
                 del hooks[key]
         _modules_of_engines.discard(module)
+    for param in model.parameters():
+        vars(param).pop("_z3_optimizer", None)
+    # A table of DeepSpeed's, by engine and module, of what forward passes of its own release
+    for method in vars(PartitionedParameterCoordinator).values():
+        for cell in getattr(method, "__closure__", None) or ():
+            getattr(cell.cell_contents, "cache_clear", lambda: None)()
 
 
 def _is_of_deepspeed(hook: Callable[..., Any]) -> bool:
