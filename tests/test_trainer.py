@@ -692,6 +692,7 @@ def other_uses(folder):
             predicted.predictions.shape,
             predicted.label_ids.tolist(),
         )
+    result["loaders kept"] = len(trainer.accelerator._dataloaders)
     result["buffers"] = {str(buffer.dtype) for buffer in trainer.model.buffers()}
     trainer.accelerator.even_batches = False
     result["uneven"] = error_of(trainer.predict, datasets.Dataset.from_list(rows()[:3]))
@@ -724,6 +725,7 @@ def test_partitioned_models_evaluation_alone_and_metrics_on_logits(tmp_path):
     assert result["metrics hydra"][1] == pytest.approx(result["metrics stock"][1], rel=1e-5)
     assert result["metrics hydra"][2] == result["metrics stock"][2] == (5, 139, VOCAB_SIZE)
     assert result["metrics hydra"][3] == result["metrics stock"][3]
+    assert result["loaders kept"] == 0
     assert result["buffers"] == {"torch.float32"}
     assert result["full eval"] is True
     assert "accelerator_config.even_batches is False" in result["uneven"]

@@ -160,9 +160,11 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
                 "whose passes and results wait for theirs; leave it out, rows that are added are not counted"
             )
         rows = data.TokenRows(self._read(dataset, what, every_row=True))
-        return self.accelerator.prepare(
+        loader = self.accelerator.prepare(
             DataLoader(rows, batch_size=self.args.eval_batch_size, collate_fn=self._pad_examples)
         )
+        del self.accelerator._dataloaders[-1:]  # where each evaluation's, and its rows, would stay
+        return loader
 
     def _pad_examples(self, examples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         pad_token_id = getattr(self.processing_class, "pad_token_id", None) or 0
