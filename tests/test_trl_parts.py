@@ -63,6 +63,13 @@ def test_flattened_rows_are_taken_apart_where_positions_begin():
     ids = torch.arange(8)[None]
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]])  # what a multiple pads has position 0
     assert Sequences.read(ids, None, positions).spans == (Span(0, 0, 3), Span(0, 3, 5))
+    positions = torch.tensor([[5, 6, 7, 0, 1, 9, 10, 11]])  # what goes on from another row counts
+    found = (Span(0, 0, 3), Span(0, 3, 5), Span(0, 5, 8))
+    assert Sequences.read(ids, None, positions).spans == found
+    mask = torch.ones(1, 8, dtype=torch.int64)
+    assert Sequences.read(ids, mask, 3 + ids).spans == (Span(0, 0, 8),)
+    with pytest.raises(HydraConfigError, match="'position_ids' of row 0 of a batch begin anew"):
+        Sequences.read(ids, mask, positions)
 
 
 def test_masks_with_holes_and_what_no_text_has_are_refused():

@@ -54,7 +54,7 @@ class Sequences:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Sequences:
-        """Sequences of `input_ids` [B, L]: where `attention_mask` is 1, or from each position 0 on.
+        """Sequences of `input_ids` [B, L]: where `attention_mask` is 1, or where positions go on.
 
         Those of a single token, in which nothing is predicted, are left out. Raises
         HydraConfigError for a mask with holes.
@@ -68,10 +68,19 @@ class Sequences:
         on_cpu = input_ids.detach().cpu()
         if attention_mask is not None:
             spans = list(_between_padding(attention_mask.detach().cpu()))
-        elif position_ids is not None:
-            spans = list(_from_position_0(position_ids.detach().cpu().expand(on_cpu.shape)))
         else:
             spans = [Span(row, 0, on_cpu.shape[1]) for row in range(len(on_cpu))]
+        if position_ids is not None:
+            parts = list(_by_positions(spans, position_ids.detach().cpu().expand(on_cpu.shape)))
+            if attention_mask is not None and len(parts) != len(spans):
+                row = next(
+                    part.row for part, span in zip(parts, spans, strict=False) if part != span
+                )
+                raise HydraConfigError(
+                    f"'position_ids' of row {row} of a batch begin anew inside of what 'attention_mask' joins; leave "
+                    "attention_mask out where a row has several sequences: mend data_collator"
+                )
+            spans = parts
         spans = [span for span in spans if span.end - span.begin > 1]
         ids = tuple(on_cpu[row, begin:end] for row, begin, end in spans)
         return cls(ids, tuple(spans), tuple(on_cpu.shape), input_ids.device)
@@ -105,11 +114,13 @@ def _between_padding(mask: Tensor) -> Iterator[Span]:
         yield span
 
 
-def _from_position_0(position_ids: Tensor) -> Iterator[Span]:
-    for row, positions in enumerate(position_ids):
-        begins = (positions == 0).nonzero().flatten().tolist()
-        for begin, end in zip(begins, [*begins[1:], len(positions)], strict=True):
-            yield Span(row, begin, end)
+def _by_positions(spans: Iterable[Span], position_ids: Tensor) -> Iterator[Span]:
+    """The sequences of each span: as in transformers one begins where positions do not go on."""
+    for row, begin, end in spans:
+        breaks = (position_ids[row, begin:end].diff() != 1).nonzero().flatten() + begin + 1
+        begins = [begin, *breaks.tolist()]
+        for first, last in zip(begins, [*begins[1:], end], strict=True):
+            yield Span(row, first, last)
 
 
 WEIGHT, ENTROPY_WEIGHT = "weight", "entropy_weight"
