@@ -107,6 +107,7 @@ TRANSFORMS = {
     LogitTransform(cap=2.5): lambda x: torch.tanh(x / 2.5) * 2.5,
     LogitTransform(scale=0.25): lambda x: x * 0.25,
     LogitTransform(scale=2.0, cap=3.0): lambda x: torch.tanh(x * 2 / 3) * 3,
+    LogitTransform(scale=2.0, cap=3.0).over(0.7): lambda x: torch.tanh(x * 2 / 3) * 3 / 0.7,
 }
 
 

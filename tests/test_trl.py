@@ -127,6 +127,11 @@ CASES = {
         },
         "more": policy,
     },
+    "grpo sharpened": {
+        "data": prompts,
+        "arguments": {**POLICY, "temperature": 0.7, "beta": 0.05, "max_steps": 3},
+        "more": policy,
+    },
     "grpo entropy": {
         "data": prompts,
         "arguments": {**POLICY, "loss_type": "dr_grpo", "entropy_coef": 0.01, "max_steps": 3},
@@ -143,6 +148,15 @@ CASES = {
             "max_steps": 3,
         },
         "more": policy,
+    },
+    "dpo synced": {
+        "data": pairs,
+        "arguments": {
+            "sync_ref_model": True,
+            "ref_model_sync_steps": 2,
+            "learning_rate": 1e-2,
+            "max_steps": 5,
+        },
     },
     "dpo mix": {
         "data": pairs,

@@ -138,8 +138,7 @@ def test_weights_need_no_normaliser_and_may_all_be_zero():
             "activation_offloading=True: set gradient",
         ),
         (trl.DPOConfig, {"use_weighting": True}, "use_weighting=True: its weights need the sum"),
-        (trl.DPOConfig, {"sync_ref_model": True}, "sync_ref_model=True: the reference"),
-        (trl.GRPOConfig, {"temperature": 0.7}, r"temperature=0\.7: log-probabilities are those"),
+        (trl.GRPOConfig, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True: log-prob"),
     ],
 )
 def test_what_would_not_be_honoured_is_refused(kind, settings, message):
@@ -227,6 +226,10 @@ def test_losses_of_logits_and_given_optimizers_are_refused():
 
     with pytest.raises(HydraConfigError, match=r"compute_loss_func is .*which gets logits"):
         start(compute_loss_func=lambda *_: 0)
+    with pytest.raises(
+        HydraConfigError, match=r"BEMACallback loads the state_dict\(\) of the model"
+    ):
+        start(callbacks=[trl.BEMACallback()])
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     with pytest.raises(
         HydraConfigError, match="optimizer is a AdamW that was given or made before"
@@ -284,7 +287,7 @@ def test_trainers_of_trl_that_run_are_those_that_are_shipped_and_rloo():
     from ds_hydra.trl import mixin
 
     for kind in (*vars(mixin).values(), trl.RLOOTrainer, torch.nn.Module):
-        if isinstance(kind, type):
+        if isinstance(kind, type) and kind is not trl.BEMACallback:
             check_trainer(kind)
 
 
@@ -311,6 +314,11 @@ def test_overrides_that_would_not_be_called_are_refused():
     mixed = type("Mixed", (HydraMixin, base), {})
     with pytest.raises(HydraConfigError, match=r"\n  training_step\(\) of Base: HydraMixin stands"):
         check_overrides(object.__new__(mixed), NOT_CALLED_OF_TRL)
+
+
+def test_the_mixin_stands_before_the_trainer():
+    with pytest.raises(HydraConfigError, match=r"Mine has the Trainer before the mixin .*write it"):
+        type("Mine", (trl.SFTTrainer, HydraMixin), {})
 
 
 def test_trl_prepares_chats_with_tools_as_hydra_trainer_reads_them():

@@ -110,6 +110,8 @@ class Propagator:
         self.recorder = Recorder()
         self.problem: HydraConfigError | None = None
         """What a given loss has done wrong on this rank in the last run of a plan."""
+        self.temperature = 1.0
+        """Scores and losses are those of the logits divided by it."""
 
     def close(self) -> None:
         """End the link's thread and destroy the process groups; not collective."""
@@ -399,7 +401,7 @@ class Propagator:
             vocabulary=Vocabulary(
                 tp=self.stage_model.tp,
                 num_columns=self.stage_model.num_logits,
-                transform=transform or LogitTransform(),
+                transform=(transform or LogitTransform()).over(self.temperature),
             ),
             targets_T=micro_batch.targets_T,
             fields=micro_batch.fields or {},

@@ -28,6 +28,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
+from transformers import Trainer
 from transformers.optimization import GreedyLR
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, ProgressCallback, TrainerState
@@ -78,6 +79,14 @@ class EngineMixin:
     """A `transformers.Trainer` whose optimizer steps are `HydraEngine.train_batch`: configuration,
     the engine, checkpoints and logs. Stands before the Trainer among the bases.
     """
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if Trainer in (mro := cls.__mro__) and mro.index(Trainer) < mro.index(EngineMixin):
+            raise HydraConfigError(
+                f"{cls.__name__} has the Trainer before the mixin among its bases, and would train without ds_hydra; "
+                "write it first: class Mine(HydraMixin, SFTTrainer)"
+            )
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._trained, self._since_log = Counters(), Counters()

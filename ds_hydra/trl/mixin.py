@@ -35,7 +35,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
-from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+from trl import BEMACallback, DPOTrainer, GRPOTrainer, SFTTrainer
 
 from ds_hydra.configs import HydraConfig
 from ds_hydra.engine import HydraEngine, hydra_engine_class
@@ -114,6 +114,9 @@ class ReferenceMixin(EngineMixin):
         self._datasets_to_score = []  # a second train() starts from weights that are trained
 
     def _prepare_inputs(self, inputs: Inputs) -> Inputs:
+        for engine in (self.engine, getattr(self, "ref_model", None)):
+            if engine is not None:  # policies are what was sampled from
+                engine.hydra.propagator.temperature = getattr(self, "temperature", None) or 1.0
         inputs = super()._prepare_inputs(inputs)
         if not isinstance(self, DPOTrainer):
             return inputs
@@ -247,6 +250,11 @@ class HydraMixin(ReferenceMixin):
     def _check_used(self, note: Note) -> None:
         check_trl_arguments(self.args, note)
         check_overrides(self, NOT_CALLED_OF_TRL)
+        if any(isinstance(callback, BEMACallback) for callback in self.callback_handler.callbacks):
+            raise HydraConfigError(
+                "BEMACallback loads the state_dict() of the model, whose weights ZeRO-3 has in shards (on stock "
+                "DeepSpeed, too); leave it out"
+            )
         if self.compute_loss_func is not None:
             raise HydraConfigError(
                 f"compute_loss_func is {self.compute_loss_func!r}, which gets logits, and no rank holds those of a "
@@ -479,7 +487,6 @@ OF_THE_LOOP = frozenset(
 _REFUSED = {
     "activation_offloading": "set gradient_checkpointing=True (hydra.activation_checkpointing) instead",
     "use_weighting": "its weights need the sum of squared probabilities, which is not computed; leave it out",
-    "sync_ref_model": "the reference is sharded by an engine of its own and stays as it is; leave it out",
     "cast_lm_head_to_fp32": "log-probabilities are computed in fp32 from the logits of the model's dtype; leave it out",
 }
 """Fields of TRL's configurations that would change what is trained, with what to do instead."""
@@ -574,8 +581,6 @@ def _find_refused(args: TrainingArguments) -> Iterator[str]:
     for name, why in _REFUSED.items():
         if value := getattr(args, name, None):
             yield f"{name}={value!r}: {why}"
-    if (temperature := getattr(args, "temperature", 1.0)) not in (None, 1.0):
-        yield f"temperature={temperature!r}: log-probabilities are those of temperature 1; set it to 1.0"
 
 
 _READ = ("seq_lengths",)

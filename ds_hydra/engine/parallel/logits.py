@@ -50,6 +50,10 @@ class LogitTransform:
         found = cls(cap=most) if most < large * 1e-4 else cls(scale=most / large)
         return found if torch.allclose(found.logits(outputs), logits, rtol=1e-5) else None
 
+    def over(self, temperature: float) -> LogitTransform:
+        """That of the same logits divided by `temperature`."""
+        return LogitTransform(self.scale / temperature, self.cap / temperature)
+
     def logits(self, outputs: Tensor) -> Tensor:
         """In fp32; a copy where they are not `outputs` themselves."""
         if self == LogitTransform():
