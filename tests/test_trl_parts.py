@@ -17,9 +17,10 @@ import trl
 from accelerate.state import AcceleratorState
 from models import tiny
 from trl.trainer import utils
-from trl_runs import arguments, make_tokenizer, texts
+from trl_runs import arguments, make_tokenizer, pairs, texts
 
 from ds_hydra.engine.losses.objective import Scores
+from ds_hydra.engine.model.experts import BalanceLoss
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.sft import to_labels
 from ds_hydra.trainer.arguments import check_overrides
@@ -247,6 +248,23 @@ def test_losses_of_logits_and_given_optimizers_are_refused():
         HydraConfigError, match=r"requires gradients, .* call requires_grad_\(True\)"
     ):
         trainer.train()
+
+
+@pytest.mark.usefixtures("as_before")
+@pytest.mark.parametrize(("given", "wanted"), [(None, 0.001), (0.05, 0.05), (0.0, None)])
+@pytest.mark.parametrize("kind", [trl.SFTTrainer, trl.DPOTrainer])
+def test_the_loss_of_balance_has_the_coefficient_of_the_arguments(kind, given, wanted):
+    model = tiny("qwen3_moe", vocab_size=259)  # asks for none, and stock trainers add it
+    settings = {} if given is None else {"router_aux_loss_coef": given}
+    arguments_class = {trl.SFTTrainer: trl.SFTConfig, trl.DPOTrainer: trl.DPOConfig}[kind]
+    settings |= {"precompute_ref_log_probs": True} if kind is trl.DPOTrainer else {}
+    data = (pairs() if kind is trl.DPOTrainer else texts()).select(range(2))
+    made = type("Mine", (HydraMixin, kind), {})
+    given = {"args": config(arguments_class, **settings), "processing_class": make_tokenizer()}
+    trainer = made(model, train_dataset=data, **given)
+    found = BalanceLoss.find(trainer.model)
+    assert (found and found.coefficient) == wanted
+    assert not trainer.aux_loss_enabled
 
 
 def test_an_output_says_what_it_has_in_place_of_logits():

@@ -40,6 +40,7 @@ from trl import BEMACallback, DPOTrainer, GRPOTrainer, SFTTrainer
 from ds_hydra.configs import HydraConfig
 from ds_hydra.engine import HydraEngine, hydra_engine_class
 from ds_hydra.engine.losses.objective import Scores
+from ds_hydra.engine.model.adapters import unwrap_adapters
 from ds_hydra.engine.model.module_state import check_free
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.errors import HydraConfigError
@@ -227,7 +228,13 @@ class HydraMixin(ReferenceMixin):
             super().__init__(*args, **kwargs)
         remove_fused_head(self.model)
         self._find_reference()
-        # The engine adds the loss of balance of experts (hydra.moe.aux_loss)
+        # The engine adds the loss of balance of experts (hydra.moe.aux_loss). If the configuration
+        # asked for it, generation would add one, too, of masks that do not fit
+        is_set = getattr(self.args, "router_aux_loss_coef", None) is not None
+        if is_set or getattr(self, "aux_loss_enabled", False):
+            model = unwrap_adapters(self.model)
+            model.output_router_logits = self.aux_loss_enabled
+            model.router_aux_loss_coef = self.router_aux_loss_coef
         self.aux_loss_enabled = False
 
     # ---- Configuration

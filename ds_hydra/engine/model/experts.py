@@ -85,10 +85,12 @@ class BalanceLoss:
     @classmethod
     def find(cls, model: nn.Module) -> BalanceLoss | None:
         """That of `model` if its configuration asks for one as transformers understands it
-        (`output_router_logits`), and the model, or else its configuration, has a coefficient.
+        (`output_router_logits`), or the model itself, and the model, or else its configuration, has
+        a coefficient.
         """
         config = model.base_model.config
-        asked = any(getattr(c, "output_router_logits", False) for c in (model.config, config))
+        asking = (model, model.config, config)
+        asked = any(getattr(owner, "output_router_logits", False) for owner in asking)
         # A model reads what it was made with, whatever its configuration says later.
         held = [
             (key, vars(owner)[key])
