@@ -28,7 +28,7 @@ import ds_hydra
 from ds_hydra import losses
 from ds_hydra.configs import HydraConfig
 from ds_hydra.engine.losses.objective import TokenScoreRecorder
-from ds_hydra.engine.runtime import _comparable
+from ds_hydra.engine.runtime import _comparable, check_same_settings
 from ds_hydra.engine.telemetry.metrics import RunLog
 from ds_hydra.errors import (
     CheckpointError,
@@ -287,6 +287,16 @@ def test_ranks_may_have_other_places_of_files_and_a_key_of_a_section_is_named():
     second = values(None, time_limit_ms=7)
     differing = {key for key in first if first[key] != second[key]}
     assert differing == {"hydra.faults.save_on_sigterm", "hydra.planner.time_limit_ms"}
+
+
+def test_what_only_one_rank_shows_may_differ():
+    document = {"wandb": {"enabled": True}, "steps_per_print": 7, "gradient_clipping": 1.0}
+    engine = mock.Mock(module=two_layers(), optimizer=None, lr_scheduler=None)
+    engine._config._param_dict = document
+    with mock.patch("ds_hydra.engine.runtime.check_alike") as check:
+        check_same_settings(engine)
+    compared = {key for key in check.call_args.args[0] if key.startswith("deepspeed.")}
+    assert compared == {"deepspeed.gradient_clipping"}
 
 
 def make_mistakes(folder):

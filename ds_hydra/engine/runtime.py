@@ -70,6 +70,13 @@ def _comparable(config: HydraConfig) -> dict[str, Any]:
     return {f"hydra.{key}": value for key, value in values.items()}
 
 
+_SHOWN = (
+    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state",
+    "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler",
+)  # fmt: skip
+"""Of DeepSpeed's keys those that say what a rank shows: rank 0 alone, as a rule."""
+
+
 def check_same_settings(engine: DeepSpeedEngine) -> None:
     """Raise PlanMismatchError, on all ranks, where one has other numbers than rank 0 in the model's
     configuration, in an adapter's, in DeepSpeed's, in the optimizer's groups or in the schedule:
@@ -81,7 +88,7 @@ def check_same_settings(engine: DeepSpeedEngine) -> None:
         "peft_config": {
             k: v.to_dict() for k, v in getattr(engine.module, "peft_config", {}).items()
         },
-        "deepspeed": engine._config._param_dict,
+        "deepspeed": {k: v for k, v in engine._config._param_dict.items() if k not in _SHOWN},
         "optimizer.param_groups": [
             {key: value for key, value in group.items() if key != "params"}
             for group in getattr(engine.optimizer, "param_groups", ())
