@@ -414,8 +414,9 @@ def plan_work(
         forward_ms = micro_batch_ms * forward_fraction
         backward_ms = micro_batch_ms * (1 - forward_fraction)
         if scheme.gather and micro_batches:
-            computed_ms = profile.get_latency(scheme).computed_ms(micro_batches[0])
-            if computed_ms < micro_batch_ms[0]:
+            latency = profile.get_latency(scheme)
+            computed_ms = latency.computed_ms(micro_batches[0])
+            if computed_ms < latency.traffic_ms:  # a step may also wait for other groups
                 forward_ms[0] = forward_beside_pull_ms(
                     micro_batch_ms[0], computed_ms, forward_fraction, pull_ms
                 )
