@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from ds_hydra.strategy.profiles.learned_latency import Corrections
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import wide_schemes
@@ -20,6 +19,7 @@ from ds_hydra.errors import HydraError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
+from ds_hydra.strategy.profiles.learned import Corrections
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 times = st.floats(0, 1e12, allow_nan=False)
