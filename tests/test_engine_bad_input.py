@@ -293,7 +293,8 @@ def test_what_only_one_rank_shows_may_differ():
     document = {"wandb": {"enabled": True}, "steps_per_print": 7, "gradient_clipping": 1.0}
     engine = mock.Mock(module=two_layers(), optimizer=None, lr_scheduler=None)
     engine._config._param_dict = document
-    with mock.patch("ds_hydra.engine.runtime.check_alike") as check:
+    alone = mock.patch("ds_hydra.engine.runtime.run_together", lambda action, _: action())
+    with alone, mock.patch("ds_hydra.engine.runtime.check_alike") as check:
         check_same_settings(engine)
     compared = {key for key in check.call_args.args[0] if key.startswith("deepspeed.")}
     assert compared == {"deepspeed.gradient_clipping"}

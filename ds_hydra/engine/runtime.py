@@ -82,8 +82,13 @@ def check_same_settings(engine: DeepSpeedEngine) -> None:
     configuration, in an adapter's, in DeepSpeed's, in the optimizer's groups or in the schedule:
     each would train its shards in its own way. Collective over all ranks.
     """
+    values = run_together(partial(_settings_of, engine), engine.device)
+    check_alike(dict(_numbers(values, "")), engine.device)
+
+
+def _settings_of(engine: DeepSpeedEngine) -> dict[str, Any]:
     scheduler = engine.lr_scheduler
-    values = {
+    return {
         "model.config": engine.module.config.to_dict(),
         "peft_config": {
             k: v.to_dict() for k, v in getattr(engine.module, "peft_config", {}).items()
@@ -95,7 +100,6 @@ def check_same_settings(engine: DeepSpeedEngine) -> None:
         ],
         "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else {},
     }
-    check_alike(dict(_numbers(values, "")), engine.device)
 
 
 def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:

@@ -39,6 +39,7 @@ from ds_hydra.strategy.profiles.profile import LatencyModel, LinkTimes, Profile
 from ds_hydra.strategy.schemes.enumeration import (
     UNEVEN_SIZES,
     fits_unevenly,
+    is_power_of_two,
 )
 from ds_hydra.strategy.schemes.placement import GroupKey, ends_of_phases, groups_of, groups_of_all
 from ds_hydra.strategy.schemes.scheme import MAX_PHASES, Scheme, Strategy
@@ -365,10 +366,6 @@ def find_menus(
     return list(found.values())
 
 
-def _is_power(size: int) -> bool:
-    return size & (size - 1) == 0
-
-
 def _has_place(scheme: Scheme, num_devices: int) -> bool:
     """Whether all ranks are a multiple of its own or, of a gathered one, its ranks are a power of
     two, or all are a multiple of the next one.
@@ -377,7 +374,7 @@ def _has_place(scheme: Scheme, num_devices: int) -> bool:
     if num_devices % size == 0:
         return True
     return scheme.gather and (
-        fits_unevenly(size, num_devices) or (size < num_devices and _is_power(size))
+        fits_unevenly(size, num_devices) or (size < num_devices and is_power_of_two(size))
     )
 
 
@@ -396,9 +393,9 @@ def _sizes_with_cuts(sizes: Sequence[int], num_devices: int) -> list[int]:
     has_single = 1 in sizes
     even = [n for n in sizes if num_devices % n == 0]
     even = [n for n in even if all(not (m % n and n % m) for m in even)]
-    if has_single and all(_is_power(n) or n == num_devices for n in even):
-        even = [n for n in sizes if n in even or _is_power(n)]
-    are_powers = has_single and all(_is_power(n) or n % 8 == 0 for n in even)
+    if has_single and all(is_power_of_two(n) or n == num_devices for n in even):
+        even = [n for n in sizes if n in even or is_power_of_two(n)]
+    are_powers = has_single and all(is_power_of_two(n) or n % 8 == 0 for n in even)
     uneven = [n for n in UNEVEN_SIZES if n in sizes and num_devices % n and are_powers]
     return sorted({*even, *uneven})
 

@@ -32,6 +32,7 @@ from ds_hydra.strategy.schemes.enumeration import (
     aligned_cuts,
     cuts,
     fits_unevenly,
+    is_power_of_two,
     num_cuts,
 )
 from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION
@@ -307,7 +308,7 @@ def find_cuts(
     if not is_bound and num_cuts(num_ranks, sizes) <= most:
         return Cuts.all(cuts(num_ranks, sizes))
     begin = [
-        k for k, n in enumerate(sizes) if (n & (n - 1) == 0 if anywhere else num_ranks % n == 0)
+        k for k, n in enumerate(sizes) if (is_power_of_two(n) if anywhere else num_ranks % n == 0)
     ]
     while len(begin) > 2 and num_cuts(num_ranks, tuple(sizes[k] for k in begin)) > most:
         begin = begin[1:]

@@ -23,6 +23,11 @@ _FEW = 8
 STRATEGIES_SCHEMA = "ds_hydra.strategies/1"
 
 
+def is_power_of_two(number: int) -> bool:
+    """Of a number above 0."""
+    return number & (number - 1) == 0
+
+
 def power_of_two_schemes(num_devices: int) -> tuple[Scheme, ...]:
     """Every <TP,PP> of powers of two that fits `num_devices`, smallest first."""
     degrees = [1 << exponent for exponent in range(num_devices.bit_length())]
@@ -70,7 +75,7 @@ def fitting_schemes(
     >>> [str(s) for s in fitting_schemes(6, tp=[1, 2])]
     ['<1,1>', '<2,1>', '<1,2>', '<1,3>', '<2,2>', '<1,4>', '<2,3>', '<1,6>']
     """
-    degrees = [n for n in range(1, num_devices + 1) if num_devices % n == 0 or n & (n - 1) == 0]
+    degrees = [n for n in range(1, num_devices + 1) if num_devices % n == 0 or is_power_of_two(n)]
     schemes = {
         Scheme(t, p, sp=s, cp=c)
         for s, c in product(sp, cp)
