@@ -23,9 +23,14 @@ from test_link_plan import elements_across_nodes, fill_shards, plans_of
 from ds_hydra.configs import find_file
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.lab.simulator.scenario import Scenario
+from ds_hydra.lab.simulator.scenario import Scenario, priced
 from ds_hydra.lab.simulator.systems import SYSTEMS
-from ds_hydra.lab.simulator.ulysses import rank_tokens, zero3_ends_ms, zero3_traffic_ms
+from ds_hydra.lab.simulator.ulysses import (
+    packed_zero3,
+    rank_tokens,
+    step_ms,
+    zero3_traffic_ms,
+)
 from ds_hydra.sampler.candidate import Phases
 from ds_hydra.sampler.phase_plan import MiniBatch
 from ds_hydra.sampler.planner import plan_with_time, profiled_times
@@ -359,7 +364,8 @@ def rivals_on(num_devices):
     )
     names = ("deepspeed", "deepspeed_balanced", "deepspeed_degrees", "odc", "flexsp", "fcp")
     found = {name: SYSTEMS[name].run(scenario, name=name) for name in names}
-    ends_ms = zero3_ends_ms(scenario)
+    links = scenario.links(Strategy.alike(GATHERED, num_devices))
+    ends_ms = step_ms(scenario) + (links.pull_ms + links.push_ms) / 32
     return scenario, {name: float(own.iteration_ms[0]) - ends_ms for name, own in found.items()}
 
 
@@ -376,6 +382,26 @@ def test_systems_on_zero3_keep_weights_on_nodes_where_that_is_faster():
     assert tokens[0] - tokens[1] == pytest.approx(params * 2 / 8 / 2 / per_token, abs=2)
     one_node, found = rivals_on(8)
     assert found == pytest.approx(dict.fromkeys(found, zero3_traffic_ms(one_node)))
+
+
+@pytest.mark.parametrize("tokens", [300, 800, 1600])
+def test_single_ranks_on_zero3_are_charged_as_our_own_gathered_layers(tokens):
+    """With few tokens they wait for layers, with many for none; between these a first forward waits
+    for its gathers, and backward for its own computation.
+    """
+    profile = Profile.load(find_file("profiles", "a800_llama2_7b"))
+    scenario = Scenario(
+        costs=Costs(profile, find_cluster(profile, 16)),
+        num_devices=16,
+        context_length=tokens,
+        batches=(make_batch([tokens] * 16),),
+        hpz=True,
+    )
+    rival = packed_zero3(scenario, name="zero3")
+    assert rival.strategy == "DP16 SP1"
+    scenario, _ = priced(scenario, (ON_NODES,))
+    own = scenario.planned_outcome(Strategy.alike(ON_NODES, 16), 0)
+    assert rival.iteration_ms[0] == pytest.approx(own.iteration_ms)
 
 
 def test_what_is_learned_of_passes_does_not_depend_on_where_weights_come_from():

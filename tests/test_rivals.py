@@ -25,8 +25,9 @@ from ds_hydra.lab.simulator.ulysses import (
     odc,
     packed_zero3,
     sharded_groups,
-    with_traffic_ms,
+    sharded_ms,
     without_lockstep,
+    zero3_traffic_ms,
 )
 from ds_hydra.sampler.group_steps import (
     Cuts,
@@ -43,7 +44,7 @@ from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.enumeration import cuts
-from ds_hydra.strategy.schemes.scheme import Scheme
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 BATCHES = [np.random.default_rng(i).integers(1, 100, 30).tolist() for i in range(4)]
 
@@ -384,10 +385,14 @@ def test_chunks_cost_no_attention_twice():
 def test_what_is_seen_of_the_gathers_comes_on_top():
     scenario = make_scenario([100])
     linked = scenario.linked_by(make_cluster(4))
-    hidden = with_traffic_ms(linked, np.array([1e6]))
-    seen = with_traffic_ms(dataclasses.replace(linked, seen=0.5), np.array([1e6]))
-    assert hidden[0] == 1e6
-    assert seen[0] > 1e6
+    times = np.array([1e6, 2e6])
+    hidden = sharded_ms(linked, times)
+    seen = sharded_ms(dataclasses.replace(linked, seen=0.5), times)
+    ends = linked.links(Strategy.alike(Scheme(1, 1, gather=True), 4))
+    layers = linked.profile.memory.num_layers
+    assert hidden == pytest.approx(3e6 + (ends.pull_ms + ends.push_ms) / layers)
+    assert seen == 3e6 + 2 * 0.5 * zero3_traffic_ms(linked) > 3e6
+    assert sharded_ms(linked, times[:0]) == 0.0
     assert small_profile().latency.keys() == scenario.profile.latency.keys()
 
 

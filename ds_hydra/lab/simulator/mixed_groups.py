@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -26,8 +27,8 @@ from ds_hydra.lab.simulator.ulysses import (
     RECOMPUTE,
     rank_tokens,
     sharded_groups,
-    with_traffic_ms,
-    zero3_ends_ms,
+    sharded_ms,
+    step_ms,
 )
 from ds_hydra.records.events import Scatter
 from ds_hydra.sampler.group_steps import GroupStep, MixedGroups, find_cuts, plan_steps
@@ -100,13 +101,9 @@ def _in_steps(scenario: Scenario, choices: Sequence[MixedGroups], name: str) -> 
     """ZeRO-3 with the groups that are fastest for each mini-batch, steps of all ranks together;
     None where no choice holds the context.
     """
-    ends_ms = zero3_ends_ms(scenario)
-
-    def total_ms(slowest: FloatArray) -> float:
-        return float(with_traffic_ms(scenario, slowest).sum())
-
     if not any(mixed.longest >= scenario.context_length for mixed in choices):
         return None
+    total_ms = partial(sharded_ms, scenario)
     chosen: list[tuple[MixedGroups, Sequence[GroupStep]] | None] = [None] * len(scenario.lengths)
     least = np.full(len(chosen), np.inf)
     for mixed in choices:
@@ -131,7 +128,7 @@ def _in_steps(scenario: Scenario, choices: Sequence[MixedGroups], name: str) -> 
         outcomes.append(
             Outcome(
                 propagation_ms=propagation,
-                iteration_ms=total_ms(each[:, 0]) + ends_ms,
+                iteration_ms=total_ms(each[:, 0]) + step_ms(scenario),
                 imbalance=0.0,
                 bubble=1 - busy / propagation if propagation else 0.0,
             )

@@ -5,9 +5,10 @@ micro-batches balanced by time, and without lockstep (ODC).
 T of one rank (`Costs.single_rank`) is divided by the group's size without its constant; attention
 lasts as long as on the rank with most heads (DeepSpeed's `uneven_heads_all2all`: they need not
 divide), and its exchanges cost what ds_hydra's own do (`sequence_parallel_latency`). All ranks
-gather every layer for every micro-batch, forward and backward, and reduce its gradients: one takes
-the longer of its computation and this traffic, which assumes perfect prefetching, unless
-`Scenario.seen` says what share of the traffic nothing hides. With `Scenario.hpz` weights cross
+gather every layer for every micro-batch, forward and backward, and reduce its gradients, which is
+charged as ds_hydra's own gathered layers are: one takes the longer of its computation and this
+traffic, which assumes perfect prefetching, unless `Scenario.seen` says what share of the traffic
+nothing hides. With `Scenario.hpz` weights cross
 between nodes once for a micro-batch, and a share of them stays on each rank.
 """
 
@@ -37,12 +38,12 @@ from ds_hydra.lab.simulator.scenario import (
     packed_ms,
     summarize,
 )
-from ds_hydra.sampler.schedule import FloatArray, IntArray, steps_ms
+from ds_hydra.sampler.schedule import FloatArray, IntArray, linked_ms, steps_ms
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.cost_models.analytic import sequence_parallel_latency
 from ds_hydra.strategy.profiles.memory_model import SP_ACTIVATIONS
 from ds_hydra.strategy.profiles.profile import LatencyModel
-from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme
+from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme, Strategy
 
 LAYER_INPUT_BYTES = 2
 """Bytes that activation checkpointing keeps for each token, layer and hidden unit."""
@@ -165,12 +166,26 @@ def rank_tokens(scenario: Scenario, checkpointed: float, *, exchanges: bool) -> 
     return int((budget - states - gathered) // (hidden * kept))
 
 
-def with_traffic_ms(scenario: Scenario, computed_ms: FloatArray) -> FloatArray:
-    """Micro-batches that compute so long, with the gathers and reductions of each."""
-    traffic = zero3_traffic_ms(scenario)
+def sharded_ms(scenario: Scenario, computed_ms: FloatArray) -> float:
+    """Micro-batches that compute so long, from the first gather to the last reduction, charged as
+    those of ds_hydra's own gathered layers (`linked_ms`): one takes as long as its layers travel at
+    least, in the first one forward waits for its gathers by itself.
+    """
+    traffic_ms = zero3_traffic_ms(scenario)
+    if not computed_ms.size:
+        return 0.0
     if scenario.seen is not None:
-        return computed_ms + scenario.seen * traffic
-    return np.maximum(computed_ms, traffic)
+        return float(computed_ms.sum() + computed_ms.size * scenario.seen * traffic_ms)
+    links = scenario.links(Strategy.alike(_GATHERED, scenario.num_devices))
+    return linked_ms(
+        np.maximum(computed_ms, traffic_ms),
+        1,
+        scenario.forward_fraction,
+        links.pull_ms,
+        links.push_ms,
+        scenario.profile.memory.num_layers,
+        float(computed_ms[0]),
+    )
 
 
 def zero3_traffic_ms(scenario: Scenario) -> float:
@@ -181,15 +196,9 @@ def zero3_traffic_ms(scenario: Scenario) -> float:
     return 0.0 if scenario.cluster is None else scenario.cluster.gather_ms(gathered)
 
 
-def zero3_ends_ms(scenario: Scenario) -> float:
-    """What no computation is beside: the gather of a first layer, the reduction of a last one, and
-    the optimizer's step.
-    """
-    cluster = scenario.cluster
-    if cluster is None:
-        return 0.0
-    visible = 0.0 if scenario.seen is not None else 2 / 3 * cluster.gather_ms(_GATHERED)
-    return cluster.step_ms + visible / cluster.shape.num_layers
+def step_ms(scenario: Scenario) -> float:
+    """The optimizer's step."""
+    return scenario.cluster.step_ms if scenario.cluster else 0.0
 
 
 def packed_zero3(scenario: Scenario, *, name: str) -> SystemResult | None:
@@ -388,7 +397,7 @@ def _groups_of(
 def in_lockstep(group: ShardedGroup, times_ms: Sequence[FloatArray]) -> Outcome:
     """Micro-batches of all groups begin together, because gathers are collective."""
     steps = steps_ms(times_ms)
-    total = float(with_traffic_ms(group.scenario, steps).sum())
+    total = sharded_ms(group.scenario, steps)
     busy = np.array([own.sum() for own in times_ms])
     return _outcome(group.scenario, float(steps.sum()), total, busy)
 
@@ -396,7 +405,7 @@ def in_lockstep(group: ShardedGroup, times_ms: Sequence[FloatArray]) -> Outcome:
 def without_lockstep(group: ShardedGroup, times_ms: Sequence[FloatArray]) -> Outcome:
     """Each group runs its own micro-batches one after the other."""
     busy = np.array([own.sum() for own in times_ms])
-    total = max(float(with_traffic_ms(group.scenario, own).sum()) for own in times_ms)
+    total = max(sharded_ms(group.scenario, own) for own in times_ms)
     return _outcome(group.scenario, float(busy.max()), total, busy)
 
 
@@ -404,7 +413,7 @@ def _outcome(scenario: Scenario, propagation: float, total: float, busy: FloatAr
     used = busy[busy > 0]
     return Outcome(
         propagation_ms=propagation,
-        iteration_ms=total + zero3_ends_ms(scenario),
+        iteration_ms=total + step_ms(scenario),
         imbalance=float(used.max() / used.min() - 1) if used.size else 0.0,
         bubble=1 - float(busy.sum()) / (propagation * busy.size) if propagation else 0.0,
     )
