@@ -122,11 +122,13 @@ def _describe_unknown(document: Mapping[str, Any]) -> str:
         what += f", and {_OWN_CODE}"
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    types = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
     for architecture in document.get("architectures") or ():
-        if architecture in types:
+        kinds = [k for k, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture]
+        if kinds:
+            # Several types may have one architecture, which is named after its own
+            own = [k for k in kinds if architecture.lower().startswith(k.replace("_", ""))]
             return (
                 f'{what}; its architecture {architecture} is there: write "model_type": '
-                f'"{types[architecture]}" into a copy of config.json, without auto_map'
+                f'"{(own or kinds)[0]}" into a copy of config.json, without auto_map'
             )
     return f"{what}; use a model that transformers has, or a newer transformers"

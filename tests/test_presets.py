@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto import modeling_auto
 
 from ds_hydra.configs import find_file, list_files, load_model_preset, read_ds_config
 from ds_hydra.configs.hydra_config import HydraConfig
@@ -253,7 +254,10 @@ def test_a_model_is_the_same_by_every_name(tmp_path):
     assert notes == ["model: its part for text alone (Gemma3TextConfig)"]
 
 
-def test_code_of_a_model_is_not_run_and_the_advice_is_followed(tmp_path):
+def test_code_of_a_model_is_not_run_and_the_advice_is_followed(tmp_path, monkeypatch):
+    # The architecture of another type, too, as of exaone
+    names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    monkeypatch.setitem(names, "sarvam_mla", "DeepseekV3ForCausalLM")
     path = tmp_path / "config.json"
     document = {
         "model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 64,

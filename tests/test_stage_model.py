@@ -286,6 +286,10 @@ def have_no_plan(model):
     model.config.base_model_tp_plan = model.config.base_model_pp_plan = None
 
 
+def plan_the_embedding_alone(model):
+    model.config.base_model_tp_plan = {"embed_tokens": "embedding_rowwise"}
+
+
 def have_another_number_of_key_value_heads(model):
     model.model.layers[1].self_attn.k_proj = torch.nn.Linear(32, 32, bias=False)
 
@@ -297,6 +301,7 @@ def have_another_number_of_key_value_heads(model):
         ("llama", depend_on_all_features, r"activation_sparsity_pattern.*use TP 1"),
         ("llama", have_a_style_that_is_not_run, r"styles that .*mlp.down_proj \(packed_rowwise\).*use TP 1"),
         ("granitemoe", have_no_plan, r"no base_model_tp_plan.*use TP 1"),
+        ("llama", plan_the_embedding_alone, r"no base_model_tp_plan.*use TP 1"),
         ("llama", have_another_number_of_key_value_heads, r"keys of 16, 32 features.*use TP 1"),
     ],
 )  # fmt: skip
@@ -307,6 +312,17 @@ def test_layers_that_cannot_be_cut_refuse_tp_alone(family, edit, words):
     stage_model.check_scheme(Scheme(1, 2, sp=2))
     with pytest.raises(UnsupportedModelError, match=words):
         stage_model.check_scheme(Scheme(2, 1))
+
+
+def test_a_plan_that_names_the_embedding_too_is_run():
+    """Its rows are shared in any case; of other embeddings nothing is known."""
+    model = tiny("llama")
+    plan = {**model.config.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}
+    model.config.base_model_tp_plan = plan
+    packing_probe.build_stage_model(model).check_scheme(Scheme(2, 1))
+    model.config.base_model_tp_plan = {**plan, "embed_positions": "embedding_rowwise"}
+    with pytest.raises(UnsupportedModelError, match=r"embed_positions \(embedding_rowwise\)"):
+        packing_probe.build_stage_model(model).check_scheme(Scheme(2, 1))
 
 
 LLAMA_OF_6_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}

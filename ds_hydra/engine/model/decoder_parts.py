@@ -623,8 +623,16 @@ def num_kv_heads(config: Any) -> int:
 
 
 def tp_plan(model: nn.Module) -> dict[str, str]:
-    """Pattern of module names -> style, as transformers ships it for the base model."""
-    return dict(model.base_model.config.base_model_tp_plan or {})
+    """Pattern of module names -> style, as transformers ships it for the base model; without its
+    embedding, whose rows TP ranks share in any case.
+    """
+    base = model.base_model
+    modules = dict(base.named_modules())
+    return {
+        name: style
+        for name, style in (base.config.base_model_tp_plan or {}).items()
+        if style != "embedding_rowwise" or modules.get(name) is not base.get_input_embeddings()
+    }
 
 
 def ep_plan(model: nn.Module) -> dict[str, str]:
