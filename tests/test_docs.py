@@ -18,6 +18,7 @@ import shlex
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 import typer
@@ -368,3 +369,21 @@ def test_the_simulation_in_the_readme_has_columns_and_systems_of_the_command():
     assert any(_form(line).startswith(_form(head).split(";")[0]) for line in printed)
     labels = [re.split(r"\s{2,}", row)[0] for row in rows]
     assert set(labels) <= set(LABELS.values())
+
+
+def test_ratios_of_the_readme_are_those_that_were_simulated():
+    """Its table by model and devices: geometric means of the paper's Fig. 10."""
+    rivals = ("zero3", "deepspeed_balanced", "deepspeed_degrees", "flexsp", "fcp")
+    found: dict[str, list[list[float]]] = {}
+    document = json.loads((ROOT / "docs/benchmarks/simulate.json").read_text())
+    for case in document["cases"]:
+        if case["figure"] == "Fig. 10":
+            ms = {system["name"]: system["iteration_ms"] for system in case["systems"]}
+            _, model, devices, _ = case["name"].split("-")
+            row = f"{model.upper()}, {devices.removesuffix('gpu')}"
+            found.setdefault(row, []).append([ms[name] / ms["ds_hydra"] for name in rivals])
+    lines = (ROOT / "README.md").read_text().replace(" devices |", " |").splitlines()
+    for row, ratios in found.items():
+        means = " | ".join(f"{geometric_mean(each):.2f}" for each in zip(*ratios))
+        assert f"| {row} | {means} |" in lines, row
+    assert len(found) == 6
