@@ -5,6 +5,7 @@ usable.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -18,8 +19,9 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from distributed import free_port, remove_shared_memory, run_distributed
-from engines import ds_config, raised_by, small_profile, start_hydra
+from engines import adamw, ds_config, raised_by, small_profile, start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
 from torch.testing._internal.two_tensor import TwoTensor
@@ -70,6 +72,23 @@ def with_rate_of_rank():
     rate = 1e-3 if dist.get_rank() == 1 else 1e-4
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     return ds_hydra.initialize(model=model, optimizer=optimizer, config=ds_config(hydra={}))
+
+
+def with_schedule_of_rank():
+    model, num_steps = two_layers(), 8 if dist.get_rank() == 1 else 4
+    schedule = functools.partial(
+        transformers.get_linear_schedule_with_warmup,
+        num_warmup_steps=0,
+        num_training_steps=num_steps,
+    )
+    engine, *_ = ds_hydra.initialize(
+        model=model, optimizer=adamw(model), lr_scheduler=schedule, config=ds_config(hydra={})
+    )
+    train(engine)
+    try:
+        train(engine)
+    finally:
+        engine.destroy()
 
 
 def with_alpha_of_rank():
@@ -124,6 +143,11 @@ MISTAKES = {
         with_rate_of_rank,
         PlanMismatchError,
         ("optimizer.param_groups[0].lr is 0.001, and 0.0001 on rank 0",),
+    ),
+    "schedule of another rank": (
+        with_schedule_of_rank,
+        PlanMismatchError,
+        ("lr of optimizer.param_groups is [0.000875], and [0.00075] on rank 0",),
     ),
     "LoRA's alpha of one rank": (
         with_alpha_of_rank,

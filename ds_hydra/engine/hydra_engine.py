@@ -274,7 +274,9 @@ class HydraEngine(CheckpointingEngine):
                 grads_P = self._zero_gradient_shards()
                 scale = float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
                 outcome = propagator.train(plan, load, grads_P, scale, objective)
-                outcomes = self.hydra.gather_outcomes(outcome, self._gradients.norms(), plan)
+                outcomes = self.hydra.gather_outcomes(
+                    outcome, self._gradients.norms(), plan, self.get_lr()
+                )
                 if recorder is not None:
                     self.last_scores = gather_scores(iteration, recorder, propagator)
             value = outcomes.loss(plan, iteration.objective)

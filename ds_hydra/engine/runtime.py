@@ -173,10 +173,12 @@ class HydraRuntime:
         outcome: RankOutcome,
         norms: Tensor | None = None,
         plan: IterationPlan | None = None,
+        rates: Sequence[float] = (),
     ) -> Outcomes:
         """Outcomes of all ranks, in rank order, on every rank, with what any of them has to say;
         `norms` of this rank's gradients where it trains, with the `plan` whose times are learned
-        from. Raises, on all ranks, what a given loss has done wrong on one of them.
+        from and the learning `rates` of its optimizer's groups. Raises, on all ranks, what a given
+        loss has done wrong on one of them, and PlanMismatchError where rates differ.
         """
         names = [field.name for field in fields(RankOutcome) if field.type == "float"]
         values = [getattr(outcome, name) for name in names]
@@ -186,8 +188,9 @@ class HydraRuntime:
             told = tracker.tell_spread(plan, self.propagator.rank, outcome.computed_ms)
         problem = self.propagator.problem
         # One row a rank, so that one collective tells all: times and sums, what is told of spreads,
-        # phases, and three flags.
-        mine = [*values, *told, *outcome.phase_ms, problem is not None]
+        # phases, rates, and three flags.
+        mine = [*values, *told, *outcome.phase_ms]
+        mine += [sum(n * float(rate) for n, rate in enumerate(rates, 1)), problem is not None]
         mine += [0.0, float(self._stop_request.is_set)]
         mine_N = to_device(torch.tensor(mine, dtype=torch.float64), self._device)
         if norms is not None:
@@ -196,13 +199,16 @@ class HydraRuntime:
         rows, end = gather_rows(mine_N).tolist(), len(names) + len(told)
         if any(row[-3] for row in rows):
             raise_together(problem, self._device)
+        # Hosts with other libraries may differ in the last digit
+        if not all(math.isclose(row[-4], rows[0][-4], rel_tol=1e-6) for row in rows):
+            check_alike({"lr of optimizer.param_groups": [*map(float, rates)]}, self._device)
         balance, expert_tokens_LE = self.stage_model.balance, None
         if norms is not None and balance.layers:
             dist.all_reduce(balance.counts_LE)
             expert_tokens_LE = balance.counts_LE.cpu()
         return Outcomes(
             ranks=[
-                RankOutcome(**dict(zip(names, row)), phase_ms=tuple(row[end:-3])) for row in rows
+                RankOutcome(**dict(zip(names, row)), phase_ms=tuple(row[end:-4])) for row in rows
             ],
             spreads=[row[len(names) : end] for row in rows],
             nonfinite_ranks=[rank for rank, row in enumerate(rows) if row[-2]],
