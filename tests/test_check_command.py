@@ -306,10 +306,11 @@ def test_extended_candidates_are_shown_with_what_is_estimated(tmp_path):
 
 
 def test_only_schemes_that_fit_the_devices_are_shown():
-    report = report_on(BASE, num_devices=2)
+    longer = {"context_length": 131_072, "tokens_per_iteration": 200_000}
+    report = report_on(BASE | {"hydra": BASE["hydra"] | longer}, num_devices=2)
     assert {row["scheme"] for row in report.schemes} == {"<1,2>", "<2,1>"}
     assert any(
-        "no scheme fits a micro-batch of 32768 tokens on 2 devices" in problem
+        "no scheme fits a micro-batch of 131072 tokens on 2 devices" in problem
         for problem in report.problems
     )
 

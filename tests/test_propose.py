@@ -267,9 +267,14 @@ def test_a_model_that_no_plain_scheme_holds_is_proposed_for(tmp_path):
     nothing = dataclasses.replace(settings, can_run=lambda _: False)
     with pytest.raises(HydraConfigError, match="no scheme that this model can run fits 8 devices"):
         decide_candidates(profile, None, nothing)
-    found = decide_candidates(profile, LengthHistogram.from_counts({4096: 1}), settings).strategies
-    assert found
-    assert all(strategy.gathers for strategy in found)
+    for tokens in (16_384, 262_144):  # which no step of all devices holds
+        more = dataclasses.replace(settings, tokens_per_iteration=tokens)
+        found = decide_candidates(profile, LengthHistogram.from_counts({4096: 1}), more).strategies
+        assert found
+        assert all(strategy.gathers for strategy in found)
+    longer = dataclasses.replace(settings, context_length=32_768)
+    with pytest.raises(HydraConfigError, match=r"lower the context to 2\d{4}, or use 16 devices"):
+        decide_candidates(profile, LengthHistogram.from_counts({32_768: 1}), longer)
 
 
 @pytest.mark.parametrize("num_devices", [3, 5, 7])

@@ -136,7 +136,8 @@ def proposes(
         return False
     if not settings.is_enumerated:
         return True
-    return not all(s.is_plain for s in _allowed(extended or _extended(profile, settings), settings))
+    allowed = _allowed(extended or _extended(profile, settings), settings)
+    return not (allowed and all(scheme.is_plain for scheme in allowed))
 
 
 def check_longest(
@@ -148,7 +149,7 @@ def check_longest(
     if not settings.given:
         extended = extended or _extended(profile, settings)
     if extended is not None and proposes(profile, settings, extended):
-        known, schemes = extended, set(_allowed(extended, settings))
+        schemes = set(_allowed(extended, settings))
         is_full = settings.space == "full"
     elif not settings.given:
         schemes = set(_usable(profile, settings).latency)

@@ -36,7 +36,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
-from ds_hydra.strategy.proposal.space import candidate_schemes
+from ds_hydra.strategy.proposal.space import candidate_schemes, unpruned_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 MAX_ROUNDED_SCHEMES = 6
@@ -191,7 +191,8 @@ def check_context(
         return
     if is_full:  # layers are checkpointed where that lets a context fit
         all_layers = profile.memory.num_layers
-        again = [replace(s, ckpt=all_layers, stages=()) for s in known if s.pp == 1]
+        moved = unpruned_schemes(world, 0.0)
+        again = [replace(s, ckpt=all_layers, stages=()) for s in (*known, *moved) if s.pp == 1]
         again = [s for s in again if profile.memory.knows(s) and world.can_run(s)]
         longest = max(longest, _longest_micro_batch(world, again))
     remedies = [f"lower the context to {longest}"] if longest > 0 else []
@@ -271,7 +272,8 @@ def _remedies(
 
 
 def _longest_micro_batch(world: World, schemes: Iterable[Scheme]) -> int:
-    fitting = [s for s in schemes if s.num_devices <= world.num_devices]
+    knows, number = world.profile.memory.knows, world.num_devices
+    fitting = [s for s in schemes if s.num_devices <= number and knows(s)]
     return max((world.max_len_tokens(s) for s in fitting), default=0)
 
 

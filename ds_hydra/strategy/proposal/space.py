@@ -40,7 +40,8 @@ def candidate_schemes(
     does not fit without, with less device time than every scheme that does, the fewest checkpointed
     layers and uneven stages that are enough. Left out is what another scheme on as many devices
     dominates (`undominated`), unless it was measured. Entries that the profile has derived before
-    are made anew, so a second call changes nothing.
+    are made anew, so a second call changes nothing. Where all of that holds no sequence of the
+    context, layers are gathered for the tokens of one.
     """
     if space != "full":
         known = (scheme for scheme in world.profile.latency if not scheme.hpz)
@@ -49,7 +50,11 @@ def candidate_schemes(
     measured, unpruned = world.profile.latency, unpruned_schemes(world, tokens_per_iteration)
     kept = dict.fromkeys(pruned_schemes(world, unpruned))
     first = [scheme for scheme in unpruned if scheme in measured or scheme in kept]
-    return (*first, *sorted(kept.keys() - {*unpruned}))
+    found = (*first, *sorted(kept.keys() - {*unpruned}))
+    context = world.context_length
+    holds = any(_can_move(world, s) and world.max_len_tokens(s) >= context for s in found)
+    is_last = holds or (tokens_per_iteration or 0) <= context
+    return found if is_last else candidate_schemes(world, space, context)
 
 
 def unpruned_schemes(
