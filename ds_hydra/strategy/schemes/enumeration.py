@@ -46,18 +46,18 @@ def measured_beside(
     ['<1,1;gather>', '<sp2,1;gather>', '<sp4,1;gather>']
     >>> [str(s) for s in measured_beside(64, "full", are_nodes=True)]
     ['<1,1;gather>', '<sp8,1;gather>', '<1,1;hpz>', '<sp8,1;hpz>']
+    >>> [str(s) for s in measured_beside(20, "full")]
+    ['<1,1;gather>', '<sp4,1;gather>']
     """
     if space == "plain":
         return ()
-    widest = min(num_devices, _FEW).bit_length()
-    degrees = [1 << exponent for exponent in range(widest)]
+    degrees = [n for n in range(1, _FEW + 1) if is_power_of_two(n) and num_devices % n == 0]
     if num_devices > _FEW:
-        degrees = [degrees[0], degrees[-1]]
+        degrees = sorted({degrees[0], degrees[-1]})
     return tuple(
         Scheme(1, 1, sp=n, gather=True, hpz=hpz)
         for hpz in (False, True)[: 1 + are_nodes]
         for n in degrees
-        if num_devices % n == 0
     )
 
 
