@@ -83,10 +83,12 @@ BOTH = (("stock", transformers.Trainer), ("hydra", HydraTrainer))
 
 
 def make_recorder(events):
-    """A callback that adds to `events` what it is told, and in which step."""
+    """A callback that adds to `events` what it is told, in which step and mode of the model."""
 
     def record(name):
-        return lambda self, args, state, control, **_: events.append(f"{name} {state.global_step}")
+        return lambda self, args, state, control, model, **_: events.append(
+            f"{name} {state.global_step} {'training' if model.training else 'evaluating'}"
+        )
 
     methods = {name: record(name) for name in vars(TrainerCallback) if name.startswith("on_")}
     return type("Recorder", (TrainerCallback,), methods)()
@@ -223,6 +225,9 @@ def side_by_side(folder):
         output = trainer.train()
         final = trainer.evaluate()
         trainer.save_model(f"{folder}/{name}-saved")
+        weights = trainer.accelerator.get_state_dict(trainer.deepspeed)
+        if trainer.args.should_save:  # as many scripts do, on the first rank alone
+            trainer._save(f"{folder}/{name}-alone", state_dict=weights)
         dist.barrier()  # rank 0 writes
         result[name] = {
             "history": trainer.state.log_history,
@@ -230,6 +235,7 @@ def side_by_side(folder):
             "files": sorted(os.listdir(f"{folder}/{name}-json/checkpoint-12")),
             "checkpoints": sorted(os.listdir(f"{folder}/{name}-json")),
             "saved": sorted(os.listdir(f"{folder}/{name}-saved")),
+            "alone": sorted(os.listdir(f"{folder}/{name}-alone")),
             "best": (
                 os.path.basename(trainer.state.best_model_checkpoint),
                 trainer.state.best_metric,
@@ -297,7 +303,8 @@ def test_losses_norms_and_rates_equal_those_of_transformers(both):
 def test_events_come_in_the_order_of_transformers(both):
     mine, theirs = (both[1][name]["events"] for name in ("hydra", "stock"))
     assert mine == theirs
-    assert {"on_evaluate 4", "on_save 12", "on_prediction_step 2", "on_epoch_end 6"} <= set(mine)
+    told = {"on_evaluate 4", "on_save 12", "on_prediction_step 2", "on_epoch_end 6"}
+    assert {f"{event} evaluating" for event in told} <= set(mine)
 
 
 @pytest.mark.distributed
@@ -323,7 +330,7 @@ def test_log_keys_are_those_of_transformers_and_four_more(both):
 def test_files_checkpoints_and_best_model_are_those_of_transformers(both):
     folder, found = both
     mine, theirs = found["hydra"], found["stock"]
-    for key in ("files", "checkpoints", "saved"):
+    for key in ("files", "checkpoints", "saved", "alone"):
         assert mine[key] == theirs[key], key
     assert len([name for name in mine["checkpoints"] if name.startswith("checkpoint")]) == 2
     assert mine["best"][0] == theirs["best"][0]

@@ -298,6 +298,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         if self.deepspeed is None:  # as transformers starts one, without optimizer
             deepspeed_init(self, num_training_steps=0, inference=True)
             self.model_wrapped = self.deepspeed = self.accelerator.prepare(self.model)
+        self.model_wrapped.eval()  # callbacks may generate, without dropout
         self.callback_handler.eval_dataloader = batches
         loss_sum = 0.0
         for examples, num_label_tokens in batches.examples():

@@ -92,6 +92,7 @@ class EngineMixin:
         self._trained, self._since_log = Counters(), Counters()
         self._of_engine: tuple[Any, Any] = (None, None)
         self._stop_dir: str | None = None
+        self._saves_together = False
         super().__init__(*args, **kwargs)
         self._refuse_optimizers(self._warn)
         ds_config = self.accelerator.state.deepspeed_plugin.hf_ds_config.config
@@ -440,15 +441,28 @@ class EngineMixin:
 
     # ---- Checkpoints
 
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """As transformers. When it returns, on any rank, the files of the first one are there; its
+        error is raised on all.
+        """
+        self._saves_together = True
+        try:
+            super().save_model(*args, **kwargs)
+        finally:
+            self._saves_together = False
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """As transformers, without a bar where nobody looks on. When it returns, on any rank, the
-        files of the first one are there; its error is raised on all.
+        """As transformers, without a bar where nobody looks on. Scripts call it on one rank alone,
+        so that only `save_model` waits for all.
         """
         save = functools.partial(super()._save, output_dir, state_dict)
         # With save_on_each_node others save, too, and have no weights
         has_weights = state_dict is not None or self.args.process_index == 0
         with no_bars_in_files():
-            run_together(save if has_weights else lambda: None, self.args.device)
+            if self._saves_together:
+                run_together(save if has_weights else lambda: None, self.args.device)
+            else:
+                save()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As transformers, written aside: `checkpoint-N` is there when all ranks have written."""
