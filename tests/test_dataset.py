@@ -301,6 +301,17 @@ def test_rows_are_converted_as_given_examples_are():
     assert dataset.report.num_without_label == 2
 
 
+def test_labels_that_go_with_the_padding_are_counted():
+    """Elsewhere they train what comes after a text, often its end."""
+    ids = [[1, 2, 9, 9], [3, 4, 5, 9]]
+    rows = from_columns(input_ids=ids, labels=ids, attention_mask=[[1, 1, 0, 0], [1, 1, 1, 0]])
+    report = TokenDataset.from_dataset(rows, context_length=8).report
+    assert report.is_partial
+    assert "3 labels other than -100 left out with the padding" in str(report)
+    masked = rows.map(lambda row: {"labels": np.where(row["attention_mask"], row["labels"], -100)})
+    assert not TokenDataset.from_dataset(masked, context_length=8).report.is_partial
+
+
 def test_columns_that_say_nothing_convert_no_row(monkeypatch):
     monkeypatch.setattr("ds_hydra.sampler.data.dataset.to_example", None)
     monkeypatch.setattr("ds_hydra.sampler.data.dataset._ROWS_PER_READ", 1)

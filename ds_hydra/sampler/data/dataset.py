@@ -90,13 +90,20 @@ class DataReport:
     num_cut_tokens: int
     num_dropped: int
     num_without_label: int
+    num_padded_labels: int = 0
+    """Labels where `attention_mask` is 0, which go with the padding."""
     unread: tuple[str, ...] = ()
     """Columns that nothing reads."""
 
     @property
     def is_partial(self) -> bool:
         """Whether something was cut or left out."""
-        return bool(self.num_truncated or self.num_dropped or self.num_without_label)
+        return bool(
+            self.num_truncated
+            or self.num_dropped
+            or self.num_without_label
+            or self.num_padded_labels
+        )
 
     def __str__(self) -> str:
         lines = [
@@ -115,6 +122,11 @@ class DataReport:
             )
         if self.num_without_label:
             lines.append(f"{self.num_without_label:,} left out, without a token to predict")
+        if self.num_padded_labels:
+            lines.append(
+                f"{self.num_padded_labels:,} labels other than -100 left out with the padding, where attention_mask is "
+                "0; what shall be predicted, such as the end of a text, belongs where it is 1"
+            )
         if self.unread:
             lines.append(f"columns that nothing reads: {', '.join(self.unread)}")
         return "\n".join(lines)
@@ -167,10 +179,12 @@ class TokenDataset:
         dataset = select_shown(dataset)
         unread = find_unread(dataset.column_names, text_column)
         check_dataset_columns(dataset)
+        num_padded_labels = 0
         if "input_ids" not in dataset.column_names:
             dataset = _tokenize_dataset(dataset, text_column, tokenize, append_eos, num_proc)
         elif not _is_plain(dataset):
-            dataset = _convert_dataset(dataset, num_proc)
+            given, dataset = dataset, _convert_dataset(dataset, num_proc)
+            num_padded_labels = _count_padded_labels(given)
         full_lengths, num_label_tokens, max_token_id = _measure(dataset, context_length)
         has_label = num_label_tokens > 0
         is_over = full_lengths > context_length
@@ -195,6 +209,7 @@ class TokenDataset:
                 num_cut_tokens=int((full_lengths[is_cut] - context_length).sum()),
                 num_dropped=int((has_label & ~is_kept).sum()),
                 num_without_label=int((~(has_label | every_row)).sum()),
+                num_padded_labels=num_padded_labels,
                 unread=tuple(unread),
             ),
             _rows=dataset.with_format("numpy", columns=_present(dataset, _TOKEN_COLUMNS)),
@@ -411,6 +426,19 @@ def _convert_dataset(dataset: datasets.Dataset, num_proc: int | None) -> dataset
 def _convert_row(row: Mapping[str, Any], index: int) -> dict[str, IntArray]:
     input_ids, labels = to_example(row, f"row {index} of the dataset")
     return {"input_ids": input_ids, "labels": labels}
+
+
+def _count_padded_labels(dataset: datasets.Dataset) -> int:
+    """Labels other than -100 where `attention_mask` is 0, of rows that were converted."""
+    names = ("labels", "attention_mask")
+    present = _present(dataset, names)
+    if len(present) < 2 or any(_is_nested(dataset.features[name]) for name in present):
+        return 0
+    count = 0
+    for table in _read_tables(dataset, names):
+        labels, mask = (_flatten(table[name], name)[1] for name in names)
+        count += int(((labels != IGNORED_LABEL) & (mask == 0)).sum())
+    return count
 
 
 def _measure(dataset: datasets.Dataset, context_length: int) -> tuple[SizeArray, SizeArray, int]:
