@@ -532,6 +532,9 @@ def resumed_otherwise(folder):
         refused(action, PlanMismatchError)
         for action in (*(a.train for a in alone), lambda: start().predict(rows_of_rank))
     ]
+    looked_at = start()
+    first, other = looked_at.get_train_dataloader, looked_at.train  # rank 0 wants the first batch
+    mismatches.append(refused(first if dist.get_rank() == 0 else other, PlanMismatchError))
     return errors, (drawn.epoch, drawn.position), again.state.global_step, mismatches
 
 
@@ -552,6 +555,7 @@ def test_what_is_left_of_the_data_is_trained_or_named(tmp_path):
         assert "saving a checkpoint of the Trainer on rank 1" in mismatches[0]
         assert "logging on rank 1" in mismatches[1]
         assert "test_dataset has 4 rows of 64 tokens on rank 0 and 5 of" in mismatches[2]
+        assert "get_train_dataloader() on rank 0; train() on rank 1" in mismatches[3]
 
 
 def killed_while_saving(folder):

@@ -833,6 +833,7 @@ def test_rows_that_are_cut_or_left_out_are_said(reader, caplog, every_row):
 def test_a_length_that_is_set_after_the_start_cuts_rows(reader):
     trainer = bare_trainer()
     trainer._reader, trainer.processing_class, found = reader, None, []
+    trainer.args, trainer.deepspeed = reader._args, None
     for longest in (4, 3):
         trainer.hydra_config = HydraConfig.parse({**SECTION, "context_length": longest})
         found += trainer._read([{"input_ids": [1, 2, 3, 4, 5]}], "rows").lengths.tolist()

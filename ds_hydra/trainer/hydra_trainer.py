@@ -173,6 +173,8 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     def _read(self, dataset: Any, what: str, *, every_row: bool = False) -> TokenDataset:
         if "RANK" not in os.environ and not dist.is_initialized():
             raise no_launcher()
+        kind = "train" if what == "train_dataset" else "eval"
+        self._call_together(f"get_{kind}_dataloader()")  # scripts look at it on one rank
         self._reader.config = self.hydra_config
         return self._reader.read(dataset, what, self.processing_class, every_row=every_row)
 

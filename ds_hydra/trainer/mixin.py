@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -254,6 +255,7 @@ class EngineMixin:
         """As transformers; after another `train` or `evaluate` with a new engine and new optimizer
         states, on the weights that the model has then.
         """
+        self._call_together("train()")
         self._check_used(say_nothing)
         # Arguments may be set, too: the seed of a second run
         self.hydra_config = self._map_arguments(self._hydra_section, say_nothing)
@@ -280,7 +282,9 @@ class EngineMixin:
         """Raise on all ranks where a callback, whose flags are each rank's own, has led some to
         `call` and others elsewhere.
         """
-        if isinstance(self.deepspeed, HydraEngine) and not self.deepspeed.is_destroyed:
+        if not dist.is_initialized():
+            return
+        if not (isinstance(self.deepspeed, HydraEngine) and self.deepspeed.is_destroyed):
             call_together(call, self.args.device)
 
     def _forget_engine(self) -> None:
