@@ -272,6 +272,16 @@ def test_a_model_that_no_plain_scheme_holds_is_proposed_for(tmp_path):
         found = decide_candidates(profile, LengthHistogram.from_counts({4096: 1}), more).strategies
         assert found
         assert all(strategy.gathers for strategy in found)
+    # Where no group takes all devices, a sequence has to fit one of fewer: here of two, and alone
+    for degree, context in ((2, 4096), (1, 2000)):
+        narrow = dataclasses.replace(
+            settings,
+            context_length=context,
+            can_run=lambda scheme, most=degree: scheme.cp == 1 and scheme.num_devices <= most,
+        )
+        for tokens in (context, 4 * context, 262_144):
+            more = dataclasses.replace(narrow, tokens_per_iteration=tokens)
+            assert decide_candidates(profile, LengthHistogram.from_counts({context: 1}), more)
     longer = dataclasses.replace(settings, context_length=32_768)
     with pytest.raises(HydraConfigError, match=r"lower the context to 2\d{4}, or use 16 devices"):
         decide_candidates(profile, LengthHistogram.from_counts({32_768: 1}), longer)

@@ -202,8 +202,8 @@ def _can_move(world: World, scheme: Scheme) -> bool:
 
 def _that_hold(world: World, scheme: Scheme, tokens: float) -> list[Scheme]:
     """`scheme` with the fewest checkpointed layers with which all its pipelines together hold
-    `tokens`, in one micro-batch each, because further ones cost time in lockstep; and with room for
-    uneven lengths.
+    `tokens`, in one micro-batch each, because further ones cost time in lockstep; with room for
+    uneven lengths; and, where `tokens` are of one sequence, with which one pipeline holds it.
     """
     counts = range(1 if world.profile.is_checkpointed else world.profile.memory.num_layers + 1)
     variants = [replace(scheme, ckpt=ckpt) for ckpt in counts]
@@ -211,7 +211,9 @@ def _that_hold(world: World, scheme: Scheme, tokens: float) -> list[Scheme]:
     def held(variant: Scheme) -> int:
         return world.num_devices // scheme.num_devices * world.max_len_tokens(variant)
 
-    fewest = (bisect_left(variants, room * tokens, key=held) for room in _ROOM)
+    fewest = [bisect_left(variants, room * tokens, key=held) for room in _ROOM]
+    if tokens <= world.context_length:
+        fewest.append(bisect_left(variants, world.context_length, key=world.max_len_tokens))
     return [
         variants[n]
         for n in dict.fromkeys(fewest)
