@@ -125,8 +125,11 @@ def _describe_unknown(document: Mapping[str, Any]) -> str:
     for architecture in document.get("architectures") or ():
         kinds = [k for k, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture]
         if kinds:
-            # Several types may have one architecture, which is named after its own
-            own = [k for k in kinds if architecture.lower().startswith(k.replace("_", ""))]
+            # Several types may have one architecture, which is named after its own; the one of text
+            # alone reads fields on top
+            name = architecture.lower().replace("_", "")
+            own = [k for k in kinds if name.startswith(k.removesuffix("_text").replace("_", ""))]
+            own.sort(key=lambda k: k.endswith("_text") == ("text_config" in document))
             return (
                 f'{what}; its architecture {architecture} is there: write "model_type": '
                 f'"{(own or kinds)[0]}" into a copy of config.json, without auto_map'

@@ -277,6 +277,12 @@ def test_code_of_a_model_is_not_run_and_the_advice_is_followed(tmp_path, monkeyp
     _, notes = read_config(str(path))
     assert notes == [find_quantisation(document)[0]]
     assert "quantised (fp8, quantization_config)" in notes[0]
+    # Of a model with a part for text, whose fields are on top where there is no other part
+    flat = {"architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 64}
+    for of_text, kind in ((flat, "qwen3_5_text"), ({**flat, "text_config": {}}, "qwen3_5")):
+        path.write_text(json.dumps({"model_type": "mine", **of_text}))
+        with pytest.raises(HydraConfigError, match=f'write "model_type": "{kind}"'):
+            load_config(str(path))
     path.write_text(json.dumps({"hidden_size": 64}))
     with pytest.raises(HydraConfigError, match="has no model_type; add it"):
         load_config(str(path))
