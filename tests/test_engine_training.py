@@ -15,9 +15,11 @@ import random
 import weakref
 from pathlib import Path
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from distributed import run_distributed
 from engines import (
     dataset_of,
@@ -90,6 +92,26 @@ def ten_steps_against_stock(family, strategies):
             states[0]["param"], dict(tiny(family).named_parameters())["model.embed_tokens.weight"]
         ),
     }
+
+
+def losses_with_rates_of_the_optimizer():
+    """Of stock and of ds_hydra, with an optimizer whose groups have no learning rate."""
+    data, found = batches(3, num_sequences=2), []
+    train = ds_hydra.HydraEngine.train_batch
+    for of, hydra, step in ((deepspeed, None, stock_step), (ds_hydra, {}, train)):
+        model = tiny("llama")
+        optimizer = transformers.Adafactor(model.parameters(), warmup_init=True)
+        engine, *_ = of.initialize(model=model, optimizer=optimizer, config=ds_config(hydra=hydra))
+        found.append([float(step(engine, examples)) for examples in data])
+    return found, engine.get_lr(), engine.last_metrics.lr
+
+
+@pytest.mark.distributed
+def test_an_optimizer_may_have_no_learning_rate():
+    (stock, mine), rates, shown = run_distributed(losses_with_rates_of_the_optimizer, 2)[0]
+    assert rates == [None]
+    assert shown == 0.0
+    assert mine == pytest.approx(stock, rel=1e-5)
 
 
 WITH_EXPERTS = (

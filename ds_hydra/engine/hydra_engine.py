@@ -604,7 +604,7 @@ class HydraEngine(CheckpointingEngine):
             loss=loss,
             iteration_ms=(now - start) * 1e3,
             step_ms=(now - before_step) * 1e3,
-            lr=float(self.get_lr()[0]),
+            lr=float(self.get_lr()[0] or 0.0),
             grad_norm=grad_norm,
             skipped_steps=self.skipped_steps,
         )

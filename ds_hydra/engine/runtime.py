@@ -173,7 +173,7 @@ class HydraRuntime:
         outcome: RankOutcome,
         norms: Tensor | None = None,
         plan: IterationPlan | None = None,
-        rates: Sequence[float] = (),
+        rates: Sequence[float | None] = (),
     ) -> Outcomes:
         """Outcomes of all ranks, in rank order, on every rank, with what any of them has to say;
         `norms` of this rank's gradients where it trains, with the `plan` whose times are learned
@@ -189,8 +189,9 @@ class HydraRuntime:
         problem = self.propagator.problem
         # One row a rank, so that one collective tells all: times and sums, what is told of spreads,
         # phases, rates, and three flags.
+        known = [float(rate or 0.0) for rate in rates]  # None: Adafactor's own
         mine = [*values, *told, *outcome.phase_ms]
-        mine += [sum(n * float(rate) for n, rate in enumerate(rates, 1)), problem is not None]
+        mine += [sum(n * rate for n, rate in enumerate(known, 1)), problem is not None]
         mine += [0.0, float(self._stop_request.is_set)]
         mine_N = to_device(torch.tensor(mine, dtype=torch.float64), self._device)
         if norms is not None:
@@ -201,7 +202,7 @@ class HydraRuntime:
             raise_together(problem, self._device)
         # Hosts with other libraries may differ in the last digit
         if not all(math.isclose(row[-4], rows[0][-4], rel_tol=1e-6) for row in rows):
-            check_alike({"lr of optimizer.param_groups": [*map(float, rates)]}, self._device)
+            check_alike({"lr of optimizer.param_groups": known}, self._device)
         balance, expert_tokens_LE = self.stage_model.balance, None
         if norms is not None and balance.layers:
             dist.all_reduce(balance.counts_LE)
