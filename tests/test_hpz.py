@@ -384,8 +384,9 @@ def test_systems_on_zero3_keep_weights_on_nodes_where_that_is_faster():
     assert found == pytest.approx(dict.fromkeys(found, zero3_traffic_ms(one_node)))
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("tokens", [300, 800, 1600])
-def test_single_ranks_on_zero3_are_charged_as_our_own_gathered_layers(tokens):
+def test_single_ranks_on_zero3_are_charged_as_our_own_gathered_layers(tokens, overlap):
     """With few tokens they wait for layers, with many for none; between these a first forward waits
     for its gathers, and backward for its own computation.
     """
@@ -396,6 +397,7 @@ def test_single_ranks_on_zero3_are_charged_as_our_own_gathered_layers(tokens):
         context_length=tokens,
         batches=(make_batch([tokens] * 16),),
         hpz=True,
+        overlap=overlap,
     )
     rival = packed_zero3(scenario, name="zero3")
     assert rival.strategy == "DP16 SP1"

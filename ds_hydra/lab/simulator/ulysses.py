@@ -183,7 +183,7 @@ def sharded_ms(scenario: Scenario, computed_ms: FloatArray) -> float:
         scenario.forward_fraction,
         links.pull_ms,
         links.push_ms,
-        scenario.profile.memory.num_layers,
+        scenario.profile.memory.num_layers if scenario.overlaps else 0,
         float(computed_ms[0]),
     )
 
