@@ -190,7 +190,7 @@ def check_context(
     if longest >= context_length:
         return
     if is_full:  # layers are checkpointed where that lets a context fit
-        all_layers = profile.memory.num_layers
+        all_layers = 0 if profile.is_checkpointed else profile.memory.num_layers
         moved = unpruned_schemes(world, 0.0)
         again = [replace(s, ckpt=all_layers, stages=()) for s in (*known, *moved) if s.pp == 1]
         again = [s for s in again if profile.memory.knows(s) and world.can_run(s)]
