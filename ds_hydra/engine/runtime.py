@@ -201,7 +201,7 @@ class HydraRuntime:
         if any(row[-3] for row in rows):
             raise_together(problem, self._device)
         # Hosts with other libraries may differ in the last digit
-        if not all(math.isclose(row[-4], rows[0][-4], rel_tol=1e-6) for row in rows):
+        if not all(math.isclose(r[-4], rows[0][-4], rel_tol=1e-6, abs_tol=1e-12) for r in rows):
             check_alike({"lr of optimizer.param_groups": known}, self._device)
         balance, expert_tokens_LE = self.stage_model.balance, None
         if norms is not None and balance.layers:
