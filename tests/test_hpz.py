@@ -26,9 +26,9 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.scenario import Scenario, priced
 from ds_hydra.lab.simulator.systems import SYSTEMS
 from ds_hydra.lab.simulator.ulysses import (
+    optimizer_ms,
     packed_zero3,
     rank_tokens,
-    step_ms,
     zero3_traffic_ms,
 )
 from ds_hydra.sampler.candidate import Phases
@@ -365,7 +365,7 @@ def rivals_on(num_devices):
     names = ("deepspeed", "deepspeed_balanced", "deepspeed_degrees", "odc", "flexsp", "fcp")
     found = {name: SYSTEMS[name].run(scenario, name=name) for name in names}
     links = scenario.links(Strategy.alike(GATHERED, num_devices))
-    ends_ms = step_ms(scenario) + (links.pull_ms + links.push_ms) / 32
+    ends_ms = optimizer_ms(scenario) + (links.pull_ms + links.push_ms) / 32
     return scenario, {name: float(own.iteration_ms[0]) - ends_ms for name, own in found.items()}
 
 

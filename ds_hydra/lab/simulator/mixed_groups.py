@@ -25,10 +25,10 @@ from ds_hydra.lab.simulator.scenario import (
 )
 from ds_hydra.lab.simulator.ulysses import (
     RECOMPUTE,
+    optimizer_ms,
     rank_tokens,
     sharded_groups,
     sharded_ms,
-    step_ms,
 )
 from ds_hydra.records.events import Scatter
 from ds_hydra.sampler.group_steps import GroupStep, MixedGroups, find_cuts, plan_steps
@@ -128,7 +128,7 @@ def _in_steps(scenario: Scenario, choices: Sequence[MixedGroups], name: str) -> 
         outcomes.append(
             Outcome(
                 propagation_ms=propagation,
-                iteration_ms=total_ms(each[:, 0]) + step_ms(scenario),
+                iteration_ms=total_ms(each[:, 0]) + optimizer_ms(scenario),
                 imbalance=0.0,
                 bubble=1 - busy / propagation if propagation else 0.0,
             )

@@ -8,8 +8,8 @@ divide), and its exchanges cost what ds_hydra's own do (`sequence_parallel_laten
 gather every layer for every micro-batch, forward and backward, and reduce its gradients, which is
 charged as ds_hydra's own gathered layers are: one takes the longer of its computation and this
 traffic, which assumes perfect prefetching, unless `Scenario.seen` says what share of the traffic
-nothing hides. With `Scenario.hpz` weights cross
-between nodes once for a micro-batch, and a share of them stays on each rank.
+nothing hides. With `Scenario.hpz` weights cross between nodes once for a micro-batch, and a share
+of them stays on each rank.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def zero3_traffic_ms(scenario: Scenario) -> float:
     return 0.0 if scenario.cluster is None else scenario.cluster.gather_ms(gathered)
 
 
-def step_ms(scenario: Scenario) -> float:
+def optimizer_ms(scenario: Scenario) -> float:
     """The optimizer's step."""
     return scenario.cluster.step_ms if scenario.cluster else 0.0
 
@@ -413,7 +413,7 @@ def _outcome(scenario: Scenario, propagation: float, total: float, busy: FloatAr
     used = busy[busy > 0]
     return Outcome(
         propagation_ms=propagation,
-        iteration_ms=total + step_ms(scenario),
+        iteration_ms=total + optimizer_ms(scenario),
         imbalance=float(used.max() / used.min() - 1) if used.size else 0.0,
         bubble=1 - float(busy.sum()) / (propagation * busy.size) if propagation else 0.0,
     )

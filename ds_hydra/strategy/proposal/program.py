@@ -193,8 +193,7 @@ def check_context(
         all_layers = 0 if profile.is_checkpointed else profile.memory.num_layers
         moved = unpruned_schemes(world, 0.0)
         again = [replace(s, ckpt=all_layers, stages=()) for s in (*known, *moved) if s.pp == 1]
-        again = [s for s in again if profile.memory.knows(s) and world.can_run(s)]
-        longest = max(longest, _longest_micro_batch(world, again))
+        longest = max(longest, _longest_micro_batch(world, filter(world.can_run, again)))
     remedies = [f"lower the context to {longest}"] if longest > 0 else []
 
     def longest_of_full(there: World) -> int:
