@@ -37,6 +37,7 @@ $(DEVELOPED): $(INSTALLED)
 	@$(PIP) --editable '.[dev]'
 	@touch $(DEVELOPED)
 
+demo: export TOKENIZERS_PARALLELISM := true
 demo: $(INSTALLED)  ## train a small LLaMA on the standard library's source with 4 CPU ranks
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deepspeed --log_level error --num_gpus 4 --no_local_rank examples/stdlib/train.py
 

@@ -673,6 +673,11 @@ def test_a_destroyed_engine_gives_back_files_threads_and_memory(tmp_path):
     for held, num_alive in run_distributed(engines_one_after_another, 2, str(tmp_path)):
         assert held == [held[0]] * 3, "open files, threads"
         assert num_alive == 0
+    schemes = json.loads((tmp_path / "0" / "profile.json").read_text())["schemes"]
+    (deeper,) = [entry for entry in schemes if (entry["tp"], entry["pp"]) == (1, 2)]
+    assert deeper["probed_as"] == "<1,1>"
+    assert "measured" not in deeper
+    assert deeper["rehearsed"]["runs"]
 
 
 def what_a_destroyed_engine_holds():

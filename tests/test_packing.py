@@ -60,7 +60,7 @@ def recompute(micro_batches, lengths, latency, num_stages, is_exact):
     times = np.array(
         [latency.micro_batch_ms(lengths[i] for i in micro_batch) for micro_batch in micro_batches]
     )
-    return makespan_ms(times, num_stages, 1 / 3, is_exact)
+    return makespan_ms(times, num_stages, 1 / 3, is_exact, 0.0)
 
 
 def fits(groups, lengths):

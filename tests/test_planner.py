@@ -80,7 +80,9 @@ def recompute(plan, objective, profile=PROFILE):
             for micro_batch in pipeline.micro_batches
         ]
         result.append(
-            makespan_ms(np.array(micro_batches), pipeline.scheme.pp, 1 / 3, objective == "exact")
+            makespan_ms(
+                np.array(micro_batches), pipeline.scheme.pp, 1 / 3, objective == "exact", 0.0
+            )
         )
     return result
 
@@ -115,7 +117,9 @@ def fastest_pipeline(lengths, scheme, objective):
             ):
                 best = min(
                     best,
-                    makespan_ms(np.array(micro_batches), scheme.pp, 1 / 3, objective == "exact"),
+                    makespan_ms(
+                        np.array(micro_batches), scheme.pp, 1 / 3, objective == "exact", 0.0
+                    ),
                 )
     return best
 

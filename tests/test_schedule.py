@@ -64,7 +64,7 @@ def test_recurrence_is_the_event_simulation(micro_batches, num_stages, fraction)
 
 
 def closed_form_ms(micro_batches, num_stages):
-    return makespan_ms(micro_batches, num_stages, 1 / 3, False)
+    return makespan_ms(micro_batches, num_stages, 1 / 3, False, 0.0)
 
 
 @given(st.floats(0.1, 100.0), st.integers(1, 12), stages, fractions)
@@ -101,8 +101,8 @@ def test_no_micro_batches_take_no_time():
 
 def test_makespan_follows_the_objective():
     micro_batches = np.array([1.0, 9.0])
-    assert makespan_ms(micro_batches, 2, 1 / 3, False) == 27.0
-    assert makespan_ms(micro_batches, 2, 1 / 3, True) < 27.0
+    assert makespan_ms(micro_batches, 2, 1 / 3, False, 0.0) == 27.0
+    assert makespan_ms(micro_batches, 2, 1 / 3, True, 0.0) < 27.0
 
 
 @given(micro_batch_lists, stages, fractions)

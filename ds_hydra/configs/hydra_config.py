@@ -231,8 +231,10 @@ class ProfilingConfig(_Section):
     context.
     """
 
-    repeats: Effort = 3
-    """Timed runs of each length, of which the median counts; 3 survive one disturbed run."""
+    repeats: Effort = 1
+    """Most timed runs of each length, of which the median counts; 1 at the start, because times
+    measured while training correct it.
+    """
 
     warmup: Annotated[Index, Field(le=MAX_EFFORT)] = 1
     """Untimed runs before them; 1 pays for allocation and kernel selection."""

@@ -152,7 +152,9 @@ class EngineCandidates:
             # Scores may be asked for without gradients
             with watch("profiling"), torch.enable_grad(), names_limit:
                 self._at_start += self._measured_beside()
-                document = measure_profile(self.propagator, self._at_start, self.config)
+                document = measure_profile(
+                    self.propagator, self._at_start, self.config, probes_every_pp=False
+                )
             run_together(lambda: self._keep(document), self._device)
             self._use_measured(document)
         assert self.profile is not None

@@ -379,7 +379,7 @@ class PhasePlan:
             self.micro_batches[own] = np.unique(self.micro_batches[own], return_inverse=True)[1]
         # One stage each, as all pipelines whose layers are gathered
         of_pipelines = map(self._times_ms, range(self.pipeline_ms.size))
-        exactly = problem.forward_fraction, problem.is_exact
+        exactly = problem.forward_fraction, problem.is_exact, 0.0
         self.pipeline_ms = np.array([makespan_ms(own, 1, *exactly) for own in of_pipelines])
         if self.finish().iteration_ms >= known.iteration_ms:
             self._take_back(known)

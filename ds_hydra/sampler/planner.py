@@ -220,6 +220,7 @@ def _profiled_ms(
         pipeline.scheme.pp,
         settings.forward_fraction,
         settings.objective == "exact",
+        0.0,
     )
 
 

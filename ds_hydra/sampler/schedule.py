@@ -206,7 +206,7 @@ def makespan_ms(
     num_stages: int,
     forward_fraction: float,
     is_exact: bool,
-    traffic_ms: float = 0.0,
+    traffic_ms: float,
 ) -> float:
     """Time of one pipeline by the objective in use: the 1F1B recurrence (`is_exact`), or the closed
     form of Eq. (1), (PP - 1 + V) times the slowest micro-batch, exact where all are equal.

@@ -26,7 +26,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_hydra
 from ds_hydra.progress import Progress
-from ds_hydra.report import load_run, plot_run, render_runs, summarize_run, write_page
 
 HERE = Path(__file__).parent
 
@@ -100,6 +99,9 @@ def main() -> None:
             progress.update()
     engine.destroy()
     if is_first_rank:
+        # Only one rank pays for matplotlib
+        from ds_hydra.report import load_run, plot_run, render_runs, summarize_run, write_page
+
         print(summarize_run(args.run_dir))
         plot_run(args.run_dir, args.run_dir / "strategies.png")
         write_page(render_runs([load_run(args.run_dir)]), args.run_dir / "report.html")

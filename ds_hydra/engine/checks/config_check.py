@@ -443,7 +443,7 @@ class _Budget:
         self._report.profiled.append(
             f"hydra.profile is null: {len(runnable)} {measured} at the start of every run "
             f"({', '.join(map(str, runnable))}), micro-batches of {', '.join(map(str, lengths))} tokens as far as they "
-            f"fit, {hydra.profiling.repeats} times each; `ds-hydra profile` does it once"
+            f"fit; `ds-hydra profile` measures them once for all runs"
         )
 
     def _describe_memory(self, profile: Profile) -> None:

@@ -380,6 +380,15 @@ def scheme_entry(scheme: Scheme, times_ms: Mapping[ProbeMicroBatch, float]) -> d
     }
 
 
+def deeper_entry(scheme: Scheme, probed: Mapping[str, Any], source: Scheme) -> dict[str, Any]:
+    """Return an entry of `scheme` with T of `source`, which has fewer stages and was `probed`: a
+    stage has fewer layers. Hand-over is no part of T.
+    """
+    terms = ("quadratic_ms", "linear_ms", "constant_ms")
+    latency = {term: probed[term] * source.pp / scheme.pp for term in terms}
+    return {**scheme.to_json(), **latency, "probed_as": str(source)}
+
+
 def saturation(entries: Sequence[dict[str, Any]], longest: int) -> dict[str, int]:
     """UtilLen per TP degree, from its smallest SP, CP and PP; of the piece of a micro-batch that
     one rank has under them.

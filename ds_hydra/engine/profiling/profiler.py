@@ -26,6 +26,7 @@ from ds_hydra.engine.profiling.memory import traced_activation
 from ds_hydra.engine.profiling.profile_document import (
     Measurements,
     ProbeMicroBatch,
+    deeper_entry,
     describe_hardware,
     describe_measured,
     describe_model,
@@ -78,6 +79,8 @@ def measure_profile(
     strategies: Iterable[Strategy],
     config: HydraConfig,
     measurements: Measurements | None = None,
+    *,
+    probes_every_pp: bool = True,
 ) -> dict[str, Any]:
     """A profile of every scheme in `strategies`, measured now. Collective over all ranks; equal on
     all.
@@ -87,7 +90,8 @@ def measure_profile(
     single sequences, and one packed micro-batch: many short sequences cost less in one micro-batch
     than T of each alone says, and not in every scheme by as much. The level of T is that of whole
     iterations under these strategies (`rehearsal.py`). What `measurements` knows is not measured
-    again.
+    again. Without `probes_every_pp` only the shallowest pipeline of each kind is probed: deeper
+    ones have its T by the layers of a stage, and the level of their own rehearsals.
     """
     known = measurements if measurements is not None else Measurements()
     strategies = list(strategies)
@@ -95,9 +99,12 @@ def measure_profile(
     homogeneous = {s: Strategy.alike(s, propagator.num_ranks) for s in schemes}
     propagator.prepare(homogeneous.values())
     model = _measure_memory(propagator, homogeneous, config, known)
+    lengths_of = _lengths_that_fit(propagator, schemes, model, config)
+    probed_as = {s: s for s in lengths_of} if probes_every_pp else choose_probed(lengths_of)
     micro_batches_of = {
         scheme: _probe_micro_batches(lengths)
-        for scheme, lengths in _lengths_that_fit(propagator, schemes, model, config).items()
+        for scheme, lengths in lengths_of.items()
+        if probed_as[scheme] == scheme
     }
     times_ms = measure_in_rounds(
         [
@@ -112,20 +119,23 @@ def measure_profile(
         # Layers are compiled for its length, or attention has plans for it.
         warms_up_each=config.compile_layers or propagator.runs_lengths_anew(),
     )
-    entries = []
+    probed = {}
     for scheme, micro_batches in micro_batches_of.items():
         entry = scheme_entry(
             scheme, {micro_batch: times_ms[scheme, micro_batch] for micro_batch in micro_batches}
         )
-        entries.append(
-            entry | _peak_memory(propagator, homogeneous[scheme], max(micro_batches).length, known)
-        )
+        peak = _peak_memory(propagator, homogeneous[scheme], max(micro_batches).length, known)
+        probed[scheme] = entry | peak
+    entries = [
+        probed.get(scheme) or deeper_entry(scheme, probed[source], source)
+        for scheme, source in probed_as.items()
+    ]
     document = {
         **model,
-        "saturation_tokens": saturation(entries, config.context_length),
+        "saturation_tokens": saturation([*probed.values()], config.context_length),
         "schemes": entries,
     }
-    rehearsed = choose_rehearsals([*homogeneous.values(), *strategies], micro_batches_of)
+    rehearsed = choose_rehearsals([*homogeneous.values(), *strategies], lengths_of)
     profile = fit_memory(document, config)
     found = rehearse(propagator, rehearsed, profile, config, known)
     if has_device_memory():
@@ -133,6 +143,20 @@ def measure_profile(
         document["hardware"] |= _reserved(propagator, document["hardware"])
         _fill_memory(propagator, homogeneous, fit_memory(document, config), config, known)
     return at_rehearsed_level(document, found)
+
+
+def choose_probed(schemes: Iterable[Scheme]) -> dict[Scheme, Scheme]:
+    """Return, for each of `schemes`, the one whose probes tell T: the shallowest pipeline with the
+    same options. Pipelines of named stages are probed themselves.
+
+    >>> found = choose_probed([Scheme(1, 1), Scheme(1, 4), Scheme(2, 2)])
+    >>> {str(scheme): str(source) for scheme, source in found.items()}
+    {'<1,1>': '<1,1>', '<1,4>': '<1,1>', '<2,2>': '<2,2>'}
+    """
+    schemes = tuple(schemes)
+    even = sorted((s for s in schemes if not s.stages), key=lambda s: -s.pp)
+    shallowest = {replace(s, pp=1): s for s in even}
+    return {s: s if s.stages else shallowest[replace(s, pp=1)] for s in schemes}
 
 
 def _reserved(propagator: Propagator, hardware: Mapping[str, Any]) -> dict[str, int]:

@@ -101,7 +101,7 @@ def rehearse(
     Every strategy runs one mini-batch, of a context a rank or what an iteration has if that is
     less, without a step of the optimizer; gradients are thrown away. The first one is run once
     before, for memory that is touched for the first time, and those of schemes that no other
-    strategy has twice. What `known` knows is not measured again.
+    strategy has twice, where probes are repeated too. What `known` knows is not measured again.
     """
     found: dict[Scheme, list[dict[str, Any]]] = {}
     num_tokens = min(config.tokens_per_iteration, propagator.num_ranks * config.context_length)
@@ -114,7 +114,8 @@ def rehearse(
         lengths = made_lengths(min(longest, config.context_length), num_tokens)
         plan = _agree_on_plan(propagator, strategy, profile, lengths)
         busy = [pipeline for pipeline in plan.pipelines if pipeline.micro_batches]
-        for run in range(1 if min(uses[s] for s in strategy.schemes) > 1 else 2):
+        is_single = min(uses[s] for s in strategy.schemes) == 1
+        for run in range(min(2, config.profiling.repeats) if is_single else 1):
             names = [
                 f"{strategy} rehearsal {run}, pipeline {number}" for number in range(len(busy))
             ]
