@@ -203,7 +203,6 @@ def test_ready_configs_fit_the_devices_they_name(name):
 @pytest.mark.parametrize(
     ("name", "hydra", "most"),
     [
-        ("llama2_7b_8gpus", {"tp_sequence_parallel": False}, 20_000),  # 159 bytes, not 48
         ("llama2_13b_8gpus", {"context_length": 32768}, 24_000),
         ("llama2_32b_16gpus", {"context_length": 16384}, 12_000),
     ],
@@ -316,7 +315,6 @@ def default_strategies(name: str) -> list[str]:
         dtype=torch.bfloat16,
         device=torch.device("meta"),
         num_ranks=workload.num_devices,
-        tp_sequence_parallel=True,
     )
     profile = with_engine_states(workload.profile)
     settings = CandidateSettings.of(

@@ -425,14 +425,6 @@ class HydraConfig(_Section):
     Off: attention's backward adds by atomics, which is faster and takes less memory.
     """
 
-    tp_sequence_parallel: bool = False
-    """Hold residual stream and norms by shards of a micro-batch inside TP groups, as Megatron's
-    `--sequence-parallel`.
-
-    Activations per rank then fall with TP; one more gather for each block in backward. Off:
-    micro-batches are never padded.
-    """
-
     run_dir: Text | None = None
     """Folder for `metrics.jsonl` and the plans; null writes nothing."""
 

@@ -61,7 +61,6 @@ little.
 """
 
 _CHANGES = {
-    "tp_sequence_parallel": "time and memory under TP",
     "float8": "times",
     "activation_checkpointing": "time and memory of layers",
     "compile_layers": "time and memory of layers",
@@ -325,18 +324,25 @@ class Profile:
                 "hydra.profile, or remove it to measure one at the start"
             )
 
-    def check_config(self, hydra: HydraConfig, dtype: str) -> None:
+    def check_config(self, hydra: HydraConfig, dtype: str, *, cuts_micro_batches: bool) -> None:
         """Raise HydraConfigError if the profile says that it was measured with other values of the
-        keys `_CHANGES`, or in a type of another size than `dtype`, as "bfloat16".
+        keys `_CHANGES`, in a type of another size than `dtype`, as "bfloat16", or with TP ranks
+        that do not share micro-batches as the model's do (`cuts_micro_batches`).
 
         What it does not say passes, as in published ones; but it has `float8` where it says so
-        alone. `tp_sequence_parallel` matters where TP is above 1.
+        alone.
         """
+        was_cut = self.document.get("tp_sequence_parallel", cuts_micro_batches)
+        if was_cut != cuts_micro_batches and any(scheme.tp > 1 for scheme in self.latency):
+            raise HydraConfigError(
+                f"profile {self.name!r} was measured with tp_sequence_parallel {json.dumps(was_cut)}, and TP ranks of "
+                f"this model have {'shards of' if cuts_micro_batches else 'whole'} micro-batches between blocks, which "
+                "changes time and memory under TP; measure anew (ds-hydra profile, or remove hydra.profile)"
+            )
         for key, changes in _CHANGES.items():
             wanted = getattr(hydra, key)
             found = self.document.get(key, None if key == "float8" else wanted)
-            is_seen = key != "tp_sequence_parallel" or any(s.tp > 1 for s in self.latency)
-            if found != wanted and is_seen:
+            if found != wanted:
                 value = f" {wanted}" if key == "float8" else ""
                 option = f" --{key.replace('_', '-')}{value}" if wanted else ""
                 raise HydraConfigError(
