@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as libraries
 
-from ds_hydra.commands import lengths, propose
+from ds_hydra.commands import common, lengths, propose
 from ds_hydra.configs.files import write_whole
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import Progress, no_bars_in_files
@@ -532,6 +532,33 @@ def test_bars_of_libraries_are_off_where_there_is_no_terminal(monkeypatch):
     with no_bars_in_files():
         assert not libraries.is_progress_bar_enabled()
     assert libraries.is_progress_bar_enabled()
+
+
+class Tee:
+    """A stream of a program's own, as trackers put it in place of stderr."""
+
+    def write(self, text):
+        return len(text)
+
+    def flush(self):
+        pass
+
+
+def closed():
+    file = io.StringIO()
+    file.close()
+    return file
+
+
+@pytest.mark.parametrize("stream", [Tee(), None, closed()], ids=["tee", "none", "closed"])
+def test_stderr_may_be_any_object(monkeypatch, stream):
+    monkeypatch.setattr(sys, "stderr", stream)
+    with no_bars_in_files():
+        libraries.enable_progress_bar()
+    common.say_loading()
+    with common.progress_bar("profiling", "point", lambda: "inside") as show:
+        show(5, 10)
+        show(10, 10)
 
 
 WITHOUT_TORCH = """

@@ -22,7 +22,7 @@ from ds_hydra.configs.files import (
     write_whole,
 )
 from ds_hydra.errors import HydraConfigError, HydraError
-from ds_hydra.progress import Progress
+from ds_hydra.progress import Progress, is_terminal
 
 if TYPE_CHECKING:
     from ds_hydra.strategy import Profile
@@ -109,7 +109,7 @@ def log(text: str) -> None:
 
 def say_loading() -> None:
     """A line before the imports that take seconds, where somebody looks on."""
-    if sys.stderr.isatty():
+    if is_terminal(sys.stderr):
         log("loading torch, DeepSpeed and transformers")
 
 
@@ -131,7 +131,7 @@ def progress_bar(
 
 @contextmanager
 def _refreshing(bar: Any, inside: Callable[[], str] | None) -> Iterator[None]:
-    if inside is None or not sys.stderr.isatty():
+    if inside is None or not is_terminal(sys.stderr):
         yield
         return
     is_over = threading.Event()
