@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import time
 from importlib import import_module
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ds_hydra.commands.check import check
-from ds_hydra.commands.common import AsJson, errors_to_stderr, print_json
+from ds_hydra.commands.common import SPELL_OUT, AsJson, errors_to_stderr, print_json
 from ds_hydra.commands.doctor import doctor
 from ds_hydra.commands.init import init
 from ds_hydra.commands.lengths import lengths
@@ -148,6 +150,8 @@ for command in (*COMMANDS, *import_module("ds_hydra.lab.commands").COMMANDS):
 
 def main() -> None:
     """Entry point of `ds-hydra`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors=SPELL_OUT)
     app()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 import threading
@@ -66,6 +67,20 @@ READS_LIKE_DEEPSPEED = (
 )
 """Why commands without ranks and without a GPU need torch."""
 WITHOUT_TORCH = "plan, lengths, propose, fit, simulate, search, report"
+
+
+def _spell_out(error: UnicodeError) -> tuple[str, int]:
+    """Return the characters that an encoding lacks in ASCII: ± as +-, others escaped."""
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end].replace("±", "+-")
+    return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
+
+
+SPELL_OUT = "ds_hydra.spell_out"
+"""Error handler of streams for results, whose encoding may be ASCII (`PYTHONIOENCODING`, an old
+locale).
+"""
+codecs.register_error(SPELL_OUT, _spell_out)
 
 
 @contextmanager
