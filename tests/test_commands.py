@@ -270,6 +270,7 @@ def test_data_that_cannot_be_counted_is_refused_with_the_options(tmp_path, chat_
         ({"conversations": turns}, chat_tokenizer, "'messages' with the keys role"),
         ({"messages": ASK}, None, "no tokenizer; .*(--tokenizer)"),
         ({"messages": ASK}, chat_tokenizer / "tokenizer.json", "in place of tokenizer.json"),
+        ({"question": "a", "answer": "b"}, chat_tokenizer, "'question': 'prompt', 'answer': 'comp"),
         ({"body": "a"}, chat_tokenizer, "name one of them (--text-column)"),
         ({"input_ids": [1, 2], "prompt_mask": [1, 0]}, None, "'prompt_mask', which is not used"),
         ({"input_ids": [1, 2]}, None, "cannot be read as"),
@@ -292,7 +293,7 @@ def test_compressed_files_and_those_beside_the_data(tmp_path, caplog):
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     with gzip.open(folder / "a.jsonl.gz", "wt") as file:
         file.write(lines)
-    (folder / "b.jsonl").write_text(lines)
+    (folder / "B.JSONL").write_text(lines)
     (folder / "._b.jsonl").write_bytes(b"\0\5\x16\7")
     (folder / ".cache" / "c.jsonl").write_text("{")
     for n in range(3):

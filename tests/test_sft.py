@@ -4,7 +4,9 @@ row.
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 
 import datasets
 import pytest
@@ -12,6 +14,7 @@ from tokenizers import processors
 from trl_runs import make_tokenizer
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.sampler.data.sft import to_labels
 
 TEMPLATE = (
@@ -56,6 +59,18 @@ def test_tokens_and_texts_stay_as_they_are():
     ):
         dataset = one(row)
         assert to_labels(dataset) is dataset
+
+
+@pytest.mark.parametrize(
+    "names", [("instruction", "output"), ("question", "answer"), ("prompt", "response")]
+)
+def test_columns_of_other_conventions_are_told_the_names_that_train_them(tokenizer, names):
+    dataset = one(dict(zip(names, ("1 + 1 =", " 2"))))
+    with pytest.raises(HydraConfigError) as refusal:
+        TokenDataset.from_dataset(dataset, context_length=99, tokenize=tokenizer)
+    (advice,) = re.findall(r"dataset\.rename_columns\((.*?)\)", str(refusal.value))
+    renamed = dataset.rename_columns(ast.literal_eval(advice))
+    assert texts(tokenizer, to_labels(renamed, tokenizer)[0]) == ("1 + 1 = 2<eos>", " 2<eos>")
 
 
 def test_chats_go_through_the_template(tokenizer):

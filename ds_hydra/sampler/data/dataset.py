@@ -324,7 +324,7 @@ def _tokenize_dataset(
     if text_column not in dataset.column_names:
         raise HydraConfigError(
             f"the dataset has neither 'input_ids' nor the text column {text_column!r}, but the columns "
-            f"{columns}; {hint_for(dataset.column_names) or 'set hydra.text_column to one of them'}"
+            f"{columns}; {hint_for(dataset.column_names, 'set hydra.text_column to one of them')}"
         )
     feature = dataset.features[text_column]
     if not isinstance(feature, datasets.Value) or feature.dtype not in ("string", "large_string"):

@@ -168,9 +168,9 @@ def _data_files(path: Path) -> tuple[list[Path], str]:
 
 
 def _suffix(file: Path) -> str:
-    """How `file` ends, without what says that it is compressed."""
-    name = file.with_suffix("") if file.suffix in _COMPRESSED else file
-    return name.suffix
+    """Return how `file` ends, in lower case and without what says that it is compressed."""
+    name = file.with_suffix("") if file.suffix.lower() in _COMPRESSED else file
+    return name.suffix.lower()
 
 
 def _is_hidden(file: Path) -> bool:
@@ -282,7 +282,7 @@ def _check_source(columns: Sequence[str], text_column: str, tokenize: Any) -> No
     if text_column not in columns:
         raise HydraConfigError(
             f"the dataset has neither 'input_ids' nor the text column {text_column!r}, but the columns "
-            f"{', '.join(columns)}; {hint_for(columns) or 'name one of them (--text-column)'}"
+            f"{', '.join(columns)}; {hint_for(columns, 'name one of them (--text-column)')}"
         )
     if tokenize is None:
         raise HydraConfigError(
