@@ -128,6 +128,41 @@ def test_each_chat_has_arguments_of_its_own_for_the_template(tokenizer):
     assert [texts(tokenizer, row)[0] for row in made] == ["U:hi;A:yo;sad?", "U:hi;A:yo;low"]
 
 
+def parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.content }};{% endfor %}",
+        "{% for m in messages %}{{ m.content + ';' }}{% endfor %}",
+        "{% for m in messages %}{{ m.content | tojson if m.content is not string else m.content }};{% endfor %}",
+        "{% for m in messages %}{{ m.content if m.content is string else '' }};{% endfor %}",
+        "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %};{% endfor %}",
+    ],
+    ids=["written", "added", "as JSON", "left out", "read"],
+)
+def test_contents_may_be_parts_of_text(tokenizer, template):
+    tokenizer.chat_template = template
+    turns = zip(("user", "assistant"), (parts("ab", "c"), parts("d")))
+    chat = [{"role": role, "content": content} for role, content in turns]
+    made = to_labels(one({"messages": chat}), tokenizer)
+    assert tokenizer.decode(made[0]["input_ids"]) == "abc;d;"
+    made = to_labels(one({"prompt": chat[:1], "completion": chat[1:]}), tokenizer)
+    assert texts(tokenizer, made[0]) == ("abc;d;", "d;")
+
+
+def test_parts_that_nothing_reads_are_refused_and_lists_of_tools_are_not(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    image = {"role": "user", "content": [{"type": "image", "url": "a.png"}]}
+    with pytest.raises(HydraConfigError, match="row 0: the content of a message of 'user' is"):
+        to_labels(one({"messages": [image]}), tokenizer)
+    numbers = {"role": "tool", "content": [1, 2]}
+    made = to_labels(one({"messages": [numbers]}), tokenizer)
+    assert tokenizer.decode(made[0]["input_ids"]) == "[1, 2];"
+
+
 def test_a_turn_that_does_not_count_by_its_own_key(tokenizer):
     """It would count; a template may read the key, as the error says."""
     chat = [*CHAT[:1], {**CHAT[1], "weight": 0}, CHAT[2], {**CHAT[3], "weight": 1}]

@@ -8,6 +8,7 @@ nothing else.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -335,8 +336,9 @@ def render_chat(tokenizer: ChatTokenizer, conversation: Any, **settings: Any) ->
     `datasets` stored them.
 
     Arrow gives every struct all keys of all rows: those that are None are left out at every depth.
-    Tools, and arguments of their calls, may be JSON text, which is decoded once. Raises
-    HydraConfigError for text that is not JSON.
+    Tools, and arguments of their calls, may be JSON text, which is decoded once. Contents that are
+    lists of parts of text are joined where the template does not read parts. Raises
+    HydraConfigError for text that is not JSON, and for parts that nothing reads.
 
     >>> class Shown:
     ...     chat_template = "any"
@@ -349,7 +351,44 @@ def render_chat(tokenizer: ChatTokenizer, conversation: Any, **settings: Any) ->
     if tools := _read_tools(settings.pop("tools", None)):
         settings["tools"] = tools
     chat = [_with_arguments(message) for message in _without_none(list(conversation))]
+    has_parts = any(isinstance(m, Mapping) and isinstance(m.get("content"), list) for m in chat)
+    if has_parts and not _reads_parts(tokenizer, settings.get("chat_template")):
+        chat = [_with_text(message) for message in chat]
     return tokenizer.apply_chat_template(chat, **settings)
+
+
+_PARTS = [{"type": "text", "text": "8f3dc1"}]
+_OF_TOOLS = ("tool", "function", "ipython")
+"""Roles whose content may be any list, which templates write as it is."""
+
+
+def _reads_parts(tokenizer: ChatTokenizer, template: str | None) -> bool:
+    """Return whether the template writes the text of a list of parts, not the list itself."""
+    named = {} if template is None else {"chat_template": template}
+    try:
+        shown = tokenizer.apply_chat_template(
+            [{"role": "user", "content": _PARTS}], tokenize=False, **named
+        )
+    except Exception:  # a template may raise anything
+        return False
+    is_list = str(_PARTS) in shown or json.dumps(_PARTS) in shown
+    return _PARTS[0]["text"] in shown and not is_list
+
+
+def _with_text(message: Any) -> Any:
+    """Return `message` with the text of its parts as its content."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list):
+        return message
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    if all(isinstance(text, str) for text in texts):
+        return {**message, "content": "".join(texts)}
+    if message.get("role") in _OF_TOOLS:
+        return message
+    raise HydraConfigError(
+        f"the content of a message of {message.get('role')!r} is {content!r:.200}, expected text or parts of text, "
+        "such as [{'type': 'text', 'text': '...'}]; the tokenizer's chat template reads no parts"
+    )
 
 
 _SAYS_WHETHER = ("weight", "loss", "loss_mask", "train", "train_on_turn", "trainable")
