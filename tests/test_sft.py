@@ -106,6 +106,16 @@ def test_no_end_of_text_between_prompt_and_completion(tokenizer):
     assert texts(tokenizer, made)[0].startswith("a<eos>")
 
 
+def test_a_rendered_prompt_has_one_begin(tokenizer):
+    begin = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", begin)]
+    )
+    for prompt in "ab", "<eos>ab":
+        made = to_labels(one({"prompt": prompt, "completion": "c"}), tokenizer)[0]
+        assert texts(tokenizer, made) == ("<eos>abc<eos>", "c<eos>")
+
+
 def test_turns_of_the_assistant_within_completions(tokenizer):
     chat = {"prompt": CHAT[:1], "completion": CHAT[1:]}
     made = to_labels(one(chat), tokenizer, assistant_only_loss=True)[0]

@@ -20,7 +20,7 @@ import pyarrow as pa
 from ds_hydra.configs.files import parse_json
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import no_bars_in_files
-from ds_hydra.sampler.data.dataset import check_dataset_columns
+from ds_hydra.sampler.data.dataset import check_dataset_columns, map_rows, without_second_begin
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
 
 Row: TypeAlias = Mapping[str, Any]
@@ -51,8 +51,10 @@ class ChatTokenizer(Protocol):
     chat_template: Any
     eos_token_id: Any
 
-    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, Any]:
-        """{"input_ids": token ids} of a text."""
+    def __call__(
+        self, text: str | list[str], *, add_special_tokens: bool = True
+    ) -> Mapping[str, Any]:
+        """{"input_ids": token ids} of a text, or of each of several."""
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
         """{"input_ids": ..., "assistant_masks": ...} of a list of messages."""
@@ -105,14 +107,7 @@ def to_labels(
             f"the chat template has {token!r} after the assistant's turn outside of {{% generation %}}, so that the "
             "model is not trained to stop; put it before {% endgeneration %} in the tokenizer's chat_template"
         )
-    made = dataset.map(
-        convert,
-        with_indices=True,
-        remove_columns=columns,
-        features=_FEATURES,
-        desc="tokenising",
-        num_proc=None if num_proc is None else min(num_proc, len(dataset)),
-    )
+    made = map_rows(dataset, convert, _FEATURES, num_proc, with_indices=True, desc="tokenising")
     differing = len(made) - (pa.compute.sum(made.data.column("is_prefix")).as_py() or 0)
     if differing:
         warn(
@@ -145,10 +140,10 @@ def find_conversion(
         )
     if source == "messages":
         return functools.partial(
-            _from_messages, tokenizer=tokenizer, assistant_only=assistant_only_loss
+            _messages_to_tokens, tokenizer=tokenizer, assistant_only=assistant_only_loss
         )
     return functools.partial(
-        _from_prompt,
+        _prompt_to_tokens,
         tokenizer=tokenizer,
         assistant_only=assistant_only_loss,
         completion_only=completion_only_loss is not False,
@@ -176,7 +171,7 @@ def _has_prompts(columns: Sequence[str]) -> bool:
     return "prompt" in columns and "completion" in columns
 
 
-def _from_messages(
+def _messages_to_tokens(
     row: Row, index: int, *, tokenizer: ChatTokenizer, assistant_only: bool
 ) -> TokenRow:
     columns = ("messages",)
@@ -188,7 +183,7 @@ def _from_messages(
     return _label(input_ids, counts)
 
 
-def _from_prompt(
+def _prompt_to_tokens(
     row: Row,
     index: int,
     *,
@@ -209,7 +204,7 @@ def _from_prompt(
             f"row {index}: prompt and completion are texts, of which assistant_only_loss says nothing; leave "
             "it out, or give lists of messages"
         )
-    prompt_ids = list(tokenizer(prompt)["input_ids"])
+    prompt_ids = without_second_begin(list(tokenizer(prompt)["input_ids"]), tokenizer)
     eos_token, eos = getattr(tokenizer, "eos_token", None), tokenizer.eos_token_id
     if eos_token and not prompt.endswith(eos_token):
         is_begin = getattr(tokenizer, "bos_token_id", None) == eos  # it stands in front, too
