@@ -249,7 +249,7 @@ def simulate(
         _add_expected(document, loaded, found)
         write_document(document, out)
         if timeline is not None:
-            count = len(found[0].plans) if timeline.suffix == ".jsonl" else 1
+            count = len(found[0].plans) if timeline.suffix.lower() == ".jsonl" else 1
             write_documents(
                 (
                     found[0].simulate(position, timeline_of).timeline().to_json()
