@@ -187,7 +187,7 @@ class Costs:
             price = base and Price(base.latency, "derived", (plain,))
         else:
             shared = self._with_key_values(single.shared(plain.num_shards), plain)
-            price = Price(self._with_exchanges(shared, plain), "estimated", (Scheme(1, 1),))
+            price = Price(self.with_exchanges(shared, plain), "estimated", (Scheme(1, 1),))
         if price is None or self.cluster is None:
             return price
         if scheme.stream:
@@ -235,7 +235,7 @@ class Costs:
             return None
         latency = base.shared(scheme.sp)
         if group is None:
-            return Price(self._with_exchanges(latency, scheme), "estimated", (narrow,))
+            return Price(self.with_exchanges(latency, scheme), "estimated", (narrow,))
         exchange_ms = max(0.0, group.linear_ms - latency.linear_ms) / scheme.sp
         is_near = scheme.sp * scheme.sp_step <= self._devices_per_node
         exchange_ms = max(exchange_ms, 0.0 if is_near else self._exchange_ms(scheme))
@@ -310,7 +310,7 @@ class Costs:
         more = sequence_parallel_latency(shape, hardware, scheme)
         return 0.0 if more is None else more.linear_ms
 
-    def _with_exchanges(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
+    def with_exchanges(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
         """`latency` of a group without communication, with what SP ranks exchange on top."""
         if self.cluster is None or scheme.sp == 1:
             return latency
