@@ -502,7 +502,7 @@ def _compare(
             show(next(steps), 1 + len(settings.systems) + int(spread))
 
         found = compare(workload, settings, progress=begin, run_each=run_each, inside=_tell)
-        optional = ("given", "paper", "32_bit")
+        optional = ("given", "paper", "32_bit", "no_tp")
         left_out = [n for n in settings.systems if n not in optional and found.get(n) is None]
         if left_out:
             log(f"left out, because nothing that they run fits the context: {', '.join(left_out)}")

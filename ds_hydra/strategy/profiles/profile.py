@@ -14,9 +14,10 @@ account: 16-bit shards and slices, fp32 master, moments and gradients.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES, MemoryModel
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, slowest_stage_ratio
+
+logger = logging.getLogger(__name__)
 
 PROFILE_SCHEMA = "ds_hydra.profile/1"
 
@@ -415,8 +418,37 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """The profile in the JSON file `path`."""
-        return cls.from_json(read_json_object(path), source=str(path))
+        """Return the profile in the JSON file `path`; warn of fits that contradict each other."""
+        found = cls.from_json(read_json_object(path), source=str(path))
+        for doubt in tp_doubts(found.latency):
+            logger.warning("%s: %s; measure both anew", path, doubt)
+        return found
+
+
+_CHECKED_LENGTHS = tuple(1024 << k for k in range(6))
+_DOUBTED_SHARE = 0.03
+"""Device time that TP may save, as far as measurements scatter."""
+
+
+def tp_doubts(latency: Mapping[Scheme, LatencyModel]) -> list[str]:
+    """Return a line for each scheme that takes less device time than the next one with fewer TP
+    ranks, which computes the same and communicates less.
+    """
+
+    def device_ms(scheme: Scheme, length: int) -> float:
+        return scheme.num_devices * latency[scheme].micro_batch_ms([length])
+
+    doubts = []
+    plain = sorted((s for s in latency if s.is_plain), key=lambda s: (s.pp, s.tp))
+    for narrow, wide in pairwise(plain):
+        ratios = {n: device_ms(wide, n) / device_ms(narrow, n) for n in _CHECKED_LENGTHS}
+        less = {n: ratio for n, ratio in ratios.items() if ratio < 1 - _DOUBTED_SHARE}
+        if less and wide.pp == narrow.pp:
+            doubts.append(
+                f"{wide} takes {min(less.values()):.2f} of the device time of {narrow} at least, at "
+                f"{', '.join(f'{n:,}' for n in less)} tokens, although TP communicates"
+            )
+    return doubts
 
 
 def _read_latency(entry: Mapping[str, Any]) -> LatencyModel:
