@@ -1,5 +1,5 @@
-"""Bytes that a strategy makes a rank hold for propagation, counted from its link plans: what tests
-hold against the memory that is there, and `benchmarks/streaming.py` prints.
+"""Bytes that a strategy makes a rank hold for propagation, counted from its link plans: tests
+hold it against the memory that is there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from ds_hydra.engine.strategy_links import StrategyLink, StrategyLinks
 from ds_hydra.engine.transfer.stage_weights import gradient_numel, slice_numel
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.profiles.profile import EXCHANGE_BUFFERS
-from ds_hydra.strategy.schemes.placement import Role
 from ds_hydra.zero_link import Bucket, LinkPlan, ParamSpec, RankBuckets
 from ds_hydra.zero_link.layout import ALIGNMENT_BYTES, SINGLE_NUMEL, Batch
 
@@ -40,8 +39,6 @@ class LinkMemory:
 
 def link_memory(links: StrategyLinks, strategy: Strategy) -> LinkMemory:
     """Of `strategy` on this rank. Collective over all ranks where its links are not planned yet."""
-    if strategy.streams:
-        return _memory_of_streams(links, strategy)
     link, specs, itemsize = links.link_for(strategy), links.stage_model.specs, links._dtype.itemsize
     slot_of: dict[int, int] = {}
     if strategy.gathers and link.buckets:
@@ -54,21 +51,6 @@ def link_memory(links: StrategyLinks, strategy: Strategy) -> LinkMemory:
         gradient_bytes=sum(gradient_numel(specs, b) for b in kept) * 4 + sum(in_slots) * itemsize,
         exchange_bytes=_exchange_bytes(links, link) + in_8_bits,
         relayed_bytes=max(link.pull.relayed_elements * itemsize, link.push.relayed_elements * 4),
-    )
-
-
-def _memory_of_streams(links: StrategyLinks, strategy: Strategy) -> LinkMemory:
-    assert links.home is not None
-    specs = links.stage_model.specs
-    streamed = links.streamed_for(strategy, Role.find(strategy, links.rank))
-    copies = _held_numel(specs, streamed.copied, streamed.streams.window.slot_of)
-    # A streamed gradient is added after its micro-batch, and never kept.
-    kept = () if streamed.streams.is_streamed else streamed.buckets
-    return LinkMemory(
-        slice_bytes=links.home.weight_bytes + copies * links._dtype.itemsize,
-        gradient_bytes=links.home.sum_bytes + sum(gradient_numel(specs, b) for b in kept) * 4,
-        exchange_bytes=0,
-        relayed_bytes=0,
     )
 
 

@@ -88,7 +88,7 @@ def test_ranks_that_share_experts_hold_fewer_and_wait_for_the_busiest():
 
 def test_whole_experts_of_a_tp_group_are_as_many_bytes_as_cut_ones():
     profile, _ = estimate_from_config("mixtral_8x7b", "h100", 16, 8192)
-    for wide in (Scheme(4, 1), Scheme(4, 1, gather=True), Scheme(4, 1, stream=True)):
+    for wide in (Scheme(4, 1), Scheme(4, 1, gather=True)):
         cut, whole, fewer = (
             profile.memory.rank_bytes(s, 16, 0)
             for s in (wide, replace(wide, ep=4), replace(wide, sp=2, ep=8))

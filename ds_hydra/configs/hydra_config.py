@@ -341,10 +341,9 @@ class HydraConfig(_Section):
     A pipeline is `<TP,PP>`, or `<spN,TP,PP>` (`<spN,PP>`) where N ranks share its micro-batches by
     sequence parallelism, `<cpN,TP,PP>` by context parallelism, `<spM,cpN,TP,PP>` by both, or
     `<cpN,spM,TP,PP>` where the ranks of CP are to be the neighbours. Options may follow:
-    `<2,4;ckpt=12;stages=9,8,8,7>` (checkpointed layers, layers of each stage), `<2,2;stream>`
-    (layers stream from the home of the host), `<1,1;gather>` (layers gathered for every pass),
-    `<1,1;hpz>` (gathered, with weights of other nodes kept on the node), `<sp4,1;ep=4>` (four ranks
-    of an SP x TP group share a layer's experts).
+    `<2,4;ckpt=12;stages=9,8,8,7>` (checkpointed layers, layers of each stage), `<1,1;gather>`
+    (layers gathered for every pass), `<1,1;hpz>` (gathered, with weights of other nodes kept on the
+    node), `<sp4,1;ep=4>` (four ranks of an SP x TP group share a layer's experts).
     """
 
     profile: Text | None = None
@@ -524,7 +523,7 @@ Sections: TypeAlias = Mapping[Location, type[BaseModel]]
 """The models of the section and of those in it, by where they are."""
 
 _REPLACED = {
-    "repull_layers": "layers stream instead: say so for each scheme in hydra.strategies, as in <1,1;stream>",
+    "repull_layers": "layers are gathered instead: say so for each scheme in hydra.strategies, as in <1,1;gather>",
     "gradient_dtype": 'DeepSpeed\'s own says it, outside of "hydra": "communication_data_type": "fp32" or "bf16" '
     "(as without it, where training is bf16)",
 }

@@ -61,7 +61,7 @@ from ds_hydra.engine.parallel.tensor_parallel import (
     hook_latent,
     hook_linear,
 )
-from ds_hydra.engine.transfer.schedule import StageStreams, Window, copied_params
+from ds_hydra.engine.transfer.schedule import Window
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.schemes.placement import coordinates
@@ -263,22 +263,6 @@ class StageModel:
         return Window(
             buckets=tuple(buckets),
             has_backward=tuple(stage > 0 or any(trained[: r + 1]) for r in buckets),
-        )
-
-    def stage_streams(
-        self, scheme: Scheme, stage: int, buckets: RankBuckets, *, has_views: bool = True
-    ) -> StageStreams:
-        """Whether the `buckets` of a rank of `stage` stream, and what is copied of a home that
-        `has_views`.
-        """
-        units = self.stage_units(scheme, stage)
-        copied = copied_params(self.specs, buckets, has_views=has_views)
-        used = [r for r, unit in enumerate(units) if any(b.param in copied for b in unit.bindings)]
-        window = [r for r in self._unshared(units) if scheme.stream and r in used]
-        return StageStreams(
-            is_streamed=scheme.stream,
-            window=self._in_order(units, stage, window),
-            copied=copied,
         )
 
     def gather_window(self, schemes: Sequence[Scheme]) -> Window:

@@ -3,10 +3,8 @@ the optimizer.
 
 Two levels: devices of a node share its interconnect to the other nodes. A slice crosses into a node
 once, however many of its ranks need it, and spreads inside. All rates are as reached, in one
-direction; transfers of different nodes do not disturb each other. A node's home of streamed layers
-is filled and emptied across nodes once for each iteration, like a slice; inside the node its layers
-are read for every micro-batch (`stream_ms`). Left out: casts, launches and the latency of single
-messages in pull and push.
+direction; transfers of different nodes do not disturb each other. Left out: casts, launches and the
+latency of single messages in pull and push.
 
 Elements of a pull are counted by shares of the model, for thousands of strategies of models that
 nobody has loaded. `zero_link/traffic.py` counts the blocks of one strategy's plans; both agree
@@ -47,10 +45,6 @@ GRADIENT_BYTES = 2
 """A gradient is pushed in 16 bit and summed in 32 by its owner: DeepSpeed's default for bf16."""
 MAIN_GRADIENT_BYTES = 4
 """Megatron-LM reduces its main gradients in 32 bit."""
-_STREAM_BYTES = 3 * _PARAM_BYTES
-"""A micro-batch reads a parameter of a streamed layer forward and again backward, and gives its
-gradient away, as it was computed in 16 bit; the home sums in 32.
-"""
 _STEP_BYTES = 30
 """AdamW reads fp32 parameter, gradient and two moments, writes all but the gradient, and the 16-bit
 copy.
@@ -111,10 +105,7 @@ class Cluster:
         elements = self._node_elements(strategy, is_fully_sharded)
         layers = self.shape.num_layers
         widest = (
-            max(
-                self._held_share(s) * _widest_slice(s, layers, self._ranks_per_node)
-                for s in set(strategy.schemes)
-            )
+            max(self._held_share(s) * _widest_slice(s, layers) for s in set(strategy.schemes))
             * self.num_params
         )
         inside = widest * (1 - 1 / self.num_devices) / self.hardware.intra_node_rate
@@ -145,17 +136,6 @@ class Cluster:
     @property
     def _ranks_per_node(self) -> int:
         return min(self.hardware.devices_per_node, self.num_devices)
-
-    def stream_ms(self, scheme: Scheme) -> float:
-        """What the streamed layers of a stage move for one micro-batch, forward and backward,
-        inside the node.
-
-        Each rank reads from and adds to the parts of the home that other ranks of the node hold.
-        """
-        stages = _stages(scheme, self.shape.num_layers)
-        streamed = max(end - begin for begin, end in stages) / scheme.tp * self.num_params
-        elements = self._held_share(scheme) * streamed * (1 - 1 / self._ranks_per_node)
-        return 1e3 * _STREAM_BYTES * elements / self.hardware.intra_node_rate
 
     def gather_ms(self, scheme: Scheme) -> float:
         """What all ranks move for one micro-batch of layers that are gathered: read forward and
@@ -233,12 +213,10 @@ def _stages(scheme: Scheme, num_layers: int) -> list[tuple[float, float]]:
     return list(zip([0.0, *ends], ends))
 
 
-def _widest_slice(scheme: Scheme, num_layers: int, ranks_per_node: int) -> float:
-    """Share of the model that a rank of the largest stage pulls: what stays with it, or where
-    layers stream its part of the home; ranks of an SP group hold the same.
+def _widest_slice(scheme: Scheme, num_layers: int) -> float:
+    """Share of the model that a rank of the largest stage pulls; ranks of an SP group hold the
+    same.
     """
-    if scheme.stream:
-        return 1 / ranks_per_node
     return max(end - begin for begin, end in _stages(scheme, num_layers)) / scheme.tp
 
 

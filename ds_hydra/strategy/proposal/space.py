@@ -57,9 +57,7 @@ def candidate_schemes(
     return found if is_last else candidate_schemes(world, space, context)
 
 
-def unpruned_schemes(
-    world: World, tokens_per_iteration: float | None = None, *, streams: bool = False
-) -> tuple[Scheme, ...]:
+def unpruned_schemes(world: World, tokens_per_iteration: float | None = None) -> tuple[Scheme, ...]:
     """All of the full space but for checkpointed layers and uneven stages of schemes that do not
     gather, dominated or not, whether they fit or not: what has a price and `world.can_run`.
 
@@ -69,8 +67,7 @@ def unpruned_schemes(
     - <CP,TP,PP>, and <SP,CP,TP,PP> where the heads no longer divide by more SP.
     - <spN,PP;ep=N> of a mixture of experts, where the interconnects are known.
     - <SP,TP,1;gather> for `tokens_per_iteration`, where the interconnects are known, or the profile
-      measured one. If `streams`, <SP,TP,1;stream>, too: proposals leave these out unless they were
-      measured, because a home on accelerators has run on a stand-in device only.
+      measured one.
     - <cpN,spM,1;gather> of M nodes of N devices, where SP M divides the heads.
     """
     world = world.measured
@@ -79,8 +76,8 @@ def unpruned_schemes(
     found |= dict.fromkeys(_with_sequence_parallelism(world))
     found |= dict.fromkeys(_with_context_parallelism(world))
     found |= dict.fromkeys(_with_expert_parallelism(world, tuple(found)))
-    kinds = [{"stream": True}] * streams + [{"gather": True}] * (tokens_per_iteration is not None)
-    found |= dict.fromkeys(_with_moving_weights(world, tuple(found), kinds, tokens_per_iteration))
+    if tokens_per_iteration is not None:
+        found |= dict.fromkeys(_with_moving_weights(world, tuple(found), tokens_per_iteration))
     return tuple(found)
 
 
@@ -142,10 +139,7 @@ def _with_expert_parallelism(world: World, known: Sequence[Scheme]) -> list[Sche
 
 
 def _with_moving_weights(
-    world: World,
-    known: Sequence[Scheme],
-    kinds: Sequence[dict[str, bool]],
-    tokens_per_iteration: float | None,
+    world: World, known: Sequence[Scheme], tokens_per_iteration: float
 ) -> Iterator[Scheme]:
     """Of each <SP,TP,1> of `known`, and of <spN,1> and <cpN,1> for each N, a power of two or all
     devices, that divides the heads or that the devices allow; of several nodes of N ranks each
@@ -168,16 +162,15 @@ def _with_moving_weights(
         wide += [Scheme(1, 1, sp=sp, cp=number // sp)] * (sp > 1)
     whole = [s for s in known if s.pp == s.ep == 1 and s == s.without_options()]
     for plain in dict.fromkeys([*whole, *wide] if costs.single_rank is not None else whole):
-        for kind in kinds:
-            scheme = replace(plain, **kind)  # type: ignore[arg-type]
-            if not _can_move(world, scheme):
-                continue
-            if world.cluster is None and scheme not in world.profile.latency:
-                continue  # how long its weights travel is not known
-            if scheme.gather and tokens_per_iteration:
-                yield from _that_hold(world, scheme, tokens_per_iteration)
-            else:
-                yield scheme
+        scheme = replace(plain, gather=True)
+        if not _can_move(world, scheme):
+            continue
+        if world.cluster is None and scheme not in world.profile.latency:
+            continue  # how long its weights travel is not known
+        if tokens_per_iteration:
+            yield from _that_hold(world, scheme, tokens_per_iteration)
+        else:
+            yield scheme
 
 
 def uneven_groups(world: World) -> tuple[Scheme, ...]:
