@@ -340,8 +340,8 @@ MUTANTS = (
     Mutant(
         "a layer arrives in its slot one use early",
         _SCHEDULE,
-        "transfers.append(Transfer(Kind.PULL, bucket, last_use[slot], number, readers))",
-        "transfers.append(Transfer(Kind.PULL, bucket, max(AT_ONCE, last_use[slot] - 1), number, readers))",
+        "transfers.append(Transfer(Kind.PULL, bucket, last_use[slot], number))",
+        "transfers.append(Transfer(Kind.PULL, bucket, max(AT_ONCE, last_use[slot] - 1), number))",
         values=("gather",),
     ),
     Mutant(

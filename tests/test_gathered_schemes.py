@@ -15,7 +15,6 @@ from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.events import simulate_plan
 from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
-from ds_hydra.strategy.cost_models.analytic import Experts
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
@@ -187,23 +186,6 @@ def test_layers_that_are_gathered_move_between_nodes_for_each_pass():
     wide = cluster.pushing_32_bit
     assert wide.link_times(alike).push_ms == pytest.approx(4 * across)
     assert wide.gather_ms(ONE) == pytest.approx((2 + 2 + 4) * across)
-
-
-@pytest.mark.parametrize("experts", [None, Experts(num=8, chosen=2, size=8)])
-def test_weights_that_multiply_in_8_bits_take_half_of_both_gathers(experts):
-    cluster = make_cluster(8, devices_per_node=4)
-    cluster = replace(cluster, shape=replace(cluster.shape, experts=experts))
-    eight = replace(cluster, float8=True)
-    # Experts that tokens choose from stay in 16 bit, and so do embedding and head
-    means = cluster.shape.means
-    linear = cluster.shape.num_layers * (means.params - means.expert_params)
-    saved = linear / 2 / 1e2
-    assert cluster.gather_ms(ONE) - eight.gather_ms(ONE) == pytest.approx(2 * saved)
-    alike, kept = (Strategy.parse(text) for text in ("8x<1,1;gather>", "8x<1,1>"))
-    first = [c.link_times(alike) for c in (cluster, eight)]
-    assert first[0].pull_ms - first[1].pull_ms == pytest.approx(saved)
-    assert first[0].push_ms == first[1].push_ms
-    assert cluster.link_times(kept) == eight.link_times(kept)
 
 
 @pytest.mark.parametrize("text", ["<1,1;gather>", "<2,1;gather>"])

@@ -404,10 +404,9 @@ class HydraConfig(_Section):
     scale for each operand ("tensorwise", faster), or one for each of its rows ("rowwise", more
     exact); null multiplies in the model's dtype.
 
-    Weights, gradients and the output head stay what they are; of gathered layers what multiplies in
-    8 bits travels in 8 bits, with the same results. Needs `ds_hydra[float8]`, a device of
-    sm89 (Ada, Hopper) or gfx94x (MI300) on, features in multiples of 16. "tensorwise_emulated" and
-    "rowwise_emulated" compute the same on any device, slowly.
+    Weights, gradients, the output head and what travels between ranks stay what they are. Needs
+    `ds_hydra[float8]`, a device of sm89 (Ada, Hopper) or gfx94x (MI300) on, features in multiples
+    of 16. "tensorwise_emulated" and "rowwise_emulated" compute the same on any device, slowly.
     """
 
     float8_exclude: Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)] = ()

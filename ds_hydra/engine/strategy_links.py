@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -36,9 +34,6 @@ from ds_hydra.zero_link import LinkPlan, RankBuckets, Relayed, keep_only, plan_l
 from ds_hydra.zero_link.buffers import ExchangeBuffers
 from ds_hydra.zero_link.exchange import Link
 
-if TYPE_CHECKING:
-    from ds_hydra.engine.transfer.eight_bit_pull import EightBitPlans, EightBitScales
-
 GRADIENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Values of `LinkConfig.gradient_dtype`."""
 
@@ -54,8 +49,6 @@ class StrategyLink:
     push: LinkPlan
     pull_again: LinkPlan | None = None
     """The pull of what has been pulled before, where weights stay on the nodes."""
-    eight: EightBitPlans | None = None
-    """The pull where some of it travels in 8 bits."""
 
 
 _SessionParts = tuple[TransferSchedule, LinkCarrier, StageWeights]
@@ -97,8 +90,6 @@ class StrategyLinks:
         self.pool = SlicePool(device)
         self.pull_link = Link(pull, device, buffers=self.buffers, node_group=pull_node)
         self.push_link = Link(push, device, self._gradient_dtype, self.buffers, push_node)
-        self._eight_link = Link(pull, device, buffers=self.buffers, node_group=pull_node)
-        self._scales = self._scales_of_8_bits()
         self.clock = DeviceClock(device)
         self.thread = LinkThread(overlap=config.overlap)
         self._frozen: FrozenKeeper | None = None
@@ -110,17 +101,6 @@ class StrategyLinks:
         self._kept: StageWeights | None = None
         """What the last passes ran on, which has not failed, and what they needed."""
         self._key_of_kept: Hashable = None
-
-    def _scales_of_8_bits(self) -> EightBitScales | None:
-        """For gathered weights that travel in 8 bits; None where none does."""
-        known = self.stage_model.float8.is_tensorwise
-        if not known:
-            return None
-        from ds_hydra.engine.transfer.eight_bit_pull import EightBitScales  # imports torchao
-
-        specs = self.stage_model.specs
-        numbers = {n: known[spec.fqn] for n, spec in enumerate(specs) if spec.fqn in known}
-        return EightBitScales(specs, numbers, self.rank, self.num_ranks, self._device)
 
     def close(self) -> None:
         """End the link's thread; not collective."""
@@ -164,22 +144,14 @@ class StrategyLinks:
                 specs = self.stage_model.specs
                 trained = keep_only(rank_buckets, lambda param: specs[param].requires_grad)
                 pull_trained = plan(trained, gradients=False)
-            eight, plans = None, (pull, pull_trained, push, *again)
-            if strategy.gathers and self._scales is not None:
-                from ds_hydra.engine.transfer.eight_bit_pull import plan_eight_bits
-
-                own = partial(plan, gradients=False)
-                eight = plan_eight_bits(rank_buckets, self._scales.params, self.rank, own)
-                plans = (*plans, eight.eight, eight.rest)
             # Before anything is exchanged: ranks with different plans would hang, not fail.
-            check_link_plans(strategy, plans, self._device)
+            check_link_plans(strategy, (pull, pull_trained, push, *again), self._device)
             self._links[key] = StrategyLink(
                 buckets=rank_buckets[self.rank],
                 pull=pull,
                 pull_trained=pull_trained,
                 push=push,
                 pull_again=again[0] if again else None,
-                eight=eight,
             )
         return self._links[key]
 
@@ -196,7 +168,6 @@ class StrategyLinks:
         # No round is under way here, so what failed ones left can go.
         self.buffers.forget_failed()
         self.pull_link.forget_relayed()
-        self._eight_link.forget_relayed()
         self.push_link.forget_relayed()
         strategy = phases[0].plan.strategy
         if self._frozen is not None and strategy.gathers:
@@ -228,7 +199,7 @@ class StrategyLinks:
     ) -> _SessionParts:
         strategy = plans[0].strategy
         link = self.link_for(strategy)
-        window = self.stage_model.gather_window([s for p in plans for s in p.strategy.schemes])
+        window = self.stage_model.gather_window()
         # Rounds are those of the pipeline with the most micro-batches, on every rank.
         schedule = plan_gathered(
             window,
@@ -242,9 +213,7 @@ class StrategyLinks:
             training=training,
             slot_of=window.slot_of if link.buckets else {},
         )
-        carrier = self._link_carrier(
-            link.pull, link.push, grads_P, weights, link.eight, link.pull_again
-        )
+        carrier = self._link_carrier(link.pull, link.push, grads_P, weights, link.pull_again)
         return schedule, carrier, weights
 
     def have_run(self, weights: StageWeights) -> None:
@@ -283,16 +252,10 @@ class StrategyLinks:
         push: LinkPlan,
         grads_P: Sequence[Tensor] | None,
         weights: StageWeights,
-        eight: EightBitPlans | None = None,
         pull_again: LinkPlan | None = None,
     ) -> LinkCarrier:
         parts = (self.pull_link, pull), (self.push_link, push), self.shards_P(), grads_P, weights
-        if eight is None or self._scales is None:
-            return LinkCarrier(*parts, pull_again=pull_again)
-        from ds_hydra.engine.transfer.eight_bit_pull import EightBitCarrier
-
-        own = {"scales": self._scales, "link": self._eight_link, "buffers": self.buffers}
-        return EightBitCarrier(*parts, plans=eight, **own)
+        return LinkCarrier(*parts, pull_again=pull_again)
 
     def shards_P(self) -> list[Tensor]:
         """This rank's ZeRO-3 shards."""

@@ -69,11 +69,6 @@ def check_scheme(scheme: Scheme, of: StageModel) -> None:
     _check_abilities(scheme, of.abilities, name)
     if scheme.gather:
         _check_layers_gathered(scheme, of, name)
-    if scheme.hpz and of.float8.is_tensorwise:
-        raise HydraConfigError(
-            f"scheme {scheme}: hpz keeps weights on the node, and with hydra.float8 they travel in 8 bits, cast anew "
-            "for each pass; write ;gather in place of ;hpz, or remove hydra.float8"
-        )
     if scheme.ckpt:
         _check_checkpointing(scheme, of, name)
     if scheme.pp > 1 and of.no_pp_because:

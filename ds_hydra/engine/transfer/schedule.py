@@ -80,20 +80,14 @@ class Transfer(NamedTuple):
     after: int = AT_ONCE
     needed_by: int = NEVER
     """The first use that may not begin before it is over."""
-    readers: frozenset[Pass] = frozenset(Pass)
-    """Kinds of passes that read what is brought."""
 
 
 class Use(NamedTuple):
     """Passes of one layer that follow each other; `position` is its place in the window."""
 
     position: int
-    passes: frozenset[Pass]
-
-    @property
-    def ends_backward(self) -> bool:
-        """Whether its gradient of a micro-batch is there at the end."""
-        return Pass.BACKWARD in self.passes
+    ends_backward: bool
+    """Whether its gradient of a micro-batch is there at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +101,6 @@ class Window:
 
     buckets: tuple[int, ...] = ()
     has_backward: tuple[bool, ...] = ()
-    recomputed: frozenset[int] = frozenset()
-    """Buckets whose layers run forward again in backward."""
 
     @property
     def slot_of(self) -> dict[int, int]:
@@ -130,14 +122,9 @@ class Window:
             for position in (forward if pass_ is Pass.FORWARD else backward)
         ]
         return [
-            Use(position, frozenset(pass_ for _, pass_ in its_passes))
+            Use(position, any(pass_ is Pass.BACKWARD for _, pass_ in its_passes))
             for position, its_passes in groupby(order, key=lambda entry: entry[0])
         ]
-
-    def readers(self, use: Use) -> frozenset[Pass]:
-        """Kinds of passes that read the weights in `use`."""
-        runs_again = use.ends_backward and self.buckets[use.position] in self.recomputed
-        return use.passes | {Pass.FORWARD} if runs_again else use.passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,20 +224,15 @@ def _plan_window(
     """
     transfers = [*first, *last]
     content, last_use = [-1] * GATHER_WINDOW, [AT_ONCE] * GATHER_WINDOW
-    brought = [-1] * GATHER_WINDOW  # the transfer by which a slot has its content
     gradient_of: dict[int, int] = {}  # slot: the use that left a gradient there
     for number, use in enumerate(uses):
-        position, readers = use.position, window.readers(use)
+        position = use.position
         slot = position % GATHER_WINDOW
         bucket = window.buckets[position]
         # The slot is free once computation has left the layer that was in it.
         if content[slot] != position:
-            content[slot], brought[slot] = position, len(transfers)
-            transfers.append(Transfer(Kind.PULL, bucket, last_use[slot], number, readers))
-        else:
-            # By place in the list, which holds until the sort below.
-            known = transfers[brought[slot]]
-            transfers[brought[slot]] = known._replace(readers=known.readers | readers)
+            content[slot] = position
+            transfers.append(Transfer(Kind.PULL, bucket, last_use[slot], number))
         if use.ends_backward and pushes:
             # The gradient before in this slot has to be gone when backward writes the next one.
             if slot in gradient_of:

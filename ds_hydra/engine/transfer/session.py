@@ -162,8 +162,8 @@ class LinkCarrier:
         if self._pull_again is not None:
             self._pull_link.forget_relayed()
 
-    def _begin_pull(self, transfer: Transfer, slices_S: Sequence[Tensor]) -> RoundUnderWay:
-        plan, bucket = self.pull_plan, transfer.bucket
+    def _begin_pull(self, bucket: int, slices_S: Sequence[Tensor]) -> RoundUnderWay:
+        plan = self.pull_plan
         if self._pull_again is not None:
             plan = self._pull_again if bucket in self._on_nodes else plan
             self._on_nodes.add(bucket)
@@ -174,7 +174,7 @@ class LinkCarrier:
         bucket = transfer.bucket
         is_own = bucket < len(self._weights.bucket_S)
         if transfer.kind is Kind.PULL:
-            return self._begin_pull(transfer, self._weights.bucket_S[bucket] if is_own else ())
+            return self._begin_pull(bucket, self._weights.bucket_S[bucket] if is_own else ())
         assert self._grads_P is not None
         if is_own:
             self._weights.zero_missing(bucket)

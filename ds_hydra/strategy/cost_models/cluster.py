@@ -30,7 +30,6 @@ from ds_hydra.strategy.cost_models.analytic import (
     Hardware,
     LayerMeans,
     ModelShape,
-    eight_bit_params,
     find_shipped_hardware,
 )
 from ds_hydra.strategy.profiles.profile import LinkTimes, Profile
@@ -64,8 +63,6 @@ class Cluster:
     """Of an element that is pushed where states are fully sharded (DeepSpeed's
     `communication_data_type`).
     """
-    float8: bool = False
-    """Whether linear layers multiply in 8 bits, in which gathered weights then travel."""
     relays: bool = True
     """Whether some ranks of a node relay to it what comes from others (`hydra.link.routes`)."""
 
@@ -112,21 +109,11 @@ class Cluster:
         across = elements / self.hardware.inter_node_rate
         slowest = 1e3 * max(inside, across)
         gradient_bytes = self.gradient_bytes if is_fully_sharded else MAIN_GRADIENT_BYTES
-        saved = self._saved_bytes / self.num_params if strategy.gathers else 0.0
         return LinkTimes(
-            pull_ms=(_PARAM_BYTES - saved) * slowest,
+            pull_ms=_PARAM_BYTES * slowest,
             push_ms=gradient_bytes * slowest,
             step_ms=self.step_ms,
         )
-
-    @property
-    def _saved_bytes(self) -> float:
-        """What a gather of all layers saves where weights travel in 8 bits. Left out: layers that
-        travel whole under "rowwise" (`engine/transfer/eight_bit_pull.py`).
-        """
-        if not self.float8:
-            return 0.0
-        return (_PARAM_BYTES - 1) * self.shape.num_layers * eight_bit_params(self.shape)
 
     def _held_share(self, scheme: Scheme) -> float:
         """What TP ranks hold of the model where ranks share its experts, whole ones."""
@@ -142,16 +129,14 @@ class Cluster:
         backward, gradients given away, by the slower of both kinds of interconnect. Each time a
         layer crosses to a node once, for all its ranks: whole, also where TP spans nodes, each of
         which then needs a part. With `hpz` it crosses forward alone, unless TP leaves each rank of
-        a node a slice of its own, or weights travel in 8 bits, which are cast anew for each pass;
-        that further micro-batches need no weights of other nodes is left out.
+        a node a slice of its own; that further micro-batches need no weights of other nodes is left
+        out.
         """
         element_bytes = 2 * _PARAM_BYTES + self.gradient_bytes
-        saved = 2 * self._saved_bytes / element_bytes
-        held = self._held_share(scheme) * self.num_params - saved
+        held = self._held_share(scheme) * self.num_params
         elements = held / scheme.tp * (1 - 1 / self.num_devices)
-        outside = (self.num_params - saved) * (1 - self._ranks_per_node / self.num_devices)
-        stays = scheme.hpz and self.relays and not self.float8
-        if stays and scheme.tp < self._ranks_per_node:
+        outside = self.num_params * (1 - self._ranks_per_node / self.num_devices)
+        if scheme.hpz and self.relays and scheme.tp < self._ranks_per_node:
             outside *= 1 - _PARAM_BYTES / element_bytes
         slowest = max(
             elements / self.hardware.intra_node_rate, outside / self.hardware.inter_node_rate
@@ -298,7 +283,6 @@ def find_cluster(profile: Profile, num_devices: int, hardware: str | None = None
             num_devices=num_devices,
             intra_node_latency_ms=1e3 * read_number(latency, "intra_node", least=0),
             inter_node_latency_ms=1e3 * read_number(latency, "inter_node", least=0),
-            float8=profile.document.get("float8") is not None,
         )
     except (KeyError, TypeError) as error:
         raise HydraConfigError(
