@@ -156,8 +156,8 @@ class PlannerConfig(_Section):
 
     space: Space = "full"
     """Schemes to propose where `strategies` is null: every scheme that the profile measured and
-    those that follow from it ("full": SP, CP, gathered layers, checkpointed layers, uneven stages),
-    those that it measured ("measured"), or `<TP,PP>` alone ("plain").
+    those that follow from it ("full": SP, CP, gathered and checkpointed layers), those that it
+    measured ("measured"), or `<TP,PP>` alone ("plain").
 
     A profile that is measured at the start has gathered layers, too. What nobody measured is
     estimated (SP from TP, a checkpointed layer takes a third more); rank 0 logs which, and measured

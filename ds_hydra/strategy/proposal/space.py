@@ -1,7 +1,7 @@
 """Which schemes a proposal considers; `Costs` says what each takes.
 
-Beside <TP,PP> that was measured these have SP or CP, share experts, gather their layers, checkpoint
-layers or have uneven stages.
+Beside <TP,PP> that was measured these have SP or CP, share experts, gather their layers, or
+checkpoint layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.schemes.enumeration import UNEVEN_SIZES, fits_unevenly
-from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme
+from ds_hydra.strategy.schemes.scheme import Scheme
 
 _NUM_CKPT_STEPS = 16
 """Numbers of checkpointed layers that are tried; finer steps find schemes that fit hardly more."""
@@ -38,7 +38,7 @@ def candidate_schemes(
 
     The full space is `unpruned_schemes` and, where they let a scheme fit a class of lengths that it
     does not fit without, with less device time than every scheme that does, the fewest checkpointed
-    layers and uneven stages that are enough. Left out is what another scheme on as many devices
+    layers that are enough. Left out is what another scheme on as many devices
     dominates (`undominated`), unless it was measured. Entries that the profile has derived before
     are made anew, so a second call changes nothing. Where all of that holds no sequence of the
     context, layers are gathered for the tokens of one.
@@ -58,8 +58,8 @@ def candidate_schemes(
 
 
 def unpruned_schemes(world: World, tokens_per_iteration: float | None = None) -> tuple[Scheme, ...]:
-    """All of the full space but for checkpointed layers and uneven stages of schemes that do not
-    gather, dominated or not, whether they fit or not: what has a price and `world.can_run`.
+    """All of the full space but for checkpointed layers of schemes that do not gather, dominated
+    or not, whether they fit or not: what has a price and `world.can_run`.
 
     - What was measured, but for `hpz`.
     - <SP,TP,PP> where <TP,PP> was measured, SP is a power of two that divides the heads, and what
@@ -215,8 +215,8 @@ def _that_hold(world: World, scheme: Scheme, tokens: float) -> list[Scheme]:
 
 
 def pruned_schemes(world: World, schemes: Iterable[Scheme]) -> tuple[Scheme, ...]:
-    """Those of `schemes` that fit, and with checkpointed layers or uneven stages those that fit
-    more with less device time; without what another one dominates.
+    """Those of `schemes` that fit, and with checkpointed layers those that fit more
+    with less device time; without what another one dominates.
     """
     memory = world.profile.memory
     whole = [scheme for scheme in schemes if memory.knows(scheme) and world.has_room(scheme)]
@@ -233,8 +233,8 @@ def pruned_schemes(world: World, schemes: Iterable[Scheme]) -> tuple[Scheme, ...
 
 
 def _stretch(world: World, scheme: Scheme) -> Iterator[Scheme]:
-    """`scheme` with the options that take least time for each class of lengths beyond its own
-    MaxLen.
+    """Yield `scheme` with the checkpointed layers that take least time for each class of lengths
+    beyond its own MaxLen.
     """
     costs, context_length = world.costs, world.context_length
     longest = world.max_len_tokens(scheme)
@@ -244,7 +244,9 @@ def _stretch(world: World, scheme: Scheme) -> Iterator[Scheme]:
     if not classes:
         return
     memory = world.profile.memory
-    known = filter(memory.knows, _variants(scheme, memory.num_layers))
+    layers = memory.num_layers
+    counts = {-(-layers * k // _NUM_CKPT_STEPS) for k in range(1, _NUM_CKPT_STEPS + 1)}
+    known = filter(memory.knows, (replace(scheme, ckpt=ckpt) for ckpt in sorted(counts)))
     for extended in sorted(known, key=lambda variant: costs.latency(variant).linear_ms):
         longest = world.max_len_tokens(extended)
         if longest >= min(classes) and world.can_run(extended):
@@ -252,33 +254,6 @@ def _stretch(world: World, scheme: Scheme) -> Iterator[Scheme]:
             classes = [length for length in classes if length > longest]
         if not classes:
             return
-
-
-def _variants(scheme: Scheme, num_layers: int) -> Iterator[Scheme]:
-    steps = sorted({-(-num_layers * k // _NUM_CKPT_STEPS) for k in range(1, _NUM_CKPT_STEPS + 1)})
-    for ckpt in steps:
-        yield replace(scheme, ckpt=ckpt)
-        if 1 < scheme.pp <= num_layers:
-            stages = balanced_stages(num_layers, scheme.pp, ckpt)
-            yield replace(scheme, ckpt=ckpt, stages=stages)
-
-
-def balanced_stages(num_layers: int, num_stages: int, ckpt: int) -> tuple[int, ...]:
-    """Layers of each stage, one at least, such that work is about even: the first `ckpt` layers
-    also run forward again.
-
-    >>> balanced_stages(32, 2, 6), balanced_stages(4, 4, 1)
-    ((15, 17), (1, 1, 1, 1))
-    """
-    work = np.cumsum(1 + FORWARD_FRACTION * (np.arange(num_layers) < ckpt))
-    cuts = np.searchsorted(
-        work, work[-1] * np.arange(1, num_stages) / num_stages + 1e-9, side="right"
-    )
-    at = np.arange(1, num_stages)
-    cuts = np.maximum.accumulate(np.maximum(cuts - at, 0)) + at
-    cuts = np.minimum(cuts, num_layers - num_stages + at)
-    layers = np.diff([0, *cuts, num_layers])
-    return tuple(layers.tolist())
 
 
 def _is_cheapest(world: World, scheme: Scheme, others: Sequence[Scheme]) -> bool:
