@@ -4,7 +4,7 @@ alone.
     python -m benchmarks.compositions --count 1000 --seed 1
 
 A composition is a strategy of 1 to 6 ranks (with SP, CP, experts on several ranks, checkpointed,
-streamed and uneven layers), a mini-batch (label patterns, sequences of one token, fewer tokens than
+gathered and uneven layers), a mini-batch (label patterns, sequences of one token, fewer tokens than
 rows of CP), what is minimised (cross entropy or a loss of `ds_hydra.losses`) and the model and
 configuration of its engine (family, so that there is every style of tp plan that runs; LoRA
 adapters, their dropout, NEFTune, frozen parameters, embedding and head of other sizes,
@@ -262,6 +262,8 @@ def draw_strategy(generator: random.Random, setup: Setup, num_ranks: int) -> str
         scheme = draw_scheme(generator, setup, free)
         schemes.append(scheme)
         free -= scheme.num_devices
+    if generator.random() < 0.3 and all(scheme.pp == 1 for scheme in schemes):
+        schemes = [replace(scheme, gather=True) for scheme in schemes]
     return str(Strategy(tuple(sorted(schemes, reverse=True))))
 
 
@@ -290,7 +292,6 @@ def draw_scheme(generator: random.Random, setup: Setup, free: int) -> Scheme:
         ep=ep,
         stages=stages,
         ckpt=generator.randint(1, layers) if may_checkpoint else 0,
-        stream=generator.random() < 0.3,
     )
 
 
@@ -584,7 +585,7 @@ def parts_of(setup: Setup, case: Case, record: dict[str, Any]) -> list[str]:
         "fewer tokens than rows": record["empty_rows"],
         "EP": any(scheme.ep > 1 for scheme in schemes),
         "experts": setup.family in MIXTURES_OF_EXPERTS,
-        "streamed layers": any(scheme.stream for scheme in schemes),
+        "gathered layers": any(scheme.gather for scheme in schemes),
         "adapters": adapter is not None,
         "dropout of adapters": adapter is not None and "lora_dropout" in adapter,
         "NEFTune": "neftune_noise_alpha" in setup.hydra,

@@ -63,10 +63,10 @@ STRATEGIES = {
 
 SAVING_MEMORY = {
     2: (
-        "2x<1,1;stream>",
-        "2x<1,1;stream;ckpt=2>",
-        "1x<1,1;stream> + 1x<1,1;stream;ckpt=4>",
-        "1x<sp2,1;stream>",
+        "2x<1,1;gather>",
+        "2x<1,1;gather;ckpt=2>",
+        "1x<1,1;gather> + 1x<1,1;gather;ckpt=4>",
+        "1x<sp2,1;gather>",
     ),
     4: (),
 }

@@ -1,24 +1,22 @@
-"""Bytes that a strategy makes a rank hold for propagation, counted from its link plans: what tests
-hold against the memory that is there, and `benchmarks/streaming.py` prints.
+"""Bytes that a strategy makes a rank hold for propagation, counted from its link plans: tests
+hold it against the memory that is there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from ds_hydra.engine.strategy_links import StrategyLink, StrategyLinks
 from ds_hydra.engine.transfer.stage_weights import gradient_numel, slice_numel
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.profiles.profile import EXCHANGE_BUFFERS
-from ds_hydra.strategy.schemes.placement import Role
 from ds_hydra.zero_link import Bucket, LinkPlan, ParamSpec, RankBuckets
 from ds_hydra.zero_link.layout import ALIGNMENT_BYTES, SINGLE_NUMEL, Batch
 
 if TYPE_CHECKING:
-    from ds_hydra.engine.transfer.eight_bit_pull import EightBitPlans
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,35 +38,17 @@ class LinkMemory:
 
 def link_memory(links: StrategyLinks, strategy: Strategy) -> LinkMemory:
     """Of `strategy` on this rank. Collective over all ranks where its links are not planned yet."""
-    if strategy.streams:
-        return _memory_of_streams(links, strategy)
     link, specs, itemsize = links.link_for(strategy), links.stage_model.specs, links._dtype.itemsize
     slot_of: dict[int, int] = {}
     if strategy.gathers and link.buckets:
-        slot_of = links.stage_model.gather_window(strategy.schemes).slot_of
+        slot_of = links.stage_model.gather_window().slot_of
     kept = [bucket for r, bucket in enumerate(link.buckets) if r not in slot_of]
     in_slots = _slot_numels(gradient_numel, specs, link.buckets, slot_of).values()
-    in_8_bits = 0 if link.eight is None else _most_8_bit_bytes(link.eight, specs, links.num_ranks)
     return LinkMemory(
         slice_bytes=_held_numel(specs, link.buckets, slot_of) * itemsize,
         gradient_bytes=sum(gradient_numel(specs, b) for b in kept) * 4 + sum(in_slots) * itemsize,
-        exchange_bytes=_exchange_bytes(links, link) + in_8_bits,
+        exchange_bytes=_exchange_bytes(links, link),
         relayed_bytes=max(link.pull.relayed_elements * itemsize, link.push.relayed_elements * 4),
-    )
-
-
-def _memory_of_streams(links: StrategyLinks, strategy: Strategy) -> LinkMemory:
-    assert links.home is not None
-    specs = links.stage_model.specs
-    streamed = links.streamed_for(strategy, Role.find(strategy, links.rank))
-    copies = _held_numel(specs, streamed.copied, streamed.streams.window.slot_of)
-    # A streamed gradient is added after its micro-batch, and never kept.
-    kept = () if streamed.streams.is_streamed else streamed.buckets
-    return LinkMemory(
-        slice_bytes=links.home.weight_bytes + copies * links._dtype.itemsize,
-        gradient_bytes=links.home.sum_bytes + sum(gradient_numel(specs, b) for b in kept) * 4,
-        exchange_bytes=0,
-        relayed_bytes=0,
     )
 
 
@@ -137,13 +117,3 @@ def _buffered_numel(batch: Batch) -> int:
     _, _, stride, rows, cols = batch.table.T
     in_place = (rows * cols >= SINGLE_NUMEL) & ((rows == 1) | (stride == cols))
     return int((rows * cols)[~in_place].sum())
-
-
-def _most_8_bit_bytes(plans: EightBitPlans, specs: list[ParamSpec], num_ranks: int) -> int:
-    """What a rank's shards and slices take in 8 bits in one round, at most."""
-    owned = (sum(specs[p].shard_numel(num_ranks) for p in params) for params in plans.params)
-    landing = (
-        sum(ref.region.numel for ref in bucket if ref.param in params)
-        for bucket, params in zip(plans.buckets, plans.params)
-    )
-    return max(map(sum, zip_longest(owned, landing, fillvalue=0)), default=0)

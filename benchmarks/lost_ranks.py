@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,12 @@ from typing import Any
 import faults
 import psutil
 import test_faults
-import test_streaming
+import torch.distributed as dist
 import trl_runs
+from engines import start_hydra
+from models import VOCAB_SIZE, tiny
 from reliability_page import Records
+from single_process import random_examples
 
 
 def measure_kills(records: Records, num_rounds: int) -> None:
@@ -148,26 +152,39 @@ def lose_a_rank(
     }
 
 
-def measure_streams(records: Records, num_kills: int) -> None:
-    """A rank of three is killed at a random time while layers stream or are gathered."""
+def measure_gathered(records: Records, num_kills: int) -> None:
+    """A rank of three is killed at a random time while layers are gathered."""
     faults.HANG_S = 300
     generator = random.Random(1)
     for number in range(num_kills):
         delay_s = generator.uniform(0.0, 2.0)
-        strategy, victim = STREAMED[number % len(STREAMED)], number // 2 % 3
+        strategy, victim = GATHERED[number % len(GATHERED)], number // 2 % 3
         keys = {"number": number, "strategy": strategy, "victim": victim}
-        arguments = (records.folder / "stream", strategy, victim, delay_s)
-        records.measure("stream", keys, lambda a=arguments: kill_while_layers_stream(*a))
+        arguments = (records.folder / "gathered", strategy, victim, delay_s)
+        records.measure("gathered", keys, lambda a=arguments: kill_while_layers_pass(*a))
 
 
-def kill_while_layers_stream(
+def train_until_killed(folder: str, strategy: str, victim: int, delay_s: float) -> None:
+    """Rank `victim` is killed `delay_s` after the first iteration, whatever it does then."""
+    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6}
+    engine = start_hydra(tiny("llama_tied", **sizes), hydra={"faults": {"grace_s": 1}})
+    examples = random_examples((60, 50, 90, 70), VOCAB_SIZE, seed=0)
+    engine.train_batch(examples, strategy=strategy)
+    dist.barrier()
+    if dist.get_rank() == victim:
+        threading.Timer(delay_s, faults.die, (folder,)).start()
+    while True:
+        engine.train_batch(examples, strategy=strategy)
+
+
+def kill_while_layers_pass(
     folder: Path, strategy: str, victim: int, delay_s: float
 ) -> dict[str, Any]:
-    """What the other ranks of three did, and what is left of the home and in /dev/shm."""
+    """What the other ranks of three did, and what is left in /dev/shm."""
     shutil.rmtree(folder, ignore_errors=True)
     before = set(os.listdir("/dev/shm"))
-    function = test_streaming.stream_until_killed
-    ended = faults.run_until_end(function, 3, folder, str(folder), strategy, victim, delay_s)
+    arguments = (str(folder), strategy, victim, delay_s)
+    ended = faults.run_until_end(train_until_killed, 3, folder, *arguments)
     others = [rank for index, rank in enumerate(ended) if index != victim]
     in_use = " ".join(what_processes_hold())
     left = [name for name in set(os.listdir("/dev/shm")) - before if name not in in_use]
@@ -177,7 +194,6 @@ def kill_while_layers_stream(
             f"rank {victim}" in rank.stderr and rank.exit_code != 0 for rank in others
         ),
         "seconds": max(rank.seconds for rank in others),
-        "homes": in_use.count(f"memfd:ds_hydra_{(folder / 'owner').read_text()} "),
         "shared_memory": left,
     }
 
@@ -205,10 +221,8 @@ def processes_with(name: str, value: str) -> list[int]:
     return found
 
 
-STREAMED = (
-    "3x<1,1;stream>",
+GATHERED = (
     "3x<1,1;gather>",
-    "1x<2,1;stream> + 1x<1,1;stream>",
     "1x<2,1;gather> + 1x<1,1;gather>",
     "1x<cp3,1;gather>",
 )

@@ -337,9 +337,9 @@ MUTANTS = (
     Mutant(
         "a layer arrives in its slot one use early",
         _SCHEDULE,
-        "transfers.append(Transfer(bringing, bucket, last_use[slot], number, readers))",
-        "transfers.append(Transfer(bringing, bucket, max(AT_ONCE, last_use[slot] - 1), number, readers))",
-        values=("gather", "stream"),
+        "transfers.append(Transfer(Kind.PULL, bucket, last_use[slot], number))",
+        "transfers.append(Transfer(Kind.PULL, bucket, max(AT_ONCE, last_use[slot] - 1), number))",
+        values=("gather",),
     ),
     Mutant(
         "a gathered layer's second micro-batch adds to the first",
@@ -365,8 +365,8 @@ MUTANTS = (
     Mutant(
         "backward of a gathered layer does not wait for the push before",
         _SCHEDULE,
-        "transfers.append(Transfer(taking, before, left, number))",
-        "transfers.append(Transfer(taking, before, left))",
+        "transfers.append(Transfer(Kind.PUSH, before, left, number))",
+        "transfers.append(Transfer(Kind.PUSH, before, left))",
         tests=("tests/test_transfer_schedule.py",),
     ),
     Mutant(
@@ -389,34 +389,6 @@ MUTANTS = (
         "is_early = overlap and num_buckets > 0",
         "is_early = num_buckets > 0",
         tests=("tests/test_transfer_schedule.py",),
-    ),
-    Mutant(
-        "streamed: every rank of a TP group adds what one has to",
-        _WEIGHTS,
-        "        if entry.pushes_gradient:\n            self._home.add",
-        "        if True:\n            self._home.add",
-        values=("stream",),
-    ),
-    Mutant(
-        "streamed: copies of the first columns",
-        "engine/transfer/home.py",
-        "_rectangle(weights, first, rows, cols, num_cols)",
-        "_rectangle(weights, first, rows, _shifted(cols, cols.start), num_cols)",
-        values=("stream",),
-    ),
-    Mutant(
-        "streamed: sums of a row's first columns",
-        "engine/transfer/home.py",
-        "self._adder.add(*sums, addend, piece.addend_col, self._width)",
-        "self._adder.add(*sums, addend, 0, self._width)",
-        values=("stream",),
-    ),
-    Mutant(
-        "exact sums: nothing below the first digit",
-        "engine/transfer/exact_sums.py",
-        "        low[:, cols].add_(digits)\n",
-        "",
-        tests=("tests/test_exact_sums.py",),
     ),
     Mutant(
         "the first bucket is not pushed",

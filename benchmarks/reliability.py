@@ -5,8 +5,8 @@
 Parts: `kill` (a rank is killed in every phase of an iteration; the others must name it, restarts
 must give the same curve), `phases` (a rank is killed or stopped in every phase between an engine's
 start and its end; the other one must name it, and nothing may be left behind), `between` (the same
-in callbacks, under TRL and in the user's own collectives), `stream` (a rank is killed at random
-times while layers stream or are gathered), `launch` (kills under torchrun and deepspeed),
+in callbacks, under TRL and in the user's own collectives), `gathered` (a rank is killed at
+random times while layers are gathered), `launch` (kills under torchrun and deepspeed),
 `planner` (planning processes killed and stopped), `saves` (a process is killed at random times of
 saving), `leak` (random strategies on 4 ranks), `shm` (a /dev/shm of 64 MB, mounted as root),
 `folders` (damaged run folders are read or refused), `documents` (damaged documents of every
@@ -55,7 +55,7 @@ from engines import start_hydra
 from example_runs import measure_examples
 from fuzzing import check, fuzz_run_folders, fuzz_with_coverage, inputs_like, targets
 from holdings import Holdings, train_random_iteration
-from lost_ranks import measure_between, measure_kills, measure_phases, measure_streams
+from lost_ranks import measure_between, measure_gathered, measure_kills, measure_phases
 from models import tiny
 from pages import how, put_section
 from reliability_page import PARTS, STRATEGIES_OF_2, Records
@@ -219,7 +219,7 @@ def print_training() -> None:
 
 
 def measure_shared_memory(records: Records) -> None:
-    """Two ranks train, layers streamed too, with /dev/shm as it is and with one of 64 MB."""
+    """Two ranks train, layers gathered too, with /dev/shm as it is and with one of 64 MB."""
     mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm && "
     for name, prepare in (("whole", ""), ("64 MB", mount)):
         shell = f'{prepare}exec "$0" -c "import reliability; reliability.print_training()"'
@@ -344,9 +344,7 @@ def main() -> None:
     )
     parser.add_argument("--fresh", action="store_true", help="forget what is measured so far")
     parser.add_argument("--kills", type=int, default=5, help="rounds of kills, one per phase each")
-    parser.add_argument(
-        "--stream-kills", type=int, default=20, help="while layers stream or are gathered"
-    )
+    parser.add_argument("--gathered-kills", type=int, default=20, help="while layers are gathered")
     parser.add_argument("--planner-faults", type=int, default=10, help="of each kind")
     parser.add_argument("--saves", type=int, default=100, help="kills while saving")
     parser.add_argument("--iterations", type=int, default=1000, help="of random strategies")
@@ -365,7 +363,7 @@ def main() -> None:
         "kill": lambda: measure_kills(records, options.kills),
         "phases": lambda: measure_phases(records),
         "between": lambda: measure_between(records),
-        "stream": lambda: measure_streams(records, options.stream_kills),
+        "gathered": lambda: measure_gathered(records, options.gathered_kills),
         "launch": lambda: measure_launches(records),
         "planner": lambda: measure_planner(records, options.planner_faults),
         "saves": lambda: measure_saves(records, options.saves),

@@ -46,7 +46,7 @@ class Records:
         )
 
 
-STRATEGIES_OF_2 = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "2x<1,1;stream>", "1x<2,1;stream>")
+STRATEGIES_OF_2 = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "2x<1,1;gather>", "1x<2,1;gather>")
 
 
 def describe_kills(records: list[dict[str, Any]]) -> str:
@@ -129,7 +129,7 @@ def table_of_losses(records: list[dict[str, Any]]) -> str:
     )
 
 
-def describe_streams(records: list[dict[str, Any]]) -> str:
+def describe_gathered(records: list[dict[str, Any]]) -> str:
     rows = []
     for strategy in dict.fromkeys(r["strategy"] for r in records):
         mine = [r for r in records if r["strategy"] == strategy]
@@ -141,16 +141,15 @@ def describe_streams(records: list[dict[str, Any]]) -> str:
                 f"{sum(r['num_named'] for r in mine)} of {2 * len(mine)}",
                 f"{statistics.median(seconds):.2f}",
                 f"{max(seconds):.2f}",
-                sum(r["homes"] for r in mine),
                 sum(len(r["shared_memory"]) for r in mine),
             ]
         )
     return paragraphs(
         f"SIGKILL of one rank of three, {len(records)} times, 0 to 2 s after the first of many iterations in which "
-        "layers stream or are gathered; the victims alternate. Seconds: from the kill until the last of the others has "
-        "ended. Homes: processes that still hold one; files: what is new in /dev/shm and held by no process.",
+        "layers are gathered; the victims alternate. Seconds: from the kill until the last of the others has "
+        "ended. Files: what is new in /dev/shm and held by no process.",
         table(
-            ["strategy", "kills", "others that ended naming it", "median s", "worst s", "homes left", "files left"],
+            ["strategy", "kills", "others that ended naming it", "median s", "worst s", "files left"],
             rows,
         ),
     )  # fmt: skip
@@ -380,7 +379,7 @@ PARTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
     "kill": ("A rank is lost", describe_kills),
     "phases": ("A rank is lost, from the start to the end", describe_phases),
     "between": ("A rank is lost between the engine's calls", describe_between),
-    "stream": ("A rank is lost while layers stream or are gathered", describe_streams),
+    "gathered": ("A rank is lost while layers are gathered", describe_gathered),
     "launch": ("Restarts under launchers", describe_launches),
     "planner": ("A planning process is lost", describe_planner),
     "saves": ("A crash while saving", describe_saves),

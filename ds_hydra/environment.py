@@ -19,7 +19,8 @@ WANTED = {
     # on an H200 31 streams ran side by side with the default, too.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     # A kernel that is loaded at its first launch waits for those that run, collectives among them:
-    # streamed layers hung with LAZY on an H200. (cuBLAS loads at the first launch with both.)
+    # exchanges of several threads hung with LAZY on an H200. (cuBLAS loads at the first launch with
+    # both.)
     "CUDA_MODULE_LOADING": "EAGER",
     # 4,093 launches before a thread waits for its stream in place of 1,021, measured on an H200;
     # others do not wait with it.

@@ -40,7 +40,7 @@ SLOWEST_S = 1.0
 """Of CPU time, which other processes do not lengthen."""
 
 
-WITH_OPTIONS = ("<1,2;ckpt=3;stages=3,1>", "<cp2,1;stream>")
+WITH_OPTIONS = ("<1,2;ckpt=3;stages=3,1>", "<cp2,1;ckpt=1>")
 
 
 def _plan(large: str = "<2,1>", small: str = "<1,1>") -> IterationPlan:
@@ -127,7 +127,7 @@ def targets(folder: Path) -> dict[str, tuple[Callable[[Any], None], Any]]:
         "strategy": (read_strategy, "1x<2,1> + 2x<1,1>"),
         "strategy with options": (
             read_strategy,
-            "1x<2,2;ckpt=3;stages=3,1> + 2x<sp2,4,1;stream> + <sp4,cp2,1;stream>",
+            "1x<2,2;ckpt=3;stages=3,1> + 2x<sp2,4,1;ckpt=1> + <sp4,cp2,1;ckpt=2>",
         ),
         "plan": (read_plan, _plan().to_json()),
         "plan with options": (read_plan, _plan(*WITH_OPTIONS).to_json()),

@@ -30,7 +30,7 @@ SPACES = ("full", "unpruned")
 """What a proposal compares, and all of it, dominated or not, of which phases are put together."""
 CONTEXT, TOKENS = 32_768, 131_072
 NONE = "none"
-MEASURED = ("<sp2,1>", "<1,1;gather>", "<sp4,1;gather>", "<2,1;stream>")
+MEASURED = ("<sp2,1>", "<1,1;gather>", "<sp4,1;gather>")
 """Of one more profile, which measured what others estimate, on hardware without a description."""
 
 

@@ -76,7 +76,6 @@ def wide_schemes(draw, max_tp: int = 16, max_pp: int = 8) -> Scheme:
         stages=draw(st.just(()) | sizes),
         ckpt=draw(st.sampled_from([0, 0, 1, 12])),
         sp=draw(st.sampled_from([1, 1, 2, 4])),
-        stream=draw(st.sampled_from([False, False, True])),
         cp=draw(st.sampled_from([1, 1, 2, 3])),
         context_first=draw(st.booleans()),
     )

@@ -32,12 +32,12 @@ def with_moving_weights(
     num_devices: int,
     cluster: Cluster | None,
     can_run: CanRun = runs_all,
-    tokens_per_iteration: float | None = None,
+    tokens_per_iteration: float = 0,
 ) -> Profile:
-    """`profile` with every scheme that streams, and for so many tokens that gathers."""
+    """`profile` with every scheme that gathers, for so many tokens."""
     world = replace(World.of(profile, cluster, num_devices, 1), can_run=can_run)
-    found = unpruned_schemes(world, tokens_per_iteration, streams=True)
-    moving = [scheme for scheme in found if scheme.stream or scheme.gather]
+    found = unpruned_schemes(world, tokens_per_iteration)
+    moving = [scheme for scheme in found if scheme.gather]
     return world.costs.table((*profile.latency, *moving))
 
 

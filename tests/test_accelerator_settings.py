@@ -17,12 +17,10 @@ from ds_hydra import environment as settings
 from ds_hydra.configs.hydra_config import HydraConfig, LinkConfig
 from ds_hydra.engine import candidates, hydra_engine_class
 from ds_hydra.engine.doctor.findings import check_settings
-from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.propagation import Propagator, Task
 from ds_hydra.engine.ranks import memory, process
 from ds_hydra.engine.ranks.process import can_overlap, overlap_where_safe
 from ds_hydra.engine.telemetry.trace import Recorder
-from ds_hydra.engine.transfer import home
 from ds_hydra.environment import WANTED, missing_for_overlap, set_accelerator_environment
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.schemes.scheme import Strategy
@@ -96,16 +94,6 @@ def test_what_the_driver_has_in_force_counts(monkeypatch, nothing_chosen):
     assert "CUDA_MODULE_LOADING=LAZY" in problem
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in problem
     assert "export CUDA_MODULE_LOADING=EAGER" in problem
-
-
-def test_streamed_layers_are_refused_where_their_threads_could_hang(monkeypatch):
-    def raise_together(error, _):
-        raise error or AssertionError("nothing is refused")
-
-    monkeypatch.setattr(home, "find_overlap_problem", lambda _: "LAZY; export EAGER")
-    monkeypatch.setattr(home, "raise_together", raise_together)
-    with pytest.raises(HydraConfigError, match=r";stream in hydra\.strategies.*export EAGER"):
-        home.open_home([], [], torch.float32, CUDA, GroupPool(1, CUDA), "a test")
 
 
 def test_what_nobody_chose_is_set():

@@ -12,7 +12,6 @@ from command_line import accepted, document_of, invoke, refused
 from flash_standin import installed
 from reference import make_profile
 
-from ds_hydra.commands.check import describe_report
 from ds_hydra.commands.init import start_config
 from ds_hydra.configs import load_model_preset
 from ds_hydra.engine.checks.config_check import CheckRequest, check_config
@@ -416,22 +415,12 @@ def test_schemes_with_sp_are_estimated_where_the_profile_lacks_them_and_refused_
         )
 
 
-def test_streamed_and_gathered_schemes_are_estimated_where_the_interconnects_are_known():
-    for text in ("16x<1,1;stream>", "16x<1,1;gather>"):
-        host = {"devices_per_node": 16}
-        config = changed(hydra={"strategies": [text], "context_length": 4096, "link": host})
-        report = report_on(config, num_devices=16, model="llama2_7b")
-        assert report.problems == []
-        assert any(f"times of {text[3:]}, which the" in assumed for assumed in report.assumed)
-        assert {row["scheme"] for row in report.schemes} >= {text[3:]}
-
-
-def check_home(home, ranks):
-    """Of LLaMA 7B in bf16."""
-    numel = 6_738_415_616
-    assert home["ranks"] == ranks
-    assert home["weight_bytes"] == pytest.approx(2 * numel / ranks, rel=1e-3)
-    assert home["sum_bytes"] == pytest.approx((8 - 4) * numel / ranks, rel=1e-3)
+def test_gathered_schemes_are_estimated_where_the_interconnects_are_known():
+    config = changed(hydra={"strategies": ["16x<1,1;gather>"], "context_length": 4096})
+    report = report_on(config, num_devices=16, model="llama2_7b")
+    assert report.problems == []
+    assert any("times of <1,1;gather>, which the" in assumed for assumed in report.assumed)
+    assert {row["scheme"] for row in report.schemes} >= {"<1,1;gather>"}
 
 
 def test_schemes_that_checkpoint_are_refused_where_all_layers_do():
@@ -441,25 +430,15 @@ def test_schemes_that_checkpoint_are_refused_where_all_layers_do():
 
 
 def test_schemes_with_parts_are_checked_and_derived():
-    given = ["1x<1,2;ckpt=8> + 3x<1,2>", "4x<1,2;stream>"]
+    given = ["1x<1,2;ckpt=8> + 3x<1,2>"]
     config = changed(hydra={"strategies": given, "context_length": 6000})
     report = report_on(config, model="llama2_7b")
     assert report.problems == []
     tokens = longest(report)
     assert tokens["<1,2>"] < 6000 < tokens["<1,2;ckpt=8>"]
-    assert any(
-        "<1,2;stream>" in warning and "accelerator" in warning for warning in report.warnings
-    )
-    check_home(report.home, ranks=8)
-    assert "each has 1.6 GiB of the weights and 3.1 GiB of the sums" in describe_report(report)
-    given = ["16x<1,1;stream>"]
-    config = changed(hydra={"strategies": given})
+    config = changed(hydra={"strategies": ["16x<1,1;stream>"]})
     (problem,) = problems_of(config, model="llama2_7b", num_devices=16)
-    assert "there are 2 hosts; write ;gather in place of ;stream: '16x<1,1;gather>'" in problem
-    one_host = {"strategies": given, "link": {"devices_per_node": 16}}
-    for works in (one_host, {"strategies": ["16x<1,1;gather>"]}):
-        wanted = changed(hydra={**works, "context_length": 4096})
-        assert not problems_of(wanted, model="llama2_7b", num_devices=16)
+    assert "stream is no longer an option: write ;gather" in problem
     for texts, words in (
         (["4x<1,2;stages=14,17>"], "stages have 31 layers, the model has 32; make them sum to 32"),
         (

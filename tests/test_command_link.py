@@ -62,27 +62,6 @@ def test_pipelines_pull_each_layer_once_and_their_own_stage_only(model):
     assert 2 * document["parameters"] <= received < 2.1 * document["parameters"]
 
 
-def test_streamed_layers_have_a_home_and_nothing_is_sent(model):
-    strategy = "1x<2,1;stream> + 2x<1,1>"
-    document = document_of("link", *arguments(model, "--json", strategy=strategy))
-    whole = 2 * document["parameters"]
-    assert whole / 4 <= document["home"]["weight_bytes"] < 1.01 * whole / 4
-    assert 2 * whole / 4 <= document["home"]["sum_bytes"] < 1.1 * 2 * whole / 4
-    assert document["pull"]["direct"]["total_bytes"] == 0
-    assert document["push"]["direct"]["total_bytes"] == 0
-    (stage,) = document["home"]["stages"]
-    assert whole / 2 < stage["read_bytes"] < 1.05 * whole / 2
-    assert 0 < stage["copied_bytes"] < stage["read_bytes"] / 2, "row-wise ones"
-    text = invoke("link", *arguments(model, strategy=strategy)).stdout
-    assert "home of streamed layers, shared by 4 ranks" in text
-    refused = invoke("link", *arguments(model, "--devices-per-node", 2, strategy=strategy))
-    instead = "1x<2,1;gather> + 2x<1,1;gather>"
-    assert f"there are 2 hosts; write ;gather in place of ;stream: '{instead}'" in refused.stderr
-    assert not invoke(
-        "link", *arguments(model, "--devices-per-node", 2, strategy=instead)
-    ).exit_code
-
-
 def test_the_table_names_collectives_and_the_lower_bound(model):
     result = accepted("link", *arguments(model, strategy="4x<1,1>"))
     assert "  all-gather: ranks 0, 1, 2, 3, 6 rounds" in result.stdout

@@ -189,8 +189,8 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
         ),
         (
             {"link": {"repull_layers": 4}},
-            "hydra.link.repull_layers is no longer a key; layers stream instead: say so for each scheme in "
-            "hydra.strategies, as in <1,1;stream>",
+            "hydra.link.repull_layers is no longer a key; layers are gathered instead: say so for each scheme "
+            "in hydra.strategies, as in <1,1;gather>",
         ),
         (
             {"link": {"gradient_dtype": "bf16"}},

@@ -25,7 +25,6 @@ from ds_hydra.strategy.cost_models.analytic import Hardware
 CHECKS = {
     "ranks", "versions", "attention", "planner", "shared memory", "open files", "host", "all-reduce",
     "links inside a host", "speed of ranks", "profile point", "memory", "gradients", "hangs", "gathered layers",
-    "streamed layers",
 }  # fmt: skip
 
 

@@ -247,7 +247,7 @@ def test_other_structures_have_the_gradients_of_one_process():
 def check_boundaries():
     """Layers with states in packed micro-batches, where kernels keep sequences apart."""
     told = kernels_apart.install(modeling_olmo_hybrid)
-    strategies = ("2x<1,1>", "1x<1,2>", "1x<1,2;ckpt=1>", "2x<1,1;stream>")
+    strategies = ("2x<1,1>", "1x<1,2>", "1x<1,2;ckpt=1>", "2x<1,1;gather>")
     worst = check_gradients("olmo_hybrid", strategies)
     assert any(len(lengths) > 2 for lengths in told)
     return worst
@@ -356,7 +356,7 @@ def test_compiled_layers_give_the_same_gradients():
     With slices that come and go, and with shards of a row and a layer that runs again.
     """
     runs = (
-        ("1x<2,1;stream>", {}),
+        ("1x<2,1;gather>", {}),
         ("1x<2,1;ckpt=1>", {}),
     )
     worst, graphs = run_distributed(check_compiled, 2, "llama", runs, timeout_s=900)[0]
@@ -376,8 +376,8 @@ def random_case(draw):
         free -= scheme[0] * scheme[1]
     lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=9))
     lengths[0] = max(lengths[0], 2)  # at least one token must be predicted
-    parts = st.sampled_from(["", "", ";stream", ";stream"])
-    return " + ".join(f"1x<{tp},{pp}{draw(parts)}>" for tp, pp in schemes), lengths
+    gathers = all(pp == 1 for _, pp in schemes) and draw(st.booleans())
+    return " + ".join(f"1x<{tp},{pp}{';gather' * gathers}>" for tp, pp in schemes), lengths
 
 
 SCHEMES = ((1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (1, 4), (2, 2))

@@ -1,4 +1,4 @@
-"""Schemes with options in the engine: uneven stages, checkpointed layers, streamed ones; they
+"""Schemes with options in the engine: uneven stages, checkpointed layers, gathered ones; they
 change no gradient.
 """
 
@@ -62,7 +62,7 @@ def losses_of_a_run():
     examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
     wide = (
         "1x<1,2;stages=1,5> + 2x<1,1;ckpt=2>",
-        "4x<1,1;stream>",
+        "4x<1,1;gather>",
         "2x<2,1;ckpt=6>",
         "2x<1,2;ckpt=4;stages=4,2>",
     )

@@ -30,8 +30,8 @@ from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
-from ds_hydra.strategy.proposal.space import balanced_stages, undominated
-from ds_hydra.strategy.schemes.scheme import parse_strategies, stage_layers
+from ds_hydra.strategy.proposal.space import undominated
+from ds_hydra.strategy.schemes.scheme import parse_strategies
 
 CONTEXT = 32768
 
@@ -53,12 +53,8 @@ def test_schemes_that_hold_more_or_take_less_are_added_once():
     extended = widened(profile)
     found = extended.latency.keys() - profile.latency.keys()
     assert found == extended.assumed
-    assert (
-        {bool(s.ckpt) for s in found}
-        == {s.sp > 1 for s in found}
-        == {bool(s.stages) for s in found}
-        == {True, False}
-    )
+    assert {bool(s.ckpt) for s in found} == {s.sp > 1 for s in found} == {True, False}
+    assert not any(s.stages for s in found), "uneven stages are not proposed"
     assert len(found) < 50
     assert widened(extended).document == extended.document
     for scheme in found:
@@ -80,19 +76,6 @@ def test_parts_are_tried_only_where_a_scheme_does_not_fit_the_context():
     assert any(s.sp > 1 for s in added(profile, num_devices=16, context=4096))
 
 
-def test_as_many_stages_as_layers_leave_each_its_layer():
-    """Nothing to move between stages of one layer, whichever of them run forward again."""
-    document = small_profile(6_000_000, num_layers=4)
-    document["schemes"] = [{**document["schemes"][0], "tp": 1, "pp": 4}]
-    profile = Profile.from_json(document)
-    longest = profile.max_len_tokens(Scheme(1, 4), 4)
-    extended = full_space(profile, num_devices=4, context_length=2 * longest)
-    assert all(min(s.stages, default=1) == 1 for s in extended.latency)
-    assert {balanced_stages(4, 4, k) for k in range(5)} == {(1, 1, 1, 1)}
-    assert sum(balanced_stages(40, 32, 3)) == 40
-    assert min(balanced_stages(40, 32, 3)) == 1
-
-
 def test_layers_that_are_checkpointed_already_are_not_checkpointed_again():
     known = a800("7b")
     again = Profile.from_json({**known.document, "activation_checkpointing": True})
@@ -103,26 +86,14 @@ def test_layers_that_are_checkpointed_already_are_not_checkpointed_again():
 
 def test_what_the_model_cannot_run_is_not_added():
     profile = a800("32b")
-    found = added(profile, can_run=lambda scheme: scheme.num_shards == 1 and not scheme.stages)
+    found = added(profile, can_run=lambda scheme: scheme.num_shards == 1)
     assert found
-    assert all(s.num_shards == 1 and s.ckpt and not s.stages for s in found)
+    assert all(s.num_shards == 1 and s.ckpt for s in found)
     assert any(s.cp > 1 for s in added(profile, can_run=lambda scheme: scheme.sp == 1))
     three_heads = Profile.from_json(
         {**profile.document, "model": {**profile.document["model"], "num_attention_heads": 12}}
     )
     assert {s.sp * s.tp for s in added(three_heads) if s.sp > 1} == {2, 4}
-
-
-def test_stages_are_balanced_by_work():
-    for num_layers, num_stages, ckpt in ((32, 2, 6), (60, 6, 38), (7, 7, 7), (40, 4, 0), (5, 3, 2)):
-        stages = balanced_stages(num_layers, num_stages, ckpt)
-        work = [
-            s.work
-            for s in stage_layers(Scheme(1, num_stages, stages=stages, ckpt=ckpt), num_layers)
-        ]
-        assert max(work) - min(work) <= 4 / 3 + 1e-9, stages
-        even = [s.work for s in stage_layers(Scheme(1, num_stages, ckpt=ckpt), num_layers)]
-        assert max(work) <= max(even) + 1e-9
 
 
 @settings(max_examples=60)

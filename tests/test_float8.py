@@ -151,7 +151,7 @@ def check_strategies(recipe, hydra, strategies, converted=False, lora=False):
 
 STRATEGIES = (
     "4x<1,1>", "2x<2,1>", "2x<1,2;ckpt=1>", "1x<2,2>", "1x<sp2,2,1>", "1x<cp4,1>", "4x<1,1;gather>",
-    "1x<2,1;stream> + 2x<1,1;stream>", "1x<4,1>",
+    "1x<2,1;gather> + 2x<1,1;gather>", "1x<4,1>",
 )  # fmt: skip
 
 LEAST_ERROR = 0.08

@@ -14,14 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from link_cases import World as Memories
 from link_cases import decoder_specs, random_link, strategy_buckets
-from models import tiny
 from reference import make_batch, make_profile
 from test_cluster import PARAMS, make_cluster
 from test_link_exchange import Case, links, pull
 from test_link_plan import elements_across_nodes, fill_shards, plans_of
 
 from ds_hydra.configs import find_file
-from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.scenario import Scenario, priced
 from ds_hydra.lab.simulator.systems import SYSTEMS
@@ -345,9 +343,8 @@ def test_prices_follow_from_those_of_gathered_layers():
     one_node = Costs(profile, find_cluster(profile, 8))
     assert one_node.find(GATHERED).latency.hpz_traffic_ms == 0
     assert "hpz_traffic_ms" not in one_node.find(GATHERED).latency.to_json()
-    for nothing_stays in ({"float8": True}, {"relays": False}):  # hydra.link.routes = "direct"
-        cluster = replace(costs.cluster, **nothing_stays)
-        assert cluster.gather_ms(ON_NODES) == cluster.gather_ms(GATHERED)
+    direct = replace(costs.cluster, relays=False)  # hydra.link.routes = "direct"
+    assert direct.gather_ms(ON_NODES) == direct.gather_ms(GATHERED)
 
 
 def rivals_on(num_devices):
@@ -414,12 +411,3 @@ def test_what_is_learned_of_passes_does_not_depend_on_where_weights_come_from():
     factors = learned.correction(Strategy((ON_NODES,))).factors
     assert factors[ON_NODES] == learned.correction(Strategy((GATHERED,))).factors[GATHERED] > 1.2
     assert "scheme <1,1;gather>" in names_of([ON_NODES], learned.names)
-
-
-def test_8_bit_weights_are_cast_for_each_pass():
-    model = StageModel(tiny("llama"))
-    model.check_scheme(ON_NODES)
-    model.float8.is_tensorwise = {"model.layers.0.mlp.up_proj.weight": True}
-    with pytest.raises(HydraConfigError, match="cast anew for each pass; write ;gather"):
-        model.check_scheme(ON_NODES)
-    model.check_scheme(GATHERED)

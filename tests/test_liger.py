@@ -25,7 +25,7 @@ from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 pytest.importorskip("liger_kernel", reason="needs liger-kernel")
 
 STRATEGIES = (
-    "2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "2x<1,1;gather>", "1x<2,1;ckpt=1;stream>",
+    "2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "2x<1,1;gather>", "1x<2,1;ckpt=1;gather>",
 )  # fmt: skip
 LENGTHS = (4, 2, 3)
 

@@ -38,9 +38,9 @@ STRATEGIES = (
     "1x<1,2> + 1x<2,1>",
     "1x<sp2,2,1>",
     "1x<cp2,2,1>",
-    "1x<1,2;stream> + 1x<2,1;stream>",
-    "1x<sp2,2,1;stream>",
-    "1x<2,2;stream>",
+    "1x<sp2,1;gather> + 1x<2,1;gather>",
+    "1x<sp2,2,1;gather>",
+    "1x<2,2>",
 )
 
 
@@ -121,7 +121,7 @@ SAVED = {
     "llama_tied": ["embed_tokens"],
     "qwen3": ["norm", "input_layernorm", "down_proj"],
 }
-SOME = ("1x<4,1>", "1x<1,2> + 1x<2,1>", "1x<1,2;stream> + 1x<2,1;stream>")
+SOME = ("1x<4,1>", "1x<1,2> + 1x<2,1>", "1x<sp2,1;gather> + 1x<2,1;gather>")
 
 
 def saved_modules(family):

@@ -31,7 +31,7 @@ from ds_hydra.errors import (
 
 LENGTHS = (9, 17, 30, 1, 5, 40, 3, 24)
 STRATEGIES = ("4x<1,1>", "1x<4,1>", "1x<2,1> + 1x<1,2>", "1x<sp2,2,1>", "1x<cp2,2,1>", "2x<cp2,1>",
-              "4x<1,1;stream>")  # fmt: skip
+              "4x<1,1;gather>")  # fmt: skip
 FEW_TOKENS = ("2x<cp2,1>", (2, 1)), ("1x<cp4,1>", (1, 2)), ("1x<cp2,2,1>", (2, 1))
 """Micro-batches with fewer tokens than rows, or with a row of padding alone."""
 K = 3

@@ -11,17 +11,13 @@ from shared_data import shared_json
 from transformers import Gemma2Config, LlamaConfig, Qwen3Config
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
-from ds_hydra.configs.files import find_profile
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.meta_model import build_random_stage_model
 from ds_hydra.engine.profiling.memory import as_the_engine_needs, slice_config, trace_layer_memory
-from ds_hydra.engine.transfer.schedule import home_bytes
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
-from ds_hydra.strategy import Profile, Scheme, Strategy
+from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.costs import Costs
-from ds_hydra.strategy.profiles.memory_model import OPTIMIZER_BYTES
-from ds_hydra.strategy.profiles.profile import engine_states, exchange_bytes, has_re_pulls
-from ds_hydra.zero_link import ParamSpec
+from ds_hydra.strategy.profiles.profile import engine_states, exchange_bytes, has_removed_schemes
 
 MODELS = ("7b", "13b", "32b")
 
@@ -90,13 +86,14 @@ def test_forward_alone_holds_a_layer_hidden_states_and_logits(model):
 def test_a_profile_measured_with_re_pulls_names_what_replaces_them():
     document = shared_json("profiles/a800_llama2_7b.json")
     memory = {**document["memory"], "repull_layers": 4}
-    with pytest.raises(HydraConfigError, match=r"repull_layers of its memory is 4.*<1,1;stream>"):
+    with pytest.raises(HydraConfigError, match=r"repull_layers of its memory is 4.*<1,1;gather>"):
         Profile.from_json({**document, "memory": memory})
     Profile.from_json({**document, "memory": {**memory, "repull_layers": 0}})
-    scheme = {"tp": 1, "pp": 1, "repull": 3}
-    assert has_re_pulls({**document, "memory": memory})
-    assert has_re_pulls({**document, "schemes": [*document["schemes"], scheme]})
-    assert not has_re_pulls(document)
+    assert has_removed_schemes({**document, "memory": memory})
+    for option in ({"repull": 3}, {"stream": True}):
+        scheme = {"tp": 1, "pp": 1, **option}
+        assert has_removed_schemes({**document, "schemes": [*document["schemes"], scheme]})
+    assert not has_removed_schemes(document)
 
 
 def small_llama(**more) -> LlamaConfig:
@@ -331,49 +328,6 @@ def test_what_a_profile_lacks_for_a_part_is_named():
         of_7b(input_bytes_per_token_per_layer_per_hidden=-1)
 
 
-def test_streamed_layers_cost_shards_a_share_of_the_home_and_a_window():
-    """7B in 16 bit: the published shards, 10 bytes a parameter but for the gradients of
-    the shards, two layers with their gradients.
-    """
-    profile = Profile.load(find_profile("a800_llama2_7b"))
-    memory, every = profile.memory, Scheme(1, 1, stream=True)
-    layer = 24.125 / 2 * 4096**2
-    params = 32 * layer + 2 * 4096 * 30592
-    ends = 2 * 4096 * 30592
-    sharded = 0.75 * (32 * 4096**2 * 210 + 8 * ends)
-    for num_devices in (4, 8):
-        assert memory.rank_bytes(every, num_devices, 0) == pytest.approx(
-            (sharded + 6 * params) / num_devices + 2 * 4 * layer
-        )
-    longest = {s: memory.max_len_tokens(s, 8) for s in (every, Scheme(1, 1, sp=2, stream=True))}
-    assert profile.has_room(every, 8)
-    assert not profile.has_room(every, 16), "layers stream on one node"
-    assert 0 < longest[every] < min(t for s, t in longest.items() if s.sp > 1)
-
-
-def test_a_profile_of_the_engine_has_24_bytes_a_parameter_for_a_streamed_scheme():
-    """18 in shards, 6 in the home; none of them in slices."""
-    layer, element = 24.125 / 2, 2
-    profile = of_7b(
-        state_bytes_per_layer_per_hidden2=layer * (element + OPTIMIZER_BYTES + element + 4),
-        sharded_fraction=(element + OPTIMIZER_BYTES) / (element + OPTIMIZER_BYTES + element + 4),
-    )
-    every = Scheme(1, 1, stream=True)
-    states = profile.memory.rank_bytes(every, 8, 0) - 2 * 4 * layer * 4096**2
-    params = 32 * layer * 4096**2 + 2 * 4096 * 30592
-    assert states * 8 / params == pytest.approx(24, rel=0.03)  # embedding: 16
-
-
-@pytest.mark.parametrize("num_devices", [8, 4, 1])
-def test_a_home_takes_what_the_engine_opens(num_devices):
-    memory = Profile.load(find_profile("a800_llama2_7b")).memory
-    layer, ends = memory._num_params()
-    num_rows = round(memory.num_layers * layer + ends) // 4096
-    whole = ParamSpec(fqn="all", shape=(num_rows, 4096))
-    opened = home_bytes([whole], 2, num_devices)
-    assert memory.home_bytes(num_devices) == pytest.approx(sum(opened), rel=1e-3)
-
-
 @pytest.mark.parametrize(("text", "wanted"), [("<2,1>", 1 << 29), ("<2,1;gather>", 5 << 26)])
 def test_exchange_buffers_count_with_slices_that_stay_and_that_pass(text, wanted):
     """1 GiB of two rounds, of TP 2 half; gathered layers have one round on the wire, and a quarter
@@ -413,20 +367,6 @@ def test_gathered_layers_take_turns_with_embedding_and_head(num_layers, tables, 
     sharded = memory._all_state_bytes() / 8 * memory.sharded_fraction
     passing = memory.rank_bytes(Scheme(1, 1, gather=True), 8, 0) - sharded
     assert passing == pytest.approx(slots_and_kept * LAYER_7B, rel=1e-3)
-
-
-def test_pipelines_beside_streamed_ones_hold_their_share_of_the_home():
-    profile = Profile.load(find_profile("a800_llama2_7b"))
-    mixed, plain = Strategy.parse("1x<4,1> + 4x<1,1;stream>"), Scheme(4, 1)
-    alone = profile.max_len_tokens(plain, 8)
-    beside = profile.max_len_tokens(plain, 8, mixed)
-    per_token = profile.memory.rank_bytes(plain, 8, 1) - profile.memory.rank_bytes(plain, 8, 0)
-    assert (alone - beside) * per_token == pytest.approx(
-        profile.memory.home_bytes(8), abs=2 * per_token
-    )
-    assert profile.max_len_tokens(plain, 8, Strategy((plain, plain))) == alone
-    streamed = mixed.schemes[-1]
-    assert profile.max_len_tokens(streamed, 8, mixed) == profile.max_len_tokens(streamed, 8)
 
 
 def test_one_device_does_not_stand_for_ranks_with_whole_features():

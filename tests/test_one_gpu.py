@@ -15,14 +15,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 import transformers
 
 from benchmarks.one_gpu import ceilings, page, prepare, ranks, run
 from benchmarks.one_gpu.trim_fatbin import MAGIC, trim
-from ds_hydra.engine.ranks import hosts
 from ds_hydra.environment import WANTED
-from ds_hydra.errors import HydraConfigError
 
 ROOT = Path(__file__).parent.parent
 
@@ -170,17 +167,6 @@ def test_ranks_are_hosts_of_their_own_for_nccl():
     shared = ranks.environment(1, 2, 1234, "multirank", "/a/libnccl.so.2")
     assert "NCCL_HOSTID" not in shared
     assert shared["LD_PRELOAD"] == "/a/libnccl.so.2"
-
-
-def test_a_shared_device_of_streamed_layers_is_told_what_to_export(monkeypatch):
-    def refuse(*_):
-        raise RuntimeError("CUDASymmetricMemory: detected allocations from overlapping devices")
-
-    monkeypatch.setattr(hosts, "run_together", lambda run, _: run())
-    monkeypatch.setitem(hosts.ALLOCATORS, "cpu", refuse)
-    with pytest.raises(HydraConfigError, match="export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"):
-        hosts.PeerMemory(None, 8, "a home", torch.device("cpu"))
-    assert "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" in ranks.COMMON
 
 
 def test_what_a_wheel_needs_is_carried_or_there(tmp_path):

@@ -54,9 +54,10 @@ NIGHTLY = (
 gemma3's windows, llama_bias' biases, qwen3_moe's attention and olmo2's norms with other names;
 caps of logits, which gemma2 has, are in `test_engine_parity.py`.
 """
-COMPILED_IN_CI = ("stream", "hpz")
-"""Where the weights are in rows of compiled layers that CI runs, of LLaMA alone: to trace a layer
-takes each rank seconds. `hpz` gathers, too, and what is frozen is the base of adapters, too.
+COMPILED_IN_CI = ("kept", "hpz")
+"""Where the weights are in rows of compiled layers that CI runs, of LLaMA alone, with biases or
+without: to trace a layer takes each rank seconds. `hpz` gathers, too, and what is frozen is the
+base of adapters, too.
 """
 
 LENGTHS_OF = {
@@ -208,7 +209,7 @@ def rows_to_run():
         family = row_of(name)["family"]
         in_ci = family not in NIGHTLY
         if is_compiled(name):
-            in_ci = family == "llama" and row_of(name)["weights"] in COMPILED_IN_CI
+            in_ci = family.startswith("llama") and row_of(name)["weights"] in COMPILED_IN_CI
         mark = pytest.mark.slow if in_ci else pytest.mark.nightly
         in_minutes = family in IN_MINUTES and not is_compiled(name)
         yield pytest.param(name, marks=() if in_minutes else (mark,))

@@ -305,11 +305,11 @@ def test_a_menu_has_one_scheme_for_each_number_of_ranks():
     assert menus(schemes[:1] + schemes[2:]) == [["<1,1;gather>", "<2,1;gather>"]]
     assert menus(schemes[:2]) == []  # one size
     assert menus([Scheme(3, 1)]) == []  # does not divide the ranks
-    assert menus(schemes, held=lambda s, _: 30 if s.sp > 1 else 0) == []  # one size that holds
+    assert menus(schemes, held=lambda s: 30 if s.sp > 1 else 0) == []  # one size that holds
 
 
 def test_a_menu_of_slices_that_stay_for_each_tp():
-    texts = ["<1,1>", "<sp2,1>", "<cp4,1>", "<2,1>", "<sp2,2,1>", "<1,2>", "<1,1;stream>", "<4,1>"]
+    texts = ["<1,1>", "<sp2,1>", "<cp4,1>", "<2,1>", "<sp2,2,1>", "<1,2>", "<4,1>"]
     profile = make_profile(dict.fromkeys(texts, (0, 1, 0)))
     found = find_menus(
         profile.latency, profile, 4,
@@ -359,7 +359,7 @@ def test_groups_of_all_sizes_are_found_where_there_are_too_many_cuts():
     schemes = [Scheme(1, 1, sp=2**k, gather=True) for k in range(8)]
     profile = make_profile({str(s): (0, (1 + 0.1 * k) / s.sp, 0) for k, s in enumerate(schemes)})
     (menu,) = find_menus(
-        schemes, profile, 128, max_len_tokens=lambda s, _: 30 * s.sp, links_of=lambda _: NO_LINKS
+        schemes, profile, 128, max_len_tokens=lambda s: 30 * s.sp, links_of=lambda _: NO_LINKS
     )
     sizes = (1, 2, 4, 8, 16, 32, 64, 128)
     assert tuple(s.sp for s in menu.schemes) == sizes
@@ -378,7 +378,7 @@ def uneven_menu(num_devices, schemes=UNEVEN, per_rank=0.0):
     profile = make_profile({str(s): (0, 1 / s.cp + per_rank, 0) for s in schemes})
     (menu,) = find_menus(
         schemes, profile, num_devices,
-        max_len_tokens=lambda s, _: 30 * s.cp, links_of=lambda _: NO_LINKS,
+        max_len_tokens=lambda s: 30 * s.cp, links_of=lambda _: NO_LINKS,
     )  # fmt: skip
     return menu
 
@@ -710,8 +710,8 @@ def test_strategies_that_need_the_same_slices_share_link_plans():
     assert len(keys) == 5  # <sp2,2,1> lies as 2x<2,1>
     kept = ["4x<1,1>", "1x<sp4,1>", "1x<cp2,1> + 2x<1,1;ckpt=1>"]
     assert len({slices_key(Strategy.parse(text)) for text in kept}) == 1
-    others = ["2x<2,1>", "2x<1,2>", "4x<1,1;stream>", "2x<1,1>", "1x<2,1> + 2x<1,1>"]
-    assert len({slices_key(Strategy.parse(text)) for text in (*others, kept[0])}) == 6
+    others = ["2x<2,1>", "2x<1,2>", "2x<1,1>", "1x<2,1> + 2x<1,1>"]
+    assert len({slices_key(Strategy.parse(text)) for text in (*others, kept[0])}) == 5
 
 
 def test_how_phases_are_written_and_where_they_are_refused():

@@ -34,7 +34,7 @@ def test_every_scheme_is_rehearsed_alone_and_once_beside_another():
             "1x<2,1> + 2x<1,1>",
             "1x<1,2> + 2x<1,1>",
             "1x<2,1> + 1x<1,2>",  # both have been beside another by then
-            "4x<1,1;stream>",
+            "4x<1,1;gather>",
             "1x<4,1>",  # not profiled
         ]
     )

@@ -1,4 +1,4 @@
-"""Estimates of many strategies at once, heuristic times without plans, proposals that stream."""
+"""Estimates of many strategies at once, heuristic times without plans, gathered proposals."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ STRATEGIES = parse_strategies(
     [
         "2x<8,1>",
         "1x<8,1> + 2x<2,2>",
-        "1x<8,1> + 1x<sp4,1;stream> + 4x<1,1;stream>",
-        "1x<4,1> + 1x<2,2> + 8x<1,1;stream>",
-        "16x<1,1;stream>",
+        "1x<8,1;gather> + 1x<sp4,1;gather> + 4x<1,1;gather>",
+        "1x<4,1> + 1x<2,2> + 4x<2,1>",
+        "16x<1,1;gather>",
     ]
 )
 BATCH = make_batch([15000, 9000, 6000, *[800 + 37 * i for i in range(60)]])
@@ -51,7 +51,7 @@ def estimate_ms(strategy):
         PipelineKind(
             count,
             s.pp,
-            PROFILE.max_len_tokens(s, NUM_DEVICES, strategy),
+            PROFILE.max_len_tokens(s, NUM_DEVICES),
             PROFILE.get_latency(s),
         )
         for s, count in counts.items()
@@ -112,7 +112,7 @@ def test_a_full_proposal_gathers_and_its_profile_knows_every_scheme():
 def test_what_lockstep_costs_keeps_gathered_strategies_from_being_tried():
     """The same T and MaxLen, gathered and not: alike while each pipeline has one micro-batch."""
     plain, gathered = Scheme(1, 1), Scheme(1, 1, gather=True)
-    known = PROFILE.get_latency(Scheme.parse("<1,1;stream>"))
+    known = PROFILE.get_latency(Scheme.parse("<1,1;gather>"))
     entries = [{**s.to_json(), **known.to_json()} for s in (plain, gathered)]
     profile = Profile.from_json({**PROFILE.document, "schemes": entries})
     strategies = [Strategy((scheme,) * 2) for scheme in (gathered, plain)]

@@ -196,14 +196,14 @@ def test_simulated_candidates_are_those_of_the_engine():
     planned = compare(workload.linked_by(cluster), simulated).planned["ds_hydra"]
     found = candidates_of_the_engine(workload, cluster, simulated.seed + 1)
     assert planned.strategies == found.strategies
-    assert any(s.stream or s.gather for strategy in found.strategies for s in strategy.schemes)
+    assert any(s.gather for strategy in found.strategies for s in strategy.schemes)
     for strategy in found.strategies:
         for scheme in strategy.schemes:
             assert planned.profile.get_latency(scheme) == found.profile.get_latency(scheme)
 
 
 def test_schemes_that_do_not_fit_still_say_what_others_take():
-    """LLaMA 13B on 16 A800: <1,1> was profiled, does not fit, and is what <1,1;stream> takes."""
+    """LLaMA 13B on 16 A800: <1,1> was profiled, does not fit, and is what <1,1;gather> takes."""
     workload = load_case("paper/github-13b-16gpu-f2").workload
     profile = with_engine_states(workload.profile)
     cluster = find_cluster(profile, workload.num_devices)

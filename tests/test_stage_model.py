@@ -465,7 +465,7 @@ def test_families_that_do_not_keep_sequences_apart_run_them_one_by_one(caplog):
             Scheme(2, 1),
             Scheme(1, 1, sp=2),
             Scheme(1, 1, cp=2),
-            Scheme(1, 1, stream=True),
+            Scheme(1, 1, gather=True),
         ):
             with pytest.raises(UnsupportedModelError, match=f"one after the other.*{why}"):
                 stage_model.check_scheme(scheme)
@@ -546,7 +546,7 @@ def test_kernels_are_told_where_sequences_begin(monkeypatch, caplog):
     assert not stage_model.abilities.one_by_one_because
     assert not caplog.messages
     assert {tuple(lengths) for lengths in told if len(lengths) > 1} == {(7, 4)}
-    for works in (Scheme(1, 1), Scheme(1, 2), Scheme(1, 1, stream=True), Scheme(1, 1, ckpt=2)):
+    for works in (Scheme(1, 1), Scheme(1, 2), Scheme(1, 1, gather=True), Scheme(1, 1, ckpt=2)):
         stage_model.check_scheme(works)
     for scheme in (Scheme(2, 1), Scheme(1, 1, sp=2), Scheme(1, 1, cp=2)):
         with pytest.raises(UnsupportedModelError, match=r"token to token.*linear_attention.*TP 1"):
@@ -710,7 +710,7 @@ def test_families_that_cannot_be_tried_are_refused_by_name():
         packing_probe.try_small_copy(model)
 
 
-def test_inputs_of_every_layer_refuse_stages_and_streams():
+def test_inputs_of_every_layer_refuse_stages_and_gathering():
     settings = SIZES | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
     model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**settings))
     stage_model = packing_probe.build_stage_model(model)
@@ -718,7 +718,7 @@ def test_inputs_of_every_layer_refuse_stages_and_streams():
     with pytest.raises(UnsupportedModelError, match=r"<1,2>: .*into stages, because.*input_ids"):
         stage_model.check_scheme(Scheme(1, 2))
     with pytest.raises(UnsupportedModelError, match="it has more than an embedding before its lay"):
-        stage_model.check_scheme(Scheme(1, 1, stream=True))
+        stage_model.check_scheme(Scheme(1, 1, gather=True))
 
 
 class NormedTwice(transformers.LlamaModel):
@@ -757,7 +757,7 @@ def test_what_runs_twice_is_in_every_stage_that_needs_it_or_refuses_stages():
     with pytest.raises(UnsupportedModelError, match=r"<1,2>: .*be split into stages, because"):
         stage_model.check_scheme(Scheme(1, 2))
     with pytest.raises(UnsupportedModelError, match="it calls a layer more than once"):
-        stage_model.check_scheme(Scheme(1, 1, stream=True))
+        stage_model.check_scheme(Scheme(1, 1, gather=True))
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "gpt2", "minicpm3", "mixtral"])

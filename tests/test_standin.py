@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -50,25 +49,18 @@ def max_launches(text, num_buckets):
 
 MAX_HOST_WAITS = 8
 """Of ds_hydra in an iteration, whatever its micro-batches, layers and parameters."""
-BARRIER = "barrier at ds_hydra session.py"
-"""Two in an iteration whose layers stream: no rank reads a home before all have filled it."""
-OF_INBOX = re.compile(r"home\.py:\d+ (send|_take)\b")
-"""Threads that only send and add pieces of gradients."""
 OFF_BY = 0.05
 """Of the peak, against the formula."""
 
 
 def waits_with_nothing_to_do(found):
-    """Waits of ds_hydra's host by place, without those that leave the device work: of threads that
-    only add, and for passes two micro-batches ago.
+    """Waits of ds_hydra's host by place, without those that leave the device work: for passes two
+    micro-batches ago.
     """
     return {
         place: n
         for place, n in found["waits"].items()
-        if "at ds_hydra" in place
-        and not OF_INBOX.search(place)
-        and "exact_sums.py" not in place  # which the inbox's thread alone calls
-        and "one_f_one_b.py" not in place
+        if "at ds_hydra" in place and "one_f_one_b.py" not in place
     }
 
 
@@ -103,7 +95,7 @@ def test_gradients_are_those_of_one_process_and_nothing_races(check):
     for rank in run_checks(2, DENSE):
         # Where all layers are checkpointed, strategies that checkpoint some are refused
         num_refused = 2 * ("activation_checkpointing" in check)
-        check_parity(rank[check], 5 if "others" in check else 10 - num_refused)
+        check_parity(rank[check], 3 if "others" in check else 10 - num_refused)
 
 
 @nightly
@@ -140,8 +132,6 @@ def test_a_whole_iteration_does_not_race():
 def test_the_host_waits_for_the_device_a_few_times_in_an_iteration():
     for size, text, found in iterations():
         own = waits_with_nothing_to_do(found)
-        barriers = [own.pop(place) for place in list(own) if place.startswith(BARRIER)]
-        assert sum(barriers) == (2 if "stream" in text else 0), (size, text, own)
         assert 0 < sum(own.values()) <= MAX_HOST_WAITS, (size, text, own)
 
 
@@ -164,7 +154,7 @@ def test_deepspeed_steps_with_norms_that_were_taken_before():
 def test_few_kernels_are_launched_for_pull_and_push():
     for size, text, found in iterations():
         num_buckets = {"small": 4, "large": 8}[size] + 2
-        if "stream" not in text and "cp" not in text:
+        if "cp" not in text:
             assert 40 < found["num_outside"] <= max_launches(text, num_buckets), (size, text)
 
 
@@ -311,7 +301,6 @@ def test_the_doctor_examines_a_device():
         by_check = {finding["check"]: finding for finding in report["findings"]}
         assert {"gradients", "hangs", "memory", "links inside a host"} <= set(by_check)
         assert by_check["hangs"]["figures"]["iterations"] > 3
-        assert by_check["streamed layers"]["status"] == "ok", by_check["streamed layers"]
     gradients = [f for f in first["findings"] if f["check"] == "gradients"]
     for finding in gradients:
         most = 1e-1 if "bf16" in finding["text"] else 1e-4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from ds_hydra.strategy.schemes.enumeration import (
     load_strategies,
     power_of_two_schemes,
 )
-from ds_hydra.strategy.schemes.scheme import check_one_host
 
 SCHEMES = st.builds(Scheme, st.integers(1, 16), st.integers(1, 8)) | wide_schemes()
 
@@ -68,16 +66,17 @@ def test_plain_schemes_are_written_and_ordered_as_ever():
         ("<sp4,cp2,1>", Scheme(1, 1, sp=4, cp=2), "<sp4,cp2,1>"),
         ("< cp 2 , sp 4 , 2 , 1 >", Scheme(2, 1, sp=4, cp=2, context_first=True), "<cp2,sp4,2,1>"),
         ("<cp2,sp1,1>", Scheme(1, 1, cp=2), "<cp2,1>"),
-        ("< sp4,1 ; stream >", Scheme(1, 1, sp=4, stream=True), "<sp4,1;stream>"),
-        ("<2,2; stream;ckpt=3>", Scheme(2, 2, ckpt=3, stream=True), "<2,2;ckpt=3;stream>"),
+        ("< sp4,1 ; gather >", Scheme(1, 1, sp=4, gather=True), "<sp4,1;gather>"),
+        ("<2,1; gather;ckpt=3>", Scheme(2, 1, ckpt=3, gather=True), "<2,1;ckpt=3;gather>"),
         ("<sp4,2;ckpt=1; ep=2>", Scheme(1, 2, sp=4, ckpt=1, ep=2), "<sp4,2;ep=2;ckpt=1>"),
-        ("<sp2,2,1;ep=4;stream>", Scheme(2, 1, sp=2, ep=4, stream=True), "<sp2,2,1;ep=4;stream>"),
+        ("<sp2,2,1;ep=4;gather>", Scheme(2, 1, sp=2, ep=4, gather=True), "<sp2,2,1;ep=4;gather>"),
     ],
 )  # fmt: skip
 def test_parts_in_text(text, scheme, canonical):
     assert Scheme.parse(text) == scheme
     assert str(scheme) == canonical
-    assert Strategy.parse(f"2x{text} + <1,1>") == Strategy((scheme, scheme, Scheme(1, 1)))
+    one = Scheme(1, 1, gather=scheme.gather)
+    assert Strategy.parse(f"2x{text} + {one}") == Strategy((scheme, scheme, one))
 
 
 def test_degrees_with_sp_count_all_ranks_and_lie_first():
@@ -90,25 +89,22 @@ def test_degrees_with_sp_count_all_ranks_and_lie_first():
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("<2,1;ckpt>", "cannot read 'ckpt'.*ckpt, stages, ep, stream, gather"),
+        ("<2,1;ckpt>", "cannot read 'ckpt'.*ckpt, stages, ep, gather, hpz"),
         ("<2,1;sp=2>", "cannot read 'sp=2'"),
         ("<2,1;ckpt=1;ckpt=2>", "says ckpt twice"),
         ("<2,1;ckpt=0>", "ckpt is 0, expected one number from 1 up"),
-        ("<2,1;repull=3>", "<2,1;repull=3>.*repull, which stream replaces: write <1,1;stream>"),
+        ("<2,1;repull=3>", "<2,1;repull=3>': repull is no longer an option: write ;gather"),
         ("<2,2;stages=3>", "1 numbers of layers for PP 2; give one per stage"),
         ("<2,2;stages=4,0>", "1 layer or more for each of 2 stages"),
-        (
-            "<2,1;stream=0>",
-            "layers of a scheme stream or none: write <2,2;stream>, or <2,1;gather>",
-        ),
-        ("<2,1;stream;stream=8>", "layers of a scheme stream or none"),
+        ("<2,1;stream>", "<2,1;stream>': stream is no longer an option: write ;gather in all"),
+        ("<2,1;stream=0>", "stream is no longer an option"),
         ("<2,1;gather;gather>", "says gather twice"),
         (
             "<sp4,1;ep=3>",
             "ep of a scheme with SP 4 x TP 1 is 3, expected a divisor of 4;.*<sp4,1;ep=4>",
         ),
         ("<1,2;ep=2>", "ep of a scheme with SP 1 x TP 1 is 2.*<sp2,2;ep=2>"),
-        ("<2,1; stream = all>", "cannot read 'stream = all'"),
+        ("<2,1; gather = all>", "cannot read 'gather = all'"),
         ("<cp2,sp2,1;ep=2>", "CP ranks are neighbours, has ep=2;.*<sp2,cp2,...;ep=2>"),
         ("<sp2,cp2,sp2,1>", "says sp twice"),
         ("<sp0,1>", "SP, TP and PP degrees must be 1 or more"),
@@ -125,7 +121,7 @@ def test_parts_that_are_wrong_are_named(text, wanted):
     "parts",
     [
         {"stages": "2,2"}, {"stages": [2, 2.0]}, {"stages": [4]}, {"ckpt": 1.5}, {"ckpt": True}, {"repull": 3},
-        {"sp": "2"}, {"stream": "every"}, {"stream": 8}, {"stream": 0}, {"stream": None},
+        {"sp": "2"}, {"stream": "all"}, {"stream": True}, {"gather": "every"}, {"gather": None},
     ],
 )  # fmt: skip
 def test_parts_of_documents_that_are_wrong_are_refused(parts):
@@ -144,35 +140,6 @@ def test_parts_of_documents_that_are_wrong_are_refused(parts):
 def test_parts_that_do_not_fit_the_model(text, wanted):
     with pytest.raises(HydraConfigError, match=wanted):
         Scheme.parse(text).check_layers(4)
-
-
-def test_all_layers_stream_or_none():
-    streamed = Scheme(2, 2, stream=True)
-    assert streamed.to_json() == {"tp": 2, "pp": 2, "stream": True}
-    assert Scheme.from_json({"tp": 2, "pp": 2, "stream": "all"}) == streamed  # of earlier versions
-    assert not streamed.is_plain
-    assert streamed.without_options() == Scheme(2, 2)
-    with pytest.raises(HydraConfigError, match=r"stream of a scheme is 8.*<2,2;stream>.*;gather>"):
-        Scheme.from_json({"tp": 2, "pp": 2, "stream": 8})
-    for works in ("1x<2,2;stream>", "2x<2,1;gather>"):  # what the error says to write
-        assert str(Strategy.parse(works)) == works
-
-
-@pytest.mark.parametrize(
-    ("text", "instead"),
-    [
-        ("1x<sp2,1;ckpt=2;stream> + 1x<1,1>", "1x<sp2,1;ckpt=2;gather> + 1x<1,1;gather>"),
-        ("1x<2,2;stream> + 2x<1,1;stream>", "1x<2,2> + 2x<1,1>"),
-    ],
-)
-def test_layers_stream_on_one_host(text, instead):
-    strategy = Strategy.parse(text)
-    check_one_host(strategy, 1)
-    with pytest.raises(
-        HydraConfigError, match=f"there are 2 hosts.*;gather.*: '{re.escape(instead)}'"
-    ):
-        check_one_host(strategy, 2)
-    check_one_host(Strategy.parse(instead), 2)
 
 
 def test_layers_of_stages():

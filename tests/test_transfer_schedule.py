@@ -10,16 +10,12 @@ from hypothesis import strategies as st
 from ds_hydra.engine.parallel.one_f_one_b import Pass
 from ds_hydra.engine.transfer.schedule import (
     AT_ONCE,
-    STREAM_WINDOW,
+    GATHER_WINDOW,
     Kind,
-    StageStreams,
     Window,
     plan_gathered,
     plan_kept,
-    plan_streamed,
-    stage_passes,
 )
-from ds_hydra.zero_link import BucketEntry, Region
 
 num_micro_batches, num_layers = st.integers(0, 6), st.integers(2, 9)
 first_trained, num_kept = st.integers(0, 3), st.integers(0, 1)
@@ -89,22 +85,7 @@ def test_the_next_layer_comes_while_one_computes_and_no_third_is_there(count, la
     # Where forward turns into backward, and back, the layers used last are there
     if not trained and count:
         num_pulls = sum(t.kind is Kind.PULL for t in schedule.transfers)
-        assert num_pulls == layers + (2 * count - 1) * (layers - STREAM_WINDOW)
-
-
-@given(num_micro_batches, num_layers, first_trained, st.integers(0, 2), st.integers(1, 3))
-def test_streamed_layers_are_there_when_they_are_used(micro_batches, layers, trained, stage, more):
-    """With a bucket that is copied and outside of the window, as a tied embedding is."""
-    window = window_of(0, layers, trained)
-    passes = stage_passes(stage + more, stage, micro_batches, training=True)
-    streams = StageStreams(is_streamed=True, window=window, copied=frozenset(range(layers + 1)))
-    buckets = tuple((BucketEntry(p, Region(0, 1, 0, 1), True),) for p in range(layers + 1))
-    schedule = plan_streamed(streams, buckets, passes, training=True)
-    for is_early in (False, True):
-        assert not carry_out(schedule, is_early=is_early)  # hooks add their gradients
-    others = [t for t in schedule.transfers if t.bucket not in window.buckets]
-    assert [(t.bucket, t.after) for t in others] == [(layers, AT_ONCE)]
-    assert all(t.kind is Kind.LOAD for t in schedule.transfers)
+        assert num_pulls == layers + (2 * count - 1) * (layers - GATHER_WINDOW)
 
 
 def carry_out(schedule, *, is_early):
@@ -118,7 +99,7 @@ def carry_out(schedule, *, is_early):
 
     def post(transfer):
         left.remove(transfer)
-        slot = buckets.index(transfer.bucket) % STREAM_WINDOW
+        slot = buckets.index(transfer.bucket) % GATHER_WINDOW
         if transfer.kind is Kind.PUSH:
             assert grads.pop(slot) == transfer.bucket
             pushed.append(transfer.bucket)
@@ -132,7 +113,7 @@ def carry_out(schedule, *, is_early):
         for transfer in list(left):
             if transfer in needed or (is_early and transfer.after < use):
                 post(transfer)
-        slot = buckets.index(bucket) % STREAM_WINDOW
+        slot = buckets.index(bucket) % GATHER_WINDOW
         assert slots[slot] == bucket
         if any(t.kind is Kind.PUSH and t.after == use and t.bucket == bucket for t in transfers):
             assert slot not in grads, "a gradient that was not pushed"

@@ -91,7 +91,7 @@ def open_session(thread, posted, num_buckets, num_rounds, clock=None, schedule=N
 
 @pytest.fixture
 def thread():
-    thread = LinkThread(torch.device("cpu"), overlap=True)
+    thread = LinkThread(overlap=True)
     yield thread
     thread.close()
 
@@ -257,7 +257,7 @@ def pass_through(session):
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_gathered_layer_is_pushed_once_computation_has_left_it(overlap):
     posted = []
-    thread = LinkThread(torch.device("cpu"), overlap=overlap)
+    thread = LinkThread(overlap=overlap)
     with gathered_session(thread, posted) as session:
         pass_through(session)
         session.finish()
@@ -385,7 +385,7 @@ def test_a_layer_out_of_the_order_of_the_plan_is_refused(thread):
 
 def test_what_does_not_overlap_is_pushed_when_computation_is_over():
     posted = []
-    thread = LinkThread(torch.device("cpu"), overlap=False)
+    thread = LinkThread(overlap=False)
     with open_session(thread, posted, num_buckets=2, num_rounds=2) as session:
         assert [kind for kind, *_ in posted] == ["pull"] * 2
         session.gradients_complete(1)  # as a hook inside a backward pass would

@@ -35,7 +35,7 @@ TOLERANCE = {"fp32": 1e-4 if HAS_GPU else 1e-5}
 """Kernels of a device choose their blocks by the shapes, and so the order of their sums."""
 HALF_TOLERANCE, OVER_PLAIN = 2e-2, 1.5
 """Of bf16: less than this, or than so many times the error of plain transformers in bf16."""
-ALONE = ("1x<1,1>", "1x<1,1;ckpt=2>", "1x<1,1;gather>", "1x<1,1;stream>")
+ALONE = ("1x<1,1>", "1x<1,1;ckpt=2>", "1x<1,1;gather>")
 FAMILIES = ("qwen3", "gemma3", "qwen3_moe", "lora")
 NODES = {"link": {"devices_per_node": 2}}
 COMPILED = {"compile_layers": True}
@@ -56,7 +56,7 @@ CASES: dict[int, tuple[tuple[str, str, Sequence[str], dict[str, Any]], ...]] = {
         ("llama", "bf16", ("1x<sp2,1>", "1x<2,1>"), CUDNN),
         ("qwen3_moe", "bf16", ("1x<sp2,1;ep=2>",), {}),
         ("llama", "fp32", _PARTS, {}),
-        ("llama", "bf16", (*SHORT, "1x<2,1;stream>"), {}),
+        ("llama", "bf16", SHORT, {}),
         ("llama", "fp32", (*STRATEGIES[2], *OTHERS, _PHASES), {}),
     ),
     4: (

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from benchmarks.one_gpu.device import HAS_GPU, join
 from benchmarks.one_gpu.telling import skip, tell, trying
 from ds_hydra.engine.parallel.groups import GroupPool
-from ds_hydra.engine.ranks.hosts import PeerMemory
-from ds_hydra.errors import HydraError
 
 NUMEL = 1 << 20
 
@@ -86,15 +84,6 @@ class Probe:
             work.wait()
         return bool((y == self.sum).all() and (z == self.sum).all())
 
-    def shared_memory(self) -> bool:
-        """Raises HydraConfigError where the driver gives none."""
-        own = PeerMemory(self.one, 1 << 20, "the probe", self.device)
-        own.parts[self.rank].fill_(self.rank + 1)
-        self.settle()
-        is_right = all(int(part[-1]) == r + 1 for r, part in enumerate(own.parts))
-        self.settle()
-        return is_right
-
     def settle(self) -> None:
         if HAS_GPU:
             torch.cuda.synchronize()
@@ -122,7 +111,6 @@ def main() -> None:
         ms = (time.perf_counter() - begin) * 1e3
         words = "" if is_right else "wrong numbers, "
         tell(f"{name}, 4 MB", f"{words}{ms:.1f} ms", wanted="right numbers", is_well=is_right)
-    check_shared_memory(probe)
     compare_groups(probe)
     dist.barrier()
 
@@ -161,19 +149,6 @@ def compare_groups(probe: Probe) -> None:
 def _free_mib() -> float:
     """Of the device that all ranks share."""
     return torch.cuda.mem_get_info()[0] / 2**20 if HAS_GPU else 0.0
-
-
-def check_shared_memory(probe: Probe) -> None:
-    """What streamed layers need; ranks can talk without it, so nothing is judged here."""
-    case = "symmetric memory"
-    if not HAS_GPU:
-        skip(case, "CPU ranks share memory of the host")
-        return
-    try:
-        found = "right numbers" if probe.shared_memory() else "wrong numbers"
-    except HydraError as error:
-        found = str(error)
-    tell(case, found, wanted="right numbers")
 
 
 if __name__ == "__main__":

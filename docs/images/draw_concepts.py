@@ -1,7 +1,7 @@
-"""Draws the pictures of docs/concepts.md and docs/streaming.md: python docs/images/draw_concepts.py
+"""Draws the pictures of docs/concepts.md: python docs/images/draw_concepts.py
 
-Packing and proposal are computed from the shipped profile and histogram; link, iteration and
-streaming are schemes without scale.
+Packing and proposal are computed from the shipped profile and histogram; link and iteration
+are schemes without scale.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ def main() -> None:
     histogram = LengthHistogram.load(find_file("lengths", "github")).limit(CONTEXT)
     draw_iteration()
     draw_link()
-    draw_streaming()
     draw_packing(profile, histogram)
     draw_proposal(profile, histogram)
 
@@ -152,38 +151,6 @@ def draw_link() -> None:
     axes.set_ylim(-1.1, 4.1)
     axes.axis("off")
     save(figure, "link")
-
-
-def draw_streaming() -> None:
-    """The home of two ranks: what moves once in an iteration, what for each micro-batch."""
-    figure = Figure(figsize=(5.4, 4.8), layout="constrained")
-    axes = figure.subplots()
-    axes.add_patch(Rectangle((0, -0.2), 6.2, 5.7, facecolor="#f4f4f4", edgecolor=GREY))
-    axes.text(0.1, 5.56, "one host", fontsize=9)
-    axes.add_patch(Rectangle((0.2, 2.1), 5.8, 1.1, facecolor="white", edgecolor="black"))
-    axes.text(3.1, 2.65, "home", ha="center", va="center", fontsize=9, weight="bold")
-    for begin, title in ((0.5, "weights"), (3.9, "sums of gradients")):
-        for owner in range(2):
-            box(axes, begin + 0.83 * owner, 2.2, 0.8, 0.6, facecolor=COLORS[owner])
-        axes.text(begin + 0.82, 2.88, title, ha="center", fontsize=8)
-    for rank in range(2):
-        x = 0.3 + 3.0 * rank
-        box(axes, x, 4.5, 2.6, 0.8, f"rank {rank} computes a layer")
-        box(axes, x, 0.0, 2.6, 0.7, f"shards of rank {rank}", facecolor=COLORS[rank])
-        arrow(axes, (1.1 + 0.6 * rank, 3.22), (x + 0.5, 4.48), "black", linewidth=2)
-        arrow(axes, (x + 2.1, 4.48), (4.5 + 0.6 * rank, 3.22), "black", linewidth=2)
-        weights, sums = (begin + 0.83 * rank for begin in (0.9, 4.3))
-        arrow(axes, (x + 0.5, 0.72), (weights, 2.18), COLORS[rank], zorder=3)
-        arrow(axes, (sums, 2.18), (x + 2.1, 0.72), COLORS[rank], zorder=3)
-    notes = (
-        "thick, for every micro-batch: weights are read where they are,\ngradients are added.   "
-        "thin, once an iteration: shards are copied in,\nsums are collected"
-    )
-    axes.text(3.1, -0.45, notes, ha="center", va="top", fontsize=8)
-    axes.set_xlim(-0.1, 6.3)
-    axes.set_ylim(-1.5, 5.9)
-    axes.axis("off")
-    save(figure, "streaming")
 
 
 def arrow(

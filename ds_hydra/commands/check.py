@@ -108,13 +108,6 @@ def describe_report(report: ConfigReport) -> str:
         lines.append(
             f"{len(report.strategies)} candidate strategies ({report.strategies_source}): {shown}"
         )
-    if report.home:
-        home = report.home
-        lines.append(
-            f"home of streamed layers, shared by {home['ranks']} ranks of a node: each has "
-            f"{_gib(home['weight_bytes'])} of the weights and {_gib(home['sum_bytes'])} of the sums "
-            "(ds-hydra link: what moves inside)"
-        )
     if report.communicators:
         counts = report.communicators
         lines.append(

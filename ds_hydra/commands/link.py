@@ -11,8 +11,6 @@ from ds_hydra.configs.files import MAX_DEVICES, MAX_PAIRED_DEVICES, find_file
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
-    from ds_hydra.engine.model.stage_model import StageModel
-    from ds_hydra.strategy import Strategy
     from ds_hydra.strategy.cost_models.topology import Interconnects
     from ds_hydra.zero_link.traffic import LinkAccounts, LinkTraffic
 
@@ -83,7 +81,7 @@ def _account(
     topology: str,
     itemsize: dict[str, int],
 ) -> dict[str, Any]:
-    from ds_hydra.strategy.schemes.scheme import Strategy, check_one_host
+    from ds_hydra.strategy.schemes.scheme import Strategy
 
     strategy = Strategy.parse(text)
     if strategy.num_devices > num_devices:
@@ -94,8 +92,6 @@ def _account(
     ranks_per_node, interconnects, name = _read_interconnects(
         topology, num_devices, devices_per_node
     )
-    check_one_host(strategy, -(-num_devices // ranks_per_node))
-
     common.say_loading()
     from ds_hydra.engine.model.meta_model import load_stage_model
     from ds_hydra.engine.profiling.profile_document import count_parameters
@@ -105,12 +101,7 @@ def _account(
     stage_model = load_stage_model(model)
     for scheme in set(strategy.schemes):
         stage_model.check_scheme(scheme)
-    # Where layers stream ranks fill and empty the home themselves
-    asked = (
-        [()] * num_devices
-        if strategy.streams
-        else stage_model.strategy_buckets(strategy, num_devices)
-    )
+    asked = stage_model.strategy_buckets(strategy, num_devices)
     specs = stage_model.specs
     document: dict[str, Any] = {
         "strategy": str(strategy),
@@ -124,8 +115,6 @@ def _account(
         "model_size": count_parameters(stage_model).to_json(),
         "rounds": max(map(len, asked)),
     }
-    if strategy.streams:
-        document["home"] = _describe_home(stage_model, strategy, itemsize["pull"], num_devices)
     for direction, size in itemsize.items():
         gradients = direction == "push"
         accounts = LinkAccounts(specs, asked, ranks_per_node, gradients=gradients)
@@ -146,33 +135,6 @@ def _account(
             "node_aware": _routes(accounts, accounts.node_aware(interconnects, size), size),
         }
     return document
-
-
-def _describe_home(
-    stage_model: StageModel, strategy: Strategy, itemsize: int, num_devices: int
-) -> dict[str, Any]:
-    """Bytes of the home, and what a rank of each scheme moves inside its node for a micro-batch."""
-    from ds_hydra.engine.transfer.schedule import home_bytes, only_copied
-
-    own = home_bytes(stage_model.specs, itemsize, num_devices)
-    stages = []
-    for scheme in sorted({scheme for scheme in strategy.schemes if scheme.stream}):
-        for stage in range(scheme.pp):
-            buckets = stage_model.buckets(scheme, stage, 0)
-            streams = stage_model.stage_streams(scheme, stage, buckets)
-            refs = [ref for bucket in buckets for ref in bucket]
-            copied = only_copied(buckets, streams.copied)
-            stages.append(
-                {
-                    "scheme": str(scheme),
-                    "stage": stage,
-                    "read_bytes": itemsize * sum(ref.region.numel for ref in refs),
-                    "copied_bytes": itemsize
-                    * sum(ref.region.numel for bucket in copied for ref in bucket),
-                    "added_bytes": 4 * sum(r.region.numel for r in refs if r.pushes_gradient),
-                }
-            )
-    return {"weight_bytes": own.weights, "sum_bytes": own.sums, "stages": stages}
 
 
 def _routes(accounts: LinkAccounts, traffic: LinkTraffic, size: int) -> dict[str, Any]:
@@ -263,24 +225,9 @@ def _describe(document: dict[str, Any]) -> str:
             "layers are gathered: the pull below runs twice, the push once, for every micro-batch"
             + ("; what is relayed to a node crosses in the first pull alone" * document["on_nodes"])
         ]
-    if "home" in document:
-        lines += ["", *_describe_home_lines(document["home"], num_devices)]
     for direction in ("pull", "push"):
         lines += ["", *_describe_direction(direction, document[direction], num_devices, per_node)]
     return "\n".join(lines)
-
-
-def _describe_home_lines(home: dict[str, Any], num_sharing: int) -> list[str]:
-    lines = [
-        f"home of streamed layers, shared by {num_sharing} ranks: each has {_size(home['weight_bytes'])} of the "
-        f"weights and {_size(home['sum_bytes'])} of the sums; nothing is pulled or pushed",
-        f"  {'a rank of':<24} {'stage':>6} {'reads':>12} {'of it copied':>14} {'adds':>12}  for a micro-batch",
-    ]
-    return lines + [
-        f"  {stage['scheme']:<24} {stage['stage']:>6} {_size(stage['read_bytes']):>12} "
-        f"{_size(stage['copied_bytes']):>14} {_size(stage['added_bytes']):>12}"
-        for stage in home["stages"]
-    ]
 
 
 def _describe_direction(

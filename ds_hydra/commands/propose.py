@@ -29,7 +29,7 @@ def propose(
         Space,
         typer.Option(
             help="Schemes: every one that the profile measured and what follows from it (SP, CP, gathered and "
-            "checkpointed layers, uneven stages, with estimated times), those that it measured, or <TP,PP> alone."
+            "checkpointed layers, with estimated times), those that it measured, or <TP,PP> alone."
         ),
     ] = "full",
     batches: Annotated[

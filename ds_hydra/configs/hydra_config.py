@@ -168,8 +168,8 @@ class PlannerConfig(_Section):
 
     space: Space = "full"
     """Schemes to propose where `strategies` is null: every scheme that the profile measured and
-    those that follow from it ("full": SP, CP, gathered layers, checkpointed layers, uneven stages),
-    those that it measured ("measured"), or `<TP,PP>` alone ("plain").
+    those that follow from it ("full": SP, CP, gathered and checkpointed layers), those that it
+    measured ("measured"), or `<TP,PP>` alone ("plain").
 
     A profile that is measured at the start has gathered layers, too. What nobody measured is
     estimated (SP from TP, a checkpointed layer takes a third more); rank 0 logs which, and measured
@@ -355,10 +355,9 @@ class HydraConfig(_Section):
     A pipeline is `<TP,PP>`, or `<spN,TP,PP>` (`<spN,PP>`) where N ranks share its micro-batches by
     sequence parallelism, `<cpN,TP,PP>` by context parallelism, `<spM,cpN,TP,PP>` by both, or
     `<cpN,spM,TP,PP>` where the ranks of CP are to be the neighbours. Options may follow:
-    `<2,4;ckpt=12;stages=9,8,8,7>` (checkpointed layers, layers of each stage), `<2,2;stream>`
-    (layers stream from the home of the host), `<1,1;gather>` (layers gathered for every pass),
-    `<1,1;hpz>` (gathered, with weights of other nodes kept on the node), `<sp4,1;ep=4>` (four ranks
-    of an SP x TP group share a layer's experts).
+    `<2,4;ckpt=12;stages=9,8,8,7>` (checkpointed layers, layers of each stage), `<1,1;gather>`
+    (layers gathered for every pass), `<1,1;hpz>` (gathered, with weights of other nodes kept on the
+    node), `<sp4,1;ep=4>` (four ranks of an SP x TP group share a layer's experts).
     """
 
     profile: PathText | None = None
@@ -419,10 +418,9 @@ class HydraConfig(_Section):
     scale for each operand ("tensorwise", faster), or one for each of its rows ("rowwise", more
     exact); null multiplies in the model's dtype.
 
-    Weights, gradients and the output head stay what they are; of gathered layers what multiplies in
-    8 bits travels in 8 bits, with the same results. Needs `ds_hydra[float8]`, a device of
-    sm89 (Ada, Hopper) or gfx94x (MI300) on, features in multiples of 16. "tensorwise_emulated" and
-    "rowwise_emulated" compute the same on any device, slowly.
+    Weights, gradients, the output head and what travels between ranks stay what they are. Needs
+    `ds_hydra[float8]`, a device of sm89 (Ada, Hopper) or gfx94x (MI300) on, features in multiples
+    of 16. "tensorwise_emulated" and "rowwise_emulated" compute the same on any device, slowly.
     """
 
     float8_exclude: Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)] = ()
@@ -530,7 +528,7 @@ Sections: TypeAlias = Mapping[Location, type[BaseModel]]
 """The models of the section and of those in it, by where they are."""
 
 _REPLACED = {
-    "repull_layers": "layers stream instead: say so for each scheme in hydra.strategies, as in <1,1;stream>",
+    "repull_layers": "layers are gathered instead: say so for each scheme in hydra.strategies, as in <1,1;gather>",
     "gradient_dtype": 'DeepSpeed\'s own says it, outside of "hydra": "communication_data_type": "fp32" or "bf16" '
     "(as without it, where training is bf16)",
 }

@@ -50,14 +50,14 @@ from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
-from ds_hydra.strategy.profiles.profile import has_re_pulls, load_profile
+from ds_hydra.strategy.profiles.profile import has_removed_schemes, load_profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.enumeration import (
     load_strategies,
     measured_beside,
     power_of_two_schemes,
 )
-from ds_hydra.strategy.schemes.scheme import check_one_host, parse_strategies, schemes_of
+from ds_hydra.strategy.schemes.scheme import parse_strategies, schemes_of
 
 logger = logging.getLogger(__name__)
 
@@ -228,8 +228,8 @@ class EngineCandidates:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a profile that was measured on the same number of ranks, so that plans do not
         depend on a second measurement; on another number, with another `hydra.float8` or another
-        way of TP, or where it measured re-pulls or does not know the candidates, the new
-        measurement stands.
+        way of TP, or where it has schemes that are gone or does not know the candidates, the
+        new measurement stands.
         """
         same_ranks = state.get("num_ranks", self.num_ranks) == self.num_ranks
         was = {"float8": None, **state.get("config", {})}
@@ -239,7 +239,7 @@ class EngineCandidates:
             same_ranks
             and was["float8"] == self.config.float8
             and (profile or {}).get("tp_sequence_parallel", cut) == cut
-            and not has_re_pulls(profile or {})
+            and not has_removed_schemes(profile or {})
         )
         self._tracker, self._tracked = None, state.get("latency", {}) if same_times else {}
         if state.get("latency") and not same_times and self.is_first_rank:
@@ -280,7 +280,7 @@ class EngineCandidates:
             return ()
         space = self.config.planner.space
         wanted = measured_beside(self.num_ranks, space, are_nodes=self._are_nodes)
-        schemes = filter(self._model_can_run, wanted)
+        schemes = filter(self.stage_model.can_run, wanted)
         return tuple(Strategy.alike(scheme, self.num_ranks) for scheme in schemes)
 
     def _use_measured(self, document: Mapping[str, Any]) -> None:
@@ -344,7 +344,7 @@ class EngineCandidates:
             num_devices=self.num_ranks,
             given=self._given,
             staying=self._at_start,
-            can_run=self._model_can_run,
+            can_run=self.stage_model.can_run,
             cluster=None if profile is None else self._cluster(profile),
             num_link_groups=self._num_link_groups,
         )
@@ -433,11 +433,6 @@ class EngineCandidates:
         if self.profile is not given:
             run_together(self.write_profile, self._device)
 
-    def _model_can_run(self, scheme: Scheme) -> bool:
-        """Whether this model can run under `scheme` on these devices; layers stream on one host."""
-        is_one_host = len(self.propagator.hosts.names) == 1
-        return (is_one_host or not scheme.stream) and self.stage_model.can_run(scheme)
-
     def write_profile(self) -> None:
         """Keep the profile in the run folder, on the rank that has one: as given or measured, and
         with what follows from it for the candidates, marked as derived or estimated.
@@ -467,7 +462,6 @@ class EngineCandidates:
                 f"strategy {strategy} needs {strategy.num_devices} ranks, there are {self.num_ranks}; name fewer in "
                 f"hydra.strategies, or start {strategy.num_devices} ranks"
             )
-        check_one_host(strategy, len(self.propagator.hosts.names))
 
     def profile_for_forced(self, strategy: Strategy) -> Profile:
         """What a forced strategy is planned with: where nobody knows its times, FLOP counts."""

@@ -10,18 +10,14 @@ import torch
 from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
 from torch import Tensor, nn
 
-from ds_hydra.engine.transfer.home import Home
 from ds_hydra.progress import say_once
-
-_GRADIENT_VIEWS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
 class GradientShards:
     """Gradient shards [shard] of `params`, the same memory in every iteration; not collective.
 
-    That of the home if there is one, which ZeRO-3 then has its gradients in, too; else ZeRO-3's
-    where it is fp32 on this device; else memory that `deposit` copies from. Empty for frozen
-    parameters.
+    ZeRO-3's where it is fp32 on this device; else memory that `deposit` copies from. Empty for
+    frozen parameters.
     """
 
     def __init__(self, optimizer: Any, params: Sequence[nn.Parameter], device: torch.device):
@@ -35,12 +31,8 @@ class GradientShards:
         if device.type != "cpu":
             self._lend_norms()
 
-    def zeroed(self, home: Home | None, *, is_fp16: bool) -> list[Tensor]:
+    def zeroed(self) -> list[Tensor]:
         """The shards, set to zero."""
-        if home is not None and self._grads_P is not home.grads_P:
-            self._grads_P = home.grads_P
-            if not is_fp16:  # DeepSpeed looks for Inf in its own memory
-                self._lend()
         if not self._grads_P or self._have_moved():
             self.release()
             self._grads_P = [self._of(param) for param in self._params]
@@ -123,18 +115,3 @@ class GradientShards:
                 return own
         numel = param.ds_tensor.numel() if param.requires_grad else 0  # type: ignore[attr-defined]
         return torch.empty(numel, dtype=torch.float32, device=self._device)
-
-    def _lend(self) -> None:
-        """Let ZeRO-3 have its gradients here, and give up 4 bytes for each element of a shard.
-
-        DeepSpeed's table of views is private; where it is not found, `deposit` copies.
-        """
-        views = getattr(self._optimizer, _GRADIENT_VIEWS, None)
-        is_fp32 = self._optimizer.gradient_accumulation_dtype == torch.float32
-        if views is None or not is_fp32 or self._optimizer.offload_optimizer:
-            return
-        for param, grad_P in zip(self._params, self._grads_P, strict=True):
-            if param.requires_grad:
-                views[param.ds_id] = grad_P  # type: ignore[attr-defined]
-                self._in_zero.add(grad_P.data_ptr())
-        self._optimizer.grad_partitions_flat_buffer = self._grads_P[0].new_empty(0)

@@ -425,12 +425,6 @@ class HydraEngine(CheckpointingEngine):
     def offload_states(self, include: Any = None, *args: Any, **kwargs: Any) -> None:
         """As DeepSpeed; `eval_batch` and `score` run meanwhile, but without "lp_params"."""
         has_gradients = include is None or OffloadStateTypeEnum.lp_grads in include
-        if has_gradients and self.hydra.propagator.links.home is not None:
-            raise HydraConfigError(
-                "offload_states() includes lp_grads, but gradients are in the memory of streamed layers, which ranks "
-                "share; name what to offload without it: include=[OffloadStateTypeEnum.optim_states, "
-                "OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_params]"
-            )
         super().offload_states(include, *args, **kwargs)
         if has_gradients and self._gradients is not None:
             self._gradients.release()
@@ -515,8 +509,7 @@ class HydraEngine(CheckpointingEngine):
         if self._gradients is None:
             params = self.hydra.stage_model.params
             self._gradients = GradientShards(self.optimizer, params, self.device)
-        home = self.hydra.propagator.links.home
-        return self._gradients.zeroed(home, is_fp16=self.fp16_enabled())
+        return self._gradients.zeroed()
 
     def _step(self, iteration: Iteration, outcomes: Outcomes) -> None:
         # DeepSpeed counts train_batch_size() samples per step; monitors shall see what was trained.

@@ -429,7 +429,7 @@ class Ahead:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._thread = LinkThread(torch.device("cpu"), overlap=True)
+        self._thread = LinkThread(overlap=True)
         self._told: tuple[int, Mapping[str, Any]] | None = None
         """The next iteration and its document, until `go_on`."""
         self._coming: _Coming | None = None

@@ -119,10 +119,8 @@ class Propagator:
         self.groups.destroy()
 
     def prepare(self, strategies: Iterable[Strategy]) -> None:
-        """Create the process groups of `strategies`, and the home of their streamed layers."""
-        strategies = list(strategies)
-        self.links.prepare(strategies)
-        self.groups.ensure(strategies)
+        """Create the process groups of `strategies`."""
+        self.groups.ensure(list(strategies))
 
     def check_plan(
         self,

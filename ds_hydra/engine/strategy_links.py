@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,7 +15,6 @@ from torch import Tensor
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
-from ds_hydra.engine.parallel.one_f_one_b import Pass
 from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks, on_all_ranks
 from ds_hydra.engine.ranks.hosts import (
     Hosts,
@@ -25,35 +22,17 @@ from ds_hydra.engine.ranks.hosts import (
     find_ranks_per_node,
     warn_of_placement,
 )
-from ds_hydra.engine.transfer.home import Home, open_home
 from ds_hydra.engine.transfer.link_thread import DeviceClock, LinkThread
-from ds_hydra.engine.transfer.schedule import (
-    StageStreams,
-    TransferSchedule,
-    check_streams,
-    count_addends,
-    plan_gathered,
-    plan_kept,
-    plan_streamed,
-    stage_passes,
-)
-from ds_hydra.engine.transfer.session import Carrier, HomeCarrier, LinkCarrier, TransferSession
-from ds_hydra.engine.transfer.stage_weights import (
-    FrozenKeeper,
-    SlicePool,
-    StageWeights,
-    StreamedWeights,
-)
+from ds_hydra.engine.transfer.schedule import TransferSchedule, plan_gathered, plan_kept
+from ds_hydra.engine.transfer.session import LinkCarrier, TransferSession
+from ds_hydra.engine.transfer.stage_weights import FrozenKeeper, SlicePool, StageWeights
 from ds_hydra.errors import PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan, RankPhase
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.schemes.placement import Role, slices_key
+from ds_hydra.strategy.schemes.placement import slices_key
 from ds_hydra.zero_link import LinkPlan, RankBuckets, Relayed, keep_only, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
 from ds_hydra.zero_link.exchange import Link
-
-if TYPE_CHECKING:
-    from ds_hydra.engine.transfer.eight_bit_pull import EightBitPlans, EightBitScales
 
 GRADIENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Values of `LinkConfig.gradient_dtype`."""
@@ -70,11 +49,9 @@ class StrategyLink:
     push: LinkPlan
     pull_again: LinkPlan | None = None
     """The pull of what has been pulled before, where weights stay on the nodes."""
-    eight: EightBitPlans | None = None
-    """The pull where some of it travels in 8 bits."""
 
 
-_SessionParts = tuple[TransferSchedule, Carrier, StageWeights]
+_SessionParts = tuple[TransferSchedule, LinkCarrier, StageWeights]
 """What a session carries out, with what, and into which memory."""
 
 
@@ -95,7 +72,7 @@ class StrategyLinks:
         self.stage_model = stage_model
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
-        self.hosts, self._groups, self._device = hosts, groups, device
+        self.hosts, self._device = hosts, device
         everyone = range(self.num_ranks)
         if self.rank == 0 and config.devices_per_node is None:
             warn_of_placement(hosts.of_rank)
@@ -113,10 +90,8 @@ class StrategyLinks:
         self.pool = SlicePool(device)
         self.pull_link = Link(pull, device, buffers=self.buffers, node_group=pull_node)
         self.push_link = Link(push, device, self._gradient_dtype, self.buffers, push_node)
-        self._eight_link = Link(pull, device, buffers=self.buffers, node_group=pull_node)
-        self._scales = self._scales_of_8_bits()
         self.clock = DeviceClock(device)
-        self.thread = LinkThread(device, overlap=config.overlap)
+        self.thread = LinkThread(overlap=config.overlap)
         self._frozen: FrozenKeeper | None = None
         if config.keep_frozen and not all(spec.requires_grad for spec in stage_model.specs):
             self._frozen = FrozenKeeper(
@@ -126,54 +101,15 @@ class StrategyLinks:
         self._kept: StageWeights | None = None
         """What the last passes ran on, which has not failed, and what they needed."""
         self._key_of_kept: Hashable = None
-        self._streamed: dict[Strategy, StreamedWeights] = {}
-        self.home: Home | None = None
-        """Where weights and sums of streamed layers are, once a strategy has some."""
-
-    def _scales_of_8_bits(self) -> EightBitScales | None:
-        """For gathered weights that travel in 8 bits; None where none does."""
-        known = self.stage_model.float8.is_tensorwise
-        if not known:
-            return None
-        from ds_hydra.engine.transfer.eight_bit_pull import EightBitScales  # imports torchao
-
-        specs = self.stage_model.specs
-        numbers = {n: known[spec.fqn] for n, spec in enumerate(specs) if spec.fqn in known}
-        return EightBitScales(specs, numbers, self.rank, self.num_ranks, self._device)
 
     def close(self) -> None:
-        """End the link's thread and leave the home; not collective."""
+        """End the link's thread; not collective."""
         self.thread.close()
         self._kept = None
-        self._streamed.clear()  # views of the home
-        if self.home is not None:
-            self.home.close()
-            self.home = None
-
-    def prepare(self, strategies: Sequence[Strategy]) -> None:
-        """Create the home of streamed layers, where `strategies` have some. Collective over all
-        ranks.
-        """
-        streaming = sorted(
-            {scheme for strategy in strategies for scheme in strategy.schemes if scheme.stream}
-        )
-        check_streams(streaming, self._device.type)
-        if streaming and self.home is None:
-            purpose = f"scheme {streaming[0]}: streamed layers need a home; leave stream out of hydra.strategies"
-            layers = [[b.param for b in u.bindings] for u in self.stage_model.units[1:-1]]
-            self.home = open_home(
-                self.stage_model.specs,
-                layers,
-                self._dtype,
-                self._device,
-                self._groups,
-                purpose,
-            )
 
     def weight_addresses(self) -> set[int]:
         """Where storages with weights or their gradients begin. Not collective."""
-        home = set() if self.home is None else {self.home.address}
-        return self.pool.addresses() | home
+        return self.pool.addresses()
 
     def link_for(self, strategy: Strategy) -> StrategyLink:
         """Link plans of `strategy`; the first time collective, because ranks compare them."""
@@ -208,22 +144,14 @@ class StrategyLinks:
                 specs = self.stage_model.specs
                 trained = keep_only(rank_buckets, lambda param: specs[param].requires_grad)
                 pull_trained = plan(trained, gradients=False)
-            eight, plans = None, (pull, pull_trained, push, *again)
-            if strategy.gathers and self._scales is not None:
-                from ds_hydra.engine.transfer.eight_bit_pull import plan_eight_bits
-
-                own = partial(plan, gradients=False)
-                eight = plan_eight_bits(rank_buckets, self._scales.params, self.rank, own)
-                plans = (*plans, eight.eight, eight.rest)
             # Before anything is exchanged: ranks with different plans would hang, not fail.
-            check_link_plans(strategy, plans, self._device)
+            check_link_plans(strategy, (pull, pull_trained, push, *again), self._device)
             self._links[key] = StrategyLink(
                 buckets=rank_buckets[self.rank],
                 pull=pull,
                 pull_trained=pull_trained,
                 push=push,
                 pull_again=again[0] if again else None,
-                eight=eight,
             )
         return self._links[key]
 
@@ -240,14 +168,11 @@ class StrategyLinks:
         # No round is under way here, so what failed ones left can go.
         self.buffers.forget_failed()
         self.pull_link.forget_relayed()
-        self._eight_link.forget_relayed()
         self.push_link.forget_relayed()
         strategy = phases[0].plan.strategy
-        if self._frozen is not None and (strategy.streams or strategy.gathers):
+        if self._frozen is not None and strategy.gathers:
             self._frozen.forget()  # layers are about to take turns in the pool's memory
-        if strategy.streams:
-            parts = self._streamed_parts(phases[0], training, grads_P)
-        elif strategy.gathers:
+        if strategy.gathers:
             parts = self._gathered_parts([phase.plan for phase in phases], training, grads_P)
         else:
             parts = self._kept_parts(strategy, training, grads_P)
@@ -274,7 +199,7 @@ class StrategyLinks:
     ) -> _SessionParts:
         strategy = plans[0].strategy
         link = self.link_for(strategy)
-        window = self.stage_model.gather_window([s for p in plans for s in p.strategy.schemes])
+        window = self.stage_model.gather_window()
         # Rounds are those of the pipeline with the most micro-batches, on every rank.
         schedule = plan_gathered(
             window,
@@ -288,32 +213,7 @@ class StrategyLinks:
             training=training,
             slot_of=window.slot_of if link.buckets else {},
         )
-        carrier = self._link_carrier(
-            link.pull, link.push, grads_P, weights, link.eight, link.pull_again
-        )
-        return schedule, carrier, weights
-
-    def _streamed_parts(
-        self, phase: RankPhase, training: bool, grads_P: Sequence[Tensor] | None
-    ) -> _SessionParts:
-        plan, role = phase.plan, phase.role
-        assert self.home is not None, plan.strategy
-        streamed = self.streamed_for(plan.strategy, role)
-        passes: Sequence[Pass] = []
-        if role is not None:
-            own = len(phase.micro_batches)
-            passes = stage_passes(role.scheme.pp, role.stage, own, training=training)
-        weights = self._weights(streamed.buckets, training=training, streamed=streamed)
-        num_micro_batches = [len(pipeline.micro_batches) for pipeline in plan.pipelines]
-        carrier = HomeCarrier(
-            self.home,
-            self.shards_P(),
-            grads_P,
-            weights,
-            num_addends=count_addends(plan.strategy, num_micro_batches),
-            training=training,
-        )
-        schedule = plan_streamed(streamed.streams, streamed.buckets, passes, training=training)
+        carrier = self._link_carrier(link.pull, link.push, grads_P, weights, link.pull_again)
         return schedule, carrier, weights
 
     def have_run(self, weights: StageWeights) -> None:
@@ -322,31 +222,16 @@ class StrategyLinks:
         if self._frozen is not None:
             self._frozen.have_arrived()
 
-    def streamed_for(self, strategy: Strategy, role: Role | None) -> StreamedWeights:
-        """This rank's slices in the home under `strategy`, which has streamed layers, as `role`."""
-        if strategy not in self._streamed:
-            assert self.home is not None, strategy
-            buckets, streams = (), StageStreams()
-            if role is not None:
-                place = role.scheme, role.stage, role.tp_rank, role.ep_rank
-                buckets = self.stage_model.buckets(*place)
-                streams = self.stage_model.stage_streams(
-                    role.scheme, role.stage, buckets, has_views=self.home.has_views
-                )
-            self._streamed[strategy] = StreamedWeights(self.home, buckets, streams)
-        return self._streamed[strategy]
-
     def _weights(
         self,
         buckets: RankBuckets,
         *,
         training: bool,
         slot_of: Mapping[int, int] | None = None,
-        streamed: StreamedWeights | None = None,
     ) -> StageWeights:
         """Those of the last iteration where it needed the same and went well."""
         slots = tuple((slot_of or {}).items())
-        key = id(buckets), training, slots, id(streamed)  # links keep buckets alive
+        key = id(buckets), training, slots  # links keep buckets alive
         known, self._kept = self._kept, None
         if known is not None and self._key_of_kept == key:
             return known.begin_again()
@@ -359,7 +244,6 @@ class StrategyLinks:
             self._dtype,
             training=training,
             slot_of=slot_of,
-            streamed=streamed,
         )
 
     def _link_carrier(
@@ -368,16 +252,10 @@ class StrategyLinks:
         push: LinkPlan,
         grads_P: Sequence[Tensor] | None,
         weights: StageWeights,
-        eight: EightBitPlans | None = None,
         pull_again: LinkPlan | None = None,
     ) -> LinkCarrier:
         parts = (self.pull_link, pull), (self.push_link, push), self.shards_P(), grads_P, weights
-        if eight is None or self._scales is None:
-            return LinkCarrier(*parts, pull_again=pull_again)
-        from ds_hydra.engine.transfer.eight_bit_pull import EightBitCarrier
-
-        own = {"scales": self._scales, "link": self._eight_link, "buffers": self.buffers}
-        return EightBitCarrier(*parts, plans=eight, **own)
+        return LinkCarrier(*parts, pull_again=pull_again)
 
     def shards_P(self) -> list[Tensor]:
         """This rank's ZeRO-3 shards."""

@@ -5,11 +5,11 @@ A candidate says its `bound_ms` on a mini-batch, and its `plan` there: the phase
 another. A `OneStrategy` plans one phase. `Phases` plan as many as they like.
 
 [Note: Phases]
-Where all ranks gather layers for every pass (`;gather`), a strategy leaves nothing behind: no
-slice, no home. And where strategies of one stage differ in SP and CP alone, all leave the same
-slices on every rank. So pipelines may be cut anew for every micro-batch at no cost, and an
-iteration may run several strategies one after another, its phases: long sequences on wide groups of
-all ranks, then short ones on narrow groups of all ranks.
+Where all ranks gather layers for every pass (`;gather`), a strategy leaves nothing behind. And
+where strategies of one stage differ in SP and CP alone, all leave the same slices on every rank. So
+pipelines may be cut anew for every micro-batch at no cost, and an iteration may run several
+strategies one after another, its phases: long sequences on wide groups of all ranks, then short
+ones on narrow groups of all ranks.
 
 Such schemes are a menu of groups: the planner takes the schemes of strategies that gather, and of
 homogeneous ones that leave the same slices, one for each number of ranks, and cuts the ranks into
@@ -333,7 +333,7 @@ def find_menus(
     profile: Profile,
     num_devices: int,
     *,
-    max_len_tokens: Callable[[Scheme, Strategy], int],
+    max_len_tokens: Callable[[Scheme], int],
     links_of: Callable[[Strategy], LinkTimes],
     factor_of: Callable[[Strategy], float] = lambda _: 1.0,
     groups: Collection[GroupKey] | None = None,
@@ -343,19 +343,18 @@ def find_menus(
 
     For each number of ranks they have the scheme that is fastest for one sequence as long as it
     holds, or for `_MANY` short ones; of gathered ones groups of 3, 5, 6 and 7 ranks, too, unless
-    all have too many cuts; then the widest ones. `max_len_tokens` of a scheme in a strategy;
+    all have too many cuts; then the widest ones. `max_len_tokens` of a scheme;
     `factor_of` a strategy of one scheme: what measured times make of T. `groups`: those that exist,
     where schemes that need others are left out.
     """
     of_kind: dict[tuple[bool, bool, int, int], dict[int, MenuEntry]] = {}
     for scheme in dict.fromkeys(schemes):
-        is_plain = scheme.pp == scheme.ep == 1 and not scheme.stream
-        if not is_plain or not _has_place(scheme, num_devices):
+        if not scheme.pp == scheme.ep == 1 or not _has_place(scheme, num_devices):
             continue
         alike = _on_all_ranks(scheme, replace(scheme, sp=1, cp=1, tp=1), num_devices)
         if groups is not None and not groups_of(alike).issubset(groups):
             continue
-        factor, held = factor_of(alike), max_len_tokens(scheme, alike)
+        factor, held = factor_of(alike), max_len_tokens(scheme)
         latency = profile.get_latency(scheme).scaled(factor)
         one = MenuEntry(scheme, latency, factor, held, links_of(alike))
         for count in (1, _MANY):

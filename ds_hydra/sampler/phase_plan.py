@@ -104,17 +104,15 @@ class MiniBatch:
 
     def longest(self, strategy: Strategy) -> int:
         """Largest MaxLen over the schemes of `strategy`, in tokens."""
-        return max(self.max_len_tokens(scheme, strategy) for scheme in set(strategy.schemes))
+        return max(self.max_len_tokens(scheme) for scheme in set(strategy.schemes))
 
-    def max_len_tokens(self, scheme: Scheme, strategy: Strategy) -> int:
-        """MaxLen of a pipeline of `strategy`: the setting, else by the memory model; 0 where
-        nothing fits.
-        """
+    def max_len_tokens(self, scheme: Scheme) -> int:
+        """MaxLen of `scheme`: the setting, else by the memory model; 0 where nothing fits."""
         override = self.settings.max_len_override.get(scheme)
         return (
             override
             if override is not None
-            else max(0, self.profile.max_len_tokens(scheme, self.num_devices, strategy))
+            else max(0, self.profile.max_len_tokens(scheme, self.num_devices))
         )
 
     def links_of(self, strategy: Strategy) -> LinkTimes:
@@ -128,7 +126,7 @@ class MiniBatch:
             PipelineKind(
                 sum(1 for _ in same),
                 scheme.pp,
-                self.max_len_tokens(scheme, strategy),
+                self.max_len_tokens(scheme),
                 self.profile.get_latency(scheme).scaled(factor),
             )
             for (scheme, factor), same in groupby(zip(strategy.schemes, factors, strict=True))

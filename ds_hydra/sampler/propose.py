@@ -403,7 +403,7 @@ def _menus(profile: Profile, settings: CandidateSettings) -> Iterable[tuple[Stra
                 own,
                 profile,
                 number,
-                max_len_tokens=lambda scheme, _: profile.max_len_tokens(scheme, number),
+                max_len_tokens=lambda scheme: profile.max_len_tokens(scheme, number),
                 links_of=lambda _: NO_LINKS,
             )
             found |= dict.fromkeys(menu.alike(number) for menu in menus)

@@ -161,9 +161,7 @@ class SampleBench:
 
     def fits_context(self, strategy: Strategy) -> bool:
         """Whether a sequence of the context has a place in `strategy`."""
-        longest = max(
-            self.world.max_len_tokens(s, strategy) for s in dict.fromkeys(strategy.schemes)
-        )
+        longest = max(self.world.max_len_tokens(s) for s in dict.fromkeys(strategy.schemes))
         return longest >= self.world.context_length
 
     def best_static(self, space: Space) -> Strategy:
@@ -348,7 +346,7 @@ class FastEstimator:
         for row, strategy in enumerate(strategies):
             for scheme, count in Counter(strategy.schemes).items():
                 self._counts[row, column[scheme]] = count
-                longest = world.max_len_tokens(scheme, strategy)
+                longest = world.max_len_tokens(scheme)
                 self._max_len[row, column[scheme]] = max(0, longest)
         self._gathers = np.array([strategy.gathers for strategy in strategies], dtype=np.bool_)
         self._kinds = [

@@ -53,15 +53,14 @@ STRATEGIES = {
         "1x<sp2,1> + 1x<1,2;ckpt=2>",
         "1x<2,1>",
         "1x<sp2,1;gather> + 1x<2,1;gather>",
-        "1x<2,1;stream> + 1x<sp2,1;stream>",
         "1x<sp4,1> then 1x<sp2,1> + 2x<1,1> then 4x<1,1>",
         "4x<1,1;gather> then 1x<sp4,1;gather> then 1x<sp2,1;gather> + 2x<1,1;gather>",
     ),
 }
 """By number of ranks; the second of uneven stages has no bucket of its own in two rounds."""
 
-OTHERS = ("2x<1,1;stream>", "1x<2,1;stream>", "1x<1,2;stream>", "1x<sp2,1;stream>", "1x<cp2,1>")
-"""Streamed ones have homes in parts, which are read and added to one-sidedly."""
+OTHERS = ("1x<sp2,1;gather>", "1x<cp2,1>", "1x<cp2,1;gather>")
+"""Further ones of two ranks."""
 
 SHORT = STRATEGIES[2][:5]
 
@@ -148,7 +147,7 @@ def iteration() -> dict[str, Any]:
     """Whole iterations, optimizer step included, of small and of large models and mini-batches:
     races, host waits, and kernels outside the model's layers and the optimizer.
 
-    [name of the size][strategy]; layers that stream in the small one only.
+    [name of the size][strategy]; uneven stages in the small one only.
     """
     results: dict[str, Any] = {}
     for size, num_layers, lengths in (("small", 4, LENGTHS), ("large", 8, LENGTHS * 4)):
@@ -156,7 +155,7 @@ def iteration() -> dict[str, Any]:
         examples = random_examples(lengths, VOCAB_SIZE, seed=1)
         with _layers_elsewhere():
             for text in (*STRATEGIES[2], *OTHERS):
-                if num_layers != 4 and ("stages" in text or "stream" in text):
+                if num_layers != 4 and "stages" in text:
                     continue
                 engine.train_batch(examples, strategy=text)
                 process_group.lone_messages.clear()

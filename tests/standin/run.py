@@ -43,13 +43,11 @@ def run_rank(rank: int, world: int, folder: str, port: int, names: list[str], qu
 
     os.environ.update(rank_environment(rank, world, port))
     import torch.distributed as dist
-    from peer_homes import homes_in_parts
 
     from standin import device
 
     try:
         device.install()
-        homes_in_parts(device.NAME, device.extension().as_device).start()
         dist.init_process_group(
             device.NAME,
             init_method=f"file://{folder}/rendezvous",

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from engines import small_profile, start_hydra
 from models import VOCAB_SIZE, tiny
-from peer_homes import homes_in_parts
 from single_process import (
     num_label_tokens,
     random_examples,
@@ -30,7 +29,6 @@ from test_engine_parity import LENGTHS
 from ds_hydra.engine import planning
 from ds_hydra.errors import HydraError
 from ds_hydra.sampler.plan import IterationPlan
-from standin import device
 from standin.checks import SHORT, observed, start
 from standin.streams import observer
 
@@ -204,8 +202,7 @@ def doctor() -> dict[str, Any]:
 
     ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
     examination = Examination(Request(seconds=10), ended.put)
-    homes = homes_in_parts("standin", device.extension().as_device)
-    with mock.patch.object(torch, "Generator", _Generator), homes:
+    with mock.patch.object(torch, "Generator", _Generator):
         threading.Thread(target=lambda: ended.put(examination.run()), daemon=True).start()
         report = ended.get()
     assert report is not None

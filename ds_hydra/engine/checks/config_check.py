@@ -44,7 +44,6 @@ from ds_hydra.engine.profiling.profile_document import (
 )
 from ds_hydra.engine.profiling.profiler import default_lengths
 from ds_hydra.engine.ranks.process import NO_COMPILER, compiles_adam
-from ds_hydra.engine.transfer.schedule import home_bytes
 from ds_hydra.errors import HydraConfigError, HydraError
 from ds_hydra.sampler.candidate_set import (
     check_longest,
@@ -65,7 +64,7 @@ from ds_hydra.strategy.schemes.enumeration import (
     measured_beside,
 )
 from ds_hydra.strategy.schemes.placement import group_limit, groups_of_all, most_groups_of_rank
-from ds_hydra.strategy.schemes.scheme import check_one_host, schemes_of
+from ds_hydra.strategy.schemes.scheme import schemes_of
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +112,6 @@ class ConfigReport:
     communicators: dict[str, int] = field(default_factory=dict)
     known_profile: Profile | None = field(default=None, repr=False)
     """What the rows of `schemes` were made of; not in the document."""
-    home: dict[str, int] = field(default_factory=dict)
-    """Of streamed layers: ranks that share it, bytes of each."""
 
     def to_json(self) -> dict[str, Any]:
         """The `ds_hydra.check/1` document."""
@@ -222,14 +219,10 @@ class _Budget:
         if hydra.strategies is not None:
             self._given = load_strategies(hydra.strategies)
         report.num_devices = self._num_devices()
-        for strategy in self._given:
-            node = hydra.link.devices_per_node or DEFAULT_DEVICES
-            check_one_host(strategy, -(-report.num_devices // node))
         self._load_model()
         self._check_given()
         self._profile = self._find_profile()
         self._say_what_is_estimated()
-        self._describe_streaming()
         if self._profile is not None:
             self._describe_memory(self._profile)
         strategies = self._candidates()
@@ -417,23 +410,6 @@ class _Budget:
             f"profile {name} was measured with {measured_with}; in place of its memory counts what is larger: states "
             "by their dtypes, traced activations, communicators of NCCL's default size, exchange buffers"
         )
-
-    def _describe_streaming(self) -> None:
-        streaming = sorted(scheme for scheme in schemes_of(self._given) if scheme.stream)
-        if not streaming:
-            return
-        self._report.warnings.append(
-            f"hydra.strategies have streamed layers ({', '.join(map(str, streaming))}): their home on accelerators "
-            "(torch's symmetric memory, CUDA alone) has run on a stand-in device only"
-        )
-        if self._stage_model is not None:
-            number = self._report.num_devices
-            own = home_bytes(self._stage_model.specs, self._dtype.itemsize, number)
-            self._report.home = {
-                "ranks": number,
-                "weight_bytes": own.weights,
-                "sum_bytes": own.sums,
-            }
 
     def _say_what_is_profiled(self) -> None:
         hydra, number = self._hydra, self._report.num_devices

@@ -241,8 +241,6 @@ class Examination:
         overlap = ways[-1]
         self.findings.append(check_halves(device, vigil, overlap=overlap))
         self.findings.append(check_gathered(model, vigil, overlap=overlap))
-        if len(propagator.hosts.names) == 1:
-            self.findings.append(check_streamed_gradients(model, vigil, overlap=overlap))
 
     def _left_s(self, max_over_ranks: Callable[[float], float]) -> float:
         gone = max_over_ranks(time.monotonic() - self.begin)
@@ -456,21 +454,6 @@ def _check_apart(
     found = check_parity(model, propagator, vigil, name, strategies)
     propagator.close()
     return found
-
-
-def check_streamed_gradients(model: SmallModel, vigil: Vigil, *, overlap: bool) -> Finding:
-    """Gradients where all layers stream from a home. Collective over all ranks."""
-    streamed = Strategy.alike(Scheme(tp=1, pp=1, stream=True), dist.get_world_size())
-    name, check = "from a home", "streamed layers"
-    try:
-        with vigil.step("opening a home"):
-            propagator = open_propagator(model, [streamed], overlap=overlap)
-    except HydraConfigError as error:
-        advice = "leave stream out of hydra.strategies here"
-        return Finding(check=check, status=Status.WARNING, text=str(error), advice=advice)
-    found = check_parity(model, propagator, vigil, name, [streamed])
-    propagator.close()
-    return replace(found, check=check)
 
 
 def check_parity(

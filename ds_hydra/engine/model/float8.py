@@ -52,10 +52,6 @@ class Float8Layers:
     ):
         self.request = request
         """What `hydra.float8` says, or "converted" of a model that torchao has converted."""
-        self.is_tensorwise: dict[str, bool] = {}
-        """Whether one scale is taken of a weight, by its name; of those that may travel in 8 bits
-        ([Note: Weights that travel in 8 bits]), because both products cast them alike.
-        """
         self._specs: list[ParamSpec] = []
         self._num_whole = sum(
             len(spec.shape) == 3 and not isinstance(module, nn.Conv1d)
@@ -94,8 +90,6 @@ class Float8Layers:
             linear.tp, linear.side, linear.is_compiled = tp, side, is_compiled
             linear.num_heads = spec.num_blocks
             self.is_emulated = self.is_emulated and own.emulate
-            if _casts_alike(own) and len(spec.shape) == 2 and spec.num_packed == 1:
-                self.is_tensorwise[spec.fqn] = products.is_tensorwise(own.cast_config_weight)
 
     def __bool__(self) -> bool:
         """Whether any layer multiplies in 8 bits."""
@@ -227,13 +221,6 @@ def _check_config(config: Any) -> None:
             "torchao has converted the model with enable_fsdp_float8_all_gather, whose weights are FSDP's; convert it "
             "without"
         )
-
-
-def _casts_alike(config: Any) -> bool:
-    """Whether a weight's casts do not round again what they have rounded, in either product."""
-    forward, backward = config.cast_config_weight, config.cast_config_weight_for_grad_input
-    is_dynamic = forward.scaling_type.name == "DYNAMIC"
-    return config.round_scales_to_power_of_2 and is_dynamic and forward == backward
 
 
 def _import_products(request: str | None) -> Any:

@@ -162,7 +162,7 @@ def _try(kind: type[nn.Module], config: Any) -> ModelAbilities:
     if not small.runs_beyond_positions():
         abilities = replace(abilities, positions_end=True)
     if any(number != 1 for number in small.calls.values()):
-        abilities = replace(abilities, no_streams_because=NOT_ONCE)
+        abilities = replace(abilities, no_gather_because=NOT_ONCE)
     if small.num_layers > 1 and (problem := small.compare(abilities, Scheme(1, small.num_layers))):
         abilities = replace(abilities, no_stages_because=problem)
     return abilities

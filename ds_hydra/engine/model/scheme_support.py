@@ -33,7 +33,7 @@ class ModelAbilities:
     """Why the layers of a packed micro-batch are told where its sequences begin."""
     no_stages_because: str = ""
     """Why its layers cannot be split into stages."""
-    no_streams_because: str = ""
+    no_gather_because: str = ""
     """Why its layers cannot come and go."""
     positions_end: bool = False
     """Whether no sequence may be longer than `max_position_embeddings`: positions are learned."""
@@ -67,13 +67,8 @@ def check_scheme(scheme: Scheme, of: StageModel) -> None:
     scheme.check_layers(of.num_layers)
     name = type(of.model).__name__
     _check_abilities(scheme, of.abilities, name)
-    if scheme.stream or scheme.gather:
-        _check_layers_stream(scheme, of, name)
-    if scheme.hpz and of.float8.is_tensorwise:
-        raise HydraConfigError(
-            f"scheme {scheme}: hpz keeps weights on the node, and with hydra.float8 they travel in 8 bits, cast anew "
-            "for each pass; write ;gather in place of ;hpz, or remove hydra.float8"
-        )
+    if scheme.gather:
+        _check_layers_gathered(scheme, of, name)
     if scheme.ckpt:
         _check_checkpointing(scheme, of, name)
     if scheme.pp > 1 and of.no_pp_because:
@@ -105,19 +100,19 @@ def _check_abilities(scheme: Scheme, abilities: ModelAbilities, name: str) -> No
         )
 
 
-def _check_layers_stream(scheme: Scheme, of: StageModel, name: str) -> None:
-    """Refuse layers that cannot come and go as `stream` and `gather` want it: each is read once in
-    forward and once in backward.
+def _check_layers_gathered(scheme: Scheme, of: StageModel, name: str) -> None:
+    """Refuse layers that cannot come and go as `gather` wants it: each is read once in forward and
+    once in backward.
     """
-    because = of.abilities.no_streams_because or (NOT_ONCE if of.no_pp_because == NOT_ONCE else "")
+    because = of.abilities.no_gather_because or (NOT_ONCE if of.no_pp_because == NOT_ONCE else "")
     if of.abilities.one_by_one_because:
         because = f"it runs sequences one after the other ({of.abilities.one_by_one_because})"
     elif not of.has_plain_embedding:
         because = because or "it has more than an embedding before its layers"
     if because:
         raise UnsupportedModelError(
-            f"scheme {scheme}: the layers of {name} cannot come and go, because {because}; leave stream and gather "
-            "out of hydra.strategies"
+            f"scheme {scheme}: the layers of {name} cannot come and go, because {because}; leave gather out "
+            "of hydra.strategies"
         )
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -61,7 +60,7 @@ from ds_hydra.engine.parallel.tensor_parallel import (
     hook_latent,
     hook_linear,
 )
-from ds_hydra.engine.transfer.schedule import StageStreams, Window, copied_params
+from ds_hydra.engine.transfer.schedule import Window
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.schemes.placement import coordinates
@@ -255,45 +254,17 @@ class StageModel:
             buckets.append(tuple(map(BucketEntry, params, regions, pushes)))
         return tuple(buckets)
 
-    def _unshared(self, units: Sequence[Unit]) -> list[int]:
-        """Places of those of `units` that share no parameter with another unit."""
+    def gather_window(self) -> Window:
+        """The buckets that all ranks gather for every pass: those that share no parameter."""
         owners = Counter(p for unit in self.units for p in {b.param for b in unit.bindings})
-        return [r for r, u in enumerate(units) if all(owners[b.param] == 1 for b in u.bindings)]
-
-    def _in_order(self, units: Sequence[Unit], stage: int, buckets: Sequence[int]) -> Window:
-        trained = [any(self.specs[b.param].requires_grad for b in unit.bindings) for unit in units]
+        alone = [
+            r for r, u in enumerate(self.units) if all(owners[b.param] == 1 for b in u.bindings)
+        ]
+        buckets = alone if len(alone) > 1 else []
+        trained = [any(self.specs[b.param].requires_grad for b in u.bindings) for u in self.units]
         return Window(
             buckets=tuple(buckets),
-            has_backward=tuple(stage > 0 or any(trained[: r + 1]) for r in buckets),
-        )
-
-    def stage_streams(
-        self, scheme: Scheme, stage: int, buckets: RankBuckets, *, has_views: bool = True
-    ) -> StageStreams:
-        """Whether the `buckets` of a rank of `stage` stream, and what is copied of a home that
-        `has_views`.
-        """
-        units = self.stage_units(scheme, stage)
-        copied = copied_params(self.specs, buckets, has_views=has_views)
-        used = [r for r, unit in enumerate(units) if any(b.param in copied for b in unit.bindings)]
-        window = [r for r in self._unshared(units) if scheme.stream and r in used]
-        return StageStreams(
-            is_streamed=scheme.stream,
-            window=self._in_order(units, stage, window),
-            copied=copied,
-        )
-
-    def gather_window(self, schemes: Sequence[Scheme]) -> Window:
-        """The buckets that all ranks gather for every pass: those that share no parameter. A layer
-        that runs again in backward under one of `schemes` counts as one that does under all.
-        """
-        units = self.stage_units(schemes[0], 0)
-        alone = self._unshared(units)
-        most = max(scheme.ckpt for scheme in schemes)
-        again = [n for n, always in enumerate(self.always_checkpointed) if always or n < most]
-        return replace(
-            self._in_order(units, 0, alone if len(alone) > 1 else []),
-            recomputed=frozenset(1 + layer for layer in again),
+            has_backward=tuple(any(trained[: r + 1]) for r in buckets),
         )
 
     def strategy_buckets(self, strategy: Strategy, num_ranks: int) -> list[RankBuckets]:

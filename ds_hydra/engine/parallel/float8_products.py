@@ -134,11 +134,6 @@ def _in_group(*args: Any) -> Tensor:
     return output
 
 
-def is_tensorwise(cast: CastConfig) -> bool:
-    """Whether one scale is taken of all of an operand."""
-    return cast.scaling_granularity is ScalingGranularity.TENSORWISE
-
-
 class _Operand(NamedTuple):
     """One of the two factors of a product."""
 
@@ -150,7 +145,7 @@ class _Operand(NamedTuple):
 
     @property
     def is_tensorwise(self) -> bool:
-        return is_tensorwise(self.cast)
+        return self.cast.scaling_granularity is ScalingGranularity.TENSORWISE
 
 
 @torch._dynamo.allow_in_graph

@@ -60,13 +60,13 @@ def choose_rehearsals(strategies: Iterable[Strategy], schemes: Iterable[Scheme])
     """Of `strategies` those with pipelines of `schemes` alone: all homogeneous ones, and of the
     others as many as show a scheme beside another for the first time.
 
-    Not those whose layers stream or gather: their times are the home's and the link's.
+    Not those whose layers are gathered: their times are the link's.
     """
     profiled, seen, chosen = set(schemes), set[Scheme](), []
     for strategy in dict.fromkeys(strategies):
         kinds = set(strategy.schemes)
         is_new = not strategy.is_heterogeneous or not kinds <= seen
-        if is_new and kinds <= profiled and not any(s.stream or s.gather for s in kinds):
+        if is_new and kinds <= profiled and not any(s.gather for s in kinds):
             seen |= kinds if strategy.is_heterogeneous else set()
             chosen.append(strategy)
     return chosen
@@ -108,9 +108,7 @@ def rehearse(
     uses = Counter(scheme for strategy in strategies for scheme in set(strategy.schemes))
     is_warm = False
     for strategy in strategies:
-        longest = max(
-            profile.max_len_tokens(s, propagator.num_ranks, strategy) for s in strategy.schemes
-        )
+        longest = max(profile.max_len_tokens(s, propagator.num_ranks) for s in strategy.schemes)
         lengths = made_lengths(min(longest, config.context_length), num_tokens)
         plan = _agree_on_plan(propagator, strategy, profile, lengths)
         busy = [pipeline for pipeline in plan.pipelines if pipeline.micro_batches]

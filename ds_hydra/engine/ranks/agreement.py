@@ -216,7 +216,7 @@ _WAITS = re.compile(r"\.(wait|synchronize|item|tolist|cpu)\(")
 """Of a handle, and of a device that computes what a collective gives."""
 
 _COLLECTIVE_WORDS = (
-    "gloo", "NCCL", "onnection", "Broken pipe", "imed out", "ProcessGroup", "what others need in their home",
+    "gloo", "NCCL", "onnection", "Broken pipe", "imed out", "ProcessGroup",
 )  # fmt: skip
 
 

@@ -273,7 +273,7 @@ class LatencyTracker:
             if phase.role is None or scheme is None:
                 continue
             pipeline = phase.plan.pipelines[phase.role.pipeline]
-            stays, last = not (scheme.gather or scheme.stream), len(phase.micro_batches) - 1
+            stays, last = not scheme.gather, len(phase.micro_batches) - 1
             for index, micro_batch in enumerate(phase.micro_batches):
                 lengths = plan.micro_batch_lengths(micro_batch)
                 own.append(

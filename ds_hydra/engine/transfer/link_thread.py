@@ -134,13 +134,10 @@ class Spans:
 
 
 class LinkThread:
-    """Runs jobs one after the other: in a thread with a side stream of its own, or at once if not
-    `overlap`.
-    """
+    """Runs jobs one after the other in a thread beside computation, where `overlap` allows it."""
 
-    def __init__(self, device: torch.device, *, overlap: bool):
+    def __init__(self, *, overlap: bool):
         self.overlap = overlap
-        self.device = device
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = (
             queue.SimpleQueue()
         )
@@ -151,9 +148,6 @@ class LinkThread:
         """The job's future. Raises RankLostError after `give_up`."""
         self.check_usable()
         future: Future[Result] = Future()
-        if not self.overlap:
-            _run(job, future)
-            return future
         if self._thread is None:
             # A daemon: a collective that never ends must not keep the process from ending.
             self._thread = threading.Thread(target=self._serve, name="ds_hydra link", daemon=True)
@@ -182,14 +176,9 @@ class LinkThread:
             self._thread = None
 
     def _serve(self) -> None:
-        context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if self.device.type != "cpu":
-            get_accelerator().set_device(self.device.index)  # a new thread starts on device 0
-            context = get_accelerator().stream(get_accelerator().Stream(priority=-1))
-        with context:
-            while (entry := self._jobs.get()) is not None:
-                _run(*entry)
-                del entry  # nothing of the iteration stays alive while waiting
+        while (entry := self._jobs.get()) is not None:
+            _run(*entry)
+            del entry  # nothing of the iteration stays alive while waiting
 
 
 def _run(job: Callable[[], Result], future: Future[Result]) -> None:

@@ -29,16 +29,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.engine.telemetry.trace import Recorder
-from ds_hydra.engine.transfer.home import Home
 from ds_hydra.engine.transfer.link_thread import (
     BucketEvents,
     Cancelled,
@@ -128,46 +125,10 @@ class RoundWindow:
             self._is_over(index)
 
 
-class Carrier(ABC):
-    """What moves the bytes of transfers between this rank's shards, directly or by way of a home,
-    and the slices of `weights`. Without `grads_P` nobody wants sums of gradients.
-    """
-
-    def __init__(
-        self,
-        shards_P: Sequence[Tensor],
-        grads_P: Sequence[Tensor] | None,
-        weights: StageWeights,
-    ):
-        self._shards_P, self._grads_P, self._weights = shards_P, grads_P, weights
-
-    @property
-    def has_sums(self) -> bool:
-        """Whether this iteration's gradients go to the shards."""
-        return self._grads_P is not None
-
-    def open(self) -> bool:
-        """Get ready, in the computing thread; whether weights moved. Collective over all ranks."""
-        return False
-
-    def close(self) -> bool:
-        """Finish after all transfers, in the computing thread; whether sums moved. Collective over
-        all ranks.
-        """
-        return False
-
-    @abstractmethod
-    def begin(self, transfer: Transfer) -> RoundUnderWay:
-        """Begin a transfer; the result ends it."""
-
-    @abstractmethod
-    def abandon(self, under_way: RoundUnderWay) -> None:
-        """A transfer that was begun will not be ended, because something failed."""
-
-
-class LinkCarrier(Carrier):
-    """Rounds of the pull, and of the push where `grads_P` is given. Buckets that come once more do
-    so by `pull_again`, where that is given ([Note: Weights on the node]).
+class LinkCarrier:
+    """Moves the bytes of transfers between this rank's shards and the slices of `weights`: rounds
+    of the pull, and of the push where `grads_P` is given. Buckets that come once more do so by
+    `pull_again`, where that is given ([Note: Weights on the node]).
     """
 
     def __init__(
@@ -180,26 +141,29 @@ class LinkCarrier(Carrier):
         *,
         pull_again: LinkPlan | None = None,
     ):
-        super().__init__(shards_P, grads_P, weights)
+        self._shards_P, self._grads_P, self._weights = shards_P, grads_P, weights
         self._pull_link, self.pull_plan = pull
         self._push_link, self._push_plan = push
         self._pull_again = pull_again
         self._on_nodes: set[int] = set()
 
-    def open(self) -> bool:
+    @property
+    def has_sums(self) -> bool:
+        """Whether this iteration's gradients go to the shards."""
+        return self._grads_P is not None
+
+    def open(self) -> None:
         """Make room for what stays on the node."""
         if self._pull_again is not None:
             self._pull_link.reserve(self.pull_plan, self._shards_P)
-        return False
 
-    def close(self) -> bool:
+    def close(self) -> None:
         """Leave that room to others."""
         if self._pull_again is not None:
             self._pull_link.forget_relayed()
-        return False
 
-    def _begin_pull(self, transfer: Transfer, slices_S: Sequence[Tensor]) -> RoundUnderWay:
-        plan, bucket = self.pull_plan, transfer.bucket
+    def _begin_pull(self, bucket: int, slices_S: Sequence[Tensor]) -> RoundUnderWay:
+        plan = self.pull_plan
         if self._pull_again is not None:
             plan = self._pull_again if bucket in self._on_nodes else plan
             self._on_nodes.add(bucket)
@@ -210,7 +174,7 @@ class LinkCarrier(Carrier):
         bucket = transfer.bucket
         is_own = bucket < len(self._weights.bucket_S)
         if transfer.kind is Kind.PULL:
-            return self._begin_pull(transfer, self._weights.bucket_S[bucket] if is_own else ())
+            return self._begin_pull(bucket, self._weights.bucket_S[bucket] if is_own else ())
         assert self._grads_P is not None
         if is_own:
             self._weights.zero_missing(bucket)
@@ -221,64 +185,6 @@ class LinkCarrier(Carrier):
         """Keep what is on the wire for as long as the link lives."""
         # Either link does: all that counts is that somebody holds it.
         self._pull_link.abandon(under_way)
-
-
-class HomeCarrier(Carrier):
-    """Copies out of a home, and gradients into its sums.
-
-    [Note: Streaming]
-    An iteration begins with every rank's own shards in the home and ends with the sums of its own
-    shards; a barrier follows the first and comes before the second. In between no rank posts
-    anything for another. Each reads and adds when its own computation is there, so ranks may have
-    any micro-batches, or none.
-    """
-
-    def __init__(
-        self,
-        home: Home,
-        shards_P: Sequence[Tensor],
-        grads_P: Sequence[Tensor] | None,
-        weights: StageWeights,
-        *,
-        num_addends: int,
-        training: bool,
-    ):
-        """`num_addends` bounds the addends of an element."""
-        super().__init__(shards_P, grads_P, weights)
-        assert weights.streamed is not None
-        self._home, self._streamed = home, weights.streamed
-        self._num_addends, self._training = num_addends, training
-
-    def open(self) -> bool:
-        """Put this rank's shards into the home."""
-        self._home.fill(self._shards_P)
-        if self._training:
-            self._home.begin_sums(self._num_addends)
-        # No rank reads, or adds, before all have filled their part and set their sums to zero.
-        dist.barrier()
-        return True
-
-    def close(self) -> bool:
-        """Take the sums of this rank's shards."""
-        self._home.finish_adds()
-        dist.barrier()  # everyone has read and added
-        if self._grads_P is None:
-            return False
-        self._home.collect(self._grads_P)
-        return True
-
-    def begin(self, transfer: Transfer) -> RoundUnderWay:
-        """Copy, or add, at once."""
-        bucket = transfer.bucket
-        if transfer.kind is Kind.LOAD:
-            self._streamed.load(bucket, self._weights.bucket_S[bucket])
-        else:
-            for param, grad in self._weights.gradients(bucket):
-                self._streamed.add(param, grad)
-        return lambda: None
-
-    def abandon(self, under_way: RoundUnderWay) -> None:
-        """Nothing of a copy is on the wire."""
 
 
 class TransferSession:
@@ -299,7 +205,7 @@ class TransferSession:
         thread: LinkThread,
         clock: DeviceClock,
         schedule: TransferSchedule,
-        carrier: Carrier,
+        carrier: LinkCarrier,
         weights: StageWeights,
     ):
         self.weights = weights
@@ -318,10 +224,10 @@ class TransferSession:
         for number, transfer in enumerate(schedule.transfers):
             if transfer.needed_by != NEVER:
                 self._needed[transfer.needed_by] = number
-            elif transfer.kind.is_bringing:
+            elif transfer.kind is Kind.PULL:
                 self._brought[transfer.bucket] = number
             # These stand first in the list: one number says which they are.
-            if transfer.kind.is_bringing and transfer.after == AT_ONCE:
+            if transfer.kind is Kind.PULL and transfer.after == AT_ONCE:
                 self._num_at_once = number + 1
         self._in_window = frozenset(schedule.window.buckets)
         self._use = -1
@@ -329,22 +235,18 @@ class TransferSession:
         self._has_failed = False
         self._running: Future[None] | None = None
         self._waits, self._rests = Spans(clock), Spans(clock)
-        self._work = {is_bringing: Spans(clock) for is_bringing in (True, False)}
-        self._last_work = self._work[True]
+        self._work = {kind: Spans(clock) for kind in Kind}
+        self._last_work = self._work[Kind.PULL]
 
     def __enter__(self) -> TransferSession:
-        begin = self._clock.stamp()
-        has_moved = self.carrier.open()
-        self._start = self._clock.stamp()
-        if has_moved:
-            self._work[True].add(begin, self._start)
-            self._waits.add(begin, self._start)
+        self.carrier.open()
+        start = self._clock.stamp()
         if self._schedule.waits_for_gradients:
             self.weights.on_gradient = self.gradients_complete
         self._thread.check_usable()
         if self._is_beside:
             with self._clock.beside():
-                self._clock.wait_for(self._start)
+                self._clock.wait_for(start)
             try:
                 self._post_ahead_of(0)
             except BaseException as error:
@@ -352,8 +254,7 @@ class TransferSession:
                 raise
         elif not self._is_threaded:
             self._catch_up()
-        # A rank that only reads views of a home needs no thread.
-        elif self._schedule.transfers:
+        else:
             self._running = self._thread.submit(self._run)
         return self
 
@@ -469,15 +370,13 @@ class TransferSession:
             elif self._running is not None:
                 self._running.result()
             self._join_streams()
-            closing = self._clock.stamp()
-            if self.carrier.close():
-                self._work[False].add(closing, self._clock.stamp())
+            self.carrier.close()
         # Times are read below, and the memory of shards is the optimizer's from here on.
         self._rests.settle()
         has_sums = self.carrier.has_sums
         return MeasuredLinkTimes(
-            pull_ms=self._work[True].total_ms(),
-            push_ms=self._work[False].total_ms() if has_sums else 0.0,
+            pull_ms=self._work[Kind.PULL].total_ms(),
+            push_ms=self._work[Kind.PUSH].total_ms() if has_sums else 0.0,
             visible_pull_ms=self._waits.total_ms(),
             visible_push_ms=self._rests.total_ms() if has_sums else 0.0,
         )
@@ -490,8 +389,8 @@ class TransferSession:
         """Hand the spans of all transfers to `recorder`, and what passes waited for; call after
         `finish`. `first_phase` is the session's first one in the iteration.
         """
-        self._work[True].record(recorder, EventKind.PULL, first_phase)
-        self._work[False].record(recorder, EventKind.PUSH, first_phase)
+        self._work[Kind.PULL].record(recorder, EventKind.PULL, first_phase)
+        self._work[Kind.PUSH].record(recorder, EventKind.PUSH, first_phase)
         self._waits.record_waits(recorder)
 
     @contextlib.contextmanager
@@ -587,12 +486,12 @@ class TransferSession:
 
     def _post(self, number: int, window: RoundWindow) -> None:
         """Begin a transfer, and end what is too many on the wire."""
-        is_bringing = self._schedule.transfers[number].kind.is_bringing
-        if number and self._schedule.transfers[number - 1].kind.is_bringing != is_bringing:
+        kind = self._schedule.transfers[number].kind
+        if number and self._schedule.transfers[number - 1].kind is not kind:
             # Every rank ends its pull before it pushes: collectives of two groups that are under
             # way at once need one order on all ranks.
             self._settle(window)
-        work = self._work[is_bringing]
+        work = self._work[kind]
         with work.measure():
             window.post(number)
         self._last_work = work
@@ -606,7 +505,7 @@ class TransferSession:
         """A transfer is over."""
         transfer = self._schedule.transfers[number]
         if transfer.bucket in self._in_window and transfer.bucket < len(self.weights.bucket_S):
-            if transfer.kind.is_bringing:
+            if transfer.kind is Kind.PULL:
                 self.weights.prepare(transfer.bucket)
             else:
                 self.weights.expect_next(transfer.bucket)

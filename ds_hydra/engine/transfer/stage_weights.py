@@ -4,9 +4,8 @@ reused memory, where slices of frozen parameters may still be those of the itera
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -20,8 +19,6 @@ from ds_hydra.engine.parallel.linear import (
     multiply_into,
     set_gradient,
 )
-from ds_hydra.engine.transfer.home import Home
-from ds_hydra.engine.transfer.schedule import StageStreams, only_copied
 from ds_hydra.zero_link import Bucket, BucketEntry, LinkPlan, ParamSpec, RankBuckets
 
 ALIGNMENT = 64
@@ -192,39 +189,6 @@ class _BucketState:
     """Gradients of the trained parameters, which know this by what they call when complete."""
 
 
-class StreamedWeights:
-    """A stage's slices in a home, the same in every iteration: which of them are views, and where
-    gradients go.
-
-    - A slice in one piece is a view of the home. One that is not (columns of a row-wise parameter
-      under TP) is copied into memory of `StageWeights`.
-    - The gradient of a streamed parameter is added to the sums after every micro-batch and dropped.
-      Buckets that do not stream keep their gradients, and add them once, at the end.
-    """
-
-    def __init__(self, home: Home, buckets: RankBuckets, streams: StageStreams):
-        self.buckets, self.streams = buckets, streams
-        self.copied = only_copied(buckets, streams.copied)
-        self._home = home
-        self._entries = {entry.param: entry for bucket in buckets for entry in bucket}
-        self.views = {
-            param: home.read(param, entry.region)
-            for param, entry in self._entries.items()
-            if param not in streams.copied and entry.region.numel
-        }
-
-    def add(self, param: int, grad: Tensor) -> None:
-        """Add the gradient of a slice, unless another rank of the TP group adds the same."""
-        entry = self._entries[param]
-        if entry.pushes_gradient:
-            self._home.add(param, entry.region, grad)
-
-    def load(self, bucket: int, slices_S: Sequence[Tensor]) -> None:
-        """Copy the slices of a bucket that are not in one piece into `slices_S`."""
-        for entry, flat in zip(self.copied[bucket], slices_S, strict=True):
-            self._home.copy(entry.param, entry.region, flat)
-
-
 class _Gradient:
     """The gradient of one leaf: what autograd brings is `take`n, and factors of a product are
     multiplied where it belongs, if `multiply` is given.
@@ -284,9 +248,6 @@ class StageWeights:
       Saved views are valid in backward because the bucket is brought again before. Gradients take
       turns as well. They are those of one micro-batch, in `dtype`; `expect_next` once they are
       pushed.
-    - With `streamed` weights, slices in one piece are views of the home and only the others have
-      memory here, those of layers in the window in slots. Gradients of what streams are added to
-      the home after every micro-batch.
     - An iteration that needs the same begins with `begin_again`: to make all of this anew takes the
       host 0.14 ms a parameter.
     """
@@ -300,9 +261,7 @@ class StageWeights:
         *,
         training: bool = True,
         slot_of: Mapping[int, int] | None = None,
-        streamed: StreamedWeights | None = None,
     ):
-        self.streamed = streamed
         self.leaves: dict[int, nn.Parameter] = {}
         self.bucket_S: list[list[Tensor]] = []
         self.grad_bucket_S: list[list[Tensor]] = []
@@ -310,11 +269,8 @@ class StageWeights:
         self._states = [_BucketState() for _ in buckets]
         self._nodes: list[tuple[torch.autograd.graph.Node, _Gradient]] = []
         self._hooks: list[Any] = []
-        slot_of, owned = slot_of or {}, buckets
-        self._gathered, self._streams = frozenset(slot_of), False
-        if streamed is not None:
-            slot_of, owned = streamed.streams.window.slot_of, streamed.copied
-            self._streams = streamed.streams.is_streamed
+        slot_of = slot_of or {}
+        self._gathered = frozenset(slot_of)
         numbers = range(len(buckets))
         of_slices = [("window", slot_of[r]) if r in slot_of else ("slices", r) for r in numbers]
         of_grads: list[BucketKey] = []
@@ -322,13 +278,9 @@ class StageWeights:
         if training:
             # fp32 where micro-batches add up; what is pushed after each has nothing to add to.
             dtypes |= {"grads": torch.float32, "gathered": dtype}
-            if not self._streams:
-                of_grads = [
-                    ("gathered", slot_of[r]) if r in self._gathered else ("grads", r)
-                    for r in numbers
-                ]
+            of_grads = [("gathered", slot_of[r]) if r in slot_of else ("grads", r) for r in numbers]
         numels: dict[BucketKey, int] = {}
-        for key, bucket in zip(of_slices, owned, strict=True):
+        for key, bucket in zip(of_slices, buckets, strict=True):
             numels[key] = max(numels.get(key, 0), slice_numel(specs, bucket))
         for key, bucket in zip(of_grads, buckets):
             numels[key] = max(numels.get(key, 0), gradient_numel(specs, bucket))
@@ -403,23 +355,16 @@ class StageWeights:
             spec = specs[entry.param]
             shape = spec.slice_shape(entry.region)
             numel, padded = prod(shape), _padded_numel(spec, entry)
-            if self.streamed is not None and entry.param not in self.streamed.streams.copied:
-                view = self.streamed.views.get(entry.param)
-                flat = slices_flat.new_zeros(numel) if view is None else view
-            else:
-                flat, slices_flat = slices_flat[:numel], slices_flat[padded:]
-                flats.append(flat)
-                if not entry.region.numel:
-                    self._states[index].not_pulled.append(flat)
+            flat, slices_flat = slices_flat[:numel], slices_flat[padded:]
+            flats.append(flat)
+            if not entry.region.numel:
+                self._states[index].not_pulled.append(flat)
             # By way of `data`, so that the next bucket in the slot is no modification of what
             # autograd has saved.
             leaf = nn.Parameter(
                 (flat.data if shares_memory else flat).view(shape), spec.requires_grad
             )
             self.leaves[entry.param] = leaf
-            if self.streamed is not None and self._streams and leaf.requires_grad:
-                add = functools.partial(self.streamed.add, entry.param)
-                self._watch(leaf, index, entry.param, _Gradient(add))
             if grads_flat is None or not leaf.requires_grad:
                 grads.append(flat.new_empty(0, dtype=torch.float32))
                 continue
@@ -428,13 +373,6 @@ class StageWeights:
             grads.append(grad)
         self.bucket_S.append(flats)
         self.grad_bucket_S.append(grads)
-
-    def gradients(self, index: int) -> Iterator[tuple[int, Tensor]]:
-        """Parameters of a bucket that some micro-batch has given a gradient, and the gradients."""
-        state = self._states[index]
-        for param, grad in state.gradients.items():
-            if param not in state.without_gradient:
-                yield param, grad.flatten()
 
     def _attach_gradient(
         self, leaf: nn.Parameter, main_grad: Tensor, bucket: int, param: int

@@ -346,7 +346,7 @@ def _workload(
     from ds_hydra.strategy.profiles.profile import Profile
     from ds_hydra.strategy.proposal.histogram import LengthHistogram
     from ds_hydra.strategy.schemes.enumeration import load_strategies
-    from ds_hydra.strategy.schemes.scheme import Strategy, check_one_host, schemes_of
+    from ds_hydra.strategy.schemes.scheme import Strategy, schemes_of
 
     given = {
         "--profile": estimated.name if estimated else profile,
@@ -370,8 +370,6 @@ def _workload(
     given_strategy = Strategy.parse(baseline) if baseline else None
     named = (*candidates, *([given_strategy] if given_strategy else []))
     given_profile = estimated or Profile.load(find_profile(profile))
-    for each in named:
-        check_one_host(each, -(-max(axes.devices) // given_profile.memory.devices_per_node))
     known = Costs.of(given_profile, num_devices).extended(schemes_of(named))
     workload = Workload(
         name=f"{profile}, {histogram}",

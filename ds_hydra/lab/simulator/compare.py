@@ -201,7 +201,7 @@ def _is_without_tp(can_run: CanRun, scheme: Scheme) -> bool:
 
 
 def _with_seen_traffic(profile: Profile, share: float | None) -> Profile:
-    """`profile` with `share` of the traffic of streamed layers on top of their computation."""
+    """`profile` with `share` of the traffic of gathered layers on top of their computation."""
     if share is None:
         return profile
     return profile.with_latency(

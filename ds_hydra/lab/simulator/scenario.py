@@ -138,7 +138,7 @@ class Scenario(World):
 
     def longest(self, strategy: Strategy) -> int:
         """Largest MaxLen of the pipelines of `strategy`."""
-        return max(self.max_len_tokens(s, strategy) for s in dict.fromkeys(strategy.schemes))
+        return max(self.max_len_tokens(s) for s in dict.fromkeys(strategy.schemes))
 
     def statics(self) -> tuple[Strategy, ...]:
         """Homogeneous strategies of <TP,PP> that fit the context."""

@@ -3,10 +3,8 @@ the optimizer.
 
 Two levels: devices of a node share its interconnect to the other nodes. A slice crosses into a node
 once, however many of its ranks need it, and spreads inside. All rates are as reached, in one
-direction; transfers of different nodes do not disturb each other. A node's home of streamed layers
-is filled and emptied across nodes once for each iteration, like a slice; inside the node its layers
-are read for every micro-batch (`stream_ms`). Left out: casts, launches and the latency of single
-messages in pull and push.
+direction; transfers of different nodes do not disturb each other. Left out: casts, launches and the
+latency of single messages in pull and push.
 
 Elements of a pull are counted by shares of the model, for thousands of strategies of models that
 nobody has loaded. `zero_link/traffic.py` counts the blocks of one strategy's plans; both agree
@@ -32,7 +30,6 @@ from ds_hydra.strategy.cost_models.analytic import (
     Hardware,
     LayerMeans,
     ModelShape,
-    eight_bit_params,
     find_shipped_hardware,
 )
 from ds_hydra.strategy.profiles.profile import LinkTimes, Profile
@@ -47,10 +44,6 @@ GRADIENT_BYTES = 2
 """A gradient is pushed in 16 bit and summed in 32 by its owner: DeepSpeed's default for bf16."""
 MAIN_GRADIENT_BYTES = 4
 """Megatron-LM reduces its main gradients in 32 bit."""
-_STREAM_BYTES = 3 * _PARAM_BYTES
-"""A micro-batch reads a parameter of a streamed layer forward and again backward, and gives its
-gradient away, as it was computed in 16 bit; the home sums in 32.
-"""
 _STEP_BYTES = 30
 """AdamW reads fp32 parameter, gradient and two moments, writes all but the gradient, and the 16-bit
 copy.
@@ -70,8 +63,6 @@ class Cluster:
     """Of an element that is pushed where states are fully sharded (DeepSpeed's
     `communication_data_type`).
     """
-    float8: bool = False
-    """Whether linear layers multiply in 8 bits, in which gathered weights then travel."""
     relays: bool = True
     """Whether some ranks of a node relay to it what comes from others (`hydra.link.routes`)."""
 
@@ -111,31 +102,18 @@ class Cluster:
         elements = self._node_elements(strategy, is_fully_sharded)
         layers = self.shape.num_layers
         widest = (
-            max(
-                self._held_share(s) * _widest_slice(s, layers, self._ranks_per_node)
-                for s in set(strategy.schemes)
-            )
+            max(self._held_share(s) * _widest_slice(s, layers) for s in set(strategy.schemes))
             * self.num_params
         )
         inside = widest * (1 - 1 / self.num_devices) / self.hardware.intra_node_rate
         across = elements / self.hardware.inter_node_rate
         slowest = 1e3 * max(inside, across)
         gradient_bytes = self.gradient_bytes if is_fully_sharded else MAIN_GRADIENT_BYTES
-        saved = self._saved_bytes / self.num_params if strategy.gathers else 0.0
         return LinkTimes(
-            pull_ms=(_PARAM_BYTES - saved) * slowest,
+            pull_ms=_PARAM_BYTES * slowest,
             push_ms=gradient_bytes * slowest,
             step_ms=self.step_ms,
         )
-
-    @property
-    def _saved_bytes(self) -> float:
-        """What a gather of all layers saves where weights travel in 8 bits. Left out: layers that
-        travel whole under "rowwise" (`engine/transfer/eight_bit_pull.py`).
-        """
-        if not self.float8:
-            return 0.0
-        return (_PARAM_BYTES - 1) * self.shape.num_layers * eight_bit_params(self.shape)
 
     def _held_share(self, scheme: Scheme) -> float:
         """What TP ranks hold of the model where ranks share its experts, whole ones."""
@@ -146,32 +124,19 @@ class Cluster:
     def _ranks_per_node(self) -> int:
         return min(self.hardware.devices_per_node, self.num_devices)
 
-    def stream_ms(self, scheme: Scheme) -> float:
-        """What the streamed layers of a stage move for one micro-batch, forward and backward,
-        inside the node.
-
-        Each rank reads from and adds to the parts of the home that other ranks of the node hold.
-        """
-        stages = _stages(scheme, self.shape.num_layers)
-        streamed = max(end - begin for begin, end in stages) / scheme.tp * self.num_params
-        elements = self._held_share(scheme) * streamed * (1 - 1 / self._ranks_per_node)
-        return 1e3 * _STREAM_BYTES * elements / self.hardware.intra_node_rate
-
     def gather_ms(self, scheme: Scheme) -> float:
         """What all ranks move for one micro-batch of layers that are gathered: read forward and
         backward, gradients given away, by the slower of both kinds of interconnect. Each time a
         layer crosses to a node once, for all its ranks: whole, also where TP spans nodes, each of
         which then needs a part. With `hpz` it crosses forward alone, unless TP leaves each rank of
-        a node a slice of its own, or weights travel in 8 bits, which are cast anew for each pass;
-        that further micro-batches need no weights of other nodes is left out.
+        a node a slice of its own; that further micro-batches need no weights of other nodes is left
+        out.
         """
         element_bytes = 2 * _PARAM_BYTES + self.gradient_bytes
-        saved = 2 * self._saved_bytes / element_bytes
-        held = self._held_share(scheme) * self.num_params - saved
+        held = self._held_share(scheme) * self.num_params
         elements = held / scheme.tp * (1 - 1 / self.num_devices)
-        outside = (self.num_params - saved) * (1 - self._ranks_per_node / self.num_devices)
-        stays = scheme.hpz and self.relays and not self.float8
-        if stays and scheme.tp < self._ranks_per_node:
+        outside = self.num_params * (1 - self._ranks_per_node / self.num_devices)
+        if scheme.hpz and self.relays and scheme.tp < self._ranks_per_node:
             outside *= 1 - _PARAM_BYTES / element_bytes
         slowest = max(
             elements / self.hardware.intra_node_rate, outside / self.hardware.inter_node_rate
@@ -233,12 +198,10 @@ def _stages(scheme: Scheme, num_layers: int) -> list[tuple[float, float]]:
     return list(zip([0.0, *ends], ends))
 
 
-def _widest_slice(scheme: Scheme, num_layers: int, ranks_per_node: int) -> float:
-    """Share of the model that a rank of the largest stage pulls: what stays with it, or where
-    layers stream its part of the home; ranks of an SP group hold the same.
+def _widest_slice(scheme: Scheme, num_layers: int) -> float:
+    """Share of the model that a rank of the largest stage pulls; ranks of an SP group hold the
+    same.
     """
-    if scheme.stream:
-        return 1 / ranks_per_node
     return max(end - begin for begin, end in _stages(scheme, num_layers)) / scheme.tp
 
 
@@ -320,7 +283,6 @@ def find_cluster(profile: Profile, num_devices: int, hardware: str | None = None
             num_devices=num_devices,
             intra_node_latency_ms=1e3 * read_number(latency, "intra_node", least=0),
             inter_node_latency_ms=1e3 * read_number(latency, "inter_node", least=0),
-            float8=profile.document.get("float8") is not None,
         )
     except (KeyError, TypeError) as error:
         raise HydraConfigError(

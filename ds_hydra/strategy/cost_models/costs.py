@@ -9,8 +9,7 @@ kind of parallelism moves beside it:
               to others, over the links between the ranks of a group
     CP        keys and values of other rows over the ring of CP ranks, beside attention
     EP        tokens to their experts and back over the link of EP ranks
-    weights   layers that stream (inside the node) or are gathered (by all ranks), for each
-              micro-batch, beside its computation
+    weights   layers that all ranks gather, for each micro-batch, beside its computation
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ds_hydra.strategy.cost_models.analytic import (
 from ds_hydra.strategy.cost_models.cluster import GRADIENT_BYTES, Cluster, try_cluster
 from ds_hydra.strategy.profiles.memory_model import MOST_KEY_VALUE_PARTS, key_value_parts
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, slowest_stage_ratio
+from ds_hydra.strategy.schemes.scheme import Scheme, slowest_stage_ratio
 
 CanRun = Callable[[Scheme], bool]
 
@@ -158,7 +157,7 @@ class Costs:
             return self._of_stages(scheme)
         if scheme.hpz:
             return self._of_weights_on_nodes(scheme)
-        if scheme.stream or scheme.gather:
+        if scheme.gather:
             return self._of_moving_weights(scheme)
         if scheme.ep > 1:
             return self._of_shared_experts(scheme)
@@ -178,7 +177,7 @@ class Costs:
         """T of the scheme whose weights stay, or of one rank and what SP and CP add to its share;
         no micro-batch takes less than its weights travel.
         """
-        plain = replace(scheme, stream=False, gather=False)
+        plain = replace(scheme, gather=False)
         single = self.single_rank
         if plain != plain.without_options() or not plain.tp == plain.pp == plain.ep == 1:
             single = None
@@ -190,11 +189,8 @@ class Costs:
             price = Price(self.with_exchanges(shared, plain), "estimated", (Scheme(1, 1),))
         if price is None or self.cluster is None:
             return price
-        if scheme.stream:
-            traffic_ms, of_nodes_ms = self.cluster.stream_ms(scheme), 0.0
-        else:
-            traffic_ms = self.cluster.gather_ms(scheme)
-            of_nodes_ms = self.cluster.gather_ms(scheme.staying)
+        traffic_ms = self.cluster.gather_ms(scheme)
+        of_nodes_ms = self.cluster.gather_ms(scheme.staying)
         latency = replace(
             price.latency,
             traffic_ms=traffic_ms,
@@ -442,9 +438,9 @@ class World:
         """What pull and push take, None where that is not known."""
         return self.costs.cluster
 
-    def max_len_tokens(self, scheme: Scheme, beside: Strategy | None = None) -> int:
-        """MaxLen of `scheme`, as a pipeline of `beside`."""
-        return self.profile.max_len_tokens(scheme, self.num_devices, beside)
+    def max_len_tokens(self, scheme: Scheme) -> int:
+        """MaxLen of `scheme`."""
+        return self.profile.max_len_tokens(scheme, self.num_devices)
 
     def has_room(self, scheme: Scheme) -> bool:
         """Whether `scheme` can be here (`Profile.has_room`)."""

@@ -21,11 +21,8 @@ more for one sub-group at a time, when activations are gone.
 
 GRADIENT_BYTES = 4
 """Per element of a pulled slice, and of a ZeRO-3 shard: its fp32 gradient."""
-SUM_BYTES = 8
-"""Per element of a home: both digits of its sum, of which one lies in the gradient of the shard."""
-
-STREAM_WINDOW = 2
-"""Streamed layers that are with a rank at any time: the one that runs and the next one."""
+GATHER_WINDOW = 2
+"""Gathered layers that are with a rank at any time: the one that runs and the next one."""
 
 EMBEDDING_BYTES_PER_ELEMENT = 16
 """`e` of App. B.1: bytes of weights, gradients and optimizer states per embedding element."""
@@ -117,21 +114,18 @@ class MemoryModel:
     Ours: with ep a rank holds 1 / ep of a layer's experts, whole ones, which are `expert_fraction`
     of its parameters, and 1 / TP of the rest; shards are what they were.
 
-    Ours: where layers stream, with p = s / i parameters per layer and H^2, E = 2 H V of embedding
-    and head, all N ranks on one node,
+    Ours: where all ranks gather each layer for every pass, with p = s / i parameters per layer and
+    H^2, E = 2 H V of embedding and head, shards, window and exchange buffers of one round alone,
 
     states       (L H^2 B + H V e) / N * alpha                    shards, as above
-                 + (L H^2 p + E) * (i + 8 - 4) / N                home of weights and sums
                  + (two layers, or twice the head) / TP * 2 i     window, with its gradients
 
-    Where all ranks gather each layer for every pass there is no home: shards, window and exchange
-    buffers of one round alone, and with one table for embedding and head, whose gradients add up,
+    and with one table for embedding and head, whose gradients add up,
 
     table        H V / TP * (i + 4)
 
-    A profile that the engine measured says i + 16 bytes a parameter for the shards: with the home
-    24 in 16 bit, which is what the engine holds. The published constants have 12.5 there. Other
-    pipelines of the strategy have their share of the home besides.
+    A profile that the engine measured says i + 16 bytes a parameter for the shards. The published
+    constants have 12.5 there.
 
     Stage k of a scheme with `stages` or `ckpt` has n layers, m of them checkpointed, and at most PP
     - k micro-batches in flight:
@@ -224,9 +218,8 @@ class MemoryModel:
 
     def knows(self, scheme: Scheme) -> bool:
         """Whether it says what `scheme` needs."""
-        passes = scheme.stream or scheme.gather
-        says_inputs = self.input_bytes > 0 or not (scheme.ckpt or passes)
-        says_slices = self.slice_bytes > 0 or not passes
+        says_inputs = self.input_bytes > 0 or not (scheme.ckpt or scheme.gather)
+        says_slices = self.slice_bytes > 0 or not scheme.gather
         return scheme.tp in self.activation_bytes and says_inputs and says_slices
 
     @property
@@ -256,13 +249,11 @@ class MemoryModel:
             for states, per_token in self._stages(scheme, num_devices)
         )
 
-    def max_len_tokens(self, scheme: Scheme, num_devices: int, home_bytes: float = 0.0) -> int:
+    def max_len_tokens(self, scheme: Scheme, num_devices: int) -> int:
         """MaxLen(P): longest packed micro-batch that fits; 0 or less where the states alone do not
         fit.
-
-        `home_bytes`: what the rank has besides of a home that others read.
         """
-        budget, chunk = self.usable_bytes - home_bytes, self._chunk_bytes(scheme)
+        budget, chunk = self.usable_bytes, self._chunk_bytes(scheme)
         found = []
         for states, per_token in self._stages(scheme, num_devices):
             in_one = int((budget - states) // (per_token + chunk))
@@ -357,17 +348,11 @@ class MemoryModel:
         own = self.num_heads * self.key_value_share / (scheme.sp * scheme.tp)
         return key_value_parts(max(1, int(own)), MOST_KEY_VALUE_PARTS)
 
-    def home_bytes(self, num_devices: int) -> float:
-        """Share of each rank in one copy of the weights and sums of their gradients."""
-        layer, ends = self._num_params()
-        each = (self.input_bytes + SUM_BYTES - GRADIENT_BYTES) / num_devices
-        return (self.num_layers * layer + ends) * each
-
     def _num_params(self) -> tuple[float, float]:
         """Of a layer, and of embedding and head."""
         if not self.slice_bytes or not self.input_bytes:
             raise HydraConfigError(
-                "the profile does not say how large streamed layers are; add slice_bytes_per_layer_per_hidden2 and "
+                "the profile does not say how large gathered layers are; add slice_bytes_per_layer_per_hidden2 and "
                 "input_bytes_per_token_per_layer_per_hidden to its memory (24 and 2 for LLaMA 7B in 16 bit), or "
                 "measure it anew"
             )
@@ -375,15 +360,12 @@ class MemoryModel:
         return layer, 2.0 * self.hidden_size * self.vocab_size
 
     def _state_bytes(self, scheme: Scheme, num_devices: int, num_layers: float) -> float:
-        if scheme.gather or scheme.stream:
+        if scheme.gather:
             layer, ends = self._num_params()
             layer *= self._held_share(scheme)
             # Weights and their gradients of one micro-batch
             each = 2 * self.input_bytes / scheme.tp
             sharded = self._all_state_bytes() / num_devices * self.sharded_fraction
-            if scheme.stream:
-                window = STREAM_WINDOW * max(layer, ends / 2) * each
-                return sharded + window + self.home_bytes(num_devices)
             exchanged = self._one_round_bytes(layer, ends / 2) / scheme.tp
             if scheme.hpz:
                 sharded += self.on_node_bytes(self.num_layers * layer + ends, num_devices)
@@ -402,10 +384,10 @@ class MemoryModel:
         """
         if 0 < self.vocabulary_tables < 2:
             kept = (self.input_bytes + GRADIENT_BYTES) / (2 * self.input_bytes) * table
-            return (STREAM_WINDOW * layer + kept) * each
+            return (GATHER_WINDOW * layer + kept) * each
         with_table = max(layer, table)
         # Embedding, L layers, head: both are in the first slot where L is odd
-        return (with_table + (layer if self.num_layers % STREAM_WINDOW else with_table)) * each
+        return (with_table + (layer if self.num_layers % GATHER_WINDOW else with_table)) * each
 
     def on_node_bytes(self, num_params: float, num_devices: int) -> float:
         """A rank's share of so many weights, of those that its node has from others; in the node

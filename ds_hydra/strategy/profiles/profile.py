@@ -40,7 +40,7 @@ from ds_hydra.configs.files import (
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES, MemoryModel
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, slowest_stage_ratio
+from ds_hydra.strategy.schemes.scheme import REMOVED_OPTIONS, Scheme, slowest_stage_ratio
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class LatencyModel:
     sequence.
 
     A packed micro-batch of lengths l_i costs sum(a l_i^2 + b l_i) + c, and `traffic_ms` at least:
-    what the layers that stream move for every micro-batch, beside its computation. `exchange_ms` e
+    what gathered layers move for every micro-batch, beside its computation. `exchange_ms` e
     and `hidden_ms` h of a token travel beside the attention of its sequence, which takes (e + h) l
     at least: heads under SP, and keys and values under CP of sequences above `WHOLE_TOKENS`. Left
     out: P2P between stages.
@@ -200,7 +200,7 @@ class Profile:
     """
     ranks_per_core: float = 1.0
     """Ranks that shared a core while it was measured (`sampler.schedule.ends_ms`)."""
-    _max_len: dict[tuple[Scheme, int, bool], int] = field(
+    _max_len: dict[tuple[Scheme, int], int] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -247,33 +247,24 @@ class Profile:
         return next((s for s in (scheme, scheme.crossing) if s in self.latency), None)
 
     def _base(self, scheme: Scheme) -> Scheme:
-        """What T of `scheme` is derived from: even stages without checkpoints, streamed where the
+        """What T of `scheme` is derived from: even stages without checkpoints, gathered where the
         profile has that.
         """
-        streamed = replace(scheme, stages=(), ckpt=0)
-        return streamed if streamed in self.latency else scheme.without_options()
+        even = replace(scheme, stages=(), ckpt=0)
+        return even if even in self.latency else scheme.without_options()
 
-    def max_len_tokens(
-        self, scheme: Scheme, num_devices: int, beside: Strategy | None = None
-    ) -> int:
-        """MaxLen(scheme) on a cluster of `num_devices`, as a pipeline of the strategy `beside`.
-
-        Where another pipeline of it streams, each rank has its share of the home.
-        """
-        has_home = beside is not None and not scheme.stream and beside.streams
-        key = (scheme, num_devices, has_home)
+    def max_len_tokens(self, scheme: Scheme, num_devices: int) -> int:
+        """MaxLen(scheme) on a cluster of `num_devices`."""
+        key = (scheme, num_devices)
         if key not in self._max_len:
-            home = self.memory.home_bytes(num_devices) if has_home else 0.0
-            self._max_len[key] = self.memory.max_len_tokens(scheme, num_devices, home)
+            self._max_len[key] = self.memory.max_len_tokens(scheme, num_devices)
         return self._max_len[key]
 
     def has_room(self, scheme: Scheme, num_devices: int) -> bool:
-        """Whether `scheme` can be on a cluster of `num_devices`: a micro-batch of one token fits,
-        and layers stream on one node alone.
+        """Whether `scheme` can be on a cluster of `num_devices`: a micro-batch of one token
+        fits.
         """
-        is_one_node = num_devices <= self.memory.devices_per_node
-        is_small = scheme.num_devices <= num_devices and (is_one_node or not scheme.stream)
-        return is_small and self.max_len_tokens(scheme, num_devices) > 0
+        return scheme.num_devices <= num_devices and self.max_len_tokens(scheme, num_devices) > 0
 
     def forward_only(self, fraction: float, *, holds_longer: bool) -> Profile:
         """What is known of passes without backward: `fraction` of each T, and where a layer's
@@ -376,8 +367,8 @@ class Profile:
             _check_model(model)
             if memory.get("repull_layers"):
                 raise HydraConfigError(
-                    f"repull_layers of its memory is {memory['repull_layers']!r:.80}, which streamed layers "
-                    "replace; measure the profile anew, with schemes such as <1,1;stream> in hydra.strategies"
+                    f"repull_layers of its memory is {memory['repull_layers']!r:.80}, which gathered layers "
+                    "replace; measure the profile anew, with schemes such as <1,1;gather> in hydra.strategies"
                 )
             return cls(
                 name=f"{model['name']} on {hardware['name']}",
@@ -497,12 +488,12 @@ def _read_ratio(hardware: Mapping[str, Any], key: str) -> float | None:
     return float(value)
 
 
-def has_re_pulls(document: Mapping[str, Any]) -> bool:
-    """Whether a profile document is of an earlier version and measured with layers pulled again."""
+def has_removed_schemes(document: Mapping[str, Any]) -> bool:
+    """Whether a profile document is of an earlier version and has schemes that are gone."""
     memory, schemes = document.get("memory"), document.get("schemes")
     entries = [memory, *schemes] if isinstance(schemes, list) else [memory]
     return any(
-        isinstance(entry, Mapping) and (entry.get("repull_layers") or entry.get("repull"))
+        isinstance(entry, Mapping) and any(map(entry.get, ("repull_layers", *REMOVED_OPTIONS)))
         for entry in entries
     )
 
@@ -621,7 +612,7 @@ _PUBLISHED = "published"
 
 
 def engine_states(params_per_hidden2: float, element_bytes: float) -> dict[str, float]:
-    """B and alpha of App. B.1, and what streamed and checkpointed layers need, of a layer with so
+    """B and alpha of App. B.1, and what gathered and checkpointed layers need, of a layer with so
     many parameters per hidden size squared.
     """
     sharded = element_bytes + OPTIMIZER_BYTES

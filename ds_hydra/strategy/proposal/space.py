@@ -1,7 +1,7 @@
 """Which schemes a proposal considers; `Costs` says what each takes.
 
-Beside <TP,PP> that was measured these have SP or CP, share experts, gather their layers, checkpoint
-layers or have uneven stages.
+Beside <TP,PP> that was measured these have SP or CP, share experts, gather their layers, or
+checkpoint layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.schemes.enumeration import UNEVEN_SIZES, fits_unevenly
-from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme
+from ds_hydra.strategy.schemes.scheme import Scheme
 
 _NUM_CKPT_STEPS = 16
 """Numbers of checkpointed layers that are tried; finer steps find schemes that fit hardly more."""
@@ -38,7 +38,7 @@ def candidate_schemes(
 
     The full space is `unpruned_schemes` and, where they let a scheme fit a class of lengths that it
     does not fit without, with less device time than every scheme that does, the fewest checkpointed
-    layers and uneven stages that are enough. Left out is what another scheme on as many devices
+    layers that are enough. Left out is what another scheme on as many devices
     dominates (`undominated`), unless it was measured. Entries that the profile has derived before
     are made anew, so a second call changes nothing. Where all of that holds no sequence of the
     context, layers are gathered for the tokens of one.
@@ -57,11 +57,9 @@ def candidate_schemes(
     return found if is_last else candidate_schemes(world, space, context)
 
 
-def unpruned_schemes(
-    world: World, tokens_per_iteration: float | None = None, *, streams: bool = False
-) -> tuple[Scheme, ...]:
-    """All of the full space but for checkpointed layers and uneven stages of schemes that do not
-    gather, dominated or not, whether they fit or not: what has a price and `world.can_run`.
+def unpruned_schemes(world: World, tokens_per_iteration: float | None = None) -> tuple[Scheme, ...]:
+    """All of the full space but for checkpointed layers of schemes that do not gather, dominated
+    or not, whether they fit or not: what has a price and `world.can_run`.
 
     - What was measured, but for `hpz`.
     - <SP,TP,PP> where <TP,PP> was measured, SP is a power of two that divides the heads, and what
@@ -69,8 +67,7 @@ def unpruned_schemes(
     - <CP,TP,PP>, and <SP,CP,TP,PP> where the heads no longer divide by more SP.
     - <spN,PP;ep=N> of a mixture of experts, where the interconnects are known.
     - <SP,TP,1;gather> for `tokens_per_iteration`, where the interconnects are known, or the profile
-      measured one. If `streams`, <SP,TP,1;stream>, too: proposals leave these out unless they were
-      measured, because a home on accelerators has run on a stand-in device only.
+      measured one.
     - <cpN,spM,1;gather> of M nodes of N devices, where SP M divides the heads.
     """
     world = world.measured
@@ -79,8 +76,8 @@ def unpruned_schemes(
     found |= dict.fromkeys(_with_sequence_parallelism(world))
     found |= dict.fromkeys(_with_context_parallelism(world))
     found |= dict.fromkeys(_with_expert_parallelism(world, tuple(found)))
-    kinds = [{"stream": True}] * streams + [{"gather": True}] * (tokens_per_iteration is not None)
-    found |= dict.fromkeys(_with_moving_weights(world, tuple(found), kinds, tokens_per_iteration))
+    if tokens_per_iteration is not None:
+        found |= dict.fromkeys(_with_moving_weights(world, tuple(found), tokens_per_iteration))
     return tuple(found)
 
 
@@ -142,10 +139,7 @@ def _with_expert_parallelism(world: World, known: Sequence[Scheme]) -> list[Sche
 
 
 def _with_moving_weights(
-    world: World,
-    known: Sequence[Scheme],
-    kinds: Sequence[dict[str, bool]],
-    tokens_per_iteration: float | None,
+    world: World, known: Sequence[Scheme], tokens_per_iteration: float
 ) -> Iterator[Scheme]:
     """Of each <SP,TP,1> of `known`, and of <spN,1> and <cpN,1> for each N, a power of two or all
     devices, that divides the heads or that the devices allow; of several nodes of N ranks each
@@ -168,16 +162,15 @@ def _with_moving_weights(
         wide += [Scheme(1, 1, sp=sp, cp=number // sp)] * (sp > 1)
     whole = [s for s in known if s.pp == s.ep == 1 and s == s.without_options()]
     for plain in dict.fromkeys([*whole, *wide] if costs.single_rank is not None else whole):
-        for kind in kinds:
-            scheme = replace(plain, **kind)  # type: ignore[arg-type]
-            if not _can_move(world, scheme):
-                continue
-            if world.cluster is None and scheme not in world.profile.latency:
-                continue  # how long its weights travel is not known
-            if scheme.gather and tokens_per_iteration:
-                yield from _that_hold(world, scheme, tokens_per_iteration)
-            else:
-                yield scheme
+        scheme = replace(plain, gather=True)
+        if not _can_move(world, scheme):
+            continue
+        if world.cluster is None and scheme not in world.profile.latency:
+            continue  # how long its weights travel is not known
+        if tokens_per_iteration:
+            yield from _that_hold(world, scheme, tokens_per_iteration)
+        else:
+            yield scheme
 
 
 def uneven_groups(world: World) -> tuple[Scheme, ...]:
@@ -222,8 +215,8 @@ def _that_hold(world: World, scheme: Scheme, tokens: float) -> list[Scheme]:
 
 
 def pruned_schemes(world: World, schemes: Iterable[Scheme]) -> tuple[Scheme, ...]:
-    """Those of `schemes` that fit, and with checkpointed layers or uneven stages those that fit
-    more with less device time; without what another one dominates.
+    """Those of `schemes` that fit, and with checkpointed layers those that fit more
+    with less device time; without what another one dominates.
     """
     memory = world.profile.memory
     whole = [scheme for scheme in schemes if memory.knows(scheme) and world.has_room(scheme)]
@@ -240,8 +233,8 @@ def pruned_schemes(world: World, schemes: Iterable[Scheme]) -> tuple[Scheme, ...
 
 
 def _stretch(world: World, scheme: Scheme) -> Iterator[Scheme]:
-    """`scheme` with the options that take least time for each class of lengths beyond its own
-    MaxLen.
+    """Yield `scheme` with the checkpointed layers that take least time for each class of lengths
+    beyond its own MaxLen.
     """
     costs, context_length = world.costs, world.context_length
     longest = world.max_len_tokens(scheme)
@@ -251,7 +244,9 @@ def _stretch(world: World, scheme: Scheme) -> Iterator[Scheme]:
     if not classes:
         return
     memory = world.profile.memory
-    known = filter(memory.knows, _variants(scheme, memory.num_layers))
+    layers = memory.num_layers
+    counts = {-(-layers * k // _NUM_CKPT_STEPS) for k in range(1, _NUM_CKPT_STEPS + 1)}
+    known = filter(memory.knows, (replace(scheme, ckpt=ckpt) for ckpt in sorted(counts)))
     for extended in sorted(known, key=lambda variant: costs.latency(variant).linear_ms):
         longest = world.max_len_tokens(extended)
         if longest >= min(classes) and world.can_run(extended):
@@ -259,33 +254,6 @@ def _stretch(world: World, scheme: Scheme) -> Iterator[Scheme]:
             classes = [length for length in classes if length > longest]
         if not classes:
             return
-
-
-def _variants(scheme: Scheme, num_layers: int) -> Iterator[Scheme]:
-    steps = sorted({-(-num_layers * k // _NUM_CKPT_STEPS) for k in range(1, _NUM_CKPT_STEPS + 1)})
-    for ckpt in steps:
-        yield replace(scheme, ckpt=ckpt)
-        if 1 < scheme.pp <= num_layers:
-            stages = balanced_stages(num_layers, scheme.pp, ckpt)
-            yield replace(scheme, ckpt=ckpt, stages=stages)
-
-
-def balanced_stages(num_layers: int, num_stages: int, ckpt: int) -> tuple[int, ...]:
-    """Layers of each stage, one at least, such that work is about even: the first `ckpt` layers
-    also run forward again.
-
-    >>> balanced_stages(32, 2, 6), balanced_stages(4, 4, 1)
-    ((15, 17), (1, 1, 1, 1))
-    """
-    work = np.cumsum(1 + FORWARD_FRACTION * (np.arange(num_layers) < ckpt))
-    cuts = np.searchsorted(
-        work, work[-1] * np.arange(1, num_stages) / num_stages + 1e-9, side="right"
-    )
-    at = np.arange(1, num_stages)
-    cuts = np.maximum.accumulate(np.maximum(cuts - at, 0)) + at
-    cuts = np.minimum(cuts, num_layers - num_stages + at)
-    layers = np.diff([0, *cuts, num_layers])
-    return tuple(layers.tolist())
 
 
 def _is_cheapest(world: World, scheme: Scheme, others: Sequence[Scheme]) -> bool:

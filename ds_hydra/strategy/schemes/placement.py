@@ -165,7 +165,7 @@ def slices_key(strategy: Strategy) -> Hashable:
     """Equal for strategies that need the same slices on every rank, of which the planner makes up
     many ([Note: Phases]).
     """
-    if any(scheme.ep > 1 or scheme.pp > 1 or scheme.stream for scheme in strategy.schemes):
+    if any(scheme.ep > 1 or scheme.pp > 1 for scheme in strategy.schemes):
         return strategy
     in_order = sorted(zip(strategy.blocks, strategy.schemes), key=lambda block: block[0].start)
     tp_of_rank = (scheme.tp for ranks, scheme in in_order for _ in ranks)

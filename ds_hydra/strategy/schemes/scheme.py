@@ -21,22 +21,21 @@ _DEGREES = re.compile(
 )
 _OPTION = re.compile(r"\s*([a-z_]{1,20})\s*(?:=\s*(\d{1,9}(?:\s*,\s*\d{1,9})*)\s*)?")
 _COUNTED = ("ckpt", "stages", "ep")
-_FLAGS = ("stream", "gather", "hpz")
+_FLAGS = ("gather", "hpz")
 
 MAX_LAYERS = 1 << 20
 """Layers that an option of a scheme may name: far above any model."""
 
-ALL_STREAM = (
-    "all layers of a scheme stream or none: write <2,2;stream>, or <2,1;gather> in all pipelines"
-)
-"""To whoever gives `stream` a number."""
+REMOVED_OPTIONS = ("stream", "repull")
+"""Options of earlier versions."""
 
-REPLACED = "a scheme has repull, which stream replaces: write <1,1;stream>, or <1,1;gather>"
+INSTEAD = "no longer an option: write ;gather in all pipelines (of PP 1), as in <2,1;gather>, or leave it out"
+"""Advice for `REMOVED_OPTIONS`."""
 
 FORM = (
     "write terms like '2x<4,1>' (count x <TP,PP>) joined by '+'; a scheme may have options, as in "
     "'<2,4;ckpt=12;stages=9,8,8,7>', '<sp2,4,1>' (<SP,TP,PP>), '<cp2,1>' (<CP,PP>), '<cp8,sp2,1>', "
-    "'<2,2;stream>', '<1,1;gather>', '<1,1;hpz>' or '<sp4,1;ep=4>' (experts)"
+    "'<1,1;gather>', '<1,1;hpz>' or '<sp4,1;ep=4>' (experts)"
 )
 
 
@@ -53,10 +52,8 @@ def read_notation(body: str) -> dict[str, Any]:
     for text in rest:
         match = _OPTION.fullmatch(text)
         name, counts = match.groups() if match is not None else (text.strip(), None)
-        if name == "repull" and counts:
-            raise HydraConfigError(f"scheme {'<' + body[:80] + '>'!r}: {REPLACED}")
-        if name == "stream" and counts:
-            raise HydraConfigError(f"scheme {'<' + body[:80] + '>'!r}: {ALL_STREAM}")
+        if name in REMOVED_OPTIONS:
+            raise HydraConfigError(f"scheme {'<' + body[:80] + '>'!r}: {name} is {INSTEAD}")
         if name not in (_COUNTED if counts else _FLAGS):
             raise HydraConfigError(
                 f"scheme {'<' + body[:80] + '>'!r}: cannot read {text.strip()[:80]!r}; its options are "
@@ -108,8 +105,7 @@ class Scheme:
 
     Text forms: `<2,4>`, `<2,4;ckpt=12;stages=9,8,8,7>`, `<sp2,4,1>` (SP 2, TP 4,
     PP 1), `<sp4,1>` (SP 4, TP 1, PP 1), `<cp2,1>`, `<sp4,cp2,1>`,
-    `<cp2,sp4,1>` (`context_first`), `<2,2;stream>`, `<sp4,1;gather>`, `<sp4,1;hpz>`,
-    `<sp4,1;ep=4>`.
+    `<cp2,sp4,1>` (`context_first`), `<sp4,1;gather>`, `<sp4,1;hpz>`, `<sp4,1;ep=4>`.
     In JSON documents the options are further keys beside "tp" and "pp", where they are set.
     """
 
@@ -125,10 +121,6 @@ class Scheme:
     checkpointing."""
     sp: int = 1
     """Sequence-parallel degree: so many ranks share a row by heads in attention."""
-    stream: bool = False
-    """Weights of all layers, of the embedding and of the head are read from the home of the host
-    layer by layer, and their gradients are added there, instead of staying with the rank.
-    """
     gather: bool = False
     """All ranks gather each layer for every pass, as ZeRO-3 does, and give its gradient away at
     once: two layers are with a rank, and pipelines run their micro-batches in lockstep. For PP 1,
@@ -166,10 +158,6 @@ class Scheme:
             raise HydraConfigError(
                 f"ckpt of a scheme is {repr(self.ckpt)[:80]}, expected a number of layers up to {MAX_LAYERS}"
             )
-        if type(self.stream) is not bool:
-            raise HydraConfigError(
-                f"stream of a scheme is {repr(self.stream)[:80]}, expected true or false; {ALL_STREAM}"
-            )
         if type(self.stages) is not tuple or not all(type(n) is int and n > 0 for n in self.stages):
             raise HydraConfigError(
                 f"stages of a scheme are {self.stages!r:.80}, expected 1 layer or more for each of {self.pp} stages"
@@ -181,9 +169,9 @@ class Scheme:
             raise HydraConfigError(
                 f"scheme {str(self)[:80]} has {len(self.stages)} numbers of layers for PP {self.pp}; give one per stage"
             )
-        if type(self.gather) is not bool or (self.gather and (self.pp > 1 or self.stream)):
+        if type(self.gather) is not bool or (self.gather and self.pp > 1):
             raise HydraConfigError(
-                f"scheme {str(self)[:80]}: gather is for all layers of schemes of PP 1, without stream"
+                f"scheme {str(self)[:80]}: gather is for all layers of schemes of PP 1"
             )
         if type(self.hpz) is not bool or (self.hpz and not self.gather):
             raise HydraConfigError(
@@ -196,8 +184,8 @@ class Scheme:
             )
         self._check_order()
         degrees_and_options = (
-            self.tp, self.pp, self.stages, self.ckpt, self.sp, self.stream, self.gather, self.ep, self.cp,
-            self.context_first, self.hpz,
+            self.tp, self.pp, self.stages, self.ckpt, self.sp, self.gather, self.ep, self.cp, self.context_first,
+            self.hpz,
         )  # fmt: skip
         object.__setattr__(self, "_hash", hash(degrees_and_options))
 
@@ -246,15 +234,13 @@ class Scheme:
         options = {key: document[key] for key in _DEFAULTS if key in document}
         if options.get("hpz") is True:
             options["gather"] = True
-        if document.get("repull"):
-            raise HydraConfigError(REPLACED)
+        for name in filter(document.get, REMOVED_OPTIONS):
+            raise HydraConfigError(f"{name} of a scheme is {INSTEAD}")
         stages = options.pop("stages", [])
         if not isinstance(stages, list):
             raise HydraConfigError(
                 f"stages of a scheme are {stages!r:.80}, expected a list of layer counts"
             )
-        if options.get("stream") == "all":  # as documents said it while a number was possible
-            options["stream"] = True
         return cls(document["tp"], document["pp"], stages=tuple(stages), **options)
 
     def to_json(self) -> dict[str, Any]:
@@ -314,12 +300,12 @@ class Scheme:
     @property
     def is_plain(self) -> bool:
         """Whether it is <TP,PP> and nothing more."""
-        has_options = self.stages or self.ckpt or self.stream or self.gather
+        has_options = self.stages or self.ckpt or self.gather
         return not has_options and self.num_shards == 1
 
     def without_options(self) -> Scheme:
-        """The same degrees with even stages and nothing checkpointed or streamed."""
-        return replace(self, stages=(), ckpt=0, stream=False, gather=False, hpz=False)
+        """The same degrees with even stages and nothing checkpointed or gathered."""
+        return replace(self, stages=(), ckpt=0, gather=False, hpz=False)
 
     def stage_layers(self, num_layers: int, stage: int) -> range:
         """The layers of `stage`; in an even split that leaves layers over, earlier stages get one
@@ -358,14 +344,12 @@ class Scheme:
         ckpt = f";ckpt={self.ckpt}" if self.ckpt else ""
         stages = f";stages={','.join(map(str, self.stages))}" if self.stages else ""
         gathers = ";hpz" if self.hpz else ";gather" if self.gather else ""
-        comes = ";stream" if self.stream else gathers
         ep = f";ep={self.ep}" if self.ep > 1 else ""
-        return f"<{degrees}{ep}{ckpt}{stages}{comes}>"
+        return f"<{degrees}{ep}{ckpt}{stages}{gathers}>"
 
 
 _DEFAULTS = {
-    "sp": 1, "cp": 1, "context_first": False, "ep": 1, "ckpt": 0, "stages": [], "stream": False, "gather": False,
-    "hpz": False,
+    "sp": 1, "cp": 1, "context_first": False, "ep": 1, "ckpt": 0, "stages": [], "gather": False, "hpz": False,
 }  # fmt: skip
 """Of the options, as documents have them."""
 
@@ -492,11 +476,6 @@ class Strategy:
         return Strategy(tuple(of_kind[scheme] for scheme in self.schemes))
 
     @property
-    def streams(self) -> bool:
-        """Whether any of its pipelines has streamed layers."""
-        return any(scheme.stream for scheme in self.schemes)
-
-    @property
     def is_heterogeneous(self) -> bool:
         """Whether two pipelines have different schemes."""
         return len(set(self.schemes)) > 1
@@ -609,23 +588,6 @@ def _parse_each(texts: Iterable[str]) -> list[Strategy]:
                 f"{MAX_PIPELINES} are the most"
             )
     return found
-
-
-def check_one_host(strategy: Strategy, num_hosts: int) -> None:
-    """Raise HydraConfigError where layers of `strategy` stream and ranks are on several hosts."""
-    if num_hosts == 1 or not strategy.streams:
-        return
-    can_gather = all(scheme.pp == 1 for scheme in strategy.schemes)
-    others = Strategy(tuple(replace(s, stream=False, gather=can_gather) for s in strategy.schemes))
-    how = (
-        "write ;gather in place of ;stream"
-        if can_gather
-        else "leave ;stream out, or write ;gather in pipelines of PP 1"
-    )
-    raise HydraConfigError(
-        f"strategy {strategy}: layers stream from memory that the ranks of one host share, there are {num_hosts} "
-        f"hosts; {how}: '{others}'"
-    )
 
 
 def check_one_phase(strategy: Strategy) -> None:

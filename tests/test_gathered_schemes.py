@@ -1,4 +1,4 @@
-"""What follows from a profile for schemes whose layers stream: T, its traffic, links, memory."""
+"""What follows from a profile for schemes whose layers are gathered: T, its traffic, memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.events import simulate_plan
 from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
-from ds_hydra.strategy.cost_models.analytic import Experts
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
@@ -26,10 +25,10 @@ from ds_hydra.zero_link import plan_link
 DEVICES, CONTEXT = 8, 32768
 PROFILE = Profile.load(find_file("profiles", "a800_llama2_13b"))
 CLUSTER = find_cluster(PROFILE, DEVICES)
-ONE, FOUR = Scheme.parse("<1,1;stream>"), Scheme.parse("<sp4,1;stream>")
+ONE, FOUR = Scheme.parse("<1,1;gather>"), Scheme.parse("<sp4,1;gather>")
 
 
-def streamed(profile=PROFILE, **more):
+def gathered(profile=PROFILE, **more):
     return with_moving_weights(profile, num_devices=DEVICES, cluster=CLUSTER, **more)
 
 
@@ -53,25 +52,6 @@ def test_a_micro_batch_takes_its_traffic_at_least():
     assert model.scaled(2.0).traffic_ms == 20.0
 
 
-def test_traffic_of_a_micro_batch_is_read_twice_and_given_away_once_inside_a_node():
-    cluster = make_cluster(8, devices_per_node=4)  # 1,000 bytes in a ms
-    once = 2 * PARAMS * 3 / 4 / 1e3
-    assert cluster.stream_ms(ONE) == pytest.approx(3 * once)
-    assert cluster.stream_ms(FOUR) == cluster.stream_ms(ONE)  # each rank needs all of a layer
-    assert cluster.stream_ms(Scheme.parse("<2,1;stream>")) == pytest.approx(1.5 * once)
-    assert cluster.stream_ms(Scheme.parse("<1,2;stream>")) == pytest.approx(1.5 * once)
-
-
-def test_each_rank_fills_its_part_of_the_home():
-    """A quarter of it, where <1,1> pulls all."""
-    alone = make_cluster(4, devices_per_node=4)
-    inside = {
-        text: alone.link_times(Strategy.parse(text)).pull_ms
-        for text in ("4x<1,1>", "4x<1,1;stream>")
-    }
-    assert inside["4x<1,1;stream>"] == pytest.approx(inside["4x<1,1>"] / 4)
-
-
 def test_one_rank_takes_pp_times_as_long_and_attention_no_less_than_under_tp():
     profile = Profile.load(find_file("profiles", "a800_llama2_32b"))
     found, latency = Costs(profile).single_rank, profile.latency
@@ -91,47 +71,46 @@ def test_one_rank_takes_pp_times_as_long_and_attention_no_less_than_under_tp():
     assert Costs(Costs(PROFILE).table([Scheme(2, 1)])).single_rank is None
 
 
-def test_streamed_schemes_are_estimated_and_marked():
-    found = streamed()
+def test_gathered_schemes_are_estimated_and_marked():
+    found = gathered()
     new = found.latency.keys() - PROFILE.latency.keys()
     assert new <= found.assumed
     # 40 heads: 8 ranks at most, with CP any number
     assert {str(s) for s in new} == {
-        *("<1,1;stream>", "<sp2,1;stream>", "<sp4,1;stream>", "<sp8,1;stream>"),
-        *("<cp2,1;stream>", "<cp4,1;stream>", "<cp8,1;stream>"),
-        *("<2,1;stream>", "<4,1;stream>", "<8,1;stream>"),
-        *("<sp2,2,1;stream>", "<sp4,2,1;stream>", "<sp2,4,1;stream>"),
-        *("<cp2,2,1;stream>", "<cp4,2,1;stream>", "<cp2,4,1;stream>"),
+        *("<1,1;gather>", "<sp2,1;gather>", "<sp4,1;gather>", "<sp8,1;gather>"),
+        *("<cp2,1;gather>", "<cp4,1;gather>", "<cp8,1;gather>"),
+        *("<2,1;gather>", "<4,1;gather>", "<8,1;gather>"),
+        *("<sp2,2,1;gather>", "<sp4,2,1;gather>", "<sp2,4,1;gather>"),
+        *("<cp2,2,1;gather>", "<cp4,2,1;gather>", "<cp2,4,1;gather>"),
     }
     single, four = Costs(PROFILE).single_rank, found.latency[FOUR]
     assert four.quadratic_ms == pytest.approx(single.quadratic_ms / 4)
     assert four.linear_ms > single.linear_ms / 4  # exchanges
-    assert four.traffic_ms == found.latency[ONE].traffic_ms == CLUSTER.stream_ms(ONE) > 0
-    two = Scheme.parse("<2,1;stream>")
+    assert four.traffic_ms == found.latency[ONE].traffic_ms == CLUSTER.gather_ms(ONE) > 0
+    two = Scheme.parse("<2,1;gather>")
     assert replace(found.latency[two], traffic_ms=0.0) == PROFILE.latency[Scheme(2, 1)]
-    assert streamed(found).document == found.document
+    assert gathered(found).document == found.document
     assert Profile.from_json(found.document).latency == found.latency
-    assert streamed(can_run=lambda scheme: False) is PROFILE
+    assert gathered(can_run=lambda scheme: False) is PROFILE
 
 
-def test_checkpointed_layers_of_a_streamed_scheme_cost_computation_and_no_traffic():
-    found, base = streamed(), FOUR
+def test_checkpointed_layers_of_a_gathered_scheme_cost_computation_and_no_traffic():
+    found, base = gathered(), FOUR
     more = replace(base, ckpt=PROFILE.memory.num_layers)
     model = found.get_latency(more)
     assert model.linear_ms == pytest.approx(4 / 3 * found.latency[base].linear_ms)
     assert model.traffic_ms == found.latency[base].traffic_ms
     assert found.max_len_tokens(more, DEVICES) > found.max_len_tokens(base, DEVICES)
     entry = Costs(found).extended([more]).document["schemes"][-1]
-    assert entry["derived_from"] == "<sp4,1;stream>"
+    assert entry["derived_from"] == "<sp4,1;gather>"
 
 
-def test_the_full_space_gathers_where_links_are_known_and_streams_where_that_was_measured():
+def test_the_full_space_gathers_where_links_are_known_or_that_was_measured():
     options = {"num_devices": DEVICES, "context_length": CONTEXT, "tokens_per_iteration": 100_000}
     full = full_space(PROFILE, **options, cluster=CLUSTER)
     assert any(scheme.gather for scheme in full.latency)
-    assert not any(scheme.stream for scheme in full.latency)
     unknown = full_space(PROFILE, **options)
-    assert not any(scheme.stream or scheme.gather for scheme in unknown.latency)
+    assert not any(scheme.gather for scheme in unknown.latency)
     again = full_space(full, **options, cluster=CLUSTER)
     assert again.latency == full.latency
     entry = {**ONE.to_json(), **PROFILE.get_latency(Scheme(2, 1)).to_json()}
@@ -141,99 +120,78 @@ def test_the_full_space_gathers_where_links_are_known_and_streams_where_that_was
 
 def test_checkpointed_layers_follow_from_a_measured_gathered_scheme():
     """On hardware that nothing is known of, too."""
-    gathered = Scheme(1, 1, gather=True)
-    entry = {**gathered.to_json(), **PROFILE.get_latency(Scheme(2, 1)).to_json()}
+    entry = {**ONE.to_json(), **PROFILE.get_latency(Scheme(2, 1)).to_json()}
     known = with_moving_weights(
         measuring(entry), num_devices=DEVICES, cluster=None, tokens_per_iteration=400_000
     )
     followed = [s for s in known.latency if s.gather and s.ckpt]
     assert followed
-    assert known.get_latency(gathered) == PROFILE.get_latency(Scheme(2, 1))
+    assert known.get_latency(ONE) == PROFILE.get_latency(Scheme(2, 1))
     for scheme in followed:
-        assert known.get_latency(scheme).linear_ms > known.get_latency(gathered).linear_ms
+        assert known.get_latency(scheme).linear_ms > known.get_latency(ONE).linear_ms
         assert scheme in known.assumed
 
 
 def test_a_scheme_that_waits_for_its_traffic_does_not_dominate_one_that_does_not():
-    # Same T and devices, more memory; what decides is the traffic
-    slow = streamed()
-    plain, two = Scheme(2, 1), Scheme.parse("<2,1;stream>")
-    assert slow.max_len_tokens(two, DEVICES) > slow.max_len_tokens(plain, DEVICES)
-    assert undominated(World.of(slow, None, DEVICES, 1), [plain, two]) == (plain, two)
-    fast = slow.with_latency({two: replace(slow.latency[two], traffic_ms=0.0)})
-    assert undominated(World.of(fast, None, DEVICES, 1), [plain, two]) == (two,)
+    # Same devices, a little more memory; what decides is the traffic
+    waits, two = Scheme.parse("<cp4,1;gather>"), FOUR
+    T = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=0.0)
+    slow = gathered().with_latency({two: T, waits: replace(T, traffic_ms=9.0)})
+    assert slow.max_len_tokens(waits, DEVICES) > slow.max_len_tokens(two, DEVICES)
+    assert undominated(World.of(slow, None, DEVICES, 1), [two, waits]) == (two, waits)
+    fast = slow.with_latency({waits: T})
+    assert undominated(World.of(fast, None, DEVICES, 1), [two, waits]) == (waits,)
 
 
 def test_plan_and_simulator_agree_on_micro_batches_that_wait():
     """Two ranks of three micro-batches each; then micro-batches of which each takes its traffic."""
-    found = streamed()
+    found = gathered()
     options = {"max_len_override": {ONE: 3000}, "solver": "none"}
-    plan = make_plan([3000] * 6, ["2x<1,1;stream>"], found, 2, **options)
+    plan = make_plan([3000] * 6, ["2x<1,1;gather>"], found, 2, **options)
     micro_batches = [found.latency[ONE].micro_batch_ms([3000])] * 3
     assert plan.makespan_ms == pytest.approx(sum(micro_batches))
     waits = found.with_latency({ONE: replace(found.latency[ONE], traffic_ms=2 * micro_batches[0])})
     assert simulate_plan(plan, waits).propagation_ms == pytest.approx(2 * sum(micro_batches))
-    slower = make_plan([3000] * 6, ["2x<1,1;stream>"], waits, 2, **options)
+    slower = make_plan([3000] * 6, ["2x<1,1;gather>"], waits, 2, **options)
     assert slower.makespan_ms == pytest.approx(2 * sum(micro_batches))
     assert slower.lower_bound_ms <= slower.makespan_ms
 
 
-GATHERED = Scheme.parse("<1,1;gather>")
-
-
 def test_gathered_schemes_join_where_one_micro_batch_for_each_pipeline_is_enough():
-    known = streamed(tokens_per_iteration=0)
-    assert known.latency[GATHERED].traffic_ms == CLUSTER.gather_ms(GATHERED)
-    assert known.max_len_tokens(GATHERED, DEVICES) > known.max_len_tokens(ONE, DEVICES)
-    variants = [replace(GATHERED, ckpt=ckpt) for ckpt in range(41)]
+    known = gathered()
+    assert known.latency[ONE].traffic_ms == CLUSTER.gather_ms(ONE)
+    variants = [replace(ONE, ckpt=ckpt) for ckpt in range(41)]
     all_known = Costs(known).extended(variants)
     held = [DEVICES * all_known.max_len_tokens(s, DEVICES) for s in variants]
     for tokens in (0.9 * held[0], held[0] + 1, 1.2 * held[0]):
-        found = streamed(tokens_per_iteration=tokens)
+        found = gathered(tokens_per_iteration=tokens)
         ones = [s for s in found.latency if s.gather and s.num_devices == 1]
         fewest = [np.searchsorted(held, room * tokens) for room in (0.94, 1.0, 1.06)]
         assert [s.ckpt for s in ones] == list(dict.fromkeys(fewest))
         for scheme in ones:
             slower = 1 + scheme.ckpt / 40 / 3
             assert found.latency[scheme].linear_ms == pytest.approx(
-                slower * known.latency[GATHERED].linear_ms
+                slower * known.latency[ONE].linear_ms
             )
-            assert found.latency[scheme].traffic_ms == known.latency[GATHERED].traffic_ms
-    assert not any(scheme.gather for scheme in streamed().latency)
+            assert found.latency[scheme].traffic_ms == known.latency[ONE].traffic_ms
     # They do not go with others, so none of them makes another one useless
-    assert undominated(World.of(known, None, DEVICES, 1), [ONE, GATHERED]) == (ONE, GATHERED)
-    named = Costs.of(PROFILE, DEVICES).extended([GATHERED])
-    assert named.latency.keys() - PROFILE.latency.keys() == {GATHERED}
+    two = [Scheme.parse(text) for text in ("<2,1>", "<2,1;gather>")]
+    assert undominated(World.of(known, None, DEVICES, 1), two) == tuple(two)
+    named = Costs.of(PROFILE, DEVICES).extended([ONE])
+    assert named.latency.keys() - PROFILE.latency.keys() == {ONE}
 
 
 def test_layers_that_are_gathered_move_between_nodes_for_each_pass():
     cluster = make_cluster(8, devices_per_node=4)  # 1,000 bytes in a ms inside, 100 between nodes
     across = PARAMS / 2 / 1e2
-    assert cluster.gather_ms(GATHERED) == pytest.approx((2 + 2 + 2) * across)
-    gathered = Strategy.parse("8x<1,1;gather>")
-    times = cluster.link_times(gathered)
+    assert cluster.gather_ms(ONE) == pytest.approx((2 + 2 + 2) * across)
+    alike = Strategy.parse("8x<1,1;gather>")
+    times = cluster.link_times(alike)
     assert times.pull_ms == pytest.approx(2 * across)
     assert times.push_ms == pytest.approx(2 * across), "the rest counts in T"
     wide = cluster.pushing_32_bit
-    assert wide.link_times(gathered).push_ms == pytest.approx(4 * across)
-    assert wide.gather_ms(GATHERED) == pytest.approx((2 + 2 + 4) * across)
-
-
-@pytest.mark.parametrize("experts", [None, Experts(num=8, chosen=2, size=8)])
-def test_weights_that_multiply_in_8_bits_take_half_of_both_gathers(experts):
-    cluster = make_cluster(8, devices_per_node=4)
-    cluster = replace(cluster, shape=replace(cluster.shape, experts=experts))
-    eight = replace(cluster, float8=True)
-    # Experts that tokens choose from stay in 16 bit, and so do embedding and head
-    means = cluster.shape.means
-    linear = cluster.shape.num_layers * (means.params - means.expert_params)
-    saved = linear / 2 / 1e2
-    assert cluster.gather_ms(GATHERED) - eight.gather_ms(GATHERED) == pytest.approx(2 * saved)
-    gathered, kept = (Strategy.parse(text) for text in ("8x<1,1;gather>", "8x<1,1>"))
-    first = [c.link_times(gathered) for c in (cluster, eight)]
-    assert first[0].pull_ms - first[1].pull_ms == pytest.approx(saved)
-    assert first[0].push_ms == first[1].push_ms
-    assert cluster.link_times(kept) == eight.link_times(kept)
+    assert wide.link_times(alike).push_ms == pytest.approx(4 * across)
+    assert wide.gather_ms(ONE) == pytest.approx((2 + 2 + 4) * across)
 
 
 @pytest.mark.parametrize("text", ["<1,1;gather>", "<2,1;gather>"])
@@ -268,11 +226,11 @@ def test_the_price_of_a_gathered_layer_is_what_its_routes_carry_into_a_node(text
 def test_gathered_micro_batches_run_in_lockstep():
     """Steps of 30 beside 10 and of 20 beside 60: 90, where the slower of both pipelines has 70."""
     latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=0.0)
-    found = streamed(tokens_per_iteration=0).with_latency({GATHERED: latency})
+    found = gathered().with_latency({ONE: latency})
     mini_batch = MiniBatch(make_batch([60, 30, 20, 10]), found, 2)
 
     def wait_ms(assignment, micro_batches, pipeline_ms):
-        phase = PhasePlan.of(mini_batch, Strategy((GATHERED,) * 2))
+        phase = PhasePlan.of(mini_batch, Strategy((ONE,) * 2))
         phase.assignment[:], phase.micro_batches[:] = assignment, micro_batches
         phase.pipeline_ms = np.array(pipeline_ms)
         return phase.wait_ms
@@ -280,7 +238,7 @@ def test_gathered_micro_batches_run_in_lockstep():
     assert wait_ms([1, 0, 0, 1], [1, 0, 1, 0], [50.0, 70.0]) == 20.0
     assert wait_ms([1, 0, 0, 1], [0, 0, 0, 0], [50.0, 70.0]) == 0.0
     assert wait_ms([0, 0, 0, 0], [1, 0, 1, 0], [120.0, 0.0]) == 0.0
-    options = {"max_len_override": {GATHERED: 60}, "solver": "none"}
+    options = {"max_len_override": {ONE: 60}, "solver": "none"}
     plan = make_plan([60] * 4, ["2x<1,1;gather>"], found, 2, **options)
     assert plan.makespan_ms == 120.0
     first, second = plan.pipelines
