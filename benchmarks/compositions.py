@@ -8,7 +8,7 @@ streamed and uneven layers), a mini-batch (label patterns, sequences of one toke
 rows of CP), what is minimised (cross entropy or a loss of `ds_hydra.losses`) and the model and
 configuration of its engine (family, so that there is every style of tp plan that runs; LoRA
 adapters, their dropout, NEFTune, frozen parameters, embedding and head of other sizes,
-checkpointing, `tp_sequence_parallel`). Loss and every gradient of an engine in fp32 are compared
+checkpointing). Loss and every gradient of an engine in fp32 are compared
 with the one process in fp64. One engine serves
 `CASES_PER_ENGINE` compositions, one start of ranks all engines of a world size. What is found goes
 to `--records` line by line; with the same file an interrupted command continues. Everything follows
@@ -213,7 +213,6 @@ def draw_setup(generator: random.Random) -> Setup:
         adapter = {**adapter, "target_modules": ATTENTION}
     hydra: dict[str, Any] = {
         "activation_checkpointing": generator.random() < 0.3,
-        "tp_sequence_parallel": generator.random() < 0.4,
     }
     if generator.random() < 0.25:
         hydra["neftune_noise_alpha"] = test_noise.ALPHA
@@ -579,7 +578,6 @@ def parts_of(setup: Setup, case: Case, record: dict[str, Any]) -> list[str]:
     styles = sorted(set(plan.values())) if has_tp else []
     parts = {
         "TP": has_tp,
-        "TP shards of micro-batches": has_tp and setup.hydra["tp_sequence_parallel"],
         "PP": any(scheme.pp > 1 for scheme in schemes),
         "SP": any(scheme.sp > 1 for scheme in schemes),
         "CP": any(scheme.cp > 1 for scheme in schemes),

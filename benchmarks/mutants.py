@@ -141,7 +141,6 @@ MUTANTS = (
         _TP,
         "torch.sum(parts.unflatten(0, (self.size, -1)), dim=0, out=shard)",
         "torch.sum(parts.unflatten(0, (self.size, -1))[1:], dim=0, out=shard)",
-        values=("cut_rows",),
     ),
     Mutant(
         "a bias has the mean of its gradients",
@@ -149,7 +148,6 @@ MUTANTS = (
         "grad_bias = grad_TO.sum(dim=0) if ctx.trains_bias",
         "grad_bias = grad_TO.mean(dim=0) if ctx.trains_bias",
         ("llama_bias", "qwen2"),
-        values=("cut_rows",),
     ),
     Mutant(
         "a gradient made in the product is that of the last micro-batch",
@@ -170,7 +168,6 @@ MUTANTS = (
         "engine/model/decoder_parts.py",
         "Slicing.REPLICATED_PARTIAL_GRAD if cuts_micro_batches else Slicing.REPLICATED",
         "Slicing.REPLICATED",
-        values=("cut_rows",),
     ),
     Mutant(
         "the bias of a row-wise layer is added by every rank",

@@ -44,14 +44,12 @@ def eager_profile(workload: Workload) -> Profile:
     config = HydraConfig(
         context_length=workload.context_length,
         tokens_per_iteration=workload.tokens_per_iteration,
-        tp_sequence_parallel=True,
     )
     stage_model = build_random_stage_model(
         load_model_config(name.replace("-", "_")),
         dtype=torch.bfloat16,
         device=torch.device("meta"),
         num_ranks=workload.num_devices,
-        tp_sequence_parallel=True,
     )
     found = as_the_engine_needs(
         with_engine_states(workload.profile), stage_model, config, workload.num_devices

@@ -10,12 +10,14 @@ from benchmarks.wlb_table import FITTED_ATTENTION, packing_table
 from ds_hydra.configs import find_file
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
-OURS, WHOLE, PAPER = "ds_hydra", "32_bit", "paper"
+OURS, WHOLE, NO_TP, PAPER = "ds_hydra", "32_bit", "no_tp", "paper"
+VARIANTS = (OURS, WHOLE, NO_TP)
+"""ds_hydra itself, which is no rival."""
 NOISE = 0.002
 """By less than that nothing is slower: the planner does not look for it."""
 COLUMNS = (
-    PAPER, "deepspeed_balanced", "deepspeed_degrees", "odc", "flexsp", "fcp", "dynamic_cp", "wlb",
-    "wlb_delay", "chunks", "hotspa", "static", "full_static",
+    NO_TP, PAPER, "deepspeed_balanced", "deepspeed_degrees", "odc", "flexsp", "flexsp_hidden", "fcp",
+    "dynamic_cp", "wlb", "wlb_delay", "chunks", "hotspa", "static", "full_static",
 )  # fmt: skip
 """Systems of the table of cases."""
 
@@ -107,7 +109,7 @@ def _cases(cases: list[dict[str, Any]]) -> list[str]:
     ]
     for case in cases:
         found = _systems(case)
-        others = [s for name, s in found.items() if name not in (OURS, WHOLE)]
+        others = [s for name, s in found.items() if name not in VARIANTS]
         closest = min(others, key=lambda s: float(s["speedup"]))
         low, high = closest["speedup_20_percent_off"]
         ours = found[OURS]
@@ -130,7 +132,7 @@ def _not_ahead(cases: list[dict[str, Any]]) -> list[str]:
             f"{s['speedup_20_percent_off'][1]:.2f} if coefficients are 20% off; {s['speedup_69_percent_seen']:.2f} at "
             f"69% seen; propagation {s['speedup_of_propagation']:.2f})"
             for s in case["systems"]
-            if s["name"] not in (OURS, WHOLE) and s["speedup"] < 1 - NOISE
+            if s["name"] not in VARIANTS and s["speedup"] < 1 - NOISE
         ]
         if slower:
             lines.append(f"- {case['name']}: {'; '.join(slower)}")

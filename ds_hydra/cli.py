@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 import time
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from ds_hydra.commands.check import check
-from ds_hydra.commands.common import AsJson, errors_to_stderr, print_json
+from ds_hydra.commands.common import SPELL_OUT, AsJson, errors_to_stderr, print_json
 from ds_hydra.commands.doctor import doctor
 from ds_hydra.commands.init import init
 from ds_hydra.commands.lengths import lengths
@@ -25,7 +29,22 @@ if TYPE_CHECKING:
     from ds_hydra.sampler.plan import IterationPlan
     from ds_hydra.strategy.schemes.scheme import Strategy
 
+
+class _Commands(TyperGroup):
+    """Commands whose words may begin with ~, also behind `--option=`, where shells leave it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse `args` with the home folder in place of ~."""
+        return super().parse_args(ctx, [_expand_home(word) for word in args])
+
+
+def _expand_home(word: str) -> str:
+    option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return option + equals + os.path.expanduser(value)
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Heterogeneous parallel training of Hugging Face causal language models on DeepSpeed.",
     no_args_is_help=True,
     add_completion=False,
@@ -148,6 +167,8 @@ for command in (*COMMANDS, *import_module("ds_hydra.lab.commands").COMMANDS):
 
 def main() -> None:
     """Entry point of `ds-hydra`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors=SPELL_OUT)
     app()
 
 

@@ -103,7 +103,7 @@ _OWN_CODE = "which names code of its own (auto_map); it is not run, trust_remote
 def _read_document(name: str) -> dict[str, Any] | None:
     """The config.json that `name` is or has; None where it may be an id of the hub."""
     path = Path(name)
-    if name.endswith(".json"):
+    if name.lower().endswith(".json"):
         return read_json_object(path)
     if (path / "config.json").is_file():
         return read_json_object(path / "config.json")

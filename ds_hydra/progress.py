@@ -46,12 +46,22 @@ def show_notes(level: int | None) -> None:
         package.addHandler(handler)
 
 
+def is_terminal(stream: Any) -> bool:
+    """Return whether `stream` is a terminal. It may be any object that programs put in place of
+    `sys.stderr`, also None, a closed file or one without `isatty`.
+    """
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False
+
+
 class Progress(tqdm):
     """tqdm on stderr; without a terminal it prints a line whenever another tenth is done."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("file", sys.stderr)
-        self._is_looked_at = bool(getattr(kwargs["file"], "isatty", lambda: False)())
+        self._is_looked_at = is_terminal(kwargs["file"])
         self._tenths = 0
         super().__init__(*args, **kwargs)
 
@@ -61,7 +71,8 @@ class Progress(tqdm):
             super().display(msg, pos)
         elif self.total and 10 * self.n // self.total > self._tenths:
             self._tenths = 10 * self.n // self.total
-            with contextlib.suppress(OSError):  # a full disk, a pipe whose reader is gone
+            # A full disk, a pipe whose reader is gone; a file that is closed; None
+            with contextlib.suppress(OSError, ValueError, AttributeError):
                 self.fp.write(f"{str(self)[:_LONGEST_LINE]}\n")
                 self.fp.flush()
 
@@ -94,7 +105,7 @@ def no_bars_in_files() -> Iterator[None]:
     import datasets
 
     turn_on: list[Callable[[], None]] = []
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         if not datasets.are_progress_bars_disabled():
             datasets.disable_progress_bars()
             turn_on.append(datasets.enable_progress_bars)

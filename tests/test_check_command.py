@@ -26,7 +26,6 @@ BASE = {
         "context_length": 32768,
         "tokens_per_iteration": 200_000,
         "profile": "a800_llama2_7b",
-        "tp_sequence_parallel": True,
     },
 }
 

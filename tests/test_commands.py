@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as libraries
 
-from ds_hydra.commands import lengths, propose
+from ds_hydra.commands import common, lengths, propose
 from ds_hydra.configs.files import write_whole
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import Progress, no_bars_in_files
@@ -270,6 +270,7 @@ def test_data_that_cannot_be_counted_is_refused_with_the_options(tmp_path, chat_
         ({"conversations": turns}, chat_tokenizer, "'messages' with the keys role"),
         ({"messages": ASK}, None, "no tokenizer; .*(--tokenizer)"),
         ({"messages": ASK}, chat_tokenizer / "tokenizer.json", "in place of tokenizer.json"),
+        ({"question": "a", "answer": "b"}, chat_tokenizer, "'question': 'prompt', 'answer': 'comp"),
         ({"body": "a"}, chat_tokenizer, "name one of them (--text-column)"),
         ({"input_ids": [1, 2], "prompt_mask": [1, 0]}, None, "'prompt_mask', which is not used"),
         ({"input_ids": [1, 2]}, None, "cannot be read as"),
@@ -292,7 +293,7 @@ def test_compressed_files_and_those_beside_the_data(tmp_path, caplog):
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     with gzip.open(folder / "a.jsonl.gz", "wt") as file:
         file.write(lines)
-    (folder / "b.jsonl").write_text(lines)
+    (folder / "B.JSONL").write_text(lines)
     (folder / "._b.jsonl").write_bytes(b"\0\5\x16\7")
     (folder / ".cache" / "c.jsonl").write_text("{")
     for n in range(3):
@@ -532,6 +533,33 @@ def test_bars_of_libraries_are_off_where_there_is_no_terminal(monkeypatch):
     with no_bars_in_files():
         assert not libraries.is_progress_bar_enabled()
     assert libraries.is_progress_bar_enabled()
+
+
+class Tee:
+    """A stream of a program's own, as trackers put it in place of stderr."""
+
+    def write(self, text):
+        return len(text)
+
+    def flush(self):
+        pass
+
+
+def closed():
+    file = io.StringIO()
+    file.close()
+    return file
+
+
+@pytest.mark.parametrize("stream", [Tee(), None, closed()], ids=["tee", "none", "closed"])
+def test_stderr_may_be_any_object(monkeypatch, stream):
+    monkeypatch.setattr(sys, "stderr", stream)
+    with no_bars_in_files():
+        libraries.enable_progress_bar()
+    common.say_loading()
+    with common.progress_bar("profiling", "point", lambda: "inside") as show:
+        show(5, 10)
+        show(10, 10)
 
 
 WITHOUT_TORCH = """

@@ -103,6 +103,24 @@ def test_strategies_may_be_a_file():
     )
 
 
+@pytest.mark.parametrize(
+    "key", ["run_dir", "profile", "tokenizer", "strategies", "faults.save_on_sigterm"]
+)
+def test_a_path_may_begin_with_the_home_folder(key, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    section = HydraConfig.parse(merge(SMALLEST, nested(key, "~/a"))).model_dump()
+    assert find_key(section, key) == "/home/me/a"
+    problem = section_problem(**nested(key, "~nobody-at-all/a"))
+    assert f"hydra.{key} is" in problem
+    assert "no home folder ~nobody-at-all; write the whole path, or ./~nobody-at-all/a" in problem
+
+
+def test_names_are_no_paths():
+    section = SMALLEST | {"text_column": "~", "float8_exclude": ["~/a"]}
+    config = HydraConfig.parse(section)
+    assert (config.text_column, config.float8_exclude) == ("~", ("~/a",))
+
+
 def test_the_config_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         HydraConfig.parse(SMALLEST).seed = 1

@@ -1,5 +1,9 @@
+import errno
 import functools
 import itertools
+import os
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +15,14 @@ from datasets import (
     LargeList,
     Sequence,
     Value,
+    config,
     load_dataset,
+    load_from_disk,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from ds_hydra.errors import HydraConfigError, HydraDataError
@@ -76,6 +83,20 @@ def test_eos_can_be_left_out_and_is_not_doubled(tokenize):
     assert ended.lengths.tolist() == [3, 3]
 
 
+def test_a_text_that_has_a_begin_of_its_own_gets_no_second_one(tokenize):
+    texts = Dataset.from_dict({"text": ["a b", "<unk> a b", "b b", "<unk> <unk> a b"]})
+    backend = getattr(tokenize, "backend_tokenizer", getattr(tokenize, "tokenizer", None))
+    backend.post_processor = TemplateProcessing(
+        single="<unk> $A", special_tokens=[("<unk>", WORDS.index("<unk>"))]
+    )
+    made = TokenDataset.from_dataset(texts, context_length=16, tokenize=tokenize)
+    begun = [row["input_ids"].tolist() for row in made]
+    assert begun == [[1, 2, 3, EOS], [1, 2, 3, EOS], [1, 3, 3, EOS], [1, 1, 2, 3, EOS]]
+    backend.post_processor = TemplateProcessing(single="$A", special_tokens=[])
+    made = TokenDataset.from_dataset(texts, context_length=16, tokenize=tokenize)
+    assert made[2]["input_ids"].tolist() == [3, 3, EOS], "no begin, and words may be equal"
+
+
 def test_truncation_and_padding_saved_with_a_tokenizer_do_not_count(tmp_path):
     saved = make_tokenizer()
     saved.enable_truncation(max_length=2)
@@ -111,6 +132,48 @@ def test_tokenising_happens_once(tmp_path, tokenize):
     TokenDataset.from_dataset(texts, context_length=2, tokenize=tokenize)
     assert len(files) == 1
     assert sorted((tmp_path / "cache").rglob("cache-*.arrow")) == files
+
+
+@pytest.fixture
+def read_only(monkeypatch):
+    """Folders in which nobody may write, as on a mount that is read-only."""
+    folders = []
+    real = tempfile.NamedTemporaryFile
+
+    def refuse(*args, dir=None, **kwargs):
+        if any(Path(dir).is_relative_to(folder) for folder in folders):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), dir)
+        return real(*args, dir=dir, **kwargs)
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
+    return folders
+
+
+@pytest.mark.parametrize("num_proc", [None, 2])
+def test_tokens_of_a_read_only_dataset_are_in_the_users_cache(
+    tmp_path, monkeypatch, read_only, tokenize, num_proc
+):
+    folder, cache = tmp_path / "corpus", tmp_path / "cache"
+    Dataset.from_dict({"text": TEXTS}).save_to_disk(folder)
+    before = sorted(folder.iterdir())
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", cache)
+
+    def read(**options):
+        return TokenDataset.from_dataset(
+            load_from_disk(folder), context_length=16, tokenize=tokenize, **options
+        )
+
+    read_only.append(folder)
+    assert read(num_proc=num_proc).lengths.tolist() == [4, 2, 9, 3]
+    made = sorted(cache.rglob("*.arrow"))
+    assert len(made) == (num_proc or 1)
+    stamps = [path.stat().st_mtime_ns for path in made]
+    assert read().lengths.tolist() == [4, 2, 9, 3]
+    assert [path.stat().st_mtime_ns for path in made] == stamps, "other ranks find it"
+    assert sorted(folder.iterdir()) == before
+    read_only.append(cache)
+    with pytest.raises(HydraDataError, match=f"into {folder}, nor .* set HF_DATASETS_CACHE"):
+        read(append_eos=False)
 
 
 def test_token_ids_of_a_dataset_are_used_as_they_are():

@@ -161,7 +161,7 @@ def test_gradients_equal_one_process_on_other_numbers_of_ranks(world_size):
     )
 
 
-def check_prompts(family, strategies, hydra):
+def check_prompts(family, strategies):
     """The number of tokens of each micro-batch that the head of the first rank was asked about."""
     asked = []
     hook_head = StageForward.hook_head
@@ -173,19 +173,18 @@ def check_prompts(family, strategies, hydra):
 
     StageForward.hook_head = hook_and_count
     lengths = (64, 16, 8, 40, 32, 12)
-    worst = check_gradients(family, strategies, hydra, lengths=lengths, unlabelled=0.75)
+    worst = check_gradients(family, strategies, lengths=lengths, unlabelled=0.75)
     return worst, asked
 
 
 @pytest.mark.distributed
 def test_the_head_is_asked_about_labelled_tokens_alone():
     strategies = ("1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<cp2,1>", "2x<1,1>")
-    for hydra in (None, {"tp_sequence_parallel": True}):
-        worst, asked = run_distributed(check_prompts, 2, "llama_tied", strategies, hydra)[0]
-        assert_parity(worst)
-        # Under `2x<1,1>` the first rank has 64, then 8 and 32 tokens; with an empty pipeline 64,
-        # then 16 and 8, then the rest. Of the 64 none counts, and the head is asked about one.
-        assert asked[-5:] == [1, 2 + 8, 1, 4 + 2, 10 + 8 + 3]
+    worst, asked = run_distributed(check_prompts, 2, "llama_tied", strategies)[0]
+    assert_parity(worst)
+    # Under `2x<1,1>` the first rank has 64, then 8 and 32 tokens; with an empty pipeline 64,
+    # then 16 and 8, then the rest. Of the 64 none counts, and the head is asked about one.
+    assert asked[-5:] == [1, 2 + 8, 1, 4 + 2, 10 + 8 + 3]
 
 
 def check_chunks():
@@ -201,11 +200,10 @@ def check_chunks():
 
     losses.HeadLoss.chunks = counting
     worst = {}
-    cut_rows = {"tp_sequence_parallel": True}
     of_both = ("1x<2,1>", "1x<1,2>", "2x<1,1;gather>")
     capped = (*of_both, "1x<sp2,1>", "1x<cp2,1>")
     for family, strategies in (("llama_tied", of_both), ("gemma2", capped)):
-        found = check_gradients(family, strategies, cut_rows)
+        found = check_gradients(family, strategies)
         worst |= {(family, *case): value for case, value in found.items()}
     return worst, max(numbers)
 
@@ -219,7 +217,7 @@ def test_head_and_loss_in_chunks_have_the_gradients_of_one_process():
 
 @pytest.mark.distributed
 def test_sequences_run_one_by_one_are_asked_about_labelled_tokens_alone():
-    worst, _ = run_distributed(check_prompts, 2, "bloom", ("2x<1,1>", "1x<1,2>"), None)[0]
+    worst, _ = run_distributed(check_prompts, 2, "bloom", ("2x<1,1>", "1x<1,2>"))[0]
     assert_parity(worst)
 
 
@@ -359,7 +357,7 @@ def test_compiled_layers_give_the_same_gradients():
     """
     runs = (
         ("1x<2,1;stream>", {}),
-        ("1x<2,1;ckpt=1>", {"tp_sequence_parallel": True}),
+        ("1x<2,1;ckpt=1>", {}),
     )
     worst, graphs = run_distributed(check_compiled, 2, "llama", runs, timeout_s=900)[0]
     assert_parity(worst)

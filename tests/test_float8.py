@@ -178,7 +178,6 @@ def assert_agreement(found, recipe=ROWWISE):
     [
         (ROWWISE, {}),
         pytest.param("tensorwise_emulated", {}, marks=pytest.mark.slow),
-        pytest.param(ROWWISE, {"tp_sequence_parallel": True}, marks=pytest.mark.slow),
     ],
 )
 def test_strategies_agree(recipe, hydra):

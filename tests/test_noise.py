@@ -118,16 +118,15 @@ def reference_gradients(model, examples):
     return found
 
 
-def parity(tp_sequence_parallel):
+def parity():
     torch.manual_seed(0)
     examples = random_examples(LENGTHS, VOCAB_SIZE)
     model = adapted("qwen3", lora_dropout=RATE)
     reference = draw_alone(copy.deepcopy(model))
     loss, expected = reference_gradients(reference, examples)
     without = token_mean_gradients(adapted("qwen3"), examples)[0]
-    engine = start_hydra(model, hydra={"tp_sequence_parallel": tp_sequence_parallel})
-    strategies = ("1x<4,1>", "1x<2,2>", "1x<2,1> + 2x<1,1>") if tp_sequence_parallel else STRATEGIES
-    strategies = (*strategies, "2x<1,2;ckpt=2>")
+    engine = start_hydra(model)
+    strategies = (*STRATEGIES, "2x<1,2;ckpt=2>")
     errors = worst_errors(engine, model, examples, strategies, loss, expected)
     assert abs(loss / without - 1) > 1e-3, "dropout changes the loss"
     # Outside training nothing is dropped.
@@ -144,11 +143,8 @@ def parity(tp_sequence_parallel):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "tp_sequence_parallel", [False, pytest.param(True, marks=pytest.mark.slow)]
-)
-def test_gradients_equal_one_process_under_every_strategy(tp_sequence_parallel):
-    errors = run_distributed(parity, 4, tp_sequence_parallel)[0]
+def test_gradients_equal_one_process_under_every_strategy():
+    errors = run_distributed(parity, 4)[0]
     assert max(errors.values()) < 1e-5, errors
 
 
@@ -180,16 +176,13 @@ def with_noise_alone(model):
     return model
 
 
-def neftune_parity(family, tp_sequence_parallel, strategies):
+def neftune_parity(family, strategies):
     examples = random_examples(LENGTHS, VOCAB_SIZE)
     model = tiny(family)
     with torch.no_grad():
         alone = [summed_loss(model, example) for example in examples]
     loss, expected = reference_gradients(with_noise_alone(copy.deepcopy(model)), examples)
-    engine = start_hydra(
-        model,
-        hydra={"tp_sequence_parallel": tp_sequence_parallel, "neftune_noise_alpha": ALPHA},
-    )
+    engine = start_hydra(model, hydra={"neftune_noise_alpha": ALPHA})
     errors = worst_errors(engine, model, examples, strategies, loss, expected)
     without = float(torch.stack(alone).sum()) / sum(
         int((e["labels"][1:] != -100).sum()) for e in examples
@@ -202,15 +195,14 @@ def neftune_parity(family, tp_sequence_parallel, strategies):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("family", "tp_sequence_parallel", "strategies"),
+    ("family", "strategies"),
     [
-        ("qwen3", False, (*STRATEGIES[:6], "2x<1,2;ckpt=2>")),
-        pytest.param("qwen3", True, ("1x<4,1>", "1x<2,2>"), marks=pytest.mark.slow),
-        pytest.param("gemma3", False, ("1x<4,1>", "1x<1,2> + 1x<2,1>"), marks=pytest.mark.slow),
+        ("qwen3", (*STRATEGIES[:6], "2x<1,2;ckpt=2>")),
+        pytest.param("gemma3", ("1x<4,1>", "1x<1,2> + 1x<2,1>"), marks=pytest.mark.slow),
     ],
 )
-def test_neftune_equals_one_process_under_every_strategy(family, tp_sequence_parallel, strategies):
-    errors = run_distributed(neftune_parity, 4, family, tp_sequence_parallel, strategies)[0]
+def test_neftune_equals_one_process_under_every_strategy(family, strategies):
+    errors = run_distributed(neftune_parity, 4, family, strategies)[0]
     assert max(errors.values()) < 1e-5, errors
 
 

@@ -101,7 +101,6 @@ def model_of(row):
 def engine_for(model, row):
     hydra = {
         "compile_layers": row["layers"] == "compiled",
-        "tp_sequence_parallel": row["tp_sp"] == "cut_rows",
         "activation_checkpointing": row["ckpt"] == "ckpt_all",
         "link": {"overlap": row["overlap"] == "overlap", **LINKS[row["routes"]]},
     }

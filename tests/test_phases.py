@@ -199,7 +199,7 @@ def test_first_pull_and_last_push_are_paid_where_slices_change(wide, num_ends):
     assert found.time_ms == pytest.approx(130 + num_ends)
 
 
-def test_menus_of_one_tp_are_composed_apart_from_those_of_several(monkeypatch):
+def test_menus_of_one_tp_and_without_checkpointed_layers_are_composed_alone_too(monkeypatch):
     """Steps with other slices show their pull and push, so nothing of one TP is planned as if they
     were there.
     """
@@ -221,10 +221,25 @@ def test_menus_of_one_tp_are_composed_apart_from_those_of_several(monkeypatch):
     mini_batch = MiniBatch(make_batch(LONG_AND_SHORT), profile, 4, settings)
     Phases(strategies).plan(mini_batch)
     assert composed[0] == [{(0, 1)}, {(1, 1), (1, 2)}, {(2, 1)}]
-    assert composed[1:] == [[{(0, 1)}, {(2, 1)}]]
+    assert composed[1:] == [[{(0, 1)}, {(2, 1)}], [{(0, 1)}]]
     composed.clear()
     Phases(GATHERED).plan(mini_batch)
     assert composed == [[{(0, 1)}]]
+
+
+def test_checkpointed_candidates_do_not_make_phases_slower():
+    """Groups with checkpointed layers hold three times the tokens and take 1.3 times as long."""
+    checkpointed = tuple(Strategy.alike(replace(s.schemes[0], ckpt=1), 4) for s in GATHERED)
+    times = {1: 1.0, 2: 0.55, 4: 0.3}
+    schemes = [s.schemes[0] for s in (*GATHERED, *checkpointed)]
+    profile = make_profile(
+        {str(s): (0, times[s.sp] * (1.3 if s.ckpt else 1), 0) for s in schemes}, num_layers=10
+    )
+    held = {s: 30 * s.sp * (3 if s.ckpt else 1) for s in schemes}
+    settings = replace(SETTINGS, max_len_override=held)
+    mini_batch = MiniBatch(make_batch([60] * 4 + [20] * 4), profile, 4, settings)
+    for strategies in (GATHERED, (*GATHERED, *checkpointed)):
+        assert fastest(mini_batch, [Phases(strategies)]).time_ms == pytest.approx(92)
 
 
 def check_plan(found, time_ms, lengths, strategies, settings, profile):

@@ -260,10 +260,24 @@ def test_the_rank_with_most_heads_decides_about_attention():
     scenario = make_scenario([100])
     pair = next(g for g in sharded_groups(scenario, [0.0]) if g.size == 2)
     lengths = np.array([100])
-    even = pair.micro_batch_ms(lengths)
-    uneven = dataclasses.replace(pair, num_heads=3).micro_batch_ms(lengths)
+    even = pair.latency.micro_batch_ms(lengths)
+    uneven = dataclasses.replace(pair, num_heads=3).latency.micro_batch_ms(lengths)
     attention = pair.single.quadratic_ms * 100**2
     assert uneven - even == pytest.approx(attention * (2 / 3 - 1 / 2))
+
+
+def test_exchanges_that_flexsp_hides_are_priced_as_ours():
+    """T of groups of any degree is that of <spN,1;gather>, and no mini-batch takes longer."""
+    workload = load_case("paper/github-7b-16gpu-f2").workload
+    linked = workload.linked_by(find_cluster(workload.profile, workload.num_devices))
+    scenario = Settings(iterations=3).scenario(linked)
+    for group in sharded_groups(scenario, [0.0, 1.0], hides_exchanges=True):
+        own = scenario.costs.latency(Scheme(1, 1, sp=group.size, gather=True))
+        own = own.scaled(1 + group.checkpointed / 3)
+        for lengths in ([300], [32768], [100, 20000, 4096]):
+            assert group.latency.micro_batch_ms(lengths) == pytest.approx(own.computed_ms(lengths))
+    seen, hidden = (flexsp(scenario, name="a", hides_exchanges=h) for h in (False, True))
+    assert (hidden.iteration_ms < seen.iteration_ms).all()
 
 
 def test_some_layers_are_computed_again():
@@ -271,7 +285,7 @@ def test_some_layers_are_computed_again():
     scenario = make_scenario([100]).knowing(Profile.from_json(checkpointing_document()))
     groups = [g for g in sharded_groups(scenario, PARTIAL) if g.size == 1]
     assert [g.checkpointed for g in groups] == list(PARTIAL)
-    times = [g.micro_batch_ms(np.array([50])) for g in groups]
+    times = [g.latency.micro_batch_ms(np.array([50])) for g in groups]
     assert times == pytest.approx([times[0] * (1 + share / 3) for share in PARTIAL])
     held = [g.max_len for g in groups]
     assert held[1:] == sorted(held[1:])
@@ -323,8 +337,8 @@ def test_odc_waits_once():
     """One rank has 50 tokens, the other 30 and 20 in one micro-batch, or in two."""
     scenario = make_scenario([50, 30, 20], context=50, num_devices=2)
     one = next(g for g in sharded_groups(scenario, [0.0]) if g.size == 1)
-    alone = one.micro_batch_ms(np.array([50]))
-    together = one.micro_batch_ms(np.array([30, 20]))
+    alone = one.latency.micro_batch_ms(np.array([50]))
+    together = one.latency.micro_batch_ms(np.array([30, 20]))
     lengths = np.array([50, 30, 20])
     placed = one.times_ms(lengths, [[np.array([0])], [np.array([1, 2])]])
     found = without_lockstep(one, placed)

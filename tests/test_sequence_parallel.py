@@ -10,7 +10,6 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -330,7 +329,7 @@ def test_exchanges_have_one_price(sp):
     document = {**PROFILE, "schemes": [{"tp": 1, "pp": 1, **single.to_json()}]}
     costs = Costs(Profile.from_json(document), cluster)
     assert costs.latency(scheme).micro_batch_ms([4096]) == pytest.approx(expected)
-    assert rival.micro_batch_ms(np.array([4096])) == pytest.approx(expected)
+    assert rival.latency.micro_batch_ms([4096]) == pytest.approx(expected)
     # What goes to other nodes shares the interconnect with that of the node's eight ranks
     rate = hardware.intra_node_rate if sp <= 8 else hardware.inter_node_rate / 8
     sent = (sp - 1 if sp <= 8 else sp - 8) / sp

@@ -4,7 +4,9 @@ row.
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 
 import datasets
 import pytest
@@ -12,6 +14,7 @@ from tokenizers import processors
 from trl_runs import make_tokenizer
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.sampler.data.sft import to_labels
 
 TEMPLATE = (
@@ -58,6 +61,18 @@ def test_tokens_and_texts_stay_as_they_are():
         assert to_labels(dataset) is dataset
 
 
+@pytest.mark.parametrize(
+    "names", [("instruction", "output"), ("question", "answer"), ("prompt", "response")]
+)
+def test_columns_of_other_conventions_are_told_the_names_that_train_them(tokenizer, names):
+    dataset = one(dict(zip(names, ("1 + 1 =", " 2"))))
+    with pytest.raises(HydraConfigError) as refusal:
+        TokenDataset.from_dataset(dataset, context_length=99, tokenize=tokenizer)
+    (advice,) = re.findall(r"dataset\.rename_columns\((.*?)\)", str(refusal.value))
+    renamed = dataset.rename_columns(ast.literal_eval(advice))
+    assert texts(tokenizer, to_labels(renamed, tokenizer)[0]) == ("1 + 1 = 2<eos>", " 2<eos>")
+
+
 def test_chats_go_through_the_template(tokenizer):
     whole = to_labels(one({"messages": CHAT, "id": 7}), tokenizer)
     assert whole.column_names == ["input_ids", "labels"]
@@ -91,6 +106,16 @@ def test_no_end_of_text_between_prompt_and_completion(tokenizer):
     assert texts(tokenizer, made)[0].startswith("a<eos>")
 
 
+def test_a_rendered_prompt_has_one_begin(tokenizer):
+    begin = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", begin)]
+    )
+    for prompt in "ab", "<eos>ab":
+        made = to_labels(one({"prompt": prompt, "completion": "c"}), tokenizer)[0]
+        assert texts(tokenizer, made) == ("<eos>abc<eos>", "c<eos>")
+
+
 def test_turns_of_the_assistant_within_completions(tokenizer):
     chat = {"prompt": CHAT[:1], "completion": CHAT[1:]}
     made = to_labels(one(chat), tokenizer, assistant_only_loss=True)[0]
@@ -111,6 +136,41 @@ def test_each_chat_has_arguments_of_its_own_for_the_template(tokenizer):
     ]
     made = to_labels(datasets.Dataset.from_list(rows), tokenizer)
     assert [texts(tokenizer, row)[0] for row in made] == ["U:hi;A:yo;sad?", "U:hi;A:yo;low"]
+
+
+def parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.content }};{% endfor %}",
+        "{% for m in messages %}{{ m.content + ';' }}{% endfor %}",
+        "{% for m in messages %}{{ m.content | tojson if m.content is not string else m.content }};{% endfor %}",
+        "{% for m in messages %}{{ m.content if m.content is string else '' }};{% endfor %}",
+        "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %};{% endfor %}",
+    ],
+    ids=["written", "added", "as JSON", "left out", "read"],
+)
+def test_contents_may_be_parts_of_text(tokenizer, template):
+    tokenizer.chat_template = template
+    turns = zip(("user", "assistant"), (parts("ab", "c"), parts("d")))
+    chat = [{"role": role, "content": content} for role, content in turns]
+    made = to_labels(one({"messages": chat}), tokenizer)
+    assert tokenizer.decode(made[0]["input_ids"]) == "abc;d;"
+    made = to_labels(one({"prompt": chat[:1], "completion": chat[1:]}), tokenizer)
+    assert texts(tokenizer, made[0]) == ("abc;d;", "d;")
+
+
+def test_parts_that_nothing_reads_are_refused_and_lists_of_tools_are_not(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    image = {"role": "user", "content": [{"type": "image", "url": "a.png"}]}
+    with pytest.raises(HydraConfigError, match="row 0: the content of a message of 'user' is"):
+        to_labels(one({"messages": [image]}), tokenizer)
+    numbers = {"role": "tool", "content": [1, 2]}
+    made = to_labels(one({"messages": [numbers]}), tokenizer)
+    assert tokenizer.decode(made[0]["input_ids"]) == "[1, 2];"
 
 
 def test_a_turn_that_does_not_count_by_its_own_key(tokenizer):

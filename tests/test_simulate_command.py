@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import sys
 from html import escape
 
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 from command_line import accepted, document_of, invoke, refused
 from test_simulator import HISTOGRAM, checkpointing_document, small_profile
 
+from ds_hydra.cli import main
 from ds_hydra.records.timeline import Timeline
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.scheme import Strategy, schemes_of
@@ -42,6 +46,22 @@ def test_one_document_on_stdout_and_the_same_in_the_file(files):
     assert "communication counts nothing" in result.stderr
     events = Timeline.from_json(json.loads(timeline.read_text()))
     assert events.duration_ms > 0
+
+
+def test_results_are_spelled_out_where_stdout_knows_ascii_alone(files, monkeypatch):
+    lengths = files / "längen.json"
+    lengths.write_text((files / "lengths.json").read_text())
+    words = [*arguments(files), "--histogram", lengths, "--systems", "ds_hydra", "--no-spread"]
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "argv", ["ds-hydra", "simulate", *map(str, words)])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    with pytest.raises(SystemExit) as end:
+        main()
+    sys.stdout.flush()
+    text = written.getvalue().decode("ascii")
+    assert end.value.code == 0, text
+    assert re.search(r"ds_hydra +[\d,]+ \+- \d", text), text
+    assert r"l\xe4ngen.json" in text
 
 
 def test_all_iterations_become_a_page_with_strip_and_gantt(files):

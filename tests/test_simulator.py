@@ -88,8 +88,8 @@ def make_workload(**changes) -> Workload:
 
 
 OTHER_SCHEMES = (
-    "zero3", "deepspeed", "deepspeed_ac", "deepspeed_balanced", "deepspeed_degrees", "odc", "flexsp", "fcp",
-    "dynamic_cp", "wlb", "wlb_delay", "chunks",
+    "zero3", "deepspeed", "deepspeed_ac", "deepspeed_balanced", "deepspeed_degrees", "odc", "flexsp", "flexsp_hidden",
+    "fcp", "dynamic_cp", "wlb", "wlb_delay", "chunks",
 )  # fmt: skip
 """Systems whose schemes are none of the profile's."""
 
@@ -245,7 +245,7 @@ def test_what_a_profile_knows_of_sp_changes_neither_baselines_nor_proposals():
 def test_bound_holds_for_every_system(comparison):
     for result in comparison.results:
         if result.name not in OTHER_SCHEMES:
-            is_full = result.name in ("ds_hydra", "full_static")
+            is_full = result.name in ("ds_hydra", "no_tp", "full_static")
             space = comparison.planned["ds_hydra" if is_full else "plain"]
             assert (result.propagation_ms >= space.perfect_balance_ms - 1e-9).all()
     assert all(planned.distance_to_bound >= 0 for planned in comparison.planned.values())
@@ -269,7 +269,7 @@ def test_bound_by_hand():
 
 def test_all_systems_are_there_and_none_static_is_faster(comparison):
     holding = [name for name in SYSTEMS if name != "zero3"]  # one rank holds 60 of 100 tokens
-    assert [r.name for r in comparison.results] == ["ds_hydra", "plain", *holding]
+    assert [r.name for r in comparison.results] == ["ds_hydra", "no_tp", "plain", *holding]
     for name in SYSTEMS:
         if name not in OTHER_SCHEMES:
             assert comparison.speedup(name, of_propagation=True).value >= 0.999, name
@@ -324,7 +324,7 @@ def test_workloads_without_a_meaning(changes, message):
 def test_unknown_system():
     with pytest.raises(
         HydraConfigError,
-        match="system 'alpa' is not known; choose among 32_bit, plain, paper, given",
+        match="system 'alpa' is not known; choose among 32_bit, no_tp, plain, paper, given",
     ):
         Settings(systems=("megatron", "alpa"))
 

@@ -24,7 +24,6 @@ pytestmark = [
 
 DENSE = (
     *(f"parity:{family}" for family in FAMILIES),
-    "parity:llama_tied+tp_sequence_parallel",
     "parity:qwen3+activation_checkpointing",
     "parity_of_others:llama_tied",
 )

@@ -75,9 +75,15 @@ def test_each_rank_fills_its_part_of_the_home():
 def test_one_rank_takes_pp_times_as_long_and_attention_no_less_than_under_tp():
     profile = Profile.load(find_file("profiles", "a800_llama2_32b"))
     found, latency = Costs(profile).single_rank, profile.latency
-    source = {s.pp * latency[s].linear_ms: s for s in latency if s.tp == 1}[found.linear_ms]
+    source = {s.pp * latency[s].constant_ms: s for s in latency if s.tp == 1}[found.constant_ms]
     least = min(s.tp * latency[s].quadratic_ms for s in latency if s.tp > 1 and s.pp == 1)
     assert found.quadratic_ms == least > source.pp * latency[source].quadratic_ms
+    below, kept, above = (
+        found.micro_batch_ms([n]) / (source.pp * latency[source].micro_batch_ms([n]))
+        for n in (1024, 2048, 4096)
+    )
+    assert 0.97 < below < 1 < above
+    assert kept == pytest.approx(1)
     measured = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=0.0)
     entry = {"tp": 1, "pp": 1, **measured.to_json()}
     known = {**PROFILE.document, "schemes": [*PROFILE.document["schemes"], entry]}

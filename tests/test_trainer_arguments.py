@@ -8,6 +8,7 @@ import contextlib
 import inspect
 import logging
 import re
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -860,13 +861,15 @@ def test_padding_hides_what_is_padded():
     assert pad_examples([empty], pad_token_id=9)["input_ids"].tolist() == [[9]]
 
 
-def test_the_progress_bar_shows_the_strategy():
+def test_the_progress_bar_shows_the_strategy(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=len, flush=int))  # as trackers' own
     known = {"strategy": "1x<2,1> + 2x<1,1>", "tokens_per_s": 4971.0, "loss": 6.5}
     flops = [{"tflops_per_device": value, "mfu": float("nan")} for value in (float("nan"), 412.0)]
     metrics = [None, *(SimpleNamespace(**known, **each) for each in flops)]
     callback = StrategyProgressCallback(lambda: metrics[0])
     state = SimpleNamespace(is_world_process_zero=True, max_steps=3, global_step=1)
     callback.on_train_begin(None, state, None)
+    callback.on_prediction_step(None, state, None, eval_dataloader=[])
     callback.on_step_end(None, state, None)
     assert not callback.training_bar.postfix
     metrics.pop(0)

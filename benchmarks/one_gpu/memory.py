@@ -73,10 +73,6 @@ def main() -> None:
     for text in STRATEGIES[options.world]:
         with trying(f"{name}, {text}"):
             measure(f"{name}, {text}", config, text, device)
-    if options.world == 8:
-        with trying(f"{name}: tp_sequence_parallel"):
-            text = "1x<8,1>"
-            measure(f"{name}, {text}, in shards", config, text, device, tp_sequence_parallel=True)
 
 
 def _find_config(name: str) -> PretrainedConfig:
@@ -130,13 +126,7 @@ def expect_bytes(propagator: Propagator, strategy: Strategy, tokens: int) -> tup
     buffers of a push, which are not here; and activations of a token as it has them.
     """
     model, world, scheme = propagator.stage_model, propagator.num_ranks, strategy.schemes[0]
-    config = HydraConfig.model_validate(
-        {
-            "context_length": TOKENS,
-            "tokens_per_iteration": TOKENS,
-            "tp_sequence_parallel": model.tp.cuts_micro_batches,
-        }
-    )
+    config = HydraConfig.model_validate({"context_length": TOKENS, "tokens_per_iteration": TOKENS})
     measured = profiler._measure_memory(propagator, {scheme: strategy}, config, Measurements())
     document = {**nominal_profile(model, [scheme]), **measured}
     table = model.hidden_size * model.vocab_size

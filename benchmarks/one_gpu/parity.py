@@ -56,7 +56,6 @@ CASES: dict[int, tuple[tuple[str, str, Sequence[str], dict[str, Any]], ...]] = {
         ("llama", "bf16", ("1x<sp2,1>", "1x<2,1>"), CUDNN),
         ("qwen3_moe", "bf16", ("1x<sp2,1;ep=2>",), {}),
         ("llama", "fp32", _PARTS, {}),
-        ("llama", "fp32", ("1x<2,1>",), {"tp_sequence_parallel": True}),
         ("llama", "bf16", (*SHORT, "1x<2,1;stream>"), {}),
         ("llama", "fp32", (*STRATEGIES[2], *OTHERS, _PHASES), {}),
     ),

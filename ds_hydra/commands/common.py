@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 import threading
@@ -22,7 +23,7 @@ from ds_hydra.configs.files import (
     write_whole,
 )
 from ds_hydra.errors import HydraConfigError, HydraError
-from ds_hydra.progress import Progress
+from ds_hydra.progress import Progress, is_terminal
 
 if TYPE_CHECKING:
     from ds_hydra.strategy import Profile
@@ -68,6 +69,20 @@ READS_LIKE_DEEPSPEED = (
 WITHOUT_TORCH = "plan, lengths, propose, fit, simulate, search, report"
 
 
+def _spell_out(error: UnicodeError) -> tuple[str, int]:
+    """Return the characters that an encoding lacks in ASCII: ± as +-, others escaped."""
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end].replace("±", "+-")
+    return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
+
+
+SPELL_OUT = "ds_hydra.spell_out"
+"""Error handler of streams for results, whose encoding may be ASCII (`PYTHONIOENCODING`, an old
+locale).
+"""
+codecs.register_error(SPELL_OUT, _spell_out)
+
+
 @contextmanager
 def errors_to_stderr(why_torch: str = "") -> Iterator[None]:
     """End the command with the message of a ds_hydra error, of a path that cannot be used, or of a
@@ -109,7 +124,7 @@ def log(text: str) -> None:
 
 def say_loading() -> None:
     """A line before the imports that take seconds, where somebody looks on."""
-    if sys.stderr.isatty():
+    if is_terminal(sys.stderr):
         log("loading torch, DeepSpeed and transformers")
 
 
@@ -131,7 +146,7 @@ def progress_bar(
 
 @contextmanager
 def _refreshing(bar: Any, inside: Callable[[], str] | None) -> Iterator[None]:
-    if inside is None or not sys.stderr.isatty():
+    if inside is None or not is_terminal(sys.stderr):
         yield
         return
     is_over = threading.Event()

@@ -70,7 +70,7 @@ def doctor(
             def on_hang(report: Report | None) -> None:
                 """This process is in the middle of a collective, which never ends."""
                 if report is not None:
-                    with os.fdopen(stdout, "w") as file:
+                    with os.fdopen(stdout, "w", errors=common.SPELL_OUT) as file:
                         _print(report, out, as_json, file)
                 os._exit(1)
 

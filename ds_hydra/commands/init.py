@@ -105,10 +105,6 @@ def start_config(
     if profile is not None:
         hydra["profile"] = profile
         reasons["hydra.profile"] = "measured for this model on this hardware, comes with ds_hydra"
-        hydra["tp_sequence_parallel"] = True
-        reasons["hydra.tp_sequence_parallel"] = (
-            "as the profile was measured; without it a rank of a TP group keeps whole norms and residual streams"
-        )
     else:
         reasons["hydra.profile"] = (
             "left out: nothing is shipped for this model and hardware, so every start measures it; "

@@ -115,7 +115,7 @@ def _load_tokenizer(name: str | None) -> Tokenize | None:
     if not Path(name).exists() and not is_hub_name(name):
         raise HydraConfigError(f"the tokenizer {name!r} does not exist; expected a file or folder")
     try:
-        if name.endswith(".json"):
+        if name.lower().endswith(".json"):
             from tokenizers import Tokenizer
 
             from ds_hydra.sampler.data.dataset import RawTokenize

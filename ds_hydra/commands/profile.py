@@ -58,12 +58,6 @@ def profile(
         str | None,
         typer.Option(help="Parts of names of linear layers that do not, separated by commas."),
     ] = None,
-    tp_sequence_parallel: Annotated[
-        bool,
-        typer.Option(
-            help="Hold norms and residual stream by shards of a micro-batch under TP, as hydra.tp_sequence_parallel."
-        ),
-    ] = False,
     tp: Annotated[
         str | None, typer.Option(help="TP degrees, e.g. 1,2,4,8; all that fit if not given.")
     ] = None,
@@ -135,7 +129,6 @@ def profile(
                 "compile_layers": compile_layers,
                 "float8": float8,
                 "float8_exclude": float8_exclude.split(",") if float8_exclude else [],
-                "tp_sequence_parallel": tp_sequence_parallel,
                 "profiling": {
                     "lengths": _numbers("--lengths", lengths),
                     "repeats": repeats,

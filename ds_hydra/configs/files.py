@@ -291,7 +291,7 @@ def find_file(kind: Kind, name_or_path: str) -> Path:
 
     Raises HydraConfigError listing the names for one that is not shipped; a path is not looked at.
     """
-    if name_or_path.endswith(".json"):
+    if name_or_path.lower().endswith(".json"):
         return Path(name_or_path)
     names = list_files(kind)
     if name_or_path not in names:

@@ -2,13 +2,14 @@
 write instead where something in it is wrong.
 
 Lengths are tokens, times milliseconds, sizes bytes. Paths are relative to the directory the ranks
-run in.
+run in; one that begins with ~ is in a home folder.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -47,6 +48,16 @@ def _path(value: str) -> str:
     if len(value.encode()) >= 4096 or max(len(part.encode()) for part in value.split("/")) > 255:
         raise ValueError("wanted a path of less than 4096 bytes whose parts have 255 at most")
     return value
+
+
+def _in_home(value: str) -> str:
+    """Return the path with the home folder in place of `~` or `~user`."""
+    path = os.path.expanduser(value)
+    if path.startswith("~"):
+        raise ValueError(
+            f"this machine knows no home folder {value.split('/')[0]}; write the whole path, or ./{value}"
+        )
+    return path
 
 
 ATTENTION_KERNELS = (
@@ -98,7 +109,7 @@ def _strategies(value: object) -> tuple[str, ...] | str | None:
     if value is None:
         return None
     if isinstance(value, str) and value and "<" not in value:
-        return value
+        return _in_home(value)
     if (
         isinstance(value, list | tuple)
         and value
@@ -115,6 +126,7 @@ def _strategies(value: object) -> tuple[str, ...] | str | None:
 Count: TypeAlias = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Index: TypeAlias = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 Text: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(_path)]
+PathText: TypeAlias = Annotated[Text, AfterValidator(_in_home)]
 AttentionName: TypeAlias = Annotated[str, AfterValidator(_attention)]
 
 # Upper bounds: beyond them a run could not start, or would never end.
@@ -258,7 +270,7 @@ class FaultsConfig(_Section):
     code 75.
     """
 
-    save_on_sigterm: Text | None = None
+    save_on_sigterm: PathText | None = None
     """Folder for a checkpoint after the iteration in which any rank gets SIGTERM, then exit code 0;
     null: none. With HydraTrainer it is a `checkpoint-N`: name its output_dir.
     """
@@ -349,7 +361,7 @@ class HydraConfig(_Section):
     of an SP x TP group share a layer's experts).
     """
 
-    profile: Text | None = None
+    profile: PathText | None = None
     """A `ds_hydra.profile/1` file or the name of a shipped one; null measures this machine at the
     start.
     """
@@ -365,7 +377,7 @@ class HydraConfig(_Section):
     text_column: Text = "text"
     """Dataset column to tokenise where there is no `input_ids`; "text" is the custom of the hub."""
 
-    tokenizer: Text | None = None
+    tokenizer: PathText | None = None
     """Path or hub id of the tokenizer; null needs a dataset that holds `input_ids`."""
 
     seed: Annotated[Index, Field(le=MAX_SEED)] = 42
@@ -425,15 +437,7 @@ class HydraConfig(_Section):
     Off: attention's backward adds by atomics, which is faster and takes less memory.
     """
 
-    tp_sequence_parallel: bool = False
-    """Hold residual stream and norms by shards of a micro-batch inside TP groups, as Megatron's
-    `--sequence-parallel`.
-
-    Activations per rank then fall with TP; one more gather for each block in backward. Off:
-    micro-batches are never padded.
-    """
-
-    run_dir: Text | None = None
+    run_dir: PathText | None = None
     """Folder for `metrics.jsonl` and the plans; null writes nothing."""
 
     save_plans: bool = True

@@ -227,22 +227,25 @@ class EngineCandidates:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a profile that was measured on the same number of ranks, so that plans do not
-        depend on a second measurement; on another number, with another
-        `hydra.tp_sequence_parallel` or `hydra.float8`, or where it measured re-pulls or does not
-        know the candidates, the new measurement stands.
+        depend on a second measurement; on another number, with another `hydra.float8` or another
+        way of TP, or where it measured re-pulls or does not know the candidates, the new
+        measurement stands.
         """
         same_ranks = state.get("num_ranks", self.num_ranks) == self.num_ranks
-        was = {"tp_sequence_parallel": False, "float8": None, **state.get("config", {})}
+        was = {"float8": None, **state.get("config", {})}
         profile = state.get("cost_model", {}).get("profile")
-        same_times = same_ranks and all(
-            was[key] == getattr(self.config, key) for key in ("tp_sequence_parallel", "float8")
+        cut = self.stage_model.tp.cuts_micro_batches
+        same_times = (
+            same_ranks
+            and was["float8"] == self.config.float8
+            and (profile or {}).get("tp_sequence_parallel", cut) == cut
+            and not has_re_pulls(profile or {})
         )
-        same_times = same_times and not has_re_pulls(profile or {})
         self._tracker, self._tracked = None, state.get("latency", {}) if same_times else {}
         if state.get("latency") and not same_times and self.is_first_rank:
             logger.warning(
-                "what the checkpoint has learned of measured times is ignored: it is of %s ranks, or another "
-                "hydra.tp_sequence_parallel or hydra.float8",
+                "what the checkpoint has learned of measured times is ignored: it is of %s ranks, of another "
+                "hydra.float8, or of TP ranks with whole micro-batches",
                 state.get("num_ranks"),
             )
         if profile is None or self.config.profile is not None or not same_times:
@@ -300,7 +303,11 @@ class EngineCandidates:
             self._given_document = load_profile(self.config.profile).document
             self.profile = self._fitted(self._given_document)
             self.profile.check_model(**model_facts(self.stage_model))
-            self.profile.check_config(self.config, dtype_of(self.stage_model))
+            self.profile.check_config(
+                self.config,
+                dtype_of(self.stage_model),
+                cuts_micro_batches=self.stage_model.tp.cuts_micro_batches,
+            )
             self.profile = as_the_engine_needs(
                 self.profile, self.stage_model, self.config, self.num_ranks
             )

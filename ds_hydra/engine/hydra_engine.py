@@ -188,7 +188,6 @@ class HydraEngine(CheckpointingEngine):
             model,
             activation_checkpointing=config.activation_checkpointing,
             compile_layers=config.compile_layers,
-            tp_sequence_parallel=config.tp_sequence_parallel,
             aux_loss=config.moe.aux_loss == "sequence",
             neftune_noise_alpha=config.neftune_noise_alpha,
             attention_kernel=config.attention,

@@ -214,15 +214,22 @@ def _worth_keeping(
 
 
 def _alike(gathered: Sequence[GroupMenu]) -> list[list[GroupMenu]]:
-    """All menus of gathered layers together, then those with one TP: between steps with other
-    slices pull and push are seen.
+    """Return which menus of gathered layers are composed together: all, and those of one TP.
+
+    Each again without checkpointed layers. Between steps with other slices pull and push are seen.
+    Longer steps with checkpointed layers look fast to a search that goes step by step, and the
+    whole iteration may be slower.
     """
-    by_tp: dict[int, list[GroupMenu]] = {}
-    for menu in gathered:
-        if len({scheme.tp for scheme in menu.schemes}) == 1:
-            by_tp.setdefault(menu.schemes[0].tp, []).append(menu)
-    of_one_tp = [by_tp[tp] for tp in sorted(by_tp) if len(by_tp[tp]) < len(gathered)]
-    return [list(gathered), *of_one_tp]
+    light = [menu for menu in gathered if not any(scheme.ckpt for scheme in menu.schemes)]
+    choices: dict[tuple[tuple[Scheme, ...], ...], list[GroupMenu]] = {}
+    for menus in (list(gathered), light):
+        tps = [{scheme.tp for scheme in menu.schemes} for menu in menus]
+        of_one_tp = [
+            [m for m, own in zip(menus, tps) if own == {tp}] for tp in sorted(set().union(*tps))
+        ]
+        for choice in filter(None, (menus, *of_one_tp)):
+            choices.setdefault(tuple(menu.schemes for menu in choice), choice)
+    return list(choices.values())
 
 
 def _fastest(

@@ -58,7 +58,7 @@ from ds_hydra.engine.ranks.agreement import raise_together, run_together
 from ds_hydra.engine.ranks.watchdog import call_together, names_losses
 from ds_hydra.environment import warn_of_versions
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.progress import Progress, no_bars_in_files
+from ds_hydra.progress import Progress, is_terminal, no_bars_in_files
 from ds_hydra.records.metrics import IterationMetrics, describe_flops
 from ds_hydra.trainer.arguments import (
     Note,
@@ -632,7 +632,7 @@ class StrategyProgressCallback(ProgressCallback):
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """As transformers, where somebody looks on."""
-        if sys.stderr.isatty():
+        if is_terminal(sys.stderr):
             super().on_prediction_step(args, state, control, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

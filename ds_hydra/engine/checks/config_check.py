@@ -313,7 +313,6 @@ class _Budget:
                 device=torch.device("meta"),
                 num_ranks=self._report.num_devices,
                 activation_checkpointing=self._hydra.activation_checkpointing,
-                tp_sequence_parallel=self._hydra.tp_sequence_parallel,
                 float8=self._hydra.float8,
                 float8_exclude=self._hydra.float8_exclude,
             )
@@ -355,7 +354,11 @@ class _Budget:
             report.profile = f"{name}: {known.document.get('source', 'of unknown source')}"
             if self._stage_model is not None:
                 known.check_model(**model_facts(self._stage_model))
-            known.check_config(hydra, str(self._dtype).removeprefix("torch."))
+                known.check_config(
+                    hydra,
+                    str(self._dtype).removeprefix("torch."),
+                    cuts_micro_batches=self._stage_model.tp.cuts_micro_batches,
+                )
             self._say_what_was_measured(name, known)
             if self._request.device is not None:
                 report.warnings.append(
@@ -385,10 +388,10 @@ class _Budget:
                 f"time and memory below are a roofline of {hardware.name}, nothing is measured; activations "
                 f"{'are recomputed' if hydra.activation_checkpointing else 'are as large as in the shipped profiles'}"
             )
-            if not hydra.tp_sequence_parallel and any(scheme.tp > 1 for scheme in known.latency):
+            if self._stage_model.uncut_because and any(scheme.tp > 1 for scheme in known.latency):
                 report.assumed.append(
-                    "under TP they are larger without hydra.tp_sequence_parallel, which the shipped profiles had: "
-                    "norms and residual stream are whole on every rank"
+                    "under TP they are larger than in the shipped profiles: norms and residual stream are whole on "
+                    f"every rank, because {self._stage_model.uncut_because}"
                 )
         elif hydra.activation_checkpointing and "activation_checkpointing" not in known.document:
             report.assumed.append(

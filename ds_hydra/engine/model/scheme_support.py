@@ -176,12 +176,6 @@ def _check_tensor_parallel(scheme: Scheme, of: StageModel, name: str) -> None:
             f"scheme {scheme}: the tp plan of {name} has styles that ds_hydra does not run, "
             f"as for fused weights: {', '.join(refused)}; use TP 1 in hydra.strategies"
         )
-    if of.uncut_because:
-        raise UnsupportedModelError(
-            f"scheme {scheme}: hydra.tp_sequence_parallel wants column-wise layers in blocks (attention, MLP) that "
-            f"end in one row-wise layer, and in {name} {of.uncut_because}; set "
-            "hydra.tp_sequence_parallel to false, or use TP 1 in hydra.strategies"
-        )
     of.float8.check_scheme(scheme)
 
 

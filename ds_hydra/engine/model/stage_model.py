@@ -83,7 +83,6 @@ class StageModel:
         *,
         activation_checkpointing: bool = False,
         compile_layers: bool = False,
-        tp_sequence_parallel: bool = False,
         aux_loss: bool = True,
         neftune_noise_alpha: float = 0.0,
         simulated_tp_size: int = 1,
@@ -95,9 +94,7 @@ class StageModel:
         decoder_parts.check_supported(model)
         check_user_code(model)
         self.abilities = abilities = abilities or scheme_support.ModelAbilities()
-        self.tp = TensorParallel(
-            cuts_micro_batches=tp_sequence_parallel, simulated_tp_size=simulated_tp_size
-        )
+        self.tp = TensorParallel(simulated_tp_size=simulated_tp_size)
         self.ep = ExpertParallel(self.tp)
         memo = {id(p): decoder_parts.on_meta(p) for p in model.parameters()}
         try:
@@ -161,15 +158,20 @@ class StageModel:
         for module in (self._embedding, *self.layers):
             module.register_forward_hook(self._after_layer)
         bindings = [binding for unit in self.units for binding in unit.bindings]
+        fqn_of = {(module, name): named[param][0] for module, name, param in bindings}
+        blocks, self.uncut_because = self._find_blocks(fqn_of)
+        """Blocks that gather a micro-batch under TP, or why the model has none: then every rank of
+        a group has whole micro-batches.
+        """
+        self.tp.cuts_micro_batches = not self.uncut_because
         self.specs = build_specs(
             named,
             self._base,
             bindings=bindings,
             vocabulary=(head, self._embedding),
-            cuts_micro_batches=tp_sequence_parallel,
+            cuts_micro_batches=self.tp.cuts_micro_batches,
         )
         spec_of = {(module, name): self.specs[param] for module, name, param in bindings}
-        fqn_of = {at: spec.fqn for at, spec in spec_of.items()}
         self.unplanned = find_unplanned(self._base, fqn_of)
         """Parameters between sliced layers of which the tp plan should tell."""
         self.balance = ExpertBalance(self.model, self.layers, self.tp, with_loss=aux_loss)
@@ -186,8 +188,8 @@ class StageModel:
         )
         decoder_parts.check_weights(named)
         self._hook(neftune_noise_alpha)
-        self.uncut_because = self._hook_blocks(head, fqn_of) if tp_sequence_parallel else ""
-        """Why micro-batches cannot be cut in TP groups, or ""."""
+        for block in [*blocks, head] if self.tp.cuts_micro_batches else ():
+            hook_block(block, self.tp)
         for module in (*(m for layer in self.layers for m in layer.modules()), head):
             hook_linear(module, self.tp)
         self._forward.hook_head()  # after its block has gathered shards
@@ -407,25 +409,26 @@ class StageModel:
             hook_dispatch(module, self.ep)
         hook_embedding(self._embedding, self.tp, partial(add_neftune, alpha=neftune))
 
-    def _hook_blocks(self, head: nn.Module, fqn_of: Mapping[tuple[nn.Module, str], str]) -> str:
-        """Gather micro-batches before attention, MLPs and head; why the model has no such blocks,
-        or "".
+    def _find_blocks(
+        self, fqn_of: Mapping[tuple[nn.Module, str], str]
+    ) -> tuple[list[nn.Module], str]:
+        """Return attention and MLP blocks, which gather a micro-batch before their column-wise
+        layers, and "", or nothing and why the model has no such blocks.
         """
         sides = module_sides(self._base)
         inside = {module for layer in self.layers for module in layer.modules()}
         if outside := [n for n, m in self._base.named_modules() if m in sides and m not in inside]:
-            return f"{outside[0]} is sliced outside of the layers"
+            return [], f"{outside[0]} is sliced outside of the layers"
         if not self.has_plain_embedding:
-            return "more than an embedding runs before the layers"
+            return [], "more than an embedding runs before the layers"
         try:
             blocks = [block for layer in self.layers for block in find_blocks(layer, sides)]
         except ValueError as error:
-            return str(error)
-        for block in [*blocks, head]:
-            hook_block(block, self.tp)
+            return [], str(error)
         # They see all tokens on every rank, others a shard
-        between = find_unplanned(self._base, fqn_of, beside=GATHERED)
-        return f"{between[0]} sees features that ranks exchange whole" if between else ""
+        if between := find_unplanned(self._base, fqn_of, beside=GATHERED):
+            return [], f"{between[0]} sees features that ranks exchange whole"
+        return blocks, ""
 
     def _before_unit(self, module: nn.Module, _args: Any) -> None:
         for index in self._await_unit.get(module, ()):

@@ -2,7 +2,7 @@
 sequence parallelism between them.
 
 [Note: Shards of a micro-batch]
-Under `hydra.tp_sequence_parallel` residual stream and norms are not repeated on every rank of a TP
+Where the model allows it, residual stream and norms are not repeated on every rank of a TP
 group: a rank has T / TP tokens of a micro-batch, of a sequence shard of it under SP (Korthikanti et
 al. 2022, "Reducing Activation Recomputation in Large Transformer Models", Sec. 4.2.2). Before a
 block (attention, MLP, head) shards are all-gathered, after it partial outputs are reduce-scattered,

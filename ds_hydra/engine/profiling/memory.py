@@ -89,7 +89,7 @@ def as_the_engine_needs(
         hardware["reserved_bytes"] = max(
             hardware["reserved_bytes"], _CONTEXT_BYTES + _communicator_bytes(num_devices)
         )
-    cut = config.tp_sequence_parallel
+    cut = stage_model.tp.cuts_micro_batches
     changed = {"memory": memory, "hardware": hardware, "tp_sequence_parallel": cut}
     return Profile.from_json({**document, **changed})
 
@@ -120,7 +120,7 @@ def traced_activation(stage_model: StageModel, tp: int, config: HydraConfig) -> 
             tp=tp,
             dtype=stage_model.params[0].dtype,
             checkpointing=config.activation_checkpointing,
-            tp_sequence_parallel=config.tp_sequence_parallel,
+            tp_sequence_parallel=stage_model.tp.cuts_micro_batches,
         )
     except UnsupportedModelError:
         return None

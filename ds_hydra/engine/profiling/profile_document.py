@@ -214,7 +214,7 @@ def describe_measured(
         "hardware": hardware,
         "model": describe_model(stage_model),
         "dtype": dtype_of(stage_model),
-        "tp_sequence_parallel": config.tp_sequence_parallel,
+        "tp_sequence_parallel": stage_model.tp.cuts_micro_batches,
         "activation_checkpointing": config.activation_checkpointing,
         "compile_layers": config.compile_layers,
         "deterministic": config.deterministic,
@@ -466,9 +466,9 @@ def estimate_profile(
     """A profile that nobody has measured: roofline of `hardware`, states counted from the dtypes in
     use.
 
-    Recomputed layers keep their input, 2 TP bytes (2 with `hydra.tp_sequence_parallel`) for each
-    token and hidden unit of 1/TP of a micro-batch, and one of L layers is whole at a time; their
-    forward counts twice in T.
+    Recomputed layers keep their input, 2 bytes for each token and hidden unit of 1/TP of a
+    micro-batch (2 TP where TP ranks hold whole micro-batches). One of L layers is whole at a time.
+    Their forward counts twice in T.
     """
     fields, family = _fields(stage_model), stage_model.config.model_type
     shape, heads = describe_config(fields, family)
@@ -481,7 +481,7 @@ def estimate_profile(
 
     def activation_bytes(tp: int) -> float:
         kept = shape.activation_bytes(tp)
-        inputs = 2.0 if hydra.tp_sequence_parallel else 2.0 * tp
+        inputs = 2.0 if stage_model.tp.cuts_micro_batches else 2.0 * tp
         return inputs + kept / layers if hydra.activation_checkpointing else kept
 
     document = predict_profile(
@@ -500,7 +500,7 @@ def estimate_profile(
     )
     document["model"]["parameters"] = count_parameters(stage_model).to_json()
     document["model"]["unpriced"] = list(read_decoder(fields, family).unpriced)
-    document["tp_sequence_parallel"] = hydra.tp_sequence_parallel
+    document["tp_sequence_parallel"] = stage_model.tp.cuts_micro_batches
     document["float8"] = hydra.float8
     document["activation_checkpointing"] = hydra.activation_checkpointing
     if hydra.activation_checkpointing:

@@ -3,8 +3,8 @@ the profile; also how much slower computation and gradient synchronisation run b
 (Galvatron-BMW, §V).
 
 On one device the compute of every TP slice is measured, and communication is computed. A slice is
-the model as one rank of a TP group sees it: whole hidden states (with `hydra.tp_sequence_parallel`
-its shard of them between blocks), its share of heads, MLP and vocabulary. It is timed with two
+the model as one rank of a TP group sees it: its shard of hidden states between blocks (all of them
+where the model allows no shards), its share of heads, MLP and vocabulary. It is timed with two
 numbers of layers, whose difference is the time of a layer, so that the model itself need not fit on
 the device.
 """
@@ -246,7 +246,6 @@ def _prepare(
             attention_kernel=request.config.attention,
             float8=request.config.float8,
             float8_exclude=request.config.float8_exclude,
-            tp_sequence_parallel=request.config.tp_sequence_parallel,
         )
     return model_config, stage_model, _schemes(request, stage_model, num_devices)
 
@@ -310,7 +309,6 @@ def _identity(
         "deterministic": config.deterministic,
         "float8": config.float8,
         "float8_exclude": list(config.float8_exclude),
-        "tp_sequence_parallel": config.tp_sequence_parallel,
         "profiling": config.profiling.model_dump(mode="json"),
         "schemes": [str(scheme) for scheme in schemes],
         "num_ranks": num_ranks,
@@ -440,7 +438,7 @@ def profile_slices(
     }
     num_layers, hidden_size = stage_model.num_layers, stage_model.hidden_size
     interconnects = topology.interconnects()
-    cuts_micro_batches = config.tp_sequence_parallel
+    cuts_micro_batches = stage_model.tp.cuts_micro_batches
     passes = (12 if config.activation_checkpointing else 8) + (2 if cuts_micro_batches else 0)
     entries = []
     for scheme in schemes:
@@ -507,7 +505,6 @@ def _measure_slice(
             attention_kernel=config.attention,
             float8=config.float8,
             float8_exclude=config.float8_exclude,
-            tp_sequence_parallel=config.tp_sequence_parallel,
             simulated_tp_size=tp,
         )
         propagators[Slice(tp, num_layers)] = Propagator(stage_model, device=device, max_groups=2)
@@ -580,7 +577,7 @@ def _token_bytes(
             tp=many.tp,
             dtype=dtype,
             checkpointing=config.activation_checkpointing,
-            tp_sequence_parallel=config.tp_sequence_parallel,
+            tp_sequence_parallel=propagators[many].stage_model.tp.cuts_micro_batches,
         )
         layer = traced.kept_bytes / traced.num_tokens
         if config.activation_checkpointing:  # one layer at a time is there as a whole

@@ -249,7 +249,7 @@ def simulate(
         _add_expected(document, loaded, found)
         write_document(document, out)
         if timeline is not None:
-            count = len(found[0].plans) if timeline.suffix == ".jsonl" else 1
+            count = len(found[0].plans) if timeline.suffix.lower() == ".jsonl" else 1
             write_documents(
                 (
                     found[0].simulate(position, timeline_of).timeline().to_json()
@@ -502,7 +502,7 @@ def _compare(
             show(next(steps), 1 + len(settings.systems) + int(spread))
 
         found = compare(workload, settings, progress=begin, run_each=run_each, inside=_tell)
-        optional = ("given", "paper", "32_bit")
+        optional = ("given", "paper", "32_bit", "no_tp")
         left_out = [n for n in settings.systems if n not in optional and found.get(n) is None]
         if left_out:
             log(f"left out, because nothing that they run fits the context: {', '.join(left_out)}")

@@ -17,6 +17,7 @@ from ds_hydra.lab.simulator.systems import (
     DS_HYDRA,
     GRADIENTS_32_BIT,
     LABELS,
+    NO_TP,
     OUR_SYSTEMS,
     PAPER,
     PLAIN,
@@ -32,6 +33,7 @@ from ds_hydra.sampler.sample_bench import (
     CandidateSettings,
     TellProgress,
 )
+from ds_hydra.strategy.cost_models.costs import CanRun
 from ds_hydra.strategy.profiles.profile import Profile, with_engine_states
 from ds_hydra.strategy.proposal.program import (
     ProposalSettings,
@@ -90,6 +92,9 @@ def compare(
         jobs[GRADIENTS_32_BIT] = partial(
             _run_in_space, GRADIENTS_32_BIT, workload, pushing, settings, candidates
         )
+    if NO_TP in settings.systems and not is_plain:
+        candidates = given.get(NO_TP)
+        jobs[NO_TP] = partial(_run_without_tp, NO_TP, workload, own, settings, candidates)
     for name, each in ((PLAIN, own), (PAPER, scenario)):
         # Where the profile has the engine's memory already, PAPER would be PLAIN again
         if name in settings.systems and (name == PLAIN or each.profile is not own.profile):
@@ -173,6 +178,26 @@ def _run_in_space(
         known += tuple(scheme.staying for scheme in known)
     profile = _with_seen_traffic(world.costs.table(known), own.seen)
     return _run_strategies(name, own.knowing(profile), strategies, schemes)
+
+
+def _run_without_tp(
+    name: str,
+    workload: Workload,
+    own: Scenario,
+    settings: Settings,
+    candidates: tuple[Strategy, ...] | None,
+) -> Planned | None:
+    """ds_hydra in the full space of a model that no TP group runs, None where that does not fit the
+    context.
+    """
+    own = replace(own, can_run=partial(_is_without_tp, own.can_run))
+    if candidates is None and not _fits_extended(workload, own):
+        return None
+    return _run_in_space(name, workload, own, settings, candidates)
+
+
+def _is_without_tp(can_run: CanRun, scheme: Scheme) -> bool:
+    return scheme.tp == 1 and can_run(scheme)
 
 
 def _with_seen_traffic(profile: Profile, share: float | None) -> Profile:

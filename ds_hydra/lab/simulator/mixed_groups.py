@@ -39,21 +39,21 @@ _MOST_CUTS = 4000
 """Ways to cut the ranks that FCP tries all: those of up to 32 into groups of any size."""
 
 
-def flexsp(scenario: Scenario, *, name: str) -> SystemResult | None:
+def flexsp(scenario: Scenario, *, name: str, hides_exchanges: bool = False) -> SystemResult | None:
     """FlexSP: ZeRO-3, groups of Ulysses sequence parallelism of sizes chosen for each micro-batch,
     with activation checkpointing of some layers, all or none. See [Note: Mixed groups]. None where
-    nothing holds the context.
+    nothing holds the context. `hides_exchanges`: as ds_hydra does.
     """
     choices = []
     for checkpointed in PARTIAL:
-        groups = list(sharded_groups(scenario, [checkpointed]))
+        groups = list(sharded_groups(scenario, [checkpointed], hides_exchanges=hides_exchanges))
         if groups:
             mixed = MixedGroups(
                 scenario.num_devices,
                 [group.size for group in groups],
                 [group.max_len for group in groups],
-                [group.terms[2] for group in groups],
-                [group.sequences_ms for group in groups],
+                [group.latency.constant_ms for group in groups],
+                [group.latency.sequences_ms for group in groups],
             )
             choices.append(mixed)
     return _in_steps(scenario, choices, name)

@@ -281,10 +281,11 @@ def dynamic(
     return summarize(name, "; ".join(shares), outcomes), plans
 
 
-DS_HYDRA, GRADIENTS_32_BIT, PLAIN, PAPER = "ds_hydra", "32_bit", "plain", "paper"
+DS_HYDRA, GRADIENTS_32_BIT, NO_TP, PLAIN, PAPER = "ds_hydra", "32_bit", "no_tp", "plain", "paper"
 OUR_SYSTEMS = {
     DS_HYDRA: "ds_hydra",
     GRADIENTS_32_BIT: "ds_hydra, 32-bit gradients",
+    NO_TP: "ds_hydra without TP",
     PLAIN: "ds_hydra, <TP,PP> alone",
     PAPER: "the same, memory of the paper",
 }
@@ -337,6 +338,9 @@ SYSTEMS = {
     ),
     "odc": System("ODC", partial(_on_zero3, odc)),
     "flexsp": System("FlexSP", partial(_on_zero3, flexsp)),
+    "flexsp_hidden": System(
+        "FlexSP, exchanges hidden as ours", partial(_on_zero3, flexsp, hides_exchanges=True)
+    ),
     "fcp": System("FCP", partial(_on_zero3, fcp)),
     "dynamic_cp": System("Megatron-Core, dynamic CP", dynamic_cp),
     "wlb": System("WLB-LLM, no delay", partial(wlb, delays=False)),

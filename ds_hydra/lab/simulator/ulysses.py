@@ -64,6 +64,8 @@ class ShardedGroup:
     num_heads: int
     checkpointed: float
     max_len: int
+    hides_exchanges: bool = False
+    """Whether heads travel in parts beside attention to others, as ds_hydra's do."""
 
     @property
     def num_groups(self) -> int:
@@ -75,49 +77,41 @@ class ShardedGroup:
         return f"DP{self.num_groups} SP{self.size}" + (f" AC{layers}" if self.checkpointed else "")
 
     @cached_property
-    def terms(self) -> tuple[float, float, float]:
-        """Coefficients of l^2 and l of a sequence, and the constant of a micro-batch, in ms."""
-        one, two = 1 << 10, 1 << 11
-        nothing, once, twice = (
-            self.micro_batch_ms(np.array(lengths, dtype=np.int64)) for lengths in ([], [one], [two])
+    def latency(self) -> LatencyModel:
+        """T of a micro-batch of the group."""
+        busiest = -(-self.num_heads // self.size) * self.size / self.num_heads
+        single = replace(self.single, quadratic_ms=self.single.quadratic_ms * busiest)
+        shared, again = single.shared(self.size), 1 + RECOMPUTE * self.checkpointed
+        sp, cluster = Scheme(1, 1, sp=self.size), self.scenario.cluster
+        if self.size == 1 or cluster is None:
+            return shared.scaled(again)
+        if self.hides_exchanges:
+            return self.scenario.costs.with_exchanges(shared, sp).scaled(again)
+        more = sequence_parallel_latency(cluster.shape, cluster.hardware, sp)
+        assert more is not None
+        # Recomputation exchanges once more beside forward and backward
+        passes = 1 + self.checkpointed / 2
+        shared = shared.scaled(again)
+        return replace(
+            shared,
+            linear_ms=shared.linear_ms + passes * more.linear_ms,
+            constant_ms=shared.constant_ms + passes * more.constant_ms,
         )
-        quadratic = (twice - 2 * once + nothing) / (two**2 - 2 * one**2)
-        return quadratic, (once - nothing) / one - quadratic * one, nothing
-
-    def sequences_ms(self, lengths: IntArray) -> FloatArray:
-        """What each sequence adds to the time of its micro-batch: a l^2 + b l."""
-        quadratic, linear, _ = self.terms
-        return np.array((quadratic * lengths + linear) * lengths, dtype=np.float64)
 
     def times_ms(
         self, lengths: IntArray, micro_batches: Sequence[MicroBatches]
     ) -> list[FloatArray]:
         """T of the micro-batches of each group; 0.0 of empty ones."""
+        work = self.latency.sequences_ms(lengths)
         return [
-            np.array([self.micro_batch_ms(lengths[m]) if len(m) else 0.0 for m in own])
+            np.array([packed_ms(self.latency, work[m]) if len(m) else 0.0 for m in own])
             for own in micro_batches
         ]
 
-    def micro_batch_ms(self, lengths: IntArray) -> float:
-        """T of a micro-batch of `lengths`."""
-        busiest = -(-self.num_heads // self.size) * self.size / self.num_heads
-        single = replace(self.single, quadratic_ms=self.single.quadratic_ms * busiest)
-        compute = (
-            packed_ms(single, single.sequences_ms(lengths)) - single.constant_ms
-        ) / self.size + single.constant_ms
-        compute *= 1 + RECOMPUTE * self.checkpointed
-        cluster = self.scenario.cluster
-        if self.size == 1 or cluster is None:
-            return compute
-        sp = Scheme(1, 1, sp=self.size)
-        more = sequence_parallel_latency(cluster.shape, cluster.hardware, sp)
-        assert more is not None
-        # Recomputation exchanges once more beside forward and backward
-        passes = 1 + self.checkpointed / 2
-        return compute + passes * (more.linear_ms * int(lengths.sum()) + more.constant_ms)
 
-
-def sharded_groups(scenario: Scenario, checkpointing: Sequence[float]) -> Iterator[ShardedGroup]:
+def sharded_groups(
+    scenario: Scenario, checkpointing: Sequence[float], *, hides_exchanges: bool = False
+) -> Iterator[ShardedGroup]:
     """Groups of every power of two that divides the devices, has a head for each rank and holds one
     token at least, smallest first; none where the profile has no <1,PP>.
     """
@@ -136,6 +130,7 @@ def sharded_groups(scenario: Scenario, checkpointing: Sequence[float]) -> Iterat
                 num_heads=heads,
                 checkpointed=checkpointed,
                 max_len=max_len,
+                hides_exchanges=hides_exchanges,
             )
 
 
@@ -246,7 +241,7 @@ def balanced_ulysses(
 
     def place(group: ShardedGroup, lengths: IntArray) -> list[Sequence[MicroBatches]]:
         found: list[Sequence[MicroBatches]] = []
-        work = group.sequences_ms(lengths)
+        work = group.latency.sequences_ms(lengths)
         num_groups = group.num_groups
         for by_steps in (False, True):
             num_steps = max(1, -(-int(lengths.sum()) // (group.max_len * num_groups)))
@@ -273,7 +268,9 @@ def odc(scenario: Scenario, *, name: str) -> SystemResult | None:
 
     def place(group: ShardedGroup, lengths: IntArray) -> list[Sequence[MicroBatches]]:
         return [
-            pack_balanced(lengths, group.sequences_ms(lengths), group.max_len, group.num_groups)
+            pack_balanced(
+                lengths, group.latency.sequences_ms(lengths), group.max_len, group.num_groups
+            )
         ]
 
     return _tuned(scenario, place, without_lockstep, PARTIAL, name)

@@ -6,15 +6,18 @@ The only file of the planner's packages that reads data (through `datasets`).
 from __future__ import annotations
 
 import copy
+import errno
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 import datasets
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from datasets.fingerprint import Hasher
 
 from ds_hydra.errors import HydraConfigError, HydraDataError
 from ds_hydra.progress import no_bars_in_files
@@ -44,6 +47,7 @@ _TOKENS_PER_READ = 1 << 21
 """Bounds the memory of a read where rows are long: some 16 bytes a token."""
 _TEXT_BYTES_PER_BATCH = 1 << 24
 _TEXTS_PER_BATCH = 1000
+_CANNOT_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class RawTokenizer(Protocol):
@@ -324,7 +328,7 @@ def _tokenize_dataset(
     if text_column not in dataset.column_names:
         raise HydraConfigError(
             f"the dataset has neither 'input_ids' nor the text column {text_column!r}, but the columns "
-            f"{columns}; {hint_for(dataset.column_names) or 'set hydra.text_column to one of them'}"
+            f"{columns}; {hint_for(dataset.column_names, 'set hydra.text_column to one of them')}"
         )
     feature = dataset.features[text_column]
     if not isinstance(feature, datasets.Value) or feature.dtype not in ("string", "large_string"):
@@ -340,20 +344,20 @@ def _tokenize_dataset(
     per_text = max(1, dataset.data.nbytes // max(1, len(dataset.data)))
     batch_size = min(_TEXTS_PER_BATCH, max(1, _TEXT_BYTES_PER_BATCH // per_text))
     try:
-        return dataset.map(
-            _tokenize_batch,
+        return map_rows(
+            dataset,
+            tokenize_texts,
+            datasets.Features({"input_ids": datasets.Sequence(datasets.Value("int32"))}),
+            num_proc,
             batched=True,
             batch_size=batch_size,
             writer_batch_size=batch_size,
             input_columns=[text_column],
-            remove_columns=dataset.column_names,
-            features=datasets.Features({"input_ids": datasets.Sequence(datasets.Value("int32"))}),
             fn_kwargs={
                 "tokenize": tokenize,
                 "eos_token_id": getattr(tokenize, "eos_token_id", None) if append_eos else None,
             },
             desc="tokenising",
-            num_proc=None if num_proc is None else min(num_proc, len(dataset)),
         )
     except UnicodeDecodeError as error:  # pyarrow does not look at what a JSON file holds
         raise HydraDataError(
@@ -362,14 +366,72 @@ def _tokenize_dataset(
         ) from error
 
 
-def _tokenize_batch(
+def map_rows(
+    dataset: datasets.Dataset,
+    function: Callable[..., Any],
+    features: datasets.Features,
+    num_proc: int | None,
+    **options: Any,
+) -> datasets.Dataset:
+    """Return what `function` makes of the rows of `dataset`, in place of all their columns.
+
+    It is computed once and found in the cache of `datasets` later, which is beside the dataset's
+    files, or in the user's own cache where nobody may write there (a mount that is read-only).
+    `datasets` knows a function of a package by its name: one whose results change gets a new one.
+    Raises HydraDataError where there is no folder to write to.
+    """
+
+    def run(**more: Any) -> datasets.Dataset:
+        return dataset.map(
+            function,
+            remove_columns=dataset.column_names,
+            features=features,
+            num_proc=None if num_proc is None else min(num_proc, len(dataset)),
+            **options,
+            **more,
+        )
+
+    try:
+        return run()
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE or not dataset.cache_files:
+            raise
+        beside = Path(dataset.cache_files[0]["filename"]).parent
+    key = Hasher.hash((dataset._fingerprint, function, options))
+    folder = Path(datasets.config.HF_DATASETS_CACHE, "ds_hydra")
+    try:
+        return run(cache_file_name=str(folder / f"cache-{key}.arrow"))
+    except OSError as error:
+        raise HydraDataError(
+            f"the tokens of the dataset can be written neither beside it, into {beside}, nor into {folder}: "
+            f"{error.strerror}; set HF_DATASETS_CACHE to a folder that this user may write to"
+        ) from error
+
+
+def tokenize_texts(
     texts: list[str | None], tokenize: Tokenize, eos_token_id: int | None
 ) -> dict[str, list[list[int]]]:
-    batch = [list(ids) for ids in tokenize([text or "" for text in texts])["input_ids"]]
-    for ids in batch:
-        if eos_token_id is not None and ids[-1:] != [eos_token_id]:
-            ids.append(eos_token_id)
+    """Return {"input_ids": the tokens of each text}, which end with `eos_token_id` if given and
+    have one begin, whether the tokenizer puts it there or the text has it (one that a chat template
+    has rendered).
+    """
+    batch = []
+    for ids in tokenize([text or "" for text in texts])["input_ids"]:
+        tokens = without_second_begin(list(ids), tokenize)
+        if eos_token_id is not None and tokens[-1:] != [eos_token_id]:
+            tokens.append(eos_token_id)
+        batch.append(tokens)
     return {"input_ids": batch}
+
+
+def without_second_begin(tokens: list[int], tokenize: Callable[..., Any]) -> list[int]:
+    """Return the tokens of a text, without the begin that `tokenize` put before the text's own."""
+    if len(tokens) < 2 or tokens[0] != tokens[1]:
+        return tokens
+    # What stands before any text, and is not the end of an empty one
+    empty, letter = tokenize(["", "a"])["input_ids"]
+    is_begin = list(empty[:1]) == list(letter[:1]) == tokens[:1]
+    return tokens[1:] if is_begin else tokens
 
 
 def _is_plain(dataset: datasets.Dataset) -> bool:
@@ -413,14 +475,8 @@ def _is_trivial(table: pa.Table) -> bool:
 def _convert_dataset(dataset: datasets.Dataset, num_proc: int | None) -> datasets.Dataset:
     """`dataset` with what `to_example` makes of each row in place of all its columns."""
     tokens = datasets.Sequence(datasets.Value("int64"))
-    return dataset.map(
-        _convert_row,
-        with_indices=True,
-        remove_columns=dataset.column_names,
-        features=datasets.Features({"input_ids": tokens, "labels": tokens}),
-        desc="labels",
-        num_proc=None if num_proc is None else min(num_proc, len(dataset)),
-    )
+    features = datasets.Features({"input_ids": tokens, "labels": tokens})
+    return map_rows(dataset, _convert_row, features, num_proc, with_indices=True, desc="labels")
 
 
 def _convert_row(row: Mapping[str, Any], index: int) -> dict[str, IntArray]:

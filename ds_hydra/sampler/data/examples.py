@@ -119,14 +119,34 @@ def find_unread(columns: Iterable[str], text_column: str = "text") -> list[str]:
     return [name for name in columns if name not in read]
 
 
-def hint_for(columns: Iterable[str]) -> str:
-    """What to rename where `columns` are those of another convention; "" where they are not."""
+_PAIRS = {
+    "prompt": ("prompt", "instruction", "question", "query"),
+    "completion": ("completion", "output", "response", "answer"),
+}
+"""Names of prompts and completions in the data of others: Alpaca, Dolly, GSM8K, UltraFeedback."""
+
+
+def hint_for(columns: Collection[str], otherwise: str) -> str:
+    """Return what to do with `columns` that nothing reads: turn those of a known convention into
+    ours, or else `otherwise`.
+
+    >>> hint_for(["question", "completion"], "name the text")
+    "rename them: dataset.rename_columns({'question': 'prompt'}), or name the text"
+    """
     if "conversations" in columns:
         return (
             "turn 'conversations' (from, value) into 'messages' with the keys role (system, user, assistant) and "
-            "content"
+            f"content, or {otherwise}"
         )
-    return ""
+    found = {
+        new: next((name for name in names if name in columns), None)
+        for new, names in _PAIRS.items()
+    }
+    if None in found.values():
+        return otherwise
+    renamed = {old: new for new, old in found.items() if old != new}
+    joined = f"put 'input' into {found['prompt']!r} and " if "input" in columns else ""
+    return f"{joined}rename them: dataset.rename_columns({renamed}), or {otherwise}"
 
 
 def to_example(

@@ -27,7 +27,7 @@ from ds_hydra.configs.files import (
 )
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import no_bars_in_files
-from ds_hydra.sampler.data.dataset import TokenDataset, Tokenize
+from ds_hydra.sampler.data.dataset import TokenDataset, Tokenize, tokenize_texts
 from ds_hydra.sampler.data.examples import IGNORED_LABEL, hint_for, to_example
 from ds_hydra.sampler.data.sft import find_conversion, to_labels
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
@@ -168,9 +168,9 @@ def _data_files(path: Path) -> tuple[list[Path], str]:
 
 
 def _suffix(file: Path) -> str:
-    """How `file` ends, without what says that it is compressed."""
-    name = file.with_suffix("") if file.suffix in _COMPRESSED else file
-    return name.suffix
+    """Return how `file` ends, in lower case and without what says that it is compressed."""
+    name = file.with_suffix("") if file.suffix.lower() in _COMPRESSED else file
+    return name.suffix.lower()
 
 
 def _is_hidden(file: Path) -> bool:
@@ -282,7 +282,7 @@ def _check_source(columns: Sequence[str], text_column: str, tokenize: Any) -> No
     if text_column not in columns:
         raise HydraConfigError(
             f"the dataset has neither 'input_ids' nor the text column {text_column!r}, but the columns "
-            f"{', '.join(columns)}; {hint_for(columns) or 'name one of them (--text-column)'}"
+            f"{', '.join(columns)}; {hint_for(columns, 'name one of them (--text-column)')}"
         )
     if tokenize is None:
         raise HydraConfigError(
@@ -301,9 +301,8 @@ def _row_lengths(
     """Tokens of each row; 0 where nothing is predicted. What other rows alone have is None."""
     convert = find_conversion(columns, tokenize)
     if convert is None and "input_ids" not in columns:
-        ids = tokenize([row.get(text_column) or "" for row in rows])["input_ids"]
-        has_end = eos_token_id is not None
-        return [len(row) + (has_end and list(row[-1:]) != [eos_token_id]) for row in ids]
+        texts = [row.get(text_column) for row in rows]
+        return list(map(len, tokenize_texts(texts, tokenize, eos_token_id)["input_ids"]))
     lengths = []
     for number, row in enumerate(rows, first_row):
         whole = dict.fromkeys(columns) | row

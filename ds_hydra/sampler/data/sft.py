@@ -8,6 +8,7 @@ nothing else.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ import pyarrow as pa
 from ds_hydra.configs.files import parse_json
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import no_bars_in_files
-from ds_hydra.sampler.data.dataset import check_dataset_columns
+from ds_hydra.sampler.data.dataset import check_dataset_columns, map_rows, without_second_begin
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
 
 Row: TypeAlias = Mapping[str, Any]
@@ -50,8 +51,10 @@ class ChatTokenizer(Protocol):
     chat_template: Any
     eos_token_id: Any
 
-    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, Any]:
-        """{"input_ids": token ids} of a text."""
+    def __call__(
+        self, text: str | list[str], *, add_special_tokens: bool = True
+    ) -> Mapping[str, Any]:
+        """{"input_ids": token ids} of a text, or of each of several."""
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
         """{"input_ids": ..., "assistant_masks": ...} of a list of messages."""
@@ -104,14 +107,7 @@ def to_labels(
             f"the chat template has {token!r} after the assistant's turn outside of {{% generation %}}, so that the "
             "model is not trained to stop; put it before {% endgeneration %} in the tokenizer's chat_template"
         )
-    made = dataset.map(
-        convert,
-        with_indices=True,
-        remove_columns=columns,
-        features=_FEATURES,
-        desc="tokenising",
-        num_proc=None if num_proc is None else min(num_proc, len(dataset)),
-    )
+    made = map_rows(dataset, convert, _FEATURES, num_proc, with_indices=True, desc="tokenising")
     differing = len(made) - (pa.compute.sum(made.data.column("is_prefix")).as_py() or 0)
     if differing:
         warn(
@@ -144,10 +140,10 @@ def find_conversion(
         )
     if source == "messages":
         return functools.partial(
-            _from_messages, tokenizer=tokenizer, assistant_only=assistant_only_loss
+            _messages_to_tokens, tokenizer=tokenizer, assistant_only=assistant_only_loss
         )
     return functools.partial(
-        _from_prompt,
+        _prompt_to_tokens,
         tokenizer=tokenizer,
         assistant_only=assistant_only_loss,
         completion_only=completion_only_loss is not False,
@@ -175,7 +171,7 @@ def _has_prompts(columns: Sequence[str]) -> bool:
     return "prompt" in columns and "completion" in columns
 
 
-def _from_messages(
+def _messages_to_tokens(
     row: Row, index: int, *, tokenizer: ChatTokenizer, assistant_only: bool
 ) -> TokenRow:
     columns = ("messages",)
@@ -187,7 +183,7 @@ def _from_messages(
     return _label(input_ids, counts)
 
 
-def _from_prompt(
+def _prompt_to_tokens(
     row: Row,
     index: int,
     *,
@@ -208,7 +204,7 @@ def _from_prompt(
             f"row {index}: prompt and completion are texts, of which assistant_only_loss says nothing; leave "
             "it out, or give lists of messages"
         )
-    prompt_ids = list(tokenizer(prompt)["input_ids"])
+    prompt_ids = without_second_begin(list(tokenizer(prompt)["input_ids"]), tokenizer)
     eos_token, eos = getattr(tokenizer, "eos_token", None), tokenizer.eos_token_id
     if eos_token and not prompt.endswith(eos_token):
         is_begin = getattr(tokenizer, "bos_token_id", None) == eos  # it stands in front, too
@@ -335,8 +331,9 @@ def render_chat(tokenizer: ChatTokenizer, conversation: Any, **settings: Any) ->
     `datasets` stored them.
 
     Arrow gives every struct all keys of all rows: those that are None are left out at every depth.
-    Tools, and arguments of their calls, may be JSON text, which is decoded once. Raises
-    HydraConfigError for text that is not JSON.
+    Tools, and arguments of their calls, may be JSON text, which is decoded once. Contents that are
+    lists of parts of text are joined where the template does not read parts. Raises
+    HydraConfigError for text that is not JSON, and for parts that nothing reads.
 
     >>> class Shown:
     ...     chat_template = "any"
@@ -349,7 +346,44 @@ def render_chat(tokenizer: ChatTokenizer, conversation: Any, **settings: Any) ->
     if tools := _read_tools(settings.pop("tools", None)):
         settings["tools"] = tools
     chat = [_with_arguments(message) for message in _without_none(list(conversation))]
+    has_parts = any(isinstance(m, Mapping) and isinstance(m.get("content"), list) for m in chat)
+    if has_parts and not _reads_parts(tokenizer, settings.get("chat_template")):
+        chat = [_with_text(message) for message in chat]
     return tokenizer.apply_chat_template(chat, **settings)
+
+
+_PARTS = [{"type": "text", "text": "8f3dc1"}]
+_OF_TOOLS = ("tool", "function", "ipython")
+"""Roles whose content may be any list, which templates write as it is."""
+
+
+def _reads_parts(tokenizer: ChatTokenizer, template: str | None) -> bool:
+    """Return whether the template writes the text of a list of parts, not the list itself."""
+    named = {} if template is None else {"chat_template": template}
+    try:
+        shown = tokenizer.apply_chat_template(
+            [{"role": "user", "content": _PARTS}], tokenize=False, **named
+        )
+    except Exception:  # a template may raise anything
+        return False
+    is_list = str(_PARTS) in shown or json.dumps(_PARTS) in shown
+    return _PARTS[0]["text"] in shown and not is_list
+
+
+def _with_text(message: Any) -> Any:
+    """Return `message` with the text of its parts as its content."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list):
+        return message
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    if all(isinstance(text, str) for text in texts):
+        return {**message, "content": "".join(texts)}
+    if message.get("role") in _OF_TOOLS:
+        return message
+    raise HydraConfigError(
+        f"the content of a message of {message.get('role')!r} is {content!r:.200}, expected text or parts of text, "
+        "such as [{'type': 'text', 'text': '...'}]; the tokenizer's chat template reads no parts"
+    )
 
 
 _SAYS_WHETHER = ("weight", "loss", "loss_mask", "train", "train_on_turn", "trainable")

@@ -49,6 +49,8 @@ sum of its gradients; keys that backward gathers travel beside the layer's MLP.
 
 _REFERENCE_TOKENS = 32768
 """Length for which the cheapest <1,PP> is looked for."""
+_FITTED_TOKENS = 2048
+"""Length that micro-batches of few ranks hold, so that a fit of their times is right there."""
 
 
 class Price(NamedTuple):
@@ -185,7 +187,7 @@ class Costs:
             price = base and Price(base.latency, "derived", (plain,))
         else:
             shared = self._with_key_values(single.shared(plain.num_shards), plain)
-            price = Price(self._with_exchanges(shared, plain), "estimated", (Scheme(1, 1),))
+            price = Price(self.with_exchanges(shared, plain), "estimated", (Scheme(1, 1),))
         if price is None or self.cluster is None:
             return price
         if scheme.stream:
@@ -233,7 +235,7 @@ class Costs:
             return None
         latency = base.shared(scheme.sp)
         if group is None:
-            return Price(self._with_exchanges(latency, scheme), "estimated", (narrow,))
+            return Price(self.with_exchanges(latency, scheme), "estimated", (narrow,))
         exchange_ms = max(0.0, group.linear_ms - latency.linear_ms) / scheme.sp
         is_near = scheme.sp * scheme.sp_step <= self._devices_per_node
         exchange_ms = max(exchange_ms, 0.0 if is_near else self._exchange_ms(scheme))
@@ -308,7 +310,7 @@ class Costs:
         more = sequence_parallel_latency(shape, hardware, scheme)
         return 0.0 if more is None else more.linear_ms
 
-    def _with_exchanges(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
+    def with_exchanges(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
         """`latency` of a group without communication, with what SP ranks exchange on top."""
         if self.cluster is None or scheme.sp == 1:
             return latency
@@ -389,9 +391,9 @@ class Costs:
 
         That of <1,1> where it was measured; else the cheapest PP times T of <1,PP>, for a
         micro-batch of `_REFERENCE_TOKENS`. Its quadratic part is then at least that of the TP
-        schemes, for each device: attention of a profiled <1,PP> was measured on micro-batches
-        shorter than those that SP ranks hold together, from which its quadratic part does not
-        follow well.
+        schemes, for each device, and T of `_FITTED_TOKENS` stays: attention of a profiled <1,PP>
+        was measured on micro-batches shorter than those that SP ranks hold together, from which T
+        follows well and its quadratic part does not.
         """
         profile, one = self.profile, Scheme(1, 1)
         if one in profile.latency and one not in profile.assumed:
@@ -402,7 +404,12 @@ class Costs:
         single = min(found, key=lambda t: t.micro_batch_ms([_REFERENCE_TOKENS]), default=None)
         if single is None or not of_tp:
             return single
-        return replace(single, quadratic_ms=max(single.quadratic_ms, min(of_tp)))
+        more = max(0.0, min(of_tp) - single.quadratic_ms)
+        return replace(
+            single,
+            quadratic_ms=single.quadratic_ms + more,
+            linear_ms=max(0.0, single.linear_ms - more * _FITTED_TOKENS),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

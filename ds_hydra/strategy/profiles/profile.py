@@ -14,9 +14,10 @@ account: 16-bit shards and slices, fp32 master, moments and gradients.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES, MemoryModel
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, slowest_stage_ratio
 
+logger = logging.getLogger(__name__)
+
 PROFILE_SCHEMA = "ds_hydra.profile/1"
 
 
@@ -61,7 +64,6 @@ little.
 """
 
 _CHANGES = {
-    "tp_sequence_parallel": "time and memory under TP",
     "float8": "times",
     "activation_checkpointing": "time and memory of layers",
     "compile_layers": "time and memory of layers",
@@ -325,18 +327,25 @@ class Profile:
                 "hydra.profile, or remove it to measure one at the start"
             )
 
-    def check_config(self, hydra: HydraConfig, dtype: str) -> None:
+    def check_config(self, hydra: HydraConfig, dtype: str, *, cuts_micro_batches: bool) -> None:
         """Raise HydraConfigError if the profile says that it was measured with other values of the
-        keys `_CHANGES`, or in a type of another size than `dtype`, as "bfloat16".
+        keys `_CHANGES`, in a type of another size than `dtype`, as "bfloat16", or with TP ranks
+        that do not share micro-batches as the model's do (`cuts_micro_batches`).
 
         What it does not say passes, as in published ones; but it has `float8` where it says so
-        alone. `tp_sequence_parallel` matters where TP is above 1.
+        alone.
         """
+        was_cut = self.document.get("tp_sequence_parallel", cuts_micro_batches)
+        if was_cut != cuts_micro_batches and any(scheme.tp > 1 for scheme in self.latency):
+            raise HydraConfigError(
+                f"profile {self.name!r} was measured with tp_sequence_parallel {json.dumps(was_cut)}, and TP ranks of "
+                f"this model have {'shards of' if cuts_micro_batches else 'whole'} micro-batches between blocks, which "
+                "changes time and memory under TP; measure anew (ds-hydra profile, or remove hydra.profile)"
+            )
         for key, changes in _CHANGES.items():
             wanted = getattr(hydra, key)
             found = self.document.get(key, None if key == "float8" else wanted)
-            is_seen = key != "tp_sequence_parallel" or any(s.tp > 1 for s in self.latency)
-            if found != wanted and is_seen:
+            if found != wanted:
                 value = f" {wanted}" if key == "float8" else ""
                 option = f" --{key.replace('_', '-')}{value}" if wanted else ""
                 raise HydraConfigError(
@@ -409,8 +418,37 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """The profile in the JSON file `path`."""
-        return cls.from_json(read_json_object(path), source=str(path))
+        """Return the profile in the JSON file `path`; warn of fits that contradict each other."""
+        found = cls.from_json(read_json_object(path), source=str(path))
+        for doubt in tp_doubts(found.latency):
+            logger.warning("%s: %s; measure both anew", path, doubt)
+        return found
+
+
+_CHECKED_LENGTHS = tuple(1024 << k for k in range(6))
+_DOUBTED_SHARE = 0.03
+"""Device time that TP may save, as far as measurements scatter."""
+
+
+def tp_doubts(latency: Mapping[Scheme, LatencyModel]) -> list[str]:
+    """Return a line for each scheme that takes less device time than the next one with fewer TP
+    ranks, which computes the same and communicates less.
+    """
+
+    def device_ms(scheme: Scheme, length: int) -> float:
+        return scheme.num_devices * latency[scheme].micro_batch_ms([length])
+
+    doubts = []
+    plain = sorted((s for s in latency if s.is_plain), key=lambda s: (s.pp, s.tp))
+    for narrow, wide in pairwise(plain):
+        ratios = {n: device_ms(wide, n) / device_ms(narrow, n) for n in _CHECKED_LENGTHS}
+        less = {n: ratio for n, ratio in ratios.items() if ratio < 1 - _DOUBTED_SHARE}
+        if less and wide.pp == narrow.pp:
+            doubts.append(
+                f"{wide} takes {min(less.values()):.2f} of the device time of {narrow} at least, at "
+                f"{', '.join(f'{n:,}' for n in less)} tokens, although TP communicates"
+            )
+    return doubts
 
 
 def _read_latency(entry: Mapping[str, Any]) -> LatencyModel:
