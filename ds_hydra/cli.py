@@ -24,6 +24,7 @@ from ds_hydra.commands.propose import propose
 from ds_hydra.commands.report import report
 from ds_hydra.configs.hydra_config import MAX_SEED
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.version import __version__
 
 if TYPE_CHECKING:
     from ds_hydra.sampler.plan import IterationPlan
@@ -53,6 +54,24 @@ app = typer.Typer(
 )
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"ds_hydra {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Plan, check, measure and simulate training with ds_hydra."""
+
+
 @app.command()
 def plan(
     profile: Annotated[
@@ -62,7 +81,9 @@ def plan(
         ),
     ],
     strategies: Annotated[Path, typer.Option(help="Candidate strategies, ds_hydra.strategies/1.")],
-    lengths: Annotated[Path, typer.Option(help="JSON list of sequence lengths in tokens.")],
+    lengths: Annotated[
+        Path, typer.Option(help="JSON list of the lengths of one mini-batch in tokens.")
+    ],
     objective: Annotated[
         Literal["exact", "closed_form"],
         typer.Option(help="1F1B recurrence over micro-batches, or (PP-1+V) x the slowest."),
@@ -74,8 +95,10 @@ def plan(
 ) -> None:
     """Plan one global mini-batch: strategy, dispatch and packing.
 
-    Example: ds-hydra plan --profile profile.json --strategies strategies.json --lengths
-    lengths.json --json
+    Strategies are a file that `ds-hydra propose` writes; batch.json is a list as [4000, 311, 77].
+
+    Example: ds-hydra plan --profile a800_llama2_7b --strategies strategies.json --lengths
+    batch.json
     """
     with errors_to_stderr():
         result, planning_ms = _plan(profile, strategies, lengths, objective, seed)
@@ -135,7 +158,8 @@ def _read_lengths(path: Path) -> list[int]:
     lengths: Any = read_json(path)
     if not isinstance(lengths, list) or not lengths:
         raise HydraConfigError(
-            f"{path}: expected a JSON list of lengths in tokens, e.g. [1024, 77, 311]"
+            f"{path}: expected a JSON list of lengths of one mini-batch in tokens, e.g. [1024, 77, 311]; "
+            "a histogram of a dataset goes to `ds-hydra propose`"
         )
     for position, length in enumerate(lengths):
         if type(length) is not int or not 1 <= length <= MAX_LENGTH_TOKENS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -488,3 +489,24 @@ def test_init_leaves_recomputation_to_the_schemes_that_need_it(tmp_path):
     (warning,) = [text for text in report.warnings if "TP groups" in text]
     assert "only <32,1> fit hydra.context_length = 131072" in warning
     assert "wider than a node of 8" in warning
+
+
+def test_what_could_not_be_judged_is_said_and_init_names_the_command_that_judges(tmp_path):
+    path = tmp_path / "ds_config.json"
+    sizes = ("--model", "qwen3_8b", "--devices", 8)
+    started = accepted("init", *sizes, "--hardware", "h100", "--context", 32768, "--out", path)
+    (command,) = [line for line in started.stderr.splitlines() if line.startswith("check it: ")]
+    unjudged = accepted("check", path, *sizes)
+    assert "memory and time were not judged: give --hardware" in unjudged.stdout
+    judged = accepted(*command.removeprefix("check it: ds-hydra ").split())
+    assert "memory of one rank: " in judged.stdout
+    assert judged.stdout.rstrip().endswith("no problem found")
+
+
+@pytest.mark.slow
+def test_the_longest_context_that_is_advised_is_accepted(tmp_path):
+    request = ("init", "--model", "qwen3_8b", "--hardware", "h100", "--devices", 8, "--context")
+    (advised,) = re.findall(r"lower the context to (\d+)", refused(*request, 1 << 20))
+    # Layers that run again, and logits of some tokens at a time
+    assert int(advised) > 870_000
+    accepted(*request, advised, "--out", tmp_path / "ds_config.json")

@@ -125,7 +125,15 @@ def describe_report(report: ConfigReport) -> str:
             f"{title.rstrip('s').replace('_', ' ')}: {text}" for text in getattr(report, title)
         ]
     count = len(report.problems)
-    lines.append(f"{count} problem{'s' * (count > 1)}" if count else "no problem found")
+    if count:
+        lines.append(f"{count} problem{'s' * (count > 1)}")
+    elif report.memory_bytes is None:
+        lines.append(
+            "no problem found in keys and communicators; memory and time were not judged: give --hardware with "
+            "--model, or --profile"
+        )
+    else:
+        lines.append("no problem found")
     return "\n".join(lines)
 
 

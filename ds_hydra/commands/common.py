@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import logging
 import os
 import sys
 import threading
@@ -123,17 +124,25 @@ def log(text: str) -> None:
 
 
 def say_loading() -> None:
-    """A line before the imports that take seconds, where somebody looks on."""
+    """Print a line before the imports that take seconds, where somebody looks on, and silence what
+    torchao logs while transformers imports it: it has nothing to do with these commands.
+    """
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if is_terminal(sys.stderr):
         log("loading torch, DeepSpeed and transformers")
+
+
+_LINE_EVERY_S = 10.0
+"""Seconds between lines that tell how far a step is, where output goes to a file."""
 
 
 @contextmanager
 def progress_bar(
     what: str, unit: str, inside: Callable[[], str] | None = None
 ) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr; yields what is told (done, total). `inside` is asked each second how far the
-    step is that is under way, where somebody looks on.
+    """A bar on stderr; yields what is told (done, total). `inside` tells how far the current step
+    is: each second where somebody looks on, else in a line every `_LINE_EVERY_S`.
     """
     with Progress(desc=what, unit=unit) as bar, _refreshing(bar, inside):
 
@@ -146,14 +155,17 @@ def progress_bar(
 
 @contextmanager
 def _refreshing(bar: Any, inside: Callable[[], str] | None) -> Iterator[None]:
-    if inside is None or not is_terminal(sys.stderr):
+    if inside is None:
         yield
         return
-    is_over = threading.Event()
+    is_over, is_looked_at = threading.Event(), is_terminal(sys.stderr)
 
     def refresh() -> None:
-        while not is_over.wait(1.0):
-            bar.set_postfix_str(inside())
+        while not is_over.wait(1.0 if is_looked_at else _LINE_EVERY_S):
+            if is_looked_at:
+                bar.set_postfix_str(inside())
+            else:
+                log(f"{bar.desc.removesuffix(': ')}: {inside()}")
 
     thread = threading.Thread(target=refresh, daemon=True)
     thread.start()

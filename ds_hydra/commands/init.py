@@ -66,6 +66,9 @@ def init(
         except OSError as error:
             raise HydraConfigError(f"cannot write {out}: {error.strerror}") from error
         common.log(f"wrote {out} and {reasons_file}")
+        # A shipped profile is named in the file; else memory and time are judged by the hardware
+        judged_by = "" if "profile" in config["hydra"] else f" --hardware {device}"
+        common.log(f"check it: ds-hydra check {out} --model {model} --devices {devices}{judged_by}")
 
 
 def start_config(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,7 +13,7 @@ import typer
 from ds_hydra.commands import common
 from ds_hydra.configs.files import MAX_LENGTH_TOKENS
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.progress import Progress
+from ds_hydra.progress import Progress, is_terminal
 
 if TYPE_CHECKING:
     from ds_hydra.sampler.data.dataset import Tokenize
@@ -95,7 +97,15 @@ def lengths(
                 data, tokenize, resume_file=out.with_name(out.name + ".partial"), **given
             )
         else:
-            histogram = measure_dataset(data, tokenize, num_proc=num_proc, **given)
+            started = time.monotonic()
+
+            def tell_time() -> str:
+                return f"{len(data):,} rows, {time.monotonic() - started:.0f} s so far"
+
+            # A terminal has the bars of datasets
+            inside = None if is_terminal(sys.stderr) else tell_time
+            with common.progress_bar("tokenising and counting", "dataset", inside):
+                histogram = measure_dataset(data, tokenize, num_proc=num_proc, **given)
         document = _document(histogram, dataset, tokenizer, context, over_length)
         common.write_document(document, out)
         from ds_hydra.report.plots import plot_lengths

@@ -322,7 +322,7 @@ class EngineCandidates:
             if self.is_first_rank:
                 schemes = power_of_two_schemes(self.num_ranks)
                 for line in find_unsupported(self.stage_model, schemes):
-                    logger.warning("not among the candidates: %s", line)
+                    logger.info("not among the candidates: %s", line)
             return ()
         strategies = load_strategies(self.config.strategies)
         for strategy in strategies:
@@ -380,7 +380,7 @@ class EngineCandidates:
             named = [str(scheme) for scheme in candidates.assumed[:_MOST_NAMED]]
             if (more := len(candidates.assumed) - len(named)) > 0:
                 named.append(f"{more} more")
-            logger.warning(
+            logger.info(
                 "times of %s in the candidate strategies follow from others in profile %r, nobody measured them;\n"
                 '`ds-hydra profile --sp` measures SP, hydra.planner.space "measured" leaves out the others',
                 ", ".join(named),

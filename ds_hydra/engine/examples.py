@@ -52,8 +52,7 @@ def read_data(dataset: Any, config: HydraConfig, device: torch.device) -> TokenD
 
     data = run_together(read, device)
     if deepspeed.comm.get_rank() == 0:
-        say = logger.warning if data.report.is_partial else logger.info
-        say(f"training data: {data.report}")
+        logger.info(f"training data: {data.report}")
     return data
 
 

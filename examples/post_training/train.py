@@ -4,7 +4,8 @@
 
 `grpo`: rollouts of unequal lengths are rewarded for even tokens; advantages are rewards less their
 mean. `dpo`: of two continuations the one with more even tokens is better. `distillation`: a teacher
-whose most probable token follows a rule. The loss of each iteration is printed.
+whose most probable token follows a rule. The loss of each iteration is printed; for `grpo` also the
+preference for rewarded rollouts, which grows.
 """
 
 from __future__ import annotations
@@ -71,6 +72,14 @@ def for_grpo(engine: ds_hydra.HydraEngine, examples: list[Example]) -> list[Exam
     ]
 
 
+def preference(batch: list[Example]) -> float:
+    """Mean of advantage x mean log-probability of a token, which grows as the policy prefers what
+    is rewarded. The loss says nothing of that: each policy is compared with itself.
+    """
+    weighted = [e["advantages"] * float(e["old_log_probs"][PROMPT:].mean()) for e in batch]
+    return sum(weighted) / len(weighted)
+
+
 def for_dpo(reference: LlamaForCausalLM, examples: list[Example]) -> list[Example]:
     """Neighbours as pairs, and what the reference model says of each."""
     batch = []
@@ -128,7 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
             batch = for_distillation(examples)
         found.append(float(engine.train_batch(batch, loss=shipped[args.loss])))
         if dist.get_rank() == 0:
-            print(f"iteration {iteration}: {args.loss} loss {found[-1]:.4f}", flush=True)
+            more = f", preference {preference(batch):+.4f}" if args.loss == "grpo" else ""
+            print(f"iteration {iteration}: {args.loss} loss {found[-1]:.4f}{more}", flush=True)
     engine.destroy()
     return found
 

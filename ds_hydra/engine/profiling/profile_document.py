@@ -23,6 +23,7 @@ from torch import nn
 
 from ds_hydra.configs.files import LARGEST, read_json_object, write_whole
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.losses.loss import chunk_elements
 from ds_hydra.engine.model.decoder_parts import num_kv_heads
 from ds_hydra.engine.model.experts import is_experts
 from ds_hydra.engine.model.stage_model import StageModel
@@ -419,6 +420,13 @@ def layer_params(stage_model: StageModel) -> float:
     return sum(stage_model.specs[i].numel for i in layer) / stage_model.num_layers
 
 
+def logit_chunk_bytes(stage_model: StageModel, device: torch.device) -> int:
+    """Maximum bytes of logits that are held at a time; 0 where those of all tokens are."""
+    if stage_model.after_head.transform is None:
+        return 0
+    return chunk_elements(device) * stage_model.params[0].dtype.itemsize
+
+
 def state_memory(stage_model: StageModel) -> dict[str, float]:
     """B and alpha of App. B.1, and what schemes with options need, counted from the dtypes in
     use.
@@ -493,6 +501,7 @@ def estimate_profile(
             "activation_bytes_per_token_per_layer_per_hidden": {
                 str(tp): activation_bytes(tp) for tp in {scheme.tp for scheme in schemes}
             },
+            "logit_chunk_bytes": logit_chunk_bytes(stage_model, torch.device("cuda")),
             **state_memory(stage_model),
         },
         context_length=hydra.context_length,

@@ -19,7 +19,6 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.losses.loss import chunk_elements
 from ds_hydra.engine.model.attention_choice import keeps_copies
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.memory import traced_activation
@@ -31,6 +30,7 @@ from ds_hydra.engine.profiling.profile_document import (
     describe_measured,
     describe_model,
     fit_memory,
+    logit_chunk_bytes,
     saturation,
     scheme_entry,
 )
@@ -171,14 +171,6 @@ def _reserved(propagator: Propagator, hardware: Mapping[str, Any]) -> dict[str, 
             propagator.groups,
         )
     return {"reserved_bytes": max(most, hardware["reserved_bytes"])}
-
-
-def _logit_chunk_bytes(propagator: Propagator) -> int:
-    """Bytes of the logits that are there at a time at most; 0 where those of all tokens are."""
-    stage_model = propagator.stage_model
-    if stage_model.after_head.transform is None:
-        return 0
-    return chunk_elements(propagator.device) * stage_model.params[0].dtype.itemsize
 
 
 def _fill_memory(
@@ -336,7 +328,7 @@ def _measure_memory(
             "activation_source": "peak memory" if has_device else "tensors kept for backward",
             "activation_bytes_per_token_per_layer_per_hidden": activation,
             "ordered_multiprocessors": ordered,
-            "logit_chunk_bytes": _logit_chunk_bytes(propagator),
+            "logit_chunk_bytes": logit_chunk_bytes(stage_model, propagator.device),
         },
     )
     return _agree_on_memory(propagator, {**document, "schemes": []})

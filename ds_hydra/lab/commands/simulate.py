@@ -108,7 +108,8 @@ def simulate(
     systems: Annotated[
         str | None,
         typer.Option(
-            help="What to compare with, e.g. megatron,static; all if not given, none with ds_hydra alone."
+            help="What to compare with: names (megatron,flexsp) or rows of the table (FlexSP,FCP); all if not given, "
+            "none with ds_hydra alone."
         ),
     ] = None,
     space: Annotated[
@@ -282,6 +283,25 @@ def _check_timeline(system: str, settings: Settings) -> None:
     )
 
 
+def read_systems(text: str) -> list[str]:
+    """Return the names of systems in a list with commas that has names or labels of the table.
+
+    >>> read_systems("flexsp, Megatron-LM, tuned, FCP")
+    ['flexsp', 'megatron', 'fcp']
+    """
+    from ds_hydra.lab.simulator.systems import LABELS
+
+    known = {label.casefold(): name for name, label in LABELS.items()}
+    longest_first = sorted(known, key=len, reverse=True)
+    names, rest = [], text.strip(" ,")
+    while rest:
+        found = next((t for t in longest_first if f"{rest.casefold()},".startswith(f"{t},")), "")
+        found = found or rest.partition(",")[0]
+        names.append(known.get(found.casefold(), found.strip()))
+        rest = rest[len(found) :].strip(" ,")
+    return names
+
+
 def _settings(
     iterations: int | None,
     systems: str | None,
@@ -294,7 +314,7 @@ def _settings(
 
     chosen: dict[str, Any] = {}
     if systems is not None:
-        names = [name.strip() for name in systems.split(",") if name.strip()]
+        names = read_systems(systems)
         names += ["given"] if baseline is not None else []
         # It is always simulated, so that naming it alone leaves out all others
         chosen = {"systems": tuple(name for name in dict.fromkeys(names) if name != "ds_hydra")}
