@@ -23,7 +23,9 @@ ROOT_PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the root's pages, and put every page that no one listed under "More"."""
+    """Add the root's pages, and put every page that no one listed under "More", but for decisions,
+    which their index lists.
+    """
     for name in ROOT_PAGES:
         if (ROOT / name).exists():
             text = (ROOT / name).read_text(encoding="utf-8")
@@ -31,7 +33,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 File.generated(config, f"project/{name.lower()}", content=_move_links(text))
             )
     listed = set(_paths(config.nav))
-    more = [f.src_uri for f in files.documentation_pages() if f.src_uri not in listed]
+    pages = [f.src_uri for f in files.documentation_pages()]
+    more = [page for page in pages if page not in listed and not page.startswith("decisions/")]
     config.nav = [*(config.nav or []), {"More": sorted(more)}]
     return files
 

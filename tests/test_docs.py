@@ -253,6 +253,25 @@ def test_json_blocks_are_accepted_by_what_reads_them(block):
     assert find_deepspeed_problems(ds_config) == []
 
 
+def test_every_decision_is_in_the_index_under_its_room_and_has_its_parts():
+    """The navigation leaves decisions to their index."""
+    folder = ROOT / "docs/decisions"
+    index = (folder / "index.md").read_text()
+    rooms = {
+        link: section.partition("\n")[0]
+        for section in index.split("\n## ")[1:]
+        for link in re.findall(r"\]\((\d{3}-\S+\.md)\)", section)
+    }
+    pages = {page.name: page.read_text() for page in folder.glob("[0-9]*.md")}
+    assert rooms.keys() == pages.keys()
+    assert len({name[:3] for name in pages}) == len(pages)
+    for name, text in pages.items():
+        title = re.search(rf"\({re.escape(name)}\) (.+)", index)[1]
+        assert text.startswith(f"# {name[:3]}. {title}\n\n*{rooms[name]}, 20"), name
+        for part in ("Context", "Decision", "What would change it"):
+            assert f"**{part}.**" in text, (name, part)
+
+
 def test_python_in_the_makefile_runs():
     lines = re.findall(r'python -c "([^"]+)"', (ROOT / "Makefile").read_text(encoding="utf-8"))
     assert lines

@@ -112,7 +112,9 @@ def test_every_folder_of_the_package_is_packaged(setup):
 
 
 NEWEST_TORCH = (2, 14)
-"""Under which all tests but the slow ones were run, beside the one that is pinned (docs/log.md)."""
+"""Under which all tests but the slow ones were run, beside the one that is pinned
+(docs/decisions/051-supported-versions.md).
+"""
 
 
 def test_torch_is_bounded_at_what_is_tested(setup):
