@@ -8,6 +8,7 @@ import gc
 import os
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from single_process import random_examples
 from test_engine_parity import LENGTHS
 
 from ds_hydra.engine import hydra_engine
+from ds_hydra.engine.ranks.memory import available_bytes
 
 SCRIPT = """
 import ctypes, resource, torch
@@ -114,3 +116,42 @@ def test_the_collector_leaves_out_what_lives_with_an_engine():
     assert counts.pop("both") > 100_000
     assert counts.pop("again") > 100_000
     assert set(counts.values()) == {0}, counts
+
+
+V1, V2 = "/sys/fs/cgroup/memory", "/sys/fs/cgroup"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "left"),
+    [
+        # Slurm and systemd set the limit of a job above the group of its processes
+        (
+            "0::/job_1/step_0",
+            {f"{V2}/job_1/memory.max": 900, f"{V2}/job_1/memory.current": 700},
+            200,
+        ),
+        ("0::/job", {f"{V2}/job/memory.max": "max", f"{V2}/job/memory.current": 700}, 5000),
+        # A container that sees its own group as the root has a path of the host
+        ("0::/docker/1f", {f"{V2}/memory.max": 900, f"{V2}/memory.current": 100}, 800),
+        (
+            "4:cpu,cpuacct:/a\n3:memory:/a/b",
+            {
+                f"{V1}/a/memory.limit_in_bytes": 900,
+                f"{V1}/a/memory.usage_in_bytes": 800,
+                f"{V1}/a/memory.stat": "cache 9\ntotal_inactive_file 300",
+            },
+            400,
+        ),
+        ("0::/", {}, 5000),
+    ],
+)
+def test_memory_that_is_left_is_that_of_all_groups_above(groups, files, left, monkeypatch):
+    files |= {"/proc/self/cgroup": groups, "/proc/meminfo": "MemAvailable: 5000 kB"}
+
+    def read_text(path):
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return f"{files[str(path)]}\n"
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert available_bytes() == (5000 * 1024 if left == 5000 else left)

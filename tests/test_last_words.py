@@ -11,7 +11,7 @@ from ds_hydra.engine.ranks import agreement, process
 from ds_hydra.errors import HydraConfigError, HydraDataError, RankLostError
 
 
-def end(error, monkeypatch, capsys, *, rank=0):
+def end(error, monkeypatch, capsys, *, rank=0, hook=sys.__excepthook__):
     """What a rank prints; a pause is told as one."""
     monkeypatch.setattr(process.time, "sleep", lambda _: print("pause", file=sys.stderr))
     monkeypatch.setattr(process.signal, "signal", lambda *_: None)
@@ -19,7 +19,7 @@ def end(error, monkeypatch, capsys, *, rank=0):
     try:
         raise error
     except (Exception, KeyboardInterrupt) as raised:
-        process._end(sys.__excepthook__, type(raised), raised, raised.__traceback__)
+        process._end(hook, type(raised), raised, raised.__traceback__)
     return capsys.readouterr().err.splitlines()
 
 
@@ -84,3 +84,25 @@ def test_other_errors_are_left_to_python(monkeypatch, capsys):
 def test_of_ctrl_c_the_first_rank_alone_shows_where_it_was(rank, monkeypatch, capsys):
     printed = end(KeyboardInterrupt(), monkeypatch, capsys, rank=rank)
     assert printed[-1:] == ([] if rank else ["KeyboardInterrupt"])
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "printed"),
+    [
+        (HydraConfigError("set 2"), 0, ["HydraConfigError: set 2"]),
+        (agreement.said_by(1, RankLostError("3 is gone")), 1, ["RankLostError: 3 is gone"]),
+        (ValueError("mine"), 0, ["in the tracker", "ValueError: mine"]),
+        (KeyboardInterrupt(), 1, []),
+    ],
+)
+def test_the_hook_of_a_tracker_is_called_for_every_error(error, rank, printed, monkeypatch, capsys):
+    told = []
+
+    def tracker(kind, raised, trace):
+        told.append((kind, raised, trace is not None))
+        print("in the tracker", file=sys.stderr)
+        sys.__excepthook__(kind, raised, trace)
+
+    lines = end(error, monkeypatch, capsys, rank=rank, hook=tracker)
+    assert told == [(type(error), error, True)]
+    assert [line for line in lines if not line.startswith(("Traceback", " "))] == printed

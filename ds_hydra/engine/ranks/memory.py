@@ -108,17 +108,52 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return get_accelerator().pin_memory(tensor).to(device, non_blocking=True)
 
 
+_GROUP_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Limit, usage, and the line of memory.stat that counts files read before, which the kernel drops
+when memory is wanted: of control groups by the controller's name in /proc/self/cgroup, which is
+empty in version 2.
+"""
+
+
 def available_bytes() -> float:
-    """Memory that this host, or the control group of this process, has left; infinite where neither
-    says.
+    """Bytes of memory that this host and all control groups above this process have left; infinite
+    where none of them says.
     """
     of_host = _read_kib("meminfo", "MemAvailable")
     found = [] if of_host is None else [float(of_host)]
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # no limit reads "max"
-        limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
-        found.append(float(limit) - float(used))
+    with contextlib.suppress(OSError):  # not Linux
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            found += _left_in_groups(controllers, path)
     return min(found, default=float("inf"))
+
+
+def _left_in_groups(controllers: str, path: str) -> Iterator[float]:
+    """Yield the bytes left in each control group from `path` up to the root that has a limit."""
+    name = "memory" if "memory" in controllers.split(",") else controllers
+    if name not in _GROUP_FILES:
+        return
+    root = Path("/sys/fs/cgroup", name)
+    group = root / path.lstrip("/")  # a container may see its own group as the root alone
+    for folder in (group, *group.parents):
+        limit, used, dropped = _GROUP_FILES[name]
+        with contextlib.suppress(OSError, ValueError):  # no limit reads "max"
+            limit_bytes, used_bytes = (float((folder / file).read_text()) for file in (limit, used))
+            yield limit_bytes - used_bytes + _read_stat(folder / "memory.stat", dropped)
+        if folder == root:
+            return
+
+
+def _read_stat(path: Path, field: str) -> float:
+    """Return the number of a line of memory.stat; 0 where there is none."""
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
+            if line.startswith(f"{field} "):
+                return float(line.split()[1])
+    return 0.0
 
 
 _SHARE = 0.9

@@ -29,6 +29,7 @@ import atexit
 import contextlib
 import functools
 import importlib
+import io
 import json
 import logging
 import os
@@ -331,10 +332,15 @@ def _end(
 ) -> None:
     if (loss := find_loss_behind(error)) is not None:
         error = loss.with_traceback(trace)
+    is_ours = isinstance(error, HydraError)
+    # A terminal interrupts all ranks, and the others would say the same
+    if not is_ours and (own_rank() == 0 or not isinstance(error, KeyboardInterrupt)):
+        otherwise(kind, error, trace)
+        return
+    # A tracker files the run as failed; the traceback that it prints would hide the sentence
+    with contextlib.redirect_stderr(io.StringIO()):
+        otherwise(type(error), error, error.__traceback__)
     if not isinstance(error, HydraError):
-        # A terminal interrupts all ranks, and the others would say the same
-        if own_rank() == 0 or not isinstance(error, KeyboardInterrupt):
-            otherwise(kind, error, trace)
         return
     speaker = own_rank() if isinstance(error, RankLostError) else rank_that_says(error)
     if own_rank() != speaker:
