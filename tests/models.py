@@ -58,7 +58,7 @@ FAMILIES = {
 
 _ROUTED = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
-    "n_shared_experts": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+    "n_shared_experts": 1, "moe_intermediate_size": 40, "first_k_dense_replace": 1,
 }  # fmt: skip
 _LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
@@ -72,7 +72,7 @@ MIXTURES_OF_EXPERTS = {
         "Qwen2MoeConfig",
         num_experts=4,
         num_experts_per_tok=2,
-        moe_intermediate_size=24,
+        moe_intermediate_size=40,
         shared_expert_intermediate_size=24,
     ),
     "qwen3_moe": _builder(
@@ -80,7 +80,7 @@ MIXTURES_OF_EXPERTS = {
         "Qwen3MoeConfig",
         num_experts=16,  # more than the tokens of some micro-batches reach
         num_experts_per_tok=2,
-        moe_intermediate_size=24,
+        moe_intermediate_size=40,
         head_dim=8,
     ),
     "deepseek_v3": _builder("DeepseekV3ForCausalLM", "DeepseekV3Config", **_ROUTED, **_LATENT),
@@ -103,7 +103,7 @@ MIXTURES_OF_EXPERTS = {
         moe_num_shared_experts=1,
         moe_layer_start_index=1,
         moe_layer_end_index=3,
-        moe_intermediate_size=24,
+        moe_intermediate_size=40,
         head_dim=8,
     ),
     "olmoe": _builder("OlmoeForCausalLM", "OlmoeConfig", num_experts=4, num_experts_per_tok=2),

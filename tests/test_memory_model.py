@@ -375,7 +375,7 @@ def test_one_device_does_not_stand_for_ranks_with_whole_features():
     with pytest.raises(UnsupportedModelError, match=r"qkv_proj \(colwise_gather_output\).*--tp 1"):
         slice_config(config, 2)
     experts = slice_config(tiny("qwen3_moe").config, 2)
-    assert (experts.moe_intermediate_size, experts.num_attention_heads) == (12, 2)
+    assert (experts.moe_intermediate_size, experts.num_attention_heads) == (20, 2)
 
 
 @pytest.mark.parametrize("tables", [1, 2])

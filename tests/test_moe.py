@@ -233,7 +233,7 @@ def test_the_probe_lets_them_pass(family):
 
 
 def test_experts_are_cut_where_grouped_products_allow():
-    """24 features of fp32: whole 16 bytes, four features, to a rank."""
+    """40 features: eight of them, 16 bytes or more in any dtype, are not cut further."""
     stage_model = StageModel(tiny("qwen3_moe"))
     widths = [
         spec.slice_shape(spec.slice_region(4, rank))
@@ -241,8 +241,8 @@ def test_experts_are_cut_where_grouped_products_allow():
         if "layers.0.mlp.experts" in spec.fqn
         for rank in range(4)
     ]
-    assert widths == [(16, w, 32) for w in (8, 16, 8, 16)] + [(16, 32, w) for w in (4, 8, 4, 8)]
-    with pytest.raises(HydraConfigError, match=r"experts.*width 24.*6 parts.*TP 8"):
+    assert widths == [(16, w, 32) for w in (16, 16, 16, 32)] + [(16, 32, w) for w in (8, 8, 8, 16)]
+    with pytest.raises(HydraConfigError, match=r"experts.*width 40.*5 parts.*TP 8"):
         StageModel(tiny("qwen3_moe", num_attention_heads=8)).check_scheme(Scheme(8, 1))
 
 
@@ -312,23 +312,28 @@ def routers_in_fp32():
 
 
 def train_in_bf16():
-    """Losses of a model that is cast by DeepSpeed and of one that is cast before; what is said of
-    the former without bf16.
+    """Losses of models that are cast by DeepSpeed, each beside those of one that is cast before;
+    what is said without bf16 of a model with routers in fp32.
     """
     examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
     with pytest.raises(UnsupportedModelError) as refused:
         start_hydra(routers_in_fp32())
     found = []
-    for model in (routers_in_fp32(), routers_in_fp32().to(torch.bfloat16)):
-        engine = start_hydra(model, bf16={"enabled": True})
-        found.append([float(engine.train_batch(examples, strategy="1x<2,1>")) for _ in range(2)])
+    for make in (routers_in_fp32, lambda: tiny("qwen3_moe")):
+        cast = make()
+        for param in cast.parameters():  # as DeepSpeed does, buffers stay
+            param.data = param.data.bfloat16()
+        for model in (make(), cast):
+            engine = start_hydra(model, bf16={"enabled": True})
+            found.append([float(engine.train_batch(examples, "1x<2,1>")) for _ in range(2)])
     return str(refused.value), *found
 
 
 @pytest.mark.distributed
-def test_routers_of_another_dtype_are_cast_as_deepspeed_does():
-    for refused, mixed, cast in run_distributed(train_in_bf16, 2):
+def test_models_of_another_dtype_are_cast_as_deepspeed_does():
+    for refused, mixed, cast, whole, cast_whole in run_distributed(train_in_bf16, 2):
         assert mixed == cast
+        assert whole == cast_whole  # experts are cut before DeepSpeed casts them
         assert re.search(
             r"35 in torch.bfloat16 .*4 in torch.float32 \(model.layers.0.*gate", refused
         )

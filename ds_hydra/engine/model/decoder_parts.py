@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -559,8 +560,7 @@ def build_specs(
             num_experts=num_experts.get(place, 0),
         )
         if place[0] not in vocabulary:
-            size = param.element_size()
-            spec = _cut_by_plan(spec, style, name, size, base.config, cuts_micro_batches)
+            spec = _cut_by_plan(spec, style, name, base.config, cuts_micro_batches)
         specs.append(spec)
     return tuple(specs)
 
@@ -569,7 +569,6 @@ def _cut_by_plan(
     spec: ParamSpec,
     style: str,
     name: str,
-    element_size: int,
     config: Any,
     cuts_micro_batches: bool,
 ) -> ParamSpec:
@@ -590,7 +589,7 @@ def _cut_by_plan(
         return cut(slicing=Slicing.COLWISE, num_blocks=num_heads)
     if style == "packed_colwise":
         dim = max(num_dims - 2, 0)
-        multiple = _aligned(shape, shape[dim] // _NUM_PACKED, element_size)
+        multiple = _cut_multiple(shape, shape[dim] // _NUM_PACKED)
         return cut(
             slicing=Slicing.ROWWISE, cut_dim=dim, num_packed=_NUM_PACKED, cut_multiple=multiple
         )
@@ -598,7 +597,7 @@ def _cut_by_plan(
         if num_dims == 1:
             # A bias: added once, although every rank has a part of the products.
             return cut(slicing=Slicing.FIRST_RANK)
-        multiple = _aligned(shape, shape[-1], element_size)
+        multiple = _cut_multiple(shape, shape[-1])
         return cut(slicing=Slicing.ROWWISE, cut_dim=num_dims - 1, cut_multiple=multiple)
     if style == SUMMED and num_dims == 1:
         return cut(slicing=Slicing.FIRST_RANK)
@@ -609,12 +608,11 @@ def _cut_by_plan(
     )
 
 
-def _aligned(shape: tuple[int, ...], width: int, element_size: int) -> int:
-    """Multiple at which experts (3 dimensions) are cut: grouped products want strides of whole 16
-    bytes.
-    """
-    multiple = 16 // element_size if len(shape) == 3 else 1
-    return multiple if width % multiple == 0 else 1
+def _cut_multiple(shape: tuple[int, ...], width: int) -> int:
+    """Return the number of features at whose multiples a parameter of `width` features is cut."""
+    # Grouped products of experts (3 dimensions) want strides of whole 16 bytes. The dtype is not
+    # asked: DeepSpeed casts the model after it was cut, and 8 features are enough in any of them.
+    return math.gcd(width, 8) if len(shape) == 3 else 1
 
 
 def num_kv_heads(config: Any) -> int:
