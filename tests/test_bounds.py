@@ -4,6 +4,8 @@ expected.
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,18 +18,18 @@ from ds_hydra.sampler.refine import improve_dispatch, pack_pipelines, refine_pip
 from ds_hydra.strategy.profiles.profile import LatencyModel
 
 MUCH_MS = 1e6
+LATENCIES = [
+    LatencyModel(quadratic_ms=a, linear_ms=b, constant_ms=c, traffic_ms=traffic_ms)
+    for a, b, c in product([0.0, 0.02], [0.0, 0.5, 1.0, 2.0], [0.0, 1.0, 8.0])
+    for traffic_ms in (0.0, 20.0)
+    if a or b or c
+]
 kinds = st.builds(
     PipelineKind,
     num_pipelines=st.integers(1, 3),
     num_stages=st.integers(1, 4),
     max_len_tokens=st.integers(20, 60),
-    latency=st.builds(
-        LatencyModel,
-        quadratic_ms=st.sampled_from([0.0, 0.02]),
-        linear_ms=st.sampled_from([0.5, 1.0, 2.0]),
-        constant_ms=st.sampled_from([0.0, 1.0, 8.0]),
-        traffic_ms=st.sampled_from([0.0, 20.0]),
-    ),
+    latency=st.sampled_from(LATENCIES),
 )
 kind_lists = st.lists(kinds, min_size=1, max_size=3)
 
@@ -48,8 +50,16 @@ def find_ms(problem):
     return refine_pipelines(problem, assignment, micro_batches, value, 0.0, 100, 8)
 
 
-@settings(deadline=None, max_examples=300)
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), kind_lists, st.booleans())
+# Equal ones need more micro-batches than `MAX_BALANCED_MICRO_BATCHES`.
+equal_lengths = st.builds(
+    lambda length, number: [length] * number, st.integers(1, 60), st.integers(1, 120)
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=30) | equal_lengths, kind_lists, st.booleans()
+)
 def test_no_plan_is_below_the_bound(lengths, kinds, is_exact):
     problem = make(lengths, kinds, is_exact)
     assert strategy_bound_ms(problem, MUCH_MS) <= find_ms(problem) * (1 + 1e-9)

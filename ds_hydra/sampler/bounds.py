@@ -138,6 +138,12 @@ _TINY = 1e-300
 
 
 @compiled
+def _tokens_within(load_ms: float, token_ms: float, most: int) -> float:
+    """Return the tokens, `most` at most, that take `load_ms` together at `token_ms` each."""
+    return min(float(most), load_ms / token_ms) if token_ms > 0.0 else float(most)
+
+
+@compiled
 def _write_capacities(
     problem: DispatchProblem,
     kind: int,
@@ -162,12 +168,12 @@ def _write_capacities(
     cheapest_token_ms = problem.sequence_ms[kind, last] / problem.lengths[last]
     if problem.is_eq2:
         capacities[0, 0] = limit_ms
-        capacities[0, 1] = limit_ms / max(cheapest_token_ms, _TINY)
+        capacities[0, 1] = _tokens_within(limit_ms, cheapest_token_ms, problem.lengths.sum())
         return 1
     num_stages, constant = problem.num_stages[kind], problem.constant_ms[kind]
     traffic = problem.traffic_ms[kind]
     outside = min(problem.forward_fraction, 1.0 - problem.forward_fraction)
-    count = 0
+    count, last_load, last_tokens = 0, -np.inf, -np.inf
     for num_micro_batches in range(1, problem.lengths.size + 1):
         if (num_stages - 1 + num_micro_batches) * traffic > limit_ms:
             break
@@ -187,16 +193,18 @@ def _write_capacities(
         else:
             work = limit_ms * num_micro_batches / (num_stages - 1 + num_micro_batches)
         load = min(work - num_micro_batches * constant, num_micro_batches * densest_micro_batch_ms)
-        if load <= 0.0:
+        tokens = _tokens_within(load, cheapest_token_ms, num_micro_batches * max_len)
+        # Both are concave in V once `ratio` is 1: what does not grow any more does not grow later.
+        is_past = load <= last_load and tokens <= last_tokens
+        if is_past and num_micro_batches > MAX_BALANCED_MICRO_BATCHES:
+            break
+        last_load, last_tokens = load, tokens
+        if load < 0.0:
             continue
-        tokens = min(float(num_micro_batches * max_len), load / max(cheapest_token_ms, _TINY))
         # More micro-batches hold more tokens and less time; pairs that do neither are no choice.
         if not count or load > capacities[count - 1, 0] or tokens > capacities[count - 1, 1]:
             capacities[count, 0], capacities[count, 1] = load, tokens
             count += 1
-        # Tokens are limited by time from here on, and `ratio` is 1: further V hold less of both.
-        if num_micro_batches * max_len > tokens and num_micro_batches > MAX_BALANCED_MICRO_BATCHES:
-            break
     return count
 
 

@@ -317,16 +317,18 @@ def _balanced_targets(num_micro_batches: int, load_ms: float, cost: PipelineCost
     """Time of sequences that each micro-batch should get, in 1F1B order, so that the pipeline is
     fast.
     """
+    even = np.full(num_micro_batches, load_ms / num_micro_batches)
     if not cost.is_exact or num_micro_batches > MAX_BALANCED_MICRO_BATCHES:
-        return np.full(num_micro_batches, load_ms / num_micro_batches)
+        return even
     # Shares are of whole micro-batch times; what sequences may take is left without the constant,
     # and shares that are below it are 0, so that the rest is scaled to the load again.
     work = load_ms + num_micro_batches * cost.constant_ms
     targets = np.maximum(
         cost.balance.share[num_micro_batches, :num_micro_batches] * work - cost.constant_ms, 0.0
     )
-    targets *= load_ms / targets.sum()
-    return targets
+    # Sequences may add nothing to the constant, and then nothing is left to be scaled.
+    left_ms = targets.sum()
+    return targets * (load_ms / left_ms) if left_ms > 0.0 else even
 
 
 @compiled
