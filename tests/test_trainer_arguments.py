@@ -757,7 +757,6 @@ def test_an_epoch_that_a_callback_stops_does_not_skip_data_in_silence(monkeypatc
 @pytest.fixture
 def reader(alone):
     args = SimpleNamespace(
-        main_process_first=lambda desc: contextlib.nullcontext(),
         process_index=0,
         device=torch.device("cpu"),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import logging
@@ -19,6 +18,7 @@ from torch import Tensor
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.micro_batches import Example
 from ds_hydra.engine.ranks.agreement import check_same_numbers, run_together
+from ds_hydra.engine.ranks.turns import first_on_node
 from ds_hydra.errors import HydraConfigError, HydraDataError
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset
@@ -41,7 +41,7 @@ def read_data(dataset: Any, config: HydraConfig, device: torch.device) -> TokenD
     tokenize = run_together(functools.partial(_load_tokenizer, config.tokenizer), device)
 
     def read() -> TokenDataset:
-        with _first_on_node():
+        with first_on_node("tokenising the training data"):
             return TokenDataset.from_dataset(
                 dataset,
                 context_length=config.context_length,
@@ -198,16 +198,3 @@ def _load_tokenizer(name: str | None) -> Any:
             f"hydra.tokenizer is {name!r}, which cannot be loaded; give a folder with tokenizer.json or a hub id "
             f"({error})"
         ) from error
-
-
-@contextlib.contextmanager
-def _first_on_node() -> Iterator[None]:
-    """Rank 0 of each node runs the block first, the other ranks after it. Collective."""
-    is_first = local_rank() == 0
-    try:
-        if not is_first:
-            deepspeed.comm.barrier()
-        yield
-    finally:
-        if is_first:
-            deepspeed.comm.barrier()

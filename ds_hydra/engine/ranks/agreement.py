@@ -126,6 +126,8 @@ def run_together(action: Callable[[], Result], device: torch.device) -> Result:
     result, error = None, None
     try:
         result = action()
+    except RankLostError:  # of which the others hear by themselves
+        raise
     except Exception as caught:  # whatever it is, the other ranks wait for it
         error = caught
     raise_together(error, device)
