@@ -201,7 +201,7 @@ def test_a_device_without_memory_is_told_with_a_limit_to_set(monkeypatch, limit,
 def test_training_and_profiling_name_the_limit(monkeypatch):
     """Both run inside sections of the watchdog, which tells the other ranks."""
 
-    def fail(*_):
+    def fail(*_, **_options):
         raise torch.OutOfMemoryError("out of memory")
 
     config = HydraConfig(context_length=64, tokens_per_iteration=64, memory_limit_bytes=1000)

@@ -117,7 +117,7 @@ def resume_with_other_strategies(folder):
     """What is planned with after a run of `1x<2,1>` whose profile was measured for that alone."""
     from ds_hydra.engine import candidates
 
-    def measure(_propagator, strategies, _config):
+    def measure(_propagator, strategies, _config, **_options):
         degrees = {(s.tp, s.pp) for strategy in strategies for s in strategy.schemes}
         document = small_profile(6_000_000, num_layers=4)
         own = [s for s in document["schemes"] if (s["tp"], s["pp"]) in degrees]

@@ -68,7 +68,7 @@ def shards_of_a_device(monkeypatch, grads, **facts):
     by_param = {id(param): grad for param, grad in grads.items()}
     monkeypatch.setattr(gradient_shards, "safe_get_local_grad", lambda p: by_param[id(p)])
     shards = GradientShards(optimizer, list(grads), torch.device("cuda"))
-    shards.zeroed(None, is_fp16=False)
+    shards.zeroed()
     for number, grad in enumerate(grads.values()):
         grad.fill_(number + 1)
     return shards, optimizer, taken
@@ -93,7 +93,7 @@ def test_deepspeed_takes_its_own_norms_of_what_is_not_known(monkeypatch, why):
     shards, optimizer, taken = shards_of_a_device(monkeypatch, grads, use_muon=why == "muon")
     shards.norms()
     if why == "a new iteration":
-        shards.zeroed(None, is_fp16=False)
+        shards.zeroed()
     given = [torch.ones(3), *grads.values()] if why == "another gradient" else list(grads.values())
     args = (float("inf"),) if why == "another norm" else ()
     optimizer.get_grad_norm_direct(given, list(grads), *args)
@@ -107,7 +107,7 @@ def test_gradients_go_to_where_zero_has_moved_its_own(monkeypatch):
         grads[param] = grad.clone()
     monkeypatch.setattr(gradient_shards, "safe_get_local_grad", lambda p: grads[p])
     for _ in range(2):
-        held = shards.zeroed(None, is_fp16=False)
+        held = shards.zeroed()
         assert [g.data_ptr() for g in held] == [g.data_ptr() for g in grads.values()]
     shards.release()
     assert shards._grads_P == []

@@ -701,7 +701,9 @@ def train_without_a_scheme(folder):
     """Iterations of an engine whose measured profile leaves out <1,2>, which was proposed."""
     from ds_hydra.engine import candidates
 
-    candidates.measure_profile = lambda *_arguments: small_profile(6_000_000, num_layers=4)
+    candidates.measure_profile = lambda *_arguments, **_options: small_profile(
+        6_000_000, num_layers=4
+    )
     hydra = {"tokens_per_iteration": 300, "run_dir": folder}
     results = []
     for data in (dataset_of(batches(2)), None):
@@ -720,7 +722,7 @@ def train_without_single_ranks():
 
     document = small_profile(6_000_000, num_layers=4)
     document["schemes"] = document["schemes"][1:]
-    candidates.measure_profile = lambda *_arguments: document
+    candidates.measure_profile = lambda *_arguments, **_options: document
     engine = start_hydra(tiny("llama"), hydra={"planner": {"space": "plain"}})
     engine.train_batch(batches(1)[0])
     return [str(s) for s in engine.hydra.candidates.strategies], engine.last_metrics.strategy

@@ -792,7 +792,7 @@ def test_another_tokenizer_or_chat_template_reads_anew(reader):
             return {"input_ids": [[self.first, len(text)] for text in texts]}
 
     one, other = Tokenizer(1), Tokenizer(2)
-    rows = [{"text": "ab"}]
+    rows = [{"text": "abc"}]
     tokens = [reader.read(rows, "eval_dataset", t)[0]["input_ids"][0] for t in (one, other, one)]
     assert tokens == [1, 2, 1]
     before = reader.read(rows, "eval_dataset", one)

@@ -24,8 +24,11 @@ from ds_hydra.report.run_report import read_metrics
 from ds_hydra.strategy import Scheme
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
-_HUES = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#9c755f")
-"""Base colour of TP 1, 2, 4, 8, 16, 32; a deeper pipeline of the same TP is darker."""
+_HUES = (
+    "#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f", "#ff9da7", "#a0cbe8",
+    "#b6992d", "#79706e",
+)  # fmt: skip
+"""Colours of schemes that can be told apart; further ones are darker."""
 
 Colors: TypeAlias = dict[Scheme, tuple[float, float, float]]
 
@@ -55,14 +58,11 @@ def plot_run(run_dir: str | Path, out_png: str | Path) -> None:
 
 
 def choose_colors(schemes: Sequence[Scheme]) -> Colors:
-    """One colour per scheme: the hue tells TP, the darkness the place among the schemes of that TP,
-    by PP first.
-    """
+    """Return one colour per scheme."""
     colors = {}
-    for scheme in schemes:
-        depth = sorted(other for other in schemes if other.tp == scheme.tp).index(scheme)
-        hue = np.array(to_rgb(_HUES[(scheme.tp.bit_length() - 1) % len(_HUES)]))
-        red, green, blue = hue * 0.68**depth
+    for index, scheme in enumerate(schemes):
+        hue = np.array(to_rgb(_HUES[index % len(_HUES)]))
+        red, green, blue = hue * 0.6 ** (index // len(_HUES))
         colors[scheme] = (float(red), float(green), float(blue))
     return colors
 
@@ -81,7 +81,7 @@ def _draw_strategies(axes: Axes, records: list[IterationMetrics], colors: Colors
     if any(len(_idle_ranks(record, num_ranks)) for record in records):
         handles.append(Patch(facecolor=_IDLE, edgecolor="#bbbbbb", hatch="////", label="idle"))
     axes.spines[:].set_visible(False)
-    _head(axes, "Pipelines <TP,PP> of each iteration", handles)
+    _head(axes, "Pipelines of each iteration", handles)
 
 
 def paint_ranks(records: Sequence[IterationMetrics], colors: Colors) -> npt.NDArray[np.float64]:
