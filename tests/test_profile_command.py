@@ -391,8 +391,8 @@ def test_one_device_measures_slices_and_adds_the_clusters_communication(tmp_path
     # interconnect.
     for length, cheap, costly in zip((8, 32, 64), times[0][4, 2], times[1][4, 2], strict=True):
         pass_ms = 1e3 * 3 * (1e-4 + length * 32 * 4 / 4 / 1e9)
-        hop_ms = 1e3 * 2 * (1e-3 + length * 32 * 4 / 1e8)
-        first, last = (3 * 8 + 2) * pass_ms + hop_ms, (3 * 8 + 2) * pass_ms
+        hop_ms = 1e3 * 2 * (1e-3 + length / 4 * 32 * 4 / 1e8)  # a shard of the micro-batch
+        first, last = (3 * 10 + 2) * pass_ms + hop_ms, (3 * 10 + 3) * pass_ms
         # T = (slowest stage + both) / 3, and either stage may be the slowest.
         assert (2 * last + first) / 3 - 2e-3 <= costly - cheap <= (2 * first + last) / 3 + 2e-3
     assert dear["memory"]["activation_bytes_per_token_per_layer_per_hidden"].keys() == {
