@@ -1,8 +1,26 @@
 """Which errors ds_hydra raises, by who has to act on them."""
 
+_MAX_CHARACTERS = 4000
+
 
 class HydraError(Exception):
-    """Base of every error that ds_hydra raises on purpose."""
+    """Base of every error that ds_hydra raises on purpose.
+
+    A message can be printed and sent whatever values it names: the middle of a long one is left
+    out, and halves of surrogate pairs are escaped.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(_printable(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+def _printable(text: str) -> str:
+    if len(text) > _MAX_CHARACTERS:
+        # What is wrong stands at the beginning, what to do at the end.
+        half = _MAX_CHARACTERS // 2 - 20
+        left_out = len(text) - 2 * half
+        text = f"{text[:half]} [... {left_out} characters ...] {text[-half:]}"
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class HydraConfigError(HydraError, ValueError):

@@ -99,6 +99,8 @@ def test_padding_at_either_end_is_taken_away(mask, position_ids):
         ({"input_ids": [[1, 2], [3]]}, "'input_ids' of example 3"),
         ({"input_ids": [1.0, 2.5]}, "'input_ids' of example 3 holds float64, expected integers"),
         ({"input_ids": torch.ones(2, dtype=torch.bfloat16)}, "'input_ids' of example 3 .*BFloat16"),
+        ({"input_ids": torch.ones(2, dtype=int, device="meta")}, "'input_ids' of .* cannot be read"),
+        ({"input_ids": IDS, "labels": torch.ones(3, device="meta")}, "'labels' of .* cannot be read"),
         ({"input_ids": [True, False]}, "holds bool"),
         ({"input_ids": "a b"}, "'input_ids' of example 3"),
         ({"input_ids": IDS, "labels": [5.0, 6.0, 7.0]}, "'labels' of example 3 holds float64"),

@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 import datasets
+import numpy as np
 import peft
 import pytest
 import torch
@@ -30,7 +31,8 @@ import ds_hydra
 from ds_hydra import losses
 from ds_hydra.configs import HydraConfig
 from ds_hydra.engine.losses.objective import TokenScoreRecorder
-from ds_hydra.engine.runtime import _comparable, check_same_settings
+from ds_hydra.engine.propagation import RankOutcome
+from ds_hydra.engine.runtime import _MEASURED, _comparable, _Row, check_same_settings
 from ds_hydra.engine.telemetry.metrics import RunLog
 from ds_hydra.errors import (
     CheckpointError,
@@ -39,6 +41,7 @@ from ds_hydra.errors import (
     PlanMismatchError,
     UnsupportedModelError,
 )
+from ds_hydra.strategy.profiles.learned import NOTHING_TOLD
 
 
 def dataset(*lengths):
@@ -147,7 +150,7 @@ MISTAKES = {
     "schedule of another rank": (
         with_schedule_of_rank,
         PlanMismatchError,
-        ("lr of optimizer.param_groups is [0.000875], and [0.00075] on rank 0",),
+        ("optimizer.param_groups[0].lr is 0.000875, and 0.00075 on rank 0",),
     ),
     "LoRA's alpha of one rank": (
         with_alpha_of_rank,
@@ -322,6 +325,58 @@ def test_what_only_one_rank_shows_may_differ():
         check_same_settings(engine)
     compared = {key for key in check.call_args.args[0] if key.startswith("deepspeed.")}
     assert compared == {"deepspeed.gradient_clipping"}
+
+
+GROUPS_OF_RANKS = {
+    # Two groups, of one weighted sum, mean and maximum
+    "lr": ([2e-4, 1e-4], [1e-4, 2e-4]),
+    "betas": ([(0.9, 0.99), (0.8, 0.9)], [(0.9, 0.99), (0.8, 0.95)]),
+    "eps": ([1e-12, 1e-12], [1e-12, 1e-13]),
+    "weight_decay": ([np.float32(0.1), 0.0], [np.float32(0.2), 0.0]),
+    "lr of a tensor": ([torch.tensor(0.1), 0.1], [torch.tensor(0.1), 0.2]),
+    "last digit": ([1e-3, 1e-20], [1e-3 * (1 + 1e-7), 0.0]),
+}
+
+
+def set_groups_of_ranks():
+    """(type, message) of the error of an iteration in which ranks have other groups, by key."""
+    model = two_layers()
+    bands = [[p for p in model.parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (0, 1)]
+    optimizer = torch.optim.AdamW([{"params": band} for band in bands], lr=1e-3)
+    engine, *_ = ds_hydra.initialize(model=model, optimizer=optimizer, config=ds_config(hydra={}))
+    raised = {}
+    for name, of_ranks in GROUPS_OF_RANKS.items():
+        key = name.split()[0] if name != "last digit" else "lr"
+        before = [group[key] for group in engine.optimizer.param_groups]
+        for group, value in zip(engine.optimizer.param_groups, of_ranks[dist.get_rank()]):
+            group[key] = value
+        raised[name] = error_of(lambda: train(engine))
+        for group, value in zip(engine.optimizer.param_groups, before):
+            group[key] = value
+    return raised
+
+
+@pytest.mark.distributed
+def test_every_number_of_the_optimizers_groups_is_compared_between_ranks():
+    for raised in run_distributed(set_groups_of_ranks, 2):
+        assert raised.pop("last digit")[0] is None  # as of hosts with other libraries
+        assert {kind for kind, _ in raised.values()} == {PlanMismatchError}
+        for name, named in (
+            ("lr", "[0].lr is 0.0001, and 0.0002 on rank 0"),
+            ("betas", "[1].betas[1] is 0.95, and 0.9 on rank 0"),
+            ("eps", "[1].eps is 1e-13, and 1e-12 on rank 0"),
+            ("weight_decay", "[0].weight_decay is 0.2"),
+            ("lr of a tensor", "[1].lr is 0.2, and 0.1 on rank 0"),
+        ):
+            assert f"optimizer.param_groups{named}" in raised[name][1]
+
+
+def test_a_row_of_a_rank_gives_back_what_it_was_made_of():
+    measured = {name: float(number) for number, name in enumerate(_MEASURED)}
+    outcome = RankOutcome(**measured, phase_ms=(7.0, 8.0))
+    spread = [float(number) for number in range(len(NOTHING_TOLD))]
+    row = _Row(0.0, 1.0, 0.0, float(2**48 - 1), outcome, spread)
+    assert _Row.from_row(torch.tensor(row.to_row(), dtype=torch.float64).tolist()) == row
 
 
 def make_mistakes(folder):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
+import math
 import re
 import types
+from fractions import Fraction
 
 import kernels_apart
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -84,6 +89,120 @@ def test_buffers_are_taken_over_however_they_are_edited(way):
     module._buffers[key] = None
     stage_model.carry_over()
     assert getattr(twin, key) is None
+
+
+@dataclasses.dataclass
+class Knobs:
+    scale: float = 1.0
+    offset: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(2))
+
+
+class WithKnobs(transformers.LlamaForCausalLM):
+    shift = 0.0
+
+    def __init__(self, config):
+        super().__init__(config)
+        mlp = self.model.layers[0].mlp
+        mlp.gain, mlp.table, mlp.rows = 1.0, torch.zeros(3), np.zeros(3)
+        mlp.knobs, mlp.act = Knobs(), torch.relu
+        mlp.scaling = {"default": 2.0, "other": [1.0, 2.0]}
+
+
+def at_mlp(change):
+    return lambda model: change(model.model.layers[0].mlp)
+
+
+FOLLOWED = [
+    at_mlp(lambda mlp: setattr(mlp, "gain", torch.tensor(0.1))),
+    at_mlp(lambda mlp: setattr(mlp, "gain", np.float32(0.1))),
+    at_mlp(lambda mlp: setattr(mlp, "gain", np.full(3, 0.1))),
+    at_mlp(lambda mlp: setattr(mlp, "gain", 2j)),
+    at_mlp(lambda mlp: setattr(mlp, "gain", (torch.ones(2, requires_grad=True) * 2,))),
+    at_mlp(lambda mlp: mlp.scaling.update(default=torch.tensor([0.1, 0.2]))),
+    at_mlp(lambda mlp: mlp.scaling["other"].append(np.float64(3))),
+    at_mlp(lambda mlp: mlp.table.fill_(1.0)),
+    at_mlp(lambda mlp: mlp.table.data.fill_(2.0)),
+    at_mlp(lambda mlp: setattr(mlp, "table", torch.full((2,), math.nan))),
+    at_mlp(lambda mlp: mlp.rows.fill(math.nan)),
+    at_mlp(lambda mlp: setattr(mlp.knobs, "scale", 3.0)),
+    at_mlp(lambda mlp: mlp.knobs.offset.fill_(1.0)),
+    at_mlp(lambda mlp: setattr(mlp, "read_with_getattr", 1.5)),
+    lambda model: setattr(model, "shift", torch.tensor(0.5)),
+]
+
+
+@pytest.mark.parametrize("change", FOLLOWED)
+def test_values_of_every_kind_are_taken_over(change):
+    model = WithKnobs(tiny("llama").config)
+    stage_model = StageModel(model)
+    state = stage_model._state
+    assert not state.carry_over()
+    change(model)
+    assert len(state.carry_over()) == 1
+    assert not state.carry_over()
+    torch.testing.assert_close(read(stage_model.model), read(model), equal_nan=True)
+    tables = [m.model.layers[0].mlp.table for m in (model, stage_model.model)]
+    assert tables[0].data_ptr() != tables[1].data_ptr()
+
+
+def read(model):
+    mlp = model.model.layers[0].mlp
+    values = [
+        *(mlp.gain, mlp.table, mlp.rows, mlp.knobs.scale, mlp.knobs.offset, mlp.scaling["default"]),
+        *(*mlp.scaling["other"], model.shift, getattr(mlp, "read_with_getattr", 0.0)),
+    ]
+    return [torch.as_tensor(v[0] if isinstance(v, tuple) else v) for v in values]
+
+
+def test_a_value_that_is_taken_away_is_the_class_s_again():
+    model = WithKnobs(tiny("llama").config)
+    model.shift = 1.0
+    stage_model = StageModel(model)
+    del model.shift
+    stage_model.carry_over()
+    assert stage_model.model.shift == 0.0
+
+
+class OtherMLP(transformers.models.llama.modeling_llama.LlamaMLP):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            at_mlp(lambda mlp: setattr(mlp, "act", torch.sigmoid)),
+            r"mlp\.act was set after the start",
+        ),
+        (at_mlp(lambda mlp: setattr(mlp, "gain", Fraction(1, 2))), r"mlp\.gain .* \(Fraction\)"),
+        (at_mlp(lambda mlp: mlp.scaling.update(default=Fraction(1, 2))), r"mlp\.scaling was set"),
+        (lambda model: setattr(model, "shift", Fraction(1, 2)), r"shift was set after the start"),
+        (at_mlp(lambda mlp: setattr(mlp, "__class__", OtherMLP)), r"LlamaMLP .* is a OtherMLP now"),
+        (
+            lambda model: setattr(model.model.embed_tokens, "padding_idx", 1),
+            r"embed_tokens\.padding_idx was 0 at the start and is 1 now",
+        ),
+    ],
+)
+def test_objects_that_a_copy_cannot_take_over_are_refused(change, named):
+    model = WithKnobs(tiny("llama").config)
+    stage_model = StageModel(model)
+    model.generation_config = transformers.GenerationConfig()
+    stage_model.carry_over()
+    change(model)
+    with pytest.raises(UnsupportedModelError, match=named):
+        stage_model.carry_over()
+
+
+def test_another_configuration_is_named(caplog):
+    model = tiny("llama")
+    stage_model = StageModel(model)
+    model.config = copy.deepcopy(model.config)
+    stage_model.carry_over()
+    assert not caplog.messages
+    model.config.rms_norm_eps = 0.1
+    stage_model.carry_over()
+    assert "model.config.rms_norm_eps" in caplog.text
 
 
 def add_bias(model):

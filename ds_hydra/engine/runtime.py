@@ -6,14 +6,17 @@ collaborator.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
@@ -94,24 +97,76 @@ def _settings_of(engine: DeepSpeedEngine) -> dict[str, Any]:
             k: v.to_dict() for k, v in getattr(engine.module, "peft_config", {}).items()
         },
         "deepspeed": {k: v for k, v in engine._config._param_dict.items() if k not in _SHOWN},
-        "optimizer.param_groups": [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in getattr(engine.optimizer, "param_groups", ())
-        ],
+        "optimizer.param_groups": _settings_of_groups(
+            getattr(engine.optimizer, "param_groups", ())
+        ),
         "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else {},
     }
 
 
+def _settings_of_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: group[key] for key in sorted(group) if key != "params"} for group in groups]
+
+
 def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
-    """The numbers inside of `value`; texts may be places of files."""
+    """Yield the numbers inside of `value` with their places; texts may be places of files."""
     if isinstance(value, Mapping):
         for key, inside in value.items():
             yield from _numbers(inside, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple):
         for index, inside in enumerate(value):
             yield from _numbers(inside, f"{name}[{index}]")
+    elif isinstance(value, Tensor | np.ndarray | np.generic):
+        yield from _numbers(value.tolist(), name)
     elif isinstance(value, int | float):
         yield name, value
+
+
+_SAME_TO = 1e-6
+"""Relative difference up to which numbers of ranks are equal: hosts with other libraries may differ
+in the last digit.
+"""
+
+
+def _digest(numbers: Iterable[tuple[str, float]]) -> float:
+    """Return a digest of named numbers, of floats to seven digits, that a float64 holds exactly."""
+    texts = [(name, f"{n:.7g}" if isinstance(n, float) else str(n)) for name, n in numbers]
+    text = json.dumps(texts)
+    return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little"))
+
+
+class _Row(NamedTuple):
+    """Numbers that a rank tells the others of an iteration, in one collective; flags are 0 or 1."""
+
+    has_nonfinite: float
+    """Whether a gradient that the rank owns is NaN or Inf."""
+    has_problem: float
+    """Whether a given loss has failed on the rank."""
+    is_stop_requested: float
+    """Whether the rank was told to stop."""
+    settings: float
+    """Digest of the numbers of its optimizer's groups; 0 in evaluation."""
+    outcome: RankOutcome
+    spread: Sequence[float]
+    """[Note: Spread of micro-batches]."""
+
+    def to_row(self) -> list[float]:
+        """Return the numbers one after another, those of phases, which differ in number, last."""
+        measured = [getattr(self.outcome, name) for name in _MEASURED]
+        return [*self[:_NUM_FLAGS], *measured, *self.spread, *self.outcome.phase_ms]
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> _Row:
+        """Return what `to_row` has made a row of."""
+        told = _NUM_FLAGS + len(_MEASURED)
+        phases = told + len(NOTHING_TOLD)
+        measured = dict(zip(_MEASURED, row[_NUM_FLAGS:told], strict=True))
+        outcome = RankOutcome(**measured, phase_ms=tuple(row[phases:]))
+        return cls(*row[:_NUM_FLAGS], outcome, row[told:phases])
+
+
+_MEASURED = [field.name for field in fields(RankOutcome) if field.type == "float"]
+_NUM_FLAGS = _Row._fields.index("outcome")
 
 
 def warn_of_other_kernels(names: Sequence[str], device: torch.device) -> None:
@@ -173,47 +228,45 @@ class HydraRuntime:
         outcome: RankOutcome,
         norms: Tensor | None = None,
         plan: IterationPlan | None = None,
-        rates: Sequence[float | None] = (),
+        groups: Sequence[Mapping[str, Any]] = (),
     ) -> Outcomes:
         """Outcomes of all ranks, in rank order, on every rank, with what any of them has to say;
         `norms` of this rank's gradients where it trains, with the `plan` whose times are learned
-        from and the learning `rates` of its optimizer's groups. Raises, on all ranks, what a given
-        loss has done wrong on one of them, and PlanMismatchError where rates differ.
+        from and the `groups` of its optimizer. Raises, on all ranks, what a given loss has done
+        wrong on one of them, and PlanMismatchError where numbers of groups differ.
         """
-        names = [field.name for field in fields(RankOutcome) if field.type == "float"]
-        values = [getattr(outcome, name) for name in names]
         tracker = None if plan is None else self.candidates.find_tracker()
         told: Sequence[float] = NOTHING_TOLD
         if tracker is not None and plan is not None:
             told = tracker.tell_spread(plan, self.propagator.rank, outcome.computed_ms)
         problem = self.propagator.problem
-        # One row a rank, so that one collective tells all: times and sums, what is told of spreads,
-        # phases, rates, and three flags.
-        known = [float(rate or 0.0) for rate in rates]  # None: Adafactor's own
-        mine = [*values, *told, *outcome.phase_ms]
-        mine += [sum(n * rate for n, rate in enumerate(known, 1)), problem is not None]
-        mine += [0.0, float(self._stop_request.is_set)]
-        mine_N = to_device(torch.tensor(mine, dtype=torch.float64), self._device)
+        settings = dict(_numbers(_settings_of_groups(groups), "optimizer.param_groups"))
+        mine = _Row(
+            has_nonfinite=0.0,
+            has_problem=float(problem is not None),
+            is_stop_requested=float(self._stop_request.is_set),
+            settings=_digest(settings.items()) if groups else 0.0,
+            outcome=outcome,
+            spread=told,
+        )
+        mine_N = to_device(torch.tensor(mine.to_row(), dtype=torch.float64), self._device)
         if norms is not None:
             # Written on the device: the host waits for the gradients once, with the row.
-            mine_N[-2] = ~norms.isfinite().all()
-        rows, end = gather_rows(mine_N).tolist(), len(names) + len(told)
-        if any(row[-3] for row in rows):
+            mine_N[_Row._fields.index("has_nonfinite")] = ~norms.isfinite().all()
+        rows = [_Row.from_row(row) for row in gather_rows(mine_N).tolist()]
+        if any(row.has_problem for row in rows):
             raise_together(problem, self._device)
-        # Hosts with other libraries may differ in the last digit
-        if not all(math.isclose(r[-4], rows[0][-4], rel_tol=1e-6, abs_tol=1e-12) for r in rows):
-            check_alike({"lr of optimizer.param_groups": known}, self._device)
+        if len({row.settings for row in rows}) > 1:
+            check_alike(settings, self._device, rel_tol=_SAME_TO)
         balance, expert_tokens_LE = self.stage_model.balance, None
         if norms is not None and balance.layers:
             dist.all_reduce(balance.counts_LE)
             expert_tokens_LE = balance.counts_LE.cpu()
         return Outcomes(
-            ranks=[
-                RankOutcome(**dict(zip(names, row)), phase_ms=tuple(row[end:-4])) for row in rows
-            ],
-            spreads=[row[len(names) : end] for row in rows],
-            nonfinite_ranks=[rank for rank, row in enumerate(rows) if row[-2]],
-            is_stop_requested=any(row[-1] for row in rows),
+            ranks=[row.outcome for row in rows],
+            spreads=[row.spread for row in rows],
+            nonfinite_ranks=[rank for rank, row in enumerate(rows) if row.has_nonfinite],
+            is_stop_requested=any(row.is_stop_requested for row in rows),
             expert_tokens_LE=expert_tokens_LE,
         )
 

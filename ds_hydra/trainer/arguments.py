@@ -132,6 +132,9 @@ _OF_JSON = {
 parameter of it.
 """
 
+_IMPLEMENTATIONS = {"torch", "fused", "apex", "hf", "npu", "xla", "32bit"}
+"""Words of `optim` that say how an algorithm is implemented, and not what it computes."""
+
 _OF_ADAM_OR_WARMUP = ("adam", "lamb", "onebit", "zerooneadam", "warmup")
 """What types of optimizers and schedules begin with that have all of these parameters."""
 
@@ -350,7 +353,7 @@ def _find_unread(args: TrainingArguments) -> Iterator[tuple[str, str]]:
         if not (kind := str(sections[key].get("type", ""))):
             continue
         for name, param in names.items():
-            is_same = name == "optim" and _optim(args).startswith(kind.lower())
+            is_same = name == "optim" and _computes(_optim(args), kind)
             # "lr" of the optimizer may be "warmup_max_lr" of the scheduler, or "muon_lr"
             if is_same or not _is_set(args, name) or (param and param in given):
                 continue
@@ -359,6 +362,12 @@ def _find_unread(args: TrainingArguments) -> Iterator[tuple[str, str]]:
             is_known = has_all or param in ("lr", "weight_decay")
             hint = f' without {param}; set {key}.params.{param} to "auto"' * is_known
             yield name, f"the JSON has the {key} {kind}{hint}"
+
+
+def _computes(optim: str, kind: str) -> bool:
+    """Whether a value of `optim` names the optimizer `kind` of the JSON, its states in fp32."""
+    algorithm, *implementation = optim.split("_")
+    return algorithm.startswith(kind.lower()) and _IMPLEMENTATIONS.issuperset(implementation)
 
 
 def _find_refused(args: TrainingArguments, honoured: Collection[str]) -> Iterator[str]:

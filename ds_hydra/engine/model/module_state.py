@@ -15,9 +15,12 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from types import FunctionType, MethodType
+from dataclasses import is_dataclass
+from enum import Enum
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import parameter_offload
@@ -37,10 +40,26 @@ _LIBRARIES = {"deepspeed", "transformers", "peft", "accelerate"}
 """Their hooks partition parameters, record outputs or let embeddings require gradients."""
 _NOISE = "transformers.integrations.neftune"
 
-_SET_BY_THE_COPY = {"training", "gradient_checkpointing", "padding_idx"}
 _OUTSIDE_TRAINING = {"use_cache", "architectures", "dtype", "transformers_version"}
-"""Of a model's configuration: set by saving and by generation."""
-_PLAIN = (bool, int, float, str, type(None))
+"""Keys of a model's configuration that saving and generation set."""
+
+_NOT_FOLLOWED = {
+    *vars(nn.Module()),
+    *("gradient_checkpointing", "_gradient_checkpointing_func"),
+    *("config", "generation_config", "peft_config", "_loss_function"),
+    *("applied_pre_backward_ref_cnt", "_external_params", "_original_parameters"),
+    *("all_parameters", "pre_bwd_fn", "post_bwd_fn"),
+}
+"""Attributes of modules that are torch's own, have a check of their own, or are DeepSpeed's notes
+(as those that begin with `ds_`).
+"""
+
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), Enum),
+    *(torch.dtype, torch.device, torch.layout, np.generic),
+)
+_NOTHING = object()
+"""Value of an attribute that is not there."""
 
 _OUTSIDE_PASSES = ("torch.nn.modules.module", "transformers.modeling_utils", "transformers.gener")
 """Where methods are defined that neither forward nor backward calls, as `save_pretrained`."""
@@ -52,15 +71,16 @@ class ModuleState:
     def __init__(self, model: nn.Module, copied: nn.Module):
         named = zip(model.named_modules(), copied.modules(), strict=True)
         self._twins = [_Twins(name, module, twin) for (name, module), twin in named]
-        self._config = getattr(model, "config", None)
-        self._settings = copy.deepcopy(_settings(self._config))
+        self._model = model
+        self._settings = copy.deepcopy(_settings(model))
 
     def carry_over(self) -> list[nn.Module]:
-        """Give the copy what was set on the model's modules since the last call: plain attributes
-        (`disable_adapter()`, a LoRA scaling) and buffers. Returns modules of the copy that
-        got something new, as far as that is known.
+        """Give the copy what was set on the model's modules since the last call: attributes that
+        are values (`disable_adapter()`, a LoRA scaling), tensors and arrays among them, and
+        buffers. Returns modules of the copy that got something new, as far as that is known.
 
-        Raises UnsupportedModelError for other modules, patched forwards and hooks. Not collective.
+        Raises UnsupportedModelError for other modules, patched forwards, hooks, and attributes that
+        became other objects. Not collective.
         """
         for twins in self._twins:
             twins.check()
@@ -72,9 +92,9 @@ class ModuleState:
 
     def _warn_of_settings(self) -> None:
         """Name once what was changed in the model's configuration; the copy has its own."""
-        for key, value in _settings(self._config).items():
+        for key, value in _settings(self._model).items():
             before = self._settings.get(key)
-            if value != before:
+            if not _is_same(_snapshot(before), value):
                 logger.warning(
                     "model.config.%s was %r when the engine started and is %r now, which training does not see; "
                     "set it before ds_hydra.initialize",
@@ -90,21 +110,22 @@ class _Twins:
 
     def __init__(self, name: str, module: nn.Module, twin: nn.Module):
         self._name, self.module, self.twin = name or type(module).__name__, module, twin
-        self._plain = {
-            key: copy.deepcopy(value)
-            for key, value in vars(module).items()
-            if key not in _SET_BY_THE_COPY and _is_plain(value)
-        }
+        self._class = type(module)
+        self._values = {key: _snapshot(value) for key, value in _attributes(module)}
         self._buffers = {key: _clone(buffer) for key, buffer in module._buffers.items()}
         self._children = dict(module._modules)
         self._dtypes: dict[str, torch.dtype] | None = None
         """Of parameters, once training has begun: a start may change them."""
         self._params = dict(module._parameters)
-        self._forward = vars(module).get("forward")
         self._saved_in_use = find_saved_in_use(module)
 
     def check(self) -> None:
         """Raise UnsupportedModelError for what the copy cannot follow."""
+        if type(self.module) is not self._class:
+            raise UnsupportedModelError(
+                f"{self._name} was a {self._class.__name__} at the start and is a {type(self.module).__name__} now; "
+                "set its class before ds_hydra.initialize"
+            )
         if self.module._modules != self._children:
             raise UnsupportedModelError(
                 f"{self._name} has other modules than at the start; add or replace modules and adapters before "
@@ -124,11 +145,6 @@ class _Twins:
                 "at the start: adapters cannot be switched off or set later; where a reference without adapters is "
                 "needed, as in DPO, pass it as a model of its own (ref_model)"
             )
-        if vars(self.module).get("forward") is not self._forward:
-            raise UnsupportedModelError(
-                f"{self._name}.forward was set after the start, which training would not see; set it before "
-                "ds_hydra.initialize"
-            )
         check_hooks(self._name, self.module)
 
     def _check_dtypes(self) -> None:
@@ -145,21 +161,46 @@ class _Twins:
 
     def carry_over(self) -> bool:
         """Give the copy what has changed. Returns whether anything has, as far as is known."""
-        held, is_changed = vars(self.module), False
-        for key, before in self._plain.items():
-            value = held.get(key, before)
-            if value != before and _is_plain(value):
-                if value and is_rate(self.twin, key) and not isinstance(self.twin, TokenDropout):
-                    raise UnsupportedModelError(
-                        f"{self._name}.{key} was {before} at the start and is {value} now: noise of the model itself "
-                        f"would depend on the strategy; set it back to {before}"
-                    )
-                self._plain[key] = copy.deepcopy(value)
-                vars(self.twin)[key] = copy.deepcopy(value)
+        held, of_twin, is_changed = dict(_attributes(self.module)), vars(self.twin), False
+        for key in {**self._values, **held}:
+            value, before = held.get(key, _NOTHING), self._values.get(key, _NOTHING)
+            if value is before or _is_same(before, value):
+                continue
+            if value is _NOTHING:  # the class has the value again
                 is_changed = True
+                del self._values[key]
+                of_twin.pop(key, None)
+            elif self._can_follow(key, before, value):
+                is_changed = True
+                self._values[key] = _snapshot(value)
+                of_twin[key] = _copy(value)
         for key in {**self.module._buffers, **self._buffers}:
             is_changed |= self._take_buffer(key)
         return is_changed
+
+    def _can_follow(self, key: str, before: Any, value: Any) -> bool:
+        """Return whether the copy takes over what an attribute has become; False where passes do
+        not read it. Raises UnsupportedModelError for what they read and a copy cannot take over.
+        """
+        place = f"{self._name}.{key}"
+        if not _is_value(value):
+            if before is _NOTHING and _owner_in_passes(self._class, key) is None:
+                return False
+            raise UnsupportedModelError(
+                f"{place} was set after the start, which training would not see ({type(value).__name__}); set it "
+                "before ds_hydra.initialize"
+            )
+        if key == "padding_idx":
+            raise UnsupportedModelError(
+                f"{place} was {before} at the start and is {value} now; set it before ds_hydra.initialize"
+            )
+        is_noise = is_rate(self.twin, key) and not isinstance(self.twin, TokenDropout)
+        if is_noise and bool(value.any() if _is_array(value) else value):
+            raise UnsupportedModelError(
+                f"{place} was {before} at the start and is {value} now: noise of the model itself would depend on the "
+                f"strategy; set it back to {before}"
+            )
+        return True
 
     def _take_buffer(self, key: str) -> bool:
         """Give the copy the module's buffer, where its bits are others than those that were taken
@@ -199,21 +240,95 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
-def _settings(config: Any) -> dict[str, Any]:
-    """What a user may set in a model's configuration."""
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a module in which its forward may look for a value."""
+    for key, value in vars(module).items():
+        if key not in _NOT_FOLLOWED and not key.startswith("ds_"):
+            yield key, value
+
+
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """Return what a container holds, by place; None for anything else."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    is_record = isinstance(value, SimpleNamespace) or is_dataclass(type(value))
+    return getattr(value, "__dict__", None) if is_record else None
+
+
+def _is_array(value: Any) -> bool:
+    """Whether `value` is a tensor or an array of numbers, and no parameter, which ZeRO-3 has."""
+    if isinstance(value, np.ndarray):
+        return not value.dtype.hasobject
+    return type(value) is Tensor and value.layout is torch.strided
+
+
+def _is_value(value: Any) -> bool:
+    """Whether a copy of `value` can stand for it, as for numbers and arrays in containers."""
+    if (parts := _parts(value)) is not None:
+        return all(map(_is_value, parts.values()))
+    if isinstance(value, set | frozenset):
+        return all(map(_is_value, value))
+    return isinstance(value, _PLAIN) or _is_array(value)
+
+
+def _snapshot(value: Any) -> Any:
+    """Return what `_is_same` compares later values with: copies of values, other objects
+    themselves.
+    """
+    if (parts := _parts(value)) is not None:
+        return type(value), {key: _snapshot(part) for key, part in parts.items()}
+    if isinstance(value, Tensor) and _is_array(value):
+        return _clone(value)
+    return value.copy() if isinstance(value, set | np.ndarray) else value
+
+
+def _is_same(before: Any, value: Any) -> bool:
+    """Whether `value` is still what `_snapshot` has kept of it."""
+    if before is value:
+        return True
+    if (parts := _parts(value)) is not None:
+        if type(before) is not tuple or before[0] is not type(value):
+            return False
+        kept = before[1]
+        return kept.keys() == parts.keys() and all(_is_same(kept[key], parts[key]) for key in kept)
+    if type(before) is not type(value):
+        return False
+    if isinstance(value, Tensor):
+        # No identity or version tells of an edit of `.data`; attributes on accelerators are rare.
+        if not (_is_array(value) and _kind(before) == _kind(value)):
+            return False
+        return value.is_meta or bool((_bits(before) == _bits(value)).all())
+    if isinstance(value, np.ndarray):
+        has_nan = value.dtype.kind in "fc"
+        return before.dtype == value.dtype and np.array_equal(before, value, equal_nan=has_nan)
+    if isinstance(value, _PLAIN):
+        return bool(before == value) or bool(before != before and value != value)  # NaN
+    return isinstance(value, set | frozenset) and before == value
+
+
+def _copy(value: Any) -> Any:
+    """Return a deep copy of a value, without the graphs that its tensors belong to."""
+    memo: dict[int, Any] = {}
+
+    def detach(value: Any) -> None:
+        if isinstance(value, Tensor):
+            memo[id(value)] = _clone(value)
+        for part in (_parts(value) or {}).values():
+            detach(part)
+
+    detach(value)
+    return copy.deepcopy(value, memo)
+
+
+def _settings(model: nn.Module) -> dict[str, Any]:
+    """Return what a user may set in a model's configuration."""
     return {
         key: value
-        for key, value in getattr(config, "__dict__", {}).items()
-        if not key.startswith("_") and key not in _OUTSIDE_TRAINING and _is_plain(value)
+        for key, value in getattr(getattr(model, "config", None), "__dict__", {}).items()
+        if not key.startswith("_") and key not in _OUTSIDE_TRAINING and _is_value(value)
     }
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple | set):
-        return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN)
 
 
 def check_user_code(model: nn.Module) -> None:
@@ -252,12 +367,15 @@ def _check_hooks(name: str, hooks: Collection[Any]) -> None:
 
 
 def _is_used_in_passes(kind: type[nn.Module], attribute: str) -> bool:
+    owner = _owner_in_passes(kind, attribute)
+    return owner is not None and callable(vars(owner)[attribute])
+
+
+def _owner_in_passes(kind: type[nn.Module], attribute: str) -> type | None:
+    """Return the class that defines an attribute of `kind` for forward or backward, if any."""
     owner = next((base for base in kind.__mro__ if attribute in vars(base)), None)
-    return (
-        owner is not None
-        and callable(vars(owner)[attribute])
-        and not owner.__module__.startswith(_OUTSIDE_PASSES)
-    )
+    is_outside = owner is None or owner.__module__.startswith(_OUTSIDE_PASSES)
+    return None if is_outside else owner
 
 
 def _check_patch(name: str, patch: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import linecache
+import math
 import os
 import re
 import sys
@@ -134,9 +135,9 @@ def run_together(action: Callable[[], Result], device: torch.device) -> Result:
     return result  # type: ignore[return-value]
 
 
-def check_alike(values: Mapping[str, Any], device: torch.device) -> None:
+def check_alike(values: Mapping[str, Any], device: torch.device, *, rel_tol: float = 0.0) -> None:
     """Raise PlanMismatchError, on all ranks, where one has others of these named `values`, which
-    JSON holds, than rank 0. Collective over all ranks.
+    JSON holds, than rank 0; floats may differ by `rel_tol`. Collective over all ranks.
     """
     mine = json.dumps(values)
     (of_first,) = broadcast_text([mine], 0, device)
@@ -144,8 +145,14 @@ def check_alike(values: Mapping[str, Any], device: torch.device) -> None:
     def compare() -> None:
         first, own = json.loads(of_first), json.loads(mine)
         for name in sorted(first.keys() | own.keys()):
-            mine_is, first_is = (json.dumps(of.get(name)) for of in (own, first))
-            if mine_is != first_is:
+            both = own.get(name), first.get(name)
+            mine_is, first_is = map(json.dumps, both)
+            is_close = (
+                rel_tol > 0
+                and all(isinstance(value, float) for value in both)
+                and math.isclose(*both, rel_tol=rel_tol, abs_tol=1e-12 * rel_tol)
+            )
+            if mine_is != first_is and not is_close:
                 raise PlanMismatchError(
                     f"{name} is {mine_is:.300}, and {first_is:.300} on rank 0; give every rank the same configuration"
                 )

@@ -227,10 +227,11 @@ def _read_integers(value: Any, name: str, what: str) -> IntArray:
     sequence.
     """
     check_unmasked(value, f"{name!r} of {what}")
-    value = value.cpu() if hasattr(value, "cpu") else value
     try:
+        value = value.cpu() if hasattr(value, "cpu") else value
         values = np.asarray(() if value is None else value)
-    except (TypeError, ValueError, RuntimeError) as error:  # lists of unequal length, bf16
+    # Lists of unequal length, bf16, tensors without data on the meta device
+    except (TypeError, ValueError, RuntimeError) as error:
         raise HydraConfigError(
             f"{name!r} of {what} cannot be read: {error}; expected a list of integers"
         ) from error
