@@ -29,7 +29,7 @@ import transformers
 from stock_trainer import STOCK, run_stock
 from training_setup import Task, Turns, start_engine
 
-from ds_hydra.engine.ranks.memory import keep_freed_memory, process_bytes
+from ds_hydra.engine.ranks.memory import process_bytes
 from ds_hydra.errors import InfeasiblePlanError
 
 # ---- ds_hydra
@@ -164,7 +164,6 @@ def run_rank(name: str, task: Task, place: RankPlace, connection: Connection) ->
         MASTER_PORT=shared_memory_key(place.rendezvous),
     )
     torch.set_num_threads(1)
-    keep_freed_memory()  # ds_hydra does it itself; the others are given the same
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()

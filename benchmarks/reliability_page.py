@@ -247,8 +247,7 @@ def describe_leak(records: list[dict[str, Any]]) -> str:
     return paragraphs(
         f"{record['iterations']:,} iterations on 4 ranks, one of {len(STRATEGIES_OF_4)} strategies drawn for each, "
         "4 to 12 sequences of 2 to 60 tokens. `malloc`: MiB handed out and not freed; RSS: MiB resident. Slopes: "
-        "bytes per iteration over the last half. RSS follows malloc's high-water marks, which are kept on purpose "
-        "(`engine/ranks/memory.py`).",
+        "bytes per iteration over the last half.",
         table(["rank", *head], memory),
         "From 25% to the end:",
         table(

@@ -29,7 +29,7 @@ def grow_old(folder):
 
 def test_an_old_lock_that_nobody_holds_is_removed_and_named(lock, caplog):
     grow_old(lock.parents[1])
-    process.remove_stale_locks()
+    process.remove_stale_locks(is_first=True)
     assert not lock.exists()
     assert f"removed {lock}" in caplog.text
 
@@ -37,7 +37,7 @@ def test_an_old_lock_that_nobody_holds_is_removed_and_named(lock, caplog):
 def test_a_lock_of_a_living_compiler_stays(lock):
     grow_old(lock.parents[1])
     descriptor = os.open(lock, os.O_RDONLY)  # as torch keeps it open while it compiles
-    process.remove_stale_locks()
+    process.remove_stale_locks(is_first=True)
     os.close(descriptor)
     assert lock.exists()
 
@@ -50,7 +50,7 @@ def test_a_young_lock_is_waited_for_by_name(lock, caplog, monkeypatch):
         grow_old(lock.parents[1])
 
     monkeypatch.setattr(process.time, "sleep", nap)
-    process.remove_stale_locks()
+    process.remove_stale_locks(is_first=True)
     assert naps == [1.0]
     assert not lock.exists()
     assert f"for {lock}: no process of this host holds this lock" in caplog.text
@@ -67,19 +67,8 @@ def test_a_folder_in_which_something_is_written_is_not_quiet(lock, monkeypatch):
         lock.unlink()  # the compiler has finished
 
     monkeypatch.setattr(process.time, "sleep", nap)
-    process.remove_stale_locks()
+    process.remove_stale_locks(is_first=True)
     assert naps == [1.0]
-
-
-def test_buffers_of_this_run_are_removed_and_of_no_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "_SHARED_MEMORY", tmp_path)
-    monkeypatch.setenv("MASTER_ADDR", "host")
-    monkeypatch.setenv("MASTER_PORT", "1234")
-    names = [f"deepspeed_allreduce_buffer_{os.getuid()}_host_{port}_0" for port in (1234, 1235)]
-    for name in names:
-        (tmp_path / name).touch()
-    process.free_shared_memory()
-    assert [path.name for path in tmp_path.iterdir()] == names[1:]
 
 
 def test_no_shared_memory_is_compiled_for_scripts_that_start_deepspeed_themselves():

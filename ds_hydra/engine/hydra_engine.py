@@ -43,17 +43,16 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import ExampleLike
 from ds_hydra.engine.ranks.agreement import run_together
 from ds_hydra.engine.ranks.memory import (
-    keep_freed_memory,
     show_collector_all,
     spare_collector,
     to_device,
 )
 from ds_hydra.engine.ranks.process import (
-    clear_up,
     end_with_the_sentence,
     find_restart_problem,
     leave_out_shared_memory,
     let_collectives_end_at_exit,
+    remove_stale_locks,
 )
 from ds_hydra.engine.ranks.watchdog import join_watchdog, leave_watchdog, watch
 from ds_hydra.engine.runtime import HydraRuntime, check_same_settings
@@ -133,8 +132,6 @@ class HydraEngine(CheckpointingEngine):
         document = getattr(engine_kwargs.get("config_class"), "_param_dict", None) or {}
         show_notes(log_levels.get(str(document.get("log_level")).lower()))
         module_state.check_free(model)
-        if get_accelerator().device_name() == "cpu":
-            keep_freed_memory()
         let_collectives_end_at_exit()
         show_collector_all()
         self._hydra_config = hydra_config
@@ -178,7 +175,7 @@ class HydraEngine(CheckpointingEngine):
     def _start(
         self, args: Any, model: nn.Module, engine_args: Any, engine_kwargs: Mapping[str, Any]
     ) -> None:
-        run_together(lambda: clear_up(local_rank() == 0), self.device)
+        run_together(lambda: remove_stale_locks(local_rank() == 0), self.device)
         # The copy must be made before DeepSpeed hooks the model's modules and partitions its
         # parameters.
         config = self._hydra_config

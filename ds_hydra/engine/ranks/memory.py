@@ -13,9 +13,7 @@ or makes another, puts all of them back.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,30 +22,6 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_hydra.errors import HydraConfigError
-
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
-
-_USER_CHOICES = (
-    "MALLOC_TRIM_THRESHOLD_",
-    "MALLOC_MMAP_MAX_",
-    "MALLOC_MMAP_THRESHOLD_",
-    "GLIBC_TUNABLES",
-)
-
-
-def keep_freed_memory() -> bool:
-    """Tell glibc not to give freed blocks back to the system, nor to map large ones one by one.
-
-    A tensor of some MB is otherwise mapped, touched page by page, and unmapped in every layer.
-    Returns whether it was done: not where another C library is in use, nor where the user has
-    chosen through the environment. Holds for the process, which keeps the memory of its peak until
-    it ends.
-    """
-    if any(name in os.environ for name in _USER_CHOICES):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and all([mallopt(_M_MMAP_MAX, 0), mallopt(_M_TRIM_THRESHOLD, -1)])
-
 
 _is_spared = False
 """Whether objects were taken out by `spare_collector`."""

@@ -174,7 +174,6 @@ QUIET_S = 120.0
 """A lock counts as left behind when its folder has not changed for so long, which no compiler needs
 for one file, and no process of this host has it open; one of another host may share the folder.
 """
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 
 def find_restart_problem(environment: Mapping[str, str]) -> str | None:
@@ -219,30 +218,13 @@ def compiles_adam(ds_config: Mapping[str, Any]) -> bool:
     )
 
 
-def clear_up(is_first: bool) -> None:
-    """Remove what dead processes have left on this host where engines would meet it; for all ranks
-    to call, of which the first one of a host works.
+def remove_stale_locks(is_first: bool) -> None:
+    """Remove the locks of compilers that were killed, under which a later start would wait for
+    ever; for all ranks to call, of which the first one of a host works.
     """
     if is_first:
-        free_shared_memory()
-        remove_stale_locks()
-
-
-def free_shared_memory() -> None:
-    """Remove the names of buffers that ranks of this run made before; they keep what they have
-    mapped.
-    """
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    for file in _SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_*"):
-        file.unlink(missing_ok=True)
-
-
-def remove_stale_locks() -> None:
-    """Remove the locks of compilers that were killed, under which a later start would wait for
-    ever.
-    """
-    for lock in sorted(_find_locks()):
-        _remove_if_stale(lock)
+        for lock in sorted(_find_locks()):
+            _remove_if_stale(lock)
 
 
 def _find_locks() -> Iterator[Path]:
