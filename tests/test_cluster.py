@@ -128,14 +128,15 @@ def test_activations_and_collectives():
 
 
 def test_the_optimizer_reads_and_writes_its_shard():
-    assert make_cluster(8).step_ms == pytest.approx(PARAMS / 8 * 30 / 1e3)
+    assert make_cluster(8).step_ms == pytest.approx(PARAMS / 8 * 80 / 1e3)
 
 
 def test_the_paper_cluster():
     """LLaMA 32B on 64 A800: 32 billion parameters; Table 1 has 20 ms for the optimizer."""
     cluster = find_cluster(Profile.load(find_file("profiles", "a800_llama2_32b")), 64)
     assert cluster.num_params == pytest.approx(32.5e9, rel=0.02)
-    assert 5 < cluster.step_ms < 20
+    assert 15 < cluster.step_ms < 30
+    assert cluster.end_ms == cluster.step_ms + 26
     homogeneous, mixed = (
         cluster.link_times(Strategy.parse(text)) for text in ("4x<16,1>", "1x<8,1> + 14x<4,1>")
     )

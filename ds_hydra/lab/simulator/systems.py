@@ -185,7 +185,7 @@ def _hotspa_phase(scenario: Scenario, above: int, up_to: int, *, overlap: bool) 
 def _in_sequence(name: str, parts: Sequence[SystemResult], scenario: Scenario) -> SystemResult:
     propagation = np.sum([part.propagation_ms for part in parts], axis=0)
     steps = np.sum([part.iteration_ms > 0 for part in parts], axis=0) - 1
-    step_ms = scenario.cluster.step_ms if scenario.cluster else 0.0
+    step_ms = scenario.cluster.end_ms if scenario.cluster else 0.0
     weights = np.array([part.propagation_ms for part in parts]) / np.maximum(propagation, 1e-9)
     return SystemResult(
         name=name,
@@ -259,7 +259,7 @@ def _planned_below(
 def _bounds(scenario: Scenario, strategy: Strategy) -> FloatArray:
     """What no whole iteration with `strategy` can beat, for each mini-batch, in ms."""
     settings = scenario.linked_settings([strategy])
-    step_ms = scenario.cluster.step_ms if scenario.cluster else 0.0
+    step_ms = scenario.cluster.end_ms if scenario.cluster else 0.0
     mini_batches = (
         MiniBatch(batch, scenario.profile, scenario.num_devices, settings)
         for batch in scenario.batches

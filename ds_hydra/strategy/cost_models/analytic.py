@@ -94,6 +94,12 @@ class Hardware:
     inter_node_rate: float
     layer_overhead_ms: float
     collective_overhead_ms: float
+    pieces_overhead_ms: float = 0.0
+    """Time of a layer and micro-batch that attention to pieces of sequences (CP) takes beyond that
+    to whole ones.
+    """
+    iteration_overhead_ms: float = 0.0
+    """Time of the host in an iteration, beside passes and step."""
     peak_flops: float | None = None
     """What the vendor states, dense and in 16 bit."""
     float8_flops: float | None = None
@@ -121,6 +127,7 @@ class Hardware:
                 for name in ("matmul", "attention", "memory", "interconnect")
             }
             float8 = document.get("peak_float8_flops") is not None
+            optional = {"pieces_overhead_ms": 0.0, "iteration_overhead_ms": 0.0, **document}
             return cls(
                 name=read_text(document, "name"),
                 devices_per_node=read_count(
@@ -134,6 +141,8 @@ class Hardware:
                 inter_node_rate=across * share["interconnect"],
                 layer_overhead_ms=read_time(document, "layer_overhead_ms"),
                 collective_overhead_ms=read_time(document, "collective_overhead_ms"),
+                pieces_overhead_ms=read_time(optional, "pieces_overhead_ms"),
+                iteration_overhead_ms=read_time(optional, "iteration_overhead_ms"),
                 peak_flops=peak,
                 float8_flops=_read_rate(document, "peak_float8_flops") * share["matmul"]
                 if float8
@@ -404,7 +413,8 @@ def predict_latency(
     attention = 7 * means.attention_width * layers / scheme.ranks_per_stage
     num_collectives = _COLLECTIVES if tp > 1 else 0
     num_collectives += KEY_VALUE_EXCHANGES if scheme.cp > 1 else 0
-    collectives_ms = num_collectives * hardware.collective_overhead_ms
+    overhead_ms = hardware.layer_overhead_ms + num_collectives * hardware.collective_overhead_ms
+    overhead_ms += hardware.pieces_overhead_ms if scheme.cp > 1 else 0.0
     experts_s = _TOUCHED_BYTES * means.expert_params * layers / (scheme.ep if scheme.ep > 1 else tp)
     casts_s = 0.0
     if float8:
@@ -420,8 +430,7 @@ def predict_latency(
     latency = LatencyModel(
         quadratic_ms=1e3 * attention / hardware.attention_flops,
         linear_ms=1e3 * linear_s / scheme.num_shards + key_values_ms(shape, hardware, scheme),
-        constant_ms=layers * (hardware.layer_overhead_ms + collectives_ms)
-        + 1e3 * (experts_s / hardware.memory_rate + casts_s),
+        constant_ms=layers * overhead_ms + 1e3 * (experts_s / hardware.memory_rate + casts_s),
     )
     return latency.plus(sequence_parallel_latency(shape, hardware, scheme)).plus(
         expert_parallel_latency(shape, hardware, scheme, expert_skew)

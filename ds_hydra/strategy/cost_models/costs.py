@@ -341,7 +341,8 @@ class Costs:
 
     def _with_key_values(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
         """`latency` of a group without communication, with what CP ranks gather on top, in parts
-        of some heads: beside the attention of others all but the first can travel.
+        of some heads: beside the attention of others all but the first can travel. Attention to
+        pieces of sequences has its own overhead.
         """
         cluster = self.cluster
         if cluster is None or scheme.cp == 1:
@@ -357,7 +358,9 @@ class Costs:
             latency,
             linear_ms=latency.linear_ms + seen_ms,
             hidden_ms=hidden_ms + starts * each_ms / (scheme.cp * _ROW_TOKENS),
-            constant_ms=latency.constant_ms + num_seen * each_ms,
+            constant_ms=latency.constant_ms
+            + num_seen * each_ms
+            + layers * cluster.hardware.pieces_overhead_ms,
         )
 
     def _seen_and_hidden(self, scheme: Scheme, travels_ms: float) -> tuple[float, float]:

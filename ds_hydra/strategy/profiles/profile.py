@@ -500,8 +500,8 @@ def has_removed_schemes(document: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTimes:
-    """Time of one pull and one push on the slowest node, and of the optimizer, in ms; 0.0 where
-    unknown.
+    """Time of one pull and one push on the slowest node, and of the optimizer and the host beside
+    it, in ms; 0.0 where unknown.
     """
 
     pull_ms: float = 0.0
