@@ -37,7 +37,37 @@ def results(cases: list[dict[str, Any]]) -> str:
     for group in dict.fromkeys(map(_group, cases)):
         mine = [case for case in cases if _group(case) == group]
         lines += [f"### {group}", "", *_means(mine), "", *_cases(mine), ""]
+    lines += _by_size(cases)
     return "\n".join([*lines, "### Where ds_hydra is not ahead", "", *_not_ahead(cases), ""])
+
+
+_RIVALS = ("zero3", "deepspeed_balanced", "deepspeed_degrees", "flexsp", "flexsp_hidden", "fcp")
+"""Systems of the table by model and devices."""
+
+
+def _by_size(cases: list[dict[str, Any]]) -> list[str]:
+    """Return the table of speed-ups by model and devices over both histograms of Fig. 10."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for case in cases:
+        if case["figure"] == "Fig. 10":
+            _, model, devices, _ = case["name"].split("-")
+            row = f"{model.upper()}, {devices.removesuffix('gpu')} devices"
+            found.setdefault(row, []).append(_systems(case))
+    if not found:
+        return []
+    labels = [next(iter(found.values()))[0][name]["label"] for name in _RIVALS]
+    lines = [
+        "### Fig. 10 by model and devices",
+        "",
+        "Geometric means of the speed-up over both datasets and three token budgets.",
+        "",
+        f"| LLaMA | {' | '.join(labels)} |",
+        "|---" * (len(labels) + 1) + "|",
+    ]
+    for row, systems in found.items():
+        means = (geometric_mean([s[name]["speedup"] for s in systems]) for name in _RIVALS)
+        lines.append(f"| {row} | {' | '.join(f'{mean:.2f}' for mean in means)} |")
+    return [*lines, ""]
 
 
 def _group(case: dict[str, Any]) -> str:
