@@ -376,11 +376,11 @@ UNEVEN = [Scheme(1, 1, cp=n, gather=True) for n in (1, 2, 3, 4, 5, 6, 7, 8)]
 
 def uneven_menu(num_devices, schemes=UNEVEN, per_rank=0.0):
     profile = make_profile({str(s): (0, 1 / s.cp + per_rank, 0) for s in schemes})
-    (menu,) = find_menus(
+    menus = find_menus(
         schemes, profile, num_devices,
         max_len_tokens=lambda s: 30 * s.cp, links_of=lambda _: NO_LINKS,
     )  # fmt: skip
-    return menu
+    return max(menus, key=lambda menu: len(menu.entries))
 
 
 @pytest.mark.parametrize("num_devices", [8, 16, 32])
@@ -420,6 +420,15 @@ def test_ranks_that_are_no_power_of_two_have_groups_of_all_and_of_powers_of_two(
         strategy = Strategy(tuple(s for s, n in zip(menu.schemes, counts) for _ in range(n)))
         assert groups_of(strategy) <= known
         assert sorted(rank for ranks in strategy.place() for rank in ranks) == [*range(num_devices)]
+
+
+def test_sizes_that_do_not_divide_each_other_are_in_menus_of_their_own():
+    """On 6 ranks groups of 3 are not beside groups of 2 or 4, and no size is lost to another."""
+    schemes = [s for s in UNEVEN if s.cp in (1, 2, 3, 6)]
+    profile = make_profile({str(s): (0, 1 / s.cp, 0) for s in schemes})
+    known = {"max_len_tokens": lambda s, _: 30 * s.cp, "links_of": lambda _: NO_LINKS}
+    found = find_menus(schemes, profile, 6, **known)
+    assert sorted([s.cp for s in menu.schemes] for menu in found) == [[1, 2, 6], [1, 3, 6]]
 
 
 def test_where_groups_of_uneven_sizes_have_no_place():

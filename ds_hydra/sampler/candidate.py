@@ -169,22 +169,24 @@ class Phases:
             if strategy.gathers or not strategy.is_heterogeneous
             for scheme in strategy.schemes
         )
-        menus = self._menus(mini_batch, schemes)
-        kept = [[menu] for menu in menus if menu.keeps_slices]
+        number, known = mini_batch.num_devices, self._entries(mini_batch, schemes)
+        kept = [[m] for m in _menus_of([e for e in known if not e.scheme.gather], number)]
         crossing, on_nodes = (
-            [menu for menu in menus if menu.schemes[0].gathering == (True, hpz)]
+            [entry for entry in known if entry.scheme.gathering == (True, hpz)]
             for hpz in (False, True)
         )
-        found = _fastest(mini_batch, _alike(crossing), limit_ms)
-        on_nodes = on_nodes or self._menus(mini_batch, _worth_keeping(mini_batch, schemes, found))
-        for others in (_alike(on_nodes), kept):
+        found = _fastest(mini_batch, _alike(crossing, number), limit_ms)
+        there = {entry.scheme for entry in on_nodes}
+        more = [s for s in _worth_keeping(mini_batch, schemes, found) if s not in there]
+        on_nodes += self._entries(mini_batch, more)
+        for others in (_alike(on_nodes, number), kept):
             limit_ms = sum(phase.iteration_ms for phase in found) if found else limit_ms
             found = _fastest(mini_batch, others, limit_ms) or found
         return found
 
-    def _menus(self, mini_batch: MiniBatch, schemes: Iterable[Scheme]) -> list[GroupMenu]:
-        """Of what the strategies gather, or leave on every rank alike."""
-        return find_menus(
+    def _entries(self, mini_batch: MiniBatch, schemes: Iterable[Scheme]) -> list[MenuEntry]:
+        """Return those of `schemes` that phases are put together of."""
+        return _menu_entries(
             schemes,
             mini_batch.profile,
             mini_batch.num_devices,
@@ -213,22 +215,20 @@ def _worth_keeping(
     ]
 
 
-def _alike(gathered: Sequence[GroupMenu]) -> list[list[GroupMenu]]:
-    """Return which menus of gathered layers are composed together: all, and those of one TP.
+def _alike(gathered: Sequence[MenuEntry], num_devices: int) -> list[list[GroupMenu]]:
+    """Return menus of gathered layers that are composed together: of all schemes, and of one TP.
 
     Each again without checkpointed layers. Between steps with other slices pull and push are seen.
     Longer steps with checkpointed layers look fast to a search that goes step by step, and the
     whole iteration may be slower.
     """
-    light = [menu for menu in gathered if not any(scheme.ckpt for scheme in menu.schemes)]
     choices: dict[tuple[tuple[Scheme, ...], ...], list[GroupMenu]] = {}
-    for menus in (list(gathered), light):
-        tps = [{scheme.tp for scheme in menu.schemes} for menu in menus]
-        of_one_tp = [
-            [m for m, own in zip(menus, tps) if own == {tp}] for tp in sorted(set().union(*tps))
-        ]
-        for choice in filter(None, (menus, *of_one_tp)):
-            choices.setdefault(tuple(menu.schemes for menu in choice), choice)
+    for entries in (gathered, [entry for entry in gathered if not entry.scheme.ckpt]):
+        tps = sorted({entry.scheme.tp for entry in entries})
+        of_one_tp = ([entry for entry in entries if entry.scheme.tp == tp] for tp in tps)
+        for own in (entries, *of_one_tp):
+            menus = _menus_of(own, num_devices)
+            choices.setdefault(tuple(menu.schemes for menu in menus), menus)
     return list(choices.values())
 
 
@@ -338,8 +338,8 @@ def find_menus(
     factor_of: Callable[[Strategy], float] = lambda _: 1.0,
     groups: Collection[GroupKey] | None = None,
 ) -> list[GroupMenu]:
-    """Menus out of `schemes`: two at most for each number of checkpointed layers, and for each TP
-    where slices stay.
+    """Return menus out of `schemes`: two for each number of checkpointed layers, and for each TP
+    where slices stay, or more where numbers of ranks do not divide each other.
 
     For each number of ranks they have the scheme that is fastest for one sequence as long as it
     holds, or for `_MANY` short ones; of gathered ones groups of 3, 5, 6 and 7 ranks, too, unless
@@ -347,7 +347,30 @@ def find_menus(
     `factor_of` a strategy of one scheme: what measured times make of T. `groups`: those that exist,
     where schemes that need others are left out.
     """
-    of_kind: dict[tuple[bool, bool, int, int], dict[int, MenuEntry]] = {}
+    entries = _menu_entries(
+        schemes,
+        profile,
+        num_devices,
+        max_len_tokens=max_len_tokens,
+        links_of=links_of,
+        factor_of=factor_of,
+        groups=groups,
+    )
+    return _menus_of(entries, num_devices)
+
+
+def _menu_entries(
+    schemes: Iterable[Scheme],
+    profile: Profile,
+    num_devices: int,
+    *,
+    max_len_tokens: Callable[[Scheme, Strategy], int],
+    links_of: Callable[[Strategy], LinkTimes],
+    factor_of: Callable[[Strategy], float],
+    groups: Collection[GroupKey] | None,
+) -> list[MenuEntry]:
+    """Return the `schemes` that a menu may have; arguments as those of `find_menus`."""
+    found = []
     for scheme in dict.fromkeys(schemes):
         if not scheme.pp == scheme.ep == 1 or not _has_place(scheme, num_devices):
             continue
@@ -356,17 +379,25 @@ def find_menus(
             continue
         factor, held = factor_of(alike), max_len_tokens(scheme)
         latency = profile.get_latency(scheme).scaled(factor)
-        one = MenuEntry(scheme, latency, factor, held, links_of(alike))
+        if held > 0:
+            found.append(MenuEntry(scheme, latency, factor, held, links_of(alike)))
+    return found
+
+
+def _menus_of(entries: Iterable[MenuEntry], num_devices: int) -> list[GroupMenu]:
+    """Return the menus of `find_menus` out of `entries`."""
+    of_kind: dict[tuple[bool, bool, int, int], dict[int, MenuEntry]] = {}
+    for one in entries:
+        scheme = one.scheme
         for count in (1, _MANY):
             alike_in = scheme.ckpt if scheme.gather else scheme.tp
             of_size = of_kind.setdefault((scheme.gather, scheme.hpz, alike_in, count), {})
             other = of_size.get(scheme.num_devices)
-            if held > 0 and (other is None or one.per_token_ms(count) < other.per_token_ms(count)):
+            if other is None or one.per_token_ms(count) < other.per_token_ms(count):
                 of_size[scheme.num_devices] = one
     found: dict[tuple[Scheme, ...], GroupMenu] = {}
     for of_size in of_kind.values():
-        sizes = _sizes_with_cuts(sorted(of_size), num_devices)
-        if len(sizes) > 1:
+        for sizes in _sizes_with_cuts(sorted(of_size), num_devices):
             menu = GroupMenu(tuple(of_size[size] for size in sizes))
             found[menu.schemes] = menu
     return list(found.values())
@@ -392,18 +423,30 @@ def _on_all_ranks(scheme: Scheme, single: Scheme, num_devices: int) -> Strategy:
     return Strategy((scheme,) * number + (single,) * rest)
 
 
-def _sizes_with_cuts(sizes: Sequence[int], num_devices: int) -> list[int]:
-    """Those of `sizes` that divide each other and all ranks, and where one rank may be alone all
+def _sizes_with_cuts(sizes: Sequence[int], num_devices: int) -> list[list[int]]:
+    """Return sets of two or more of `sizes` into which the ranks may be cut; each size is in one.
+
+    In a set are those that divide each other and all ranks, and where one rank may be alone all
     powers of two, and uneven ones where all are powers of two or fill their blocks.
     """
     has_single = 1 in sizes
-    even = [n for n in sizes if num_devices % n == 0]
-    even = [n for n in even if all(not (m % n and n % m) for m in even)]
-    if has_single and all(is_power_of_two(n) or n == num_devices for n in even):
-        even = [n for n in sizes if n in even or is_power_of_two(n)]
-    are_powers = has_single and all(is_power_of_two(n) or n % 8 == 0 for n in even)
-    uneven = [n for n in UNEVEN_SIZES if n in sizes and num_devices % n and are_powers]
-    return sorted({*even, *uneven})
+    dividing = [n for n in sizes if num_devices % n == 0]
+    found: list[list[int]] = []
+    for first in sizes:
+        even = [first]
+        if first not in dividing:  # it is beside powers of two alone
+            even = [n for n in dividing if is_power_of_two(n) or n == num_devices]
+        for n in reversed(dividing):
+            if all(max(m, n) % min(m, n) == 0 for m in even) and n not in even:
+                even.append(n)
+        if has_single and all(is_power_of_two(n) or n == num_devices for n in even):
+            even = [n for n in sizes if n in even or is_power_of_two(n)]
+        are_powers = has_single and all(is_power_of_two(n) or n % 8 == 0 for n in even)
+        uneven = [n for n in UNEVEN_SIZES if n in sizes and num_devices % n and are_powers]
+        own = sorted({*even, *uneven})
+        if len(own) > 1 and own not in found:
+            found.append(own)
+    return [own for own in found if not any(set(own) < set(other) for other in found)]
 
 
 def _total_ms(link: LinkTimes) -> float:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.sampler.problem import DispatchProblem, sift_down
+from ds_hydra.sampler.problem import EPSILON, DispatchProblem, sift_down
 from ds_hydra.sampler.refine import improve_dispatch
 from ds_hydra.sampler.schedule import BoolArray, FloatArray, IntArray, expected_slowest_ms
 from ds_hydra.strategy.compiled import compiled
@@ -53,6 +53,8 @@ MAX_CUTS = 2400
 into all sizes up to 8 and powers of two.
 """
 _NUM_DEADLINES = 12
+_NUM_PLACES = 33
+"""Sequences of a mini-batch, evenly spread over its lengths, whose length bounds the steps."""
 _ROUNDING = 1e-6
 """Of a step's time: no cut is left for what sums of its terms are rounded by."""
 
@@ -126,10 +128,22 @@ class MixedGroups:
         self._cuts = find_cuts(num_ranks, tuple(sizes)) if cuts is None else cuts
         most = (self._cuts.first * self._max_len).sum(axis=1)
         self._room = int(most.max())
+        self._of_first = self._of_cuts(self._cuts.first)  # which every step tries
+
+    def _of_cuts(self, tried: IntArray) -> tuple[IntArray, IntArray, FloatArray]:
+        """Return `sizes_used` of cuts, and by which factor the slowest group of each is slower."""
+        return *sizes_used(tried), self._slower[tried.sum(axis=1)]
 
     def fewest(self, num_tokens: int) -> int:
         """Steps that hold so many tokens, at least."""
         return max(1, -(-num_tokens // self._room))
+
+    def most_sequences(self, lengths: IntArray) -> IntArray:
+        """Return how many sequences of each of `lengths` one step can hold at most."""
+        held = self._max_len[:, None] // lengths
+        of_all = held * self.num_ranks // self._sizes[:, None]
+        most: IntArray = of_all.max(axis=0)
+        return most
 
     def table_ms(self, lengths: IntArray) -> FloatArray:
         """What each sequence adds to a micro-batch: [size, sequence]."""
@@ -270,8 +284,7 @@ class MixedGroups:
                 self._sizes,
                 self._max_len,
                 tried,
-                *sizes_used(tried),
-                self._slower[tried.sum(axis=1)],
+                *(self._of_first if tried is self._cuts.first else self._of_cuts(tried)),
                 self.num_ranks,
                 limit,
                 times_ms,
@@ -366,20 +379,26 @@ def plan_steps(
     best: list[GroupStep] = []
     least, num_tried = limit, 0
 
-    def bound(steps: Sequence[GroupStep], left: IntArray, count: int) -> float:
-        """What `steps` and `count` more, which have the sequences `left`, take at least."""
+    def bound(slowest: FloatArray, num_known: int, left_ms: float) -> float:
+        """Return the least time of all steps, of which the first ones are known."""
         # A convex function of times that add up to the same is least where all are equal.
-        even = [float(work_ms[left].sum()) / count + start_ms] * count if count else []
-        return finish(np.array([*(step.slowest_ms for step in steps), *even]))
+        num_left = slowest.size - num_known
+        if num_left:
+            slowest[num_known:] = left_ms / num_left + start_ms
+        return finish(slowest)
 
-    everything = np.arange(lengths.size)
-    for count in range(min(fewest), max(*fewest, lengths.size) + 1):
-        if bound([], everything, count) >= least:
+    everything, all_ms = np.arange(lengths.size), float(work_ms.sum())
+    is_left = np.empty(lengths.size, dtype=np.bool_)
+    room = _Room.of(kinds, lengths)
+    for count in range(max(min(fewest), room.fewest(everything)), max(*fewest, lengths.size) + 1):
+        slowest = np.empty(count)
+        if bound(slowest, 0, all_ms) >= least:
             break
         is_found = False
         for share in _SHARES:
             steps: list[GroupStep] = []
-            left = everything
+            left, left_ms = everything, all_ms
+            is_left[:] = True
             for rest in reversed(range(count)):
                 own = _first_of(lengths, left, rest + 1, share)
                 step = _best_step(kinds, lengths, tables, own)
@@ -388,10 +407,17 @@ def plan_steps(
                 # The last step has all that is left already.
                 if rest:
                     step = kinds[step.kind].filled(lengths, tables[step.kind], step, left)
+                slowest[len(steps)] = step.slowest_ms
                 steps.append(step)
-                left = np.setdiff1d(left, step.members, assume_unique=True)
-                ms = bound(steps, left, rest)
-                if ms >= least:
+                is_left[step.members] = False
+                left = left[is_left[left]]
+                left_ms -= float(work_ms[step.members].sum())
+                if room.fewest(left) > rest:
+                    step = None
+                    break
+                ms = bound(slowest, len(steps), left_ms)
+                # Rounding of the sums must not decide that an equal plan is carried on.
+                if ms >= least * (1 - EPSILON):
                     break
             else:
                 best, least = steps, ms
@@ -403,6 +429,29 @@ def plan_steps(
         kinds[step.kind].improved(lengths, tables[step.kind], step) if step.members.size else step
         for step in best
     ]
+
+
+class _Room(NamedTuple):
+    """How many sequences as long as some of a mini-batch, or longer, one step holds at most.
+
+    Lengths are those of `places` in the mini-batch; a step holds `most` of each.
+    """
+
+    places: IntArray
+    most: IntArray
+
+    @classmethod
+    def of(cls, kinds: Sequence[MixedGroups], lengths: IntArray) -> _Room:
+        """Return the room of a step of any of `kinds`."""
+        last = max(0, lengths.size - 1)
+        places = np.unique(np.linspace(0, last, _NUM_PLACES).astype(np.int64))[: lengths.size]
+        most = np.max([kind.most_sequences(lengths[places]) for kind in kinds], axis=0)
+        return cls(places, np.maximum(most, 1))
+
+    def fewest(self, left: IntArray) -> int:
+        """Return a lower bound of the steps that the sequences `left` need (descending)."""
+        num_long = np.searchsorted(left, self.places, side="right")
+        return int((-(-num_long // self.most)).max(initial=0))
 
 
 def _best_step(
