@@ -248,8 +248,7 @@ def test_weights_stay_where_gathered_layers_are_not_the_fastest_without():
     batch = MiniBatch(make_batch(list(LENGTHS)), profile, 8, roomy(strategies))
     (phase,) = Phases(strategies).plan(batch)
     assert str(phase.strategy) == "8x<1,1;hpz>"
-    (phase,) = Phases(parse_strategies(["8x<1,1>", "4x<sp2,1>"])).plan(batch)
-    assert phase.iteration_ms == pytest.approx(45)
+    assert not Phases(parse_strategies(["8x<1,1>", "4x<sp2,1>"])).plan(batch), "they are no phases"
 
 
 def test_candidates_that_keep_weights_have_their_links_and_what_was_learned():

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from distributed import run_distributed
-from engines import long_on_four_ranks, start_hydra
 from hypothesis import given
 from hypothesis import strategies as st
-from models import VOCAB_SIZE, tiny
 from reference import make_batch, make_profile
-from single_process import random_examples
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.events import simulate_plan
@@ -308,20 +301,6 @@ def test_a_menu_has_one_scheme_for_each_number_of_ranks():
     assert menus(schemes, held=lambda s: 30 if s.sp > 1 else 0) == []  # one size that holds
 
 
-def test_a_menu_of_slices_that_stay_for_each_tp():
-    texts = ["<1,1>", "<sp2,1>", "<cp4,1>", "<2,1>", "<sp2,2,1>", "<1,2>", "<4,1>"]
-    profile = make_profile(dict.fromkeys(texts, (0, 1, 0)))
-    found = find_menus(
-        profile.latency, profile, 4,
-        max_len_tokens=lambda *_: 30, links_of=lambda _: NO_LINKS,
-    )  # fmt: skip
-    assert [[str(s) for s in menu.schemes] for menu in found] == [
-        ["<1,1>", "<sp2,1>", "<cp4,1>"],
-        ["<2,1>", "<sp2,2,1>"],
-    ]
-    assert all(menu.keeps_slices for menu in found)
-
-
 def test_a_menu_needs_no_group_that_the_candidates_lack():
     """Candidates that leave ranks idle, or have a scheme on some ranks only."""
     texts = ["<1,1>", "<sp2,1>", "<sp4,1>", "<1,1;gather>", "<sp2,1;gather>"]
@@ -330,13 +309,14 @@ def test_a_menu_needs_no_group_that_the_candidates_lack():
         solver="none", max_len_override={s: 100 * s.num_devices for s in profile.latency}
     )
     lengths = [150, 150, 140, 60, 50, 40, 30, 20, 10]
-    for candidates in (
-        ["4x<1,1>", "1x<sp2,1>", "1x<sp4,1>"],
-        ["4x<1,1;gather>", "1x<sp2,1;gather> + 2x<1,1;gather>"],
+    for candidates, has_phases in (
+        (["4x<1,1>", "1x<sp2,1>", "1x<sp4,1>"], False),  # whose slices stay
+        (["4x<1,1;gather>", "1x<sp2,1;gather> + 2x<1,1;gather>"], True),
     ):
         strategies = parse_strategies(candidates)
         found, _ = plan(lengths, strategies, settings_, profile)
         assert groups_of(found.strategy) <= groups_of_all(strategies), str(found.strategy)
+        assert bool(found.strategy.phases) <= has_phases
 
 
 def test_one_menu_for_long_sequences_and_one_for_short_ones():
@@ -426,7 +406,7 @@ def test_sizes_that_do_not_divide_each_other_are_in_menus_of_their_own():
     """On 6 ranks groups of 3 are not beside groups of 2 or 4, and no size is lost to another."""
     schemes = [s for s in UNEVEN if s.cp in (1, 2, 3, 6)]
     profile = make_profile({str(s): (0, 1 / s.cp, 0) for s in schemes})
-    known = {"max_len_tokens": lambda s, _: 30 * s.cp, "links_of": lambda _: NO_LINKS}
+    known = {"max_len_tokens": lambda s: 30 * s.cp, "links_of": lambda _: NO_LINKS}
     found = find_menus(schemes, profile, 6, **known)
     assert sorted([s.cp for s in menu.schemes] for menu in found) == [[1, 2, 6], [1, 3, 6]]
 
@@ -532,64 +512,23 @@ def test_proposed_where_they_make_mini_batches_faster():
     assert refused.are_refused
 
 
-KEPT = parse_strategies(["4x<1,1>", "2x<sp2,1>", "1x<sp4,1>"])
-KEPT_SETTINGS = replace(
-    SETTINGS,
-    max_len_override={
-        replace(s, gather=False): held for s, held in SETTINGS.max_len_override.items()
-    },
-)
-KEPT_PROFILE = make_profile(
-    {"<1,1>": (0, 1, 0), "<sp2,1>": (0, 0.55, 0), "<sp4,1>": (0, 0.3, 0)}, num_layers=10
-)
-
-
-def plan_kept(lengths, strategies=KEPT, settings=KEPT_SETTINGS):
-    return plan(lengths, strategies, settings, KEPT_PROFILE)
-
-
-def test_steps_of_one_strategy_are_one_phase_where_slices_stay():
-    """The 16 short sequences need four steps and no ranks wait for others between them; all phases
-    are pulled for once and pushed once.
-    """
-    found, time_ms = plan_kept(LONG_AND_SHORT)
-    assert str(found.strategy) == "1x<sp4,1> then 4x<1,1>"
-    assert [len(p.micro_batches) for p in found.pipelines] == [1, 4, 4, 4, 4]
-    assert found.makespan_ms == time_ms == pytest.approx(130)
-    links = {strategy: LinkTimes(pull_ms=40.0, push_ms=60.0) for strategy in KEPT}
-    linked, time_ms = plan_kept(LONG_AND_SHORT, settings=replace(KEPT_SETTINGS, link_times=links))
-    assert linked.strategy == found.strategy
-    # The forward of 10 ms ends with the last tenth of the pull's, the push begins with the last
-    # micro-batch's backward of 50 / 3 ms
-    assert time_ms == pytest.approx((40 + 1 + 20) + (100 - 50 / 3 * 9 / 10 + 60))
-    simulated = simulate_plan(linked, KEPT_PROFILE, links_of=lambda _: links[KEPT[0]])
-    assert simulated.iteration_ms == pytest.approx(time_ms)
-    kinds = [event.kind.name for event in simulated.timeline().events]
-    assert kinds.count("PULL") == 1
-    assert kinds.count("PUSH") == 4
-
-
-@given(st.lists(st.integers(1, 120), min_size=1, max_size=40))
-def test_plans_whose_slices_stay_are_legal_and_never_slower(lengths):
-    found, time_ms = plan_kept(lengths)
-    check_plan(found, time_ms, lengths, KEPT, KEPT_SETTINGS, KEPT_PROFILE)
-    assert len({slices_key(phase.strategy) for phase in found.in_turn}) == 1
+IN_FIVE = "1x<sp4,1;gather>" + 4 * " then 4x<1,1;gather>"
 
 
 def test_candidates_are_tried_where_phases_are_the_fastest():
-    known = {s: Correction() for s in KEPT}
-    never_ran = known | {KEPT[2]: Correction(is_new=True)}
+    known = {s: Correction() for s in GATHERED}
+    never_ran = known | {GATHERED[2]: Correction(is_new=True)}
     for strategies, allowed_ms, wanted in (
-        (known, 100.0, "1x<sp4,1> then 4x<1,1>"),
-        (never_ran, 100.0, "1x<sp4,1>"),
-        (never_ran, 10.0, "1x<sp4,1> then 4x<1,1>"),  # takes 20 ms longer
+        (known, 100.0, IN_FIVE),
+        (never_ran, 100.0, "1x<sp4,1;gather>"),
+        (never_ran, 10.0, IN_FIVE),  # takes 20 ms longer
     ):
         found = plan_iteration(
             make_batch(LONG_AND_SHORT),
-            strategies=KEPT,
-            profile=KEPT_PROFILE,
+            strategies=GATHERED,
+            profile=PROFILE,
             num_devices=4,
-            settings=KEPT_SETTINGS,
+            settings=SETTINGS,
             corrections=Corrections(strategies=strategies, trial_ms=allowed_ms),
         )
         assert str(found.strategy) == wanted
@@ -597,12 +536,12 @@ def test_candidates_are_tried_where_phases_are_the_fastest():
 
 
 def test_time_outside_of_propagation_is_not_counted_for_every_phase():
-    known = {s: Correction(outside_ms=50.0) for s in KEPT}
+    known = {s: Correction(outside_ms=50.0) for s in GATHERED}
     corrections = Corrections(strategies=known)
     batch = make_batch(LONG_AND_SHORT)
-    mini_batch = MiniBatch(batch, KEPT_PROFILE, 4, KEPT_SETTINGS, corrections)
-    assert sum(p.iteration_ms for p in Phases(KEPT).plan(mini_batch)) == pytest.approx(130)
-    (widest,) = OneStrategy(KEPT[2]).plan(mini_batch)
+    mini_batch = MiniBatch(batch, PROFILE, 4, SETTINGS, corrections)
+    assert sum(p.iteration_ms for p in Phases(GATHERED).plan(mini_batch)) == pytest.approx(130)
+    (widest,) = OneStrategy(GATHERED[2]).plan(mini_batch)
     assert widest.iteration_ms == pytest.approx(150 + 50)
 
 
@@ -646,69 +585,6 @@ def test_candidates_are_planned_in_the_order_of_their_bounds_until_none_can_win(
     assert tried == [[np.inf], [60], [60], []]
     assert fastest(None, [unproved], 60.0).phases == []
     assert fastest(None, [], 7.0) == ([], 7.0)
-
-
-def kept_by_the_planner(*, overlap=True, is_frozen=False):
-    """What an engine did whose context only SP holds, and what strategies by hand give."""
-    model = tiny("llama", num_hidden_layers=4)
-    if is_frozen:
-        for param in (*model.model.embed_tokens.parameters(), *model.model.layers[1].parameters()):
-            param.requires_grad_(False)
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(long_on_four_ranks(gather=False), file)
-        file.flush()
-        engine = start_hydra(
-            model,
-            hydra={
-                "strategies": [*map(str, KEPT)],
-                "profile": file.name,
-                "planner": {"refit": "log"},
-                "link": {"overlap": overlap},
-            },
-        )
-    examples = random_examples((99, *[33] * 12), VOCAB_SIZE, seed=0)
-    evaluated = [float(engine.eval_batch(examples, strategy=s)) for s in (None, "1x<4,1>")]
-    scores = [engine.score(examples, s).log_probs for s in (None, "1x<4,1>")]
-    trained, strategies = [], []
-    for number in range(4):
-        trained.append(float(engine.train_batch(examples[number:])))
-        strategies.append(engine.last_metrics.strategy)
-    found = {
-        "losses": (evaluated, trained),
-        "scores": max(float((a - b).abs().max()) for a, b in zip(*scores, strict=True)),
-        "strategies": strategies,
-        "metrics": engine.last_metrics,
-        "links": len(engine.hydra.propagator.links._links),
-        "weights": [p.ds_tensor.clone() for p in engine.hydra.stage_model.params],
-    }
-    engine.destroy()
-    return found
-
-
-def checks_of_kept():
-    return {
-        "planner": kept_by_the_planner(),
-        "planner without overlap": kept_by_the_planner(overlap=False),
-        "frozen": kept_by_the_planner(is_frozen=True),
-    }
-
-
-@pytest.mark.distributed
-def test_phases_that_keep_their_slices_train_as_one_process():
-    for found in run_distributed(checks_of_kept, 4):
-        for planned in (found["planner"], found["frozen"]):
-            evaluated, trained = planned["losses"]
-            assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-6)
-            assert trained[0] == pytest.approx(evaluated[0], rel=1e-6)
-            assert planned["scores"] < 1e-5
-            assert planned["strategies"][0].startswith("1x<sp4,1> then ")
-            assert " then " not in planned["strategies"][1]  # without the long sequence
-            assert planned["links"] == 2  # one for all that is planned, and <4,1>
-            pipelines = planned["metrics"].pipelines
-            assert all(p.measured_ms > 0 for p in pipelines if p.num_micro_batches)
-        planned, other = found["planner"], found["planner without overlap"]
-        assert other["losses"][1] == planned["losses"][1]
-        assert all(map(torch.equal, other["weights"], planned["weights"]))
 
 
 def test_strategies_that_need_the_same_slices_share_link_plans():

@@ -5,20 +5,17 @@ A candidate says its `bound_ms` on a mini-batch, and its `plan` there: the phase
 another. A `OneStrategy` plans one phase. `Phases` plan as many as they like.
 
 [Note: Phases]
-Where all ranks gather layers for every pass (`;gather`), a strategy leaves nothing behind. And
-where strategies of one stage differ in SP and CP alone, all leave the same slices on every rank. So
+Where all ranks gather layers for every pass (`;gather`), a strategy leaves nothing behind. So
 pipelines may be cut anew for every micro-batch at no cost, and an iteration may run several
 strategies one after another, its phases: long sequences on wide groups of all ranks, then short
 ones on narrow groups of all ranks.
 
-Such schemes are a menu of groups: the planner takes the schemes of strategies that gather, and of
-homogeneous ones that leave the same slices, one for each number of ranks, and cuts the ranks into
-them as it likes ([Note: Mixed groups]). Sizes divide each other, so groups lie as they do under the
-strategies of one scheme on all ranks, whose communicators the candidates need. Gathered ones may
-have any power of two of ranks, too (24 ranks are 16 + 8), or all ranks, or 3, 5, 6 or 7, each at
-the beginning of a block of 4 or 8. Steps of gathered
-layers are phases as they are; where slices stay, those of one strategy are one phase, packed and
-refined like any plan, and all phases together are pulled for and pushed once.
+Such schemes are a menu of groups: the planner takes the schemes of strategies that gather, one for
+each number of ranks, and cuts the ranks into them as it likes ([Note: Mixed groups]). Sizes divide
+each other, so groups lie as they do under the strategies of one scheme on all ranks, whose
+communicators the candidates need. Groups may have any power of two of ranks, too (24 ranks are
+16 + 8), or all ranks, or 3, 5, 6 or 7, each at the beginning of a block of 4 or 8. Steps are phases
+as they are. Where slices stay with the ranks, all sequences run under one strategy.
 
 Gathered weights may stay on the nodes (`hpz`), whatever the candidates say: groups are the same.
 It costs memory, so it is tried where a step waits for weights, or where times were measured.
@@ -120,11 +117,6 @@ class GroupMenu(NamedTuple):
         """Pull and push of the scheme for which they take longest."""
         return max((entry.link for entry in self.entries), key=_total_ms)
 
-    @property
-    def keeps_slices(self) -> bool:
-        """Whether all leave the same slices on every rank; else layers are gathered."""
-        return not self.entries[0].scheme.gather
-
     def alike(self, num_devices: int) -> tuple[Strategy, ...]:
         """The strategies of one scheme on all ranks, whose groups are those of the menu."""
         return tuple(_on_all_ranks(s, self.schemes[0], num_devices) for s in self.schemes)
@@ -159,30 +151,20 @@ class Phases:
         return 0.0
 
     def plan(self, mini_batch: MiniBatch, limit_ms: float = np.inf) -> list[PhasePlan]:
-        """Its phases: each step of any of the menus of gathered layers, or of those with one TP
-        alone, or all steps of one menu of slices that stay; none that take `limit_ms` or more.
-        Where a step of gathered layers waits for weights, these may stay on the nodes.
+        """Its phases: each step of any of the menus, or of those with one TP alone; none that take
+        `limit_ms` or more. Where a step waits for weights, these may stay on the nodes.
         """
-        schemes = dict.fromkeys(
-            scheme
-            for strategy in self.strategies
-            if strategy.gathers or not strategy.is_heterogeneous
-            for scheme in strategy.schemes
-        )
+        schemes = dict.fromkeys(s for strategy in self.strategies for s in strategy.schemes)
         number, known = mini_batch.num_devices, self._entries(mini_batch, schemes)
-        kept = [[m] for m in _menus_of([e for e in known if not e.scheme.gather], number)]
         crossing, on_nodes = (
-            [entry for entry in known if entry.scheme.gathering == (True, hpz)]
-            for hpz in (False, True)
+            [entry for entry in known if entry.scheme.hpz == hpz] for hpz in (False, True)
         )
         found = _fastest(mini_batch, _alike(crossing, number), limit_ms)
         there = {entry.scheme for entry in on_nodes}
         more = [s for s in _worth_keeping(mini_batch, schemes, found) if s not in there]
         on_nodes += self._entries(mini_batch, more)
-        for others in (_alike(on_nodes, number), kept):
-            limit_ms = sum(phase.iteration_ms for phase in found) if found else limit_ms
-            found = _fastest(mini_batch, others, limit_ms) or found
-        return found
+        limit_ms = sum(phase.iteration_ms for phase in found) if found else limit_ms
+        return _fastest(mini_batch, _alike(on_nodes, number), limit_ms) or found
 
     def _entries(self, mini_batch: MiniBatch, schemes: Iterable[Scheme]) -> list[MenuEntry]:
         """Return those of `schemes` that phases are put together of."""
@@ -246,16 +228,13 @@ def _fastest(
 
 
 def _compose(mini_batch: MiniBatch, menus: Sequence[GroupMenu], limit_ms: float) -> list[PhasePlan]:
-    """Phases of `menus` that leave the same on every rank; none where steps alone are not below
-    `limit_ms`.
-    """
+    """Phases of `menus`; none where steps alone are not below `limit_ms`."""
     entries = [entry for menu in menus for entry in menu.entries]
     if not mini_batch.is_held(max(entry.max_len_tokens for entry in entries)):
         return []
     # What pull and push add to a step, and what its layers move
     least_ms = max(_total_ms(entry.link) for entry in entries) / max(1, mini_batch.num_buckets)
     floor_ms = max(entry.latency.traffic_ms for entry in entries)
-    keeps_slices = menus[0].keeps_slices
     if len({entry.scheme.tp for entry in entries}) == 1:
         # All steps have the same slices, so that pull and push are seen once
         limit_ms, least_ms = limit_ms - least_ms, 0.0
@@ -263,40 +242,16 @@ def _compose(mini_batch: MiniBatch, menus: Sequence[GroupMenu], limit_ms: float)
     def total_ms(slowest: FloatArray) -> float:
         return float(np.maximum(slowest, floor_ms).sum()) + least_ms * slowest.size
 
-    # Groups whose slices stay wait for each other once, at the end
-    spread = 0.0 if keeps_slices else mini_batch.corrections.micro_batch_spread
+    spread = mini_batch.corrections.micro_batch_spread
     kinds = [menu.groups_of_step(mini_batch.num_devices, spread) for menu in menus]
     num_tokens = int(mini_batch.lengths.sum())
-    if not keeps_slices and min(kind.fewest(num_tokens) for kind in kinds) > MAX_PHASES:
+    if min(kind.fewest(num_tokens) for kind in kinds) > MAX_PHASES:
         return []
     found = plan_steps(kinds, mini_batch.lengths, total_ms, limit_ms)
     steps = [step for step in found if step.members.size]
-    if keeps_slices:
-        return _kept_phases(mini_batch, menus[0], steps)
     if len(steps) > MAX_PHASES:  # each is a phase
         return []
     return _gathered_phases(mini_batch, menus, steps)
-
-
-def _kept_phases(
-    mini_batch: MiniBatch, menu: GroupMenu, steps: Sequence[GroupStep]
-) -> list[PhasePlan]:
-    """One phase for each strategy of `steps`."""
-    members: dict[Strategy, list[IntArray]] = {}
-    for step in steps:
-        members.setdefault(menu.strategy_of(step)[0], []).append(step.members)
-    phases = []
-    for (strategy, own), ends in zip(members.items(), ends_of_phases([*members])):
-        phase = PhasePlan.of(
-            mini_batch,
-            strategy,
-            # Positions in sorted order: dispatch wants lengths that descend.
-            members=np.sort(np.concatenate(own)),
-            factors=_factors(mini_batch, menu, strategy),
-            link=menu.link.at_ends(*ends),
-        )
-        phases.append(phase.dispatch().search())
-    return phases
 
 
 def _gathered_phases(
@@ -338,12 +293,12 @@ def find_menus(
     factor_of: Callable[[Strategy], float] = lambda _: 1.0,
     groups: Collection[GroupKey] | None = None,
 ) -> list[GroupMenu]:
-    """Return menus out of `schemes`: two for each number of checkpointed layers, and for each TP
-    where slices stay, or more where numbers of ranks do not divide each other.
+    """Return menus out of those of `schemes` that gather: two at most for each number of
+    checkpointed layers.
 
     For each number of ranks they have the scheme that is fastest for one sequence as long as it
-    holds, or for `_MANY` short ones; of gathered ones groups of 3, 5, 6 and 7 ranks, too, unless
-    all have too many cuts; then the widest ones. `max_len_tokens` of a scheme;
+    holds, or for `_MANY` short ones; groups of 3, 5, 6 and 7 ranks, too, unless all have too many
+    cuts; then the widest ones. `max_len_tokens` of a scheme;
     `factor_of` a strategy of one scheme: what measured times make of T. `groups`: those that exist,
     where schemes that need others are left out.
     """
@@ -364,7 +319,7 @@ def _menu_entries(
     profile: Profile,
     num_devices: int,
     *,
-    max_len_tokens: Callable[[Scheme, Strategy], int],
+    max_len_tokens: Callable[[Scheme], int],
     links_of: Callable[[Strategy], LinkTimes],
     factor_of: Callable[[Strategy], float],
     groups: Collection[GroupKey] | None,
@@ -372,7 +327,7 @@ def _menu_entries(
     """Return the `schemes` that a menu may have; arguments as those of `find_menus`."""
     found = []
     for scheme in dict.fromkeys(schemes):
-        if not scheme.pp == scheme.ep == 1 or not _has_place(scheme, num_devices):
+        if not scheme.gather or scheme.ep > 1 or not _has_place(scheme, num_devices):
             continue
         alike = _on_all_ranks(scheme, replace(scheme, sp=1, cp=1, tp=1), num_devices)
         if groups is not None and not groups_of(alike).issubset(groups):
@@ -386,12 +341,11 @@ def _menu_entries(
 
 def _menus_of(entries: Iterable[MenuEntry], num_devices: int) -> list[GroupMenu]:
     """Return the menus of `find_menus` out of `entries`."""
-    of_kind: dict[tuple[bool, bool, int, int], dict[int, MenuEntry]] = {}
+    of_kind: dict[tuple[bool, int, int], dict[int, MenuEntry]] = {}
     for one in entries:
         scheme = one.scheme
         for count in (1, _MANY):
-            alike_in = scheme.ckpt if scheme.gather else scheme.tp
-            of_size = of_kind.setdefault((scheme.gather, scheme.hpz, alike_in, count), {})
+            of_size = of_kind.setdefault((scheme.hpz, scheme.ckpt, count), {})
             other = of_size.get(scheme.num_devices)
             if other is None or one.per_token_ms(count) < other.per_token_ms(count):
                 of_size[scheme.num_devices] = one
@@ -404,15 +358,13 @@ def _menus_of(entries: Iterable[MenuEntry], num_devices: int) -> list[GroupMenu]
 
 
 def _has_place(scheme: Scheme, num_devices: int) -> bool:
-    """Whether all ranks are a multiple of its own or, of a gathered one, its ranks are a power of
-    two, or all are a multiple of the next one.
+    """Whether all ranks are a multiple of its own, or its ranks are a power of two, or all are a
+    multiple of the next one.
     """
     size = scheme.num_devices
     if num_devices % size == 0:
         return True
-    return scheme.gather and (
-        fits_unevenly(size, num_devices) or (size < num_devices and is_power_of_two(size))
-    )
+    return fits_unevenly(size, num_devices) or (size < num_devices and is_power_of_two(size))
 
 
 def _on_all_ranks(scheme: Scheme, single: Scheme, num_devices: int) -> Strategy:
