@@ -21,6 +21,7 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from transformers.trainer_utils import sort_checkpoints
 
 from ds_hydra.engine.checkpointing import files
 from ds_hydra.engine.checkpointing.files import (
@@ -205,6 +206,49 @@ def test_checkpoints_without_a_latest_are_named_and_an_empty_folder_is_quiet(tmp
     assert files.find_tag(tmp_path, "latest") is None
     (message,) = caplog.messages
     assert "latest is missing, so that nothing is loaded; there is also global_step7" in message
+
+
+@pytest.mark.parametrize("damaged", ["step1", "step1\n", "step2"])
+def test_a_latest_that_names_another_checkpoint_is_refused(tmp_path, damaged):
+    for number in (1, 2, 10):
+        save(tmp_path, f"step{number}", float(number))
+    latest = tmp_path / "latest"
+    assert latest.read_text() == "step10"  # and nothing else, for stock DeepSpeed
+    assert load(tmp_path) == 10.0
+    latest.write_text(damaged)
+    with pytest.raises(
+        CheckpointError, match=r"latest names 'step[12]', which was not .*; there is also step10"
+    ):
+        load(tmp_path)
+    latest.write_text("step10\n")
+    assert load(tmp_path) == 10.0
+    latest.write_text("step2")
+    (tmp_path / files.LATEST_DIGESTS).unlink()  # as the message says
+    assert load(tmp_path) == 2.0
+    save(tmp_path, "step1", 1.5)
+    assert load(tmp_path) == 1.5
+
+
+def test_a_latest_that_stock_deepspeed_has_written_is_taken(tmp_path):
+    save(tmp_path, "step1", 1.0)
+    (tmp_path / "step2").mkdir()  # without a manifest
+    (tmp_path / "latest").write_text("step2")
+    assert files.find_tag(tmp_path, "latest") == "step2"
+    save(tmp_path, "step3", 3.0)
+    assert load(tmp_path) == 3.0
+
+
+def test_the_new_checkpoint_is_the_latest_by_date_whatever_the_clock_does(tmp_path):
+    save(tmp_path, "checkpoint-1", 1.0)
+    ahead = time.time() + 86400
+    os.utime(tmp_path / "checkpoint-1", (ahead, ahead))
+    for number in (20, 3):
+        save(tmp_path, f"checkpoint-{number}", float(number))
+    names = [Path(path).name for path in sort_checkpoints(str(tmp_path), use_mtime=True)]
+    assert names == ["checkpoint-1", "checkpoint-20", "checkpoint-3"]
+    damage(tmp_path / "checkpoint-3" / FILES[0], "truncated")
+    with pytest.raises(CheckpointError, match="there is also checkpoint-20, checkpoint-1: pass"):
+        load(tmp_path)
 
 
 def test_what_users_put_beside_the_files_stays(tmp_path):

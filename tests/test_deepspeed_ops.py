@@ -56,6 +56,14 @@ def test_a_young_lock_is_waited_for_by_name(lock, caplog, monkeypatch):
     assert f"for {lock}: no process of this host holds this lock" in caplog.text
 
 
+def test_a_lock_of_a_clock_that_was_set_back_does_not_hold_the_start(lock, monkeypatch):
+    monkeypatch.setattr(process.time, "sleep", lambda _: pytest.fail("waits"))
+    ahead = time.time() + 86400
+    os.utime(lock, (ahead, ahead))
+    process.remove_stale_locks()
+    assert not lock.exists()
+
+
 def test_a_folder_in_which_something_is_written_is_not_quiet(lock, monkeypatch):
     monkeypatch.setattr(process, "QUIET_S", 100.0)
     grow_old(lock.parents[1])

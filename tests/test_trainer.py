@@ -743,6 +743,41 @@ def test_partitioned_models_evaluation_alone_and_metrics_on_logits(tmp_path):
     assert result["on each node"]
 
 
+def evaluate_for_logits(folder):
+    """Losses of packed evaluation, and of those that compute logits with batches of some sizes."""
+    prepare(folder)
+    some = [
+        {"input_ids": list(range(1, 31)), "labels": list(range(1, 31))},
+        {"input_ids": [5, 6, 7], "labels": [-100] * 3},
+        {"input_ids": [9], "labels": [9]},
+        *({"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in ([3, 4], list(range(40, 60)))),
+    ]
+    data, result = datasets.Dataset.from_list(some), []
+    trainer = make(folder, "logits", data=data, eval_dataset=data, label_smoothing_factor=0.1)
+    for epsilon in (0.1, 0.3):
+        trainer.label_smoother.epsilon = epsilon
+        trainer.compute_metrics = None
+        packed = trainer.evaluate()
+        result.append((packed["eval_loss"], packed["eval_perplexity"]))
+        trainer.compute_metrics = lambda prediction: {"rows": len(prediction.predictions)}
+        for size in (1, 2, 3, 8):
+            trainer.args.per_device_eval_batch_size = size
+            found, predicted = trainer.evaluate(), trainer.predict(data).metrics
+            assert found["eval_rows"] == predicted["test_rows"] == len(data)
+            result.append((found["eval_loss"], found["eval_perplexity"]))
+            result.append((predicted["test_loss"], predicted["test_perplexity"]))
+    return result
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_losses_beside_logits_are_the_mean_over_label_tokens(num_ranks, tmp_path):
+    for result in run_distributed(evaluate_for_logits, num_ranks, str(tmp_path)):
+        assert result[0] != pytest.approx(result[9], rel=1e-2)
+        for number, found in enumerate(result):
+            assert found == pytest.approx(result[number // 9 * 9], rel=1e-5)
+
+
 def customised(folder):
     """What users override, set or call, by both Trainers where both honour it."""
     data = prepare(folder)

@@ -2,11 +2,13 @@
 renamed; checked before they are read.
 
 [Note: Layout of a checkpoint folder]
-DeepSpeed's own, with one file more: `<save_dir>/<tag>/*.pt`, `<save_dir>/latest`, and the manifest
-`<save_dir>/<tag>/ds_hydra_manifest.json` with size and SHA-256 of every file. While it is written,
-a checkpoint lives in `<save_dir>/.saving-<tag>-<id>`; one that is written again is moved to
-`<save_dir>/.replaced-<tag>` for the moment between two renames. A folder without a manifest (stock
-DeepSpeed's) is read without digests.
+DeepSpeed's own, with two files more: `<save_dir>/<tag>/*.pt`, `<save_dir>/latest`, the manifest
+`<save_dir>/<tag>/ds_hydra_manifest.json` with size and SHA-256 of every file, and
+`<save_dir>/latest.sha256` with the digests of what `latest` may hold: two while it is replaced. Of
+a tag without a manifest, which stock DeepSpeed has written, nothing is expected there. While it is
+written, a checkpoint lives in `<save_dir>/.saving-<tag>-<id>`; one that is written again is moved
+to `<save_dir>/.replaced-<tag>` for the moment between two renames. A folder without a manifest
+(stock DeepSpeed's) is read without digests.
 
 [Note: Two jobs, one folder]
 The id of a `.saving-` folder is drawn for every saving, so that files of two jobs never meet in
@@ -224,7 +226,7 @@ class Saving:
         _sync_folder(written)
         put_in_place(written, target)
         if save_latest:
-            _replace_text(self._save_dir / "latest", self._tag)
+            _replace_latest(self._save_dir, self._tag)
         shutil.rmtree(self.folder / _DIGESTS)
         for script in self.folder.iterdir():  # DeepSpeed's zero_to_fp32.py
             os.replace(script, self._save_dir / script.name)
@@ -279,9 +281,21 @@ def put_in_place(written: Path, target: Path) -> None:
     if os.path.lexists(target):
         target.rename(replaced)
     written.rename(target)
+    _date_last(target)
     _sync_folder(target.parent)
     if os.path.lexists(replaced):
         _forget(replaced, target)
+
+
+def _date_last(target: Path) -> None:
+    """Have no folder beside `target` a later date: transformers keeps the latest checkpoints by
+    date, and a clock that was set back would make the new one the first to be removed.
+    """
+    beside = [path for path in target.parent.iterdir() if path.is_dir() and path != target]
+    latest = max((path.stat().st_mtime for path in beside), default=0.0)
+    if latest >= target.stat().st_mtime:
+        with contextlib.suppress(OSError):  # not every mount can
+            os.utime(target, (latest + 1, latest + 1))
 
 
 def restore_replaced(save_dir: Path) -> None:
@@ -391,7 +405,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 def _others(folder: Path) -> str:
     """Advice: which other checkpoints lie beside `folder`, the newest first."""
     manifests = [p for p in folder.parent.glob(f"[!.]*/{MANIFEST_NAME}") if p.parent != folder]
-    manifests.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    manifests.sort(key=lambda path: path.parent.stat().st_mtime_ns, reverse=True)
     tags = [path.parent.name for path in manifests]
     if not tags:
         return ""
@@ -505,6 +519,20 @@ def _replace_text(path: Path, text: str) -> None:
     _sync_folder(path.parent)
 
 
+def _replace_latest(save_dir: Path, tag: str) -> None:
+    """Have `latest` name `tag`; whenever the process dies, its digest lies beside it."""
+    latest, digests = save_dir / "latest", save_dir / LATEST_DIGESTS
+    before = _digest_of_text(latest.read_bytes()) if latest.is_file() else ""
+    now = _digest_of_text(tag.encode())
+    _replace_text(digests, f"{now}\n{before}\n")
+    _replace_text(latest, tag)
+    _replace_text(digests, f"{now}\n")
+
+
+def _digest_of_text(text: bytes) -> str:
+    return hashlib.sha256(text.strip()).hexdigest()
+
+
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:
     _write_text(path, json.dumps(document, indent=1))
 
@@ -539,7 +567,10 @@ RESERVED_KEYS = frozenset(
 )  # fmt: skip
 """What DeepSpeed and ds_hydra keep beside a client_state, which would replace it."""
 
-_NO_TAGS = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
+LATEST_DIGESTS = "latest.sha256"
+"""Beside `latest`: digests of what it may hold, one a line."""
+
+_NO_TAGS = ("latest", LATEST_DIGESTS, "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 """Files that lie beside the checkpoints."""
 
 _MAX_TAG_BYTES = 200
@@ -590,18 +621,31 @@ def resolve_tag(load_dir: Path, tag: str) -> str:
 
 
 def find_tag(load_dir: Path, name: str) -> str | None:
-    """The tag in `load_dir/latest` (or another `name`); None where there is no such file."""
+    """Return the tag in `load_dir/latest` (or another `name`); None where there is no such file.
+    Raises CheckpointError where `latest` holds another text than was written.
+    """
+    path = load_dir / name
     try:
-        with (load_dir / name).open("rb") as file:
-            tag = file.read(4096).decode("utf-8", "replace").strip()
+        with path.open("rb") as file:
+            text = file.read(4096)
+        digests = load_dir / LATEST_DIGESTS
+        written = digests.read_text("utf-8", "replace").split() if digests.is_file() else []
     except FileNotFoundError:
-        if others := _others(load_dir / name):
-            logger.warning(f"{load_dir / name} is missing, so that nothing is loaded{others}")
+        if others := _others(path):
+            logger.warning(f"{path} is missing, so that nothing is loaded{others}")
         return None
     except OSError as error:
-        raise CheckpointError(f"cannot read {load_dir / name}: {error.strerror}") from error
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    tag = text.decode("utf-8", "replace").strip()
     try:
         _check_tag(tag)
     except CheckpointError as error:
-        raise CheckpointError(f"{load_dir / name}: {error}{_others(load_dir / name)}") from error
+        raise CheckpointError(f"{path}: {error}{_others(path)}") from error
+    is_own = name == "latest" and (load_dir / tag / MANIFEST_NAME).exists()
+    if written and is_own and _digest_of_text(text) not in written:
+        raise CheckpointError(
+            f"{path} names {tag!r}, which was not written there by its digest in {LATEST_DIGESTS}: it was truncated or "
+            f"altered; pass tag={tag!r} to load_checkpoint if it is meant, and remove {LATEST_DIGESTS} to keep what "
+            f"you have written{_others(path)}"
+        )
     return tag

@@ -37,6 +37,7 @@ import signal
 import site
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 import traceback
@@ -238,10 +239,8 @@ def _remove_if_stale(lock: Path) -> None:
     is_told = False
     try:
         while not _is_open_here(lock):
-            idle_s = time.time() - max(
-                path.stat().st_mtime for path in (lock, *lock.parent.iterdir())
-            )
-            if idle_s >= QUIET_S:
+            idle_s = _idle_s(lock)
+            if abs(idle_s) >= QUIET_S:  # a date ahead is of a clock that was set back
                 lock.unlink()
                 logger.warning("removed %s, the lock of a compiler that is gone", lock)
                 return
@@ -258,6 +257,13 @@ def _remove_if_stale(lock: Path) -> None:
         return  # whoever compiled has finished
     except OSError as error:
         logger.warning("%s: %s; remove it if nobody compiles there", lock, error)
+
+
+def _idle_s(lock: Path) -> float:
+    """Return the seconds since something was written beside `lock`, by its file system's clock."""
+    written = max(path.stat().st_mtime for path in (lock, *lock.parent.iterdir()))
+    with tempfile.TemporaryFile(dir=lock.parent) as now:
+        return os.fstat(now.fileno()).st_mtime - written
 
 
 def _is_open_here(path: Path) -> bool:
