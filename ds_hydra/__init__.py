@@ -1,6 +1,7 @@
 """ds_hydra: DeepSpeed ZeRO-3 training with a parallel strategy chosen for every iteration."""
 
 import importlib
+import importlib.util
 import sys
 
 from ds_hydra import environment as _environment
@@ -22,20 +23,28 @@ __all__ = [
 ]
 
 
+_HOMES = {
+    "HydraEngine": "ds_hydra.engine",
+    "HydraTrainer": "ds_hydra.trainer",
+    "balance_rows": "ds_hydra.sampler.balance",
+    "initialize": "ds_hydra.engine",
+}
+
+
 def __getattr__(name: str) -> object:
-    """Import the engine (and with it torch and deepspeed) only when it is asked for."""
-    if name == "losses":
-        return importlib.import_module("ds_hydra.losses")
-    if name in ("initialize", "HydraEngine"):
-        from ds_hydra import engine
-
-        return getattr(engine, name)
-    if name == "balance_rows":
-        from ds_hydra.sampler.balance import balance_rows
-
-        return balance_rows
-    if name == "HydraTrainer":
-        from ds_hydra.trainer import HydraTrainer
-
-        return HydraTrainer
-    raise AttributeError(f"module 'ds_hydra' has no attribute {name!r}")
+    """Import what is asked for, and with it torch and deepspeed, only then: our names and modules,
+    else DeepSpeed's, so that a script for DeepSpeed runs with `import ds_hydra as deepspeed`.
+    """
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name.startswith("_"):
+        raise AttributeError(f"module 'ds_hydra' has no attribute {name!r}")
+    if importlib.util.find_spec(f"ds_hydra.{name}") is not None:
+        return importlib.import_module(f"ds_hydra.{name}")
+    try:
+        importlib.import_module("ds_hydra.engine")  # before init_distributed(), see above
+        return getattr(importlib.import_module("deepspeed"), name)
+    except ModuleNotFoundError as error:
+        raise AttributeError(
+            f"module 'ds_hydra' has no attribute {name!r}, and DeepSpeed cannot be asked: {error}"
+        ) from error

@@ -44,11 +44,22 @@ def run(code, **environment):
 
 def test_importing_sets_what_nobody_chose_without_torch():
     code = (
-        "import os, sys, ds_hydra; print('torch' in sys.modules, "
+        "import os, sys, ds_hydra; from ds_hydra import errors; hasattr(ds_hydra, '__wrapped__')\n"
+        "print(bool({'torch', 'deepspeed'} & {*sys.modules}), "
         f"*[os.environ.get(name) for name in {list(WANTED)}])"
     )
     assert run(code).stdout.split() == ["False", *WANTED.values()]
     assert run(code, CUDA_MODULE_LOADING="LAZY").stdout.split()[2] == "LAZY"
+
+
+def test_names_of_deepspeed_are_none_where_it_is_not_installed():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import ds_hydra; print(hasattr(ds_hydra, 'zero')); from ds_hydra import zero"
+    )
+    done = run(code)
+    assert (done.stdout, done.returncode) == ("False\n", 1)
+    assert "cannot import name 'zero' from 'ds_hydra'" in done.stderr
 
 
 def test_importing_after_the_device_has_started_pretends_nothing():

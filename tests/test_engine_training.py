@@ -4,6 +4,7 @@ features.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import functools
@@ -112,6 +113,61 @@ def test_an_optimizer_may_have_no_learning_rate():
     assert rates == [None]
     assert shown == 0.0
     assert mine == pytest.approx(stock, rel=1e-5)
+
+
+def ordinary_script(package, folder, words):
+    """A script for DeepSpeed, with `package` in its place: what it finds, and how to go on."""
+    parser = package.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(words)
+    package.init_distributed()
+    config = tiny("llama").config
+    config.pad_token_id = None  # transformers would set a row of it, which zero.Init has taken away
+    torch.manual_seed(3)
+    with package.zero.Init(config_dict_or_path=args.deepspeed_config):
+        model = transformers.LlamaForCausalLM(config)
+    is_partitioned = all(p.numel() == 0 for p in model.parameters())
+    engine, *_ = package.initialize(args=args, model=model, model_parameters=model.parameters())
+
+    def finish():
+        engine.save_checkpoint(folder)
+        package.comm.barrier()
+        weights = package.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
+        return engine.global_steps, {n: w.tolist() for n, w in weights.items()}
+
+    return engine, finish, is_partitioned and isinstance(engine, package.DeepSpeedEngine)
+
+
+def ordinary_scripts(folder):
+    data, found = batches(3), []
+    adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    train = ds_hydra.HydraEngine.train_batch
+    for package, hydra, step in ((deepspeed, None, stock_step), (ds_hydra, {}, train)):
+        document = ds_config(hydra=hydra, optimizer=adam)
+        path = write_json(f"{folder}/{package.__name__}.json", document)
+        words = ["--deepspeed", "--deepspeed_config", path]
+        engine, finish, is_right = ordinary_script(package, f"{folder}/{package.__name__}", words)
+        losses = [float(step(engine, examples)) for examples in data]
+        found.append((losses, is_right, *finish()))
+    loader = engine.deepspeed_io(dataset_of(data))
+    batch = next(iter(loader))
+    said = [
+        refused(lambda: engine(**batch)),
+        refused(lambda: {key: ids.cpu() for key, ids in batch.items()}),
+        refused(lambda: batch["input_ids"]),
+    ]
+    return found, said, float(engine.train_batch(batch))
+
+
+@pytest.mark.distributed
+def test_an_ordinary_script_trains_with_the_import_changed(tmp_path):
+    (stock, mine), said, loss = run_distributed(ordinary_scripts, 2, str(tmp_path))[0]
+    torch.testing.assert_close(mine[0], stock[0], rtol=1e-5, atol=0)
+    assert stock[1:3] == mine[1:3] == (True, 3)
+    assert mine[3].keys() == stock[3].keys()
+    for name, weight in mine[3].items():
+        assert relative(torch.tensor(weight), torch.tensor(stock[3][name])) < 1e-5, name
+    assert all("engine(**batch)" in s and "engine.train_batch(batch=examples)" in s for s in said)
+    assert loss > 0
 
 
 WITH_EXPERTS = (

@@ -8,7 +8,7 @@ import logging
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import deepspeed
 import numpy as np
@@ -54,6 +54,15 @@ def read_data(dataset: Any, config: HydraConfig, device: torch.device) -> TokenD
     if deepspeed.comm.get_rank() == 0:
         logger.info(f"training data: {data.report}")
     return data
+
+
+def refuse_by_hand(what: str) -> NoReturn:
+    """Raise HydraConfigError for a pass, or a part of one, that a script does itself."""
+    raise HydraConfigError(
+        f"{what}, but each rank holds other layers in every iteration; call "
+        "engine.train_batch(batch=examples) (or engine.train_batch() with training_data), and "
+        "engine.eval_batch(examples) or engine.eval() for evaluation"
+    )
 
 
 def warn_of_collator(collate_fn: Any) -> None:

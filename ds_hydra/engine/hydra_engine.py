@@ -28,7 +28,14 @@ from torch import Tensor, nn
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checkpointing.engine import CheckpointingEngine
-from ds_hydra.engine.examples import MiniBatches, local_rank, only_ids, read_data, warn_of_collator
+from ds_hydra.engine.examples import (
+    MiniBatches,
+    local_rank,
+    only_ids,
+    read_data,
+    refuse_by_hand,
+    warn_of_collator,
+)
 from ds_hydra.engine.gradient_shards import GradientShards
 from ds_hydra.engine.iteration import Iteration, Outcomes, gather_scores, observe, score, weigh
 from ds_hydra.engine.losses.loss import CrossEntropy, Loss
@@ -357,17 +364,17 @@ class HydraEngine(CheckpointingEngine):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Evaluation only: in training mode the layers run inside `train_batch`."""
         if self.module.training and torch.is_grad_enabled():
-            self._refuse_by_hand("forward()")
+            refuse_by_hand("forward() was called by hand")
         with watch("evaluation"):
             return super().forward(*inputs, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: backward is part of `train_batch`."""
-        self._refuse_by_hand("backward()")
+        refuse_by_hand("backward() was called by hand")
 
     def step(self, lr_kwargs: Any = None) -> NoReturn:
         """Refused: the optimizer step is part of `train_batch`."""
-        self._refuse_by_hand("step()")
+        refuse_by_hand("step() was called by hand")
 
     def deepspeed_io(
         self,
@@ -637,13 +644,6 @@ class HydraEngine(CheckpointingEngine):
                 "or call requires_grad_(False) on the others"
             )
         self.optimizer.defaults = self.basic_optimizer.defaults
-
-    def _refuse_by_hand(self, what: str) -> NoReturn:
-        raise HydraConfigError(
-            f"{what} was called by hand, but each rank holds other layers in every iteration; call "
-            "engine.train_batch(batch=examples) (or engine.train_batch() with training_data), and "
-            "engine.eval_batch(examples) or engine.eval() for evaluation"
-        )
 
 
 def needs_metric(scheduler: Any) -> bool:

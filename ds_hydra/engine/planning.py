@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
 import torch
@@ -24,6 +24,7 @@ from ds_hydra.engine.examples import (
     check_same_data,
     fetch_examples,
     fingerprint_tensors,
+    refuse_by_hand,
 )
 from ds_hydra.engine.iteration import Iteration
 from ds_hydra.engine.losses.loss import CrossEntropy, Fields, Loss
@@ -354,6 +355,16 @@ class _MiniBatch(list[dict[str, Any]]):
     def __init__(self, data: TokenDataset, indices: Sequence[int], after: SamplerState):
         super().__init__(data[index] for index in indices)
         self.data, self.after = data, after
+
+    def keys(self) -> NoReturn:
+        """Refuse what loops of one's own begin with: `engine(**batch)`, `batch.items()`."""
+        refuse_by_hand("a mini-batch, a list of examples, was taken for columns of engine(**batch)")
+
+    items = keys
+
+    def __getitem__(self, place: Any) -> Any:
+        """Return the example at `place`; refuse the name of a column."""
+        return self.keys() if isinstance(place, str) else super().__getitem__(place)
 
 
 def _is_plain(loss: Loss) -> bool:
