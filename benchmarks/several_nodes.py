@@ -104,7 +104,7 @@ def measure_bytes(folder: Path) -> str:
         f"One pull (fp32) and one push of a LLaMA of {num_parameters()}, MB sent by all hosts. Counted: the "
         "hosts' `eth0` (`/proc/net/dev`), three exchanges without computation, per exchange; Ethernet, IP and "
         "TCP headers and acknowledgements included (MTU 1500). Direct: one fetch per rank "
-        '(`"link": {"routes": "direct"}`). Gathered layers: two pulls and a push for one micro-batch of each '
+        '(`"link": {"devices_per_node": 1}`). Gathered layers: two pulls and a push for one micro-batch of each '
         "pipeline, in each phase, but for layers that are still there from the pass before.",
         table(
             ["hosts x ranks", "strategy", "plan", "counted", "above the plan", "direct: plan", "counted",

@@ -193,6 +193,11 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
             "in hydra.strategies, as in <1,1;gather>",
         ),
         (
+            {"link": {"routes": "direct"}},
+            "hydra.link.routes is no longer a key; a slice enters a node once and spreads there; where every rank "
+            "shall read for itself, set hydra.link.devices_per_node to 1",
+        ),
+        (
             {"link": {"gradient_dtype": "bf16"}},
             'hydra.link.gradient_dtype is no longer a key; DeepSpeed\'s own says it, outside of "hydra": '
             '"communication_data_type"',

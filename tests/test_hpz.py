@@ -342,7 +342,8 @@ def test_prices_follow_from_those_of_gathered_layers():
     one_node = Costs(profile, find_cluster(profile, 8))
     assert one_node.find(GATHERED).latency.hpz_traffic_ms == 0
     assert "hpz_traffic_ms" not in one_node.find(GATHERED).latency.to_json()
-    direct = replace(costs.cluster, relays=False)  # hydra.link.routes = "direct"
+    hardware = replace(costs.cluster.hardware, devices_per_node=1)  # nobody relays
+    direct = replace(costs.cluster, hardware=hardware)
     assert direct.gather_ms(ON_NODES) == direct.gather_ms(GATHERED)
 
 

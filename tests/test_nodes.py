@@ -72,7 +72,7 @@ def test_nodes_out_of_the_hosts_of_the_ranks(host_of, wanted, warning, caplog):
     assert bool(caplog.text) == bool(warning)
     is_routed = 1 < wanted < len(host_of)
     assert find_ranks_per_node(LinkConfig(), host_of) == (wanted if is_routed else None)
-    assert find_ranks_per_node(LinkConfig(routes="direct"), host_of) is None
+    assert find_ranks_per_node(LinkConfig(devices_per_node=1), host_of) is None
     given = find_ranks_per_node(LinkConfig(devices_per_node=2), host_of)
     assert given == (2 if len(host_of) > 2 else None), "what the user says counts"
 
@@ -244,7 +244,7 @@ def count_bytes(engine, strategies, times=2):
         own.stage_model,
         device=engine.device,
         max_groups=64,
-        link_config=LinkConfig(routes="direct"),
+        link_config=LinkConfig(devices_per_node=1),
     )
     grads_P = engine._zero_gradient_shards()
     found = {}

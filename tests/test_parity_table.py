@@ -76,7 +76,6 @@ LINKS = {
     "one_node": {},
     "nodes_of_2": {"devices_per_node": 2},
     "nodes_of_3": {"devices_per_node": 3},
-    "direct": {"devices_per_node": 2, "routes": "direct"},
 }
 
 

@@ -279,14 +279,9 @@ class FaultsConfig(_Section):
 class LinkConfig(_Section):
     """`hydra.link`: how slices and gradients travel between ZeRO-3's shards and propagation."""
 
-    routes: Literal["node", "direct"] = "node"
-    """A slice enters a node once and spreads there ("node"; on one node the same), or once per rank
-    ("direct").
-    """
-
     devices_per_node: Annotated[Count, Field(le=MAX_DEVICES)] | None = None
-    """Consecutive ranks of one node; null compares the ranks' host names; give it where a host is
-    not a node.
+    """Consecutive ranks of one node, into which a slice comes once and spreads there; null compares
+    the ranks' host names. Give it where a host is not a node; with 1 every rank reads for itself.
     """
 
     overlap: bool = True
@@ -527,12 +522,14 @@ Location: TypeAlias = tuple[int | str, ...]
 Sections: TypeAlias = Mapping[Location, type[BaseModel]]
 """The models of the section and of those in it, by where they are."""
 
-_REPLACED = {
+_REMOVED = {
+    "routes": "a slice enters a node once and spreads there; where every rank shall read for itself, set "
+    "hydra.link.devices_per_node to 1",
     "repull_layers": "layers are gathered instead: say so for each scheme in hydra.strategies, as in <1,1;gather>",
     "gradient_dtype": 'DeepSpeed\'s own says it, outside of "hydra": "communication_data_type": "fp32" or "bf16" '
     "(as without it, where training is bf16)",
 }
-"""Keys of earlier versions, and what to write instead."""
+"""Removed keys, whatever their section, and advice for each."""
 
 _RENAMED: Mapping[Location, Mapping[str, str]] = {("planner", "space"): {"wide": "full"}}
 """Values of earlier versions, by key, and what they are called now."""
@@ -575,8 +572,8 @@ def explain(details: ErrorDetails, sections: Sections) -> str:
 def _explain_unknown(location: Location, sections: Sections) -> str:
     """The nearest known key, or where the key belongs, or all keys of that section."""
     *path, key = location
-    if key in _REPLACED:
-        return f"is no longer a key; {_REPLACED[key]}"
+    if key in _REMOVED:
+        return f"is no longer a key; {_REMOVED[key]}"
     known = list(sections[tuple(path)].model_fields)
     nearest = get_close_matches(str(key), known, n=1, cutoff=0.6)
     if nearest:

@@ -362,8 +362,7 @@ class EngineCandidates:
 
     def _cluster(self, profile: Profile) -> Cluster | None:
         nodes = self.propagator.links.devices_per_node
-        found = try_cluster(profile, self.num_ranks, gradient_bytes(self.config), nodes)
-        return found and replace(found, relays=self._are_nodes)
+        return try_cluster(profile, self.num_ranks, gradient_bytes(self.config), nodes)
 
     @property
     def _are_nodes(self) -> bool:

@@ -1,5 +1,5 @@
 """What one rank exchanges to get its slices out of the ZeRO-3 shards, and gradients back to the
-owners: pure, by direct or by node-aware routes.
+owners: pure, by node-aware routes.
 
 [Note: Rounds]
 The unit of exchange is a bucket: the slices of one decoder layer, of the embedding, or of the head.
@@ -14,14 +14,15 @@ each: an all-gather where that is everything, a broadcast where it is a part; th
 reduce-scatter and a reduction, in the order of ranks.
 
 [Note: Node-aware routes]
-On direct routes every rank reads every shard itself; on node-aware ones what several ranks of a
-node need crosses its boundary once. The rectangles that a node's ranks need of a parameter cut each
-other into cells. A cell that several of them need crosses the node's boundary once: in the first
-round in which one needs it, to the rank of the node that has the owner's place (owner modulo ranks
-per node), which keeps it and spreads it inside the node in a second hop, now and in later rounds. A
-push sums such a cell on the relay rank in the order of ranks, and sends the sum to the owner in
-that first round, the last one of the push to need it. Cells that one rank of a node needs go
-straight to it, and shards inside the node are read directly.
+What several ranks of a node need crosses its boundary once. On one node, and between nodes of one
+rank, no boundary is crossed for several: every rank reads every shard itself (direct routes). The
+rectangles that a node's ranks need of a parameter cut each other into cells. A cell that several of
+them need crosses the node's boundary once: in the first round in which one needs it, to the rank of
+the node that has the owner's place (owner modulo ranks per node), which keeps it and spreads it
+inside the node in a second hop, now and in later rounds. A push sums such a cell on the relay rank
+in the order of ranks, and sends the sum to the owner in that first round, the last one of the push
+to need it. Cells that one rank of a node needs go straight to it, and shards inside the node are
+read directly.
 
 [Note: Weights on the node]
 Gathered layers are pulled again and again, each time in a round of its own. Where what is relayed

@@ -559,9 +559,8 @@ class _Budget:
     @property
     def _are_nodes(self) -> bool:
         """Whether ranks relay what comes from other nodes."""
-        link = self._hydra.link
-        per_node = link.devices_per_node or DEFAULT_DEVICES
-        return link.routes == "node" and self._report.num_devices > per_node
+        per_node = self._hydra.link.devices_per_node or DEFAULT_DEVICES
+        return 1 < per_node < self._report.num_devices
 
     def _check_communicators(self, strategies: Sequence[Strategy]) -> None:
         number = self._report.num_devices

@@ -135,9 +135,9 @@ def warn_of_placement(host_of: Sequence[int]) -> None:
 
 
 def find_ranks_per_node(config: LinkConfig, host_of: Sequence[int]) -> int | None:
-    """Ranks of a node for node-aware routes, or None for direct ones (always on a single node)."""
+    """Return the ranks of a node, or None where none relays: on one node, or nodes of one rank."""
     found = devices_per_node(config, host_of)
-    return found if config.routes == "node" and 1 < found < len(host_of) else None
+    return found if 1 < found < len(host_of) else None
 
 
 def devices_per_node(config: LinkConfig, host_of: Sequence[int]) -> int:

@@ -64,8 +64,6 @@ class Cluster:
     """Of an element that is pushed where states are fully sharded (DeepSpeed's
     `communication_data_type`).
     """
-    relays: bool = True
-    """Whether some ranks of a node relay to it what comes from others (`hydra.link.routes`)."""
 
     @property
     def num_params(self) -> float:
@@ -142,7 +140,7 @@ class Cluster:
         held = self._held_share(scheme) * self.num_params
         elements = held / scheme.tp * (1 - 1 / self.num_devices)
         outside = self.num_params * (1 - self._ranks_per_node / self.num_devices)
-        if scheme.hpz and self.relays and scheme.tp < self._ranks_per_node:
+        if scheme.hpz and scheme.tp < self._ranks_per_node:
             outside *= 1 - _PARAM_BYTES / element_bytes
         slowest = max(
             elements / self.hardware.intra_node_rate, outside / self.hardware.inter_node_rate
