@@ -377,7 +377,7 @@ def _with_text(message: Any) -> Any:
         return message
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
     if all(isinstance(text, str) for text in texts):
-        return {**message, "content": "".join(texts)}
+        return {**message, "content": "".join(map(str, texts))}
     if message.get("role") in _OF_TOOLS:
         return message
     raise HydraConfigError(
