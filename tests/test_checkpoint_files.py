@@ -217,16 +217,18 @@ def test_a_latest_that_names_another_checkpoint_is_refused(tmp_path, damaged):
     assert load(tmp_path) == 10.0
     latest.write_text(damaged)
     with pytest.raises(
-        CheckpointError, match=r"latest names 'step[12]', which was not .*; there is also step10"
+        CheckpointError, match=r"latest names 'step[12]', and .* last is 'step10', .* tag='step10'"
     ):
         load(tmp_path)
     latest.write_text("step10\n")
     assert load(tmp_path) == 10.0
     latest.write_text("step2")
-    (tmp_path / files.LATEST_DIGESTS).unlink()  # as the message says
+    (tmp_path / "step10" / files.LATEST_MARK).unlink()  # as the message says
     assert load(tmp_path) == 2.0
     save(tmp_path, "step1", 1.5)
-    assert load(tmp_path) == 1.5
+    save(tmp_path, "step1", 1.75)
+    assert load(tmp_path) == 1.75
+    assert [mark.parent.name for mark in tmp_path.glob(f"*/{files.LATEST_MARK}")] == ["step1"]
 
 
 def test_a_latest_that_stock_deepspeed_has_written_is_taken(tmp_path):

@@ -162,7 +162,7 @@ class _Row(NamedTuple):
         phases = told + len(NOTHING_TOLD)
         measured = dict(zip(_MEASURED, row[_NUM_FLAGS:told], strict=True))
         outcome = RankOutcome(**measured, phase_ms=tuple(row[phases:]))
-        return cls(*row[:_NUM_FLAGS], outcome=outcome, spread=row[told:phases])
+        return cls._make([*row[:_NUM_FLAGS], outcome, row[told:phases]])
 
 
 _MEASURED = [field.name for field in fields(RankOutcome) if field.type == "float"]

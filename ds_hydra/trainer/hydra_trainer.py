@@ -312,8 +312,8 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Return the mean over label tokens of this rank's padded batch, and keep the losses of all
-        ranks' rows; evaluation alone calls it. Collective over all ranks.
+        """Return the mean over label tokens of all ranks' padded batches, and keep the losses of
+        their rows; evaluation alone calls it. Collective over all ranks.
         """
         outputs = model(**{k: v for k, v in inputs.items() if k not in ("labels", "skip_logits")})
         if not isinstance(outputs, Mapping):
@@ -322,7 +322,8 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         smoothing = 0.0 if self.label_smoother is None else self.label_smoother.epsilon
         rows_N2 = data.losses_of_rows(logits, inputs["labels"], smoothing)
         # Without the rows that fill up the last batch
-        self._row_losses.append(self.accelerator.gather_for_metrics(rows_N2))
+        rows_N2 = self.accelerator.gather_for_metrics(rows_N2)
+        self._row_losses.append(rows_N2)
         loss_sum, num_label_tokens = rows_N2.sum(dim=0)
         loss = (loss_sum / num_label_tokens).float()
         return (loss, outputs) if return_outputs else loss

@@ -2,13 +2,12 @@
 renamed; checked before they are read.
 
 [Note: Layout of a checkpoint folder]
-DeepSpeed's own, with two files more: `<save_dir>/<tag>/*.pt`, `<save_dir>/latest`, the manifest
-`<save_dir>/<tag>/ds_hydra_manifest.json` with size and SHA-256 of every file, and
-`<save_dir>/latest.sha256` with the digests of what `latest` may hold: two while it is replaced. Of
-a tag without a manifest, which stock DeepSpeed has written, nothing is expected there. While it is
-written, a checkpoint lives in `<save_dir>/.saving-<tag>-<id>`; one that is written again is moved
-to `<save_dir>/.replaced-<tag>` for the moment between two renames. A folder without a manifest
-(stock DeepSpeed's) is read without digests.
+DeepSpeed's own, `<save_dir>/<tag>/*.pt` and `<save_dir>/latest`, with two files more: the manifest
+`<save_dir>/<tag>/ds_hydra_manifest.json` with size and SHA-256 of every file, and the mark
+`<save_dir>/<tag>/ds_hydra_latest` of the checkpoint that `latest` names (two while it changes).
+While it is written, a checkpoint lives in `<save_dir>/.saving-<tag>-<id>`; one that is written
+again is moved to `<save_dir>/.replaced-<tag>` for the moment between two renames. A folder without
+a manifest (stock DeepSpeed's) is read without digests, and needs no mark.
 
 [Note: Two jobs, one folder]
 The id of a `.saving-` folder is drawn for every saving, so that files of two jobs never meet in
@@ -49,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST_SCHEMA = "ds_hydra.manifest/1"
 MANIFEST_NAME = "ds_hydra_manifest.json"
+LATEST_MARK = "ds_hydra_latest"
 _SAVING, _DIGESTS = ".saving-", "digests"
 _ENDING = "_states.pt"
 """Of all files of a checkpoint of DeepSpeed."""
@@ -223,10 +223,15 @@ class Saving:
         """Put the checkpoint, to which `ranks` have written, in its place and `latest` on it."""
         written, target = self.folder / self._tag, self._save_dir / self._tag
         _write_manifest(written, self._read_digests(ranks), world_size)
+        if save_latest:
+            (written / LATEST_MARK).touch()
         _sync_folder(written)
         put_in_place(written, target)
         if save_latest:
-            _replace_latest(self._save_dir, self._tag)
+            _replace_text(self._save_dir / "latest", self._tag)
+            for mark in self._save_dir.glob(f"*/{LATEST_MARK}"):
+                if mark.parent != target:
+                    mark.unlink()
         shutil.rmtree(self.folder / _DIGESTS)
         for script in self.folder.iterdir():  # DeepSpeed's zero_to_fp32.py
             os.replace(script, self._save_dir / script.name)
@@ -519,20 +524,6 @@ def _replace_text(path: Path, text: str) -> None:
     _sync_folder(path.parent)
 
 
-def _replace_latest(save_dir: Path, tag: str) -> None:
-    """Have `latest` name `tag`; whenever the process dies, its digest lies beside it."""
-    latest, digests = save_dir / "latest", save_dir / LATEST_DIGESTS
-    before = _digest_of_text(latest.read_bytes()) if latest.is_file() else ""
-    now = _digest_of_text(tag.encode())
-    _replace_text(digests, f"{now}\n{before}\n")
-    _replace_text(latest, tag)
-    _replace_text(digests, f"{now}\n")
-
-
-def _digest_of_text(text: bytes) -> str:
-    return hashlib.sha256(text.strip()).hexdigest()
-
-
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:
     _write_text(path, json.dumps(document, indent=1))
 
@@ -567,10 +558,7 @@ RESERVED_KEYS = frozenset(
 )  # fmt: skip
 """What DeepSpeed and ds_hydra keep beside a client_state, which would replace it."""
 
-LATEST_DIGESTS = "latest.sha256"
-"""Beside `latest`: digests of what it may hold, one a line."""
-
-_NO_TAGS = ("latest", LATEST_DIGESTS, "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
+_NO_TAGS = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 """Files that lie beside the checkpoints."""
 
 _MAX_TAG_BYTES = 200
@@ -622,30 +610,28 @@ def resolve_tag(load_dir: Path, tag: str) -> str:
 
 def find_tag(load_dir: Path, name: str) -> str | None:
     """Return the tag in `load_dir/latest` (or another `name`); None where there is no such file.
-    Raises CheckpointError where `latest` holds another text than was written.
+    Raises CheckpointError where `latest` names another checkpoint than the one that is marked.
     """
     path = load_dir / name
     try:
         with path.open("rb") as file:
-            text = file.read(4096)
-        digests = load_dir / LATEST_DIGESTS
-        written = digests.read_text("utf-8", "replace").split() if digests.is_file() else []
+            tag = file.read(4096).decode("utf-8", "replace").strip()
     except FileNotFoundError:
         if others := _others(path):
             logger.warning(f"{path} is missing, so that nothing is loaded{others}")
         return None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    tag = text.decode("utf-8", "replace").strip()
     try:
         _check_tag(tag)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}{_others(path)}") from error
+    marks = [mark.parent.name for mark in load_dir.glob(f"[!.]*/{LATEST_MARK}")]
     is_own = name == "latest" and (load_dir / tag / MANIFEST_NAME).exists()
-    if written and is_own and _digest_of_text(text) not in written:
+    if marks and is_own and tag not in marks:
         raise CheckpointError(
-            f"{path} names {tag!r}, which was not written there by its digest in {LATEST_DIGESTS}: it was truncated or "
-            f"altered; pass tag={tag!r} to load_checkpoint if it is meant, and remove {LATEST_DIGESTS} to keep what "
-            f"you have written{_others(path)}"
+            f"{path} names {tag!r}, and the checkpoint that was saved last is {marks[0]!r}, by its file {LATEST_MARK}: "
+            f"{name} was truncated or altered; pass tag={marks[0]!r} (or {tag!r}) to load_checkpoint, or remove "
+            f"{load_dir / marks[0] / LATEST_MARK} if you have altered {name} yourself"
         )
     return tag
