@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch.distributed as dist
 
@@ -43,7 +44,7 @@ def first_on_node(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signs_of_life(store: dist.Store, key: str) -> Iterator[None]:
+def _signs_of_life(store: Any, key: str) -> Iterator[None]:
     is_over = threading.Event()
 
     def beat() -> None:
@@ -61,7 +62,7 @@ def _signs_of_life(store: dist.Store, key: str) -> Iterator[None]:
 
 
 def wait_for_all(
-    store: dist.Store,
+    store: Any,
     key: str,
     what: str,
     clock: Callable[[], float] = time.monotonic,
