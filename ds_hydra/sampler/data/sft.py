@@ -375,9 +375,10 @@ def _with_text(message: Any) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list):
         return message
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-    if all(isinstance(text, str) for text in texts):
-        return {**message, "content": "".join(map(str, texts))}
+    found = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    texts = [text for text in found if isinstance(text, str)]
+    if len(texts) == len(content):
+        return {**message, "content": "".join(texts)}
     if message.get("role") in _OF_TOOLS:
         return message
     raise HydraConfigError(
