@@ -34,7 +34,8 @@ from ds_hydra.engine.ranks.agreement import (
     run_together,
 )
 from ds_hydra.engine.ranks.memory import to_device
-from ds_hydra.engine.ranks.process import StopRequest, overlap_where_safe, use_deterministic_kernels
+from ds_hydra.engine.ranks.process import overlap_where_safe, use_deterministic_kernels
+from ds_hydra.engine.ranks.sigterm import SIGTERM
 from ds_hydra.engine.telemetry.metrics import (
     RunLog,
     describe_run,
@@ -166,7 +167,6 @@ class HydraRuntime:
         self._memory = memory
         self._traces = TraceChoice(config.trace_every if config.run_dir is not None else 0)
         run_together(self._open_log, device)
-        self._stop_request = StopRequest(config.faults.save_on_sigterm is not None)
 
     def gather_outcomes(
         self,
@@ -192,7 +192,7 @@ class HydraRuntime:
         known = [float(rate or 0.0) for rate in rates]  # None: Adafactor's own
         mine = [*values, *told, *outcome.phase_ms]
         mine += [sum(n * rate for n, rate in enumerate(known, 1)), problem is not None]
-        mine += [0.0, float(self._stop_request.is_set)]
+        mine += [0.0, float(SIGTERM.is_asked(self))]
         mine_N = to_device(torch.tensor(mine, dtype=torch.float64), self._device)
         if norms is not None:
             # Written on the device: the host waits for the gradients once, with the row.
