@@ -657,6 +657,79 @@ def test_killed_while_saving_the_last_whole_checkpoint_is_resumed(tmp_path):
         assert found == (losses, {"checkpoint-1", "checkpoint-2", "checkpoint-3"}), run
 
 
+STOPS = ("packed", "padded", "at the end", "not at all")
+"""Where SIGTERM arrives: in the evaluation after step 2, by both loops, or after the last step."""
+
+
+def stopped_in(folder):
+    """By where SIGTERM arrives on rank 1: how training ended, batches that were evaluated after it,
+    what is saved, and calls of the program's own handler; then after another SIGTERM.
+    """
+    data, results = prepare(folder), {}
+    for where in STOPS:
+        calls, after = [], []
+        signal.signal(signal.SIGTERM, lambda number, frame, calls=calls: calls.append("own"))
+
+        class Stop(TrainerCallback):
+            def __init__(self, where, after):
+                self.where, self.after, self.is_sent = where, after, False
+
+            def on_prediction_step(self, args, state, control, **kwargs):
+                if self.is_sent:
+                    self.after.append(state.global_step)
+                elif self.where in ("packed", "padded"):
+                    self.send()
+
+            def on_step_end(self, args, state, control, **kwargs):
+                if self.where == "at the end" and state.global_step == args.max_steps:
+                    self.send()
+
+            def send(self):
+                self.is_sent = True
+                if dist.get_rank() == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        trainer = make(
+            folder,
+            where,
+            data=data,
+            hydra={"faults": {"save_on_sigterm": f"{folder}/{where}/stopped"}},
+            eval_dataset=data,
+            compute_metrics=(lambda prediction: {}) if where == "padded" else None,
+            callbacks=[Stop(where, after)],
+            max_steps=3,
+            eval_strategy="steps" if where in ("packed", "padded") else "no",
+            eval_steps=2,
+            save_strategy="no",
+        )
+        try:
+            trainer.train()
+            end = None
+        except SystemExit as error:
+            end = error.code
+        during = list(calls)
+        if trainer.deepspeed.is_destroyed or where == "not at all":
+            os.kill(os.getpid(), signal.SIGTERM)
+        stopped = f"{folder}/{where}/stopped"
+        saved = os.listdir(stopped) if os.path.exists(stopped) else []
+        results[where] = (end, len(after), saved, during, calls)
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_sigterm_is_answered_within_an_evaluation_and_at_the_end(tmp_path):
+    first, second = run_distributed(stopped_in, 2, str(tmp_path))
+    steps = {"packed": 2, "padded": 2, "at the end": 3}
+    for where, step in steps.items():
+        end, num_after, saved, during, calls = second[where]
+        assert (end, saved) == (0, [f"checkpoint-{step}"]), where
+        assert num_after <= 1, where
+        assert (during, calls) == (["own"], ["own", "own"]), where
+        assert (first[where][0], first[where][3]) == (0, []), where
+    assert second["not at all"] == (None, 0, [], [], ["own"])
+
+
 def other_uses(folder):
     """zero.Init and a chat data set, evaluation without training, compute_metrics, LoRA."""
     data = prepare(folder)

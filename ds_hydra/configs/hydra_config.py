@@ -271,8 +271,10 @@ class FaultsConfig(_Section):
     """
 
     save_on_sigterm: PathText | None = None
-    """Folder for a checkpoint after the iteration in which any rank gets SIGTERM, then exit code 0;
-    null: none. With HydraTrainer it is a `checkpoint-N`: name its output_dir.
+    """Folder for a checkpoint when any rank gets SIGTERM, after the iteration or the batch of an
+    evaluation that is under way. Then a handler of SIGTERM that the program has set before the
+    engine is called, and the process ends with exit code 0. Null: none. With HydraTrainer the
+    checkpoint is a `checkpoint-N`: name its output_dir.
     """
 
 

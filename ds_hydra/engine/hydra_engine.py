@@ -48,7 +48,7 @@ from ds_hydra.engine.model.scheme_support import check_context, find_unseen_posi
 from ds_hydra.engine.model.stage_forward import compilations
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import ExampleLike
-from ds_hydra.engine.ranks.agreement import run_together
+from ds_hydra.engine.ranks.agreement import gather_rows, run_together
 from ds_hydra.engine.ranks.memory import (
     show_collector_all,
     spare_collector,
@@ -61,6 +61,7 @@ from ds_hydra.engine.ranks.process import (
     let_collectives_end_at_exit,
     remove_stale_locks,
 )
+from ds_hydra.engine.ranks.sigterm import SIGTERM
 from ds_hydra.engine.ranks.watchdog import join_watchdog, leave_watchdog, watch
 from ds_hydra.engine.runtime import HydraRuntime, check_same_settings
 from ds_hydra.engine.telemetry.trace import MemoryWatch
@@ -146,7 +147,7 @@ class HydraEngine(CheckpointingEngine):
         self._hydra: HydraRuntime | None = None
         self._bias_correction: BiasCorrection | None = None
         self._gradients: GradientShards | None = None
-        self.on_sigterm: Callable[[str], None] | None = None
+        self.on_sigterm: Callable[[], None] | None = None
         """In place of saving and ending: a Trainer, whose step goes on, has more to save."""
         self.last_scores: Scores | None = None
         self.last_metrics: IterationMetrics | None = None
@@ -171,6 +172,7 @@ class HydraEngine(CheckpointingEngine):
                         training_data, collate_fn=collate_fn
                     )
                     self.hydra.source.start()
+                self._watch_sigterm()
         except BaseException:
             # A notebook may mend what was wrong, and start on the same model.
             with contextlib.suppress(Exception):
@@ -299,8 +301,7 @@ class HydraEngine(CheckpointingEngine):
             self._num_trained += 1
             if self._num_trained % _SPARES_EVERY == _SETTLED_AFTER:
                 spare_collector()
-        if outcomes.is_stop_requested and (folder := self._hydra_config.faults.save_on_sigterm):
-            (self.on_sigterm or self._save_and_exit)(folder)
+        self._stop_if(outcomes.is_stop_requested)
         return to_device(torch.tensor(value, dtype=torch.float32), self.device)
 
     @_in_own_modes
@@ -326,7 +327,9 @@ class HydraEngine(CheckpointingEngine):
             iteration = weigh(iteration, self.hydra.propagator)
             plan, objective = iteration.plan, iteration.objective
             outcome = self.hydra.propagator.evaluate(plan, iteration.load, objective)
-            value = self.hydra.gather_outcomes(outcome).loss(plan, objective)
+            outcomes = self.hydra.gather_outcomes(outcome)
+            value = outcomes.loss(plan, objective)
+        self._stop_if(outcomes.is_stop_requested)
         return to_device(torch.tensor(value, dtype=torch.float32), self.device)
 
     @_in_own_modes
@@ -453,6 +456,7 @@ class HydraEngine(CheckpointingEngine):
         return getattr(self, "_hydra", None) is None
 
     def _end(self, *, waits: bool) -> None:
+        hydra = getattr(self, "_hydra", None)
         try:
             if not self.is_destroyed:
                 self.hydra.close()
@@ -464,9 +468,13 @@ class HydraEngine(CheckpointingEngine):
             held = getattr(self, "_held", [])
             while held:  # once: another engine may have the model then
                 module_state.let_go(held.pop())
-            if getattr(self, "_is_watched", False):
-                self._is_watched = False
-                leave_watchdog(waits=waits)
+            try:
+                if getattr(self, "_is_watched", False):
+                    self._is_watched = False
+                    leave_watchdog(waits=waits)
+            finally:
+                if hydra is not None:
+                    SIGTERM.leave(hydra)
 
     def _find_untrained(self) -> HydraConfigError | None:
         """What an engine for evaluation alone lacks."""
@@ -573,12 +581,43 @@ class HydraEngine(CheckpointingEngine):
         self.optimizer.overflow = True  # accelerate asks for it: a schedule stays where it is, too
         self._global_grad_norm = math.inf
 
-    def _save_and_exit(self, save_dir: str) -> NoReturn:
-        """What SIGTERM asks for, on all ranks after the same iteration."""
+    def _watch_sigterm(self) -> None:
+        """Save on SIGTERM from now on, where the configuration asks for it and there is something
+        to save.
+        """
+        if self._hydra_config.faults.save_on_sigterm and self._find_untrained() is None:
+            SIGTERM.watch(self.hydra, self.device)
+
+    def look_for_sigterm(self) -> None:
+        """Save and end where any rank got SIGTERM, as `train_batch` does after its iteration.
+        Collective over all ranks.
+        """
+        if SIGTERM.is_watching(self.hydra):
+            asked = to_device(torch.tensor([SIGTERM.is_asked(self.hydra)]).long(), self.device)
+            self._stop_if(bool(gather_rows(asked).any()))
+
+    def leave_sigterm(self) -> None:
+        """From now on SIGTERM does to this engine's process what it did before. Not collective."""
+        SIGTERM.leave(self.hydra)
+
+    def _stop_if(self, is_asked: bool) -> None:
+        if not is_asked:
+            return
+        if self.on_sigterm is not None:
+            self.on_sigterm()
+            return
+        save_dir = str(self._hydra_config.faults.save_on_sigterm)
         self.save_checkpoint(save_dir)
+        self.end_on_sigterm(save_dir)
+
+    def end_on_sigterm(self, save_dir: str) -> NoReturn:
+        """End this process, whose checkpoint in `save_dir` is written. Collective over all
+        ranks.
+        """
         if self.global_rank == 0:
             logger.info(f"SIGTERM: saved step {self.global_steps} in {save_dir}, ending")
-        self.destroy()
+        with SIGTERM.answering():
+            self.destroy()
         raise SystemExit(0)
 
     def _report(

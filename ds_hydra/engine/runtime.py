@@ -37,7 +37,8 @@ from ds_hydra.engine.ranks.agreement import (
     run_together,
 )
 from ds_hydra.engine.ranks.memory import to_device
-from ds_hydra.engine.ranks.process import StopRequest, overlap_where_safe, use_deterministic_kernels
+from ds_hydra.engine.ranks.process import overlap_where_safe, use_deterministic_kernels
+from ds_hydra.engine.ranks.sigterm import SIGTERM
 from ds_hydra.engine.telemetry.metrics import (
     RunLog,
     describe_run,
@@ -221,7 +222,6 @@ class HydraRuntime:
         self._memory = memory
         self._traces = TraceChoice(config.trace_every if config.run_dir is not None else 0)
         run_together(self._open_log, device)
-        self._stop_request = StopRequest(config.faults.save_on_sigterm is not None)
 
     def gather_outcomes(
         self,
@@ -244,7 +244,7 @@ class HydraRuntime:
         mine = _Row(
             has_nonfinite=0.0,
             has_problem=float(problem is not None),
-            is_stop_requested=float(self._stop_request.is_set),
+            is_stop_requested=float(SIGTERM.is_asked(self)),
             settings=_digest(settings.items()) if groups else 0.0,
             outcome=outcome,
             spread=told,

@@ -341,6 +341,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
             self.control = self.callback_handler.on_prediction_step(
                 self.args, self.state, self.control
             )
+            self._end_if_asked()
         loss = loss_sum / batches.num_label_tokens
         metrics = {f"{prefix}_loss": loss, f"{prefix}_perplexity": _perplexity(loss)}
         return EvalLoopOutput(

@@ -273,10 +273,15 @@ class EngineMixin:
                 check_checkpoint, resume_from_checkpoint, self.args.output_dir
             )
             run_together(check, self.args.device)
-        with names_losses():
-            output = super().train(resume_from_checkpoint, *args, **kwargs)
-            self._call_together("the end of train()")
-            return output
+        try:
+            with names_losses():
+                output = super().train(resume_from_checkpoint, *args, **kwargs)
+                self._call_together("the end of train()")
+                return output
+        finally:
+            self._stop_dir = None
+            if isinstance(self.deepspeed, HydraEngine) and not self.deepspeed.is_destroyed:
+                self.deepspeed.leave_sigterm()
 
     def _call_together(self, call: str) -> None:
         """Raise on all ranks where a callback, whose flags are each rank's own, has led some to
@@ -341,7 +346,7 @@ class EngineMixin:
             if self.deepspeed is None:  # what was made for this start is nobody's at the next one
                 self.optimizer = self.lr_scheduler = None
             raise
-        self._stop_dir, self.engine.on_sigterm = None, self._note_stop
+        self.engine.on_sigterm = self._note_stop
         self._take_scheduler()
         self._attach_data()
         # After the data, whose position is in the checkpoint
@@ -399,8 +404,14 @@ class EngineMixin:
                 "metric_for_best_model='loss'"
             )
 
-    def _note_stop(self, save_dir: str) -> None:
-        self._stop_dir = save_dir
+    def _note_stop(self) -> None:
+        self._stop_dir = self.hydra_config.faults.save_on_sigterm
+
+    def _end_if_asked(self) -> None:
+        """Save a checkpoint and end, where SIGTERM was noted."""
+        if self._stop_dir is not None:
+            self._save_checkpoint(self.model, None)
+            self.engine.end_on_sigterm(self._stop_dir)
 
     def _maybe_log_save_evaluate(
         self,
@@ -414,16 +425,11 @@ class EngineMixin:
         """As transformers; after SIGTERM nothing is evaluated, and a checkpoint is the end,
         whatever callbacks ask for.
         """
-        is_stopping = self._stop_dir is not None
         self._forget_requests()
         if self.control.should_log:
             self._call_together("logging")
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *rest, **named)
-        if is_stopping:
-            self._save_checkpoint(model, trial)
-            self._warn(f"SIGTERM: saved step {self.state.global_step} in {self._stop_dir}, ending")
-            self.engine.destroy()
-            raise SystemExit(0)
+        self._end_if_asked()
 
     def _forget_requests(self) -> None:
         """After SIGTERM: of callbacks that want an evaluation or a checkpoint besides."""
@@ -435,7 +441,16 @@ class EngineMixin:
         for counters in (self._trained, self._since_log):
             counters.add(self.engine.last_metrics)
 
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers; after SIGTERM the rest of the evaluation is left out."""
+        output = super().prediction_step(*args, **kwargs)
+        self.engine.look_for_sigterm()
+        self._end_if_asked()
+        return output
+
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> Any:
+        self.engine.look_for_sigterm()  # before the best weights are loaded
+        self._end_if_asked()
         steps = self.state.global_step - self._initial_global_step
         exact = self._trained.num_sequences * max(self.state.max_steps, 1) / max(steps, 1)
         output = super()._finalize_training(trial, exact, start_time)

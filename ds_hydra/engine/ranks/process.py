@@ -1,6 +1,6 @@
 """What the process of a rank needs before its first engine (settings of its accelerator in force,
-and nothing in its way that DeepSpeed compiles or shares between processes), and how it ends: asked
-to by SIGTERM, with an error that nobody catches, or with its work done.
+and nothing in its way that DeepSpeed compiles or shares between processes), and how it ends: with
+an error that nobody catches, or with its work done.
 
 [Note: No shared memory]
 DeepSpeed's all-reduce over shared memory serves inference in its own AutoTP alone. Yet every CPU
@@ -38,12 +38,11 @@ import site
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -276,20 +275,6 @@ def _is_open_here(path: Path) -> bool:
         except OSError:
             continue  # the process, or its file, is gone or another user's
     return False
-
-
-class StopRequest:
-    """Whether SIGTERM has arrived. Installs its handler if `enabled`, in the main thread; else
-    SIGTERM ends.
-    """
-
-    def __init__(self, enabled: bool) -> None:
-        self.is_set = False
-        if enabled and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._remember)
-
-    def _remember(self, _number: int, _frame: FrameType | None) -> None:
-        self.is_set = True
 
 
 _PATIENCE_S = 5.0
