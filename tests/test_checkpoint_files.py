@@ -5,6 +5,7 @@ code is run.
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import multiprocessing
 import os
@@ -12,8 +13,10 @@ import pickle
 import random
 import resource
 import signal
+import stat
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -531,3 +534,18 @@ def test_what_could_not_be_loaded_is_refused_before_saving_by_its_key(value):
 def test_a_key_of_deepspeed_in_a_client_state_is_refused(key):
     with pytest.raises(CheckpointError, match=f"client_state has the key '{key}', .*'my_{key}'"):
         check_client_state({key: 1})
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_that_knows_no_fsync_of_folders_is_no_error(tmp_path, monkeypatch, number):
+    real = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    expected = pytest.raises(OSError, match="error") if number == errno.EIO else nullcontext()
+    with expected:
+        files._sync_folder(tmp_path)

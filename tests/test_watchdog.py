@@ -275,3 +275,22 @@ def test_strangers_do_not_hold_the_start(monkeypatch):
         assert [list(one._peers) for one in both] == [[1], [0]]
     for stranger in strangers:
         stranger.close()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_the_watchdog_listens_where_the_ranks_have_met(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "::1")
+    with connected() as both:
+        assert [list(one._peers) for one in both] == [[1], [0]]
+
+
+def test_a_port_that_is_closed_is_named_with_the_key_that_does_without_it(monkeypatch):
+    monkeypatch.setattr(watchdog, "_CONNECT_TIMEOUT_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(HydraConfigError, match=rf"port {port} .* hydra\.faults\.watchdog to false"):
+        watchdog.connect(1, 2, lambda _: f"127.0.0.1 {port} 00")
+    with pytest.raises(
+        HydraConfigError, match=r"ranks \[1\] did not reach .* hydra\.faults\.watch"
+    ):
+        watchdog.connect(0, 2, lambda text: text)

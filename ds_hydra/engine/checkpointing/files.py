@@ -19,6 +19,7 @@ there the second job may remove what the first one writes, whose saving then fai
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import io
@@ -115,7 +116,7 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
             digesting = _DigestingFile(file)
             torch.save(state_dict, digesting)
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
         self._digests[path] = digesting.to_json()
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -533,14 +534,25 @@ def _write_text(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
+
+
+def sync(descriptor: int) -> None:
+    """Make a file, or the names in a folder, as durable as the file system can: some network mounts
+    know no fsync of a folder.
+    """
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
 
 
 def _sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)
 

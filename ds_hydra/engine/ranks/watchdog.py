@@ -54,7 +54,7 @@ from ds_hydra.engine.ranks.agreement import (
 )
 from ds_hydra.engine.ranks.hosts import find_hosts
 from ds_hydra.engine.ranks.memory import to_device
-from ds_hydra.errors import HydraError, PlanMismatchError, RankLostError
+from ds_hydra.errors import HydraConfigError, HydraError, PlanMismatchError, RankLostError
 
 logger = logging.getLogger(__name__)
 
@@ -579,6 +579,10 @@ ALIVE, FAILED, LOST, LEFT = 0, 1, 2, 3
 _MAX_TEXT_BYTES = 4096
 
 _CONNECT_TIMEOUT_S = 60.0
+_OPEN_PORTS = (
+    "let ranks reach each other on all ports, or set hydra.faults.watchdog to false: collectives then time out where a "
+    "rank is lost"
+)
 _TOKEN_BYTES = 16
 _MOST_SILENT = 512
 """Silent connections that are kept while ranks connect; beyond, the oldest is closed."""
@@ -619,7 +623,13 @@ def connect(rank: int, num_ranks: int, exchange_text: Callable[[str], str]) -> l
     """Connections of rank 0 to all others, of the others to rank 0. Collective over all ranks."""
     if rank != 0:
         host, port, token = exchange_text("").split(" ")
-        connection = socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S)
+        try:
+            connection = socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S)
+        except OSError as error:
+            raise HydraConfigError(
+                f"rank {rank} cannot connect to port {port} of {host}, where rank 0's watchdog listens ({error}); "
+                f"{_OPEN_PORTS}"
+            ) from error
         connection.sendall(bytes.fromhex(token) + struct.pack("!i", rank))
         return [Peer(0, _prepared(connection))]
     host = os.environ.get("MASTER_ADDR") or "127.0.0.1"
@@ -634,9 +644,14 @@ def _listen(host: str, backlog: int) -> socket.socket:
     machine.
     """
     try:
-        return socket.create_server((host, 0), backlog=backlog)
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, 0), family=family, backlog=backlog)
     except OSError:
-        return socket.create_server(("", 0), backlog=backlog)
+        if not socket.has_dualstack_ipv6():
+            return socket.create_server(("", 0), backlog=backlog)
+        return socket.create_server(
+            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+        )
 
 
 def _accept(server: socket.socket, num_ranks: int, token: bytes) -> list[tuple[int, socket.socket]]:
@@ -653,7 +668,10 @@ def _accept(server: socket.socket, num_ranks: int, token: bytes) -> list[tuple[i
         while len(accepted) < num_ranks - 1:
             if time.monotonic() > end:
                 missing = sorted(set(range(1, num_ranks)) - accepted.keys())
-                raise RankLostError(f"ranks {missing} did not reach rank 0's watchdog")
+                raise HydraConfigError(
+                    f"ranks {missing} did not reach rank 0's watchdog on port {server.getsockname()[1]} within "
+                    f"{_CONNECT_TIMEOUT_S:.0f} s; {_OPEN_PORTS}"
+                )
             ready = {key.fileobj for key, _ in selector.select(max(0.1, end - time.monotonic()))}
             for connection in [one for one in hellos if one in ready]:
                 rank = _read_hello(connection, hellos, token)
