@@ -300,9 +300,9 @@ def test_engines_train_on_what_their_space_allows(tmp_path):
     assert found["not measured"][1] == enumerated
     assert set(enumerated) < set(found["measured"][1])
     assert set(enumerated) < set(found["full"][1])
-    # The long sequence on all ranks, then short ones on one each
-    assert found["measured"][2] == {"<sp4,1>", "<1,1>"}
-    assert found["full"][2] == {"<sp4,1>", "<1,1>"}
+    # The long sequence wants all ranks, and slices that stay are those of one strategy
+    assert found["measured"][2] == {"<sp4,1>"}
+    assert found["full"][2] == {"<sp4,1>"}
     assert any("ckpt" in text for text in found["checkpointed"][2])
     assert any(text.startswith("times of <sp4,1>") for text in found["full"][3]), found["full"][3]
     assert not any("times of" in text for text in found["measured"][3])

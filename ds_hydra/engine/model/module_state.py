@@ -49,6 +49,7 @@ _NOT_FOLLOWED = {
     *("config", "generation_config", "peft_config", "_loss_function"),
     *("applied_pre_backward_ref_cnt", "_external_params", "_original_parameters"),
     *("all_parameters", "pre_bwd_fn", "post_bwd_fn"),
+    *("_require_grads_hook", "_require_grads_hooks"),  # of enable_input_require_grads()
 }
 """Attributes of modules that are torch's own, have a check of their own, or are DeepSpeed's notes
 (as those that begin with `ds_`).

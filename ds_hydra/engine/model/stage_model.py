@@ -55,7 +55,6 @@ from ds_hydra.engine.parallel.tensor_parallel import (
     STYLES,
     TensorParallel,
     find_blocks,
-    hook_block,
     hook_embedding,
     hook_latent,
     hook_linear,
@@ -187,8 +186,7 @@ class StageModel:
         )
         decoder_parts.check_weights(named)
         self._hook(neftune_noise_alpha)
-        for block in [*blocks, head] if self.tp.cuts_micro_batches else ():
-            hook_block(block, self.tp)
+        self.tp.blocks = [*blocks, head] if self.tp.cuts_micro_batches else []
         for module in (*(m for layer in self.layers for m in layer.modules()), head):
             hook_linear(module, self.tp)
         self._forward.hook_head()  # after its block has gathered shards

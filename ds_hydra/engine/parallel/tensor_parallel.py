@@ -279,6 +279,11 @@ class TensorParallel:
         """Hooks of modules that are handed a shared copy of their input, and of those whose outputs
         are parts.
         """
+        self.blocks: list[nn.Module] = []
+        """Modules that gather a micro-batch, with hooks only while micro-batches are cut: a hook
+        that is always called breaks the graph of a compiled layer.
+        """
+        self._block_hooks: list[RemovableHandle] = []
         self.shared: SharedInput | None = None
         """What the linears that run now read, where its gradient is exchanged."""
 
@@ -289,6 +294,12 @@ class TensorParallel:
         self.group, self.size, self.rank, self.cuts_experts = group, size, rank, cuts_experts
         self.shards = self._shards(group, size)
         self.forget_input()
+        if self.shards is None:
+            for hook in self._block_hooks:
+                hook.remove()
+            self._block_hooks = []
+        elif not self._block_hooks:
+            self._block_hooks = [hook for block in self.blocks for hook in hook_block(block, self)]
 
     def first_row(self, num_rows: int) -> int:
         """The first row of this rank's slice of an embedding or head of `num_rows` in all."""
@@ -427,9 +438,9 @@ def hook_colwise(module: nn.Module, tp: TensorParallel) -> None:
     tp.columns[module] = module.register_forward_pre_hook(before)
 
 
-def hook_block(block: nn.Module, tp: TensorParallel) -> None:
+def hook_block(block: nn.Module, tp: TensorParallel) -> tuple[RemovableHandle, RemovableHandle]:
     """Attention, MLP or head: where micro-batches are cut, gathers them for the columnwise layers
-    inside.
+    inside. Returns the hooks.
 
     These keep their shard of a micro-batch for backward, in place of the micro-batch.
     """
@@ -448,9 +459,12 @@ def hook_block(block: nn.Module, tp: TensorParallel) -> None:
     def after(_module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
         tp.shared = None
 
-    block.register_forward_pre_hook(before, with_kwargs=True)
-    # Always, because a layer that runs again may be left by an exception inside of the block.
-    block.register_forward_hook(after, always_call=True)
+    return (
+        # First, so that a head's own hooks see the gathered micro-batch
+        block.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+        # Always, because a layer that runs again may be left by an exception inside of the block
+        block.register_forward_hook(after, always_call=True, prepend=True),
+    )
 
 
 def hook_linear(linear: nn.Module, tp: TensorParallel) -> None:
