@@ -245,6 +245,7 @@ def run_engines(folder):
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
     logging.getLogger("ds_hydra.engine").addHandler(handler)
+    logging.getLogger("ds_hydra.engine").setLevel(logging.INFO)
 
     def start(space="measured", **hydra):
         model = tiny("llama", num_hidden_layers=4)
