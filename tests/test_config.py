@@ -188,6 +188,10 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
             'hydra.planner.space is "wide": it is called "full" now',
         ),
         (
+            {"tp_sequence_parallel": True},
+            "hydra.tp_sequence_parallel is no longer a key; TP is sequence-parallel wherever the model allows",
+        ),
+        (
             {"link": {"repull_layers": 4}},
             "hydra.link.repull_layers is no longer a key; layers are gathered instead: say so for each scheme "
             "in hydra.strategies, as in <1,1;gather>",

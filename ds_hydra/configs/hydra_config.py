@@ -527,6 +527,7 @@ Sections: TypeAlias = Mapping[Location, type[BaseModel]]
 _REMOVED = {
     "routes": "a slice enters a node once and spreads there; where every rank shall read for itself, set "
     "hydra.link.devices_per_node to 1",
+    "tp_sequence_parallel": "TP is sequence-parallel wherever the model allows it; leave the key out",
     "repull_layers": "layers are gathered instead: say so for each scheme in hydra.strategies, as in <1,1;gather>",
     "gradient_dtype": 'DeepSpeed\'s own says it, outside of "hydra": "communication_data_type": "fp32" or "bf16" '
     "(as without it, where training is bf16)",

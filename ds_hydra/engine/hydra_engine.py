@@ -597,7 +597,7 @@ class HydraEngine(CheckpointingEngine):
             self._stop_if(bool(gather_rows(asked).any()))
 
     def leave_sigterm(self) -> None:
-        """From now on SIGTERM does to this engine's process what it did before. Not collective."""
+        """Give SIGTERM back to what it did before this engine watched it. Not collective."""
         SIGTERM.leave(self.hydra)
 
     def _stop_if(self, is_asked: bool) -> None:

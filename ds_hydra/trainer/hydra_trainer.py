@@ -51,7 +51,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     """From `get_train_dataloader` on, as the next one."""
     _epochs: data.Epochs
     _row_losses: list[Tensor]
-    """Of each step of an evaluation for logits, [rows, 2]: `data.losses_of_rows`."""
+    """Losses of each step of an evaluation for logits, [rows, 2] (`data.losses_of_rows`)."""
 
     def __init__(
         self,

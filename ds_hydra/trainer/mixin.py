@@ -442,7 +442,7 @@ class EngineMixin:
             counters.add(self.engine.last_metrics)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers; after SIGTERM the rest of the evaluation is left out."""
+        """Predict as transformers does; after SIGTERM leave out the rest of the evaluation."""
         output = super().prediction_step(*args, **kwargs)
         self.engine.look_for_sigterm()
         self._end_if_asked()

@@ -247,8 +247,8 @@ class Profile:
         return next((s for s in (scheme, scheme.crossing) if s in self.latency), None)
 
     def _base(self, scheme: Scheme) -> Scheme:
-        """What T of `scheme` is derived from: even stages without checkpoints, gathered where the
-        profile has that.
+        """Return what T of `scheme` is derived from: even stages without checkpoints, gathered
+        where the profile has that.
         """
         even = replace(scheme, stages=(), ckpt=0)
         return even if even in self.latency else scheme.without_options()

@@ -215,7 +215,7 @@ def _that_hold(world: World, scheme: Scheme, tokens: float) -> list[Scheme]:
 
 
 def pruned_schemes(world: World, schemes: Iterable[Scheme]) -> tuple[Scheme, ...]:
-    """Those of `schemes` that fit, and with checkpointed layers those that fit more
+    """Return those of `schemes` that fit, and with checkpointed layers those that fit more
     with less device time; without what another one dominates.
     """
     memory = world.profile.memory
