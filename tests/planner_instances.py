@@ -19,6 +19,8 @@ from ds_hydra.strategy.profiles.learned import Correction, Corrections
 from ds_hydra.strategy.profiles.profile import LinkTimes, Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
+TOLERANCE = 0.05
+"""Share by which more candidates may make a plan slower: the search goes step by step."""
 _ROUNDING = 1e-9
 _NUM_LAYERS = 4
 
@@ -101,7 +103,7 @@ def _schemes(rng: Random, num_devices: int) -> list[Scheme]:
     """Return schemes that fit, half of them gathered, and of some gathered ones all widths."""
     found = {Scheme(1, 1), Scheme(1, 1, gather=True)}
     for _ in range(60):
-        kind = rng.choice(["keep", "gather", "gather", "hpz", "stream"])
+        kind = rng.choice(["keep", "gather", "gather", "hpz"])
         is_gathered = kind in ("gather", "hpz")
         scheme = Scheme(
             rng.choice([1, 1, 2, 4, 8]),
@@ -111,7 +113,6 @@ def _schemes(rng: Random, num_devices: int) -> list[Scheme]:
             ckpt=rng.choice([0, 0, 2, _NUM_LAYERS]),
             gather=is_gathered,
             hpz=kind == "hpz",
-            stream=kind == "stream",
         )
         if scheme.num_devices <= num_devices:
             found.add(scheme)
@@ -158,8 +159,6 @@ def _profile(rng: Random, schemes: Sequence[Scheme], max_len: int) -> Profile:
             entry["traffic_ms"] = traffic_ms / 2
         elif entry.get("gather"):
             entry["traffic_ms"], entry["hpz_traffic_ms"] = traffic_ms, traffic_ms / 2
-        elif entry.get("stream"):
-            entry["traffic_ms"] = traffic_ms
     ranks_per_core = rng.choice([1.0] * 7 + [2.0])
     document["hardware"] = {**document["hardware"], "ranks_per_core": ranks_per_core}
     return Profile.from_json(document)
@@ -189,3 +188,16 @@ def wrong_bounds(problem: Problem) -> Iterator[str]:
         for pipeline in (pipeline for phase in phases for pipeline in phase.pipelines()):
             if pipeline.lower_bound_ms > pipeline.makespan_ms * (1 + _ROUNDING):
                 yield f"the bound of {pipeline} is above its time"
+
+
+def slower_with_more(problem: Problem, rng: Random, num_subsets: int = 4) -> Iterator[str]:
+    """Yield a sentence for each of some subsets of the strategies whose plan is faster than that of
+    all by more than `TOLERANCE`.
+    """
+    all_ms = problem.time_ms(problem.strategies)
+    for _ in range(num_subsets):
+        few = rng.sample(problem.strategies, rng.randint(1, len(problem.strategies)))
+        few_ms = problem.time_ms(few)
+        if all_ms > few_ms * (1 + TOLERANCE):
+            names = ", ".join(map(str, few))
+            yield f"{names} take {few_ms} ms, with others beside them {all_ms} ms"

@@ -98,6 +98,44 @@ def test_code_that_names_a_module_that_has_moved_is_compiled_anew(tmp_path):
     assert call(tmp_path) == (21, False)
 
 
+CALLER = """
+from {other} import double, PLUS
+from ds_hydra.strategy.compiled import compiled
+
+@compiled
+def triple(value):
+    return double(value) + value + PLUS
+"""
+CALLEE = """
+from ds_hydra.strategy.compiled import compiled
+
+PLUS = {plus}
+
+@compiled
+def double(value):
+    return {factor} * value
+"""
+
+
+def test_an_edit_of_what_a_function_calls_or_reads_is_compiled_anew(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    other = f"callee_of_{tmp_path.name}"
+    (tmp_path / "module.py").write_text(CALLER.format(other=other))
+
+    def call_with(factor, plus):
+        (tmp_path / f"{other}.py").write_text(CALLEE.format(factor=factor, plus=plus))
+        sys.modules.pop(other, None)
+        importlib.invalidate_caches()
+        for bytecode in tmp_path.glob(f"__pycache__/{other}.*.pyc"):
+            bytecode.unlink()
+        return call(tmp_path)
+
+    assert call_with("2.00", "0") == (21, True)
+    assert call(tmp_path) == (21, False)
+    assert call_with("4", "0") == (35, True)
+    assert call_with("4", "1000") == (1035, True)
+
+
 @pytest.mark.parametrize("ending", ["nbi", "nbc"])
 def test_a_cache_that_cannot_be_read_or_written_is_done_without(tmp_path, ending):
     assert call(tmp_path) == (21, True)

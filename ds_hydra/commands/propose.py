@@ -33,9 +33,13 @@ def propose(
         ),
     ] = "full",
     batches: Annotated[
-        int,
-        typer.Option(min=1, max=common.MAX_BATCHES, help="Mini-batches to try the candidates on."),
-    ] = 32,
+        int | None,
+        typer.Option(
+            min=1,
+            max=common.MAX_BATCHES,
+            help="Mini-batches to try the candidates on; without it 32, fewer where they are large.",
+        ),
+    ] = None,
     max_communicators: Annotated[
         int | None,
         typer.Option(

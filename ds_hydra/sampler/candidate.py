@@ -95,10 +95,10 @@ class MenuEntry(NamedTuple):
     link: LinkTimes
     """Pull and push."""
 
-    def per_token_ms(self, num_sequences: int) -> float:
-        """Of a full micro-batch of so many equal sequences."""
+    def cost_of(self, num_sequences: int) -> tuple[float, int]:
+        """Return ms a token of a full micro-batch of equal sequences; of equals the larger wins."""
         lengths = [max(1, self.max_len_tokens // num_sequences)] * num_sequences
-        return self.latency.micro_batch_ms(lengths) / sum(lengths)
+        return self.latency.micro_batch_ms(lengths) / sum(lengths), -self.max_len_tokens
 
 
 class GroupMenu(NamedTuple):
@@ -161,10 +161,18 @@ class Phases:
         )
         found = _fastest(mini_batch, _alike(crossing, number), limit_ms)
         there = {entry.scheme for entry in on_nodes}
-        more = [s for s in _worth_keeping(mini_batch, schemes, found) if s not in there]
+        more = _worth_keeping(mini_batch, schemes, found, there)
         on_nodes += self._entries(mini_batch, more)
         limit_ms = sum(phase.iteration_ms for phase in found) if found else limit_ms
-        return _fastest(mini_batch, _alike(on_nodes, number), limit_ms) or found
+        staying = _fastest(mini_batch, _alike(on_nodes, number), limit_ms)
+        found = staying or found
+        if not found:
+            return []
+        # A search among fewer schemes looks further
+        used = {scheme for phase in found for scheme in phase.strategy.schemes}
+        fewer = [entry for entry in (on_nodes if staying else crossing) if entry.scheme in used]
+        limit_ms = sum(phase.iteration_ms for phase in found)
+        return _fastest(mini_batch, _alike(fewer, number), limit_ms) or found
 
     def _entries(self, mini_batch: MiniBatch, schemes: Iterable[Scheme]) -> list[MenuEntry]:
         """Return those of `schemes` that phases are put together of."""
@@ -180,20 +188,26 @@ class Phases:
 
 
 def _worth_keeping(
-    mini_batch: MiniBatch, schemes: Iterable[Scheme], found: Sequence[PhasePlan]
+    mini_batch: MiniBatch,
+    schemes: Iterable[Scheme],
+    found: Sequence[PhasePlan],
+    there: Collection[Scheme],
 ) -> list[Scheme]:
-    """Those of `schemes` that gather, with weights that stay on the nodes: where that was measured,
-    or where steps of the phases that were `found` wait for weights.
+    """Return the gathered `schemes` with weights that stay on the nodes, without those `there`.
+
+    None where that was not measured, no candidate asks for it, and no step of the phases that were
+    `found` waits for weights.
     """
-    profile = mini_batch.profile
+    latency_of = mini_batch.profile.latency
     of_nodes = {scheme: own for scheme in schemes if (own := scheme.staying) != scheme}
-    measured = [scheme for scheme in of_nodes.values() if scheme in profile.latency]
-    if not measured and found and not any(phase.waits_for_weights for phase in found):
+    is_asked_for = there or any(scheme in latency_of for scheme in of_nodes.values())
+    if found and not is_asked_for and not any(phase.waits_for_weights for phase in found):
         return []
+    get_latency = mini_batch.profile.get_latency
     return [
         scheme
         for crossing, scheme in of_nodes.items()
-        if scheme in profile.latency or profile.get_latency(crossing).hpz_traffic_ms
+        if scheme not in there and (scheme in latency_of or get_latency(crossing).hpz_traffic_ms)
     ]
 
 
@@ -217,7 +231,7 @@ def _alike(gathered: Sequence[MenuEntry], num_devices: int) -> list[list[GroupMe
 def _fastest(
     mini_batch: MiniBatch, choices: Iterable[Sequence[GroupMenu]], limit_ms: float
 ) -> list[PhasePlan]:
-    """The fastest phases of any of `choices`; none that take `limit_ms` or more."""
+    """Return the fastest phases of any of `choices`; none that take `limit_ms` or more."""
     found: list[PhasePlan] = []
     for menus in filter(None, choices):
         phases = _compose(mini_batch, menus, limit_ms)
@@ -232,6 +246,8 @@ def _compose(mini_batch: MiniBatch, menus: Sequence[GroupMenu], limit_ms: float)
     entries = [entry for menu in menus for entry in menu.entries]
     if not mini_batch.is_held(max(entry.max_len_tokens for entry in entries)):
         return []
+    # Ranks that share a core run faster where others of a step are done
+    limit_ms *= mini_batch.profile.ranks_per_core
     # What pull and push add to a step, and what its layers move
     least_ms = max(_total_ms(entry.link) for entry in entries) / max(1, mini_batch.num_buckets)
     floor_ms = max(entry.latency.traffic_ms for entry in entries)
@@ -347,7 +363,7 @@ def _menus_of(entries: Iterable[MenuEntry], num_devices: int) -> list[GroupMenu]
         for count in (1, _MANY):
             of_size = of_kind.setdefault((scheme.hpz, scheme.ckpt, count), {})
             other = of_size.get(scheme.num_devices)
-            if other is None or one.per_token_ms(count) < other.per_token_ms(count):
+            if other is None or one.cost_of(count) < other.cost_of(count):
                 of_size[scheme.num_devices] = one
     found: dict[tuple[Scheme, ...], GroupMenu] = {}
     for of_size in of_kind.values():

@@ -49,6 +49,10 @@ _MANY = 4_500_000
 """Above so many dispatched sequences, of all mini-batches for all candidates, half of the
 mini-batches have to do.
 """
+_FEWEST_BATCHES, _MOST_BATCHES, _ENOUGH = 4, 32, 8_000
+"""Mini-batches of a sample, and the sequences that are enough: a large mini-batch is a sample of
+lengths by itself.
+"""
 _LEAST_GAIN = 1e-3
 """By so much a strategy makes the estimates of all faster, or it is not planned."""
 # Four steps and 24 strategies instead of 40 make simulated iterations half a percent longer.
@@ -69,11 +73,12 @@ class CandidateSettings:
     process groups there may be (None: `group_limit`), of which `num_link_groups` are those of pull
     and push. `max_enumerated`: devices up to which all strategies of two schemes are candidates.
 
-    How proposed ones are tried: on `num_batches` mini-batches drawn with `seed`, by plans of
-    `planner`. `max_planned`: strategies that are planned for a mini-batch; of more, those among the
-    best of one greedy dispatch. `num_rounds`: how often the strategies one step away from the
-    winners are tried too. `tolerance`: how much slower, on average over the sampled mini-batches,
-    the set that stays may be than the set of all candidates.
+    How proposed ones are tried: on `num_batches` mini-batches drawn with `seed` (None: 32, fewer
+    where these have more than `_ENOUGH` sequences together), by plans of `planner`. `max_planned`:
+    strategies that are planned for a mini-batch; of more, those among the best of one greedy
+    dispatch. `num_rounds`: how often the strategies one step away from the winners are tried too.
+    `tolerance`: how much slower, on average over the sampled mini-batches, the set that stays may
+    be than the set of all candidates.
     """
 
     num_devices: int
@@ -87,7 +92,7 @@ class CandidateSettings:
     max_groups: int | None = None
     num_link_groups: int = 2
     max_enumerated: int = MAX_ENUMERATED_RANKS
-    num_batches: int = 32
+    num_batches: int | None = None
     seed: int = 0
     planner: PlannerSettings = HEURISTIC
     max_planned: int = 24
@@ -307,7 +312,11 @@ def sample_batches(
     histogram: LengthHistogram, settings: CandidateSettings
 ) -> tuple[GlobalBatch, ...]:
     """The mini-batches of `settings`, drawn from `histogram`."""
-    drawn = histogram.draw_batches(settings.num_tokens, settings.num_batches, settings.seed)
+    number = settings.num_batches
+    if number is None:
+        of_each = settings.num_tokens * histogram.num_sequences / histogram.num_tokens
+        number = min(_MOST_BATCHES, max(_FEWEST_BATCHES, ceil(_ENOUGH / of_each)))
+    drawn = histogram.draw_batches(settings.num_tokens, number, settings.seed)
     return tuple(
         GlobalBatch(
             iteration=iteration,

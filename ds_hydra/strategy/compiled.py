@@ -2,9 +2,9 @@
 otherwise.
 
 A function marked `compiled` uses only scalars, numpy arrays and loops, so both ways give the same
-numbers (no fast-math, no threads). Compiled code is cached beside the source; numba checks only the
-file of the function itself, so remove `__pycache__/*.nb?` after editing a compiled function that
-another file calls.
+numbers (no fast-math, no threads). Compiled code is cached beside the source. It is compiled anew
+where a file of what it calls or a constant that it reads has changed; numba alone checks only the
+file of the function itself.
 
 [Note: A cache that heals]
 numba unpickles whatever its cache holds, and would run garbled machine code. So every cached file
@@ -67,8 +67,14 @@ class HealingCache(FunctionCache):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
         self._name = f"{function.__module__}.{function.__qualname__}"
-        stamp = self._impl.locator.get_source_stamp()
-        self._cache_file = CheckedFiles(self._cache_path, self._impl.filename_base, stamp)
+        self._function = function
+        del self._cache_file  # which does not know what the function calls
+
+    @functools.cached_property
+    def _cache_file(self) -> CheckedFiles:
+        """Index and code, from the first call on: all that is called is imported by then."""
+        stamp = _source_stamp(self._function)
+        return CheckedFiles(self._cache_path, self._impl.filename_base, stamp)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Compiled code of the cache; None, and a word to the user, where there is none yet."""
@@ -108,6 +114,28 @@ class CheckedFiles(IndexDataCacheFile):
             return super()._load_data(name)
         except ImportError as error:  # code of a callee whose module has moved since
             raise OSError(f"{name} is out of date: {error}") from error
+
+
+def _source_stamp(function: Callable[..., Any]) -> tuple[Any, ...]:
+    """Return time and size of the files of `function` and of what it calls, and the constants that
+    they read: numba compiles all of them into one.
+    """
+    files: set[str] = set()
+    constants: set[str] = set()
+    reached, open_ = {function}, [function]
+    while open_:
+        own = open_.pop()
+        files.add(own.__code__.co_filename)
+        for name in own.__code__.co_names:
+            value = own.__globals__.get(name)
+            callee = getattr(value, "py_func", None)
+            if callee is not None and callee not in reached:
+                reached.add(callee)
+                open_.append(callee)
+            elif isinstance(value, int | float | str | tuple):
+                constants.add(f"{name} = {value!r}")
+    stats = [Path(file).stat() for file in sorted(files)]
+    return *((stat.st_mtime, stat.st_size) for stat in stats), *sorted(constants)
 
 
 def _is_whole(content: bytes) -> bool:
