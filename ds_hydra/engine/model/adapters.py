@@ -1,5 +1,4 @@
-"""What fine-tuning adds to a model: LoRA adapters of `peft` on pulled slices, dropout in them, and
-NEFTune's noise in the embedding.
+"""LoRA adapters of `peft` on pulled slices, dropout in them, and NEFTune's noise in the embedding.
 
 [Note: LoRA under TP]
 A LoRA layer computes W x + s B A x. Where W is cut by output features (colwise), B is cut like W
@@ -161,7 +160,7 @@ def split_style(module: nn.Module, style: str) -> Iterator[tuple[nn.Module, str]
 
 
 def _find_problem(module: nn.Module) -> str | None:
-    """Why `module` cannot be trained, if it belongs to `peft`."""
+    """Reason that `module`, of `peft` or not, cannot be trained; None where it can."""
     peft: Any = sys.modules["peft"]
     if isinstance(module, peft.utils.other.ModulesToSaveWrapper):
         return None
@@ -268,7 +267,7 @@ def uniform_noise(seeds_T: Tensor, layer: int, num_features: int) -> Tensor:
 
 
 def layer_number(name: str) -> int:
-    """What makes the noise of the layer `name` its own."""
+    """Hash of a layer's `name`, by which its noise differs from that of other layers."""
     return _number(name.encode())
 
 
@@ -279,7 +278,7 @@ class TokenDropout(nn.Dropout):
 
     layer: int
     spec: ParamSpec
-    """Of the weight that reads what is dropped here."""
+    """The weight that reads the dropped features."""
     tp: Any
     """The TP group, of which a rowwise weight has a part of the features."""
 
@@ -321,9 +320,9 @@ def count_noise(base: nn.Module, tp: Any, spec_of: dict[tuple[nn.Module, str], P
 
 
 def add_neftune(output: Tensor, alpha: float) -> Tensor:
-    """What the embedding gives, [..., T, C], with the noise of NEFTune (Jain et al. 2023, Alg. 1)
-    where the current micro-batch has seeds: uniform, at most `alpha` / sqrt(L C) for a token of a
-    sequence of L tokens.
+    """Add NEFTune's noise (Jain et al. 2023, Alg. 1) to the embedding's `output` [..., T, C]. It is
+    uniform, at most `alpha` / sqrt(L C) for a token of a sequence of L tokens. Micro-batches
+    without seeds get none.
     """
     micro_batch = current_micro_batch()
     if not alpha or micro_batch is None or micro_batch.token_seeds_T is None:

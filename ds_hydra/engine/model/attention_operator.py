@@ -82,7 +82,7 @@ class KernelUse(NamedTuple):
 
     @classmethod
     def of(cls, kernel: Kernel, demand: Demand) -> KernelUse:
-        """How `kernel` runs what is asked for."""
+        """The use of `kernel` for `demand`, with padded widths."""
         return cls(kernel.name, *kernel.padded_widths(demand.query_width, demand.value_width))
 
 

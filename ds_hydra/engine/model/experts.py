@@ -63,7 +63,7 @@ from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "aux_loss_alpha")
 _OWN_LOSS = "load_balancing_loss_func"
-"""What transformers calls the loss of balance in the module of a family that has one."""
+"""Name of the balance loss in transformers' module of a family that has one."""
 _BIASES = ("e_score_correction_bias", "expert_bias")
 """Names of what routers add to scores to choose experts, and to nothing else."""
 
@@ -73,7 +73,7 @@ class BalanceLoss:
     """A model's loss of balance, taken for each sequence."""
 
     key: str
-    """What the model, or its configuration, calls `coefficient`."""
+    """Name of `coefficient` in the model or its configuration."""
     coefficient: float
     is_own: bool
     """Whether transformers has one for the family: softmax of the router's logits, and a value of K
@@ -84,9 +84,8 @@ class BalanceLoss:
 
     @classmethod
     def find(cls, model: nn.Module) -> BalanceLoss | None:
-        """That of `model` if its configuration asks for one as transformers understands it
-        (`output_router_logits`), or the model itself, and the model, or else its configuration, has
-        a coefficient.
+        """Find the balance loss of `model`. None unless the model or its configuration asks for one
+        (`output_router_logits`) and has a coefficient.
         """
         config = model.base_model.config
         asking = (model, model.config, config)
@@ -409,8 +408,9 @@ class ExpertParallel:
     def dispatch(
         self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, num_experts: int
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Travel]:
-        """What this rank's experts get: hidden states [R, H], experts [R, 1] counted from its first
-        one, weights [R, 1]; and the way back. Collective over the group, in backward too.
+        """Send tokens to the ranks of their experts. Returns this rank's hidden states [R, H],
+        experts [R, 1] counted from its first one and weights [R, 1], and the way back. Collective
+        over the group, in backward too.
         """
         num_tokens = len(hidden_TH)
         first, end = self._own_tokens(num_tokens)
@@ -484,7 +484,9 @@ def _count(experts_TK: Tensor, num_experts: int) -> Tensor:
 
 
 class Travel:
-    """Where the S rows of a sequence shard go, sorted by expert, and how many come from where."""
+    """Destinations of the S rows of a sequence shard, sorted by expert, and the number of rows from
+    each rank.
+    """
 
     def __init__(
         self,

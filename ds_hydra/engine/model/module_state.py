@@ -1,4 +1,4 @@
-"""What modules of the trained model hold besides parameters: carried over to the copy that runs, or
+"""State of the trained model's modules besides parameters: carried over to the copy that runs, or
 refused by name.
 
 Hooks and patched forwards are the user's code. A copy would run it on slices of weights and packed
@@ -63,7 +63,8 @@ _NOTHING = object()
 """Value of an attribute that is not there."""
 
 _OUTSIDE_PASSES = ("torch.nn.modules.module", "transformers.modeling_utils", "transformers.gener")
-"""Where methods are defined that neither forward nor backward calls, as `save_pretrained`."""
+"""Prefixes of modules with methods that neither forward nor backward calls, as `save_pretrained`.
+"""
 
 
 class ModuleState:
@@ -116,7 +117,7 @@ class _Twins:
         self._buffers = {key: _clone(buffer) for key, buffer in module._buffers.items()}
         self._children = dict(module._modules)
         self._dtypes: dict[str, torch.dtype] | None = None
-        """Of parameters, once training has begun: a start may change them."""
+        """Dtypes of parameters once training has begun: a start may change them."""
         self._params = dict(module._parameters)
         self._saved_in_use = find_saved_in_use(module)
 

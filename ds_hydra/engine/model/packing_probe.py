@@ -1,6 +1,6 @@
-"""What a tiny model of a family shows when the engine starts, values and gradients against each
-sequence alone: whether a packed micro-batch keeps its sequences apart, whether layers run in
-stages.
+"""Trial of a tiny model of a family when the engine starts: values and gradients are compared with
+each sequence alone. It shows whether a packed micro-batch keeps its sequences apart, and whether
+layers run in stages.
 
 [Note: One by one]
 Where attention does not go through transformers' AttentionInterface, or layers have states of their
@@ -59,7 +59,9 @@ may not show that they mix, so they run one by one.
 """
 
 _SMALLEST_SHARE = 1e-3
-"""Of the largest norm: smaller tensors are compared with so much of it."""
+"""Share of the largest norm that is the least divisor of an error: smaller tensors are compared
+with it.
+"""
 
 _MOST_PARAMETERS = 200_000_000
 
@@ -77,7 +79,7 @@ def build_stage_model(model: nn.Module, **options: Any) -> StageModel:
 
 
 def try_small_copy(model: nn.Module) -> ModelAbilities:
-    """What a small model of the class of `model` shows.
+    """Try a small model of the class of `model`.
 
     Raises UnsupportedModelError where sequences are not what each of them is alone, even one after
     the other, where tokens see later ones, or where no small model of the class runs.
@@ -105,8 +107,8 @@ def try_small_copy(model: nn.Module) -> ModelAbilities:
 
 
 def _code_of(model: nn.Module) -> tuple[Any, ...]:
-    """What a small copy of `model` would run: its class, and all functions that a program may have
-    replaced since another one was tried.
+    """Key of the code that a small copy of `model` would run: its class, and all functions that a
+    program may have replaced since another one was tried.
     """
     kinds = {base for module in model.modules() for base in type(module).__mro__}
     owners: set[Any] = {kind for kind in kinds if not kind.__module__.startswith("torch.")}
@@ -178,8 +180,8 @@ def _package_of(what: Any) -> str:
 
 
 def _find_untried(model: nn.Module) -> str:
-    """What a program has put in the place of transformers' attention or mask, or "": two short
-    sequences do not show what it does to long ones, nor a small copy what an instance has.
+    """Describe what a program has put in the place of transformers' attention or mask, or "". Two
+    short sequences do not show its effect on long ones, nor a small copy what an instance has.
     """
     name = getattr(model.config, "_attn_implementation", None)
     used: Any = ALL_ATTENTION_FUNCTIONS.get(name)
@@ -267,7 +269,9 @@ class _SmallCopy:
         self._alone = self._gradients(alone)
 
     def compare(self, abilities: ModelAbilities, scheme: Scheme) -> str:
-        """What differs where the sequences share a micro-batch that runs under `scheme`, or ""."""
+        """Describe the first difference where the sequences share a micro-batch that runs under
+        `scheme`, or "".
+        """
         try:
             stage_model = StageModel(self._model, abilities, aux_loss=False)
             if scheme.pp > 1 and stage_model.no_pp_because:
@@ -429,7 +433,9 @@ _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "decoder_layers", "num_decod
 
 
 def _get(config: Any, key: str) -> Any:
-    """What `config` has at `key`, or None; some raise errors of their own where layers differ."""
+    """Value of `config` at `key`, or None. Some configurations raise errors of their own where
+    layers differ.
+    """
     try:
         return getattr(config, key, None)
     except Exception:  # a family's own configuration

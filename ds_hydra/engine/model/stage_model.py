@@ -113,7 +113,7 @@ class StageModel:
         self._attention_kernel = attention_kernel
         self._asked_attention = getattr(model.config, "_attn_implementation", None)
         self.attention_choices: Sequence[Choice] = ()
-        """What runs attention on the compute device, for each width of heads."""
+        """Choices of the attention kernel on the compute device, one for each width of heads."""
         if not abilities.one_by_one_because:
             attention.use_packed_attention(self.model)
         self.model.train()
@@ -121,7 +121,7 @@ class StageModel:
         if activation_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.layers = list(parts.layers)
-        """Those of the copy, all of them."""
+        """All decoder layers of the copy."""
         alone, told = bool(abilities.one_by_one_because), bool(abilities.boundaries_because)
         self._forward = StageForward(
             self.model,
@@ -427,8 +427,8 @@ class StageModel:
         return local if 0 <= local < num_rows else None
 
     def _find_units(self, parts: decoder_parts.DecoderParts) -> tuple[Unit, ...]:
-        """What travels together: all that runs before the layers, each layer, all that follows;
-        what runs before but is no table may run after them, too.
+        """Find the units that travel together: all that runs before the layers, each layer, all
+        that follows. A module before the layers that is no table may run after them, too.
         """
         index_of = {id(meta): i for i, meta in enumerate(self._meta_params)}
         before, read, self.no_pp_because = self._forward.find_modules_before()
