@@ -35,7 +35,7 @@ Fields = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """What a loss sees of a packed micro-batch, or of a part of one: tokens in any order.
+    """Input of a loss: tokens of a packed micro-batch, or of a part of one, in any order.
 
     Row i is about one prediction, that of the token which the fields of row i belong to.
     """
@@ -84,7 +84,7 @@ class Loss:
         raise NotImplementedError
 
     def normaliser(self, counts: Sequence[Tensor], fields: Sequence[Fields]) -> float:
-        """What the sum over the whole mini-batch is divided by: the number of tokens that count.
+        """Divisor of the sum over the whole mini-batch: the number of tokens that count.
 
         `counts[n]` [l] says where a token is predicted, `fields[n]` what the example has. Pure:
         every rank asks with the whole mini-batch.
@@ -412,7 +412,7 @@ class HeadLoss:
 
 
 PLAIN = CrossEntropy()
-"""Where no loss is given."""
+"""The loss where none is given."""
 
 
 class _HeadLoss(torch.autograd.Function):

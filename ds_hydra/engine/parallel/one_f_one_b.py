@@ -23,7 +23,7 @@ _PASSES_AHEAD = 4
 
 
 class Pass(str, Enum):
-    """What a stage does with a micro-batch."""
+    """A pass of a stage over a micro-batch."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

@@ -64,7 +64,7 @@ class DeviceClock:
             self._current_stream().wait_event(stamp)
 
     def _current_stream(self) -> Any:
-        """Of the calling thread."""
+        """The current stream of the calling thread."""
         if self._find_raw is None:
             return get_accelerator().current_stream()
         raw = self._find_raw(self._index)
@@ -89,7 +89,7 @@ class Spans:
 
     def __init__(self, clock: DeviceClock):
         self.phase = 0
-        """Of the iteration, that of the next span."""
+        """The iteration's phase at the next span."""
         self._clock = clock
         self._spans: list[tuple[Any, Any, int]] = []
 

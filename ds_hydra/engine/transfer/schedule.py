@@ -1,4 +1,4 @@
-"""Which weights come and which gradients go in an iteration, in which order: a list. Pure.
+"""List of an iteration's transfers: weights that come and gradients that go, in order. Pure.
 
 [Note: Transfers]
 An iteration is planned as one list of transfers (`TransferSchedule`). `session.py` carries it out,
@@ -64,7 +64,7 @@ NEVER = -1
 
 
 class Kind(str, Enum):
-    """What a transfer does."""
+    """Kind of a transfer."""
 
     PULL = "pull"
     """Shards of all ranks to slices: a round of a link."""

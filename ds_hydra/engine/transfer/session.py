@@ -50,7 +50,7 @@ from ds_hydra.zero_link import LinkPlan
 from ds_hydra.zero_link.exchange import Link, RoundUnderWay
 
 LEAVING_S = 5.0
-"""How long a failed iteration waits for its exchanges to end."""
+"""Seconds that a failed iteration waits for its exchanges to end."""
 _AHEAD = 4
 """Rounds of a pull beyond the one that is needed, posted two at a time or more: one of them packs
 while the other one is on the wire.
@@ -287,7 +287,7 @@ class TransferSession:
 
     @property
     def before_backward(self) -> dict[int, Callable[[], None] | None]:
-        """What is called before the backward pass of each bucket of the window; None where no
+        """Functions to call before the backward pass of each bucket of the window; None where no
         gradient goes through the bucket.
         """
         window = self._schedule.window
@@ -382,7 +382,7 @@ class TransferSession:
         )
 
     def waited_ms(self, phase: int) -> float:
-        """What passes of `phase` waited for; call after `finish`."""
+        """Milliseconds that passes of `phase` waited; call after `finish`."""
         return self._waits.total_ms(phase)
 
     def record(self, recorder: Recorder, first_phase: int) -> None:
@@ -395,7 +395,7 @@ class TransferSession:
 
     @contextlib.contextmanager
     def _outside_of_passes(self) -> Iterator[None]:
-        """What is waited for inside counts as waiting for the push, as a whole."""
+        """Count waits inside as a wait for the push, as a whole."""
         waits, self._waits = self._waits, Spans(self._clock)
         with self._rests.measure():
             yield

@@ -1,5 +1,5 @@
-"""What propagation holds of the model in one iteration: pulled slices and their fp32 gradients, in
-reused memory, where slices of frozen parameters may still be those of the iteration before.
+"""Weights of one iteration on this rank: pulled slices and their fp32 gradients, in reused memory.
+Slices of frozen parameters may still be those of the iteration before.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SlicePool:
         return sum(tensor.nbytes for tensor in self._held.values())
 
     def addresses(self) -> set[int]:
-        """Where the storages held begin."""
+        """Addresses of the storages held."""
         return {tensor.untyped_storage().data_ptr() for tensor in self._held.values()}
 
     def resize(
@@ -174,14 +174,14 @@ def gradient_numel(specs: Sequence[ParamSpec], bucket: Bucket) -> int:
 
 @dataclass(slots=True)
 class _BucketState:
-    """What is left to do for a bucket; tensors are flat."""
+    """Remaining work for a bucket; tensors are flat."""
 
     not_pulled: list[Tensor] = field(default_factory=list)
     """Slices that nothing is pulled into."""
     gradients: dict[int, Tensor] = field(default_factory=dict)
-    """Of trained parameters whose gradients add up here."""
+    """Gradients that add up here, by trained parameter."""
     without_gradient: dict[int, Tensor] = field(default_factory=dict)
-    """Those of them that no micro-batch has given a gradient."""
+    """Gradients among them that no micro-batch has added to."""
     trained: list[int] = field(default_factory=list)
     missing: set[int] = field(default_factory=set)
     """Trained parameters, and those that the last backward pass has not come to."""
@@ -300,7 +300,7 @@ class StageWeights:
             flat.zero_()
 
     def expect_last_backward(self) -> None:
-        """From now on, report buckets whose gradients are complete; call before the last
+        """Report buckets whose gradients are complete, from now on. Call before the last
         micro-batch's backward.
         """
         # Of nodes, not of leaves: not every torch runs those where all of a gradient comes as
