@@ -1,4 +1,5 @@
-"""What `ds-hydra doctor` does on every rank: join, look, measure, try; one report on rank 0.
+"""Examination by `ds-hydra doctor` on every rank: join, look, measure, try; one report on rank
+0.
 
 What it tries is a tiny LLaMA on all ranks: whether every kind of scheme gives the gradients of one
 process, and whether exchanges and collectives of many strategies in a row ever hang.
@@ -82,7 +83,7 @@ def _errors_alone() -> Iterator[None]:
 
 
 def _of_all_ranks(document: Any, device: torch.device) -> list[Any]:
-    """What each rank brings, in rank order. Collective over all ranks."""
+    """Gather the document of each rank, in rank order. Collective over all ranks."""
     texts = [json.dumps(document)]
     ranks = range(dist.get_world_size())
     return [json.loads(broadcast_text(texts, rank, device)[0]) for rank in ranks]
@@ -150,7 +151,7 @@ class Examination:
         store.set(key, "1")
 
     def report(self) -> Report:
-        """What was found so far."""
+        """The report of all findings so far."""
         return Report(findings=tuple(self.findings), seconds=time.monotonic() - self.begin)
 
     def _end(self, text: str) -> None:
@@ -213,7 +214,9 @@ class Examination:
         self.findings.append(findings.compare_environments(everyone))
 
     def _add_worst(self, device: torch.device, mine: Sequence[Finding]) -> None:
-        """Of each check of the system, what the lowest rank found that is not well there."""
+        """Add one finding for each check of the system: the first of a rank that is not well, or
+        rank 0's.
+        """
         of_rank = _of_all_ranks([finding.to_json() for finding in mine], device)
         for index in range(len(mine)):
             rows = [(found[index], rank) for rank, found in enumerate(of_rank)]
@@ -285,7 +288,7 @@ TOLERANCE = {"cpu": 1e-5}
 _DEVICE_TOLERANCE = 1e-4
 """fp32 kernels of a device choose their blocks by the shapes, and so the order of their sums."""
 _HALF_TOLERANCE = 1e-1
-"""Of bf16 against fp32 of the same weights: one rank alone is off by 2e-2."""
+"""Tolerance of bf16 against fp32 of the same weights: one rank alone is off by 2e-2."""
 _LENGTHS = (40, 7, 1, 33, 2, 64, 12, 5, 21, 3, 17, 9)
 _VOCAB_SIZE = 251
 _MAX_TP, _MAX_PP = 8, 4

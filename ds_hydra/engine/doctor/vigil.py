@@ -22,13 +22,13 @@ _BEAT_S = 0.5
 _SILENCE_S = 6.0
 """Without a sign of life for so long a rank counts as gone."""
 _FAREWELL_S = 10.0
-"""How long other ranks wait for rank 0 to have reported."""
+"""Seconds that other ranks wait for the report of rank 0."""
 _PACKAGE = "ds_hydra"
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where a rank was when it last spoke."""
+    """State of a rank when it last spoke."""
 
     rank: int
     step: int
@@ -48,7 +48,7 @@ class State:
 
 
 def judge(states: Sequence[State]) -> str:
-    """Which rank the others wait for, and where every rank is.
+    """Name the rank that the others wait for, and the place of every rank.
 
     >>> waiting = State(0, 7, "push", 3.0, [], "")
     >>> print(judge([waiting, State(1, 6, "pull", 4.0, ["b.py:2"], "")]))

@@ -39,8 +39,8 @@ from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
 from ds_hydra.strategy.schemes.placement import groups_of
 
 _CONTEXT_BYTES = 3 << 29
-"""Of CUDA and its libraries in each process, with EAGER loading: 1.3 GB idle, 1.6 with cuBLAS, on
-an H200 under torch 2.11.
+"""Bytes of CUDA and its libraries in each process, with EAGER loading: 1.3 GB idle, 1.6 with
+cuBLAS, on an H200 under torch 2.11.
 """
 
 

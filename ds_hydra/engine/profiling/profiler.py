@@ -56,13 +56,13 @@ from ds_hydra.strategy.profiles.profile import read_key_value_share
 logger = logging.getLogger(__name__)
 
 _SHORT_TOKENS, _LONG_TOKENS = 512, 4096
-"""Of the micro-batches that memory of a token is measured with."""
+"""Tokens of the micro-batches by which the memory of a token is measured."""
 _ROOM_SHARE = 0.5
-"""Of the free memory: so much at most is the longer one expected to take."""
+"""Largest share of the free memory that the longer one is expected to take."""
 _LEAST_OF_TRACED = 0.7
 """A profile says no less of what a layer is traced to keep."""
 _PEAK_TOLERANCE = 0.05
-"""Of an iteration's memory, above what the profile says."""
+"""Share by which an iteration's memory may exceed the profile's."""
 _FEWEST_PACKED = 8
 """Sequences in a packed micro-batch that is timed."""
 
@@ -71,7 +71,7 @@ _AGREEMENT = 0.1
 """
 
 _Subject = TypeVar("_Subject")
-"""What is timed: a scheme, or a slice of the model."""
+"""Subject of timing: a scheme, or a slice of the model."""
 
 
 def measure_profile(
@@ -160,8 +160,8 @@ def choose_probed(schemes: Iterable[Scheme]) -> dict[Scheme, Scheme]:
 
 
 def _reserved(propagator: Propagator, hardware: Mapping[str, Any]) -> dict[str, int]:
-    """What a profile leaves free for all that is outside of torch: what is in use there on the
-    fullest rank, no less than it says. Collective over all ranks.
+    """Bytes that a profile leaves free outside of torch: those in use there on the fullest rank, no
+    less than `hardware` says. Collective over all ranks.
     """
     most = int(propagator.max_over_ranks(float(outside_bytes())))
     if propagator.rank == 0:
@@ -505,7 +505,9 @@ def not_below_traced(
 
 
 def _peak_bytes(propagator: Propagator, strategy: Strategy, length: int) -> float:
-    """Of the passes: packed buffers of the pull before them are larger than a short micro-batch."""
+    """Peak bytes of the passes alone. Packed buffers of the pull before them are larger than a
+    short micro-batch.
+    """
     accelerator = get_accelerator()
     accelerator.empty_cache()
 

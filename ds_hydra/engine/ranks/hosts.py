@@ -1,4 +1,4 @@
-"""Which ranks share a host.
+"""Ranks that share a host.
 
 The ranks themselves tell where they are, so that it is right under every launcher.
 """
@@ -73,9 +73,8 @@ def _host_digest() -> int:
 
 
 def find_ranks_per_core(hosts: Hosts, device: torch.device) -> float:
-    """How many ranks share a core where ranks compute on cores: their threads over the cores that
-    they may use, on the host where these are fewest; 1.0 on accelerators. Collective over all
-    ranks.
+    """Ranks per core, 1.0 or more, where ranks compute on cores: their threads over the cores that
+    they may use, on the fullest host. 1.0 on accelerators. Collective over all ranks.
     """
     if device.type != "cpu":
         return 1.0

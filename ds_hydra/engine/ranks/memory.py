@@ -131,15 +131,15 @@ def _read_stat(path: Path, field: str) -> float:
 
 
 _SHARE = 0.9
-"""Of what did not suffice."""
+"""Share of the memory bound that the error advises as a limit."""
 
 
 _MULTIPROCESSORS = 132
-"""Of a device that is not at hand: those of an H100."""
+"""Multiprocessors of a device that is not at hand: those of an H100."""
 
 
 def count_multiprocessors() -> int:
-    """Those of this process's CUDA device; of an H100 where there is none."""
+    """Multiprocessors of this process's CUDA device, or of an H100 where there is none."""
     if not torch.cuda.is_available():
         return _MULTIPROCESSORS
     device = torch.cuda.current_device()

@@ -1,4 +1,4 @@
-"""What an iteration did, for `metrics.jsonl` and DeepSpeed's monitors."""
+"""Metrics of an iteration, for `metrics.jsonl` and DeepSpeed's monitors."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def expert_imbalance(tokens_LE: torch.Tensor | None) -> float:
 def describe_run(
     config: HydraConfig, stage_model: StageModel, num_ranks: int, device: torch.device
 ) -> dict[str, Any]:
-    """What `run.json` says of a run as a whole."""
+    """Describe the whole run, for `run.json`."""
     return {
         "schema": _RUN_SCHEMA,
         "version": __version__,
@@ -163,7 +163,7 @@ def _end_last_line(path: Path) -> None:
 
 
 def _last_iteration(path: Path) -> int | None:
-    """Of the last line that can be read near the end of a `metrics.jsonl`; None without one."""
+    """Iteration of the last readable line near the end of a `metrics.jsonl`; None without one."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         for line in reversed(file.read().splitlines()):
@@ -187,7 +187,7 @@ class RunLog:
         self._earlier: dict[str, bytes] | None = {
             path.name: path.read_bytes() for path in replaced if path.is_file()
         }
-        """What this run replaces before its first iteration; None from then on."""
+        """Files that this run replaces before its first iteration; None from then on."""
         self._plans = run_dir / "plans" if save_plans else None
         run_dir.mkdir(parents=True, exist_ok=True)
         if self._plans is not None:
@@ -265,7 +265,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def _adding(self, iteration: int) -> Iterator[None]:
-        """What cannot be written of `iteration` is lost with a warning."""
+        """Warn of metrics of `iteration` that cannot be written, which are lost."""
         try:
             self._begin(iteration)
             yield
