@@ -121,14 +121,14 @@ class EngineCandidates:
         self._device = propagator.device
         self.profile: Profile | None = None
         self.log: RunLog | None = None
-        """Where profiles are kept, on the rank that has a run folder."""
+        """Log that keeps profiles, on the rank that has a run folder."""
         self.lengths: NDArray[np.int64] | None = None
-        """Those of the attached data."""
+        """Lengths of the attached data."""
         self._given: tuple[Strategy, ...] = ()
         self._num_link_groups = len(propagator.groups)
         self._at_start: tuple[Strategy, ...] = ()
         self._given_document: Mapping[str, Any] | None = None
-        """Of `hydra.profile`, as it was at the start."""
+        """Document of `hydra.profile`, as it was at the start."""
         self.strategies = self._at_start = run_together(self._read_candidates, self._device)
         given = self._given_document
         files = {
@@ -163,7 +163,7 @@ class EngineCandidates:
     def task(
         self, strategies: Sequence[Strategy], profile: Profile, *, forward_only: bool = False
     ) -> PlanningTask:
-        """What the planner is told besides mini-batches and corrections, `forward_only` for passes
+        """Inputs of the planner besides mini-batches and corrections. `forward_only` is for passes
         without backward. Not collective.
         """
         settings = planner_settings(self.config, strategies, partial(self._cluster, profile))
@@ -181,7 +181,7 @@ class EngineCandidates:
         )
 
     def track(self) -> LatencyTracker:
-        """What measured times say of the profile, which is known. Not collective."""
+        """The tracker of measured times for the profile, which is known. Not collective."""
         profile = self.profile
         assert profile is not None
         if self._tracker is None or self._tracker.profiled is not profile:
@@ -317,7 +317,9 @@ class EngineCandidates:
         return candidates.strategies
 
     def _read_strategies(self) -> tuple[Strategy, ...]:
-        """Those of the configuration, checked; none where candidates are to be decided."""
+        """Read and check the strategies of the configuration; none where candidates are to be
+        decided.
+        """
         if self.config.strategies is None:
             if self.is_first_rank:
                 schemes = power_of_two_schemes(self.num_ranks)
@@ -337,7 +339,7 @@ class EngineCandidates:
         return strategies
 
     def _settings(self) -> CandidateSettings:
-        """What decides about candidates; the context is that of the attached data."""
+        """Settings for the choice of candidates; the context is that of the attached data."""
         profile = self.profile
         settings = CandidateSettings.of(
             self.config,
@@ -463,7 +465,9 @@ class EngineCandidates:
             )
 
     def profile_for_forced(self, strategy: Strategy) -> Profile:
-        """What a forced strategy is planned with: where nobody knows its times, FLOP counts."""
+        """The profile for the plans of a forced strategy: where nobody knows its times, FLOP
+        counts.
+        """
         if self.profile is not None:
             costs, memory = self._costs(self.profile), self.profile.memory
             if all(costs.find(s) is not None and memory.knows(s) for s in strategy.schemes):

@@ -1,4 +1,6 @@
-"""What the user trains on, as the engine takes it: a dataset, or the examples of one mini-batch."""
+"""Training data of the user, as the engine takes it: a dataset, or the examples of one
+mini-batch.
+"""
 
 from __future__ import annotations
 

@@ -148,7 +148,9 @@ class HydraEngine(CheckpointingEngine):
         self._bias_correction: BiasCorrection | None = None
         self._gradients: GradientShards | None = None
         self.on_sigterm: Callable[[], None] | None = None
-        """In place of saving and ending: a Trainer, whose step goes on, has more to save."""
+        """Callback in place of saving and ending: a Trainer, whose step goes on, has more to
+        save.
+        """
         self.last_scores: Scores | None = None
         self.last_metrics: IterationMetrics | None = None
         """Metrics of the last iteration; equal on all ranks but for this rank's own iteration and
@@ -430,7 +432,9 @@ class HydraEngine(CheckpointingEngine):
         )
 
     def offload_states(self, include: Any = None, *args: Any, **kwargs: Any) -> None:
-        """As DeepSpeed; `eval_batch` and `score` run meanwhile, but without "lp_params"."""
+        """Offload states as DeepSpeed does; `eval_batch` and `score` run meanwhile, but without
+        "lp_params".
+        """
         has_gradients = include is None or OffloadStateTypeEnum.lp_grads in include
         super().offload_states(include, *args, **kwargs)
         if has_gradients and self._gradients is not None:
@@ -477,7 +481,9 @@ class HydraEngine(CheckpointingEngine):
                     SIGTERM.leave(hydra)
 
     def _find_untrained(self) -> HydraConfigError | None:
-        """What an engine for evaluation alone lacks."""
+        """The error that names what an engine for evaluation alone lacks; None where it can
+        train.
+        """
         if hasattr(self.optimizer, "fp16_groups"):
             return None
         instead = 'no optimizer; give ds_hydra.initialize one, or the DeepSpeed config its "optimizer" section'
@@ -492,7 +498,9 @@ class HydraEngine(CheckpointingEngine):
         )
 
     def _find_offloaded(self, kind: Literal["train", "eval"]) -> HydraConfigError | None:
-        """What `offload_states` has taken away of what an iteration needs."""
+        """The error that names the offloaded states that an iteration needs; None where there are
+        none.
+        """
         offloaded = {state.value for state in getattr(self.optimizer, "offloaded_states", ())}
         if kind == "eval":
             offloaded &= {OffloadStateTypeEnum.lp_params.value}
@@ -503,8 +511,8 @@ class HydraEngine(CheckpointingEngine):
         )
 
     def _find_refrozen(self) -> HydraConfigError | None:
-        """What is trained was fixed at initialisation: in the link plans and in ZeRO-3's own
-        groups.
+        """The error where `requires_grad` of a parameter has changed; None where it has not. Link
+        plans and ZeRO-3's own groups were fixed at initialisation.
         """
         for param, spec in zip(
             self.hydra.stage_model.params, self.hydra.stage_model.specs, strict=True

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def no_launcher() -> HydraConfigError:
-    """What is missing where a script was started by itself."""
+    """The error that names what is missing where a script was started by itself."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = ", ".join(name for name in names if name not in os.environ)
     return HydraConfigError(

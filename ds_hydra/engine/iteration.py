@@ -32,7 +32,7 @@ class Iteration:
     planned: PlannedIteration
     load: LoadExample
     objective: Objective | None = None
-    """What a given loss makes of a given mini-batch; None for the mean cross entropy."""
+    """Objective of a given loss for a given mini-batch; None for the mean cross entropy."""
     labels: Sequence[Tensor] = ()
     """[l] of each sequence of a given mini-batch."""
 
@@ -44,7 +44,7 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """What all ranks measured in one iteration."""
+    """Measurements of all ranks in one iteration."""
 
     ranks: list[RankOutcome]
     nonfinite_ranks: list[int]
@@ -52,7 +52,7 @@ class Outcomes:
     is_stop_requested: bool
     """Whether any rank was told to stop (SIGTERM)."""
     spreads: Sequence[Sequence[float]] = ()
-    """What each rank tells of how far its micro-batches are from what is known: [Note: Spread of
+    """Deviations of each rank's micro-batches from the known times: [Note: Spread of
     micro-batches].
     """
     expert_tokens_LE: Tensor | None = None
@@ -123,7 +123,9 @@ def observe(
 def gather_scores(
     iteration: Iteration, recorder: TokenScoreRecorder, propagator: Propagator
 ) -> Scores:
-    """What `recorder` has kept on all ranks, on each. Collective over all ranks."""
+    """Gather on each rank the scores that `recorder` has kept on all ranks. Collective over all
+    ranks.
+    """
     here = [False] * len(iteration.plan.lengths)
     for phase in iteration.plan.on_rank(propagator.rank):
         if phase.role is not None and phase.role.tp_rank == 0:

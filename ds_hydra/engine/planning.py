@@ -1,5 +1,5 @@
-"""How an iteration comes to be: sequences of the data or of the caller, a plan that rank 0 makes
-ahead and one broadcast tells, rows on the ranks that need them. Errors are raised on all ranks.
+"""Making of an iteration: sequences of the data or of the caller, a plan that rank 0 makes ahead
+and one broadcast tells, rows on the ranks that need them. Errors are raised on all ranks.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ for for ever.
 
 
 class IterationSource:
-    """Where iterations come from: mini-batches of the attached data, or given ones, with the plans
-    that rank 0 makes. Methods are collective over all ranks unless they say otherwise.
+    """Source of iterations: mini-batches of the attached data, or given ones, with the plans that
+    rank 0 makes. Methods are collective over all ranks unless they say otherwise.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class IterationSource:
         there is data.
         """
         self._given: tuple[SamplerState, SamplerState] | None = None
-        """Where the data stand after the last mini-batch of `iterate_examples` that was trained; it
-        holds as long as the sampler is at the first one.
+        """Two positions in the data. The second one, after the last trained mini-batch of
+        `iterate_examples`, holds as long as the sampler is at the first one.
         """
 
     def attach(self, data: TokenDataset) -> None:
@@ -325,7 +325,7 @@ class IterationSource:
         self._ahead.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the position in the data; not collective."""
+        """Position in the data for a checkpoint; not collective."""
         if self.sampler is None:
             return {}
         state = self.sampler.state_dict(self._next_iteration)
@@ -487,7 +487,8 @@ class _Coming(NamedTuple):
 
 
 def broadcast_plan(make: Callable[[], PlannedIteration], device: torch.device) -> PlannedIteration:
-    """What `make` gives on rank 0, on every rank; an error of rank 0 is raised on every rank.
+    """Make a plan on rank 0 and return it on every rank; an error of rank 0 is raised on every
+    rank. Collective over all ranks.
 
     Collective over all ranks.
     """

@@ -52,7 +52,7 @@ class StrategyLink:
 
 
 _SessionParts = tuple[TransferSchedule, LinkCarrier, StageWeights]
-"""What a session carries out, with what, and into which memory."""
+"""Parts of a session: the transfers, their carrier, and the memory that they fill."""
 
 
 class StrategyLinks:
@@ -99,7 +99,7 @@ class StrategyLinks:
             )
         self._links: dict[Hashable, StrategyLink] = {}
         self._kept: StageWeights | None = None
-        """What the last passes ran on, which has not failed, and what they needed."""
+        """Weights of the last passes, if these have not failed, and their key."""
         self._key_of_kept: Hashable = None
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class StrategyLinks:
         self._kept = None
 
     def weight_addresses(self) -> set[int]:
-        """Where storages with weights or their gradients begin. Not collective."""
+        """Addresses of storages with weights or their gradients. Not collective."""
         return self.pool.addresses()
 
     def link_for(self, strategy: Strategy) -> StrategyLink:
@@ -229,7 +229,9 @@ class StrategyLinks:
         training: bool,
         slot_of: Mapping[int, int] | None = None,
     ) -> StageWeights:
-        """Those of the last iteration where it needed the same and went well."""
+        """Weights of an iteration: those of the last one again where it needed the same and went
+        well.
+        """
         slots = tuple((slot_of or {}).items())
         key = id(buckets), training, slots  # links keep buckets alive
         known, self._kept = self._kept, None

@@ -35,15 +35,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CLIENT_STATE_KEY = "ds_hydra"
-"""Where a checkpoint's client state keeps what belongs to ds_hydra."""
+"""Key of ds_hydra's part in a checkpoint's client state."""
 
 _OPTIMIZER = "optimizer_state_dict"
 _LOSS_SCALE_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow")
-"""What a ZeRO-3 optimizer keeps when only weights are loaded, or a run of another precision."""
+"""Attributes that a ZeRO-3 optimizer keeps when only weights are loaded, or a run of another
+precision.
+"""
 
 
 def _as_name(tag: Any) -> Any:
-    """As DeepSpeed takes a number for the name of a folder."""
+    """`tag` as the name of a folder: a number becomes its text, as DeepSpeed has it."""
     return str(tag) if isinstance(tag, Real) and not isinstance(tag, bool) else tag
 
 

@@ -52,7 +52,7 @@ MANIFEST_NAME = "ds_hydra_manifest.json"
 LATEST_MARK = "ds_hydra_latest"
 _SAVING, _DIGESTS = ".saving-", "digests"
 _ENDING = "_states.pt"
-"""Of all files of a checkpoint of DeepSpeed."""
+"""Ending of the names of all files of a DeepSpeed checkpoint."""
 _BLOCK_BYTES = 1 << 22
 _MAX_MANIFEST_BYTES = 1 << 26
 
@@ -67,14 +67,14 @@ _SAFE_CLASSES = (
     *(type(np.dtype(kind)) for kind in "?bhilqBHILQefdFD"),
     *(np.zeros(0).__reduce__()[0], np.ndarray),
 )
-"""What files hold besides tensors and containers, plain values all of them: classes of DeepSpeed's
-own ZeRO-3 files, and NumPy's numbers and arrays of them, which easily get into a client_state.
-Arrays of objects are not read: their dtype is not among these.
+"""Classes and functions of plain values that files hold besides tensors and containers: classes of
+DeepSpeed's own ZeRO-3 files, and NumPy's numbers and arrays of them, which easily get into a
+client_state. Arrays of objects are not read: their dtype is not among these.
 """
 
 
 def _enum_member(kind: Any, name: str) -> Enum:
-    """In place of `getattr` while reading: Python 3.11.0 to 3.11.3 pickles an enum's member as
+    """Stand in for `getattr` while reading: Python 3.11.0 to 3.11.3 pickles an enum's member as
     getattr(enum, name).
     """
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
@@ -83,13 +83,13 @@ def _enum_member(kind: Any, name: str) -> Enum:
 
 
 def _no_bytes() -> bytes:
-    """In place of `bytes` while reading: what an empty array consists of, and nothing longer."""
+    """Stand in for `bytes` while reading: the content of an empty array, and nothing longer."""
     return b""
 
 
 class HydraCheckpointEngine(TorchCheckpointEngine):
-    """What DeepSpeed writes and reads files with: digests on writing, tensors and plain values only
-    on reading.
+    """Writer and reader of DeepSpeed's files: digests on writing, tensors and plain values only on
+    reading.
 
     Errors of writing are kept until `take_error`, because DeepSpeed's ranks still meet in barriers.
     `handed` maps the ending of a file name to content that is given to DeepSpeed in place of the
@@ -136,7 +136,7 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
                 self._error, self._path_of_error = error, path
 
     def take_error(self) -> CheckpointError | None:
-        """What went wrong since the last call."""
+        """The error since the last call, if any."""
         error, self._error = self._error, None
         if error is None:
             return None
@@ -197,7 +197,7 @@ class Saving:
         self._tag = tag
         self._lock: int | None = None
         self.folder = self._save_dir / f"{_SAVING}{tag}-{saving_id}"
-        """Where DeepSpeed saves to, in place of `save_dir`."""
+        """Folder that DeepSpeed saves to, in place of `save_dir`."""
 
     def begin(self) -> None:
         """Lock `save_dir` and make the folder, without what a crash left there."""
@@ -493,8 +493,8 @@ def only_weights() -> Iterator[None]:
 
 
 def do_together(action: Callable[[], Any], device: torch.device) -> Any:
-    """What `action`, which works on files of a checkpoint, returns; its error is raised on all
-    ranks. Collective over all ranks.
+    """Run `action`, which works on files of a checkpoint, and return its result. An error is raised
+    on all ranks. Collective over all ranks.
     """
 
     def do() -> Any:
@@ -568,7 +568,7 @@ RESERVED_KEYS = frozenset(
         "checkpoint_parallel_dimensions", "ds_hydra",
     )
 )  # fmt: skip
-"""What DeepSpeed and ds_hydra keep beside a client_state, which would replace it."""
+"""Keys that DeepSpeed and ds_hydra keep beside a client_state, which would replace them."""
 
 _NO_TAGS = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 """Files that lie beside the checkpoints."""

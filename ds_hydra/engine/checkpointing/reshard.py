@@ -35,7 +35,7 @@ _FP32, _OPTIMIZER, _STATE = "fp32_flat_groups", "optimizer_state_dict", "state"
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """Where the parameters are in the flat tensors of one rank of `world_size`."""
+    """Places of the parameters in the flat tensors of one rank of `world_size`."""
 
     world_size: int
     place: Mapping[str, tuple[int, int, int]]
@@ -90,7 +90,7 @@ def overlap(numel: int, old: tuple[int, int], new: tuple[int, int]) -> tuple[int
 def shard_moves(
     old: ShardLayout, old_rank: int, new: ShardLayout, new_rank: int
 ) -> Iterator[ShardMove]:
-    """What `new_rank` takes out of the file of `old_rank`."""
+    """Moves of elements from the file of `old_rank` to `new_rank`."""
     for name, (target, target_begin, numel) in new.place.items():
         source, source_begin, _ = old.place[name]
         begin, end = overlap(numel, (old_rank, old.world_size), (new_rank, new.world_size))
@@ -250,9 +250,9 @@ def _check_same_model(folder: Path, old_groups: SubGroups, new_groups: SubGroups
 
 
 _OF_A_KIND = frozenset(("betas", "momentum", "lr_decay", "alpha", "rho", "lambd", "momentum_decay"))
-"""What tells optimizers apart in their parameter groups."""
+"""Keys of parameter groups that tell optimizers apart."""
 _POSITIONS = frozenset(("last_epoch", "last_batch_iteration"))
-"""Where schedulers of torch and of DeepSpeed keep how far they are."""
+"""Keys of the position in schedulers of torch and of DeepSpeed."""
 
 
 def _names_of_states(state: Mapping[str, Any]) -> list[str]:

@@ -1,5 +1,5 @@
-"""What DeepSpeed itself would refuse in its part of the JSON, found without ranks and without a
-GPU.
+"""Errors that DeepSpeed itself would raise for its part of the JSON, found without ranks and
+without a GPU.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def find_deepspeed_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def find_unbuildable(config: Mapping[str, Any]) -> Iterator[str]:
-    """Why the optimizer and the scheduler of `config` cannot be built, or lose what is given."""
+    """Find reasons that the optimizer and the scheduler of `config` cannot be built, or lose given
+    values.
+    """
     plain, sections = _without_auto(config), {}
     for key, example in _EXAMPLES.items():
         if (section := plain.get(key)) is None:
