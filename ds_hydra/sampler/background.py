@@ -53,7 +53,7 @@ class _Job(NamedTuple):
     reply: Future[dict[str, Any]]
 
     def to_json(self) -> dict[str, Any]:
-        """What a planning process is asked."""
+        """The request to a planning process."""
         return self.batch.to_json() | {"corrections": self.corrections.to_json()}
 
 
@@ -70,7 +70,7 @@ class PlannedIteration:
     waited_ms: float
     source: Literal["worker", "inline", "deadline"]
     corrections: Corrections = NO_CORRECTIONS
-    """What the plan was made with."""
+    """Corrections that the plan was made with."""
 
     def to_json(self) -> dict[str, Any]:
         """The planned iteration as a JSON document; `from_json` restores an equal one."""
@@ -180,7 +180,7 @@ class BackgroundPlanner:
         )
 
     def peek(self, iteration: int) -> dict[str, Any] | None:
-        """What `get` will return, as a document, where a worker has made it; None where `get` would
+        """The result of `get` as a document, where a worker has made it. None where `get` would
         wait, plan in line or raise.
         """
         job = self._pending.get(iteration)
@@ -303,7 +303,7 @@ class _Worker:
 
     @property
     def exit_text(self) -> str:
-        """How the process ended."""
+        """Reason of the process's end."""
         process = self._process
         return "could not be started" if process is None else f"exit code {process.wait()}"
 

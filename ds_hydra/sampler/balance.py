@@ -59,7 +59,7 @@ Rows = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalancedRows:
-    """Which sequences each rank packs into which row, and what the loss is divided by.
+    """Sequences of each rank in each of its rows, and the divisor of the loss.
 
     `rows[rank][row]` lists positions in the lengths that were given; every position is in one row.
     `num_label_tokens` counts the tokens of the loss in the whole mini-batch, `num_label_sequences`
@@ -286,7 +286,7 @@ _ENOUGH_GAP = 1e-3
 # Counted, not timed: each rank makes the rows by itself, and they have to be equal.
 _MAX_EVALUATIONS = 5_000_000
 _EVENNESS = 1e-6
-"""What a more even wave is worth, beside a shorter one: the way to exchanges that shorten it."""
+"""Worth of a more even wave beside a shorter one: it leads to exchanges that shorten the wave."""
 
 
 def pack_waves(

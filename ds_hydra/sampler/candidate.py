@@ -1,5 +1,5 @@
-"""What the planner chooses among for a mini-batch: strategies, and menus of groups that phases are
-put together of.
+"""Candidates of the planner for a mini-batch: strategies, and menus of groups that phases are put
+together of.
 
 A candidate says its `bound_ms` on a mini-batch, and its `plan` there: the phases to run one after
 another. A `OneStrategy` plans one phase. `Phases` plan as many as they like.
@@ -46,11 +46,11 @@ _MANY = 16
 
 
 class Candidate(Protocol):
-    """What a mini-batch may be run with."""
+    """A way to run a mini-batch."""
 
     def bound_ms(self, mini_batch: MiniBatch) -> float:
-        """What no iteration with it can beat, pull and push counted: infinite where a sequence does
-        not fit, 0.0 where nothing is proved.
+        """Lower bound of an iteration with it, pull and push counted. Infinite where a sequence
+        does not fit, 0.0 where nothing is proved.
         """
 
     def plan(self, mini_batch: MiniBatch, limit_ms: float = np.inf) -> list[PhasePlan]:
@@ -96,7 +96,7 @@ class MenuEntry(NamedTuple):
     """Pull and push."""
 
     def per_token_ms(self, num_sequences: int) -> float:
-        """Of a full micro-batch of so many equal sequences."""
+        """Milliseconds per token of a full micro-batch of so many equal sequences."""
         lengths = [max(1, self.max_len_tokens // num_sequences)] * num_sequences
         return self.latency.micro_batch_ms(lengths) / sum(lengths)
 
@@ -105,11 +105,11 @@ class GroupMenu(NamedTuple):
     """Schemes that the planner may cut the ranks into, one for each number of ranks."""
 
     entries: tuple[MenuEntry, ...]
-    """Those of the fewest ranks first."""
+    """Entries, those of the fewest ranks first."""
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
-        """Of the entries."""
+        """Schemes of the entries."""
         return tuple(entry.scheme for entry in self.entries)
 
     @property
@@ -122,7 +122,7 @@ class GroupMenu(NamedTuple):
         return tuple(_on_all_ranks(s, self.schemes[0], num_devices) for s in self.schemes)
 
     def groups_of_step(self, num_devices: int, spread: float = 0.0) -> MixedGroups:
-        """What groups of its sizes take, whose times scatter by `spread`."""
+        """Times of groups of its sizes, which scatter by `spread`."""
         return MixedGroups(
             num_devices,
             [entry.scheme.num_devices for entry in self.entries],
@@ -182,8 +182,8 @@ class Phases:
 def _worth_keeping(
     mini_batch: MiniBatch, schemes: Iterable[Scheme], found: Sequence[PhasePlan]
 ) -> list[Scheme]:
-    """Those of `schemes` that gather, with weights that stay on the nodes: where that was measured,
-    or where steps of the phases that were `found` wait for weights.
+    """Variants with weights that stay on the nodes, of the `schemes` that gather. They are worth a
+    try where they were measured, or where steps of the phases that were `found` wait for weights.
     """
     profile = mini_batch.profile
     of_nodes = {scheme: own for scheme in schemes if (own := scheme.staying) != scheme}
@@ -275,7 +275,7 @@ def _gathered_phases(
 
 
 def _factors(mini_batch: MiniBatch, menu: GroupMenu, strategy: Strategy) -> list[float]:
-    """What T of each pipeline is multiplied with, slow ranks included."""
+    """Factor of T of each pipeline, slow ranks included."""
     factors = {entry.scheme: entry.factor for entry in menu.entries}
     return [
         factors[scheme] * mini_batch.corrections.slowdown(ranks)
@@ -368,7 +368,7 @@ def _has_place(scheme: Scheme, num_devices: int) -> bool:
 
 
 def _on_all_ranks(scheme: Scheme, single: Scheme, num_devices: int) -> Strategy:
-    """As many of `scheme` as have a place, and of `single` on the ranks between."""
+    """The strategy with as many of `scheme` as have a place, and `single` on the ranks between."""
     size = scheme.num_devices
     number = num_devices // (1 << (size - 1).bit_length() if num_devices % size else size)
     rest = (num_devices - number * size) // single.num_devices

@@ -1,4 +1,4 @@
-"""Which candidate strategies a run gets: those of the histogram's program that win sampled
+"""Proposal of a run's candidate strategies: those of the histogram's program that win sampled
 mini-batches.
 
 `strategy.proposal` finds strategies for the dataset as a whole. Here the planner decides between
@@ -149,7 +149,7 @@ class Proposal:
 
 
 class GroupLimits(NamedTuple):
-    """How many communicators the candidates may need, and how many of them one rank may be in."""
+    """Most communicators that the candidates may need, and that one rank may be in."""
 
     num_groups: int
     num_groups_of_rank: int = MAX_GROUPS_OF_RANK
@@ -233,7 +233,7 @@ class _Choice:
     limits: GroupLimits
     tolerance: float
     staying: list[Strategy]
-    """Those that a run gets whatever they win."""
+    """Strategies that a run gets whatever they win."""
     chosen: list[Strategy]
     table: dict[Strategy, FloatArray] = field(default_factory=dict)
     """Time of each mini-batch, [mini-batch], with each candidate that was rated."""
@@ -245,7 +245,7 @@ class _Choice:
 
     @property
     def times_ms(self) -> FloatArray:
-        """Of each mini-batch, with the best of the chosen ones."""
+        """Milliseconds of each mini-batch, with the best of the chosen ones."""
         times: FloatArray = np.min([self.table[strategy] for strategy in self.chosen], axis=0)
         return times
 

@@ -1,4 +1,4 @@
-"""How a dispatch is improved: sequences change places between the slowest pipeline and fast ones.
+"""Refinement of a dispatch: sequences change places between the slowest pipeline and fast ones.
 
 Before packing a pipeline is valued by an estimate, and exchanges go on while estimates fall. Then
 micro-batches are packed, so times are true, and an exchange stays only if both pipelines, packed
@@ -26,7 +26,7 @@ from ds_hydra.strategy.compiled import compiled
 
 
 class Loads(NamedTuple):
-    """What each pipeline holds: sums, and its two longest sequences (indices, -1 for none)."""
+    """Contents of each pipeline: sums, and its two longest sequences (indices, -1 for none)."""
 
     load_ms: FloatArray
     tokens: IntArray
@@ -95,7 +95,7 @@ def estimate_ms(
 
 @compiled
 def count_loads(problem: DispatchProblem, assignment: IntArray) -> Loads:
-    """What `assignment` gives to each pipeline."""
+    """Count the loads of each pipeline under `assignment`."""
     num_pipelines = problem.kind_of.size
     loads = Loads(
         np.zeros(num_pipelines),
@@ -309,7 +309,7 @@ _SLOWEST_BUDGET = SearchBudget(8, 4000, 4)
 
 @compiled
 def pipeline_cost(problem: DispatchProblem, kind: int) -> PipelineCost:
-    """What packing has to know about pipelines of `kind`."""
+    """Costs of pipelines of `kind` for packing."""
     return PipelineCost(
         problem.num_stages[kind],
         problem.constant_ms[kind],
@@ -421,8 +421,8 @@ def iteration_ms(
 def _computed_ms(
     problem: DispatchProblem, members: IntArray, pipeline: int, micro_batches: IntArray
 ) -> FloatArray:
-    """What every micro-batch of `pipeline` computes, which holds the sequences `members`, one at
-    least.
+    """Milliseconds of computation of every micro-batch of `pipeline`, which holds the sequences
+    `members`, one at least.
     """
     kind = problem.kind_of[pipeline]
     times = np.full(micro_batches[members].max() + 1, problem.constant_ms[kind])

@@ -41,7 +41,7 @@ decide.
 """
 
 UNEVEN_STEPS = 1.5
-"""What lockstep makes of the estimate where pipelines have different numbers of micro-batches: one
+"""Factor of lockstep on the estimate where pipelines have different numbers of micro-batches: one
 with two beside others with one.
 """
 
@@ -60,7 +60,7 @@ _REACH = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateSettings:
-    """What decides about candidates beside profile and lengths.
+    """Settings for the choice of candidates beside profile and lengths.
 
     `tokens_per_iteration`: None for the paper's budget. `given`: strategies of the user, which are
     then all. `staying`: strategies whose process groups stay beside those of a proposal on many
@@ -106,7 +106,7 @@ class CandidateSettings:
         cluster: Cluster | None,
         num_link_groups: int,
     ) -> CandidateSettings:
-        """Those of a validated configuration."""
+        """The settings of a validated configuration."""
         return cls(
             num_devices=num_devices,
             context_length=config.context_length,
@@ -129,7 +129,7 @@ class CandidateSettings:
         return group_limit(self.num_devices, self.max_groups)
 
     def world(self, profile: Profile) -> World:
-        """What is trained where, with the prices that follow from `profile`."""
+        """The World (devices, costs, context) for `profile`."""
         return World(
             costs=Costs(profile, self.cluster),
             num_devices=self.num_devices,
@@ -144,7 +144,7 @@ class CandidateSettings:
 
     @property
     def num_tokens(self) -> int:
-        """Of a mini-batch."""
+        """Tokens of a mini-batch."""
         return self.tokens_per_iteration or default_tokens_per_iteration(
             self.num_devices, self.context_length
         )
@@ -320,8 +320,8 @@ def sample_batches(
 
 
 class FastEstimator:
-    """What one greedy dispatch makes of a mini-batch under each of many strategies, as the arrays
-    that compiled code works on: which of them are worth a plan.
+    """Estimates of a mini-batch under each of many strategies by one greedy dispatch, to find those
+    that are worth a plan. Arrays are in the form that compiled code works on.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the training data holds: token lengths known before anything is loaded, rows read on demand.
+"""Training data: token lengths known before anything is loaded, rows read on demand.
 
 The only file of the planner's packages that reads data (through `datasets`).
 """
@@ -83,7 +83,7 @@ class RawTokenize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
-    """What was read, and what was cut or left out of it."""
+    """Counts of rows and tokens that were read, cut or left out."""
 
     num_rows: int
     num_sequences: int
@@ -248,8 +248,8 @@ class TokenDataset:
         return {"input_ids": input_ids, "labels": labels}
 
     def digest_tokens(self) -> str:
-        """Of the tokens and labels of some sequences, the first and the last among them: what
-        ranks, or a run and its checkpoint, may have in another order where lengths are equal.
+        """Digest of a sample of sequences, the first and the last among them. It differs where
+        ranks, or a run and its checkpoint, have sequences of equal lengths in another order.
         """
         digest = hashlib.blake2b(digest_size=8)
         some = np.linspace(0, len(self.lengths) - 1, _NUM_DIGESTED, dtype=np.int64)

@@ -264,7 +264,7 @@ def _as_mask(values: IntArray, name: str, what: str) -> npt.NDArray[np.bool_]:
 
 
 def _find_tokens(attention_mask: IntArray | None, length: int, what: str) -> slice:
-    """Where the sequence stands between its padding."""
+    """Places of the sequence between its padding."""
     if attention_mask is None:
         return slice(0, length)
     places = np.flatnonzero(_as_mask(attention_mask, "attention_mask", what))

@@ -49,7 +49,7 @@ _BUILDERS = {
 _HOLD_DATA_ALONE = (".parquet", ".arrow", ".jsonl")
 """Beside files that end so, others of a folder are descriptions of them."""
 _PACKAGES = {"type zstd not supported": "zstandard", "type lz4 not supported": "lz4"}
-"""What `datasets` says where it is missing."""
+"""Missing packages, by the errors that `datasets` raises without them."""
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 
 
