@@ -1,5 +1,4 @@
-"""What one iteration does on a cluster, event by event: 1F1B of every pipeline, pull, push,
-optimizer.
+"""Events of one iteration on a cluster: 1F1B of every pipeline, pull, push, optimizer.
 
 Times are milliseconds from the start of the pull. The order of passes is that of
 `engine/parallel/one_f_one_b.py`; a stage sends without waiting, so a transfer delays the receiver
@@ -43,8 +42,8 @@ Scatter = Callable[[Sequence[FloatArray], Sequence[Sequence[int]]], list[FloatAr
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelineWork:
-    """What one pipeline has to do: `forward_ms[stage, micro_batch]`, `backward_ms[stage,
-    micro_batch]`, micro-batches in 1F1B order.
+    """Work of one pipeline: `forward_ms[stage, micro_batch]`, `backward_ms[stage, micro_batch]`,
+    micro-batches in 1F1B order.
 
     `hop_ms[micro_batch]` is the time of one activation or gradient between neighbouring stages;
     `tp_ms[micro_batch]` the part of one forward, and of one backward, that is TP collectives
@@ -100,7 +99,9 @@ class PipelineRun:
 
     @property
     def passes_ms(self) -> float:
-        """From the first time that a pass may begin to `end_ms`; 0.0 without micro-batches."""
+        """Milliseconds from the first time that a pass may begin to `end_ms`; 0.0 without
+        micro-batches.
+        """
         return self.end_ms - self.work.begin_ms if self.work.num_micro_batches else 0.0
 
     def later(self, ms: float) -> PipelineRun:
@@ -139,7 +140,7 @@ class Simulation:
 
     @property
     def iteration_ms(self) -> float:
-        """From the start of the pull to the end of the optimizer step."""
+        """Milliseconds from the start of the pull to the end of the optimizer step."""
         return self.push_end_ms + self.links.step_ms
 
     @cached_property
@@ -162,7 +163,7 @@ class Simulation:
 
     @property
     def exposed_link_ms(self) -> float:
-        """What pull and push add to propagation."""
+        """Milliseconds that pull and push add to propagation."""
         return self.push_end_ms - self.propagation_ms
 
     @property

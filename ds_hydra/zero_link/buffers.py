@@ -75,8 +75,8 @@ class StridedCopy:
 
 @dataclass(frozen=True, slots=True)
 class PackedBuffer:
-    """What a rank sends, or receives: elements for every rank, and the copies between stores and
-    buffer.
+    """Layout of a send or receive buffer: elements for every rank, and the copies between stores
+    and buffer.
     """
 
     splits: tuple[int, ...]
@@ -112,7 +112,7 @@ class PackedHop:
 
 
 def pack_hop(hop: Hop, rank: int, num_ranks: int) -> PackedHop:
-    """How `hop` fills and empties its buffers. Pure."""
+    """Plan the packing of `hop`: the copies that fill and empty its buffers. Pure."""
     shards = _packed_buffer(hop.outgoing, num_ranks)
     return PackedHop(
         shards=shards,
@@ -159,7 +159,7 @@ def _merge_blocks(places: Iterable[tuple[Batch, int]]) -> tuple[StridedCopy, ...
 _Kind = tuple[Store, int, int, int, int]
 """Store, key, stride, rows and columns of a block."""
 _Places = list[tuple[int, int]]
-"""Where equal blocks begin, in the store and in the buffer, at equal distances."""
+"""Begins of equal blocks, in the store and in the buffer, at equal distances."""
 
 
 def _distance(run: _Places) -> tuple[int, int]:
@@ -185,7 +185,7 @@ def _copy_of(kind: _Kind, run: _Places) -> StridedCopy:
 
 
 def _ordered_sums(hop: Hop, rank: int, splits: Sequence[int]) -> Iterator[OrderedSum]:
-    """What is added to this rank's shards. Classes of ranks where these are disjoint, else rank by
+    """Sums into this rank's shards. Classes of ranks where these are disjoint, else rank by
     rank.
     """
     begins = np.concatenate([[0], np.cumsum(splits)])[:-1].tolist()

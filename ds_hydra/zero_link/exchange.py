@@ -212,9 +212,7 @@ class Link:
         self._relayed.clear()
 
     def _pack(self, plan: LinkPlan, index: int) -> tuple[PackedHop, ...] | None:
-        """How the hops of round `index` are packed, planned once; None where messages travel
-        alone.
-        """
+        """Packing of the hops of round `index`, planned once; None where messages travel alone."""
         if not self._packs:
             return None
         round_ = plan.rounds[index]
@@ -244,7 +242,9 @@ class Link:
         return _Posted(works=[work], buffers=[outgoing, incoming])
 
     def _unpack_all(self, posted: _Posted, packed: PackedHop, hop: Hop, stores: Stores) -> None:
-        """What came and what this rank both owns and needs, in one kernel as far as it goes."""
+        """Copy received elements, and those that this rank both owns and needs, in one kernel as
+        far as possible.
+        """
         posted.wait()
         _, incoming = posted.buffers
         copies = packed.slices.copies
