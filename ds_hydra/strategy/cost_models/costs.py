@@ -1,4 +1,4 @@
-"""What a scheme costs, answered when it is asked for: T of one stage, and where T comes from.
+"""Cost of a scheme, computed on demand: T of one stage, and the origin of T.
 
 T of a scheme that the profile has no entry for is a share of what it has one for, and what each
 kind of parallelism moves beside it:
@@ -34,15 +34,18 @@ CanRun = Callable[[Scheme], bool]
 
 
 def runs_all(_: Scheme) -> bool:
-    """Of a model that nothing is known of."""
+    """Accept every scheme, for a model of which nothing is known."""
     return True
 
 
 _ROW_TOKENS = 8192
-"""Of a CP rank's row: starts of exchanges that attention hides are counted for each of them."""
+"""Tokens of a CP rank's row, for each of which starts of exchanges that attention hides are
+counted.
+"""
 _SEEN_EXCHANGES = 2
-"""Of CP for each layer, with what the first part has: its gather in forward, and in backward the
-sum of its gradients; keys that backward gathers travel beside the layer's MLP.
+"""Exchanges of CP for each layer that attention does not hide, with the first part: its gather in
+forward, and in backward the sum of its gradients. Keys that backward gathers travel beside the
+layer's MLP.
 """
 
 
@@ -65,7 +68,7 @@ class Price(NamedTuple):
 
     @property
     def marks(self) -> dict[str, Any]:
-        """What an entry of a profile's document says of it."""
+        """Marks of the entry in a profile's document."""
         if self.origin == "derived":
             return {"derived_from": str(self.sources[0])}
         return {"estimated": True}
@@ -299,7 +302,9 @@ class Costs:
         return self.profile.memory.devices_per_node
 
     def _exchange_ms(self, scheme: Scheme) -> float:
-        """Of a token, by the interconnects; 0 where these are not known."""
+        """Milliseconds of exchanges for a token, by the interconnects; 0 where these are not
+        known.
+        """
         if self.cluster is None:
             return 0.0
         shape, hardware = self.cluster.shape, self.cluster.hardware
@@ -364,8 +369,10 @@ class Costs:
         )
 
     def _seen_and_hidden(self, scheme: Scheme, travels_ms: float) -> tuple[float, float]:
-        """What is seen of keys and values that travel `travels_ms` for a token in all exchanges of
-        CP, and how long attention has to be to hide the rest: of one part nothing is hidden.
+        """Visible time of keys and values that travel `travels_ms` for a token in all exchanges of
+        CP, and the time of attention that hides the rest. Nothing of one part is hidden. Attention
+        as long as all that travels is too short for a part that is larger than the one before by
+        the difference.
 
         Attention as long as all that travels is too short for a part that is larger than the one
         before by the difference.
@@ -413,7 +420,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What is trained where: prices of schemes, devices, the longest sequence in tokens, and
+    """Setting of a training run: prices of schemes, devices, the longest sequence in tokens, and
     whether the model runs a scheme.
     """
 
@@ -426,19 +433,19 @@ class World:
     def of(
         cls, profile: Profile, cluster: Cluster | None, num_devices: int, context_length: int
     ) -> World:
-        """That of a profile, on interconnects that are known or not."""
+        """The world of a profile, on interconnects that are known or not."""
         return cls(
             costs=Costs(profile, cluster), num_devices=num_devices, context_length=context_length
         )
 
     @property
     def profile(self) -> Profile:
-        """What is known without asking for prices."""
+        """The profile, without prices of other schemes."""
         return self.costs.profile
 
     @property
     def cluster(self) -> Cluster | None:
-        """What pull and push take, None where that is not known."""
+        """Cluster that prices pull and push, None where it is not known."""
         return self.costs.cluster
 
     def max_len_tokens(self, scheme: Scheme) -> int:

@@ -217,7 +217,7 @@ def _read_rate(entry: Mapping[str, Any]) -> InterconnectRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageParts:
-    """What one micro-batch costs on one device of a scheme, in ms: the compute of a layer, and of
+    """Milliseconds of one micro-batch on one device of a scheme: the compute of a layer, and of
     embedding and head.
     """
 
