@@ -1,4 +1,4 @@
-"""What is known about one model on one kind of hardware: latency and memory of every scheme.
+"""Profile of one model on one kind of hardware: latency and memory of every scheme.
 
 One profile is one JSON file (schema `ds_hydra.profile/1`). Lengths are tokens, times milliseconds,
 sizes bytes. Source of both models: Hydraulis, App. B.
@@ -56,7 +56,7 @@ _OPTIONAL_MEMORY = {
     "ordered_multiprocessors": 0,
     "logit_chunk_bytes": 0,
 }
-"""Of a profile that does not say them."""
+"""Values of a profile that does not say them."""
 
 _VOCABULARY_TOLERANCE = 0.05
 """Share by which the vocabulary of a profile may differ from the model's: it only moves MaxLen a
@@ -195,8 +195,8 @@ class Profile:
     interconnects).
     """
     overlap_slowdown: float | None = None
-    """How many times as long computation and gradient synchronisation take beside each other; None:
-    not measured.
+    """Slowdown of computation and gradient synchronisation beside each other; None: not
+    measured.
     """
     ranks_per_core: float = 1.0
     """Ranks that shared a core while it was measured (`sampler.schedule.ends_ms`)."""
@@ -267,9 +267,9 @@ class Profile:
         return scheme.num_devices <= num_devices and self.max_len_tokens(scheme, num_devices) > 0
 
     def forward_only(self, fraction: float, *, holds_longer: bool) -> Profile:
-        """What is known of passes without backward: `fraction` of each T, and where a layer's
-        activations are known (`holds_longer`) MaxLen of what such a pass holds. Not to be saved:
-        its document is that of training.
+        """The profile of passes without backward: `fraction` of each T, and where a layer's
+        activations are known (`holds_longer`) MaxLen of such a pass. Not to be saved: its document
+        is that of training.
         """
         # Weights of one forward pass cross once in any case
         latency = {
@@ -509,7 +509,7 @@ class LinkTimes:
     step_ms: float = 0.0
 
     def at_ends(self, pulls: bool, pushes: bool) -> LinkTimes:
-        """Of a phase that pulls, or pushes, something that no other phase does for it."""
+        """Times of a phase that pulls, or pushes, something that no other phase does for it."""
         pull_ms, push_ms = pulls * self.pull_ms, pushes * self.push_ms
         return LinkTimes(pull_ms=pull_ms, push_ms=push_ms, step_ms=self.step_ms)
 
@@ -626,16 +626,16 @@ def engine_states(params_per_hidden2: float, element_bytes: float) -> dict[str, 
 
 
 def exchange_bytes(layer_params: float, table_params: float, gradient_bytes: float) -> float:
-    """Of packed buffers of pull and push: a layer's of so many parameters, and beside them those of
-    another layer, or of a larger table of the vocabulary.
+    """Bytes of packed buffers of pull and push: a layer's of so many parameters, and beside them
+    those of another layer, or of a larger table of the vocabulary.
     """
     each = EXCHANGE_BUFFERS / 2 * gradient_bytes
     return each * (layer_params + max(layer_params, table_params))
 
 
 def expert_memory(fraction: float) -> dict[str, float]:
-    """What the memory of a profile says of experts that are so large a part of a layer; nothing for
-    a dense model.
+    """Memory entries of a profile for experts that are so large a part of a layer; none for a dense
+    model.
     """
     return {"expert_fraction": fraction} if fraction else {}
 
