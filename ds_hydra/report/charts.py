@@ -499,7 +499,7 @@ FEWEST = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemeError:
-    """How far the profile was off for one scheme.
+    """Error of the profile for one scheme.
 
     `measured_over_profiled`: median over `num_pipelines` of what a pipeline took and what the
     profile alone says; where a run did not keep that, what the plan said.
@@ -511,8 +511,8 @@ class SchemeError:
 
 
 def scheme_errors(records: Sequence[IterationMetrics]) -> list[SchemeError]:
-    """Of all schemes that ran, the one that the profile has most wrong first; those of less than
-    three pipelines last.
+    """Errors of all schemes that ran, the largest first; schemes of less than three pipelines
+    last.
     """
     ratios: dict[Scheme, list[float]] = {}
     for pipeline in (p for record in records for p in record.pipelines):
@@ -559,7 +559,7 @@ def draw_learned(runs: Sequence[Run]) -> list[Markup]:
 
 
 def _names(runs: Sequence[Run]) -> set[str]:
-    """As many factors as there are colours: those that went farthest from 1."""
+    """Names of the factors that went farthest from 1, as many as there are colours."""
     reached: dict[str, float] = {}
     for name, value in (item for run in runs for r in run.records for item in r.learned.items()):
         reached[name] = max(reached.get(name, 0.0), abs(log(value)))
@@ -567,7 +567,7 @@ def _names(runs: Sequence[Run]) -> set[str]:
 
 
 def _compare_errors(run: Run) -> list[str]:
-    """What the two errors among the figures of the page mean."""
+    """Explain the two errors among the figures of the page."""
     summary = run.summary
     if not (isfinite(summary.absolute_error) and isfinite(summary.profile_error)):
         return []

@@ -216,7 +216,7 @@ def _figures(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _profile_figure(summaries: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
-    """How far the profile alone was off, where a run kept that."""
+    """Figure of the error of the profile alone, where a run kept that."""
     errors = [s.profile_error for s in summaries]
     if all(isnan(error) for error in errors):
         return []
@@ -324,7 +324,9 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[Sequence[Run]], Sequence[Markup]
      draw_experts),
     ("slowest", "Slowest iterations, and why", "Compared with the median of the run.", _draw_slowest),
 )  # fmt: skip
-"""Of the page of runs: key, title, hint, and what draws a panel for each run, or none at all."""
+"""Panels of the page of runs: key, title, hint, and the function that draws a panel for each run,
+or none at all.
+"""
 
 
 REPORT_SCHEMA = "ds_hydra.report/1"
@@ -392,7 +394,7 @@ def _known(value: Any) -> Any:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """What a dataclass with slots holds, by name."""
+    """Fields of a dataclass with slots, by name."""
     return {name: getattr(value, name) for name in value.__slots__}
 
 

@@ -136,7 +136,7 @@ _IMPLEMENTATIONS = {"torch", "fused", "apex", "hf", "npu", "xla", "32bit"}
 """Words of `optim` that say how an algorithm is implemented, and not what it computes."""
 
 _OF_ADAM_OR_WARMUP = ("adam", "lamb", "onebit", "zerooneadam", "warmup")
-"""What types of optimizers and schedules begin with that have all of these parameters."""
+"""Beginnings of the types of optimizers and schedules that have all of these parameters."""
 
 _DEFAULTS = {
     field.name: field.default if field.default is not MISSING else None
@@ -171,8 +171,8 @@ def check_common_arguments(
     problems: Iterable[str],
     honoured: Collection[str] = (),
 ) -> None:
-    """What every Trainer refuses, but for what it says is `honoured`, and its own `problems` in one
-    HydraConfigError; `note` what has no effect.
+    """Refuse arguments that no Trainer honours, except `honoured`, and report the Trainer's own
+    `problems`, in one HydraConfigError. `note` gets those without effect.
     """
     if found := [*_find_refused(args, honoured), *problems]:
         raise HydraConfigError(
@@ -199,7 +199,9 @@ def check_elsewhere(given: Iterable[str]) -> None:
 
 
 def read_loss_option(args: TrainingArguments, name: str, given: bool | None) -> bool | None:
-    """Which tokens count, as given to HydraTrainer or in TRL's SFTConfig."""
+    """Read the option that says which tokens count, as given to HydraTrainer or in TRL's
+    SFTConfig.
+    """
     of_args = _set_fields_of_trl(args).get(name)
     if given is not None and of_args is not None and given != of_args:
         raise HydraConfigError(
@@ -412,7 +414,9 @@ def _is_of_trl(args: TrainingArguments) -> bool:
 
 
 def _set_fields_of_trl(args: TrainingArguments) -> dict[str, Any]:
-    """What a configuration of TRL adds to TrainingArguments, where it is not the default."""
+    """Fields that a configuration of TRL adds to TrainingArguments, where they are not the
+    default.
+    """
     own = [f for f in fields(args) if f.name not in _DEFAULTS] if _is_of_trl(args) else []
     values = {f.name: getattr(args, f.name) for f in own}
     return {f.name: values[f.name] for f in own if values[f.name] != f.default}
@@ -521,7 +525,7 @@ def _names_from_outside(method: Any) -> tuple[str, ...]:
 
 
 def find_set(trainer: Any) -> Iterator[str]:
-    """What is an attribute, and may have been set after the trainer was made."""
+    """Find attributes that may have been set after the trainer was made."""
     for name in ("compute_loss_func", "label_smoother"):
         value = getattr(trainer, name)
         if value is not None and type(value) is not LabelSmoother:

@@ -48,7 +48,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     """
 
     _train_tokens: TokenDataset
-    """From `get_train_dataloader` on, as the next one."""
+    """Training data, from `get_train_dataloader` on, as `_epochs`."""
     _epochs: data.Epochs
     _row_losses: list[Tensor]
     """Losses of each step of an evaluation for logits, [rows, 2] (`data.losses_of_rows`)."""
@@ -184,7 +184,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     # ---- Training
 
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple[Any, ...]:
-        """As transformers; iterations are counted by drawing the mini-batches ahead."""
+        """Override of transformers: iterations are counted by drawing the mini-batches ahead."""
         return self._epochs.training_values(args.max_steps, args.num_train_epochs)
 
     def _init_training_state(

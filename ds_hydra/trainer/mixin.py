@@ -1,5 +1,5 @@
-"""What every Trainer on HydraEngine shares, whoever draws its mini-batches: the engine in the loop,
-checkpoint folders, and counters in its log and bar.
+"""Common part of every Trainer on HydraEngine, whoever draws its mini-batches: the engine in the
+loop, checkpoint folders, and counters in its log and bar.
 
 The overrides use names of transformers 5; a test compares them with the installed version.
 
@@ -73,7 +73,7 @@ logger = logging.getLogger(__name__)
 
 
 def say_nothing(_message: str) -> None:
-    """In place of a warning that has been shown already."""
+    """Replace a warning that has been shown already."""
 
 
 class EngineMixin:
@@ -150,8 +150,8 @@ class EngineMixin:
     # ---- Configuration
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As transformers; reads and validates the "hydra" section, and fills in what ds_hydra
-        needs around it.
+        """Override of transformers: reads and validates the "hydra" section, and fills in what
+        ds_hydra needs around it.
         """
         warn_of_versions()
         self._check_arguments()
@@ -252,8 +252,8 @@ class EngineMixin:
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As transformers; after another `train` or `evaluate` with a new engine and new optimizer
-        states, on the weights that the model has then.
+        """Override of transformers. After another `train` or `evaluate` it has a new engine and new
+        optimizer states, on the weights that the model has then.
         """
         self._call_together("train()")
         self._check_used(say_nothing)
@@ -313,17 +313,19 @@ class EngineMixin:
             yield
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers."""
+        """Override of transformers."""
         with self._calling("evaluate()"):
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers."""
+        """Override of transformers."""
         with self._calling("predict()"):
             return super().predict(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers, in the dtype of training: a cast would stay, in buffers, too."""
+        """Override of transformers, in the dtype of training: a cast would stay, in buffers,
+        too.
+        """
         names = ("bf16_full_eval", "fp16_full_eval")
         asked = {name: getattr(self.args, name) for name in names}
         vars(self.args).update(dict.fromkeys(names, False))
@@ -422,8 +424,8 @@ class EngineMixin:
         *rest: Any,
         **named: Any,
     ) -> None:
-        """As transformers; after SIGTERM nothing is evaluated, and a checkpoint is the end,
-        whatever callbacks ask for.
+        """Override of transformers: after SIGTERM nothing is evaluated, and a checkpoint is the
+        end, whatever callbacks ask for.
         """
         self._forget_requests()
         if self.control.should_log:
@@ -461,8 +463,8 @@ class EngineMixin:
     # ---- Checkpoints
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """As transformers. When it returns, on any rank, the files of the first one are there; its
-        error is raised on all.
+        """Override of transformers. When it returns, on any rank, the files of the first one are
+        there; its error is raised on all.
         """
         self._saves_together = True
         try:
@@ -471,8 +473,8 @@ class EngineMixin:
             self._saves_together = False
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """As transformers, without a bar where nobody looks on. Scripts call it on one rank alone,
-        so that only `save_model` waits for all.
+        """Override of transformers, without a bar where nobody looks on. Scripts call it on one
+        rank alone, so that only `save_model` waits for all.
         """
         save = functools.partial(super()._save, output_dir, state_dict)
         # With save_on_each_node others save, too, and have no weights
@@ -484,7 +486,9 @@ class EngineMixin:
                 save()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As transformers, written aside: `checkpoint-N` is there when all ranks have written."""
+        """Override of transformers, written aside: `checkpoint-N` is there when all ranks have
+        written.
+        """
         self._call_together("saving a checkpoint of the Trainer")
         state, args = self.state, self.args
         parent = self._stop_dir or self._get_output_dir(trial)
@@ -538,8 +542,8 @@ class EngineMixin:
     # ---- Logging
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As transformers; with the loss come tokens/s and the pipelines' imbalance since the last
-        log.
+        """Override of transformers: with the loss come tokens/s and the pipelines' imbalance since
+        the last log.
         """
         if "loss" in logs and self._since_log.num_iterations:
             logs |= self._since_log.summary()
@@ -640,13 +644,13 @@ class StrategyProgressCallback(ProgressCallback):
         self._last_metrics = last_metrics
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """As transformers; without a terminal some lines in place of the bar."""
+        """Override of transformers: without a terminal some lines in place of the bar."""
         self.current_step = 0
         if state.is_world_process_zero:
             self.training_bar = Progress(total=state.max_steps, dynamic_ncols=True)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """As transformers, where somebody looks on."""
+        """Override of transformers, where somebody looks on."""
         if is_terminal(sys.stderr):
             super().on_prediction_step(args, state, control, **kwargs)
 
@@ -663,7 +667,7 @@ class StrategyProgressCallback(ProgressCallback):
 
 
 class Counters:
-    """What was trained since some moment."""
+    """Counts of training since some moment."""
 
     def __init__(self) -> None:
         self.num_iterations = self.num_sequences = self.num_tokens = 0

@@ -240,7 +240,7 @@ class HydraMixin(ReferenceMixin):
     # ---- Configuration
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As transformers, with DeepSpeed."""
+        """Override of transformers, with DeepSpeed."""
         add_deepspeed(self.args)
         super().create_accelerator_and_postprocess()
         self._references.enter_context(reference_engines(self.hydra_config))
@@ -272,8 +272,8 @@ class HydraMixin(ReferenceMixin):
 
     @no_bars_in_files()
     def _prepare_dataset(self, dataset: Any, processing_class: Any, *args: Any, **more: Any) -> Any:
-        """As TRL, of chats as HydraTrainer reads them; refuses columns that TRL does not read and
-        that would change what is trained.
+        """Override of TRL, with chats as HydraTrainer reads them. Refuses columns that TRL does not
+        read and that would change what is trained.
         """
         counting = None
         if isinstance(self, SFTTrainer):
@@ -296,7 +296,7 @@ class HydraMixin(ReferenceMixin):
         )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers."""
+        """Override of transformers."""
         self._pending.clear()
         return super().train(*args, **kwargs)
 
@@ -318,7 +318,7 @@ class HydraMixin(ReferenceMixin):
         return loss
 
     def _count_step_of_policy(self, seconds: float) -> None:
-        """As the training_step of trainers of policies does, which is not called."""
+        """Count a step as the training_step of trainers of policies does, which is not called."""
         self._step += 1
         self._current_train_step_time += seconds
         if self._step % self.current_gradient_accumulation_steps == 0:
@@ -418,7 +418,7 @@ class HydraMixin(ReferenceMixin):
         batch_size: int | None = None,
         **more: Any,
     ) -> Any:
-        """As trainers of policies score rollouts, but all of them at once, planned together."""
+        """Score rollouts as trainers of policies do, but all of them at once, planned together."""
         if not isinstance(model, ScoredModel):
             model = scored_now(model if isinstance(model, HydraEngine) else self.engine)
         given = (model, input_ids, attention_mask, logits_to_keep)
@@ -426,7 +426,7 @@ class HydraMixin(ReferenceMixin):
 
     @contextlib.contextmanager
     def _without_metrics(self) -> Iterator[None]:
-        """What compute_loss notes meanwhile is forgotten."""
+        """Forget metrics that compute_loss notes inside."""
         names = [name for name in ("_metrics", "_total_train_tokens") if hasattr(self, name)]
         before = {name: copy.deepcopy(getattr(self, name)) for name in names}
         yield
@@ -434,7 +434,7 @@ class HydraMixin(ReferenceMixin):
             setattr(self, name, value)
 
     def floating_point_ops(self, inputs: Inputs) -> float:
-        """As HydraTrainer, once for each iteration."""
+        """FLOPs as HydraTrainer counts them, once for each iteration."""
         is_trained = self.accelerator.gradient_state.sync_gradients
         return super().floating_point_ops(inputs) if is_trained else 0.0
 
@@ -445,13 +445,13 @@ class HydraMixin(ReferenceMixin):
     # ---- Evaluation
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers; evaluation before training starts an engine."""
+        """Override of transformers: evaluation before training starts an engine."""
         self._check_used(say_nothing)
         with self._starting_engine():
             return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's own, on scores."""
+        """Override of the Trainer, on scores."""
         return super().prediction_step(scored_now(self.engine), inputs, *args, **kwargs)
 
     # ---- Checkpoints
@@ -509,7 +509,7 @@ DS_CONFIG = {
     "steps_per_print": 1_000_000_000,
     "hydra": {},
 }
-"""What `TrainingArguments(deepspeed=...)` is where a script gives none; the optimizer is the
+"""Value of `TrainingArguments(deepspeed=...)` where a script gives none; the optimizer is the
 Trainer's.
 """
 
