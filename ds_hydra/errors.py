@@ -1,4 +1,4 @@
-"""Which errors ds_hydra raises, by who has to act on them."""
+"""Errors of ds_hydra, by who has to act on them."""
 
 _MAX_CHARACTERS = 4000
 

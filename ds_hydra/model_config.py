@@ -1,4 +1,4 @@
-"""What a command's `--model` names: a shipped preset, a folder with config.json, such a file, or an
+"""Models of a command's `--model`: a shipped preset, a folder with config.json, such a file, or an
 id of the hub; read by the classes of transformers, and never by code of the model's own.
 """
 
@@ -86,7 +86,7 @@ def all_fields(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def find_quantisation(config: Mapping[str, Any]) -> list[str]:
-    """What a `quantization_config` means for training; nothing where there is none."""
+    """Describe the effect of a `quantization_config` on training; nothing where there is none."""
     found = config.get("quantization_config")
     if not found:
         return []
@@ -113,7 +113,7 @@ def _read_document(name: str) -> dict[str, Any] | None:
 
 
 def _describe_unknown(document: Mapping[str, Any]) -> str:
-    """Why transformers cannot read `document`, and what would do."""
+    """Reason that transformers cannot read `document`, and what would do."""
     kind = document.get("model_type")
     if kind is None:
         return 'whose config.json has no model_type; add it, e.g. "model_type": "llama"'

@@ -50,7 +50,7 @@ Pairs: TypeAlias = Callable[[list[tuple[str, Any]]], Any]
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SUSPECT = re.compile(r"NaN|Infinity|\d{300}|[eE]\+?0*\d{3}|\\u(?:0000|[dD][89a-fA-F])")
-"""What a JSON text has to hold for `plain_json` to refuse its numbers or its text."""
+"""Pattern of JSON texts whose numbers or text `plain_json` may refuse."""
 
 
 def parse_json(text: str | bytes, source: str, object_pairs_hook: Pairs | None = None) -> Any:
@@ -127,7 +127,7 @@ def read_json(path: str | Path, object_pairs_hook: Pairs | None = None) -> Any:
 
 
 def read_json_object(path: str | Path, object_pairs_hook: Pairs | None = None) -> dict[str, Any]:
-    """As `read_json`, for a file that holds an object."""
+    """Read a file that holds an object; see `read_json`."""
     return check_object(read_json(path, object_pairs_hook), str(path))
 
 
