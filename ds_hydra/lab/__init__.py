@@ -1,1 +1,3 @@
-"""What other systems would do, and what no training run reaches: the core imports nothing of it."""
+"""Simulation of other systems, and all that no training run reaches: the core imports nothing of
+it.
+"""

@@ -1,5 +1,5 @@
-"""What the search knows about a model's layers and a cluster's interconnects (schema
-`ds_hydra.layers/1`), the hybrid strategies of one layer, and what a layer costs under each.
+"""Inputs of the search about a model's layers and a cluster's interconnects (schema
+`ds_hydra.layers/1`), the hybrid strategies of one layer, and the cost of a layer under each.
 
 Times are milliseconds, sizes MB (2^20 bytes), batch sizes samples. Heterogeneous models
 (encoder-decoder, Swin) are several layer types in order, each with its count.
@@ -51,12 +51,12 @@ from ds_hydra.strategy.profiles.profile import Profile
 
 _LAYERS_SCHEMA = "ds_hydra.layers/1"
 OVERLAP_SLOWDOWN = 1.3
-"""Where it was not measured: Galvatron-BMW's own (§V)."""
+"""Slowdown where it was not measured: Galvatron-BMW's own (§V)."""
 MB = float(1 << 20)
 _MOST_LAYERS = 4096
 """Layers that a search goes through one by one, for every batch and number of stages."""
 _STATE_BYTES = 16.0
-"""Of one parameter: 16-bit weight and gradient, fp32 weight and two Adam moments."""
+"""Bytes of one parameter: 16-bit weight and gradient, fp32 weight and two Adam moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +101,10 @@ class SearchInput:
     embedding: EndProfile = field(default_factory=EndProfile)
     head: EndProfile = field(default_factory=EndProfile)
     context_mb: float = 0.0
-    """What a device holds before any model: communicators, kernels, allocator."""
+    """MB of a device before any model: communicators, kernels, allocator."""
     backward_over_forward: float = 2.0
     overlap_slowdown: float = OVERLAP_SLOWDOWN
-    """How much slower computation and gradient synchronisation run at the same time (§V)."""
+    """Slowdown of computation and gradient synchronisation at the same time (§V)."""
 
     gathers_each_micro_batch: bool = True
     """Whether sharded weights are gathered for every micro-batch (ZeRO-3) or stay gathered for an
@@ -275,7 +275,7 @@ def _read_group(text: str) -> tuple[int, bool]:
 
 
 class Paradigm(str, Enum):
-    """How one level of a decision tree divides the devices below it."""
+    """Paradigm by which one level of a decision tree divides the devices below it."""
 
     DP = "DP"
     SDP = "SDP"
@@ -287,7 +287,8 @@ _ALL_PARADIGMS = frozenset(Paradigm)
 
 @dataclass(frozen=True, slots=True)
 class LayerStrategy:
-    """What one layer does on its N / PP devices: levels (paradigm, degree) from outer to inner.
+    """Strategy of one layer on its N / PP devices: levels (paradigm, degree) from outer to
+    inner.
 
     As text `PP-TP-DP`: `*` follows the degree whose groups are consecutive devices (only where both
     TP and DP divide the stage), `f` marks SDP, `-c` checkpointing: `1-2*-4f-c`.
@@ -333,7 +334,7 @@ class LayerStrategy:
 
     @property
     def layout(self) -> tuple[int, int, bool]:
-        """What decides where the layer's activations lie: (TP, DP, consecutive TP groups)."""
+        """Layout of the layer's activations: (TP, DP, consecutive TP groups)."""
         return self.tp, self.dp, self.is_tp_consecutive
 
     def __str__(self) -> str:
@@ -430,9 +431,11 @@ class LayerCost:
     compute_ms: float
     """Forward and backward without synchronising gradients: C_no_grad_sync of Eq. 9."""
     slowdown_ms: float
-    """What the last micro-batch takes longer, because gradients are synchronised beside it."""
+    """Milliseconds by which the last micro-batch takes longer, because gradients are synchronised
+    beside it.
+    """
     tail_ms: float
-    """What is left of that synchronisation when the backward pass is over."""
+    """Milliseconds of that synchronisation after the backward pass."""
     forward_mb: float
     """O_f: kept from forward to backward."""
     backward_mb: float

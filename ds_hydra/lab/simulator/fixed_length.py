@@ -1,4 +1,4 @@
-"""How others place sequences: first-fit-decreasing micro-batches dealt out evenly, and
+"""Placement of sequences by other systems: first-fit-decreasing micro-batches dealt out evenly, and
 Karmarkar-Karp balance.
 
 Lengths are given in descending order; results are arrays of micro-batch or group numbers in that
