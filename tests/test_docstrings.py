@@ -10,9 +10,12 @@ import pytest
 from shared_data import REPOSITORY
 
 HEADLESS = frozenset(
-    {"As", "From", "How", "In", "Of", "That", "Those", "What", "Where", "Which", "Why"}
+    """
+    After As At Before Beside Between By For From In Inside Of On Than To Until With Without
+    How That Those What When Where Which While Who Whose Why
+    """.split()  # noqa: SIM905
 )
-"""First words that name neither a value nor an action."""
+"""First words that name neither a value nor an action: prepositions and relative words."""
 
 ALLOWED_PER_THOUSAND = 20
 

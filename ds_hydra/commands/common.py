@@ -180,7 +180,7 @@ def _refreshing(bar: Any, inside: Callable[[], str] | None) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Inside `path` is written: say so afterwards, or raise HydraConfigError where it cannot be."""
+    """Report that `path` was written inside, or raise HydraConfigError where it cannot be."""
     try:
         if path.is_dir():
             raise IsADirectoryError(EISDIR, "it is a folder; name a file")

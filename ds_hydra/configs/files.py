@@ -185,7 +185,7 @@ def check_object(value: Any, source: str) -> dict[str, Any]:
 def reading(
     document: Mapping[str, Any], schema: str, source: str, hint: str = ""
 ) -> Iterator[None]:
-    """Inside `document` is read: whatever is wrong with it, its schema first, becomes a
+    """Read `document` inside. Whatever is wrong with it, its schema first, becomes a
     HydraConfigError that names `source`.
     """
     if document.get("schema") != schema:

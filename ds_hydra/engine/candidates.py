@@ -477,7 +477,7 @@ class EngineCandidates:
 
 @contextlib.contextmanager
 def naming_run_dir(config: HydraConfig) -> Iterator[None]:
-    """While open, HydraConfigError is raised where the run folder cannot be written."""
+    """Raise HydraConfigError where the run folder cannot be written inside."""
     try:
         yield
     except OSError as error:

@@ -41,7 +41,7 @@ def no_launcher() -> HydraConfigError:
 
 @contextlib.contextmanager
 def hydra_engine_class(hydra_config: HydraConfig) -> Iterator[None]:
-    """While open, `deepspeed.initialize` builds a HydraEngine, wherever it is called from."""
+    """Let `deepspeed.initialize` build a HydraEngine inside, wherever it is called from."""
     prepare_accelerator()
     original = deepspeed.DeepSpeedEngine
     # A class, not a partial: accelerate asks isinstance(model, deepspeed.DeepSpeedEngine)

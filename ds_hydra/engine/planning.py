@@ -59,8 +59,8 @@ predicted), masks and "attention_mask" (see sampler/data/examples.py).
 
 
 _FIRST_DEADLINE_S = 600.0
-"""For the first plan, which may wait for compilation; a planning process that hangs is not waited
-for for ever.
+"""Seconds for the first plan, which may wait for compilation. A planning process that hangs is not
+waited for for ever.
 """
 
 
@@ -430,7 +430,7 @@ class PlanFeed:
 
 
 Rows = dict[int, Example]
-"""By position in the plan."""
+"""Rows by position in the plan."""
 
 
 class Ahead:
@@ -528,8 +528,8 @@ def broadcast_plans(
 def _broadcast(
     make: Callable[[], tuple[PlannedIteration, dict[str, Any]]], device: torch.device
 ) -> tuple[PlannedIteration | None, dict[str, Any]]:
-    """On rank 0 what `make` gives, on the others None and its document. An error of rank 0 is
-    raised on every rank.
+    """Return the results of `make` on rank 0, None and its document on the others. An error of rank
+    0 is raised on every rank.
     """
     planned, error = None, None
     document: dict[str, Any] = {}

@@ -78,7 +78,7 @@ class StrategyLinks:
             warn_of_placement(hosts.of_rank)
         self.devices_per_node = devices_per_node(config, hosts.of_rank)
         self.ranks_per_node = find_ranks_per_node(config, hosts.of_rank)
-        """None where no rank relays what comes from other nodes."""
+        """Ranks of a node; None where no rank relays what comes from other nodes."""
         purposes = ["pull", "push"] + (["pull_node", "push_node"] if self.ranks_per_node else [])
         groups.create([(purpose, everyone) for purpose in purposes])
         # A group each: one rank may push while another has not ended its pull.

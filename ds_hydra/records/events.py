@@ -79,7 +79,7 @@ class PipelineWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelineRun:
-    """When every pass of one pipeline starts and ends: arrays [stage, micro-batch]; pushes of the
+    """Start and end of every pass of one pipeline: arrays [stage, micro-batch]; pushes of the
     stages [stage].
     """
 
@@ -134,7 +134,7 @@ class Simulation:
 
     @cached_property
     def push_end_ms(self) -> float:
-        """When every gradient has arrived."""
+        """Milliseconds until every gradient has arrived."""
         ends = [float(run.push_end.max()) for run in self.runs if run.work.num_micro_batches]
         return max(ends, default=self.links.pull_ms + self.links.push_ms)
 

@@ -152,9 +152,10 @@ class IterationMetrics:
     deviation of their logarithm, 0 before enough was measured.
     """
     pipelines: tuple[PipelineMetrics, ...]
-    """For each pipeline `tp`, `pp` (and the options of its scheme, `sp`, `ckpt`, ..., where set),
-    `ranks`, `num_micro_batches`, `num_tokens`, `predicted_ms`, `measured_ms`, `prediction_error`,
-    and `profiled_ms`, which the profile alone would have predicted (`null` without one).
+    """Metrics of each pipeline: `tp`, `pp` (and the options of its scheme, `sp`, `ckpt`, ..., where
+    set), `ranks`, `num_micro_batches`, `num_tokens`, `predicted_ms`, `measured_ms`,
+    `prediction_error`, and `profiled_ms`, which the profile alone would have predicted (`null`
+    without one).
     """
 
     @property

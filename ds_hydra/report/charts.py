@@ -139,7 +139,7 @@ def _scheme_legend(schemes: Sequence[Scheme], *extra: tuple[str, str]) -> Markup
 
 
 def _thin(items: Sequence[_Item]) -> Sequence[_Item]:
-    """At most some thousand of `items`, evenly spread."""
+    """Thin out `items` to some thousand, evenly spread."""
     return items[:: ceil(len(items) / _MAX_DOTS) or 1] if items else items
 
 

@@ -251,7 +251,9 @@ def _gantts(run: Run, key: str) -> Markup:
 
 
 def _choose_iterations(run: Run) -> dict[int, list[str]]:
-    """Up to 12 iterations worth a look, and what each is an example of; the slowest comes first."""
+    """Choose up to 12 iterations worth a look, and what each is an example of; the slowest comes
+    first.
+    """
     candidates = [r for r in run.records if r.iteration in run.traces]
     candidates = candidates or [r for r in run.records if r.iteration in run.plans]
     if not candidates:

@@ -266,7 +266,7 @@ def _pair_ms(problem: DispatchProblem, kind: int, a: int, b: int) -> float:
 
 @compiled
 def _count_apart(problem: DispatchProblem, limit_ms: float, longest_allowed: IntArray) -> IntArray:
-    """For each kind how many of the longest sequences, which can run on that kind alone, must be on
+    """Number of the longest sequences, for each kind that alone can run them, that must be on
     pipelines of their own.
     """
     num_apart = np.zeros_like(longest_allowed)

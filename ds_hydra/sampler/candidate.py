@@ -66,7 +66,7 @@ class OneStrategy:
     strategy: Strategy
 
     def bound_ms(self, mini_batch: MiniBatch) -> float:
-        """By prices of time and tokens (`bounds.py`)."""
+        """Lower bound by prices of time and tokens (`bounds.py`)."""
         if not mini_batch.is_held(mini_batch.longest(self.strategy)):
             return np.inf
         phase = PhasePlan.of(mini_batch, self.strategy).dispatch()
@@ -151,8 +151,9 @@ class Phases:
         return 0.0
 
     def plan(self, mini_batch: MiniBatch, limit_ms: float = np.inf) -> list[PhasePlan]:
-        """Its phases: each step of any of the menus, or of those with one TP alone; none that take
-        `limit_ms` or more. Where a step waits for weights, these may stay on the nodes.
+        """Phases of its best plan: each step of any of the menus, or of those with one TP alone;
+        none that take `limit_ms` or more. Where a step waits for weights, these may stay on the
+        nodes.
         """
         schemes = dict.fromkeys(s for strategy in self.strategies for s in strategy.schemes)
         number, known = mini_batch.num_devices, self._entries(mini_batch, schemes)

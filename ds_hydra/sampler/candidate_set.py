@@ -178,7 +178,9 @@ def _without_lengths(profile: Profile | None, settings: CandidateSettings) -> tu
 
 
 def _of_one_scheme(schemes: Iterable[Scheme], settings: CandidateSettings) -> list[Strategy]:
-    """For each of `schemes` as many pipelines as have room; devices that are left stay idle."""
+    """Strategies with as many pipelines as have room of each of `schemes`; devices that are left
+    stay idle.
+    """
     return [Strategy.alike(scheme, settings.num_devices) for scheme in schemes]
 
 

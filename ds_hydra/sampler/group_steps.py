@@ -93,7 +93,7 @@ class Cuts(NamedTuple):
 
     @classmethod
     def all(cls, found: Sequence[Sequence[int]] | IntArray) -> Cuts:
-        """No others than these."""
+        """Cuts that are these and no others."""
         first = np.array(found, dtype=np.int64)
         return cls(first, first[:0])
 

@@ -281,7 +281,7 @@ class PhasePlan:
         return times
 
     def ends_ms(self, times_ms: FloatArray) -> FloatArray:
-        """When pipelines end that take `times_ms` beside all others."""
+        """Milliseconds at which pipelines end that take `times_ms` beside all others."""
         return ends_ms(
             times_ms,
             [scheme.num_devices for scheme in self.strategy.schemes],
@@ -469,7 +469,7 @@ class PhasePlan:
                 return
 
     def pipelines(self) -> list[PipelinePlan]:
-        """Its part of a plan of the mini-batch."""
+        """Pipelines of its part of a plan of the mini-batch."""
         found = [
             self._pipeline(pipeline, scheme, ranks)
             for pipeline, (scheme, ranks) in enumerate(

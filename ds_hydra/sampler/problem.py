@@ -124,7 +124,7 @@ def sift_down(heap: IntArray, value: FloatArray) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverLimits:
-    """When and how long an integer program is solved.
+    """Limits of the solution of an integer program.
 
     `gap_tolerance`: a heuristic result that is proven this close to the optimum is kept as it is.
     """

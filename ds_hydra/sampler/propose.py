@@ -108,7 +108,9 @@ class Proposal:
     """Schemes of the kept strategies whose times nobody measured."""
     kept_ms: float
     plain_ms: float | None
-    """With the kept strategies of <TP,PP> alone; None where those do not fit every sequence."""
+    """Milliseconds with the kept strategies of <TP,PP> alone; None where those do not fit every
+    sequence.
+    """
     all_candidates_ms: float
     best_static_ms: float | None
 

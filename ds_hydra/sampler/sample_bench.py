@@ -46,11 +46,11 @@ with two beside others with one.
 """
 
 _MANY = 4_500_000
-"""Above so many dispatched sequences, of all mini-batches for all candidates, half of the
+"""Number of dispatched sequences, of all mini-batches for all candidates, above which half of the
 mini-batches have to do.
 """
 _LEAST_GAIN = 1e-3
-"""By so much a strategy makes the estimates of all faster, or it is not planned."""
+"""Least share by which a strategy makes the estimates of all faster, or it is not planned."""
 # Four steps and 24 strategies instead of 40 make simulated iterations half a percent longer.
 _MOST_STEPS = 5
 _NUM_SCREENED, _NUM_TRIED = 24, 40
@@ -243,7 +243,9 @@ class SampleBench:
         return np.array(found)
 
     def _planner(self, strategies: Iterable[Strategy]) -> PlannerSettings:
-        """With pull and push of `strategies`, where anything is known of the interconnects."""
+        """Settings of the planner with pull and push of `strategies`, where anything is known of
+        the interconnects.
+        """
         planner, cluster = self.settings.planner, self.settings.cluster
         if cluster is None:
             return planner

@@ -394,8 +394,8 @@ def _critical_path(
 def ends_ms(
     times_ms: FloatArray, num_ranks: Sequence[int], num_devices: int, ranks_per_core: float
 ) -> FloatArray:
-    """When pipelines of `num_ranks` of `num_devices` ranks end that take `times_ms` where all ranks
-    work all the time: [pipeline], ms.
+    """Milliseconds at which pipelines of `num_ranks` of `num_devices` ranks end that take
+    `times_ms` where all ranks work all the time: [pipeline].
 
     Where `ranks_per_core` ranks share a core, those that are idle or done leave it to the others,
     which run up to so many times as fast (processor sharing). Nothing changes where every rank has

@@ -94,7 +94,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     # ---- Data
 
     def get_train_dataloader(self) -> DataLoader:
-        """To look at: mini-batches of the first epoch, padded, each of all ranks. The engine draws
+        """Mini-batches of the first epoch to look at, padded, each of all ranks. The engine draws
         and packs them itself.
         """
         if self.train_dataset is None:
@@ -270,7 +270,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         return loss.to(self.args.device)
 
     def _own_loss(self) -> CrossEntropy | None:
-        """With label_smoothing_factor as transformers smooths, also in evaluation."""
+        """Loss with label_smoothing_factor as transformers smooths, also in evaluation."""
         if self.label_smoother is None:
             return None
         return CrossEntropy(label_smoothing=self.label_smoother.epsilon)

@@ -104,7 +104,7 @@ class EngineMixin:
         self._show_strategy_in_progress_bar()
 
     def _refuse_optimizers(self, note: Note = say_nothing) -> None:
-        """Before an engine starts: refuse what transformers drops with DeepSpeed; `note` a method
+        """Refuse, before an engine starts, what transformers drops with DeepSpeed. `note` a method
         that calls the one it overrides, which may be all it does.
         """
         for name, own in zip(("optimizer", "lr_scheduler"), self._of_engine, strict=True):
@@ -210,7 +210,7 @@ class EngineMixin:
 
     @contextlib.contextmanager
     def _starting_engine(self) -> Iterator[None]:
-        """While open, DeepSpeed builds a HydraEngine; afterwards the configuration is as before.
+        """Let DeepSpeed build a HydraEngine inside; afterwards the configuration is as before.
 
         Trainers of the same arguments share it, and transformers writes into it what belongs to one
         start: evaluation takes the optimizer out, and "auto" becomes the numbers of this training.
@@ -434,7 +434,7 @@ class EngineMixin:
         self._end_if_asked()
 
     def _forget_requests(self) -> None:
-        """After SIGTERM: of callbacks that want an evaluation or a checkpoint besides."""
+        """Forget, after SIGTERM, an evaluation or a checkpoint that callbacks want besides."""
         if self._stop_dir is not None:
             self.control.should_evaluate = self.control.should_save = False
 
@@ -623,7 +623,7 @@ def check_checkpoint(path: str | Path | bool, output_dir: str = "") -> None:
 
 @contextlib.contextmanager
 def made_anew(aside: Path) -> Iterator[None]:
-    """While open, `aside` is there, empty at first, and no other job makes one beside it."""
+    """Make `aside`, empty at first, while no other job makes one beside it."""
     aside.parent.mkdir(parents=True, exist_ok=True)
     lock = lock_folder(aside.parent)
     try:

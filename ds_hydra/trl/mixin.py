@@ -79,11 +79,11 @@ class ReferenceMixin(EngineMixin):
     """
 
     _known_references: dict[bytes, tuple[float, float]] | None = None
-    """For pairs, where the reference is the model before training."""
+    """Known scores of pairs, where the reference is the model before training."""
     _datasets_to_score: Sequence[Any] = ()
 
     def _find_reference(self) -> None:
-        """After `__init__`: TRL reads the reference from the batches from now on."""
+        """Let TRL read the reference from the batches from now on; after `__init__`."""
         if not isinstance(self, DPOTrainer):
             return
         self.precompute_ref_logps = True
@@ -182,8 +182,8 @@ def remove_fused_head(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def reference_engines(config: HydraConfig) -> Iterator[None]:
-    """While open, TRL's `prepare_deepspeed` makes a HydraEngine of a reference model; of a reward
-    model, which has no head over tokens, an engine of DeepSpeed's own.
+    """Let TRL's `prepare_deepspeed` make a HydraEngine of a reference model inside. Of a reward
+    model, which has no head over tokens, it makes an engine of DeepSpeed's own.
     """
     quiet = config.model_copy(update={"run_dir": None})
     with hydra_engine_class(quiet):
@@ -363,7 +363,7 @@ class HydraMixin(ReferenceMixin):
     def _sum_of_losses(
         self, model: ScoredModel, batches: Sequence[Inputs], num_items: Any
     ) -> Tensor:
-        """Over the batches of an optimizer step, scaled as transformers scales each of them."""
+        """Sum over the batches of an optimizer step, scaled as transformers scales each of them."""
         is_scaled = self.loss_is_scaled_for_ga
         if is_scaled is None:
             is_scaled = self.model_accepts_loss_kwargs and num_items is not None
@@ -518,7 +518,7 @@ _SAID_BY_LAUNCHER = ("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ACCELERATE_DEEPSPEED_Z
 
 
 def add_deepspeed(args: TrainingArguments) -> None:
-    """Have `args` use DeepSpeed, where neither they nor `accelerate launch` say how."""
+    """Let `args` use DeepSpeed, where neither they nor `accelerate launch` say how."""
     if args.deepspeed is not None or any(name in os.environ for name in _SAID_BY_LAUNCHER):
         return
     args.deepspeed = copy.deepcopy(DS_CONFIG)

@@ -197,8 +197,8 @@ class Link:
         return finish
 
     def abandon(self, under_way: RoundUnderWay) -> None:
-        """Not to be finished, because something failed. Keeps what is on the wire for as long as
-        the link lives.
+        """Keep what is on the wire for as long as the link lives: something failed, and it will not
+        be finished.
 
         gloo takes back a receipt that nobody holds any more, and its message would go to the next
         round.

@@ -410,7 +410,7 @@ class StridedBlock(NamedTuple):
 
 
 STAYS = 1 << 62
-"""After every round of a plan."""
+"""Number of a round after every round of a plan."""
 
 Message = tuple[StridedBlock, ...]
 """Blocks that travel together: one large one, or all small ones of a batch, in order."""

@@ -70,9 +70,9 @@ class Relayed(Enum):
     """
 
     LEAVES = "leaves"
-    """Until the last round of the plan that needs it."""
+    """Kept until the last round of the plan that needs it."""
     STAYS = "stays"
-    """Until the link forgets it."""
+    """Kept until the link forgets it."""
     IS_THERE = "is there"
     """Kept as under STAYS, and rounds of such a plan have brought it already."""
 
@@ -117,7 +117,7 @@ class BucketRequests:
         return cls(kept, ids)
 
     def peers_by_bucket(self, index: int, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        """For each distinct bucket of round `index`, those of `ranks` that ask for it."""
+        """Ranks among `ranks` that ask for each distinct bucket of round `index`."""
         groups: dict[int, list[int]] = {}
         for rank, bucket in zip(ranks, self.ids[list(ranks), index].tolist()):
             if bucket >= 0 and self.buckets[bucket]:
@@ -177,7 +177,9 @@ class DirectPlanner:
         return self._asks[bucket]
 
     def shard_phase(self, index: int, ranks: range) -> Hop:
-        """Own shards to the readers among `ranks`, own slices out of the shards of `ranks`."""
+        """Hop from own shards to the readers among `ranks`, and to own slices out of the shards of
+        `ranks`.
+        """
         me = np.array([self.rank])
         own = self.asks(self.rank, index)
         outgoing = []
@@ -346,8 +348,8 @@ class NodePlanner(DirectPlanner):
         return Round(hops, self._relay.numel[index] if crosses else 0, until)
 
     def _shards_to_nodes(self, index: int) -> Iterable[Batch]:
-        """Own shards to the relay rank of other nodes that need them for the first time, and to
-        lone readers.
+        """Batches of own shards to the relay rank of other nodes that need them for the first time,
+        and to lone readers.
         """
         kinds: dict[int, list[int]] = {}
         for node in range(self.nodes.num_nodes):

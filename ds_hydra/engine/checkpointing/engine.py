@@ -230,7 +230,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         return [float(group["initial_lr"]) for group in groups if "initial_lr" in group]
 
     def _keep_loss_scale(self, own: Mapping[str, Any]) -> None:
-        """Have the loss scale of before a checkpoint was loaded: `_LOSS_SCALE_KEYS`."""
+        """Restore the loss scale of before a checkpoint was loaded: `_LOSS_SCALE_KEYS`."""
         saved, kept = self.optimizer.loss_scaler.cur_scale, own["loss_scaler"].cur_scale
         for key, value in own.items():
             setattr(self.optimizer, key, value)

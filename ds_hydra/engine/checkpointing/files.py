@@ -294,7 +294,7 @@ def put_in_place(written: Path, target: Path) -> None:
 
 
 def _date_last(target: Path) -> None:
-    """Have no folder beside `target` a later date: transformers keeps the latest checkpoints by
+    """Give no folder beside `target` a later date: transformers keeps the latest checkpoints by
     date, and a clock that was set back would make the new one the first to be removed.
     """
     beside = [path for path in target.parent.iterdir() if path.is_dir() and path != target]
@@ -474,9 +474,7 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def only_weights() -> Iterator[None]:
-    """While open, every `torch.load` of this process, DeepSpeed's too, unpickles tensors and plain
-    values only.
-    """
+    """Let every `torch.load` inside, DeepSpeed's too, unpickle tensors and plain values only."""
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -558,7 +556,7 @@ def _sync_folder(path: Path) -> None:
 
 
 REPLACED_PREFIX = ".replaced-"
-"""Before the tag of a checkpoint whose successor is being put in its place."""
+"""Prefix of the tag of a checkpoint whose successor is being put in its place."""
 
 RESERVED_KEYS = frozenset(
     (

@@ -28,7 +28,7 @@ from ds_hydra.engine.checkpointing.files import read_tensors
 from ds_hydra.errors import CheckpointError
 
 SubGroups = Sequence[Mapping[str, Sequence[int]]]
-"""For every sub-group, shapes by parameter name, in the order of the flat tensors."""
+"""Shapes by parameter name, in the order of the flat tensors, for every sub-group."""
 
 _FP32, _OPTIMIZER, _STATE = "fp32_flat_groups", "optimizer_state_dict", "state"
 

@@ -52,7 +52,7 @@ from ds_hydra.strategy.cost_models.analytic import Hardware
 from ds_hydra.strategy.schemes.placement import groups_of
 
 _COMPILE_S = 900.0
-"""Far more than the planner takes to compile on cores that do other things too."""
+"""Seconds, far more than the planner takes to compile on cores that do other things too."""
 _LEAST_STRESS_S, _STRESS_SHARE = 2.0, 0.5
 """Iterations that look for hangs take this share of the time that is left."""
 _Result = TypeVar("_Result")
@@ -72,7 +72,7 @@ class Request:
 
 @contextlib.contextmanager
 def _errors_alone() -> Iterator[None]:
-    """While open, ds_hydra logs errors alone."""
+    """Let ds_hydra log errors alone inside."""
     logger = logging.getLogger("ds_hydra")
     before = logger.level
     logger.setLevel(logging.ERROR)

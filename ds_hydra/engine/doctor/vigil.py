@@ -1,4 +1,5 @@
-"""Who keeps the others waiting: every rank tells where it is, and rank 0 judges what does not end.
+"""Watch for ranks that keep the others waiting: every rank tells where it is, and rank 0 judges
+what does not end.
 
 Through the store that the ranks met in, in a thread of its own: it speaks while the rank is stuck
 in a collective, whatever the backend.
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 _BEAT_S = 0.5
 _SILENCE_S = 6.0
-"""Without a sign of life for so long a rank counts as gone."""
+"""Seconds without a sign of life after which a rank counts as gone."""
 _FAREWELL_S = 10.0
 """Seconds that other ranks wait for the report of rank 0."""
 _PACKAGE = "ds_hydra"
@@ -96,7 +97,7 @@ class Vigil:
 
     @contextlib.contextmanager
     def step(self, text: str) -> Iterator[None]:
-        """While open, this rank does what `text` says, which ends within the limit."""
+        """Take the step `text` inside, which ends within the limit."""
         self._step, self._text, self._since = self._step + 1, text, time.monotonic()
         yield
 

@@ -47,8 +47,8 @@ the group.
 
 @contextlib.contextmanager
 def with_resting_adapters(model: nn.Module) -> Iterator[None]:
-    """While open, weights of adapters of a `PeftModel` that are not trained, as of one that is not
-    active, count as trained: their files would get the active one's weights.
+    """Count weights of adapters of a `PeftModel` that are not trained, as of one that is not
+    active, as trained inside: their files would get the active one's weights.
     """
     adapters = getattr(model, "peft_config", {}).keys()
     resting = [
@@ -66,7 +66,7 @@ def with_resting_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def _adapter_of(name: str) -> str:
-    """Whose parameter it is, by its name; "" of the model's own."""
+    """Name of the adapter that has the parameter; "" of the model's own."""
     found = re.search(r"\.(?:lora_\w+|modules_to_save)\.(\w+)", name)
     return found[1] if found else ""
 
@@ -111,7 +111,9 @@ def use_saved_modules(copied: nn.Module) -> None:
 
 
 def find_saved_in_use(module: nn.Module) -> str | None:
-    """Whose copy of a module in `modules_to_save` runs, "" for none; None for any other module."""
+    """Name of the adapter whose copy of a module in `modules_to_save` runs, "" for none; None for
+    any other module.
+    """
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(module, peft.utils.other.ModulesToSaveWrapper):
         return None

@@ -384,7 +384,9 @@ def kernel_for(
 
 @torch.compiler.disable
 def _choose_late(key: tuple[int, int, torch.dtype, bool]) -> KernelUse | None:
-    """For heads that the model's config did not tell of, which come too late for a trial."""
+    """Choose a kernel for heads that the model's config did not tell of, which come too late for a
+    trial.
+    """
     demand = Demand(*key)
     is_ordered = torch.are_deterministic_algorithms_enabled()
     device = torch.device("cuda") if torch.cuda.is_available() else None

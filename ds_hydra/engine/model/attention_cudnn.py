@@ -165,7 +165,7 @@ def _blocks(segment: LongSegment) -> list[_Block]:
 
 
 def _step(num_tokens: int, steps: int) -> int:
-    """Between neighbouring lengths of a grid."""
+    """Distance between neighbouring lengths of a grid."""
     power = 1 << max(0, num_tokens.bit_length() - 1)
     return max(_GRID_TOKENS, power // steps)
 

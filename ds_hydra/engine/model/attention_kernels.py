@@ -153,7 +153,9 @@ class Kernel:
     pads_values: bool = True
     """Whether values have to be as wide as queries."""
     most_ordered_width: int = 256
-    """Up to which its backward can add in one order (`hydra.deterministic`); 0: it never does."""
+    """Largest width at which its backward can add in one order (`hydra.deterministic`); 0: it never
+    does.
+    """
     copies_when_ordered: bool = False
     """Whether it then keeps a copy of the gradient of queries, in fp32, for each group of
     multiprocessors: ceil(multiprocessors / heads) of them. Others take turns instead.
@@ -558,7 +560,7 @@ _LOADERS: dict[str, Callable[[], Kernel]] = {
 KERNELS = tuple(_LOADERS)
 """The fastest first, as far as is known; each runs where its generation of devices is."""
 PER_SEQUENCE = "per_sequence"
-"""No kernel: one call of torch's attention for each sequence."""
+"""Name for no kernel: one call of torch's attention for each sequence."""
 
 _loaded: dict[str, Kernel | str] = {}
 """Kernels by name, or why one is missing."""

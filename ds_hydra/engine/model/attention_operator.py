@@ -169,7 +169,7 @@ def _ends(cu_seqlens: Tensor, cu_keys: Tensor, on_host: Tensor, sinks_H: Tensor 
 
 
 def _scoring(ends: Ends, scale: float, window: int, softcap: float) -> Scoring:
-    """Without a window that hides nothing: kernels are faster without one."""
+    """Scoring for a kernel, without a window that hides nothing: kernels are faster without one."""
     return Scoring(scale, window if 0 < window < ends.longest_keys else None, softcap or None)
 
 

@@ -165,7 +165,7 @@ def is_computed_again() -> bool:
 
 @contextmanager
 def running(micro_batch: PackedMicroBatch, *, again: bool = False) -> Iterator[None]:
-    """While open, `micro_batch` is the current one; `again` where backward computes it again."""
+    """Make `micro_batch` the current one inside; `again` where backward computes it again."""
     _running.append((micro_batch, again, None if micro_batch.is_cut else micro_batch.boundaries))
     try:
         yield

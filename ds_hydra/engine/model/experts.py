@@ -401,7 +401,7 @@ class ExpertParallel:
         self._first_neighbour = place // size * size
 
     def leave(self) -> None:
-        """Have all experts of a layer again."""
+        """Restore all experts of a layer."""
         self.enter(None, 1, 0, 1)
 
     @torch.compiler.disable

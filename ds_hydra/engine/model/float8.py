@@ -96,7 +96,7 @@ class Float8Layers:
         return bool(self._specs)
 
     def describe(self) -> str:
-        """For the engine's first lines."""
+        """Text for the engine's first lines."""
         how = "as torchao converted them" if self.request == "converted" else self.request
         whole = f"; {self._num_whole} weights of experts stay in 16 bit" if self._num_whole else ""
         return f"float8: {len(self._specs)} linear layers, {how}{whole}"

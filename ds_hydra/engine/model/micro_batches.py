@@ -35,11 +35,11 @@ class Task:
 
     load: LoadExample
     objective: Objective | None
-    """None for the mean cross entropy."""
+    """Objective of the passes; None for the mean cross entropy."""
     loss_scale: float | None
     """Scale of the gradients; None where there is no backward."""
     noise_seed: int | None
-    """None for passes without dropout and NEFTune."""
+    """Seed of dropout and NEFTune; None for passes without them."""
 
     @property
     def is_training(self) -> bool:

@@ -442,7 +442,7 @@ def _name_of(function: Any) -> str:
 _modules_of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _told_of_empty: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _are_shards_saved = False
-"""Beside the dictionary of empty weights that is asked for."""
+"""Whether shards are saved beside the dictionary of empty weights that is asked for."""
 
 
 def hold(model: nn.Module) -> None:
@@ -458,7 +458,7 @@ def hold(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def saving_shards() -> Iterator[None]:
-    """While open, no state dictionary of empty weights is announced."""
+    """Announce no state dictionary of empty weights inside."""
     global _are_shards_saved
     _are_shards_saved = True
     try:

@@ -172,7 +172,7 @@ def _try(kind: type[nn.Module], config: Any) -> ModelAbilities:
 
 _DENSE = (sdpa_attention_forward, flash_attention_forward, flex_attention_forward)
 _LIBRARIES = ("torch", "transformers", "accelerate", "liger_kernel")
-"""Whose functions are as the model's own, or wrap them."""
+"""Packages whose functions are as the model's own, or wrap them."""
 
 
 def _package_of(what: Any) -> str:

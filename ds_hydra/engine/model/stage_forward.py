@@ -112,7 +112,7 @@ class AfterHead:
     """Use that a model makes of its head's output and of labels."""
 
     transform: LogitTransform | None = None
-    """None where it is none that is known."""
+    """Transform of the head's output; None where it is none that is known."""
     splits_by_column: bool = True
     """Whether each column of the vocabulary is a matter of its own; True where it is not known."""
     loss_problem: str = ""
@@ -228,7 +228,7 @@ class StageForward:
 
     @contextlib.contextmanager
     def _outer_bound_to(self, value: float, device: torch.device) -> Iterator[None]:
-        """While open, parameters outside the layers have `value` everywhere."""
+        """Fill parameters outside the layers with `value` inside."""
         bind_constant(value, self._outer_bindings, self._params, device)
         try:
             yield
@@ -237,7 +237,7 @@ class StageForward:
 
     @contextlib.contextmanager
     def _without_layers(self) -> Iterator[None]:
-        """While open, placeholders stand for all layers, and none of them ends the forward."""
+        """Replace all layers by placeholders inside, none of which ends the forward."""
         self.show_layers(range(0))
         self._placeholders[0].ends = False
         try:
@@ -312,7 +312,7 @@ class StageForward:
 
     @contextlib.contextmanager
     def _with_other_buffers(self) -> Iterator[None]:
-        """While open, buffers outside the layers have other numbers."""
+        """Give buffers outside the layers other numbers inside."""
         inside = self.inside_layers  # which placeholders stand for
         held = [
             (module, key, buffer)

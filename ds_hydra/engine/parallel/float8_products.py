@@ -139,7 +139,7 @@ class _Operand(NamedTuple):
 
     tensor: Tensor
     features: str
-    """Its two dimensions: T, I or O each."""
+    """Names of its two dimensions: T, I or O each."""
     role: GemmInputRole
     cast: CastConfig
 

@@ -283,7 +283,7 @@ def trace_linear(
 
 
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, _Linear).apply
-"""Without what `apply` of torch looks after in each call for functorch, which is not used here."""
+"""`apply` of torch without its work for functorch in each call, which is not used here."""
 
 
 def apply_linear(

@@ -534,7 +534,7 @@ def _checkpointed() -> Iterator[None]:
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For `torch.utils.checkpoint`: what a checkpointed layer gathers is gone after its forward
-    anyway, and there again when it has run again.
+    """Contexts for `torch.utils.checkpoint`: the gathered keys of a checkpointed layer are gone
+    after its forward anyway, and there again when it has run again.
     """
     return _checkpointed(), _checkpointed()

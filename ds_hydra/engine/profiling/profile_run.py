@@ -319,7 +319,7 @@ def _identity(
 
 
 _MESSAGE_BYTES = 25 << 20
-"""At most this much in one all-reduce, as in the buckets of torch's DDP."""
+"""Most bytes in one all-reduce, as in the buckets of torch's DDP."""
 _MAX_MESSAGES = 4096
 _LEAST_SHARE = 0.2
 """Least duration of the shorter one as a share of the longer one. Below it the slowdown is a small
@@ -555,8 +555,8 @@ def _token_bytes(
     known: profile_document.Measurements,
     dtype: torch.dtype,
 ) -> _TokenBytes:
-    """By peak memory; without a device's, a layer is traced under fake tensors and the ends are
-    counted.
+    """Measure the bytes of a token by peak memory. Without a device's, a layer is traced under fake
+    tensors and the ends are counted.
     """
     length = min(config.context_length, 512)
     few, many = min(propagators), max(propagators)

@@ -67,7 +67,8 @@ _FEWEST_PACKED = 8
 """Sequences in a packed micro-batch that is timed."""
 
 _AGREEMENT = 0.1
-"""By how much of the shortest run the median may be above it. The level of T is that of rehearsals.
+"""Share of the shortest run by which the median may be above it. The level of T is that of
+rehearsals.
 """
 
 _Subject = TypeVar("_Subject")

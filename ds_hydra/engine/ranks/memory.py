@@ -160,8 +160,8 @@ def outside_bytes() -> int:
 
 @contextlib.contextmanager
 def naming_memory_limit(limit_bytes: int | None) -> Iterator[None]:
-    """While open, a device without memory raises HydraConfigError with a value below `limit_bytes`,
-    or below what torch could have of the device; the watchdog tells the other ranks.
+    """Raise HydraConfigError for a device without memory inside, with a value below `limit_bytes`,
+    or below what torch could have of the device. The watchdog tells the other ranks.
     """
     try:
         yield

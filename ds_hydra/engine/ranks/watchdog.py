@@ -1,4 +1,4 @@
-"""Who is still there: a rank that ends, fails or falls silent is named to all others, which then
+"""Watchdog of the ranks: one that ends, fails or falls silent is named to all others, which then
 stop.
 
 [Note: Watchdog]
@@ -116,7 +116,7 @@ class Watchdog:
         self._wait: tuple[int, int] | None = None
         self._wait_began = 0.0
         self.call: tuple[str, float] | None = None
-        """To which this rank waits for the others to come, and since when."""
+        """Call for which this rank waits for the others, and since when."""
         self._changed = threading.Condition()
         self._peers: dict[int, Peer] = {}
         self._is_leaving = False
@@ -425,7 +425,7 @@ class Watchdog:
 CALL_BYTES = 160
 """Bytes of the text by which ranks compare their calls."""
 _PATIENCE_S = 30.0
-"""Until a rank says for which call it waits."""
+"""Seconds until a rank says for which call it waits."""
 
 _watchdog: Watchdog | None = None
 _num_engines = 0

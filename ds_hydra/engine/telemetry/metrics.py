@@ -238,7 +238,7 @@ class RunLog:
             file.write(json.dumps(document) + "\n")
 
     def _begin(self, iteration: int) -> None:
-        """Before the first `iteration` of this process: make room where it continues nothing."""
+        """Make room before the first `iteration` of this process, where it continues nothing."""
         if self._earlier is None:
             return
         earlier, self._earlier = self._earlier, None

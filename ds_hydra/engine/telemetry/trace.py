@@ -1,4 +1,4 @@
-"""When each stage did what in one iteration: recorded at the cost of a clock reading, gathered on
+"""Trace of the stages in one iteration: recorded at the cost of a clock reading, gathered on
 request.
 """
 

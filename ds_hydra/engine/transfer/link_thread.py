@@ -40,9 +40,7 @@ class DeviceClock:
         self._beside: Any = None
 
     def beside(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, the current stream is one beside computation, the same each time; on the CPU
-        there is none.
-        """
+        """Use a stream beside computation inside, the same each time; on the CPU there is none."""
         if not self.has_streams:
             return contextlib.nullcontext()
         if self._beside is None:

@@ -60,7 +60,7 @@ from ds_hydra.strategy.profiles.memory_model import GATHER_WINDOW
 AT_ONCE = -1
 """The event before all others."""
 NEVER = -1
-"""No use of the window needs the transfer."""
+"""Use of a transfer that no use of the window needs."""
 
 
 class Kind(str, Enum):

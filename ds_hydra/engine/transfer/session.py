@@ -329,7 +329,7 @@ class TransferSession:
             self._wait_for(self._num_at_once - 1)
 
     def await_posts(self) -> None:
-        """On an accelerator, post all that is brought without waiting for an event: [Note: A
+        """Post on an accelerator all that is brought without waiting for an event: [Note: A
         kernel's first use].
         """
         if self._is_beside and self._next < self._num_at_once:
@@ -452,7 +452,7 @@ class TransferSession:
             raise
 
     def _post_ahead_of(self, number: int) -> None:
-        """On an accelerator, post the next rounds of a pull where computation comes to `number`."""
+        """Post on an accelerator the next rounds of a pull where computation comes to `number`."""
         if self._is_beside and self._next < min(self._num_at_once, number + _AHEAD - 1):
             self._catch_up(min(self._num_at_once, number + 1 + _AHEAD))
 

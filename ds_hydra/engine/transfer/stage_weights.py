@@ -312,7 +312,7 @@ class StageWeights:
                 self._report(index)
 
     def begin_again(self) -> StageWeights:
-        """These weights as they were at first, for another iteration; the last one is over, and its
+        """Reset these weights for another iteration and return them. The last one is over, and its
         pool has served nobody else.
         """
         for hook in self._hooks:  # of the last micro-batch alone

@@ -474,8 +474,8 @@ class _TypeCosts:
         )
 
     def tables(self, types: IntArray, in_flight: int, num_micro_batches: int) -> StageTables:
-        """For layers of `types` [L]; gradient synchronisation spread over the micro-batches, as Eq.
-        9 weighs it.
+        """Tables for layers of `types` [L]; gradient synchronisation spread over the micro-batches,
+        as Eq. 9 weighs it.
         """
         return StageTables(
             time_ms=(self.compute_ms + (self.slowdown_ms + self.tail_ms) / num_micro_batches)[

@@ -85,7 +85,7 @@ class EndProfile:
 
     states_mb: float = 0.0
     activation_mb: float = 0.0
-    """For one sample of a micro-batch."""
+    """MB for one sample of a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class SearchInput:
     all_reduce_ms_per_mb: Mapping[int, Mapping[tuple[int, bool], float]]
     """[PP degree][group size, consecutive devices]; of the volume 2 (n - 1) / n x message."""
     point_to_point_ms_per_mb: Mapping[int, float]
-    """Between neighbouring stages, by PP degree."""
+    """Milliseconds per MB between neighbouring stages, by PP degree."""
     embedding: EndProfile = field(default_factory=EndProfile)
     head: EndProfile = field(default_factory=EndProfile)
     context_mb: float = 0.0
@@ -310,7 +310,7 @@ class LayerStrategy:
 
     @property
     def sdp(self) -> int:
-        """By what sharding divides the model states."""
+        """Degree by which sharding divides the model states."""
         return self._degree(Paradigm.SDP)
 
     @property
@@ -524,7 +524,7 @@ class CostEstimator:
     def _overlapped(
         self, compute: float, communication: float, share: float
     ) -> tuple[float, float]:
-        """Until the computation ends, and what of the communication is left then.
+        """Milliseconds until the computation ends, and of the communication that is left then.
 
         Both begin together; while both run each takes `overlap_slowdown` times as long (§V).
         """

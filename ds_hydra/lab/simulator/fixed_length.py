@@ -40,7 +40,9 @@ def first_fit_decreasing(
 
 
 _FEW_GROUPS = 15
-"""Up to so many insertion is fastest, and what numpy does: equal sums keep their order."""
+"""Number of groups up to which insertion is fastest, and what numpy does: equal sums keep their
+order.
+"""
 
 
 @compiled

@@ -388,8 +388,8 @@ class Settings:
     space: Literal["full", "plain"] = "full"
 
     def sized(self, tokens_per_iteration: int) -> Settings:
-        """With fewer mini-batches where they are large: means over as many tokens are about as
-        good.
+        """Settings with fewer mini-batches where they are large: means over as many tokens are
+        about as good.
 
         >>> [Settings().sized(tokens).iterations for tokens in (200_000, 2_000_000)]
         [100, 10]

@@ -563,7 +563,7 @@ def _present(source: datasets.Dataset | pa.Table, names: Sequence[str]) -> list[
 
 
 def _read_tables(dataset: datasets.Dataset, names: Sequence[str]) -> Iterator[pa.Table]:
-    """These columns, at most about `_TOKENS_PER_READ` tokens of them at once, or one row."""
+    """Read these columns, at most about `_TOKENS_PER_READ` tokens of them at once, or one row."""
     columns = _present(dataset, names)
     rows = dataset.with_format("arrow", columns=columns)
     begin, num_rows = 0, min(_ROWS_PER_READ, 64)

@@ -47,7 +47,7 @@ _BUILDERS = {
     ".csv": "csv",
 }
 _HOLD_DATA_ALONE = (".parquet", ".arrow", ".jsonl")
-"""Beside files that end so, others of a folder are descriptions of them."""
+"""Endings of files beside which others of a folder are descriptions of them."""
 _PACKAGES = {"type zstd not supported": "zstandard", "type lz4 not supported": "lz4"}
 """Missing packages, by the errors that `datasets` raises without them."""
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")

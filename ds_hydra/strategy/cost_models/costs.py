@@ -89,7 +89,9 @@ class Costs:
     def of(
         cls, profile: Profile, num_devices: int, gradient_bytes: float = GRADIENT_BYTES
     ) -> Costs:
-        """On the interconnects that belong to the profile's hardware, where that is described."""
+        """Costs on the interconnects that belong to the profile's hardware, where that is
+        described.
+        """
         return cls(profile, try_cluster(profile, num_devices, gradient_bytes))
 
     @cached_property

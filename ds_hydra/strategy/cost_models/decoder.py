@@ -79,7 +79,7 @@ _ONE_SHARED = {"hunyuan_v1_moe", "llama4_text"}
 """Families with one expert of all tokens beside the others, which their class does not name."""
 
 _MOST_LAYERS = 1 << 14
-"""Far above any model: a value is made for each layer."""
+"""Number far above any model's layers: a value is made for each."""
 
 _WHOLE, _WINDOWED, _LINEAR, _BOTH = (
     "full_attention",

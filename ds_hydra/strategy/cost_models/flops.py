@@ -114,7 +114,7 @@ def expert_parallel_schemes(shape: ModelShape, heads: int, num_devices: int) -> 
 
 
 TRAINED_FLOP, FROZEN_FLOP = 6.0, 4.0
-"""For each token and parameter: forward, gradient of the input, gradient of the parameter."""
+"""FLOP for each token and parameter: forward, gradient of the input, gradient of the parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

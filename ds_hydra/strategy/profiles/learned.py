@@ -290,7 +290,7 @@ class LearnedTimes:
         self._bound()
 
     def _bound(self) -> None:
-        """No factor is less certain than before anything was seen."""
+        """Bound the uncertainty of each factor by that before anything was seen."""
         scale_F = np.minimum(1.0, self._prior_F() / np.sqrt(np.diag(self.cov_FF)))
         # Rows and columns alike: what is left is still a covariance.
         self.cov_FF = self.cov_FF * np.outer(scale_F, scale_F)

@@ -15,12 +15,12 @@ _LARGEST_COUNT, _LARGEST_BYTES = 1 << 32, 1 << 63
 """Beyond these a profile is damaged, and arithmetic on it would overflow."""
 
 OPTIMIZER_BYTES = 4 + 8 + 4
-"""Per parameter at its owner: fp32 master, two Adam moments, gradient. DeepSpeed's step takes 4
-more for one sub-group at a time, when activations are gone.
+"""Bytes per parameter at its owner: fp32 master, two Adam moments, gradient. DeepSpeed's step takes
+4 more for one sub-group at a time, when activations are gone.
 """
 
 GRADIENT_BYTES = 4
-"""Per element of a pulled slice, and of a ZeRO-3 shard: its fp32 gradient."""
+"""Bytes per element of a pulled slice, and of a ZeRO-3 shard: its fp32 gradient."""
 GATHER_WINDOW = 2
 """Gathered layers that are with a rank at any time: the one that runs and the next one."""
 
@@ -278,13 +278,13 @@ class MemoryModel:
         return self._layer_bytes_per_token(scheme) + self._gathered_bytes(scheme) + hidden + logits
 
     def _chunk_bytes(self, scheme: Scheme) -> float:
-        """Per token of a micro-batch that is one chunk."""
+        """Bytes per token of a micro-batch that is one chunk."""
         if not self.logit_chunk_bytes:
             return 0.0
         return self.vocab_size / scheme.ranks_per_stage * (self.input_bytes or _ELEMENT_BYTES)
 
     def _logit_bytes(self, scheme: Scheme, element: float) -> float:
-        """Per token of a micro-batch, where its logits are there all at once."""
+        """Bytes per token of a micro-batch whose logits are there all at once."""
         if self.logit_chunk_bytes:
             return 0.0
         return self.vocab_size / scheme.ranks_per_stage * 2 * element
@@ -326,12 +326,12 @@ class MemoryModel:
         return self.hidden_size * share * self.activation_bytes[scheme.tp]
 
     def _in_one_layer_bytes(self, scheme: Scheme) -> float:
-        """Per token of a micro-batch, what the layer that runs takes besides."""
+        """Bytes per token of a micro-batch that the layer that runs takes besides."""
         share = ordered_share(scheme, self.ordered_multiprocessors, self.num_heads)
         return self._gathered_bytes(scheme) + self.hidden_size * share
 
     def _gathered_bytes(self, scheme: Scheme) -> float:
-        """Per token of a micro-batch: keys and values of all rows, in the layer that runs."""
+        """Bytes per token of a micro-batch: keys and values of all rows, in the layer that runs."""
         if scheme.cp == 1:
             return 0.0
         numbers = 2 * self.key_value_share * self.hidden_size / (scheme.sp * scheme.tp)

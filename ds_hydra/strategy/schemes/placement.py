@@ -213,7 +213,7 @@ class Role:
 
     @property
     def sp_rank(self) -> int:
-        """Its place in the SP group."""
+        """Place of the rank in the SP group."""
         return self.shard % self.scheme.sp
 
     @property
@@ -253,7 +253,7 @@ class Role:
 
     @property
     def ep_place(self) -> int:
-        """Its place in the group that shares experts."""
+        """Place of the rank in the group that shares experts."""
         return self.sp_rank * self.scheme.tp + self.tp_rank
 
     @property
