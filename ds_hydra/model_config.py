@@ -50,7 +50,8 @@ def load_config(name: str) -> PretrainedConfig:
 
 
 def read_config(name: str) -> tuple[dict[str, Any], list[str]]:
-    """Fields of the language model that `name` stands for, and what is assumed, one sentence each.
+    """Fields of the language model that `name` stands for, and the assumptions, one sentence
+    each.
 
     Without transformers, and of a type that it does not have, those that are written in
     config.json; a shipped preset has all of them.

@@ -117,7 +117,9 @@ def lengths(
 
 
 def _load_tokenizer(name: str | None) -> Tokenize | None:
-    """A `tokenizer.json` without transformers, else what `AutoTokenizer` finds."""
+    """Load a `tokenizer.json` without transformers, else the tokenizer that `AutoTokenizer`
+    finds.
+    """
     if name is None:
         return None
     from ds_hydra.sampler.data.length_stats import is_hub_name

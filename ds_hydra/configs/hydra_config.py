@@ -536,7 +536,7 @@ _REMOVED = {
 """Removed keys, whatever their section, and advice for each."""
 
 _RENAMED: Mapping[Location, Mapping[str, str]] = {("planner", "space"): {"wide": "full"}}
-"""Values of earlier versions, by key, and what they are called now."""
+"""New names of values of earlier versions, by key."""
 
 AUTO_REFUSED = (
     'is "auto", which the Trainer fills in for DeepSpeed\'s keys only; leave the key out to get its default, '

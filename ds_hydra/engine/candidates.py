@@ -1,5 +1,5 @@
-"""The candidate strategies of an engine, and what is known of them: the profile, given or measured,
-and what measured iterations say of it.
+"""Candidate strategies of an engine, and the profile that knows them: given or measured, and
+corrected by measured iterations.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ class EngineCandidates:
     def learn(
         self, metrics: IterationMetrics, plan: IterationPlan, spreads: Sequence[Sequence[float]]
     ) -> None:
-        """Take in the time of each pipeline and what each rank tells of the `spreads` of single
-        micro-batches, equal on all ranks; warns on rank 0 of drift. Not collective.
+        """Take in the time of each pipeline, and each rank's `spreads` of single micro-batches,
+        equal on all ranks. Warns on rank 0 of drift. Not collective.
         """
         if (tracker := self.find_tracker()) is None:
             return
@@ -368,14 +368,14 @@ class EngineCandidates:
 
     @property
     def _are_nodes(self) -> bool:
-        """Whether ranks relay what comes from other nodes."""
+        """Whether ranks relay data from other nodes."""
         return self.propagator.links.ranks_per_node is not None
 
     def _costs(self, profile: Profile) -> Costs:
         return Costs(profile, self._cluster(profile))
 
     def _decide(self, histogram: LengthHistogram | None) -> Candidates:
-        """The candidates with what is known; not collective."""
+        """The candidates with their profile; not collective."""
         candidates = decide_candidates(self.profile, histogram, self._settings())
         if self.is_first_rank and candidates.assumed:
             named = [str(scheme) for scheme in candidates.assumed[:_MOST_NAMED]]
@@ -416,9 +416,7 @@ class EngineCandidates:
         )
 
     def _use_proposed(self, strategies: tuple[Strategy, ...], reasons: Sequence[str]) -> None:
-        """Plan with proposed candidates from now on, and give the profile what it has to know of
-        their schemes.
-        """
+        """Plan with proposed candidates from now on, and add their schemes to the profile."""
         assert self.profile is not None
         if self._tracker is not None:
             self._tracked, self._tracker = self._tracker.state_dict(), None
@@ -436,7 +434,7 @@ class EngineCandidates:
 
     def write_profile(self) -> None:
         """Keep the profile in the run folder, on the rank that has one: as given or measured, and
-        with what follows from it for the candidates, marked as derived or estimated.
+        with entries for the candidates that follow from it, marked as derived or estimated.
         """
         if self.log is None:
             return

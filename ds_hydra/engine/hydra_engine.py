@@ -84,8 +84,8 @@ warnings.filterwarnings(
 logger = logging.getLogger(__name__)
 
 _SETTLED_AFTER, _SPARES_EVERY = 5, 100
-"""Iterations after which what lives mostly stays: kernels, plans and profiles of the start are
-there; and after how many more another engine may have shown the collector everything.
+"""Iterations after which the garbage collector is frozen, when start-up objects (kernels, plans,
+profiles) exist; and after which it is frozen again, as another engine may have unfrozen it.
 """
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -605,7 +605,7 @@ class HydraEngine(CheckpointingEngine):
             self._stop_if(bool(gather_rows(asked).any()))
 
     def leave_sigterm(self) -> None:
-        """Give SIGTERM back to what it did before this engine watched it. Not collective."""
+        """Restore the handler of SIGTERM from before this engine watched it. Not collective."""
         SIGTERM.leave(self.hydra)
 
     def _stop_if(self, is_asked: bool) -> None:
@@ -677,7 +677,9 @@ class HydraEngine(CheckpointingEngine):
                 )
 
     def _complete_optimizer(self, stage_model: StageModel) -> None:
-        """Check that it steps what gets gradients; give it what schedules of transformers read."""
+        """Check that the optimizer steps all trained parameters; give it the fields that schedules
+        of transformers read.
+        """
         if not hasattr(self.optimizer, "fp16_groups"):
             return  # evaluation alone needs none
         stepped = {id(param) for group in self.optimizer.fp16_groups for param in group}

@@ -1,4 +1,4 @@
-"""One iteration: the plan that ranks agree on, what it minimises, and what they measured."""
+"""One iteration: the plan that ranks agree on, its objective, and its measurements."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Outcomes:
         return sum(o.balance_loss for o in self.ranks)
 
     def loss(self, plan: IterationPlan, objective: Objective | None = None) -> float:
-        """Mean over the label tokens of `plan`, or what `objective` divides by, and the loss of
+        """Mean over the label tokens of `plan`, or over the divisor of `objective`, and the loss of
         balance. Raises HydraDataError, on all ranks, where the loss of `objective` is not finite.
         """
         if objective is None:
@@ -108,9 +108,7 @@ def score(
 def observe(
     iteration: Iteration, device: torch.device, *, wanted: bool
 ) -> tuple[Objective | None, TokenScoreRecorder | None]:
-    """The objective of `iteration`, and where `wanted` what keeps the scores of its tokens that
-    count meanwhile.
-    """
+    """The objective of `iteration`, and where `wanted` the recorder of the scores of its tokens."""
     objective, lengths = iteration.objective, iteration.plan.lengths
     if not wanted or objective is None:
         return objective, None

@@ -357,7 +357,7 @@ class _MiniBatch(list[dict[str, Any]]):
         self.data, self.after = data, after
 
     def keys(self) -> NoReturn:
-        """Refuse what loops of one's own begin with: `engine(**batch)`, `batch.items()`."""
+        """Refuse the beginnings of a loop of one's own: `engine(**batch)`, `batch.items()`."""
         refuse_by_hand("a mini-batch, a list of examples, was taken for columns of engine(**batch)")
 
     items = keys
@@ -368,7 +368,7 @@ class _MiniBatch(list[dict[str, Any]]):
 
 
 def _is_plain(loss: Loss) -> bool:
-    """Whether `loss` is what the engine computes without one."""
+    """Whether `loss` is the engine's own without one."""
     return isinstance(loss, CrossEntropy) and loss.is_plain
 
 
@@ -434,8 +434,8 @@ Rows = dict[int, Example]
 
 
 class Ahead:
-    """One iteration ahead of a feed: `begin` says what this iteration is, `go_on` has a thread
-    fetch the rows of the next one, where its plan was told.
+    """Prefetch of rows, one iteration ahead of a feed: `begin` returns this iteration's plan,
+    `go_on` has a thread fetch the rows of the next one, where its plan was told.
     """
 
     def __init__(self, device: torch.device):
@@ -460,8 +460,8 @@ class Ahead:
         return planned, None if held is None else held.rows
 
     def go_on(self, fetch: Callable[[IterationPlan], Rows]) -> None:
-        """Fetch what comes next, beside this iteration: `fetch` gives a plan's rows that this rank
-        needs. Not collective.
+        """Prefetch the next iteration's rows beside this iteration: `fetch` gives a plan's rows
+        that this rank needs. Not collective.
         """
         if self._told is not None:
             iteration, document = self._told

@@ -159,7 +159,7 @@ class _Row(NamedTuple):
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> _Row:
-        """Return what `to_row` has made a row of."""
+        """Read a row of `to_row`."""
         told = _NUM_FLAGS + len(_MEASURED)
         phases = told + len(NOTHING_TOLD)
         measured = dict(zip(_MEASURED, row[_NUM_FLAGS:told], strict=True))
@@ -231,10 +231,10 @@ class HydraRuntime:
         plan: IterationPlan | None = None,
         groups: Sequence[Mapping[str, Any]] = (),
     ) -> Outcomes:
-        """Outcomes of all ranks, in rank order, on every rank, with what any of them has to say;
-        `norms` of this rank's gradients where it trains, with the `plan` whose times are learned
-        from and the `groups` of its optimizer. Raises, on all ranks, what a given loss has done
-        wrong on one of them, and PlanMismatchError where numbers of groups differ.
+        """Gather the outcomes of all ranks, in rank order, on every rank. `norms` are those of this
+        rank's gradients where it trains, with the `plan` whose times are learned from and the
+        `groups` of its optimizer. Raises, on all ranks, the error of a given loss on one of them,
+        and PlanMismatchError where numbers of groups differ.
         """
         tracker = None if plan is None else self.candidates.find_tracker()
         told: Sequence[float] = NOTHING_TOLD

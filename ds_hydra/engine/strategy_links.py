@@ -48,7 +48,7 @@ class StrategyLink:
     """The pull without frozen parameters; the same object as `pull` where none is frozen."""
     push: LinkPlan
     pull_again: LinkPlan | None = None
-    """The pull of what has been pulled before, where weights stay on the nodes."""
+    """The pull of weights that were pulled before, where they stay on the nodes."""
 
 
 _SessionParts = tuple[TransferSchedule, LinkCarrier, StageWeights]
@@ -78,7 +78,7 @@ class StrategyLinks:
             warn_of_placement(hosts.of_rank)
         self.devices_per_node = devices_per_node(config, hosts.of_rank)
         self.ranks_per_node = find_ranks_per_node(config, hosts.of_rank)
-        """Ranks of a node; None where no rank relays what comes from other nodes."""
+        """Ranks of a node; None where no rank relays data from other nodes."""
         purposes = ["pull", "push"] + (["pull_node", "push_node"] if self.ranks_per_node else [])
         groups.create([(purpose, everyone) for purpose in purposes])
         # A group each: one rank may push while another has not ended its pull.

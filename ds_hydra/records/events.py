@@ -156,7 +156,7 @@ class Simulation:
 
     @property
     def propagation_ms(self) -> float:
-        """The slowest of `pipeline_ms` of each phase: what the planner makes short."""
+        """Sum of the slowest of `pipeline_ms` of each phase, which the planner minimises."""
         times = iter(self.pipeline_ms)
         phases = self.strategy.in_turn
         return sum(max(islice(times, len(phase.schemes)), default=0.0) for phase in phases)

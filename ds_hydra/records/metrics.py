@@ -34,8 +34,8 @@ class PipelineMetrics:
     measured_ms: float
     """Milliseconds of its slowest rank."""
     profiled_ms: float = nan
-    """Predicted by the profile alone, without what measured times say of it; NaN where it has not
-    the scheme, or a run does not say.
+    """Predicted milliseconds by the profile alone, without corrections; NaN where it has not the
+    scheme, or a run does not say.
     """
 
     @property
@@ -143,8 +143,8 @@ class IterationMetrics:
     trials_share: float = nan
     """Part of the run's time that trials have cost so far."""
     learned: Mapping[str, float] = field(default_factory=dict)
-    """Factors between measured times and the profile's, known before this iteration, by what they
-    are due to: `machine`, `scheme <2,1>`, `strategy 2x<2,1>`, and `beside` for each doubling of the
+    """Factors between measured times and the profile's, known before this iteration, by their
+    cause: `machine`, `scheme <2,1>`, `strategy 2x<2,1>`, and `beside` for each doubling of the
     pipelines.
     """
     micro_batch_spread: float = nan
@@ -179,7 +179,7 @@ class IterationMetrics:
         return _parse_strategy(self.strategy)
 
     def to_json(self) -> dict[str, Any]:
-        """The metrics as a JSON object; what is not a number is null there."""
+        """The metrics as a JSON object; NaN and infinity are null there."""
         return {
             "schema": METRICS_SCHEMA,
             **_write_fields(self),

@@ -120,7 +120,7 @@ class Timeline:
         )
 
     def follows(self, plan: IterationPlan) -> bool:
-        """Whether this can be what came of `plan`: the same pipelines and micro-batches."""
+        """Whether this can be the timeline of `plan`: the same pipelines and micro-batches."""
         micro_batches = [(track.scheme, track.num_micro_batches) for track in self.pipelines]
         return micro_batches == [(p.scheme, len(p.micro_batches)) for p in plan.pipelines]
 
@@ -180,8 +180,8 @@ class Timeline:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, source: str = "timeline") -> Timeline:
-        """The timeline in a document written by `to_json`; raises HydraConfigError naming what is
-        wrong.
+        """The timeline in a document written by `to_json`; raises HydraConfigError naming the
+        error.
         """
         with reading(document, TIMELINE_SCHEMA, source):
             return cls(

@@ -155,7 +155,7 @@ _PARTS = {
 
 
 def draw_shares(runs: Sequence[Run]) -> list[Markup]:
-    """One bar: what the ranks did, on average, in all iterations together."""
+    """One bar: work of the ranks, on average, in all iterations together."""
     panels = []
     for run in runs:
         shares = divide_time(run.records)
@@ -260,7 +260,7 @@ def _flag(scheme: Scheme, size: int, x: svg.Axis) -> str:
 
 
 def draw_memory(runs: Sequence[Run]) -> list[Markup]:
-    """Peak memory of each rank (bars), what the model expects of it (ticks), and the limit."""
+    """Peak memory of each rank (bars), its expected peak by the model (ticks), and the limit."""
     on_cpu = [run.facts.device == "cpu" for run in runs]
     memories = [
         [replace(m, model_bytes=None) for m in rank_memory(run)] if cpu else rank_memory(run)
@@ -530,7 +530,9 @@ def scheme_errors(records: Sequence[IterationMetrics]) -> list[SchemeError]:
 
 
 def draw_learned(runs: Sequence[Run]) -> list[Markup]:
-    """Factors over iterations, with what trials cost, for each run; nothing where none learned."""
+    """Factors over iterations, with the cost of trials, for each run; nothing where none
+    learned.
+    """
     names = _names(runs)
     if not names:
         return []

@@ -1,5 +1,5 @@
-"""Everything that a run left in its folder: metrics, plans, traces, profile; what is missing there,
-and the timelines that its plans and profile promised.
+"""Contents of a run's folder: metrics, plans, traces, profile; the missing parts, and the timelines
+that its plans and profile promised.
 """
 
 from __future__ import annotations

@@ -227,8 +227,8 @@ _MISPREDICTED = 0.10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeShares:
-    """One iteration, or a sum of them, cut into what ranks did on average; milliseconds, all 0 or
-    more.
+    """One iteration, or a sum of them, cut into the work of ranks on average; milliseconds, all 0
+    or more.
 
     `pull` and `push` are what computation waited for; what it hid is in `compute`.
 
@@ -269,7 +269,7 @@ class Cause:
 
 
 _FEWEST = 3
-"""Iterations of which a median says what is usual: of two each would be as far from it."""
+"""Least number of iterations for a median: of two each would be as far from it."""
 
 
 @dataclass(frozen=True, slots=True)

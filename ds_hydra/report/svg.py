@@ -95,7 +95,7 @@ def _round_step(raw: float, factors: Sequence[float]) -> float:
 
 
 def plot(marks: Iterable[str], x: Axis, y: Axis, describe: str, *, height: int = 180) -> Markup:
-    """A framed plot; `describe` is what a screen reader says of it."""
+    """A framed plot; `describe` is its text for screen readers."""
     grid = "".join(
         f'<line class="grid" x1="0" x2="100%" y1="{100 - y.percent(t):g}%" y2="{100 - y.percent(t):g}%"/>'
         for t, _ in y.ticks

@@ -44,8 +44,8 @@ as hung.
 
 
 class _Job(NamedTuple):
-    """A batch, what measured times say of the profile that it is planned with, and what a worker
-    will say of it: nothing where it kept dying.
+    """A batch, the corrections that it is planned with, and the worker's future reply, empty where
+    it kept dying.
     """
 
     batch: GlobalBatch
@@ -59,7 +59,7 @@ class _Job(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedIteration:
-    """A plan, what it cost, and how long the caller was held up for it.
+    """A plan, its cost, and the time that the caller waited for it.
 
     `source`: "worker", "inline" (no workers, or they died of this iteration), or "deadline" (the
     worker was late, so this is the heuristic plan).
@@ -259,7 +259,7 @@ class BackgroundPlanner:
         return {}
 
     def close(self) -> None:
-        """Ends all workers; what was submitted is forgotten. May be called more than once."""
+        """Ends all workers; submitted batches are forgotten. May be called more than once."""
         # A fork inherits what runs at exit, and may not end its parent's workers.
         if self._is_closed or os.getpid() != self._owner:
             return

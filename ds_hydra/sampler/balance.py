@@ -337,7 +337,7 @@ def pack_waves(
 
 def _targets(sequence_ms: FloatArray, num_ranks: int, num_waves: int) -> FloatArray:
     """Time of sequences that each row should get: a wave is as long as the longest sequence that
-    must be in it, or as its share of what the waves before it leave.
+    must be in it, or as its share of the rest after the waves before it.
     """
     left, targets = float(sequence_ms.sum()), np.zeros(num_waves * num_ranks)
     for wave in range(num_waves):
@@ -375,7 +375,7 @@ def _fill_empty(sequence_ms: FloatArray, rows: IntArray, num_ranks: int, num_wav
 def _longest_first(
     rows: IntArray, sequence_ms: FloatArray, num_ranks: int, num_waves: int
 ) -> IntArray:
-    """The longest wave first, so that what memory it takes is there for the others."""
+    """Sort waves by length, the longest first, so that its memory is there for the others."""
     times = np.bincount(rows, weights=sequence_ms, minlength=num_waves * num_ranks)
     number = np.empty(num_waves, dtype=np.int64)
     height = times.reshape(num_waves, num_ranks).max(axis=1)

@@ -169,8 +169,8 @@ class PhasePlan:
         factors: Sequence[float] | None = None,
         link: LinkTimes | None = None,
     ) -> PhasePlan:
-        """Nothing is dispatched yet. Of `members` alone, positions in sorted order; with `factors`
-        and `link` of a phase in place of what is known of the strategy, where these are given.
+        """A plan in which nothing is dispatched yet. It has `members` alone, positions in sorted
+        order. `factors` and `link` of a phase, where given, replace the known ones of the strategy.
         """
         settings, lengths = mini_batch.settings, mini_batch.lengths[members]
         is_phase = factors is not None
@@ -246,7 +246,7 @@ class PhasePlan:
 
     @property
     def waits_for_weights(self) -> bool:
-        """Whether its slowest pipeline waits for what is gathered for it."""
+        """Whether its slowest pipeline waits for gathered weights."""
         traffic_ms = float(self.problem.traffic_ms.max(initial=0.0))
         return 0.0 < traffic_ms >= float(self.pipeline_ms.max())
 
@@ -392,7 +392,7 @@ class PhasePlan:
         )
 
     def _take_back(self, known: PhasePlan) -> None:
-        """Be what `known` is, a copy of this plan from before."""
+        """Take over the state of `known`, a copy of this plan from before."""
         self.assignment, self.micro_batches = known.assignment, known.micro_batches
         self.pipeline_ms, self.iteration_ms = known.pipeline_ms, known.iteration_ms
 
@@ -403,8 +403,8 @@ class PhasePlan:
         return self.finish()
 
     def finish(self) -> PhasePlan:
-        """Puts the packed micro-batches in the order that hides pull and push, and counts what is
-        left of them.
+        """Puts the packed micro-batches in the order that hides pull and push, and counts the
+        visible rest.
         """
         problem, link = self.problem, self.link
         order_micro_batches(problem, self.assignment, self.micro_batches, self.strategy.gathers)

@@ -53,7 +53,7 @@ def plan_iteration(
 def plan_task(
     task: PlanningTask, batch: GlobalBatch, corrections: Corrections = NO_CORRECTIONS
 ) -> IterationPlan:
-    """`plan_iteration` of `batch` with what is the same for all iterations."""
+    """`plan_iteration` of `batch` with the settings of all iterations."""
     return plan_iteration(
         batch,
         strategies=task.strategies,

@@ -222,7 +222,7 @@ def _sort_alike(problem: DispatchProblem, assignment: IntArray) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchesSolution:
-    """Micro-batches found for one V (None: none found), and what was proven about the load of the
+    """Micro-batches found for one V (None: none found), and the proven bound of the load of the
     slowest micro-batch.
     """
 

@@ -252,8 +252,8 @@ class _Choice:
         return times
 
     def grow(self) -> None:
-        """Greedy: add what shortens the mean most, until within the tolerance of all or out of
-        communicators.
+        """Choose greedily: add the strategy that shortens the mean most, until within the tolerance
+        of all or out of communicators.
 
         One strategy at least has been chosen that has a time for every mini-batch.
         """
@@ -293,7 +293,7 @@ def _candidates(
     proposed: Iterable[Strategy],
     progress: TellProgress | None,
 ) -> Iterator[Strategy]:
-    """Strategies of `space` that are worth a rating, beside what is chosen so far."""
+    """Strategies of `space` that are worth a rating, beside those chosen so far."""
     schemes = usable_schemes(bench.world, space)
     if space == "plain":
         single = [scheme for scheme in schemes if scheme.pp == 1]
@@ -311,9 +311,9 @@ def _candidates(
 
 
 class ForPhases(NamedTuple):
-    """Strategies of one gathered scheme each, beside the candidates `chosen`, and what mini-batches
-    take with all of them. See [Note: Phases]. `are_refused`: whether there were others, for which
-    communicators are missing.
+    """Strategies of one gathered scheme each, beside the candidates `chosen`, and the times of
+    mini-batches with all of them. See [Note: Phases]. `are_refused`: whether there were others, for
+    which communicators are missing.
     """
 
     chosen: Sequence[Strategy]

@@ -110,7 +110,7 @@ def count_loads(problem: DispatchProblem, assignment: IntArray) -> Loads:
 
 @compiled
 def recount(problem: DispatchProblem, assignment: IntArray, loads: Loads, a: int, b: int) -> None:
-    """Counts again what pipelines `a` and `b` hold, from scratch, so that rounding does not add
+    """Counts the loads of pipelines `a` and `b` again, from scratch, so that rounding does not add
     up.
     """
     for pipeline in (a, b):
@@ -391,7 +391,7 @@ def iteration_ms(
     push_ms: float,
     num_buckets: int,
 ) -> float:
-    """Time of the slowest pipeline with its pull and push: `pipeline_ms` and what they add to the
+    """Time of the slowest pipeline with its pull and push: `pipeline_ms` and their part beyond the
     1F1B recurrence.
 
     `num_buckets` layers of the model are pulled and pushed one by one beside propagation; 0: not
@@ -495,8 +495,8 @@ def perturb_and_refine(
     num_targets: int,
     num_perturbations: int,
 ) -> float:
-    """Leaves a local optimum: moves a few sequences off the slowest pipeline, refines, keeps what
-    is better.
+    """Leaves a local optimum: moves a few sequences off the slowest pipeline, refines, keeps the
+    better plan.
 
     Changes `assignment`, `micro_batches` and `pipeline_ms`; returns the time of the slowest
     pipeline.

@@ -1,5 +1,5 @@
-"""Sampled mini-batches on which candidates are rated, and what decides about candidates beside
-profile and lengths.
+"""Sampled mini-batches on which candidates are rated, and settings of the choice beside profile and
+lengths.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class SampleBench:
         return np.array([known[strategy] for strategy in strategies])
 
     def with_phases_ms(self, phases: Phases, known_ms: FloatArray, profile: Profile) -> FloatArray:
-        """`known_ms` of each of the first mini-batches, or what `phases` take by `profile` where
+        """`known_ms` of each of the first mini-batches, or the time of `phases` by `profile` where
         that is less.
         """
         planner, found = self._planner(phases.strategies), []

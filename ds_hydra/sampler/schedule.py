@@ -258,8 +258,8 @@ MAX_BALANCED_MICRO_BATCHES = 32
 _BALANCE_STEPS = 3000
 _BALANCE_RATE = 0.06
 _ROUNDING = 1e-9
-"""Keeps bounds valid: far above the rounding of the sums here, far below what a planner can
-notice.
+"""Tolerance that keeps bounds valid: far above the rounding of the sums here, far below any
+difference that a planner can notice.
 """
 
 

@@ -1,4 +1,4 @@
-"""Datasets of the Trainer as tokens, and what its loop needs to know of them: rows in their order,
+"""Datasets of the Trainer as tokens, and the facts that its loop needs: rows in their order,
 epochs, evaluation batches, padded batches.
 """
 
@@ -395,7 +395,7 @@ def _stored_in(dataset: Any) -> Iterator[datasets.Dataset]:
 
 
 def _differs(row: dict[str, Any], again: dict[str, Any]) -> bool:
-    """Whether what is read of them is not the same."""
+    """Whether a field that is read differs."""
     return any(not np.array_equal(row[key], again.get(key)) for key in _READ if key in row)
 
 

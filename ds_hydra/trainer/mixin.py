@@ -104,8 +104,8 @@ class EngineMixin:
         self._show_strategy_in_progress_bar()
 
     def _refuse_optimizers(self, note: Note = say_nothing) -> None:
-        """Refuse, before an engine starts, what transformers drops with DeepSpeed. `note` a method
-        that calls the one it overrides, which may be all it does.
+        """Refuse, before an engine starts, settings that transformers drops with DeepSpeed. `note`
+        a method that calls the one it overrides, which may be all it does.
         """
         for name, own in zip(("optimizer", "lr_scheduler"), self._of_engine, strict=True):
             if (given := getattr(self, name)) is not None and given is not own:
@@ -130,7 +130,9 @@ class EngineMixin:
             note(problem)
 
     def _check_used(self, note: Note) -> None:
-        """Refuse what would be dropped; again before training, because all of it can be set."""
+        """Refuse settings that would be dropped; again before training, because all of them can be
+        set.
+        """
         raise NotImplementedError
 
     def _check_arguments(self) -> None:
@@ -138,14 +140,14 @@ class EngineMixin:
         raise NotImplementedError
 
     def _complete_config(self, ds_config: dict[str, Any]) -> None:
-        """Add to the DeepSpeed configuration what this Trainer knows."""
+        """Add this Trainer's settings to the DeepSpeed configuration."""
 
     def _map_arguments(self, hydra: HydraConfig, note: Note) -> HydraConfig:
-        """`hydra` with what the arguments say."""
+        """`hydra` with the settings of the arguments."""
         raise NotImplementedError
 
     def _attach_data(self) -> None:
-        """Give the engine what it draws from, before a checkpoint is loaded."""
+        """Give the engine its training data, before a checkpoint is loaded."""
 
     # ---- Configuration
 
@@ -293,8 +295,8 @@ class EngineMixin:
             call_together(call, self.args.device)
 
     def _forget_engine(self) -> None:
-        """Destroy the engine, and let go of what it was started with. Raises HydraConfigError for
-        an optimizer or a schedule that was set since then.
+        """Destroy the engine, and release its inputs. Raises HydraConfigError for an optimizer or a
+        schedule that was set since then.
         """
         self._refuse_optimizers()
         self.engine.destroy()
@@ -522,7 +524,7 @@ class EngineMixin:
             self.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
 
     def _note_callbacks(self) -> None:
-        """Put what callbacks carry over a resume into the state, as transformers."""
+        """Put the state that callbacks carry over a resume into the Trainer's, as transformers."""
         stateful = self.state.stateful_callbacks
         for callback in (*self.callback_handler.callbacks, self.control):
             if isinstance(callback, ExportableState):
@@ -560,7 +562,7 @@ class EngineMixin:
         return 0.0 if math.isnan(flops) else flops
 
     def store_flos(self) -> None:
-        """Add what all ranks have computed to the state, without asking them or the device."""
+        """Add the FLOPs of all ranks to the state, without asking them or the device."""
         self.state.total_flos += self.current_flos * self.args.world_size
         self.current_flos = 0
 
@@ -637,7 +639,7 @@ def made_anew(aside: Path) -> Iterator[None]:
 
 
 class StrategyProgressCallback(ProgressCallback):
-    """transformers' progress bar; `last_metrics()` gives what it shows of the iteration."""
+    """transformers' progress bar; `last_metrics()` gives the iteration that it shows."""
 
     def __init__(self, last_metrics: Callable[[], IterationMetrics | None]):
         super().__init__()

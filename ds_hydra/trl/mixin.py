@@ -1,5 +1,5 @@
 """HydraMixin: a Trainer whose batches, loss and metrics stay as they are, and whose propagation is
-the engine's; for DPO also what the reference says of each sequence.
+the engine's; for DPO also the reference's scores of each sequence.
 
 [Note: What TRL keeps]
 Datasets, collators, samplers, batch sizes and accumulation, `compute_loss` with all its losses and
@@ -74,7 +74,7 @@ _ROWS_AT_ONCE = 64
 
 
 class ReferenceMixin(EngineMixin):
-    """Adds what the reference says to the batches of a DPOTrainer, as its own precomputation does;
+    """Adds the reference's scores to the batches of a DPOTrainer, as its own precomputation does;
     nothing to those of others.
     """
 
@@ -102,7 +102,9 @@ class ReferenceMixin(EngineMixin):
         return dataset
 
     def _attach_data(self) -> None:
-        """Score, with the model as it is before training, what shall be known of it later."""
+        """Score, with the model as it is before training, the sequences whose scores are needed
+        later.
+        """
         super()._attach_data()
         if self._known_references is None:
             return
@@ -149,7 +151,7 @@ class ReferenceMixin(EngineMixin):
         return better, worse
 
     def _learn(self, inputs: Inputs | None) -> None:
-        """Note what the model says of the pairs of `inputs`, of those of all ranks. Collective."""
+        """Note the model's scores of the pairs of `inputs`, of those of all ranks. Collective."""
         assert self._known_references is not None
         mine: dict[bytes, tuple[float, float]] = {}
         if inputs is None:  # the others ask
@@ -496,7 +498,7 @@ _REFUSED = {
     "use_weighting": "its weights need the sum of squared probabilities, which is not computed; leave it out",
     "cast_lm_head_to_fp32": "log-probabilities are computed in fp32 from the logits of the model's dtype; leave it out",
 }
-"""Fields of TRL's configurations that would change what is trained, with what to do instead."""
+"""Fields of TRL's configurations that would change training, with advice."""
 
 DS_CONFIG = {
     "zero_optimization": {"stage": 3},
@@ -528,8 +530,8 @@ def add_deepspeed(args: TrainingArguments) -> None:
 
 
 def complete_section(ds_config: dict[str, Any], args: TrainingArguments, model: Any) -> None:
-    """Add what `args` and `model` tell of the "hydra" section, and accumulation, which is done
-    here.
+    """Add the settings of `args` and `model` to the "hydra" section, and accumulation, which is
+    done here.
     """
     ds_config["gradient_accumulation_steps"] = 1
     section = dict(ds_config.get("hydra") or {})
@@ -575,12 +577,14 @@ NOT_CALLED_OF_TRL = {
     "create_optimizer_and_scheduler": NOT_CALLED["create_optimizer_and_scheduler"],
 }
 """Names of transformers 5 that stock trainers of TRL call in training and those on HydraMixin do
-not, with what to do instead.
+not, with advice.
 """
 
 
 def check_trl_arguments(args: TrainingArguments, note: Note) -> None:
-    """Raise HydraConfigError for what would not be honoured; `note` what has no effect."""
+    """Raise HydraConfigError for settings that would not be honoured; `note` those without
+    effect.
+    """
     check_common_arguments(args, note, problems=_find_refused(args), honoured=OF_THE_LOOP)
 
 

@@ -128,8 +128,8 @@ WEIGHT, ENTROPY_WEIGHT = "weight", "entropy_weight"
 
 @dataclass(frozen=True, kw_only=True)
 class Weighted(Loss):
-    """Log-probabilities (and entropies) times given weights, summed: what has the gradient of any
-    function of them whose derivatives are the weights.
+    """Log-probabilities (and entropies) times given weights, summed. The sum has the gradient of
+    any function of them whose derivatives are the weights.
 
     `label_smoothing` mixes in the mean over the vocabulary, as transformers does.
     """
@@ -251,7 +251,7 @@ class _NotThere(HydraConfigError, AttributeError):
 
 @dataclass
 class _ScoredOutput(FusedCausalLMOutput):
-    """Says what to read in place of what other models return."""
+    """Error texts for parts of other models' outputs, with a replacement."""
 
     def __getattr__(self, name: str) -> Any:
         if name in _ELSEWHERE:
@@ -281,7 +281,7 @@ class ScoredModel:
         return getattr(self._engine, name)
 
     def __call__(self, *args: Any, fused_lm_head: bool = False, **inputs: Any) -> Any:
-        """Log-probabilities and what goes with them, without logits."""
+        """Log-probabilities and the scores that go with them, without logits."""
         wants_logits = not fused_lm_head and ("labels" not in inputs or not torch.is_grad_enabled())
         if wants_logits or args:
             return self._logits(args, inputs)
@@ -318,8 +318,8 @@ class ScoredModel:
 
 
 def read_sequences(inputs: Mapping[str, Any]) -> Sequences:
-    """The sequences of a collated batch. Raises HydraConfigError naming what a model of text does
-    not read.
+    """The sequences of a collated batch. Raises HydraConfigError naming an argument that a model of
+    text does not read.
     """
     if unread := [name for name in inputs if name not in (*_READ, *_NOT_NEEDED)]:
         raise HydraConfigError(

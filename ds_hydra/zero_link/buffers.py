@@ -102,8 +102,8 @@ class OrderedSum:
 
 @dataclass(frozen=True, slots=True)
 class PackedHop:
-    """A hop of a round. `shards`, or what is relayed of other nodes, is sent in a pull and
-    received in a push; `slices`, or what comes to be relayed, the other way round.
+    """Buffers of a hop of a round. `shards`, or relayed parts of other nodes, are sent in a pull
+    and received in a push; `slices`, or parts to be relayed, the other way round.
     """
 
     shards: PackedBuffer
@@ -248,7 +248,9 @@ class Stores:
         return tensor.as_strided((piece.rows, piece.cols), (piece.stride, 1), offset)
 
     def local_views(self, hop: Hop) -> tuple[list[Tensor], list[Tensor]]:
-        """[rows, cols] of what this rank both owns and needs: where it is owned, and in slices."""
+        """[rows, cols] of the blocks that this rank both owns and needs: views of the owned ones,
+        and of those in slices.
+        """
         owned = [self.view(batch, piece) for batch, _ in hop.local for piece in batch.pieces]
         needed = [self.view(batch, piece) for _, batch in hop.local for piece in batch.pieces]
         return owned, needed
@@ -280,7 +282,9 @@ def run_pairs(
     sources: Sequence[Tensor],
     run: Callable[[list[Tensor], list[Tensor]], object] = torch._foreach_copy_,
 ) -> None:
-    """`run` on pairs: what is contiguous on both sides in one kernel where the device has one."""
+    """Call `run` on pairs: all that are contiguous on both sides in one kernel where the device has
+    one.
+    """
     runs: tuple[list[Tensor], list[Tensor]] = ([], [])
     for target, source in zip(targets, sources, strict=True):
         # One strided pair in the list would make torch run all of it tensor by tensor.
@@ -346,7 +350,7 @@ class ExchangeBuffers:
         return sum(slab.memory.numel() for slab in self._slabs)
 
     def forget_failed(self) -> None:
-        """Let go of what rounds that failed did not give back; call when no round is under way."""
+        """Release buffers that failed rounds did not give back; call when no round is under way."""
         if self._taken:  # a message may still write to it
             self._taken.clear()
             self._slabs.clear()

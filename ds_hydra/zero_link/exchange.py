@@ -1,5 +1,5 @@
-"""Carries out link plans: posts the messages of each round, copies what needs a copy. Decides
-nothing.
+"""Carries out link plans: posts the messages of each round, copies elements that need a copy.
+Decides nothing.
 
 Between CPU ranks a block that is contiguous travels straight from shard to slice (or from gradient
 to the owner's buffer); what is strided or small goes through a packed buffer, which is packed once
@@ -46,7 +46,7 @@ class _Posted:
 
     works: list[dist.Work] = field(default_factory=list)
     received: list[tuple[int, Batch, Message, Tensor]] = field(default_factory=list)
-    """(peer, batch, message, packed buffer) of what did not arrive in its place."""
+    """(peer, batch, message, packed buffer) of messages that did not arrive in their place."""
     buffers: list[Tensor] = field(default_factory=list)
 
     def wait(self) -> None:
@@ -55,7 +55,7 @@ class _Posted:
 
 
 RoundUnderWay = Callable[[], None]
-"""A round that was begun: waits for it and writes what it brought. Holds the round's buffers."""
+"""A round in flight: waits for it and writes the received elements. Holds the round's buffers."""
 
 
 class Link:
@@ -197,8 +197,8 @@ class Link:
         return finish
 
     def abandon(self, under_way: RoundUnderWay) -> None:
-        """Keep what is on the wire for as long as the link lives: something failed, and it will not
-        be finished.
+        """Keep a failed round's messages for as long as the link lives: it will not be
+        finished.
 
         gloo takes back a receipt that nobody holds any more, and its message would go to the next
         round.
@@ -206,8 +206,8 @@ class Link:
         self._abandoned.append(under_way)
 
     def forget_relayed(self) -> None:
-        """Let go of what stays for the node, and of what rounds that failed had relayed; call when
-        no round is under way. Not collective.
+        """Release weights that stay for the node, and relayed parts of failed rounds; call when no
+        round is under way. Not collective.
         """
         self._relayed.clear()
 
@@ -373,7 +373,7 @@ class Link:
         return buffer
 
     def _unpack(self, posted: _Posted, stores: Stores) -> None:
-        """Wait, and copy what did not arrive in its place."""
+        """Wait, and copy messages that did not arrive in their place."""
         posted.wait()
         for _, batch, message, buffer in posted.received:
             for piece, place in places_in(buffer, message):

@@ -198,7 +198,7 @@ class DirectPlanner:
     def kept_here(
         self, store: Store, held: IntArray, own: Requests, owners: IntArray
     ) -> tuple[tuple[Batch, Batch], ...]:
-        """Pairs that need no wire: this rank's slices out of what it has `held` of `owners`."""
+        """Pairs that need no wire: this rank's slices out of its own `held` parts of `owners`."""
         if not len(held):
             return ()
         slices = slice_pieces(own, self.table.mutual_blocks(own.regions, owners), self.table)
@@ -479,7 +479,7 @@ class Nodes:
         return np.array([r for r in range(self.num_ranks) if r not in ranks], dtype=np.int64)
 
     def relay_rank(self, owner: int, node: int) -> int:
-        """The rank of `node` that receives what `owner`, in another node, has for it."""
+        """The rank of `node` that receives messages for it from `owner`, in another node."""
         ranks = self.ranks(node)
         # The last node may have fewer ranks than the place of the owner in its own.
         return ranks[owner % self.ranks_per_node % len(ranks)]

@@ -221,7 +221,7 @@ class CheckpointingEngine(DeepSpeedEngine):
             return path, client_state
 
     def _given_rates(self) -> list[float]:
-        """Learning rates as configured, of each group: what a schedule of torch starts from, or
+        """Configured learning rates of each group: those that a schedule of torch starts from, or
         those of a run without a schedule. None under a schedule of DeepSpeed.
         """
         groups = self.optimizer.param_groups
@@ -244,9 +244,9 @@ class CheckpointingEngine(DeepSpeedEngine):
     def _read_checkpoint(
         self, folder: Path, load_optimizer_states: bool, *, is_checked: bool, scheduler: Any
     ) -> None:
-        """Read what this rank needs, whatever number of ranks has saved it, before anything is
-        changed. `is_checked`: whether the optimizer has to be of the same kind; `scheduler`, if
-        any, has to be.
+        """Read the checkpoint's files for this rank, whatever number of ranks has saved it, before
+        anything is changed. `is_checked`: whether the optimizer has to be of the same kind;
+        `scheduler`, if any, has to be.
         """
         rank, world_size = self.global_rank, self.world_size
         model = read_model_states(folder, rank, world_size)
@@ -303,7 +303,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         return broadcast_text([found or ""], 0, self.device)[0] or None
 
     def _together(self, action: Callable[[], Any] | None) -> Any:
-        """`do_together` what this rank has to do, if anything."""
+        """Run `action`, if this rank has one, in `do_together`."""
         return files.do_together(action or (lambda: None), self.device)
 
     def _configure_checkpointing(self) -> None:

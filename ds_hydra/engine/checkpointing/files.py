@@ -120,7 +120,7 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
         self._digests[path] = digesting.to_json()
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """The content of a file: what was handed over for it, else read with `read_tensors`."""
+        """The content of a file: the one handed over for it, else read with `read_tensors`."""
         for ending, content in self.handed.items():
             if path.endswith(ending):
                 return content
@@ -152,7 +152,7 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
         )
 
     def write_digests(self, folder: Path, rank: int) -> None:
-        """Leave the digests of what this rank wrote into `folder` for the rank that commits."""
+        """Leave the digests of this rank's files in `folder` for the rank that commits."""
         # Weights that `save_16bit_model` has written since are no part of this checkpoint.
         digests = {
             os.path.basename(path): digest
@@ -200,7 +200,7 @@ class Saving:
         """Folder that DeepSpeed saves to, in place of `save_dir`."""
 
     def begin(self) -> None:
-        """Lock `save_dir` and make the folder, without what a crash left there."""
+        """Lock `save_dir` and make the folder, without remains of a crash."""
         self._save_dir.mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(self._save_dir)
         restore_replaced(self._save_dir)
@@ -239,7 +239,7 @@ class Saving:
         self.folder.rmdir()
 
     def abort(self) -> None:
-        """Remove what was written, so that a full disk is not full any longer."""
+        """Remove written files, so that a full disk is not full any longer."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def unlock(self) -> None:
@@ -275,14 +275,14 @@ def lock_folder(folder: Path) -> int | None:
 
 
 def unlock(descriptor: int | None) -> None:
-    """Let go of what `lock_folder` has locked."""
+    """Release the lock of `lock_folder`."""
     if descriptor is not None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing alone leaves it to processes forked since
         os.close(descriptor)
 
 
 def put_in_place(written: Path, target: Path) -> None:
-    """Rename a folder to `target`, in place of what is there; see `restore_replaced`."""
+    """Rename a folder to `target`, in place of a folder there; see `restore_replaced`."""
     replaced = target.with_name(f"{REPLACED_PREFIX}{target.name}")
     if os.path.lexists(target):
         target.rename(replaced)
@@ -315,7 +315,7 @@ def restore_replaced(save_dir: Path) -> None:
 
 
 def _forget(replaced: Path, target: Path) -> None:
-    """Remove a checkpoint whose successor is in place; what users have put beside its files goes
+    """Remove a checkpoint whose successor is in place. Files that users have put beside its own go
     over to that.
     """
     if replaced.is_symlink() or not replaced.is_dir():
@@ -465,7 +465,7 @@ def check_client_state(state: Mapping[str, Any]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The line of what torch says that names the class."""
+    """The line of torch's text that names the class."""
     text = str(error).strip().split("\n")
     names = ("Unsupported", "GLOBAL", "Can only build")
     reason = next((line.strip() for line in text if any(name in line for name in names)), text[0])

@@ -1,5 +1,5 @@
-"""ZeRO-3 shards of another number of ranks: what one rank of this world holds, out of all files of
-the old one.
+"""Resharding of ZeRO-3 shards of another number of ranks: one rank of this world reads its part out
+of all files of the old one.
 
 [Note: ZeRO-3 shards on disk]
 The optimizer's parameters form sub-groups. Rank r of N keeps of each parameter of n elements the
@@ -116,8 +116,8 @@ def model_file(folder: Path, rank: int) -> Path:
 
 
 def common_model_file(folder: Path, rank: int) -> Path:
-    """Rank 0's file, which is alike to all in what ranks have in common; the own one on storage of
-    another node.
+    """Rank 0's file, whose common part is equal for all ranks; the own one on storage of another
+    node.
     """
     first = model_file(folder, 0)
     return first if first.exists() else model_file(folder, rank)

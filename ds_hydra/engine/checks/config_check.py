@@ -153,7 +153,7 @@ def check_config(request: CheckRequest) -> ConfigReport:
 def _check_deepspeed(
     request: CheckRequest, ds_config: Mapping[str, Any], report: ConfigReport
 ) -> None:
-    """Add to `report` what the DeepSpeed part of the JSON has of problems and assumptions."""
+    """Add to `report` the problems and assumptions of the DeepSpeed part of the JSON."""
     report.problems += find_deepspeed_problems(ds_config)
     if auto := find_auto_keys(ds_config):
         report.assumed.append(
@@ -182,7 +182,7 @@ def _check_deepspeed(
 
 @contextmanager
 def _warnings_to(found: list[str]) -> Iterator[None]:
-    """Collect what ds_hydra's readers log as warnings."""
+    """Collect warnings that ds_hydra's readers log."""
     logger = logging.getLogger("ds_hydra.configs")
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(record.getMessage())
@@ -196,7 +196,7 @@ def _warnings_to(found: list[str]) -> Iterator[None]:
 
 
 class _Budget:
-    """Fills in what depends on model, devices and profile."""
+    """Fill in values that depend on model, devices and profile."""
 
     def __init__(
         self,
@@ -560,7 +560,7 @@ class _Budget:
 
     @property
     def _are_nodes(self) -> bool:
-        """Whether ranks relay what comes from other nodes."""
+        """Whether ranks relay data from other nodes."""
         per_node = self._hydra.link.devices_per_node or DEFAULT_DEVICES
         return 1 < per_node < self._report.num_devices
 

@@ -52,8 +52,8 @@ _EXAMPLES = {
 
 
 def find_deepspeed_problems(config: Mapping[str, Any]) -> list[str]:
-    """Sentences on what DeepSpeed would refuse in `config`, the JSON without "hydra" and with all
-    fill-ins.
+    """Sentences on all that DeepSpeed would refuse in `config`, the JSON without "hydra" and with
+    all fill-ins.
 
     Values "auto" are left out. Covers DeepSpeed's own validation of its sections, and what it reads
     without validation and fails at while it builds them.
@@ -100,7 +100,7 @@ def find_unbuildable(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check_buildable(config: Mapping[str, Any]) -> None:
-    """Raise HydraConfigError with what `find_unbuildable` says."""
+    """Raise HydraConfigError with the sentences of `find_unbuildable`."""
     if problems := [*find_unbuildable(config)]:
         raise HydraConfigError("; ".join(problems))
 

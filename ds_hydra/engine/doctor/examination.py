@@ -91,7 +91,7 @@ def _of_all_ranks(document: Any, device: torch.device) -> list[Any]:
 
 @dataclass(slots=True)
 class Examination:
-    """The checks of this rank, and what they found. Collective over all ranks.
+    """Run the checks of this rank and return their findings. Collective over all ranks.
 
     `on_hang(report)` is called on rank 0 where a rank hangs or fails, with what was found so far,
     on the other ranks with None; the process should end in it.
@@ -251,7 +251,7 @@ class Examination:
 
 
 def describe(report: Report) -> str:
-    """A table of the findings, with what to do under each that is not well."""
+    """Table of the findings, with advice under each that is not well."""
     width = max(len(finding.check) for finding in report.findings)
     lines = []
     for finding in report.findings:
@@ -320,10 +320,10 @@ def pick_strategies(num_ranks: int) -> tuple[Strategy, ...]:
 
 
 class SmallModel:
-    """The model, its shards on this rank, and what one process computes. Equal on all ranks."""
+    """The model, its shards on this rank, and the results of one process. Equal on all ranks."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32):
-        """Shards in `dtype`; what one process computes with the same weights is fp32."""
+        """Shards in `dtype`; one process computes in fp32 with the same weights."""
         torch.manual_seed(0)
         config = LlamaConfig(
             hidden_size=64,

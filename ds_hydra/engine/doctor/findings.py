@@ -60,7 +60,7 @@ class Status(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the report; `advice` says what to do where it is not well."""
+    """One line of the report, with `advice` where it is not well."""
 
     check: str
     status: Status

@@ -1,5 +1,5 @@
 """Watch for ranks that keep the others waiting: every rank tells where it is, and rank 0 judges
-what does not end.
+steps that do not end.
 
 Through the store that the ranks met in, in a thread of its own: it speaks while the rank is stuck
 in a collective, whatever the backend.
@@ -192,7 +192,7 @@ class Vigil:
 
 def find_places(frames: Mapping[int, Any]) -> list[str]:
     """`file:line function` of the innermost frame of this package in each thread, main thread
-    first; what only waits for work is left out.
+    first. Threads that only wait for work are left out.
     """
     places = []
     for _, frame in sorted(

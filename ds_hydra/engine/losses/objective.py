@@ -424,8 +424,8 @@ def find_difference(objective: Objective | None, rank: int, device: torch.device
 
 
 def check_value(loss: str, numbers: Tensor, device: torch.device) -> None:
-    """Raise PlanMismatchError on all ranks where what `loss` gives, the `numbers` [n] fp64, differs
-    although its fields do not. Collective over all ranks.
+    """Raise PlanMismatchError on all ranks where the loss gives different `numbers` [n] fp64,
+    although its fields are equal. Collective over all ranks.
     """
     rows = gather_rows(numbers.to(device)).cpu()
     for rank, row in enumerate(rows):
@@ -439,7 +439,7 @@ def check_value(loss: str, numbers: Tensor, device: torch.device) -> None:
 
 
 def _parameters(objective: Objective) -> Iterator[tuple[str, str]]:
-    """Names and values of what the loss has been given: numbers, texts, tuples and arrays in
+    """Names and values of the given loss's settings: numbers, texts, tuples and arrays in
     attributes whose names do not begin with "_".
     """
     loss = objective.loss

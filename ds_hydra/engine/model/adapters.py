@@ -99,8 +99,8 @@ def unwrap_adapters(model: nn.Module) -> nn.Module:
 
 
 def use_saved_modules(copied: nn.Module) -> None:
-    """Put in `copied`, a copy that runs, what `modules_to_save` trains in the place of what it was
-    made of, which then runs nowhere and is pulled by nobody.
+    """Replace, in a copy that runs, modules by their trained versions of `modules_to_save`. The
+    replaced ones run nowhere and are pulled by nobody.
     """
     for parent in list(copied.modules()):
         for name, child in list(parent._modules.items()):
@@ -245,7 +245,7 @@ _WEYL, _FIRST, _SECOND = (
 
 
 def token_seeds(seed: int, iteration: int, sequence: int, begin: int, end: int) -> Tensor:
-    """[end - begin] int64: what the noise of tokens `begin` to `end` of a sequence begins with."""
+    """[end - begin] int64: seeds of the noise of tokens `begin` to `end` of a sequence."""
     text = f"{seed} {iteration} {sequence}".encode()
     return _mixed(torch.arange(begin, end) * _WEYL + _number(text))
 

@@ -305,8 +305,9 @@ def select_kernels(
     request: str = AUTO,
     asked_by_model: str | None = None,
 ) -> list[Choice]:
-    """Choose what runs the attention of the model of `config` on `device` from now on, and try it
-    there: `request` (`hydra.attention`), else what the model was loaded with, else the fastest.
+    """Choose the attention kernel of the model of `config` on `device` from now on, and try it
+    there: `request` (`hydra.attention`), else the one that the model was loaded with, else the
+    fastest.
 
     Raises HydraConfigError where `request` cannot run, UnsupportedModelError where it computes
     something else, or where a sequence's scores would all be held on an accelerator, because no
@@ -407,8 +408,8 @@ def plans_between_iterations() -> bool:
 
 
 def prepare_kernels(*, everything: bool = False) -> None:
-    """Let the kernels in use do what they do between iterations, `everything` where times of later
-    ones are measured; each rank for itself.
+    """Run the kernels' work between iterations, `everything` where times of later ones are
+    measured; each rank for itself.
     """
     for kernel in _kernels_in_use():
         kernel.prepare(everything)

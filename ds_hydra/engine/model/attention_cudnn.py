@@ -101,7 +101,7 @@ class _Shape(NamedTuple):
 
 
 class _Plans:
-    """Shapes that have plans, by thread, and what those that have none have computed."""
+    """Shapes that have plans, by thread, and the FLOPs computed in those that have none."""
 
     def __init__(self, build: Callable[[_Shape, Callable[[], None]], None]):
         self._build = build
@@ -171,7 +171,9 @@ def _step(num_tokens: int, steps: int) -> int:
 
 
 def build(name: str, rest: Kernel) -> Kernel:
-    """Kernel `name`; `rest` runs what is not long, or has no plans. Raises MissingKernelError."""
+    """Kernel `name`; `rest` runs segments that are not long, or have no plans. Raises
+    MissingKernelError.
+    """
     version = f"torch {torch.__version__}"
     if why := why_not():
         raise MissingKernelError(f"{version} {why}")

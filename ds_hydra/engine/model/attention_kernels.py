@@ -1,4 +1,4 @@
-"""Kernels for attention over packed micro-batches: which there are, and what each takes.
+"""Kernels for attention over packed micro-batches, and the demands that each takes.
 
 [Note: One contract]
 A kernel is a pair of functions. Forward gives the output and, of each row, the logarithm of the sum
@@ -134,7 +134,7 @@ query, key and value.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One kernel and what it takes ([Note: One contract])."""
+    """One kernel and the demands that it takes ([Note: One contract])."""
 
     name: str
     """Name of the kernel, as a value of `hydra.attention`."""
@@ -201,7 +201,7 @@ class Kernel:
 
 
 class MissingKernelError(Exception):
-    """A kernel that is not here; the message says what is missing."""
+    """A kernel that is not here; the message names the missing package."""
 
 
 class _Named:
@@ -365,7 +365,9 @@ def _flash_4(module: ModuleType, name: str, package: str) -> Kernel:
 
 
 def _varlen(name: str, implementation: str | None = None) -> Kernel:
-    """torch's own, flash attention 2 for all generations, or what it has activated in its place."""
+    """torch's own kernel, flash attention 2 for all generations, or the implementation activated in
+    its place.
+    """
     forward, backward = (
         getattr(torch.ops.aten, f"_flash_attention_{way}", None) for way in ("forward", "backward")
     )
@@ -435,8 +437,8 @@ _activated: list[str | None] = [None]
 
 
 def activate(implementation: str | None) -> None:
-    """Let torch's flash attention be `implementation`; None: its own, or what the user's script has
-    activated.
+    """Activate torch's flash attention of `implementation`; None: its own, or that of the user's
+    script.
     """
     # What a user's script has activated stays: nothing is restored that was not set here.
     if _activated[0] == implementation:
@@ -483,7 +485,7 @@ _PACKAGES = {
     "flash_attention_4": ("flash_attn.cute.interface", "flash-attn-4"),
     "flash_attention_2": ("flash_attn.flash_attn_interface", "flash-attn"),
 }
-"""Modules that have the functions, and what is installed for them."""
+"""Modules that have the functions, and the packages that are installed for them."""
 _OF_TORCH = {"FA3": "flash_attention_3", "FA4": "flash_attention_4"}
 """Keys of `_PACKAGES` by the names that torch has for implementations."""
 _BUILDERS = {"2": _flash_2, "3": _flash_3, "4": _flash_4}
@@ -533,7 +535,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _flash(name: str) -> Kernel:
-    """Flash attention of a generation: its package, else what has been downloaded of it."""
+    """Flash attention of a generation: its package, else its download."""
     path, distribution = _PACKAGES[name]
     try:
         module = import_module(path, distribution)

@@ -48,7 +48,7 @@ from ds_hydra.engine.model.attention_kernels import (
 from ds_hydra.engine.ranks.process import in_one_order, only_warns
 
 Boundaries = tuple[Tensor, Tensor, Tensor]
-"""`cu_seqlens`, `cu_keys`, and what `count_on_host` gives."""
+"""`cu_seqlens`, `cu_keys`, and the result of `count_on_host`."""
 _MOST_LONG = 16
 """Long segments of a micro-batch that may have calls of their own."""
 
@@ -74,7 +74,7 @@ def count_on_host(lengths: Sequence[int], key_lengths: Sequence[int]) -> Tensor:
 
 
 class KernelUse(NamedTuple):
-    """A kernel by name, and what queries (and keys) and values are padded to for it."""
+    """A kernel by name, and the widths to which queries (and keys) and values are padded for it."""
 
     name: str
     query_width: int

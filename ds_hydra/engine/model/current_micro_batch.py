@@ -58,7 +58,7 @@ class PackedMicroBatch:
     keys: KeysOfRow | None = None
     """Places of the row's keys; None where the micro-batch is not cut into rows."""
     token_seeds_T: Tensor | None = None
-    """[T] int64 of what noise begins with ([Note: Noise by counting]); None where there is none."""
+    """[T] int64 seeds of noise ([Note: Noise by counting]); None where there is none."""
     token_lengths_T: Tensor | None = None
     """[T] int64, beside the seeds: tokens of each token's sequence."""
     predicting: Tensor | None = None

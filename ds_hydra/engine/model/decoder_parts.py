@@ -41,7 +41,7 @@ class Binding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Parameters that travel together: the embedding and what else runs before the layers, one
+    """Parameters that travel together: the embedding and all else that runs before the layers, one
     decoder layer, or all that follows.
 
     `modules`: those before whose forward the parameters have to be there; a layer, or the
@@ -156,7 +156,7 @@ def _embedding_of(model: nn.Module) -> Any:
 
 
 def _base_of(model: nn.Module, layers: nn.ModuleList) -> nn.Module:
-    """transformers' base model, or what stands for it where a class does not say."""
+    """transformers' base model, or its stand-in where a class does not say."""
     base: nn.Module = model.base_model
     if base is not model:
         return base
@@ -196,7 +196,7 @@ def with_holders(
 
 _OF_OTHER_HEADS = ("summary_", "classifier_")
 _NOISE = ("dropout", "pdrop", "drop_path", "drop_prob", "layerdrop", "jitter")
-"""Words in the names of what says how much noise a model trains with."""
+"""Words in the names of settings for the strength of a model's noise."""
 _PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 

@@ -65,7 +65,7 @@ _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "aux_loss_alpha")
 _OWN_LOSS = "load_balancing_loss_func"
 """Name of the balance loss in transformers' module of a family that has one."""
 _BIASES = ("e_score_correction_bias", "expert_bias")
-"""Names of what routers add to scores to choose experts, and to nothing else."""
+"""Names of biases that routers add to scores to choose experts, and to nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,7 @@ class ExpertBalance:
         self._scale, self._num_tokens = 0.0, 1
         self._logits_TE: Tensor | None = None
         self._seen: tuple[PackedMicroBatch, Tensor, Tensor] | None = None
-        """The last micro-batch, and what `_sequences` says of it."""
+        """The last micro-batch, and its result of `_sequences`."""
         routers = _routers(model.base_model) if self.loss is not None else {}
         self._num_routers = len(routers)
         if not routers and not found:  # of no experts, as of a dense Doge
@@ -233,7 +233,7 @@ class ExpertBalance:
 
     @property
     def _is_counted(self) -> bool:
-        """False for what backward computes again, and for tokens that another TP rank counts."""
+        """False for a second forward in backward, and for tokens that another TP rank counts."""
         has_own_tokens = self._tp.shards is not None or self._tp.rank == 0
         return has_own_tokens and not is_computed_again()
 
@@ -326,7 +326,7 @@ def _find_biases(model: nn.Module) -> list[Tensor]:
 
 
 def _routers(base: Any) -> dict[nn.Module, int]:
-    """Module whose output, at the index, are logits [..., E], by what transformers records."""
+    """Module whose output, at the index, are logits [..., E], as transformers records them."""
     found = (getattr(base, "_can_record_outputs", None) or {}).get("router_logits", [])
     recorders = found if isinstance(found, list) else [found]
     return {
@@ -462,7 +462,7 @@ class ExpertParallel:
 
     @torch.compiler.disable
     def combine(self, output_RH: Tensor, travel: Travel, num_tokens: int) -> Tensor:
-        """[num_tokens, H]: the sum over each token's experts, of what they made of it."""
+        """[num_tokens, H]: the sum of each token's outputs of its experts."""
         first, end = self._own_tokens(num_tokens)
         rows_SH = travel.back(output_RH)
         inverse_S = torch.empty_like(travel.order_S)

@@ -69,7 +69,9 @@ _verdicts: dict[tuple[Any, ...], ModelAbilities | str] = {}
 
 
 def build_stage_model(model: nn.Module, **options: Any) -> StageModel:
-    """The stage model of `model` with what its small copy shows; `options` are StageModel's."""
+    """The stage model of `model` with the abilities of its small copy; `options` are
+    StageModel's.
+    """
     liger.check_patches(unwrap_adapters(model), is_compiled=options.get("compile_layers", False))
     stage_model = StageModel(model, try_small_copy(model), **options)
     stage_model.check_loss()
@@ -251,7 +253,7 @@ def _first_that_runs_on(device: torch.device, kind: type[nn.Module], config: Any
 
 
 class _SmallCopy:
-    """A small model, two sequences, and what each of them gives alone."""
+    """A small model, two sequences, and the results of each of them alone."""
 
     def __init__(self, kind: type[nn.Module], config: Any, device: torch.device):
         generator = torch.Generator().manual_seed(0)
@@ -289,7 +291,7 @@ class _SmallCopy:
         return problem and f"{problem} where two sequences {how}"
 
     def looks_ahead(self) -> bool:
-        """Whether another last token changes what a sequence gives before it."""
+        """Whether another last token changes the outputs of a sequence before it."""
         input_ids = self._sequences[0].input_ids
         other = input_ids.clone()
         other[0, -1] = (other[0, -1] + 1) % VOCABULARY
@@ -357,8 +359,8 @@ class _Sequence:
 
 
 def _build(kind: type[nn.Module], config: Any, generator: torch.Generator) -> nn.Module:
-    """A model whose parameters follow from `generator`; vectors (norms, biases) near what they
-    start at.
+    """A model whose parameters follow from `generator`; vectors (norms, biases) near their initial
+    values.
     """
     model = kind(config).float()
     for _, module, rate in decoder_parts.find_rates(model):  # what is trained may have lost them

@@ -413,7 +413,7 @@ class StageForward:
             placeholder.num_outputs = num_outputs
 
     def _run_few(self, input_ids: Tensor | None, hidden: Tensor | None) -> Tensor:
-        """Five tokens through what is in the layers' places, without gradient."""
+        """Run five tokens through the placeholders of the layers, without gradient."""
         lengths = [5] if self._one_by_one else [3, 2]
         micro_batch = PackedMicroBatch.build(lengths, self.device)
         ids, hidden = (t if t is None else t.to(self.device) for t in (input_ids, hidden))
@@ -530,8 +530,8 @@ compilations = Compilations()
 
 
 def compile_each(layers: Iterable[nn.Module]) -> None:
-    """Compile the forward of each layer at its first use; layers of one class share what is
-    compiled.
+    """Compile the forward of each layer at its first use; layers of one class share the compiled
+    code.
 
     The forward alone, so that the module's own hooks (waiting for slices, activation checkpointing)
     stay outside. Raises HydraConfigError where the code cannot be compiled.

@@ -323,7 +323,7 @@ class StageModel:
         self.ep.leave()
 
     def carry_over(self) -> None:
-        """Take over what was set on the trained model's modules (`ModuleState.carry_over`)."""
+        """Take over the changes of the trained model's modules (`ModuleState.carry_over`)."""
         changed = self._state.carry_over()  # in most iterations nothing
         if changed and not self._forward.inside_layers.issuperset(changed):
             before, self.after_head = self.after_head, self._try_head()
@@ -346,7 +346,7 @@ class StageModel:
             )
 
     def to_device(self, device: torch.device) -> None:
-        """Move buffers (rotary frequencies) to the compute device, and choose what runs attention
+        """Move buffers (rotary frequencies) to the compute device, and choose the attention kernel
         there. Raises UnsupportedModelError for attention that no kernel of that device computes,
         HydraConfigError for a kernel that was asked for and cannot, and for 8-bit products that the
         device does not have.

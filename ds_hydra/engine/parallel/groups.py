@@ -88,7 +88,7 @@ def _can_split(device: torch.device) -> bool:
 
 
 def describe_groups(keys: Iterable[GroupKey], rank: int, backend: str) -> str:
-    """Number of groups by purpose, and what those of `rank` cost it."""
+    """Number of groups by purpose, and the cost of those of `rank`."""
     keys = list(keys)
     mine = [ranks for _, ranks in keys if rank in ranks and len(ranks) > 1]
     purposes = Counter(purpose for purpose, _ in keys)

@@ -137,7 +137,7 @@ class SharedBackward:
         self._products.append(product)
 
     def run(self) -> None:
-        """Run what waits; the exchange is posted."""
+        """Run the waiting products; the exchange is posted."""
         # One by one, so that each frees the gradient of an output.
         while self._products:
             self._products.pop(0)()

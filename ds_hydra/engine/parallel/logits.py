@@ -25,8 +25,8 @@ from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
 
 _ELEMENTS, _OTHER_ELEMENTS = {"cpu": 2**18}, 2**26
-"""Logits worked on at a time by operators of torch: on a CPU what its cache holds, elsewhere 256
-MiB in fp32.
+"""Logits worked on at a time by operators of torch: on a CPU as many as its cache holds, elsewhere
+256 MiB in fp32.
 """
 
 
@@ -190,7 +190,7 @@ class Vocabulary:
 
 
 class ScoredLogits:
-    """Logits of some tokens, what they say of targets and candidates, and the gradient that follows
+    """Logits of some tokens, their scores of targets and candidates, and the gradient that follows
     from that of the `scores`.
 
     `outputs_TV` of the head are this rank's columns. `entropy`, `mean` and `candidates_TK` (token

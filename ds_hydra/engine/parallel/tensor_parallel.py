@@ -111,8 +111,8 @@ class TokenShards:
 
 
 class LoneShard(TokenShards):
-    """One rank that computes what a rank of a group of `size` does, with copies in place of what
-    others would send.
+    """Group of one rank that computes as a rank of a group of `size` does, with copies in place of
+    data from others.
     """
 
     def post_gather(self, shard_BtH: Tensor) -> Posted:
@@ -610,7 +610,7 @@ STYLES: Mapping[str, Style] = {
     PARTIAL: Style(),
     "local_params": Style(),
 }
-"""Style in a tp plan -> what is known of it. Others are refused wherever TP is above 1."""
+"""Treatment of modules by their style in a tp plan. Others are refused wherever TP is above 1."""
 
 
 def hook_embedding(

@@ -166,7 +166,9 @@ def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _post_all_to_all(sent: Tensor, group: dist.ProcessGroup | None) -> Posted:
-    """Part i of [P, ...] goes to rank i, and what rank i sends becomes part i."""
+    """Post an all-to-all: part i of [P, ...] goes to rank i, and the part from rank i becomes part
+    i.
+    """
     sent = sent.contiguous()
     received = torch.empty_like(sent)
     work = dist.all_to_all_single(received, sent, group=group, async_op=True)
@@ -268,8 +270,8 @@ class KeysOfRow:
     row_tokens: int
     """t, the same of all rows."""
     sent_S: Tensor
-    """[S] places in this rank's row of what it sends: tokens of cut sequences. S is the same of all
-    rows; those with fewer repeat a token whose copies nobody uses.
+    """[S] places in this rank's row of the tokens that it sends: tokens of cut sequences. S is the
+    same of all rows; those with fewer repeat a token whose copies nobody uses.
     """
     num_sent: int
     """Tokens of `sent_S` that are somebody's."""

@@ -428,8 +428,8 @@ def logit_chunk_bytes(stage_model: StageModel, device: torch.device) -> int:
 
 
 def state_memory(stage_model: StageModel) -> dict[str, float]:
-    """B and alpha of App. B.1, and what schemes with options need, counted from the dtypes in
-    use.
+    """B and alpha of App. B.1, and the memory that schemes with options need, counted from the
+    dtypes in use.
     """
     element = torch.finfo(stage_model.params[0].dtype).bits // 8
     params = layer_params(stage_model)

@@ -60,7 +60,7 @@ _SHORT_TOKENS, _LONG_TOKENS = 512, 4096
 _ROOM_SHARE = 0.5
 """Largest share of the free memory that the longer one is expected to take."""
 _LEAST_OF_TRACED = 0.7
-"""A profile says no less of what a layer is traced to keep."""
+"""Least share of a layer's traced activations that a profile has."""
 _PEAK_TOLERANCE = 0.05
 """Share by which an iteration's memory may exceed the profile's."""
 _FEWEST_PACKED = 8
@@ -490,8 +490,8 @@ def _growth(propagator: Propagator, strategy: Strategy, length: int) -> float:
 def not_below_traced(
     measured: float, tp: int, stage_model: StageModel, config: HydraConfig
 ) -> float:
-    """`measured` activation bytes of TP degree `tp` as a profile has them, or, with a warning, what
-    a layer is traced to keep where they are far below: something hid the growth of memory.
+    """`measured` activation bytes of TP degree `tp` as a profile has them. Where they are far below
+    the layer's traced ones, those are taken with a warning: something hid the growth of memory.
     """
     traced = traced_activation(stage_model, tp, config)
     if traced is None or measured >= _LEAST_OF_TRACED * traced:

@@ -1,5 +1,5 @@
-"""Iterations as training will run them, for the level of T: what no scheme shows while it is timed
-alone.
+"""Calibration iterations as training will run them, for the level of T, which no scheme shows while
+it is timed alone.
 
 Probes are equal micro-batches of one scheme, PP of them. In training all pipelines of a strategy
 run at once, micro-batches are packed sequences of many lengths, pipelines have other numbers of
@@ -37,7 +37,7 @@ _HALVINGS = 6
 """Lengths of a made mini-batch: half of the longest, a quarter, ..., 1/64, and again."""
 _SPREAD = 0.3
 """Standard deviation, of logarithms, by which rehearsals and probes of schemes differ: bubbles that
-others use, and what runs beside.
+others use, and work beside.
 """
 _SETTINGS = PlannerSettings(solver="none")
 
@@ -245,8 +245,8 @@ def run_once(propagator: Propagator, plan: IterationPlan) -> list[float]:
 
 
 def _gradient_shards(propagator: Propagator) -> list[Tensor]:
-    """Shards to push into, all in the memory of the largest: nobody reads what they add up to, and
-    beside ZeRO-3's own there may be no room for others.
+    """Shards to push into, all in the memory of the largest: nobody reads their sums, and beside
+    ZeRO-3's own there may be no room for others.
     """
     numels = [
         shard_P.numel() if spec.requires_grad else 0

@@ -187,8 +187,8 @@ def broadcast_text(texts: list[str], source: int, device: torch.device) -> list[
 
 
 def broadcast_bytes(payload: bytes, source: int, device: torch.device) -> bytes:
-    """The payload of rank `source` on every rank. Collective over all ranks: one broadcast, and a
-    second one for what does not fit into `ENVELOPE_BYTES`.
+    """Broadcast the payload of rank `source`. Collective over all ranks: one broadcast, and a
+    second one for the part beyond `ENVELOPE_BYTES`.
     """
     size = len(payload).to_bytes(_SIZE_BYTES, "little")
     first = _broadcast((size + payload)[:ENVELOPE_BYTES], ENVELOPE_BYTES, source, device)

@@ -114,7 +114,7 @@ def ranks_per_node(host_of: Sequence[int]) -> int:
 
 
 def warn_of_placement(host_of: Sequence[int]) -> None:
-    """Say what is slow about the order of the ranks, if anything; for one rank to call."""
+    """Warn of a slow order of the ranks; for one rank to call."""
     sizes = list(Counter(host_of).values())
     runs = [host for host, _ in groupby(host_of)]
     if len(runs) > len(sizes):
@@ -140,7 +140,7 @@ def find_ranks_per_node(config: LinkConfig, host_of: Sequence[int]) -> int | Non
 
 
 def devices_per_node(config: LinkConfig, host_of: Sequence[int]) -> int:
-    """Ranks of a node; `host_of`, the host of every rank, answers what
-    `hydra.link.devices_per_node` leaves open.
+    """Ranks of a node; `host_of`, the host of every rank, answers where
+    `hydra.link.devices_per_node` is open.
     """
     return config.devices_per_node or ranks_per_node(host_of)

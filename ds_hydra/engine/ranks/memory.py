@@ -1,5 +1,5 @@
-"""Memory of the host and of the device: what is in use, what is left, and what a rank says when its
-device has none left. Copies to a device that nobody waits for.
+"""Memory of the host and of the device: used, free, and the error of a rank whose device has none
+left. Copies to a device that nobody waits for.
 
 [Note: Pauses of the collector]
 Now and then Python's garbage collector looks at all objects that live. With transformers, DeepSpeed
@@ -28,8 +28,9 @@ _is_spared = False
 
 
 def spare_collector() -> None:
-    """Let the collector never again look at what lives now ([Note: Pauses of the collector]).
-    Nothing happens where that was done, or the user has switched it off, or takes care of it.
+    """Freeze the garbage collector: it never looks again at objects that live now ([Note: Pauses of
+    the collector]). Nothing happens where that was done, or the user has switched it off, or takes
+    care of it.
     """
     global _is_spared
     if _is_spared or not gc.isenabled() or gc.get_freeze_count():
@@ -66,7 +67,7 @@ def _read_kib(file: str, field: str) -> int | None:
 
 
 def forget_peak() -> None:
-    """Let "VmHWM" start again from what is in use now, where the system allows it."""
+    """Reset "VmHWM" to the memory in use now, where the system allows it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

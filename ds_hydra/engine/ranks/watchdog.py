@@ -590,7 +590,7 @@ _MOST_SILENT = 512
 
 @dataclass(slots=True)
 class Peer:
-    """One connection and what is known about its other end."""
+    """One connection and the known state of its other end."""
 
     rank: int
     connection: socket.socket

@@ -43,15 +43,15 @@ from ds_hydra.strategy.profiles.learned import (
 logger = logging.getLogger(__name__)
 
 _RATE = 0.2
-"""Weight of an iteration in what is believed of a rank: about five count."""
+"""Weight of an iteration in the estimate of a rank: about five count."""
 _NUM_NEEDED = 5
 """Iterations with two busy pipelines or more before anyone is accused."""
 _SLOW = 1.15
 """Factor from which the plans to come count with a slow rank, where noise does not explain it."""
 _FIRST_NOISE = 0.1
 _FORGOTTEN = 0.01
-"""Part of what is believed of a rank that goes with each iteration in which it has no work: half of
-it in 69.
+"""Share of the estimate of a rank that goes with each iteration in which it has no work: half of it
+in 69.
 """
 
 
@@ -108,8 +108,8 @@ class StragglerFinder:
                 self._slowness[rank] += _RATE * (ratio - self._slowness[rank])
 
     def slow_ranks(self) -> dict[int, float]:
-        """Ranks that are slow beyond what noise explains, and how many times as long as others
-        their pipelines take.
+        """Ranks that are slow beyond noise, and how many times as long as others their pipelines
+        take.
         """
         if self._num_seen < _NUM_NEEDED:
             return {}
@@ -418,8 +418,8 @@ class LatencyTracker:
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`; what is gone from the profile is left out, and what cannot be
-        read is ignored, with one line in the log each.
+        """Continue from `state_dict`. Factors gone from the profile are left out, and unreadable
+        ones ignored, with one line in the log each.
         """
         try:
             kept = names_of(self.profiled.latency, state["learned"]["names"])

@@ -52,8 +52,8 @@ def measure_iteration(
     peak_flops: float | None,
     **given: Any,
 ) -> IterationMetrics:
-    """Metrics of `plan` out of what each rank measured; `given` are the fields that the engine
-    knows itself.
+    """Metrics of `plan` out of the measurements of each rank; `given` are the fields that the
+    engine knows itself.
     """
     known_ms = iter(profiled_ms)
     phases = [
@@ -173,8 +173,8 @@ def _last_iteration(path: Path) -> int | None:
 
 
 class RunLog:
-    """Writes `metrics.jsonl` and, if wanted, one JSON file per executed plan into a run folder; a
-    resumed run adds to what is there.
+    """Writer of `metrics.jsonl` and, if wanted, one JSON file per executed plan into a run folder;
+    a resumed run appends.
 
     What another run has left there, which this one does not continue, is moved to `earlier-N` in
     the folder before the first iteration is written.
@@ -211,7 +211,7 @@ class RunLog:
         return file
 
     def write(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
-        """Append one iteration; what cannot be written is lost: training matters more."""
+        """Append one iteration. Lines that cannot be written are lost: training matters more."""
         with self._adding(plan.iteration):
             self._file.write(json.dumps(metrics.to_json()) + "\n")
             self._file.flush()
@@ -277,7 +277,7 @@ class RunLog:
                 )
 
     def write_run(self, document: Mapping[str, Any]) -> None:
-        """Say what this run is in `run.json`; a resumed run says it again."""
+        """Describe this run in `run.json`; a resumed run does it again."""
         (self._run_dir / RUN_FILE).write_text(
             json.dumps(document, indent=1) + "\n", encoding="utf-8"
         )

@@ -59,7 +59,7 @@ class Recorder:
 
     @contextmanager
     def span(self, kind: EventKind, micro_batch: int = -1) -> Iterator[None]:
-        """Record what happens inside; a block that raises is not recorded."""
+        """Record the span of the block; one that raises is not recorded."""
         start = self._mark()
         yield
         self.add(kind, start, self._mark(), self.phase, micro_batch)
@@ -134,7 +134,7 @@ class TraceChoice:
         self._num_asked = 0
 
     def wants(self, iteration: int, slowdown: float) -> bool:
-        """Whether to trace `iteration`, which took `slowdown` times what was predicted."""
+        """Whether to trace `iteration`, which took `slowdown` times the predicted time."""
         if not self._every:
             return False
         self._num_asked += 1

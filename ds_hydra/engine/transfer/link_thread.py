@@ -1,5 +1,5 @@
-"""The link beside computation, a thread on CPU ranks and a stream on accelerators, and what the two
-tell each other.
+"""The link beside computation, a thread on CPU ranks and a stream on accelerators, and the signals
+between the two.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Spans:
 
     @contextlib.contextmanager
     def measure(self) -> Iterator[None]:
-        """The span of what happens inside; a block that raises has none."""
+        """Measure the span of the block; one that raises has none."""
         begin = self._clock.stamp()
         yield
         self.add(begin, self._clock.stamp())
@@ -121,7 +121,7 @@ class Spans:
             self._clock.wait_for(self._spans[-1][1])
 
     def record_waits(self, recorder: Recorder) -> None:
-        """Hand all spans to `recorder` as what passes waited for."""
+        """Hand all spans to `recorder` as waits of passes."""
         for begin, end, _ in self._spans:
             recorder.add_wait(begin, end)
 

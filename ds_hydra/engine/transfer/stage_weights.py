@@ -25,7 +25,7 @@ ALIGNMENT = 64
 """Slices begin at multiples of this many elements, as fast matrix kernels want them."""
 
 _CHUNK_WORDS = {"cpu": 2**17}
-"""8-byte words digested at a time: on a CPU what its cache holds, elsewhere 32 MiB."""
+"""8-byte words digested at a time: on a CPU as many as its cache holds, elsewhere 32 MiB."""
 _LARGE_CHUNK_WORDS = 2**22
 
 _WORD_FACTOR, _PLACE_FACTOR = -7046029254386353131, -4658895280553007687
@@ -120,7 +120,7 @@ class FrozenKeeper:
         self._is_whole = True
 
     def forget(self) -> None:
-        """The pool no longer holds what was pulled."""
+        """Forget the pulled slices of the pool."""
         self._key = None
 
 
@@ -295,7 +295,9 @@ class StageWeights:
                 self.prepare(index)
 
     def prepare(self, index: int) -> None:
-        """Set to zero what nothing is pulled into; call when a bucket was brought into its slot."""
+        """Set to zero the slices that nothing is pulled into; call when a bucket was brought into
+        its slot.
+        """
         for flat in self._states[index].not_pulled:
             flat.zero_()
 
@@ -324,7 +326,7 @@ class StageWeights:
         return self
 
     def zero_missing(self, index: int) -> None:
-        """Set to zero what no micro-batch has given a gradient in this bucket."""
+        """Set to zero gradients of this bucket that no micro-batch has added to."""
         assert not any(gradient.is_waiting for gradient in self._states[index].watched)
         without_gradient = self._states[index].without_gradient
         for grad in without_gradient.values():

@@ -61,7 +61,7 @@ _STATE_BYTES = 16.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
-    """One type of layer: what it computes, keeps and exchanges."""
+    """One type of layer: its computation, kept activations and exchanges."""
 
     name: str
     count: int
@@ -74,7 +74,7 @@ class LayerProfile:
     activation_mb: Mapping[int, float]
     """Kept for backward for one sample on one rank, by TP degree."""
     boundary_mb: Mapping[int, float]
-    """The layer's input alone: what checkpointing keeps, by TP degree."""
+    """MB of the layer's input alone, which checkpointing keeps, by TP degree."""
     message_mb: float
     """One all-reduce of the TP group for one sample: sequence x hidden x bytes of an element."""
 
@@ -123,14 +123,12 @@ class SearchInput:
 
     @classmethod
     def load(cls, path: Path) -> SearchInput:
-        """The input in the file `path`; raises HydraConfigError naming what is wrong."""
+        """The input in the file `path`; raises HydraConfigError naming the error."""
         return cls.from_json(read_json_object(path), source=str(path))
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, source: str = "layers") -> SearchInput:
-        """The input in a `ds_hydra.layers/1` document; raises HydraConfigError naming what is
-        wrong.
-        """
+        """The input in a `ds_hydra.layers/1` document; raises HydraConfigError naming the error."""
         with reading(document, _LAYERS_SCHEMA, source):
             interconnects = read_object(document, "all_reduce_ms_per_mb")
             given = {

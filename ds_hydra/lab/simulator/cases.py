@@ -168,7 +168,7 @@ CASES_SCHEMA = "ds_hydra.cases/1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """One published figure: what it is, its value as text, and the name of ours
+    """One published figure: its kind, its value as text, and the name of ours
     (`report.metrics`).
     """
 

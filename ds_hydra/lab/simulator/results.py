@@ -82,8 +82,8 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Planned:
-    """ds_hydra on all mini-batches, its candidates and what no plan in their space of schemes can
-    beat.
+    """ds_hydra on all mini-batches, its candidates and the lower bound of all plans in their space
+    of schemes.
     """
 
     result: SystemResult

@@ -40,8 +40,8 @@ _LEAST = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """Standard deviations of what times are multiplied with, normal around 1: of each micro-batch
-    of a group of ranks, and of each rank in an iteration, of which the slowest of a group counts.
+    """Standard deviations of factors of times, normal around 1: of each micro-batch of a group of
+    ranks, and of each rank in an iteration, of which the slowest of a group counts.
 
     `is_planned_for`: ds_hydra's planner knows `of_micro_batch`.
     """
@@ -93,8 +93,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SystemResult:
-    """One system over all mini-batches; arrays have one entry for each. `strategy` says what was
-    chosen.
+    """One system over all mini-batches; arrays have one entry for each. `strategy` names the
+    choice.
     """
 
     name: str
@@ -175,7 +175,7 @@ class Scenario(World):
         return self._planned[key]
 
     def linked_settings(self, strategies: Sequence[Strategy]) -> PlannerSettings:
-        """The planner's settings with what pull and push of `strategies` take here."""
+        """The planner's settings with times of pull and push of `strategies` here."""
         if self.cluster is None:
             return self.settings
         times = {strategy: self.links(strategy) for strategy in strategies}

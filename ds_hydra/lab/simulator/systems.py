@@ -1,4 +1,4 @@
-"""The systems of a comparison: what they are called, and how each is run on the mini-batches of a
+"""The systems of a comparison: their names, and the way each is run on the mini-batches of a
 scenario; other ways to train, and the parts of ds_hydra one by one.
 
 A system that has a choice is tuned with hindsight: it gets what is best on the very mini-batches it
@@ -289,7 +289,7 @@ OUR_SYSTEMS = {
     PLAIN: "ds_hydra, <TP,PP> alone",
     PAPER: "the same, memory of the paper",
 }
-"""Systems whose plans a comparison keeps, with what users see."""
+"""Systems whose plans a comparison keeps, with their labels for users."""
 FULL_STATIC = "full_static"
 """The best single strategy of ds_hydra's own space."""
 STATIC = ("static", FULL_STATIC)
@@ -355,7 +355,7 @@ SYSTEMS = {
 """All that ds_hydra is compared with, in the order they are shown."""
 
 LABELS = {**OUR_SYSTEMS, **{name: system.label for name, system in SYSTEMS.items()}}
-"""Systems in the order they are shown, with what users see."""
+"""Systems in the order they are shown, with their labels for users."""
 
 
 TOKENS_PER_POINT = 20_000_000

@@ -300,8 +300,8 @@ def check_stored(dataset: datasets.Dataset, what: str) -> None:
 def check_dataset_columns(
     dataset: datasets.Dataset | datasets.IterableDataset, read: Sequence[str] = ()
 ) -> None:
-    """Raise HydraConfigError naming a column that would change what is trained, and that is not
-    `read` elsewhere.
+    """Raise HydraConfigError naming a column that would change training, and that is not `read`
+    elsewhere.
     """
     features = dataset.features
     check_columns(features, lambda name: _is_list_of_numbers(features[name]), "the dataset", read)
@@ -373,7 +373,7 @@ def map_rows(
     num_proc: int | None,
     **options: Any,
 ) -> datasets.Dataset:
-    """Return what `function` makes of the rows of `dataset`, in place of all their columns.
+    """Return the results of `function` on the rows of `dataset`, in place of all their columns.
 
     It is computed once and found in the cache of `datasets` later, which is beside the dataset's
     files, or in the user's own cache where nobody may write there (a mount that is read-only).
@@ -473,7 +473,7 @@ def _is_trivial(table: pa.Table) -> bool:
 
 @no_bars_in_files()
 def _convert_dataset(dataset: datasets.Dataset, num_proc: int | None) -> datasets.Dataset:
-    """`dataset` with what `to_example` makes of each row in place of all its columns."""
+    """`dataset` with the results of `to_example` on each row in place of all its columns."""
     tokens = datasets.Sequence(datasets.Value("int64"))
     features = datasets.Features({"input_ids": tokens, "labels": tokens})
     return map_rows(dataset, _convert_row, features, num_proc, with_indices=True, desc="labels")

@@ -168,7 +168,7 @@ def _data_files(path: Path) -> tuple[list[Path], str]:
 
 
 def _suffix(file: Path) -> str:
-    """Return how `file` ends, in lower case and without what says that it is compressed."""
+    """Return the ending of `file`, in lower case and without that of a compression."""
     name = file.with_suffix("") if file.suffix.lower() in _COMPRESSED else file
     return name.suffix.lower()
 
@@ -298,7 +298,7 @@ def _row_lengths(
     text_column: str,
     eos_token_id: int | None,
 ) -> list[int]:
-    """Tokens of each row; 0 where nothing is predicted. What other rows alone have is None."""
+    """Tokens of each row; 0 where nothing is predicted. Fields of other rows alone are None."""
     convert = find_conversion(columns, tokenize)
     if convert is None and "input_ids" not in columns:
         texts = [row.get(text_column) for row in rows]

@@ -113,8 +113,8 @@ class Hardware:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, source: str = "hardware") -> Hardware:
-        """The hardware in a `ds_hydra.hardware/1` document; raises HydraConfigError naming what is
-        wrong.
+        """The hardware in a `ds_hydra.hardware/1` document; raises HydraConfigError naming the
+        error.
         """
         with reading(document, HARDWARE_SCHEMA, source):
             reached = read_object(document, "efficiency")
@@ -185,7 +185,7 @@ class Experts:
     size: int
     """Intermediate size of one."""
     shared_size: int = 0
-    """Intermediate size of what all tokens use beside."""
+    """Intermediate size of the part that all tokens use beside."""
     layer_share: float = 1.0
     """Layers with experts over all layers; the others are dense."""
 

@@ -144,8 +144,8 @@ class Costs:
         return replace(self.profile, latency=latency, document=document)
 
     def extended(self, schemes: Iterable[Scheme]) -> Profile:
-        """The profile with entries of `schemes`, sorted, on top of its own; itself where it has
-        all of them. Raises HydraConfigError naming what is lacking for one of them.
+        """The profile with entries of `schemes`, sorted, on top of its own; itself where it has all
+        of them. Raises HydraConfigError naming the missing input of one of them.
         """
         known = self.profile.latency
         more = sorted({*schemes} - known.keys())
@@ -179,8 +179,8 @@ class Costs:
         return Price(base.latency.scaled(ratio), "derived", (source,))
 
     def _of_moving_weights(self, scheme: Scheme) -> Price | None:
-        """T of the scheme whose weights stay, or of one rank and what SP and CP add to its share;
-        no micro-batch takes less than its weights travel.
+        """Price of the scheme whose weights stay, or of one rank with the exchanges of SP and CP
+        added to its share. No micro-batch takes less than its weights travel.
         """
         plain = replace(scheme, gather=False)
         single = self.single_rank
@@ -283,9 +283,9 @@ class Costs:
         return Price(latency, "estimated", (uncut, narrow, wide))
 
     def _of_distant_sequence_shards(self, scheme: Scheme) -> Price | None:
-        """T where CP ranks are neighbours: that without CP, which they share, with keys and values
-        that travel between them, and what SP's exchanges take more. Inside a node the order of
-        ranks changes nothing.
+        """Price where CP ranks are neighbours: that without CP, which they share, with keys and
+        values that travel between them, and the additional exchanges of SP. Inside a node the order
+        of ranks changes nothing.
         """
         near = replace(scheme, context_first=False)
         if scheme.ranks_per_stage <= self._devices_per_node:
@@ -314,7 +314,7 @@ class Costs:
         return 0.0 if more is None else more.linear_ms
 
     def with_exchanges(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
-        """`latency` of a group without communication, with what SP ranks exchange on top."""
+        """`latency` of a group without communication, with the exchanges of SP ranks on top."""
         if self.cluster is None or scheme.sp == 1:
             return latency
         more = sequence_parallel_latency(self.cluster.shape, self.cluster.hardware, scheme)
@@ -331,9 +331,9 @@ class Costs:
     def _with_carried(
         self, latency: LatencyModel, scheme: Scheme, travels_ms: float
     ) -> LatencyModel:
-        """`latency` with `travels_ms` for a token in all exchanges of SP. Of the first part's
-        queries, keys and values nothing is hidden, nor of the last part's output, the same in
-        backward; how long attention has to be for the rest is as under CP.
+        """`latency` with `travels_ms` for a token in all exchanges of SP. The first part's queries,
+        keys and values are not hidden, nor the last part's output, the same in backward. The time
+        of attention that hides the rest is as under CP.
         """
         memory = self.profile.memory
         parts, share = memory.key_value_parts(scheme), 1 + 2 * memory.key_value_share
@@ -347,7 +347,7 @@ class Costs:
         )
 
     def _with_key_values(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
-        """`latency` of a group without communication, with what CP ranks gather on top, in parts
+        """`latency` of a group without communication, with the gathers of CP ranks on top, in parts
         of some heads: beside the attention of others all but the first can travel. Attention to
         pieces of sequences has its own overhead.
         """

@@ -127,7 +127,9 @@ class DecoderLayer:
     expert_share: float = 1.0
     """Share of these experts that a token chooses."""
     kept_width: float = 0.0
-    """Intermediate size of a token, as of MLPs with a gate, by what is kept for backward."""
+    """Intermediate size of a token, as of MLPs with a gate, by the activations kept for
+    backward.
+    """
     attention_width: float = 0.0
     """Mean of the features of all heads' queries and of their values; 0 without attention."""
     window: int | None = None

@@ -1,4 +1,4 @@
-"""A cluster described by its nodes and interconnects, and what a pipeline's communication costs on
+"""A cluster described by its nodes and interconnects, and the cost of a pipeline's communication on
 it.
 
 The file is a `ds_hydra.topology/1`:
@@ -176,8 +176,8 @@ class Topology:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, source: str = "topology") -> Topology:
-        """The topology in a `ds_hydra.topology/1` document; raises HydraConfigError naming what is
-        wrong.
+        """The topology in a `ds_hydra.topology/1` document; raises HydraConfigError naming the
+        error.
         """
         with reading(document, TOPOLOGY_SCHEMA, source, _HINT):
             nodes: list[Node] = []

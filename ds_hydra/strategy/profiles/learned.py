@@ -203,8 +203,8 @@ _FIRST_NOISE, _LEAST_NOISE, _NOISE_RATE = 0.1, 0.02, 0.15
 _OUTLIER = 3.0
 """Standard deviations of a surprise beyond which it counts less."""
 _TO_MACHINE = 0.005
-"""Rate at which the machine takes over what schemes and strategies are off, as far as only the sum
-is measured.
+"""Rate at which the machine takes over errors of schemes and strategies, as far as only the sum is
+measured.
 """
 _SURPRISE_RATE, _SHIFT = 0.3, 1.5
 """Weight of the last surprise in their mean, in standard deviations, and the mean that is a shift.
@@ -212,7 +212,9 @@ _SURPRISE_RATE, _SHIFT = 0.3, 1.5
 
 
 class PipelineTime(NamedTuple):
-    """One pipeline of an iteration: what the profile says and what it took, slow ranks aside."""
+    """One pipeline of an iteration: its time by the profile and its measured time, slow ranks
+    aside.
+    """
 
     scheme: Scheme
     profiled_ms: float
@@ -237,7 +239,7 @@ class LearnedTimes:
     surprise_F: FloatArray = field(default_factory=lambda: np.zeros(0))
     """Mean of the last surprises of each factor, in standard deviations."""
     noise: list[float] = field(default_factory=lambda: [_FIRST_NOISE**2, _FIRST_NOISE**2])
-    """Variances: of one pipeline, and of what all pipelines of an iteration share."""
+    """Variances: of one pipeline, and of the part that all pipelines of an iteration share."""
     machine_drift: float = _KINDS[MACHINE].drift
     last_surprise: float = 0.0
     """Surprise that the pipelines of the last iteration shared, in standard deviations."""
@@ -345,7 +347,7 @@ class LearnedTimes:
         self._learn_noise(design_KF, surprise_K - design_KF @ (gain_FK @ surprise_K))
 
     def _learn_noise(self, design_KF: FloatArray, left_K: FloatArray) -> None:
-        """The noise is what the updated factors leave, and what they are uncertain by."""
+        """Learn the noise: the rest after the updated factors, and their uncertainty."""
         limit = 2 * sqrt(sum(self.noise))
         # Cut: one outlier says little about the noise of all other iterations.
         left_K = np.clip(left_K, -limit, limit)
@@ -500,7 +502,8 @@ _MOST = 0.3
 
 
 class MicroBatchTime(NamedTuple):
-    """One micro-batch on one rank: what the profile says and what its passes took, waits aside.
+    """One micro-batch on one rank: its time by the profile and the measured time of its passes,
+    waits aside.
 
     `is_beside_link`: slices that stay are pulled or pushed beside it. `is_first_rank`: of its
     pipeline.
@@ -602,7 +605,7 @@ class LearnedSpread:
     """Levels of ranks in the last iterations, the latest last."""
 
     def observe(self, told: Sequence[Sequence[float]]) -> None:
-        """Take in one iteration: what each rank tells, in their order."""
+        """Take in one iteration: the values of each rank (`told_by`), in their order."""
         levels = {rank: Level(*own[_NUM_BINS:]) for rank, own in enumerate(told)}
         levels = {rank: level for rank, level in levels.items() if level.scheme >= 0}
         found = tally(self._since_before(levels))

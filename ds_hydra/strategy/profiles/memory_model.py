@@ -217,7 +217,7 @@ class MemoryModel:
                 raise HydraConfigError(f"{what} {value}, expected {wanted}")
 
     def knows(self, scheme: Scheme) -> bool:
-        """Whether it says what `scheme` needs."""
+        """Whether it has the memory of `scheme`."""
         says_inputs = self.input_bytes > 0 or not (scheme.ckpt or scheme.gather)
         says_slices = self.slice_bytes > 0 or not scheme.gather
         return scheme.tp in self.activation_bytes and says_inputs and says_slices

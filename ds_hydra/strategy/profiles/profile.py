@@ -68,11 +68,11 @@ _CHANGES = {
     "activation_checkpointing": "time and memory of layers",
     "compile_layers": "time and memory of layers",
 }
-"""Keys of "hydra" that change what is measured, and what of it."""
+"""Keys of "hydra" that change a measured profile, and the part that they change."""
 
 WHOLE_TOKENS = 2048
-"""Sequences up to so many tokens count as whole under CP: their keys stay where they are. With it
-plans of the published profiles take what they take by the sequences that `cut_micro_batch` cuts.
+"""Tokens up to which sequences count as whole under CP: their keys stay where they are. With it
+plans of the published profiles take as long as by the sequences that `cut_micro_batch` cuts.
 """
 
 
@@ -163,7 +163,7 @@ class LatencyModel:
         )
 
     def plus(self, more: LatencyModel | None) -> LatencyModel:
-        """T with what `more` adds for each token and for each micro-batch."""
+        """T with the linear and constant part of `more` added."""
         if more is None:
             return self
         return replace(
@@ -247,8 +247,8 @@ class Profile:
         return next((s for s in (scheme, scheme.crossing) if s in self.latency), None)
 
     def _base(self, scheme: Scheme) -> Scheme:
-        """Return what T of `scheme` is derived from: even stages without checkpoints, gathered
-        where the profile has that.
+        """Return the scheme from which T of `scheme` is derived: even stages without checkpoints,
+        gathered where the profile has that.
         """
         even = replace(scheme, stages=(), ckpt=0)
         return even if even in self.latency else scheme.without_options()
@@ -291,7 +291,7 @@ class Profile:
 
     @property
     def is_checkpointed(self) -> bool:
-        """Whether all layers of what was measured are checkpointed."""
+        """Whether all layers of the measured model are checkpointed."""
         return bool(self.document.get("activation_checkpointing"))
 
     @property
@@ -355,8 +355,8 @@ class Profile:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, source: str = "profile") -> Profile:
-        """The profile in a `ds_hydra.profile/1` document; raises HydraConfigError naming what is
-        wrong.
+        """The profile in a `ds_hydra.profile/1` document; raises HydraConfigError naming the
+        error.
         """
         with reading(document, PROFILE_SCHEMA, source):
             hardware = {"devices_per_node": 8, **read_object(document, "hardware")}
@@ -612,8 +612,8 @@ _PUBLISHED = "published"
 
 
 def engine_states(params_per_hidden2: float, element_bytes: float) -> dict[str, float]:
-    """B and alpha of App. B.1, and what gathered and checkpointed layers need, of a layer with so
-    many parameters per hidden size squared.
+    """B and alpha of App. B.1, and the needs of gathered and checkpointed layers, of a layer with
+    so many parameters per hidden size squared.
     """
     sharded = element_bytes + OPTIMIZER_BYTES
     held = element_bytes + GRADIENT_BYTES

@@ -138,8 +138,8 @@ class LengthHistogram:
     def from_json(
         cls, document: Mapping[str, Any], *, source: str = "histogram"
     ) -> LengthHistogram:
-        """The histogram in a `ds_hydra.lengths/1` document; raises HydraConfigError naming what is
-        wrong.
+        """The histogram in a `ds_hydra.lengths/1` document; raises HydraConfigError naming the
+        error.
         """
         with reading(document, _LENGTHS_SCHEMA, source):
             counts = document.get("counts")

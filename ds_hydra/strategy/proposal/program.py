@@ -131,7 +131,7 @@ Charge: TypeAlias = Literal["per_sequence", "per_micro_batch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposalSettings:
-    """Steps of the dynamic program, and what a sequence is charged.
+    """Steps of the dynamic program, and the charge of a sequence.
 
     `charge`: "per_sequence" is Eq. (4) to the letter, T(x, P) with its constant for each sequence.
     "per_micro_batch" spreads the constant over the sequences that share a packed micro-batch and

@@ -1,4 +1,4 @@
-"""Schemes that a proposal considers; `Costs` says what each takes.
+"""Schemes that a proposal considers; `Costs` has the cost of each.
 
 Beside <TP,PP> that was measured these have SP or CP, share experts, gather their layers, or
 checkpoint layers.

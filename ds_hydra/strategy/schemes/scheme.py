@@ -102,8 +102,8 @@ MAX_PIPELINES = 4 * MAX_DEVICES
 
 @dataclass(frozen=True, slots=True, order=True)
 class Scheme:
-    """The parallel scheme <TP,PP> of one pipeline: `pp` stages of `tp` ranks each; and what it may
-    have besides.
+    """The parallel scheme <TP,PP> of one pipeline: `pp` stages of `tp` ranks each; and its
+    options.
 
     Text forms: `<2,4>`, `<2,4;ckpt=12;stages=9,8,8,7>`, `<sp2,4,1>` (SP 2, TP 4,
     PP 1), `<sp4,1>` (SP 4, TP 1, PP 1), `<cp2,1>`, `<sp4,cp2,1>`,
@@ -114,9 +114,7 @@ class Scheme:
     tp: int
     pp: int
     stages: tuple[int, ...] = ()
-    """Decoder layers of each stage; empty for an even split, whose first stages take what is
-    over.
-    """
+    """Decoder layers of each stage; empty for an even split, whose first stages take the rest."""
     ckpt: int = 0
     """The model's first layers that keep only their input and run forward again in backward (early
     stages hold more micro-batches, so they save most); 0 leaves it to the model's own gradient
