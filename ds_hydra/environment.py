@@ -28,9 +28,7 @@ WANTED = {
     # Slices and micro-batches have other sizes in every iteration.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-"""Variables that are set where the user has not chosen; docs/benchmarks/one_gpu.md has the
-measurements.
-"""
+"""Variables set where the user has not chosen; measured in docs/benchmarks/one_gpu.md."""
 
 _EXTRAS = ("flash", "float8", "highs", "peft", "tensorboard", "trl")
 """Extras of setup.cfg that training uses."""

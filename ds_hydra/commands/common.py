@@ -1,6 +1,4 @@
-"""Common parts of the sub-commands: options, errors without traceback, documents on disk and
-stdout.
-"""
+"""Common parts of the sub-commands: options, errors without traceback, output of documents."""
 
 from __future__ import annotations
 

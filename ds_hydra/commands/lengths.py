@@ -117,9 +117,7 @@ def lengths(
 
 
 def _load_tokenizer(name: str | None) -> Tokenize | None:
-    """Load a `tokenizer.json` without transformers, else the tokenizer that `AutoTokenizer`
-    finds.
-    """
+    """Load a `tokenizer.json` without transformers, else by `AutoTokenizer`."""
     if name is None:
         return None
     from ds_hydra.sampler.data.length_stats import is_hub_name

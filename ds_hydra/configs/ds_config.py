@@ -43,9 +43,7 @@ _REMOVED_KEYS = frozenset(
     progressive_layer_drop quantize_training sparse_attention sparse_gradients
     """.split()  # noqa: SIM905
 )
-"""Keys of which DeepSpeed 0.19 says itself, when the engine starts, that it no longer reads
-them.
-"""
+"""Keys that DeepSpeed 0.19 itself reports at the start of the engine as no longer read."""
 
 _NUMBERS = ("gradient_clipping", "steps_per_print")
 """Top-level numbers that DeepSpeed reads without a look at their type."""

@@ -317,9 +317,7 @@ class EngineCandidates:
         return candidates.strategies
 
     def _read_strategies(self) -> tuple[Strategy, ...]:
-        """Read and check the strategies of the configuration; none where candidates are to be
-        decided.
-        """
+        """Read and check the configured strategies; none where candidates are to be decided."""
         if self.config.strategies is None:
             if self.is_first_rank:
                 schemes = power_of_two_schemes(self.num_ranks)
@@ -463,8 +461,8 @@ class EngineCandidates:
             )
 
     def profile_for_forced(self, strategy: Strategy) -> Profile:
-        """The profile for the plans of a forced strategy: where nobody knows its times, FLOP
-        counts.
+        """The profile for the plans of a forced strategy: FLOP counts where its times are
+        unknown.
         """
         if self.profile is not None:
             costs, memory = self._costs(self.profile), self.profile.memory

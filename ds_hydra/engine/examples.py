@@ -1,6 +1,4 @@
-"""Training data of the user, as the engine takes it: a dataset, or the examples of one
-mini-batch.
-"""
+"""Training data as the engine takes them: a dataset, or the examples of one mini-batch."""
 
 from __future__ import annotations
 

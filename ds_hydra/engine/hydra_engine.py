@@ -148,9 +148,7 @@ class HydraEngine(CheckpointingEngine):
         self._bias_correction: BiasCorrection | None = None
         self._gradients: GradientShards | None = None
         self.on_sigterm: Callable[[], None] | None = None
-        """Callback in place of saving and ending: a Trainer, whose step goes on, has more to
-        save.
-        """
+        """Callback in place of saving and ending: a Trainer has more to save."""
         self.last_scores: Scores | None = None
         self.last_metrics: IterationMetrics | None = None
         """Metrics of the last iteration; equal on all ranks but for this rank's own iteration and
@@ -432,8 +430,8 @@ class HydraEngine(CheckpointingEngine):
         )
 
     def offload_states(self, include: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Offload states as DeepSpeed does; `eval_batch` and `score` run meanwhile, but without
-        "lp_params".
+        """Offload states as DeepSpeed does. `eval_batch` and `score` still run, unless "lp_params"
+        are offloaded.
         """
         has_gradients = include is None or OffloadStateTypeEnum.lp_grads in include
         super().offload_states(include, *args, **kwargs)
@@ -481,9 +479,7 @@ class HydraEngine(CheckpointingEngine):
                     SIGTERM.leave(hydra)
 
     def _find_untrained(self) -> HydraConfigError | None:
-        """The error that names what an engine for evaluation alone lacks; None where it can
-        train.
-        """
+        """The error that names what an evaluation engine lacks for training; None otherwise."""
         if hasattr(self.optimizer, "fp16_groups"):
             return None
         instead = 'no optimizer; give ds_hydra.initialize one, or the DeepSpeed config its "optimizer" section'
@@ -498,9 +494,7 @@ class HydraEngine(CheckpointingEngine):
         )
 
     def _find_offloaded(self, kind: Literal["train", "eval"]) -> HydraConfigError | None:
-        """The error that names the offloaded states that an iteration needs; None where there are
-        none.
-        """
+        """The error that names offloaded states that an iteration needs; None without any."""
         offloaded = {state.value for state in getattr(self.optimizer, "offloaded_states", ())}
         if kind == "eval":
             offloaded &= {OffloadStateTypeEnum.lp_params.value}

@@ -121,9 +121,7 @@ def observe(
 def gather_scores(
     iteration: Iteration, recorder: TokenScoreRecorder, propagator: Propagator
 ) -> Scores:
-    """Gather on each rank the scores that `recorder` has kept on all ranks. Collective over all
-    ranks.
-    """
+    """Gather the scores of all ranks' `recorder` on each rank. Collective over all ranks."""
     here = [False] * len(iteration.plan.lengths)
     for phase in iteration.plan.on_rank(propagator.rank):
         if phase.role is not None and phase.role.tp_rank == 0:

@@ -54,9 +54,7 @@ class RankOutcome(MeasuredLinkTimes):
     balance_loss: float
     """This rank's part of the loss of balance of experts, as it is added to the mean."""
     nonfinite_position: float
-    """Position of a sequence in the first micro-batch whose loss is NaN or Inf; -1 where there is
-    none.
-    """
+    """Position of a sequence in the first micro-batch with a NaN or Inf loss; -1 without one."""
     phase_ms: tuple[float, ...]
     """Forward and backward of each phase, without waiting for slices."""
     busy_ms: float = 0.0

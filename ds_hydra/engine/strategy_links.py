@@ -229,9 +229,7 @@ class StrategyLinks:
         training: bool,
         slot_of: Mapping[int, int] | None = None,
     ) -> StageWeights:
-        """Weights of an iteration: those of the last one again where it needed the same and went
-        well.
-        """
+        """Weights of an iteration: the last one's where it needed the same and succeeded."""
         slots = tuple((slot_of or {}).items())
         key = id(buckets), training, slots  # links keep buckets alive
         known, self._kept = self._kept, None

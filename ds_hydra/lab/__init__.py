@@ -1,3 +1,1 @@
-"""Simulation of other systems, and all that no training run reaches: the core imports nothing of
-it.
-"""
+"""Simulation of other systems, and all else beyond training runs: the core imports none of it."""

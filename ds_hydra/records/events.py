@@ -99,9 +99,7 @@ class PipelineRun:
 
     @property
     def passes_ms(self) -> float:
-        """Milliseconds from the first time that a pass may begin to `end_ms`; 0.0 without
-        micro-batches.
-        """
+        """Milliseconds from the earliest begin of a pass to `end_ms`; 0.0 without micro-batches."""
         return self.end_ms - self.work.begin_ms if self.work.num_micro_batches else 0.0
 
     def later(self, ms: float) -> PipelineRun:

@@ -530,9 +530,7 @@ def scheme_errors(records: Sequence[IterationMetrics]) -> list[SchemeError]:
 
 
 def draw_learned(runs: Sequence[Run]) -> list[Markup]:
-    """Factors over iterations, with the cost of trials, for each run; nothing where none
-    learned.
-    """
+    """Factors over iterations, with the cost of trials, for each run that learned any."""
     names = _names(runs)
     if not names:
         return []

@@ -251,9 +251,7 @@ def _gantts(run: Run, key: str) -> Markup:
 
 
 def _choose_iterations(run: Run) -> dict[int, list[str]]:
-    """Choose up to 12 iterations worth a look, and what each is an example of; the slowest comes
-    first.
-    """
+    """Choose up to 12 iterations worth a look, the slowest first, with reasons."""
     candidates = [r for r in run.records if r.iteration in run.traces]
     candidates = candidates or [r for r in run.records if r.iteration in run.plans]
     if not candidates:
@@ -326,9 +324,7 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[Sequence[Run]], Sequence[Markup]
      draw_experts),
     ("slowest", "Slowest iterations, and why", "Compared with the median of the run.", _draw_slowest),
 )  # fmt: skip
-"""Panels of the page of runs: key, title, hint, and the function that draws a panel for each run,
-or none at all.
-"""
+"""Panels of the page of runs: key, title, hint, and the function that draws it for each run."""
 
 
 REPORT_SCHEMA = "ds_hydra.report/1"

@@ -178,9 +178,7 @@ def _without_lengths(profile: Profile | None, settings: CandidateSettings) -> tu
 
 
 def _of_one_scheme(schemes: Iterable[Scheme], settings: CandidateSettings) -> list[Strategy]:
-    """Strategies with as many pipelines as have room of each of `schemes`; devices that are left
-    stay idle.
-    """
+    """Strategies with as many pipelines of each of `schemes` as have room."""
     return [Strategy.alike(scheme, settings.num_devices) for scheme in schemes]
 
 

@@ -95,9 +95,7 @@ def tile(rows: Sequence[Row], micro_batch: Sequence[int], lengths: Sequence[int]
 
 
 def _numbers(most: int) -> list[int]:
-    """Numbers of sequences to cut, tried in turn until it is enough: all numbers at first, then
-    fewer.
-    """
+    """Numbers of sequences to cut, tried in turn: all numbers at first, then fewer."""
     tried = [0]
     while tried[-1] < most:
         tried.append(min(most, max(tried[-1] + 1, tried[-1] * 4 // 3)))

@@ -108,9 +108,7 @@ class Proposal:
     """Schemes of the kept strategies whose times nobody measured."""
     kept_ms: float
     plain_ms: float | None
-    """Milliseconds with the kept strategies of <TP,PP> alone; None where those do not fit every
-    sequence.
-    """
+    """Milliseconds with the kept <TP,PP> alone; None where those do not fit every sequence."""
     all_candidates_ms: float
     best_static_ms: float | None
 

@@ -243,9 +243,7 @@ class SampleBench:
         return np.array(found)
 
     def _planner(self, strategies: Iterable[Strategy]) -> PlannerSettings:
-        """Settings of the planner with pull and push of `strategies`, where anything is known of
-        the interconnects.
-        """
+        """Settings of the planner with link times of `strategies`, where a cluster is known."""
         planner, cluster = self.settings.planner, self.settings.cluster
         if cluster is None:
             return planner

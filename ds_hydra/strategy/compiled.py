@@ -34,9 +34,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 @functools.cache
 def _say_once(name: str) -> None:
-    """Log the function that is compiled first; on one rank of a host, all of which wait for the
-    same files.
-    """
+    """Log the first compilation; on one rank of a host, as all wait for the same files."""
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     level = logging.WARNING if is_first and not _has_said else logging.DEBUG
     _has_said.append(name)

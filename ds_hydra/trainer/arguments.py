@@ -150,9 +150,7 @@ _PADDING_COLLATORS = (
 
 
 def check_arguments(args: TrainingArguments, note: Note) -> None:
-    """Raise HydraConfigError for arguments that HydraTrainer would not honour; `note` those without
-    effect.
-    """
+    """Raise HydraConfigError for arguments that are not honoured; `note` those without effect."""
     check_common_arguments(args, note, problems=_find_refused_of_trl(args))
     if args.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
         note(
@@ -201,9 +199,7 @@ def check_elsewhere(given: Iterable[str]) -> None:
 
 
 def read_loss_option(args: TrainingArguments, name: str, given: bool | None) -> bool | None:
-    """Read the option that says which tokens count, as given to HydraTrainer or in TRL's
-    SFTConfig.
-    """
+    """Read which tokens count, as given to HydraTrainer or in TRL's SFTConfig."""
     of_args = _set_fields_of_trl(args).get(name)
     if given is not None and of_args is not None and given != of_args:
         raise HydraConfigError(
@@ -416,9 +412,7 @@ def _is_of_trl(args: TrainingArguments) -> bool:
 
 
 def _set_fields_of_trl(args: TrainingArguments) -> dict[str, Any]:
-    """Fields that a configuration of TRL adds to TrainingArguments, where they are not the
-    default.
-    """
+    """Fields that a configuration of TRL adds, where they are not the default."""
     own = [f for f in fields(args) if f.name not in _DEFAULTS] if _is_of_trl(args) else []
     values = {f.name: getattr(args, f.name) for f in own}
     return {f.name: values[f.name] for f in own if values[f.name] != f.default}

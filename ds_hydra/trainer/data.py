@@ -145,9 +145,7 @@ class Epochs:
 
 
 def _on_first_rank(count: Callable[[], int], device: torch.device | None) -> int:
-    """Run `count`, which raises nothing, on rank 0 and return its result. Collective over all
-    ranks.
-    """
+    """Result of `count`, which raises nothing, on rank 0. Collective over all ranks."""
     if not dist.is_initialized():
         return count()
     counted = torch.tensor(count() if dist.get_rank() == 0 else 0, device=device)

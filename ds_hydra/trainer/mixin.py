@@ -130,9 +130,7 @@ class EngineMixin:
             note(problem)
 
     def _check_used(self, note: Note) -> None:
-        """Refuse settings that would be dropped; again before training, because all of them can be
-        set.
-        """
+        """Refuse settings that would be dropped; again before training, as all can be set."""
         raise NotImplementedError
 
     def _check_arguments(self) -> None:
@@ -325,9 +323,7 @@ class EngineMixin:
             return super().predict(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Override of transformers, in the dtype of training: a cast would stay, in buffers,
-        too.
-        """
+        """Override of transformers, in the dtype of training: a cast would stay."""
         names = ("bf16_full_eval", "fp16_full_eval")
         asked = {name: getattr(self.args, name) for name in names}
         vars(self.args).update(dict.fromkeys(names, False))
@@ -488,9 +484,7 @@ class EngineMixin:
                 save()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Override of transformers, written aside: `checkpoint-N` is there when all ranks have
-        written.
-        """
+        """Override of transformers, written aside: `checkpoint-N` appears when complete."""
         self._call_together("saving a checkpoint of the Trainer")
         state, args = self.state, self.args
         parent = self._stop_dir or self._get_output_dir(trial)

@@ -102,9 +102,7 @@ class ReferenceMixin(EngineMixin):
         return dataset
 
     def _attach_data(self) -> None:
-        """Score, with the model as it is before training, the sequences whose scores are needed
-        later.
-        """
+        """Score, with the model before training, sequences whose scores are needed later."""
         super()._attach_data()
         if self._known_references is None:
             return
@@ -582,9 +580,7 @@ not, with advice.
 
 
 def check_trl_arguments(args: TrainingArguments, note: Note) -> None:
-    """Raise HydraConfigError for settings that would not be honoured; `note` those without
-    effect.
-    """
+    """Raise HydraConfigError for settings not honoured; `note` those without effect."""
     check_common_arguments(args, note, problems=_find_refused(args), honoured=OF_THE_LOOP)
 
 

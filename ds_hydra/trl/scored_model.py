@@ -213,9 +213,7 @@ _NOT_NEEDED = (
     "use_cache", "output_router_logits", "num_items_in_batch", "return_dict", "logits_to_keep",
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "token_type_ids",
 )  # fmt: skip
-"""Arguments that add nothing to ids and masks: sequences are taken apart, and run without a
-cache.
-"""
+"""Arguments that add nothing to ids and masks: sequences run apart and without a cache."""
 
 _IGNORED = -100
 

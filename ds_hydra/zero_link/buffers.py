@@ -248,8 +248,8 @@ class Stores:
         return tensor.as_strided((piece.rows, piece.cols), (piece.stride, 1), offset)
 
     def local_views(self, hop: Hop) -> tuple[list[Tensor], list[Tensor]]:
-        """[rows, cols] of the blocks that this rank both owns and needs: views of the owned ones,
-        and of those in slices.
+        """[rows, cols] of blocks that this rank both owns and needs: in the shard, and in
+        slices.
         """
         owned = [self.view(batch, piece) for batch, _ in hop.local for piece in batch.pieces]
         needed = [self.view(batch, piece) for _, batch in hop.local for piece in batch.pieces]
@@ -282,9 +282,7 @@ def run_pairs(
     sources: Sequence[Tensor],
     run: Callable[[list[Tensor], list[Tensor]], object] = torch._foreach_copy_,
 ) -> None:
-    """Call `run` on pairs: all that are contiguous on both sides in one kernel where the device has
-    one.
-    """
+    """Call `run` on pairs: contiguous ones in one kernel where the device has one."""
     runs: tuple[list[Tensor], list[Tensor]] = ([], [])
     for target, source in zip(targets, sources, strict=True):
         # One strided pair in the list would make torch run all of it tensor by tensor.

@@ -242,8 +242,8 @@ class Link:
         return _Posted(works=[work], buffers=[outgoing, incoming])
 
     def _unpack_all(self, posted: _Posted, packed: PackedHop, hop: Hop, stores: Stores) -> None:
-        """Copy received elements, and those that this rank both owns and needs, in one kernel as
-        far as possible.
+        """Copy received elements, and own ones that this rank needs, in as few kernels as
+        possible.
         """
         posted.wait()
         _, incoming = posted.buffers

@@ -65,9 +65,7 @@ from ds_hydra.zero_link.layout import (
 
 
 class Relayed(Enum):
-    """Time for which relay ranks keep relayed parts of gathered layers: [Note: Weights on the
-    node].
-    """
+    """Lifetime of relayed parts of gathered layers: [Note: Weights on the node]."""
 
     LEAVES = "leaves"
     """Kept until the last round of the plan that needs it."""
@@ -91,9 +89,7 @@ class BucketRequests:
 
     @classmethod
     def of(cls, rank_buckets: Sequence[RankBuckets], gradients: bool) -> BucketRequests:
-        """Find the distinct buckets among those of all ranks; with `gradients` only the slices that
-        push.
-        """
+        """Find the distinct buckets of all ranks; with `gradients` only the slices that push."""
         by_value: dict[Bucket, int] = {}
         by_object: dict[int, int] = {}
         ids = np.full(
@@ -177,9 +173,7 @@ class DirectPlanner:
         return self._asks[bucket]
 
     def shard_phase(self, index: int, ranks: range) -> Hop:
-        """Hop from own shards to the readers among `ranks`, and to own slices out of the shards of
-        `ranks`.
-        """
+        """Hop from own shards to readers among `ranks`, and from their shards to own slices."""
         me = np.array([self.rank])
         own = self.asks(self.rank, index)
         outgoing = []

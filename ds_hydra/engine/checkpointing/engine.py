@@ -39,9 +39,7 @@ _CLIENT_STATE_KEY = "ds_hydra"
 
 _OPTIMIZER = "optimizer_state_dict"
 _LOSS_SCALE_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow")
-"""Attributes that a ZeRO-3 optimizer keeps when only weights are loaded, or a run of another
-precision.
-"""
+"""Attributes that a ZeRO-3 optimizer keeps when only weights, or another precision, are loaded."""
 
 
 def _as_name(tag: Any) -> Any:

@@ -490,8 +490,8 @@ class _Budget:
         )
 
     def _flops(self, profile: Profile) -> tuple[ModelFlops, float | None]:
-        """FLOPs of the model, and peak FLOP/s of a device, in 16 bit at most. Notes where they are
-        not known.
+        """FLOPs of the model, and a device's peak FLOP/s in 16 bit; notes where they are
+        unknown.
         """
         flops = (
             profile_flops(profile) if self._stage_model is None else count_flops(self._stage_model)

@@ -76,9 +76,7 @@ def find_deepspeed_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def find_unbuildable(config: Mapping[str, Any]) -> Iterator[str]:
-    """Find reasons that the optimizer and the scheduler of `config` cannot be built, or lose given
-    values.
-    """
+    """Find reasons that the optimizer and scheduler of `config` cannot be built, or lose values."""
     plain, sections = _without_auto(config), {}
     for key, example in _EXAMPLES.items():
         if (section := plain.get(key)) is None:

@@ -214,9 +214,7 @@ class Examination:
         self.findings.append(findings.compare_environments(everyone))
 
     def _add_worst(self, device: torch.device, mine: Sequence[Finding]) -> None:
-        """Add one finding for each check of the system: the first of a rank that is not well, or
-        rank 0's.
-        """
+        """Add one finding for each check: the first of a rank that is not well, or rank 0's."""
         of_rank = _of_all_ranks([finding.to_json() for finding in mine], device)
         for index in range(len(mine)):
             rows = [(found[index], rank) for rank, found in enumerate(of_rank)]

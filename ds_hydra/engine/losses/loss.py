@@ -376,9 +376,7 @@ class HeadLoss:
         return value
 
     def of_logits(self, logits_TV: Tensor) -> Tensor:
-        """0-dim loss of logits, for a model that makes more of its head's output than is known
-        here.
-        """
+        """0-dim loss of logits, for a model with an unknown function after its head."""
         value: Tensor = _HeadLoss.apply(logits_TV, None, None, self, torch.is_grad_enabled())
         return value
 

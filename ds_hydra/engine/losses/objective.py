@@ -178,9 +178,7 @@ class TokenScoreRecorder(Loss):
         self._kept = {name: torch.zeros(num_tokens, device=device) for name in names}
 
     def objective(self, lengths: Sequence[int], given: Objective | None = None) -> Objective:
-        """The objective for evaluating sequences of `lengths`; with the inner loss the one to train
-        on.
-        """
+        """The objective for evaluating `lengths`; with the inner loss the one to train on."""
         numbers = torch.arange(sum(lengths)).split(list(lengths))
         fields = [{_INDEX: n} for n in numbers]
         if given is None:
@@ -409,9 +407,7 @@ def are_alike(mine: tuple[int, int], theirs: tuple[int, int]) -> bool:
 
 
 def find_difference(objective: Objective | None, rank: int, device: torch.device) -> str:
-    """Describe the first difference between the objectives of `rank` and of rank 0. Collective over
-    all ranks.
-    """
+    """Describe how the objectives of `rank` and rank 0 differ. Collective over all ranks."""
     mine = [text for part in _parts(objective) for text in part]
     first, other = (
         dict(zip(texts[::2], texts[1::2]))

@@ -111,8 +111,8 @@ def use_saved_modules(copied: nn.Module) -> None:
 
 
 def find_saved_in_use(module: nn.Module) -> str | None:
-    """Name of the adapter whose copy of a module in `modules_to_save` runs, "" for none; None for
-    any other module.
+    """Name of the adapter whose copy in `modules_to_save` runs, "" for none; None without
+    copies.
     """
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(module, peft.utils.other.ModulesToSaveWrapper):

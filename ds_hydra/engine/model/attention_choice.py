@@ -289,9 +289,7 @@ def head_widths(config: Any) -> set[tuple[int, int]]:
 
 
 def demands_of(config: Any, dtype: torch.dtype) -> Iterator[Demand]:
-    """Demands of the attention of the model of `config` in `dtype`, one for each pair of head
-    widths.
-    """
+    """Demands of the attention of the model of `config` in `dtype`, one for each head width."""
     is_capped = bool(getattr(config, "attn_logit_softcapping", None))
     for widths in sorted(head_widths(config)):
         yield Demand(*widths, dtype, is_capped)
@@ -385,9 +383,7 @@ def kernel_for(
 
 @torch.compiler.disable
 def _choose_late(key: tuple[int, int, torch.dtype, bool]) -> KernelUse | None:
-    """Choose a kernel for heads that the model's config did not tell of, which come too late for a
-    trial.
-    """
+    """Choose a kernel for heads unknown from the model's config, too late for a trial."""
     demand = Demand(*key)
     is_ordered = torch.are_deterministic_algorithms_enabled()
     device = torch.device("cuda") if torch.cuda.is_available() else None

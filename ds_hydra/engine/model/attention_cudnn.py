@@ -171,7 +171,7 @@ def _step(num_tokens: int, steps: int) -> int:
 
 
 def build(name: str, rest: Kernel) -> Kernel:
-    """Kernel `name`; `rest` runs segments that are not long, or have no plans. Raises
+    """Kernel `name`; `rest` runs short segments and those without plans. Raises
     MissingKernelError.
     """
     version = f"torch {torch.__version__}"

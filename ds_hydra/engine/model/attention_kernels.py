@@ -147,15 +147,11 @@ class Kernel:
     takes_softcap: bool = True
     dtypes: tuple[torch.dtype, ...] = HALVES
     takes_widths: Callable[[int, int, int | None], bool] = lambda *_: True
-    """Whether a device of a major compute capability takes widths of queries and of values,
-    multiples of 8.
-    """
+    """Whether a device of a major compute capability takes widths of queries and values."""
     pads_values: bool = True
     """Whether values have to be as wide as queries."""
     most_ordered_width: int = 256
-    """Largest width at which its backward can add in one order (`hydra.deterministic`); 0: it never
-    does.
-    """
+    """Largest width for backward in one order (`hydra.deterministic`); 0: never."""
     copies_when_ordered: bool = False
     """Whether it then keeps a copy of the gradient of queries, in fp32, for each group of
     multiprocessors: ceil(multiprocessors / heads) of them. Others take turns instead.
@@ -365,9 +361,7 @@ def _flash_4(module: ModuleType, name: str, package: str) -> Kernel:
 
 
 def _varlen(name: str, implementation: str | None = None) -> Kernel:
-    """torch's own kernel, flash attention 2 for all generations, or the implementation activated in
-    its place.
-    """
+    """torch's own kernel, flash attention 2, or the implementation activated in its place."""
     forward, backward = (
         getattr(torch.ops.aten, f"_flash_attention_{way}", None) for way in ("forward", "backward")
     )

@@ -484,9 +484,7 @@ def _count(experts_TK: Tensor, num_experts: int) -> Tensor:
 
 
 class Travel:
-    """Destinations of the S rows of a sequence shard, sorted by expert, and the number of rows from
-    each rank.
-    """
+    """Destinations of a sequence shard's S rows, sorted by expert, and counts of rows by source."""
 
     def __init__(
         self,

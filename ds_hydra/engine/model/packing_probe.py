@@ -59,9 +59,7 @@ may not show that they mix, so they run one by one.
 """
 
 _SMALLEST_SHARE = 1e-3
-"""Share of the largest norm that is the least divisor of an error: smaller tensors are compared
-with it.
-"""
+"""Share of the largest norm that smaller tensors are compared with."""
 
 _MOST_PARAMETERS = 200_000_000
 
@@ -69,9 +67,7 @@ _verdicts: dict[tuple[Any, ...], ModelAbilities | str] = {}
 
 
 def build_stage_model(model: nn.Module, **options: Any) -> StageModel:
-    """The stage model of `model` with the abilities of its small copy; `options` are
-    StageModel's.
-    """
+    """The stage model of `model` with its small copy's abilities; `options` are StageModel's."""
     liger.check_patches(unwrap_adapters(model), is_compiled=options.get("compile_layers", False))
     stage_model = StageModel(model, try_small_copy(model), **options)
     stage_model.check_loss()
@@ -271,9 +267,7 @@ class _SmallCopy:
         self._alone = self._gradients(alone)
 
     def compare(self, abilities: ModelAbilities, scheme: Scheme) -> str:
-        """Describe the first difference where the sequences share a micro-batch that runs under
-        `scheme`, or "".
-        """
+        """Describe the first difference in a shared micro-batch that runs under `scheme`, or ""."""
         try:
             stage_model = StageModel(self._model, abilities, aux_loss=False)
             if scheme.pp > 1 and stage_model.no_pp_because:
@@ -435,9 +429,7 @@ _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "decoder_layers", "num_decod
 
 
 def _get(config: Any, key: str) -> Any:
-    """Value of `config` at `key`, or None. Some configurations raise errors of their own where
-    layers differ.
-    """
+    """Value of `config` at `key`, or None. Some configurations raise where layers differ."""
     try:
         return getattr(config, key, None)
     except Exception:  # a family's own configuration

@@ -50,9 +50,7 @@ class WeightGradient(Protocol):
 
 
 def gradient_of(weight: Tensor) -> WeightGradient | None:
-    """The sink that takes the gradient of `weight` as products; None where autograd alone brings
-    it.
-    """
+    """The sink that takes products for the gradient of `weight`; None where autograd brings it."""
     return getattr(weight, "hydra_gradient", None)
 
 

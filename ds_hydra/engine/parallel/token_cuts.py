@@ -166,9 +166,7 @@ def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _post_all_to_all(sent: Tensor, group: dist.ProcessGroup | None) -> Posted:
-    """Post an all-to-all: part i of [P, ...] goes to rank i, and the part from rank i becomes part
-    i.
-    """
+    """Post an all-to-all: part i of [P, ...] goes to rank i, part i of the result is rank i's."""
     sent = sent.contiguous()
     received = torch.empty_like(sent)
     work = dist.all_to_all_single(received, sent, group=group, async_op=True)

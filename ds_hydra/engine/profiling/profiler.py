@@ -67,9 +67,7 @@ _FEWEST_PACKED = 8
 """Sequences in a packed micro-batch that is timed."""
 
 _AGREEMENT = 0.1
-"""Share of the shortest run by which the median may be above it. The level of T is that of
-rehearsals.
-"""
+"""Share of the shortest run by which the median may exceed it. Rehearsals set the level of T."""
 
 _Subject = TypeVar("_Subject")
 """Subject of timing: a scheme, or a slice of the model."""
@@ -506,9 +504,7 @@ def not_below_traced(
 
 
 def _peak_bytes(propagator: Propagator, strategy: Strategy, length: int) -> float:
-    """Peak bytes of the passes alone. Packed buffers of the pull before them are larger than a
-    short micro-batch.
-    """
+    """Peak bytes of the passes alone: buffers of a pull exceed those of a short micro-batch."""
     accelerator = get_accelerator()
     accelerator.empty_cache()
 

@@ -278,9 +278,7 @@ def _is_open_here(path: Path) -> bool:
 
 
 _PATIENCE_S = 5.0
-"""Seconds until a rank speaks itself; launchers end the others within a second of the first that
-failed.
-"""
+"""Seconds until a rank speaks itself; launchers end the others within a second of a failure."""
 
 _LIBRARIES = tuple(
     str(path)

@@ -295,9 +295,7 @@ class StageWeights:
                 self.prepare(index)
 
     def prepare(self, index: int) -> None:
-        """Set to zero the slices that nothing is pulled into; call when a bucket was brought into
-        its slot.
-        """
+        """Set slices without a pull to zero; call when a bucket was brought into its slot."""
         for flat in self._states[index].not_pulled:
             flat.zero_()
 

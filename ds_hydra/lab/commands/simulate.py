@@ -426,9 +426,7 @@ def _estimate(
 
 
 def _ask_engine(model: str) -> CanRun:
-    """Find the schemes that the engine runs `model` under, for ds_hydra's rows; says what it
-    refuses.
-    """
+    """Find the schemes that the engine runs `model` under; says what it refuses."""
     from ds_hydra.errors import HydraError
     from ds_hydra.strategy.cost_models.costs import runs_all
     from ds_hydra.strategy.schemes.scheme import Scheme

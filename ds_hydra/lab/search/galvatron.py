@@ -30,9 +30,7 @@ Partition = tuple[int, ...]
 
 
 def even_partition(num_layers: int, num_stages: int) -> Partition:
-    """Partition with as many layers for each stage as possible alike; the first stages take the
-    rest.
-    """
+    """Partition into equal stages as far as possible; the first stages take the rest."""
     share, rest = divmod(num_layers, num_stages)
     return tuple(share + (stage < rest) for stage in range(num_stages))
 

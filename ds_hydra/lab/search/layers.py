@@ -429,9 +429,7 @@ class LayerCost:
     compute_ms: float
     """Forward and backward without synchronising gradients: C_no_grad_sync of Eq. 9."""
     slowdown_ms: float
-    """Milliseconds by which the last micro-batch takes longer, because gradients are synchronised
-    beside it.
-    """
+    """Milliseconds that synchronising gradients beside it adds to the last micro-batch."""
     tail_ms: float
     """Milliseconds of that synchronisation after the backward pass."""
     forward_mb: float

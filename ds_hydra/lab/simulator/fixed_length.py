@@ -40,9 +40,7 @@ def first_fit_decreasing(
 
 
 _FEW_GROUPS = 15
-"""Number of groups up to which insertion is fastest, and what numpy does: equal sums keep their
-order.
-"""
+"""Number of groups up to which insertion is fastest, and numpy's own way: it is stable."""
 
 
 @compiled

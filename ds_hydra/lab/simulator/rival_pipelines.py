@@ -58,9 +58,7 @@ class ContextParallel:
 
     @cached_property
     def strategy(self) -> Strategy:
-        """The strategy with as many pipelines as there are devices for; CP ranks hold the same
-        slices.
-        """
+        """The strategy with as many pipelines as fit; CP ranks hold the same slices."""
         return Strategy.alike(self._wide, self.scenario.num_devices)
 
     @property

@@ -39,9 +39,7 @@ def runs_all(_: Scheme) -> bool:
 
 
 _ROW_TOKENS = 8192
-"""Tokens of a CP rank's row, for each of which starts of exchanges that attention hides are
-counted.
-"""
+"""Tokens of a CP rank's row over which the starts of hidden exchanges are spread."""
 _SEEN_EXCHANGES = 2
 """Exchanges of CP for each layer that attention does not hide, with the first part: its gather in
 forward, and in backward the sum of its gradients. Keys that backward gathers travel beside the
@@ -89,9 +87,7 @@ class Costs:
     def of(
         cls, profile: Profile, num_devices: int, gradient_bytes: float = GRADIENT_BYTES
     ) -> Costs:
-        """Costs on the interconnects that belong to the profile's hardware, where that is
-        described.
-        """
+        """Costs on the interconnects of the profile's hardware, where that is described."""
         return cls(profile, try_cluster(profile, num_devices, gradient_bytes))
 
     @cached_property
@@ -304,9 +300,7 @@ class Costs:
         return self.profile.memory.devices_per_node
 
     def _exchange_ms(self, scheme: Scheme) -> float:
-        """Milliseconds of exchanges for a token, by the interconnects; 0 where these are not
-        known.
-        """
+        """Milliseconds of exchanges for a token, by the interconnects; 0 where unknown."""
         if self.cluster is None:
             return 0.0
         shape, hardware = self.cluster.shape, self.cluster.hardware

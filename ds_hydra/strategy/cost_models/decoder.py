@@ -127,9 +127,7 @@ class DecoderLayer:
     expert_share: float = 1.0
     """Share of these experts that a token chooses."""
     kept_width: float = 0.0
-    """Intermediate size of a token, as of MLPs with a gate, by the activations kept for
-    backward.
-    """
+    """Intermediate size of a gated MLP with a token's activations kept for backward."""
     attention_width: float = 0.0
     """Mean of the features of all heads' queries and of their values; 0 without attention."""
     window: int | None = None
@@ -506,9 +504,7 @@ def layers_with_experts(config: Mapping[str, Any], num_layers: int) -> frozenset
 
 
 def find_layer_kinds(config: Mapping[str, Any], num_layers: int | None = None) -> list[str] | None:
-    """Kinds of the `num_layers` layers, by a list or a pattern with an entry for each; None without
-    one.
-    """
+    """Kinds of the `num_layers` layers, by a list or pattern of the config; None without one."""
     for key in ("layer_types", "layers_block_type"):
         kinds = config.get(key)
         if isinstance(kinds, list | tuple) and len(kinds) == (num_layers or len(kinds)):

@@ -192,9 +192,7 @@ _KINDS = {
     "strategy": _Kind(0.1, 0.005),
 }
 _FASTEST_DRIFT, _PACE_RATE = 0.08, 0.8
-"""Fastest drift of the machine's factor, and the rate of its pace; the slowest drift is in
-`_KINDS`.
-"""
+"""Fastest drift of the machine's factor (`_KINDS` has the slowest), and the rate of its pace."""
 _OTHER_MACHINE = 0.5
 """Logarithm from which the error of the first iteration is the machine's: a factor of exp(0.5)
 means a profile of other hardware.
@@ -212,9 +210,7 @@ _SURPRISE_RATE, _SHIFT = 0.3, 1.5
 
 
 class PipelineTime(NamedTuple):
-    """One pipeline of an iteration: its time by the profile and its measured time, slow ranks
-    aside.
-    """
+    """One pipeline of an iteration: its profiled and its measured time, slow ranks aside."""
 
     scheme: Scheme
     profiled_ms: float
@@ -490,9 +486,7 @@ _MEDIAN_OF_DIFFERENCE = 0.6745 * sqrt(2)
 _ALIKE = 2.0
 """Predicted times are compared up to this ratio."""
 _KEPT = 1 - 1 / 64
-"""Share of all counts that is kept from one iteration with differences to the next: about 64
-count.
-"""
+"""Share of all counts kept from one iteration with differences to the next: about 64 count."""
 _NUM_NEEDED = 50
 """Differences before a spread is known: to about 15%."""
 _NUM_BEFORE = 16

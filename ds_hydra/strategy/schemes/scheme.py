@@ -93,9 +93,7 @@ _THEN = re.compile(r"\sthen\s")  # further blanks belong to the terms
 MAX_PHASES = 256
 """Phases that one iteration may have."""
 MAX_CHARACTERS = 600_000
-"""Maximum length of a strategy's text: that of a scheme that names the layers of `MAX_DEVICES`
-stages.
-"""
+"""Maximum length of a strategy's text: a scheme that names the layers of all stages."""
 MAX_PIPELINES = 4 * MAX_DEVICES
 """Pipelines of all phases of a strategy, or of all candidates: few enough to list in a second."""
 
