@@ -1,4 +1,4 @@
-"""What can be asked on the command line, without torch and without a GPU."""
+"""Command line of ds_hydra, without torch and without a GPU."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _read_lengths(path: Path) -> list[int]:
 
 
 def _plan_document(result: IterationPlan, planning_ms: float) -> dict[str, Any]:
-    """What `ds-hydra plan --json` prints; an index is a position in the given list of lengths."""
+    """Document of `ds-hydra plan --json`; an index is a position in the given list of lengths."""
     document = result.to_json()
     return {
         "strategy": document["strategy"],

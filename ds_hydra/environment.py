@@ -28,10 +28,10 @@ WANTED = {
     # Slices and micro-batches have other sizes in every iteration.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-"""What is set where the user has not chosen; docs/benchmarks/one_gpu.md has the measurements."""
+"""Variables set where the user has not chosen; measured in docs/benchmarks/one_gpu.md."""
 
 _EXTRAS = ("flash", "float8", "highs", "peft", "tensorboard", "trl")
-"""Those of setup.cfg that training uses."""
+"""Extras of setup.cfg that training uses."""
 _OVERLAP_NEEDS = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING")
 _OVERLAP_FORBIDS = {
     # A message would wait for an exchange that was launched before it, and so for other stages.
@@ -57,8 +57,8 @@ def has_read(name: str) -> bool:
 
 
 def module_loading() -> str:
-    """How CUDA's driver loads kernels in this process, "EAGER" or "LAZY"; "" where it has not
-    started, and so not read its settings.
+    """Mode in which CUDA's driver loads kernels in this process, "EAGER" or "LAZY". "" where it has
+    not started, and so not read its settings.
     """
     mode = ctypes.c_int()
     try:
@@ -88,8 +88,8 @@ def set_accelerator_environment(
 
 
 def missing_for_overlap(environment: Mapping[str, str]) -> list[str]:
-    """What exchanges beside computation need on a CUDA device and `environment` lacks, one
-    `NAME=value` each.
+    """Variables that exchanges beside computation need on a CUDA device and `environment` lacks,
+    one `NAME=value` each.
 
     >>> missing_for_overlap({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_MODULE_LOADING": "EAGER"})
     ['CUDA_DEVICE_MAX_CONNECTIONS=32']
@@ -98,8 +98,8 @@ def missing_for_overlap(environment: Mapping[str, str]) -> list[str]:
 
 
 def in_the_way_of_overlap(environment: Mapping[str, str]) -> list[str]:
-    """What `environment` sets with which exchanges cannot run beside computation, one `NAME=value`
-    each.
+    """Variables of `environment` with which exchanges cannot run beside computation, one
+    `NAME=value` each.
 
     >>> in_the_way_of_overlap({"CUDA_LAUNCH_BLOCKING": "1", "TORCH_DISTRIBUTED_DEBUG": "INFO"})
     ['CUDA_LAUNCH_BLOCKING=1']
@@ -147,5 +147,5 @@ def warn_of_versions() -> None:
 
 
 def prepare() -> None:
-    """What `import ds_hydra` does: nothing harms where no CUDA device is used."""
+    """Set up the process for `import ds_hydra`: nothing harms where no CUDA device is used."""
     set_accelerator_environment(os.environ)

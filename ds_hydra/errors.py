@@ -1,4 +1,4 @@
-"""Which errors ds_hydra raises, by who has to act on them."""
+"""Errors of ds_hydra, by who has to act on them."""
 
 _MAX_CHARACTERS = 4000
 
@@ -30,8 +30,8 @@ class HydraConfigError(HydraError, ValueError):
 
 
 class UnsupportedModelError(HydraConfigError):
-    """The model (or a part of it) cannot be trained by ds_hydra; the message names the part and
-    what works.
+    """The model (or a part of it) cannot be trained by ds_hydra; the message names the part and a
+    remedy.
     """
 
 

@@ -1,4 +1,4 @@
-"""What a command's `--model` names: a shipped preset, a folder with config.json, such a file, or an
+"""Models of a command's `--model`: a shipped preset, a folder with config.json, such a file, or an
 id of the hub; read by the classes of transformers, and never by code of the model's own.
 """
 
@@ -50,7 +50,8 @@ def load_config(name: str) -> PretrainedConfig:
 
 
 def read_config(name: str) -> tuple[dict[str, Any], list[str]]:
-    """Fields of the language model that `name` stands for, and what is assumed, one sentence each.
+    """Fields of the language model that `name` stands for, and the assumptions, one sentence
+    each.
 
     Without transformers, and of a type that it does not have, those that are written in
     config.json; a shipped preset has all of them.
@@ -86,7 +87,7 @@ def all_fields(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def find_quantisation(config: Mapping[str, Any]) -> list[str]:
-    """What a `quantization_config` means for training; nothing where there is none."""
+    """Describe the effect of a `quantization_config` on training; nothing where there is none."""
     found = config.get("quantization_config")
     if not found:
         return []
@@ -113,7 +114,7 @@ def _read_document(name: str) -> dict[str, Any] | None:
 
 
 def _describe_unknown(document: Mapping[str, Any]) -> str:
-    """Why transformers cannot read `document`, and what would do."""
+    """Reason that transformers cannot read `document`, and what would do."""
     kind = document.get("model_type")
     if kind is None:
         return 'whose config.json has no model_type; add it, e.g. "model_type": "llama"'

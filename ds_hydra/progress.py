@@ -66,7 +66,7 @@ class Progress(tqdm):
         super().__init__(*args, **kwargs)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        """As tqdm; a line where nobody looks on."""
+        """Override of tqdm: a line where nobody looks on."""
         if self._is_looked_at:
             super().display(msg, pos)
         elif self.total and 10 * self.n // self.total > self._tenths:
@@ -77,19 +77,19 @@ class Progress(tqdm):
                 self.fp.flush()
 
     def update(self, n: float | None = 1) -> bool | None:
-        """As tqdm; no tenth is left out because it came soon after the last."""
+        """Override of tqdm: no tenth is left out because it came soon after the last."""
         drawn = super().update(n)
         if not self.disable and not self._is_looked_at:
             self.display()
         return drawn
 
     def clear(self, *args: Any, **kwargs: Any) -> None:
-        """As tqdm; there is no bar to take away where nobody looks on."""
+        """Override of tqdm: there is no bar to take away where nobody looks on."""
         if self._is_looked_at:
             super().clear(*args, **kwargs)
 
     def close(self) -> None:
-        """As tqdm, without its last line where nobody looks on."""
+        """Override of tqdm, without its last line where nobody looks on."""
         if self._is_looked_at or self.disable:
             super().close()
         else:

@@ -1,4 +1,4 @@
-"""`ds-hydra check`: what a configuration will do, and what is wrong with it, before ranks start."""
+"""`ds-hydra check`: effects and errors of a configuration, before ranks start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sub-commands share: options, errors without traceback, documents on disk and stdout."""
+"""Common parts of the sub-commands: options, errors without traceback, output of documents."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TokensPerIteration = Annotated[
 MAX_BATCHES = 1 << 20
 """Mini-batches, samples, rows or repeats that an option may ask for."""
 LocalRank = Annotated[int | None, typer.Option("--local_rank", hidden=True)]
-"""What launchers add."""
+"""Option that launchers add."""
 _HEAVY = (
     "torch",
     "deepspeed",
@@ -66,7 +66,7 @@ MAKES_THE_MODEL = "for the model's layers are made by the classes of transformer
 READS_LIKE_DEEPSPEED = (
     f"for DeepSpeed itself reads its part of the configuration, and {MAKES_THE_MODEL[4:]}"
 )
-"""Why commands without ranks and without a GPU need torch."""
+"""Reason that commands without ranks and without a GPU need torch."""
 WITHOUT_TORCH = "plan, lengths, propose, fit, simulate, search, report"
 
 
@@ -178,7 +178,7 @@ def _refreshing(bar: Any, inside: Callable[[], str] | None) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Inside `path` is written: say so afterwards, or raise HydraConfigError where it cannot be."""
+    """Report that `path` was written inside, or raise HydraConfigError where it cannot be."""
     try:
         if path.is_dir():
             raise IsADirectoryError(EISDIR, "it is a folder; name a file")

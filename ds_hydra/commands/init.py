@@ -135,7 +135,7 @@ def start_config(
 
 
 def _deepspeed_part(model: str, device: str, reasons: dict[str, str]) -> dict[str, Any]:
-    """What DeepSpeed reads; adds to `reasons`."""
+    """The part of the configuration that DeepSpeed reads; adds to `reasons`."""
     from ds_hydra.engine.model.meta_model import load_model_config
 
     config: dict[str, Any] = {}

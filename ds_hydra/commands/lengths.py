@@ -117,7 +117,7 @@ def lengths(
 
 
 def _load_tokenizer(name: str | None) -> Tokenize | None:
-    """A `tokenizer.json` without transformers, else what `AutoTokenizer` finds."""
+    """Load a `tokenizer.json` without transformers, else by `AutoTokenizer`."""
     if name is None:
         return None
     from ds_hydra.sampler.data.length_stats import is_hub_name

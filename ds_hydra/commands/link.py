@@ -1,4 +1,4 @@
-"""`ds-hydra link`: what a strategy sends between ranks and nodes, before anything runs."""
+"""`ds-hydra link`: transfers of a strategy between ranks and nodes, before anything runs."""
 
 from __future__ import annotations
 
@@ -161,8 +161,8 @@ def _routes(accounts: LinkAccounts, traffic: LinkTraffic, size: int) -> dict[str
 def _read_interconnects(
     topology: str, num_devices: int, per_node: int | None
 ) -> tuple[int, Interconnects, str]:
-    """Devices of a node, latency and bandwidth between all of them, and the name of what they come
-    from.
+    """Devices of a node, latency and bandwidth between all of them, and the name of their
+    source.
     """
     import numpy as np
 

@@ -161,7 +161,7 @@ def profile(
 
 
 def _config(section: dict[str, Any]) -> HydraConfig:
-    """What profiling reads of a "hydra" section; the token budget is of no interest here."""
+    """Configuration for profiling from a "hydra" section, whatever its token budget."""
     context, lengths = section["context_length"], section["profiling"]["lengths"]
     if lengths is not None and max(lengths) > context:
         raise HydraConfigError(

@@ -1,4 +1,4 @@
-"""What the user asked for, as validated values, and the files that come with the package."""
+"""Configuration of the user as validated values, and the files that come with the package."""
 
 from ds_hydra.configs.ds_config import read_ds_config
 from ds_hydra.configs.files import find_file, list_files, load_model_preset

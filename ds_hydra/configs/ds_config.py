@@ -43,7 +43,7 @@ _REMOVED_KEYS = frozenset(
     progressive_layer_drop quantize_training sparse_attention sparse_gradients
     """.split()  # noqa: SIM905
 )
-"""Of which DeepSpeed 0.19 says itself, when the engine starts, that it no longer reads them."""
+"""Keys that DeepSpeed 0.19 itself reports at the start of the engine as no longer read."""
 
 _NUMBERS = ("gradient_clipping", "steps_per_print")
 """Top-level numbers that DeepSpeed reads without a look at their type."""
@@ -72,7 +72,7 @@ _SWITCHES = (
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dump_state"),
     *("bf16.enabled", "fp16.enabled"),
 )
-"""Of which DeepSpeed takes any text for true."""
+"""Keys for which DeepSpeed takes any text for true."""
 
 _NEAR_MISS = 0.82
 """Similarity from which an unknown key counts as misspelled: catches one wrong letter in a word of
@@ -270,7 +270,7 @@ MUON_FILL_INS = (
         "DeepSpeed refuses Muon with it, and it is of a backward that does not run",
     ),
 )
-"""Where the optimizer is Muon."""
+"""Settings where the optimizer is Muon."""
 
 WITHOUT_EFFECT = {
     "train_batch_size": "hydra.tokens_per_iteration decides how many sequences an iteration has",
@@ -288,7 +288,7 @@ WITHOUT_EFFECT = {
 """Legal DeepSpeed keys that change nothing under ds_hydra, with what does; each is a warning."""
 
 _REFUSED_BY_DEEPSPEED = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
-"""Of these, what DeepSpeed wants with ZeRO-3: it refuses all else."""
+"""Values that DeepSpeed wants of these with ZeRO-3: it refuses all others."""
 
 
 def read_ds_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], HydraConfig]:
@@ -358,7 +358,7 @@ def find_auto_keys(config: Mapping[str, Any]) -> list[str]:
 
 
 def _gradient_dtype(config: Mapping[str, Any]) -> Literal["fp32", "bf16"]:
-    """What gradients are sent as: the type of training, as DeepSpeed does without
+    """Dtype in which gradients are sent: the type of training, as DeepSpeed does without
     `communication_data_type`.
 
     Never fp16: what a rank sends are sums over its micro-batches, which that type may not hold.

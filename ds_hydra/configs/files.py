@@ -50,12 +50,12 @@ Pairs: TypeAlias = Callable[[list[tuple[str, Any]]], Any]
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SUSPECT = re.compile(r"NaN|Infinity|\d{300}|[eE]\+?0*\d{3}|\\u(?:0000|[dD][89a-fA-F])")
-"""What a JSON text has to hold for `plain_json` to refuse its numbers or its text."""
+"""Pattern of JSON texts whose numbers or text `plain_json` may refuse."""
 
 
 def parse_json(text: str | bytes, source: str, object_pairs_hook: Pairs | None = None) -> Any:
-    """The JSON value in `text`; raises HydraConfigError naming `source`, also for what is nested
-    too deeply, and for what `plain_json` refuses.
+    """The JSON value in `text`. Raises HydraConfigError naming `source`, also for too deep nesting
+    and for all that `plain_json` refuses.
     """
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8")
@@ -112,9 +112,7 @@ def plain_json(value: Any, source: str, place: tuple[str, ...] = ()) -> Any:
 
 
 def read_json(path: str | Path, object_pairs_hook: Pairs | None = None) -> Any:
-    """The JSON value in `path`; raises HydraConfigError naming the file and what is wrong with
-    it.
-    """
+    """The JSON value in `path`. Raises HydraConfigError naming the file and the error."""
     try:
         if (size := Path(path).stat().st_size) > MAX_FILE_BYTES:
             raise HydraConfigError(f"{path} has {size} bytes, expected at most {MAX_FILE_BYTES}")
@@ -127,13 +125,12 @@ def read_json(path: str | Path, object_pairs_hook: Pairs | None = None) -> Any:
 
 
 def read_json_object(path: str | Path, object_pairs_hook: Pairs | None = None) -> dict[str, Any]:
-    """As `read_json`, for a file that holds an object."""
+    """Read a file that holds an object; see `read_json`."""
     return check_object(read_json(path, object_pairs_hook), str(path))
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | HydraConfigError]]:
-    """Number and object of each line of `path`, or what is wrong with the line: damage stays in
-    its line.
+    """Number and object of each line of `path`, or the line's error: damage stays in its line.
 
     Half a line at the end, as a killed process leaves it, is left out. Raises OSError.
     """
@@ -185,7 +182,7 @@ def check_object(value: Any, source: str) -> dict[str, Any]:
 def reading(
     document: Mapping[str, Any], schema: str, source: str, hint: str = ""
 ) -> Iterator[None]:
-    """Inside `document` is read: whatever is wrong with it, its schema first, becomes a
+    """Read `document` inside. Whatever is wrong with it, its schema first, becomes a
     HydraConfigError that names `source`.
     """
     if document.get("schema") != schema:

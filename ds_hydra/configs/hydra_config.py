@@ -1,5 +1,5 @@
-"""What the user may ask of ds_hydra: the strict "hydra" section of the DeepSpeed JSON, and what to
-write instead where something in it is wrong.
+"""Configuration of ds_hydra: the strict "hydra" section of the DeepSpeed JSON, and what to write
+instead where something in it is wrong.
 
 Lengths are tokens, times milliseconds, sizes bytes. Paths are relative to the directory the ranks
 run in; one that begins with ~ is in a home folder.
@@ -88,7 +88,7 @@ def _attention(value: str) -> str:
 
 
 def _as_tuple(value: object) -> object:
-    """What JSON has lists for."""
+    """Turn a list, which JSON has, into a tuple."""
     if isinstance(value, str):
         raise ValueError(f"write a list: [{json.dumps(value)}]")
     return tuple(value) if isinstance(value, list) else value
@@ -135,8 +135,9 @@ DAY_S = 86_400
 MAX_SEED = (1 << 63) - 1
 """Compiled planning and torch hold a seed in 64 bits, with a sign."""
 MAX_EFFORT = 1024
-"""Of trials, repeats and plans ahead: hundreds of times the defaults, after which more of them
-change nothing and only take time."""
+"""Maximum of trials, repeats and plans ahead: hundreds of times the defaults. More of them change
+nothing and only take time.
+"""
 MAX_WORKERS = 256
 """Planning processes beside rank 0: as many as a host has cores."""
 MAX_GROUPS = 1 << 20
@@ -449,19 +450,19 @@ class HydraConfig(_Section):
     """
 
     link: LinkConfig = LinkConfig()
-    """How slices and gradients travel."""
+    """Transfer of slices and gradients."""
 
     planner: PlannerConfig = PlannerConfig()
-    """How much work goes into a plan."""
+    """Work that goes into a plan."""
 
     profiling: ProfilingConfig = ProfilingConfig()
-    """How the machine is measured when `profile` is null."""
+    """Measurement of the machine when `profile` is null."""
 
     moe: MoeConfig = MoeConfig()
-    """How experts are kept balanced."""
+    """Balance of experts."""
 
     faults: FaultsConfig = FaultsConfig()
-    """What happens when a rank is lost or told to stop."""
+    """Reaction to a rank that is lost or told to stop."""
 
     @classmethod
     def parse(cls, section: object) -> HydraConfig:
@@ -518,7 +519,7 @@ _SECTIONS: dict[Location, type[BaseModel]] = {
 
 
 SMALLEST_SECTION = '"hydra": {"context_length": 4096, "tokens_per_iteration": 65536}'
-"""What every error shows that has to say how a section looks."""
+"""Example that errors show where they have to say how a section looks."""
 
 Location: TypeAlias = tuple[int | str, ...]
 Sections: TypeAlias = Mapping[Location, type[BaseModel]]
@@ -535,7 +536,7 @@ _REMOVED = {
 """Removed keys, whatever their section, and advice for each."""
 
 _RENAMED: Mapping[Location, Mapping[str, str]] = {("planner", "space"): {"wide": "full"}}
-"""Values of earlier versions, by key, and what they are called now."""
+"""New names of values of earlier versions, by key."""
 
 AUTO_REFUSED = (
     'is "auto", which the Trainer fills in for DeepSpeed\'s keys only; leave the key out to get its default, '
@@ -544,7 +545,7 @@ AUTO_REFUSED = (
 
 
 def find_auto(section: Mapping[Any, Any], location: Location = ()) -> Iterator[Location]:
-    """Where a value is "auto"."""
+    """Locations of values that are "auto"."""
     for key, value in section.items():
         if isinstance(value, Mapping):
             yield from find_auto(value, (*location, key))
@@ -553,7 +554,7 @@ def find_auto(section: Mapping[Any, Any], location: Location = ()) -> Iterator[L
 
 
 def explain(details: ErrorDetails, sections: Sections) -> str:
-    """What is wrong at one location, and what would be right."""
+    """Describe the error at one location, and a right value."""
     location = details["loc"]
     if details["type"] == "extra_forbidden":
         return _explain_unknown(location, sections)

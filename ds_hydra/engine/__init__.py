@@ -1,6 +1,4 @@
-"""HydraEngine and what it consists of; the only package that imports deepspeed or changes model
-state.
-"""
+"""HydraEngine and its parts; the only package that imports deepspeed or changes model state."""
 
 from ds_hydra.engine import losses
 from ds_hydra.engine.hydra_engine import HydraEngine

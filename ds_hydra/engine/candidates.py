@@ -1,5 +1,5 @@
-"""The candidate strategies of an engine, and what is known of them: the profile, given or measured,
-and what measured iterations say of it.
+"""Candidate strategies of an engine, and the profile that knows them: given or measured, and
+corrected by measured iterations.
 """
 
 from __future__ import annotations
@@ -121,14 +121,14 @@ class EngineCandidates:
         self._device = propagator.device
         self.profile: Profile | None = None
         self.log: RunLog | None = None
-        """Where profiles are kept, on the rank that has a run folder."""
+        """Log that keeps profiles, on the rank that has a run folder."""
         self.lengths: NDArray[np.int64] | None = None
-        """Those of the attached data."""
+        """Lengths of the attached data."""
         self._given: tuple[Strategy, ...] = ()
         self._num_link_groups = len(propagator.groups)
         self._at_start: tuple[Strategy, ...] = ()
         self._given_document: Mapping[str, Any] | None = None
-        """Of `hydra.profile`, as it was at the start."""
+        """Document of `hydra.profile`, as it was at the start."""
         self.strategies = self._at_start = run_together(self._read_candidates, self._device)
         given = self._given_document
         files = {
@@ -163,7 +163,7 @@ class EngineCandidates:
     def task(
         self, strategies: Sequence[Strategy], profile: Profile, *, forward_only: bool = False
     ) -> PlanningTask:
-        """What the planner is told besides mini-batches and corrections, `forward_only` for passes
+        """Inputs of the planner besides mini-batches and corrections. `forward_only` is for passes
         without backward. Not collective.
         """
         settings = planner_settings(self.config, strategies, partial(self._cluster, profile))
@@ -181,7 +181,7 @@ class EngineCandidates:
         )
 
     def track(self) -> LatencyTracker:
-        """What measured times say of the profile, which is known. Not collective."""
+        """The tracker of measured times for the profile, which is known. Not collective."""
         profile = self.profile
         assert profile is not None
         if self._tracker is None or self._tracker.profiled is not profile:
@@ -204,8 +204,8 @@ class EngineCandidates:
     def learn(
         self, metrics: IterationMetrics, plan: IterationPlan, spreads: Sequence[Sequence[float]]
     ) -> None:
-        """Take in the time of each pipeline and what each rank tells of the `spreads` of single
-        micro-batches, equal on all ranks; warns on rank 0 of drift. Not collective.
+        """Take in the time of each pipeline, and each rank's `spreads` of single micro-batches,
+        equal on all ranks. Warns on rank 0 of drift. Not collective.
         """
         if (tracker := self.find_tracker()) is None:
             return
@@ -317,7 +317,7 @@ class EngineCandidates:
         return candidates.strategies
 
     def _read_strategies(self) -> tuple[Strategy, ...]:
-        """Those of the configuration, checked; none where candidates are to be decided."""
+        """Read and check the configured strategies; none where candidates are to be decided."""
         if self.config.strategies is None:
             if self.is_first_rank:
                 schemes = power_of_two_schemes(self.num_ranks)
@@ -337,7 +337,7 @@ class EngineCandidates:
         return strategies
 
     def _settings(self) -> CandidateSettings:
-        """What decides about candidates; the context is that of the attached data."""
+        """Settings for the choice of candidates; the context is that of the attached data."""
         profile = self.profile
         settings = CandidateSettings.of(
             self.config,
@@ -366,14 +366,14 @@ class EngineCandidates:
 
     @property
     def _are_nodes(self) -> bool:
-        """Whether ranks relay what comes from other nodes."""
+        """Whether ranks relay data from other nodes."""
         return self.propagator.links.ranks_per_node is not None
 
     def _costs(self, profile: Profile) -> Costs:
         return Costs(profile, self._cluster(profile))
 
     def _decide(self, histogram: LengthHistogram | None) -> Candidates:
-        """The candidates with what is known; not collective."""
+        """The candidates with their profile; not collective."""
         candidates = decide_candidates(self.profile, histogram, self._settings())
         if self.is_first_rank and candidates.assumed:
             named = [str(scheme) for scheme in candidates.assumed[:_MOST_NAMED]]
@@ -414,9 +414,7 @@ class EngineCandidates:
         )
 
     def _use_proposed(self, strategies: tuple[Strategy, ...], reasons: Sequence[str]) -> None:
-        """Plan with proposed candidates from now on, and give the profile what it has to know of
-        their schemes.
-        """
+        """Plan with proposed candidates from now on, and add their schemes to the profile."""
         assert self.profile is not None
         if self._tracker is not None:
             self._tracked, self._tracker = self._tracker.state_dict(), None
@@ -434,7 +432,7 @@ class EngineCandidates:
 
     def write_profile(self) -> None:
         """Keep the profile in the run folder, on the rank that has one: as given or measured, and
-        with what follows from it for the candidates, marked as derived or estimated.
+        with entries for the candidates that follow from it, marked as derived or estimated.
         """
         if self.log is None:
             return
@@ -463,7 +461,9 @@ class EngineCandidates:
             )
 
     def profile_for_forced(self, strategy: Strategy) -> Profile:
-        """What a forced strategy is planned with: where nobody knows its times, FLOP counts."""
+        """The profile for the plans of a forced strategy: FLOP counts where its times are
+        unknown.
+        """
         if self.profile is not None:
             costs, memory = self._costs(self.profile), self.profile.memory
             if all(costs.find(s) is not None and memory.knows(s) for s in strategy.schemes):
@@ -473,7 +473,7 @@ class EngineCandidates:
 
 @contextlib.contextmanager
 def naming_run_dir(config: HydraConfig) -> Iterator[None]:
-    """While open, HydraConfigError is raised where the run folder cannot be written."""
+    """Raise HydraConfigError where the run folder cannot be written inside."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the user trains on, as the engine takes it: a dataset, or the examples of one mini-batch."""
+"""Training data as the engine takes them: a dataset, or the examples of one mini-batch."""
 
 from __future__ import annotations
 

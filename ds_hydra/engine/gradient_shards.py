@@ -27,7 +27,7 @@ class GradientShards:
         self._grads_P: list[Tensor] = []
         self._in_zero: set[int] = set()
         self._norms: dict[int, Tensor] = {}
-        """By address of a shard, since `norms` and until the next iteration."""
+        """Norms by address of a shard, since `norms` and until the next iteration."""
         if device.type != "cpu":
             self._lend_norms()
 

@@ -84,8 +84,8 @@ warnings.filterwarnings(
 logger = logging.getLogger(__name__)
 
 _SETTLED_AFTER, _SPARES_EVERY = 5, 100
-"""Iterations after which what lives mostly stays: kernels, plans and profiles of the start are
-there; and after how many more another engine may have shown the collector everything.
+"""Iterations after which the garbage collector is frozen, when start-up objects (kernels, plans,
+profiles) exist; and after which it is frozen again, as another engine may have unfrozen it.
 """
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -148,7 +148,7 @@ class HydraEngine(CheckpointingEngine):
         self._bias_correction: BiasCorrection | None = None
         self._gradients: GradientShards | None = None
         self.on_sigterm: Callable[[], None] | None = None
-        """In place of saving and ending: a Trainer, whose step goes on, has more to save."""
+        """Callback in place of saving and ending: a Trainer has more to save."""
         self.last_scores: Scores | None = None
         self.last_metrics: IterationMetrics | None = None
         """Metrics of the last iteration; equal on all ranks but for this rank's own iteration and
@@ -430,7 +430,9 @@ class HydraEngine(CheckpointingEngine):
         )
 
     def offload_states(self, include: Any = None, *args: Any, **kwargs: Any) -> None:
-        """As DeepSpeed; `eval_batch` and `score` run meanwhile, but without "lp_params"."""
+        """Offload states as DeepSpeed does. `eval_batch` and `score` still run, unless "lp_params"
+        are offloaded.
+        """
         has_gradients = include is None or OffloadStateTypeEnum.lp_grads in include
         super().offload_states(include, *args, **kwargs)
         if has_gradients and self._gradients is not None:
@@ -477,7 +479,7 @@ class HydraEngine(CheckpointingEngine):
                     SIGTERM.leave(hydra)
 
     def _find_untrained(self) -> HydraConfigError | None:
-        """What an engine for evaluation alone lacks."""
+        """The error that names what an evaluation engine lacks for training; None otherwise."""
         if hasattr(self.optimizer, "fp16_groups"):
             return None
         instead = 'no optimizer; give ds_hydra.initialize one, or the DeepSpeed config its "optimizer" section'
@@ -492,7 +494,7 @@ class HydraEngine(CheckpointingEngine):
         )
 
     def _find_offloaded(self, kind: Literal["train", "eval"]) -> HydraConfigError | None:
-        """What `offload_states` has taken away of what an iteration needs."""
+        """The error that names offloaded states that an iteration needs; None without any."""
         offloaded = {state.value for state in getattr(self.optimizer, "offloaded_states", ())}
         if kind == "eval":
             offloaded &= {OffloadStateTypeEnum.lp_params.value}
@@ -503,8 +505,8 @@ class HydraEngine(CheckpointingEngine):
         )
 
     def _find_refrozen(self) -> HydraConfigError | None:
-        """What is trained was fixed at initialisation: in the link plans and in ZeRO-3's own
-        groups.
+        """The error where `requires_grad` of a parameter has changed; None where it has not. Link
+        plans and ZeRO-3's own groups were fixed at initialisation.
         """
         for param, spec in zip(
             self.hydra.stage_model.params, self.hydra.stage_model.specs, strict=True
@@ -597,7 +599,7 @@ class HydraEngine(CheckpointingEngine):
             self._stop_if(bool(gather_rows(asked).any()))
 
     def leave_sigterm(self) -> None:
-        """Give SIGTERM back to what it did before this engine watched it. Not collective."""
+        """Restore the handler of SIGTERM from before this engine watched it. Not collective."""
         SIGTERM.leave(self.hydra)
 
     def _stop_if(self, is_asked: bool) -> None:
@@ -669,7 +671,9 @@ class HydraEngine(CheckpointingEngine):
                 )
 
     def _complete_optimizer(self, stage_model: StageModel) -> None:
-        """Check that it steps what gets gradients; give it what schedules of transformers read."""
+        """Check that the optimizer steps all trained parameters; give it the fields that schedules
+        of transformers read.
+        """
         if not hasattr(self.optimizer, "fp16_groups"):
             return  # evaluation alone needs none
         stepped = {id(param) for group in self.optimizer.fp16_groups for param in group}

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def no_launcher() -> HydraConfigError:
-    """What is missing where a script was started by itself."""
+    """The error that names what is missing where a script was started by itself."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = ", ".join(name for name in names if name not in os.environ)
     return HydraConfigError(
@@ -41,7 +41,7 @@ def no_launcher() -> HydraConfigError:
 
 @contextlib.contextmanager
 def hydra_engine_class(hydra_config: HydraConfig) -> Iterator[None]:
-    """While open, `deepspeed.initialize` builds a HydraEngine, wherever it is called from."""
+    """Let `deepspeed.initialize` build a HydraEngine inside, wherever it is called from."""
     prepare_accelerator()
     original = deepspeed.DeepSpeedEngine
     # A class, not a partial: accelerate asks isinstance(model, deepspeed.DeepSpeedEngine)

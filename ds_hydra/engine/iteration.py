@@ -1,4 +1,4 @@
-"""One iteration: the plan that ranks agree on, what it minimises, and what they measured."""
+"""One iteration: the plan that ranks agree on, its objective, and its measurements."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Iteration:
     planned: PlannedIteration
     load: LoadExample
     objective: Objective | None = None
-    """What a given loss makes of a given mini-batch; None for the mean cross entropy."""
+    """Objective of a given loss for a given mini-batch; None for the mean cross entropy."""
     labels: Sequence[Tensor] = ()
     """[l] of each sequence of a given mini-batch."""
 
@@ -44,7 +44,7 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """What all ranks measured in one iteration."""
+    """Measurements of all ranks in one iteration."""
 
     ranks: list[RankOutcome]
     nonfinite_ranks: list[int]
@@ -52,7 +52,7 @@ class Outcomes:
     is_stop_requested: bool
     """Whether any rank was told to stop (SIGTERM)."""
     spreads: Sequence[Sequence[float]] = ()
-    """What each rank tells of how far its micro-batches are from what is known: [Note: Spread of
+    """Deviations of each rank's micro-batches from the known times: [Note: Spread of
     micro-batches].
     """
     expert_tokens_LE: Tensor | None = None
@@ -64,7 +64,7 @@ class Outcomes:
         return sum(o.balance_loss for o in self.ranks)
 
     def loss(self, plan: IterationPlan, objective: Objective | None = None) -> float:
-        """Mean over the label tokens of `plan`, or what `objective` divides by, and the loss of
+        """Mean over the label tokens of `plan`, or over the divisor of `objective`, and the loss of
         balance. Raises HydraDataError, on all ranks, where the loss of `objective` is not finite.
         """
         if objective is None:
@@ -108,9 +108,7 @@ def score(
 def observe(
     iteration: Iteration, device: torch.device, *, wanted: bool
 ) -> tuple[Objective | None, TokenScoreRecorder | None]:
-    """The objective of `iteration`, and where `wanted` what keeps the scores of its tokens that
-    count meanwhile.
-    """
+    """The objective of `iteration`, and where `wanted` the recorder of the scores of its tokens."""
     objective, lengths = iteration.objective, iteration.plan.lengths
     if not wanted or objective is None:
         return objective, None
@@ -123,7 +121,7 @@ def observe(
 def gather_scores(
     iteration: Iteration, recorder: TokenScoreRecorder, propagator: Propagator
 ) -> Scores:
-    """What `recorder` has kept on all ranks, on each. Collective over all ranks."""
+    """Gather the scores of all ranks' `recorder` on each rank. Collective over all ranks."""
     here = [False] * len(iteration.plan.lengths)
     for phase in iteration.plan.on_rank(propagator.rank):
         if phase.role is not None and phase.role.tp_rank == 0:

@@ -1,5 +1,5 @@
-"""How an iteration comes to be: sequences of the data or of the caller, a plan that rank 0 makes
-ahead and one broadcast tells, rows on the ranks that need them. Errors are raised on all ranks.
+"""Making of an iteration: sequences of the data or of the caller, a plan that rank 0 makes ahead
+and one broadcast tells, rows on the ranks that need them. Errors are raised on all ranks.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ predicted), masks and "attention_mask" (see sampler/data/examples.py).
 
 
 _FIRST_DEADLINE_S = 600.0
-"""For the first plan, which may wait for compilation; a planning process that hangs is not waited
-for for ever.
+"""Seconds for the first plan, which may wait for compilation. A planning process that hangs is not
+waited for for ever.
 """
 
 
 class IterationSource:
-    """Where iterations come from: mini-batches of the attached data, or given ones, with the plans
-    that rank 0 makes. Methods are collective over all ranks unless they say otherwise.
+    """Source of iterations: mini-batches of the attached data, or given ones, with the plans that
+    rank 0 makes. Methods are collective over all ranks unless they say otherwise.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class IterationSource:
         there is data.
         """
         self._given: tuple[SamplerState, SamplerState] | None = None
-        """Where the data stand after the last mini-batch of `iterate_examples` that was trained; it
-        holds as long as the sampler is at the first one.
+        """Two positions in the data. The second one, after the last trained mini-batch of
+        `iterate_examples`, holds as long as the sampler is at the first one.
         """
 
     def attach(self, data: TokenDataset) -> None:
@@ -325,7 +325,7 @@ class IterationSource:
         self._ahead.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the position in the data; not collective."""
+        """Position in the data for a checkpoint; not collective."""
         if self.sampler is None:
             return {}
         state = self.sampler.state_dict(self._next_iteration)
@@ -357,7 +357,7 @@ class _MiniBatch(list[dict[str, Any]]):
         self.data, self.after = data, after
 
     def keys(self) -> NoReturn:
-        """Refuse what loops of one's own begin with: `engine(**batch)`, `batch.items()`."""
+        """Refuse the beginnings of a loop of one's own: `engine(**batch)`, `batch.items()`."""
         refuse_by_hand("a mini-batch, a list of examples, was taken for columns of engine(**batch)")
 
     items = keys
@@ -368,7 +368,7 @@ class _MiniBatch(list[dict[str, Any]]):
 
 
 def _is_plain(loss: Loss) -> bool:
-    """Whether `loss` is what the engine computes without one."""
+    """Whether `loss` is the engine's own without one."""
     return isinstance(loss, CrossEntropy) and loss.is_plain
 
 
@@ -430,12 +430,12 @@ class PlanFeed:
 
 
 Rows = dict[int, Example]
-"""By position in the plan."""
+"""Rows by position in the plan."""
 
 
 class Ahead:
-    """One iteration ahead of a feed: `begin` says what this iteration is, `go_on` has a thread
-    fetch the rows of the next one, where its plan was told.
+    """Prefetch of rows, one iteration ahead of a feed: `begin` returns this iteration's plan,
+    `go_on` has a thread fetch the rows of the next one, where its plan was told.
     """
 
     def __init__(self, device: torch.device):
@@ -460,8 +460,8 @@ class Ahead:
         return planned, None if held is None else held.rows
 
     def go_on(self, fetch: Callable[[IterationPlan], Rows]) -> None:
-        """Fetch what comes next, beside this iteration: `fetch` gives a plan's rows that this rank
-        needs. Not collective.
+        """Prefetch the next iteration's rows beside this iteration: `fetch` gives a plan's rows
+        that this rank needs. Not collective.
         """
         if self._told is not None:
             iteration, document = self._told
@@ -487,7 +487,8 @@ class _Coming(NamedTuple):
 
 
 def broadcast_plan(make: Callable[[], PlannedIteration], device: torch.device) -> PlannedIteration:
-    """What `make` gives on rank 0, on every rank; an error of rank 0 is raised on every rank.
+    """Make a plan on rank 0 and return it on every rank; an error of rank 0 is raised on every
+    rank. Collective over all ranks.
 
     Collective over all ranks.
     """
@@ -527,8 +528,8 @@ def broadcast_plans(
 def _broadcast(
     make: Callable[[], tuple[PlannedIteration, dict[str, Any]]], device: torch.device
 ) -> tuple[PlannedIteration | None, dict[str, Any]]:
-    """On rank 0 what `make` gives, on the others None and its document. An error of rank 0 is
-    raised on every rank.
+    """Return the results of `make` on rank 0, None and its document on the others. An error of rank
+    0 is raised on every rank.
     """
     planned, error = None, None
     document: dict[str, Any] = {}

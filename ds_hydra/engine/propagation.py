@@ -47,14 +47,14 @@ from ds_hydra.strategy.schemes.placement import MAX_GROUPS_OF_RANK, Role, slices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutcome(MeasuredLinkTimes):
-    """What one rank measured in one iteration; times in milliseconds."""
+    """Measurements of one rank in one iteration; times in milliseconds."""
 
     loss_sum: float
     """Sum over labelled tokens, each on exactly one rank; 0.0 on ranks without any."""
     balance_loss: float
     """This rank's part of the loss of balance of experts, as it is added to the mean."""
     nonfinite_position: float
-    """Of a sequence in the first micro-batch whose loss is NaN or Inf; -1 where there is none."""
+    """Position of a sequence in the first micro-batch with a NaN or Inf loss; -1 without one."""
     phase_ms: tuple[float, ...]
     """Forward and backward of each phase, without waiting for slices."""
     busy_ms: float = 0.0
@@ -66,7 +66,7 @@ class RankOutcome(MeasuredLinkTimes):
     def of_phases(
         cls, phases: Sequence[RankOutcome], computed_ms: Mapping[tuple[int, int], float]
     ) -> RankOutcome:
-        """That of an iteration of `phases`, one after another."""
+        """Combine the outcomes of an iteration's `phases`, one after another."""
         bad = (p.nonfinite_position for p in phases if p.nonfinite_position >= 0)
         # A type is text here, as annotations of this file are not evaluated.
         names = [field.name for field in fields(cls) if field.type == "float"]
@@ -109,7 +109,7 @@ class Propagator:
         self._clock = self.links.clock
         self.recorder = Recorder()
         self.problem: HydraConfigError | None = None
-        """What a given loss has done wrong on this rank in the last run of a plan."""
+        """Error of a given loss on this rank in the last run of a plan."""
         self.temperature = 1.0
         """Scores and losses are those of the logits divided by it."""
 
@@ -443,7 +443,7 @@ class Propagator:
         )
 
     def _token_layout(self, role: Role) -> TokenLayout | None:
-        """What this rank holds of each micro-batch, where its pipeline cuts or pads it."""
+        """This rank's layout of each micro-batch, where its pipeline cuts or pads it."""
         sp, cp = role.scheme.sp, role.scheme.cp
         multiple = self.stage_model.tp.micro_batch_multiple(role.scheme.tp)
         if role.scheme.num_shards == 1 and multiple == 1:

@@ -1,4 +1,5 @@
-"""What HydraEngine adds to DeepSpeedEngine: candidates, profile, plans, and the iteration itself.
+"""Additions of HydraEngine to DeepSpeedEngine: candidates, profile, plans, and the iteration
+itself.
 
 The engine (`hydra_engine.py`) overrides DeepSpeed's methods; everything else lives in this
 collaborator.
@@ -62,8 +63,8 @@ _PATHS = ("run_dir", "profile", "tokenizer", "strategies", "faults.save_on_sigte
 
 
 def _comparable(config: HydraConfig) -> dict[str, Any]:
-    """What all ranks have alike, or some would wait for others: files may lie elsewhere on each,
-    and only rank 0 has planning processes.
+    """Settings that must be equal on all ranks, or some would wait for others. Files may lie
+    elsewhere on each rank, and only rank 0 has planning processes.
     """
     values: dict[str, Any] = {}
     for key, value in config.model_dump(mode="json").items():
@@ -78,7 +79,7 @@ _SHOWN = (
     "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state",
     "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler",
 )  # fmt: skip
-"""Of DeepSpeed's keys those that say what a rank shows: rank 0 alone, as a rule."""
+"""Keys of a rank's output in DeepSpeed's config, which as a rule rank 0 alone has: not compared."""
 
 
 def check_same_settings(engine: DeepSpeedEngine) -> None:
@@ -158,7 +159,7 @@ class _Row(NamedTuple):
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> _Row:
-        """Return what `to_row` has made a row of."""
+        """Read a row of `to_row`."""
         told = _NUM_FLAGS + len(_MEASURED)
         phases = told + len(NOTHING_TOLD)
         measured = dict(zip(_MEASURED, row[_NUM_FLAGS:told], strict=True))
@@ -215,7 +216,7 @@ class HydraRuntime:
         self.source = IterationSource(config, self.propagator, self.candidates)
         self.flops = count_flops(stage_model)
         self.peak_flops = None
-        """Of a device in 16 bit; None where ranks compute on CPUs or in fp32."""
+        """Peak FLOP/s of a device in 16 bit; None where ranks compute on CPUs or in fp32."""
         if device.type == "cuda" and stage_model.params[0].dtype.itemsize == 2:
             self.peak_flops = find_peak_flops(torch.cuda.get_device_name(device))
         self.log: RunLog | None = None
@@ -230,10 +231,10 @@ class HydraRuntime:
         plan: IterationPlan | None = None,
         groups: Sequence[Mapping[str, Any]] = (),
     ) -> Outcomes:
-        """Outcomes of all ranks, in rank order, on every rank, with what any of them has to say;
-        `norms` of this rank's gradients where it trains, with the `plan` whose times are learned
-        from and the `groups` of its optimizer. Raises, on all ranks, what a given loss has done
-        wrong on one of them, and PlanMismatchError where numbers of groups differ.
+        """Gather the outcomes of all ranks, in rank order, on every rank. `norms` are those of this
+        rank's gradients where it trains, with the `plan` whose times are learned from and the
+        `groups` of its optimizer. Raises, on all ranks, the error of a given loss on one of them,
+        and PlanMismatchError where numbers of groups differ.
         """
         tracker = None if plan is None else self.candidates.find_tracker()
         told: Sequence[float] = NOTHING_TOLD
@@ -324,7 +325,7 @@ class HydraRuntime:
             self.log.write(metrics, plan)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: position in the data, cost model, and the configuration of
+        """State for a checkpoint: position in the data, cost model, and the configuration of
         both.
         """
         state: dict[str, Any] = {

@@ -48,11 +48,11 @@ class StrategyLink:
     """The pull without frozen parameters; the same object as `pull` where none is frozen."""
     push: LinkPlan
     pull_again: LinkPlan | None = None
-    """The pull of what has been pulled before, where weights stay on the nodes."""
+    """The pull of weights that were pulled before, where they stay on the nodes."""
 
 
 _SessionParts = tuple[TransferSchedule, LinkCarrier, StageWeights]
-"""What a session carries out, with what, and into which memory."""
+"""Parts of a session: the transfers, their carrier, and the memory that they fill."""
 
 
 class StrategyLinks:
@@ -78,7 +78,7 @@ class StrategyLinks:
             warn_of_placement(hosts.of_rank)
         self.devices_per_node = devices_per_node(config, hosts.of_rank)
         self.ranks_per_node = find_ranks_per_node(config, hosts.of_rank)
-        """None where no rank relays what comes from other nodes."""
+        """Ranks of a node; None where no rank relays data from other nodes."""
         purposes = ["pull", "push"] + (["pull_node", "push_node"] if self.ranks_per_node else [])
         groups.create([(purpose, everyone) for purpose in purposes])
         # A group each: one rank may push while another has not ended its pull.
@@ -99,7 +99,7 @@ class StrategyLinks:
             )
         self._links: dict[Hashable, StrategyLink] = {}
         self._kept: StageWeights | None = None
-        """What the last passes ran on, which has not failed, and what they needed."""
+        """Weights of the last passes, if these have not failed, and their key."""
         self._key_of_kept: Hashable = None
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class StrategyLinks:
         self._kept = None
 
     def weight_addresses(self) -> set[int]:
-        """Where storages with weights or their gradients begin. Not collective."""
+        """Addresses of storages with weights or their gradients. Not collective."""
         return self.pool.addresses()
 
     def link_for(self, strategy: Strategy) -> StrategyLink:
@@ -229,7 +229,7 @@ class StrategyLinks:
         training: bool,
         slot_of: Mapping[int, int] | None = None,
     ) -> StageWeights:
-        """Those of the last iteration where it needed the same and went well."""
+        """Weights of an iteration: the last one's where it needed the same and succeeded."""
         slots = tuple((slot_of or {}).items())
         key = id(buckets), training, slots  # links keep buckets alive
         known, self._kept = self._kept, None

@@ -1,1 +1,1 @@
-"""What other systems would do, and what no training run reaches: the core imports nothing of it."""
+"""Simulation of other systems, and all else beyond training runs: the core imports none of it."""

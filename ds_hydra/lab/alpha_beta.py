@@ -1,5 +1,5 @@
-"""What else HexiScale's App. B says of any cluster: Eqs. 2, 4, 7 and 9, and where the originals'
-code differs.
+"""Other equations of HexiScale's App. B on any cluster: Eqs. 2, 4, 7 and 9, and where the
+originals' code differs.
 
 Seconds and bytes. `passes` is 96 with activation recomputation, 72 without. Equations are literal.
 """

@@ -1,4 +1,4 @@
-"""How long a whole iteration takes under DP, ZeRO, TP, PP and offload: the model of Rubick, App. A.
+"""Time of a whole iteration under DP, ZeRO, TP, PP and offload: the model of Rubick, App. A.
 
 Seven parameters are fitted to measured iterations; everything else is known before: sizes of the
 model, degrees of the plan, bandwidths, and the time of one forward pass. Times are ms, volumes MiB,
@@ -75,7 +75,7 @@ _UPPER = IterationModel(
 
 _DIVISORS = ("threads_per_gpu", "bandwidth_dp", "bandwidth_tp", "bandwidth_pp", "bandwidth_host")
 _LEAST = 1e-9
-"""Of a divisor and of a measured time: far below any rate, share of a host, or iteration."""
+"""Least divisor and least measured time: far below any rate, share of a host, or iteration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

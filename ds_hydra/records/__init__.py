@@ -1,1 +1,1 @@
-"""What an iteration did, or would do: its metrics, its events, its timeline."""
+"""Records of an iteration that ran, or would run: its metrics, its events, its timeline."""

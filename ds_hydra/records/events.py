@@ -1,5 +1,4 @@
-"""What one iteration does on a cluster, event by event: 1F1B of every pipeline, pull, push,
-optimizer.
+"""Events of one iteration on a cluster: 1F1B of every pipeline, pull, push, optimizer.
 
 Times are milliseconds from the start of the pull. The order of passes is that of
 `engine/parallel/one_f_one_b.py`; a stage sends without waiting, so a transfer delays the receiver
@@ -43,8 +42,8 @@ Scatter = Callable[[Sequence[FloatArray], Sequence[Sequence[int]]], list[FloatAr
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelineWork:
-    """What one pipeline has to do: `forward_ms[stage, micro_batch]`, `backward_ms[stage,
-    micro_batch]`, micro-batches in 1F1B order.
+    """Work of one pipeline: `forward_ms[stage, micro_batch]`, `backward_ms[stage, micro_batch]`,
+    micro-batches in 1F1B order.
 
     `hop_ms[micro_batch]` is the time of one activation or gradient between neighbouring stages;
     `tp_ms[micro_batch]` the part of one forward, and of one backward, that is TP collectives
@@ -80,7 +79,7 @@ class PipelineWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelineRun:
-    """When every pass of one pipeline starts and ends: arrays [stage, micro-batch]; pushes of the
+    """Start and end of every pass of one pipeline: arrays [stage, micro-batch]; pushes of the
     stages [stage].
     """
 
@@ -100,7 +99,7 @@ class PipelineRun:
 
     @property
     def passes_ms(self) -> float:
-        """From the first time that a pass may begin to `end_ms`; 0.0 without micro-batches."""
+        """Milliseconds from the earliest begin of a pass to `end_ms`; 0.0 without micro-batches."""
         return self.end_ms - self.work.begin_ms if self.work.num_micro_batches else 0.0
 
     def later(self, ms: float) -> PipelineRun:
@@ -133,13 +132,13 @@ class Simulation:
 
     @cached_property
     def push_end_ms(self) -> float:
-        """When every gradient has arrived."""
+        """Milliseconds until every gradient has arrived."""
         ends = [float(run.push_end.max()) for run in self.runs if run.work.num_micro_batches]
         return max(ends, default=self.links.pull_ms + self.links.push_ms)
 
     @property
     def iteration_ms(self) -> float:
-        """From the start of the pull to the end of the optimizer step."""
+        """Milliseconds from the start of the pull to the end of the optimizer step."""
         return self.push_end_ms + self.links.step_ms
 
     @cached_property
@@ -155,14 +154,14 @@ class Simulation:
 
     @property
     def propagation_ms(self) -> float:
-        """The slowest of `pipeline_ms` of each phase: what the planner makes short."""
+        """Sum of the slowest of `pipeline_ms` of each phase, which the planner minimises."""
         times = iter(self.pipeline_ms)
         phases = self.strategy.in_turn
         return sum(max(islice(times, len(phase.schemes)), default=0.0) for phase in phases)
 
     @property
     def exposed_link_ms(self) -> float:
-        """What pull and push add to propagation."""
+        """Milliseconds that pull and push add to propagation."""
         return self.push_end_ms - self.propagation_ms
 
     @property

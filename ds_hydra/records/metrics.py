@@ -32,10 +32,10 @@ class PipelineMetrics:
     num_tokens: int
     predicted_ms: float
     measured_ms: float
-    """Of its slowest rank."""
+    """Milliseconds of its slowest rank."""
     profiled_ms: float = nan
-    """Predicted by the profile alone, without what measured times say of it; NaN where it has not
-    the scheme, or a run does not say.
+    """Predicted milliseconds by the profile alone, without corrections; NaN where it has not the
+    scheme, or a run does not say.
     """
 
     @property
@@ -64,7 +64,7 @@ class IterationMetrics:
     """
 
     iteration: int
-    """From 0 on, as in the plan."""
+    """Number of the iteration, from 0 on, as in the plan."""
     loss: float
     """Mean over the label tokens of the global mini-batch."""
     strategy: str
@@ -80,7 +80,7 @@ class IterationMetrics:
     longest_tokens: int = 0
     """Tokens of its longest sequence."""
     iteration_ms: float
-    """From the call of `train_batch` to its metrics."""
+    """Milliseconds from the call of `train_batch` to its metrics."""
     tokens_per_s: float
     """`num_tokens` over `iteration_ms`: useful tokens, nothing is padded."""
     tflops_per_device: float = nan
@@ -127,7 +127,7 @@ class IterationMetrics:
     visible_pull_ms: float = 0.0
     """Part of `pull_ms` that computation waited for, on the rank that waited longest."""
     visible_push_ms: float = 0.0
-    """What was left to push when the last rank had computed its last gradient."""
+    """Milliseconds of push that were left when the last rank had computed its last gradient."""
     step_ms: float = 0.0
     """Optimizer step of rank 0."""
     skipped_steps: int = 0
@@ -137,24 +137,25 @@ class IterationMetrics:
     one.
     """
     trial_ms: float = 0.0
-    """How much longer than the best known strategy this one was expected to take; above 0 only
-    where it was tried because it could be better.
+    """Milliseconds by which this strategy was expected to take longer than the best known one.
+    Above 0 only where it was tried because it could be better.
     """
     trials_share: float = nan
     """Part of the run's time that trials have cost so far."""
     learned: Mapping[str, float] = field(default_factory=dict)
-    """Factors between measured times and the profile's, known before this iteration, by what they
-    are due to: `machine`, `scheme <2,1>`, `strategy 2x<2,1>`, and `beside` for each doubling of the
+    """Factors between measured times and the profile's, known before this iteration, by their
+    cause: `machine`, `scheme <2,1>`, `strategy 2x<2,1>`, and `beside` for each doubling of the
     pipelines.
     """
     micro_batch_spread: float = nan
-    """How far times of single micro-batches scatter, as known before this iteration: the standard
+    """Scatter of the times of single micro-batches, as known before this iteration: the standard
     deviation of their logarithm, 0 before enough was measured.
     """
     pipelines: tuple[PipelineMetrics, ...]
-    """For each pipeline `tp`, `pp` (and the options of its scheme, `sp`, `ckpt`, ..., where set),
-    `ranks`, `num_micro_batches`, `num_tokens`, `predicted_ms`, `measured_ms`, `prediction_error`,
-    and `profiled_ms`, which the profile alone would have predicted (`null` without one).
+    """Metrics of each pipeline: `tp`, `pp` (and the options of its scheme, `sp`, `ckpt`, ..., where
+    set), `ranks`, `num_micro_batches`, `num_tokens`, `predicted_ms`, `measured_ms`,
+    `prediction_error`, and `profiled_ms`, which the profile alone would have predicted (`null`
+    without one).
     """
 
     @property
@@ -178,7 +179,7 @@ class IterationMetrics:
         return _parse_strategy(self.strategy)
 
     def to_json(self) -> dict[str, Any]:
-        """The metrics as a JSON object; what is not a number is null there."""
+        """The metrics as a JSON object; NaN and infinity are null there."""
         return {
             "schema": METRICS_SCHEMA,
             **_write_fields(self),
@@ -213,7 +214,7 @@ class IterationMetrics:
         )
 
     def monitor_events(self, num_samples: int) -> list[tuple[str, float, int]]:
-        """What DeepSpeed's monitors (TensorBoard, W&B, CSV) get, at `num_samples` samples."""
+        """Events for DeepSpeed's monitors (TensorBoard, W&B, CSV), at `num_samples` samples."""
         values = {
             "train_loss": self.loss,
             "tokens_per_s": self.tokens_per_s,
@@ -247,8 +248,8 @@ def _write_fields(metrics: PipelineMetrics | IterationMetrics) -> dict[str, Any]
 
 
 def _read_fields(cls: type, document: Mapping[str, Any]) -> dict[str, Any]:
-    """What `document` says of those fields of `cls` that are numbers or text; a field with a
-    default may be missing or null, a loss null.
+    """Read from `document` those fields of `cls` that are numbers or text. A field with a default
+    may be missing or null, a loss null.
     """
     found: dict[str, Any] = {}
     for metric in dataclasses.fields(cls):

@@ -1,4 +1,4 @@
-"""What happens when in one iteration: the events of every stage of every pipeline, predicted or
+"""Timeline of one iteration: the events of every stage of every pipeline, predicted or
 measured.
 
 The same value comes out of the simulator and out of a run, and is what Gantt charts and traces are
@@ -33,8 +33,8 @@ Source: TypeAlias = Literal["predicted", "measured"]
 
 
 class EventKind(str, Enum):
-    """What a stage does. P2P is the transfer to a neighbouring stage; it does not keep the stage
-    busy.
+    """Kind of a stage's event. P2P is the transfer to a neighbouring stage; it does not keep the
+    stage busy.
     """
 
     PULL = "pull"
@@ -67,7 +67,7 @@ class Event:
 
     @property
     def duration_ms(self) -> float:
-        """How long it takes."""
+        """Milliseconds from start to end."""
         return self.end_ms - self.start_ms
 
 
@@ -120,13 +120,13 @@ class Timeline:
         )
 
     def follows(self, plan: IterationPlan) -> bool:
-        """Whether this can be what came of `plan`: the same pipelines and micro-batches."""
+        """Whether this can be the timeline of `plan`: the same pipelines and micro-batches."""
         micro_batches = [(track.scheme, track.num_micro_batches) for track in self.pipelines]
         return micro_batches == [(p.scheme, len(p.micro_batches)) for p in plan.pipelines]
 
     @property
     def propagation_ms(self) -> float:
-        """From the first forward to the last backward of any pipeline; 0.0 without
+        """Milliseconds from the first forward to the last backward of any pipeline; 0.0 without
         micro-batches.
         """
         passes = self.passes()
@@ -180,8 +180,8 @@ class Timeline:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, source: str = "timeline") -> Timeline:
-        """The timeline in a document written by `to_json`; raises HydraConfigError naming what is
-        wrong.
+        """The timeline in a document written by `to_json`; raises HydraConfigError naming the
+        error.
         """
         with reading(document, TIMELINE_SCHEMA, source):
             return cls(
@@ -211,7 +211,7 @@ def _event_row(event: Event) -> list[Any]:
 
 
 _OF_ALL_RANKS = (EventKind.PULL, EventKind.PUSH, EventKind.STEP)
-"""What ranks in no pipeline do too."""
+"""Events of all ranks, also of those in no pipeline."""
 
 
 def _read_source(document: Mapping[str, Any]) -> Source:

@@ -1,4 +1,4 @@
-"""What a run did: summary, picture, and page of its run folder."""
+"""Report of a run: summary, picture, and page of its run folder."""
 
 from ds_hydra.report.page import render_runs, render_simulation, write_page
 from ds_hydra.report.plots import plot_run

@@ -139,7 +139,7 @@ def _scheme_legend(schemes: Sequence[Scheme], *extra: tuple[str, str]) -> Markup
 
 
 def _thin(items: Sequence[_Item]) -> Sequence[_Item]:
-    """At most some thousand of `items`, evenly spread."""
+    """Thin out `items` to some thousand, evenly spread."""
     return items[:: ceil(len(items) / _MAX_DOTS) or 1] if items else items
 
 
@@ -155,7 +155,7 @@ _PARTS = {
 
 
 def draw_shares(runs: Sequence[Run]) -> list[Markup]:
-    """One bar: what the ranks did, on average, in all iterations together."""
+    """One bar: work of the ranks, on average, in all iterations together."""
     panels = []
     for run in runs:
         shares = divide_time(run.records)
@@ -260,7 +260,7 @@ def _flag(scheme: Scheme, size: int, x: svg.Axis) -> str:
 
 
 def draw_memory(runs: Sequence[Run]) -> list[Markup]:
-    """Peak memory of each rank (bars), what the model expects of it (ticks), and the limit."""
+    """Peak memory of each rank (bars), its expected peak by the model (ticks), and the limit."""
     on_cpu = [run.facts.device == "cpu" for run in runs]
     memories = [
         [replace(m, model_bytes=None) for m in rank_memory(run)] if cpu else rank_memory(run)
@@ -499,7 +499,7 @@ FEWEST = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemeError:
-    """How far the profile was off for one scheme.
+    """Error of the profile for one scheme.
 
     `measured_over_profiled`: median over `num_pipelines` of what a pipeline took and what the
     profile alone says; where a run did not keep that, what the plan said.
@@ -511,8 +511,8 @@ class SchemeError:
 
 
 def scheme_errors(records: Sequence[IterationMetrics]) -> list[SchemeError]:
-    """Of all schemes that ran, the one that the profile has most wrong first; those of less than
-    three pipelines last.
+    """Errors of all schemes that ran, the largest first; schemes of less than three pipelines
+    last.
     """
     ratios: dict[Scheme, list[float]] = {}
     for pipeline in (p for record in records for p in record.pipelines):
@@ -530,7 +530,7 @@ def scheme_errors(records: Sequence[IterationMetrics]) -> list[SchemeError]:
 
 
 def draw_learned(runs: Sequence[Run]) -> list[Markup]:
-    """Factors over iterations, with what trials cost, for each run; nothing where none learned."""
+    """Factors over iterations, with the cost of trials, for each run that learned any."""
     names = _names(runs)
     if not names:
         return []
@@ -559,7 +559,7 @@ def draw_learned(runs: Sequence[Run]) -> list[Markup]:
 
 
 def _names(runs: Sequence[Run]) -> set[str]:
-    """As many factors as there are colours: those that went farthest from 1."""
+    """Names of the factors that went farthest from 1, as many as there are colours."""
     reached: dict[str, float] = {}
     for name, value in (item for run in runs for r in run.records for item in r.learned.items()):
         reached[name] = max(reached.get(name, 0.0), abs(log(value)))
@@ -567,7 +567,7 @@ def _names(runs: Sequence[Run]) -> set[str]:
 
 
 def _compare_errors(run: Run) -> list[str]:
-    """What the two errors among the figures of the page mean."""
+    """Explain the two errors among the figures of the page."""
     summary = run.summary
     if not (isfinite(summary.absolute_error) and isfinite(summary.profile_error)):
         return []

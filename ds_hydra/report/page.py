@@ -216,7 +216,7 @@ def _figures(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _profile_figure(summaries: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
-    """How far the profile alone was off, where a run kept that."""
+    """Figure of the error of the profile alone, where a run kept that."""
     errors = [s.profile_error for s in summaries]
     if all(isnan(error) for error in errors):
         return []
@@ -251,7 +251,7 @@ def _gantts(run: Run, key: str) -> Markup:
 
 
 def _choose_iterations(run: Run) -> dict[int, list[str]]:
-    """Up to 12 iterations worth a look, and what each is an example of; the slowest comes first."""
+    """Choose up to 12 iterations worth a look, the slowest first, with reasons."""
     candidates = [r for r in run.records if r.iteration in run.traces]
     candidates = candidates or [r for r in run.records if r.iteration in run.plans]
     if not candidates:
@@ -324,7 +324,7 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[Sequence[Run]], Sequence[Markup]
      draw_experts),
     ("slowest", "Slowest iterations, and why", "Compared with the median of the run.", _draw_slowest),
 )  # fmt: skip
-"""Of the page of runs: key, title, hint, and what draws a panel for each run, or none at all."""
+"""Panels of the page of runs: key, title, hint, and the function that draws it for each run."""
 
 
 REPORT_SCHEMA = "ds_hydra.report/1"
@@ -392,7 +392,7 @@ def _known(value: Any) -> Any:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """What a dataclass with slots holds, by name."""
+    """Fields of a dataclass with slots, by name."""
     return {name: getattr(value, name) for name in value.__slots__}
 
 

@@ -35,7 +35,7 @@ Colors: TypeAlias = dict[Scheme, tuple[float, float, float]]
 _IDLE = "#ececec"
 _INK = "#2b2b2b"
 _MAX_FRAMED_ITERATIONS = 250
-"""Above it a frame around every pipeline would hide its colour."""
+"""Number of iterations above which a frame around every pipeline would hide its colour."""
 
 
 def plot_run(run_dir: str | Path, out_png: str | Path) -> None:

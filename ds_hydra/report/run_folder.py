@@ -1,5 +1,5 @@
-"""Everything that a run left in its folder: metrics, plans, traces, profile; what is missing there,
-and the timelines that its plans and profile promised.
+"""Contents of a run's folder: metrics, plans, traces, profile; the missing parts, and the timelines
+that its plans and profile promised.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _read_expert_tokens(experts: Mapping[str, Any]) -> dict[int, tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What `run.json` says of the run as a whole; None or empty where it does not."""
+    """Facts of `run.json` about the run as a whole; None or empty where it does not have them."""
 
     num_ranks: int | None = None
     device: str = ""
@@ -139,7 +139,7 @@ class Run:
         }
 
     def predicted(self, iteration: int) -> Timeline | None:
-        """What was planned for `iteration`, as far as plan and profile are at hand."""
+        """Predicted timeline of `iteration`, as far as plan and profile are at hand."""
         plan = self.plans.get(iteration)
         if plan is None or self.profile is None:
             return None

@@ -1,4 +1,4 @@
-"""What a training run did, from its `metrics.jsonl`: read, summarised, printed; where the time of
+"""Report of a training run from its `metrics.jsonl`: read, summarised, printed; where the time of
 iterations went, and why the slowest ones were slow.
 """
 
@@ -27,7 +27,7 @@ _MAX_LINES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyUse:
-    """How often a strategy was used, and medians over those iterations."""
+    """Number of a strategy's iterations, and medians over them."""
 
     strategy: Strategy
     num_iterations: int
@@ -200,7 +200,7 @@ def read_metrics(run_dir: str | Path, notes: list[str] | None = None) -> list[It
 
 
 def describe_damage(name: str, damaged: Sequence[HydraConfigError]) -> str:
-    """What to say of the lines of a file that were left out; empty where there are none."""
+    """Describe the lines of a file that were left out; "" where there are none."""
     if not damaged:
         return ""
     count = f"1 line of {name}" if len(damaged) == 1 else f"{len(damaged)} lines of {name}"
@@ -227,8 +227,8 @@ _MISPREDICTED = 0.10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeShares:
-    """One iteration, or a sum of them, cut into what ranks did on average; milliseconds, all 0 or
-    more.
+    """One iteration, or a sum of them, cut into the work of ranks on average; milliseconds, all 0
+    or more.
 
     `pull` and `push` are what computation waited for; what it hid is in `compute`.
 
@@ -269,7 +269,7 @@ class Cause:
 
 
 _FEWEST = 3
-"""Iterations of which a median says what is usual: of two each would be as far from it."""
+"""Least number of iterations for a median: of two each would be as far from it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class Axis:
     is_log: bool = False
 
     def percent(self, value: float) -> float:
-        """Where `value` is between `low` (0) and `high` (100), not beyond."""
+        """Place of `value` between `low` (0) and `high` (100), not beyond."""
         low, high = (log2(self.low), log2(self.high)) if self.is_log else (self.low, self.high)
         place = log2(max(value, self.low)) if self.is_log else value
         return round(min(100.0, max(0.0, 100 * (place - low) / (high - low))), 3)
@@ -95,7 +95,7 @@ def _round_step(raw: float, factors: Sequence[float]) -> float:
 
 
 def plot(marks: Iterable[str], x: Axis, y: Axis, describe: str, *, height: int = 180) -> Markup:
-    """A framed plot; `describe` is what a screen reader says of it."""
+    """A framed plot; `describe` is its text for screen readers."""
     grid = "".join(
         f'<line class="grid" x1="0" x2="100%" y1="{100 - y.percent(t):g}%" y2="{100 - y.percent(t):g}%"/>'
         for t, _ in y.ticks
@@ -243,7 +243,7 @@ def draw_lines(
 
 
 def iteration_axis(runs: Sequence[Run]) -> Axis:
-    """From the first iteration of any run to the last."""
+    """Axis from the first iteration of any run to the last."""
     numbers = [r.iteration for run in runs for r in run.records]
     first, last = min(numbers) - 0.5, max(numbers) + 0.5
     return linear_axis(first, last, title="iteration", num_ticks=8, integer=True)

@@ -230,7 +230,7 @@ _LINK = 1 << 19
 
 
 def timelines_of(run: Run, iteration: int) -> list[Timeline]:
-    """What was predicted of an iteration and what was measured, as far as the run has them."""
+    """Predicted and measured timeline of an iteration, as far as the run has them."""
     trace, predicted = run.traces.get(iteration), run.predicted(iteration)
     if trace is None:
         return [] if predicted is None else [predicted]

@@ -1,3 +1,3 @@
-"""From token lengths to one `IterationPlan`: pure decisions, and processes that make them ahead of
-time.
+"""Planning from token lengths to one `IterationPlan`: pure decisions, and processes that make them
+ahead of time.
 """

@@ -44,8 +44,8 @@ as hung.
 
 
 class _Job(NamedTuple):
-    """A batch, what measured times say of the profile that it is planned with, and what a worker
-    will say of it: nothing where it kept dying.
+    """A batch, the corrections that it is planned with, and the worker's future reply, empty where
+    it kept dying.
     """
 
     batch: GlobalBatch
@@ -53,13 +53,13 @@ class _Job(NamedTuple):
     reply: Future[dict[str, Any]]
 
     def to_json(self) -> dict[str, Any]:
-        """What a planning process is asked."""
+        """The request to a planning process."""
         return self.batch.to_json() | {"corrections": self.corrections.to_json()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedIteration:
-    """A plan, what it cost, and how long the caller was held up for it.
+    """A plan, its cost, and the time that the caller waited for it.
 
     `source`: "worker", "inline" (no workers, or they died of this iteration), or "deadline" (the
     worker was late, so this is the heuristic plan).
@@ -70,7 +70,7 @@ class PlannedIteration:
     waited_ms: float
     source: Literal["worker", "inline", "deadline"]
     corrections: Corrections = NO_CORRECTIONS
-    """What the plan was made with."""
+    """Corrections that the plan was made with."""
 
     def to_json(self) -> dict[str, Any]:
         """The planned iteration as a JSON document; `from_json` restores an equal one."""
@@ -180,7 +180,7 @@ class BackgroundPlanner:
         )
 
     def peek(self, iteration: int) -> dict[str, Any] | None:
-        """What `get` will return, as a document, where a worker has made it; None where `get` would
+        """The result of `get` as a document, where a worker has made it. None where `get` would
         wait, plan in line or raise.
         """
         job = self._pending.get(iteration)
@@ -259,7 +259,7 @@ class BackgroundPlanner:
         return {}
 
     def close(self) -> None:
-        """Ends all workers; what was submitted is forgotten. May be called more than once."""
+        """Ends all workers; submitted batches are forgotten. May be called more than once."""
         # A fork inherits what runs at exit, and may not end its parent's workers.
         if self._is_closed or os.getpid() != self._owner:
             return
@@ -303,7 +303,7 @@ class _Worker:
 
     @property
     def exit_text(self) -> str:
-        """How the process ended."""
+        """Reason of the process's end."""
         process = self._process
         return "could not be started" if process is None else f"exit code {process.wait()}"
 

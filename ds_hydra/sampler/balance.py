@@ -59,7 +59,7 @@ Rows = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalancedRows:
-    """Which sequences each rank packs into which row, and what the loss is divided by.
+    """Sequences of each rank in each of its rows, and the divisor of the loss.
 
     `rows[rank][row]` lists positions in the lengths that were given; every position is in one row.
     `num_label_tokens` counts the tokens of the loss in the whole mini-batch, `num_label_sequences`
@@ -286,7 +286,7 @@ _ENOUGH_GAP = 1e-3
 # Counted, not timed: each rank makes the rows by itself, and they have to be equal.
 _MAX_EVALUATIONS = 5_000_000
 _EVENNESS = 1e-6
-"""What a more even wave is worth, beside a shorter one: the way to exchanges that shorten it."""
+"""Worth of a more even wave beside a shorter one: it leads to exchanges that shorten the wave."""
 
 
 def pack_waves(
@@ -337,7 +337,7 @@ def pack_waves(
 
 def _targets(sequence_ms: FloatArray, num_ranks: int, num_waves: int) -> FloatArray:
     """Time of sequences that each row should get: a wave is as long as the longest sequence that
-    must be in it, or as its share of what the waves before it leave.
+    must be in it, or as its share of the rest after the waves before it.
     """
     left, targets = float(sequence_ms.sum()), np.zeros(num_waves * num_ranks)
     for wave in range(num_waves):
@@ -375,7 +375,7 @@ def _fill_empty(sequence_ms: FloatArray, rows: IntArray, num_ranks: int, num_wav
 def _longest_first(
     rows: IntArray, sequence_ms: FloatArray, num_ranks: int, num_waves: int
 ) -> IntArray:
-    """The longest wave first, so that what memory it takes is there for the others."""
+    """Sort waves by length, the longest first, so that its memory is there for the others."""
     times = np.bincount(rows, weights=sequence_ms, minlength=num_waves * num_ranks)
     number = np.empty(num_waves, dtype=np.int64)
     height = times.reshape(num_waves, num_ranks).max(axis=1)

@@ -33,7 +33,7 @@ from ds_hydra.strategy.compiled import compiled
 
 
 class PipelineCost(NamedTuple):
-    """What packing has to know about a pipeline besides its sequences."""
+    """Costs of a pipeline that packing has to know besides its sequences."""
 
     num_stages: int
     constant_ms: float
@@ -134,7 +134,7 @@ _PRECISION = 2e-4
 """Relative width of the interval in which M is left by the bisection."""
 
 _TINY = 1e-300
-"""In place of a divisor that may be 0."""
+"""Replacement of a divisor that may be 0."""
 
 
 @compiled
@@ -266,7 +266,7 @@ def _pair_ms(problem: DispatchProblem, kind: int, a: int, b: int) -> float:
 
 @compiled
 def _count_apart(problem: DispatchProblem, limit_ms: float, longest_allowed: IntArray) -> IntArray:
-    """For each kind how many of the longest sequences, which can run on that kind alone, must be on
+    """Number of the longest sequences, for each kind that alone can run them, that must be on
     pipelines of their own.
     """
     num_apart = np.zeros_like(longest_allowed)

@@ -1,5 +1,5 @@
-"""What the planner chooses among for a mini-batch: strategies, and menus of groups that phases are
-put together of.
+"""Candidates of the planner for a mini-batch: strategies, and menus of groups that phases are put
+together of.
 
 A candidate says its `bound_ms` on a mini-batch, and its `plan` there: the phases to run one after
 another. A `OneStrategy` plans one phase. `Phases` plan as many as they like.
@@ -46,11 +46,11 @@ _MANY = 16
 
 
 class Candidate(Protocol):
-    """What a mini-batch may be run with."""
+    """A way to run a mini-batch."""
 
     def bound_ms(self, mini_batch: MiniBatch) -> float:
-        """What no iteration with it can beat, pull and push counted: infinite where a sequence does
-        not fit, 0.0 where nothing is proved.
+        """Lower bound of an iteration with it, pull and push counted. Infinite where a sequence
+        does not fit, 0.0 where nothing is proved.
         """
 
     def plan(self, mini_batch: MiniBatch, limit_ms: float = np.inf) -> list[PhasePlan]:
@@ -66,7 +66,7 @@ class OneStrategy:
     strategy: Strategy
 
     def bound_ms(self, mini_batch: MiniBatch) -> float:
-        """By prices of time and tokens (`bounds.py`)."""
+        """Lower bound by prices of time and tokens (`bounds.py`)."""
         if not mini_batch.is_held(mini_batch.longest(self.strategy)):
             return np.inf
         phase = PhasePlan.of(mini_batch, self.strategy).dispatch()
@@ -105,11 +105,11 @@ class GroupMenu(NamedTuple):
     """Schemes that the planner may cut the ranks into, one for each number of ranks."""
 
     entries: tuple[MenuEntry, ...]
-    """Those of the fewest ranks first."""
+    """Entries, those of the fewest ranks first."""
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
-        """Of the entries."""
+        """Schemes of the entries."""
         return tuple(entry.scheme for entry in self.entries)
 
     @property
@@ -122,7 +122,7 @@ class GroupMenu(NamedTuple):
         return tuple(_on_all_ranks(s, self.schemes[0], num_devices) for s in self.schemes)
 
     def groups_of_step(self, num_devices: int, spread: float = 0.0) -> MixedGroups:
-        """What groups of its sizes take, whose times scatter by `spread`."""
+        """Times of groups of its sizes, which scatter by `spread`."""
         return MixedGroups(
             num_devices,
             [entry.scheme.num_devices for entry in self.entries],
@@ -151,8 +151,9 @@ class Phases:
         return 0.0
 
     def plan(self, mini_batch: MiniBatch, limit_ms: float = np.inf) -> list[PhasePlan]:
-        """Its phases: each step of any of the menus, or of those with one TP alone; none that take
-        `limit_ms` or more. Where a step waits for weights, these may stay on the nodes.
+        """Phases of its best plan: each step of any of the menus, or of those with one TP alone;
+        none that take `limit_ms` or more. Where a step waits for weights, these may stay on the
+        nodes.
         """
         schemes = dict.fromkeys(s for strategy in self.strategies for s in strategy.schemes)
         number, known = mini_batch.num_devices, self._entries(mini_batch, schemes)
@@ -291,7 +292,7 @@ def _gathered_phases(
 
 
 def _factors(mini_batch: MiniBatch, menu: GroupMenu, strategy: Strategy) -> list[float]:
-    """What T of each pipeline is multiplied with, slow ranks included."""
+    """Factor of T of each pipeline, slow ranks included."""
     factors = {entry.scheme: entry.factor for entry in menu.entries}
     return [
         factors[scheme] * mini_batch.corrections.slowdown(ranks)
@@ -384,7 +385,7 @@ def _has_place(scheme: Scheme, num_devices: int) -> bool:
 
 
 def _on_all_ranks(scheme: Scheme, single: Scheme, num_devices: int) -> Strategy:
-    """As many of `scheme` as have a place, and of `single` on the ranks between."""
+    """The strategy with as many of `scheme` as have a place, and `single` on the ranks between."""
     size = scheme.num_devices
     number = num_devices // (1 << (size - 1).bit_length() if num_devices % size else size)
     rest = (num_devices - number * size) // single.num_devices

@@ -1,5 +1,5 @@
-"""Which strategies a run chooses among: the one place where engine, `check`, `propose` and
-`simulate` decide it.
+"""Candidate strategies of a run: the one place where engine, `check`, `propose` and `simulate`
+decide them.
 
 Pure: what the model can run, what the hardware's interconnects are and which lengths the data has
 are arguments.
@@ -36,13 +36,13 @@ suggest. Proposals of the 36 cases of the paper's Fig. 10 would have up to twelv
 
 
 def gradient_bytes(config: HydraConfig) -> float:
-    """Of an element that is pushed."""
+    """Bytes of an element that is pushed."""
     return 2.0 if config.link.gradient_dtype == "bf16" else 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """What a run chooses among, and the profile that knows all of it.
+    """Candidate strategies of a run, and the profile that knows all of them.
 
     `reasons`: why each proposed strategy stays; empty where none was proposed. `assumed`: schemes
     of the strategies whose times nobody measured.
@@ -54,7 +54,7 @@ class Candidates:
 
     @property
     def reasons(self) -> tuple[KeptStrategy, ...]:
-        """Of the proposal, one for each strategy."""
+        """Reasons of the proposal, one for each strategy."""
         return () if self.proposal is None else self.proposal.kept
 
     @property
@@ -178,7 +178,7 @@ def _without_lengths(profile: Profile | None, settings: CandidateSettings) -> tu
 
 
 def _of_one_scheme(schemes: Iterable[Scheme], settings: CandidateSettings) -> list[Strategy]:
-    """For each of `schemes` as many pipelines as have room; devices that are left stay idle."""
+    """Strategies with as many pipelines of each of `schemes` as have room."""
     return [Strategy.alike(scheme, settings.num_devices) for scheme in schemes]
 
 
@@ -196,7 +196,7 @@ def _checked(
 def _within_limits(
     strategies: Iterable[Strategy], settings: CandidateSettings
 ) -> tuple[Strategy, ...]:
-    """Those of `strategies` that need half of the groups at most, of one scheme first."""
+    """Keep the `strategies` that need half of the groups at most, of one scheme first."""
     kept: list[Strategy] = []
     for strategy in sorted(strategies, key=lambda s: s.is_heterogeneous):
         keys = groups_of_all([*kept, strategy])
@@ -223,8 +223,8 @@ def _usable(profile: Profile, settings: CandidateSettings) -> Profile:
 
 
 def _extended(profile: Profile, settings: CandidateSettings) -> Profile:
-    """What is usable of `profile` and of all that a proposal may derive from it. Schemes too large
-    for memory are kept as sources: their T still serves to derive others.
+    """Usable part of `profile` and of all that a proposal may derive from it. Schemes too large for
+    memory are kept as sources: their T still serves to derive others.
     """
     if settings.space != "full":
         return _usable(profile, settings)

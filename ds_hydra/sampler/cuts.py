@@ -1,4 +1,4 @@
-"""How the sequences of a micro-batch are cut into the rows of a CP group.
+"""Cuts of the sequences of a micro-batch into the rows of a CP group.
 
 [Note: Rows of a micro-batch]
 Under `<cpN,TP,PP>` a micro-batch is N rows of about as many tokens and as much attention. A long
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
 
 Row = tuple[Piece, ...]
-"""What a CP rank has of a micro-batch: the pieces in the order in which they lie there."""
+"""Part of a micro-batch on a CP rank: its pieces in the order in which they lie there."""
 
 
 def cut_micro_batch(
@@ -95,7 +95,7 @@ def tile(rows: Sequence[Row], micro_batch: Sequence[int], lengths: Sequence[int]
 
 
 def _numbers(most: int) -> list[int]:
-    """How many sequences are cut, as long as it is not enough: all numbers at first, then fewer."""
+    """Numbers of sequences to cut, tried in turn: all numbers at first, then fewer."""
     tried = [0]
     while tried[-1] < most:
         tried.append(min(most, max(tried[-1] + 1, tried[-1] * 4 // 3)))

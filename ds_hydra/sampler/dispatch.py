@@ -1,4 +1,4 @@
-"""Which pipeline gets which sequence: Alg. 1 (greedy, many trials), refinement, and the exact
+"""Dispatch of sequences to pipelines: Alg. 1 (greedy, many trials), refinement, and the exact
 (0,1)-integer program of Eq. (3), which is the reference and `dispatch: ideal`.
 
 Sequences are sorted by descending length, so those that fit on few pipelines are placed before

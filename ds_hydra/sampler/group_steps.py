@@ -45,8 +45,8 @@ all ranks busy.
 _EVERY = 0.0
 # Thirteen shares instead of these four shorten iterations of ByteScale's case by 0.3%.
 _SHARES = (_EVERY, 1.0, 0.9, 0.8)
-"""What a step takes first: so much of its part of the tokens, longest sequences first, or every
-n-th sequence where n steps are left.
+"""Shares of its part of the tokens that a step takes first, longest sequences first; or every n-th
+sequence where n steps are left.
 """
 MAX_CUTS = 2400
 """Ways to cut the ranks that are all tried: 64 ranks have 1,828 into powers of two, 32 have 2,311
@@ -56,11 +56,11 @@ _NUM_DEADLINES = 12
 _NUM_PLACES = 33
 """Sequences of a mini-batch, evenly spread over its lengths, whose length bounds the steps."""
 _ROUNDING = 1e-6
-"""Of a step's time: no cut is left for what sums of its terms are rounded by."""
+"""Relative tolerance when step times are compared. Smaller gains are rounding."""
 
 
 def all_true(counts: IntArray) -> BoolArray:
-    """That each of [cut, size] has a place."""
+    """Accept each of the cuts [cut, size]."""
     return np.ones(len(counts), dtype=np.bool_)
 
 
@@ -93,13 +93,13 @@ class Cuts(NamedTuple):
 
     @classmethod
     def all(cls, found: Sequence[Sequence[int]] | IntArray) -> Cuts:
-        """No others than these."""
+        """Cuts that are these and no others."""
         first = np.array(found, dtype=np.int64)
         return cls(first, first[:0])
 
 
 class MixedGroups:
-    """What groups of some sizes take. `sizes` in ranks; `max_len` of each. Times of groups scatter
+    """Times of groups of some sizes. `sizes` in ranks; `max_len` of each. Times of groups scatter
     by `spread`, so that those of a step end as the slowest of as many equal ones. `cuts`: in place
     of `find_cuts`.
     """
@@ -119,10 +119,10 @@ class MixedGroups:
         self._max_len = np.array(max_len, dtype=np.int64)
         self._constants = np.array(constants_ms, dtype=np.float64)
         self.start_ms = float(self._constants.min())
-        """What no step takes less than."""
+        """Lower bound of any step."""
         self._sequences_ms = sequences_ms
         self._slower = np.ones(num_ranks + 1)
-        """How many times as long the slowest of so many groups takes, as expected."""
+        """Expected factor of the slowest of n groups over one, by n."""
         if spread:  # the table takes a second for a thousand ranks
             self._slower += spread * _lateness(num_ranks)
         self._cuts = find_cuts(num_ranks, tuple(sizes)) if cuts is None else cuts
@@ -146,11 +146,11 @@ class MixedGroups:
         return most
 
     def table_ms(self, lengths: IntArray) -> FloatArray:
-        """What each sequence adds to a micro-batch: [size, sequence]."""
+        """Milliseconds that each sequence adds to a micro-batch: [size, sequence]."""
         return np.array([of(lengths) for of in self._sequences_ms])
 
     def work_ms(self, table: FloatArray) -> FloatArray:
-        """Of each sequence, shared by all ranks, with the size where it takes least."""
+        """Milliseconds of each sequence, shared by all ranks, at the size where it takes least."""
         least: FloatArray = (table * self._sizes[:, None]).min(axis=0) / self.num_ranks
         return least
 
@@ -339,8 +339,9 @@ def find_cuts(
 
 
 def have_places(counts: IntArray, sizes: tuple[int, ...]) -> BoolArray:
-    """Of which cuts [cut, size] `Strategy.blocks` has a place for each group: what a group of 3, 5,
-    6 or 7 ranks leaves of its block of 4 or 8 is for single ranks and pairs alone.
+    """Whether `Strategy.blocks` has a place for each group, for each of the cuts [cut, size]. The
+    rest that a group of 3, 5, 6 or 7 ranks leaves of its block of 4 or 8 is for single ranks and
+    pairs alone.
     """
     of_size = dict(zip(sizes, counts.T))
     ones, twos, threes, fives, sixes, sevens = (
@@ -355,8 +356,8 @@ def have_places(counts: IntArray, sizes: tuple[int, ...]) -> BoolArray:
 
 @lru_cache(maxsize=64)
 def _lateness(most: int) -> FloatArray:
-    """Of 0 to `most` equal groups, by how many standard deviations the slowest is later than any
-    alone, as expected.
+    """Expected lateness of the slowest of 0 to `most` equal groups against any alone, in standard
+    deviations.
     """
     of_several = (np.ones(num) for num in range(2, most + 1))
     return np.array([0.0, 0.0, *(expected_slowest_ms(one, one) - 1 for one in of_several)])
@@ -432,7 +433,8 @@ def plan_steps(
 
 
 class _Room(NamedTuple):
-    """How many sequences as long as some of a mini-batch, or longer, one step holds at most.
+    """Largest numbers of sequences, as long as some of a mini-batch or longer, that one step
+    holds.
 
     Lengths are those of `places` in the mini-batch; a step holds `most` of each.
     """
@@ -468,9 +470,7 @@ def _best_step(
 
 
 def _first_of(lengths: IntArray, left: IntArray, count: int, share: float) -> IntArray:
-    """What the next one of `count` steps takes first of the sequences `left`, by one of
-    `_SHARES`.
-    """
+    """Sequences of `left` that the next one of `count` steps takes first, by one of `_SHARES`."""
     if count == 1 or share == _EVERY or not left.size:
         return left[::count]
     ends = np.cumsum(lengths[left])

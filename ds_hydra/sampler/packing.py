@@ -1,5 +1,5 @@
-"""How the sequences of one pipeline are packed into micro-batches, and in which order the
-micro-batches run (Eq. 1, App. C).
+"""Packing of the sequences of one pipeline into micro-batches, and the order in which these run
+(Eq. 1, App. C).
 
 The number of micro-batches V is not limited by UtilLen (App. C), because the constant of T already
 charges for micro-batches that are too short, and a limit can leave a feasible pipeline without a
@@ -225,8 +225,8 @@ def perturb(
 
 
 class SearchBudget(NamedTuple):
-    """How long packing searches: numbers of V to build, evaluations for each, and perturbations of
-    the best one.
+    """Limits of the search for a packing: numbers of V to build, evaluations for each, and
+    perturbations of the best one.
     """
 
     num_micro_batch_counts: int

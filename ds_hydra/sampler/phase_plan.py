@@ -144,16 +144,16 @@ class PhasePlan:
     kinds: Sequence[PipelineKind]
     problem: DispatchProblem
     order: IntArray
-    """Where its sequences are in the mini-batch."""
+    """Positions of its sequences in the mini-batch."""
     link: LinkTimes
     correction: Correction
-    """What measured times say of the strategy."""
+    """Correction of the strategy by measured times."""
     assignment: IntArray
     micro_batches: IntArray
     pipeline_ms: FloatArray
     """Time of each pipeline beside all others."""
     lower_bound_ms: float = 0.0
-    """Of the slowest pipeline, beside all others; 0.0 before it is asked for."""
+    """Lower bound of the slowest pipeline, beside all others; 0.0 before it is asked for."""
     iteration_ms: float = np.inf
     """Expected time of the slowest pipeline with pull and push, inf before the strategy is
     planned.
@@ -169,8 +169,8 @@ class PhasePlan:
         factors: Sequence[float] | None = None,
         link: LinkTimes | None = None,
     ) -> PhasePlan:
-        """Nothing is dispatched yet. Of `members` alone, positions in sorted order; with `factors`
-        and `link` of a phase in place of what is known of the strategy, where these are given.
+        """A plan in which nothing is dispatched yet. It has `members` alone, positions in sorted
+        order. `factors` and `link` of a phase, where given, replace the known ones of the strategy.
         """
         settings, lengths = mini_batch.settings, mini_batch.lengths[members]
         is_phase = factors is not None
@@ -203,8 +203,8 @@ class PhasePlan:
 
     @property
     def least_link_ms(self) -> float:
-        """What pull and push add to propagation at least: the first bucket's pull and the last
-        one's push, which nothing hides.
+        """Least milliseconds that pull and push add to propagation: the first bucket's pull and the
+        last one's push, which nothing hides.
         """
         num_stages = min(scheme.pp for scheme in self.strategy.schemes)
         num_rounds = max(1, self.mini_batch.num_buckets // num_stages)
@@ -235,8 +235,8 @@ class PhasePlan:
 
     @property
     def wait_ms(self) -> float:
-        """What the steps of all pipelines take longer than the slowest pipeline alone, where ranks
-        gather layers in lockstep.
+        """Milliseconds by which the steps of all pipelines take longer than the slowest pipeline
+        alone, where ranks gather layers in lockstep.
         """
         # Where nobody has a second micro-batch the only step is the slowest pipeline
         if not self.strategy.gathers or not self.micro_batches.any():
@@ -246,15 +246,15 @@ class PhasePlan:
 
     @property
     def waits_for_weights(self) -> bool:
-        """Whether its slowest pipeline waits for what is gathered for it."""
+        """Whether its slowest pipeline waits for gathered weights."""
         traffic_ms = float(self.problem.traffic_ms.max(initial=0.0))
         return 0.0 < traffic_ms >= float(self.pipeline_ms.max())
 
     @property
     def scatter_ms(self) -> float:
-        """What the slowest of all groups takes longer than expected of each, where times of
-        micro-batches scatter: in every step that all wait for, or over all of a pipeline's
-        micro-batches together.
+        """Milliseconds by which the slowest of all groups is expected to take longer than each
+        alone, where times of micro-batches scatter. They count in every step that all wait for, or
+        over all of a pipeline's micro-batches together.
         """
         spread = self.mini_batch.corrections.micro_batch_spread
         if not spread:
@@ -281,7 +281,7 @@ class PhasePlan:
         return times
 
     def ends_ms(self, times_ms: FloatArray) -> FloatArray:
-        """When pipelines end that take `times_ms` beside all others."""
+        """Milliseconds at which pipelines end that take `times_ms` beside all others."""
         return ends_ms(
             times_ms,
             [scheme.num_devices for scheme in self.strategy.schemes],
@@ -345,9 +345,9 @@ class PhasePlan:
         return self
 
     def _search_steps(self) -> None:
-        """Where all ranks gather layers together the search above does not see that a step ends
-        with its slowest pipeline: cuts the mini-batch into steps first ([Note: Mixed groups]), and
-        keeps what is faster.
+        """Cut the mini-batch into steps first ([Note: Mixed groups]), and keep what is faster.
+        Where all ranks gather layers together, the search above does not see that a step ends with
+        its slowest pipeline.
         """
         problem, kinds = self.problem, self.kinds
         groups = MixedGroups(
@@ -392,7 +392,7 @@ class PhasePlan:
         )
 
     def _take_back(self, known: PhasePlan) -> None:
-        """Be what `known` is, a copy of this plan from before."""
+        """Take over the state of `known`, a copy of this plan from before."""
         self.assignment, self.micro_batches = known.assignment, known.micro_batches
         self.pipeline_ms, self.iteration_ms = known.pipeline_ms, known.iteration_ms
 
@@ -403,8 +403,8 @@ class PhasePlan:
         return self.finish()
 
     def finish(self) -> PhasePlan:
-        """Puts the packed micro-batches in the order that hides pull and push, and counts what is
-        left of them.
+        """Puts the packed micro-batches in the order that hides pull and push, and counts the
+        visible rest.
         """
         problem, link = self.problem, self.link
         order_micro_batches(problem, self.assignment, self.micro_batches, self.strategy.gathers)
@@ -469,7 +469,7 @@ class PhasePlan:
                 return
 
     def pipelines(self) -> list[PipelinePlan]:
-        """Its part of a plan of the mini-batch."""
+        """Pipelines of its part of a plan of the mini-batch."""
         found = [
             self._pipeline(pipeline, scheme, ranks)
             for pipeline, (scheme, ranks) in enumerate(

@@ -1,4 +1,4 @@
-"""What one iteration does: the plan that rank 0 broadcasts and every rank checks before acting."""
+"""Plan of one iteration, which rank 0 broadcasts and every rank checks before acting."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class GlobalBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    """What one pipeline runs: its ranks and its packed micro-batches in 1F1B order.
+    """Work of one pipeline: its ranks and its packed micro-batches in 1F1B order.
 
     `micro_batches[j]` lists positions in `IterationPlan.lengths`; `ranks[((stage * cp + c) * sp +
     s) * tp + t]`. Under context parallelism `rows[j][c]` are the pieces of micro-batch j that row c
@@ -96,10 +96,10 @@ class PipelinePlan:
 
 @dataclass(frozen=True, slots=True)
 class RankPhase:
-    """What one rank does in one phase of a plan."""
+    """Work of one rank in one phase of a plan."""
 
     plan: IterationPlan
-    """Of this phase."""
+    """Plan of this phase."""
     role: Role | None
     """The rank's place; None where the phase's strategy leaves it idle."""
 
@@ -115,7 +115,7 @@ class RankPhase:
 
     @property
     def positions(self) -> Iterator[int]:
-        """Those of all its micro-batches."""
+        """Positions of the sequences of all its micro-batches."""
         return chain.from_iterable(self.micro_batches)
 
     @property
@@ -140,8 +140,8 @@ class IterationPlan:
     makespan_ms: float
     lower_bound_ms: float
     trial_ms: float = 0.0
-    """How much longer it takes, as expected, than the best known strategy; above 0.0 only where
-    this one is tried because it could be better.
+    """Milliseconds by which it is expected to take longer than the best known strategy. Above 0.0
+    only where this one is tried because it could be better.
     """
 
     def __post_init__(self) -> None:
@@ -205,7 +205,7 @@ class IterationPlan:
         )
 
     def on_rank(self, rank: int) -> tuple[RankPhase, ...]:
-        """What `rank` does, phase by phase."""
+        """Work of `rank`, phase by phase."""
         return tuple(RankPhase(phase, Role.find(phase.strategy, rank)) for phase in self.in_turn)
 
     @property
@@ -308,7 +308,7 @@ class IterationPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class _Phase(IterationPlan):
-    """What one phase of a plan does, which was checked as a whole."""
+    """One phase of a plan, which was checked as a whole."""
 
     def __post_init__(self) -> None:
         pass

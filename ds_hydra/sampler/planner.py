@@ -53,7 +53,7 @@ def plan_iteration(
 def plan_task(
     task: PlanningTask, batch: GlobalBatch, corrections: Corrections = NO_CORRECTIONS
 ) -> IterationPlan:
-    """`plan_iteration` of `batch` with what is the same for all iterations."""
+    """`plan_iteration` of `batch` with the settings of all iterations."""
     return plan_iteration(
         batch,
         strategies=task.strategies,
@@ -179,7 +179,7 @@ def _no_plan(mini_batch: MiniBatch, strategies: Iterable[Strategy]) -> Infeasibl
 
 
 def times_alone(mini_batch: MiniBatch, strategies: Sequence[Strategy]) -> FloatArray:
-    """What a mini-batch takes under each of `strategies` with pull and push: [strategy], ms; inf
+    """Milliseconds of a mini-batch under each of `strategies` with pull and push: [strategy]; inf
     where a sequence does not fit.
 
     The times of `plan_with_time`, without plans and their bounds, which take longer than a
@@ -210,7 +210,9 @@ def profiled_times(
 def _profiled_ms(
     pipeline: PipelinePlan, plan: IterationPlan, profile: Profile, settings: PlannerSettings
 ) -> float:
-    """Of an unknown scheme as planned: others share cores with it."""
+    """Milliseconds of the pipeline by the profile alone. An unknown scheme keeps its planned time:
+    others share cores with it.
+    """
     if profile.entry_of(pipeline.scheme) is None:
         return pipeline.makespan_ms
     latency = profile.get_latency(pipeline.scheme)

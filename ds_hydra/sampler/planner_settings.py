@@ -1,5 +1,5 @@
-"""What the planner may do, and everything that is the same for all plans of a run: what a planning
-process is told, as JSON.
+"""Limits of the planner, and everything else that is the same for all plans of a run: sent to
+planning processes as JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme, Strategy,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
-    """How plans are valued and searched for.
+    """Settings by which plans are valued and searched for.
 
     `objective`: "exact" values a pipeline by the 1F1B recurrence over its own micro-batches,
     "closed_form" by Eq. (1). `dispatch`: "greedy" by Alg. 1, "ideal" starts from the integer

@@ -124,7 +124,7 @@ def sift_down(heap: IntArray, value: FloatArray) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverLimits:
-    """When and how long an integer program is solved.
+    """Limits of the solution of an integer program.
 
     `gap_tolerance`: a heuristic result that is proven this close to the optimum is kept as it is.
     """
@@ -222,7 +222,7 @@ def _sort_alike(problem: DispatchProblem, assignment: IntArray) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchesSolution:
-    """Micro-batches found for one V (None: none found), and what was proven about the load of the
+    """Micro-batches found for one V (None: none found), and the proven bound of the load of the
     slowest micro-batch.
     """
 

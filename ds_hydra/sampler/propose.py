@@ -1,4 +1,4 @@
-"""Which candidate strategies a run gets: those of the histogram's program that win sampled
+"""Proposal of a run's candidate strategies: those of the histogram's program that win sampled
 mini-batches.
 
 `strategy.proposal` finds strategies for the dataset as a whole. Here the planner decides between
@@ -108,7 +108,7 @@ class Proposal:
     """Schemes of the kept strategies whose times nobody measured."""
     kept_ms: float
     plain_ms: float | None
-    """With the kept strategies of <TP,PP> alone; None where those do not fit every sequence."""
+    """Milliseconds with the kept <TP,PP> alone; None where those do not fit every sequence."""
     all_candidates_ms: float
     best_static_ms: float | None
 
@@ -149,7 +149,7 @@ class Proposal:
 
 
 class GroupLimits(NamedTuple):
-    """How many communicators the candidates may need, and how many of them one rank may be in."""
+    """Most communicators that the candidates may need, and that one rank may be in."""
 
     num_groups: int
     num_groups_of_rank: int = MAX_GROUPS_OF_RANK
@@ -233,7 +233,7 @@ class _Choice:
     limits: GroupLimits
     tolerance: float
     staying: list[Strategy]
-    """Those that a run gets whatever they win."""
+    """Strategies that a run gets whatever they win."""
     chosen: list[Strategy]
     table: dict[Strategy, FloatArray] = field(default_factory=dict)
     """Time of each mini-batch, [mini-batch], with each candidate that was rated."""
@@ -245,13 +245,13 @@ class _Choice:
 
     @property
     def times_ms(self) -> FloatArray:
-        """Of each mini-batch, with the best of the chosen ones."""
+        """Milliseconds of each mini-batch, with the best of the chosen ones."""
         times: FloatArray = np.min([self.table[strategy] for strategy in self.chosen], axis=0)
         return times
 
     def grow(self) -> None:
-        """Greedy: add what shortens the mean most, until within the tolerance of all or out of
-        communicators.
+        """Choose greedily: add the strategy that shortens the mean most, until within the tolerance
+        of all or out of communicators.
 
         One strategy at least has been chosen that has a time for every mini-batch.
         """
@@ -291,7 +291,7 @@ def _candidates(
     proposed: Iterable[Strategy],
     progress: TellProgress | None,
 ) -> Iterator[Strategy]:
-    """Strategies of `space` that are worth a rating, beside what is chosen so far."""
+    """Strategies of `space` that are worth a rating, beside those chosen so far."""
     schemes = usable_schemes(bench.world, space)
     if space == "plain":
         single = [scheme for scheme in schemes if scheme.pp == 1]
@@ -309,9 +309,9 @@ def _candidates(
 
 
 class ForPhases(NamedTuple):
-    """Strategies of one gathered scheme each, beside the candidates `chosen`, and what mini-batches
-    take with all of them. See [Note: Phases]. `are_refused`: whether there were others, for which
-    communicators are missing.
+    """Strategies of one gathered scheme each, beside the candidates `chosen`, and the times of
+    mini-batches with all of them. See [Note: Phases]. `are_refused`: whether there were others, for
+    which communicators are missing.
     """
 
     chosen: Sequence[Strategy]

@@ -1,4 +1,4 @@
-"""How a dispatch is improved: sequences change places between the slowest pipeline and fast ones.
+"""Refinement of a dispatch: sequences change places between the slowest pipeline and fast ones.
 
 Before packing a pipeline is valued by an estimate, and exchanges go on while estimates fall. Then
 micro-batches are packed, so times are true, and an exchange stays only if both pipelines, packed
@@ -26,7 +26,7 @@ from ds_hydra.strategy.compiled import compiled
 
 
 class Loads(NamedTuple):
-    """What each pipeline holds: sums, and its two longest sequences (indices, -1 for none)."""
+    """Contents of each pipeline: sums, and its two longest sequences (indices, -1 for none)."""
 
     load_ms: FloatArray
     tokens: IntArray
@@ -95,7 +95,7 @@ def estimate_ms(
 
 @compiled
 def count_loads(problem: DispatchProblem, assignment: IntArray) -> Loads:
-    """What `assignment` gives to each pipeline."""
+    """Count the loads of each pipeline under `assignment`."""
     num_pipelines = problem.kind_of.size
     loads = Loads(
         np.zeros(num_pipelines),
@@ -110,7 +110,7 @@ def count_loads(problem: DispatchProblem, assignment: IntArray) -> Loads:
 
 @compiled
 def recount(problem: DispatchProblem, assignment: IntArray, loads: Loads, a: int, b: int) -> None:
-    """Counts again what pipelines `a` and `b` hold, from scratch, so that rounding does not add
+    """Counts the loads of pipelines `a` and `b` again, from scratch, so that rounding does not add
     up.
     """
     for pipeline in (a, b):
@@ -309,7 +309,7 @@ _SLOWEST_BUDGET = SearchBudget(8, 4000, 4)
 
 @compiled
 def pipeline_cost(problem: DispatchProblem, kind: int) -> PipelineCost:
-    """What packing has to know about pipelines of `kind`."""
+    """Costs of pipelines of `kind` for packing."""
     return PipelineCost(
         problem.num_stages[kind],
         problem.constant_ms[kind],
@@ -391,7 +391,7 @@ def iteration_ms(
     push_ms: float,
     num_buckets: int,
 ) -> float:
-    """Time of the slowest pipeline with its pull and push: `pipeline_ms` and what they add to the
+    """Time of the slowest pipeline with its pull and push: `pipeline_ms` and their part beyond the
     1F1B recurrence.
 
     `num_buckets` layers of the model are pulled and pushed one by one beside propagation; 0: not
@@ -421,8 +421,8 @@ def iteration_ms(
 def _computed_ms(
     problem: DispatchProblem, members: IntArray, pipeline: int, micro_batches: IntArray
 ) -> FloatArray:
-    """What every micro-batch of `pipeline` computes, which holds the sequences `members`, one at
-    least.
+    """Milliseconds of computation of every micro-batch of `pipeline`, which holds the sequences
+    `members`, one at least.
     """
     kind = problem.kind_of[pipeline]
     times = np.full(micro_batches[members].max() + 1, problem.constant_ms[kind])
@@ -495,8 +495,8 @@ def perturb_and_refine(
     num_targets: int,
     num_perturbations: int,
 ) -> float:
-    """Leaves a local optimum: moves a few sequences off the slowest pipeline, refines, keeps what
-    is better.
+    """Leaves a local optimum: moves a few sequences off the slowest pipeline, refines, keeps the
+    better plan.
 
     Changes `assignment`, `micro_batches` and `pipeline_ms`; returns the time of the slowest
     pipeline.

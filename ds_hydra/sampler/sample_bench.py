@@ -1,5 +1,5 @@
-"""Sampled mini-batches on which candidates are rated, and what decides about candidates beside
-profile and lengths.
+"""Sampled mini-batches on which candidates are rated, and settings of the choice beside profile and
+lengths.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ decide.
 """
 
 UNEVEN_STEPS = 1.5
-"""What lockstep makes of the estimate where pipelines have different numbers of micro-batches: one
+"""Factor of lockstep on the estimate where pipelines have different numbers of micro-batches: one
 with two beside others with one.
 """
 
 _MANY = 4_500_000
-"""Above so many dispatched sequences, of all mini-batches for all candidates, half of the
+"""Number of dispatched sequences, of all mini-batches for all candidates, above which half of the
 mini-batches have to do.
 """
 _FEWEST_BATCHES, _MOST_BATCHES, _ENOUGH = 4, 32, 8_000
@@ -54,7 +54,7 @@ _FEWEST_BATCHES, _MOST_BATCHES, _ENOUGH = 4, 32, 8_000
 lengths by itself.
 """
 _LEAST_GAIN = 1e-3
-"""By so much a strategy makes the estimates of all faster, or it is not planned."""
+"""Least share by which a strategy makes the estimates of all faster, or it is not planned."""
 # Four steps and 24 strategies instead of 40 make simulated iterations half a percent longer.
 _MOST_STEPS = 5
 _NUM_SCREENED, _NUM_TRIED = 24, 40
@@ -64,7 +64,7 @@ _REACH = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateSettings:
-    """What decides about candidates beside profile and lengths.
+    """Settings for the choice of candidates beside profile and lengths.
 
     `tokens_per_iteration`: None for the paper's budget. `given`: strategies of the user, which are
     then all. `staying`: strategies whose process groups stay beside those of a proposal on many
@@ -111,7 +111,7 @@ class CandidateSettings:
         cluster: Cluster | None,
         num_link_groups: int,
     ) -> CandidateSettings:
-        """Those of a validated configuration."""
+        """The settings of a validated configuration."""
         return cls(
             num_devices=num_devices,
             context_length=config.context_length,
@@ -134,7 +134,7 @@ class CandidateSettings:
         return group_limit(self.num_devices, self.max_groups)
 
     def world(self, profile: Profile) -> World:
-        """What is trained where, with the prices that follow from `profile`."""
+        """The World (devices, costs, context) for `profile`."""
         return World(
             costs=Costs(profile, self.cluster),
             num_devices=self.num_devices,
@@ -149,7 +149,7 @@ class CandidateSettings:
 
     @property
     def num_tokens(self) -> int:
-        """Of a mini-batch."""
+        """Tokens of a mini-batch."""
         return self.tokens_per_iteration or default_tokens_per_iteration(
             self.num_devices, self.context_length
         )
@@ -238,7 +238,7 @@ class SampleBench:
         return np.array([known[strategy] for strategy in strategies])
 
     def with_phases_ms(self, phases: Phases, known_ms: FloatArray, profile: Profile) -> FloatArray:
-        """`known_ms` of each of the first mini-batches, or what `phases` take by `profile` where
+        """`known_ms` of each of the first mini-batches, or the time of `phases` by `profile` where
         that is less.
         """
         planner, found = self._planner(phases.strategies), []
@@ -248,7 +248,7 @@ class SampleBench:
         return np.array(found)
 
     def _planner(self, strategies: Iterable[Strategy]) -> PlannerSettings:
-        """With pull and push of `strategies`, where anything is known of the interconnects."""
+        """Settings of the planner with link times of `strategies`, where a cluster is known."""
         planner, cluster = self.settings.planner, self.settings.cluster
         if cluster is None:
             return planner
@@ -329,8 +329,8 @@ def sample_batches(
 
 
 class FastEstimator:
-    """What one greedy dispatch makes of a mini-batch under each of many strategies, as the arrays
-    that compiled code works on: which of them are worth a plan.
+    """Estimates of a mini-batch under each of many strategies by one greedy dispatch, to find those
+    that are worth a plan. Arrays are in the form that compiled code works on.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""How long one pipeline takes for micro-batches of unequal time: 1F1B, exactly, and the closed form
-of Eq. (1).
+"""Time of one pipeline for micro-batches of unequal time: 1F1B, exactly, and the closed form of Eq.
+(1).
 
 Times are milliseconds. `micro_batch_ms[j]` is T of micro-batch j in one stage, forward and backward
 together (App. B.2); every stage of a pipeline has the same T. A fraction `forward_fraction` of it
@@ -118,8 +118,8 @@ def run_passes(
 def forward_beside_pull_ms(
     total_ms: float, computed_ms: float, forward_fraction: float, pull_ms: float
 ) -> float:
-    """How much of a first micro-batch's `total_ms` is its forward, where `computed_ms` of it is
-    computation and the rest waits for what its gathered layers move: as long as their pull, if that
+    """Milliseconds of the forward in a first micro-batch's `total_ms`. `computed_ms` of it is
+    computation, the rest waits for transfers of its gathered layers: as long as their pull, if that
     leaves backward its computation. Where nothing waits it is a fixed fraction.
     """
     left_ms = total_ms - (1.0 - forward_fraction) * computed_ms
@@ -241,9 +241,8 @@ def steps_ms(times_ms: Sequence[FloatArray]) -> FloatArray:
 
 
 class MicroBatchBalance(NamedTuple):
-    """How the time of a 1F1B pipeline is best divided between V micro-batches, for every V up to
-    `ratio.size
-    - 1`.
+    """Best division of a 1F1B pipeline's time between V micro-batches, for every V up to
+    `ratio.size - 1`.
 
     `ratio[V]` is a lower bound of makespan / sum of micro-batch times over all divisions into V
     micro-batches, and `share[V, :V]` a division that comes close to it: short micro-batches first
@@ -259,8 +258,8 @@ MAX_BALANCED_MICRO_BATCHES = 32
 _BALANCE_STEPS = 3000
 _BALANCE_RATE = 0.06
 _ROUNDING = 1e-9
-"""Keeps bounds valid: far above the rounding of the sums here, far below what a planner can
-notice.
+"""Tolerance that keeps bounds valid: far above the rounding of the sums here, far below any
+difference that a planner can notice.
 """
 
 
@@ -395,8 +394,8 @@ def _critical_path(
 def ends_ms(
     times_ms: FloatArray, num_ranks: Sequence[int], num_devices: int, ranks_per_core: float
 ) -> FloatArray:
-    """When pipelines of `num_ranks` of `num_devices` ranks end that take `times_ms` where all ranks
-    work all the time: [pipeline], ms.
+    """Milliseconds at which pipelines of `num_ranks` of `num_devices` ranks end that take
+    `times_ms` where all ranks work all the time: [pipeline].
 
     Where `ranks_per_core` ranks share a core, those that are idle or done leave it to the others,
     which run up to so many times as fast (processor sharing). Nothing changes where every rank has

@@ -59,7 +59,7 @@ def warm_up() -> None:
 
 
 def _warm_up_proposal() -> None:
-    """What `propose` runs before it plans anything, and one plan as a whole."""
+    """Run the functions that `propose` runs before it plans anything, and one plan as a whole."""
     profile = load_profile("a800_llama2_7b")
     lengths = np.array([100, 2000], dtype=np.int64)
     histogram = LengthHistogram(name="two", lengths_tokens=lengths, counts=lengths // 100)

@@ -1,5 +1,5 @@
-"""How the hot loops of planner and proposal are compiled: numba where it is installed, plain Python
-otherwise.
+"""Compilation of the hot loops of planner and proposal: by numba where it is installed, plain
+Python otherwise.
 
 A function marked `compiled` uses only scalars, numpy arrays and loops, so both ways give the same
 numbers (no fast-math, no threads). Compiled code is cached beside the source. It is compiled anew
@@ -34,7 +34,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 @functools.cache
 def _say_once(name: str) -> None:
-    """What is compiled first; on one rank of a host, all of which wait for the same files."""
+    """Log the first compilation; on one rank of a host, as all wait for the same files."""
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     level = logging.WARNING if is_first and not _has_said else logging.DEBUG
     _has_said.append(name)
@@ -48,11 +48,11 @@ _has_said: list[str] = []
 
 
 _SAID_UNCACHED = "DS_HYDRA_SAID_UNCACHED"
-"""In the environment, which planning processes inherit."""
+"""Name of an environment variable, which planning processes inherit."""
 
 
 def say_uncached() -> None:
-    """Why every start waits, once; on one rank of a host."""
+    """Warn once that every start compiles anew; on one rank of a host."""
     if os.environ.get("LOCAL_RANK", "0") == "0" and _SAID_UNCACHED not in os.environ:
         os.environ[_SAID_UNCACHED] = "1"
         logger.warning(
@@ -62,7 +62,7 @@ def say_uncached() -> None:
 
 
 class HealingCache(FunctionCache):
-    """Where `compiled` keeps the code of one function."""
+    """Cache of the code of one `compiled` function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)

@@ -1,5 +1,5 @@
-"""TrainingArguments and overridden methods under ds_hydra: what is refused, what has no effect, and
-what becomes a key of "hydra".
+"""TrainingArguments and overridden methods under ds_hydra: refused ones, those without effect, and
+those that become a key of "hydra".
 
 [Note: Overridden methods]
 Some methods of transformers.Trainer are not called under ds_hydra, or are called with nothing in
@@ -40,7 +40,7 @@ REFUSED = {
     "enable_jit_checkpoint": "it saves before the optimizer's step, which an iteration contains, so that weights would "
     "be one step ahead of their checkpoint; leave it out and set hydra.faults.save_on_sigterm to output_dir",
 }
-"""Arguments that would change what is trained and are not honoured, with what to do instead."""
+"""Arguments that would change training and are not honoured, with advice."""
 
 WITHOUT_EFFECT = {
     "per_device_train_batch_size": "hydra.tokens_per_iteration decides how many sequences an iteration has",
@@ -59,7 +59,7 @@ WITHOUT_EFFECT = {
     "ddp_broadcast_buffers": "gradients go to their ZeRO-3 owners, not through DDP",
     "ddp_static_graph": "gradients go to their ZeRO-3 owners, not through DDP",
 }
-"""Arguments that are legal and change nothing, with what does; each is a message."""
+"""Arguments that are legal and change nothing, with the reason; each is a message."""
 
 _ELSEWHERE = {
     "peft_config": "wrap the model before: model=peft.get_peft_model(model, peft_config); or use "
@@ -86,7 +86,7 @@ _SFT_WITHOUT_EFFECT = {
     "pad_to_multiple_of": "sequences are packed without padding",
     "dataset_num_proc": "one process of each node tokenises; `ds-hydra lengths --num-proc` uses more",
 }
-"""Fields of TRL's SFTConfig that change nothing, with what does."""
+"""Fields of TRL's SFTConfig that change nothing, with the reason."""
 
 _SFT_REFUSED = {
     "packing": _ELSEWHERE["packing"],
@@ -101,8 +101,8 @@ _SFT_REFUSED = {
     "dataset_kwargs": "prepare train_dataset before: input_ids with labels, assistant_masks or completion_mask are "
     "taken as they are",
 }
-"""Fields of TRL's SFTConfig that would change what is trained, with what to do instead; so would
-those that are not named here.
+"""Fields of TRL's SFTConfig that would change training, with advice; so would those that are not
+named here.
 """
 
 _BY_MATRIX = {
@@ -110,7 +110,7 @@ _BY_MATRIX = {
     "grokadamw": "all layers are clipped as one and have one decay of momentum",
     "stable_adamw": "a jump of one holds back all",
 }
-"""Values of `optim` that compute something for each parameter, with what becomes of it."""
+"""Values of `optim` that compute something for each parameter, with their effect here."""
 
 _OF_JSON = {
     "optimizer": {
@@ -133,10 +133,10 @@ parameter of it.
 """
 
 _IMPLEMENTATIONS = {"torch", "fused", "apex", "hf", "npu", "xla", "32bit"}
-"""Words of `optim` that say how an algorithm is implemented, and not what it computes."""
+"""Words of `optim` for the implementation of an algorithm, which do not change its result."""
 
 _OF_ADAM_OR_WARMUP = ("adam", "lamb", "onebit", "zerooneadam", "warmup")
-"""What types of optimizers and schedules begin with that have all of these parameters."""
+"""Beginnings of the types of optimizers and schedules that have all of these parameters."""
 
 _DEFAULTS = {
     field.name: field.default if field.default is not MISSING else None
@@ -150,7 +150,7 @@ _PADDING_COLLATORS = (
 
 
 def check_arguments(args: TrainingArguments, note: Note) -> None:
-    """Raise HydraConfigError for what HydraTrainer would not honour; `note` what has no effect."""
+    """Raise HydraConfigError for arguments that are not honoured; `note` those without effect."""
     check_common_arguments(args, note, problems=_find_refused_of_trl(args))
     if args.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
         note(
@@ -171,8 +171,8 @@ def check_common_arguments(
     problems: Iterable[str],
     honoured: Collection[str] = (),
 ) -> None:
-    """What every Trainer refuses, but for what it says is `honoured`, and its own `problems` in one
-    HydraConfigError; `note` what has no effect.
+    """Refuse arguments that no Trainer honours, except `honoured`, and report the Trainer's own
+    `problems`, in one HydraConfigError. `note` gets those without effect.
     """
     if found := [*_find_refused(args, honoured), *problems]:
         raise HydraConfigError(
@@ -199,7 +199,7 @@ def check_elsewhere(given: Iterable[str]) -> None:
 
 
 def read_loss_option(args: TrainingArguments, name: str, given: bool | None) -> bool | None:
-    """Which tokens count, as given to HydraTrainer or in TRL's SFTConfig."""
+    """Read which tokens count, as given to HydraTrainer or in TRL's SFTConfig."""
     of_args = _set_fields_of_trl(args).get(name)
     if given is not None and of_args is not None and given != of_args:
         raise HydraConfigError(
@@ -211,8 +211,8 @@ def read_loss_option(args: TrainingArguments, name: str, given: bool | None) -> 
 def map_arguments(
     args: TrainingArguments, hydra: HydraConfig, note: Note, *, of_trl: bool = True
 ) -> HydraConfig:
-    """`hydra` with what TrainingArguments say about order, seed, determinism, noise and activation
-    checkpointing, and what fields `of_trl` say.
+    """`hydra` with the settings of TrainingArguments on order, seed, determinism, noise and
+    activation checkpointing, and the fields `of_trl`.
 
     A key that the "hydra" section gives itself must not contradict them.
     """
@@ -346,7 +346,7 @@ def _has_own_optimizer(args: TrainingArguments) -> bool:
 
 
 def _find_unread(args: TrainingArguments) -> Iterator[tuple[str, str]]:
-    """Arguments that an optimizer or a scheduler of the JSON stands for, and what to do."""
+    """Arguments that an optimizer or a scheduler of the JSON replaces, with advice."""
     sections = {key: section_of_json(args, key) for key in _OF_JSON}
     given = " ".join(name for of in sections.values() for name in _mapping(of.get("params")))
     for key, names in _OF_JSON.items():
@@ -412,7 +412,7 @@ def _is_of_trl(args: TrainingArguments) -> bool:
 
 
 def _set_fields_of_trl(args: TrainingArguments) -> dict[str, Any]:
-    """What a configuration of TRL adds to TrainingArguments, where it is not the default."""
+    """Fields that a configuration of TRL adds, where they are not the default."""
     own = [f for f in fields(args) if f.name not in _DEFAULTS] if _is_of_trl(args) else []
     values = {f.name: getattr(args, f.name) for f in own}
     return {f.name: values[f.name] for f in own if values[f.name] != f.default}
@@ -454,7 +454,7 @@ NOT_CALLED = {
     "autocast_smart_context_manager": _LOSS_IN_LAST_STAGE,
     "get_total_train_batch_size": "hydra.tokens_per_iteration decides how many sequences there are in one",
 }
-"""Names of transformers 5; a test compares them with what its Trainer calls."""
+"""Names of transformers 5; a test compares them with the calls of its Trainer."""
 
 _STOCK = dict(vars(Trainer))
 
@@ -490,7 +490,7 @@ def is_overridden(trainer: Any, *names: str) -> bool:
 
 
 def _is_known(kind: type) -> bool:
-    """Whether a class is the Trainer, what that is made of, or of a library that is known here."""
+    """Whether a class is the Trainer, one of its bases, or of a library that is known here."""
     return kind in Trainer.__mro__ or kind.__module__.partition(".")[0] in ("ds_hydra", "trl")
 
 
@@ -521,7 +521,7 @@ def _names_from_outside(method: Any) -> tuple[str, ...]:
 
 
 def find_set(trainer: Any) -> Iterator[str]:
-    """What is an attribute, and may have been set after the trainer was made."""
+    """Find attributes that may have been set after the trainer was made."""
     for name in ("compute_loss_func", "label_smoother"):
         value = getattr(trainer, name)
         if value is not None and type(value) is not LabelSmoother:

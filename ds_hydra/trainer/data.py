@@ -1,4 +1,4 @@
-"""Datasets of the Trainer as tokens, and what its loop needs to know of them: rows in their order,
+"""Datasets of the Trainer as tokens, and the facts that its loop needs: rows in their order,
 epochs, evaluation batches, padded batches.
 """
 
@@ -84,8 +84,8 @@ class Epochs:
         return self._begin(whole) + (int(np.ceil(part * self.num_iterations(whole))) if part else 0)
 
     def training_values(self, max_steps: int, num_train_epochs: float) -> tuple[int, ...]:
-        """What `Trainer.set_initial_training_values` returns; `max_steps` decides where it is
-        above 0. At 0 transformers' loop ends after its first step.
+        """Values for `Trainer.set_initial_training_values`; `max_steps` decides where it is above
+        0. At 0 transformers' loop ends after its first step.
         """
         is_limited = max_steps > 0
         total = max_steps if max_steps >= 0 else self.iterations_until(num_train_epochs)
@@ -145,7 +145,7 @@ class Epochs:
 
 
 def _on_first_rank(count: Callable[[], int], device: torch.device | None) -> int:
-    """What `count`, which raises nothing, returns on rank 0. Collective over all ranks."""
+    """Result of `count`, which raises nothing, on rank 0. Collective over all ranks."""
     if not dist.is_initialized():
         return count()
     counted = torch.tensor(count() if dist.get_rank() == 0 else 0, device=device)
@@ -205,7 +205,7 @@ class EvalBatches:
         return (self._pad(examples) for examples, _ in self.examples())
 
     def examples(self) -> Iterator[tuple[list[dict[str, Any]], int]]:
-        """Those of each mini-batch, with their label tokens."""
+        """Examples of each mini-batch, with the number of their label tokens."""
         for begin, end in zip(self._bounds, self._bounds[1:], strict=False):
             examples = [self._tokens[index] for index in range(begin, end)]
             yield examples, int(self._tokens.num_label_tokens[begin:end].sum())
@@ -360,7 +360,7 @@ _NO_ROWS = {
     "DataFrame": "datasets.Dataset.from_pandas(...) of it",
     "Table": "datasets.Dataset(...) of it",
 }
-"""What has a length and is no sequence of rows, by its class, and what to pass instead."""
+"""Classes with a length that are no sequence of rows, and what to pass instead."""
 
 
 def _row_of(dataset: Any, index: int, name: str) -> Any:
@@ -393,7 +393,7 @@ def _stored_in(dataset: Any) -> Iterator[datasets.Dataset]:
 
 
 def _differs(row: dict[str, Any], again: dict[str, Any]) -> bool:
-    """Whether what is read of them is not the same."""
+    """Whether a field that is read differs."""
     return any(not np.array_equal(row[key], again.get(key)) for key in _READ if key in row)
 
 

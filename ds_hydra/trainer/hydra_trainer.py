@@ -48,7 +48,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     """
 
     _train_tokens: TokenDataset
-    """From `get_train_dataloader` on, as the next one."""
+    """Training data, from `get_train_dataloader` on, as `_epochs`."""
     _epochs: data.Epochs
     _row_losses: list[Tensor]
     """Losses of each step of an evaluation for logits, [rows, 2] (`data.losses_of_rows`)."""
@@ -94,7 +94,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     # ---- Data
 
     def get_train_dataloader(self) -> DataLoader:
-        """To look at: mini-batches of the first epoch, padded, each of all ranks. The engine draws
+        """Mini-batches of the first epoch to look at, padded, each of all ranks. The engine draws
         and packs them itself.
         """
         if self.train_dataset is None:
@@ -184,7 +184,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     # ---- Training
 
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple[Any, ...]:
-        """As transformers; iterations are counted by drawing the mini-batches ahead."""
+        """Override of transformers: iterations are counted by drawing the mini-batches ahead."""
         return self._epochs.training_values(args.max_steps, args.num_train_epochs)
 
     def _init_training_state(
@@ -270,7 +270,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         return loss.to(self.args.device)
 
     def _own_loss(self) -> CrossEntropy | None:
-        """With label_smoothing_factor as transformers smooths, also in evaluation."""
+        """Loss with label_smoothing_factor as transformers smooths, also in evaluation."""
         if self.label_smoother is None:
             return None
         return CrossEntropy(label_smoothing=self.label_smoother.epsilon)

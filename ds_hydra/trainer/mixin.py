@@ -1,5 +1,5 @@
-"""What every Trainer on HydraEngine shares, whoever draws its mini-batches: the engine in the loop,
-checkpoint folders, and counters in its log and bar.
+"""Common part of every Trainer on HydraEngine, whoever draws its mini-batches: the engine in the
+loop, checkpoint folders, and counters in its log and bar.
 
 The overrides use names of transformers 5; a test compares them with the installed version.
 
@@ -73,7 +73,7 @@ logger = logging.getLogger(__name__)
 
 
 def say_nothing(_message: str) -> None:
-    """In place of a warning that has been shown already."""
+    """Replace a warning that has been shown already."""
 
 
 class EngineMixin:
@@ -104,8 +104,8 @@ class EngineMixin:
         self._show_strategy_in_progress_bar()
 
     def _refuse_optimizers(self, note: Note = say_nothing) -> None:
-        """Before an engine starts: refuse what transformers drops with DeepSpeed; `note` a method
-        that calls the one it overrides, which may be all it does.
+        """Refuse, before an engine starts, settings that transformers drops with DeepSpeed. `note`
+        a method that calls the one it overrides, which may be all it does.
         """
         for name, own in zip(("optimizer", "lr_scheduler"), self._of_engine, strict=True):
             if (given := getattr(self, name)) is not None and given is not own:
@@ -130,7 +130,7 @@ class EngineMixin:
             note(problem)
 
     def _check_used(self, note: Note) -> None:
-        """Refuse what would be dropped; again before training, because all of it can be set."""
+        """Refuse settings that would be dropped; again before training, as all can be set."""
         raise NotImplementedError
 
     def _check_arguments(self) -> None:
@@ -138,20 +138,20 @@ class EngineMixin:
         raise NotImplementedError
 
     def _complete_config(self, ds_config: dict[str, Any]) -> None:
-        """Add to the DeepSpeed configuration what this Trainer knows."""
+        """Add this Trainer's settings to the DeepSpeed configuration."""
 
     def _map_arguments(self, hydra: HydraConfig, note: Note) -> HydraConfig:
-        """`hydra` with what the arguments say."""
+        """`hydra` with the settings of the arguments."""
         raise NotImplementedError
 
     def _attach_data(self) -> None:
-        """Give the engine what it draws from, before a checkpoint is loaded."""
+        """Give the engine its training data, before a checkpoint is loaded."""
 
     # ---- Configuration
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As transformers; reads and validates the "hydra" section, and fills in what ds_hydra
-        needs around it.
+        """Override of transformers: reads and validates the "hydra" section, and fills in what
+        ds_hydra needs around it.
         """
         warn_of_versions()
         self._check_arguments()
@@ -210,7 +210,7 @@ class EngineMixin:
 
     @contextlib.contextmanager
     def _starting_engine(self) -> Iterator[None]:
-        """While open, DeepSpeed builds a HydraEngine; afterwards the configuration is as before.
+        """Let DeepSpeed build a HydraEngine inside; afterwards the configuration is as before.
 
         Trainers of the same arguments share it, and transformers writes into it what belongs to one
         start: evaluation takes the optimizer out, and "auto" becomes the numbers of this training.
@@ -252,8 +252,8 @@ class EngineMixin:
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As transformers; after another `train` or `evaluate` with a new engine and new optimizer
-        states, on the weights that the model has then.
+        """Override of transformers. After another `train` or `evaluate` it has a new engine and new
+        optimizer states, on the weights that the model has then.
         """
         self._call_together("train()")
         self._check_used(say_nothing)
@@ -293,8 +293,8 @@ class EngineMixin:
             call_together(call, self.args.device)
 
     def _forget_engine(self) -> None:
-        """Destroy the engine, and let go of what it was started with. Raises HydraConfigError for
-        an optimizer or a schedule that was set since then.
+        """Destroy the engine, and release its inputs. Raises HydraConfigError for an optimizer or a
+        schedule that was set since then.
         """
         self._refuse_optimizers()
         self.engine.destroy()
@@ -313,17 +313,17 @@ class EngineMixin:
             yield
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers."""
+        """Override of transformers."""
         with self._calling("evaluate()"):
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers."""
+        """Override of transformers."""
         with self._calling("predict()"):
             return super().predict(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers, in the dtype of training: a cast would stay, in buffers, too."""
+        """Override of transformers, in the dtype of training: a cast would stay."""
         names = ("bf16_full_eval", "fp16_full_eval")
         asked = {name: getattr(self.args, name) for name in names}
         vars(self.args).update(dict.fromkeys(names, False))
@@ -422,8 +422,8 @@ class EngineMixin:
         *rest: Any,
         **named: Any,
     ) -> None:
-        """As transformers; after SIGTERM nothing is evaluated, and a checkpoint is the end,
-        whatever callbacks ask for.
+        """Override of transformers: after SIGTERM nothing is evaluated, and a checkpoint is the
+        end, whatever callbacks ask for.
         """
         self._forget_requests()
         if self.control.should_log:
@@ -432,7 +432,7 @@ class EngineMixin:
         self._end_if_asked()
 
     def _forget_requests(self) -> None:
-        """After SIGTERM: of callbacks that want an evaluation or a checkpoint besides."""
+        """Forget, after SIGTERM, an evaluation or a checkpoint that callbacks want besides."""
         if self._stop_dir is not None:
             self.control.should_evaluate = self.control.should_save = False
 
@@ -461,8 +461,8 @@ class EngineMixin:
     # ---- Checkpoints
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """As transformers. When it returns, on any rank, the files of the first one are there; its
-        error is raised on all.
+        """Override of transformers. When it returns, on any rank, the files of the first one are
+        there; its error is raised on all.
         """
         self._saves_together = True
         try:
@@ -471,8 +471,8 @@ class EngineMixin:
             self._saves_together = False
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """As transformers, without a bar where nobody looks on. Scripts call it on one rank alone,
-        so that only `save_model` waits for all.
+        """Override of transformers, without a bar where nobody looks on. Scripts call it on one
+        rank alone, so that only `save_model` waits for all.
         """
         save = functools.partial(super()._save, output_dir, state_dict)
         # With save_on_each_node others save, too, and have no weights
@@ -484,7 +484,7 @@ class EngineMixin:
                 save()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As transformers, written aside: `checkpoint-N` is there when all ranks have written."""
+        """Override of transformers, written aside: `checkpoint-N` appears when complete."""
         self._call_together("saving a checkpoint of the Trainer")
         state, args = self.state, self.args
         parent = self._stop_dir or self._get_output_dir(trial)
@@ -518,7 +518,7 @@ class EngineMixin:
             self.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
 
     def _note_callbacks(self) -> None:
-        """Put what callbacks carry over a resume into the state, as transformers."""
+        """Put the state that callbacks carry over a resume into the Trainer's, as transformers."""
         stateful = self.state.stateful_callbacks
         for callback in (*self.callback_handler.callbacks, self.control):
             if isinstance(callback, ExportableState):
@@ -538,8 +538,8 @@ class EngineMixin:
     # ---- Logging
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As transformers; with the loss come tokens/s and the pipelines' imbalance since the last
-        log.
+        """Override of transformers: with the loss come tokens/s and the pipelines' imbalance since
+        the last log.
         """
         if "loss" in logs and self._since_log.num_iterations:
             logs |= self._since_log.summary()
@@ -556,7 +556,7 @@ class EngineMixin:
         return 0.0 if math.isnan(flops) else flops
 
     def store_flos(self) -> None:
-        """Add what all ranks have computed to the state, without asking them or the device."""
+        """Add the FLOPs of all ranks to the state, without asking them or the device."""
         self.state.total_flos += self.current_flos * self.args.world_size
         self.current_flos = 0
 
@@ -619,7 +619,7 @@ def check_checkpoint(path: str | Path | bool, output_dir: str = "") -> None:
 
 @contextlib.contextmanager
 def made_anew(aside: Path) -> Iterator[None]:
-    """While open, `aside` is there, empty at first, and no other job makes one beside it."""
+    """Make `aside`, empty at first, while no other job makes one beside it."""
     aside.parent.mkdir(parents=True, exist_ok=True)
     lock = lock_folder(aside.parent)
     try:
@@ -633,20 +633,20 @@ def made_anew(aside: Path) -> Iterator[None]:
 
 
 class StrategyProgressCallback(ProgressCallback):
-    """transformers' progress bar; `last_metrics()` gives what it shows of the iteration."""
+    """transformers' progress bar; `last_metrics()` gives the iteration that it shows."""
 
     def __init__(self, last_metrics: Callable[[], IterationMetrics | None]):
         super().__init__()
         self._last_metrics = last_metrics
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """As transformers; without a terminal some lines in place of the bar."""
+        """Override of transformers: without a terminal some lines in place of the bar."""
         self.current_step = 0
         if state.is_world_process_zero:
             self.training_bar = Progress(total=state.max_steps, dynamic_ncols=True)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """As transformers, where somebody looks on."""
+        """Override of transformers, where somebody looks on."""
         if is_terminal(sys.stderr):
             super().on_prediction_step(args, state, control, **kwargs)
 
@@ -663,7 +663,7 @@ class StrategyProgressCallback(ProgressCallback):
 
 
 class Counters:
-    """What was trained since some moment."""
+    """Counts of training since some moment."""
 
     def __init__(self) -> None:
         self.num_iterations = self.num_sequences = self.num_tokens = 0

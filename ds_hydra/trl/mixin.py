@@ -1,5 +1,5 @@
 """HydraMixin: a Trainer whose batches, loss and metrics stay as they are, and whose propagation is
-the engine's; for DPO also what the reference says of each sequence.
+the engine's; for DPO also the reference's scores of each sequence.
 
 [Note: What TRL keeps]
 Datasets, collators, samplers, batch sizes and accumulation, `compute_loss` with all its losses and
@@ -74,16 +74,16 @@ _ROWS_AT_ONCE = 64
 
 
 class ReferenceMixin(EngineMixin):
-    """Adds what the reference says to the batches of a DPOTrainer, as its own precomputation does;
+    """Adds the reference's scores to the batches of a DPOTrainer, as its own precomputation does;
     nothing to those of others.
     """
 
     _known_references: dict[bytes, tuple[float, float]] | None = None
-    """For pairs, where the reference is the model before training."""
+    """Known scores of pairs, where the reference is the model before training."""
     _datasets_to_score: Sequence[Any] = ()
 
     def _find_reference(self) -> None:
-        """After `__init__`: TRL reads the reference from the batches from now on."""
+        """Let TRL read the reference from the batches from now on; after `__init__`."""
         if not isinstance(self, DPOTrainer):
             return
         self.precompute_ref_logps = True
@@ -102,7 +102,7 @@ class ReferenceMixin(EngineMixin):
         return dataset
 
     def _attach_data(self) -> None:
-        """Score, with the model as it is before training, what shall be known of it later."""
+        """Score, with the model before training, sequences whose scores are needed later."""
         super()._attach_data()
         if self._known_references is None:
             return
@@ -149,7 +149,7 @@ class ReferenceMixin(EngineMixin):
         return better, worse
 
     def _learn(self, inputs: Inputs | None) -> None:
-        """Note what the model says of the pairs of `inputs`, of those of all ranks. Collective."""
+        """Note the model's scores of the pairs of `inputs`, of those of all ranks. Collective."""
         assert self._known_references is not None
         mine: dict[bytes, tuple[float, float]] = {}
         if inputs is None:  # the others ask
@@ -182,8 +182,8 @@ def remove_fused_head(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def reference_engines(config: HydraConfig) -> Iterator[None]:
-    """While open, TRL's `prepare_deepspeed` makes a HydraEngine of a reference model; of a reward
-    model, which has no head over tokens, an engine of DeepSpeed's own.
+    """Let TRL's `prepare_deepspeed` make a HydraEngine of a reference model inside. Of a reward
+    model, which has no head over tokens, it makes an engine of DeepSpeed's own.
     """
     quiet = config.model_copy(update={"run_dir": None})
     with hydra_engine_class(quiet):
@@ -240,7 +240,7 @@ class HydraMixin(ReferenceMixin):
     # ---- Configuration
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As transformers, with DeepSpeed."""
+        """Override of transformers, with DeepSpeed."""
         add_deepspeed(self.args)
         super().create_accelerator_and_postprocess()
         self._references.enter_context(reference_engines(self.hydra_config))
@@ -272,8 +272,8 @@ class HydraMixin(ReferenceMixin):
 
     @no_bars_in_files()
     def _prepare_dataset(self, dataset: Any, processing_class: Any, *args: Any, **more: Any) -> Any:
-        """As TRL, of chats as HydraTrainer reads them; refuses columns that TRL does not read and
-        that would change what is trained.
+        """Override of TRL, with chats as HydraTrainer reads them. Refuses columns that TRL does not
+        read and that would change what is trained.
         """
         counting = None
         if isinstance(self, SFTTrainer):
@@ -296,7 +296,7 @@ class HydraMixin(ReferenceMixin):
         )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers."""
+        """Override of transformers."""
         self._pending.clear()
         return super().train(*args, **kwargs)
 
@@ -318,7 +318,7 @@ class HydraMixin(ReferenceMixin):
         return loss
 
     def _count_step_of_policy(self, seconds: float) -> None:
-        """As the training_step of trainers of policies does, which is not called."""
+        """Count a step as the training_step of trainers of policies does, which is not called."""
         self._step += 1
         self._current_train_step_time += seconds
         if self._step % self.current_gradient_accumulation_steps == 0:
@@ -363,7 +363,7 @@ class HydraMixin(ReferenceMixin):
     def _sum_of_losses(
         self, model: ScoredModel, batches: Sequence[Inputs], num_items: Any
     ) -> Tensor:
-        """Over the batches of an optimizer step, scaled as transformers scales each of them."""
+        """Sum over the batches of an optimizer step, scaled as transformers scales each of them."""
         is_scaled = self.loss_is_scaled_for_ga
         if is_scaled is None:
             is_scaled = self.model_accepts_loss_kwargs and num_items is not None
@@ -418,7 +418,7 @@ class HydraMixin(ReferenceMixin):
         batch_size: int | None = None,
         **more: Any,
     ) -> Any:
-        """As trainers of policies score rollouts, but all of them at once, planned together."""
+        """Score rollouts as trainers of policies do, but all of them at once, planned together."""
         if not isinstance(model, ScoredModel):
             model = scored_now(model if isinstance(model, HydraEngine) else self.engine)
         given = (model, input_ids, attention_mask, logits_to_keep)
@@ -426,7 +426,7 @@ class HydraMixin(ReferenceMixin):
 
     @contextlib.contextmanager
     def _without_metrics(self) -> Iterator[None]:
-        """What compute_loss notes meanwhile is forgotten."""
+        """Forget metrics that compute_loss notes inside."""
         names = [name for name in ("_metrics", "_total_train_tokens") if hasattr(self, name)]
         before = {name: copy.deepcopy(getattr(self, name)) for name in names}
         yield
@@ -434,7 +434,7 @@ class HydraMixin(ReferenceMixin):
             setattr(self, name, value)
 
     def floating_point_ops(self, inputs: Inputs) -> float:
-        """As HydraTrainer, once for each iteration."""
+        """FLOPs as HydraTrainer counts them, once for each iteration."""
         is_trained = self.accelerator.gradient_state.sync_gradients
         return super().floating_point_ops(inputs) if is_trained else 0.0
 
@@ -445,13 +445,13 @@ class HydraMixin(ReferenceMixin):
     # ---- Evaluation
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers; evaluation before training starts an engine."""
+        """Override of transformers: evaluation before training starts an engine."""
         self._check_used(say_nothing)
         with self._starting_engine():
             return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's own, on scores."""
+        """Override of the Trainer, on scores."""
         return super().prediction_step(scored_now(self.engine), inputs, *args, **kwargs)
 
     # ---- Checkpoints
@@ -496,7 +496,7 @@ _REFUSED = {
     "use_weighting": "its weights need the sum of squared probabilities, which is not computed; leave it out",
     "cast_lm_head_to_fp32": "log-probabilities are computed in fp32 from the logits of the model's dtype; leave it out",
 }
-"""Fields of TRL's configurations that would change what is trained, with what to do instead."""
+"""Fields of TRL's configurations that would change training, with advice."""
 
 DS_CONFIG = {
     "zero_optimization": {"stage": 3},
@@ -509,7 +509,7 @@ DS_CONFIG = {
     "steps_per_print": 1_000_000_000,
     "hydra": {},
 }
-"""What `TrainingArguments(deepspeed=...)` is where a script gives none; the optimizer is the
+"""Value of `TrainingArguments(deepspeed=...)` where a script gives none; the optimizer is the
 Trainer's.
 """
 
@@ -518,7 +518,7 @@ _SAID_BY_LAUNCHER = ("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ACCELERATE_DEEPSPEED_Z
 
 
 def add_deepspeed(args: TrainingArguments) -> None:
-    """Have `args` use DeepSpeed, where neither they nor `accelerate launch` say how."""
+    """Let `args` use DeepSpeed, where neither they nor `accelerate launch` say how."""
     if args.deepspeed is not None or any(name in os.environ for name in _SAID_BY_LAUNCHER):
         return
     args.deepspeed = copy.deepcopy(DS_CONFIG)
@@ -528,8 +528,8 @@ def add_deepspeed(args: TrainingArguments) -> None:
 
 
 def complete_section(ds_config: dict[str, Any], args: TrainingArguments, model: Any) -> None:
-    """Add what `args` and `model` tell of the "hydra" section, and accumulation, which is done
-    here.
+    """Add the settings of `args` and `model` to the "hydra" section, and accumulation, which is
+    done here.
     """
     ds_config["gradient_accumulation_steps"] = 1
     section = dict(ds_config.get("hydra") or {})
@@ -575,12 +575,12 @@ NOT_CALLED_OF_TRL = {
     "create_optimizer_and_scheduler": NOT_CALLED["create_optimizer_and_scheduler"],
 }
 """Names of transformers 5 that stock trainers of TRL call in training and those on HydraMixin do
-not, with what to do instead.
+not, with advice.
 """
 
 
 def check_trl_arguments(args: TrainingArguments, note: Note) -> None:
-    """Raise HydraConfigError for what would not be honoured; `note` what has no effect."""
+    """Raise HydraConfigError for settings not honoured; `note` those without effect."""
     check_common_arguments(args, note, problems=_find_refused(args), honoured=OF_THE_LOOP)
 
 

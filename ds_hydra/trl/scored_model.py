@@ -1,5 +1,5 @@
-"""What a Trainer's `compute_loss` calls in place of the model: the engine's scores, with gradients
-that end there.
+"""Replacement of the model in a Trainer's `compute_loss`: the engine's scores, with gradients that
+end there.
 
 [Note: Losses as TRL computes them]
 `compute_loss` runs as it is written, on each rank's own batch. The batch is taken apart into
@@ -30,7 +30,7 @@ from ds_hydra.errors import HydraConfigError
 
 
 class Span(NamedTuple):
-    """Where a sequence lies in a batch."""
+    """Place of a sequence in a batch."""
 
     row: int
     begin: int
@@ -128,8 +128,8 @@ WEIGHT, ENTROPY_WEIGHT = "weight", "entropy_weight"
 
 @dataclass(frozen=True, kw_only=True)
 class Weighted(Loss):
-    """Log-probabilities (and entropies) times given weights, summed: what has the gradient of any
-    function of them whose derivatives are the weights.
+    """Log-probabilities (and entropies) times given weights, summed. The sum has the gradient of
+    any function of them whose derivatives are the weights.
 
     `label_smoothing` mixes in the mean over the vocabulary, as transformers does.
     """
@@ -202,7 +202,7 @@ def train_everywhere(
 
 
 def _own(scores: Scores, ranks: Sequence[Sequence[Tensor]], engine: HydraEngine) -> Scores:
-    """What of `scores` is about this rank's sequences."""
+    """The part of `scores` that is about this rank's sequences."""
     rank = engine.global_rank
     begin = sum(map(len, ranks[:rank]))
     return Scores(*(values[begin : begin + len(ranks[rank])] for values in scores))
@@ -213,7 +213,7 @@ _NOT_NEEDED = (
     "use_cache", "output_router_logits", "num_items_in_batch", "return_dict", "logits_to_keep",
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "token_type_ids",
 )  # fmt: skip
-"""What says nothing beside ids and masks: sequences are taken apart, and run without a cache."""
+"""Arguments that add nothing to ids and masks: sequences run apart and without a cache."""
 
 _IGNORED = -100
 
@@ -240,16 +240,16 @@ _INSTEAD = (
 
 
 _ELSEWHERE = ("logits", "hidden_states", "last_hidden_state", "attentions")
-"""What other models return, and nobody has here."""
+"""Attributes of other models' outputs that are not available here."""
 
 
 class _NotThere(HydraConfigError, AttributeError):
-    """What `hasattr` takes for no."""
+    """Error that `hasattr` takes for a missing attribute."""
 
 
 @dataclass
 class _ScoredOutput(FusedCausalLMOutput):
-    """Says what to read in place of what other models return."""
+    """Error texts for parts of other models' outputs, with a replacement."""
 
     def __getattr__(self, name: str) -> Any:
         if name in _ELSEWHERE:
@@ -260,7 +260,7 @@ class _ScoredOutput(FusedCausalLMOutput):
         return getattr(self, key) if key in _ELSEWHERE else super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As of a dict."""
+        """Return `self[key]`, or `default`, as a dict does."""
         return self[key] if key in self or key in _ELSEWHERE else default
 
 
@@ -279,7 +279,7 @@ class ScoredModel:
         return getattr(self._engine, name)
 
     def __call__(self, *args: Any, fused_lm_head: bool = False, **inputs: Any) -> Any:
-        """Log-probabilities and what goes with them, without logits."""
+        """Log-probabilities and the scores that go with them, without logits."""
         wants_logits = not fused_lm_head and ("labels" not in inputs or not torch.is_grad_enabled())
         if wants_logits or args:
             return self._logits(args, inputs)
@@ -316,8 +316,8 @@ class ScoredModel:
 
 
 def read_sequences(inputs: Mapping[str, Any]) -> Sequences:
-    """The sequences of a collated batch. Raises HydraConfigError naming what a model of text does
-    not read.
+    """The sequences of a collated batch. Raises HydraConfigError naming an argument that a model of
+    text does not read.
     """
     if unread := [name for name in inputs if name not in (*_READ, *_NOT_NEEDED)]:
         raise HydraConfigError(
@@ -335,7 +335,7 @@ def scored_now(engine: HydraEngine) -> ScoredModel:
 
 
 def zero_scores(sequences: Sequences) -> Scores:
-    """In place of scores, where only the derivatives of a linear function are asked for."""
+    """Zeros in place of scores, where only the derivatives of a linear function are asked for."""
     zeros = tuple(torch.zeros(len(ids), dtype=torch.float32) for ids in sequences.ids)
     return Scores(zeros, zeros, zeros, zeros)
 
@@ -353,7 +353,7 @@ class Given:
             begin = part.stop
 
     def __call__(self, sequences: Sequences) -> Scores:
-        """Those of `sequences`."""
+        """Scores of `sequences`."""
         for known, scores in self._known:
             if known.spans == sequences.spans and all(map(torch.equal, known.ids, sequences.ids)):
                 return scores

@@ -75,8 +75,8 @@ class StridedCopy:
 
 @dataclass(frozen=True, slots=True)
 class PackedBuffer:
-    """What a rank sends, or receives: elements for every rank, and the copies between stores and
-    buffer.
+    """Layout of a send or receive buffer: elements for every rank, and the copies between stores
+    and buffer.
     """
 
     splits: tuple[int, ...]
@@ -102,8 +102,8 @@ class OrderedSum:
 
 @dataclass(frozen=True, slots=True)
 class PackedHop:
-    """A hop of a round. `shards`, or what is relayed of other nodes, is sent in a pull and
-    received in a push; `slices`, or what comes to be relayed, the other way round.
+    """Buffers of a hop of a round. `shards`, or relayed parts of other nodes, are sent in a pull
+    and received in a push; `slices`, or parts to be relayed, the other way round.
     """
 
     shards: PackedBuffer
@@ -112,7 +112,7 @@ class PackedHop:
 
 
 def pack_hop(hop: Hop, rank: int, num_ranks: int) -> PackedHop:
-    """How `hop` fills and empties its buffers. Pure."""
+    """Plan the packing of `hop`: the copies that fill and empty its buffers. Pure."""
     shards = _packed_buffer(hop.outgoing, num_ranks)
     return PackedHop(
         shards=shards,
@@ -159,7 +159,7 @@ def _merge_blocks(places: Iterable[tuple[Batch, int]]) -> tuple[StridedCopy, ...
 _Kind = tuple[Store, int, int, int, int]
 """Store, key, stride, rows and columns of a block."""
 _Places = list[tuple[int, int]]
-"""Where equal blocks begin, in the store and in the buffer, at equal distances."""
+"""Begins of equal blocks, in the store and in the buffer, at equal distances."""
 
 
 def _distance(run: _Places) -> tuple[int, int]:
@@ -185,7 +185,7 @@ def _copy_of(kind: _Kind, run: _Places) -> StridedCopy:
 
 
 def _ordered_sums(hop: Hop, rank: int, splits: Sequence[int]) -> Iterator[OrderedSum]:
-    """What is added to this rank's shards. Classes of ranks where these are disjoint, else rank by
+    """Sums into this rank's shards. Classes of ranks where these are disjoint, else rank by
     rank.
     """
     begins = np.concatenate([[0], np.cumsum(splits)])[:-1].tolist()
@@ -248,7 +248,9 @@ class Stores:
         return tensor.as_strided((piece.rows, piece.cols), (piece.stride, 1), offset)
 
     def local_views(self, hop: Hop) -> tuple[list[Tensor], list[Tensor]]:
-        """[rows, cols] of what this rank both owns and needs: where it is owned, and in slices."""
+        """[rows, cols] of blocks that this rank both owns and needs: in the shard, and in
+        slices.
+        """
         owned = [self.view(batch, piece) for batch, _ in hop.local for piece in batch.pieces]
         needed = [self.view(batch, piece) for _, batch in hop.local for piece in batch.pieces]
         return owned, needed
@@ -280,7 +282,7 @@ def run_pairs(
     sources: Sequence[Tensor],
     run: Callable[[list[Tensor], list[Tensor]], object] = torch._foreach_copy_,
 ) -> None:
-    """`run` on pairs: what is contiguous on both sides in one kernel where the device has one."""
+    """Call `run` on pairs: contiguous ones in one kernel where the device has one."""
     runs: tuple[list[Tensor], list[Tensor]] = ([], [])
     for target, source in zip(targets, sources, strict=True):
         # One strided pair in the list would make torch run all of it tensor by tensor.
@@ -346,7 +348,7 @@ class ExchangeBuffers:
         return sum(slab.memory.numel() for slab in self._slabs)
 
     def forget_failed(self) -> None:
-        """Let go of what rounds that failed did not give back; call when no round is under way."""
+        """Release buffers that failed rounds did not give back; call when no round is under way."""
         if self._taken:  # a message may still write to it
             self._taken.clear()
             self._slabs.clear()

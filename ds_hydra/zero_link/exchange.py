@@ -1,5 +1,5 @@
-"""Carries out link plans: posts the messages of each round, copies what needs a copy. Decides
-nothing.
+"""Carries out link plans: posts the messages of each round, copies elements that need a copy.
+Decides nothing.
 
 Between CPU ranks a block that is contiguous travels straight from shard to slice (or from gradient
 to the owner's buffer); what is strided or small goes through a packed buffer, which is packed once
@@ -46,7 +46,7 @@ class _Posted:
 
     works: list[dist.Work] = field(default_factory=list)
     received: list[tuple[int, Batch, Message, Tensor]] = field(default_factory=list)
-    """(peer, batch, message, packed buffer) of what did not arrive in its place."""
+    """(peer, batch, message, packed buffer) of messages that did not arrive in their place."""
     buffers: list[Tensor] = field(default_factory=list)
 
     def wait(self) -> None:
@@ -55,7 +55,7 @@ class _Posted:
 
 
 RoundUnderWay = Callable[[], None]
-"""A round that was begun: waits for it and writes what it brought. Holds the round's buffers."""
+"""A round in flight: waits for it and writes the received elements. Holds the round's buffers."""
 
 
 class Link:
@@ -197,8 +197,8 @@ class Link:
         return finish
 
     def abandon(self, under_way: RoundUnderWay) -> None:
-        """Not to be finished, because something failed. Keeps what is on the wire for as long as
-        the link lives.
+        """Keep a failed round's messages for as long as the link lives: it will not be
+        finished.
 
         gloo takes back a receipt that nobody holds any more, and its message would go to the next
         round.
@@ -206,15 +206,13 @@ class Link:
         self._abandoned.append(under_way)
 
     def forget_relayed(self) -> None:
-        """Let go of what stays for the node, and of what rounds that failed had relayed; call when
-        no round is under way. Not collective.
+        """Release weights that stay for the node, and relayed parts of failed rounds; call when no
+        round is under way. Not collective.
         """
         self._relayed.clear()
 
     def _pack(self, plan: LinkPlan, index: int) -> tuple[PackedHop, ...] | None:
-        """How the hops of round `index` are packed, planned once; None where messages travel
-        alone.
-        """
+        """Packing of the hops of round `index`, planned once; None where messages travel alone."""
         if not self._packs:
             return None
         round_ = plan.rounds[index]
@@ -244,7 +242,9 @@ class Link:
         return _Posted(works=[work], buffers=[outgoing, incoming])
 
     def _unpack_all(self, posted: _Posted, packed: PackedHop, hop: Hop, stores: Stores) -> None:
-        """What came and what this rank both owns and needs, in one kernel as far as it goes."""
+        """Copy received elements, and own ones that this rank needs, in as few kernels as
+        possible.
+        """
         posted.wait()
         _, incoming = posted.buffers
         copies = packed.slices.copies
@@ -373,7 +373,7 @@ class Link:
         return buffer
 
     def _unpack(self, posted: _Posted, stores: Stores) -> None:
-        """Wait, and copy what did not arrive in its place."""
+        """Wait, and copy messages that did not arrive in their place."""
         posted.wait()
         for _, batch, message, buffer in posted.received:
             for piece, place in places_in(buffer, message):

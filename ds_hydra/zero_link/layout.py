@@ -1,5 +1,5 @@
-"""Which rank holds which region of which parameter, in the two layouts that a link connects; and
-what travels between them, as values: blocks, messages, rounds, and the plan of one rank.
+"""Regions of parameters that each rank holds, in the two layouts that a link connects. Their
+transfers are values: blocks, messages, rounds, and the plan of one rank.
 
 [Note: Two layouts]
 A parameter is seen as a row-major matrix [rows, cols]; a vector of n elements is [n, 1].
@@ -38,7 +38,7 @@ from ds_hydra.errors import HydraConfigError
 
 
 class Slicing(str, Enum):
-    """How the ranks of a TP group share one parameter."""
+    """Way in which the ranks of a TP group share one parameter."""
 
     REPLICATED = "replicated"
     """Every rank holds all of it and computes the complete gradient: only rank 0 of the group
@@ -220,7 +220,7 @@ class Regions(NamedTuple):
 
     @classmethod
     def of(cls, regions: Iterable[tuple[int, Region]]) -> Regions:
-        """From pairs of parameter and rectangle."""
+        """Build the table from pairs of parameter and rectangle."""
         table = np.array(
             [(param, r.row, r.num_rows, r.col, r.num_cols) for param, r in regions], dtype=np.int64
         ).reshape(-1, 5)
@@ -378,8 +378,8 @@ def keep_only(
 
 
 class Store(IntEnum):
-    """Where a block lies on one rank; its `key` is the parameter, the slot in the round's bucket,
-    or a round.
+    """Memory of a block on one rank; its `key` is the parameter, the slot in the round's bucket, or
+    a round.
     """
 
     SHARD = 0
@@ -410,10 +410,10 @@ class StridedBlock(NamedTuple):
 
 
 STAYS = 1 << 62
-"""After every round of a plan."""
+"""Number of a round after every round of a plan."""
 
 Message = tuple[StridedBlock, ...]
-"""What travels together: one large block, or all small ones of a batch, in order."""
+"""Blocks that travel together: one large one, or all small ones of a batch, in order."""
 
 
 # No slots: cached properties live in the dict of an object.

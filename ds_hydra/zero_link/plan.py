@@ -1,4 +1,4 @@
-"""What one rank exchanges to get its slices out of the ZeRO-3 shards, and gradients back to the
+"""Exchanges of one rank to get its slices out of the ZeRO-3 shards, and gradients back to the
 owners: pure, by node-aware routes.
 
 [Note: Rounds]
@@ -65,18 +65,18 @@ from ds_hydra.zero_link.layout import (
 
 
 class Relayed(Enum):
-    """How long relay ranks keep what they relay of gathered layers: [Note: Weights on the node]."""
+    """Lifetime of relayed parts of gathered layers: [Note: Weights on the node]."""
 
     LEAVES = "leaves"
-    """Until the last round of the plan that needs it."""
+    """Kept until the last round of the plan that needs it."""
     STAYS = "stays"
-    """Until the link forgets it."""
+    """Kept until the link forgets it."""
     IS_THERE = "is there"
-    """As STAYS, and rounds of such a plan have brought it already."""
+    """Kept as under STAYS, and rounds of such a plan have brought it already."""
 
 
 class BucketRequests:
-    """Which of the distinct buckets each rank asks for in each round.
+    """Numbers of the distinct buckets that each rank asks for in each round.
 
     Ranks of data parallel pipelines ask for equal buckets, so everything else is computed once for
     each of `buckets`, tuples of (slot, reference). `ids[rank, round]` is -1 where a rank has none.
@@ -89,7 +89,7 @@ class BucketRequests:
 
     @classmethod
     def of(cls, rank_buckets: Sequence[RankBuckets], gradients: bool) -> BucketRequests:
-        """From the buckets of all ranks; with `gradients` only the slices that push."""
+        """Find the distinct buckets of all ranks; with `gradients` only the slices that push."""
         by_value: dict[Bucket, int] = {}
         by_object: dict[int, int] = {}
         ids = np.full(
@@ -113,7 +113,7 @@ class BucketRequests:
         return cls(kept, ids)
 
     def peers_by_bucket(self, index: int, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        """For each distinct bucket of round `index`, those of `ranks` that ask for it."""
+        """Ranks among `ranks` that ask for each distinct bucket of round `index`."""
         groups: dict[int, list[int]] = {}
         for rank, bucket in zip(ranks, self.ids[list(ranks), index].tolist()):
             if bucket >= 0 and self.buckets[bucket]:
@@ -122,9 +122,7 @@ class BucketRequests:
 
 
 class Requests(NamedTuple):
-    """What one reader needs in one round: regions, and the slice (slot and rectangle) each one is
-    part of.
-    """
+    """Needs of one reader in one round: regions, and the slice (slot and rectangle) of each."""
 
     regions: Regions
     slot: IntArray
@@ -135,7 +133,7 @@ class Requests(NamedTuple):
 
     @classmethod
     def of(cls, items: Sequence[tuple[int, int, Region, Region, int]]) -> Requests:
-        """From (param, slot, region, the slice's region, cell)."""
+        """Build requests from (param, slot, region, the slice's region, cell)."""
         slices = np.array(
             [(slot, s.row, s.col, s.num_cols, cell) for _, slot, _, s, cell in items],
             dtype=np.int64,
@@ -165,7 +163,7 @@ class DirectPlanner:
         return Round((self.shard_phase(index, range(self.asked.num_ranks)),))
 
     def asks(self, rank: int, index: int) -> Requests:
-        """What `rank` needs in round `index`."""
+        """Requests of `rank` in round `index`."""
         bucket = int(self.asked.ids[rank, index])
         if bucket not in self._asks:
             kept = self.asked.buckets[bucket] if bucket >= 0 else ()
@@ -175,7 +173,7 @@ class DirectPlanner:
         return self._asks[bucket]
 
     def shard_phase(self, index: int, ranks: range) -> Hop:
-        """Own shards to the readers among `ranks`, own slices out of the shards of `ranks`."""
+        """Hop from own shards to readers among `ranks`, and from their shards to own slices."""
         me = np.array([self.rank])
         own = self.asks(self.rank, index)
         outgoing = []
@@ -194,7 +192,7 @@ class DirectPlanner:
     def kept_here(
         self, store: Store, held: IntArray, own: Requests, owners: IntArray
     ) -> tuple[tuple[Batch, Batch], ...]:
-        """Pairs that need no wire: this rank's slices out of what it has `held` of `owners`."""
+        """Pairs that need no wire: this rank's slices out of its own `held` parts of `owners`."""
         if not len(held):
             return ()
         slices = slice_pieces(own, self.table.mutual_blocks(own.regions, owners), self.table)
@@ -276,7 +274,8 @@ class NodeRects:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RelayMemory:
-    """What a rank relays from the ranks `owners` of other nodes, by the round in which it comes.
+    """Memory of a rank's relays from the ranks `owners` of other nodes, by the round in which they
+    come.
 
     `begin` [owners, cells] is where a cell begins in the memory of its round; that of round i has
     `numel[i]` elements, and the last round that needs it is `until[i]`.
@@ -309,7 +308,7 @@ class NodePlanner(DirectPlanner):
         self._relay = self._place_relayed()
 
     def asks(self, rank: int, index: int) -> Requests:
-        """What `rank`, of this node, needs in round `index`, as cells."""
+        """Requests of `rank`, of this node, in round `index`, as cells."""
         return self._part(self._cells.asks, rank, index)
 
     def _part(self, asks: dict[tuple[int, int], Requests], rank: int, index: int) -> Requests:
@@ -343,8 +342,8 @@ class NodePlanner(DirectPlanner):
         return Round(hops, self._relay.numel[index] if crosses else 0, until)
 
     def _shards_to_nodes(self, index: int) -> Iterable[Batch]:
-        """Own shards to the relay rank of other nodes that need them for the first time, and to
-        lone readers.
+        """Batches of own shards to the relay rank of other nodes that need them for the first time,
+        and to lone readers.
         """
         kinds: dict[int, list[int]] = {}
         for node in range(self.nodes.num_nodes):
@@ -390,7 +389,7 @@ class NodePlanner(DirectPlanner):
         return RelayMemory(owners=owners, begin=begin, numel=of_rounds, until=until.tolist())
 
     def _relayed_from_owners(self, index: int) -> tuple[Batch, ...]:
-        """What arrives from other nodes in round `index`."""
+        """Batches that arrive from other nodes in round `index`."""
         mine = self._cells.first_shared_in(index)
         owner, pieces = self._relay_pieces(self._cells.regions.take(mine), mine)
         return split_by_peer(Store.RELAY, self._relay.owners[owner], pieces)
@@ -411,8 +410,8 @@ class NodePlanner(DirectPlanner):
         return owner, np.stack([round_, offset, blocks.cols, blocks.rows, blocks.cols], axis=1)
 
     def _spread_phase(self, index: int) -> Hop:
-        """What this rank relayed to the other ranks of its node that need it now; what they relayed
-        for it.
+        """Hop inside the node: cells that this rank relays to the ranks that need them now, and
+        those that they relay to it.
         """
         outgoing = []
         ranks = self.nodes.ranks(self.node)
@@ -474,7 +473,7 @@ class Nodes:
         return np.array([r for r in range(self.num_ranks) if r not in ranks], dtype=np.int64)
 
     def relay_rank(self, owner: int, node: int) -> int:
-        """The rank of `node` that receives what `owner`, in another node, has for it."""
+        """The rank of `node` that receives messages for it from `owner`, in another node."""
         ranks = self.ranks(node)
         # The last node may have fewer ranks than the place of the owner in its own.
         return ranks[owner % self.ranks_per_node % len(ranks)]

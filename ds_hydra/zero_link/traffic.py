@@ -59,7 +59,7 @@ class LinkTraffic:
         return total
 
     def across_nodes(self, nodes: Nodes) -> IntArray:
-        """[node, node] elements from one node to another; the diagonal is what stays inside."""
+        """[node, node] elements from one node to another; the diagonal has those inside."""
         node = np.arange(nodes.num_ranks) // nodes.ranks_per_node
         folded = np.zeros((nodes.num_nodes, nodes.num_nodes), dtype=np.int64)
         # Many pairs of ranks are one pair of nodes, of which an indexed += would keep one.

@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CLIENT_STATE_KEY = "ds_hydra"
-"""Where a checkpoint's client state keeps what belongs to ds_hydra."""
+"""Key of ds_hydra's part in a checkpoint's client state."""
 
 _OPTIMIZER = "optimizer_state_dict"
 _LOSS_SCALE_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow")
-"""What a ZeRO-3 optimizer keeps when only weights are loaded, or a run of another precision."""
+"""Attributes that a ZeRO-3 optimizer keeps when only weights, or another precision, are loaded."""
 
 
 def _as_name(tag: Any) -> Any:
-    """As DeepSpeed takes a number for the name of a folder."""
+    """`tag` as the name of a folder: a number becomes its text, as DeepSpeed has it."""
     return str(tag) if isinstance(tag, Real) and not isinstance(tag, bool) else tag
 
 
@@ -219,7 +219,7 @@ class CheckpointingEngine(DeepSpeedEngine):
             return path, client_state
 
     def _given_rates(self) -> list[float]:
-        """Learning rates as configured, of each group: what a schedule of torch starts from, or
+        """Configured learning rates of each group: those that a schedule of torch starts from, or
         those of a run without a schedule. None under a schedule of DeepSpeed.
         """
         groups = self.optimizer.param_groups
@@ -228,7 +228,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         return [float(group["initial_lr"]) for group in groups if "initial_lr" in group]
 
     def _keep_loss_scale(self, own: Mapping[str, Any]) -> None:
-        """Have the loss scale of before a checkpoint was loaded: `_LOSS_SCALE_KEYS`."""
+        """Restore the loss scale of before a checkpoint was loaded: `_LOSS_SCALE_KEYS`."""
         saved, kept = self.optimizer.loss_scaler.cur_scale, own["loss_scaler"].cur_scale
         for key, value in own.items():
             setattr(self.optimizer, key, value)
@@ -242,9 +242,9 @@ class CheckpointingEngine(DeepSpeedEngine):
     def _read_checkpoint(
         self, folder: Path, load_optimizer_states: bool, *, is_checked: bool, scheduler: Any
     ) -> None:
-        """Read what this rank needs, whatever number of ranks has saved it, before anything is
-        changed. `is_checked`: whether the optimizer has to be of the same kind; `scheduler`, if
-        any, has to be.
+        """Read the checkpoint's files for this rank, whatever number of ranks has saved it, before
+        anything is changed. `is_checked`: whether the optimizer has to be of the same kind;
+        `scheduler`, if any, has to be.
         """
         rank, world_size = self.global_rank, self.world_size
         model = read_model_states(folder, rank, world_size)
@@ -301,7 +301,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         return broadcast_text([found or ""], 0, self.device)[0] or None
 
     def _together(self, action: Callable[[], Any] | None) -> Any:
-        """`do_together` what this rank has to do, if anything."""
+        """Run `action`, if this rank has one, in `do_together`."""
         return files.do_together(action or (lambda: None), self.device)
 
     def _configure_checkpointing(self) -> None:

@@ -52,7 +52,7 @@ MANIFEST_NAME = "ds_hydra_manifest.json"
 LATEST_MARK = "ds_hydra_latest"
 _SAVING, _DIGESTS = ".saving-", "digests"
 _ENDING = "_states.pt"
-"""Of all files of a checkpoint of DeepSpeed."""
+"""Ending of the names of all files of a DeepSpeed checkpoint."""
 _BLOCK_BYTES = 1 << 22
 _MAX_MANIFEST_BYTES = 1 << 26
 
@@ -67,14 +67,14 @@ _SAFE_CLASSES = (
     *(type(np.dtype(kind)) for kind in "?bhilqBHILQefdFD"),
     *(np.zeros(0).__reduce__()[0], np.ndarray),
 )
-"""What files hold besides tensors and containers, plain values all of them: classes of DeepSpeed's
-own ZeRO-3 files, and NumPy's numbers and arrays of them, which easily get into a client_state.
-Arrays of objects are not read: their dtype is not among these.
+"""Classes and functions of plain values that files hold besides tensors and containers: classes of
+DeepSpeed's own ZeRO-3 files, and NumPy's numbers and arrays of them, which easily get into a
+client_state. Arrays of objects are not read: their dtype is not among these.
 """
 
 
 def _enum_member(kind: Any, name: str) -> Enum:
-    """In place of `getattr` while reading: Python 3.11.0 to 3.11.3 pickles an enum's member as
+    """Stand in for `getattr` while reading: Python 3.11.0 to 3.11.3 pickles an enum's member as
     getattr(enum, name).
     """
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
@@ -83,13 +83,13 @@ def _enum_member(kind: Any, name: str) -> Enum:
 
 
 def _no_bytes() -> bytes:
-    """In place of `bytes` while reading: what an empty array consists of, and nothing longer."""
+    """Stand in for `bytes` while reading: the content of an empty array, and nothing longer."""
     return b""
 
 
 class HydraCheckpointEngine(TorchCheckpointEngine):
-    """What DeepSpeed writes and reads files with: digests on writing, tensors and plain values only
-    on reading.
+    """Writer and reader of DeepSpeed's files: digests on writing, tensors and plain values only on
+    reading.
 
     Errors of writing are kept until `take_error`, because DeepSpeed's ranks still meet in barriers.
     `handed` maps the ending of a file name to content that is given to DeepSpeed in place of the
@@ -120,7 +120,7 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
         self._digests[path] = digesting.to_json()
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """The content of a file: what was handed over for it, else read with `read_tensors`."""
+        """The content of a file: the one handed over for it, else read with `read_tensors`."""
         for ending, content in self.handed.items():
             if path.endswith(ending):
                 return content
@@ -136,7 +136,7 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
                 self._error, self._path_of_error = error, path
 
     def take_error(self) -> CheckpointError | None:
-        """What went wrong since the last call."""
+        """The error since the last call, if any."""
         error, self._error = self._error, None
         if error is None:
             return None
@@ -152,7 +152,7 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
         )
 
     def write_digests(self, folder: Path, rank: int) -> None:
-        """Leave the digests of what this rank wrote into `folder` for the rank that commits."""
+        """Leave the digests of this rank's files in `folder` for the rank that commits."""
         # Weights that `save_16bit_model` has written since are no part of this checkpoint.
         digests = {
             os.path.basename(path): digest
@@ -197,10 +197,10 @@ class Saving:
         self._tag = tag
         self._lock: int | None = None
         self.folder = self._save_dir / f"{_SAVING}{tag}-{saving_id}"
-        """Where DeepSpeed saves to, in place of `save_dir`."""
+        """Folder that DeepSpeed saves to, in place of `save_dir`."""
 
     def begin(self) -> None:
-        """Lock `save_dir` and make the folder, without what a crash left there."""
+        """Lock `save_dir` and make the folder, without remains of a crash."""
         self._save_dir.mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(self._save_dir)
         restore_replaced(self._save_dir)
@@ -239,7 +239,7 @@ class Saving:
         self.folder.rmdir()
 
     def abort(self) -> None:
-        """Remove what was written, so that a full disk is not full any longer."""
+        """Remove written files, so that a full disk is not full any longer."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def unlock(self) -> None:
@@ -275,14 +275,14 @@ def lock_folder(folder: Path) -> int | None:
 
 
 def unlock(descriptor: int | None) -> None:
-    """Let go of what `lock_folder` has locked."""
+    """Release the lock of `lock_folder`."""
     if descriptor is not None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing alone leaves it to processes forked since
         os.close(descriptor)
 
 
 def put_in_place(written: Path, target: Path) -> None:
-    """Rename a folder to `target`, in place of what is there; see `restore_replaced`."""
+    """Rename a folder to `target`, in place of a folder there; see `restore_replaced`."""
     replaced = target.with_name(f"{REPLACED_PREFIX}{target.name}")
     if os.path.lexists(target):
         target.rename(replaced)
@@ -294,7 +294,7 @@ def put_in_place(written: Path, target: Path) -> None:
 
 
 def _date_last(target: Path) -> None:
-    """Have no folder beside `target` a later date: transformers keeps the latest checkpoints by
+    """Give no folder beside `target` a later date: transformers keeps the latest checkpoints by
     date, and a clock that was set back would make the new one the first to be removed.
     """
     beside = [path for path in target.parent.iterdir() if path.is_dir() and path != target]
@@ -315,7 +315,7 @@ def restore_replaced(save_dir: Path) -> None:
 
 
 def _forget(replaced: Path, target: Path) -> None:
-    """Remove a checkpoint whose successor is in place; what users have put beside its files goes
+    """Remove a checkpoint whose successor is in place. Files that users have put beside its own go
     over to that.
     """
     if replaced.is_symlink() or not replaced.is_dir():
@@ -465,7 +465,7 @@ def check_client_state(state: Mapping[str, Any]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The line of what torch says that names the class."""
+    """The line of torch's text that names the class."""
     text = str(error).strip().split("\n")
     names = ("Unsupported", "GLOBAL", "Can only build")
     reason = next((line.strip() for line in text if any(name in line for name in names)), text[0])
@@ -474,9 +474,7 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def only_weights() -> Iterator[None]:
-    """While open, every `torch.load` of this process, DeepSpeed's too, unpickles tensors and plain
-    values only.
-    """
+    """Let every `torch.load` inside, DeepSpeed's too, unpickle tensors and plain values only."""
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -493,8 +491,8 @@ def only_weights() -> Iterator[None]:
 
 
 def do_together(action: Callable[[], Any], device: torch.device) -> Any:
-    """What `action`, which works on files of a checkpoint, returns; its error is raised on all
-    ranks. Collective over all ranks.
+    """Run `action`, which works on files of a checkpoint, and return its result. An error is raised
+    on all ranks. Collective over all ranks.
     """
 
     def do() -> Any:
@@ -558,7 +556,7 @@ def _sync_folder(path: Path) -> None:
 
 
 REPLACED_PREFIX = ".replaced-"
-"""Before the tag of a checkpoint whose successor is being put in its place."""
+"""Prefix of the tag of a checkpoint whose successor is being put in its place."""
 
 RESERVED_KEYS = frozenset(
     (
@@ -568,7 +566,7 @@ RESERVED_KEYS = frozenset(
         "checkpoint_parallel_dimensions", "ds_hydra",
     )
 )  # fmt: skip
-"""What DeepSpeed and ds_hydra keep beside a client_state, which would replace it."""
+"""Keys that DeepSpeed and ds_hydra keep beside a client_state, which would replace them."""
 
 _NO_TAGS = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 """Files that lie beside the checkpoints."""

@@ -1,5 +1,5 @@
-"""ZeRO-3 shards of another number of ranks: what one rank of this world holds, out of all files of
-the old one.
+"""Resharding of ZeRO-3 shards of another number of ranks: one rank of this world reads its part out
+of all files of the old one.
 
 [Note: ZeRO-3 shards on disk]
 The optimizer's parameters form sub-groups. Rank r of N keeps of each parameter of n elements the
@@ -28,14 +28,14 @@ from ds_hydra.engine.checkpointing.files import read_tensors
 from ds_hydra.errors import CheckpointError
 
 SubGroups = Sequence[Mapping[str, Sequence[int]]]
-"""For every sub-group, shapes by parameter name, in the order of the flat tensors."""
+"""Shapes by parameter name, in the order of the flat tensors, for every sub-group."""
 
 _FP32, _OPTIMIZER, _STATE = "fp32_flat_groups", "optimizer_state_dict", "state"
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """Where the parameters are in the flat tensors of one rank of `world_size`."""
+    """Places of the parameters in the flat tensors of one rank of `world_size`."""
 
     world_size: int
     place: Mapping[str, tuple[int, int, int]]
@@ -90,7 +90,7 @@ def overlap(numel: int, old: tuple[int, int], new: tuple[int, int]) -> tuple[int
 def shard_moves(
     old: ShardLayout, old_rank: int, new: ShardLayout, new_rank: int
 ) -> Iterator[ShardMove]:
-    """What `new_rank` takes out of the file of `old_rank`."""
+    """Moves of elements from the file of `old_rank` to `new_rank`."""
     for name, (target, target_begin, numel) in new.place.items():
         source, source_begin, _ = old.place[name]
         begin, end = overlap(numel, (old_rank, old.world_size), (new_rank, new.world_size))
@@ -116,8 +116,8 @@ def model_file(folder: Path, rank: int) -> Path:
 
 
 def common_model_file(folder: Path, rank: int) -> Path:
-    """Rank 0's file, which is alike to all in what ranks have in common; the own one on storage of
-    another node.
+    """Rank 0's file, whose common part is equal for all ranks; the own one on storage of another
+    node.
     """
     first = model_file(folder, 0)
     return first if first.exists() else model_file(folder, rank)
@@ -250,9 +250,9 @@ def _check_same_model(folder: Path, old_groups: SubGroups, new_groups: SubGroups
 
 
 _OF_A_KIND = frozenset(("betas", "momentum", "lr_decay", "alpha", "rho", "lambd", "momentum_decay"))
-"""What tells optimizers apart in their parameter groups."""
+"""Keys of parameter groups that tell optimizers apart."""
 _POSITIONS = frozenset(("last_epoch", "last_batch_iteration"))
-"""Where schedulers of torch and of DeepSpeed keep how far they are."""
+"""Keys of the position in schedulers of torch and of DeepSpeed."""
 
 
 def _names_of_states(state: Mapping[str, Any]) -> list[str]:

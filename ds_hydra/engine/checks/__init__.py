@@ -1,1 +1,1 @@
-"""What a configuration would do, found without ranks."""
+"""Checks of a configuration without ranks."""

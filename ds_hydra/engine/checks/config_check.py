@@ -1,5 +1,5 @@
-"""What a DeepSpeed JSON with a "hydra" section would do on a cluster, found without ranks and
-without a GPU.
+"""Check of a DeepSpeed JSON with a "hydra" section for a cluster, without ranks and without a
+GPU.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ CHECK_SCHEMA = "ds_hydra.check/1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRequest:
-    """What to check, and what is known beside the file. `model`, `profile`, `device`, `histogram`:
-    names or paths.
+    """Request for a check, with the facts that are known beside the file. `model`, `profile`,
+    `device`, `histogram`: names or paths.
     """
 
     config: Path | Mapping[str, Any]
@@ -87,8 +87,8 @@ class CheckRequest:
 
 @dataclass(slots=True)
 class ConfigReport:
-    """What was found. `problems` would stop a run; `warnings` would not; `assumed` is what nobody
-    has said.
+    """Result of a check. `problems` would stop a run; `warnings` would not; `assumed` is what
+    nobody has said.
 
     `schemes` has a row for each scheme: MaxLen, bytes of the states, bytes with a full row of
     `micro_batch_tokens`.
@@ -103,7 +103,7 @@ class ConfigReport:
     profiled: list[str] = field(default_factory=list)
     filled_in: list[str] = field(default_factory=list)
     parameters: dict[str, float] = field(default_factory=dict)
-    """Of the model: all, those of one token, those of embedding and head."""
+    """Parameters of the model: all, those of one token, those of embedding and head."""
     profile: str | None = None
     memory_bytes: int | None = None
     schemes: list[dict[str, Any]] = field(default_factory=list)
@@ -111,7 +111,7 @@ class ConfigReport:
     strategies_source: str = ""
     communicators: dict[str, int] = field(default_factory=dict)
     known_profile: Profile | None = field(default=None, repr=False)
-    """What the rows of `schemes` were made of; not in the document."""
+    """Profile that the rows of `schemes` were made of; not in the document."""
 
     def to_json(self) -> dict[str, Any]:
         """The `ds_hydra.check/1` document."""
@@ -153,7 +153,7 @@ def check_config(request: CheckRequest) -> ConfigReport:
 def _check_deepspeed(
     request: CheckRequest, ds_config: Mapping[str, Any], report: ConfigReport
 ) -> None:
-    """Add to `report` what the DeepSpeed part of the JSON has of problems and assumptions."""
+    """Add to `report` the problems and assumptions of the DeepSpeed part of the JSON."""
     report.problems += find_deepspeed_problems(ds_config)
     if auto := find_auto_keys(ds_config):
         report.assumed.append(
@@ -182,7 +182,7 @@ def _check_deepspeed(
 
 @contextmanager
 def _warnings_to(found: list[str]) -> Iterator[None]:
-    """Collect what ds_hydra's readers log as warnings."""
+    """Collect warnings that ds_hydra's readers log."""
     logger = logging.getLogger("ds_hydra.configs")
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(record.getMessage())
@@ -196,7 +196,7 @@ def _warnings_to(found: list[str]) -> Iterator[None]:
 
 
 class _Budget:
-    """Fills in what depends on model, devices and profile."""
+    """Fill in values that depend on model, devices and profile."""
 
     def __init__(
         self,
@@ -396,7 +396,7 @@ class _Budget:
         return as_the_engine_needs(fitted, self._stage_model, hydra, report.num_devices)
 
     def _say_what_was_measured(self, name: str, known: Profile) -> None:
-        """Of a profile that is not this engine's: what is taken in place of its memory."""
+        """Note what is taken in place of the memory of a profile that is not this engine's."""
         if not is_of_another_system(known.document):
             return
         measured_with = known.document["measured_with"]
@@ -490,7 +490,9 @@ class _Budget:
         )
 
     def _flops(self, profile: Profile) -> tuple[ModelFlops, float | None]:
-        """Of the model, and of a device at most in 16 bit; says why where they are not known."""
+        """FLOPs of the model, and a device's peak FLOP/s in 16 bit; notes where they are
+        unknown.
+        """
         flops = (
             profile_flops(profile) if self._stage_model is None else count_flops(self._stage_model)
         )
@@ -558,7 +560,7 @@ class _Budget:
 
     @property
     def _are_nodes(self) -> bool:
-        """Whether ranks relay what comes from other nodes."""
+        """Whether ranks relay data from other nodes."""
         per_node = self._hydra.link.devices_per_node or DEFAULT_DEVICES
         return 1 < per_node < self._report.num_devices
 

@@ -1,5 +1,5 @@
-"""What DeepSpeed itself would refuse in its part of the JSON, found without ranks and without a
-GPU.
+"""Errors that DeepSpeed itself would raise for its part of the JSON, found without ranks and
+without a GPU.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _EXAMPLES = {
 
 
 def find_deepspeed_problems(config: Mapping[str, Any]) -> list[str]:
-    """Sentences on what DeepSpeed would refuse in `config`, the JSON without "hydra" and with all
-    fill-ins.
+    """Sentences on all that DeepSpeed would refuse in `config`, the JSON without "hydra" and with
+    all fill-ins.
 
     Values "auto" are left out. Covers DeepSpeed's own validation of its sections, and what it reads
     without validation and fails at while it builds them.
@@ -76,7 +76,7 @@ def find_deepspeed_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def find_unbuildable(config: Mapping[str, Any]) -> Iterator[str]:
-    """Why the optimizer and the scheduler of `config` cannot be built, or lose what is given."""
+    """Find reasons that the optimizer and scheduler of `config` cannot be built, or lose values."""
     plain, sections = _without_auto(config), {}
     for key, example in _EXAMPLES.items():
         if (section := plain.get(key)) is None:
@@ -98,7 +98,7 @@ def find_unbuildable(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check_buildable(config: Mapping[str, Any]) -> None:
-    """Raise HydraConfigError with what `find_unbuildable` says."""
+    """Raise HydraConfigError with the sentences of `find_unbuildable`."""
     if problems := [*find_unbuildable(config)]:
         raise HydraConfigError("; ".join(problems))
 

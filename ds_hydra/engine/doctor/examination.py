@@ -1,4 +1,5 @@
-"""What `ds-hydra doctor` does on every rank: join, look, measure, try; one report on rank 0.
+"""Examination by `ds-hydra doctor` on every rank: join, look, measure, try; one report on rank
+0.
 
 What it tries is a tiny LLaMA on all ranks: whether every kind of scheme gives the gradients of one
 process, and whether exchanges and collectives of many strategies in a row ever hang.
@@ -51,7 +52,7 @@ from ds_hydra.strategy.cost_models.analytic import Hardware
 from ds_hydra.strategy.schemes.placement import groups_of
 
 _COMPILE_S = 900.0
-"""Far more than the planner takes to compile on cores that do other things too."""
+"""Seconds, far more than the planner takes to compile on cores that do other things too."""
 _LEAST_STRESS_S, _STRESS_SHARE = 2.0, 0.5
 """Iterations that look for hangs take this share of the time that is left."""
 _Result = TypeVar("_Result")
@@ -71,7 +72,7 @@ class Request:
 
 @contextlib.contextmanager
 def _errors_alone() -> Iterator[None]:
-    """While open, ds_hydra logs errors alone."""
+    """Let ds_hydra log errors alone inside."""
     logger = logging.getLogger("ds_hydra")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -82,7 +83,7 @@ def _errors_alone() -> Iterator[None]:
 
 
 def _of_all_ranks(document: Any, device: torch.device) -> list[Any]:
-    """What each rank brings, in rank order. Collective over all ranks."""
+    """Gather the document of each rank, in rank order. Collective over all ranks."""
     texts = [json.dumps(document)]
     ranks = range(dist.get_world_size())
     return [json.loads(broadcast_text(texts, rank, device)[0]) for rank in ranks]
@@ -90,7 +91,7 @@ def _of_all_ranks(document: Any, device: torch.device) -> list[Any]:
 
 @dataclass(slots=True)
 class Examination:
-    """The checks of this rank, and what they found. Collective over all ranks.
+    """Run the checks of this rank and return their findings. Collective over all ranks.
 
     `on_hang(report)` is called on rank 0 where a rank hangs or fails, with what was found so far,
     on the other ranks with None; the process should end in it.
@@ -150,7 +151,7 @@ class Examination:
         store.set(key, "1")
 
     def report(self) -> Report:
-        """What was found so far."""
+        """The report of all findings so far."""
         return Report(findings=tuple(self.findings), seconds=time.monotonic() - self.begin)
 
     def _end(self, text: str) -> None:
@@ -213,7 +214,7 @@ class Examination:
         self.findings.append(findings.compare_environments(everyone))
 
     def _add_worst(self, device: torch.device, mine: Sequence[Finding]) -> None:
-        """Of each check of the system, what the lowest rank found that is not well there."""
+        """Add one finding for each check: the first of a rank that is not well, or rank 0's."""
         of_rank = _of_all_ranks([finding.to_json() for finding in mine], device)
         for index in range(len(mine)):
             rows = [(found[index], rank) for rank, found in enumerate(of_rank)]
@@ -248,7 +249,7 @@ class Examination:
 
 
 def describe(report: Report) -> str:
-    """A table of the findings, with what to do under each that is not well."""
+    """Table of the findings, with advice under each that is not well."""
     width = max(len(finding.check) for finding in report.findings)
     lines = []
     for finding in report.findings:
@@ -285,7 +286,7 @@ TOLERANCE = {"cpu": 1e-5}
 _DEVICE_TOLERANCE = 1e-4
 """fp32 kernels of a device choose their blocks by the shapes, and so the order of their sums."""
 _HALF_TOLERANCE = 1e-1
-"""Of bf16 against fp32 of the same weights: one rank alone is off by 2e-2."""
+"""Tolerance of bf16 against fp32 of the same weights: one rank alone is off by 2e-2."""
 _LENGTHS = (40, 7, 1, 33, 2, 64, 12, 5, 21, 3, 17, 9)
 _VOCAB_SIZE = 251
 _MAX_TP, _MAX_PP = 8, 4
@@ -317,10 +318,10 @@ def pick_strategies(num_ranks: int) -> tuple[Strategy, ...]:
 
 
 class SmallModel:
-    """The model, its shards on this rank, and what one process computes. Equal on all ranks."""
+    """The model, its shards on this rank, and the results of one process. Equal on all ranks."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32):
-        """Shards in `dtype`; what one process computes with the same weights is fp32."""
+        """Shards in `dtype`; one process computes in fp32 with the same weights."""
         torch.manual_seed(0)
         config = LlamaConfig(
             hidden_size=64,

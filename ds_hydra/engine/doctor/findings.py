@@ -1,7 +1,6 @@
-"""What an examination of the ranks finds, as values, and what it finds about a rank's own machine:
-versions, kernels, limits of the system, for which it waits for no other rank; then what ranks
-measure together beside what would be expected: links between them, one point of a profile, and the
-memory of its micro-batch.
+"""Findings of an examination, as values. Those about a rank's own machine (versions, kernels,
+limits of the system) wait for no other rank. Then come measurements of all ranks beside what would
+be expected: links between them, one point of a profile, and the memory of its micro-batch.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ REPORT_SCHEMA = "ds_hydra.doctor/1"
 
 
 class Status(str, Enum):
-    """How a check ended."""
+    """Outcome of a check."""
 
     OK = "ok"
     WARNING = "warning"
@@ -61,7 +60,7 @@ class Status(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the report; `advice` says what to do where it is not well."""
+    """One line of the report, with `advice` where it is not well."""
 
     check: str
     status: Status
@@ -96,7 +95,7 @@ class Finding:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As in `ds_hydra.doctor/1`."""
+        """The finding as in `ds_hydra.doctor/1`."""
         return {**asdict(self), "status": self.status.value}
 
 
@@ -134,7 +133,7 @@ _LEAST_FILES = 4096
 """Descriptors: a gloo group takes 7 of each rank."""
 
 _WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
-"""Of queries and values, as models have them."""
+"""Head widths of queries and of values, as models have them."""
 
 
 def describe_environment() -> dict[str, Any]:
@@ -224,8 +223,8 @@ def check_compiler(device: torch.device, ds_config: Mapping[str, Any]) -> list[F
 
 
 def check_kernels(device: torch.device) -> list[Finding]:
-    """Which attention and which planner run here, and that attention of a packed micro-batch is
-    right.
+    """Report the attention and the planner that run here, and try attention of a packed
+    micro-batch.
     """
     planner = Finding.judge(
         "planner",
@@ -331,9 +330,9 @@ def _check_host(num_ranks_here: int) -> Finding:
 CPU_NAME = "one CPU core"
 _LINK_REPEATS = 5
 _LEAST_SHARE = 0.5
-"""Of the described rate: below it plans count on links that are not there."""
+"""Least share of the described rate. Below it plans count on links that are not there."""
 _DEVICE_BYTES, _HOST_BYTES = 64 << 20, 4 << 20
-"""Of one message, on an accelerator and between CPU ranks."""
+"""Bytes of one message, on an accelerator and between CPU ranks."""
 
 
 def find_hardware(name: str | None, device: torch.device, device_name: str) -> Hardware | None:
@@ -503,7 +502,7 @@ class ProbeModel:
 
 
 def check_speed_of_ranks(device: torch.device) -> Finding:
-    """Which rank computes more slowly than the others. Collective over all ranks."""
+    """Find the slowest rank. Collective over all ranks."""
     clock = DeviceClock(device)
     size = 4096 if device.type == "cuda" else 256
     matrix = torch.ones(size, size, device=device)

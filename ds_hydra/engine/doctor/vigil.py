@@ -1,4 +1,5 @@
-"""Who keeps the others waiting: every rank tells where it is, and rank 0 judges what does not end.
+"""Watch for ranks that keep the others waiting: every rank tells where it is, and rank 0 judges
+steps that do not end.
 
 Through the store that the ranks met in, in a thread of its own: it speaks while the rank is stuck
 in a collective, whatever the backend.
@@ -20,15 +21,15 @@ import torch.distributed as dist
 
 _BEAT_S = 0.5
 _SILENCE_S = 6.0
-"""Without a sign of life for so long a rank counts as gone."""
+"""Seconds without a sign of life after which a rank counts as gone."""
 _FAREWELL_S = 10.0
-"""How long other ranks wait for rank 0 to have reported."""
+"""Seconds that other ranks wait for the report of rank 0."""
 _PACKAGE = "ds_hydra"
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where a rank was when it last spoke."""
+    """State of a rank when it last spoke."""
 
     rank: int
     step: int
@@ -48,7 +49,7 @@ class State:
 
 
 def judge(states: Sequence[State]) -> str:
-    """Which rank the others wait for, and where every rank is.
+    """Name the rank that the others wait for, and the place of every rank.
 
     >>> waiting = State(0, 7, "push", 3.0, [], "")
     >>> print(judge([waiting, State(1, 6, "pull", 4.0, ["b.py:2"], "")]))
@@ -96,7 +97,7 @@ class Vigil:
 
     @contextlib.contextmanager
     def step(self, text: str) -> Iterator[None]:
-        """While open, this rank does what `text` says, which ends within the limit."""
+        """Take the step `text` inside, which ends within the limit."""
         self._step, self._text, self._since = self._step + 1, text, time.monotonic()
         yield
 
@@ -191,7 +192,7 @@ class Vigil:
 
 def find_places(frames: Mapping[int, Any]) -> list[str]:
     """`file:line function` of the innermost frame of this package in each thread, main thread
-    first; what only waits for work is left out.
+    first. Threads that only wait for work are left out.
     """
     places = []
     for _, frame in sorted(

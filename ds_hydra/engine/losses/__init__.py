@@ -1,4 +1,4 @@
-"""What `train_batch(batch, loss=...)` minimises."""
+"""Losses for `train_batch(batch, loss=...)`."""
 
 from ds_hydra.engine.losses.loss import (
     DPO,

@@ -1,6 +1,5 @@
-"""Losses as the engine takes them, a sum over tokens or over sequences and what it is divided by;
-those that come with it: cross entropy, preferences, policies, distillation. The head and the loss
-of a micro-batch are computed some tokens at a time, so that its logits are never there all at once.
+"""Losses as the engine takes them: a sum over tokens or over sequences, and its divisor. Those that
+come with it: cross entropy, preferences, policies, distillation.
 
 [Note: Head and loss in chunks]
 Of all tensors of a micro-batch the logits are the largest: 128 Ki columns of the vocabulary are 32
@@ -35,7 +34,7 @@ Fields = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """What a loss sees of a packed micro-batch, or of a part of one: tokens in any order.
+    """Input of a loss: tokens of a packed micro-batch, or of a part of one, in any order.
 
     Row i is about one prediction, that of the token which the fields of row i belong to.
     """
@@ -61,7 +60,7 @@ class Tokens:
 
 
 class Loss:
-    """A sum over tokens. Override `__call__`, and name what it reads.
+    """A sum over tokens. Override `__call__`, and name the fields that it reads.
 
     Fields of an example are columns beside its `input_ids`. One of `token_fields` has a value, or a
     row of values, for each token and lies as labels do: the value at place i belongs to the
@@ -84,7 +83,7 @@ class Loss:
         raise NotImplementedError
 
     def normaliser(self, counts: Sequence[Tensor], fields: Sequence[Fields]) -> float:
-        """What the sum over the whole mini-batch is divided by: the number of tokens that count.
+        """Divisor of the sum over the whole mini-batch: the number of tokens that count.
 
         `counts[n]` [l] says where a token is predicted, `fields[n]` what the example has. Pure:
         every rank asks with the whole mini-batch.
@@ -143,7 +142,7 @@ class CrossEntropy(Loss):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is what the engine computes without any loss given."""
+        """Whether the loss is the engine's own without any given."""
         return self == CrossEntropy()
 
     def __call__(self, tokens: Tokens) -> Tensor:
@@ -377,7 +376,7 @@ class HeadLoss:
         return value
 
     def of_logits(self, logits_TV: Tensor) -> Tensor:
-        """0-dim, of what a model gives that makes more of its head's output than is known here."""
+        """0-dim loss of logits, for a model with an unknown function after its head."""
         value: Tensor = _HeadLoss.apply(logits_TV, None, None, self, torch.is_grad_enabled())
         return value
 
@@ -412,7 +411,7 @@ class HeadLoss:
 
 
 PLAIN = CrossEntropy()
-"""Where no loss is given."""
+"""The loss where none is given."""
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -460,7 +459,8 @@ class _HeadLoss(torch.autograd.Function):
             if trains_bias:
                 grad_of_chunk = outputs.sum(dim=0)
                 grad_V = grad_of_chunk if grad_V is None else grad_V.add_(grad_of_chunk)
-        # What is saved is counted as what a token keeps until backward, as those of weights are not
+        # Only gradients of tokens go through `save_for_backward`, where activations are counted:
+        # those of weights are no part of what a token keeps.
         ctx.save_for_backward(grad_TH)
         ctx.of_weights = (grad_VH, grad_V)
         return torch.stack(losses).sum()

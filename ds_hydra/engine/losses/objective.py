@@ -34,7 +34,7 @@ _INDEX = "number of the token in the mini-batch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What an iteration minimises: `loss` of all sequences over `normaliser`, with the fields of
+    """Objective of an iteration: `loss` of all sequences over `normaliser`, with the fields of
     each.
     """
 
@@ -178,7 +178,7 @@ class TokenScoreRecorder(Loss):
         self._kept = {name: torch.zeros(num_tokens, device=device) for name in names}
 
     def objective(self, lengths: Sequence[int], given: Objective | None = None) -> Objective:
-        """What to evaluate sequences of `lengths` with; with the inner loss what to train on."""
+        """The objective for evaluating `lengths`; with the inner loss the one to train on."""
         numbers = torch.arange(sum(lengths)).split(list(lengths))
         fields = [{_INDEX: n} for n in numbers]
         if given is None:
@@ -208,7 +208,7 @@ class TokenScoreRecorder(Loss):
 
 
 class Scores(NamedTuple):
-    """What a model says of the sequences of a mini-batch, in its order; fp32 on the CPU.
+    """Scores of the sequences of a mini-batch, in its order; fp32 on the CPU.
 
     Value i of a sequence is about its token i, given those before it; the first is 0.
     """
@@ -229,7 +229,7 @@ def read_by(loss: Loss | None) -> tuple[str, ...]:
 
 
 def name_of(loss: Loss) -> str:
-    """As errors name it."""
+    """Name of `loss` in errors."""
     if isinstance(loss, TokenScoreRecorder) and loss.inner is not None:
         loss = loss.inner
     return type(loss).__name__
@@ -238,7 +238,7 @@ def name_of(loss: Loss) -> str:
 def find_problem(
     loss: Loss, value: Any, scores: str = "log_probs_T or another score", sums: str = "over tokens"
 ) -> str:
-    """Why `value`, which `loss` has returned, cannot train; "" where it can."""
+    """Reason that `value`, which `loss` has returned, cannot train. "" where it can."""
     if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
         found = type(value).__name__
         if isinstance(value, Tensor):
@@ -256,8 +256,9 @@ def find_problem(
 
 
 def evaluate(loss: Loss, tokens: Tokens, examples: Sequence[int]) -> tuple[Tensor, str]:
-    """What `loss` says of `tokens`, of a micro-batch with these `examples`; 0, with a gradient that
-    other ranks may wait for, and why, where it cannot train. A constant 0 rightly trains nothing.
+    """Evaluate `loss` on `tokens`, of a micro-batch with these `examples`. Where it cannot train,
+    returns 0, with a gradient that other ranks may wait for, and the reason. A constant 0 rightly
+    trains nothing.
     """
     nothing = tokens.log_probs_T.sum() * 0.0
     where = f"the micro-batch of examples {', '.join(map(str, sorted(examples)))}"
@@ -406,7 +407,7 @@ def are_alike(mine: tuple[int, int], theirs: tuple[int, int]) -> bool:
 
 
 def find_difference(objective: Objective | None, rank: int, device: torch.device) -> str:
-    """What `rank` has in its objective that rank 0 has otherwise. Collective over all ranks."""
+    """Describe how the objectives of `rank` and rank 0 differ. Collective over all ranks."""
     mine = [text for part in _parts(objective) for text in part]
     first, other = (
         dict(zip(texts[::2], texts[1::2]))
@@ -419,8 +420,8 @@ def find_difference(objective: Objective | None, rank: int, device: torch.device
 
 
 def check_value(loss: str, numbers: Tensor, device: torch.device) -> None:
-    """Raise PlanMismatchError on all ranks where what `loss` gives, the `numbers` [n] fp64, differs
-    although its fields do not. Collective over all ranks.
+    """Raise PlanMismatchError on all ranks where the loss gives different `numbers` [n] fp64,
+    although its fields are equal. Collective over all ranks.
     """
     rows = gather_rows(numbers.to(device)).cpu()
     for rank, row in enumerate(rows):
@@ -434,7 +435,7 @@ def check_value(loss: str, numbers: Tensor, device: torch.device) -> None:
 
 
 def _parameters(objective: Objective) -> Iterator[tuple[str, str]]:
-    """Names and values of what the loss has been given: numbers, texts, tuples and arrays in
+    """Names and values of the given loss's settings: numbers, texts, tuples and arrays in
     attributes whose names do not begin with "_".
     """
     loss = objective.loss

@@ -1,5 +1,4 @@
-"""What fine-tuning adds to a model: LoRA adapters of `peft` on pulled slices, dropout in them, and
-NEFTune's noise in the embedding.
+"""LoRA adapters of `peft` on pulled slices, dropout in them, and NEFTune's noise in the embedding.
 
 [Note: LoRA under TP]
 A LoRA layer computes W x + s B A x. Where W is cut by output features (colwise), B is cut like W
@@ -48,8 +47,8 @@ the group.
 
 @contextlib.contextmanager
 def with_resting_adapters(model: nn.Module) -> Iterator[None]:
-    """While open, weights of adapters of a `PeftModel` that are not trained, as of one that is not
-    active, count as trained: their files would get the active one's weights.
+    """Count weights of adapters of a `PeftModel` that are not trained, as of one that is not
+    active, as trained inside: their files would get the active one's weights.
     """
     adapters = getattr(model, "peft_config", {}).keys()
     resting = [
@@ -67,7 +66,7 @@ def with_resting_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def _adapter_of(name: str) -> str:
-    """Whose parameter it is, by its name; "" of the model's own."""
+    """Name of the adapter that has the parameter; "" of the model's own."""
     found = re.search(r"\.(?:lora_\w+|modules_to_save)\.(\w+)", name)
     return found[1] if found else ""
 
@@ -100,8 +99,8 @@ def unwrap_adapters(model: nn.Module) -> nn.Module:
 
 
 def use_saved_modules(copied: nn.Module) -> None:
-    """Put in `copied`, a copy that runs, what `modules_to_save` trains in the place of what it was
-    made of, which then runs nowhere and is pulled by nobody.
+    """Replace, in a copy that runs, modules by their trained versions of `modules_to_save`. The
+    replaced ones run nowhere and are pulled by nobody.
     """
     for parent in list(copied.modules()):
         for name, child in list(parent._modules.items()):
@@ -112,7 +111,9 @@ def use_saved_modules(copied: nn.Module) -> None:
 
 
 def find_saved_in_use(module: nn.Module) -> str | None:
-    """Whose copy of a module in `modules_to_save` runs, "" for none; None for any other module."""
+    """Name of the adapter whose copy in `modules_to_save` runs, "" for none; None without
+    copies.
+    """
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(module, peft.utils.other.ModulesToSaveWrapper):
         return None
@@ -161,7 +162,7 @@ def split_style(module: nn.Module, style: str) -> Iterator[tuple[nn.Module, str]
 
 
 def _find_problem(module: nn.Module) -> str | None:
-    """Why `module` cannot be trained, if it belongs to `peft`."""
+    """Reason that `module`, of `peft` or not, cannot be trained; None where it can."""
     peft: Any = sys.modules["peft"]
     if isinstance(module, peft.utils.other.ModulesToSaveWrapper):
         return None
@@ -244,7 +245,7 @@ _WEYL, _FIRST, _SECOND = (
 
 
 def token_seeds(seed: int, iteration: int, sequence: int, begin: int, end: int) -> Tensor:
-    """[end - begin] int64: what the noise of tokens `begin` to `end` of a sequence begins with."""
+    """[end - begin] int64: seeds of the noise of tokens `begin` to `end` of a sequence."""
     text = f"{seed} {iteration} {sequence}".encode()
     return _mixed(torch.arange(begin, end) * _WEYL + _number(text))
 
@@ -268,7 +269,7 @@ def uniform_noise(seeds_T: Tensor, layer: int, num_features: int) -> Tensor:
 
 
 def layer_number(name: str) -> int:
-    """What makes the noise of the layer `name` its own."""
+    """Hash of a layer's `name`, by which its noise differs from that of other layers."""
     return _number(name.encode())
 
 
@@ -279,7 +280,7 @@ class TokenDropout(nn.Dropout):
 
     layer: int
     spec: ParamSpec
-    """Of the weight that reads what is dropped here."""
+    """The weight that reads the dropped features."""
     tp: Any
     """The TP group, of which a rowwise weight has a part of the features."""
 
@@ -321,9 +322,9 @@ def count_noise(base: nn.Module, tp: Any, spec_of: dict[tuple[nn.Module, str], P
 
 
 def add_neftune(output: Tensor, alpha: float) -> Tensor:
-    """What the embedding gives, [..., T, C], with the noise of NEFTune (Jain et al. 2023, Alg. 1)
-    where the current micro-batch has seeds: uniform, at most `alpha` / sqrt(L C) for a token of a
-    sequence of L tokens.
+    """Add NEFTune's noise (Jain et al. 2023, Alg. 1) to the embedding's `output` [..., T, C]. It is
+    uniform, at most `alpha` / sqrt(L C) for a token of a sequence of L tokens. Micro-batches
+    without seeds get none.
     """
     micro_batch = current_micro_batch()
     if not alpha or micro_batch is None or micro_batch.token_seeds_T is None:

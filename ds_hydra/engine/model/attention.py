@@ -191,8 +191,8 @@ def _forward(
     position_ids: Tensor,
     layer_type: str | None = None,
 ) -> Any:
-    """What `plain` gives each sequence of the micro-batch alone; `position_ids` say no more than
-    the micro-batch does.
+    """Run `plain` for each sequence of the micro-batch alone. `position_ids` add nothing to the
+    micro-batch.
     """
     micro_batch = current_micro_batch()
     assert micro_batch is not None, "a model without its stage model"
@@ -230,7 +230,7 @@ def _original_length(module: Any, layer_type: str | None) -> int:
 
 
 def _forget_lengths(module: Any, layer_type: str | None) -> None:
-    """What `dynamic` remembers of longer sequences; `longrope` remembers nothing."""
+    """Reset what `dynamic` keeps of longer sequences. `longrope` keeps nothing."""
     prefix = "" if layer_type is None else f"{layer_type}_"
     if hasattr(module, f"{prefix}original_inv_freq"):
         setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)

@@ -1,5 +1,6 @@
-"""Which kernel runs the attention of a model: what was asked for, or the fastest that is here,
-takes the model's heads and dtype, and computes on this device what each sequence alone gives.
+"""Choice of the kernel that runs a model's attention: the requested one, or the fastest installed
+one that takes the model's heads and dtype and computes on this device what each sequence alone
+gives.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 _KERNEL_DEVICES = ("cuda",)
 _MOST_DIFFERENCE = 2e-2
-"""Of 16 bit, against fp32: the mantissa of bf16 has 8 bits."""
+"""Largest relative error of a 16-bit kernel against fp32: the mantissa of bf16 has 8 bits."""
 _PROBE_LENGTHS, _PROBE_KEY_LENGTHS = (5, 64, 1, 90), (5, 100, 7, 90)
 """Whole sequences, and ends of others."""
 _PROBE_BESIDE_LONG = (5, 90)
 """Whole sequences beside one that is long."""
 _PARTS_OF_LONG = 64
-"""Of the rows of that trial, each compared by its own size: a right kernel was off by 0.6% at most
-where its roundings were emulated on a CPU.
+"""Number of parts of the trial's rows, each compared by its own size. A right kernel was off by
+0.6% at most where its roundings were emulated on a CPU.
 """
 _PROBE_WINDOW = 9
 _PROBE_SOFTCAP = 5.0
 
 _in_use: dict[tuple[int, int, torch.dtype, bool], KernelUse | None] = {}
-"""What each demand runs by since the last start; None: each sequence alone."""
+"""Kernel chosen for each demand since the last start; None: each sequence alone."""
 
 
 class WrongKernelError(UnsupportedModelError):
@@ -58,20 +59,21 @@ class WrongKernelError(UnsupportedModelError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What runs a demand; None: each sequence alone."""
+    """The kernel chosen for a demand; None: each sequence alone."""
 
     demand: Demand
     kernel: Kernel | None
     passed_over: tuple[tuple[str, str], ...] = ()
     """Faster kernels, and why each does not run."""
     failed: tuple[str, ...] = ()
-    """Those of them that the trial on the device has found wrong, or that raised in it."""
+    """Names of passed-over kernels that the trial on the device found wrong, or that raised in it.
+    """
     error: float | None = None
     """Largest relative error that the trial has shown."""
 
     @property
     def name(self) -> str:
-        """As `hydra.attention` has it."""
+        """Name of the kernel, as a value of `hydra.attention`."""
         return PER_SEQUENCE if self.kernel is None else self.kernel.name
 
     def __str__(self) -> str:
@@ -79,15 +81,15 @@ class Choice:
         return f"{self.name}{package} for {self.demand}"
 
     def reasons(self, of: Sequence[str] | None = None) -> str:
-        """Why faster kernels, or those `of` them, do not run, as part of a sentence; "" where there
-        are none.
+        """Reasons that faster kernels, or those `of` them, do not run, as part of a sentence. ""
+        where there are none.
         """
         return "; ".join(
             f"not {name}: {reason}" for name, reason in self.passed_over if not of or name in of
         )
 
     def describe(self) -> str:
-        """What runs, and why nothing faster does."""
+        """The kernel that runs, and the reasons that no faster one does."""
         return "; ".join(filter(None, (str(self), self.reasons())))
 
 
@@ -98,8 +100,8 @@ def choose(
     request: str = AUTO,
     is_ordered: bool = False,
 ) -> Choice:
-    """What runs `demand`: `request`, or the fastest there is. On a `device` it is tried first; None
-    asks what the packages here would take on any.
+    """Choose the kernel for `demand`: `request`, or the fastest there is. A `device` has it tried
+    first; None asks what the packages installed here would take on any.
 
     A kernel that raises there, or computes something else, is passed over. Where it is what
     `request` names, the first is a HydraConfigError, as whatever keeps it from running, and the
@@ -142,8 +144,8 @@ def choose(
 
 
 def _try(kernel: Kernel, device: torch.device, demand: Demand) -> tuple[str, float | None]:
-    """Why `kernel` does not run `demand` on `device`, "" where it does; and how far it is off, None
-    where it raised.
+    """Run the trial of `kernel`. Returns the reason that it does not run `demand` on `device`, ""
+    where it does, and its relative error, None where it raised.
     """
     try:
         difference = kernel_error(kernel, device, demand)
@@ -156,7 +158,7 @@ def _try(kernel: Kernel, device: torch.device, demand: Demand) -> tuple[str, flo
 
 
 def _others(demand: Demand, device: torch.device | None, but: str, is_ordered: bool) -> str:
-    """What works in place of a kernel, the fastest first."""
+    """Names of the kernels that work in place of `but`, the fastest first."""
     found = kernels_here(demand, device, is_ordered=is_ordered)
     names = [f'"{kernel.name}"' for kernel in found if kernel.name != but]
     return " or ".join([*names, f'"{PER_SEQUENCE}"'])
@@ -287,7 +289,7 @@ def head_widths(config: Any) -> set[tuple[int, int]]:
 
 
 def demands_of(config: Any, dtype: torch.dtype) -> Iterator[Demand]:
-    """What the attention of the model of `config` asks of kernels in `dtype`."""
+    """Demands of the attention of the model of `config` in `dtype`, one for each head width."""
     is_capped = bool(getattr(config, "attn_logit_softcapping", None))
     for widths in sorted(head_widths(config)):
         yield Demand(*widths, dtype, is_capped)
@@ -301,8 +303,9 @@ def select_kernels(
     request: str = AUTO,
     asked_by_model: str | None = None,
 ) -> list[Choice]:
-    """Choose what runs the attention of the model of `config` on `device` from now on, and try it
-    there: `request` (`hydra.attention`), else what the model was loaded with, else the fastest.
+    """Choose the attention kernel of the model of `config` on `device` from now on, and try it
+    there: `request` (`hydra.attention`), else the one that the model was loaded with, else the
+    fastest.
 
     Raises HydraConfigError where `request` cannot run, UnsupportedModelError where it computes
     something else, or where a sequence's scores would all be held on an accelerator, because no
@@ -373,14 +376,14 @@ def is_of_hub(name: str) -> bool:
 def kernel_for(
     query_width: int, value_width: int, dtype: torch.dtype, is_capped: bool
 ) -> KernelUse | None:
-    """What runs such heads on a device with kernels; None: each sequence alone."""
+    """The kernel that runs such heads on an accelerator; None: each sequence alone."""
     key = (query_width, value_width, dtype, is_capped)
     return _in_use[key] if key in _in_use else _choose_late(key)
 
 
 @torch.compiler.disable
 def _choose_late(key: tuple[int, int, torch.dtype, bool]) -> KernelUse | None:
-    """For heads that the model's config did not tell of, which come too late for a trial."""
+    """Choose a kernel for heads unknown from the model's config, too late for a trial."""
     demand = Demand(*key)
     is_ordered = torch.are_deterministic_algorithms_enabled()
     device = torch.device("cuda") if torch.cuda.is_available() else None
@@ -401,8 +404,8 @@ def plans_between_iterations() -> bool:
 
 
 def prepare_kernels(*, everything: bool = False) -> None:
-    """Let the kernels in use do what they do between iterations, `everything` where times of later
-    ones are measured; each rank for itself.
+    """Run the kernels' work between iterations, `everything` where times of later ones are
+    measured; each rank for itself.
     """
     for kernel in _kernels_in_use():
         kernel.prepare(everything)
@@ -424,8 +427,8 @@ def keeps_copies(request: str) -> bool:
 
 
 def find_softcap_problem(config: Any, dtype: torch.dtype) -> str:
-    """Why no kernel of an accelerator computes the attention of `config` in `dtype` with the
-    packages installed here; "" where one does.
+    """Reason that no kernel of an accelerator computes the attention of `config` in `dtype` with
+    the packages installed here. "" where one does.
     """
     softcap = getattr(config, "attn_logit_softcapping", None)
     if not softcap or all(choose(d).kernel is not None for d in demands_of(config, dtype)):

@@ -75,13 +75,13 @@ class _Block(NamedTuple):
 
 
 _WORTH_FLOPS = 1e14
-"""What `varlen` takes as much longer for as the plans of a shape cost, 0.15 s: both passes run at
-320 TFLOP/s by it and at 560 by cuDNN, on an H200.
+"""FLOPs of a pass from which the plans of a shape pay: `varlen` takes 0.15 s longer, as much as
+they cost. Both passes run at 320 TFLOP/s by it and at 560 by cuDNN, on an H200.
 """
 
 
 class _Shape(NamedTuple):
-    """What cuDNN finds the plans of a block by, [1, H, S, D] of queries and of keys."""
+    """Key of cuDNN's plans for a block of queries and keys, [1, H, S, D] each."""
 
     device: torch.device
     dtype: torch.dtype
@@ -95,13 +95,13 @@ class _Shape(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of a pass, of forward (2 products) and backward (5) on average."""
+        """FLOPs of a pass, the mean of forward (2 products) and backward (5)."""
         pairs = self.num_queries * self.num_keys / (2 if self.is_causal else 1)
         return 3.5 * pairs * self.heads * (self.width + self.value_width)
 
 
 class _Plans:
-    """Shapes that have plans, by thread, and what those that have none have computed."""
+    """Shapes that have plans, by thread, and the FLOPs computed in those that have none."""
 
     def __init__(self, build: Callable[[_Shape, Callable[[], None]], None]):
         self._build = build
@@ -165,13 +165,15 @@ def _blocks(segment: LongSegment) -> list[_Block]:
 
 
 def _step(num_tokens: int, steps: int) -> int:
-    """Between neighbouring lengths of a grid."""
+    """Distance between neighbouring lengths of a grid."""
     power = 1 << max(0, num_tokens.bit_length() - 1)
     return max(_GRID_TOKENS, power // steps)
 
 
 def build(name: str, rest: Kernel) -> Kernel:
-    """Kernel `name`; `rest` runs what is not long, or has no plans. Raises MissingKernelError."""
+    """Kernel `name`; `rest` runs short segments and those without plans. Raises
+    MissingKernelError.
+    """
     version = f"torch {torch.__version__}"
     if why := why_not():
         raise MissingKernelError(f"{version} {why}")
@@ -354,7 +356,7 @@ def build(name: str, rest: Kernel) -> Kernel:
 
 
 def why_not() -> str:
-    """Why this torch cannot call cuDNN's attention; "" where it can."""
+    """Reason that this torch cannot call cuDNN's attention, "" where it can."""
     if not torch.backends.cuda.is_built() or torch.version.hip:
         return "is not built for CUDA"
     if not torch.backends.cudnn.is_available():
@@ -398,7 +400,7 @@ def _merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Te
 
 
 def _rows(ends: Ends) -> tuple[Rows, Rows]:
-    """Of queries and of keys that are in long segments."""
+    """Ranges of queries and of keys in long segments."""
     return [(s.begin, s.end) for s in ends.long], [(s.first, s.last) for s in ends.long]
 
 
@@ -410,7 +412,7 @@ def _without(tensor: Tensor, ranges: Rows) -> Tensor:
 
 
 def _put_back(rest: Tensor, apart: Sequence[Tensor], ranges: Rows, dim: int = 0) -> Tensor:
-    """What `_without` left out of dimension `dim`, `apart`, back in its place among `rest`."""
+    """Insert `apart`, which `_without` left out of dimension `dim`, into `rest` again."""
     edges = [0, *itertools.chain.from_iterable(ranges)]
     gaps = [b - a for a, b in zip(edges[::2], edges[1::2])]
     others = rest.split([*gaps, rest.shape[dim] - sum(gaps)], dim)
@@ -423,7 +425,7 @@ def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def _ends_of_rest(ends: Ends) -> Ends:
-    """Those of a micro-batch without its long segments."""
+    """The ends of a micro-batch without its long segments."""
     segments = [(segment.number, segment.number + 1) for segment in ends.long]
 
     def of(edges: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Kernels for attention over packed micro-batches: which there are, and what each takes.
+"""Kernels for attention over packed micro-batches, and the demands that each takes.
 
 [Note: One contract]
 A kernel is a pair of functions. Forward gives the output and, of each row, the logarithm of the sum
@@ -35,10 +35,10 @@ from ds_hydra.engine.ranks.process import in_one_order
 
 HALVES = (torch.float16, torch.bfloat16)
 _MULTIPLE = 8
-"""Of which every kernel wants widths to be one."""
+"""Divisor of the head widths that kernels take."""
 LONG_TOKENS = 4096
-"""From which cuDNN is known to be faster than flash attention 2: both passes of one sequence of as
-many under 32 heads of 128 took 1.32 ms against 2.23, on an H200 with torch 2.11.
+"""Tokens of a sequence from which cuDNN is known to be faster than flash attention 2. Both passes
+of one of 4096 under 32 heads of 128 took 1.32 ms against 2.23, on an H200 with torch 2.11.
 """
 
 
@@ -62,7 +62,7 @@ class LongSegment(NamedTuple):
 
     @property
     def num_pairs(self) -> float:
-        """Of a query with a key that it sees."""
+        """Number of pairs of a query and a key that it sees."""
         queries = self.end - self.begin
         return queries * (self.last - self.first - queries / 2)
 
@@ -76,7 +76,7 @@ class LongSegment(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Where segments begin among T queries and among N keys, [num_segments + 1] int32 on the
+    """Begins of the segments among T queries and among N keys, [num_segments + 1] int32 on the
     device, and the longest of both in tokens.
     """
 
@@ -86,15 +86,15 @@ class Ends(NamedTuple):
     longest_keys: int
     longest_of_rest: int = 0
     longest_keys_of_rest: int = 0
-    """Without those that are long."""
+    """The longest in tokens of both, without long segments."""
     long: tuple[LongSegment, ...] = ()
-    """In their order."""
+    """Long segments, in their order."""
     has_pieces: bool = False
     """Whether some segment sees keys before its own, long or not."""
 
 
 class Demand(NamedTuple):
-    """What a layer's attention asks of a kernel."""
+    """Requirements of a layer's attention on a kernel."""
 
     query_width: int
     value_width: int
@@ -109,7 +109,7 @@ class Demand(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What attention makes of products of queries and keys."""
+    """Treatment of the products of queries and keys."""
 
     scale: float
     window: int | None = None
@@ -134,12 +134,12 @@ query, key and value.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One kernel and what it takes ([Note: One contract])."""
+    """One kernel and the demands that it takes ([Note: One contract])."""
 
     name: str
-    """As `hydra.attention` has it."""
+    """Name of the kernel, as a value of `hydra.attention`."""
     package: str
-    """What it comes from, with the version."""
+    """Package that has the kernel, with its version."""
     forward: Forward
     backward: Backward
     generations: tuple[int, ...] | None = None
@@ -147,17 +147,17 @@ class Kernel:
     takes_softcap: bool = True
     dtypes: tuple[torch.dtype, ...] = HALVES
     takes_widths: Callable[[int, int, int | None], bool] = lambda *_: True
-    """Of queries and values, multiples of 8, on a device of a major compute capability."""
+    """Whether a device of a major compute capability takes widths of queries and values."""
     pads_values: bool = True
     """Whether values have to be as wide as queries."""
     most_ordered_width: int = 256
-    """Up to which its backward can add in one order (`hydra.deterministic`); 0: it never does."""
+    """Largest width for backward in one order (`hydra.deterministic`); 0: never."""
     copies_when_ordered: bool = False
     """Whether it then keeps a copy of the gradient of queries, in fp32, for each group of
     multiprocessors: ceil(multiprocessors / heads) of them. Others take turns instead.
     """
     implementation: str | None = None
-    """That torch has to have activated for it."""
+    """Name of the implementation that torch has to activate for the kernel."""
     runs_long_apart: bool = False
     """Whether long segments have calls of their own, which a trial needs some for."""
     prepare: Callable[[bool], None] = lambda _: None
@@ -166,15 +166,15 @@ class Kernel:
     """
 
     def padded_widths(self, query_width: int, value_width: int) -> tuple[int, int]:
-        """What queries (and keys) and values are padded to with zeros, which add nothing."""
+        """Widths of queries (keys) and of values once padded with zeros, which add nothing."""
         query, value = (width + -width % _MULTIPLE for width in (query_width, value_width))
         return (max(query, value),) * 2 if self.pads_values else (query, value)
 
     def refusal(
         self, demand: Demand, generation: int | None = None, *, is_ordered: bool = False
     ) -> str:
-        """Why it does not do what is asked for on a device of major compute capability
-        `generation` (None: not known); "" where it does.
+        """Reason that the kernel does not run `demand` on a device of major compute capability
+        `generation` (None: not known). "" where it does.
         """
         if self.generations and generation is not None and generation not in self.generations:
             known = " and ".join(f"{major}.x" for major in self.generations)
@@ -197,7 +197,7 @@ class Kernel:
 
 
 class MissingKernelError(Exception):
-    """A kernel that is not here; the message says what is missing."""
+    """A kernel that is not here; the message names the missing package."""
 
 
 class _Named:
@@ -361,7 +361,7 @@ def _flash_4(module: ModuleType, name: str, package: str) -> Kernel:
 
 
 def _varlen(name: str, implementation: str | None = None) -> Kernel:
-    """torch's own, flash attention 2 for all generations, or what it has activated in its place."""
+    """torch's own kernel, flash attention 2, or the implementation activated in its place."""
     forward, backward = (
         getattr(torch.ops.aten, f"_flash_attention_{way}", None) for way in ("forward", "backward")
     )
@@ -427,12 +427,12 @@ def _cudnn(name: str) -> Kernel:
 
 
 _activated: list[str | None] = [None]
-"""What this module has torch's attention run with, if anything."""
+"""Name of the implementation that this module has activated in torch, if any."""
 
 
 def activate(implementation: str | None) -> None:
-    """Let torch's flash attention be `implementation`; None: its own, or what the user's script has
-    activated.
+    """Activate torch's flash attention of `implementation`; None: its own, or that of the user's
+    script.
     """
     # What a user's script has activated stays: nothing is restored that was not set here.
     if _activated[0] == implementation:
@@ -445,7 +445,7 @@ def activate(implementation: str | None) -> None:
 
 
 def _functions(module: ModuleType, *names: str) -> list[Any]:
-    """Those of `module`, or of the submodule where the packages of the hub have them."""
+    """Functions `names` of `module`, or of the submodule in which packages of the hub have them."""
     inner = (module, *(getattr(module, n, None) for n in ("flash_attn_interface", "interface")))
     for holder in inner:
         if all(hasattr(holder, name) for name in names):
@@ -479,16 +479,16 @@ _PACKAGES = {
     "flash_attention_4": ("flash_attn.cute.interface", "flash-attn-4"),
     "flash_attention_2": ("flash_attn.flash_attn_interface", "flash-attn"),
 }
-"""Modules that have the functions, and what is installed for them."""
+"""Modules that have the functions, and the packages that are installed for them."""
 _OF_TORCH = {"FA3": "flash_attention_3", "FA4": "flash_attention_4"}
-"""What torch activates is of the same packages."""
+"""Keys of `_PACKAGES` by the names that torch has for implementations."""
 _BUILDERS = {"2": _flash_2, "3": _flash_3, "4": _flash_4}
 _HUB = {
     "flash_attention_3": "kernels-community/flash-attn3",
     "flash_attention_4": "kernels-community/flash-attn4",
     "flash_attention_2": "kernels-community/flash-attn2",
 }
-"""Where the hub has kernels with both passes."""
+"""Repositories of the hub that have kernels with both passes."""
 
 
 def _of_hub(name: str) -> Kernel:
@@ -524,12 +524,12 @@ def _has_downloaded(repository: str) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, as part of a sentence."""
+    """First line of an error's text, cut for use in a sentence."""
     return (str(error).partition("\n")[0] or type(error).__name__)[:300]
 
 
 def _flash(name: str) -> Kernel:
-    """Flash attention of a generation: its package, else what has been downloaded of it."""
+    """Flash attention of a generation: its package, else its download."""
     path, distribution = _PACKAGES[name]
     try:
         module = import_module(path, distribution)
@@ -556,7 +556,7 @@ _LOADERS: dict[str, Callable[[], Kernel]] = {
 KERNELS = tuple(_LOADERS)
 """The fastest first, as far as is known; each runs where its generation of devices is."""
 PER_SEQUENCE = "per_sequence"
-"""No kernel: one call of torch's attention for each sequence."""
+"""Name for no kernel: one call of torch's attention for each sequence."""
 
 _loaded: dict[str, Kernel | str] = {}
 """Kernels by name, or why one is missing."""

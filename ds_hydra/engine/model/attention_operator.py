@@ -48,7 +48,7 @@ from ds_hydra.engine.model.attention_kernels import (
 from ds_hydra.engine.ranks.process import in_one_order, only_warns
 
 Boundaries = tuple[Tensor, Tensor, Tensor]
-"""`cu_seqlens`, `cu_keys`, and what `count_on_host` gives."""
+"""`cu_seqlens`, `cu_keys`, and the result of `count_on_host`."""
 _MOST_LONG = 16
 """Long segments of a micro-batch that may have calls of their own."""
 
@@ -74,7 +74,7 @@ def count_on_host(lengths: Sequence[int], key_lengths: Sequence[int]) -> Tensor:
 
 
 class KernelUse(NamedTuple):
-    """A kernel by name, and what queries (and keys) and values are padded to for it."""
+    """A kernel by name, and the widths to which queries (and keys) and values are padded for it."""
 
     name: str
     query_width: int
@@ -82,7 +82,7 @@ class KernelUse(NamedTuple):
 
     @classmethod
     def of(cls, kernel: Kernel, demand: Demand) -> KernelUse:
-        """How `kernel` runs what is asked for."""
+        """The use of `kernel` for `demand`, with padded widths."""
         return cls(kernel.name, *kernel.padded_widths(demand.query_width, demand.value_width))
 
 
@@ -169,7 +169,7 @@ def _ends(cu_seqlens: Tensor, cu_keys: Tensor, on_host: Tensor, sinks_H: Tensor 
 
 
 def _scoring(ends: Ends, scale: float, window: int, softcap: float) -> Scoring:
-    """Without a window that hides nothing: kernels are faster without one."""
+    """Scoring for a kernel, without a window that hides nothing: kernels are faster without one."""
     return Scoring(scale, window if 0 < window < ends.longest_keys else None, softcap or None)
 
 

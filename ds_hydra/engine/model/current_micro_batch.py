@@ -33,12 +33,12 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedMicroBatch:
-    """Where the sequences of a packed micro-batch are; attention finds it `running`."""
+    """Positions of the sequences in a packed micro-batch; attention finds it `running`."""
 
     segments: tuple[Segment, ...]
     """Whole sequences, or the pieces of them that a row has, in their order; then padding."""
     sequence_lengths: tuple[int, ...]
-    """Of all sequences of the micro-batch, then 0 for padding."""
+    """Tokens of each sequence of the micro-batch, then 0 for padding."""
     cu_seqlens: Tensor
     """[num_segments + 1] int32 on the compute device: begin of every segment, then the number of
     tokens.
@@ -52,13 +52,13 @@ class PackedMicroBatch:
     sequence shard.
     """
     layout: TokenLayout | None = None
-    """What this rank holds of the micro-batch, or of its row, where that is cut or padded; segments
-    are those before.
+    """This rank's part of the micro-batch, or of its row, where that is cut or padded. `segments`
+    are those before the cut.
     """
     keys: KeysOfRow | None = None
-    """Where they are, where the micro-batch is cut into rows."""
+    """Places of the row's keys; None where the micro-batch is not cut into rows."""
     token_seeds_T: Tensor | None = None
-    """[T] int64 of what noise begins with ([Note: Noise by counting]); None where there is none."""
+    """[T] int64 seeds of noise ([Note: Noise by counting]); None where there is none."""
     token_lengths_T: Tensor | None = None
     """[T] int64, beside the seeds: tokens of each token's sequence."""
     predicting: Tensor | None = None
@@ -128,7 +128,7 @@ class PackedMicroBatch:
 
     @property
     def boundaries(self) -> Boundaries:
-        """What a kernel is told of segments: their begins, those of their keys, the longest."""
+        """Boundaries for a kernel: begins of segments and of their keys, the longest of them."""
         return self.cu_seqlens, self.cu_keys, self.on_host
 
     @property
@@ -165,7 +165,7 @@ def is_computed_again() -> bool:
 
 @contextmanager
 def running(micro_batch: PackedMicroBatch, *, again: bool = False) -> Iterator[None]:
-    """While open, `micro_batch` is the current one; `again` where backward computes it again."""
+    """Make `micro_batch` the current one inside; `again` where backward computes it again."""
     _running.append((micro_batch, again, None if micro_batch.is_cut else micro_batch.boundaries))
     try:
         yield

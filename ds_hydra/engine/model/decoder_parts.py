@@ -1,5 +1,5 @@
-"""What a causal language model of any family consists of, whether ds_hydra trains it, and, by
-transformers' tp plan, which modules a TP group shares and how each of their parameters is cut.
+"""Parts of a causal language model of any family, whether ds_hydra trains it, and, by transformers'
+tp plan, the modules that a TP group shares and how each of their parameters is cut.
 
 [Note: Parts of any family]
 Names differ between families (`model.layers`, `transformer.h`, `gpt_neox.layers`). Layers are the
@@ -32,7 +32,7 @@ from ds_hydra.zero_link import ParamSpec, Slicing
 
 
 class Binding(NamedTuple):
-    """Where one parameter lives in the stage model: `module._parameters[attribute]`."""
+    """Place of one parameter in the stage model: `module._parameters[attribute]`."""
 
     module: nn.Module
     attribute: str
@@ -41,7 +41,7 @@ class Binding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Parameters that travel together: the embedding and what else runs before the layers, one
+    """Parameters that travel together: the embedding and all else that runs before the layers, one
     decoder layer, or all that follows.
 
     `modules`: those before whose forward the parameters have to be there; a layer, or the
@@ -85,7 +85,7 @@ def check_weights(named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def bindings_of(owners: Iterable[nn.Module], index_of: Mapping[int, int]) -> tuple[Binding, ...]:
-    """Where the parameters of `owners` themselves live; `index_of` by their `id`."""
+    """Bindings of the parameters that `owners` hold themselves; `index_of` by their `id`."""
     return tuple(
         Binding(module, attribute, index_of[id(param)])
         for module in owners
@@ -156,7 +156,7 @@ def _embedding_of(model: nn.Module) -> Any:
 
 
 def _base_of(model: nn.Module, layers: nn.ModuleList) -> nn.Module:
-    """transformers' base model, or what stands for it where a class does not say."""
+    """transformers' base model, or its stand-in where a class does not say."""
     base: nn.Module = model.base_model
     if base is not model:
         return base
@@ -166,7 +166,7 @@ def _base_of(model: nn.Module, layers: nn.ModuleList) -> nn.Module:
 
 @contextlib.contextmanager
 def noting_calls(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, int]]:
-    """How often each of `modules` is called inside the block."""
+    """Count the calls of each of `modules` inside the block."""
     calls: dict[nn.Module, int] = {}
 
     def note(module: nn.Module, _args: Any) -> None:
@@ -196,7 +196,7 @@ def with_holders(
 
 _OF_OTHER_HEADS = ("summary_", "classifier_")
 _NOISE = ("dropout", "pdrop", "drop_path", "drop_prob", "layerdrop", "jitter")
-"""Words in the names of what says how much noise a model trains with."""
+"""Words in the names of settings for the strength of a model's noise."""
 _PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -298,7 +298,7 @@ def _find_changed_embedding(embedding: nn.Embedding) -> Iterator[str]:
 
 
 def _find_noise(model: nn.Module, config: Any) -> str:
-    """Which noise of its own the model trains with, and how to do without it; "" where it has none.
+    """Describe the model's own noise and how to do without it; "" where it has none.
 
     Modules keep the rates that the configuration had when they were made; some read it later.
     """
@@ -352,8 +352,8 @@ def _is_number(value: Any) -> bool:
 
 
 def find_loss_problem(model: nn.Module) -> str:
-    """Why the loss that `model` computes is not the mean cross entropy of its logits, as far as its
-    `loss_function` and what transformers' forwards add to it say; "" where it is.
+    """Reason that the loss of `model` is not the mean cross entropy of its logits, as far as its
+    `loss_function` and the additions of transformers' forwards show. "" where it is.
     """
     kind = type(model)
     if not isinstance(model, PreTrainedModel):
@@ -384,8 +384,8 @@ INSTEAD_OF_ITS_LOSS = (
 
 
 def find_other_inputs(config: Any) -> str:
-    """Why a model whose `config` has parts for images or sound is refused, and its text class; ""
-    where it has none.
+    """Reason that a model whose `config` has parts for images or sound is refused, with its text
+    class. "" where it has no such parts.
     """
     text = find_text_config(config)
     others = [key for key in ("vision_config", "audio_config") if getattr(config, key, None)]
@@ -494,8 +494,8 @@ def _sliced_activations(base: nn.Module) -> Iterator[nn.Module]:
 
 
 def _before_latent(parent: nn.Module, styles: Mapping[nn.Module, str]) -> set[nn.Module]:
-    """Of latent attention, the down-projections and their norms: what follows them is colwise, so
-    that every rank has their whole gradient.
+    """The down-projections of latent attention and their norms. The layers after them are colwise,
+    so every rank has their whole gradient.
     """
     if not any(styles.get(child) == tensor_parallel.LATENT for child in parent.children()):
         return set()
@@ -541,7 +541,7 @@ def build_specs(
     vocabulary: Container[nn.Module],
     cuts_micro_batches: bool,
 ) -> tuple[ParamSpec, ...]:
-    """What the link knows of each `named` parameter, in their order.
+    """Build the spec of each `named` parameter for the link, in their order.
 
     `base`: a copy whose modules have them, where `bindings` say.
     `vocabulary`: embedding and head, cut by rows whatever the plan says.
@@ -634,5 +634,5 @@ def tp_plan(model: nn.Module) -> dict[str, str]:
 
 
 def ep_plan(model: nn.Module) -> dict[str, str]:
-    """As `tp_plan`, of expert parallelism."""
+    """The expert parallel plan of `model`; see `tp_plan`."""
     return dict(getattr(model.base_model.config, "base_model_ep_plan", None) or {})

@@ -63,9 +63,9 @@ from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "aux_loss_alpha")
 _OWN_LOSS = "load_balancing_loss_func"
-"""What transformers calls the loss of balance in the module of a family that has one."""
+"""Name of the balance loss in transformers' module of a family that has one."""
 _BIASES = ("e_score_correction_bias", "expert_bias")
-"""Names of what routers add to scores to choose experts, and to nothing else."""
+"""Names of biases that routers add to scores to choose experts, and to nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class BalanceLoss:
     """A model's loss of balance, taken for each sequence."""
 
     key: str
-    """What the model, or its configuration, calls `coefficient`."""
+    """Name of `coefficient` in the model or its configuration."""
     coefficient: float
     is_own: bool
     """Whether transformers has one for the family: softmax of the router's logits, and a value of K
@@ -84,9 +84,8 @@ class BalanceLoss:
 
     @classmethod
     def find(cls, model: nn.Module) -> BalanceLoss | None:
-        """That of `model` if its configuration asks for one as transformers understands it
-        (`output_router_logits`), or the model itself, and the model, or else its configuration, has
-        a coefficient.
+        """Find the balance loss of `model`. None unless the model or its configuration asks for one
+        (`output_router_logits`) and has a coefficient.
         """
         config = model.base_model.config
         asking = (model, model.config, config)
@@ -160,7 +159,7 @@ class ExpertBalance:
         self._scale, self._num_tokens = 0.0, 1
         self._logits_TE: Tensor | None = None
         self._seen: tuple[PackedMicroBatch, Tensor, Tensor] | None = None
-        """The last micro-batch, and what `_sequences` says of it."""
+        """The last micro-batch, and its result of `_sequences`."""
         routers = _routers(model.base_model) if self.loss is not None else {}
         self._num_routers = len(routers)
         if not routers and not found:  # of no experts, as of a dense Doge
@@ -234,7 +233,7 @@ class ExpertBalance:
 
     @property
     def _is_counted(self) -> bool:
-        """False for what backward computes again, and for tokens that another TP rank counts."""
+        """False for a second forward in backward, and for tokens that another TP rank counts."""
         has_own_tokens = self._tp.shards is not None or self._tp.rank == 0
         return has_own_tokens and not is_computed_again()
 
@@ -327,7 +326,7 @@ def _find_biases(model: nn.Module) -> list[Tensor]:
 
 
 def _routers(base: Any) -> dict[nn.Module, int]:
-    """Module whose output, at the index, are logits [..., E], by what transformers records."""
+    """Module whose output, at the index, are logits [..., E], as transformers records them."""
     found = (getattr(base, "_can_record_outputs", None) or {}).get("router_logits", [])
     recorders = found if isinstance(found, list) else [found]
     return {
@@ -402,15 +401,16 @@ class ExpertParallel:
         self._first_neighbour = place // size * size
 
     def leave(self) -> None:
-        """Have all experts of a layer again."""
+        """Restore all experts of a layer."""
         self.enter(None, 1, 0, 1)
 
     @torch.compiler.disable
     def dispatch(
         self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, num_experts: int
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Travel]:
-        """What this rank's experts get: hidden states [R, H], experts [R, 1] counted from its first
-        one, weights [R, 1]; and the way back. Collective over the group, in backward too.
+        """Send tokens to the ranks of their experts. Returns this rank's hidden states [R, H],
+        experts [R, 1] counted from its first one and weights [R, 1], and the way back. Collective
+        over the group, in backward too.
         """
         num_tokens = len(hidden_TH)
         first, end = self._own_tokens(num_tokens)
@@ -462,7 +462,7 @@ class ExpertParallel:
 
     @torch.compiler.disable
     def combine(self, output_RH: Tensor, travel: Travel, num_tokens: int) -> Tensor:
-        """[num_tokens, H]: the sum over each token's experts, of what they made of it."""
+        """[num_tokens, H]: the sum of each token's outputs of its experts."""
         first, end = self._own_tokens(num_tokens)
         rows_SH = travel.back(output_RH)
         inverse_S = torch.empty_like(travel.order_S)
@@ -484,7 +484,7 @@ def _count(experts_TK: Tensor, num_experts: int) -> Tensor:
 
 
 class Travel:
-    """Where the S rows of a sequence shard go, sorted by expert, and how many come from where."""
+    """Destinations of a sequence shard's S rows, sorted by expert, and counts of rows by source."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Which linear layers multiply in 8 bits (`hydra.float8`, or a model that torchao has converted),
-and what stands in the way: sizes, devices, a missing package.
+"""Linear layers that multiply in 8 bits (`hydra.float8`, or a model that torchao has converted),
+and the obstacles: sizes, devices, a missing package.
 
 The products themselves are in `parallel/float8_products.py`, which imports torchao.
 """
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _EMULATED = "_emulated"
 _MULTIPLE = 16
-"""Of features, which 8-bit products want."""
+"""Divisor of the numbers of features that 8-bit products take."""
 _LEAST_CAPABILITY = (8, 9)
 _AMD = ("gfx94", "gfx95")
 
@@ -51,7 +51,7 @@ class Float8Layers:
         is_compiled: bool = False,
     ):
         self.request = request
-        """What `hydra.float8` says, or "converted" of a model that torchao has converted."""
+        """Value of `hydra.float8`, or "converted" of a model that torchao has converted."""
         self._specs: list[ParamSpec] = []
         self._num_whole = sum(
             len(spec.shape) == 3 and not isinstance(module, nn.Conv1d)
@@ -96,7 +96,7 @@ class Float8Layers:
         return bool(self._specs)
 
     def describe(self) -> str:
-        """For the engine's first lines."""
+        """Text for the engine's first lines."""
         how = "as torchao converted them" if self.request == "converted" else self.request
         whole = f"; {self._num_whole} weights of experts stay in 16 bit" if self._num_whole else ""
         return f"float8: {len(self._specs)} linear layers, {how}{whole}"

@@ -91,7 +91,7 @@ def _keep_out_of_graphs() -> None:
 
 
 def _kernels_of(kind: Any) -> Iterator[Any]:
-    """What Liger has derived from `kind`, itself or from what others have: each is a kernel."""
+    """Kernels of Liger among the subclasses of `kind`, direct and indirect."""
     for function in kind.__subclasses__():
         if is_of_liger(function):
             yield function

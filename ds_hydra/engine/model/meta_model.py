@@ -40,8 +40,9 @@ _MOST = {
     "head_dim": 1 << 16,
 }
 _MOST_OF_OTHERS = 1 << 32
-"""Far above any model: a module is made for each layer and rotary frequencies for each feature of a
-head, even where no weight is."""
+"""Number far above any model's: a module is made for each layer and rotary frequencies for each
+feature of a head, even where no weight is.
+"""
 
 
 def _check_sizes(config: PretrainedConfig, name: str) -> None:
@@ -56,8 +57,8 @@ def _check_sizes(config: PretrainedConfig, name: str) -> None:
 
 @contextmanager
 def making(name: str) -> Iterator[None]:
-    """Inside a model is made from the configuration called `name`: what is wrong with it becomes an
-    UnsupportedModelError.
+    """Make a model from the configuration called `name` inside. Whatever is wrong with it becomes
+    an UnsupportedModelError.
     """
     try:
         yield

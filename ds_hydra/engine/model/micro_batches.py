@@ -31,15 +31,15 @@ LoadExample = Callable[[int], Example]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What the passes of an iteration compute, beside its plan."""
+    """Inputs of an iteration's passes, beside its plan."""
 
     load: LoadExample
     objective: Objective | None
-    """None for the mean cross entropy."""
+    """Objective of the passes; None for the mean cross entropy."""
     loss_scale: float | None
-    """Of the gradients; None where there is no backward."""
+    """Scale of the gradients; None where there is no backward."""
     noise_seed: int | None
-    """None for passes without dropout and NEFTune."""
+    """Seed of dropout and NEFTune; None for passes without them."""
 
     @property
     def is_training(self) -> bool:
@@ -48,11 +48,11 @@ class Task:
 
     @property
     def loss(self) -> Loss | None:
-        """What a caller gave."""
+        """The loss that the caller gave, if any."""
         return None if self.objective is None else self.objective.loss
 
     def scale(self, plan: IterationPlan) -> float:
-        """What a sum over tokens of `plan` is multiplied by before backward."""
+        """Factor of a sum over tokens of `plan` before backward."""
         if self.loss_scale is None:
             return 1.0
         objective = self.objective
@@ -83,9 +83,9 @@ class MicroBatchTensors:
     def load(
         cls, phase: RankPhase, stage: PipelineStage, task: Task, layout: TokenLayout | None
     ) -> list[MicroBatchTensors]:
-        """What `stage` needs of each micro-batch of `phase`: of all its tokens, or those that
-        `layout` says, cut after labels were shifted; with the fields of the task's objective, and
-        what noise begins with where it has any.
+        """Load the tensors of `stage` for each micro-batch of `phase`: all tokens, or those of
+        `layout`, cut after labels were shifted. They have the fields of the task's objective, and
+        the seeds of its noise.
         """
         micro_batches = range(len(phase.micro_batches))
         return [cls._load(number, phase, stage, task, layout) for number in micro_batches]
@@ -158,7 +158,7 @@ def _pack(
     device: torch.device,
     layout: TokenLayout | None,
 ) -> PackedMicroBatch:
-    """Where the sequences of micro-batch `number` are, or those of a row of it."""
+    """The positions of the sequences of micro-batch `number`, or of one of its rows."""
     micro_batch = pipeline.micro_batches[number]
     number_of = {position: number for number, position in enumerate(micro_batch)}
     segments = [

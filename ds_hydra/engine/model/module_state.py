@@ -1,4 +1,4 @@
-"""What modules of the trained model hold besides parameters: carried over to the copy that runs, or
+"""State of the trained model's modules besides parameters: carried over to the copy that runs, or
 refused by name.
 
 Hooks and patched forwards are the user's code. A copy would run it on slices of weights and packed
@@ -63,7 +63,8 @@ _NOTHING = object()
 """Value of an attribute that is not there."""
 
 _OUTSIDE_PASSES = ("torch.nn.modules.module", "transformers.modeling_utils", "transformers.gener")
-"""Where methods are defined that neither forward nor backward calls, as `save_pretrained`."""
+"""Prefixes of modules with methods that neither forward nor backward calls, as `save_pretrained`.
+"""
 
 
 class ModuleState:
@@ -76,9 +77,9 @@ class ModuleState:
         self._settings = copy.deepcopy(_settings(model))
 
     def carry_over(self) -> list[nn.Module]:
-        """Give the copy what was set on the model's modules since the last call: attributes that
-        are values (`disable_adapter()`, a LoRA scaling), tensors and arrays among them, and
-        buffers. Returns modules of the copy that got something new, as far as that is known.
+        """Give the copy the changes of the model's modules since the last call: attributes that are
+        values (`disable_adapter()`, a LoRA scaling), tensors and arrays among them, and buffers.
+        Returns modules of the copy that got something new, as far as that is known.
 
         Raises UnsupportedModelError for other modules, patched forwards, hooks, and attributes that
         became other objects. Not collective.
@@ -92,7 +93,7 @@ class ModuleState:
         return changed
 
     def _warn_of_settings(self) -> None:
-        """Name once what was changed in the model's configuration; the copy has its own."""
+        """Name once the changes of the model's configuration; the copy has its own."""
         for key, value in _settings(self._model).items():
             before = self._settings.get(key)
             if not _is_same(_snapshot(before), value):
@@ -107,7 +108,7 @@ class ModuleState:
 
 
 class _Twins:
-    """A module, its copy, and what the module held when it was last looked at."""
+    """A module, its copy, and the module's state when it was last looked at."""
 
     def __init__(self, name: str, module: nn.Module, twin: nn.Module):
         self._name, self.module, self.twin = name or type(module).__name__, module, twin
@@ -116,12 +117,12 @@ class _Twins:
         self._buffers = {key: _clone(buffer) for key, buffer in module._buffers.items()}
         self._children = dict(module._modules)
         self._dtypes: dict[str, torch.dtype] | None = None
-        """Of parameters, once training has begun: a start may change them."""
+        """Dtypes of parameters once training has begun: a start may change them."""
         self._params = dict(module._parameters)
         self._saved_in_use = find_saved_in_use(module)
 
     def check(self) -> None:
-        """Raise UnsupportedModelError for what the copy cannot follow."""
+        """Raise UnsupportedModelError for changes that the copy cannot follow."""
         if type(self.module) is not self._class:
             raise UnsupportedModelError(
                 f"{self._name} was a {self._class.__name__} at the start and is a {type(self.module).__name__} now; "
@@ -161,7 +162,7 @@ class _Twins:
                 )
 
     def carry_over(self) -> bool:
-        """Give the copy what has changed. Returns whether anything has, as far as is known."""
+        """Give the copy the changes. Returns whether there were any, as far as is known."""
         held, of_twin, is_changed = dict(_attributes(self.module)), vars(self.twin), False
         for key in {**self._values, **held}:
             value, before = held.get(key, _NOTHING), self._values.get(key, _NOTHING)
@@ -180,8 +181,9 @@ class _Twins:
         return is_changed
 
     def _can_follow(self, key: str, before: Any, value: Any) -> bool:
-        """Return whether the copy takes over what an attribute has become; False where passes do
-        not read it. Raises UnsupportedModelError for what they read and a copy cannot take over.
+        """Return whether the copy takes over the new value of an attribute; False where passes do
+        not read it. Raises UnsupportedModelError for one that they read and a copy cannot take
+        over.
         """
         place = f"{self._name}.{key}"
         if not _is_value(value):
@@ -249,7 +251,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """Return what a container holds, by place; None for anything else."""
+    """Return the values of a container by place; None for anything else."""
     if isinstance(value, dict):
         return value
     if isinstance(value, list | tuple):
@@ -275,8 +277,8 @@ def _is_value(value: Any) -> bool:
 
 
 def _snapshot(value: Any) -> Any:
-    """Return what `_is_same` compares later values with: copies of values, other objects
-    themselves.
+    """Return the reference that `_is_same` compares later values with: copies of values, other
+    objects themselves.
     """
     if (parts := _parts(value)) is not None:
         return type(value), {key: _snapshot(part) for key, part in parts.items()}
@@ -286,7 +288,7 @@ def _snapshot(value: Any) -> Any:
 
 
 def _is_same(before: Any, value: Any) -> bool:
-    """Whether `value` is still what `_snapshot` has kept of it."""
+    """Whether `value` is unchanged since `_snapshot`."""
     if before is value:
         return True
     if (parts := _parts(value)) is not None:
@@ -324,7 +326,7 @@ def _copy(value: Any) -> Any:
 
 
 def _settings(model: nn.Module) -> dict[str, Any]:
-    """Return what a user may set in a model's configuration."""
+    """Return the settings of a model's configuration that a user may change."""
     return {
         key: value
         for key, value in getattr(getattr(model, "config", None), "__dict__", {}).items()
@@ -403,7 +405,7 @@ def _functions_of(patch: Any) -> Iterator[FunctionType]:
 
 
 def _sees_a_module(function: FunctionType) -> bool:
-    """Whether `function` names a module, or what runs one, from outside its arguments."""
+    """Whether `function` names a module, or an object that runs one, from outside its arguments."""
     names = [i.argval for i in dis.get_instructions(function) if i.opname == "LOAD_GLOBAL"]
     seen: set[int] = set()
     in_sight = [function, *(function.__globals__.get(name) for name in names)]
@@ -441,7 +443,7 @@ def _name_of(function: Any) -> str:
 _modules_of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _told_of_empty: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _are_shards_saved = False
-"""Beside the dictionary of empty weights that is asked for."""
+"""Whether shards are saved beside the dictionary of empty weights that is asked for."""
 
 
 def hold(model: nn.Module) -> None:
@@ -457,7 +459,7 @@ def hold(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def saving_shards() -> Iterator[None]:
-    """While open, no state dictionary of empty weights is announced."""
+    """Announce no state dictionary of empty weights inside."""
     global _are_shards_saved
     _are_shards_saved = True
     try:

@@ -1,6 +1,6 @@
-"""What a tiny model of a family shows when the engine starts, values and gradients against each
-sequence alone: whether a packed micro-batch keeps its sequences apart, whether layers run in
-stages.
+"""Trial of a tiny model of a family when the engine starts: values and gradients are compared with
+each sequence alone. It shows whether a packed micro-batch keeps its sequences apart, and whether
+layers run in stages.
 
 [Note: One by one]
 Where attention does not go through transformers' AttentionInterface, or layers have states of their
@@ -59,7 +59,7 @@ may not show that they mix, so they run one by one.
 """
 
 _SMALLEST_SHARE = 1e-3
-"""Of the largest norm: smaller tensors are compared with so much of it."""
+"""Share of the largest norm that smaller tensors are compared with."""
 
 _MOST_PARAMETERS = 200_000_000
 
@@ -67,7 +67,7 @@ _verdicts: dict[tuple[Any, ...], ModelAbilities | str] = {}
 
 
 def build_stage_model(model: nn.Module, **options: Any) -> StageModel:
-    """The stage model of `model` with what its small copy shows; `options` are StageModel's."""
+    """The stage model of `model` with its small copy's abilities; `options` are StageModel's."""
     liger.check_patches(unwrap_adapters(model), is_compiled=options.get("compile_layers", False))
     stage_model = StageModel(model, try_small_copy(model), **options)
     stage_model.check_loss()
@@ -77,7 +77,7 @@ def build_stage_model(model: nn.Module, **options: Any) -> StageModel:
 
 
 def try_small_copy(model: nn.Module) -> ModelAbilities:
-    """What a small model of the class of `model` shows.
+    """Try a small model of the class of `model`.
 
     Raises UnsupportedModelError where sequences are not what each of them is alone, even one after
     the other, where tokens see later ones, or where no small model of the class runs.
@@ -105,8 +105,8 @@ def try_small_copy(model: nn.Module) -> ModelAbilities:
 
 
 def _code_of(model: nn.Module) -> tuple[Any, ...]:
-    """What a small copy of `model` would run: its class, and all functions that a program may have
-    replaced since another one was tried.
+    """Key of the code that a small copy of `model` would run: its class, and all functions that a
+    program may have replaced since another one was tried.
     """
     kinds = {base for module in model.modules() for base in type(module).__mro__}
     owners: set[Any] = {kind for kind in kinds if not kind.__module__.startswith("torch.")}
@@ -170,7 +170,7 @@ def _try(kind: type[nn.Module], config: Any) -> ModelAbilities:
 
 _DENSE = (sdpa_attention_forward, flash_attention_forward, flex_attention_forward)
 _LIBRARIES = ("torch", "transformers", "accelerate", "liger_kernel")
-"""Whose functions are as the model's own, or wrap them."""
+"""Packages whose functions are as the model's own, or wrap them."""
 
 
 def _package_of(what: Any) -> str:
@@ -178,8 +178,8 @@ def _package_of(what: Any) -> str:
 
 
 def _find_untried(model: nn.Module) -> str:
-    """What a program has put in the place of transformers' attention or mask, or "": two short
-    sequences do not show what it does to long ones, nor a small copy what an instance has.
+    """Describe what a program has put in the place of transformers' attention or mask, or "". Two
+    short sequences do not show its effect on long ones, nor a small copy what an instance has.
     """
     name = getattr(model.config, "_attn_implementation", None)
     used: Any = ALL_ATTENTION_FUNCTIONS.get(name)
@@ -249,7 +249,7 @@ def _first_that_runs_on(device: torch.device, kind: type[nn.Module], config: Any
 
 
 class _SmallCopy:
-    """A small model, two sequences, and what each of them gives alone."""
+    """A small model, two sequences, and the results of each of them alone."""
 
     def __init__(self, kind: type[nn.Module], config: Any, device: torch.device):
         generator = torch.Generator().manual_seed(0)
@@ -267,7 +267,7 @@ class _SmallCopy:
         self._alone = self._gradients(alone)
 
     def compare(self, abilities: ModelAbilities, scheme: Scheme) -> str:
-        """What differs where the sequences share a micro-batch that runs under `scheme`, or ""."""
+        """Describe the first difference in a shared micro-batch that runs under `scheme`, or ""."""
         try:
             stage_model = StageModel(self._model, abilities, aux_loss=False)
             if scheme.pp > 1 and stage_model.no_pp_because:
@@ -285,7 +285,7 @@ class _SmallCopy:
         return problem and f"{problem} where two sequences {how}"
 
     def looks_ahead(self) -> bool:
-        """Whether another last token changes what a sequence gives before it."""
+        """Whether another last token changes the outputs of a sequence before it."""
         input_ids = self._sequences[0].input_ids
         other = input_ids.clone()
         other[0, -1] = (other[0, -1] + 1) % VOCABULARY
@@ -353,8 +353,8 @@ class _Sequence:
 
 
 def _build(kind: type[nn.Module], config: Any, generator: torch.Generator) -> nn.Module:
-    """A model whose parameters follow from `generator`; vectors (norms, biases) near what they
-    start at.
+    """A model whose parameters follow from `generator`; vectors (norms, biases) near their initial
+    values.
     """
     model = kind(config).float()
     for _, module, rate in decoder_parts.find_rates(model):  # what is trained may have lost them
@@ -429,7 +429,7 @@ _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "decoder_layers", "num_decod
 
 
 def _get(config: Any, key: str) -> Any:
-    """What `config` has at `key`, or None; some raise errors of their own where layers differ."""
+    """Value of `config` at `key`, or None. Some configurations raise where layers differ."""
     try:
         return getattr(config, key, None)
     except Exception:  # a family's own configuration

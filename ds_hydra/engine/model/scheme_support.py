@@ -1,4 +1,4 @@
-"""Which schemes a model can run under: what heads, tp plan and layers allow."""
+"""Schemes that a model can run under: limits of heads, tp plan and layers."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelAbilities:
-    """What a small copy of a model has shown; "" where nothing stands in the way."""
+    """Results of a small copy's trial. A reason is "" where nothing stands in the way."""
 
     one_by_one_because: str = ""
-    """Why the sequences of a micro-batch run one after the other ([Note: One by one])."""
+    """Reason that the sequences of a micro-batch run one after the other ([Note: One by one])."""
     boundaries_because: str = ""
-    """Why the layers of a packed micro-batch are told where its sequences begin."""
+    """Reason that the layers of a packed micro-batch need the begins of its sequences."""
     no_stages_because: str = ""
-    """Why its layers cannot be split into stages."""
+    """Reason that layers cannot be split into stages."""
     no_gather_because: str = ""
-    """Why its layers cannot come and go."""
+    """Reason that layers cannot be gathered."""
     positions_end: bool = False
     """Whether no sequence may be longer than `max_position_embeddings`: positions are learned."""
 
@@ -50,7 +50,7 @@ def check_context(abilities: ModelAbilities, config: Any, context_length: int) -
 
 
 def find_unseen_positions(config: Any, context_length: int) -> str | None:
-    """What to say where sequences may be longer than those that the model was trained on."""
+    """Describe a context longer than that which the model was trained on; None where it is not."""
     positions = getattr(config, "max_position_embeddings", None)
     if positions is None or context_length <= positions:
         return None

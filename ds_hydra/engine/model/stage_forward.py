@@ -48,9 +48,9 @@ from ds_hydra.errors import HydraConfigError
 
 NOT_ONCE = "it calls a layer more than once, or not at all"
 _NUMBERS_OF_OUTPUTS = (0, 1, 2, 3)
-"""Of a layer: a tensor, or a tuple of as many."""
+"""Numbers of a layer's outputs that are tried: 0 for a tensor, else a tuple of as many."""
 _FOREIGN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
-"""What a family's own code raises where a layer answers otherwise."""
+"""Errors that a family's own code raises where a layer's outputs are not as it expects."""
 
 
 AtHead = Callable[[Tensor, nn.Linear], Tensor]
@@ -84,7 +84,7 @@ class LayerPlaceholder(nn.Module):
         self.ends = False
 
     def __getattr__(self, name: str) -> Any:
-        """What the model asks its layer for, as the kind of its attention."""
+        """Attributes that the model reads from its layer, as the kind of its attention."""
         return getattr(self.__dict__["_layer"], name)
 
     def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
@@ -109,16 +109,16 @@ def bind_constant(
 
 @dataclass(frozen=True, slots=True)
 class AfterHead:
-    """What a model makes of its head's output, and of labels."""
+    """Use that a model makes of its head's output and of labels."""
 
     transform: LogitTransform | None = None
-    """None where it is none that is known."""
+    """Transform of the head's output; None where it is none that is known."""
     splits_by_column: bool = True
     """Whether each column of the vocabulary is a matter of its own; True where it is not known."""
     loss_problem: str = ""
-    """How its loss differs from the mean cross entropy of its logits, or ""."""
+    """Difference of its loss from the mean cross entropy of its logits, or ""."""
     loss_note: str = ""
-    """What its users have to know of labels, or ""."""
+    """Advice on labels for its users, or ""."""
 
 
 class StageForward:
@@ -152,7 +152,7 @@ class StageForward:
         names = inspect.signature(type(model).forward).parameters
         self._takes_positions = "position_ids" in names and not one_by_one
         self.device = _device_of(model)
-        """Where the buffers were at the start."""
+        """Device of the buffers at the start."""
 
     @property
     def inside_layers(self) -> set[nn.Module]:
@@ -228,7 +228,7 @@ class StageForward:
 
     @contextlib.contextmanager
     def _outer_bound_to(self, value: float, device: torch.device) -> Iterator[None]:
-        """While open, parameters outside the layers have `value` everywhere."""
+        """Fill parameters outside the layers with `value` inside."""
         bind_constant(value, self._outer_bindings, self._params, device)
         try:
             yield
@@ -237,7 +237,7 @@ class StageForward:
 
     @contextlib.contextmanager
     def _without_layers(self) -> Iterator[None]:
-        """While open, placeholders stand for all layers, and none of them ends the forward."""
+        """Replace all layers by placeholders inside, none of which ends the forward."""
         self.show_layers(range(0))
         self._placeholders[0].ends = False
         try:
@@ -246,7 +246,7 @@ class StageForward:
             self.show_layers(range(len(self._layers)))
 
     def find_modules_before(self) -> tuple[list[nn.Module], list[nn.Module], str]:
-        """Which of the outer modules a stage has to run, found by running them on zeros. Returns
+        """Find the outer modules that a stage has to run by running them on zeros. Returns
 
         - the modules that run before the first layer;
         - the modules whose parameters are read though they do not run, as far as is known;
@@ -278,7 +278,7 @@ class StageForward:
         )
 
     def try_head(self) -> AfterHead:
-        """What the model makes of its head's output and of labels.
+        """Find the use that the model makes of its head's output and of labels.
 
         Its own forward runs on five tokens, without layers and with numbers of many sizes in the
         place of that output.
@@ -312,7 +312,7 @@ class StageForward:
 
     @contextlib.contextmanager
     def _with_other_buffers(self) -> Iterator[None]:
-        """While open, buffers outside the layers have other numbers."""
+        """Give buffers outside the layers other numbers inside."""
         inside = self.inside_layers  # which placeholders stand for
         held = [
             (module, key, buffer)
@@ -361,7 +361,7 @@ class StageForward:
         )
 
     def _answer(self, numbers: Tensor, **more: Tensor) -> Any:
-        """What the model's forward returns where its head gives `numbers`, once."""
+        """Run the model's forward once with `numbers` for its head's output."""
         given = []
 
         def answer(_hidden: Tensor) -> Tensor:
@@ -413,7 +413,7 @@ class StageForward:
             placeholder.num_outputs = num_outputs
 
     def _run_few(self, input_ids: Tensor | None, hidden: Tensor | None) -> Tensor:
-        """Five tokens through what is in the layers' places, without gradient."""
+        """Run five tokens through the placeholders of the layers, without gradient."""
         lengths = [5] if self._one_by_one else [3, 2]
         micro_batch = PackedMicroBatch.build(lengths, self.device)
         ids, hidden = (t if t is None else t.to(self.device) for t in (input_ids, hidden))
@@ -466,7 +466,7 @@ def _select_predicting(_head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ..
 
 
 def _boundaries(micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
-    """Where the sequences of `micro_batch` begin, as transformers hands it to the kernels of
+    """Begins of the sequences of `micro_batch`, in transformers' form for the kernels of
     flash-linear-attention (`cu_seq_lens_q`) and causal-conv1d (`seq_idx` [1, T] int32).
     """
     cu_seqlens = micro_batch.cu_seqlens
@@ -495,7 +495,7 @@ _MOST_THREADS = 32
 
 
 class Compilations:
-    """What torch has compiled in this process since somebody asked, and how long that took."""
+    """Counter of torch's compilations in this process since `watch`, and of their seconds."""
 
     def __init__(self) -> None:
         self._graphs, self._seconds, self._start = 0, 0.0, 0.0
@@ -530,8 +530,8 @@ compilations = Compilations()
 
 
 def compile_each(layers: Iterable[nn.Module]) -> None:
-    """Compile the forward of each layer at its first use; layers of one class share what is
-    compiled.
+    """Compile the forward of each layer at its first use; layers of one class share the compiled
+    code.
 
     The forward alone, so that the module's own hooks (waiting for slices, activation checkpointing)
     stay outside. Raises HydraConfigError where the code cannot be compiled.

@@ -113,7 +113,7 @@ class StageModel:
         self._attention_kernel = attention_kernel
         self._asked_attention = getattr(model.config, "_attn_implementation", None)
         self.attention_choices: Sequence[Choice] = ()
-        """What runs attention on the compute device, for each width of heads."""
+        """Choices of the attention kernel on the compute device, one for each width of heads."""
         if not abilities.one_by_one_because:
             attention.use_packed_attention(self.model)
         self.model.train()
@@ -121,7 +121,7 @@ class StageModel:
         if activation_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.layers = list(parts.layers)
-        """Those of the copy, all of them."""
+        """All decoder layers of the copy."""
         alone, told = bool(abilities.one_by_one_because), bool(abilities.boundaries_because)
         self._forward = StageForward(
             self.model,
@@ -323,7 +323,7 @@ class StageModel:
         self.ep.leave()
 
     def carry_over(self) -> None:
-        """Take over what was set on the trained model's modules (`ModuleState.carry_over`)."""
+        """Take over the changes of the trained model's modules (`ModuleState.carry_over`)."""
         changed = self._state.carry_over()  # in most iterations nothing
         if changed and not self._forward.inside_layers.issuperset(changed):
             before, self.after_head = self.after_head, self._try_head()
@@ -346,7 +346,7 @@ class StageModel:
             )
 
     def to_device(self, device: torch.device) -> None:
-        """Move buffers (rotary frequencies) to the compute device, and choose what runs attention
+        """Move buffers (rotary frequencies) to the compute device, and choose the attention kernel
         there. Raises UnsupportedModelError for attention that no kernel of that device computes,
         HydraConfigError for a kernel that was asked for and cannot, and for 8-bit products that the
         device does not have.
@@ -427,8 +427,8 @@ class StageModel:
         return local if 0 <= local < num_rows else None
 
     def _find_units(self, parts: decoder_parts.DecoderParts) -> tuple[Unit, ...]:
-        """What travels together: all that runs before the layers, each layer, all that follows;
-        what runs before but is no table may run after them, too.
+        """Find the units that travel together: all that runs before the layers, each layer, all
+        that follows. A module before the layers that is no table may run after them, too.
         """
         index_of = {id(meta): i for i, meta in enumerate(self._meta_params)}
         before, read, self.no_pp_because = self._forward.find_modules_before()

@@ -99,7 +99,7 @@ class EightBitLinear(nn.Linear):
 
 
 class _Parts(NamedTuple):
-    """What is computed around a product."""
+    """Functions that are computed around a product."""
 
     amax: Callable[..., Tensor]
     cast: Callable[..., Tensor]
@@ -139,7 +139,7 @@ class _Operand(NamedTuple):
 
     tensor: Tensor
     features: str
-    """Its two dimensions: T, I or O each."""
+    """Names of its two dimensions: T, I or O each."""
     role: GemmInputRole
     cast: CastConfig
 
@@ -311,9 +311,9 @@ def _axis(operand: _Operand, summed: str) -> int | None:
 
 
 def _products_of(config: Float8LinearConfig, num_tokens: Any) -> LinearMMConfig:
-    """How torchao multiplies, the way Float8Linear makes it of `config`. A weight's gradient sums
-    over `num_tokens`, which the device wants in multiples of 16: zeros are added unless it is known
-    to be one.
+    """torchao's settings of the products, as Float8Linear makes them of `config`. A weight's
+    gradient sums over `num_tokens`, which the device takes in multiples of 16. Zeros are added
+    unless it is known to be one.
     """
     # A symbolic length is not asked: each answer would be a guard, and a graph of its own.
     is_whole = type(num_tokens) is int and num_tokens % 16 == 0

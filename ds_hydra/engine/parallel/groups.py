@@ -49,7 +49,7 @@ stands above it."""
 
 
 _FEW_GROUPS = 64
-"""Of one node's strategies: so many are made one by one."""
+"""Most groups that are made one by one: as many as the strategies of one node have."""
 
 
 def disjoint_rounds(keys: Iterable[GroupKey]) -> list[list[GroupKey]]:
@@ -88,7 +88,7 @@ def _can_split(device: torch.device) -> bool:
 
 
 def describe_groups(keys: Iterable[GroupKey], rank: int, backend: str) -> str:
-    """Number of groups by purpose, and what those of `rank` cost it."""
+    """Number of groups by purpose, and the cost of those of `rank`."""
     keys = list(keys)
     mine = [ranks for _, ranks in keys if rank in ranks and len(ranks) > 1]
     purposes = Counter(purpose for purpose, _ in keys)
@@ -118,8 +118,8 @@ def check_groups_of_rank(
 
 
 def _find_timeout(device: torch.device) -> datetime.timedelta:
-    """Of new groups: that of the group of all ranks, which DeepSpeed or the user chose, where it is
-    longer than torch's own.
+    """Timeout of new groups: that of the group of all ranks, which DeepSpeed or the user chose,
+    where it is longer than torch's own.
     """
     usual = c10d._get_default_timeout(dist.get_backend())
     try:
@@ -131,9 +131,9 @@ def _find_timeout(device: torch.device) -> datetime.timedelta:
 
 
 def _communicator_options(purpose: str, timeout: datetime.timedelta) -> Any:
-    """What NCCL is told of a group: its kernels go before computation, which they would otherwise
-    wait for block by block while other ranks wait for them, and take no more of the device than the
-    purpose needs. None for other backends.
+    """NCCL's options of a group; None for other backends. Its kernels go before computation, for
+    which they would otherwise wait block by block while other ranks wait for them. They take no
+    more of the device than the purpose needs.
     """
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     if nccl is None or dist.get_backend() != "nccl":

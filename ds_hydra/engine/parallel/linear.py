@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 
 class WeightGradient(Protocol):
-    """Where the gradient of one weight [O, H] goes; `gradient_of` has it."""
+    """Sink of the gradient of one weight [O, H]; `gradient_of` returns it."""
 
     is_direct: bool
     """Whether products are made in the memory where they add up."""
@@ -50,7 +50,7 @@ class WeightGradient(Protocol):
 
 
 def gradient_of(weight: Tensor) -> WeightGradient | None:
-    """What takes the gradient of `weight` as products; None where autograd alone brings it."""
+    """The sink that takes products for the gradient of `weight`; None where autograd brings it."""
     return getattr(weight, "hydra_gradient", None)
 
 
@@ -79,7 +79,7 @@ def new_handle(held: Any) -> Tensor:
 
 
 def find_held(handle: Tensor) -> Any:
-    """What `handle` stands for, or None where nobody has that any more."""
+    """The object of `handle`, or None where it is gone."""
     return _by_handle.get(int(handle))
 
 
@@ -122,8 +122,8 @@ def can_multiply_into(total: torch.dtype, factors: torch.dtype, device: torch.de
 
 
 class SharedBackward:
-    """What the linears that read one tensor have in common in backward: products that wait until
-    the exchange of the tensor's gradient is posted.
+    """Backward state that the linears of one tensor share: products that wait until the exchange of
+    the tensor's gradient is posted.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class SharedBackward:
         self._products.append(product)
 
     def run(self) -> None:
-        """Run what waits; the exchange is posted."""
+        """Run the waiting products; the exchange is posted."""
         # One by one, so that each frees the gradient of an output.
         while self._products:
             self._products.pop(0)()
@@ -144,8 +144,8 @@ class SharedBackward:
         """A linear has read the tensor, and reads it again in backward."""
 
     def read(self, kept: Tensor) -> Callable[[], Tensor]:
-        """What waits for the tensor of which a linear has `kept` something; to be called once by
-        each that reads it.
+        """A function that waits for the tensor of which a linear has `kept` something. Each linear
+        that reads the tensor calls it once.
         """
         return lambda: kept
 
@@ -281,7 +281,7 @@ def trace_linear(
 
 
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, _Linear).apply
-"""Without what `apply` of torch looks after in each call for functorch, which is not used here."""
+"""`apply` of torch without its work for functorch in each call, which is not used here."""
 
 
 def apply_linear(
@@ -291,8 +291,8 @@ def apply_linear(
     kept: Tensor | None = None,
     shared: SharedBackward | None = None,
 ) -> Tensor:
-    """What a linear makes of `hidden`; for backward it keeps `kept`, from which `shared` gets the
-    input again, or the input.
+    """Apply a linear to `hidden`. For backward it keeps `kept`, from which `shared` gets the input
+    again, or the input.
     """
     return _apply(hidden, weight_OH, bias_O, hidden if kept is None else kept, shared)
 

@@ -25,14 +25,14 @@ from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
 
 _ELEMENTS, _OTHER_ELEMENTS = {"cpu": 2**18}, 2**26
-"""Logits worked on at a time by operators of torch: on a CPU what its cache holds, elsewhere 256
-MiB in fp32.
+"""Logits worked on at a time by operators of torch: on a CPU as many as its cache holds, elsewhere
+256 MiB in fp32.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """What a model makes of the output x of its head: logits cap tanh(scale x / cap), or scale x
+    """Map of a model from the output x of its head to logits: cap tanh(scale x / cap), or scale x
     where `cap` is 0.
     """
 
@@ -51,11 +51,11 @@ class LogitTransform:
         return found if torch.allclose(found.logits(outputs), logits, rtol=1e-5) else None
 
     def over(self, temperature: float) -> LogitTransform:
-        """That of the same logits divided by `temperature`."""
+        """The transform of the same logits divided by `temperature`."""
         return LogitTransform(self.scale / temperature, self.cap / temperature)
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """In fp32; a copy where they are not `outputs` themselves."""
+        """Logits in fp32; a copy where they are not `outputs` themselves."""
         if self == LogitTransform():
             return outputs.float()
         logits = outputs.float() * self.scale
@@ -69,7 +69,7 @@ class LogitTransform:
 
 
 class RowSums(NamedTuple):
-    """Of each row of logits, fp32 [T]."""
+    """Sums over each row of logits, fp32 [T]."""
 
     max_T: Tensor
     power_T: Tensor
@@ -80,7 +80,7 @@ class RowSums(NamedTuple):
 
 
 class RowGradients(NamedTuple):
-    """What the gradient of each row follows from, fp32."""
+    """Terms of the gradient of each row, fp32."""
 
     normaliser_T: Tensor
     """[T]: log of the sum of exp(logits) over the whole vocabulary."""
@@ -97,7 +97,7 @@ class RowGradients(NamedTuple):
 
 
 def sum_rows(outputs_TV: Tensor, transform: LogitTransform, *, needs_expected: bool) -> RowSums:
-    """What a softmax of each row needs; `outputs_TV` are the head's."""
+    """Compute the sums for a softmax of each row; `outputs_TV` are the head's."""
     if (kernels := find_kernels(outputs_TV.device.type)) is not None:
         return RowSums(*kernels.sum_rows(outputs_TV, transform, needs_expected))
     found = []
@@ -159,7 +159,7 @@ def _chunks(outputs_TV: Tensor) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """What a model says of the tokens of a packed micro-batch, fp32; 0 where none is predicted."""
+    """Scores of the tokens of a packed micro-batch, fp32; 0 where none is predicted."""
 
     counts_T: Tensor
     """[T] bool: whether a token is predicted there."""
@@ -181,16 +181,16 @@ class TokenScores:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Which columns of the vocabulary this rank has, and what the model makes of them."""
+    """This rank's columns of the vocabulary, and the model's transform of them."""
 
     tp: TensorParallel
     num_columns: int
-    """Of all ranks of the TP group."""
+    """Columns of all ranks of the TP group."""
     transform: LogitTransform
 
 
 class ScoredLogits:
-    """Logits of some tokens, what they say of targets and candidates, and the gradient that follows
+    """Logits of some tokens, their scores of targets and candidates, and the gradient that follows
     from that of the `scores`.
 
     `outputs_TV` of the head are this rank's columns. `entropy`, `mean` and `candidates_TK` (token

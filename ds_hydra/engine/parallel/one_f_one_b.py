@@ -23,7 +23,7 @@ _PASSES_AHEAD = 4
 
 
 class Pass(str, Enum):
-    """What a stage does with a micro-batch."""
+    """A pass of a stage over a micro-batch."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -49,8 +49,8 @@ def one_forward_one_backward(
 
 @dataclass(kw_only=True)
 class PipelineStage:
-    """This rank's place in its pipeline: what activations look like there, and the neighbours that
-    it sends to and receives from (same SP and TP rank, stage before and after).
+    """This rank's place in its pipeline: the form of activations there, and the neighbours that it
+    sends to and receives from (same SP and TP rank, stage before and after).
 
     Two groups, one per direction, so that an activation going down and a gradient coming up between
     the same two ranks never wait for each other on one communicator. Every message is a batch of
@@ -67,7 +67,7 @@ class PipelineStage:
     down_group: dist.ProcessGroup | None = None
     up_group: dist.ProcessGroup | None = None
     before_message: Callable[[], None] = lambda: None
-    """Posts what other stages may be waiting for before this rank's part of a message."""
+    """Post messages that other stages may be waiting for before this rank's part of a message."""
     _in_flight: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
     @property

@@ -55,11 +55,11 @@ _reduce_scatter: Callable[..., Any] = (
 
 
 Posted = tuple[Tensor, Callable[[], None]]
-"""What comes, valid once the function has been called."""
+"""A tensor in flight, valid once the function has been called."""
 
 
 def nothing() -> None:
-    """What there is to wait for where nothing is under way."""
+    """Wait for nothing: nothing is in flight."""
 
 
 COLUMN, ROW = "column-wise", "row-wise"
@@ -111,8 +111,8 @@ class TokenShards:
 
 
 class LoneShard(TokenShards):
-    """One rank that computes what a rank of a group of `size` does, with copies in place of what
-    others would send.
+    """Group of one rank that computes as a rank of a group of `size` does, with copies in place of
+    data from others.
     """
 
     def post_gather(self, shard_BtH: Tensor) -> Posted:
@@ -141,7 +141,7 @@ class GatheredAgain(SharedBackward):
         self._num_waiting += 1
 
     def read(self, kept: Tensor) -> Callable[[], Tensor]:
-        """What waits for the micro-batch of which `kept` is this rank's shard."""
+        """A function that waits for the micro-batch of which `kept` is this rank's shard."""
         if self._micro_batch is None:
             self._micro_batch, self._wait = self._shards.post_gather(kept)
         micro_batch = self._micro_batch
@@ -160,14 +160,14 @@ class GatheredAgain(SharedBackward):
 
 @dataclass(frozen=True, slots=True)
 class SharedInput:
-    """What several linears read, and whose gradient ranks of the group exchange once."""
+    """Input of several linears, whose gradient the ranks of the group exchange once."""
 
     source: Tensor
-    """What was handed out: a whole micro-batch, or [1, t, H] of this rank."""
+    """The tensor before its exchange: a whole micro-batch, or [1, t, H] of this rank."""
     whole: Tensor
     """[1, T, H], as linears see it."""
     kept: Tensor
-    """What they keep of it for backward."""
+    """The part of it that linears keep for backward."""
     backward: SharedBackward
 
 
@@ -285,7 +285,7 @@ class TensorParallel:
         """
         self._block_hooks: list[RemovableHandle] = []
         self.shared: SharedInput | None = None
-        """What the linears that run now read, where its gradient is exchanged."""
+        """Input of the linears that run now, where its gradient is exchanged."""
 
     def enter(
         self, group: dist.ProcessGroup | None, size: int, rank: int, *, cuts_experts: bool = True
@@ -589,10 +589,10 @@ def hook_latent(module: nn.Module, tp: TensorParallel, latent_width: int) -> Non
 
 
 class Style(NamedTuple):
-    """What is known of the modules of a style of tp plans."""
+    """Treatment of the modules of one style of tp plans."""
 
     hook: Callable[[nn.Module, TensorParallel], None] | None = None
-    """What exchanges their inputs and outputs."""
+    """Function that hooks the exchanges of inputs and outputs."""
     side: str = ""
     """COLUMN or ROW where a linear's output or input features are cut: what its adapter and
     [Note: Shards of a micro-batch] go by.
@@ -610,7 +610,7 @@ STYLES: Mapping[str, Style] = {
     PARTIAL: Style(),
     "local_params": Style(),
 }
-"""Style in a tp plan -> what is known of it. Others are refused wherever TP is above 1."""
+"""Treatment of modules by their style in a tp plan. Others are refused wherever TP is above 1."""
 
 
 def hook_embedding(

@@ -58,7 +58,7 @@ from ds_hydra.strategy.profiles.memory_model import MOST_KEY_VALUE_PARTS, key_va
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """Which tokens of each micro-batch this rank holds, where its pipeline cuts or pads them.
+    """This rank's tokens of each micro-batch, where its pipeline cuts or pads them.
 
     A row of the micro-batch (CP), of that a sequence shard (SP), of as many tokens as a TP group
     can share (TP-SP).
@@ -92,7 +92,7 @@ class TokenLayout:
 
 
 LEAST_PART_BYTES = 1 << 20
-"""Of what a rank sends in the first part of some heads: an exchange that is shorter costs more than
+"""Least bytes that a rank sends in the first part of some heads. A shorter exchange costs more than
 what it lets hide is worth.
 """
 
@@ -166,7 +166,7 @@ def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _post_all_to_all(sent: Tensor, group: dist.ProcessGroup | None) -> Posted:
-    """Part i of [P, ...] goes to rank i, and what rank i sends becomes part i."""
+    """Post an all-to-all: part i of [P, ...] goes to rank i, part i of the result is rank i's."""
     sent = sent.contiguous()
     received = torch.empty_like(sent)
     work = dist.all_to_all_single(received, sent, group=group, async_op=True)
@@ -174,7 +174,7 @@ def _post_all_to_all(sent: Tensor, group: dist.ProcessGroup | None) -> Posted:
 
 
 class _Sources(torch.autograd.Function):
-    """What is sent, part by part, as it is; in backward what waits for its gradients."""
+    """Identity on the sent parts; its backward waits for their gradients."""
 
     @staticmethod
     def forward(ctx: Any, waits: list[Callable[[], None]], *parts: Tensor) -> tuple[Tensor, ...]:
@@ -215,7 +215,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Outputs:
-    """What waits for parts of the output in forward, and for their gradients in backward."""
+    """Waits for parts of the output in forward, and for their gradients in backward."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self.group = group
@@ -262,14 +262,14 @@ class _ArriveAll(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class KeysOfRow:
-    """Where the keys of a row's pieces are: among those that all rows send, then among its own."""
+    """Places of the keys of a row's pieces: among those that all rows send, then among its own."""
 
     group: TokenShards
     row_tokens: int
     """t, the same of all rows."""
     sent_S: Tensor
-    """[S] places in this rank's row of what it sends: tokens of cut sequences. S is the same of all
-    rows; those with fewer repeat a token whose copies nobody uses.
+    """[S] places in this rank's row of the tokens that it sends: tokens of cut sequences. S is the
+    same of all rows; those with fewer repeat a token whose copies nobody uses.
     """
     num_sent: int
     """Tokens of `sent_S` that are somebody's."""
@@ -281,12 +281,12 @@ class KeysOfRow:
     places_N: Tensor
     """All blocks, one after another."""
     _gathered: list[_Part] = field(default_factory=list, compare=False)
-    """What a layer's backward gathers again, noted in its forward."""
+    """Parts that a layer's backward gathers again, noted in its forward."""
 
     @classmethod
     def find(cls, rows: Sequence[Row], layout: TokenLayout, device: torch.device) -> KeysOfRow:
-        """Those of this rank's row, whose padding attends to itself; all `rows` of a micro-batch
-        are padded to the longest.
+        """Find the keys of this rank's row, whose padding attends to itself. All `rows` of a
+        micro-batch are padded to the longest.
         """
         assert layout.rows is not None, "a micro-batch of one row needs no others' keys"
         row_tokens = layout.padded(max(sum(p.end - p.begin for p in row) for row in rows))
@@ -534,7 +534,7 @@ def _checkpointed() -> Iterator[None]:
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For `torch.utils.checkpoint`: what a checkpointed layer gathers is gone after its forward
-    anyway, and there again when it has run again.
+    """Contexts for `torch.utils.checkpoint`: the gathered keys of a checkpointed layer are gone
+    after its forward anyway, and there again when it has run again.
     """
     return _checkpointed(), _checkpointed()

@@ -1,5 +1,5 @@
-"""Memory that nobody measured: activations of one decoder layer traced without a device, and what
-the engine holds beside the profile of another system.
+"""Memory that nobody measured: activations of one decoder layer traced without a device, and the
+engine's needs beside the profile of another system.
 
 The trace (forward and backward under fake tensors) answers what A of App. B.1 is for a model that
 nobody has measured: bytes that one token costs per layer and hidden unit, for the rank's own share
@@ -39,8 +39,8 @@ from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
 from ds_hydra.strategy.schemes.placement import groups_of
 
 _CONTEXT_BYTES = 3 << 29
-"""Of CUDA and its libraries in each process, with EAGER loading: 1.3 GB idle, 1.6 with cuBLAS, on
-an H200 under torch 2.11.
+"""Bytes of CUDA and its libraries in each process, with EAGER loading: 1.3 GB idle, 1.6 with
+cuBLAS, on an H200 under torch 2.11.
 """
 
 
@@ -52,8 +52,8 @@ def is_of_another_system(document: Mapping[str, Any]) -> bool:
 def as_the_engine_needs(
     profile: Profile, stage_model: StageModel, config: HydraConfig, num_devices: int
 ) -> Profile:
-    """`profile` with the larger of what it says and what the engine is known to hold; where it was
-    measured by this engine as it is, but for what `hydra.deterministic` takes if it was measured
+    """`profile` with the larger of its memory and the engine's known needs. A profile that this
+    engine measured stays as it is, but for the needs of `hydra.deterministic` if it was measured
     without.
 
     States are counted from the dtypes in use, activations of a layer are traced, communicators are
@@ -210,7 +210,7 @@ def trace_layer_memory(
 
 def check_slices(config: PretrainedConfig) -> None:
     """Raise UnsupportedModelError where a model with a part of the heads and of the MLP of `config`
-    is not what a rank of a TP group computes.
+    does not compute as a rank of a TP group.
     """
     for name, style in (config.base_model_tp_plan or {}).items():
         if style in (tensor_parallel.GATHERED, tensor_parallel.SPLIT):
@@ -261,8 +261,8 @@ def slice_config(
 
 
 def _one_layer(config: PretrainedConfig, num_shards: int) -> tuple[nn.Module, nn.Module]:
-    """A layer, which runs on one of `num_shards` shards of a micro-batch, and what makes its rotary
-    embeddings.
+    """A layer, which runs on one of `num_shards` shards of a micro-batch, and the module of its
+    rotary embeddings.
     """
     try:
         # Else that of the configuration, which says how the checkpoint is stored

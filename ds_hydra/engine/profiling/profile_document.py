@@ -1,5 +1,5 @@
-"""What a profile is put together of: values that were measured, and the parts of a
-`ds_hydra.profile/1` document (hardware, model, memory of the states, fitted schemes).
+"""Measured values of a profile, and the parts of a `ds_hydra.profile/1` document (hardware, model,
+memory of the states, fitted schemes).
 
 `estimate_profile` is the profile of a model and a device that nobody has measured, by FLOPs and
 bytes.
@@ -248,7 +248,7 @@ def describe_model(stage_model: StageModel) -> dict[str, Any]:
 
 
 def _describe_layers(stage_model: StageModel) -> dict[str, Any]:
-    """What sizes do not say of the layers, for schemes whose T nobody measured."""
+    """Describe the layers beyond their sizes, for schemes whose T nobody measured."""
     try:
         shape, _ = describe_config(_fields(stage_model), stage_model.config.model_type)
     except HydraConfigError:  # without attention heads, or with sizes of its own names
@@ -266,8 +266,8 @@ def _fields(stage_model: StageModel) -> dict[str, Any]:
 
 
 def _active_shares(stage_model: StageModel) -> dict[int, float] | None:
-    """Of each parameter, by its number, the part that a token meets; None where the model has
-    experts that are not known as such. Raises HydraConfigError for what find_experts refuses.
+    """Share of each parameter, by its number, that one token uses. None where the model has experts
+    that are not known as such. Raises HydraConfigError for what find_experts refuses.
     """
     experts = _find_experts(stage_model)
     bound = [b for unit in stage_model.units for b in unit.bindings]
@@ -320,12 +320,12 @@ def count_flops(stage_model: StageModel) -> ModelFlops:
 
 
 def dtype_of(stage_model: StageModel) -> str:
-    """What it computes in, as "bfloat16"."""
+    """Name of the dtype of computation, as "bfloat16"."""
     return str(stage_model.params[0].dtype).removeprefix("torch.")
 
 
 def model_facts(stage_model: StageModel) -> dict[str, int]:
-    """What `Profile.check_model` compares."""
+    """Numbers that `Profile.check_model` compares."""
     described = describe_model(stage_model)
     names = ("num_layers", "hidden_size", "vocab_size")
     num_experts = described.get("experts", {}).get("num", 0)
@@ -340,7 +340,7 @@ class ProbeMicroBatch(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Those of all sequences."""
+        """Tokens of all sequences."""
         return self.length * self.num_sequences
 
     def __str__(self) -> str:
@@ -428,8 +428,8 @@ def logit_chunk_bytes(stage_model: StageModel, device: torch.device) -> int:
 
 
 def state_memory(stage_model: StageModel) -> dict[str, float]:
-    """B and alpha of App. B.1, and what schemes with options need, counted from the dtypes in
-    use.
+    """B and alpha of App. B.1, and the memory that schemes with options need, counted from the
+    dtypes in use.
     """
     element = torch.finfo(stage_model.params[0].dtype).bits // 8
     params = layer_params(stage_model)

@@ -1,5 +1,5 @@
-"""What `ds-hydra profile` does on every rank: join the ranks, build a random model, measure, return
-the profile; also how much slower computation and gradient synchronisation run beside each other
+"""Steps of `ds-hydra profile` on every rank: join the ranks, build a random model, measure, return
+the profile. Also the slowdown of computation and gradient synchronisation beside each other
 (Galvatron-BMW, §V).
 
 On one device the compute of every TP slice is measured, and communication is computed. A slice is
@@ -72,7 +72,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest:
-    """What to profile. `config` holds context, memory limit, checkpointing, lengths and repeats.
+    """Request for a profile. `config` holds context, memory limit, checkpointing, lengths and
+    repeats.
 
     `dtype` None: bf16, fp32 on a CPU. `tp`, `pp`, `sp`, `cp`: degrees to measure, None for all that
     fit.
@@ -201,8 +202,8 @@ def _profile_ranks(
 def _overlap_slowdown(
     propagator: Propagator, document: Mapping[str, Any], config: HydraConfig, device: torch.device
 ) -> float:
-    """Of the scheme with the fewest ranks, and its longest measured micro-batch that leaves memory
-    for the all-reduces.
+    """Slowdown of the scheme with the fewest ranks, for its longest measured micro-batch that
+    leaves memory for the all-reduces.
     """
     entry = min(document["schemes"], key=lambda e: Scheme.from_json(e).num_devices)
     scheme, lengths = Scheme.from_json(entry), entry["measured"]["lengths"]
@@ -286,7 +287,7 @@ def _identity(
     num_ranks: int,
     schemes: Sequence[Scheme],
 ) -> dict[str, Any]:
-    """What must be equal for a run to continue another one."""
+    """Values that must be equal for a run to continue another one."""
     config = request.config
     shape = (
         "hidden_size",
@@ -318,16 +319,16 @@ def _identity(
 
 
 _MESSAGE_BYTES = 25 << 20
-"""At most this much in one all-reduce, as in the buckets of torch's DDP."""
+"""Most bytes in one all-reduce, as in the buckets of torch's DDP."""
 _MAX_MESSAGES = 4096
 _LEAST_SHARE = 0.2
-"""Of the longer one that the shorter one must last: the slowdown is a small difference of long
-times otherwise.
+"""Least duration of the shorter one as a share of the longer one. Below it the slowdown is a small
+difference of long times.
 """
 
 
 def overlap_slowdown(compute_ms: float, collective_ms: float, both_ms: float) -> float:
-    """How many times as long either takes while both run, at least 1.
+    """Slowdown of computation and a collective while both run, at least 1.
 
     They begin together, and the longer one ends alone. 0.0 where one is too short to tell.
 
@@ -399,7 +400,7 @@ _ALONE = Strategy((Scheme(1, 1),))
 
 
 class Slice(NamedTuple):
-    """What is timed: the layers of one rank under TP."""
+    """Timed part of a model: the layers of one rank under TP."""
 
     tp: int
     num_layers: int
@@ -554,8 +555,8 @@ def _token_bytes(
     known: profile_document.Measurements,
     dtype: torch.dtype,
 ) -> _TokenBytes:
-    """By peak memory; without a device's, a layer is traced under fake tensors and the ends are
-    counted.
+    """Measure the bytes of a token by peak memory. Without a device's, a layer is traced under fake
+    tensors and the ends are counted.
     """
     length = min(config.context_length, 512)
     few, many = min(propagators), max(propagators)

@@ -56,22 +56,21 @@ from ds_hydra.strategy.profiles.profile import read_key_value_share
 logger = logging.getLogger(__name__)
 
 _SHORT_TOKENS, _LONG_TOKENS = 512, 4096
-"""Of the micro-batches that memory of a token is measured with."""
+"""Tokens of the micro-batches by which the memory of a token is measured."""
 _ROOM_SHARE = 0.5
-"""Of the free memory: so much at most is the longer one expected to take."""
+"""Largest share of the free memory that the longer one is expected to take."""
 _LEAST_OF_TRACED = 0.7
-"""A profile says no less of what a layer is traced to keep."""
+"""Least share of a layer's traced activations that a profile has."""
 _PEAK_TOLERANCE = 0.05
-"""Of an iteration's memory, above what the profile says."""
+"""Share by which an iteration's memory may exceed the profile's."""
 _FEWEST_PACKED = 8
 """Sequences in a packed micro-batch that is timed."""
 
 _AGREEMENT = 0.1
-"""By how much of the shortest run the median may be above it. The level of T is that of rehearsals.
-"""
+"""Share of the shortest run by which the median may exceed it. Rehearsals set the level of T."""
 
 _Subject = TypeVar("_Subject")
-"""What is timed: a scheme, or a slice of the model."""
+"""Subject of timing: a scheme, or a slice of the model."""
 
 
 def measure_profile(
@@ -160,8 +159,8 @@ def choose_probed(schemes: Iterable[Scheme]) -> dict[Scheme, Scheme]:
 
 
 def _reserved(propagator: Propagator, hardware: Mapping[str, Any]) -> dict[str, int]:
-    """What a profile leaves free for all that is outside of torch: what is in use there on the
-    fullest rank, no less than it says. Collective over all ranks.
+    """Bytes that a profile leaves free outside of torch: those in use there on the fullest rank, no
+    less than `hardware` says. Collective over all ranks.
     """
     most = int(propagator.max_over_ranks(float(outside_bytes())))
     if propagator.rank == 0:
@@ -489,8 +488,8 @@ def _growth(propagator: Propagator, strategy: Strategy, length: int) -> float:
 def not_below_traced(
     measured: float, tp: int, stage_model: StageModel, config: HydraConfig
 ) -> float:
-    """`measured` activation bytes of TP degree `tp` as a profile has them, or, with a warning, what
-    a layer is traced to keep where they are far below: something hid the growth of memory.
+    """`measured` activation bytes of TP degree `tp` as a profile has them. Where they are far below
+    the layer's traced ones, those are taken with a warning: something hid the growth of memory.
     """
     traced = traced_activation(stage_model, tp, config)
     if traced is None or measured >= _LEAST_OF_TRACED * traced:
@@ -505,7 +504,7 @@ def not_below_traced(
 
 
 def _peak_bytes(propagator: Propagator, strategy: Strategy, length: int) -> float:
-    """Of the passes: packed buffers of the pull before them are larger than a short micro-batch."""
+    """Peak bytes of the passes alone: buffers of a pull exceed those of a short micro-batch."""
     accelerator = get_accelerator()
     accelerator.empty_cache()
 

@@ -1,5 +1,5 @@
-"""Iterations as training will run them, for the level of T: what no scheme shows while it is timed
-alone.
+"""Calibration iterations as training will run them, for the level of T, which no scheme shows while
+it is timed alone.
 
 Probes are equal micro-batches of one scheme, PP of them. In training all pipelines of a strategy
 run at once, micro-batches are packed sequences of many lengths, pipelines have other numbers of
@@ -37,7 +37,7 @@ _HALVINGS = 6
 """Lengths of a made mini-batch: half of the longest, a quarter, ..., 1/64, and again."""
 _SPREAD = 0.3
 """Standard deviation, of logarithms, by which rehearsals and probes of schemes differ: bubbles that
-others use, and what runs beside.
+others use, and work beside.
 """
 _SETTINGS = PlannerSettings(solver="none")
 
@@ -57,8 +57,8 @@ def side_by_side(schemes: Iterable[Scheme], num_ranks: int) -> list[Strategy]:
 
 
 def choose_rehearsals(strategies: Iterable[Strategy], schemes: Iterable[Scheme]) -> list[Strategy]:
-    """Of `strategies` those with pipelines of `schemes` alone: all homogeneous ones, and of the
-    others as many as show a scheme beside another for the first time.
+    """Choose the strategies to rehearse, with pipelines of `schemes` alone: all homogeneous ones,
+    and others where they show a scheme beside another for the first time.
 
     Not those whose layers are gathered: their times are the link's.
     """
@@ -95,8 +95,8 @@ def rehearse(
     config: HydraConfig,
     known: Measurements,
 ) -> dict[Scheme, list[dict[str, Any]]]:
-    """What the pipelines of each scheme took: {strategy, run, predicted_ms, measured_ms}, one for
-    each of them. Collective over all ranks; equal on all.
+    """Time the pipelines of each scheme: {strategy, run, predicted_ms, measured_ms}, one for each
+    of them. Collective over all ranks; equal on all.
 
     Every strategy runs one mini-batch, of a context a rank or what an iteration has if that is
     less, without a step of the optimizer; gradients are thrown away. The first one is run once
@@ -162,8 +162,8 @@ def at_rehearsed_level(
 
 
 def level_factors(found: Mapping[Scheme, Sequence[Mapping[str, Any]]]) -> dict[Scheme, float]:
-    """What T of each scheme is multiplied with: measured over predicted, one value for each
-    rehearsal, shrunk towards that of all schemes, and that towards 1.
+    """Factor of T for each scheme: measured over predicted time, one value for each rehearsal. It
+    is shrunk towards the factor of all schemes, and that towards 1.
 
     How far the values of a scheme scatter is the noise. Against a spread of `_SPREAD` between
     schemes n values count n S^2 / (n S^2 + noise^2): nearly all on a quiet machine, little on one
@@ -245,8 +245,8 @@ def run_once(propagator: Propagator, plan: IterationPlan) -> list[float]:
 
 
 def _gradient_shards(propagator: Propagator) -> list[Tensor]:
-    """Shards to push into, all in the memory of the largest: nobody reads what they add up to, and
-    beside ZeRO-3's own there may be no room for others.
+    """Shards to push into, all in the memory of the largest: nobody reads their sums, and beside
+    ZeRO-3's own there may be no room for others.
     """
     numels = [
         shard_P.numel() if spec.requires_grad else 0

@@ -1,1 +1,1 @@
-"""What ranks tell each other beside training: errors, hosts, who is still there."""
+"""Agreement of ranks beside training: errors, hosts, ranks that are lost."""

@@ -120,7 +120,8 @@ def rank_that_says(error: BaseException) -> int:
 
 
 def run_together(action: Callable[[], Result], device: torch.device) -> Result:
-    """What `action`, which waits for no other rank, returns here; its error is raised on all ranks.
+    """Run `action`, which waits for no other rank, and return its result. An error is raised on all
+    ranks. Collective over all ranks.
 
     Collective over all ranks.
     """
@@ -186,8 +187,8 @@ def broadcast_text(texts: list[str], source: int, device: torch.device) -> list[
 
 
 def broadcast_bytes(payload: bytes, source: int, device: torch.device) -> bytes:
-    """The payload of rank `source` on every rank. Collective over all ranks: one broadcast, and a
-    second one for what does not fit into `ENVELOPE_BYTES`.
+    """Broadcast the payload of rank `source`. Collective over all ranks: one broadcast, and a
+    second one for the part beyond `ENVELOPE_BYTES`.
     """
     size = len(payload).to_bytes(_SIZE_BYTES, "little")
     first = _broadcast((size + payload)[:ENVELOPE_BYTES], ENVELOPE_BYTES, source, device)
@@ -222,7 +223,7 @@ _COLLECTIVES = tuple(
     for name in ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py")
 )
 _WAITS = re.compile(r"\.(wait|synchronize|item|tolist|cpu)\(")
-"""Of a handle, and of a device that computes what a collective gives."""
+"""Calls that wait for a handle, or for a device that computes a collective's result."""
 
 _COLLECTIVE_WORDS = (
     "gloo", "NCCL", "onnection", "Broken pipe", "imed out", "ProcessGroup",
@@ -230,8 +231,8 @@ _COLLECTIVE_WORDS = (
 
 
 def find_wait(thread_id: int) -> tuple[int, int] | None:
-    """Where a thread waits in a collective, equal as long as it stays there; None where it does
-    anything else, such as writing a file or talking to a debugger.
+    """Place at which a thread waits in a collective, equal as long as it stays there. None where it
+    does anything else, such as writing a file or talking to a debugger.
     """
     frame = sys._current_frames().get(thread_id)
     if frame is None:
@@ -247,8 +248,8 @@ def looks_like_a_lost_peer(error: BaseException) -> bool:
 
 
 EXIT_CODE = 75
-"""Of a process that ends itself because it waits for a lost rank (EX_TEMPFAIL: a restart may
-help).
+"""Exit status of a process that ends itself because it waits for a lost rank (EX_TEMPFAIL: a
+restart may help).
 """
 
 
@@ -278,8 +279,8 @@ def ends_after(seconds: float, start: int) -> Iterator[None]:
 
 
 def describe_missing(error: Exception, start: int) -> str:
-    """Which ranks no longer answer, when a collective before the first connection broke or does
-    not end.
+    """Describe the ranks that no longer answer, when a collective before the first connection broke
+    or does not end.
     """
     missing = {0}  # the store is in its process, unless the launcher keeps it, and as silent
     asking = threading.Thread(target=_find_missing, args=(missing, start), daemon=True)

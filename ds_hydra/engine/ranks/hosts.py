@@ -1,4 +1,4 @@
-"""Which ranks share a host.
+"""Ranks that share a host.
 
 The ranks themselves tell where they are, so that it is right under every launcher.
 """
@@ -73,9 +73,8 @@ def _host_digest() -> int:
 
 
 def find_ranks_per_core(hosts: Hosts, device: torch.device) -> float:
-    """How many ranks share a core where ranks compute on cores: their threads over the cores that
-    they may use, on the host where these are fewest; 1.0 on accelerators. Collective over all
-    ranks.
+    """Ranks per core, 1.0 or more, where ranks compute on cores: their threads over the cores that
+    they may use, on the fullest host. 1.0 on accelerators. Collective over all ranks.
     """
     if device.type != "cpu":
         return 1.0
@@ -115,7 +114,7 @@ def ranks_per_node(host_of: Sequence[int]) -> int:
 
 
 def warn_of_placement(host_of: Sequence[int]) -> None:
-    """Say what is slow about the order of the ranks, if anything; for one rank to call."""
+    """Warn of a slow order of the ranks; for one rank to call."""
     sizes = list(Counter(host_of).values())
     runs = [host for host, _ in groupby(host_of)]
     if len(runs) > len(sizes):
@@ -141,7 +140,7 @@ def find_ranks_per_node(config: LinkConfig, host_of: Sequence[int]) -> int | Non
 
 
 def devices_per_node(config: LinkConfig, host_of: Sequence[int]) -> int:
-    """Ranks of a node; `host_of`, the host of every rank, answers what
-    `hydra.link.devices_per_node` leaves open.
+    """Ranks of a node; `host_of`, the host of every rank, answers where
+    `hydra.link.devices_per_node` is open.
     """
     return config.devices_per_node or ranks_per_node(host_of)

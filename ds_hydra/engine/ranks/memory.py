@@ -1,5 +1,5 @@
-"""Memory of the host and of the device: what is in use, what is left, and what a rank says when its
-device has none left. Copies to a device that nobody waits for.
+"""Memory of the host and of the device: used, free, and the error of a rank whose device has none
+left. Copies to a device that nobody waits for.
 
 [Note: Pauses of the collector]
 Now and then Python's garbage collector looks at all objects that live. With transformers, DeepSpeed
@@ -28,8 +28,9 @@ _is_spared = False
 
 
 def spare_collector() -> None:
-    """Let the collector never again look at what lives now ([Note: Pauses of the collector]).
-    Nothing happens where that was done, or the user has switched it off, or takes care of it.
+    """Freeze the garbage collector: it never looks again at objects that live now ([Note: Pauses of
+    the collector]). Nothing happens where that was done, or the user has switched it off, or takes
+    care of it.
     """
     global _is_spared
     if _is_spared or not gc.isenabled() or gc.get_freeze_count():
@@ -66,7 +67,7 @@ def _read_kib(file: str, field: str) -> int | None:
 
 
 def forget_peak() -> None:
-    """Let "VmHWM" start again from what is in use now, where the system allows it."""
+    """Reset "VmHWM" to the memory in use now, where the system allows it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -131,15 +132,15 @@ def _read_stat(path: Path, field: str) -> float:
 
 
 _SHARE = 0.9
-"""Of what did not suffice."""
+"""Share of the memory bound that the error advises as a limit."""
 
 
 _MULTIPROCESSORS = 132
-"""Of a device that is not at hand: those of an H100."""
+"""Multiprocessors of a device that is not at hand: those of an H100."""
 
 
 def count_multiprocessors() -> int:
-    """Those of this process's CUDA device; of an H100 where there is none."""
+    """Multiprocessors of this process's CUDA device, or of an H100 where there is none."""
     if not torch.cuda.is_available():
         return _MULTIPROCESSORS
     device = torch.cuda.current_device()
@@ -160,8 +161,8 @@ def outside_bytes() -> int:
 
 @contextlib.contextmanager
 def naming_memory_limit(limit_bytes: int | None) -> Iterator[None]:
-    """While open, a device without memory raises HydraConfigError with a value below `limit_bytes`,
-    or below what torch could have of the device; the watchdog tells the other ranks.
+    """Raise HydraConfigError for a device without memory inside, with a value below `limit_bytes`,
+    or below what torch could have of the device. The watchdog tells the other ranks.
     """
     try:
         yield

@@ -1,6 +1,6 @@
-"""What the process of a rank needs before its first engine (settings of its accelerator in force,
-and nothing in its way that DeepSpeed compiles or shares between processes), and how it ends: with
-an error that nobody catches, or with its work done.
+"""Setup of a rank's process before its first engine (settings of its accelerator in force, and
+nothing in its way that DeepSpeed compiles or shares between processes), and its end: with an error
+that nobody catches, or with its work done.
 
 [Note: No shared memory]
 DeepSpeed's all-reduce over shared memory serves inference in its own AutoTP alone. Yet every CPU
@@ -84,7 +84,7 @@ def prepare_accelerator() -> None:
 
 
 def use_deterministic_kernels(device: torch.device) -> None:
-    """From now on kernels of this process add in one order on `device`; a CPU's always do. Not
+    """Let kernels of this process add in one order on `device` from now on; a CPU's always do. Not
     collective.
     """
     if device.type == "cpu":
@@ -106,7 +106,7 @@ def only_warns() -> bool:
 
 @contextlib.contextmanager
 def in_one_order() -> Iterator[None]:
-    """Where kernels of this process are to add in one order, attention of torch does inside.
+    """Let attention of torch add in one order inside, where kernels of this process have to.
 
     Its backward passes do so only where operations that have no such order are errors
     (`warn_only=False`), and to other operations of a model that would be the end.
@@ -122,8 +122,8 @@ def in_one_order() -> Iterator[None]:
 
 
 def find_overlap_problem(device: torch.device) -> str:
-    """Why exchanges beside computation could hang on the CUDA device of this process; "" where they
-    could not.
+    """Reason that exchanges beside computation could hang on this process's CUDA device. "" where
+    they could not.
     """
     if device.type != "cuda":
         return ""
@@ -168,7 +168,7 @@ def overlap_where_safe(config: HydraConfig, device: torch.device) -> HydraConfig
 
 
 NO_COMPILER = 'set "torch_adam": true, "fused": true in optimizer.params for torch\'s fused AdamW'
-"""What needs no nvcc."""
+"""Advice that needs no nvcc."""
 
 QUIET_S = 120.0
 """A lock counts as left behind when its folder has not changed for so long, which no compiler needs
@@ -177,8 +177,8 @@ for one file, and no process of this host has it open; one of another host may s
 
 
 def find_restart_problem(environment: Mapping[str, str]) -> str | None:
-    """Why a restart by this launcher would not come up, or None; looks at torchrun's variables
-    only.
+    """Reason that a restart by this launcher would not come up, or None. Looks at torchrun's
+    variables only.
 
     torchrun's ranks meet in a store of its agent, which outlives them: a restarted rank finds the
     address of one that is gone and waits for it (pytorch issue 135712, again so in torch 2.13).
@@ -199,7 +199,7 @@ def find_restart_problem(environment: Mapping[str, str]) -> str | None:
 
 
 def leave_out_shared_memory() -> None:
-    """From now on DeepSpeed makes no buffers in shared memory. Repeating it changes nothing."""
+    """Keep DeepSpeed from making buffers in shared memory. Repeating it changes nothing."""
     # As an attribute of deepspeed.comm, "torch" is torch itself.
     backend: Any = importlib.import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None
@@ -278,7 +278,7 @@ def _is_open_here(path: Path) -> bool:
 
 
 _PATIENCE_S = 5.0
-"""Until a rank speaks itself; launchers end the others within a second of the first that failed."""
+"""Seconds until a rank speaks itself; launchers end the others within a second of a failure."""
 
 _LIBRARIES = tuple(
     str(path)
@@ -294,8 +294,8 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 @functools.cache
 def end_with_the_sentence() -> None:
-    """From now on an error of ds_hydra that nobody catches, or a rank that is lost, ends this
-    process as the note above says. Repeating it changes nothing.
+    """Let an uncaught error of ds_hydra, or a lost rank, end this process as the note above says.
+    Repeating it changes nothing.
     """
     sys.excepthook = functools.partial(_end, sys.excepthook)
 
@@ -330,7 +330,7 @@ def _end(
 
 
 def own_rank() -> int:
-    """Of the process group, before there is one of the launcher."""
+    """Rank in the process group, or the launcher's rank before there is a group."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
@@ -373,7 +373,5 @@ _PAUSE_S = 0.2
 
 @functools.cache
 def let_collectives_end_at_exit() -> None:
-    """From now on this process gives its other threads time before it ends. Repeating it changes
-    nothing.
-    """
+    """Give other threads of this process time before it ends. Repeating it changes nothing."""
     atexit.register(time.sleep, _PAUSE_S)

@@ -79,8 +79,8 @@ class Sigterm:
             self._before(signal.SIGTERM, None)
 
     def leave(self, watcher: object) -> None:
-        """Forget `watcher`. After the last one SIGTERM does what it did before; one that nobody has
-        answered does so now.
+        """Forget `watcher`. After the last one SIGTERM has its former handler again; an unanswered
+        one is raised anew.
         """
         self._watchers.discard(watcher)
         if self._watchers or not self._is_installed:

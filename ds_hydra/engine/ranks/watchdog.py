@@ -1,4 +1,4 @@
-"""Who is still there: a rank that ends, fails or falls silent is named to all others, which then
+"""Watchdog of the ranks: one that ends, fails or falls silent is named to all others, which then
 stop.
 
 [Note: Watchdog]
@@ -65,7 +65,7 @@ _IS_TOLD = "_ds_hydra_is_told"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What happened to `rank`; a failure concerns one section only, a loss all that follow."""
+    """Fate of `rank`; a failure concerns one section only, a loss all that follow."""
 
     rank: int
     text: str
@@ -75,7 +75,7 @@ class Verdict:
 
     @property
     def kind(self) -> int:
-        """As which message others are told."""
+        """Kind of the message that tells the others."""
         if self.section is not None:
             return FAILED
         return LEFT if self.is_orderly else LOST
@@ -111,12 +111,12 @@ class Watchdog:
         self._verdict: Verdict | None = None
         self._deadline: float | None = None
         self._failed_section: int | None = None
-        """In which this rank itself has failed."""
+        """Number of the section in which this rank itself has failed."""
         self._engine_thread = threading.get_ident()
         self._wait: tuple[int, int] | None = None
         self._wait_began = 0.0
         self.call: tuple[str, float] | None = None
-        """To which this rank waits for the others to come, and since when."""
+        """Call for which this rank waits for the others, and since when."""
         self._changed = threading.Condition()
         self._peers: dict[int, Peer] = {}
         self._is_leaving = False
@@ -125,7 +125,7 @@ class Watchdog:
         """Whether the loss of a rank has been raised here."""
         self._selector = selectors.DefaultSelector()
         self._waker, woken = socket.socketpair()
-        """What is sent here ends the thread's wait."""
+        """Socket that ends the thread's wait when it is sent to."""
         self._selector.register(woken, selectors.EVENT_READ)
         for peer in connect(rank, num_ranks, exchange_text):
             self._peers[peer.rank] = peer
@@ -135,7 +135,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def section(self, phase: str) -> Iterator[None]:
-        """What runs inside is collective over all ranks: raises RankLostError where another rank is
+        """Make the block collective over all ranks. Raises RankLostError where another rank is
         lost.
 
         Errors that all ranks raise together pass; of any other one the others are told. Sections
@@ -197,7 +197,7 @@ class Watchdog:
 
     @property
     def _place(self) -> str:
-        """Where this rank is, in words."""
+        """Place of this rank in the program, in words."""
         is_known = self._is_inside or self._is_leaving
         return f"in {self._phase}" if is_known else "between two calls of the engine"
 
@@ -374,7 +374,7 @@ class Watchdog:
             self._changed.notify_all()
 
     def _last_failure_of(self, rank: int) -> Verdict | None:
-        """What `rank` has told of its failure in this section or the one before."""
+        """The last failure that `rank` has reported, in this section or the one before."""
         last = self._verdict
         if last is None or last.rank != rank or last.section is None:
             return None
@@ -423,9 +423,9 @@ class Watchdog:
 
 
 CALL_BYTES = 160
-"""Of the text by which ranks compare what they call."""
+"""Bytes of the text by which ranks compare their calls."""
 _PATIENCE_S = 30.0
-"""Until a rank says for which call it waits."""
+"""Seconds until a rank says for which call it waits."""
 
 _watchdog: Watchdog | None = None
 _num_engines = 0
@@ -528,8 +528,8 @@ def find_loss_behind(error: BaseException) -> RankLostError | None:
 
 @contextlib.contextmanager
 def names_losses() -> Iterator[None]:
-    """What runs inside holds collectives that are not the engine's: raises RankLostError where one
-    of them breaks because a rank is lost.
+    """Raise RankLostError where a collective inside, which is not the engine's, breaks because a
+    rank is lost.
     """
     try:
         yield
@@ -590,7 +590,7 @@ _MOST_SILENT = 512
 
 @dataclass(slots=True)
 class Peer:
-    """One connection and what is known about its other end."""
+    """One connection and the known state of its other end."""
 
     rank: int
     connection: socket.socket
@@ -660,7 +660,7 @@ def _accept(server: socket.socket, num_ranks: int, token: bytes) -> list[tuple[i
     """
     accepted: dict[int, socket.socket] = {}
     hellos: dict[socket.socket, bytes] = {}
-    """Of connections that have not said all: what they have said."""
+    """Bytes received from connections whose greeting is incomplete."""
     end = time.monotonic() + _CONNECT_TIMEOUT_S
     server.settimeout(0.0)
     with selectors.DefaultSelector() as selector:

@@ -1,1 +1,1 @@
-"""What an iteration did: metrics, traces, stragglers, errors of predictions."""
+"""Records of an iteration: metrics, traces, stragglers, errors of predictions."""

@@ -1,5 +1,5 @@
-"""How the engine learns from measured times: logs how far predictions are off, corrects the plans
-to come, and finds ranks that are slow.
+"""Learning from measured times: logs the errors of predictions, corrects later plans, and finds
+slow ranks.
 
 Every rank takes in the same times, so every rank knows the same; only rank 0 plans with it.
 
@@ -43,20 +43,20 @@ from ds_hydra.strategy.profiles.learned import (
 logger = logging.getLogger(__name__)
 
 _RATE = 0.2
-"""Weight of an iteration in what is believed of a rank: about five count."""
+"""Weight of an iteration in the estimate of a rank: about five count."""
 _NUM_NEEDED = 5
 """Iterations with two busy pipelines or more before anyone is accused."""
 _SLOW = 1.15
 """Factor from which the plans to come count with a slow rank, where noise does not explain it."""
 _FIRST_NOISE = 0.1
 _FORGOTTEN = 0.01
-"""Part of what is believed of a rank that goes with each iteration in which it has no work: half of
-it in 69.
+"""Share of the estimate of a rank that goes with each iteration in which it has no work: half of it
+in 69.
 """
 
 
 class StragglerFinder:
-    """What is believed of all ranks; the same calls give the same answer on every rank.
+    """Estimates of all ranks' slowness. The same calls give the same answer on every rank.
 
     For each rank the logarithm of measured over predicted time of its pipelines, relative to the
     median pipeline of the iteration. Iterations with fewer than two busy pipelines say nothing.
@@ -68,7 +68,7 @@ class StragglerFinder:
         self._threshold = threshold
         self._slowness: dict[int, float] = {}
         self._variance = _FIRST_NOISE**2
-        """Of a pipeline around the slowest of its ranks."""
+        """Variance of a pipeline around the slowest of its ranks."""
         self._num_seen = 0
 
     def observe(
@@ -108,8 +108,8 @@ class StragglerFinder:
                 self._slowness[rank] += _RATE * (ratio - self._slowness[rank])
 
     def slow_ranks(self) -> dict[int, float]:
-        """Ranks that are slow beyond what noise explains, and how many times as long as others
-        their pipelines take.
+        """Ranks that are slow beyond noise, and how many times as long as others their pipelines
+        take.
         """
         if self._num_seen < _NUM_NEEDED:
             return {}
@@ -159,7 +159,7 @@ _OUTSIDE_RATE = 0.2
 
 
 class LatencyTracker:
-    """What measured iterations say of a profile. Nothing is collective.
+    """Corrections of a profile by measured iterations. Nothing is collective.
 
     With `refit` "plan" what is known after iteration k holds for iteration k + `lookahead`: the
     first that is not planned yet. So what an iteration is planned with does not depend on when a
@@ -198,7 +198,7 @@ class LatencyTracker:
     # ---- what plans are made with
 
     def corrections_for(self, iteration: int) -> Corrections:
-        """What `iteration` is planned with: the last corrections that are due by then."""
+        """Corrections for the plan of `iteration`: the last ones that are due by then."""
         due = (known for begin, known in reversed(self._schedule) if begin <= iteration)
         return next(due, NO_CORRECTIONS)
 
@@ -226,8 +226,8 @@ class LatencyTracker:
         )
 
     def _extra_outside_ms(self, strategy: Strategy) -> float:
-        """What is known of pull, push and step of `strategy` against the shortest; a typical one
-        where nothing is. 0.0 where the planner knows the links.
+        """Milliseconds of pull, push and step of `strategy` above the shortest that is known; the
+        median where `strategy` is unknown. 0.0 where the planner knows the links.
         """
         if not self._outside_ms or self._settings.link_times:
             return 0.0
@@ -264,8 +264,8 @@ class LatencyTracker:
     def tell_spread(
         self, plan: IterationPlan, rank: int, computed_ms: Mapping[tuple[int, int], float]
     ) -> Sequence[float]:
-        """What `rank` tells the others of how far its micro-batches are from what is known: [Note:
-        Spread of micro-batches]. `computed_ms` of each (phase, micro-batch).
+        """Deviations of the micro-batches of `rank` from the known times, for the other ranks:
+        [Note: Spread of micro-batches]. `computed_ms` has the time of each (phase, micro-batch).
         """
         own = []
         for number, phase in enumerate(plan.on_rank(rank)):
@@ -407,7 +407,7 @@ class LatencyTracker:
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned and the corrections that plans still need, for a checkpoint."""
+        """Learned values, and the corrections that plans still need, for a checkpoint."""
         return {
             "learned": self.learned.state_dict(),
             "spread": self.spread.state_dict(),
@@ -418,8 +418,8 @@ class LatencyTracker:
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`; what is gone from the profile is left out, and what cannot be
-        read is ignored, with one line in the log each.
+        """Continue from `state_dict`. Factors gone from the profile are left out, and unreadable
+        ones ignored, with one line in the log each.
         """
         try:
             kept = names_of(self.profiled.latency, state["learned"]["names"])

@@ -1,4 +1,4 @@
-"""What an iteration did, for `metrics.jsonl` and DeepSpeed's monitors."""
+"""Metrics of an iteration, for `metrics.jsonl` and DeepSpeed's monitors."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def measure_iteration(
     peak_flops: float | None,
     **given: Any,
 ) -> IterationMetrics:
-    """Metrics of `plan` out of what each rank measured; `given` are the fields that the engine
-    knows itself.
+    """Metrics of `plan` out of the measurements of each rank; `given` are the fields that the
+    engine knows itself.
     """
     known_ms = iter(profiled_ms)
     phases = [
@@ -113,7 +113,7 @@ def expert_imbalance(tokens_LE: torch.Tensor | None) -> float:
 def describe_run(
     config: HydraConfig, stage_model: StageModel, num_ranks: int, device: torch.device
 ) -> dict[str, Any]:
-    """What `run.json` says of a run as a whole."""
+    """Describe the whole run, for `run.json`."""
     return {
         "schema": _RUN_SCHEMA,
         "version": __version__,
@@ -163,7 +163,7 @@ def _end_last_line(path: Path) -> None:
 
 
 def _last_iteration(path: Path) -> int | None:
-    """Of the last line that can be read near the end of a `metrics.jsonl`; None without one."""
+    """Iteration of the last readable line near the end of a `metrics.jsonl`; None without one."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         for line in reversed(file.read().splitlines()):
@@ -173,8 +173,8 @@ def _last_iteration(path: Path) -> int | None:
 
 
 class RunLog:
-    """Writes `metrics.jsonl` and, if wanted, one JSON file per executed plan into a run folder; a
-    resumed run adds to what is there.
+    """Writer of `metrics.jsonl` and, if wanted, one JSON file per executed plan into a run folder;
+    a resumed run appends.
 
     What another run has left there, which this one does not continue, is moved to `earlier-N` in
     the folder before the first iteration is written.
@@ -187,7 +187,7 @@ class RunLog:
         self._earlier: dict[str, bytes] | None = {
             path.name: path.read_bytes() for path in replaced if path.is_file()
         }
-        """What this run replaces before its first iteration; None from then on."""
+        """Files that this run replaces before its first iteration; None from then on."""
         self._plans = run_dir / "plans" if save_plans else None
         run_dir.mkdir(parents=True, exist_ok=True)
         if self._plans is not None:
@@ -211,7 +211,7 @@ class RunLog:
         return file
 
     def write(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
-        """Append one iteration; what cannot be written is lost: training matters more."""
+        """Append one iteration. Lines that cannot be written are lost: training matters more."""
         with self._adding(plan.iteration):
             self._file.write(json.dumps(metrics.to_json()) + "\n")
             self._file.flush()
@@ -238,7 +238,7 @@ class RunLog:
             file.write(json.dumps(document) + "\n")
 
     def _begin(self, iteration: int) -> None:
-        """Before the first `iteration` of this process: make room where it continues nothing."""
+        """Make room before the first `iteration` of this process, where it continues nothing."""
         if self._earlier is None:
             return
         earlier, self._earlier = self._earlier, None
@@ -265,7 +265,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def _adding(self, iteration: int) -> Iterator[None]:
-        """What cannot be written of `iteration` is lost with a warning."""
+        """Warn of metrics of `iteration` that cannot be written, which are lost."""
         try:
             self._begin(iteration)
             yield
@@ -277,7 +277,7 @@ class RunLog:
                 )
 
     def write_run(self, document: Mapping[str, Any]) -> None:
-        """Say what this run is in `run.json`; a resumed run says it again."""
+        """Describe this run in `run.json`; a resumed run does it again."""
         (self._run_dir / RUN_FILE).write_text(
             json.dumps(document, indent=1) + "\n", encoding="utf-8"
         )

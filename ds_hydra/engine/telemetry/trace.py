@@ -1,4 +1,4 @@
-"""When each stage did what in one iteration: recorded at the cost of a clock reading, gathered on
+"""Trace of the stages in one iteration: recorded at the cost of a clock reading, gathered on
 request.
 """
 
@@ -43,9 +43,9 @@ class Recorder:
         self._spans: list[tuple[EventKind, int, Any, Any]] = []
         self._waits: list[tuple[Any, Any]] = []
         self.phases: list[int] = []
-        """Which phase of the iteration each span is of."""
+        """Number of each span's phase in the iteration."""
         self.phase = 0
-        """That of the next span."""
+        """Number of the next span's phase."""
         self.begin()
 
     def begin(self) -> None:
@@ -59,7 +59,7 @@ class Recorder:
 
     @contextmanager
     def span(self, kind: EventKind, micro_batch: int = -1) -> Iterator[None]:
-        """Record what happens inside; a block that raises is not recorded."""
+        """Record the span of the block; one that raises is not recorded."""
         start = self._mark()
         yield
         self.add(kind, start, self._mark(), self.phase, micro_batch)
@@ -72,7 +72,7 @@ class Recorder:
         self.phases.append(phase)
 
     def add_wait(self, start: Any, end: Any) -> None:
-        """What a pass waited for, between two marks taken elsewhere: part of its span."""
+        """Record a wait inside a pass, between two marks taken elsewhere."""
         self._waits.append((start, end))
 
     def keep_up(self, num_spans: int) -> None:
@@ -89,8 +89,8 @@ class Recorder:
         ]
 
     def computed_ms(self) -> dict[tuple[int, int], float]:
-        """Of each (phase, micro-batch) the time in its passes, without what they waited for; the
-        device must have reached all of it.
+        """Milliseconds in the passes of each (phase, micro-batch), without their waits. The device
+        must have reached all of it.
         """
         own = sorted(
             (self._ms(start), self._ms(end), (phase, index))
@@ -122,8 +122,8 @@ class Recorder:
 
 
 class TraceChoice:
-    """Which iterations are traced: every n-th one, later fewer, and any that is slower than all
-    before.
+    """Choice of the iterations to trace: every n-th one, later fewer, and any that is slower than
+    all before.
 
     A pure function of what it was asked, so ranks that ask the same agree without talking.
     """
@@ -134,7 +134,7 @@ class TraceChoice:
         self._num_asked = 0
 
     def wants(self, iteration: int, slowdown: float) -> bool:
-        """Whether to trace `iteration`, which took `slowdown` times what was predicted."""
+        """Whether to trace `iteration`, which took `slowdown` times the predicted time."""
         if not self._every:
             return False
         self._num_asked += 1
@@ -146,7 +146,7 @@ class TraceChoice:
 
 
 def gather_timeline(recorder: Recorder, plan: IterationPlan, device: torch.device) -> Timeline:
-    """What all stages did, on every rank; a stage is represented by its first rank.
+    """Gather the spans of all stages on every rank; a stage is represented by its first rank.
 
     Collective over all ranks. Clocks: ranks of one host share one, and hosts are aligned where
     their first rank began, which all do when the check of the plan's digest lets them go.

@@ -1,5 +1,5 @@
-"""The link beside computation, a thread on CPU ranks and a stream on accelerators, and what the two
-tell each other.
+"""The link beside computation, a thread on CPU ranks and a stream on accelerators, and the signals
+between the two.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ class DeviceClock:
         self._beside: Any = None
 
     def beside(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, the current stream is one beside computation, the same each time; on the CPU
-        there is none.
-        """
+        """Use a stream beside computation inside, the same each time; on the CPU there is none."""
         if not self.has_streams:
             return contextlib.nullcontext()
         if self._beside is None:
@@ -64,7 +62,7 @@ class DeviceClock:
             self._current_stream().wait_event(stamp)
 
     def _current_stream(self) -> Any:
-        """Of the calling thread."""
+        """The current stream of the calling thread."""
         if self._find_raw is None:
             return get_accelerator().current_stream()
         raw = self._find_raw(self._index)
@@ -89,7 +87,7 @@ class Spans:
 
     def __init__(self, clock: DeviceClock):
         self.phase = 0
-        """Of the iteration, that of the next span."""
+        """The iteration's phase at the next span."""
         self._clock = clock
         self._spans: list[tuple[Any, Any, int]] = []
 
@@ -99,7 +97,7 @@ class Spans:
 
     @contextlib.contextmanager
     def measure(self) -> Iterator[None]:
-        """The span of what happens inside; a block that raises has none."""
+        """Measure the span of the block; one that raises has none."""
         begin = self._clock.stamp()
         yield
         self.add(begin, self._clock.stamp())
@@ -123,7 +121,7 @@ class Spans:
             self._clock.wait_for(self._spans[-1][1])
 
     def record_waits(self, recorder: Recorder) -> None:
-        """Hand all spans to `recorder` as what passes waited for."""
+        """Hand all spans to `recorder` as waits of passes."""
         for begin, end, _ in self._spans:
             recorder.add_wait(begin, end)
 

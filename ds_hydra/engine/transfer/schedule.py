@@ -1,4 +1,4 @@
-"""Which weights come and which gradients go in an iteration, in which order: a list. Pure.
+"""List of an iteration's transfers: weights that come and gradients that go, in order. Pure.
 
 [Note: Transfers]
 An iteration is planned as one list of transfers (`TransferSchedule`). `session.py` carries it out,
@@ -60,11 +60,11 @@ from ds_hydra.strategy.profiles.memory_model import GATHER_WINDOW
 AT_ONCE = -1
 """The event before all others."""
 NEVER = -1
-"""No use of the window needs the transfer."""
+"""Use of a transfer that no use of the window needs."""
 
 
 class Kind(str, Enum):
-    """What a transfer does."""
+    """Kind of a transfer."""
 
     PULL = "pull"
     """Shards of all ranks to slices: a round of a link."""

@@ -50,7 +50,7 @@ from ds_hydra.zero_link import LinkPlan
 from ds_hydra.zero_link.exchange import Link, RoundUnderWay
 
 LEAVING_S = 5.0
-"""How long a failed iteration waits for its exchanges to end."""
+"""Seconds that a failed iteration waits for its exchanges to end."""
 _AHEAD = 4
 """Rounds of a pull beyond the one that is needed, posted two at a time or more: one of them packs
 while the other one is on the wire.
@@ -113,7 +113,7 @@ class RoundWindow:
         self._finish_all_but(self._depth - 1)
 
     def settle(self) -> None:
-        """Finish what is on the wire."""
+        """Finish the transfers in flight."""
         self._finish_all_but(0)
 
     def _finish_all_but(self, count: int) -> None:
@@ -153,7 +153,7 @@ class LinkCarrier:
         return self._grads_P is not None
 
     def open(self) -> None:
-        """Make room for what stays on the node."""
+        """Make room for weights that stay on the node."""
         if self._pull_again is not None:
             self._pull_link.reserve(self.pull_plan, self._shards_P)
 
@@ -182,7 +182,7 @@ class LinkCarrier:
         return self._push_link.begin_push(self._push_plan, bucket, grads_S, self._grads_P)
 
     def abandon(self, under_way: RoundUnderWay) -> None:
-        """Keep what is on the wire for as long as the link lives."""
+        """Keep transfers in flight for as long as the link lives."""
         # Either link does: all that counts is that somebody holds it.
         self._pull_link.abandon(under_way)
 
@@ -287,7 +287,7 @@ class TransferSession:
 
     @property
     def before_backward(self) -> dict[int, Callable[[], None] | None]:
-        """What is called before the backward pass of each bucket of the window; None where no
+        """Functions to call before the backward pass of each bucket of the window; None where no
         gradient goes through the bucket.
         """
         window = self._schedule.window
@@ -309,8 +309,8 @@ class TransferSession:
             spans.phase = number
 
     def await_bucket(self, bucket: int) -> None:
-        """Let computation read the slices of a bucket in a forward pass. Raises what the thread
-        raised.
+        """Let computation read the slices of a bucket in a forward pass. Raises the thread's
+        error.
         """
         if bucket in self._in_window:
             self.enter(bucket)
@@ -321,15 +321,15 @@ class TransferSession:
             del self._brought[bucket]
 
     def await_all(self) -> None:
-        """Wait until all that is brought without waiting for an event is there. Raises what the
-        thread raised.
+        """Wait for all transfers that are made without waiting for an event. Raises the thread's
+        error.
         """
         self.await_posts()
         if self._num_at_once:
             self._wait_for(self._num_at_once - 1)
 
     def await_posts(self) -> None:
-        """On an accelerator, post all that is brought without waiting for an event: [Note: A
+        """Post on an accelerator all that is brought without waiting for an event: [Note: A
         kernel's first use].
         """
         if self._is_beside and self._next < self._num_at_once:
@@ -353,7 +353,7 @@ class TransferSession:
         self._left.record(bucket)
 
     def finish(self) -> MeasuredLinkTimes:
-        """Computation is over: wait for the rest of the transfers. Raises what the thread raised.
+        """Wait for the rest of the transfers: computation is over. Raises the thread's error.
 
         Collective over all ranks.
         """
@@ -382,11 +382,11 @@ class TransferSession:
         )
 
     def waited_ms(self, phase: int) -> float:
-        """What passes of `phase` waited for; call after `finish`."""
+        """Milliseconds that passes of `phase` waited; call after `finish`."""
         return self._waits.total_ms(phase)
 
     def record(self, recorder: Recorder, first_phase: int) -> None:
-        """Hand the spans of all transfers to `recorder`, and what passes waited for; call after
+        """Hand the spans of all transfers to `recorder`, and the waits of passes; call after
         `finish`. `first_phase` is the session's first one in the iteration.
         """
         self._work[Kind.PULL].record(recorder, EventKind.PULL, first_phase)
@@ -395,7 +395,7 @@ class TransferSession:
 
     @contextlib.contextmanager
     def _outside_of_passes(self) -> Iterator[None]:
-        """What is waited for inside counts as waiting for the push, as a whole."""
+        """Count waits inside as a wait for the push, as a whole."""
         waits, self._waits = self._waits, Spans(self._clock)
         with self._rests.measure():
             yield
@@ -407,7 +407,7 @@ class TransferSession:
             work.join()
 
     def _go_on(self) -> None:
-        """Leave the present use for the next one, and wait for what that needs."""
+        """Leave the present use for the next one, and wait for its transfers."""
         if self._use >= 0:
             # Before the next use is waited for: what that needs may go into the slot that is left
             # here.
@@ -419,9 +419,7 @@ class TransferSession:
             self._wait_for(self._needed[self._use])
 
     def _wait_for(self, number: int) -> None:
-        """Wait for a transfer, and count the time as visible; what the thread raised instead is
-        raised here.
-        """
+        """Wait for a transfer, and count the time as visible; the thread's error is raised here."""
         if self._is_beside and self._next <= number:
             self._catch_up(number + 1)
         try:
@@ -452,7 +450,7 @@ class TransferSession:
             raise
 
     def _post_ahead_of(self, number: int) -> None:
-        """On an accelerator, post the next rounds of a pull where computation comes to `number`."""
+        """Post on an accelerator the next rounds of a pull where computation comes to `number`."""
         if self._is_beside and self._next < min(self._num_at_once, number + _AHEAD - 1):
             self._catch_up(min(self._num_at_once, number + 1 + _AHEAD))
 
@@ -485,7 +483,7 @@ class TransferSession:
         return RoundWindow(begin, self.carrier.abandon, self._end, depth=self._schedule.depth)
 
     def _post(self, number: int, window: RoundWindow) -> None:
-        """Begin a transfer, and end what is too many on the wire."""
+        """Begin a transfer, and end the oldest where too many are in flight."""
         kind = self._schedule.transfers[number].kind
         if number and self._schedule.transfers[number - 1].kind is not kind:
             # Every rank ends its pull before it pushes: collectives of two groups that are under

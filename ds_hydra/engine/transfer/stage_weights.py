@@ -1,5 +1,5 @@
-"""What propagation holds of the model in one iteration: pulled slices and their fp32 gradients, in
-reused memory, where slices of frozen parameters may still be those of the iteration before.
+"""Weights of one iteration on this rank: pulled slices and their fp32 gradients, in reused memory.
+Slices of frozen parameters may still be those of the iteration before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALIGNMENT = 64
 """Slices begin at multiples of this many elements, as fast matrix kernels want them."""
 
 _CHUNK_WORDS = {"cpu": 2**17}
-"""8-byte words digested at a time: on a CPU what its cache holds, elsewhere 32 MiB."""
+"""8-byte words digested at a time: on a CPU as many as its cache holds, elsewhere 32 MiB."""
 _LARGE_CHUNK_WORDS = 2**22
 
 _WORD_FACTOR, _PLACE_FACTOR = -7046029254386353131, -4658895280553007687
@@ -56,7 +56,7 @@ class SlicePool:
         return sum(tensor.nbytes for tensor in self._held.values())
 
     def addresses(self) -> set[int]:
-        """Where the storages held begin."""
+        """Addresses of the storages held."""
         return {tensor.untyped_storage().data_ptr() for tensor in self._held.values()}
 
     def resize(
@@ -120,7 +120,7 @@ class FrozenKeeper:
         self._is_whole = True
 
     def forget(self) -> None:
-        """The pool no longer holds what was pulled."""
+        """Forget the pulled slices of the pool."""
         self._key = None
 
 
@@ -174,14 +174,14 @@ def gradient_numel(specs: Sequence[ParamSpec], bucket: Bucket) -> int:
 
 @dataclass(slots=True)
 class _BucketState:
-    """What is left to do for a bucket; tensors are flat."""
+    """Remaining work for a bucket; tensors are flat."""
 
     not_pulled: list[Tensor] = field(default_factory=list)
     """Slices that nothing is pulled into."""
     gradients: dict[int, Tensor] = field(default_factory=dict)
-    """Of trained parameters whose gradients add up here."""
+    """Gradients that add up here, by trained parameter."""
     without_gradient: dict[int, Tensor] = field(default_factory=dict)
-    """Those of them that no micro-batch has given a gradient."""
+    """Gradients among them that no micro-batch has added to."""
     trained: list[int] = field(default_factory=list)
     missing: set[int] = field(default_factory=set)
     """Trained parameters, and those that the last backward pass has not come to."""
@@ -295,12 +295,12 @@ class StageWeights:
                 self.prepare(index)
 
     def prepare(self, index: int) -> None:
-        """Set to zero what nothing is pulled into; call when a bucket was brought into its slot."""
+        """Set slices without a pull to zero; call when a bucket was brought into its slot."""
         for flat in self._states[index].not_pulled:
             flat.zero_()
 
     def expect_last_backward(self) -> None:
-        """From now on, report buckets whose gradients are complete; call before the last
+        """Report buckets whose gradients are complete, from now on. Call before the last
         micro-batch's backward.
         """
         # Of nodes, not of leaves: not every torch runs those where all of a gradient comes as
@@ -312,7 +312,7 @@ class StageWeights:
                 self._report(index)
 
     def begin_again(self) -> StageWeights:
-        """These weights as they were at first, for another iteration; the last one is over, and its
+        """Reset these weights for another iteration and return them. The last one is over, and its
         pool has served nobody else.
         """
         for hook in self._hooks:  # of the last micro-batch alone
@@ -324,7 +324,7 @@ class StageWeights:
         return self
 
     def zero_missing(self, index: int) -> None:
-        """Set to zero what no micro-batch has given a gradient in this bucket."""
+        """Set to zero gradients of this bucket that no micro-batch has added to."""
         assert not any(gradient.is_waiting for gradient in self._states[index].watched)
         without_gradient = self._states[index].without_gradient
         for grad in without_gradient.values():

@@ -1,4 +1,4 @@
-"""Commands of the lab, one in a file: what it adds to the command line."""
+"""Commands of the lab, one in a file: its part of the command line."""
 
 from __future__ import annotations
 

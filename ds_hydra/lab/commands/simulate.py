@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ds_hydra.strategy.schemes.scheme import Scheme
 
 DEFAULT_CONTEXT, DEFAULT_HISTOGRAM = 32768, "commoncrawl"
-"""Of `--model`."""
+"""Context and histogram of `--model` where none are given."""
 DEFAULT_ITERATIONS = 40
 
 
@@ -426,7 +426,7 @@ def _estimate(
 
 
 def _ask_engine(model: str) -> CanRun:
-    """Which schemes the engine runs `model` under, for ds_hydra's rows; says what it refuses."""
+    """Find the schemes that the engine runs `model` under; says what it refuses."""
     from ds_hydra.errors import HydraError
     from ds_hydra.strategy.cost_models.costs import runs_all
     from ds_hydra.strategy.schemes.scheme import Scheme
@@ -549,7 +549,7 @@ def _add_expected(document: dict[str, Any], case: Case | None, found: list[Compa
 
 
 def describe_simulation(documents: list[dict[str, Any]], document: dict[str, Any]) -> str:
-    """What users see of simulated workloads; `document` is that of a case, or holds them all."""
+    """Text of simulated workloads for users; `document` is that of a case, or holds them all."""
     lines = []
     for point in documents:
         lines += [_head(point), *_system_lines(point), ""]

@@ -30,7 +30,7 @@ Partition = tuple[int, ...]
 
 
 def even_partition(num_layers: int, num_stages: int) -> Partition:
-    """As many layers for each stage as possible alike; the first stages take what is left over."""
+    """Partition into equal stages as far as possible; the first stages take the rest."""
     share, rest = divmod(num_layers, num_stages)
     return tuple(share + (stage < rest) for stage in range(num_stages))
 
@@ -91,7 +91,7 @@ _MAX_MICRO_BATCHES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSettings:
-    """What to search."""
+    """Settings of a search."""
 
     memory_mb: float
     """Budget of one device."""
@@ -113,7 +113,7 @@ class StagePlan:
     slowdown_ms: float
     """Added to the last micro-batch, whose gradients are synchronised beside it."""
     tail_ms: float
-    """What is left of the synchronisation after the last micro-batch."""
+    """Milliseconds of the synchronisation after the last micro-batch."""
     peak_mb: float
 
 
@@ -199,7 +199,7 @@ class _Shape(NamedTuple):
 
     @property
     def samples(self) -> float:
-        """Of a micro-batch."""
+        """Samples of a micro-batch."""
         return self.batch / self.num_micro_batches
 
     def in_flight(self, stage: int) -> int:
@@ -325,7 +325,7 @@ class GalvatronSearch:
         return is_faster and max(stage.peak_mb for stage in plan.stages) <= memory_bound
 
     def _bound_ms(self, shape: _Shape) -> float:
-        """What no plan of this shape is faster than: every layer at its best, stages in perfect
+        """Lower bound of any plan of this shape: every layer at its best, stages in perfect
         balance.
         """
         fastest = self._type_costs(shape).compute_ms.min(axis=1)
@@ -361,7 +361,7 @@ class GalvatronSearch:
         return found
 
     def _shapes(self, pp: int, batch: int) -> list[_Shape]:
-        """What to try: one micro-batch without a pipeline, else powers of two that divide it."""
+        """Shapes to try: one micro-batch without a pipeline, else powers of two that divide it."""
         most = 1 if pp == 1 else min(_MAX_MICRO_BATCHES, batch)
         powers = (1 << k for k in range(most.bit_length()))
         return [_Shape(pp, batch, m) for m in powers if batch % m == 0]
@@ -398,14 +398,14 @@ class GalvatronSearch:
         return balanced_partition(np.nan_to_num(weight, posinf=1.0), extra)
 
     def _least_mb(self, shape: _Shape, stage: int) -> FloatArray:
-        """Of every layer [L] at its leanest strategy, if it is in `stage`."""
+        """Least MB of every layer [L], at its leanest strategy, if it is in `stage`."""
         costs = self._type_costs(shape)
         needs = costs.states_mb + shape.in_flight(stage) * costs.forward_mb
         least: FloatArray = needs.min(axis=1)[self._types]
         return least
 
     def _why_infeasible(self, batch: int) -> str:
-        """What the least memory of any plan is, and which layer binds."""
+        """Describe the least memory of any plan, and the layer that binds."""
         least, pp, type_index = self._leanest(batch)
         layer = self._given.layers[type_index]
         return (
@@ -472,8 +472,8 @@ class _TypeCosts:
         )
 
     def tables(self, types: IntArray, in_flight: int, num_micro_batches: int) -> StageTables:
-        """For layers of `types` [L]; gradient synchronisation spread over the micro-batches, as Eq.
-        9 weighs it.
+        """Tables for layers of `types` [L]; gradient synchronisation spread over the micro-batches,
+        as Eq. 9 weighs it.
         """
         return StageTables(
             time_ms=(self.compute_ms + (self.slowdown_ms + self.tail_ms) / num_micro_batches)[

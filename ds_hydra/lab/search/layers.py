@@ -1,5 +1,5 @@
-"""What the search knows about a model's layers and a cluster's interconnects (schema
-`ds_hydra.layers/1`), the hybrid strategies of one layer, and what a layer costs under each.
+"""Inputs of the search about a model's layers and a cluster's interconnects (schema
+`ds_hydra.layers/1`), the hybrid strategies of one layer, and the cost of a layer under each.
 
 Times are milliseconds, sizes MB (2^20 bytes), batch sizes samples. Heterogeneous models
 (encoder-decoder, Swin) are several layer types in order, each with its count.
@@ -51,17 +51,17 @@ from ds_hydra.strategy.profiles.profile import Profile
 
 _LAYERS_SCHEMA = "ds_hydra.layers/1"
 OVERLAP_SLOWDOWN = 1.3
-"""Where it was not measured: Galvatron-BMW's own (§V)."""
+"""Slowdown where it was not measured: Galvatron-BMW's own (§V)."""
 MB = float(1 << 20)
 _MOST_LAYERS = 4096
 """Layers that a search goes through one by one, for every batch and number of stages."""
 _STATE_BYTES = 16.0
-"""Of one parameter: 16-bit weight and gradient, fp32 weight and two Adam moments."""
+"""Bytes of one parameter: 16-bit weight and gradient, fp32 weight and two Adam moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
-    """One type of layer: what it computes, keeps and exchanges."""
+    """One type of layer: its computation, kept activations and exchanges."""
 
     name: str
     count: int
@@ -74,7 +74,7 @@ class LayerProfile:
     activation_mb: Mapping[int, float]
     """Kept for backward for one sample on one rank, by TP degree."""
     boundary_mb: Mapping[int, float]
-    """The layer's input alone: what checkpointing keeps, by TP degree."""
+    """MB of the layer's input alone, which checkpointing keeps, by TP degree."""
     message_mb: float
     """One all-reduce of the TP group for one sample: sequence x hidden x bytes of an element."""
 
@@ -85,7 +85,7 @@ class EndProfile:
 
     states_mb: float = 0.0
     activation_mb: float = 0.0
-    """For one sample of a micro-batch."""
+    """MB for one sample of a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,14 +97,14 @@ class SearchInput:
     all_reduce_ms_per_mb: Mapping[int, Mapping[tuple[int, bool], float]]
     """[PP degree][group size, consecutive devices]; of the volume 2 (n - 1) / n x message."""
     point_to_point_ms_per_mb: Mapping[int, float]
-    """Between neighbouring stages, by PP degree."""
+    """Milliseconds per MB between neighbouring stages, by PP degree."""
     embedding: EndProfile = field(default_factory=EndProfile)
     head: EndProfile = field(default_factory=EndProfile)
     context_mb: float = 0.0
-    """What a device holds before any model: communicators, kernels, allocator."""
+    """MB of a device before any model: communicators, kernels, allocator."""
     backward_over_forward: float = 2.0
     overlap_slowdown: float = OVERLAP_SLOWDOWN
-    """How much slower computation and gradient synchronisation run at the same time (§V)."""
+    """Slowdown of computation and gradient synchronisation at the same time (§V)."""
 
     gathers_each_micro_batch: bool = True
     """Whether sharded weights are gathered for every micro-batch (ZeRO-3) or stay gathered for an
@@ -123,14 +123,12 @@ class SearchInput:
 
     @classmethod
     def load(cls, path: Path) -> SearchInput:
-        """The input in the file `path`; raises HydraConfigError naming what is wrong."""
+        """The input in the file `path`; raises HydraConfigError naming the error."""
         return cls.from_json(read_json_object(path), source=str(path))
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, source: str = "layers") -> SearchInput:
-        """The input in a `ds_hydra.layers/1` document; raises HydraConfigError naming what is
-        wrong.
-        """
+        """The input in a `ds_hydra.layers/1` document; raises HydraConfigError naming the error."""
         with reading(document, _LAYERS_SCHEMA, source):
             interconnects = read_object(document, "all_reduce_ms_per_mb")
             given = {
@@ -275,7 +273,7 @@ def _read_group(text: str) -> tuple[int, bool]:
 
 
 class Paradigm(str, Enum):
-    """How one level of a decision tree divides the devices below it."""
+    """Paradigm by which one level of a decision tree divides the devices below it."""
 
     DP = "DP"
     SDP = "SDP"
@@ -287,7 +285,8 @@ _ALL_PARADIGMS = frozenset(Paradigm)
 
 @dataclass(frozen=True, slots=True)
 class LayerStrategy:
-    """What one layer does on its N / PP devices: levels (paradigm, degree) from outer to inner.
+    """Strategy of one layer on its N / PP devices: levels (paradigm, degree) from outer to
+    inner.
 
     As text `PP-TP-DP`: `*` follows the degree whose groups are consecutive devices (only where both
     TP and DP divide the stage), `f` marks SDP, `-c` checkpointing: `1-2*-4f-c`.
@@ -309,7 +308,7 @@ class LayerStrategy:
 
     @property
     def sdp(self) -> int:
-        """By what sharding divides the model states."""
+        """Degree by which sharding divides the model states."""
         return self._degree(Paradigm.SDP)
 
     @property
@@ -333,7 +332,7 @@ class LayerStrategy:
 
     @property
     def layout(self) -> tuple[int, int, bool]:
-        """What decides where the layer's activations lie: (TP, DP, consecutive TP groups)."""
+        """Layout of the layer's activations: (TP, DP, consecutive TP groups)."""
         return self.tp, self.dp, self.is_tp_consecutive
 
     def __str__(self) -> str:
@@ -430,9 +429,9 @@ class LayerCost:
     compute_ms: float
     """Forward and backward without synchronising gradients: C_no_grad_sync of Eq. 9."""
     slowdown_ms: float
-    """What the last micro-batch takes longer, because gradients are synchronised beside it."""
+    """Milliseconds that synchronising gradients beside it adds to the last micro-batch."""
     tail_ms: float
-    """What is left of that synchronisation when the backward pass is over."""
+    """Milliseconds of that synchronisation after the backward pass."""
     forward_mb: float
     """O_f: kept from forward to backward."""
     backward_mb: float
@@ -521,7 +520,7 @@ class CostEstimator:
     def _overlapped(
         self, compute: float, communication: float, share: float
     ) -> tuple[float, float]:
-        """Until the computation ends, and what of the communication is left then.
+        """Milliseconds until the computation ends, and of the communication that is left then.
 
         Both begin together; while both run each takes `overlap_slowdown` times as long (§V).
         """

@@ -1,3 +1,3 @@
-"""What an iteration would take on any cluster: event simulation of plans, baselines, paper cases,
+"""Simulation of iterations on any cluster: event simulation of plans, baselines, paper cases,
 what-if sweeps.
 """

@@ -1,6 +1,6 @@
-"""What is simulated, a model and the lengths of its data on so many devices; and named cases of it,
-such as those of the paper, with what was published about them. A model without a profile gets one
-by its config.json, on described hardware, without a measurement.
+"""Simulated workloads, a model and the lengths of its data on so many devices; and named cases of
+them, such as those of the paper, with what was published about them. A model without a profile gets
+one by its config.json, on described hardware, without a measurement.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def estimate_from_config(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload(World):
-    """What is simulated: a model on so many devices, and the lengths of its data."""
+    """Simulated workload: a model on so many devices, and the lengths of its data."""
 
     name: str
     histogram: LengthHistogram
@@ -125,9 +125,9 @@ class Workload(World):
     strategies: tuple[Strategy, ...] = ()
     """Candidates of ds_hydra, proposed from the histogram where empty."""
     plain_strategies: tuple[Strategy, ...] = ()
-    """Those that a paper names, of <TP,PP>, for the rows of <TP,PP> alone."""
+    """Strategies that a paper names, of <TP,PP>, for the rows of <TP,PP> alone."""
     own_profile: Profile | None = None
-    """What ds_hydra has in place of `profile`, if not the same with the engine's states."""
+    """Profile of ds_hydra in place of `profile`, if not the same with the engine's states."""
 
 
 def check_workload(workload: Workload, *, is_plain: bool = True) -> None:
@@ -168,7 +168,7 @@ CASES_SCHEMA = "ds_hydra.cases/1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """One published figure: what it is, its value as text, and the name of ours
+    """One published figure: its kind, its value as text, and the name of ours
     (`report.metrics`).
     """
 

@@ -128,7 +128,7 @@ def _run_all(
     progress: Callable[[str], None],
     run_each: Callable[..., Iterable[Any]],
 ) -> dict[str, Any]:
-    """What each job returns."""
+    """Run the jobs and return the result of each."""
     results = iter(run_each(_call, jobs.values()))
     found = {}
     for name in jobs:
@@ -235,8 +235,8 @@ def _static_choices(
     planned: dict[str, Planned],
     known: Comparison | None,
 ) -> dict[str, tuple[Scenario, Sequence[Strategy]]]:
-    """Where the systems of `STATIC` run, and what they choose among: the candidates of ds_hydra,
-    and all that the program of Eq. (4) finds.
+    """Scenarios of the systems of `STATIC`, and their choices: the candidates of ds_hydra, and all
+    that the program of Eq. (4) finds.
     """
     ours = planned[DS_HYDRA]
     if known is not None:
@@ -275,7 +275,7 @@ def _propose(
     space: Space,
     inside: TellProgress | None = None,
 ) -> tuple[Strategy, ...]:
-    """What the engine and `ds-hydra propose` would choose among."""
+    """Candidates that the engine and `ds-hydra propose` would choose among."""
     found = decide_candidates(
         scenario.profile,
         workload.histogram,
@@ -300,6 +300,6 @@ def _propose(
 
 
 def _proposed_strategies(workload: Workload) -> tuple[Strategy, ...]:
-    """What the program of Eq. (4) finds, all of it."""
+    """Strategies that the program of Eq. (4) finds, all of them."""
     settings = ProposalSettings(tokens_per_iteration=workload.tokens_per_iteration)
     return tuple(propose_from_histogram(workload, workload.histogram, settings))

@@ -1,4 +1,4 @@
-"""How others place sequences: first-fit-decreasing micro-batches dealt out evenly, and
+"""Placement of sequences by other systems: first-fit-decreasing micro-batches dealt out evenly, and
 Karmarkar-Karp balance.
 
 Lengths are given in descending order; results are arrays of micro-batch or group numbers in that
@@ -40,7 +40,7 @@ def first_fit_decreasing(
 
 
 _FEW_GROUPS = 15
-"""Up to so many insertion is fastest, and what numpy does: equal sums keep their order."""
+"""Number of groups up to which insertion is fastest, and numpy's own way: it is stable."""
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""What `compare` found: times of all systems on the same mini-batches, with error bars; and the
+"""Results of `compare`: times of all systems on the same mini-batches, with error bars; and the
 figures of the paper beside ours: what a case's `metric` names mean, and the document of all cases.
 
 A metric is a name and systems, e.g. `imbalance.plain` or `gain.two_stage.static`;
@@ -53,7 +53,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """How many times as long the mean mini-batch takes, with the middle 95% of paired resamples."""
+    """Ratio of the times of mean mini-batches, with the middle 95% of paired resamples."""
 
     value: float
     low: float
@@ -82,8 +82,8 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Planned:
-    """ds_hydra on all mini-batches, its candidates and what no plan in their space of schemes can
-    beat.
+    """ds_hydra on all mini-batches, its candidates and the lower bound of all plans in their space
+    of schemes.
     """
 
     result: SystemResult
@@ -152,7 +152,7 @@ class Comparison:
 
     @property
     def plans(self) -> tuple[IterationPlan, ...]:
-        """Those of `ours`."""
+        """Plans of `ours`."""
         return self.ours.plans
 
     def get(self, name: str) -> SystemResult | None:
@@ -160,9 +160,7 @@ class Comparison:
         return next((result for result in self.results if result.name == name), None)
 
     def speedup(self, name: str, *, of_propagation: bool = False) -> Ratio | None:
-        """How many times as fast ds_hydra is as `name`, in whole iterations or in propagation
-        alone.
-        """
+        """Speedup of ds_hydra over `name`, in whole iterations or in propagation alone."""
         system, ours = self.get(name), self.results[0]
         if system is None:
             return None
@@ -184,16 +182,16 @@ class Comparison:
 
     @cached_property
     def flops(self) -> ModelFlops:
-        """Those of the model."""
+        """FLOPs of the model."""
         return profile_flops(self.workload.profile)
 
     @property
     def peak_flops(self) -> float | None:
-        """Of a device in 16 bit, None where its hardware is not described."""
+        """Peak FLOP/s of a device in 16 bit, None where its hardware is not described."""
         return self.cluster.hardware.peak_flops if self.cluster else None
 
     def dollars_per_billion_tokens(self, result: SystemResult, price_per_gpu_hour: float) -> float:
-        """What 10^9 tokens cost at a price for one device and hour."""
+        """Dollars for 10^9 tokens at a price for one device and hour."""
         hours = 1e9 / self.tokens_per_s(result) / 3600
         return hours * self.workload.num_devices * price_per_gpu_hour
 

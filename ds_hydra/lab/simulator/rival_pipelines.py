@@ -58,7 +58,7 @@ class ContextParallel:
 
     @cached_property
     def strategy(self) -> Strategy:
-        """As many pipelines as there are devices for; CP ranks hold the same slices."""
+        """The strategy with as many pipelines as fit; CP ranks hold the same slices."""
         return Strategy.alike(self._wide, self.scenario.num_devices)
 
     @property
@@ -70,7 +70,7 @@ class ContextParallel:
         return f"{number}x{self.scheme}" + (f" CP{self.cp}" if self.cp > 1 else "")
 
     def sequences_ms(self, lengths: IntArray) -> FloatArray:
-        """What each sequence adds to the time of its micro-batch in one stage."""
+        """Milliseconds that each sequence adds to the time of its micro-batch in one stage."""
         tokens = lengths.astype(np.float64)
         attention = self.latency.quadratic_ms * tokens**2 / self.cp
         cluster = self.scenario.cluster
@@ -154,8 +154,8 @@ def hold_back(mini_batches: Sequence[IntArray], longest: int, num_pipelines: int
 
 
 KEPT_BYTES = 8
-"""Of a token, layer and hidden unit for every chunk of a sequence until its last backward: keys,
-values and their gradients in 16 bit.
+"""Bytes of a token, layer and hidden unit for every chunk of a sequence until its last backward:
+keys, values and their gradients in 16 bit.
 """
 SMALLEST_CHUNK_TOKENS = 2048
 

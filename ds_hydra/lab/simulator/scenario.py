@@ -1,4 +1,4 @@
-"""What the systems of a comparison have in common, and what each of them is measured by.
+"""Common inputs of the systems of a comparison, and the measures of each.
 
 All systems see the same mini-batches, the same T, memory model, interconnects and overlap.
 Micro-batches have varlen attention everywhere.
@@ -35,13 +35,13 @@ from ds_hydra.strategy.proposal.program import homogeneous_strategies, usable_sc
 from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme, Strategy
 
 _LEAST = 0.2
-"""What is left of a time at least, however far it was drawn from the mean."""
+"""Least factor of a time, however far it was drawn from the mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """Standard deviations of what times are multiplied with, normal around 1: of each micro-batch
-    of a group of ranks, and of each rank in an iteration, of which the slowest of a group counts.
+    """Standard deviations of factors of times, normal around 1: of each micro-batch of a group of
+    ranks, and of each rank in an iteration, of which the slowest of a group counts.
 
     `is_planned_for`: ds_hydra's planner knows `of_micro_batch`.
     """
@@ -52,7 +52,7 @@ class Noise:
     seed: int = 0
 
     def drawn(self, iteration: int, num_devices: int) -> Scatter:
-        """What becomes of the times of one iteration, step by step."""
+        """Scatter of the times of one iteration, step by step."""
         generator = np.random.Generator(np.random.PCG64([self.seed, iteration]))
         of_ranks = 1 + self.of_rank * generator.standard_normal(num_devices)
 
@@ -93,8 +93,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SystemResult:
-    """One system over all mini-batches; arrays have one entry for each. `strategy` says what was
-    chosen.
+    """One system over all mini-batches; arrays have one entry for each. `strategy` names the
+    choice.
     """
 
     name: str
@@ -107,7 +107,7 @@ class SystemResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario(World):
-    """What all systems have in common: the mini-batches and where they run.
+    """Common inputs of all systems: the mini-batches and where they run.
 
     `seen`: share of pull and push, and of ZeRO-3's gathers, that nothing hides, for all systems; as
     much as the overlap leaves if None. `noise`: how times scatter, for all systems, which choose
@@ -175,7 +175,7 @@ class Scenario(World):
         return self._planned[key]
 
     def linked_settings(self, strategies: Sequence[Strategy]) -> PlannerSettings:
-        """The planner's settings with what pull and push of `strategies` take here."""
+        """The planner's settings with times of pull and push of `strategies` here."""
         if self.cluster is None:
             return self.settings
         times = {strategy: self.links(strategy) for strategy in strategies}
@@ -303,8 +303,8 @@ def best_of(results: Iterable[SystemResult]) -> SystemResult | None:
 
 
 NUM_TRIAL_BATCHES, NUM_FINALISTS = 12, 3
-"""Where a choice takes long to try: mini-batches that all are tried on, and how many of the best
-run all of them.
+"""Numbers of trials where a choice takes long: mini-batches that all are tried on, and how many of
+the best run all of them.
 """
 PARTIAL = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the layers that activation checkpointing computes again, for systems that choose."""
@@ -321,7 +321,9 @@ def recomputing(scenario: Scenario) -> tuple[Scenario, tuple[Scheme, ...]]:
 
 
 def priced(scenario: Scenario, schemes: Iterable[Scheme]) -> tuple[Scenario, tuple[Scheme, ...]]:
-    """Those of `schemes` that fit the devices and have a price, and a scenario that knows it."""
+    """Price those of `schemes` that fit the devices. Returns a scenario that knows their prices,
+    and the schemes that have one.
+    """
     distinct = dict.fromkeys(s for s in schemes if s.num_devices <= scenario.num_devices)
     found = [s for s in distinct if scenario.costs.find(s)]
     wider = scenario.knowing(scenario.costs.extended(found))
@@ -330,7 +332,7 @@ def priced(scenario: Scenario, schemes: Iterable[Scheme]) -> tuple[Scenario, tup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """What no strategy of some schemes and no placement can beat.
+    """Lower bound of all strategies of some schemes and all placements.
 
     `perfect_balance_ms`: propagation where every sequence runs on the scheme that uses least device
     time for it, of those that gather or of the others, all devices are always busy, and a

@@ -97,7 +97,7 @@ NUM_BATCHES, MAX_TOKENS = 4, 3_200_000
 def with_spread(
     found: Comparison, run_each: Callable[..., Iterable[dict[str, float]]] = map
 ) -> Comparison:
-    """`found` with what becomes of each speed-up of whole iterations.
+    """`found` with the change of each speed-up of whole iterations.
 
     All systems run the first mini-batches again, with T, the rates of the interconnect, and the
     efficiency of attention 20% lower and higher, one at a time, and with `SEEN` of all transfers on

@@ -1,4 +1,4 @@
-"""The systems of a comparison: what they are called, and how each is run on the mini-batches of a
+"""The systems of a comparison: their names, and the way each is run on the mini-batches of a
 scenario; other ways to train, and the parts of ds_hydra one by one.
 
 A system that has a choice is tuned with hindsight: it gets what is best on the very mini-batches it
@@ -44,14 +44,14 @@ from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.strategy.schemes.scheme import Strategy
 
 HOTSPA_BOUNDARIES_TOKENS = (4096, 16384)
-"""Where HotSPa may change its strategy (Hydraulis, App. F)."""
+"""Tokens at which HotSPa may change its strategy (Hydraulis, App. F)."""
 
 
 _NUM_NAMED = 6
 """Strategies that the row of ds_hydra names."""
 
 DEALS = {"": pack_fixed_length, ", spread": pack_evenly}
-"""How Megatron-LM's micro-batches are filled and dealt, by what the row says of it."""
+"""Ways to fill and deal Megatron-LM's micro-batches, by the text of the row."""
 
 
 def fixed_length(
@@ -257,7 +257,7 @@ def _planned_below(
 
 
 def _bounds(scenario: Scenario, strategy: Strategy) -> FloatArray:
-    """What no whole iteration with `strategy` can beat, for each mini-batch, in ms."""
+    """Lower bound of a whole iteration with `strategy`, for each mini-batch, in ms."""
     settings = scenario.linked_settings([strategy])
     step_ms = scenario.cluster.end_ms if scenario.cluster else 0.0
     mini_batches = (
@@ -289,7 +289,7 @@ OUR_SYSTEMS = {
     PLAIN: "ds_hydra, <TP,PP> alone",
     PAPER: "the same, memory of the paper",
 }
-"""Systems whose plans a comparison keeps, with what users see."""
+"""Systems whose plans a comparison keeps, with their labels for users."""
 FULL_STATIC = "full_static"
 """The best single strategy of ds_hydra's own space."""
 STATIC = ("static", FULL_STATIC)
@@ -355,7 +355,7 @@ SYSTEMS = {
 """All that ds_hydra is compared with, in the order they are shown."""
 
 LABELS = {**OUR_SYSTEMS, **{name: system.label for name, system in SYSTEMS.items()}}
-"""Systems in the order they are shown, with what users see."""
+"""Systems in the order they are shown, with their labels for users."""
 
 
 TOKENS_PER_POINT = 20_000_000
@@ -366,7 +366,7 @@ PROPOSAL_TOKENS_PER_POINT = 6_400_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a comparison is simulated.
+    """Settings of a simulated comparison.
 
     `systems` other than ds_hydra; `num_proposal_batches` mini-batches, drawn apart from those of
     the comparison, decide about ds_hydra's candidates. `overlap` of pull and push with propagation;
@@ -388,8 +388,8 @@ class Settings:
     space: Literal["full", "plain"] = "full"
 
     def sized(self, tokens_per_iteration: int) -> Settings:
-        """With fewer mini-batches where they are large: means over as many tokens are about as
-        good.
+        """Settings with fewer mini-batches where they are large: means over as many tokens are
+        about as good.
 
         >>> [Settings().sized(tokens).iterations for tokens in (200_000, 2_000_000)]
         [100, 10]
@@ -403,7 +403,7 @@ class Settings:
         )
 
     def scenario(self, workload: Workload) -> Scenario:
-        """What all systems run: mini-batches of `workload`, the memory of its profile."""
+        """The scenario of all systems: mini-batches of `workload`, the memory of its profile."""
         return Scenario(
             costs=workload.costs,
             num_devices=workload.num_devices,

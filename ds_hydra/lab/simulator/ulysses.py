@@ -281,7 +281,7 @@ _Run = Callable[[ShardedGroup, Sequence[FloatArray]], Outcome]
 
 
 class _Chosen(NamedTuple):
-    """Times of the micro-batches of each group, and what the mini-batch takes with them."""
+    """Times of the micro-batches of each group, and of the mini-batch with them."""
 
     group: ShardedGroup
     times_ms: list[FloatArray]

@@ -1,6 +1,4 @@
-"""Which sequences an iteration trains on: an endless, resumable stream of token-budget
-mini-batches.
-"""
+"""Sequences of each iteration: an endless, resumable stream of token-budget mini-batches."""
 
 from __future__ import annotations
 
@@ -23,14 +21,14 @@ _BLOCK = 4096
 """Sequences that are looked at together: an epoch may have many millions."""
 
 NUM_REMEMBERED_STATES = 4096
-"""How far planning may run ahead of training and a checkpoint of the executed iteration still be
-possible.
+"""Iterations by which planning may run ahead of training so that a checkpoint of the executed
+iteration is still possible.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerState:
-    """Where the stream stands before `iteration` is drawn: `position` sequences into `epoch`."""
+    """Position of the stream before `iteration` is drawn: `position` sequences into `epoch`."""
 
     iteration: int = 0
     epoch: int = 0
@@ -117,7 +115,7 @@ class TokenBudgetSampler:
 
     @property
     def state(self) -> SamplerState:
-        """Where the stream stands, for `draw`."""
+        """Position of the stream, for `draw`."""
         return self._state
 
     def __iter__(self) -> Iterator[GlobalBatch]:
@@ -177,7 +175,7 @@ class TokenBudgetSampler:
         return epoch_order(len(self._lengths), self._seed, epoch)[position:stop]
 
     def state_dict(self, iteration: int | None = None) -> dict[str, Any]:
-        """What `load_state_dict` needs to continue with `iteration`, JSON-able.
+        """State from which `load_state_dict` continues with `iteration`, JSON-able.
 
         None means the first iteration that has not been drawn. Planning draws ahead of training, so
         a checkpoint after k executed iterations (counted from 0) asks for `state_dict(k)`.
@@ -218,7 +216,7 @@ class TokenBudgetSampler:
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """What two samplers that draw the same sequences have in common, JSON-able."""
+        """Facts that are equal for two samplers that draw the same sequences, JSON-able."""
         digest = hashlib.blake2b(digest_size=8)
         for array in (self._lengths, self._num_label_tokens):
             for begin in range(0, len(array), _BLOCK):

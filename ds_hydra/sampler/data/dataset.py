@@ -1,4 +1,4 @@
-"""What the training data holds: token lengths known before anything is loaded, rows read on demand.
+"""Training data: token lengths known before anything is loaded, rows read on demand.
 
 The only file of the planner's packages that reads data (through `datasets`).
 """
@@ -83,7 +83,7 @@ class RawTokenize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
-    """What was read, and what was cut or left out of it."""
+    """Counts of rows and tokens that were read, cut or left out."""
 
     num_rows: int
     num_sequences: int
@@ -248,8 +248,8 @@ class TokenDataset:
         return {"input_ids": input_ids, "labels": labels}
 
     def digest_tokens(self) -> str:
-        """Of the tokens and labels of some sequences, the first and the last among them: what
-        ranks, or a run and its checkpoint, may have in another order where lengths are equal.
+        """Digest of a sample of sequences, the first and the last among them. It differs where
+        ranks, or a run and its checkpoint, have sequences of equal lengths in another order.
         """
         digest = hashlib.blake2b(digest_size=8)
         some = np.linspace(0, len(self.lengths) - 1, _NUM_DIGESTED, dtype=np.int64)
@@ -300,8 +300,8 @@ def check_stored(dataset: datasets.Dataset, what: str) -> None:
 def check_dataset_columns(
     dataset: datasets.Dataset | datasets.IterableDataset, read: Sequence[str] = ()
 ) -> None:
-    """Raise HydraConfigError naming a column that would change what is trained, and that is not
-    `read` elsewhere.
+    """Raise HydraConfigError naming a column that would change training, and that is not `read`
+    elsewhere.
     """
     features = dataset.features
     check_columns(features, lambda name: _is_list_of_numbers(features[name]), "the dataset", read)
@@ -373,7 +373,7 @@ def map_rows(
     num_proc: int | None,
     **options: Any,
 ) -> datasets.Dataset:
-    """Return what `function` makes of the rows of `dataset`, in place of all their columns.
+    """Return the results of `function` on the rows of `dataset`, in place of all their columns.
 
     It is computed once and found in the cache of `datasets` later, which is beside the dataset's
     files, or in the user's own cache where nobody may write there (a mount that is read-only).
@@ -473,7 +473,7 @@ def _is_trivial(table: pa.Table) -> bool:
 
 @no_bars_in_files()
 def _convert_dataset(dataset: datasets.Dataset, num_proc: int | None) -> datasets.Dataset:
-    """`dataset` with what `to_example` makes of each row in place of all its columns."""
+    """`dataset` with the results of `to_example` on each row in place of all its columns."""
     tokens = datasets.Sequence(datasets.Value("int64"))
     features = datasets.Features({"input_ids": tokens, "labels": tokens})
     return map_rows(dataset, _convert_row, features, num_proc, with_indices=True, desc="labels")
@@ -563,7 +563,7 @@ def _present(source: datasets.Dataset | pa.Table, names: Sequence[str]) -> list[
 
 
 def _read_tables(dataset: datasets.Dataset, names: Sequence[str]) -> Iterator[pa.Table]:
-    """These columns, at most about `_TOKENS_PER_READ` tokens of them at once, or one row."""
+    """Read these columns, at most about `_TOKENS_PER_READ` tokens of them at once, or one row."""
     columns = _present(dataset, names)
     rows = dataset.with_format("arrow", columns=columns)
     begin, num_rows = 0, min(_ROWS_PER_READ, 64)

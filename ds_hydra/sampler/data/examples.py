@@ -1,4 +1,4 @@
-"""One example of the user's into what is trained: token ids and labels of a single sequence.
+"""Conversion of one example of the user's: token ids and labels of a single sequence.
 
 Datasets, given mini-batches and the Trainer all read their examples here.
 """
@@ -76,7 +76,7 @@ def check_columns(
     what: str,
     read: Collection[str] = (),
 ) -> None:
-    """Raise HydraConfigError where a column beside the known ones would change what is trained.
+    """Raise HydraConfigError where a column beside the known ones would change training.
 
     This is also any that `has_numbers` for each token and a name that speaks of masks, weights,
     labels or targets; beside texts, whose tokens are not known to it, of masks or weights. Columns
@@ -127,7 +127,7 @@ _PAIRS = {
 
 
 def hint_for(columns: Collection[str], otherwise: str) -> str:
-    """Return what to do with `columns` that nothing reads: turn those of a known convention into
+    """Return the advice on `columns` that nothing reads: turn those of a known convention into
     ours, or else `otherwise`.
 
     >>> hint_for(["question", "completion"], "name the text")
@@ -264,7 +264,7 @@ def _as_mask(values: IntArray, name: str, what: str) -> npt.NDArray[np.bool_]:
 
 
 def _find_tokens(attention_mask: IntArray | None, length: int, what: str) -> slice:
-    """Where the sequence stands between its padding."""
+    """Places of the sequence between its padding."""
     if attention_mask is None:
         return slice(0, length)
     places = np.flatnonzero(_as_mask(attention_mask, "attention_mask", what))

@@ -47,9 +47,9 @@ _BUILDERS = {
     ".csv": "csv",
 }
 _HOLD_DATA_ALONE = (".parquet", ".arrow", ".jsonl")
-"""Beside files that end so, others of a folder are descriptions of them."""
+"""Endings of files beside which others of a folder are descriptions of them."""
 _PACKAGES = {"type zstd not supported": "zstandard", "type lz4 not supported": "lz4"}
-"""What `datasets` says where it is missing."""
+"""Missing packages, by the errors that `datasets` raises without them."""
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 
 
@@ -168,7 +168,7 @@ def _data_files(path: Path) -> tuple[list[Path], str]:
 
 
 def _suffix(file: Path) -> str:
-    """Return how `file` ends, in lower case and without what says that it is compressed."""
+    """Return the ending of `file`, in lower case and without that of a compression."""
     name = file.with_suffix("") if file.suffix.lower() in _COMPRESSED else file
     return name.suffix.lower()
 
@@ -298,7 +298,7 @@ def _row_lengths(
     text_column: str,
     eos_token_id: int | None,
 ) -> list[int]:
-    """Tokens of each row; 0 where nothing is predicted. What other rows alone have is None."""
+    """Tokens of each row; 0 where nothing is predicted. Fields of other rows alone are None."""
     convert = find_conversion(columns, tokenize)
     if convert is None and "input_ids" not in columns:
         texts = [row.get(text_column) for row in rows]

@@ -126,9 +126,9 @@ def find_conversion(
     assistant_only_loss: bool = False,
     option: str = "set hydra.tokenizer to its path or hub id",
 ) -> Callable[[Row, int], TokenRow] | None:
-    """What makes tokens of a row (and its number) with these columns; None where they are not for
-    supervised fine-tuning. Raises HydraConfigError where they are, and there is no tokenizer,
-    which `option` gives.
+    """The function that makes tokens of a row (and its number) with these columns. None where they
+    are not for supervised fine-tuning. Raises HydraConfigError where they are, and there is no
+    tokenizer, which `option` gives.
     """
     if "input_ids" in columns or not ("messages" in columns or _has_prompts(columns)):
         return None
@@ -327,7 +327,7 @@ def _encode_chat(
 
 
 def render_chat(tokenizer: ChatTokenizer, conversation: Any, **settings: Any) -> Any:
-    """What the tokenizer's `apply_chat_template` gives, of messages and tools as they were before
+    """Apply the tokenizer's `apply_chat_template` to messages and tools as they were before
     `datasets` stored them.
 
     Arrow gives every struct all keys of all rows: those that are None are left out at every depth.

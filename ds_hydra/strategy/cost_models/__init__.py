@@ -1,1 +1,1 @@
-"""What computation and communication cost where nothing was measured."""
+"""Costs of computation and communication where nothing was measured."""

@@ -59,14 +59,14 @@ _EXCHANGES = 4
 heads, outputs back, in forward and backward (`engine/parallel/token_cuts.py`).
 """
 KEY_VALUE_EXCHANGES = 3
-"""Of CP for each layer: keys and values forward, again backward, and their gradients."""
+"""Exchanges of CP for each layer: keys and values forward, again backward, and their gradients."""
 _KEY_VALUE_BYTES = KEY_VALUE_EXCHANGES * 2 * 2
-"""Of a token, layer and hidden unit in these, in 16 bit."""
+"""Bytes of a token, layer and hidden unit in these exchanges, in 16 bit."""
 _EXPERT_EXCHANGES = 4
 """Times that hidden states travel to experts or back for each layer, forward and backward."""
 _EXPERT_COLLECTIVES = 7
-"""How many tokens come, hidden states and weights, what experts made of them; in backward the last
-three.
+"""Collectives of a layer with experts: the number of tokens that come, hidden states and weights,
+results of experts; in backward the last three.
 """
 _KEPT_OF_MLP, _KEPT_OF_EXPERTS = 8, 4
 """Bytes that a token leaves for each unit of I, gate, up, activation and product in 16 bit; and for
@@ -75,7 +75,7 @@ each expert and hidden unit: what went in and what came out. `_KEPT_BYTES` has I
 _USUAL_WIDTH = 2.7
 _TOUCHED_BYTES = 6
 _CAST_BYTES = 2 + 2 * (2 + 1)
-"""Of a number that is an operand of two 8-bit products (`_eight_bit_work`)."""
+"""Bytes moved for a number that is an operand of two 8-bit products (`_eight_bit_work`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +101,9 @@ class Hardware:
     iteration_overhead_ms: float = 0.0
     """Time of the host in an iteration, beside passes and step."""
     peak_flops: float | None = None
-    """What the vendor states, dense and in 16 bit."""
+    """FLOP/s that the vendor states, dense and in 16 bit."""
     float8_flops: float | None = None
-    """In 8 bits, by the same share of the peak as in 16; None for devices without."""
+    """FLOP/s in 8 bits, by the same share of the peak as in 16; None for devices without."""
 
     @classmethod
     def load(cls, name: str) -> Hardware:
@@ -113,8 +113,8 @@ class Hardware:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, source: str = "hardware") -> Hardware:
-        """The hardware in a `ds_hydra.hardware/1` document; raises HydraConfigError naming what is
-        wrong.
+        """The hardware in a `ds_hydra.hardware/1` document; raises HydraConfigError naming the
+        error.
         """
         with reading(document, HARDWARE_SCHEMA, source):
             reached = read_object(document, "efficiency")
@@ -171,7 +171,7 @@ def find_shipped_hardware(device: str | None) -> dict[str, Any] | None:
 
 
 def _read_rate(document: Mapping[str, Any], key: str) -> float:
-    """Of a second: from 1 to a million times the fastest device there is."""
+    """Read a rate per second: from 1 to a million times the fastest device there is."""
     return read_number(document, key, least=1, most=1e6 * LARGEST)
 
 
@@ -185,20 +185,20 @@ class Experts:
     size: int
     """Intermediate size of one."""
     shared_size: int = 0
-    """Intermediate size of what all tokens use beside."""
+    """Intermediate size of the part that all tokens use beside."""
     layer_share: float = 1.0
     """Layers with experts over all layers; the others are dense."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerMeans:
-    """What one layer has, mean over layers; elements are those of matrices."""
+    """Sizes of one layer, mean over layers; elements are those of matrices."""
 
     params: float
     active_params: float
-    """Those that a token meets."""
+    """Elements that a token meets."""
     expert_params: float
-    """Of all experts that tokens choose from."""
+    """Elements of all experts that tokens choose from."""
     attention_width: float
     """Features of all attention heads."""
     state_params: float = 0.0
@@ -220,12 +220,12 @@ class LayerMeans:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What of a decoder the roofline needs."""
+    """Sizes of a decoder that the roofline needs."""
 
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    """Of a layer without experts."""
+    """Intermediate size of a layer without experts."""
     vocab_size: int
     key_value_share: float = 1.0
     """Key-value heads over attention heads."""
@@ -233,13 +233,13 @@ class ModelShape:
     """Features of all attention heads; 0: the hidden size."""
     experts: Experts | None = None
     layer: LayerMeans | None = None
-    """Where layers are not what the sizes above say: four projections, and an MLP with a gate or
-    experts without a router.
+    """Sizes of layers that are not as above: four projections, and an MLP with a gate or experts
+    without a router.
     """
 
     @property
     def means(self) -> LayerMeans:
-        """Of one layer: `layer`, or by the sizes."""
+        """Sizes of one layer: `layer`, or by the sizes above."""
         if self.layer is not None:
             return self.layer
         e, width = self.experts, float(self.attention_width or self.hidden_size)
@@ -282,7 +282,7 @@ class ModelShape:
         return self.kept_bytes + 1.5 * tp
 
     def to_json(self) -> dict[str, Any]:
-        """What the "model" section of a profile says of it beside its name."""
+        """The "model" section of a profile, beside the model's name."""
         document = asdict(self)
         del document["key_value_share"]
         optional = ("attention_width", "experts", "layer")
@@ -290,7 +290,8 @@ class ModelShape:
 
 
 def key_values_ms(shape: ModelShape, hardware: Hardware, scheme: Scheme) -> float:
-    """What a token of a micro-batch costs CP ranks of a stage in keys and values of other rows.
+    """Milliseconds for a token of a micro-batch that CP ranks of a stage spend on keys and values
+    of other rows.
 
     Rings of the CP group have one edge between two nodes, all ranks between two neighbours of a
     group at once. Left out: key-value heads that SP or TP ranks have repeatedly.
@@ -309,7 +310,8 @@ def key_values_ms(shape: ModelShape, hardware: Hardware, scheme: Scheme) -> floa
 def sequence_parallel_latency(
     shape: ModelShape, hardware: Hardware, scheme: Scheme
 ) -> LatencyModel | None:
-    """What the exchanges of SP add to T of `scheme` without communication; None without SP.
+    """Part of T that the exchanges of SP add to `scheme` without communication; None without
+    SP.
 
     A rank sends all but its own share of queries, keys, values and outputs of its tokens, and their
     gradients, inside its node and to others at the same time. All ranks of a node send at once, so
@@ -336,8 +338,8 @@ def sequence_parallel_latency(
 def expert_parallel_latency(
     shape: ModelShape, hardware: Hardware, scheme: Scheme, skew: float = 1.0
 ) -> LatencyModel | None:
-    """What `ep` adds to T of `scheme` without it: tokens that travel, and experts of the busiest
-    rank, which get `skew` times the mean; None without ep or experts.
+    """Part of T that `ep` adds to `scheme` without it: tokens that travel, and experts of the
+    busiest rank, which get `skew` times the mean. None without ep or experts.
     """
     e, ep = shape.experts, scheme.ep
     if e is None or ep == 1:
@@ -364,8 +366,8 @@ def eight_bit_params(shape: ModelShape) -> float:
 
 
 def _eight_bit_work(shape: ModelShape, layers: float, tp: int) -> tuple[float, float, float]:
-    """Of a stage whose linear layers multiply in 8 bits, by micro-batch of a rank: FLOP for each
-    token, bytes that casts move for each token, and for weights.
+    """Work of a stage whose linear layers multiply in 8 bits, by micro-batch of a rank: FLOP for
+    each token, bytes that casts move for each token, and for weights.
 
     Experts that tokens choose from multiply in 16 bits. An operand is read for its largest number
     and for the casts of two products, which are written. Left out: what of it other operations do

@@ -1,5 +1,5 @@
-"""What moving bytes costs on a cluster: pull and push of a strategy, activations between stages,
-the optimizer.
+"""Times of moving bytes on a cluster: pull and push of a strategy, activations between stages, the
+optimizer.
 
 Two levels: devices of a node share its interconnect to the other nodes. A slice crosses into a node
 once, however many of its ranks need it, and spreads inside. All rates are as reached, in one
@@ -61,7 +61,7 @@ class Cluster:
     intra_node_latency_ms: float
     inter_node_latency_ms: float
     gradient_bytes: float = GRADIENT_BYTES
-    """Of an element that is pushed where states are fully sharded (DeepSpeed's
+    """Bytes of an element that is pushed where states are fully sharded (DeepSpeed's
     `communication_data_type`).
     """
 
@@ -120,7 +120,7 @@ class Cluster:
         )
 
     def _held_share(self, scheme: Scheme) -> float:
-        """What TP ranks hold of the model where ranks share its experts, whole ones."""
+        """Share of the model that TP ranks hold where ranks share its experts, whole ones."""
         experts = self.shape.num_layers * self.shape.means.expert_params / self.num_params
         return 1 - experts * (1 - scheme.tp / scheme.ep) if scheme.ep > 1 else 1.0
 
@@ -129,12 +129,12 @@ class Cluster:
         return min(self.hardware.devices_per_node, self.num_devices)
 
     def gather_ms(self, scheme: Scheme) -> float:
-        """What all ranks move for one micro-batch of layers that are gathered: read forward and
-        backward, gradients given away, by the slower of both kinds of interconnect. Each time a
+        """Milliseconds of all transfers for one micro-batch of gathered layers, by the slower kind
+        of interconnect: weights are read forward and backward, gradients given away. Each time a
         layer crosses to a node once, for all its ranks: whole, also where TP spans nodes, each of
         which then needs a part. With `hpz` it crosses forward alone, unless TP leaves each rank of
-        a node a slice of its own; that further micro-batches need no weights of other nodes is left
-        out.
+        a node a slice of its own. Left out: further micro-batches then need no weights of other
+        nodes.
         """
         element_bytes = 2 * _PARAM_BYTES + self.gradient_bytes
         held = self._held_share(scheme) * self.num_params

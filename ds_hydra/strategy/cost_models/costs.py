@@ -1,4 +1,4 @@
-"""What a scheme costs, answered when it is asked for: T of one stage, and where T comes from.
+"""Cost of a scheme, computed on demand: T of one stage, and the origin of T.
 
 T of a scheme that the profile has no entry for is a share of what it has one for, and what each
 kind of parallelism moves beside it:
@@ -34,15 +34,16 @@ CanRun = Callable[[Scheme], bool]
 
 
 def runs_all(_: Scheme) -> bool:
-    """Of a model that nothing is known of."""
+    """Accept every scheme, for a model of which nothing is known."""
     return True
 
 
 _ROW_TOKENS = 8192
-"""Of a CP rank's row: starts of exchanges that attention hides are counted for each of them."""
+"""Tokens of a CP rank's row over which the starts of hidden exchanges are spread."""
 _SEEN_EXCHANGES = 2
-"""Of CP for each layer, with what the first part has: its gather in forward, and in backward the
-sum of its gradients; keys that backward gathers travel beside the layer's MLP.
+"""Exchanges of CP for each layer that attention does not hide, with the first part: its gather in
+forward, and in backward the sum of its gradients. Keys that backward gathers travel beside the
+layer's MLP.
 """
 
 
@@ -65,7 +66,7 @@ class Price(NamedTuple):
 
     @property
     def marks(self) -> dict[str, Any]:
-        """What an entry of a profile's document says of it."""
+        """Marks of the entry in a profile's document."""
         if self.origin == "derived":
             return {"derived_from": str(self.sources[0])}
         return {"estimated": True}
@@ -86,7 +87,7 @@ class Costs:
     def of(
         cls, profile: Profile, num_devices: int, gradient_bytes: float = GRADIENT_BYTES
     ) -> Costs:
-        """On the interconnects that belong to the profile's hardware, where that is described."""
+        """Costs on the interconnects of the profile's hardware, where that is described."""
         return cls(profile, try_cluster(profile, num_devices, gradient_bytes))
 
     @cached_property
@@ -139,8 +140,8 @@ class Costs:
         return replace(self.profile, latency=latency, document=document)
 
     def extended(self, schemes: Iterable[Scheme]) -> Profile:
-        """The profile with entries of `schemes`, sorted, on top of its own; itself where it has
-        all of them. Raises HydraConfigError naming what is lacking for one of them.
+        """The profile with entries of `schemes`, sorted, on top of its own; itself where it has all
+        of them. Raises HydraConfigError naming the missing input of one of them.
         """
         known = self.profile.latency
         more = sorted({*schemes} - known.keys())
@@ -174,8 +175,8 @@ class Costs:
         return Price(base.latency.scaled(ratio), "derived", (source,))
 
     def _of_moving_weights(self, scheme: Scheme) -> Price | None:
-        """T of the scheme whose weights stay, or of one rank and what SP and CP add to its share;
-        no micro-batch takes less than its weights travel.
+        """Price of the scheme whose weights stay, or of one rank with the exchanges of SP and CP
+        added to its share. No micro-batch takes less than its weights travel.
         """
         plain = replace(scheme, gather=False)
         single = self.single_rank
@@ -278,9 +279,9 @@ class Costs:
         return Price(latency, "estimated", (uncut, narrow, wide))
 
     def _of_distant_sequence_shards(self, scheme: Scheme) -> Price | None:
-        """T where CP ranks are neighbours: that without CP, which they share, with keys and values
-        that travel between them, and what SP's exchanges take more. Inside a node the order of
-        ranks changes nothing.
+        """Price where CP ranks are neighbours: that without CP, which they share, with keys and
+        values that travel between them, and the additional exchanges of SP. Inside a node the order
+        of ranks changes nothing.
         """
         near = replace(scheme, context_first=False)
         if scheme.ranks_per_stage <= self._devices_per_node:
@@ -299,7 +300,7 @@ class Costs:
         return self.profile.memory.devices_per_node
 
     def _exchange_ms(self, scheme: Scheme) -> float:
-        """Of a token, by the interconnects; 0 where these are not known."""
+        """Milliseconds of exchanges for a token, by the interconnects; 0 where unknown."""
         if self.cluster is None:
             return 0.0
         shape, hardware = self.cluster.shape, self.cluster.hardware
@@ -307,7 +308,7 @@ class Costs:
         return 0.0 if more is None else more.linear_ms
 
     def with_exchanges(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
-        """`latency` of a group without communication, with what SP ranks exchange on top."""
+        """`latency` of a group without communication, with the exchanges of SP ranks on top."""
         if self.cluster is None or scheme.sp == 1:
             return latency
         more = sequence_parallel_latency(self.cluster.shape, self.cluster.hardware, scheme)
@@ -324,9 +325,9 @@ class Costs:
     def _with_carried(
         self, latency: LatencyModel, scheme: Scheme, travels_ms: float
     ) -> LatencyModel:
-        """`latency` with `travels_ms` for a token in all exchanges of SP. Of the first part's
-        queries, keys and values nothing is hidden, nor of the last part's output, the same in
-        backward; how long attention has to be for the rest is as under CP.
+        """`latency` with `travels_ms` for a token in all exchanges of SP. The first part's queries,
+        keys and values are not hidden, nor the last part's output, the same in backward. The time
+        of attention that hides the rest is as under CP.
         """
         memory = self.profile.memory
         parts, share = memory.key_value_parts(scheme), 1 + 2 * memory.key_value_share
@@ -340,7 +341,7 @@ class Costs:
         )
 
     def _with_key_values(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
-        """`latency` of a group without communication, with what CP ranks gather on top, in parts
+        """`latency` of a group without communication, with the gathers of CP ranks on top, in parts
         of some heads: beside the attention of others all but the first can travel. Attention to
         pieces of sequences has its own overhead.
         """
@@ -364,8 +365,10 @@ class Costs:
         )
 
     def _seen_and_hidden(self, scheme: Scheme, travels_ms: float) -> tuple[float, float]:
-        """What is seen of keys and values that travel `travels_ms` for a token in all exchanges of
-        CP, and how long attention has to be to hide the rest: of one part nothing is hidden.
+        """Visible time of keys and values that travel `travels_ms` for a token in all exchanges of
+        CP, and the time of attention that hides the rest. Nothing of one part is hidden. Attention
+        as long as all that travels is too short for a part that is larger than the one before by
+        the difference.
 
         Attention as long as all that travels is too short for a part that is larger than the one
         before by the difference.
@@ -413,7 +416,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What is trained where: prices of schemes, devices, the longest sequence in tokens, and
+    """Setting of a training run: prices of schemes, devices, the longest sequence in tokens, and
     whether the model runs a scheme.
     """
 
@@ -426,19 +429,19 @@ class World:
     def of(
         cls, profile: Profile, cluster: Cluster | None, num_devices: int, context_length: int
     ) -> World:
-        """That of a profile, on interconnects that are known or not."""
+        """The world of a profile, on interconnects that are known or not."""
         return cls(
             costs=Costs(profile, cluster), num_devices=num_devices, context_length=context_length
         )
 
     @property
     def profile(self) -> Profile:
-        """What is known without asking for prices."""
+        """The profile, without prices of other schemes."""
         return self.costs.profile
 
     @property
     def cluster(self) -> Cluster | None:
-        """What pull and push take, None where that is not known."""
+        """Cluster that prices pull and push, None where it is not known."""
         return self.costs.cluster
 
     def max_len_tokens(self, scheme: Scheme) -> int:

@@ -1,5 +1,5 @@
-"""What the layers of a decoder are made of, as its config.json says: what mixes tokens, what each
-token passes through beside, and how many parameters both have.
+"""Layers of a decoder by its config.json: parts that mix tokens, parts that each token passes
+through beside, and the parameters of both.
 
 Elements of the matrices of a layer, with hidden size H, h heads of width d and k key-value heads:
 
@@ -51,7 +51,7 @@ _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts
 _MLP_SIZE = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _FIRST_SPARSE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 _SPARSE_STEP = ("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step")
-"""What families call these."""
+"""Keys of the sparse step in configurations of several families."""
 
 _TWO_MATRICES = """
     apertus arcee biogpt bloom codegen falcon gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gptj jais2
@@ -72,14 +72,14 @@ UNGATED = frozenset(_TWO_MATRICES.split())
 COMPARED = UNGATED | frozenset(_THREE_MATRICES.split())
 """Model types whose parameters are within 0.5% of those that transformers builds."""
 _POSITIONS = {"biogpt", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt"}
-"""Those with a table of positions."""
+"""Families with a table of positions."""
 _GATED_ATTENTION = {"afmoe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
-"""Those whose attention has a gate as wide as its output, which their class does not name."""
+"""Families whose attention has a gate as wide as its output, which their class does not name."""
 _ONE_SHARED = {"hunyuan_v1_moe", "llama4_text"}
-"""Those with one expert of all tokens beside the others, which their class does not name."""
+"""Families with one expert of all tokens beside the others, which their class does not name."""
 
 _MOST_LAYERS = 1 << 14
-"""Far above any model: a value is made for each layer."""
+"""Number far above any model's layers: a value is made for each."""
 
 _WHOLE, _WINDOWED, _LINEAR, _BOTH = (
     "full_attention",
@@ -91,7 +91,7 @@ _CONVOLUTION, _MLP_ALONE, _EXPERTS_ALONE, _CHUNKED = "conv", "mlp", "moe", "chun
 _KINDS = {_WHOLE, _WINDOWED, _LINEAR, _BOTH, _CONVOLUTION, _MLP_ALONE, _EXPERTS_ALONE, _CHUNKED}
 _SAME = {"attention": _WHOLE, "mamba": _LINEAR, "mamba2": _LINEAR}
 _LETTERS = {"*": _WHOLE, "M": _LINEAR, "-": _MLP_ALONE, "E": _EXPERTS_ALONE}
-"""Of `hybrid_override_pattern`."""
+"""Kinds of layers by the letters of `hybrid_override_pattern`."""
 _MAMBA_KEYS = ("mamba_d_state", "ssm_state_size")
 _STATE_KEYS = (
     *_MAMBA_KEYS,
@@ -119,15 +119,15 @@ class DecoderLayer:
     """One layer; elements are those of matrices."""
 
     mixer_params: float = 0.0
-    """Of what mixes tokens."""
+    """Parameters of the part that mixes tokens."""
     mlp_params: float = 0.0
-    """Of what every token passes through beside: MLP, shared experts, router."""
+    """Parameters that every token passes through beside: MLP, shared experts, router."""
     expert_params: float = 0.0
-    """Of all experts that tokens choose from."""
+    """Parameters of all experts that tokens choose from."""
     expert_share: float = 1.0
-    """Of these a token chooses."""
+    """Share of these experts that a token chooses."""
     kept_width: float = 0.0
-    """Intermediate size of a token, as of MLPs with a gate, by what is kept for backward."""
+    """Intermediate size of a gated MLP with a token's activations kept for backward."""
     attention_width: float = 0.0
     """Mean of the features of all heads' queries and of their values; 0 without attention."""
     window: int | None = None
@@ -142,7 +142,7 @@ class DecoderLayer:
 
     @property
     def active_params(self) -> float:
-        """Those that a token meets."""
+        """Parameters that a token meets."""
         return self.mixer_params + self.mlp_params + self.expert_share * self.expert_params
 
 
@@ -152,11 +152,11 @@ class ModelSize:
 
     total: float
     active: float
-    """Those of one token: of all experts only its own. Embedding and head are among them; some
+    """Parameters of one token: only its own of all experts. Embedding and head are among them; some
     authors leave out one of them or both.
     """
     tables: float
-    """Those of embedding and head."""
+    """Parameters of embedding and head."""
 
     def __str__(self) -> str:
         active = (
@@ -201,9 +201,9 @@ class Decoder:
     """1 where embedding and head are the same, else 2."""
     position_params: float = 0.0
     unpriced: tuple[str, ...] = ()
-    """What is not counted, or not known to be right, one sentence each."""
+    """Sentences on what is not counted, or not known to be right."""
     unknown_mixers: str = ""
-    """Why it is not known how layers mix tokens."""
+    """Reason that it is not known how layers mix tokens."""
 
     @property
     def params(self) -> float:
@@ -212,7 +212,7 @@ class Decoder:
 
     @property
     def active_params(self) -> float:
-        """Those of one token, all tables included."""
+        """Parameters of one token, all tables included."""
         return sum(x.active_params for x in self.layers) + self._tables
 
     @property
@@ -230,7 +230,7 @@ class Decoder:
 
     @property
     def means(self) -> LayerMeans:
-        """Of one layer."""
+        """Means over the layers."""
         number = len(self.layers)
         return LayerMeans(
             params=sum(x.params for x in self.layers) / number,
@@ -244,7 +244,7 @@ class Decoder:
 
     @property
     def size(self) -> ModelSize:
-        """What commands print of it."""
+        """Size that commands print."""
         return ModelSize(total=self.params, active=self.active_params, tables=self._tables)
 
 
@@ -348,7 +348,7 @@ def _attention(fields: _Fields) -> dict[str, float]:
 
 
 def key_value_heads(config: Mapping[str, Any], heads: int, source: str) -> int:
-    """Of `heads`, or all of them where the config.json does not say."""
+    """Number of key-value heads: all `heads` where the config.json does not say."""
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1
     given = config.get("num_key_value_heads") or config.get("num_kv_heads")
@@ -374,7 +374,7 @@ def _latent(fields: _Fields) -> dict[str, float]:
 
 
 def _linear_mixer(fields: _Fields) -> dict[str, float]:
-    """What mixes tokens by a state, by the keys that its families have."""
+    """Sizes of a part that mixes tokens by a state, by the keys of its families."""
     hidden = fields.hidden
     if fields.has("linear_num_value_heads"):
         heads = fields.count("linear_num_value_heads")
@@ -504,7 +504,7 @@ def layers_with_experts(config: Mapping[str, Any], num_layers: int) -> frozenset
 
 
 def find_layer_kinds(config: Mapping[str, Any], num_layers: int | None = None) -> list[str] | None:
-    """What a list or a pattern with an entry for each of `num_layers` layers says; None without."""
+    """Kinds of the `num_layers` layers, by a list or pattern of the config; None without one."""
     for key in ("layer_types", "layers_block_type"):
         kinds = config.get(key)
         if isinstance(kinds, list | tuple) and len(kinds) == (num_layers or len(kinds)):

@@ -1,6 +1,5 @@
-"""What the config.json of a decoder says (its shape, its experts, the schemes that divide them),
-and the FLOPs that training it needs by the sequences' own lengths; over the devices' peak they are
-MFU.
+"""Facts of a decoder's config.json (its shape, its experts, the schemes that divide them), and the
+FLOPs that training it needs by the sequences' own lengths. Over the devices' peak they are MFU.
 
 Forward and backward of a sequence of l tokens:
 
@@ -115,7 +114,7 @@ def expert_parallel_schemes(shape: ModelShape, heads: int, num_devices: int) -> 
 
 
 TRAINED_FLOP, FROZEN_FLOP = 6.0, 4.0
-"""For each token and parameter: forward, gradient of the input, gradient of the parameter."""
+"""FLOP for each token and parameter: forward, gradient of the input, gradient of the parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +158,8 @@ class ModelFlops:
 
     @classmethod
     def of_decoder(cls, decoder: Decoder, matrices: float | None = None) -> ModelFlops:
-        """Those of a decoder whose matrices take `matrices` FLOPs a token, or what they take where
-        all are trained.
+        """FLOPs of a decoder whose matrices take `matrices` FLOPs a token; None: those of training
+        all of them.
         """
         if decoder.unknown_mixers:
             return cls(unknown=decoder.unknown_mixers)
@@ -173,7 +172,7 @@ class ModelFlops:
 
     @classmethod
     def of_shape(cls, shape: ModelShape) -> ModelFlops:
-        """Those of a decoder by its sizes, whose layers see all tokens."""
+        """FLOPs of a decoder by its sizes, whose layers see all tokens."""
         means, number = shape.means, shape.num_layers
         used = number * (means.active_params + means.state_params)
         return cls(
@@ -182,7 +181,7 @@ class ModelFlops:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What the "model" section of a profile says of it."""
+        """The entry in the "model" section of a profile."""
         if self.unknown:
             return {"unknown": self.unknown}
         kinds = [{"width": kind.width, "window": kind.window} for kind in self.attention]
@@ -190,7 +189,7 @@ class ModelFlops:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> ModelFlops:
-        """What `to_json` gave; raises KeyError or HydraConfigError for anything else."""
+        """Read the document of `to_json`; raises KeyError or HydraConfigError for anything else."""
         if "unknown" in document:
             return cls(unknown=read_text(document, "unknown"))
         kinds = [check_object(kind, "attention") for kind in read_list(document, "attention")]
@@ -207,7 +206,7 @@ class ModelFlops:
 
 
 def profile_flops(profile: Profile) -> ModelFlops:
-    """Those of the model of `profile`, which says them or its sizes."""
+    """FLOPs of the model of `profile`, from the profile's own entry or by its sizes."""
     document = profile.document["model"].get("flops")
     if document is None:
         try:

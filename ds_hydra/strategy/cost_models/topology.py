@@ -1,4 +1,4 @@
-"""A cluster described by its nodes and interconnects, and what a pipeline's communication costs on
+"""A cluster described by its nodes and interconnects, and the cost of a pipeline's communication on
 it.
 
 The file is a `ds_hydra.topology/1`:
@@ -176,8 +176,8 @@ class Topology:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, source: str = "topology") -> Topology:
-        """The topology in a `ds_hydra.topology/1` document; raises HydraConfigError naming what is
-        wrong.
+        """The topology in a `ds_hydra.topology/1` document; raises HydraConfigError naming the
+        error.
         """
         with reading(document, TOPOLOGY_SCHEMA, source, _HINT):
             nodes: list[Node] = []
@@ -217,7 +217,7 @@ def _read_rate(entry: Mapping[str, Any]) -> InterconnectRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageParts:
-    """What one micro-batch costs on one device of a scheme, in ms: the compute of a layer, and of
+    """Milliseconds of one micro-batch on one device of a scheme: the compute of a layer, and of
     embedding and head.
     """
 

@@ -1,1 +1,1 @@
-"""What is known of a model on one kind of hardware, fitted or measured."""
+"""Profiles of a model on one kind of hardware, fitted or measured."""

@@ -1,5 +1,5 @@
-"""What is learned while training runs: how far T(l, P) is off, from what pipelines took, and how
-far the time of one micro-batch lies from what is known.
+"""Corrections learned while training runs: the error of T(l, P), from measured times of pipelines,
+and the scatter of the times of single micro-batches.
 
 [Note: What is learned] For pipeline j of an iteration
 
@@ -68,7 +68,7 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What is known of one strategy.
+    """Correction of one strategy.
 
     `factors`: T of each of its schemes is so many times the profile's when its pipelines run beside
     each other. `outside_ms`: what its iterations take more than those of other strategies outside
@@ -87,7 +87,7 @@ UNKNOWN = Correction()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrections:
-    """Of all candidates, in force for one iteration.
+    """Corrections of all candidates, in force for one iteration.
 
     `slow_ranks`: ranks whose pipelines take so many times as long as those of others; a pipeline is
     as slow as its slowest rank. `trial_ms`: how much longer than the best known strategy one may
@@ -102,21 +102,21 @@ class Corrections:
     micro_batch_spread: float = 0.0
 
     def of(self, strategy: Strategy) -> Correction:
-        """That of `strategy`, of which nothing may be known."""
+        """Correction of `strategy`, of which nothing may be known."""
         known = self.strategies.get(strategy) or self.strategies.get(strategy.crossing)
         return known or UNKNOWN
 
     def factor(self, strategy: Strategy, scheme: Scheme) -> float:
-        """What T of `scheme` is multiplied with in `strategy`."""
+        """Factor of T of `scheme` in `strategy`."""
         factors = self.of(strategy).factors
         return factors.get(scheme, factors.get(scheme.crossing, 1.0))
 
     def slowdown(self, ranks: Iterable[int]) -> float:
-        """Of a pipeline on `ranks`."""
+        """Slowdown of a pipeline on `ranks`."""
         return max((self.slow_ranks.get(rank, 1.0) for rank in ranks), default=1.0)
 
     def pipeline_factors(self, strategy: Strategy) -> list[float]:
-        """What T of each pipeline of `strategy` is multiplied with."""
+        """Factor of T of each pipeline of `strategy`."""
         factors = self.of(strategy).factors
         if not self.slow_ranks:
             return [factors.get(scheme, 1.0) for scheme in strategy.schemes]
@@ -171,7 +171,7 @@ def are_plausible(times_ms: Sequence[float], longest_ms: float) -> bool:
 
 FloatArray = npt.NDArray[np.float64]
 Weights = dict[str, float]
-"""How much each factor, by name, counts for one pipeline."""
+"""Weight of each factor, by name, for one pipeline."""
 
 MACHINE, BESIDE = "machine", "beside"
 
@@ -192,17 +192,17 @@ _KINDS = {
     "strategy": _Kind(0.1, 0.005),
 }
 _FASTEST_DRIFT, _PACE_RATE = 0.08, 0.8
-"""Of the machine's factor, whose drift in `_KINDS` is the slowest."""
+"""Fastest drift of the machine's factor (`_KINDS` has the slowest), and the rate of its pace."""
 _OTHER_MACHINE = 0.5
-"""What the first iteration is off beyond a factor of exp(0.5) is the machine's: a profile of other
-hardware.
+"""Logarithm from which the error of the first iteration is the machine's: a factor of exp(0.5)
+means a profile of other hardware.
 """
 _FIRST_NOISE, _LEAST_NOISE, _NOISE_RATE = 0.1, 0.02, 0.15
 _OUTLIER = 3.0
 """Standard deviations of a surprise beyond which it counts less."""
 _TO_MACHINE = 0.005
-"""Rate at which the machine takes over what schemes and strategies are off, as far as only the sum
-is measured.
+"""Rate at which the machine takes over errors of schemes and strategies, as far as only the sum is
+measured.
 """
 _SURPRISE_RATE, _SHIFT = 0.3, 1.5
 """Weight of the last surprise in their mean, in standard deviations, and the mean that is a shift.
@@ -210,7 +210,7 @@ _SURPRISE_RATE, _SHIFT = 0.3, 1.5
 
 
 class PipelineTime(NamedTuple):
-    """One pipeline of an iteration: what the profile says and what it took, slow ranks aside."""
+    """One pipeline of an iteration: its profiled and its measured time, slow ranks aside."""
 
     scheme: Scheme
     profiled_ms: float
@@ -235,10 +235,10 @@ class LearnedTimes:
     surprise_F: FloatArray = field(default_factory=lambda: np.zeros(0))
     """Mean of the last surprises of each factor, in standard deviations."""
     noise: list[float] = field(default_factory=lambda: [_FIRST_NOISE**2, _FIRST_NOISE**2])
-    """Variances: of one pipeline, and of what all pipelines of an iteration share."""
+    """Variances: of one pipeline, and of the part that all pipelines of an iteration share."""
     machine_drift: float = _KINDS[MACHINE].drift
     last_surprise: float = 0.0
-    """What the pipelines of the last iteration shared, in standard deviations."""
+    """Surprise that the pipelines of the last iteration shared, in standard deviations."""
 
     # ---- taking in
 
@@ -288,7 +288,7 @@ class LearnedTimes:
         self._bound()
 
     def _bound(self) -> None:
-        """No factor is less certain than before anything was seen."""
+        """Bound the uncertainty of each factor by that before anything was seen."""
         scale_F = np.minimum(1.0, self._prior_F() / np.sqrt(np.diag(self.cov_FF)))
         # Rows and columns alike: what is left is still a covariance.
         self.cov_FF = self.cov_FF * np.outer(scale_F, scale_F)
@@ -343,7 +343,7 @@ class LearnedTimes:
         self._learn_noise(design_KF, surprise_K - design_KF @ (gain_FK @ surprise_K))
 
     def _learn_noise(self, design_KF: FloatArray, left_K: FloatArray) -> None:
-        """The noise is what the updated factors leave, and what they are uncertain by."""
+        """Learn the noise: the rest after the updated factors, and their uncertainty."""
         limit = 2 * sqrt(sum(self.noise))
         # Cut: one outlier says little about the noise of all other iterations.
         left_K = np.clip(left_K, -limit, limit)
@@ -374,7 +374,7 @@ class LearnedTimes:
     def correction(
         self, strategy: Strategy, reference: Strategy | None = None, outside_ms: float = 0.0
     ) -> Correction:
-        """What is known of `strategy`; `spread` is that of its time over that of `reference`."""
+        """Correction of `strategy`; `spread` is that of its time over that of `reference`."""
         schemes = list(dict.fromkeys(strategy.schemes))
         weights = [self._weights(strategy, scheme) for scheme in schemes]
         return Correction(
@@ -418,8 +418,8 @@ class LearnedTimes:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], keep: Iterable[str]) -> LearnedTimes:
-        """What `state_dict` gave, of the factors among `keep` alone; ValueError where it is not
-        that.
+        """Restore the state of `state_dict`, of the factors among `keep` alone; ValueError for
+        anything else.
         """
         kept = set(keep)
         indices = [n for n, name in enumerate(state["names"]) if name in kept]
@@ -446,7 +446,7 @@ class LearnedTimes:
 
 
 def names_of(schemes: Iterable[Scheme], names: Iterable[str]) -> list[str]:
-    """Those of `names` whose factors concern `schemes` alone, or none of them in particular."""
+    """Names among `names` whose factors concern `schemes` alone, or none of them in particular."""
     known = {str(own) for scheme in schemes for own in (scheme, scheme.crossing)}
 
     def is_known(name: str) -> bool:
@@ -479,14 +479,14 @@ def _kind(name: str) -> _Kind:
 
 _LEAST, _BINS_PER_OCTAVE, _NUM_BINS = 0.005, 2, 20
 _EDGES = tuple(_LEAST * 2 ** (n / _BINS_PER_OCTAVE) for n in range(_NUM_BINS - 1))
-"""Of |d|. A median in the first bin, below a spread of half a percent, counts as none; the last bin
-begins at 2.56.
+"""Edges of the bins of |d|. A median in the first bin, below a spread of half a percent, counts as
+none; the last bin begins at 2.56.
 """
 _MEDIAN_OF_DIFFERENCE = 0.6745 * sqrt(2)
 _ALIKE = 2.0
 """Predicted times are compared up to this ratio."""
 _KEPT = 1 - 1 / 64
-"""Of all counts, from one iteration with differences to the next: about 64 count."""
+"""Share of all counts kept from one iteration with differences to the next: about 64 count."""
 _NUM_NEEDED = 50
 """Differences before a spread is known: to about 15%."""
 _NUM_BEFORE = 16
@@ -496,7 +496,8 @@ _MOST = 0.3
 
 
 class MicroBatchTime(NamedTuple):
-    """One micro-batch on one rank: what the profile says and what its passes took, waits aside.
+    """One micro-batch on one rank: its time by the profile and the measured time of its passes,
+    waits aside.
 
     `is_beside_link`: slices that stay are pulled or pushed beside it. `is_first_rank`: of its
     pipeline.
@@ -540,7 +541,7 @@ def differences(micro_batches: Iterable[MicroBatchTime]) -> list[float]:
 
 
 def tally(found: Iterable[float]) -> list[float]:
-    """How many of the differences are in each bin."""
+    """Count the differences in each bin."""
     counts = [0.0] * _NUM_BINS
     for difference in found:
         counts[bisect_right(_EDGES, difference)] += 1.0
@@ -548,8 +549,9 @@ def tally(found: Iterable[float]) -> list[float]:
 
 
 class Level(NamedTuple):
-    """Of a rank without differences of its own: its scheme as a number that all ranks have for it,
-    -1.0 where there is none; r and h of its micro-batches ([Note: Spread of micro-batches]).
+    """Level of a rank without differences of its own. It has the number of its scheme, equal on all
+    ranks, -1.0 where there is none, and r and h of its micro-batches ([Note: Spread of
+    micro-batches]).
     """
 
     scheme: float = -1.0
@@ -558,8 +560,8 @@ class Level(NamedTuple):
 
 
 def told_by(own: Sequence[MicroBatchTime], schemes: Sequence[Scheme]) -> list[float]:
-    """What a rank tells the others of an iteration: counts of its differences, and its `Level`.
-    `schemes`: all, in the same order on every rank.
+    """Values for the other ranks after an iteration: counts of this rank's differences, and its
+    `Level`. `schemes`: all, in the same order on every rank.
     """
     found, level = differences(own), Level()
     if own and not found:
@@ -580,7 +582,7 @@ NOTHING_TOLD = (*tally([]), *Level())
 
 @dataclass(slots=True)
 class LearnedSpread:
-    """What is known of the spread of single micro-batches; what all ranks tell gives the same on
+    """Estimate of the spread of single micro-batches; the values of all ranks give the same on
     every rank.
 
     >>> learned = LearnedSpread()
@@ -594,10 +596,10 @@ class LearnedSpread:
 
     counts: list[float] = field(default_factory=lambda: tally([]))
     before: deque[dict[int, Level]] = field(default_factory=lambda: deque(maxlen=_NUM_BEFORE))
-    """What ranks have told of the last iterations, the latest last."""
+    """Levels of ranks in the last iterations, the latest last."""
 
     def observe(self, told: Sequence[Sequence[float]]) -> None:
-        """Take in one iteration: what each rank tells, in their order."""
+        """Take in one iteration: the values of each rank (`told_by`), in their order."""
         levels = {rank: Level(*own[_NUM_BINS:]) for rank, own in enumerate(told)}
         levels = {rank: level for rank, level in levels.items() if level.scheme >= 0}
         found = tally(self._since_before(levels))
@@ -647,7 +649,7 @@ class LearnedSpread:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> LearnedSpread:
-        """What `state_dict` gave; ValueError where it is not that."""
+        """Restore the state of `state_dict`; ValueError for anything else."""
         counts = [float(value) for value in state["counts"]]
         if len(counts) != _NUM_BINS or not all(map(isfinite, counts)) or min(counts) < 0:
             raise ValueError(f"expected {_NUM_BINS} counts of 0 or more, not {counts!r:.200}")

@@ -1,4 +1,4 @@
-"""How much memory a scheme takes on a rank, and so how long its micro-batches may be: App. B.1 of
+"""Memory of a scheme on a rank, and the length of micro-batches that follows: App. B.1 of
 Hydraulis, and what it leaves out. Lengths are tokens, sizes bytes.
 """
 
@@ -15,12 +15,12 @@ _LARGEST_COUNT, _LARGEST_BYTES = 1 << 32, 1 << 63
 """Beyond these a profile is damaged, and arithmetic on it would overflow."""
 
 OPTIMIZER_BYTES = 4 + 8 + 4
-"""Per parameter at its owner: fp32 master, two Adam moments, gradient. DeepSpeed's step takes 4
-more for one sub-group at a time, when activations are gone.
+"""Bytes per parameter at its owner: fp32 master, two Adam moments, gradient. DeepSpeed's step takes
+4 more for one sub-group at a time, when activations are gone.
 """
 
 GRADIENT_BYTES = 4
-"""Per element of a pulled slice, and of a ZeRO-3 shard: its fp32 gradient."""
+"""Bytes per element of a pulled slice, and of a ZeRO-3 shard: its fp32 gradient."""
 GATHER_WINDOW = 2
 """Gathered layers that are with a rank at any time: the one that runs and the next one."""
 
@@ -36,7 +36,7 @@ SP_ACTIVATIONS_REPEATED = 1.1
 """
 
 _ELEMENT_BYTES = 2
-"""Of a number in 16 bit, where a profile does not say."""
+"""Bytes of a number in 16 bit, where a profile does not say."""
 
 ROW_TOLERANCE = 0.02
 """Share by which a row of a micro-batch may have more tokens than its part."""
@@ -60,8 +60,8 @@ def key_value_parts(num_heads: int, most: int) -> list[int]:
 
 
 def activation_share(scheme: Scheme, key_value_share: float = 1.0) -> float:
-    """What one rank keeps of a micro-batch's activations under `scheme`, as a share of A L H S, of
-    a model with so many key-value heads a query head.
+    """Share of a micro-batch's activations, A L H S, that one rank keeps under `scheme`, of a model
+    with so many key-value heads a query head.
     """
     of_sp = SP_ACTIVATIONS if key_value_share == 1 else SP_ACTIVATIONS_REPEATED
     of_sp = of_sp if scheme.sp > 1 else 1.0
@@ -217,19 +217,19 @@ class MemoryModel:
                 raise HydraConfigError(f"{what} {value}, expected {wanted}")
 
     def knows(self, scheme: Scheme) -> bool:
-        """Whether it says what `scheme` needs."""
+        """Whether it has the memory of `scheme`."""
         says_inputs = self.input_bytes > 0 or not (scheme.ckpt or scheme.gather)
         says_slices = self.slice_bytes > 0 or not scheme.gather
         return scheme.tp in self.activation_bytes and says_inputs and says_slices
 
     @property
     def usable_bytes(self) -> int:
-        """What a rank may fill."""
+        """Bytes that a rank may fill."""
         return self.memory_bytes - self.safety_margin_bytes - self.reserved_bytes
 
     @property
     def sharded_bytes(self) -> float:
-        """Of states that all ranks share, whatever the scheme."""
+        """Bytes of states that all ranks share, whatever the scheme."""
         return self._all_state_bytes() * self.sharded_fraction
 
     @property
@@ -278,13 +278,13 @@ class MemoryModel:
         return self._layer_bytes_per_token(scheme) + self._gathered_bytes(scheme) + hidden + logits
 
     def _chunk_bytes(self, scheme: Scheme) -> float:
-        """Per token of a micro-batch that is one chunk."""
+        """Bytes per token of a micro-batch that is one chunk."""
         if not self.logit_chunk_bytes:
             return 0.0
         return self.vocab_size / scheme.ranks_per_stage * (self.input_bytes or _ELEMENT_BYTES)
 
     def _logit_bytes(self, scheme: Scheme, element: float) -> float:
-        """Per token of a micro-batch, where its logits are there all at once."""
+        """Bytes per token of a micro-batch whose logits are there all at once."""
         if self.logit_chunk_bytes:
             return 0.0
         return self.vocab_size / scheme.ranks_per_stage * 2 * element
@@ -326,12 +326,12 @@ class MemoryModel:
         return self.hidden_size * share * self.activation_bytes[scheme.tp]
 
     def _in_one_layer_bytes(self, scheme: Scheme) -> float:
-        """Per token of a micro-batch, what the layer that runs takes besides."""
+        """Bytes per token of a micro-batch that the layer that runs takes besides."""
         share = ordered_share(scheme, self.ordered_multiprocessors, self.num_heads)
         return self._gathered_bytes(scheme) + self.hidden_size * share
 
     def _gathered_bytes(self, scheme: Scheme) -> float:
-        """Per token of a micro-batch: keys and values of all rows, in the layer that runs."""
+        """Bytes per token of a micro-batch: keys and values of all rows, in the layer that runs."""
         if scheme.cp == 1:
             return 0.0
         numbers = 2 * self.key_value_share * self.hidden_size / (scheme.sp * scheme.tp)
@@ -349,7 +349,7 @@ class MemoryModel:
         return key_value_parts(max(1, int(own)), MOST_KEY_VALUE_PARTS)
 
     def _num_params(self) -> tuple[float, float]:
-        """Of a layer, and of embedding and head."""
+        """Parameters of a layer, and of embedding and head."""
         if not self.slice_bytes or not self.input_bytes:
             raise HydraConfigError(
                 "the profile does not say how large gathered layers are; add slice_bytes_per_layer_per_hidden2 and "
@@ -379,8 +379,8 @@ class MemoryModel:
         return states + self.exchange_bytes / scheme.tp
 
     def _gathered_states(self, layer: float, table: float, each: float) -> float:
-        """Of two slots in which layers take turns, and with them embedding and head; a table that
-        both use stays instead, with sums of its gradients.
+        """Bytes of two slots in which layers take turns, and with them embedding and head. A table
+        that both use stays instead, with sums of its gradients.
         """
         if 0 < self.vocabulary_tables < 2:
             kept = (self.input_bytes + GRADIENT_BYTES) / (2 * self.input_bytes) * table
@@ -399,15 +399,15 @@ class MemoryModel:
         return num_params * element / fewest * (1 - fewest / num_devices)
 
     def _one_round_bytes(self, layer: float, table: float) -> float:
-        """Of the exchange buffers those of one round, the largest: gathered layers have no other
-        one on the wire. A quarter more is for what is relayed to a node, and for sums in fp32.
+        """Bytes of the largest exchange buffers of one round: gathered layers keep one round in
+        flight. A quarter more is for what is relayed to a node, and for sums in fp32.
         """
         largest = max(layer, table)
         return 1.25 * self.exchange_bytes * largest / (layer + largest)
 
     def _held_share(self, scheme: Scheme) -> float:
-        """What a TP group of a stage holds of a layer, times TP / EP of its experts where ranks
-        share whole ones.
+        """Share of a layer that a TP group of a stage holds, times TP / EP for its experts where
+        ranks share whole ones.
         """
         return 1 - self.expert_fraction * (1 - scheme.tp / scheme.ep) if scheme.ep > 1 else 1.0
 

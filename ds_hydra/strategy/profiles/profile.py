@@ -1,4 +1,4 @@
-"""What is known about one model on one kind of hardware: latency and memory of every scheme.
+"""Profile of one model on one kind of hardware: latency and memory of every scheme.
 
 One profile is one JSON file (schema `ds_hydra.profile/1`). Lengths are tokens, times milliseconds,
 sizes bytes. Source of both models: Hydraulis, App. B.
@@ -56,7 +56,7 @@ _OPTIONAL_MEMORY = {
     "ordered_multiprocessors": 0,
     "logit_chunk_bytes": 0,
 }
-"""Of a profile that does not say them."""
+"""Values of a profile that does not say them."""
 
 _VOCABULARY_TOLERANCE = 0.05
 """Share by which the vocabulary of a profile may differ from the model's: it only moves MaxLen a
@@ -68,11 +68,11 @@ _CHANGES = {
     "activation_checkpointing": "time and memory of layers",
     "compile_layers": "time and memory of layers",
 }
-"""Keys of "hydra" that change what is measured, and what of it."""
+"""Keys of "hydra" that change a measured profile, and the part that they change."""
 
 WHOLE_TOKENS = 2048
-"""Sequences up to so many tokens count as whole under CP: their keys stay where they are. With it
-plans of the published profiles take what they take by the sequences that `cut_micro_batch` cuts.
+"""Tokens up to which sequences count as whole under CP: their keys stay where they are. With it
+plans of the published profiles take as long as by the sequences that `cut_micro_batch` cuts.
 """
 
 
@@ -163,7 +163,7 @@ class LatencyModel:
         )
 
     def plus(self, more: LatencyModel | None) -> LatencyModel:
-        """T with what `more` adds for each token and for each micro-batch."""
+        """T with the linear and constant part of `more` added."""
         if more is None:
             return self
         return replace(
@@ -195,8 +195,8 @@ class Profile:
     interconnects).
     """
     overlap_slowdown: float | None = None
-    """How many times as long computation and gradient synchronisation take beside each other; None:
-    not measured.
+    """Slowdown of computation and gradient synchronisation beside each other; None: not
+    measured.
     """
     ranks_per_core: float = 1.0
     """Ranks that shared a core while it was measured (`sampler.schedule.ends_ms`)."""
@@ -247,8 +247,8 @@ class Profile:
         return next((s for s in (scheme, scheme.crossing) if s in self.latency), None)
 
     def _base(self, scheme: Scheme) -> Scheme:
-        """Return what T of `scheme` is derived from: even stages without checkpoints, gathered
-        where the profile has that.
+        """Return the scheme from which T of `scheme` is derived: even stages without checkpoints,
+        gathered where the profile has that.
         """
         even = replace(scheme, stages=(), ckpt=0)
         return even if even in self.latency else scheme.without_options()
@@ -267,9 +267,9 @@ class Profile:
         return scheme.num_devices <= num_devices and self.max_len_tokens(scheme, num_devices) > 0
 
     def forward_only(self, fraction: float, *, holds_longer: bool) -> Profile:
-        """What is known of passes without backward: `fraction` of each T, and where a layer's
-        activations are known (`holds_longer`) MaxLen of what such a pass holds. Not to be saved:
-        its document is that of training.
+        """The profile of passes without backward: `fraction` of each T, and where a layer's
+        activations are known (`holds_longer`) MaxLen of such a pass. Not to be saved: its document
+        is that of training.
         """
         # Weights of one forward pass cross once in any case
         latency = {
@@ -291,7 +291,7 @@ class Profile:
 
     @property
     def is_checkpointed(self) -> bool:
-        """Whether all layers of what was measured are checkpointed."""
+        """Whether all layers of the measured model are checkpointed."""
         return bool(self.document.get("activation_checkpointing"))
 
     @property
@@ -355,8 +355,8 @@ class Profile:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, source: str = "profile") -> Profile:
-        """The profile in a `ds_hydra.profile/1` document; raises HydraConfigError naming what is
-        wrong.
+        """The profile in a `ds_hydra.profile/1` document; raises HydraConfigError naming the
+        error.
         """
         with reading(document, PROFILE_SCHEMA, source):
             hardware = {"devices_per_node": 8, **read_object(document, "hardware")}
@@ -509,7 +509,7 @@ class LinkTimes:
     step_ms: float = 0.0
 
     def at_ends(self, pulls: bool, pushes: bool) -> LinkTimes:
-        """Of a phase that pulls, or pushes, something that no other phase does for it."""
+        """Times of a phase that pulls, or pushes, something that no other phase does for it."""
         pull_ms, push_ms = pulls * self.pull_ms, pushes * self.push_ms
         return LinkTimes(pull_ms=pull_ms, push_ms=push_ms, step_ms=self.step_ms)
 
@@ -612,8 +612,8 @@ _PUBLISHED = "published"
 
 
 def engine_states(params_per_hidden2: float, element_bytes: float) -> dict[str, float]:
-    """B and alpha of App. B.1, and what gathered and checkpointed layers need, of a layer with so
-    many parameters per hidden size squared.
+    """B and alpha of App. B.1, and the needs of gathered and checkpointed layers, of a layer with
+    so many parameters per hidden size squared.
     """
     sharded = element_bytes + OPTIMIZER_BYTES
     held = element_bytes + GRADIENT_BYTES
@@ -626,16 +626,16 @@ def engine_states(params_per_hidden2: float, element_bytes: float) -> dict[str, 
 
 
 def exchange_bytes(layer_params: float, table_params: float, gradient_bytes: float) -> float:
-    """Of packed buffers of pull and push: a layer's of so many parameters, and beside them those of
-    another layer, or of a larger table of the vocabulary.
+    """Bytes of packed buffers of pull and push: a layer's of so many parameters, and beside them
+    those of another layer, or of a larger table of the vocabulary.
     """
     each = EXCHANGE_BUFFERS / 2 * gradient_bytes
     return each * (layer_params + max(layer_params, table_params))
 
 
 def expert_memory(fraction: float) -> dict[str, float]:
-    """What the memory of a profile says of experts that are so large a part of a layer; nothing for
-    a dense model.
+    """Memory entries of a profile for experts that are so large a part of a layer; none for a dense
+    model.
     """
     return {"expert_fraction": fraction} if fraction else {}
 

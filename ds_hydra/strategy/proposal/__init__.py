@@ -1,1 +1,1 @@
-"""Which strategies suit a dataset."""
+"""Strategies that suit a dataset."""

@@ -1,4 +1,4 @@
-"""How long the sequences of a dataset are: one `ds_hydra.lengths/1` file as a value."""
+"""Lengths of the sequences of a dataset: one `ds_hydra.lengths/1` file as a value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ds_hydra.errors import HydraConfigError
 _LENGTHS_SCHEMA = "ds_hydra.lengths/1"
 
 _MAX_DRAWN_SEQUENCES = 1 << 22
-"""Of mini-batches that are drawn: some hundred bytes each while they are planned."""
+"""Most sequences of the drawn mini-batches: some hundred bytes each while they are planned."""
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 OverLength: TypeAlias = Literal["truncate", "drop", "split"]
@@ -138,8 +138,8 @@ class LengthHistogram:
     def from_json(
         cls, document: Mapping[str, Any], *, source: str = "histogram"
     ) -> LengthHistogram:
-        """The histogram in a `ds_hydra.lengths/1` document; raises HydraConfigError naming what is
-        wrong.
+        """The histogram in a `ds_hydra.lengths/1` document; raises HydraConfigError naming the
+        error.
         """
         with reading(document, _LENGTHS_SCHEMA, source):
             counts = document.get("counts")

@@ -1,4 +1,5 @@
-"""Which strategies suit a dataset: §7 of the paper, for every maximum length a mini-batch may have.
+"""Strategies that suit a dataset: §7 of the paper, for every maximum length a mini-batch may
+have.
 
 t[n][l] of Eq. (4) is the least time in which n devices process all sequences of at most l tokens,
 when each interval of lengths goes to d pipelines of one scheme and n and d are multiples of
@@ -130,7 +131,7 @@ Charge: TypeAlias = Literal["per_sequence", "per_micro_batch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposalSettings:
-    """Steps of the dynamic program, and what a sequence is charged.
+    """Steps of the dynamic program, and the charge of a sequence.
 
     `charge`: "per_sequence" is Eq. (4) to the letter, T(x, P) with its constant for each sequence.
     "per_micro_batch" spreads the constant over the sequences that share a packed micro-batch and
@@ -215,7 +216,7 @@ def check_context(
 
 
 def _describe_states(world: World, schemes: Sequence[Scheme]) -> str:
-    """What the states need and what there is, where no token fits beside them."""
+    """Describe the memory that states need, and that there is, where no token fits beside them."""
     memory, num_devices = world.profile.memory, world.num_devices
     usable, sharded = memory.usable_bytes, memory.sharded_bytes
     if sharded > num_devices * usable:
@@ -243,7 +244,7 @@ def _describe_states(world: World, schemes: Sequence[Scheme]) -> str:
 def _remedies(
     world: World, longest_on: Callable[[int], int], longest_of_full: int, is_full: bool
 ) -> list[str]:
-    """What lets a micro-batch of the context fit, each as advice to the user."""
+    """Remedies by which a micro-batch of the context would fit, each as advice to the user."""
     profile, num_devices, context_length = world.profile, world.num_devices, world.context_length
     sharded = profile.memory.sharded_bytes / max(1, profile.memory.usable_bytes)
     doublings = (num_devices << exponent for exponent in range(1, 15))
@@ -279,7 +280,7 @@ def _longest_micro_batch(world: World, schemes: Iterable[Scheme]) -> int:
 def charge_ms(
     world: World, scheme: Scheme, lengths_tokens: IntArray, settings: ProposalSettings
 ) -> FloatArray:
-    """What each length is charged on one pipeline of `scheme`, in ms.
+    """Charge of each length on one pipeline of `scheme`, in ms.
 
     "per_micro_batch": a pipeline gets its share of the iteration, U = tokens * N(P) / N, in V equal
     micro-batches. Its 1F1B time (V + PP - 1) * (W / V + c) is then spread over the U tokens, W
@@ -314,7 +315,7 @@ def charge_ms(
 
 
 class _Tables(NamedTuple):
-    """What the dynamic program works on.
+    """Tables of the dynamic program.
 
     `work_ms[k, l]` is the work of all sequences up to bin l on one pipeline of scheme k,
     `least_work[l]` the device-ms they need at least, `first_closed[k]` the first bin that k cannot
@@ -483,8 +484,8 @@ def _trace_back(
 
 
 def homogeneous_strategies(world: World, space: Space = "plain") -> tuple[Strategy, ...]:
-    """As many pipelines of one scheme as fit, for every scheme that fits the context: the static
-    choices.
+    """Strategies with as many pipelines of one scheme as fit, for every scheme that fits the
+    context: the static choices.
     """
     return tuple(
         Strategy.alike(scheme, world.num_devices)

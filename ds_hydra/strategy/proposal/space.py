@@ -1,4 +1,4 @@
-"""Which schemes a proposal considers; `Costs` says what each takes.
+"""Schemes that a proposal considers; `Costs` has the cost of each.
 
 Beside <TP,PP> that was measured these have SP or CP, share experts, gather their layers, or
 checkpoint layers.
@@ -141,9 +141,9 @@ def _with_expert_parallelism(world: World, known: Sequence[Scheme]) -> list[Sche
 def _with_moving_weights(
     world: World, known: Sequence[Scheme], tokens_per_iteration: float
 ) -> Iterator[Scheme]:
-    """Of each <SP,TP,1> of `known`, and of <spN,1> and <cpN,1> for each N, a power of two or all
-    devices, that divides the heads or that the devices allow; of several nodes of N ranks each
-    <cpN,spM,1>, too, and of devices that are no power of two <spM,cpN,1> on all of them.
+    """Schemes with moving weights: each <SP,TP,1> of `known`, and <spN,1> and <cpN,1> for each N, a
+    power of two or all devices, that divides the heads or that the devices allow. Several nodes of
+    N ranks add <cpN,spM,1>. Devices that are no power of two add <spM,cpN,1> on all of them.
     """
     costs, number = world.costs, world.num_devices
     heads = world.profile.memory.num_heads or number

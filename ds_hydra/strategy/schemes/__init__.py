@@ -1,1 +1,1 @@
-"""What a parallel strategy is: schemes, their options, and strategies near by."""
+"""Parallel strategies: schemes, their options, and strategies near by."""

@@ -1,5 +1,5 @@
-"""Which schemes fit so many devices, which strategies they make (all, those that fill the devices,
-those one step away from a given one), and those that a `ds_hydra.strategies/1` file names.
+"""Schemes that fit so many devices, the strategies that they make (all, those that fill the
+devices, those one step away from a given one), and those that a `ds_hydra.strategies/1` file names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STRATEGIES_SCHEMA = "ds_hydra.strategies/1"
 
 
 def is_power_of_two(number: int) -> bool:
-    """Of a number above 0."""
+    """Whether a number above 0 is a power of two."""
     return number & (number - 1) == 0
 
 
@@ -37,8 +37,8 @@ def power_of_two_schemes(num_devices: int) -> tuple[Scheme, ...]:
 def measured_beside(
     num_devices: int, space: Space, *, are_nodes: bool = False
 ) -> tuple[Scheme, ...]:
-    """What is measured at the start beside <TP,PP> for proposals of `space`: <1,1;gather> and
-    <spN,1;gather>, of which phases are put together, and whose times nothing else tells on hardware
+    """Schemes measured at the start beside <TP,PP> for proposals of `space`: <1,1;gather> and
+    <spN,1;gather>, of which phases are put together. Nothing else tells their times on hardware
     without a description. Up to `_FEW` devices every N; on more the widest alone, whose groups are
     few. Where there `are_nodes`, with `hpz` as well.
 
@@ -173,7 +173,7 @@ def full_strategies(schemes: Sequence[Scheme], num_devices: int, most: int) -> t
 
 @lru_cache(maxsize=4096)
 def num_cuts(num_ranks: int, sizes: tuple[int, ...]) -> int:
-    """How many `cuts` there are."""
+    """Number of `cuts`."""
     if len(sizes) == 1:
         return int(num_ranks % sizes[0] == 0)
     last = sizes[-1]
@@ -182,7 +182,7 @@ def num_cuts(num_ranks: int, sizes: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=64)
 def cuts(num_ranks: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """How many groups of each size: every way to use all ranks.
+    """Numbers of groups of each size: every way to use all ranks.
 
     >>> cuts(4, (1, 2))
     [(4, 0), (2, 1), (0, 2)]
@@ -208,13 +208,13 @@ def fits_unevenly(size: int, num_ranks: int) -> bool:
 
 
 _MAX_COMBINATIONS = 20_000
-"""Of cuts of single blocks of ranks."""
+"""Most combinations of cuts of single blocks of ranks."""
 
 
 @lru_cache(maxsize=64)
 def aligned_cuts(num_ranks: int, sizes: tuple[int, ...], most: int) -> list[tuple[int, ...]]:
-    """Those of `cuts` whose groups have room where `Strategy.blocks` puts them; none where uneven
-    ones among `sizes`, which ascend, make more than `most`.
+    """The `cuts` whose groups have room where `Strategy.blocks` puts them. None where uneven ones
+    among `sizes`, which ascend, make more than `most`.
 
     >>> aligned_cuts(8, (1, 3, 6), 9)
     [(8, 0, 0), (5, 1, 0), (2, 2, 0), (2, 0, 1)]

@@ -1,4 +1,4 @@
-"""Where the ranks of a strategy stand: stages, and the groups that TP, SP, CP and PP need.
+"""Placement of the ranks of a strategy: stages, and the groups that TP, SP, CP and PP need.
 
 Pipelines are consecutive blocks of ranks, so stages and groups are ranges: equal ones are equal
 values, however many ranks they have, and two strategies share a group where placement in blocks
@@ -29,12 +29,12 @@ others are the computation's, the link's, two of DeepSpeed's, and the group of a
 begins with.
 """
 LINK_GROUPS = 4
-"""Those of pull and push, at most, among them."""
+"""Most groups of pull and push among them."""
 
 
 def group_limit(num_devices: int, chosen: int | None) -> int:
-    """How many groups there may be: as `chosen` in the configuration, else 256 or, on more devices,
-    4 for each, so that a rank is in about as many on all clusters.
+    """Most groups that there may be: as `chosen` in the configuration, else 256 or, on more
+    devices, 4 for each, so that a rank is in about as many on all clusters.
     """
     return max(256, 4 * num_devices) if chosen is None else chosen
 
@@ -85,8 +85,8 @@ def _cp_groups(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
 def _groups_apart(
     scheme: Scheme, ranks: Ranks, own: tuple[int, int], others: tuple[int, int]
 ) -> list[Ranks]:
-    """Of each stage the groups of `own`, how many ranks and how far apart, for each place among
-    `others` and in the TP group.
+    """Groups of each stage, of `own` ranks and distance, for each place among `others` and in the
+    TP group.
     """
     (size, step), (num_others, step_of_others) = own, others
     return [
@@ -174,9 +174,9 @@ def slices_key(strategy: Strategy) -> Hashable:
 
 
 def ends_of_phases(phases: Sequence[Strategy]) -> list[tuple[bool, bool]]:
-    """Of each of the `phases` of an iteration, whether nothing is beside what it pulls first, and
-    whether nothing is beside what it pushes last: where the phase before, or after, has other
-    slices, or there is none.
+    """Whether nothing is beside the first pull of each of an iteration's `phases`, and whether
+    nothing is beside its last push: where the phase before, or after, has other slices, or there is
+    none.
     """
     keys = [slices_key(phase) for phase in phases]
     differs = [True, *(a != b for a, b in pairwise(keys)), True]
@@ -194,7 +194,7 @@ class Role:
     """The sequence shard of its micro-batches that it has."""
     tp_rank: int
     ranks: range
-    """Those of the pipeline."""
+    """Ranks of the pipeline."""
 
     @classmethod
     def find(cls, strategy: Strategy, rank: int) -> Role | None:
@@ -213,12 +213,12 @@ class Role:
 
     @property
     def sp_rank(self) -> int:
-        """Its place in the SP group."""
+        """Place of the rank in the SP group."""
         return self.shard % self.scheme.sp
 
     @property
     def cp_rank(self) -> int:
-        """Which row of its micro-batches it works on."""
+        """Number of the row of its micro-batches that it works on."""
         return self.shard // self.scheme.sp
 
     @property
@@ -253,12 +253,12 @@ class Role:
 
     @property
     def ep_place(self) -> int:
-        """Its place in the group that shares experts."""
+        """Place of the rank in the group that shares experts."""
         return self.sp_rank * self.scheme.tp + self.tp_rank
 
     @property
     def ep_rank(self) -> int:
-        """Which part of the experts of a layer the rank has."""
+        """Number of the part of a layer's experts that the rank has."""
         return self.ep_place % self.scheme.ep
 
     @property

@@ -1,6 +1,6 @@
-"""What a parallel strategy is: schemes <TP,PP> and their options, how they are written
-(`<sp2,4,1;ckpt=2>`), their multiset, where each pipeline's ranks are, and what uneven stages and
-checkpointed layers change in the layers of a stage.
+"""Parallel strategies: schemes <TP,PP> and their options, their notation (`<sp2,4,1;ckpt=2>`),
+their multiset, the ranks of each pipeline, and the changes that uneven stages and checkpointed
+layers make in the layers of a stage.
 """
 
 from __future__ import annotations
@@ -93,15 +93,15 @@ _THEN = re.compile(r"\sthen\s")  # further blanks belong to the terms
 MAX_PHASES = 256
 """Phases that one iteration may have."""
 MAX_CHARACTERS = 600_000
-"""Of a strategy's text: what a scheme needs that names the layers of `MAX_DEVICES` stages."""
+"""Maximum length of a strategy's text: a scheme that names the layers of all stages."""
 MAX_PIPELINES = 4 * MAX_DEVICES
 """Pipelines of all phases of a strategy, or of all candidates: few enough to list in a second."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Scheme:
-    """The parallel scheme <TP,PP> of one pipeline: `pp` stages of `tp` ranks each; and what it may
-    have besides.
+    """The parallel scheme <TP,PP> of one pipeline: `pp` stages of `tp` ranks each; and its
+    options.
 
     Text forms: `<2,4>`, `<2,4;ckpt=12;stages=9,8,8,7>`, `<sp2,4,1>` (SP 2, TP 4,
     PP 1), `<sp4,1>` (SP 4, TP 1, PP 1), `<cp2,1>`, `<sp4,cp2,1>`,
@@ -112,9 +112,7 @@ class Scheme:
     tp: int
     pp: int
     stages: tuple[int, ...] = ()
-    """Decoder layers of each stage; empty for an even split, whose first stages take what is
-    over.
-    """
+    """Decoder layers of each stage; empty for an even split, whose first stages take the rest."""
     ckpt: int = 0
     """The model's first layers that keep only their input and run forward again in backward (early
     stages hold more micro-batches, so they save most); 0 leaves it to the model's own gradient
@@ -135,13 +133,14 @@ class Scheme:
     a stage has `cp * sp * tp` ranks.
     """
     context_first: bool = False
-    """Which ranks of a stage are neighbours: those of a CP group, so that of several nodes SP
-    connects the nodes, where those of an SP group are neighbours else (context-first and head-first
-    placement of LoongTrain, arXiv:2406.18485). False where either degree is 1.
+    """Whether ranks of a CP group are neighbours in a stage, so that of several nodes SP connects
+    the nodes. Else those of an SP group are (context-first and head-first placement of LoongTrain,
+    arXiv:2406.18485). False where either degree is 1.
     """
     hpz: bool = False
-    """Of gathered layers: weights that have crossed between nodes stay on the node until the end of
-    the iteration, cut over its ranks (hpZ of ZeRO++, arXiv:2306.10209), so that they cross once.
+    """Whether weights of gathered layers that have crossed between nodes stay on the node until the
+    end of the iteration, cut over its ranks (hpZ of ZeRO++, arXiv:2306.10209), so that they cross
+    once.
     """
     _hash: int = field(init=False, repr=False, compare=False)
     """Schemes are looked up often."""
@@ -271,12 +270,12 @@ class Scheme:
 
     @property
     def sp_step(self) -> int:
-        """From a rank of an SP group to the next one."""
+        """Distance from a rank of an SP group to the next one."""
         return self.tp * (self.cp if self.context_first else 1)
 
     @property
     def cp_step(self) -> int:
-        """From a rank of a CP group to the next one."""
+        """Distance from a rank of a CP group to the next one."""
         return self.tp * (1 if self.context_first else self.sp)
 
     @property
@@ -351,7 +350,7 @@ class Scheme:
 _DEFAULTS = {
     "sp": 1, "cp": 1, "context_first": False, "ep": 1, "ckpt": 0, "stages": [], "gather": False, "hpz": False,
 }  # fmt: skip
-"""Of the options, as documents have them."""
+"""Default values of the options, as documents have them."""
 
 
 def _placement_order(scheme: Scheme) -> tuple[Any, ...]:
@@ -374,9 +373,9 @@ class Strategy:
 
     schemes: tuple[Scheme, ...]
     phases: tuple[Strategy, ...] = field(default=(), repr=False)
-    """Those of several; empty for one, which is the strategy itself."""
+    """Phases of a strategy of several; empty for one, which is the strategy itself."""
     _hash: int = field(init=False, repr=False, compare=False)
-    """That of `schemes`, which are many: strategies are looked up often."""
+    """Hash of `schemes`, which are many: strategies are looked up often."""
 
     def __post_init__(self) -> None:
         if self.phases:
@@ -401,7 +400,8 @@ class Strategy:
 
     @classmethod
     def alike(cls, scheme: Scheme, num_devices: int) -> Strategy:
-        """As many pipelines of `scheme` as `num_devices` have room for; those left are idle.
+        """The strategy with as many pipelines of `scheme` as `num_devices` have room for; those
+        left are idle.
 
         >>> str(Strategy.alike(Scheme(4, 1), 10))
         '2x<4,1>'
@@ -454,7 +454,7 @@ class Strategy:
 
     @property
     def in_turn(self) -> tuple[Strategy, ...]:
-        """What runs one after another: the phases, or itself."""
+        """Strategies that run one after another: the phases, or itself."""
         return self.phases or (self,)
 
     @property
@@ -525,8 +525,8 @@ def _blocks(strategy: Strategy) -> tuple[range, ...]:
 
 
 def aligned_begins(sizes: Sequence[int]) -> list[int] | None:
-    """Where groups of `sizes` ranks, the largest first, begin in as many ranks: each at the first
-    free multiple of its size, rounded up to a power of two; None where one has no room.
+    """Begins of groups of `sizes` ranks, the largest first, in as many ranks: each at the first
+    free multiple of its size, rounded up to a power of two. None where one has no room.
 
     >>> aligned_begins([5, 2, 1]), aligned_begins([3, 3, 2])
     ([0, 6, 5], None)
@@ -607,7 +607,7 @@ backward takes two.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
-    """What one stage holds in the worst moment of 1F1B."""
+    """Layers that one stage holds in the worst moment of 1F1B."""
 
     num_layers: int
     num_checkpointed: int
