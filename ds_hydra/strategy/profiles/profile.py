@@ -606,7 +606,13 @@ EXCHANGE_BUFFERS = 4
 _TABLES = 2
 """Embedding and head of the models whose published profiles count one for both."""
 
+_ACTIVATION_BYTES, _ACTIVATION_BYTES_OF_TP = 45.6, 0.1
+"""A of App. B.1 of LLaMA's layers in 16 bit as transformers computes them, with TP in shards of the
+sequence, by tracing (docs/cost-model.md); the second for each TP rank.
+"""
+
 _STATES = "states"
+_ACTIVATIONS = "activation_bytes_per_token_per_layer_per_hidden"
 _PUBLISHED = "published"
 """Value of `_STATES` in the memory of a profile whose bytes of states are those of the paper."""
 
@@ -641,8 +647,8 @@ def expert_memory(fraction: float) -> dict[str, float]:
 
 
 def with_engine_states(profile: Profile) -> Profile:
-    """`profile` with the engine's bytes in place of published ones; as it is where they are the
-    engine's already.
+    """`profile` with the engine's bytes of states and activations in place of published ones; as it
+    is where they are the engine's already.
     """
     memory = profile.document["memory"]
     if memory.get(_STATES) != _PUBLISHED:
@@ -658,6 +664,10 @@ def with_engine_states(profile: Profile) -> Profile:
     layer, table = params_per_hidden2 * known.hidden_size**2, known.hidden_size * known.vocab_size
     found["exchange_bytes"] = exchange_bytes(layer, table, 2.0)
     found["vocabulary_tables"] = _TABLES
+    found[_ACTIVATIONS] = {
+        str(tp): max(published, _ACTIVATION_BYTES + _ACTIVATION_BYTES_OF_TP * tp)
+        for tp, published in known.activation_bytes.items()
+    }
     return Profile.from_json({**profile.document, "memory": {**memory, **found, _STATES: "engine"}})
 
 
