@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from types import SimpleNamespace
 from unittest import mock
@@ -42,21 +43,21 @@ KEYS = [
 
 
 def test_groups_are_counted_by_purpose_and_for_the_rank_that_asks():
-    text = describe_groups(KEYS, rank=1, backend="gloo")
+    text = describe_groups(KEYS, rank=1, is_nccl=False)
     assert (
         text == "5 process groups (1 pull, 1 push, 1 pp_down, 1 pp_up, 1 tp), 3 of them on rank 1"
     )
 
 
 def test_nccl_memory_is_that_of_the_ranks_own_groups():
-    text = describe_groups(KEYS, rank=3, backend="nccl")
+    text = describe_groups(KEYS, rank=3, is_nccl=True)
     gib = (2 * NCCL_GROUP_BYTES + 2 * NCCL_PAIR_BYTES) / 2**30
     assert f"about {gib:.1f} GiB" in text
     assert "hydra.max_process_groups" in text
 
 
 def test_groups_of_one_rank_cost_nothing():
-    assert "0.0 GiB" in describe_groups([("pull", range(1))], rank=0, backend="nccl")
+    assert "0.0 GiB" in describe_groups([("pull", range(1))], rank=0, is_nccl=True)
 
 
 @pytest.mark.parametrize("text", ["<sp3,cp2,2,2>", "<cp2,sp3,2,2>", "<cp4,sp2,1>", "<sp2,cp4,1>"])
@@ -236,8 +237,8 @@ def made(monkeypatch):
         made[len(made)] = pg_options, timeout
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    for name, value in (("get_backend", lambda: "nccl"), ("get_rank", lambda: 99)):
-        monkeypatch.setattr(dist, name, value)
+    monkeypatch.setattr(groups, "_is_nccl", lambda _: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 99)
     monkeypatch.setattr(dist, "new_group", new_group)
     hour = datetime.timedelta(hours=1)
     monkeypatch.setattr(groups, "_find_timeout", lambda device: hour)
@@ -262,8 +263,54 @@ def test_what_nccl_does_not_know_is_not_set(made, monkeypatch):
     assert vars(options.config) == {}
 
 
-@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:nccl"])
-def test_other_backends_get_no_options_of_nccl(made, monkeypatch, backend):
-    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+def test_other_backends_get_no_options_of_nccl(made, monkeypatch):
+    monkeypatch.setattr(groups, "_is_nccl", lambda _: False)
     GroupPool(9, torch.device("cpu")).create([("pull", range(2))])
     assert [options for options, _ in made.values()] == [None]
+
+
+class Registered:
+    """A group of all ranks as torch keeps it: a backend for each type of device."""
+
+    def __init__(self, **names):
+        self._names = names
+
+    def _get_backend(self, device):
+        if device.type not in self._names:
+            raise RuntimeError(f"no backend for {device}")
+        return SimpleNamespace(name=lambda: self._names[device.type])
+
+
+def test_nccl_is_what_the_device_has_whatever_the_start_called_it(monkeypatch):
+    """`dist.get_backend` says "undefined" after a start without one, or "cpu:gloo,cuda:nccl"."""
+    world = Registered(cpu="gloo", cuda="nccl")
+    monkeypatch.setattr(groups.c10d, "_get_default_group", lambda: world)
+    found = [groups._is_nccl(torch.device(kind)) for kind in ("cpu", "cuda", "xpu")]
+    assert found == [False, True, False]
+
+
+def first_uses():
+    """Collectives of the creation of a group of each purpose, in order."""
+    done = []
+
+    def tell(name, action):
+        def told(*args, **more):
+            done.append(name)
+            return action(*args, **more)
+
+        return mock.patch.object(dist, name, told)
+
+    pool = GroupPool(9, torch.device("cpu"))
+    names = ("all_reduce", "all_to_all_single", "batch_isend_irecv")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(tell(name, getattr(dist, name)))
+        pool.create([(p, range(2)) for p in ("cp", "pp_down", "pp_up", "pull", "sp", "tp")])
+    return done
+
+
+@pytest.mark.distributed
+def test_a_group_is_first_used_as_it_will_be():
+    messages, exchange = "batch_isend_irecv", "all_to_all_single"
+    wanted = [exchange, messages, messages, exchange, exchange, "all_reduce"]
+    assert run_distributed(first_uses, 2) == [wanted] * 2

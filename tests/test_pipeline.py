@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from ds_hydra.engine.parallel.one_f_one_b import (
     PipelineStage,
     one_forward_one_backward,
     run_1f1b,
+    run_forward_only,
 )
 from ds_hydra.engine.telemetry.trace import Recorder
 
@@ -149,9 +151,42 @@ def test_what_others_wait_for_is_posted_before_each_message(monkeypatch):
         next_rank=2,
         before_message=lambda: done.append("posted"),
     )
-    stage.receive_activation(2, requires_grad=True)
+    stage.receive_activation(stage.activation_memory(2), requires_grad=True)
     stage.send_activation(torch.ones(2))
     stage.receive_gradient(torch.ones(2))
     stage.send_gradient(torch.ones(2))
     stage.finish()
     assert done == ["posted", "receive", "posted", "send"] * 2
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_memory_of_a_receive_is_taken_before_the_send_before_it(monkeypatch, forward_only):
+    """A full allocator waits for the device, and so for a send that the neighbour has not
+    received.
+    """
+    done = []
+
+    def post(operations):
+        (operation,) = operations
+        done.append("receive" if operation.op is one_f_one_b.dist.irecv else "send")
+        operation.tensor.zero_()
+        return [SimpleNamespace(wait=lambda: None, is_completed=lambda: True)]
+
+    monkeypatch.setattr(one_f_one_b.dist, "batch_isend_irecv", post)
+    monkeypatch.setattr(
+        one_f_one_b.dist, "P2POp", lambda op, tensor, *_: SimpleNamespace(op=op, tensor=tensor)
+    )
+    for name in ("activation_memory", "gradient_memory"):
+        take = getattr(PipelineStage, name)
+        monkeypatch.setattr(
+            PipelineStage, name, lambda *args, _take=take: done.append("memory") or _take(*args)
+        )
+    stage = dataclasses.replace(one_stage(), num_stages=3, stage=1, previous_rank=0, next_rank=2)
+    if forward_only:
+        run_forward_only(stage, [2, 3], lambda _, received: 2 * received)
+        assert done == ["memory", "receive", "memory", "send", "receive", "send"]
+        return
+    run_1f1b(stage, [2, 3, 1], lambda _, received: 2 * received, Recorder())
+    assert done.count("memory") == done.count("receive") == done.count("send") == 6
+    sends = [number for number, what in enumerate(done) if what == "send"]
+    assert all(done[n + 1 : n + 2] in ([], ["receive"]) for n in sends), done

@@ -74,11 +74,22 @@ def disjoint_rounds(keys: Iterable[GroupKey]) -> list[list[GroupKey]]:
     return rounds
 
 
+def _is_nccl(device: torch.device) -> bool:
+    """Whether NCCL carries what ranks exchange on `device`, whatever the start called the backend:
+    nothing, "nccl", or "cpu:gloo,cuda:nccl".
+    """
+    try:
+        backend = c10d._get_default_group()._get_backend(device)
+    except RuntimeError:  # a group that is registered under no type of device
+        return False
+    return backend.name() == "nccl"
+
+
 def _can_split(device: torch.device) -> bool:
     """Whether torch can split the group of all ranks, as it is, on `device`; the same on all
     ranks.
     """
-    if dist.get_backend() != "nccl":  # a split has all backends, and Gloo's may wait for ever
+    if not _is_nccl(device):  # a split has all backends, and Gloo's may wait for ever
         return False
     accelerator = torch.accelerator.current_accelerator()
     world = c10d._get_default_group()
@@ -87,14 +98,14 @@ def _can_split(device: torch.device) -> bool:
     return bool(getattr(world._get_backend(device), "supports_splitting", False))
 
 
-def describe_groups(keys: Iterable[GroupKey], rank: int, backend: str) -> str:
+def describe_groups(keys: Iterable[GroupKey], rank: int, is_nccl: bool) -> str:
     """Number of groups by purpose, and the cost of those of `rank`."""
     keys = list(keys)
     mine = [ranks for _, ranks in keys if rank in ranks and len(ranks) > 1]
     purposes = Counter(purpose for purpose, _ in keys)
     counts = ", ".join(f"{count} {purpose}" for purpose, count in purposes.items())
     text = f"{len(keys)} process groups ({counts}), {len(mine)} of them on rank {rank}"
-    if backend == "nccl":
+    if is_nccl:
         total = sum(NCCL_PAIR_BYTES if len(ranks) == 2 else NCCL_GROUP_BYTES for ranks in mine)
         return (
             f"{text}: up to about {total / 2**30:.1f} GiB of device memory with NCCL's default buffers; lower "
@@ -130,13 +141,13 @@ def _find_timeout(device: torch.device) -> datetime.timedelta:
     return max(usual, chosen)
 
 
-def _communicator_options(purpose: str, timeout: datetime.timedelta) -> Any:
+def _communicator_options(purpose: str, timeout: datetime.timedelta, device: torch.device) -> Any:
     """NCCL's options of a group; None for other backends. Its kernels go before computation, for
     which they would otherwise wait block by block while other ranks wait for them. They take no
     more of the device than the purpose needs.
     """
     nccl = getattr(dist, "ProcessGroupNCCL", None)
-    if nccl is None or dist.get_backend() != "nccl":
+    if nccl is None or not _is_nccl(device):
         return None
     options = nccl.Options()
     options.is_high_priority_stream = True
@@ -145,6 +156,35 @@ def _communicator_options(purpose: str, timeout: datetime.timedelta) -> Any:
     if hasattr(config, "max_ctas") and purpose in _MOST_CTAS:
         config.max_ctas = _MOST_CTAS[purpose]
     return options
+
+
+_MESSAGE_TO = {"pp_down": 1, "pp_up": -1}
+"""How many ranks of its group further a stage sends to."""
+
+
+def _use_first(purpose: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Exchange one element as the group will, so that its communicator connects here. Collective
+    over `group`: a first message that not all ranks join is undefined.
+
+    An all-reduce makes NCCL allocate rings and trees, which TP alone uses, and leaves the peers of
+    all-to-alls and messages to the first iteration.
+    """
+    if purpose == "tp":
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    elif purpose in _MESSAGE_TO:
+        ranks, step = dist.get_process_group_ranks(group), _MESSAGE_TO[purpose]
+        here = ranks.index(dist.get_rank())
+        one = torch.zeros(1, device=device)
+        messages = [
+            dist.P2POp(action, one.clone(), ranks[there], group)
+            for action, there in ((dist.isend, here + step), (dist.irecv, here - step))
+            if 0 <= there < len(ranks)
+        ]
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
+    else:
+        sent = torch.zeros(dist.get_world_size(group), device=device)
+        dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
 
 
 class GroupPool:
@@ -163,9 +203,9 @@ class GroupPool:
         return len(self._groups)
 
     def __str__(self) -> str:
-        backend = str(dist.get_backend()) if dist.is_initialized() else ""
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        return describe_groups(self._groups, rank, backend)
+        is_started = dist.is_initialized()
+        rank = dist.get_rank() if is_started else 0
+        return describe_groups(self._groups, rank, is_started and _is_nccl(self._device))
 
     def ensure(self, strategies: Iterable[Strategy]) -> None:
         """Create the groups of all `strategies` that do not exist yet; raises HydraConfigError
@@ -194,7 +234,7 @@ class GroupPool:
         # The same answer on all ranks: a split and `new_group` are different collectives.
         is_split = len(keys) > _FEW_GROUPS and _can_split(self._device)
         for own in disjoint_rounds(keys) if is_split else [[key] for key in keys]:
-            options = _communicator_options(own[0][0], timeout)
+            options = _communicator_options(own[0][0], timeout, self._device)
             each = [list(ranks) for _, ranks in own]
             if is_split:
                 group = dist.split_group(split_ranks=each, timeout=timeout, pg_options=options)
@@ -204,7 +244,7 @@ class GroupPool:
                 # Ranks outside a group have nothing to communicate with.
                 self._groups[key] = group if rank in key[1] else None
             if any(rank in ranks for ranks in each):
-                dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+                _use_first(own[0][0], group, self._device)
         if len(keys) > _FEW_GROUPS and rank == 0:
             seconds = time.perf_counter() - begin
             logger.info("%d process groups were made in %.1f s", len(keys), seconds)

@@ -3,6 +3,11 @@ length allowed.
 
 The order of forwards and backwards is a pure function; the runner adds the sends and receives that
 it implies.
+
+[Note: Memory before a send]
+A full allocator waits for the whole device, so for a send, so for the neighbour's receive. Both
+neighbours would wait for ever where each takes memory between its send and its receive. So what the
+next pass receives into is taken before this pass sends.
 """
 
 from __future__ import annotations
@@ -80,21 +85,31 @@ class PipelineStage:
         """Whether this stage computes the loss."""
         return self.stage == self.num_stages - 1
 
-    def receive_activation(self, num_tokens: int, *, requires_grad: bool) -> Tensor | None:
-        """Activation [1, num_tokens, hidden] of the previous stage; None on the first."""
+    def activation_memory(self, num_tokens: int) -> Tensor | None:
+        """Memory for what `receive_activation` receives, [1, num_tokens, hidden]; None on the first
+        stage.
+        """
         if self.is_first:
             return None
         shape = (1, num_tokens, self.hidden_size)
-        like = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return self._receive(like, self.previous_rank, self.down_group).requires_grad_(
-            requires_grad
-        )
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def receive_gradient(self, output: Tensor) -> Tensor | None:
-        """Gradient of `output` from the next stage; None on the last."""
-        if self.is_last:
+    def gradient_memory(self, output: Tensor) -> Tensor | None:
+        """Memory for the gradient of `output`; None on the last stage."""
+        return None if self.is_last else torch.empty_like(output)
+
+    def receive_activation(self, memory: Tensor | None, *, requires_grad: bool) -> Tensor | None:
+        """Activation of the previous stage, in `memory`; None on the first."""
+        if memory is None:
             return None
-        return self._receive(torch.empty_like(output), self.next_rank, self.up_group)
+        received = self._receive(memory, self.previous_rank, self.down_group)
+        return received.requires_grad_(requires_grad)
+
+    def receive_gradient(self, memory: Tensor | None) -> Tensor | None:
+        """Gradient of an output from the next stage, in `memory`; None on the last."""
+        if memory is None:
+            return None
+        return self._receive(memory, self.next_rank, self.up_group)
 
     def send_activation(self, tensor: Tensor) -> None:
         """Send to the next stage without waiting."""
@@ -149,15 +164,26 @@ def run_1f1b(
     """
     losses: list[Tensor] = []
     saved: dict[int, tuple[Tensor | None, Tensor]] = {}
-    for pass_, index in one_forward_one_backward(
-        stage.num_stages, stage.stage, len(micro_batch_tokens)
-    ):
+    passes = [*one_forward_one_backward(stage.num_stages, stage.stage, len(micro_batch_tokens))]
+
+    def memory_of(number: int) -> Tensor | None:
+        """What the pass of that number receives into."""
+        if number == len(passes):
+            return None
+        following, index = passes[number]
+        if following is Pass.FORWARD:
+            return stage.activation_memory(micro_batch_tokens[index])
+        return stage.gradient_memory(saved[index][1])
+
+    memory = memory_of(0)
+    for number, (pass_, index) in enumerate(passes):
         recorder.keep_up(_PASSES_AHEAD)
         if pass_ is Pass.FORWARD:
-            received = stage.receive_activation(micro_batch_tokens[index], requires_grad=True)
+            received = stage.receive_activation(memory, requires_grad=True)
             with recorder.span(EventKind.FORWARD, index):
                 output = forward(index, received)
             saved[index] = (received, output)
+            memory = memory_of(number + 1)  # [Note: Memory before a send]
             if stage.is_last:
                 # On the device: reading it here would make the host wait for every micro-batch.
                 losses.append(output.detach())
@@ -166,12 +192,13 @@ def run_1f1b(
                 stage.send_activation(output.detach())
         else:
             received, output = saved.pop(index)
-            grad = stage.receive_gradient(output)
+            grad = stage.receive_gradient(memory)
             if index == len(micro_batch_tokens) - 1:
                 before_last_backward()
             if output.requires_grad:  # false where everything up to here is frozen
                 with recorder.span(EventKind.BACKWARD, index):
                     torch.autograd.backward(output, grad)
+            memory = memory_of(number + 1)
             if received is not None:
                 # Zeros where nothing depends on it: the stage before receives one for every micro-
                 # batch.
@@ -188,8 +215,11 @@ def run_forward_only(
     """Forward of every micro-batch without gradients; returns the losses (last stage only)."""
     losses: list[Tensor] = []
     with torch.no_grad():
-        for index, num_tokens in enumerate(micro_batch_tokens):
-            output = forward(index, stage.receive_activation(num_tokens, requires_grad=False))
+        memory = stage.activation_memory(micro_batch_tokens[0]) if micro_batch_tokens else None
+        for index in range(len(micro_batch_tokens)):
+            output = forward(index, stage.receive_activation(memory, requires_grad=False))
+            if index + 1 < len(micro_batch_tokens):
+                memory = stage.activation_memory(micro_batch_tokens[index + 1])
             if stage.is_last:
                 losses.append(output)
             else:
