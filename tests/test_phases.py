@@ -15,7 +15,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.events import simulate_plan
 from ds_hydra.sampler import candidate as candidate_module
 from ds_hydra.sampler.candidate import OneStrategy, Phases, find_menus
-from ds_hydra.sampler.group_steps import MAX_CUTS, find_cuts, have_places
+from ds_hydra.sampler.group_steps import MAX_CUTS, find_cuts
 from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
 from ds_hydra.sampler.planner import fastest, plan_iteration, plan_with_time
@@ -24,9 +24,9 @@ from ds_hydra.sampler.propose import GroupLimits, propose_phases
 from ds_hydra.sampler.sample_bench import CandidateSettings, SampleBench
 from ds_hydra.strategy.profiles.learned import Correction, Corrections
 from ds_hydra.strategy.profiles.profile import NO_LINKS, LinkTimes, Profile
-from ds_hydra.strategy.schemes.enumeration import aligned_cuts, cuts, num_cuts
+from ds_hydra.strategy.schemes.enumeration import num_cuts
 from ds_hydra.strategy.schemes.placement import groups_of, groups_of_all, slices_key
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, aligned_begins, parse_strategies
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
 
 GATHERED = parse_strategies(["4x<1,1;gather>", "2x<sp2,1;gather>", "1x<sp4,1;gather>"])
 PROFILE = make_profile(
@@ -351,11 +351,11 @@ def test_groups_of_all_sizes_are_found_where_there_are_too_many_cuts():
     assert found.slowest_ms == pytest.approx(20)
 
 
-UNEVEN = [Scheme(1, 1, cp=n, gather=True) for n in (1, 2, 3, 4, 5, 6, 7, 8)]
+OF_ANY_SIZE = [Scheme(1, 1, cp=n, gather=True) for n in (1, 2, 3, 4, 5, 6, 7, 8)]
 
 
-def uneven_menu(num_devices, schemes=UNEVEN, per_rank=0.0):
-    profile = make_profile({str(s): (0, 1 / s.cp + per_rank, 0) for s in schemes})
+def widest_menu(num_devices, schemes=OF_ANY_SIZE):
+    profile = make_profile({str(s): (0, 1 / s.cp, 0) for s in schemes})
     menus = find_menus(
         schemes, profile, num_devices,
         max_len_tokens=lambda s: 30 * s.cp, links_of=lambda _: NO_LINKS,
@@ -363,34 +363,18 @@ def uneven_menu(num_devices, schemes=UNEVEN, per_rank=0.0):
     return max(menus, key=lambda menu: len(menu.entries))
 
 
-@pytest.mark.parametrize("num_devices", [8, 16, 32])
-def test_groups_of_any_size_are_those_that_the_candidates_have(num_devices):
-    """Wherever the ranks are cut, a group is one that a strategy of one size has, on one node."""
-    menu = uneven_menu(num_devices)
-    assert [s.cp for s in menu.schemes] == [1, 2, 3, 4, 5, 6, 7, 8]
-    known = groups_of_all(menu.alike(num_devices))
-    all_cuts = menu.groups_of_step(num_devices)._cuts.first
-    assert 20 <= len(all_cuts) <= MAX_CUTS
-    assert (all_cuts @ [*range(1, 9)] == num_devices).all()
-    for counts in all_cuts:
-        strategy = Strategy(tuple(s for s, n in zip(menu.schemes, counts) for _ in range(n)))
-        assert groups_of(strategy) <= known
-        assert sorted(rank for ranks in strategy.place() for rank in ranks) == [*range(num_devices)]
-        assert all(ranks[0] // 8 == ranks[-1] // 8 for ranks in strategy.place())
-
-
 @pytest.mark.parametrize(
     ("num_devices", "sizes"),
     [
         (6, [1, 2, 4, 6]),
         (12, [1, 2, 4, 8, 12]),
-        (24, [1, 2, 4, 5, 7, 8, 16, 24]),
-        (40, [1, 2, 3, 4, 6, 7, 8, 16, 32, 40]),
+        (24, [1, 2, 4, 8, 16, 24]),
+        (40, [1, 2, 4, 8, 16, 32, 40]),
     ],
 )
 def test_ranks_that_are_no_power_of_two_have_groups_of_all_and_of_powers_of_two(num_devices, sizes):
     wide = [Scheme(1, 1, cp=n, gather=True) for n in (16, 32, num_devices) if 8 < n <= num_devices]
-    menu = uneven_menu(num_devices, [s for s in UNEVEN + wide if s.cp <= num_devices])
+    menu = widest_menu(num_devices, [s for s in OF_ANY_SIZE + wide if s.cp <= num_devices])
     assert [s.cp for s in menu.schemes] == sizes
     known = groups_of_all(menu.alike(num_devices))
     groups = menu.groups_of_step(num_devices)._cuts
@@ -404,26 +388,33 @@ def test_ranks_that_are_no_power_of_two_have_groups_of_all_and_of_powers_of_two(
 
 def test_sizes_that_do_not_divide_each_other_are_in_menus_of_their_own():
     """On 6 ranks groups of 3 are not beside groups of 2 or 4, and no size is lost to another."""
-    schemes = [s for s in UNEVEN if s.cp in (1, 2, 3, 6)]
+    schemes = [s for s in OF_ANY_SIZE if s.cp in (1, 2, 3, 6)]
     profile = make_profile({str(s): (0, 1 / s.cp, 0) for s in schemes})
     known = {"max_len_tokens": lambda s: 30 * s.cp, "links_of": lambda _: NO_LINKS}
     found = find_menus(schemes, profile, 6, **known)
     assert sorted([s.cp for s in menu.schemes] for menu in found) == [[1, 2, 6], [1, 3, 6]]
 
 
-def test_where_groups_of_uneven_sizes_have_no_place():
-    assert [s.cp for s in uneven_menu(4).schemes] == [1, 2, 3, 4]
-    assert [s.cp for s in uneven_menu(8, UNEVEN[1:]).schemes] == [2, 4, 8], "nothing for the rest"
-    without = [s for s in UNEVEN if s.cp not in (3, 6)]
-    assert [s.cp for s in uneven_menu(12, without).schemes] == [1, 2, 4, 8], "12 = 8 + 4"
-    assert aligned_cuts(5, (1, 2, 4), 1) == cuts(5, (1, 2, 4)), "powers of two on any ranks"
-
-
 def test_a_step_without_sequences_ends():
-    groups = uneven_menu(64).groups_of_step(64)
+    powers = [Scheme(1, 1, cp=2**k, gather=True) for k in range(8)]
+    groups = widest_menu(128, powers).groups_of_step(128)
     lengths, nothing = np.array([5, 4]), np.zeros(0, dtype=np.int64)
     assert groups._cuts.exchanges.size
     assert groups.step(0, lengths, groups.table_ms(lengths), nothing).slowest_ms == 0
+
+
+def test_sizes_that_do_not_divide_the_ranks_are_in_no_menu():
+    """Candidates proposed by older versions have groups of 3, 5, 6 and 7 of 8 ranks, too."""
+    assert [s.cp for s in widest_menu(4, OF_ANY_SIZE[:4]).schemes] == [1, 2, 4]
+    assert [s.cp for s in widest_menu(8).schemes] == [1, 2, 4, 8]
+    strategies = parse_strategies(
+        ["8x<1,1;gather>", "2x<cp3,1;gather> + 2x<1,1;gather>", "1x<cp7,1;gather> + 1x<1,1;gather>"]
+    )
+    profile = make_profile({str(s): (0, 1 / s.cp, 0) for s in OF_ANY_SIZE})
+    settings = replace(SETTINGS, max_len_override={s: 30 * s.cp for s in OF_ANY_SIZE})
+    found, time_ms = plan([200, 28], strategies, settings, profile, 8)
+    assert str(found.strategy) == "1x<cp7,1;gather> + 1x<1,1;gather>", "as it is written"
+    assert time_ms == pytest.approx(200 / 7)
 
 
 def test_the_widest_group_of_96_ranks_is_there():
@@ -433,52 +424,6 @@ def test_the_widest_group_of_96_ranks_is_there():
     first = find_cuts(96, sizes).first
     assert 0 < len(first) <= MAX_CUTS
     assert [0, 0, 0, 0, 0, 0, 1] in first.tolist()
-
-
-def test_which_cuts_have_a_place_for_each_group():
-    """As `Strategy.blocks` finds places, of all cuts of 16 ranks and some of 32."""
-    sizes = tuple(range(1, 9))
-    rng = np.random.default_rng(0)
-    for num_ranks in (8, 16, 32):
-        found = np.array(cuts(num_ranks, sizes))
-        found = found[rng.permutation(len(found))[:2000]]
-        have_place = have_places(found, sizes)
-        assert 0 < have_place.sum() < len(found)
-        for counts, has_place in zip(found, have_place, strict=True):
-            groups = [size for size, n in zip(sizes[::-1], counts[::-1]) for _ in range(n)]
-            assert (aligned_begins(groups) is not None) == has_place, groups
-
-
-def test_64_ranks_are_cut_into_groups_of_any_size_that_have_a_place():
-    """100 tokens on 5 ranks take 30 ms, with 40 and 20 on the next larger group 36; what five ranks
-    leave of eight is for a pair and a single one, or three single ones.
-    """
-    menu = uneven_menu(64, per_rank=0.1)
-    assert [s.cp for s in menu.schemes] == [1, 2, 3, 4, 5, 6, 7, 8]
-    groups = menu.groups_of_step(64)
-    assert num_cuts(64, tuple(range(1, 9))) > MAX_CUTS >= len(groups._cuts.first)
-    lengths = np.sort(np.array([100] * 8 + [40] * 8 + [20] * 8))[::-1].copy()
-    found = groups.step(0, lengths, groups.table_ms(lengths), np.arange(24))
-    assert found.slowest_ms == pytest.approx(30)
-    assert found.counts.tolist() == [8, 8, 0, 0, 8, 0, 0, 0]
-    strategy, _ = menu.strategy_of(found)
-    assert groups_of(strategy) <= groups_of_all(menu.alike(64))
-    assert all(ranks[0] // 8 == ranks[-1] // 8 for ranks in strategy.place())
-    lengths = np.sort(np.array([100] * 8 + [60] * 8))[::-1].copy()
-    found = groups.step(0, lengths, groups.table_ms(lengths), np.arange(16))
-    assert found.slowest_ms > 30, "3 ranks would be fast enough, beside 5 they have no place"
-    assert have_places(found.counts[None], tuple(range(1, 9)))
-
-
-def test_a_sequence_takes_the_ranks_that_it_needs():
-    """Seven ranks for 200 tokens, the eighth for 28: sharing these costs a hundredth more."""
-    menu = uneven_menu(8)
-    strategies = menu.alike(8)
-    profile = make_profile({str(s): (0, 1 / s.cp + 0.01 * (s.cp > 1), 0) for s in UNEVEN})
-    settings = replace(SETTINGS, max_len_override={s: 30 * s.cp for s in UNEVEN})
-    found, time_ms = plan([200, 28], strategies, settings, profile, 8)
-    assert str(found.strategy) == "1x<cp7,1;gather> + 1x<1,1;gather>"
-    assert time_ms == pytest.approx(200 * (1 / 7 + 0.01))
 
 
 def held_profile():

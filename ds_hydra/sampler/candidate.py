@@ -14,8 +14,8 @@ Such schemes are a menu of groups: the planner takes the schemes of strategies t
 each number of ranks, and cuts the ranks into them as it likes ([Note: Mixed groups]). Sizes divide
 each other, so groups lie as they do under the strategies of one scheme on all ranks, whose
 communicators the candidates need. Groups may have any power of two of ranks, too (24 ranks are
-16 + 8), or all ranks, or 3, 5, 6 or 7, each at the beginning of a block of 4 or 8. Steps are phases
-as they are. Where slices stay with the ranks, all sequences run under one strategy.
+16 + 8), or all ranks. Steps are phases as they are. Where slices stay with the ranks, all sequences
+run under one strategy.
 
 Gathered weights may stay on the nodes (`hpz`), whatever the candidates say: groups are the same.
 It costs memory, so it is tried where a step waits for weights, or where times were measured.
@@ -33,11 +33,7 @@ from ds_hydra.sampler.group_steps import GroupStep, MixedGroups, plan_steps
 from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.profiles.profile import LatencyModel, LinkTimes, Profile
-from ds_hydra.strategy.schemes.enumeration import (
-    UNEVEN_SIZES,
-    fits_unevenly,
-    is_power_of_two,
-)
+from ds_hydra.strategy.schemes.enumeration import is_power_of_two
 from ds_hydra.strategy.schemes.placement import GroupKey, ends_of_phases, groups_of, groups_of_all
 from ds_hydra.strategy.schemes.scheme import MAX_PHASES, Scheme, Strategy
 
@@ -314,10 +310,9 @@ def find_menus(
     checkpointed layers.
 
     For each number of ranks they have the scheme that is fastest for one sequence as long as it
-    holds, or for `_MANY` short ones; groups of 3, 5, 6 and 7 ranks, too, unless all have too many
-    cuts; then the widest ones. `max_len_tokens` of a scheme;
-    `factor_of` a strategy of one scheme: what measured times make of T. `groups`: those that exist,
-    where schemes that need others are left out.
+    holds, or for `_MANY` short ones. `max_len_tokens` of a scheme; `factor_of` a strategy of one
+    scheme: what measured times make of T. `groups`: those that exist, where schemes that need
+    others are left out.
     """
     entries = _menu_entries(
         schemes,
@@ -375,47 +370,38 @@ def _menus_of(entries: Iterable[MenuEntry], num_devices: int) -> list[GroupMenu]
 
 
 def _has_place(scheme: Scheme, num_devices: int) -> bool:
-    """Whether all ranks are a multiple of its own, or its ranks are a power of two, or all are a
-    multiple of the next one.
-    """
+    """Whether all ranks are a multiple of its own, or its ranks are a power of two."""
     size = scheme.num_devices
-    if num_devices % size == 0:
-        return True
-    return fits_unevenly(size, num_devices) or (size < num_devices and is_power_of_two(size))
+    return num_devices % size == 0 or (size < num_devices and is_power_of_two(size))
 
 
 def _on_all_ranks(scheme: Scheme, single: Scheme, num_devices: int) -> Strategy:
-    """The strategy with as many of `scheme` as have a place, and `single` on the ranks between."""
-    size = scheme.num_devices
-    number = num_devices // (1 << (size - 1).bit_length() if num_devices % size else size)
-    rest = (num_devices - number * size) // single.num_devices
-    return Strategy((scheme,) * number + (single,) * rest)
+    """The strategy with as many of `scheme` as have a place, and `single` on the rest."""
+    number, rest = divmod(num_devices, scheme.num_devices)
+    return Strategy((scheme,) * number + (single,) * (rest // single.num_devices))
 
 
 def _sizes_with_cuts(sizes: Sequence[int], num_devices: int) -> list[list[int]]:
     """Return sets of two or more of `sizes` into which the ranks may be cut; each size is in one.
 
     In a set are those that divide each other and all ranks, and where one rank may be alone all
-    powers of two, and uneven ones where all are powers of two or fill their blocks.
+    powers of two.
     """
     has_single = 1 in sizes
     dividing = [n for n in sizes if num_devices % n == 0]
-    found: list[list[int]] = []
+    found: list[set[int]] = []
     for first in sizes:
-        even = [first]
+        own = {first}
         if first not in dividing:  # it is beside powers of two alone
-            even = [n for n in dividing if is_power_of_two(n) or n == num_devices]
+            own = {n for n in dividing if is_power_of_two(n) or n == num_devices}
         for n in reversed(dividing):
-            if all(max(m, n) % min(m, n) == 0 for m in even) and n not in even:
-                even.append(n)
-        if has_single and all(is_power_of_two(n) or n == num_devices for n in even):
-            even = [n for n in sizes if n in even or is_power_of_two(n)]
-        are_powers = has_single and all(is_power_of_two(n) or n % 8 == 0 for n in even)
-        uneven = [n for n in UNEVEN_SIZES if n in sizes and num_devices % n and are_powers]
-        own = sorted({*even, *uneven})
+            if all(max(m, n) % min(m, n) == 0 for m in own):
+                own.add(n)
+        if has_single and all(is_power_of_two(n) or n == num_devices for n in own):
+            own |= {n for n in sizes if is_power_of_two(n)}
         if len(own) > 1 and own not in found:
             found.append(own)
-    return [own for own in found if not any(set(own) < set(other) for other in found)]
+    return [sorted(own) for own in found if not any(own < other for other in found)]
 
 
 def _total_ms(link: LinkTimes) -> float:

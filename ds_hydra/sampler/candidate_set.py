@@ -18,7 +18,7 @@ from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import check_context, usable_schemes
-from ds_hydra.strategy.proposal.space import candidate_schemes, uneven_groups, unpruned_schemes
+from ds_hydra.strategy.proposal.space import candidate_schemes, unpruned_schemes
 from ds_hydra.strategy.schemes.enumeration import enumerate_strategies, power_of_two_schemes
 from ds_hydra.strategy.schemes.placement import (
     LINK_GROUPS,
@@ -105,9 +105,7 @@ def decide_candidates(
         # Phases are put together of schemes without checkpointed layers, dominated or not
         world = settings.world(profile).measured
         on_nodes = (scheme for scheme in world.profile.latency if scheme.hpz)
-        gathered = world.costs.table(
-            (*unpruned_schemes(world, 0.0), *uneven_groups(world), *on_nodes)
-        )
+        gathered = world.costs.table((*unpruned_schemes(world, 0.0), *on_nodes))
     staying = () if settings.is_enumerated else settings.staying or start
     max_groups_of_rank = MAX_GROUPS_OF_RANK - LINK_GROUPS
     proposal = propose_among(

@@ -18,7 +18,7 @@ FlexSP, whose space this is, solves integer programs with deadlines for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import combinations_with_replacement
 from typing import NamedTuple
 
@@ -26,15 +26,9 @@ import numpy as np
 
 from ds_hydra.sampler.problem import EPSILON, DispatchProblem, sift_down
 from ds_hydra.sampler.refine import improve_dispatch
-from ds_hydra.sampler.schedule import BoolArray, FloatArray, IntArray, expected_slowest_ms
+from ds_hydra.sampler.schedule import FloatArray, IntArray, expected_slowest_ms
 from ds_hydra.strategy.compiled import compiled
-from ds_hydra.strategy.schemes.enumeration import (
-    aligned_cuts,
-    cuts,
-    fits_unevenly,
-    is_power_of_two,
-    num_cuts,
-)
+from ds_hydra.strategy.schemes.enumeration import cuts, is_power_of_two, num_cuts
 from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION
 
 MORE_STEPS = 2
@@ -49,19 +43,12 @@ _SHARES = (_EVERY, 1.0, 0.9, 0.8)
 sequence where n steps are left.
 """
 MAX_CUTS = 2400
-"""Ways to cut the ranks that are all tried: 64 ranks have 1,828 into powers of two, 32 have 2,311
-into all sizes up to 8 and powers of two.
-"""
+"""Ways to cut the ranks that are all tried: 64 ranks have 1,828 into powers of two."""
 _NUM_DEADLINES = 12
 _NUM_PLACES = 33
 """Sequences of a mini-batch, evenly spread over its lengths, whose length bounds the steps."""
 _ROUNDING = 1e-6
 """Relative tolerance when step times are compared. Smaller gains are rounding."""
-
-
-def all_true(counts: IntArray) -> BoolArray:
-    """Accept each of the cuts [cut, size]."""
-    return np.ones(len(counts), dtype=np.bool_)
 
 
 class GroupStep(NamedTuple):
@@ -83,13 +70,11 @@ class GroupStep(NamedTuple):
 
 class Cuts(NamedTuple):
     """Ways to use all ranks. `first`: how many groups of each size, [cut, size]. `exchanges`: what
-    makes others of them, [exchange, size]; none where the first are all. `have_place`: which of
-    [cut, size] have room for each group in its place.
+    makes others of them, [exchange, size]; none where the first are all.
     """
 
     first: IntArray
     exchanges: IntArray
-    have_place: Callable[[IntArray], BoolArray] = all_true
 
     @classmethod
     def all(cls, found: Sequence[Sequence[int]] | IntArray) -> Cuts:
@@ -229,10 +214,10 @@ class MixedGroups:
         """The best step of `members`, None where no cut holds them in less than `limit`.
 
         Where not all cuts can be tried: of the first ones, of those that meet a deadline (halved in
-        between again and again) and have places, then by the best exchange of at most two groups
-        for others, as long as one is better.
+        between again and again), then by the best exchange of at most two groups for others, as
+        long as one is better.
         """
-        first, exchanges, have_place = self._cuts
+        first, exchanges = self._cuts
         best = self._step_of(first, kind, lengths, table, members, limit)
         if best is None or not exchanges.size or not members.size:
             return best
@@ -250,15 +235,14 @@ class MixedGroups:
                 self.num_ranks,
                 tried[0],
             )
-            if is_met and have_place(tried)[0]:
+            if is_met:
                 high = deadline
                 best = self._step_of(tried, kind, lengths, table, members, best.slowest_ms) or best
             else:
                 low = deadline
         while True:
             near = best.counts + exchanges
-            near = near[(near >= 0).all(axis=1)]
-            near = np.ascontiguousarray(near[have_place(near)])
+            near = np.ascontiguousarray(near[(near >= 0).all(axis=1)])
             better = self._step_of(near, kind, lengths, table, members, best.slowest_ms)
             if better is None:
                 return best
@@ -311,14 +295,11 @@ def sizes_used(tried: IntArray) -> tuple[IntArray, IntArray]:
 def find_cuts(
     num_ranks: int, sizes: tuple[int, ...], *, anywhere: bool = False, most: int = MAX_CUTS
 ) -> Cuts:
-    """Every way to use all ranks with groups in their places, or `anywhere`; of more than `most`
-    those of sizes that divide the ranks (`anywhere`: of powers of two) to begin with, without the
-    smallest where these are too many, too.
+    """Every way to use all ranks; of more than `most` those of sizes that divide the ranks
+    (`anywhere`: of powers of two) to begin with, without the smallest where these are too many,
+    too.
     """
-    is_bound = not anywhere and any(fits_unevenly(size, num_ranks) for size in sizes)
-    if is_bound and (aligned := aligned_cuts(num_ranks, sizes, most)):
-        return Cuts.all(aligned)
-    if not is_bound and num_cuts(num_ranks, sizes) <= most:
+    if num_cuts(num_ranks, sizes) <= most:
         return Cuts.all(cuts(num_ranks, sizes))
     begin = [
         k for k, n in enumerate(sizes) if (is_power_of_two(n) if anywhere else num_ranks % n == 0)
@@ -334,24 +315,7 @@ def find_cuts(
     ranks = counts @ np.array(sizes)
     pairs = np.argwhere(ranks[:, None] == ranks)
     moves: IntArray = counts[pairs[:, 1]] - counts[pairs[:, 0]]
-    have_place = partial(have_places, sizes=sizes) if is_bound else all_true
-    return Cuts(first, np.ascontiguousarray(moves[moves.any(axis=1)]), have_place)
-
-
-def have_places(counts: IntArray, sizes: tuple[int, ...]) -> BoolArray:
-    """Whether `Strategy.blocks` has a place for each group, for each of the cuts [cut, size]. The
-    rest that a group of 3, 5, 6 or 7 ranks leaves of its block of 4 or 8 is for single ranks and
-    pairs alone.
-    """
-    of_size = dict(zip(sizes, counts.T))
-    ones, twos, threes, fives, sixes, sevens = (
-        of_size.get(size, np.zeros_like(counts[:, 0])) for size in (1, 2, 3, 5, 6, 7)
-    )
-    # A group of 3 leaves one rank of its 4; 5, 6 and 7 leave 3, 2 and 1 of their 8. A pair has
-    # room beside 5 and 6 alone, and takes the place of two single ranks.
-    pairs = np.minimum(twos, fives + sixes)
-    enough: BoolArray = ones >= threes + 3 * fives + 2 * sixes + sevens - 2 * pairs
-    return enough
+    return Cuts(first, np.ascontiguousarray(moves[moves.any(axis=1)]))
 
 
 @lru_cache(maxsize=64)

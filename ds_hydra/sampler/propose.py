@@ -394,7 +394,7 @@ def _menus(profile: Profile, settings: CandidateSettings) -> Iterable[tuple[Stra
         ckpt = -(-layers * step // _CKPT_STEPS)
         schemes = [replace(scheme, ckpt=ckpt) for scheme in gathered]
         schemes = [scheme for scheme in schemes if settings.can_run(scheme)]
-        # Uneven sizes need more communicators
+        # Sizes that do not divide the ranks need more communicators
         even = [scheme for scheme in schemes if number % scheme.num_devices == 0]
         # Fewer still where every group is cut in one way
         by_context = [s for s in even if s.tp == 1 and (s.sp == 1 or s.context_first)]

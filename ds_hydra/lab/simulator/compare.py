@@ -44,7 +44,6 @@ from ds_hydra.strategy.proposal.program import (
 from ds_hydra.strategy.proposal.space import (
     candidate_schemes,
     pruned_schemes,
-    uneven_groups,
     unpruned_schemes,
 )
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of
@@ -170,7 +169,7 @@ def _run_in_space(
         )
         return _run_strategies(name, own, strategies, usable_schemes(own))
     world = own.measured
-    unpruned = (*unpruned_schemes(world, 0.0), *uneven_groups(world))
+    unpruned = unpruned_schemes(world, 0.0)
     schemes = () if candidates else pruned_schemes(world, unpruned)
     strategies = candidates or _propose(workload, own, settings, "full", inside)
     known = (*unpruned, *schemes, *sorted(schemes_of(strategies)))

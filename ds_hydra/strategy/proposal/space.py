@@ -15,7 +15,6 @@ import numpy as np
 
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.strategy.cost_models.costs import World
-from ds_hydra.strategy.schemes.enumeration import UNEVEN_SIZES, fits_unevenly
 from ds_hydra.strategy.schemes.scheme import Scheme
 
 _NUM_CKPT_STEPS = 16
@@ -171,20 +170,6 @@ def _with_moving_weights(
             yield from _that_hold(world, scheme, tokens_per_iteration)
         else:
             yield scheme
-
-
-def uneven_groups(world: World) -> tuple[Scheme, ...]:
-    """<cpN,1;gather> of `UNEVEN_SIZES`, which phases cut the ranks into beside powers of two
-    ([Note: Phases]); none where the interconnects are not known.
-    """
-    if world.cluster is None or world.costs.single_rank is None:
-        return ()
-    schemes = (Scheme(1, 1, cp=size, gather=True) for size in UNEVEN_SIZES)
-    return tuple(
-        scheme
-        for scheme in schemes
-        if fits_unevenly(scheme.num_devices, world.num_devices) and _can_move(world, scheme)
-    )
 
 
 def _can_move(world: World, scheme: Scheme) -> bool:

@@ -7,15 +7,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import combinations_with_replacement, product
-from math import comb, lcm
+from itertools import product
+from math import lcm
 from pathlib import Path
 from typing import Any
 
 from ds_hydra.configs.files import read_json_object, reading
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, aligned_begins, parse_strategies
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
 
 _FEW = 8
 """Devices of one node, whose groups of all sizes are no more than a few."""
@@ -195,44 +195,3 @@ def cuts(num_ranks: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
         for count in range(num_ranks // last + 1)
         for head in cuts(num_ranks - count * last, sizes[:-1])
     ]
-
-
-UNEVEN_SIZES = (3, 6, 5, 7)
-"""Ranks of groups beside those that divide all ranks, those first that are left out last."""
-
-
-def fits_unevenly(size: int, num_ranks: int) -> bool:
-    """Whether all ranks are no multiple of `size`, but of the next power of two."""
-    is_aligned = num_ranks % (1 << size.bit_length()) == 0
-    return size in UNEVEN_SIZES and num_ranks % size > 0 and is_aligned
-
-
-_MAX_COMBINATIONS = 20_000
-"""Most combinations of cuts of single blocks of ranks."""
-
-
-@lru_cache(maxsize=64)
-def aligned_cuts(num_ranks: int, sizes: tuple[int, ...], most: int) -> list[tuple[int, ...]]:
-    """The `cuts` whose groups have room where `Strategy.blocks` puts them. None where uneven ones
-    among `sizes`, which ascend, make more than `most`.
-
-    >>> aligned_cuts(8, (1, 3, 6), 9)
-    [(8, 0, 0), (5, 1, 0), (2, 2, 0), (2, 0, 1)]
-    """
-    uneven = [size for size in sizes if fits_unevenly(size, num_ranks)]
-    if not uneven:
-        return cuts(num_ranks, sizes)
-    block = 1 << max(uneven).bit_length()
-    inside, wide = [s for s in sizes if s <= block], [s for s in sizes if s > block]
-    of_block = [
-        counts
-        for counts in cuts(block, tuple(inside))
-        if aligned_begins([s for s, n in zip(inside[::-1], counts[::-1]) for _ in range(n)])
-    ]
-    found: dict[tuple[int, ...], None] = {}
-    for num_blocks, *of_wide in cuts(num_ranks // block, (1, *(size // block for size in wide))):
-        if comb(len(of_block) + num_blocks - 1, num_blocks) > _MAX_COMBINATIONS:
-            return []
-        for own in combinations_with_replacement(of_block, num_blocks):
-            found[(*map(sum, zip(*own, (0,) * len(inside))), *of_wide)] = None
-    return [*found] if len(found) <= most else []
