@@ -26,13 +26,15 @@ from ds_hydra.configs.hydra_config import ATTENTION_KERNELS, HydraConfig
 from ds_hydra.engine.doctor import findings
 from ds_hydra.engine.model import (
     attention_choice,
+    attention_contract,
     attention_cudnn,
     attention_kernels,
     attention_operator,
 )
 from ds_hydra.engine.model.attention import hydra_varlen
 from ds_hydra.engine.model.attention_choice import choose, kernel_for, select_kernels
-from ds_hydra.engine.model.attention_kernels import Demand, Scoring, load_kernel
+from ds_hydra.engine.model.attention_contract import Demand, Scoring
+from ds_hydra.engine.model.attention_kernels import load_kernel
 from ds_hydra.engine.model.attention_operator import (
     KernelUse,
     attend,
@@ -214,11 +216,11 @@ def test_what_packages_of_other_releases_lack_is_named():
     module = types.ModuleType("old")
     module._flash_attn_varlen_forward = _flash_attn_varlen_forward
     with pytest.raises(
-        attention_kernels.MissingKernelError, match="old has no _flash_attn_varlen_"
+        attention_contract.MissingKernelError, match="old has no _flash_attn_varlen_"
     ):
         attention_kernels._flash_2(module, "x", "x")
     module._flash_attn_varlen_backward = _flash_attn_varlen_forward
-    with pytest.raises(attention_kernels.MissingKernelError, match="knows no max_seqlen_q"):
+    with pytest.raises(attention_contract.MissingKernelError, match="knows no max_seqlen_q"):
         attention_kernels._flash_2(module, "x", "x")
 
 
@@ -230,12 +232,12 @@ def test_functions_that_are_operators_are_called_by_their_schema():
         mutates_args=(),
         schema="(Tensor q, Tensor? alibi, float scale, int left=-1) -> Tensor",
     )
-    call = attention_kernels._Named(operator, "q", "left|other")
+    call = attention_contract.Named(operator, "q", "left|other")
     given = {"q": torch.ones(2), "scale": 3.0, "causal": True}
     assert call(**given).tolist() == [2.0, 2.0]
     assert call(**given, left=4).tolist() == [7.0, 7.0]
-    with pytest.raises(attention_kernels.MissingKernelError, match="knows no causal"):
-        attention_kernels._Named(operator, "causal|is_causal")
+    with pytest.raises(attention_contract.MissingKernelError, match="knows no causal"):
+        attention_contract.Named(operator, "causal|is_causal")
 
 
 @pytest.fixture
@@ -478,7 +480,7 @@ def test_kernels_of_the_hub_have_both_passes(monkeypatch):
         assert kernel.generations == (8, 9)
         assert choose(HEADS).name == "kernels-community/flash-attn3"  # has been downloaded
         with pytest.raises(
-            attention_kernels.MissingKernelError, match="has no _flash_attn_forward"
+            attention_contract.MissingKernelError, match="has no _flash_attn_forward"
         ):
             load_kernel("kernels-community/vllm-flash-attn3")
     assert loaded[0] == ("kernels-community/flash-attn3", "main", None)
@@ -737,7 +739,7 @@ def test_pieces_of_sequences_run_apart_by_cudnn(pieces, apart, lse_dims, monkeyp
 def test_what_is_long():
     def long_of(lengths, key_lengths):
         return [
-            tuple(s) for s in attention_kernels.LongSegment.of(lengths, key_lengths) if s.is_long
+            tuple(s) for s in attention_contract.LongSegment.of(lengths, key_lengths) if s.is_long
         ]
 
     assert long_of([5000, 4095, 4096], [5000, 4095, 4096]) == [
@@ -754,7 +756,7 @@ def test_what_is_long():
 def on_grid(heads):
     """What cuDNN gets of a whole sequence."""
     number = len(heads)
-    (block,) = attention_cudnn._blocks(attention_kernels.LongSegment(0, 0, number, 0, number))
+    (block,) = attention_cudnn._blocks(attention_contract.LongSegment(0, 0, number, 0, number))
     padded, *_ = attention_cudnn._padded([heads], [], block)
     return padded
 
@@ -762,7 +764,7 @@ def on_grid(heads):
 def test_keys_that_all_queries_see_stand_on_a_finer_grid():
     found, left = set(), []
     for before in range(0, 65536, 7):
-        segment = attention_kernels.LongSegment(0, 0, 2048, 0, before + 2048)
+        segment = attention_contract.LongSegment(0, 0, 2048, 0, before + 2048)
         *whole, square = attention_cudnn._blocks(segment)
         num_whole = whole[0].keys.stop if whole else 0
         assert square.keys == slice(num_whole, before + 2048)
@@ -901,7 +903,7 @@ def test_a_torch_without_cudnn_says_so(monkeypatch, holder, name, value, why):
     assert attention_cudnn.why_not() == ""
     monkeypatch.setattr(holder, name, value)
     assert attention_cudnn.why_not().startswith(why)
-    with pytest.raises(attention_kernels.MissingKernelError, match=why):
+    with pytest.raises(attention_contract.MissingKernelError, match=why):
         attention_kernels._cudnn(CUDNN)
 
 
@@ -934,7 +936,7 @@ def check_engine_with_cudnn():
     with (
         installed(CUDNN) as calls,
         mock.patch("ds_hydra.engine.model.stage_model.select_kernels", use_cudnn),
-        mock.patch.object(attention_kernels, "LONG_TOKENS", 8),
+        mock.patch.object(attention_contract, "LONG_TOKENS", 8),
         mock.patch.object(attention_cudnn, "_GRID_TOKENS", 2),
         mock.patch.object(attention_cudnn, "_WORTH_FLOPS", 0),
         mock.patch.object(attention_cudnn._Plans, "build", noted(events, "plans", build)),

@@ -17,7 +17,7 @@ from flash_standin import CUDNN, installed
 from models import tiny
 from test_engine_parity import assert_parity, check_gradients
 
-from ds_hydra.engine.model import attention, attention_choice, attention_kernels
+from ds_hydra.engine.model import attention, attention_choice, attention_contract, attention_kernels
 from ds_hydra.engine.model.attention_operator import KernelUse
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, running
 from ds_hydra.engine.model.stage_forward import Compilations, compile_each
@@ -99,7 +99,7 @@ def micro_batches(num_iterations):
 
 @pytest.mark.parametrize("kernel", ["flash_attention_2", CUDNN])
 def test_one_graph_of_a_layer_serves_all_lengths(traced, kernel):
-    with installed(kernel) as calls, mock.patch.object(attention_kernels, "LONG_TOKENS", 30):
+    with installed(kernel) as calls, mock.patch.object(attention_contract, "LONG_TOKENS", 30):
         layers = Layers(kernel=kernel)
         wanted = [layers.run(lengths) for lengths in ([4, 36, 1], [9])]
         compile_each(layers.layers)

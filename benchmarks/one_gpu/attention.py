@@ -18,7 +18,7 @@ from ds_hydra.engine.model.attention_choice import (
     kernels_here,
     prepare_kernels,
 )
-from ds_hydra.engine.model.attention_kernels import Demand, Scoring
+from ds_hydra.engine.model.attention_contract import Demand, Scoring
 from ds_hydra.engine.model.attention_operator import KernelUse, attention_per_sequence
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment
 from ds_hydra.engine.ranks.process import use_deterministic_kernels

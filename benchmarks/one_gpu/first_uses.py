@@ -17,7 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.one_gpu.device import DTYPE, HAS_GPU, median_ms
 from benchmarks.one_gpu.telling import at_most, skip, tell, trying
-from ds_hydra.engine.model.attention_kernels import Demand, Scoring, load_kernel
+from ds_hydra.engine.model.attention_contract import Demand, Scoring
+from ds_hydra.engine.model.attention_kernels import load_kernel
 from ds_hydra.engine.model.attention_operator import KernelUse, attend, count_on_host
 
 HEADS, KEY_HEADS, WIDTH = 32, 8, 128

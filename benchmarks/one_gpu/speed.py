@@ -20,7 +20,7 @@ from benchmarks.one_gpu import ceilings
 from benchmarks.one_gpu.device import DTYPE, HAS_GPU, SECTIONS, join, median_ms
 from benchmarks.one_gpu.telling import skip, tell, trying
 from ds_hydra.engine.model.attention_choice import kernel_for, prepare_kernels
-from ds_hydra.engine.model.attention_kernels import Scoring
+from ds_hydra.engine.model.attention_contract import Scoring
 from ds_hydra.engine.model.attention_operator import attend, count_on_host
 from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config
 from ds_hydra.engine.profiling import profiler

@@ -15,15 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hydra.engine.model import attention_contract
 from ds_hydra.engine.model import attention_kernels as kernels
-from ds_hydra.engine.model.attention_kernels import (
-    PER_SEQUENCE,
+from ds_hydra.engine.model.attention_contract import (
+    HALVES,
     Demand,
     Kernel,
     MissingKernelError,
     Scoring,
-    load_kernel,
+    first_line,
 )
+from ds_hydra.engine.model.attention_kernels import PER_SEQUENCE, load_kernel
 from ds_hydra.engine.model.attention_operator import (
     KernelUse,
     attend,
@@ -150,7 +152,7 @@ def _try(kernel: Kernel, device: torch.device, demand: Demand) -> tuple[str, flo
     try:
         difference = kernel_error(kernel, device, demand)
     except Exception as refusal:  # packages raise what they like
-        return f"it refuses: {kernels.first_line(refusal)}", None
+        return f"it refuses: {first_line(refusal)}", None
     if difference <= _MOST_DIFFERENCE:
         return "", difference
     # NaN, too
@@ -206,9 +208,9 @@ def kernel_error(kernel: Kernel, device: torch.device, demand: Demand) -> float:
     cases = (pieces, None, False), (pieces, _PROBE_WINDOW, False), (pieces, None, True)
     errors = [_errors(kernel, device, demand, *case) for case in cases]
     if kernel.runs_long_apart:
-        whole = (*_PROBE_BESIDE_LONG, kernels.LONG_TOKENS + 5)
-        queries = kernels.LONG_TOKENS // 4 + 5
-        keys = kernels.LONG_TOKENS**2 // (2 * queries) + queries
+        whole = (*_PROBE_BESIDE_LONG, attention_contract.LONG_TOKENS + 5)
+        queries = attention_contract.LONG_TOKENS // 4 + 5
+        keys = attention_contract.LONG_TOKENS**2 // (2 * queries) + queries
         first, last = _PROBE_BESIDE_LONG
         for case in ((whole, whole), ((first, queries, last), (first, keys, last + 10))):
             # The last rows of a long segment are small: beside the first ones none would see them.
@@ -329,7 +331,7 @@ def select_kernels(
         choices.append(choice)
         if choice.kernel is not None and choice.failed:
             logger.warning("attention runs by %s; %s", choice.name, choice.reasons(choice.failed))
-        if choice.kernel is None and request != PER_SEQUENCE and dtype in kernels.HALVES:
+        if choice.kernel is None and request != PER_SEQUENCE and dtype in HALVES:
             logger.warning(
                 "attention is one call for each sequence for %s: %s", demand, choice.reasons()
             )

@@ -29,7 +29,7 @@ all of their ranks. That is done of shapes that have lost as much time as their 
 have hundreds of shapes, most of which are rare. Plans belong to threads: forward runs in the one
 that computes, backward, and forward again under checkpointing, in that of autograd.
 
-Legend: as in `attention_kernels`; S tokens with what pads them.
+Legend: as in `attention_contract`; S tokens with what pads them.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.engine.model.attention_kernels import (
+from ds_hydra.engine.model.attention_contract import (
     Ends,
     Kernel,
     LongSegment,
     MissingKernelError,
+    Named,
     Scoring,
-    _Named,
     first_line,
 )
 
@@ -184,8 +184,8 @@ def build(name: str, rest: Kernel) -> Kernel:
     if None in operators:
         raise MissingKernelError(f"{version} has no operator for cuDNN's attention")
     inputs = ("query", "key", "value", "is_causal", "scale")
-    run_forward = _Named(operators[0].default, *inputs, "compute_log_sumexp")
-    run_backward = _Named(operators[1].default, *inputs, "grad_out", "out", "logsumexp")
+    run_forward = Named(operators[0].default, *inputs, "compute_log_sumexp")
+    run_backward = Named(operators[1].default, *inputs, "grad_out", "out", "logsumexp")
     lse_dims = [3]  # as the forward pass of this release has it
 
     def attend_block(heads: Sequence[Tensor], block: _Block, scale: float) -> tuple[Tensor, Tensor]:

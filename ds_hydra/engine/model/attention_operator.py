@@ -15,7 +15,7 @@ what it was. The kernel's backward computes probabilities as exp(score - lse) an
 product of gradient and output, so lse' and the scaled output give it the gradients with the sink;
 the sink's own is -sum_t exp(sink - lse'_t) (gradient_t . output_t). So every kernel takes sinks.
 
-Legend: as in `attention_kernels`.
+Legend: as in `attention_contract`.
 
 [Note: Segments one by one]
 Queries are the last of their keys: segment i has `lengths[i]` queries and `key_lengths[i]` keys, as
@@ -37,14 +37,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_hydra.engine.model.attention_kernels import (
-    Demand,
-    Ends,
-    Kernel,
-    LongSegment,
-    Scoring,
-    load_kernel,
-)
+from ds_hydra.engine.model.attention_contract import Demand, Ends, Kernel, LongSegment, Scoring
+from ds_hydra.engine.model.attention_kernels import load_kernel
 from ds_hydra.engine.ranks.process import in_one_order, only_warns
 
 Boundaries = tuple[Tensor, Tensor, Tensor]

@@ -33,6 +33,7 @@ from transformers import PretrainedConfig
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.attention_choice import plans_between_iterations
 from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config, making
+from ds_hydra.engine.model.scheme_support import check_scheme
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling import profile_document
 from ds_hydra.engine.profiling.memory import check_slices, slice_config, trace_layer_memory
@@ -261,7 +262,7 @@ def _schemes(
     wanted = {"tp": request.tp, "pp": request.pp, "sp": request.sp, "cp": request.cp}
     for scheme in fitting_schemes(num_devices, **wanted):
         try:
-            stage_model.check_scheme(scheme)
+            check_scheme(stage_model, scheme)
             if request.topology is not None and scheme.tp > 1:
                 check_slices(stage_model.config)
             allowed.append(scheme)

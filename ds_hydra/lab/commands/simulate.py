@@ -451,7 +451,9 @@ def _ask_engine(model: str) -> CanRun:
 
 
 def _model_can_run(model: str, scheme: Scheme) -> bool:
-    return bool(_stage_model(model).can_run(scheme))
+    from ds_hydra.engine.model.scheme_support import can_run
+
+    return can_run(_stage_model(model), scheme)
 
 
 @functools.lru_cache(maxsize=1)
