@@ -459,5 +459,4 @@ def installed(*names):
 def forget():
     """What was found installed and chosen so far."""
     attention_kernels._loaded.clear()
-    attention_kernels._activated[:] = [None]
     attention_choice._in_use.clear()

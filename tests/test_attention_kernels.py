@@ -331,7 +331,6 @@ def test_a_kernel_that_computes_something_else_is_passed_over_or_an_error(caplog
             r"flash_attention_3 \(flash-attn-3.*\) is off by \d.*heads of 64 in bfloat16.*"
             r'set hydra.attention to "flash_attention_2" or "per_sequence"'
         )
-        attention_kernels._loaded["varlen_fa3"] = "it is left out"
         (choice,) = select_kernels(PLAIN, CPU, HALF)
         assert (choice.name, choice.failed) == ("flash_attention_2", ("flash_attention_3",))
         (warning,) = caplog.messages
@@ -393,6 +392,8 @@ def test_names_of_the_configuration_are_those_of_kernels():
         assert HydraConfig.parse({**given, "attention": name}).attention == name
     with pytest.raises(ValueError, match="did you mean 'flash_attention_3'"):
         HydraConfig.parse({**given, "attention": "flash_attn_3"})
+    with pytest.raises(ValueError, match='is "varlen_fa4": it is called "flash_attention_4" now'):
+        HydraConfig.parse({**given, "attention": "varlen_fa4"})
 
 
 @pytest.mark.parametrize(
@@ -485,29 +486,6 @@ def test_kernels_of_the_hub_have_both_passes(monkeypatch):
             load_kernel("kernels-community/vllm-flash-attn3")
     assert loaded[0] == ("kernels-community/flash-attn3", "main", None)
     assert loaded[1][2] is not None
-
-
-def test_torch_runs_the_implementation_that_it_has_activated(monkeypatch):
-    from torch.nn import attention
-
-    active = []
-    monkeypatch.setattr(attention, "activate_flash_attention_impl", active.append)
-    monkeypatch.setattr(attention, "restore_flash_attention_impl", lambda: active.append(None))
-    with installed("flash_attention_3", VARLEN):
-        (choice,) = select_kernels(PLAIN, CPU, HALF, request="varlen_fa3")
-        assert (choice.name, choice.kernel.implementation) == ("varlen_fa3", "FA3")
-        assert active == ["FA3"]
-        select_kernels(PLAIN, CPU, HALF, request=VARLEN)
-        select_kernels(PLAIN, CPU, HALF)
-        assert active == ["FA3", None]
-        with pytest.raises(HydraConfigError, match=r"varlen_fa4.*flash-attn-4 is not installed"):
-            select_kernels(PLAIN, CPU, HALF, request="varlen_fa4")
-    monkeypatch.setattr(attention, "list_flash_attention_impls", list)
-    with (
-        installed("flash_attention_3", VARLEN),
-        pytest.raises(HydraConfigError, match=r"cannot activate FA3"),
-    ):
-        select_kernels(PLAIN, CPU, HALF, request="varlen_fa3")
 
 
 def test_the_doctor_tries_the_widths_that_models_have(flash_2_on_a_device, monkeypatch):

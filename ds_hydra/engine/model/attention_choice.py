@@ -335,8 +335,6 @@ def select_kernels(
             logger.warning(
                 "attention is one call for each sequence for %s: %s", demand, choice.reasons()
             )
-    used = {choice.kernel.implementation for choice in choices if choice.kernel}
-    kernels.activate(next(iter(used - {None}), None))
     return choices
 
 

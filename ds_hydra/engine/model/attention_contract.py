@@ -147,8 +147,6 @@ class Kernel:
     """Whether it then keeps a copy of the gradient of queries, in fp32, for each group of
     multiprocessors: ceil(multiprocessors / heads) of them. Others take turns instead.
     """
-    implementation: str | None = None
-    """Name of the implementation that torch has to activate for the kernel."""
     runs_long_apart: bool = False
     """Whether long segments have calls of their own, which a trial needs some for."""
     prepare: Callable[[bool], None] = lambda _: None

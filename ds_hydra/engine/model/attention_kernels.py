@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.attention
 from torch import Tensor
 
 from ds_hydra.engine.model import attention_cudnn
@@ -159,8 +158,8 @@ def _flash_4(module: ModuleType, name: str, package: str) -> Kernel:
     )
 
 
-def _varlen(name: str, implementation: str | None = None) -> Kernel:
-    """torch's own kernel, flash attention 2, or the implementation activated in its place."""
+def _varlen(name: str) -> Kernel:
+    """torch's own, flash attention 2, or what the user's script has activated in its place."""
     forward, backward = (
         getattr(torch.ops.aten, f"_flash_attention_{way}", None) for way in ("forward", "backward")
     )
@@ -169,11 +168,6 @@ def _varlen(name: str, implementation: str | None = None) -> Kernel:
         raise MissingKernelError(
             f"torch {torch.__version__} has no kernel for packed micro-batches"
         )
-    if implementation is not None:
-        import_module(*_PACKAGES[_OF_TORCH[implementation]])
-        known = getattr(torch.nn.attention, "list_flash_attention_impls", list)()
-        if implementation not in known:
-            raise MissingKernelError(f"torch {torch.__version__} cannot activate {implementation}")
 
     def options(scoring: Scoring) -> dict[str, Any]:
         left = scoring.window - 1 if scoring.window else -1
@@ -182,8 +176,6 @@ def _varlen(name: str, implementation: str | None = None) -> Kernel:
     def attend(
         query: Tensor, key: Tensor, value: Tensor, ends: Ends, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
-        # torch has one for the process, and other heads of the model may run by another.
-        activate(implementation)
         is_causal = scoring.window is None
         out, lse, *_ = forward(
             query, key, value, *ends[:4], 0.0, is_causal, False, **options(scoring)
@@ -192,7 +184,6 @@ def _varlen(name: str, implementation: str | None = None) -> Kernel:
 
     def differentiate(grad: Tensor, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
         *heads_and_sums, ends, scoring = saved
-        activate(implementation)
         # Of dropout, which is 0
         state = torch.empty(2, dtype=torch.uint64, device=grad.device), grad.new_empty(0)
         # Around this call alone: other operations of a model would be errors inside.
@@ -208,37 +199,14 @@ def _varlen(name: str, implementation: str | None = None) -> Kernel:
         package=f"torch {torch.__version__}",
         forward=attend,
         backward=differentiate,
-        generations={"FA3": (9,), "FA4": (9, 10)}.get(implementation or ""),
         takes_softcap=False,
-        takes_widths=_of_flash_4 if implementation == "FA4" else _up_to_256,
-        pads_values=implementation != "FA4",
-        most_ordered_width=192 if implementation == "FA3" else 256,
-        # Later generations take turns in place of copies.
-        copies_when_ordered=implementation is None,
-        implementation=implementation,
+        takes_widths=_up_to_256,
+        copies_when_ordered=True,
     )
 
 
 def _cudnn(name: str) -> Kernel:
     return attention_cudnn.build(name, _varlen(name))
-
-
-_activated: list[str | None] = [None]
-"""Name of the implementation that this module has activated in torch, if any."""
-
-
-def activate(implementation: str | None) -> None:
-    """Activate torch's flash attention of `implementation`; None: its own, or that of the user's
-    script.
-    """
-    # What a user's script has activated stays: nothing is restored that was not set here.
-    if _activated[0] == implementation:
-        return
-    if implementation is None:
-        torch.nn.attention.restore_flash_attention_impl()
-    else:
-        torch.nn.attention.activate_flash_attention_impl(implementation)
-    _activated[0] = implementation
 
 
 def _functions(module: ModuleType, *names: str) -> list[Any]:
@@ -277,8 +245,6 @@ _PACKAGES = {
     "flash_attention_2": ("flash_attn.flash_attn_interface", "flash-attn"),
 }
 """Modules that have the functions, and the packages that are installed for them."""
-_OF_TORCH = {"FA3": "flash_attention_3", "FA4": "flash_attention_4"}
-"""Keys of `_PACKAGES` by the names that torch has for implementations."""
 _BUILDERS = {"2": _flash_2, "3": _flash_3, "4": _flash_4}
 _HUB = {
     "flash_attention_3": "kernels-community/flash-attn3",
@@ -339,8 +305,6 @@ def _flash(name: str) -> Kernel:
 _LOADERS: dict[str, Callable[[], Kernel]] = {
     "flash_attention_3": functools.partial(_flash, "flash_attention_3"),
     "flash_attention_4": functools.partial(_flash, "flash_attention_4"),
-    "varlen_fa3": functools.partial(_varlen, "varlen_fa3", "FA3"),
-    "varlen_fa4": functools.partial(_varlen, "varlen_fa4", "FA4"),
     "cudnn": functools.partial(_cudnn, "cudnn"),
     "flash_attention_2": functools.partial(_flash, "flash_attention_2"),
     "varlen": functools.partial(_varlen, "varlen"),
