@@ -23,7 +23,7 @@ from operators import Watching
 from test_engine_parity import assert_parity, check_gradients
 
 from ds_hydra.configs.hydra_config import ATTENTION_KERNELS, HydraConfig
-from ds_hydra.engine.doctor import findings
+from ds_hydra.doctor import findings
 from ds_hydra.engine.model import (
     attention_choice,
     attention_contract,
