@@ -561,15 +561,15 @@ def explain(details: ErrorDetails, sections: Sections) -> str:
         return _explain_unknown(location, sections)
     if details["type"] == "missing":
         return f"is missing and has no default; the smallest section is {SMALLEST_SECTION}"
-    if details["type"] == "value_error":
-        return f"is {show(details['input'])}: {details['ctx']['error']}"
-    if details["type"] == "model_type":
-        return f"is {show(details['input'])}: it should be an object"
     renamed = _RENAMED.get(tuple(location), {}).get(
         details["input"] if isinstance(details["input"], str) else ""
     )
     if renamed:
         return f"is {show(details['input'])}: it is called {show(renamed)} now"
+    if details["type"] == "value_error":
+        return f"is {show(details['input'])}: {details['ctx']['error']}"
+    if details["type"] == "model_type":
+        return f"is {show(details['input'])}: it should be an object"
     wanted = re.sub("^(Input|Value|Tuple|List|String) should", "it should", details["msg"])
     return f"is {show(details['input'])}: {wanted}"
 
