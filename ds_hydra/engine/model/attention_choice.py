@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from ds_hydra.engine.model.attention_contract import (
     HALVES,
     Demand,
     Kernel,
+    LongSegment,
     MissingKernelError,
     Scoring,
     first_line,
@@ -133,6 +135,8 @@ def choose(
         if problem:
             passed_over.append((name, problem))
             continue
+        if kernel.runs_long_apart and device is not None:
+            kernel = load_kernel(name, anew=True)  # heads of the trial are none of the model's
         return Choice(
             demand=demand, kernel=kernel, passed_over=tuple(passed_over), failed=tuple(failed),
             error=difference,
@@ -261,9 +265,9 @@ def _errors(
 
     wanted_grads = torch.autograd.grad(loss(wanted), exact)
     heads_last = [t[0].transpose(0, 1) for t in rounded[:3]]
-    for _ in range(1 + kernel.runs_long_apart):  # by the first one it knows the shapes
+    for _ in range(1 + kernel.runs_long_apart):  # by the first one it knows the heads
         out_THE = attend(use, heads_last, boundaries, of_rounded)
-        kernel.prepare(True)
+        kernel.prepare(LongSegment.of(lengths, key_lengths), math.inf)
     got = out_THE.transpose(0, 1).unsqueeze(0)
     grads = torch.autograd.grad(loss(got.float()), rounded)
     pairs = zip((got, *grads), (wanted, *wanted_grads), strict=True)
@@ -398,17 +402,10 @@ def _kernels_in_use() -> list[Kernel]:
     return [*map(load_kernel, names)]
 
 
-def plans_between_iterations() -> bool:
-    """Whether a kernel in use runs lengths that it has met before in another way."""
-    return any(kernel.runs_long_apart for kernel in _kernels_in_use())
-
-
-def prepare_kernels(*, everything: bool = False) -> None:
-    """Run the kernels' work between iterations, `everything` where times of later ones are
-    measured; each rank for itself.
-    """
+def prepare_kernels(segments: Iterable[LongSegment], flops_of_pair: float) -> None:
+    """Let the kernels in use do what they do before an iteration (`Kernel.prepare`)."""
     for kernel in _kernels_in_use():
-        kernel.prepare(everything)
+        kernel.prepare(segments, flops_of_pair)
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,10 +46,11 @@ class LongSegment(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Sequence[int], key_lengths: Sequence[int]) -> list[LongSegment]:
-        """All segments of a micro-batch, long ones or not."""
+        """Long segments of a micro-batch."""
         ends, lasts = itertools.accumulate(lengths), itertools.accumulate(key_lengths)
         each = enumerate(zip(lengths, ends, key_lengths, lasts, strict=True))
-        return [cls(n, end - own, end, last - keys, last) for n, (own, end, keys, last) in each]
+        found = (cls(n, end - own, end, last - keys, last) for n, (own, end, keys, last) in each)
+        return [segment for segment in found if segment.is_long]
 
     @property
     def num_pairs(self) -> float:
@@ -149,9 +150,9 @@ class Kernel:
     """
     runs_long_apart: bool = False
     """Whether long segments have calls of their own, which a trial needs some for."""
-    prepare: Callable[[bool], None] = lambda _: None
-    """Called between iterations, for what must not be done while a device waits for others: all
-    that was met since (True), or what is worth its time.
+    prepare: Callable[[Iterable[LongSegment], float], None] = lambda *_: None
+    """Called before an iteration, for what must not be done while a device waits for others, with
+    its long segments on all ranks, wherever they lie, and a rank's share in the FLOPs of a pair.
     """
 
     def padded_widths(self, query_width: int, value_width: int) -> tuple[int, int]:

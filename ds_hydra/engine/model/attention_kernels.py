@@ -318,9 +318,11 @@ _loaded: dict[str, Kernel | str] = {}
 """Kernels by name, or why one is missing."""
 
 
-def load_kernel(name: str) -> Kernel:
-    """Kernel `name` of `KERNELS`, or "owner/repository" of the hub. Raises MissingKernelError."""
-    if name not in _loaded:
+def load_kernel(name: str, *, anew: bool = False) -> Kernel:
+    """Kernel `name` of `KERNELS`, or "owner/repository" of the hub; `anew` where it shall know
+    nothing of its calls so far. Raises MissingKernelError.
+    """
+    if anew or name not in _loaded:
         try:
             load = _LOADERS.get(name) or functools.partial(_of_hub, name)
             _loaded[name] = load()

@@ -52,7 +52,7 @@ def count_on_host(lengths: Sequence[int], key_lengths: Sequence[int]) -> Tensor:
     both of those that are not long, whether some segment sees keys before its own, and each that is
     long (`LongSegment`), or zeros.
     """
-    found = [s for s in LongSegment.of(lengths, key_lengths) if s.is_long]
+    found = LongSegment.of(lengths, key_lengths)
     # Back in their order, in which `attention_cudnn` takes their rows out of the others.
     long = sorted(heapq.nlargest(_MOST_LONG, found, key=lambda s: s.num_pairs))
     numbers = {segment.number for segment in long}

@@ -31,7 +31,7 @@ from ds_hydra.engine.model.adapters import (
     unwrap_adapters,
     use_saved_modules,
 )
-from ds_hydra.engine.model.attention_choice import Choice, select_kernels
+from ds_hydra.engine.model.attention_choice import Choice, head_widths, select_kernels
 from ds_hydra.engine.model.current_micro_batch import checkpointed, current_micro_batch
 from ds_hydra.engine.model.decoder_parts import (
     Unit,
@@ -229,6 +229,15 @@ class StageModel:
     def hidden_size(self) -> int:
         """Width of the activations that stages exchange."""
         return int(self._base.config.hidden_size)
+
+    @property
+    def flops_of_pair(self) -> float:
+        """FLOPs of attention of all layers, forward (2 products) and backward (5), for one query
+        and one key.
+        """
+        heads = getattr(self.config, "num_attention_heads", 0)
+        widths = max(map(sum, head_widths(self.config)), default=0)
+        return 7.0 * self.num_layers * heads * widths
 
     def stage_units(self, scheme: Scheme, stage: int) -> tuple[Unit, ...]:
         """Units that `stage` needs, in the order in which forward uses them."""

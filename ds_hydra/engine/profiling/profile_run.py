@@ -31,7 +31,6 @@ from torch.distributed.constants import default_pg_timeout
 from transformers import PretrainedConfig
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.model.attention_choice import plans_between_iterations
 from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config, making
 from ds_hydra.engine.model.scheme_support import check_scheme
 from ds_hydra.engine.model.stage_model import StageModel
@@ -524,7 +523,7 @@ def _measure_slice(
             config,
             known,
             show_progress=True,
-            warms_up_each=config.compile_layers or plans_between_iterations(),
+            warms_up_each=config.compile_layers,
         )
     finally:
         for propagator in propagators.values():
