@@ -34,7 +34,7 @@ VALID = (
     "plan --profile a800_llama2_7b --strategies good.json --lengths lengths.json",
     "propose --profile a800_llama2_7b --histogram hist.json --devices 4 --context 32 --batches 2",
     "simulate --profile a800_llama2_7b --histogram github --devices 8 --context 2048 --tokens 4096 "
-    "--iterations 1 --systems static",
+    "--iterations 1 --systems two_stage",
     "check ds.json --model llama2_7b --devices 8",
     "init --model llama2_7b --device a800 --devices 8 --context 4096 --out out.json",
     "link --strategy 2x<1,1> --model llama2_7b --devices 2",

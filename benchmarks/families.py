@@ -38,6 +38,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ds_hydra.engine.model.decoder_parts import check_supported, find_other_inputs, find_text_config
 from ds_hydra.engine.model.experts import is_experts
 from ds_hydra.engine.model.packing_probe import build_stage_model, small_configs
+from ds_hydra.engine.model.scheme_support import check_scheme
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Strategy
 
@@ -167,7 +168,7 @@ def try_type(model_type: str) -> dict[str, Any]:
     for strategy in STRATEGIES:
         (scheme,) = Strategy.parse(strategy).schemes[:1]
         try:
-            stage_model.check_scheme(scheme)
+            check_scheme(stage_model, scheme)
             runs.append(strategy)
         except HydraError as error:
             found[strategy] = {"refused": str(error)}

@@ -15,7 +15,8 @@ import torch
 
 from ds_hydra.engine.losses import loss as losses
 from ds_hydra.engine.losses.loss import PLAIN, HeadLoss
-from ds_hydra.engine.parallel.logits import LogitTransform, Vocabulary
+from ds_hydra.engine.parallel.logit_transform import LogitTransform
+from ds_hydra.engine.parallel.logits import Vocabulary
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
 from ds_hydra.engine.ranks.memory import forget_peak, process_bytes
 

@@ -25,7 +25,7 @@ from workloads import (
     place_rebalanced,
 )
 
-from ds_hydra.engine.model.attention_kernels import Scoring
+from ds_hydra.engine.model.attention_contract import Scoring
 from ds_hydra.engine.model.attention_operator import attention_per_sequence
 
 PACKED_ATTENTION = "per_sequence"

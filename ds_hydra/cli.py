@@ -18,7 +18,6 @@ from ds_hydra.commands.common import SPELL_OUT, AsJson, errors_to_stderr, print_
 from ds_hydra.commands.doctor import doctor
 from ds_hydra.commands.init import init
 from ds_hydra.commands.lengths import lengths
-from ds_hydra.commands.link import link
 from ds_hydra.commands.profile import profile
 from ds_hydra.commands.propose import propose
 from ds_hydra.commands.report import report
@@ -183,7 +182,7 @@ def _plan_document(result: IterationPlan, planning_ms: float) -> dict[str, Any]:
     }
 
 
-COMMANDS = (check, doctor, init, lengths, profile, propose, link, report)
+COMMANDS = (check, doctor, init, lengths, profile, propose, report)
 # By name, because the core imports nothing of the lab.
 for command in (*COMMANDS, *import_module("ds_hydra.lab.commands").COMMANDS):
     app.command()(command)

@@ -83,7 +83,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "simulate": (
         ("profile.json", "hist.json", "strategies.json", "hardware.json", "model.json"),
         (
-            f"--profile profile.json --histogram hist.json {_TRY} --iterations 1 --systems static --no-spread "
+            f"--profile profile.json --histogram hist.json {_TRY} --iterations 1 --systems two_stage --no-spread "
             "--strategies strategies.json --hardware hardware.json --out out.json --timeline line.json --json",
             f"--model model.json --hardware hardware.json --histogram hist.json {_TRY} --iterations 1 "
             "--systems megatron --no-spread --json",

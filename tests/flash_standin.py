@@ -13,7 +13,12 @@ from contextlib import contextmanager
 
 import torch
 
-from ds_hydra.engine.model import attention_choice, attention_cudnn, attention_kernels
+from ds_hydra.engine.model import (
+    attention_choice,
+    attention_contract,
+    attention_cudnn,
+    attention_kernels,
+)
 
 
 def _scores(query, key, scale, window, softcap, num_before):
@@ -428,9 +433,9 @@ def installed(*names):
     forget()
     for name in {VARLEN, CUDNN}.difference(names):
         attention_kernels._loaded[name] = "it is left out"
-    long_tokens, why_no_cudnn = attention_kernels.LONG_TOKENS, attention_cudnn.why_not
+    long_tokens, why_no_cudnn = attention_contract.LONG_TOKENS, attention_cudnn.why_not
     if CUDNN in names:
-        attention_kernels.LONG_TOKENS = LONG_TOKENS
+        attention_contract.LONG_TOKENS = LONG_TOKENS
         attention_cudnn.why_not = lambda: ""
     sys.modules.update(modules)
     attention_choice._KERNEL_DEVICES = ("cpu",)
@@ -442,7 +447,7 @@ def installed(*names):
             if module is not None:
                 sys.modules[name] = module
         attention_choice._KERNEL_DEVICES = devices
-        attention_kernels.LONG_TOKENS = long_tokens
+        attention_contract.LONG_TOKENS = long_tokens
         attention_cudnn.why_not = why_no_cudnn
         forget()
         attention_kernels._loaded.update(before[0])
@@ -454,5 +459,4 @@ def installed(*names):
 def forget():
     """What was found installed and chosen so far."""
     attention_kernels._loaded.clear()
-    attention_kernels._activated[:] = [None]
     attention_choice._in_use.clear()

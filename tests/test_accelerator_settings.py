@@ -15,8 +15,8 @@ import torch
 
 from ds_hydra import environment as settings
 from ds_hydra.configs.hydra_config import HydraConfig, LinkConfig
+from ds_hydra.doctor.findings import check_settings
 from ds_hydra.engine import candidates, hydra_engine_class
-from ds_hydra.engine.doctor.findings import check_settings
 from ds_hydra.engine.propagation import Propagator, Task
 from ds_hydra.engine.ranks import memory, process
 from ds_hydra.engine.ranks.process import can_overlap, overlap_where_safe

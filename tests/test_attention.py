@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ds_hydra.engine.model import attention_operator
 from ds_hydra.engine.model.attention import hydra_varlen
-from ds_hydra.engine.model.attention_kernels import Scoring
+from ds_hydra.engine.model.attention_contract import Scoring
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, running
 from ds_hydra.errors import UnsupportedModelError
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import re
 import types
@@ -23,16 +24,18 @@ from operators import Watching
 from test_engine_parity import assert_parity, check_gradients
 
 from ds_hydra.configs.hydra_config import ATTENTION_KERNELS, HydraConfig
-from ds_hydra.engine.doctor import findings
+from ds_hydra.doctor import findings
 from ds_hydra.engine.model import (
     attention_choice,
+    attention_contract,
     attention_cudnn,
     attention_kernels,
     attention_operator,
 )
 from ds_hydra.engine.model.attention import hydra_varlen
 from ds_hydra.engine.model.attention_choice import choose, kernel_for, select_kernels
-from ds_hydra.engine.model.attention_kernels import Demand, Scoring, load_kernel
+from ds_hydra.engine.model.attention_contract import Demand, LongSegment, Scoring
+from ds_hydra.engine.model.attention_kernels import load_kernel
 from ds_hydra.engine.model.attention_operator import (
     KernelUse,
     attend,
@@ -40,11 +43,15 @@ from ds_hydra.engine.model.attention_operator import (
     count_on_host,
 )
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment, running
+from ds_hydra.engine.model.micro_batches import long_segments
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.ranks.process import use_deterministic_kernels
 from ds_hydra.engine.runtime import warn_of_other_kernels
 from ds_hydra.engine.strategy_links import StrategyLinks
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
+from ds_hydra.sampler.cuts import cut_micro_batch
+from ds_hydra.sampler.plan import PipelinePlan
+from ds_hydra.strategy import Scheme
 
 CPU, HALF = torch.device("cpu"), torch.bfloat16
 ALL = (*PACKAGES, VARLEN, CUDNN)
@@ -86,12 +93,20 @@ def attend_packed(inputs, weight, lengths, *, package=CUDNN, **options):
     return out, *torch.autograd.grad((out.transpose(0, 1)[None] * weight).sum(), inputs)
 
 
-def attend_planned(calls, *inputs, **options):
-    """The same where all shapes have plans, by `calls`."""
-    attend_packed(*inputs, **options)
-    load_kernel(CUDNN).prepare(True)
+def attend_planned(calls, inputs, weight, lengths, **options):
+    """The same where all long segments have plans, by `calls`."""
+    attend_packed(inputs, weight, lengths, **options)
+    plan(lengths)
     calls.clear()
-    return attend_packed(*inputs, **options)
+    return attend_packed(inputs, weight, lengths, **options)
+
+
+def plan(lengths, flops_of_pair=math.inf):
+    """Let cuDNN plan what an iteration of one such micro-batch needs."""
+    key_lengths = lengths
+    if isinstance(lengths, PackedMicroBatch):
+        lengths, key_lengths = lengths.lengths, lengths.key_lengths
+    load_kernel(CUDNN).prepare(LongSegment.of(lengths, key_lengths), flops_of_pair)
 
 
 def attend_one_by_one(inputs, weight, lengths, key_lengths=None, **options):
@@ -214,11 +229,11 @@ def test_what_packages_of_other_releases_lack_is_named():
     module = types.ModuleType("old")
     module._flash_attn_varlen_forward = _flash_attn_varlen_forward
     with pytest.raises(
-        attention_kernels.MissingKernelError, match="old has no _flash_attn_varlen_"
+        attention_contract.MissingKernelError, match="old has no _flash_attn_varlen_"
     ):
         attention_kernels._flash_2(module, "x", "x")
     module._flash_attn_varlen_backward = _flash_attn_varlen_forward
-    with pytest.raises(attention_kernels.MissingKernelError, match="knows no max_seqlen_q"):
+    with pytest.raises(attention_contract.MissingKernelError, match="knows no max_seqlen_q"):
         attention_kernels._flash_2(module, "x", "x")
 
 
@@ -230,12 +245,12 @@ def test_functions_that_are_operators_are_called_by_their_schema():
         mutates_args=(),
         schema="(Tensor q, Tensor? alibi, float scale, int left=-1) -> Tensor",
     )
-    call = attention_kernels._Named(operator, "q", "left|other")
+    call = attention_contract.Named(operator, "q", "left|other")
     given = {"q": torch.ones(2), "scale": 3.0, "causal": True}
     assert call(**given).tolist() == [2.0, 2.0]
     assert call(**given, left=4).tolist() == [7.0, 7.0]
-    with pytest.raises(attention_kernels.MissingKernelError, match="knows no causal"):
-        attention_kernels._Named(operator, "causal|is_causal")
+    with pytest.raises(attention_contract.MissingKernelError, match="knows no causal"):
+        attention_contract.Named(operator, "causal|is_causal")
 
 
 @pytest.fixture
@@ -329,7 +344,6 @@ def test_a_kernel_that_computes_something_else_is_passed_over_or_an_error(caplog
             r"flash_attention_3 \(flash-attn-3.*\) is off by \d.*heads of 64 in bfloat16.*"
             r'set hydra.attention to "flash_attention_2" or "per_sequence"'
         )
-        attention_kernels._loaded["varlen_fa3"] = "it is left out"
         (choice,) = select_kernels(PLAIN, CPU, HALF)
         assert (choice.name, choice.failed) == ("flash_attention_2", ("flash_attention_3",))
         (warning,) = caplog.messages
@@ -391,6 +405,8 @@ def test_names_of_the_configuration_are_those_of_kernels():
         assert HydraConfig.parse({**given, "attention": name}).attention == name
     with pytest.raises(ValueError, match="did you mean 'flash_attention_3'"):
         HydraConfig.parse({**given, "attention": "flash_attn_3"})
+    with pytest.raises(ValueError, match='is "varlen_fa4": it is called "flash_attention_4" now'):
+        HydraConfig.parse({**given, "attention": "varlen_fa4"})
 
 
 @pytest.mark.parametrize(
@@ -478,34 +494,11 @@ def test_kernels_of_the_hub_have_both_passes(monkeypatch):
         assert kernel.generations == (8, 9)
         assert choose(HEADS).name == "kernels-community/flash-attn3"  # has been downloaded
         with pytest.raises(
-            attention_kernels.MissingKernelError, match="has no _flash_attn_forward"
+            attention_contract.MissingKernelError, match="has no _flash_attn_forward"
         ):
             load_kernel("kernels-community/vllm-flash-attn3")
     assert loaded[0] == ("kernels-community/flash-attn3", "main", None)
     assert loaded[1][2] is not None
-
-
-def test_torch_runs_the_implementation_that_it_has_activated(monkeypatch):
-    from torch.nn import attention
-
-    active = []
-    monkeypatch.setattr(attention, "activate_flash_attention_impl", active.append)
-    monkeypatch.setattr(attention, "restore_flash_attention_impl", lambda: active.append(None))
-    with installed("flash_attention_3", VARLEN):
-        (choice,) = select_kernels(PLAIN, CPU, HALF, request="varlen_fa3")
-        assert (choice.name, choice.kernel.implementation) == ("varlen_fa3", "FA3")
-        assert active == ["FA3"]
-        select_kernels(PLAIN, CPU, HALF, request=VARLEN)
-        select_kernels(PLAIN, CPU, HALF)
-        assert active == ["FA3", None]
-        with pytest.raises(HydraConfigError, match=r"varlen_fa4.*flash-attn-4 is not installed"):
-            select_kernels(PLAIN, CPU, HALF, request="varlen_fa4")
-    monkeypatch.setattr(attention, "list_flash_attention_impls", list)
-    with (
-        installed("flash_attention_3", VARLEN),
-        pytest.raises(HydraConfigError, match=r"cannot activate FA3"),
-    ):
-        select_kernels(PLAIN, CPU, HALF, request="varlen_fa3")
 
 
 def test_the_doctor_tries_the_widths_that_models_have(flash_2_on_a_device, monkeypatch):
@@ -568,27 +561,49 @@ def test_cudnn_runs_shapes_that_have_plans_which_no_iteration_builds(monkeypatch
     """Building one waits for the device, on which another rank's collective may wait."""
     lengths = [110, 4]
     inputs, weight = packed_inputs(lengths)
-    shape = attention_cudnn._Shape(CPU, torch.float64, 128, 128, True, 4, 2, 24, 24)
     with installed(CUDNN) as calls:
-        kernel, of_kernel = load_kernel(CUDNN), calls[CUDNN]
+        of_kernel = calls[CUDNN]
+        plan(lengths)  # of heads that nobody has met
         without = attend_packed(inputs, weight, lengths)
         assert apart(of_kernel) == []
         assert [call["pass"] for call in of_kernel] == ["forward", "backward"]
-        # Two passes have lost less than three are worth
-        monkeypatch.setattr(attention_cudnn, "_WORTH_FLOPS", 2.5 * shape.flops)
-        kernel.prepare(False)
+        # A padded square of 128 has 8,192 pairs: one in an iteration is not worth a plan, two are
+        monkeypatch.setattr(attention_cudnn, "_WORTH_FLOPS", 1.5 * 8192)
+        plan(lengths, 1.0)
         assert apart(of_kernel) == []
-        attend_packed(inputs, weight, lengths)
         of_kernel.clear()
-        kernel.prepare(False)
+        plan([110, 120, 4], 1.0)
         # In the thread that computes, and in that of backward passes
         assert apart(of_kernel) == [("forward", 128), ("forward", 128), ("backward", 128)]
         of_kernel.clear()
-        kernel.prepare(True)
+        plan(lengths)
         assert of_kernel == []
         found = attend_packed(inputs, weight, lengths)
         assert apart(of_kernel) == [("forward", 128), ("backward", 128)]
     torch.testing.assert_close(found, without, **EXACT)
+
+
+def test_long_segments_of_a_plan_are_those_of_all_pipelines_and_rows():
+    lengths = (9000, 500, 60000, 5000)
+    rows = cut_micro_batch((2, 1), lengths, 2)
+    made = [
+        (Scheme(1, 1), (0,), ((0,), (3,)), ()),
+        (Scheme(1, 1, cp=2), (1, 2), ((2, 1),), (rows,)),
+    ]
+    pipelines = [
+        PipelinePlan(
+            scheme=scheme, ranks=ranks, micro_batches=own, makespan_ms=1.0, lower_bound_ms=0.0,
+            rows=of_own,
+        )
+        for scheme, ranks, own, of_own in made
+    ]  # fmt: skip
+    phase = types.SimpleNamespace(pipelines=pipelines)
+    found = long_segments(types.SimpleNamespace(in_turn=[phase], lengths=lengths))
+    pieces = [p for row in rows for p in row if p.position == 2]
+    assert [(s.end - s.begin, s.last - s.first) for s in found] == [
+        (9000, 9000), (5000, 5000), *((p.end - p.begin, p.end) for p in pieces),
+    ]  # fmt: skip
+    assert len(pieces) == 3, "the middle two chunks are one"
 
 
 def test_a_thread_without_plans_leaves_cudnn_alone():
@@ -620,15 +635,15 @@ def test_a_plan_that_fails_is_left_out_in_both_passes(num_passes, error, caplog)
     with installed(CUDNN) as calls:
         wanted = attend_packed(inputs, weight, lengths)
         calls[CUDNN].check = refuse
-        load_kernel(CUDNN).prepare(True)
+        plan(lengths)
         del calls[CUDNN].check
         calls[CUDNN].clear()
         found = attend_packed(inputs, weight, lengths)
-        load_kernel(CUDNN).prepare(True)
+        plan(lengths)
         assert apart(calls[CUDNN]) == [], "it is not tried again"
     torch.testing.assert_close(found, wanted)
     (warning,) = caplog.messages
-    assert re.search(r"cuDNN does not plan _Shape\(.* num_queries=128, ", warning)
+    assert re.search(r"cuDNN does not plan _Sizes\(num_queries=128, .* of _Heads\(", warning)
     assert warning.endswith(str(error))
 
 
@@ -736,9 +751,7 @@ def test_pieces_of_sequences_run_apart_by_cudnn(pieces, apart, lse_dims, monkeyp
 
 def test_what_is_long():
     def long_of(lengths, key_lengths):
-        return [
-            tuple(s) for s in attention_kernels.LongSegment.of(lengths, key_lengths) if s.is_long
-        ]
+        return [tuple(s) for s in LongSegment.of(lengths, key_lengths)]
 
     assert long_of([5000, 4095, 4096], [5000, 4095, 4096]) == [
         (0, 0, 5000, 0, 5000),
@@ -754,7 +767,7 @@ def test_what_is_long():
 def on_grid(heads):
     """What cuDNN gets of a whole sequence."""
     number = len(heads)
-    (block,) = attention_cudnn._blocks(attention_kernels.LongSegment(0, 0, number, 0, number))
+    (block,) = attention_cudnn._blocks(LongSegment(0, 0, number, 0, number))
     padded, *_ = attention_cudnn._padded([heads], [], block)
     return padded
 
@@ -762,7 +775,7 @@ def on_grid(heads):
 def test_keys_that_all_queries_see_stand_on_a_finer_grid():
     found, left = set(), []
     for before in range(0, 65536, 7):
-        segment = attention_kernels.LongSegment(0, 0, 2048, 0, before + 2048)
+        segment = LongSegment(0, 0, 2048, 0, before + 2048)
         *whole, square = attention_cudnn._blocks(segment)
         num_whole = whole[0].keys.stop if whole else 0
         assert square.keys == slice(num_whole, before + 2048)
@@ -797,6 +810,9 @@ def test_the_trial_of_cudnn_has_padded_long_segments_beside_short_ones():
         (choice,) = select_kernels(PLAIN, CPU, HALF)
         assert (choice.name, choice.failed) == (CUDNN, ())
         assert 0 < choice.error < 2e-2
+        num_calls = len(calls[CUDNN])
+        plan([LONG_TOKENS])
+        assert len(calls[CUDNN]) == num_calls, "heads of the trial are none of the model's"
     # A sequence of 105 is a square of 128; 30 queries of 196 keys are 30 of 128 keys, and a square
     # of 68, which is one of 128. Plans of a square and of the block, then all of them.
     assert Counter(apart(calls[CUDNN])) == {("forward", 128): 2 * 2 + 3, ("backward", 128): 2 + 3}
@@ -901,7 +917,7 @@ def test_a_torch_without_cudnn_says_so(monkeypatch, holder, name, value, why):
     assert attention_cudnn.why_not() == ""
     monkeypatch.setattr(holder, name, value)
     assert attention_cudnn.why_not().startswith(why)
-    with pytest.raises(attention_kernels.MissingKernelError, match=why):
+    with pytest.raises(attention_contract.MissingKernelError, match=why):
         attention_kernels._cudnn(CUDNN)
 
 
@@ -934,7 +950,7 @@ def check_engine_with_cudnn():
     with (
         installed(CUDNN) as calls,
         mock.patch("ds_hydra.engine.model.stage_model.select_kernels", use_cudnn),
-        mock.patch.object(attention_kernels, "LONG_TOKENS", 8),
+        mock.patch.object(attention_contract, "LONG_TOKENS", 8),
         mock.patch.object(attention_cudnn, "_GRID_TOKENS", 2),
         mock.patch.object(attention_cudnn, "_WORTH_FLOPS", 0),
         mock.patch.object(attention_cudnn._Plans, "build", noted(events, "plans", build)),

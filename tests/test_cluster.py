@@ -10,12 +10,12 @@ from reference import make_profile
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.lab.traffic import LinkAccounts
 from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape
 from ds_hydra.strategy.cost_models.cluster import Cluster, find_cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 from ds_hydra.zero_link import BucketEntry, ParamSpec, Slicing
-from ds_hydra.zero_link.traffic import LinkAccounts
 
 SHAPE = ModelShape(num_layers=10, hidden_size=10, intermediate_size=20, vocab_size=0)
 PARAMS = 10 * (400 + 600)

@@ -109,7 +109,7 @@ def test_results_are_written_through_links_and_into_pipes(files):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--case", "paper/case-study", "--baseline", "8x<1,1>"], "and baseline; leave those"),
+        (["--case", "paper/case-study", "--devices", "8"], "and strategies; leave those"),
         (
             ["--case", "paper/case-study", "--timeline", "no/t.json"],
             "--timeline is no/t.json, whose",

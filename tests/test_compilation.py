@@ -5,6 +5,7 @@ attention; gradients of compiled layers under schemes are in test_engine_parity.
 from __future__ import annotations
 
 import functools
+import math
 import re
 import shutil
 from unittest import mock
@@ -17,7 +18,8 @@ from flash_standin import CUDNN, installed
 from models import tiny
 from test_engine_parity import assert_parity, check_gradients
 
-from ds_hydra.engine.model import attention, attention_choice, attention_kernels
+from ds_hydra.engine.model import attention, attention_choice, attention_contract, attention_kernels
+from ds_hydra.engine.model.attention_contract import LongSegment
 from ds_hydra.engine.model.attention_operator import KernelUse
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, running
 from ds_hydra.engine.model.stage_forward import Compilations, compile_each
@@ -99,7 +101,7 @@ def micro_batches(num_iterations):
 
 @pytest.mark.parametrize("kernel", ["flash_attention_2", CUDNN])
 def test_one_graph_of_a_layer_serves_all_lengths(traced, kernel):
-    with installed(kernel) as calls, mock.patch.object(attention_kernels, "LONG_TOKENS", 30):
+    with installed(kernel) as calls, mock.patch.object(attention_contract, "LONG_TOKENS", 30):
         layers = Layers(kernel=kernel)
         wanted = [layers.run(lengths) for lengths in ([4, 36, 1], [9])]
         compile_each(layers.layers)
@@ -107,7 +109,10 @@ def test_one_graph_of_a_layer_serves_all_lengths(traced, kernel):
         compilations.watch()
         for lengths in micro_batches(48):
             layers.run(lengths)
-            attention_kernels.load_kernel(kernel).prepare(True)  # as between iterations
+            segments = LongSegment.of(lengths, lengths)
+            attention_kernels.load_kernel(kernel).prepare(
+                segments, math.inf
+            )  # as before an iteration
         got = [layers.run(lengths) for lengths in ([4, 36, 1], [9])]
     assert any("tokens" in call for call in calls[kernel]) == (kernel == CUDNN)
     assert traced["stats"]["unique_graphs"] == 1, "two layers of one kind"

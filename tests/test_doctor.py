@@ -14,9 +14,9 @@ import torch
 from command_line import refused
 from distributed import run_distributed
 
-from ds_hydra.engine.doctor import examination, findings
-from ds_hydra.engine.doctor.examination import Examination, Request, describe
-from ds_hydra.engine.doctor.findings import REPORT_SCHEMA, Finding, Report, Status
+from ds_hydra.doctor import examination, findings
+from ds_hydra.doctor.examination import Examination, Request, describe
+from ds_hydra.doctor.findings import REPORT_SCHEMA, Finding, Report, Status
 from ds_hydra.engine.parallel import tensor_parallel
 from ds_hydra.engine.profiling import profile_run
 from ds_hydra.errors import HydraConfigError

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from ds_hydra.lab.simulator.fixed_length import (
     first_fit_decreasing,
     karmarkar_karp,
-    pack_balanced,
     pack_fixed_length,
 )
 
@@ -57,16 +56,11 @@ lengths_strategy = st.lists(st.integers(1, 50), min_size=0, max_size=40).map(
 
 
 @settings(max_examples=80, deadline=None)
-@given(lengths_strategy, st.integers(1, 6), st.integers(50, 120), st.booleans())
+@given(lengths_strategy, st.integers(1, 6), st.integers(50, 120))
 def test_every_sequence_once_and_no_micro_batch_too_long(
-    lengths, num_pipelines, micro_batch_tokens, is_balanced
+    lengths, num_pipelines, micro_batch_tokens
 ):
-    weights = lengths.astype(float) ** 2
-    pipelines = (
-        pack_balanced(lengths, weights, micro_batch_tokens, num_pipelines)
-        if is_balanced
-        else pack_fixed_length(lengths, micro_batch_tokens, num_pipelines)
-    )
+    pipelines = pack_fixed_length(lengths, micro_batch_tokens, num_pipelines)
     assert len(pipelines) == num_pipelines
     micro_batches = list(itertools.chain(*pipelines))
     assert sorted(

@@ -23,6 +23,7 @@ from torch import nn
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model import float8
+from ds_hydra.engine.model.scheme_support import check_scheme
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.tensor_parallel import COLUMN, ROW, TensorParallel
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
@@ -318,15 +319,15 @@ def test_sizes_that_are_no_multiples_of_16_are_named():
     ):
         StageModel(model, float8=ROWWISE)
     left_out = ("gate_proj", "up_proj", "down_proj")
-    StageModel(model, float8=ROWWISE, float8_exclude=left_out).check_scheme(Scheme(2, 1))
+    check_scheme(StageModel(model, float8=ROWWISE, float8_exclude=left_out), Scheme(2, 1))
     model = tiny("llama", **{**SIZES, "num_key_value_heads": 4, "intermediate_size": 96})
     stage_model = StageModel(model, float8=ROWWISE)
-    stage_model.check_scheme(Scheme(2, 1))
+    check_scheme(stage_model, Scheme(2, 1))
     with pytest.raises(
         HydraConfigError,
         match=r"scheme <4,1>: .*gate_proj has a weight of 24 x 64; add .* or use a smaller TP than 4",
     ):
-        stage_model.check_scheme(Scheme(4, 1))
+        check_scheme(stage_model, Scheme(4, 1))
 
 
 def test_what_is_missing_is_named(monkeypatch):

@@ -189,7 +189,7 @@ def test_layers_that_are_gathered_move_between_nodes_for_each_pass():
     times = cluster.link_times(alike)
     assert times.pull_ms == pytest.approx(2 * across)
     assert times.push_ms == pytest.approx(2 * across), "the rest counts in T"
-    wide = cluster.pushing_32_bit
+    wide = replace(cluster, gradient_bytes=4)
     assert wide.link_times(alike).push_ms == pytest.approx(4 * across)
     assert wide.gather_ms(ONE) == pytest.approx((2 + 2 + 4) * across)
 

@@ -359,7 +359,7 @@ def rivals_on(num_devices):
         context_length=1024,
         batches=(make_batch([100] * num_devices),),
     )
-    names = ("deepspeed", "deepspeed_balanced", "deepspeed_degrees", "odc", "flexsp", "fcp")
+    names = ("deepspeed", "deepspeed_balanced", "deepspeed_degrees", "flexsp", "fcp")
     found = {name: SYSTEMS[name].run(scenario, name=name) for name in names}
     links = scenario.links(Strategy.alike(GATHERED, num_devices))
     ends_ms = optimizer_ms(scenario) + (links.pull_ms + links.push_ms) / 32

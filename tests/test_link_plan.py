@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from link_cases import World, crop, crop_of, decoder_specs, random_link, strategy_buckets
 
+from ds_hydra.lab.traffic import LinkAccounts, exchange_s
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.cost_models.topology import Interconnects
 from ds_hydra.zero_link import BucketEntry, ParamSpec, Region, Slicing, plan_link
 from ds_hydra.zero_link.plan import cut_cells
-from ds_hydra.zero_link.traffic import LinkAccounts, exchange_s
 
 
 def plans_of(specs, rank_buckets, **options):

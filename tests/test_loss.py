@@ -20,8 +20,10 @@ from benchmarks import families
 from ds_hydra.engine.losses import loss as losses
 from ds_hydra.engine.losses.loss import PLAIN, CrossEntropy, Distillation, HeadLoss, Loss
 from ds_hydra.engine.model.packing_probe import build_stage_model
+from ds_hydra.engine.model.scheme_support import check_scheme
 from ds_hydra.engine.parallel import logits as passes
-from ds_hydra.engine.parallel.logits import IGNORED_LABEL, LogitTransform, Vocabulary
+from ds_hydra.engine.parallel.logit_transform import LogitTransform
+from ds_hydra.engine.parallel.logits import IGNORED_LABEL, Vocabulary
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme
@@ -388,11 +390,11 @@ def test_a_class_is_tried_with_the_attributes_and_sizes_of_the_model():
         stage_model = build_stage_model(changed(**settings))
         assert stage_model.after_head.transform is None
         with pytest.raises(UnsupportedModelError, match=r"depends on more than each.*use TP 1"):
-            stage_model.check_scheme(Scheme(2, 1))
+            check_scheme(stage_model, Scheme(2, 1))
     clamped = tiny("llama")
     clamped.forward = types.MethodType(clamp, clamped)
     assert find(clamped) is None
-    build_stage_model(clamped).check_scheme(Scheme(2, 1))
+    check_scheme(build_stage_model(clamped), Scheme(2, 1))
     cooler = changed()
     cooler.temperature = 4.0
     assert find(cooler) == LogitTransform(scale=4 / width)

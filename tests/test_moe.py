@@ -21,6 +21,7 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model import experts as expert_layers
 from ds_hydra.engine.model.experts import BalanceLoss, BiasCorrection, ExpertParallel
 from ds_hydra.engine.model.packing_probe import build_stage_model, try_small_copy
+from ds_hydra.engine.model.scheme_support import check_scheme
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
 from ds_hydra.engine.profiling.profile_document import (
@@ -243,7 +244,7 @@ def test_experts_are_cut_where_grouped_products_allow():
     ]
     assert widths == [(16, w, 32) for w in (16, 16, 16, 32)] + [(16, 32, w) for w in (8, 8, 8, 16)]
     with pytest.raises(HydraConfigError, match=r"experts.*width 40.*5 parts.*TP 8"):
-        StageModel(tiny("qwen3_moe", num_attention_heads=8)).check_scheme(Scheme(8, 1))
+        check_scheme(StageModel(tiny("qwen3_moe", num_attention_heads=8)), Scheme(8, 1))
 
 
 @pytest.mark.parametrize(
@@ -256,12 +257,12 @@ def test_experts_are_cut_where_grouped_products_allow():
 )
 def test_ep_that_a_model_cannot_have_is_refused(family, scheme, message):
     with pytest.raises((HydraConfigError, UnsupportedModelError), match=message):
-        StageModel(tiny(family, num_attention_heads=8)).check_scheme(Scheme.parse(scheme))
+        check_scheme(StageModel(tiny(family, num_attention_heads=8)), Scheme.parse(scheme))
 
 
 def test_attention_that_is_not_cut_sees_whole_micro_batches():
     stage_model = StageModel(tiny("deepseek_v3"))
-    stage_model.check_scheme(Scheme(2, 1))
+    check_scheme(stage_model, Scheme(2, 1))
     assert "attention is not cut by heads" in stage_model.uncut_because
     assert stage_model.tp.micro_batch_multiple(2) == 1
 

@@ -2,6 +2,7 @@ import configparser
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from ds_hydra.configs import find_file, list_files, load_model_preset, read_ds_c
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checks.config_check import CheckRequest, check_config
 from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config
+from ds_hydra.engine.model.scheme_support import can_run
 from ds_hydra.engine.ranks.process import compiles_adam
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.cases import load_case
@@ -322,7 +324,7 @@ def default_strategies(name: str) -> list[str]:
         config,
         num_devices=workload.num_devices,
         given=(),
-        can_run=stage_model.can_run,
+        can_run=partial(can_run, stage_model),
         cluster=try_cluster(profile, workload.num_devices, gradient_bytes(config)),
         num_link_groups=2,
     )

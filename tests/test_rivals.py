@@ -16,17 +16,14 @@ from benchmarks.wlb_table import FITTED_ATTENTION, cut, packing_table
 from ds_hydra.configs import find_file
 from ds_hydra.lab.simulator.cases import draw_batches, estimate_from_config, load_case
 from ds_hydra.lab.simulator.fixed_length import pack_evenly
-from ds_hydra.lab.simulator.mixed_groups import dynamic_cp, fcp, flexsp
-from ds_hydra.lab.simulator.rival_pipelines import ContextParallel, chunked, hold_back, wlb
+from ds_hydra.lab.simulator.mixed_groups import ContextParallel, fcp, flexsp
 from ds_hydra.lab.simulator.scenario import PARTIAL, Noise, Scenario
 from ds_hydra.lab.simulator.systems import Settings, fixed_length, megatron_choices
 from ds_hydra.lab.simulator.ulysses import (
     balanced_ulysses,
-    odc,
     packed_zero3,
     sharded_groups,
     sharded_ms,
-    without_lockstep,
     zero3_traffic_ms,
 )
 from ds_hydra.sampler.group_steps import (
@@ -328,30 +325,6 @@ def test_systems_with_groups_of_their_own_are_no_slower_than_alike_ones():
     scenario = make_scenario(*BATCHES)
     by_time = balanced_ulysses(scenario, name="a").iteration_ms.mean()
     assert flexsp(scenario, name="b").iteration_ms.mean() <= 1.02 * by_time
-    assert odc(scenario, name="c").iteration_ms.mean() <= 1.02 * by_time
-    static = wlb(scenario, delays=False, name="d").iteration_ms.mean()
-    assert dynamic_cp(scenario, name="e").iteration_ms.mean() <= 1.02 * static
-
-
-def test_odc_waits_once():
-    """One rank has 50 tokens, the other 30 and 20 in one micro-batch, or in two."""
-    scenario = make_scenario([50, 30, 20], context=50, num_devices=2)
-    one = next(g for g in sharded_groups(scenario, [0.0]) if g.size == 1)
-    alone = one.latency.micro_batch_ms(np.array([50]))
-    together = one.latency.micro_batch_ms(np.array([30, 20]))
-    lengths = np.array([50, 30, 20])
-    placed = one.times_ms(lengths, [[np.array([0])], [np.array([1, 2])]])
-    found = without_lockstep(one, placed)
-    assert found.propagation_ms == pytest.approx(max(alone, together))
-    placed = one.times_ms(lengths, [[np.array([0])], [np.array([1]), np.array([2])]])
-    apart = without_lockstep(one, placed)
-    assert apart.propagation_ms == pytest.approx(max(alone, together + one.single.constant_ms))
-
-
-def test_outliers_wait_for_one_another_and_none_is_lost():
-    drawn = [np.array([90, 9]), np.array([80, 7]), np.array([70, 5]), np.array([60, 4])]
-    found = hold_back(drawn, 50, 3)
-    assert [own.tolist() for own in found] == [[9], [7], [90, 80, 70, 5], [60, 4]]
 
 
 def test_megatron_recomputes_layers_of_a_mixture_and_shares_its_experts():
@@ -382,18 +355,6 @@ def test_ring_hides_behind_attention():
     expected = np.maximum(1e-3 * lengths**2 / 2, sent) + lengths / 2
     assert ring.sequences_ms(lengths) == pytest.approx(expected)
     assert ring.max_len == 2 * scenario.max_len_tokens(Scheme(1, 1))
-
-
-def test_chunks_cost_no_attention_twice():
-    """<1,1> holds 60 tokens: a sequence of 100 in chunks takes a l^2 + b l and a constant each, and
-    a third more for what is computed forward again.
-    """
-    scenario = make_scenario([100], context=100, num_devices=1)
-    found = chunked(scenario, name="chunks")
-    work = 1e-3 * 100**2 + 100
-    assert found.propagation_ms[0] >= work + 2 * 2.0
-    assert found.propagation_ms[0] <= work * (1 + scenario.forward_fraction) + 4 * 2.0
-    assert "chunks of" in found.strategy
 
 
 def test_what_is_seen_of_the_gathers_comes_on_top():

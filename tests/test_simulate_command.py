@@ -101,7 +101,7 @@ def test_timeline_of_both_spaces(files):
         ).stderr
     )
     assert (
-        "choose ds_hydra or 32_bit"
+        "choose ds_hydra or no_tp"
         in invoke("simulate", *arguments(files), "--timeline-of", "static").stderr
     )
 
@@ -151,12 +151,10 @@ def test_ds_hydra_runs_what_the_engine_runs_of_a_model(files):
 
 
 def test_text_has_bound_speedups_and_prices(files):
-    result = accepted(
-        "simulate", *arguments(files), "--baseline", "1x<4,1>", "--price-per-gpu-hour", 2
-    )
+    result = accepted("simulate", *arguments(files), "--price-per-gpu-hour", 2)
     for text in (
         "above the perfect-balance bound",
-        "Megatron-LM, given strategy",
+        "Megatron-LM, tuned",
         "$/10^9 tokens",
         "speed-up",
     ):
@@ -190,7 +188,7 @@ def test_sweep_writes_points_and_a_picture(files):
 
 def test_list_cases():
     assert "paper/link-overhead" in invoke("simulate", "--list-cases").stdout.split()
-    assert "paper/ablation" in document_of("simulate", "--list-cases", "--json")["cases"]
+    assert "paper/case-study" in document_of("simulate", "--list-cases", "--json")["cases"]
 
 
 @pytest.mark.parametrize(
@@ -202,8 +200,6 @@ def test_list_cases():
         (["--devices", "0"], "--devices '0': expected whole numbers"),
         (["--context", "32,768"], "--context 32,768 would sweep 32 and 768 tokens; write 32768"),
         (["--systems", "megatorn"], "system 'megatorn' is not known"),
-        (["--baseline", "1x<2,1>x"], "cannot read"),
-        (["--baseline", "4x<1,1>"], "MaxLen is 60 on 4 devices"),
         (["--strategies", "missing.json"], "cannot read missing.json"),
         (["--hardware", "h10"], "did you mean 'h100'"),
         (["--float8"], "--float8 goes with --model and --hardware"),
@@ -217,7 +213,7 @@ def test_mistakes_end_without_a_traceback(files, extra, message):
     assert message in refused("simulate", *arguments(files), *extra)
 
 
-def test_ds_hydra_alone_and_a_baseline_beside_named_systems(files):
+def test_ds_hydra_alone_and_beside_named_systems(files):
     def names(*more):
         document = json.loads(
             invoke("simulate", *arguments(files), "--no-spread", "--json", *more).stdout
@@ -225,8 +221,7 @@ def test_ds_hydra_alone_and_a_baseline_beside_named_systems(files):
         return [system["name"] for system in document["systems"]]
 
     assert names("--systems", "ds_hydra") == ["ds_hydra"]
-    given = names("--systems", "megatron", "--baseline", "2x<2,1>")
-    assert given == ["ds_hydra", "megatron", "given"]
+    assert names("--systems", "megatron") == ["ds_hydra", "megatron"]
 
 
 def test_missing_options_and_unknown_cases():

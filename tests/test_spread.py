@@ -16,7 +16,7 @@ from ds_hydra.lab.simulator.systems import Settings
 
 
 def test_every_system_has_a_spread_around_its_speedup():
-    settings = Settings(iterations=4, systems=("plain", "megatron", "odc", "full_static"))
+    settings = Settings(iterations=4, systems=("plain", "megatron", "deepspeed", "two_stage"))
     found = with_spread(compare(make_workload(cluster=make_cluster(4)), settings))
     assert found.spreads.keys() == {result.name for result in found.results}
     for name, spread in found.spreads.items():
@@ -25,8 +25,8 @@ def test_every_system_has_a_spread_around_its_speedup():
         assert spread.high >= value * 0.98
         assert spread.seen > 0
     assert (found.spreads["ds_hydra"].low, found.spreads["ds_hydra"].high) == (1, 1)
-    document = next(s for s in found.to_json()["systems"] if s["name"] == "odc")
-    spread = found.spreads["odc"]
+    document = next(s for s in found.to_json()["systems"] if s["name"] == "deepspeed")
+    spread = found.spreads["deepspeed"]
     assert document["speedup_20_percent_off"] == [spread.low, spread.high]
 
 
@@ -51,7 +51,7 @@ def test_without_links_only_attention_moves_a_speedup():
 
 
 def test_processes_find_the_same():
-    settings = Settings(iterations=3, systems=("plain", "megatron", "flexsp", "static"))
+    settings = Settings(iterations=3, systems=("plain", "megatron", "flexsp", "two_stage"))
     found = with_spread(compare(make_workload(cluster=make_cluster(4)), settings))
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(2, mp_context=fork) as pool:

@@ -23,7 +23,7 @@ from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 from ds_hydra.engine.model import packing_probe
 from ds_hydra.engine.model.current_micro_batch import checkpointed
 from ds_hydra.engine.model.decoder_parts import check_supported
-from ds_hydra.engine.model.scheme_support import check_context
+from ds_hydra.engine.model.scheme_support import check_context, check_scheme
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
@@ -428,9 +428,9 @@ def test_layers_that_cannot_be_cut_refuse_tp_alone(family, edit, words):
     model = tiny(family)
     edit(model)
     stage_model = packing_probe.build_stage_model(model)
-    stage_model.check_scheme(Scheme(1, 2, sp=2))
+    check_scheme(stage_model, Scheme(1, 2, sp=2))
     with pytest.raises(UnsupportedModelError, match=words):
-        stage_model.check_scheme(Scheme(2, 1))
+        check_scheme(stage_model, Scheme(2, 1))
 
 
 def test_a_plan_that_names_the_embedding_too_is_run():
@@ -438,10 +438,10 @@ def test_a_plan_that_names_the_embedding_too_is_run():
     model = tiny("llama")
     plan = {**model.config.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}
     model.config.base_model_tp_plan = plan
-    packing_probe.build_stage_model(model).check_scheme(Scheme(2, 1))
+    check_scheme(packing_probe.build_stage_model(model), Scheme(2, 1))
     model.config.base_model_tp_plan = {**plan, "embed_positions": "embedding_rowwise"}
     with pytest.raises(UnsupportedModelError, match=r"embed_positions \(embedding_rowwise\)"):
-        packing_probe.build_stage_model(model).check_scheme(Scheme(2, 1))
+        check_scheme(packing_probe.build_stage_model(model), Scheme(2, 1))
 
 
 LLAMA_OF_6_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}
@@ -463,7 +463,7 @@ WHOLE_FEATURES = {"intermediate_size": 70, "num_key_value_heads": 4}
 )  # fmt: skip
 def test_degrees_that_do_not_fit_are_refused_with_those_that_do(family, sizes, scheme, words):
     with pytest.raises(HydraConfigError, match=f"{scheme}: {words}"):
-        StageModel(tiny(family, **sizes)).check_scheme(Scheme.parse(scheme))
+        check_scheme(StageModel(tiny(family, **sizes)), Scheme.parse(scheme))
 
 
 def test_checkpointing_that_the_user_switched_on_stays_on_and_refuses_ckpt():
@@ -475,7 +475,7 @@ def test_checkpointing_that_the_user_switched_on_stays_on_and_refuses_ckpt():
     with pytest.raises(
         HydraConfigError, match=r"<1,1;ckpt=2>: .*the model's own gradient checkpointing"
     ):
-        stage_model.check_scheme(Scheme(1, 1, ckpt=2))
+        check_scheme(stage_model, Scheme(1, 1, ckpt=2))
 
 
 def patched_by_closure(model):
@@ -579,7 +579,7 @@ def test_families_that_do_not_keep_sequences_apart_run_them_one_by_one(caplog):
     ):
         stage_model = packing_probe.build_stage_model(model)
         assert re.search(f"one after the other .*{why}", caplog.messages.pop())
-        stage_model.check_scheme(Scheme(1, 2))
+        check_scheme(stage_model, Scheme(1, 2))
         for scheme in (
             Scheme(2, 1),
             Scheme(1, 1, sp=2),
@@ -587,7 +587,7 @@ def test_families_that_do_not_keep_sequences_apart_run_them_one_by_one(caplog):
             Scheme(1, 1, gather=True),
         ):
             with pytest.raises(UnsupportedModelError, match=f"one after the other.*{why}"):
-                stage_model.check_scheme(scheme)
+                check_scheme(stage_model, scheme)
 
 
 def test_a_verdict_is_of_the_code_that_there_is(monkeypatch):
@@ -666,10 +666,10 @@ def test_kernels_are_told_where_sequences_begin(monkeypatch, caplog):
     assert not caplog.messages
     assert {tuple(lengths) for lengths in told if len(lengths) > 1} == {(7, 4)}
     for works in (Scheme(1, 1), Scheme(1, 2), Scheme(1, 1, gather=True), Scheme(1, 1, ckpt=2)):
-        stage_model.check_scheme(works)
+        check_scheme(stage_model, works)
     for scheme in (Scheme(2, 1), Scheme(1, 1, sp=2), Scheme(1, 1, cp=2)):
         with pytest.raises(UnsupportedModelError, match=r"token to token.*linear_attention.*TP 1"):
-            stage_model.check_scheme(scheme)
+            check_scheme(stage_model, scheme)
 
 
 def test_kernels_that_mix_sequences_are_given_one_at_a_time(monkeypatch, caplog):
@@ -833,11 +833,11 @@ def test_inputs_of_every_layer_refuse_stages_and_gathering():
     settings = SIZES | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
     model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**settings))
     stage_model = packing_probe.build_stage_model(model)
-    stage_model.check_scheme(Scheme(1, 1, sp=2))
+    check_scheme(stage_model, Scheme(1, 1, sp=2))
     with pytest.raises(UnsupportedModelError, match=r"<1,2>: .*into stages, because.*input_ids"):
-        stage_model.check_scheme(Scheme(1, 2))
+        check_scheme(stage_model, Scheme(1, 2))
     with pytest.raises(UnsupportedModelError, match="it has more than an embedding before its lay"):
-        stage_model.check_scheme(Scheme(1, 1, gather=True))
+        check_scheme(stage_model, Scheme(1, 1, gather=True))
 
 
 class NormedTwice(transformers.LlamaModel):
@@ -870,13 +870,13 @@ class LayersTwice(transformers.LlamaForCausalLM):
 
 def test_what_runs_twice_is_in_every_stage_that_needs_it_or_refuses_stages():
     config = transformers.LlamaConfig(**SIZES)
-    packing_probe.build_stage_model(WithNormedEmbedding(config)).check_scheme(Scheme(1, 2))
+    check_scheme(packing_probe.build_stage_model(WithNormedEmbedding(config)), Scheme(1, 2))
     stage_model = packing_probe.build_stage_model(LayersTwice(config))
-    stage_model.check_scheme(Scheme(1, 1))
+    check_scheme(stage_model, Scheme(1, 1))
     with pytest.raises(UnsupportedModelError, match=r"<1,2>: .*be split into stages, because"):
-        stage_model.check_scheme(Scheme(1, 2))
+        check_scheme(stage_model, Scheme(1, 2))
     with pytest.raises(UnsupportedModelError, match="it calls a layer more than once"):
-        stage_model.check_scheme(Scheme(1, 1, gather=True))
+        check_scheme(stage_model, Scheme(1, 1, gather=True))
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "gpt2", "minicpm3", "mixtral"])

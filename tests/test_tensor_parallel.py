@@ -15,6 +15,7 @@ from models import tiny
 from operators import Watching
 from torch import nn
 
+from ds_hydra.engine.model.scheme_support import check_scheme
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel import tensor_parallel
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, hook_rowwise
@@ -159,12 +160,12 @@ EDITS = {
 def test_linears_with_a_forward_of_their_own_refuse_tp(kind):
     """Each rank would take the scale of its own features: gradients were off by a third."""
     model = tiny("llama", hidden_size=64, intermediate_size=192)
-    StageModel(model).check_scheme(Scheme(2, 1))
+    check_scheme(StageModel(model), Scheme(2, 1))
     EDITS[kind](model)
     stage_model = StageModel(model)
     for scheme in (Scheme(1, 2), Scheme(1, 1, sp=2), Scheme(1, 1, cp=2, gather=True)):
-        stage_model.check_scheme(scheme)
+        check_scheme(stage_model, scheme)
     with pytest.raises(
         UnsupportedModelError, match=rf"<2,1>: \w+_proj of LlamaModel is a {kind} of .*use TP 1"
     ):
-        stage_model.check_scheme(Scheme(2, 1))
+        check_scheme(stage_model, Scheme(2, 1))

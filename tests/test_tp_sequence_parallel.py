@@ -15,6 +15,7 @@ from test_engine_parity import assert_parity, check_gradients
 from torch import nn
 
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.model.scheme_support import check_scheme
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.tensor_parallel import COLUMN, ROW, find_blocks
 from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch
@@ -232,4 +233,4 @@ def test_tp_ranks_have_whole_micro_batches_where_shards_would_falsify(make, prob
     stage_model = StageModel(make())
     assert problem in stage_model.uncut_because
     assert not stage_model.tp.cuts_micro_batches
-    stage_model.check_scheme(Scheme(2, 1))
+    check_scheme(stage_model, Scheme(2, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from ds_hydra.engine.model.attention_choice import (
     kernels_here,
     prepare_kernels,
 )
-from ds_hydra.engine.model.attention_kernels import Demand, Scoring
+from ds_hydra.engine.model.attention_contract import Demand, LongSegment, Scoring
 from ds_hydra.engine.model.attention_operator import KernelUse, attention_per_sequence
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment
 from ds_hydra.engine.ranks.process import use_deterministic_kernels
@@ -113,7 +114,7 @@ def error_of(case: Case, dtype: torch.dtype) -> float:
     lengths, keys = _lengths(case)
     wanted = attention_per_sequence(*exact, _scoring(case), lengths, keys).transpose(1, 2)
     _run(case, inputs)
-    prepare_kernels(everything=True)  # plans of what it met
+    prepare_kernels(LongSegment.of(lengths, keys), math.inf)
     got = _run(case, inputs)
     cotangent = torch.randn(wanted.shape, dtype=torch.float64, device=DEVICE)
     wanted_all = (wanted, *torch.autograd.grad((wanted * cotangent).sum(), exact))

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from benchmarks.one_gpu.device import DEVICE, DTYPE, HAS_GPU, median_ms
 from ds_hydra.engine.model.attention import _attend
-from ds_hydra.engine.model.attention_kernels import Scoring
+from ds_hydra.engine.model.attention_contract import Scoring
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch
 
 

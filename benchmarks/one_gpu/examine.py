@@ -6,8 +6,8 @@ import os
 
 from benchmarks.one_gpu.device import HAS_GPU, join
 from benchmarks.one_gpu.telling import tell
-from ds_hydra.engine.doctor.examination import Examination, Request
-from ds_hydra.engine.doctor.findings import Report, Status
+from ds_hydra.doctor.examination import Examination, Request
+from ds_hydra.doctor.findings import Report, Status
 
 SECONDS = 40.0 if HAS_GPU else 10.0
 SHARED = (

@@ -5,6 +5,7 @@ and products at lengths that are new.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import Counter
@@ -17,7 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.one_gpu.device import DTYPE, HAS_GPU, median_ms
 from benchmarks.one_gpu.telling import at_most, skip, tell, trying
-from ds_hydra.engine.model.attention_kernels import Demand, Scoring, load_kernel
+from ds_hydra.engine.model.attention_contract import Demand, LongSegment, Scoring
+from ds_hydra.engine.model.attention_kernels import load_kernel
 from ds_hydra.engine.model.attention_operator import KernelUse, attend, count_on_host
 
 HEADS, KEY_HEADS, WIDTH = 32, 8, 128
@@ -35,7 +37,7 @@ def main() -> None:
     torch.ones(8, device="cuda").sum().item()
     with trying("torch's call of cuDNN"):
         call_cudnn()
-    with trying("plans between iterations"):
+    with trying("plans before an iteration"):
         plan_between()
     with trying("pieces"):
         time_pieces()
@@ -121,6 +123,7 @@ def plan_between() -> None:
     """That no pass of a stage waits for the device, and cuDNN runs after the plans."""
     for queries, keys in ((5000, 5000), (3000, 9000)):
         attention, name = Attention("cudnn", queries, keys), f"last {queries} of {keys} tokens"
+        segments = LongSegment.of([queries], [keys])
         results = []
         for words in ("no plan", "planned"):
             occupy(1.0)
@@ -128,7 +131,7 @@ def plan_between() -> None:
             at_most(f"{name}, {words}: both passes beside a kernel of 1 s, ms", ms, 100.0)
             torch.cuda.synchronize()
             if words == "no plan":
-                planning = host_ms(lambda: load_kernel("cudnn").prepare(True))
+                planning = host_ms(lambda: load_kernel("cudnn").prepare(segments, math.inf))  # noqa: B023
                 tell(f"{name}: plans, ms", planning)
         errors = [float((a - b).norm() / b.norm()) for a, b in zip(*results, strict=True)]
         at_most(f"{name}: cuDNN against varlen", max(errors), 2e-2)
@@ -139,7 +142,7 @@ def time_pieces() -> None:
         for kernel in ("varlen", "cudnn"):
             attention = Attention(kernel, queries, keys)
             attention.both()
-            load_kernel(kernel).prepare(True)
+            load_kernel(kernel).prepare(LongSegment.of([queries], [keys]), math.inf)
             ms = median_ms(attention.both, repeats=3, warmup=1)
             pairs = queries * (keys - queries / 2)
             rate = 14 * pairs * HEADS * WIDTH / ms / 1e9

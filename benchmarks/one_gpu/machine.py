@@ -9,7 +9,7 @@ import subprocess
 import torch
 
 from benchmarks.one_gpu.telling import tell
-from ds_hydra.engine.doctor.findings import describe_environment
+from ds_hydra.doctor.findings import describe_environment
 
 
 def main() -> None:

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from benchmarks.one_gpu.device import HAS_GPU, join
 from benchmarks.one_gpu.telling import skip, tell, trying
-from ds_hydra.engine.model import attention_kernels
-from ds_hydra.engine.model.attention_choice import prepare_kernels
-from ds_hydra.engine.model.attention_kernels import LONG_TOKENS
+from ds_hydra.engine.model import attention_contract, attention_cudnn
+from ds_hydra.engine.model.attention_contract import LONG_TOKENS
 from ds_hydra.engine.transfer import link_thread
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Strategy
@@ -130,13 +129,13 @@ def check(case: tuple[str, str, Sequence[str], dict[str, Any]], device: torch.de
     family, dtype, strategies, hydra = case
     words = {"link": "on two nodes", "compile_layers": "compiled", "attention": "with cuDNN"}
     name = " ".join([family, dtype, *(words.get(key, key) for key in hydra)])
-    attention_kernels.LONG_TOKENS = 16 if hydra.get("attention") == "cudnn" else LONG_TOKENS
+    attention_cudnn._WORTH_FLOPS = 0
+    attention_contract.LONG_TOKENS = 16 if hydra.get("attention") == "cudnn" else LONG_TOKENS
     subject = Subject(family, dtype, device, **hydra)
     for text in strategies:
         try:
             if "attention" in hydra:
-                subject.train(text)
-                prepare_kernels(everything=True)  # plans of what it met
+                subject.train(text)  # heads are met
             loss, grads = subject.train(text)
         except HydraError as error:
             tell(f"{name}, {text}", str(error), wanted="gradients", is_well=False)

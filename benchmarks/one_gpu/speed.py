@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.one_gpu import ceilings
 from benchmarks.one_gpu.device import DTYPE, HAS_GPU, SECTIONS, join, median_ms
 from benchmarks.one_gpu.telling import skip, tell, trying
-from ds_hydra.engine.model.attention_choice import kernel_for, prepare_kernels
-from ds_hydra.engine.model.attention_kernels import Scoring
+from ds_hydra.engine.model.attention_choice import kernel_for
+from ds_hydra.engine.model.attention_contract import Scoring
 from ds_hydra.engine.model.attention_operator import attend, count_on_host
 from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config
 from ds_hydra.engine.profiling import profiler
@@ -148,9 +148,8 @@ def measure_engine(name: str, vocab_size: int, way: str, device: torch.device, p
         for row, lengths in ROWS.items():
             examples = _examples(lengths, vocab_size)
             found = []
-            for _ in range(2):
+            for _ in range(2):  # heads are met in the first one
                 engine.train_batch(examples, strategy="1x<1,1>")
-                prepare_kernels(everything=True)  # as after more of these iterations
             for _ in range(4 if HAS_GPU else 1):
                 begin = time.perf_counter()
                 engine.train_batch(examples, strategy="1x<1,1>")

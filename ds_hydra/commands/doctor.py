@@ -12,7 +12,7 @@ import typer
 from ds_hydra.commands import common
 
 if TYPE_CHECKING:
-    from ds_hydra.engine.doctor.findings import Report
+    from ds_hydra.doctor.findings import Report
 
 
 def doctor(
@@ -63,7 +63,7 @@ def doctor(
         stdout = os.dup(1)
         with common.stdout_to_stderr():
             # The imports take seconds.
-            from ds_hydra.engine.doctor.examination import Examination, Request, check_launch
+            from ds_hydra.doctor.examination import Examination, Request, check_launch
 
             check_launch()
 
@@ -84,7 +84,7 @@ def doctor(
 
 
 def _print(report: Report, out: Path | None, as_json: bool, file: IO[str]) -> None:
-    from ds_hydra.engine.doctor.examination import describe
+    from ds_hydra.doctor.examination import describe
 
     common.write_document(report.to_json(), out)
     if as_json:

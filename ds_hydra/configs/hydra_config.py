@@ -63,8 +63,6 @@ def _in_home(value: str) -> str:
 ATTENTION_KERNELS = (
     "flash_attention_3",
     "flash_attention_4",
-    "varlen_fa3",
-    "varlen_fa4",
     "cudnn",
     "flash_attention_2",
     "varlen",
@@ -396,10 +394,10 @@ class HydraConfig(_Section):
     """
 
     attention: AttentionName = "auto"
-    """Kernel of packed attention: "flash_attention_3", "flash_attention_4", "varlen_fa3" and
-    "varlen_fa4" (torch's, which runs those of flash-attn), "cudnn" (long sequences and pieces of
-    them by cuDNN, others by "varlen"), "flash_attention_2", "varlen" (torch's own), "per_sequence"
-    (no kernel), or one of the Hugging Face hub such as "kernels-community/flash-attn3".
+    """Kernel of packed attention: "flash_attention_3", "flash_attention_4", "cudnn" (long
+    sequences and pieces of them by cuDNN, others by "varlen"), "flash_attention_2", "varlen"
+    (torch's own), "per_sequence" (no kernel), or one of the Hugging Face hub such as
+    "kernels-community/flash-attn3".
 
     "auto": what the model was loaded with (`attn_implementation`), else the first of this order
     that is installed, made for the device, takes the model's heads and is right in a trial at the
@@ -535,7 +533,10 @@ _REMOVED = {
 }
 """Removed keys, whatever their section, and advice for each."""
 
-_RENAMED: Mapping[Location, Mapping[str, str]] = {("planner", "space"): {"wide": "full"}}
+_RENAMED: Mapping[Location, Mapping[str, str]] = {
+    ("planner", "space"): {"wide": "full"},
+    ("attention",): {"varlen_fa3": "flash_attention_3", "varlen_fa4": "flash_attention_4"},
+}
 """New names of values of earlier versions, by key."""
 
 AUTO_REFUSED = (
@@ -560,15 +561,15 @@ def explain(details: ErrorDetails, sections: Sections) -> str:
         return _explain_unknown(location, sections)
     if details["type"] == "missing":
         return f"is missing and has no default; the smallest section is {SMALLEST_SECTION}"
-    if details["type"] == "value_error":
-        return f"is {show(details['input'])}: {details['ctx']['error']}"
-    if details["type"] == "model_type":
-        return f"is {show(details['input'])}: it should be an object"
     renamed = _RENAMED.get(tuple(location), {}).get(
         details["input"] if isinstance(details["input"], str) else ""
     )
     if renamed:
         return f"is {show(details['input'])}: it is called {show(renamed)} now"
+    if details["type"] == "value_error":
+        return f"is {show(details['input'])}: {details['ctx']['error']}"
+    if details["type"] == "model_type":
+        return f"is {show(details['input'])}: it should be an object"
     wanted = re.sub("^(Input|Value|Tuple|List|String) should", "it should", details["msg"])
     return f"is {show(details['input'])}: {wanted}"
 

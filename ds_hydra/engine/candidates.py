@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.model.scheme_support import check_context_parallel
+from ds_hydra.engine.model.scheme_support import can_run, check_context_parallel, check_scheme
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.memory import as_the_engine_needs
 from ds_hydra.engine.profiling.profile_document import (
@@ -74,7 +74,7 @@ def find_unsupported(stage_model: StageModel, schemes: Iterable[Scheme]) -> Iter
     found: dict[str, list[Scheme]] = {}
     for scheme in schemes:
         try:
-            stage_model.check_scheme(scheme)
+            check_scheme(stage_model, scheme)
         except UnsupportedModelError as error:
             found.setdefault(str(error).removeprefix(f"scheme {scheme}: "), []).append(scheme)
         except HydraConfigError:
@@ -280,7 +280,7 @@ class EngineCandidates:
             return ()
         space = self.config.planner.space
         wanted = measured_beside(self.num_ranks, space, are_nodes=self._are_nodes)
-        schemes = filter(self.stage_model.can_run, wanted)
+        schemes = filter(partial(can_run, self.stage_model), wanted)
         return tuple(Strategy.alike(scheme, self.num_ranks) for scheme in schemes)
 
     def _use_measured(self, document: Mapping[str, Any]) -> None:
@@ -344,7 +344,7 @@ class EngineCandidates:
             num_devices=self.num_ranks,
             given=self._given,
             staying=self._at_start,
-            can_run=self.stage_model.can_run,
+            can_run=partial(can_run, self.stage_model),
             cluster=None if profile is None else self._cluster(profile),
             num_link_groups=self._num_link_groups,
         )
@@ -453,7 +453,7 @@ class EngineCandidates:
         """Raise HydraConfigError where the ranks or the model cannot run `strategy`."""
         for scheme in set(strategy.schemes):
             check_context_parallel(scheme, self.config.context_length)
-            self.stage_model.check_scheme(scheme)
+            check_scheme(self.stage_model, scheme)
         if strategy.num_devices > self.num_ranks:
             raise HydraConfigError(
                 f"strategy {strategy} needs {strategy.num_devices} ranks, there are {self.num_ranks}; name fewer in "

@@ -20,11 +20,12 @@ from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.losses.loss import PLAIN, HeadLoss, Tokens
 from ds_hydra.engine.losses.objective import Objective, are_alike, evaluate, find_difference
 from ds_hydra.engine.losses.objective import fingerprint as fingerprint_of
-from ds_hydra.engine.model.attention_choice import plans_between_iterations, prepare_kernels
-from ds_hydra.engine.model.micro_batches import LoadExample, MicroBatchTensors, Task
+from ds_hydra.engine.model.attention_choice import prepare_kernels
+from ds_hydra.engine.model.micro_batches import LoadExample, MicroBatchTensors, Task, long_segments
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
-from ds_hydra.engine.parallel.logits import LogitTransform, Vocabulary
+from ds_hydra.engine.parallel.logit_transform import LogitTransform
+from ds_hydra.engine.parallel.logits import Vocabulary
 from ds_hydra.engine.parallel.one_f_one_b import PipelineStage, run_1f1b, run_forward_only
 from ds_hydra.engine.parallel.tensor_parallel import TokenShards
 from ds_hydra.engine.parallel.token_cuts import TokenLayout
@@ -208,7 +209,7 @@ class Propagator:
         self.recorder.begin()
         self.problem = None
         # Here, where no round is posted: building a plan waits until the device has nothing to do.
-        prepare_kernels()
+        prepare_kernels(long_segments(plan), self.stage_model.flops_of_pair / plan.num_devices)
         self.stage_model.balance.begin(self.device, task.loss_scale, plan.num_tokens)
         outcomes: list[RankOutcome] = []
         first = 0
@@ -289,7 +290,7 @@ class Propagator:
         collectives in the same order on all ranks, in a group that nothing else uses. Collective
         over all ranks.
         """
-        prepare_kernels(everything=True)
+        prepare_kernels(long_segments(plan), math.inf)
         (phase,) = phases = plan.on_rank(self.rank)
         session = self.links.open(phases, training=True, grads_P=None)
         self.stage_model.balance.begin(self.device, 1.0, plan.num_tokens)
@@ -306,12 +307,6 @@ class Propagator:
             session.finish()
         self.links.have_run(session.weights)
         return self.max_over_ranks(self._clock.ms_between(begin, end))
-
-    def runs_lengths_anew(self) -> bool:
-        """Whether a length runs otherwise once it was met, by attention on some rank. Collective
-        over all ranks.
-        """
-        return self.max_over_ranks(float(plans_between_iterations())) > 0
 
     def max_over_ranks(self, value: float) -> float:
         """The largest `value` of any rank."""

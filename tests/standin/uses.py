@@ -198,7 +198,7 @@ class _Generator(torch.Generator):
 
 def doctor() -> dict[str, Any]:
     """The document of an examination."""
-    from ds_hydra.engine.doctor.examination import Examination, Request
+    from ds_hydra.doctor.examination import Examination, Request
 
     ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
     examination = Examination(Request(seconds=10), ended.put)

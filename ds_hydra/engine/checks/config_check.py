@@ -28,8 +28,10 @@ from ds_hydra.engine.model.attention_choice import (
 )
 from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config, making
 from ds_hydra.engine.model.scheme_support import (
+    can_run,
     check_context,
     check_context_parallel,
+    check_scheme,
     find_unseen_positions,
 )
 from ds_hydra.engine.model.stage_model import StageModel
@@ -233,7 +235,7 @@ class _Budget:
         for scheme in sorted(schemes_of(self._given)):
             check_context_parallel(scheme, self._hydra.context_length)
             if self._stage_model is not None:
-                self._stage_model.check_scheme(scheme)
+                check_scheme(self._stage_model, scheme)
         if self._given and "space" in self._hydra.planner.model_fields_set:
             self._report.warnings.append(
                 f"hydra.planner.space is {self._hydra.planner.space} and not used: hydra.strategies are given"
@@ -337,7 +339,7 @@ class _Budget:
                 )
 
     def _can_run(self, scheme: Scheme) -> bool:
-        return self._stage_model is None or self._stage_model.can_run(scheme)
+        return self._stage_model is None or can_run(self._stage_model, scheme)
 
     def _find_profile(self) -> Profile | None:
         report, hydra = self._report, self._hydra

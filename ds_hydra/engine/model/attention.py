@@ -27,7 +27,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from ds_hydra.engine.model import attention_choice
 from ds_hydra.engine.model.attention_choice import kernel_for
-from ds_hydra.engine.model.attention_kernels import Scoring
+from ds_hydra.engine.model.attention_contract import Scoring
 from ds_hydra.engine.model.attention_operator import (
     Boundaries,
     KernelUse,

@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_hydra.engine.model import attention_contract
 from ds_hydra.engine.model import attention_kernels as kernels
-from ds_hydra.engine.model.attention_kernels import (
-    PER_SEQUENCE,
+from ds_hydra.engine.model.attention_contract import (
+    HALVES,
     Demand,
     Kernel,
+    LongSegment,
     MissingKernelError,
     Scoring,
-    load_kernel,
+    first_line,
 )
+from ds_hydra.engine.model.attention_kernels import PER_SEQUENCE, load_kernel
 from ds_hydra.engine.model.attention_operator import (
     KernelUse,
     attend,
@@ -131,6 +135,8 @@ def choose(
         if problem:
             passed_over.append((name, problem))
             continue
+        if kernel.runs_long_apart and device is not None:
+            kernel = load_kernel(name, anew=True)  # heads of the trial are none of the model's
         return Choice(
             demand=demand, kernel=kernel, passed_over=tuple(passed_over), failed=tuple(failed),
             error=difference,
@@ -150,7 +156,7 @@ def _try(kernel: Kernel, device: torch.device, demand: Demand) -> tuple[str, flo
     try:
         difference = kernel_error(kernel, device, demand)
     except Exception as refusal:  # packages raise what they like
-        return f"it refuses: {kernels.first_line(refusal)}", None
+        return f"it refuses: {first_line(refusal)}", None
     if difference <= _MOST_DIFFERENCE:
         return "", difference
     # NaN, too
@@ -206,9 +212,9 @@ def kernel_error(kernel: Kernel, device: torch.device, demand: Demand) -> float:
     cases = (pieces, None, False), (pieces, _PROBE_WINDOW, False), (pieces, None, True)
     errors = [_errors(kernel, device, demand, *case) for case in cases]
     if kernel.runs_long_apart:
-        whole = (*_PROBE_BESIDE_LONG, kernels.LONG_TOKENS + 5)
-        queries = kernels.LONG_TOKENS // 4 + 5
-        keys = kernels.LONG_TOKENS**2 // (2 * queries) + queries
+        whole = (*_PROBE_BESIDE_LONG, attention_contract.LONG_TOKENS + 5)
+        queries = attention_contract.LONG_TOKENS // 4 + 5
+        keys = attention_contract.LONG_TOKENS**2 // (2 * queries) + queries
         first, last = _PROBE_BESIDE_LONG
         for case in ((whole, whole), ((first, queries, last), (first, keys, last + 10))):
             # The last rows of a long segment are small: beside the first ones none would see them.
@@ -259,9 +265,9 @@ def _errors(
 
     wanted_grads = torch.autograd.grad(loss(wanted), exact)
     heads_last = [t[0].transpose(0, 1) for t in rounded[:3]]
-    for _ in range(1 + kernel.runs_long_apart):  # by the first one it knows the shapes
+    for _ in range(1 + kernel.runs_long_apart):  # by the first one it knows the heads
         out_THE = attend(use, heads_last, boundaries, of_rounded)
-        kernel.prepare(True)
+        kernel.prepare(LongSegment.of(lengths, key_lengths), math.inf)
     got = out_THE.transpose(0, 1).unsqueeze(0)
     grads = torch.autograd.grad(loss(got.float()), rounded)
     pairs = zip((got, *grads), (wanted, *wanted_grads), strict=True)
@@ -329,12 +335,10 @@ def select_kernels(
         choices.append(choice)
         if choice.kernel is not None and choice.failed:
             logger.warning("attention runs by %s; %s", choice.name, choice.reasons(choice.failed))
-        if choice.kernel is None and request != PER_SEQUENCE and dtype in kernels.HALVES:
+        if choice.kernel is None and request != PER_SEQUENCE and dtype in HALVES:
             logger.warning(
                 "attention is one call for each sequence for %s: %s", demand, choice.reasons()
             )
-    used = {choice.kernel.implementation for choice in choices if choice.kernel}
-    kernels.activate(next(iter(used - {None}), None))
     return choices
 
 
@@ -398,17 +402,10 @@ def _kernels_in_use() -> list[Kernel]:
     return [*map(load_kernel, names)]
 
 
-def plans_between_iterations() -> bool:
-    """Whether a kernel in use runs lengths that it has met before in another way."""
-    return any(kernel.runs_long_apart for kernel in _kernels_in_use())
-
-
-def prepare_kernels(*, everything: bool = False) -> None:
-    """Run the kernels' work between iterations, `everything` where times of later ones are
-    measured; each rank for itself.
-    """
+def prepare_kernels(segments: Iterable[LongSegment], flops_of_pair: float) -> None:
+    """Let the kernels in use do what they do before an iteration (`Kernel.prepare`)."""
     for kernel in _kernels_in_use():
-        kernel.prepare(everything)
+        kernel.prepare(segments, flops_of_pair)
 
 
 def has_kernels(device: torch.device) -> bool:

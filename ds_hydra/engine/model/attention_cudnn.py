@@ -19,17 +19,18 @@ queries of zeros in front. Outputs of both are merged by their log-sum-exps, and
 gets the merged output and log-sum-exp, by which its probabilities are those among all keys (as in
 ring attention, arXiv:2310.01889, which TransformerEngine runs by cuDNN in this way).
 
-[Note: Plans between iterations]
+[Note: Plans before an iteration]
 Where cuDNN gets a new shape it builds a plan, some 0.05 s of the host for each pass, and its launch
 waits until the device has nothing to do (beside a kernel of 0.86 s it took 0.86 s, on an H200). Two
 ranks whose devices hold collectives would wait for each other ([Note: A kernel's first use] in
-`session.py`). So no plan is built in an iteration: a segment whose shape has none runs by the
-rest's kernel, and plans are built before an iteration, while all collectives have been posted by
-all of their ranks. That is done of shapes that have lost as much time as their plans take: pieces
-have hundreds of shapes, most of which are rare. Plans belong to threads: forward runs in the one
-that computes, backward, and forward again under checkpointing, in that of autograd.
+`session.py`). So plans are built before an iteration, on all ranks in the same place: of the blocks
+of its plan, wherever they run, that compute enough in all of it, because pieces have hundreds of
+shapes, most of which are rare. Ranks so agree on blocks; heads are those that a rank has met, as SP
+and CP run some of them at a time. A segment whose shape has no plan runs by the rest's kernel.
+Plans belong to threads: forward runs in the one that computes, backward, and forward again under
+checkpointing, in that of autograd.
 
-Legend: as in `attention_kernels`; S tokens with what pads them.
+Legend: as in `attention_contract`; S tokens with what pads them.
 """
 
 from __future__ import annotations
@@ -38,19 +39,20 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.engine.model.attention_kernels import (
+from ds_hydra.engine.model.attention_contract import (
     Ends,
     Kernel,
     LongSegment,
     MissingKernelError,
+    Named,
     Scoring,
-    _Named,
     first_line,
 )
 
@@ -74,66 +76,65 @@ class _Block(NamedTuple):
     num_before: int
 
 
-_WORTH_FLOPS = 1e14
-"""FLOPs of a pass from which the plans of a shape pay: `varlen` takes 0.15 s longer, as much as
-they cost. Both passes run at 320 TFLOP/s by it and at 560 by cuDNN, on an H200.
+_WORTH_FLOPS = 1e12
+"""A rank's share in what an iteration computes of a block, from which its plans, 0.15 s, are paid
+for by a hundred alike: both passes run at 320 TFLOP/s by `varlen` and at 560 by cuDNN, on an H200.
 """
 
 
-class _Shape(NamedTuple):
-    """Key of cuDNN's plans for a block of queries and keys, [1, H, S, D] each."""
+class _Sizes(NamedTuple):
+    """Queries and keys of a block with what pads them."""
 
-    device: torch.device
-    dtype: torch.dtype
     num_queries: int
     num_keys: int
     is_causal: bool
+
+    @property
+    def num_pairs(self) -> float:
+        """Pairs of a query with a key that it sees."""
+        return self.num_queries * self.num_keys / (2 if self.is_causal else 1)
+
+
+class _Heads(NamedTuple):
+    """Heads that run together, whatever the lengths of their segments."""
+
+    device: torch.device
+    dtype: torch.dtype
     heads: int
     key_heads: int
     width: int
     value_width: int
 
-    @property
-    def flops(self) -> float:
-        """FLOPs of a pass, the mean of forward (2 products) and backward (5)."""
-        pairs = self.num_queries * self.num_keys / (2 if self.is_causal else 1)
-        return 3.5 * pairs * self.heads * (self.width + self.value_width)
-
 
 class _Plans:
-    """Shapes that have plans, by thread, and the FLOPs computed in those that have none."""
+    """Blocks that have plans, by thread, for the heads that were met."""
 
-    def __init__(self, build: Callable[[_Shape, Callable[[], None]], None]):
+    def __init__(self, build: Callable[[_Sizes, _Heads, Callable[[], None]], None]):
         self._build = build
-        self._known: dict[int, set[_Shape]] = {}
-        self._flops_without: dict[_Shape, float] = {}
-        self._refused: set[_Shape] = set()
+        self._known: dict[int, set[tuple[_Sizes, _Heads]]] = {}
+        self._tried: set[tuple[_Sizes, _Heads]] = set()
+        self._heads: dict[_Heads, None] = {}
 
-    def has(self, shape: _Shape) -> bool:
-        """Whether this thread has plans of `shape`."""
-        if shape in self._known.get(threading.get_ident(), ()):
-            return True
-        if shape not in self._refused:
-            self._flops_without[shape] = self._flops_without.get(shape, 0.0) + shape.flops
-        return False
+    def has(self, sizes: _Sizes, heads: _Heads) -> bool:
+        """Whether this thread has plans of such a block."""
+        self._heads[heads] = None
+        return (sizes, heads) in self._known.get(threading.get_ident(), ())
 
-    def build(self, *, all_met: bool) -> None:
-        """Plans of shapes that were met without, of all or of those that are worth it, in the two
-        threads that will want them.
-        """
-        least = 0 if all_met else _WORTH_FLOPS
-        shapes = [shape for shape, flops in self._flops_without.items() if flops >= least]
+    def build(self, blocks: Iterable[_Sizes]) -> None:
+        """Plans of `blocks` for all heads that were met, in the two threads that will want them."""
+        shapes = [s for s in itertools.product(blocks, self._heads) if s not in self._tried]
         begin = time.monotonic()
         for shape in shapes:
-            del self._flops_without[shape]
+            self._tried.add(shape)
             threads: list[int] = []
             try:
-                self._build(shape, lambda threads=threads: threads.append(threading.get_ident()))
+                self._build(*shape, lambda threads=threads: threads.append(threading.get_ident()))
             except (
                 RuntimeError
             ) as error:  # too little memory, or no plan: it goes on as it ran before
-                self._refused.add(shape)
-                logger.warning("attention: cuDNN does not plan %s: %s", shape, first_line(error))
+                logger.warning(
+                    "attention: cuDNN does not plan %s of %s: %s", *shape, first_line(error)
+                )
                 continue
             # Of all threads at once: backward by another kernel is slower than both by that one.
             for thread in threads:
@@ -164,6 +165,17 @@ def _blocks(segment: LongSegment) -> list[_Block]:
     return [_Block(slice(0, whole), False, 0), square] if whole else [square]
 
 
+def _sizes_of(segment: LongSegment) -> list[_Sizes]:
+    """Sizes of the blocks of `segment`."""
+    found = []
+    for block in _blocks(segment):
+        num_queries = segment.end - segment.begin
+        behind = _behind(block, num_queries)
+        num_keys = block.keys.stop - block.keys.start + (behind if block.is_causal else 0)
+        found.append(_Sizes(block.num_before + num_queries + behind, num_keys, block.is_causal))
+    return found
+
+
 def _step(num_tokens: int, steps: int) -> int:
     """Distance between neighbouring lengths of a grid."""
     power = 1 << max(0, num_tokens.bit_length() - 1)
@@ -184,8 +196,8 @@ def build(name: str, rest: Kernel) -> Kernel:
     if None in operators:
         raise MissingKernelError(f"{version} has no operator for cuDNN's attention")
     inputs = ("query", "key", "value", "is_causal", "scale")
-    run_forward = _Named(operators[0].default, *inputs, "compute_log_sumexp")
-    run_backward = _Named(operators[1].default, *inputs, "grad_out", "out", "logsumexp")
+    run_forward = Named(operators[0].default, *inputs, "compute_log_sumexp")
+    run_backward = Named(operators[1].default, *inputs, "grad_out", "out", "logsumexp")
     lse_dims = [3]  # as the forward pass of this release has it
 
     def attend_block(heads: Sequence[Tensor], block: _Block, scale: float) -> tuple[Tensor, Tensor]:
@@ -235,12 +247,12 @@ def build(name: str, rest: Kernel) -> Kernel:
         of_blocks = list(zip(*each, strict=True))
         return [of_blocks[0][0] + of_blocks[0][1], *(torch.cat(t) for t in of_blocks[1:])]
 
-    def build_plans(shape: _Shape, note: Callable[[], None]) -> None:
-        of_queries = (shape.num_queries, shape.heads, shape.width)
-        of_keys = [(shape.num_keys, shape.key_heads, w) for w in (shape.width, shape.value_width)]
-        options = {"device": shape.device, "dtype": shape.dtype}
+    def build_plans(sizes: _Sizes, heads: _Heads, note: Callable[[], None]) -> None:
+        of_queries = (sizes.num_queries, heads.heads, heads.width)
+        of_keys = [(sizes.num_keys, heads.key_heads, w) for w in (heads.width, heads.value_width)]
+        options = {"device": heads.device, "dtype": heads.dtype}
         query, key, value = (torch.zeros(size, **options) for size in (of_queries, *of_keys))
-        block = _Block(slice(0, shape.num_keys), shape.is_causal, 0)
+        block = _Block(slice(0, sizes.num_keys), sizes.is_causal, 0)
 
         def run_both() -> None:
             out, lse = attend_block([query, key, value], block, 1.0)
@@ -250,27 +262,25 @@ def build(name: str, rest: Kernel) -> Kernel:
         attend_block([query, key, value], block, 1.0)
         note()
         with torch.inference_mode(False), torch.enable_grad():
-            begin = torch.zeros((), device=shape.device, requires_grad=True)
+            begin = torch.zeros((), device=heads.device, requires_grad=True)
             _InBackward.apply(begin, run_both).backward()
 
     plans = _Plans(build_plans)
 
-    def has_plans(segment: LongSegment, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        heads = (query.shape[1], key.shape[1], query.shape[2], value.shape[2])
-        num_queries = segment.end - segment.begin
-        found = []
-        for block in _blocks(segment):
-            before, behind = block.num_before, _behind(block, num_queries)
-            num_keys = block.keys.stop - block.keys.start + (behind if block.is_causal else 0)
-            sizes = (before + num_queries + behind, num_keys, block.is_causal)
-            found.append(plans.has(_Shape(query.device, query.dtype, *sizes, *heads)))
-        return all(found)
+    def prepare(segments: Iterable[LongSegment], flops_of_pair: float) -> None:
+        flops: Counter[_Sizes] = Counter()
+        for sizes in itertools.chain.from_iterable(map(_sizes_of, segments)):
+            flops[sizes] += flops_of_pair * sizes.num_pairs
+        plans.build([sizes for sizes, own in flops.items() if own >= _WORTH_FLOPS])
 
-    def planned(ends: Ends, scoring: Scoring, heads: Sequence[Tensor]) -> Ends:
+    def planned(ends: Ends, scoring: Scoring, inputs: Sequence[Tensor]) -> Ends:
         """`ends` whose long segments are those that cuDNN runs here."""
         if not ends.long or scoring.window or torch.are_deterministic_algorithms_enabled():
             return ends._replace(long=())
-        is_planned = [has_plans(segment, *heads) for segment in ends.long]
+        query, key, value = inputs
+        widths = (query.shape[1], key.shape[1], query.shape[2], value.shape[2])
+        heads = _Heads(query.device, query.dtype, *widths)
+        is_planned = [all(plans.has(sizes, heads) for sizes in _sizes_of(s)) for s in ends.long]
         others = [s for s, known in zip(ends.long, is_planned, strict=True) if not known]
         return ends._replace(
             long=tuple(itertools.compress(ends.long, is_planned)),
@@ -351,7 +361,7 @@ def build(name: str, rest: Kernel) -> Kernel:
         takes_widths=lambda query, value, _: max(query, value) <= 128,
         most_ordered_width=0,
         runs_long_apart=True,
-        prepare=lambda everything: plans.build(all_met=everything),
+        prepare=prepare,
     )
 
 

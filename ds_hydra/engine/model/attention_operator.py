@@ -15,7 +15,7 @@ what it was. The kernel's backward computes probabilities as exp(score - lse) an
 product of gradient and output, so lse' and the scaled output give it the gradients with the sink;
 the sink's own is -sum_t exp(sink - lse'_t) (gradient_t . output_t). So every kernel takes sinks.
 
-Legend: as in `attention_kernels`.
+Legend: as in `attention_contract`.
 
 [Note: Segments one by one]
 Queries are the last of their keys: segment i has `lengths[i]` queries and `key_lengths[i]` keys, as
@@ -37,14 +37,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_hydra.engine.model.attention_kernels import (
-    Demand,
-    Ends,
-    Kernel,
-    LongSegment,
-    Scoring,
-    load_kernel,
-)
+from ds_hydra.engine.model.attention_contract import Demand, Ends, Kernel, LongSegment, Scoring
+from ds_hydra.engine.model.attention_kernels import load_kernel
 from ds_hydra.engine.ranks.process import in_one_order, only_warns
 
 Boundaries = tuple[Tensor, Tensor, Tensor]
@@ -58,7 +52,7 @@ def count_on_host(lengths: Sequence[int], key_lengths: Sequence[int]) -> Tensor:
     both of those that are not long, whether some segment sees keys before its own, and each that is
     long (`LongSegment`), or zeros.
     """
-    found = [s for s in LongSegment.of(lengths, key_lengths) if s.is_long]
+    found = LongSegment.of(lengths, key_lengths)
     # Back in their order, in which `attention_cudnn` takes their rows out of the others.
     long = sorted(heapq.nlargest(_MOST_LONG, found, key=lambda s: s.num_pairs))
     numbers = {segment.number for segment in long}

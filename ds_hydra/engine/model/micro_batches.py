@@ -5,7 +5,8 @@ Legend: tensors ending in `_T` have one value per token of a packed micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from ds_hydra.engine.losses.loss import Loss
 from ds_hydra.engine.losses.objective import Objective
 from ds_hydra.engine.model.adapters import token_seeds
+from ds_hydra.engine.model.attention_contract import LongSegment
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment
 from ds_hydra.engine.parallel.one_f_one_b import PipelineStage
 from ds_hydra.engine.parallel.token_cuts import KeysOfRow, TokenLayout
@@ -169,6 +171,16 @@ def _pack(
         keys = KeysOfRow.find(pipeline.rows[number], layout, device)
     lengths = plan.micro_batch_lengths(micro_batch)
     return PackedMicroBatch.of_segments(segments, lengths, device, layout, keys)
+
+
+def long_segments(plan: IterationPlan) -> Iterator[LongSegment]:
+    """Long segments of all micro-batches and rows of `plan`."""
+    for pipeline in (p for phase in plan.in_turn for p in phase.pipelines):
+        for number, row in itertools.product(
+            range(len(pipeline.micro_batches)), range(pipeline.scheme.cp)
+        ):
+            pieces = pipeline.own_row(number, row, plan.lengths)
+            yield from LongSegment.of([p.end - p.begin for p in pieces], [p.end for p in pieces])
 
 
 def shift_labels(labels_T: Tensor) -> Tensor:

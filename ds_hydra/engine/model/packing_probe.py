@@ -36,9 +36,8 @@ from ds_hydra.engine.model import decoder_parts, liger
 from ds_hydra.engine.model.adapters import unwrap_adapters
 from ds_hydra.engine.model.attention import ATTENTION_NAME
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch
-from ds_hydra.engine.model.scheme_support import ModelAbilities
 from ds_hydra.engine.model.stage_forward import NOT_ONCE
-from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.model.stage_model import ModelAbilities, StageModel
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme
 

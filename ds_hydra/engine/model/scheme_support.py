@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -14,29 +13,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ds_hydra.engine.model.adapters import is_lora
 from ds_hydra.engine.model.decoder_parts import module_styles, num_kv_heads, tp_plan
 from ds_hydra.engine.model.stage_forward import NOT_ONCE
+from ds_hydra.engine.model.stage_model import ModelAbilities, StageModel
 from ds_hydra.engine.parallel.tensor_parallel import GATHERED, SPLIT, STYLES
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme
 from ds_hydra.zero_link import ParamSpec, Slicing
-
-if TYPE_CHECKING:
-    from ds_hydra.engine.model.stage_model import StageModel
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelAbilities:
-    """Results of a small copy's trial. A reason is "" where nothing stands in the way."""
-
-    one_by_one_because: str = ""
-    """Reason that the sequences of a micro-batch run one after the other ([Note: One by one])."""
-    boundaries_because: str = ""
-    """Reason that the layers of a packed micro-batch need the begins of its sequences."""
-    no_stages_because: str = ""
-    """Reason that layers cannot be split into stages."""
-    no_gather_because: str = ""
-    """Reason that layers cannot be gathered."""
-    positions_end: bool = False
-    """Whether no sequence may be longer than `max_position_embeddings`: positions are learned."""
 
 
 def check_context(abilities: ModelAbilities, config: Any, context_length: int) -> None:
@@ -60,7 +41,16 @@ def find_unseen_positions(config: Any, context_length: int) -> str | None:
     )
 
 
-def check_scheme(scheme: Scheme, of: StageModel) -> None:
+def can_run(of: StageModel, scheme: Scheme) -> bool:
+    """Whether `check_scheme` passes."""
+    try:
+        check_scheme(of, scheme)
+    except HydraConfigError:
+        return False
+    return True
+
+
+def check_scheme(of: StageModel, scheme: Scheme) -> None:
     """Raise HydraConfigError where the model `of` a stage model cannot run under `scheme`, naming
     degrees that work.
     """

@@ -41,7 +41,7 @@ from ds_hydra.engine.model.decoder_parts import (
     bindings_of,
     noting_calls,
 )
-from ds_hydra.engine.parallel.logits import LogitTransform
+from ds_hydra.engine.parallel.logit_transform import LogitTransform
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, hook_colwise
 from ds_hydra.engine.ranks.hosts import count_ranks_here
 from ds_hydra.errors import HydraConfigError

@@ -16,13 +16,14 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.engine.model import attention, decoder_parts, scheme_support
+from ds_hydra.engine.model import attention, decoder_parts
 from ds_hydra.engine.model.adapters import (
     add_neftune,
     check_head,
@@ -30,7 +31,7 @@ from ds_hydra.engine.model.adapters import (
     unwrap_adapters,
     use_saved_modules,
 )
-from ds_hydra.engine.model.attention_choice import Choice, select_kernels
+from ds_hydra.engine.model.attention_choice import Choice, head_widths, select_kernels
 from ds_hydra.engine.model.current_micro_batch import checkpointed, current_micro_batch
 from ds_hydra.engine.model.decoder_parts import (
     Unit,
@@ -60,10 +61,26 @@ from ds_hydra.engine.parallel.tensor_parallel import (
     hook_linear,
 )
 from ds_hydra.engine.transfer.schedule import Window
-from ds_hydra.errors import HydraConfigError, UnsupportedModelError
+from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.schemes.placement import coordinates
 from ds_hydra.zero_link import Bucket, BucketEntry, RankBuckets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelAbilities:
+    """Results of a small copy's trial. A reason is "" where nothing stands in the way."""
+
+    one_by_one_because: str = ""
+    """Reason that the sequences of a micro-batch run one after the other ([Note: One by one])."""
+    boundaries_because: str = ""
+    """Reason that the layers of a packed micro-batch need the begins of its sequences."""
+    no_stages_because: str = ""
+    """Reason that layers cannot be split into stages."""
+    no_gather_because: str = ""
+    """Reason that layers cannot be gathered."""
+    positions_end: bool = False
+    """Whether no sequence may be longer than `max_position_embeddings`: positions are learned."""
 
 
 class StageModel:
@@ -77,7 +94,7 @@ class StageModel:
     def __init__(
         self,
         model: nn.Module,
-        abilities: scheme_support.ModelAbilities | None = None,
+        abilities: ModelAbilities | None = None,
         *,
         activation_checkpointing: bool = False,
         compile_layers: bool = False,
@@ -91,7 +108,7 @@ class StageModel:
         model = unwrap_adapters(model)
         decoder_parts.check_supported(model)
         check_user_code(model)
-        self.abilities = abilities = abilities or scheme_support.ModelAbilities()
+        self.abilities = abilities = abilities or ModelAbilities()
         self.tp = TensorParallel(simulated_tp_size=simulated_tp_size)
         self.ep = ExpertParallel(self.tp)
         memo = {id(p): decoder_parts.on_meta(p) for p in model.parameters()}
@@ -213,19 +230,14 @@ class StageModel:
         """Width of the activations that stages exchange."""
         return int(self._base.config.hidden_size)
 
-    def can_run(self, scheme: Scheme) -> bool:
-        """Whether `check_scheme` passes."""
-        try:
-            self.check_scheme(scheme)
-        except HydraConfigError:
-            return False
-        return True
-
-    def check_scheme(self, scheme: Scheme) -> None:
-        """Raise HydraConfigError where this model cannot run under `scheme`, naming degrees that
-        work.
+    @property
+    def flops_of_pair(self) -> float:
+        """FLOPs of attention of all layers, forward (2 products) and backward (5), for one query
+        and one key.
         """
-        scheme_support.check_scheme(scheme, self)
+        heads = getattr(self.config, "num_attention_heads", 0)
+        widths = max(map(sum, head_widths(self.config)), default=0)
+        return 7.0 * self.num_layers * heads * widths
 
     def stage_units(self, scheme: Scheme, stage: int) -> tuple[Unit, ...]:
         """Units that `stage` needs, in the order in which forward uses them."""

@@ -5,15 +5,14 @@ Same functions as those of torch's operators in `logits.py`; importing this need
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ds_hydra.engine.parallel.logits import LogitTransform, RowGradients
+from ds_hydra.engine.parallel.logit_transform import LogitTransform, RowGradients
 
 _BLOCK = 4096
 """Columns that a program works on at a time."""

@@ -26,6 +26,7 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.losses.loss import chunk_elements
 from ds_hydra.engine.model.decoder_parts import num_kv_heads
 from ds_hydra.engine.model.experts import is_experts
+from ds_hydra.engine.model.scheme_support import can_run
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.ranks.agreement import broadcast_text, run_together
 from ds_hydra.errors import HydraConfigError
@@ -484,7 +485,7 @@ def estimate_profile(
         *power_of_two_schemes(num_devices),
         *expert_parallel_schemes(shape, heads, num_devices),
     )
-    schemes = [scheme for scheme in wanted if stage_model.can_run(scheme)]
+    schemes = [scheme for scheme in wanted if can_run(stage_model, scheme)]
     layers = stage_model.num_layers
 
     def activation_bytes(tp: int) -> float:

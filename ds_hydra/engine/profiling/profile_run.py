@@ -31,8 +31,8 @@ from torch.distributed.constants import default_pg_timeout
 from transformers import PretrainedConfig
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.model.attention_choice import plans_between_iterations
 from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config, making
+from ds_hydra.engine.model.scheme_support import check_scheme
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling import profile_document
 from ds_hydra.engine.profiling.memory import check_slices, slice_config, trace_layer_memory
@@ -261,7 +261,7 @@ def _schemes(
     wanted = {"tp": request.tp, "pp": request.pp, "sp": request.sp, "cp": request.cp}
     for scheme in fitting_schemes(num_devices, **wanted):
         try:
-            stage_model.check_scheme(scheme)
+            check_scheme(stage_model, scheme)
             if request.topology is not None and scheme.tp > 1:
                 check_slices(stage_model.config)
             allowed.append(scheme)
@@ -523,7 +523,7 @@ def _measure_slice(
             config,
             known,
             show_progress=True,
-            warms_up_each=config.compile_layers or plans_between_iterations(),
+            warms_up_each=config.compile_layers,
         )
     finally:
         for propagator in propagators.values():

@@ -115,8 +115,7 @@ def measure_profile(
         config,
         known,
         show_progress=propagator.rank == 0,
-        # Layers are compiled for its length, or attention has plans for it.
-        warms_up_each=config.compile_layers or propagator.runs_lengths_anew(),
+        warms_up_each=config.compile_layers,  # for its length
     )
     probed = {}
     for scheme, micro_batches in micro_batches_of.items():

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.model.attention_choice import prepare_kernels
 from ds_hydra.engine.model.micro_batches import Example
 from ds_hydra.engine.profiling.profile_document import Measurements
 from ds_hydra.engine.propagation import Propagator
@@ -236,9 +235,6 @@ def run_once(propagator: Propagator, plan: IterationPlan) -> list[float]:
         return probe_example(vocab_size, plan.lengths[position])
 
     shards_P = _gradient_shards(propagator)
-    if propagator.runs_lengths_anew():
-        propagator.train(plan, load, shards_P, 1.0)
-        prepare_kernels(everything=True)
     outcome = propagator.train(plan, load, shards_P, 1.0)
     mine = torch.tensor([sum(outcome.phase_ms)], dtype=torch.float64, device=propagator.device)
     return [float(row) for (row,) in gather_rows(mine).tolist()]

@@ -98,10 +98,6 @@ def simulate(
             help="Mini-batches to simulate; 40 if not given, fewer of more than 200K tokens, whose means are as good.",
         ),
     ] = None,
-    baseline: Annotated[
-        str | None,
-        typer.Option(help="A homogeneous strategy to compare with too, e.g. '4x<16,1>'."),
-    ] = None,
     strategies: Annotated[
         Path | None, typer.Option(help="Candidates, ds_hydra.strategies/1; proposed if not given.")
     ] = None,
@@ -199,17 +195,16 @@ def simulate(
             float8 and model is None,
             "--float8 goes with --model and --hardware: times of a profile are those it was measured with",
         )
-        settings = _settings(iterations, systems, baseline, overlap, seed, space)
+        settings = _settings(iterations, systems, overlap, seed, space)
         _check_timeline(timeline_of, settings)
         loaded = None
         if case is not None:
             others = (
-                profile, model, histogram, nodes, devices, context, tokens, strategies, baseline,
+                profile, model, histogram, nodes, devices, context, tokens, strategies,
             )  # fmt: skip
             _refuse(
                 any(value is not None for value in others),
-                "--case brings profile, histogram, devices, context, tokens, strategies and baseline; leave those "
-                "options out",
+                "--case brings profile, histogram, devices, context, tokens and strategies; leave those options out",
             )
             loaded = load_case(case)
             workload, axes = loaded.workload, None
@@ -224,7 +219,7 @@ def simulate(
                 model is None and nodes is not None, "--nodes goes with --model; give --devices"
             )
             workload, axes = _workload(
-                profile, histogram, devices, context, tokens, baseline, strategies, estimated
+                profile, histogram, devices, context, tokens, strategies, estimated
             )
             if model is not None:
                 workload = replace(workload, can_run=_ask_engine(model))
@@ -305,7 +300,6 @@ def read_systems(text: str) -> list[str]:
 def _settings(
     iterations: int | None,
     systems: str | None,
-    baseline: str | None,
     overlap: bool,
     seed: int,
     space: SimulatedSpace,
@@ -315,7 +309,6 @@ def _settings(
     chosen: dict[str, Any] = {}
     if systems is not None:
         names = read_systems(systems)
-        names += ["given"] if baseline is not None else []
         # It is always simulated, so that naming it alone leaves out all others
         chosen = {"systems": tuple(name for name in dict.fromkeys(names) if name != "ds_hydra")}
     return Settings(
@@ -333,7 +326,6 @@ def _workload(
     devices: str | None,
     context: str | None,
     tokens: str | None,
-    baseline: str | None,
     strategies: Path | None,
     estimated: Profile | None,
 ) -> tuple[Workload, Axes | None]:
@@ -346,7 +338,7 @@ def _workload(
     from ds_hydra.strategy.profiles.profile import Profile
     from ds_hydra.strategy.proposal.histogram import LengthHistogram
     from ds_hydra.strategy.schemes.enumeration import load_strategies
-    from ds_hydra.strategy.schemes.scheme import Strategy, schemes_of
+    from ds_hydra.strategy.schemes.scheme import schemes_of
 
     given = {
         "--profile": estimated.name if estimated else profile,
@@ -367,10 +359,8 @@ def _workload(
     )
     num_devices, context_length, tokens_per_iteration = next(axes.points())
     candidates = load_strategies(str(strategies)) if strategies else ()
-    given_strategy = Strategy.parse(baseline) if baseline else None
-    named = (*candidates, *([given_strategy] if given_strategy else []))
     given_profile = estimated or Profile.load(find_profile(profile))
-    known = Costs.of(given_profile, num_devices).extended(schemes_of(named))
+    known = Costs.of(given_profile, num_devices).extended(schemes_of(candidates))
     workload = Workload(
         name=f"{profile}, {histogram}",
         costs=Costs(known),
@@ -378,7 +368,6 @@ def _workload(
         num_devices=num_devices,
         context_length=context_length,
         tokens_per_iteration=tokens_per_iteration,
-        given=given_strategy,
         strategies=candidates,
     )
     return workload, axes if axes.is_sweep else None
@@ -451,7 +440,9 @@ def _ask_engine(model: str) -> CanRun:
 
 
 def _model_can_run(model: str, scheme: Scheme) -> bool:
-    return bool(_stage_model(model).can_run(scheme))
+    from ds_hydra.engine.model.scheme_support import can_run
+
+    return can_run(_stage_model(model), scheme)
 
 
 @functools.lru_cache(maxsize=1)
@@ -520,7 +511,7 @@ def _compare(
             show(next(steps), 1 + len(settings.systems) + int(spread))
 
         found = compare(workload, settings, progress=begin, run_each=run_each, inside=_tell)
-        optional = ("given", "paper", "32_bit", "no_tp")
+        optional = ("paper", "no_tp")
         left_out = [n for n in settings.systems if n not in optional and found.get(n) is None]
         if left_out:
             log(f"left out, because nothing that they run fits the context: {', '.join(left_out)}")

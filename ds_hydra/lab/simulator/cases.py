@@ -120,8 +120,6 @@ class Workload(World):
     name: str
     histogram: LengthHistogram
     tokens_per_iteration: int
-    given: Strategy | None = None
-    """A homogeneous strategy that Megatron-LM is simulated with besides its best."""
     strategies: tuple[Strategy, ...] = ()
     """Candidates of ds_hydra, proposed from the histogram where empty."""
     plain_strategies: tuple[Strategy, ...] = ()
@@ -141,16 +139,11 @@ def check_workload(workload: Workload, *, is_plain: bool = True) -> None:
             f"{workload.tokens_per_iteration} tokens per iteration are fewer than one sequence of the context, "
             f"{workload.context_length}; raise --tokens to {workload.context_length} or more"
         )
-    given = (workload.given,) if workload.given else ()
-    for strategy in (*given, *workload.strategies, *workload.plain_strategies):
+    for strategy in (*workload.strategies, *workload.plain_strategies):
         if strategy.num_devices > workload.num_devices:
             raise HydraConfigError(
                 f"strategy {strategy} needs {strategy.num_devices} devices, there are {workload.num_devices}"
             )
-    if workload.given is not None and workload.given.is_heterogeneous:
-        raise HydraConfigError(
-            f"baseline {workload.given} has several schemes; Megatron-LM runs one"
-        )
 
 
 def draw_batches(
@@ -228,7 +221,6 @@ def _read_case(name: str, document: Mapping[str, Any]) -> Case:
             f"case {name!r} lacks {', '.join(missing)}"
             + ("; a case has a profile, or a model and hardware" if "model" in missing else "")
         )
-    given = document.get("given")
     histogram = LengthHistogram.load(find_file("lengths", document["histogram"]))
     context_length = document["context_length"]
     return Case(
@@ -241,7 +233,6 @@ def _read_case(name: str, document: Mapping[str, Any]) -> Case:
             num_devices=document["num_devices"],
             context_length=context_length,
             tokens_per_iteration=document["tokens_per_iteration"],
-            given=Strategy.parse(given) if given else None,
             plain_strategies=parse_strategies(document.get("plain_strategies", ())),
         ),
         expected=tuple(Expected(**expected) for expected in document["expected"]),

@@ -12,16 +12,14 @@ import numpy as np
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.lab.simulator.cases import Workload, check_workload
 from ds_hydra.lab.simulator.results import Comparison, Planned
-from ds_hydra.lab.simulator.scenario import Scenario, SystemResult, bound_of
+from ds_hydra.lab.simulator.scenario import Scenario, bound_of
 from ds_hydra.lab.simulator.systems import (
     DS_HYDRA,
-    GRADIENTS_32_BIT,
     LABELS,
     NO_TP,
     OUR_SYSTEMS,
     PAPER,
     PLAIN,
-    STATIC,
     SYSTEMS,
     Settings,
     dynamic,
@@ -36,9 +34,7 @@ from ds_hydra.sampler.sample_bench import (
 from ds_hydra.strategy.cost_models.costs import CanRun
 from ds_hydra.strategy.profiles.profile import Profile, with_engine_states
 from ds_hydra.strategy.proposal.program import (
-    ProposalSettings,
     check_context,
-    propose_from_histogram,
     usable_schemes,
 )
 from ds_hydra.strategy.proposal.space import (
@@ -60,12 +56,11 @@ def compare(
     """Simulate ds_hydra and `settings.systems` on the same mini-batches of `workload`.
 
     ds_hydra has the engine's memory; others, and the paper's system, have what the profile says.
-    Systems that cannot run the context are left out. `known`: a comparison whose candidates, and
-    single strategies for all mini-batches, are taken over instead of proposed; bounds are then
-    those of the candidates. `progress` is told the label of each system as it begins, or is waited
-    for. `run_each`: `map`, or that of a pool of processes, where `inside` is told how far the
-    candidates of ds_hydra are. Raises HydraConfigError where no scheme
-    of ds_hydra fits the context or a given strategy does not fit.
+    Systems that cannot run the context are left out. `known`: a comparison whose candidates are
+    taken over instead of proposed; bounds are then those of the candidates. `progress` is told the
+    label of each system as it begins, or is waited for. `run_each`: `map`, or that of a pool of
+    processes, where `inside` is told how far the candidates of ds_hydra are. Raises
+    HydraConfigError where no scheme of ds_hydra fits the context.
     """
     # A profile of ranks that shared cores is of a machine for trials; clusters have devices
     workload = workload.knowing(replace(workload.profile, ranks_per_core=1.0))
@@ -85,12 +80,6 @@ def compare(
             _run_in_space, DS_HYDRA, workload, own, settings, given.get(DS_HYDRA), inside
         )
     }
-    if GRADIENTS_32_BIT in settings.systems and own.cluster is not None:
-        pushing = own.linked_by(own.cluster.pushing_32_bit)
-        candidates = given.get(GRADIENTS_32_BIT)
-        jobs[GRADIENTS_32_BIT] = partial(
-            _run_in_space, GRADIENTS_32_BIT, workload, pushing, settings, candidates
-        )
     if NO_TP in settings.systems and not is_plain:
         candidates = given.get(NO_TP)
         jobs[NO_TP] = partial(_run_without_tp, NO_TP, workload, own, settings, candidates)
@@ -99,18 +88,9 @@ def compare(
         if name in settings.systems and (name == PLAIN or each.profile is not own.profile):
             jobs[name] = partial(_run_plain, name, workload, each, settings, given.get(name))
     others = [name for name in settings.systems if name not in OUR_SYSTEMS]
-    chosen: dict[str, tuple[Scenario, Sequence[Strategy]]] = {
-        "given": (scenario, [workload.given] if workload.given else []),
-        "two_stage": (scenario, scenario.statics()),
-    }
-    jobs |= {n: _job_of(n, *chosen.get(n, (scenario,))) for n in others if n not in STATIC}
+    jobs |= {name: partial(SYSTEMS[name].run, scenario, name=name) for name in others}
     found = _run_all(jobs, progress, run_each)
     planned = {n: found[n] for n in OUR_SYSTEMS if found.get(n) is not None}
-    jobs = {}
-    if any(name in STATIC for name in others):
-        chosen = _static_choices(workload, scenario, planned, known)
-        jobs = {name: _job_of(name, *chosen[name]) for name in others if name in STATIC}
-    found |= _run_all(jobs, progress, run_each)
     found |= {name: each.result for name, each in planned.items()}
     results = [found.get(name) for name in settings.systems]
     return Comparison(
@@ -138,11 +118,6 @@ def _run_all(
 
 def _call(job: Callable[[], Any]) -> Any:
     return job()
-
-
-def _job_of(name: str, *arguments: Any) -> Callable[[], SystemResult | None]:
-    """One of `SYSTEMS`, which a process can be sent."""
-    return partial(SYSTEMS[name].run, *arguments, name=name)
 
 
 def _fits_extended(workload: Workload, own: Scenario) -> bool:
@@ -228,28 +203,6 @@ def _run_plain(
     return _run_strategies(name, scenario, strategies, schemes)
 
 
-def _static_choices(
-    workload: Workload,
-    scenario: Scenario,
-    planned: dict[str, Planned],
-    known: Comparison | None,
-) -> dict[str, tuple[Scenario, Sequence[Strategy]]]:
-    """Scenarios of the systems of `STATIC`, and their choices: the candidates of ds_hydra, and all
-    that the program of Eq. (4) finds.
-    """
-    ours = planned[DS_HYDRA]
-    if known is not None:
-        best = (known.get(name) for name in STATIC)
-        plain, of_all = ([Strategy.parse(b.strategy)] if b else [] for b in best)
-    else:
-        proposed = _proposed_strategies(workload) if scenario.statics() else ()
-        found = [s for name in (PLAIN, PAPER) if name in planned for s in planned[name].strategies]
-        plain = [*dict.fromkeys((*found, *proposed))] or [*workload.strategies]
-        of_all = [*ours.strategies, *proposed]
-    full = scenario.knowing(ours.profile)
-    return dict(zip(STATIC, ((scenario, plain), (full, of_all)), strict=True))
-
-
 def _run_strategies(
     name: str, scenario: Scenario, strategies: Sequence[Strategy], schemes: Collection[Scheme]
 ) -> Planned:
@@ -296,9 +249,3 @@ def _propose(
         inside,
     )
     return found.strategies
-
-
-def _proposed_strategies(workload: Workload) -> tuple[Strategy, ...]:
-    """Strategies that the program of Eq. (4) finds, all of them."""
-    settings = ProposalSettings(tokens_per_iteration=workload.tokens_per_iteration)
-    return tuple(propose_from_histogram(workload, workload.histogram, settings))

@@ -156,49 +156,12 @@ def emptiest_first(lengths: IntArray, room: int, num_bins: int, bins: IntArray) 
     return True
 
 
-def pack_balanced(
-    lengths: IntArray, weights: FloatArray, micro_batch_tokens: int, num_pipelines: int
-) -> list[MicroBatches]:
-    """Karmarkar-Karp by `weights` over the pipelines, and again in each into the fewest
-    micro-batches that it can.
-
-    A pipeline whose balanced micro-batches do not fit `micro_batch_tokens` gets one micro-batch
-    more, until first-fit decreasing needs no more.
-    """
-    return [
-        balanced_micro_batches(members, lengths, weights, micro_batch_tokens)
-        for members in balanced_groups(weights, num_pipelines)
-    ]
-
-
 def balanced_groups(weights: FloatArray, num_groups: int) -> list[IntArray]:
     """The items of each group, by Karmarkar-Karp."""
     group = np.zeros(weights.size, dtype=np.int64)
     if weights.size:
         karmarkar_karp(weights, num_groups, group)
     return [np.flatnonzero(group == number) for number in range(num_groups)]
-
-
-def balanced_micro_batches(
-    members: IntArray, lengths: IntArray, weights: FloatArray, micro_batch_tokens: int
-) -> MicroBatches:
-    """The items `members` in the fewest micro-batches that Karmarkar-Karp can fit."""
-    micro_batch_of = np.zeros(members.size, dtype=np.int64)
-    lengths, weights = lengths[members], weights[members]
-    most = first_fit_decreasing(lengths, micro_batch_tokens, micro_batch_of)
-    fewest = -(-int(lengths.sum()) // micro_batch_tokens)
-    balanced = np.zeros_like(micro_batch_of)
-    for num_micro_batches in range(max(1, fewest), most + 1):
-        if members.size == 0:
-            break
-        karmarkar_karp(weights, num_micro_batches, balanced)
-        if np.bincount(balanced, weights=lengths).max() <= micro_batch_tokens:
-            return [
-                members[micro_batch]
-                for micro_batch in _members(balanced, num_micro_batches)
-                if micro_batch.size
-            ]
-    return [members[micro_batch] for micro_batch in _members(micro_batch_of, most)]
 
 
 def _members(micro_batch_of: IntArray, num_micro_batches: int) -> MicroBatches:

@@ -5,12 +5,11 @@ Megatron-Core's dynamic context parallelism. See [Note: Mixed groups].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import numpy as np
 
-from ds_hydra.lab.simulator.rival_pipelines import ContextParallel
 from ds_hydra.lab.simulator.scenario import (
     NUM_FINALISTS,
     NUM_TRIAL_BATCHES,
@@ -33,10 +32,60 @@ from ds_hydra.lab.simulator.ulysses import (
 from ds_hydra.records.events import Scatter
 from ds_hydra.sampler.group_steps import GroupStep, MixedGroups, find_cuts, plan_steps
 from ds_hydra.sampler.schedule import FloatArray, IntArray
+from ds_hydra.strategy.cost_models.analytic import key_values_ms
+from ds_hydra.strategy.profiles.profile import LatencyModel
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 _MOST_CUTS = 4000
 """Ways to cut the ranks that FCP tries all: those of up to 32 into groups of any size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallel:
+    """Pipelines of `scheme`, <TP,PP>, whose stages are `cp` times as wide.
+
+    A document is cut so that all CP ranks have the same attention. T of a sequence is b l / CP and
+    a l^2 / CP, or what the ring takes, whichever is longer: keys and values travel behind
+    attention. A micro-batch holds CP times MaxLen.
+    """
+
+    scenario: Scenario
+    scheme: Scheme
+    cp: int
+
+    @property
+    def latency(self) -> LatencyModel:
+        """T of a stage without CP."""
+        return self.scenario.profile.get_latency(self.scheme)
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of one micro-batch."""
+        return self.cp * self.scenario.max_len_tokens(self.scheme)
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """The strategy with as many pipelines as fit; CP ranks hold the same slices."""
+        return Strategy.alike(self._wide, self.scenario.num_devices)
+
+    @property
+    def _wide(self) -> Scheme:
+        return replace(self.scheme, cp=self.cp)
+
+    def __str__(self) -> str:
+        number = len(self.strategy.schemes)
+        return f"{number}x{self.scheme}" + (f" CP{self.cp}" if self.cp > 1 else "")
+
+    def sequences_ms(self, lengths: IntArray) -> FloatArray:
+        """Milliseconds that each sequence adds to the time of its micro-batch in one stage."""
+        tokens = lengths.astype(np.float64)
+        attention = self.latency.quadratic_ms * tokens**2 / self.cp
+        cluster = self.scenario.cluster
+        ring = (
+            0.0 if cluster is None else key_values_ms(cluster.shape, cluster.hardware, self._wide)
+        )
+        attention = np.maximum(attention, ring * tokens)
+        return attention + self.latency.linear_ms * tokens / self.cp
 
 
 def flexsp(scenario: Scenario, *, name: str, hides_exchanges: bool = False) -> SystemResult | None:

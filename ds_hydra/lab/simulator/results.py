@@ -1,7 +1,7 @@
 """Results of `compare`: times of all systems on the same mini-batches, with error bars; and the
 figures of the paper beside ours: what a case's `metric` names mean, and the document of all cases.
 
-A metric is a name and systems, e.g. `imbalance.plain` or `gain.two_stage.static`;
+A metric is a name and systems, e.g. `imbalance.plain` or `gain.deepspeed.flexsp`;
 `PAPER_BASELINES` are the systems that the paper compares with, and ours is ds_hydra with <TP,PP>
 alone.
 """
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.cases import Workload
 from ds_hydra.lab.simulator.scenario import Bound, SystemResult
-from ds_hydra.lab.simulator.systems import DS_HYDRA, GRADIENTS_32_BIT, LABELS, PAPER, Settings
+from ds_hydra.lab.simulator.systems import DS_HYDRA, LABELS, PAPER, Settings
 from ds_hydra.records.events import Simulation, simulate_plan
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.schedule import FloatArray
@@ -198,11 +198,8 @@ class Comparison:
     def simulate(self, position: int, system: str = DS_HYDRA) -> Simulation:
         """Iteration number `position` of `system`, one of `planned`, with all its events."""
         planned = self.planned[system]
-        cluster = self.cluster
-        if system == GRADIENTS_32_BIT and cluster is not None:
-            cluster = cluster.pushing_32_bit
         scenario = replace(self.settings, iterations=0).scenario(self.workload)
-        scenario = scenario.knowing(planned.profile).linked_by(cluster)
+        scenario = scenario.knowing(planned.profile).linked_by(self.cluster)
         return scenario.simulate(planned.plans[position])
 
     def replan(self, strategy: str) -> tuple[IterationPlan, ...]:
@@ -262,7 +259,7 @@ class Comparison:
         return document
 
 
-PAPER_BASELINES = ("given", "deepspeed", "deepspeed_ac", "hotspa")
+PAPER_BASELINES = ("deepspeed", "hotspa")
 
 
 def our_figure(comparison: Comparison, metric: str) -> str:

@@ -123,9 +123,6 @@ class Scenario(World):
     forward_fraction: float = FORWARD_FRACTION
     settings: PlannerSettings = WITHOUT_PROGRAMS
     _sorted: list[IntArray] = field(default_factory=list, init=False, compare=False)
-    _planned: dict[tuple[Strategy, int, bool], Outcome] = field(
-        default_factory=dict, init=False, compare=False
-    )
 
     @property
     def lengths(self) -> list[IntArray]:
@@ -135,10 +132,6 @@ class Scenario(World):
                 np.sort(np.array(b.lengths, dtype=np.int64))[::-1] for b in self.batches
             )
         return self._sorted
-
-    def longest(self, strategy: Strategy) -> int:
-        """Largest MaxLen of the pipelines of `strategy`."""
-        return max(self.max_len_tokens(s) for s in dict.fromkeys(strategy.schemes))
 
     def statics(self) -> tuple[Strategy, ...]:
         """Homogeneous strategies of <TP,PP> that fit the context."""
@@ -164,15 +157,9 @@ class Scenario(World):
     def planned_outcome(
         self, strategy: Strategy, number: int, *, is_heuristic: bool = False
     ) -> Outcome:
-        """Mini-batch `number` with `strategy`, as planned, or as the planner's heuristic has it;
-        several systems try the same ones.
-        """
-        key = (strategy, number, is_heuristic)
-        if key not in self._planned:
-            planner = replace(self, settings=self.settings.heuristic()) if is_heuristic else self
-            plan = planner.plan(self.batches[number], [strategy])
-            self._planned[key] = outcome_of(self.simulate(plan))
-        return self._planned[key]
+        """Mini-batch `number` with `strategy`, as planned, or as the planner's heuristic has it."""
+        planner = replace(self, settings=self.settings.heuristic()) if is_heuristic else self
+        return outcome_of(self.simulate(planner.plan(self.batches[number], [strategy])))
 
     def linked_settings(self, strategies: Sequence[Strategy]) -> PlannerSettings:
         """The planner's settings with times of pull and push of `strategies` here."""

@@ -19,15 +19,13 @@ import numpy as np
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.cases import Workload, draw_batches
-from ds_hydra.lab.simulator.fixed_length import pack_balanced, pack_evenly, pack_fixed_length
+from ds_hydra.lab.simulator.fixed_length import pack_evenly, pack_fixed_length
 from ds_hydra.lab.simulator.mixed_groups import dynamic_cp, fcp, flexsp
-from ds_hydra.lab.simulator.rival_pipelines import chunked, wlb
 from ds_hydra.lab.simulator.scenario import (
     NO_WORK,
     NUM_FINALISTS,
     NUM_TRIAL_BATCHES,
     Noise,
-    Outcome,
     Scenario,
     SystemResult,
     best_of,
@@ -36,11 +34,8 @@ from ds_hydra.lab.simulator.scenario import (
     recomputing,
     summarize,
 )
-from ds_hydra.lab.simulator.ulysses import balanced_ulysses, deepspeed_ulysses, odc, packed_zero3
-from ds_hydra.sampler.candidate import OneStrategy
-from ds_hydra.sampler.phase_plan import MiniBatch
+from ds_hydra.lab.simulator.ulysses import balanced_ulysses, deepspeed_ulysses, packed_zero3
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.strategy.schemes.scheme import Strategy
 
 HOTSPA_BOUNDARIES_TOKENS = (4096, 16384)
@@ -55,44 +50,28 @@ DEALS = {"": pack_fixed_length, ", spread": pack_evenly}
 
 
 def fixed_length(
-    scenario: Scenario,
-    strategies: Sequence[Strategy] | None = None,
-    *,
-    tunes_micro_batches: bool = False,
-    name: str,
+    scenario: Scenario, strategies: Sequence[Strategy] | None = None, *, name: str
 ) -> SystemResult | None:
     """Megatron-LM: one homogeneous strategy, first-fit-decreasing micro-batches of the context,
     dealt out in turn, or as `pack_evenly` does where that is faster.
 
-    `strategies`: the choices, `megatron_choices` if not given.
-    `tunes_micro_batches`: micro-batches may also be as long as memory allows, or half way there;
-    Megatron-LM itself has one sequence length. None without choices.
+    `strategies`: the choices, `megatron_choices` if not given. None without choices.
     """
     results = []
     if strategies is None:
         scenario, strategies = megatron_choices(scenario)
     for strategy in strategies:
-        longest = scenario.max_len_tokens(strategy.schemes[0])
-        if longest < scenario.context_length:
-            raise HydraConfigError(
-                f"baseline {strategy}: MaxLen is {longest} on {scenario.num_devices} devices, the context "
-                f"{scenario.context_length}; give a strategy that fits it"
-            )
-        choices = {scenario.context_length}
-        if tunes_micro_batches:
-            choices |= {(scenario.context_length + longest) // 2, longest}
-        for micro_batch_tokens in sorted(choices):
-            for dealt, pack in DEALS.items():
-                outcomes = [
-                    scenario.run_micro_batches(
-                        strategy,
-                        lengths,
-                        pack(lengths, micro_batch_tokens, len(strategy.schemes)),
-                    )
-                    for lengths in scenario.lengths
-                ]
-                text = f"{strategy}, micro-batches of {micro_batch_tokens}{dealt}"
-                results.append(summarize(name, text, outcomes))
+        for dealt, pack in DEALS.items():
+            outcomes = [
+                scenario.run_micro_batches(
+                    strategy,
+                    lengths,
+                    pack(lengths, scenario.context_length, len(strategy.schemes)),
+                )
+                for lengths in scenario.lengths
+            ]
+            text = f"{strategy}, micro-batches of {scenario.context_length}{dealt}"
+            results.append(summarize(name, text, outcomes))
     return best_of(results)
 
 
@@ -111,29 +90,6 @@ def megatron_choices(scenario: Scenario) -> tuple[Scenario, tuple[Strategy, ...]
         scenario, schemes = priced(scenario, shared)
     fitting = (s for s in schemes if scenario.max_len_tokens(s) >= scenario.context_length)
     return scenario, tuple(Strategy.alike(s, scenario.num_devices) for s in fitting)
-
-
-def balanced(scenario: Scenario, *, name: str) -> SystemResult | None:
-    """One homogeneous strategy, Karmarkar-Karp over replicas and micro-batches, by tokens or by
-    time, what is better. None where no strategy fits the context.
-    """
-    results = []
-    scenario, strategies = megatron_choices(scenario)
-    for strategy in strategies:
-        scheme = strategy.schemes[0]
-        latency, longest = scenario.profile.get_latency(scheme), scenario.max_len_tokens(scheme)
-        weights: dict[str, Callable[[FloatArray], FloatArray]] = {
-            "tokens": lambda l: l,
-            "time": latency.sequences_ms,
-        }
-        for kind, weigh in weights.items():
-            outcomes = []
-            for lengths in scenario.lengths:
-                weight = weigh(lengths.astype(np.float64))
-                micro_batches = pack_balanced(lengths, weight, longest, len(strategy.schemes))
-                outcomes.append(scenario.run_micro_batches(strategy, lengths, micro_batches))
-            results.append(summarize(name, f"{strategy}, by {kind}", outcomes))
-    return best_of(results)
 
 
 def hotspa(scenario: Scenario, *, name: str) -> SystemResult | None:
@@ -198,74 +154,29 @@ def _in_sequence(name: str, parts: Sequence[SystemResult], scenario: Scenario) -
 
 
 def two_stage(
-    scenario: Scenario, strategies: Sequence[Strategy], *, name: str
+    scenario: Scenario, strategies: Sequence[Strategy] | None = None, *, name: str
 ) -> SystemResult | None:
-    """The best single strategy of `strategies` for all mini-batches, sequences placed by ds_hydra's
-    planner.
+    """The best single strategy for all mini-batches, sequences placed by ds_hydra's planner.
 
-    All are tried with the planner's heuristic on the first mini-batches. The best few are planned
-    as ds_hydra's own on all mini-batches, as long as each can still be the fastest with what the
-    rest of the mini-batches takes at least. None without strategies.
+    `strategies`: the choices, homogeneous ones of <TP,PP> that fit the context if not given. All
+    are tried with the planner's heuristic on the first mini-batches, the best few planned as
+    ds_hydra's own on all. None without strategies.
     """
-    count = len(scenario.batches)
-    trial = range(min(NUM_TRIAL_BATCHES, count))
-    tried = {
-        strategy: np.sum(
-            [
-                scenario.planned_outcome(strategy, number, is_heuristic=True).iteration_ms
-                for number in trial
-            ]
+
+    def tried_ms(strategy: Strategy) -> float:
+        trial = range(min(NUM_TRIAL_BATCHES, len(scenario.batches)))
+        outcomes = (scenario.planned_outcome(strategy, n, is_heuristic=True) for n in trial)
+        return sum(outcome.iteration_ms for outcome in outcomes)
+
+    choices = scenario.statics() if strategies is None else strategies
+    return best_of(
+        summarize(
+            name,
+            str(strategy),
+            [scenario.planned_outcome(strategy, n) for n in range(len(scenario.batches))],
         )
-        for strategy in strategies
-    }
-    results: list[SystemResult] = []
-    for strategy in sorted(tried, key=lambda s: float(tried[s]))[:NUM_FINALISTS]:
-        if results:
-            fastest = min(float(result.iteration_ms.sum()) for result in results)
-            outcomes = _planned_below(scenario, strategy, fastest, _bounds(scenario, strategy))
-        else:
-            outcomes = [scenario.planned_outcome(strategy, number) for number in range(count)]
-        if len(outcomes) == count:
-            results.append(summarize(name, str(strategy), outcomes))
-    return best_of(results)
-
-
-def heterogeneous_static(
-    scenario: Scenario, candidates: Sequence[Strategy], *, name: str
-) -> SystemResult | None:
-    """`two_stage` with those of `candidates` that fit the context, and every homogeneous strategy
-    that does.
-    """
-    fitting = [s for s in candidates if scenario.longest(s) >= scenario.context_length]
-    return two_stage(scenario, tuple(dict.fromkeys((*fitting, *scenario.statics()))), name=name)
-
-
-def _planned_below(
-    scenario: Scenario, strategy: Strategy, limit: float, bounds: FloatArray
-) -> list[Outcome]:
-    """All mini-batches, or the first of them until their sum, with `bounds` of the rest, reaches
-    `limit`.
-    """
-    outcomes: list[Outcome] = []
-    least = float(bounds.sum())
-    for number, bound in enumerate(bounds.tolist()):
-        if least >= limit:
-            break
-        outcomes.append(scenario.planned_outcome(strategy, number))
-        least += outcomes[-1].iteration_ms - bound
-    return outcomes
-
-
-def _bounds(scenario: Scenario, strategy: Strategy) -> FloatArray:
-    """Lower bound of a whole iteration with `strategy`, for each mini-batch, in ms."""
-    settings = scenario.linked_settings([strategy])
-    step_ms = scenario.cluster.end_ms if scenario.cluster else 0.0
-    mini_batches = (
-        MiniBatch(batch, scenario.profile, scenario.num_devices, settings)
-        for batch in scenario.batches
+        for strategy in sorted(choices, key=tried_ms)[:NUM_FINALISTS]
     )
-    candidate = OneStrategy(strategy)
-    return np.array([step_ms + candidate.bound_ms(own) for own in mini_batches])
 
 
 def dynamic(
@@ -281,19 +192,14 @@ def dynamic(
     return summarize(name, "; ".join(shares), outcomes), plans
 
 
-DS_HYDRA, GRADIENTS_32_BIT, NO_TP, PLAIN, PAPER = "ds_hydra", "32_bit", "no_tp", "plain", "paper"
+DS_HYDRA, NO_TP, PLAIN, PAPER = "ds_hydra", "no_tp", "plain", "paper"
 OUR_SYSTEMS = {
     DS_HYDRA: "ds_hydra",
-    GRADIENTS_32_BIT: "ds_hydra, 32-bit gradients",
     NO_TP: "ds_hydra without TP",
     PLAIN: "ds_hydra, <TP,PP> alone",
     PAPER: "the same, memory of the paper",
 }
 """Systems whose plans a comparison keeps, with their labels for users."""
-FULL_STATIC = "full_static"
-"""The best single strategy of ds_hydra's own space."""
-STATIC = ("static", FULL_STATIC)
-"""Systems that choose among ds_hydra's candidates."""
 
 
 def _on_zero3(
@@ -308,8 +214,8 @@ def _on_zero3(
 
 
 class System(NamedTuple):
-    """`label`: what users see. `run` is given a scenario, where it does not tune itself the
-    strategies it may choose among, and the name of the result, which is None where nothing fits.
+    """`label`: what users see. `run` is given a scenario and the name of the result, which is None
+    where nothing fits.
     """
 
     label: str
@@ -317,40 +223,23 @@ class System(NamedTuple):
 
 
 SYSTEMS = {
-    "given": System("Megatron-LM, given strategy", fixed_length),
     "megatron": System("Megatron-LM, tuned", fixed_length),
-    "megatron_lengths": System(
-        "Megatron-LM, length tuned too", partial(fixed_length, tunes_micro_batches=True)
-    ),
     "zero3": System("ZeRO-3 / FSDP, packed", partial(_on_zero3, packed_zero3)),
-    "deepspeed": System(
-        "DeepSpeed ZeRO-3 + Ulysses", partial(_on_zero3, deepspeed_ulysses, is_checkpointed=False)
-    ),
-    "deepspeed_ac": System(
-        "DeepSpeed ZeRO-3 + Ulysses + AC",
-        partial(_on_zero3, deepspeed_ulysses, is_checkpointed=True),
-    ),
+    "deepspeed": System("DeepSpeed ZeRO-3 + Ulysses", partial(_on_zero3, deepspeed_ulysses)),
     "deepspeed_balanced": System(
         "DeepSpeed + Ulysses, by time", partial(_on_zero3, balanced_ulysses)
     ),
     "deepspeed_degrees": System(
         "DeepSpeed + Ulysses, degree too", partial(_on_zero3, balanced_ulysses, chooses_degree=True)
     ),
-    "odc": System("ODC", partial(_on_zero3, odc)),
     "flexsp": System("FlexSP", partial(_on_zero3, flexsp)),
     "flexsp_hidden": System(
         "FlexSP, exchanges hidden as ours", partial(_on_zero3, flexsp, hides_exchanges=True)
     ),
     "fcp": System("FCP", partial(_on_zero3, fcp)),
     "dynamic_cp": System("Megatron-Core, dynamic CP", dynamic_cp),
-    "wlb": System("WLB-LLM, no delay", partial(wlb, delays=False)),
-    "wlb_delay": System("WLB-LLM, outliers delayed", partial(wlb, delays=True)),
-    "chunks": System("InfiniPipe / ChunkFlow", chunked),
     "hotspa": System("HotSPa", hotspa),
-    "balanced": System("balanced DP (Karmarkar-Karp)", balanced),
     "two_stage": System("homogeneous, two-stage", two_stage),
-    "static": System("heterogeneous static", heterogeneous_static),
-    FULL_STATIC: System("heterogeneous static, full space", heterogeneous_static),
 }
 """All that ds_hydra is compared with, in the order they are shown."""
 

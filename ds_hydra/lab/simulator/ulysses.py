@@ -1,5 +1,5 @@
-"""DeepSpeed ZeRO-3, or FSDP: of single ranks; with Ulysses sequence parallelism as it is, with
-micro-batches balanced by time, and without lockstep (ODC).
+"""DeepSpeed ZeRO-3, or FSDP: of single ranks; with Ulysses sequence parallelism as it is, and with
+micro-batches balanced by time.
 
 [Note: A group of ranks that share sequences]
 T of one rank (`Costs.single_rank`) is divided by the group's size without its constant; attention
@@ -23,12 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.lab.simulator.fixed_length import (
-    MicroBatches,
-    pack_balanced,
-    pack_evenly,
-    pack_fixed_length,
-)
+from ds_hydra.lab.simulator.fixed_length import MicroBatches, pack_evenly, pack_fixed_length
 from ds_hydra.lab.simulator.scenario import (
     PARTIAL,
     Outcome,
@@ -207,14 +202,12 @@ def packed_zero3(scenario: Scenario, *, name: str) -> SystemResult | None:
         packs = (pack_fixed_length, pack_evenly)
         return [pack(lengths, scenario.context_length, group.num_groups) for pack in packs]
 
-    return _tuned(scenario, place, in_lockstep, PARTIAL, name, shares_sequences=False)
+    return _tuned(scenario, place, PARTIAL, name, shares_sequences=False)
 
 
-def deepspeed_ulysses(
-    scenario: Scenario, *, is_checkpointed: bool, name: str
-) -> SystemResult | None:
+def deepspeed_ulysses(scenario: Scenario, *, name: str) -> SystemResult | None:
     """ZeRO-3 with groups of ranks that share sequences (Ulysses), tuned over the size of the
-    groups.
+    groups, all layers checkpointed or none.
 
     Micro-batches are first-fit-decreasing micro-batches of the context, dealt to the groups in
     turn; each lasts as long as in the slowest group, because gathers are collective. None where the
@@ -224,7 +217,7 @@ def deepspeed_ulysses(
     def place(group: ShardedGroup, lengths: IntArray) -> list[Sequence[MicroBatches]]:
         return [pack_fixed_length(lengths, scenario.context_length, group.num_groups)]
 
-    return _tuned(scenario, place, in_lockstep, [float(is_checkpointed)], name)
+    return _tuned(scenario, place, (0.0, 1.0), name)
 
 
 def balanced_ulysses(
@@ -255,29 +248,10 @@ def balanced_ulysses(
                 num_steps += 1
         return found
 
-    return _tuned(scenario, place, in_lockstep, PARTIAL, name, chooses_degree)
-
-
-def odc(scenario: Scenario, *, name: str) -> SystemResult | None:
-    """ZeRO-3 by one-sided gathers (ODC): no group waits for another before the mini-batch ends.
-
-    Karmarkar-Karp by time over the groups, then over the fewest micro-batches that each can have,
-    with activation checkpointing of some layers, all or none. The paper's groups are single ranks;
-    here they may share sequences (Ulysses), without which they would hold no context.
-    """
-
-    def place(group: ShardedGroup, lengths: IntArray) -> list[Sequence[MicroBatches]]:
-        return [
-            pack_balanced(
-                lengths, group.latency.sequences_ms(lengths), group.max_len, group.num_groups
-            )
-        ]
-
-    return _tuned(scenario, place, without_lockstep, PARTIAL, name)
+    return _tuned(scenario, place, PARTIAL, name, chooses_degree)
 
 
 _Place = Callable[[ShardedGroup, IntArray], list[Sequence[MicroBatches]]]
-_Run = Callable[[ShardedGroup, Sequence[FloatArray]], Outcome]
 
 
 class _Chosen(NamedTuple):
@@ -291,7 +265,6 @@ class _Chosen(NamedTuple):
 def _tuned(
     scenario: Scenario,
     place: _Place,
-    run: _Run,
     checkpointing: Sequence[float],
     name: str,
     chooses_degree: bool = False,
@@ -303,14 +276,14 @@ def _tuned(
 
     def best(group: ShardedGroup, lengths: IntArray) -> _Chosen:
         placed = (group.times_ms(lengths, each) for each in place(group, lengths))
-        return min((_Chosen(group, t, run(group, t)) for t in placed), key=_iteration_ms)
+        return min((_Chosen(group, t, in_lockstep(group, t)) for t in placed), key=_iteration_ms)
 
     def finish(number: int, chosen: _Chosen) -> Outcome:
         if scenario.noise is None:
             return chosen.outcome
         group, times_ms, _ = chosen
         scatter = scenario.noise.drawn(number, scenario.num_devices)
-        return run(group, scatter(times_ms, neighbours([group.size] * len(times_ms))))
+        return in_lockstep(group, scatter(times_ms, neighbours([group.size] * len(times_ms))))
 
     groups = [
         group
@@ -394,23 +367,11 @@ def _groups_of(
 def in_lockstep(group: ShardedGroup, times_ms: Sequence[FloatArray]) -> Outcome:
     """Micro-batches of all groups begin together, because gathers are collective."""
     steps = steps_ms(times_ms)
-    total = sharded_ms(group.scenario, steps)
     busy = np.array([own.sum() for own in times_ms])
-    return _outcome(group.scenario, float(steps.sum()), total, busy)
-
-
-def without_lockstep(group: ShardedGroup, times_ms: Sequence[FloatArray]) -> Outcome:
-    """Each group runs its own micro-batches one after the other."""
-    busy = np.array([own.sum() for own in times_ms])
-    total = max(sharded_ms(group.scenario, own) for own in times_ms)
-    return _outcome(group.scenario, float(busy.max()), total, busy)
-
-
-def _outcome(scenario: Scenario, propagation: float, total: float, busy: FloatArray) -> Outcome:
-    used = busy[busy > 0]
+    propagation, used = float(steps.sum()), busy[busy > 0]
     return Outcome(
         propagation_ms=propagation,
-        iteration_ms=total + optimizer_ms(scenario),
+        iteration_ms=sharded_ms(group.scenario, steps) + optimizer_ms(group.scenario),
         imbalance=float(used.max() / used.min() - 1) if used.size else 0.0,
         bubble=1 - float(busy.sum()) / (propagation * busy.size) if propagation else 0.0,
     )

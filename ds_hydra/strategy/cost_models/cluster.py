@@ -73,11 +73,6 @@ class Cluster:
         )
 
     @property
-    def pushing_32_bit(self) -> Cluster:
-        """The same with gradients pushed in 32 bit."""
-        return replace(self, gradient_bytes=4)
-
-    @property
     def step_ms(self) -> float:
         """Time of the optimizer on the shard of one rank."""
         shard = self.num_params / self.num_devices

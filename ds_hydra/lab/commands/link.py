@@ -11,8 +11,8 @@ from ds_hydra.configs.files import MAX_DEVICES, MAX_PAIRED_DEVICES, find_file
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
+    from ds_hydra.lab.traffic import LinkAccounts, LinkTraffic
     from ds_hydra.strategy.cost_models.topology import Interconnects
-    from ds_hydra.zero_link.traffic import LinkAccounts, LinkTraffic
 
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -94,13 +94,14 @@ def _account(
     )
     common.say_loading()
     from ds_hydra.engine.model.meta_model import load_stage_model
+    from ds_hydra.engine.model.scheme_support import check_scheme
     from ds_hydra.engine.profiling.profile_document import count_parameters
+    from ds_hydra.lab.traffic import LinkAccounts
     from ds_hydra.zero_link.plan import plan_link
-    from ds_hydra.zero_link.traffic import LinkAccounts
 
     stage_model = load_stage_model(model)
     for scheme in set(strategy.schemes):
-        stage_model.check_scheme(scheme)
+        check_scheme(stage_model, scheme)
     asked = stage_model.strategy_buckets(strategy, num_devices)
     specs = stage_model.specs
     document: dict[str, Any] = {

@@ -25,7 +25,7 @@ from torch.utils import cpp_extension
 from transformers import LlamaConfig
 
 from ds_hydra.engine.model.attention_choice import Choice, choose, has_kernels
-from ds_hydra.engine.model.attention_kernels import Demand
+from ds_hydra.engine.model.attention_contract import Demand
 from ds_hydra.engine.model.meta_model import build_random_stage_model
 from ds_hydra.engine.profiling.memory import trace_layer_memory
 from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch

@@ -31,9 +31,9 @@ from transformers import LlamaConfig
 
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.configs.hydra_config import LinkConfig
-from ds_hydra.engine.doctor import findings
-from ds_hydra.engine.doctor.findings import Finding, Report, Status
-from ds_hydra.engine.doctor.vigil import Vigil
+from ds_hydra.doctor import findings
+from ds_hydra.doctor.findings import Finding, Report, Status
+from ds_hydra.doctor.vigil import Vigil
 from ds_hydra.engine.model.meta_model import make_model
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
