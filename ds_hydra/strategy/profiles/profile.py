@@ -665,8 +665,7 @@ def with_engine_states(profile: Profile) -> Profile:
     found["exchange_bytes"] = exchange_bytes(layer, table, 2.0)
     found["vocabulary_tables"] = _TABLES
     found[_ACTIVATIONS] = {
-        str(tp): max(published, _ACTIVATION_BYTES + _ACTIVATION_BYTES_OF_TP * tp)
-        for tp, published in known.activation_bytes.items()
+        str(tp): _ACTIVATION_BYTES + _ACTIVATION_BYTES_OF_TP * tp for tp in known.activation_bytes
     }
     return Profile.from_json({**profile.document, "memory": {**memory, **found, _STATES: "engine"}})
 
