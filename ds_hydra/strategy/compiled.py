@@ -71,7 +71,7 @@ class HealingCache(FunctionCache):
         del self._cache_file  # which does not know what the function calls
 
     @functools.cached_property
-    def _cache_file(self) -> CheckedFiles:
+    def _cache_file(self) -> CheckedFiles:  # type: ignore[override]
         """Index and code, from the first call on: all that is called is imported by then."""
         stamp = _source_stamp(self._function)
         return CheckedFiles(self._cache_path, self._impl.filename_base, stamp)
