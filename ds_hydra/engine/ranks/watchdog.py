@@ -4,7 +4,8 @@ stop.
 [Note: Watchdog]
 A collective only says that a connection broke (gloo), or nothing at all (NCCL). So every rank keeps
 one TCP connection to rank 0, served by a thread. The kernel closes it the moment a process ends,
-however it ends; a host that is cut off falls silent. Rank 0 tells the others which rank it was, and
+however it ends; a host that is cut off falls silent, and so does a process in which one call holds
+Python's lock: the thread cannot run, and a process that SIGSTOP holds looks the same. Rank 0 tells the others which rank it was, and
 each rank raises RankLostError out of its broken collective, or ends itself where it would wait for
 ever. Between the engine's calls (callbacks, collectives of TRL or the user) it ends itself only
 where it stands in a collective: what else it does there may be finished. Messages are fixed records
@@ -300,7 +301,9 @@ class Watchdog:
                     place = self._places[peer.rank] or "host"
                     self._drop(
                         peer,
-                        f"is silent for {self._silence_s:.0f} s ({place} cut off, or process stopped)",
+                        f"is silent for {self._silence_s:.0f} s ({place} cut off, process stopped, or in a call that "
+                        "holds Python's lock, such as a long regular expression or a C extension: set "
+                        "hydra.faults.silence_s above its seconds)",
                     )
                 elif now - peer.last_told > self._silence_s / 4:
                     peer.last_told = now
