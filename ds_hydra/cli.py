@@ -14,7 +14,13 @@ import typer
 from typer.core import TyperGroup
 
 from ds_hydra.commands.check import check
-from ds_hydra.commands.common import SPELL_OUT, AsJson, errors_to_stderr, print_json
+from ds_hydra.commands.common import (
+    SPELL_OUT,
+    AsJson,
+    errors_to_stderr,
+    hide_torchao,
+    print_json,
+)
 from ds_hydra.commands.doctor import doctor
 from ds_hydra.commands.init import init
 from ds_hydra.commands.lengths import lengths
@@ -69,6 +75,7 @@ def options(
     ] = False,
 ) -> None:
     """Plan, check, measure and simulate training with ds_hydra."""
+    hide_torchao()
 
 
 @app.command()

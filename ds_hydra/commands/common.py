@@ -123,12 +123,16 @@ def log(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def say_loading() -> None:
-    """Print a line before the imports that take seconds, where somebody looks on, and silence what
-    torchao logs while transformers imports it: it has nothing to do with these commands.
+def hide_torchao() -> None:
+    """Silence what torchao logs while transformers imports it: it has nothing to do with the
+    commands.
     """
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def say_loading() -> None:
+    """Print a line before the imports that take seconds, where somebody looks on."""
     if is_terminal(sys.stderr):
         log("loading torch, DeepSpeed and transformers")
 
