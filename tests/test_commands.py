@@ -557,7 +557,7 @@ def test_stderr_may_be_any_object(monkeypatch, stream):
     with no_bars_in_files():
         libraries.enable_progress_bar()
     common.say_loading()
-    with common.progress_bar("profiling", "point", lambda: "inside") as show:
+    with common.progress_bar("profiling", "point", lambda show: "inside") as show:
         show(5, 10)
         show(10, 10)
 

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import re
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ from ds_hydra.commands.common import (
     MAX_BATCHES,
     MODEL_HELP,
     AsJson,
+    Show,
     check_folder,
     errors_to_stderr,
     log,
@@ -436,7 +438,7 @@ def _ask_engine(model: str) -> CanRun:
         return runs_all
     for reason in refused:
         log(f"left out of what ds_hydra runs: {reason}")
-    return functools.partial(_model_can_run, model)
+    return partial(_model_can_run, model)
 
 
 def _model_can_run(model: str, scheme: Scheme) -> bool:
@@ -445,7 +447,7 @@ def _model_can_run(model: str, scheme: Scheme) -> bool:
     return can_run(_stage_model(model), scheme)
 
 
-@functools.lru_cache(maxsize=1)
+@lru_cache(maxsize=1)
 def _stage_model(model: str) -> Any:
     """Made before processes fork."""
     from ds_hydra.engine.model.meta_model import load_stage_model
@@ -471,26 +473,38 @@ def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:
     return numbers
 
 
-_INSIDE = multiprocessing.get_context("fork").Array("i", 2)
-"""Done and total of what the longest step does, told by the process that does it."""
+_INSIDE = multiprocessing.get_context("fork").Array("i", 3)
+"""Done and total of the choice of candidates, the longest step, and steps that have ended, told by
+the processes that do them.
+"""
 
 
 def _tell(done: int, total: int) -> None:
-    _INSIDE[:] = [done, total]
+    _INSIDE[:2] = [done, total]
 
 
-def _describe_inside() -> str:
-    done, total = _INSIDE[:]
+def _describe_inside(num_steps: int, show: Show) -> str:
+    done, total, num_ended = _INSIDE[:]
+    show(num_ended, num_steps)
     if done < total or not total:
-        return f"choosing candidates, {done} of {total or '?'}"
-    return "candidates are chosen, mini-batches are planned"
+        found = f", {done} of {total} rounds" if total else ""
+        return f"{num_ended} of {num_steps} steps, candidates of ds_hydra are chosen{found}"
+    return f"{num_ended} of {num_steps} steps, mini-batches are planned"
+
+
+def _count(run: Callable[..., Any], *arguments: Any) -> Any:
+    found = run(*arguments)
+    with _INSIDE.get_lock():
+        _INSIDE[2] += 1
+    return found
 
 
 def _compare(
     workload: Workload, settings: Settings, hardware: str | None, spread: bool
 ) -> Comparison:
     from ds_hydra.lab.simulator.compare import compare
-    from ds_hydra.lab.simulator.sweep import with_spread
+    from ds_hydra.lab.simulator.sweep import NUM_VARIANTS, with_spread
+    from ds_hydra.lab.simulator.systems import LABELS
     from ds_hydra.strategy.cost_models.cluster import find_cluster
 
     workload = workload.linked_by(find_cluster(workload.profile, workload.num_devices, hardware))
@@ -499,22 +513,19 @@ def _compare(
             "the profile's hardware has no description: communication counts nothing; see --hardware"
         )
     fork, processes = multiprocessing.get_context("fork"), len(os.sched_getaffinity(0))
-    _INSIDE[:] = [0, 0]  # before processes fork
+    _INSIDE[:] = [0, 0, 0]  # before processes fork
+    num_steps = 1 + len(settings.systems) + NUM_VARIANTS * spread
     with (
         ProcessPoolExecutor(processes, mp_context=fork) as pool,
-        progress_bar("simulating", "step", inside=_describe_inside) as show,
+        progress_bar("simulating", "step", inside=partial(_describe_inside, num_steps)),
     ):
-        run_each = pool.map if processes > 1 else map
-        steps = iter(range(len(settings.systems) + 2))
 
-        def begin(_system: str) -> None:
-            show(next(steps), 1 + len(settings.systems) + int(spread))
+        def run_each(run: Callable[..., Any], *arguments: Iterable[Any]) -> Iterable[Any]:
+            return (pool.map if processes > 1 else map)(partial(_count, run), *arguments)
 
-        found = compare(workload, settings, progress=begin, run_each=run_each, inside=_tell)
-        optional = ("paper", "no_tp")
-        left_out = [n for n in settings.systems if n not in optional and found.get(n) is None]
-        if left_out:
-            log(f"left out, because nothing that they run fits the context: {', '.join(left_out)}")
+        found = compare(workload, settings, run_each=run_each, inside=_tell)
+        for name, why in found.left_out.items():
+            log(f"left out: {LABELS[name]} {why}")
         return with_spread(found, run_each) if spread else found
 
 

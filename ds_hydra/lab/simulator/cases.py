@@ -77,6 +77,7 @@ def estimate_from_config(
         float8=float8,
     )
     document["float8"] = "rowwise" if float8 else None
+    document["tp_sequence_parallel"] = True
     document["model"]["flops"] = ModelFlops.of_decoder(decoder).to_json()
     document["model"]["parameters"] = decoder.size.to_json()
     document["model"]["num_attention_heads"] = heads
@@ -88,8 +89,8 @@ def estimate_from_config(
         f"{reached['attention']:.0%} in attention ({described.get('source', 'no source given')})",
         "MFU: those shares are a ceiling of it; left out are P2P between stages, imbalance of experts without ep, slow "
         "devices, contention and loading of data, so that a run has less",
-        f"memory: {shape.kept_bytes:.3g} + 1.5 TP bytes a token, layer and hidden unit, the engine's states, an eighth "
-        "left free",
+        f"memory: {shape.kept_bytes:.3g} + 1.5 TP bytes a token, layer and hidden unit, of recomputed layers inputs "
+        "in shards of TP groups, the engine's states, an eighth left free",
     ]
     if float8:
         one = Scheme(1, 1)
