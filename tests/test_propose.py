@@ -16,7 +16,7 @@ from reference import make_batch, make_profile
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.lab.simulator.cases import estimate_from_config, load_case
+from ds_hydra.lab.simulator.cases import load_case
 from ds_hydra.sampler import propose as propose_module
 from ds_hydra.sampler.candidate_set import check_longest, decide_candidates
 from ds_hydra.sampler.planner import plan_iteration
@@ -31,6 +31,7 @@ from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import World
+from ds_hydra.strategy.cost_models.estimate import estimate_from_config
 from ds_hydra.strategy.profiles.profile import load_profile, with_engine_states
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes

@@ -14,7 +14,7 @@ from test_simulator import checkpointing_document, make_scenario, small_profile
 
 from benchmarks.wlb_table import FITTED_ATTENTION, cut, packing_table
 from ds_hydra.configs import find_file
-from ds_hydra.lab.simulator.cases import draw_batches, estimate_from_config, load_case
+from ds_hydra.lab.simulator.cases import draw_batches, load_case
 from ds_hydra.lab.simulator.fixed_length import pack_evenly
 from ds_hydra.lab.simulator.mixed_groups import ContextParallel, fcp, flexsp
 from ds_hydra.lab.simulator.scenario import PARTIAL, Noise, Scenario
@@ -44,6 +44,7 @@ from ds_hydra.sampler.schedule import expected_slowest_ms
 from ds_hydra.strategy.cost_models.analytic import key_values_ms
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
+from ds_hydra.strategy.cost_models.estimate import estimate_from_config
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.enumeration import cuts
