@@ -14,10 +14,17 @@ import typer
 from typer.core import TyperGroup
 
 from ds_hydra.commands.check import check
-from ds_hydra.commands.common import SPELL_OUT, AsJson, errors_to_stderr, print_json
+from ds_hydra.commands.common import (
+    SPELL_OUT,
+    AsJson,
+    errors_to_stderr,
+    hide_torchao,
+    print_json,
+)
 from ds_hydra.commands.doctor import doctor
 from ds_hydra.commands.init import init
 from ds_hydra.commands.lengths import lengths
+from ds_hydra.commands.models import HardwareOption, ModelOption, ProfileOption, load_costs
 from ds_hydra.commands.profile import profile
 from ds_hydra.commands.propose import propose
 from ds_hydra.commands.report import report
@@ -27,6 +34,7 @@ from ds_hydra.version import __version__
 
 if TYPE_CHECKING:
     from ds_hydra.sampler.plan import IterationPlan
+    from ds_hydra.strategy.cost_models.costs import Costs
     from ds_hydra.strategy.schemes.scheme import Strategy
 
 
@@ -69,20 +77,18 @@ def options(
     ] = False,
 ) -> None:
     """Plan, check, measure and simulate training with ds_hydra."""
+    hide_torchao()
 
 
 @app.command()
 def plan(
-    profile: Annotated[
-        str,
-        typer.Option(
-            help="A ds_hydra.profile/1 file, or the name of a shipped one (a800_llama2_32b)."
-        ),
-    ],
     strategies: Annotated[Path, typer.Option(help="Candidate strategies, ds_hydra.strategies/1.")],
     lengths: Annotated[
         Path, typer.Option(help="JSON list of the lengths of one mini-batch in tokens.")
     ],
+    profile: ProfileOption = None,
+    model: ModelOption = None,
+    hardware: HardwareOption = None,
     objective: Annotated[
         Literal["exact", "closed_form"],
         typer.Option(help="1F1B recurrence over micro-batches, or (PP-1+V) x the slowest."),
@@ -98,9 +104,15 @@ def plan(
 
     Example: ds-hydra plan --profile a800_llama2_7b --strategies strategies.json --lengths
     batch.json
+
+    Without a profile: ds-hydra plan --model llama2_7b --hardware h100 --strategies strategies.json
+    --lengths batch.json
     """
     with errors_to_stderr():
-        result, planning_ms = _plan(profile, strategies, lengths, objective, seed)
+        candidates, num_devices = _read_strategies(strategies)
+        batch = _read_lengths(lengths)
+        costs = load_costs(profile, model, hardware, num_devices, max(batch))
+        result, planning_ms = _plan(costs, candidates, num_devices, batch, objective, seed)
     if as_json:
         print_json(_plan_document(result, planning_ms))
     else:
@@ -111,20 +123,21 @@ def plan(
 
 
 def _plan(
-    profile_name: str, strategies_path: Path, lengths_path: Path, objective: str, seed: int
+    costs: Costs,
+    strategies: tuple[Strategy, ...],
+    num_devices: int,
+    lengths: list[int],
+    objective: str,
+    seed: int,
 ) -> tuple[IterationPlan, float]:
     """The plan, and the time that planning took without loading compiled code."""
     from ds_hydra.sampler.plan import GlobalBatch
     from ds_hydra.sampler.planner import plan_iteration
     from ds_hydra.sampler.planner_settings import PlannerSettings
     from ds_hydra.sampler.warm_up import warm_up
-    from ds_hydra.strategy.cost_models.costs import Costs
-    from ds_hydra.strategy.profiles.profile import load_profile
     from ds_hydra.strategy.schemes.scheme import schemes_of
 
-    strategies, num_devices = _read_strategies(strategies_path)
-    lengths = _read_lengths(lengths_path)
-    profile = Costs.of(load_profile(profile_name), num_devices).extended(schemes_of(strategies))
+    profile = costs.extended(schemes_of(strategies))
     warm_up()
     start = time.perf_counter()
     result = plan_iteration(

@@ -73,12 +73,18 @@ LAYERS = {
 _TRY = "--devices 4 --context 64 --tokens 256"
 COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "plan": (
-        ("profile.json", "strategies.json", "lengths.json"),
-        ("--profile profile.json --strategies strategies.json --lengths lengths.json --json",),
+        ("profile.json", "strategies.json", "lengths.json", "hardware.json", "model.json"),
+        (
+            "--profile profile.json --strategies strategies.json --lengths lengths.json --json",
+            "--model model.json --hardware hardware.json --strategies strategies.json --lengths lengths.json --json",
+        ),
     ),
     "propose": (
-        ("profile.json", "hist.json"),
-        (f"--profile profile.json --histogram hist.json {_TRY} --batches 2 --out out.json --json",),
+        ("profile.json", "hist.json", "hardware.json", "model.json"),
+        (
+            f"--profile profile.json --histogram hist.json {_TRY} --batches 2 --out out.json --json",
+            f"--model model.json --hardware hardware.json --histogram hist.json {_TRY} --batches 2 --json",
+        ),
     ),
     "simulate": (
         ("profile.json", "hist.json", "strategies.json", "hardware.json", "model.json"),

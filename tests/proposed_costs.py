@@ -15,9 +15,9 @@ from dataclasses import replace
 from shared_data import shared_path
 
 from ds_hydra.configs import list_files
-from ds_hydra.lab.simulator.cases import estimate_from_config
 from ds_hydra.strategy.cost_models.cluster import Cluster, find_cluster
 from ds_hydra.strategy.cost_models.costs import World
+from ds_hydra.strategy.cost_models.estimate import estimate_from_config
 from ds_hydra.strategy.profiles.profile import Profile, load_profile
 from ds_hydra.strategy.proposal.space import candidate_schemes, unpruned_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy

@@ -10,6 +10,8 @@ import pytest
 from command_line import accepted, document_of, invoke, refused
 from reference import make_profile
 
+from ds_hydra.strategy.cost_models.estimate import estimate_from_config
+
 LENGTHS = [17, 40, 3, 60, 22, 9, 31, 8, 8, 25]
 
 
@@ -109,6 +111,28 @@ def test_more_devices_are_advised_where_the_states_do_not_fit(files):
         found.append(invoke(*words))
     assert "fill the memory of 2 devices; take more of them" in found[0].stderr
     assert found[1].exit_code == 0, found[1].stderr
+
+
+def test_a_model_and_hardware_take_the_place_of_a_profile(files):
+    instead = ["--model=llama2_7b", "--hardware=h100"]
+    found = files / "found.json"
+    proposed = accepted(
+        "propose", *instead, "--histogram=github", "--devices=4", "--context=8192",
+        "--batches=2", "--space=plain", f"--out={found}",
+    )  # fmt: skip
+    assert "assumed: T: roofline of H100-80GB" in proposed.stderr
+    (files / "batch.json").write_text("[8000, 300, 4000, 77]")
+    given = [f"--strategies={found}", f"--lengths={files / 'batch.json'}", "--json"]
+    estimated, _ = estimate_from_config("llama2_7b", "h100", 4, 8000)
+    (files / "estimated.json").write_text(json.dumps(dict(estimated.document)))
+    plans = [
+        document_of("plan", *words, *given)
+        for words in (instead, [f"--profile={files / 'estimated.json'}"])
+    ]
+    assert plans[0]["strategy"] in json.loads(found.read_text())["strategies"]
+    assert plans[0]["makespan_ms"] == plans[1]["makespan_ms"] > 0
+    for words in ([], instead[:1], instead[1:], [*instead, "--profile=a800_llama2_7b"]):
+        assert "--hardware" in refused("plan", *words, *given), words
 
 
 def test_a_missing_file_is_named(files):

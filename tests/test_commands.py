@@ -557,9 +557,32 @@ def test_stderr_may_be_any_object(monkeypatch, stream):
     with no_bars_in_files():
         libraries.enable_progress_bar()
     common.say_loading()
-    with common.progress_bar("profiling", "point", lambda: "inside") as show:
+    with common.progress_bar("profiling", "point", lambda show: "inside") as show:
         show(5, 10)
         show(10, 10)
+
+
+LOADS_TORCHAO = """
+import sys
+from typer.testing import CliRunner
+from ds_hydra.cli import app
+
+init = "init --model llama2_7b --hardware h100 --devices 8 --context 4096 --out c.json"
+for line in (init, "check c.json --model llama2_7b --devices 8 --hardware h100"):
+    result = CliRunner().invoke(app, line.split())
+    print(result.stderr)
+    assert result.exit_code == 0, result.stderr
+assert "torchao" in sys.modules, "transformers imports it"
+"""
+
+
+def test_what_torchao_logs_when_transformers_imports_it_is_not_shown(tmp_path):
+    pytest.importorskip("torchao")
+    words = [sys.executable, "-c", LOADS_TORCHAO]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for told in ("torchao", "_pytree", "Failed to load"):
+        assert told not in done.stdout + done.stderr
 
 
 WITHOUT_TORCH = """

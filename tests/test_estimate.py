@@ -11,10 +11,10 @@ from spaces import full_space
 
 from ds_hydra.configs import list_files, load_model_preset
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.lab.simulator.cases import estimate_from_config
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.cost_models.decoder import find_size
+from ds_hydra.strategy.cost_models.estimate import estimate_from_config
 from ds_hydra.strategy.cost_models.flops import describe_config
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of

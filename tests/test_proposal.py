@@ -15,10 +15,10 @@ from spaces import full_space
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.lab.simulator.cases import estimate_from_config
 from ds_hydra.strategy import Profile, Scheme, Strategy, parse_strategies
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import World
+from ds_hydra.strategy.cost_models.estimate import estimate_from_config
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import (
     PRECISION,

@@ -16,7 +16,7 @@ from reference import make_batch, make_profile
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.lab.simulator.cases import estimate_from_config, load_case
+from ds_hydra.lab.simulator.cases import load_case
 from ds_hydra.sampler import propose as propose_module
 from ds_hydra.sampler.candidate_set import check_longest, decide_candidates
 from ds_hydra.sampler.planner import plan_iteration
@@ -31,6 +31,7 @@ from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import World
+from ds_hydra.strategy.cost_models.estimate import estimate_from_config
 from ds_hydra.strategy.profiles.profile import load_profile, with_engine_states
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
@@ -283,12 +284,12 @@ def test_a_model_that_no_plain_scheme_holds_is_proposed_for(tmp_path):
         for tokens in (context, 4 * context, 262_144):
             more = dataclasses.replace(narrow, tokens_per_iteration=tokens)
             assert decide_candidates(profile, LengthHistogram.from_counts({context: 1}), more)
-    longer = dataclasses.replace(settings, context_length=32_768)
-    with pytest.raises(HydraConfigError, match=r"lower the context to 2\d{4}, or use 16 devices"):
-        decide_candidates(profile, LengthHistogram.from_counts({32_768: 1}), longer)
+    longer = dataclasses.replace(settings, context_length=65_536)
+    with pytest.raises(HydraConfigError, match=r"lower the context to 5\d{4}, or use 16 devices"):
+        decide_candidates(profile, LengthHistogram.from_counts({65_536: 1}), longer)
     measured_so = Profile.from_json({**profile.document, "activation_checkpointing": True})
     with pytest.raises(HydraConfigError, match=r"lower the context to \d+, or use") as caught:
-        decide_candidates(measured_so, LengthHistogram.from_counts({32_768: 1}), longer)
+        decide_candidates(measured_so, LengthHistogram.from_counts({65_536: 1}), longer)
     (least,) = map(int, re.findall(r"lower the context to (\d+)", str(caught.value)))
     advised = dataclasses.replace(settings, context_length=least)
     assert decide_candidates(measured_so, LengthHistogram.from_counts({least: 1}), advised)

@@ -9,11 +9,12 @@ import pytest
 from shared_data import REPOSITORY, shared_json
 
 from ds_hydra.configs import find_file
-from ds_hydra.lab.simulator.cases import Workload, estimate_from_config
+from ds_hydra.lab.simulator.cases import Workload
 from ds_hydra.lab.simulator.systems import SYSTEMS, Settings
 from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape
 from ds_hydra.strategy.cost_models.cluster import Cluster, find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
+from ds_hydra.strategy.cost_models.estimate import estimate_from_config
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 RUNS = shared_json("published_runs.json")

@@ -14,11 +14,17 @@ from test_simulator import checkpointing_document, make_scenario, small_profile
 
 from benchmarks.wlb_table import FITTED_ATTENTION, cut, packing_table
 from ds_hydra.configs import find_file
-from ds_hydra.lab.simulator.cases import draw_batches, estimate_from_config, load_case
+from ds_hydra.lab.simulator.cases import draw_batches, load_case
 from ds_hydra.lab.simulator.fixed_length import pack_evenly
 from ds_hydra.lab.simulator.mixed_groups import ContextParallel, fcp, flexsp
 from ds_hydra.lab.simulator.scenario import PARTIAL, Noise, Scenario
-from ds_hydra.lab.simulator.systems import Settings, fixed_length, megatron_choices
+from ds_hydra.lab.simulator.systems import (
+    SYSTEMS,
+    Settings,
+    fixed_length,
+    megatron_choices,
+    why_left_out,
+)
 from ds_hydra.lab.simulator.ulysses import (
     balanced_ulysses,
     packed_zero3,
@@ -38,6 +44,7 @@ from ds_hydra.sampler.schedule import expected_slowest_ms
 from ds_hydra.strategy.cost_models.analytic import key_values_ms
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
+from ds_hydra.strategy.cost_models.estimate import estimate_from_config
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.enumeration import cuts
@@ -340,6 +347,37 @@ def test_megatron_recomputes_layers_of_a_mixture_and_shares_its_experts():
     assert any(scheme.ep > 1 for scheme in schemes)
     plain = fixed_length(scenario, scenario.statics(), name="a").iteration_ms[0]
     assert fixed_length(scenario, name="b").iteration_ms[0] < plain
+
+
+def scenario_of(model, num_devices, context):
+    profile, _ = estimate_from_config(model, "h100", num_devices, context)
+    world = Costs.of(profile, num_devices)
+    batches = (make_batch([context, 1000]),)
+    return Scenario(costs=world, num_devices=num_devices, context_length=context, batches=batches)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_devices", "context"),
+    [("llama3_1_70b", 64, 2**17), ("llama2_7b", 8, 2**17), ("llama2_7b", 4, 2**19)],
+)
+def test_what_is_left_out_needs_more_memory_than_there_is_and_nothing_else_does(
+    model, num_devices, context
+):
+    scenario = scenario_of(model, num_devices, context)
+    there = scenario.profile.memory.usable_bytes
+    for name, system in SYSTEMS.items():
+        found = system.run(scenario, name=name)
+        least = min(system.needs(scenario)).num_bytes
+        assert (found is None) == (least > there), name
+        assert found or "GiB are there" in why_left_out(name, scenario)
+
+
+def test_megatron_fits_70b_at_128k_on_64_devices_and_cuts_sequences_where_nothing_else_fits():
+    _, choices = megatron_choices(scenario_of("llama3_1_70b", 64, 2**17))
+    assert {s.schemes[0].cp for s in choices} == {1}
+    assert "2x<8,4;ckpt=80>" in map(str, choices)
+    _, choices = megatron_choices(scenario_of("llama3_1_70b", 256, 2**21))
+    assert min(s.schemes[0].cp for s in choices) > 1
 
 
 def test_ring_hides_behind_attention():

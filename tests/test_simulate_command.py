@@ -14,6 +14,7 @@ from command_line import accepted, document_of, invoke, refused
 from test_simulator import HISTOGRAM, checkpointing_document, small_profile
 
 from ds_hydra.cli import main
+from ds_hydra.commands import common
 from ds_hydra.records.timeline import Timeline
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.scheme import Strategy, schemes_of
@@ -128,7 +129,20 @@ def test_strategies_with_checkpointed_layers_fit_what_no_other_scheme_does(files
     assert "no scheme fits a micro-batch of 300 tokens" in plain.stderr
     result = accepted("simulate", *options, "--strategies", files / "candidates.json", "--json")
     assert json.loads(result.stdout)["systems"][0]["strategy"] == "1x<4,1;ckpt=4> (100%)"
-    assert "left out, because nothing that they run fits the context: zero3, " in result.stderr
+    left_out = re.findall(
+        r"left out: (.+) needs ([\d.]+) GiB .*, ([\d.]+) GiB are there", result.stderr
+    )
+    assert "ZeRO-3 / FSDP, packed" in [label for label, *_ in left_out]
+    assert all(float(needed) >= float(there) for _, needed, there in left_out)
+
+
+def test_how_far_it_is_is_said_from_the_first_second_on(files, monkeypatch):
+    monkeypatch.setattr(common, "_FIRST_AFTER_S", 0.0)
+    monkeypatch.setattr(common, "_LINE_EVERY_S", 0.02)
+    result = accepted("simulate", *arguments(files), "--systems", "megatron,plain", "--no-spread")
+    steps = re.findall(r"simulating: (\d) of 3 steps, (?:candidates|mini-batches)", result.stderr)
+    assert steps[0] == "0"
+    assert {"1", "2"} & set(steps)
 
 
 def test_ds_hydra_runs_what_the_engine_runs_of_a_model(files):

@@ -18,6 +18,7 @@ not in its wheel), as far as they apply. Left out, with the reason:
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import math
 import os
@@ -25,6 +26,7 @@ import shutil
 import signal
 import time
 import weakref
+from pathlib import Path
 from unittest import mock
 
 import datasets
@@ -49,6 +51,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import ds_hydra
 from ds_hydra.commands.init import start_config
+from ds_hydra.engine.checkpointing import files
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.engine.ranks.agreement import on_all_ranks
@@ -655,6 +658,85 @@ def test_killed_while_saving_the_last_whole_checkpoint_is_resumed(tmp_path):
         assert found == ({"checkpoint-1", "_saving-checkpoint-2"}, "checkpoint-1"), run
     for run, found in resumed.items():
         assert found == (losses, {"checkpoint-1", "checkpoint-2", "checkpoint-3"}), run
+
+
+def refused_before_a_step(folder):
+    """Errors, on this rank, of trainings that could not save; then one that shall not."""
+    data, rank = prepare(folder), dist.get_rank()
+    rename, write = os.rename, files._write_text
+
+    def renames_no_folder(source, target):
+        if os.path.isdir(source):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(source))
+        rename(source, target)
+
+    def failing(number, on_rank):
+        def fails(path, text):
+            if rank == on_rank and ".trial-" in str(path):
+                raise OSError(number, os.strerror(number), str(path))
+            write(path, text)
+
+        return mock.patch.object(files, "_write_text", fails)
+
+    def unsavable():
+        model = tiny("llama")
+        model.generation_config.temperature, model.generation_config.do_sample = 0.5, False
+        return model
+
+    start = functools.partial(make, folder, data=data, save_steps=1, max_steps=1)
+    no_renames = functools.partial(mock.patch.object, os, "rename", renames_no_folder)
+    sigterm = {"hydra": {"faults": {"save_on_sigterm": f"{folder}/stopped"}}, "save_strategy": "no"}
+    errors = {}
+    for name, patch, settings in (
+        ("rename", no_renames(), {}),
+        ("denied", failing(errno.EACCES, 1), {}),
+        ("full", failing(errno.ENOSPC, 0), {}),
+        ("generation", contextlib.nullcontext(), {"model": unsavable()}),
+        ("sigterm", no_renames(), sigterm),
+    ):
+        trainer = start(name, **settings)
+        with patch:
+            errors[name] = error_of(trainer.train)
+        assert trainer.state.global_step == 0
+        dist.barrier()  # until the other rank has removed its trial
+        assert os.listdir(f"{folder}/{name}") == [], name
+    own = Path(folder, f"host{rank}")  # no folder that ranks share
+    check = functools.partial(files.try_folder, own, "output_dir", torch.device("cpu"))
+    errors["apart"] = error_of(check, commits=rank == 0)
+    check(commits=rank == 0, writes=rank == 0)
+    if rank == 0:
+        Path(folder, "file").touch()
+        errors["file"] = error_of(start, "file")
+    # Weights alone may go to a folder of rank 0, and without checkpoints nothing is tried
+    with failing(errno.EACCES, 1):
+        start("weights", save_only_model=True).train()
+    said = []
+    with (
+        no_renames(),
+        mock.patch.object(HydraTrainer, "_warn", lambda self, text: said.append(text)),
+    ):
+        start("nothing", model=unsavable(), save_strategy="no").train()
+    return errors, os.listdir(f"{folder}/weights"), [text for text in said if "generation" in text]
+
+
+@pytest.mark.distributed
+def test_what_only_the_first_checkpoint_would_find_is_found_before_the_first_step(tmp_path):
+    results = run_distributed(refused_before_a_step, 2, str(tmp_path))
+    for rank, (errors, weights, said) in enumerate(results):
+        for name, reason in (
+            ("rename", "cannot rename a folder in it ([Errno 38]"),
+            ("denied", "cannot write to it ([Errno 13]"),
+            ("full", "cannot write to it ([Errno 28]"),
+        ):
+            assert f"output_dir is '{tmp_path}/{name}'" in errors[name]
+            assert reason in errors[name]
+        assert errors["denied"].startswith("rank 1: " if rank == 0 else "output_dir")
+        assert "model.generation_config cannot be saved" in errors["generation"]
+        assert f"hydra.faults.save_on_sigterm is '{tmp_path}/stopped'" in errors["sigterm"]
+        assert "use_node_local_storage" in errors["apart"]
+        assert weights == ["checkpoint-1"]
+        assert len(said) == (rank == 0)
+    assert f"output_dir is '{tmp_path}/file', which is no folder" in results[0][0]["file"]
 
 
 STOPS = ("packed", "padded", "at the end", "not at all")

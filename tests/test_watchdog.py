@@ -109,6 +109,15 @@ def test_a_rank_that_is_lost_while_the_others_leave_is_named(pair, lost):
             other.result(30)
 
 
+def test_of_a_silent_rank_is_said_what_may_hold_it_and_which_key_waits_longer(pair):
+    pair[0]._silence_s = 0.5  # rank 1 says that it is alive every 15 s
+    wait_for_verdict(pair[0])
+    with pytest.raises(RankLostError) as raised, pair[0].section("plan"):
+        pass
+    for part in ("host cut off, process stopped", "Python's lock", "hydra.faults.silence_s"):
+        assert part in str(raised.value)
+
+
 def test_a_loss_that_was_raised_is_not_raised_again_when_leaving(pair):
     close_without_a_word(pair[1])
     wait_for_verdict(pair[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import logging
 import os
 import sys
@@ -123,34 +124,44 @@ def log(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def say_loading() -> None:
-    """Print a line before the imports that take seconds, where somebody looks on, and silence what
-    torchao logs while transformers imports it: it has nothing to do with these commands.
+def hide_torchao() -> None:
+    """Silence what torchao logs while transformers imports it: it has nothing to do with the
+    commands.
     """
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def say_loading() -> None:
+    """Print a line before the imports that take seconds, where somebody looks on."""
     if is_terminal(sys.stderr):
         log("loading torch, DeepSpeed and transformers")
 
 
-_LINE_EVERY_S = 10.0
-"""Seconds between lines that tell how far a step is, where output goes to a file."""
+Show = Callable[[int, int], None]
+"""Is told how many steps are done, and of how many."""
+_FIRST_AFTER_S, _LINE_EVERY_S = 1.0, 10.0
+"""Seconds until the first line that tells how far a step is, and from one to the next, where output
+goes to a file.
+"""
 
 
 @contextmanager
 def progress_bar(
-    what: str, unit: str, inside: Callable[[], str] | None = None
-) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr; yields what is told (done, total). `inside` tells how far the current step
-    is: each second where somebody looks on, else in a line every `_LINE_EVERY_S`.
+    what: str, unit: str, inside: Callable[[Show], str] | None = None
+) -> Iterator[Show]:
+    """A bar on stderr; yields what is told (done, total). `inside`, which may tell it, too, says
+    how far the current step is: each second where somebody looks on, else in a line after
+    `_FIRST_AFTER_S` and every `_LINE_EVERY_S`.
     """
-    with Progress(desc=what, unit=unit) as bar, _refreshing(bar, inside):
+    with Progress(desc=what, unit=unit) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        yield show
+        with _refreshing(bar, inside and functools.partial(inside, show)):
+            yield show
 
 
 @contextmanager
@@ -161,10 +172,12 @@ def _refreshing(bar: Any, inside: Callable[[], str] | None) -> Iterator[None]:
     is_over, is_looked_at = threading.Event(), is_terminal(sys.stderr)
 
     def refresh() -> None:
-        while not is_over.wait(1.0 if is_looked_at else _LINE_EVERY_S):
+        wait_s = _FIRST_AFTER_S
+        while not is_over.wait(wait_s):
             if is_looked_at:
                 bar.set_postfix_str(inside())
             else:
+                wait_s = _LINE_EVERY_S
                 log(f"{bar.desc.removesuffix(': ')}: {inside()}")
 
     thread = threading.Thread(target=refresh, daemon=True)

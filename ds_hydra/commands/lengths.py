@@ -99,7 +99,7 @@ def lengths(
         else:
             started = time.monotonic()
 
-            def tell_time() -> str:
+            def tell_time(_show: common.Show) -> str:
                 return f"{len(data):,} rows, {time.monotonic() - started:.0f} s so far"
 
             # A terminal has the bars of datasets

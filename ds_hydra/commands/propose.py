@@ -8,6 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ds_hydra.commands import common
+from ds_hydra.commands.models import (
+    HardwareOption,
+    ModelOption,
+    ProfileOption,
+    ask_engine,
+    load_costs,
+)
 from ds_hydra.configs import find_file
 from ds_hydra.configs.hydra_config import MAX_GROUPS, MAX_SEED, Space
 
@@ -16,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def propose(
-    profile: Annotated[
-        str, typer.Option(help="A ds_hydra.profile/1 file, or the name of a shipped one.")
-    ],
     histogram: Annotated[
         str, typer.Option(help="A ds_hydra.lengths/1 file, or the name of a shipped one.")
     ],
     devices: common.NumDevices,
     context: common.ContextLength,
+    profile: ProfileOption = None,
+    model: ModelOption = None,
+    hardware: HardwareOption = None,
     tokens: common.TokensPerIteration = None,
     space: Annotated[
         Space,
@@ -63,31 +70,35 @@ def propose(
 
     Example: ds-hydra propose --profile a800_llama2_7b --histogram github --devices 16 --context
     32768 --space full
+
+    Without a profile: ds-hydra propose --model llama2_7b --hardware h100 --histogram github
+    --devices 16 --context 32768
     """
     from ds_hydra.sampler.candidate_set import decide_candidates
     from ds_hydra.sampler.sample_bench import CandidateSettings
-    from ds_hydra.strategy.cost_models.cluster import try_cluster
-    from ds_hydra.strategy.profiles.profile import load_profile
+    from ds_hydra.strategy.cost_models.costs import runs_all
     from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
     with common.errors_to_stderr():
         common.check_folder(out)
+        costs = load_costs(profile, model, hardware, devices, context)
+        common.log_size(costs.profile)
+        can_run = runs_all if model is None else ask_engine(model)
         with common.progress_bar("trying candidates", "batch") as show:
-            known = load_profile(profile)
-            common.log_size(known)
             settings = CandidateSettings(
                 num_devices=devices,
                 context_length=context,
                 tokens_per_iteration=tokens,
                 space=space,
-                cluster=try_cluster(known, devices),
+                cluster=costs.cluster,
+                can_run=can_run,
                 max_groups=max_communicators,
                 max_enumerated=0,
                 num_batches=batches,
                 seed=seed,
             )
             lengths = LengthHistogram.load(find_file("lengths", histogram))
-            proposal = decide_candidates(known, lengths, settings, show).proposal
+            proposal = decide_candidates(costs.profile, lengths, settings, show).proposal
             assert proposal is not None
         common.write_document(proposal.to_json(), out)
     common.print_json(proposal.to_json()) if as_json else print(_describe(proposal))

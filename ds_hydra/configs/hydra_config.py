@@ -261,7 +261,8 @@ class FaultsConfig(_Section):
 
     silence_s: Seconds = 60
     """Seconds without a sign of life after which a rank counts as lost; a process that ends is seen
-    at once.
+    at once. Set it above what one call may hold Python's lock for (a regular expression of a
+    reward, a C extension).
     """
 
     grace_s: Seconds = 10

@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 import deepspeed
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checkpointing.engine import CheckpointingEngine
+from ds_hydra.engine.checkpointing.files import try_folder
 from ds_hydra.engine.examples import (
     MiniBatches,
     local_rank,
@@ -585,9 +587,13 @@ class HydraEngine(CheckpointingEngine):
 
     def _watch_sigterm(self) -> None:
         """Save on SIGTERM from now on, where the configuration asks for it and there is something
-        to save.
+        to save. Raises HydraConfigError where the folder cannot be saved to.
         """
-        if self._hydra_config.faults.save_on_sigterm and self._find_untrained() is None:
+        folder = self._hydra_config.faults.save_on_sigterm
+        if folder and self._find_untrained() is None:
+            commits = self.global_rank == self._ranks_sharing_a_folder()[0]
+            key = "hydra.faults.save_on_sigterm"
+            try_folder(Path(folder), key, self.device, commits=commits)
             SIGTERM.watch(self.hydra, self.device)
 
     def look_for_sigterm(self) -> None:

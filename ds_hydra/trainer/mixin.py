@@ -18,6 +18,7 @@ import math
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from math import isfinite
 from pathlib import Path
@@ -29,12 +30,13 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.optimization import GreedyLR
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, ProgressCallback, TrainerState
 from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
+    SaveStrategy,
     get_last_checkpoint,
     rotate_checkpoints,
 )
@@ -46,8 +48,10 @@ from ds_hydra.engine.checkpointing.files import (
     MANIFEST_NAME,
     do_together,
     lock_folder,
+    make_folder,
     put_in_place,
     restore_replaced,
+    try_folder,
     unlock,
 )
 from ds_hydra.engine.checks.deepspeed_section import check_buildable
@@ -155,6 +159,8 @@ class EngineMixin:
         """
         warn_of_versions()
         self._check_arguments()
+        if self.args.should_save:  # as transformers does next, without a word of the key
+            make_folder(Path(self.args.output_dir), "output_dir")
         if self.args.use_liger_kernel:  # transformers patches the model after this
             settings = self.args.liger_kernel_config
             self.args.liger_kernel_config = complete_settings(unwrap_adapters(self.model), settings)
@@ -337,6 +343,7 @@ class EngineMixin:
     ) -> tuple[nn.Module, DataLoader]:
         check_trains(self.model)
         unify_adapter_dtype(self.model, self._warn)
+        self._try_saving()
         try:
             with self._starting_engine():
                 model, train_dataloader = super()._prepare_for_training(
@@ -357,6 +364,46 @@ class EngineMixin:
         self._trained, self._since_log = Counters(), Counters()
         self._of_engine = (self.optimizer, self.lr_scheduler)
         return model, train_dataloader
+
+    def _try_saving(self) -> None:
+        """Find what would fail at the first checkpoint. Collective over all ranks."""
+        args, faults = self.args, self.hydra_config.faults
+        is_saved = args.save_strategy != SaveStrategy.NO
+        if is_saved:
+            try_folder(
+                Path(args.output_dir),
+                "output_dir",
+                args.device,
+                commits=args.should_save,
+                writes=not args.save_only_model,
+            )
+        is_own = is_overridden(self, "_save", "save_model")
+        refuses = (is_saved or faults.save_on_sigterm is not None) and not is_own
+        run_together(lambda: self._try_parts(refuses) if args.should_save else None, args.device)
+
+    def _try_parts(self, refuses: bool) -> None:
+        """Raise HydraConfigError, or else warn, where what a checkpoint holds beside tensors cannot
+        be saved.
+        """
+        model, tokenizer = self.model, self.processing_class
+        parts: dict[str, Callable[[str], Any]] = {
+            "TrainingArguments": lambda folder: torch.save(self.args, f"{folder}/args")
+        }
+        if isinstance(model, PreTrainedModel) and model.can_generate():
+            parts["model.generation_config"] = model.generation_config.save_pretrained
+        if tokenizer is not None:
+            parts["processing_class"] = tokenizer.save_pretrained
+        for name, save in parts.items():
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    save(folder)
+            except OSError:  # a full /tmp says nothing of what is saved
+                continue
+            except Exception as error:  # whatever these classes raise
+                problem = f"{name} cannot be saved, as it is with every checkpoint: {error}"
+                if refuses:
+                    raise HydraConfigError(problem) from error
+                self._warn(problem)
 
     def _load_engine(self, checkpoint: str) -> None:
         found, _ = self.engine.load_checkpoint(

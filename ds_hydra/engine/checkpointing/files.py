@@ -14,6 +14,11 @@ The id of a `.saving-` folder is drawn for every saving, so that files of two jo
 one. Meanwhile the committing rank holds a lock on `save_dir`: a second job is refused, and what
 lies there unlocked is a dead job's and removed. Some network file systems cannot lock a folder;
 there the second job may remove what the first one writes, whose saving then fails by name.
+
+[Note: Trial]
+A folder that nobody may write to, or whose mount cannot rename folders (object storage), would end
+a run at its first checkpoint. `try_folder` finds it before the first step, with the calls of a
+checkpoint and a name of its own: it takes no lock, so that jobs that share a folder do not meet.
 """
 
 from __future__ import annotations
@@ -21,12 +26,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import io
 import json
 import logging
 import os
 import pickle
+import secrets
 import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,13 +43,14 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch.utils._pytree import tree_map_only
 
-from ds_hydra.engine.ranks.agreement import run_together
-from ds_hydra.errors import CheckpointError
+from ds_hydra.engine.ranks.agreement import broadcast_text, run_together
+from ds_hydra.errors import CheckpointError, HydraConfigError
 from ds_hydra.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -59,6 +67,12 @@ _MAX_MANIFEST_BYTES = 1 << 26
 _SHARE = (
     'Save to a folder that all hosts share, or set "checkpoint": {"use_node_local_storage": true} in '
     "the DeepSpeed configuration"
+)
+
+_WRITABLE = "Name a folder on a disk with free space that all ranks may write to"
+_RENAMES = (
+    "Name a folder on a file system that renames folders, a local disk or a shared one, not a mount of object storage, "
+    "and copy whole checkpoints from there"
 )
 
 _SAFE_CLASSES = (
@@ -291,6 +305,58 @@ def put_in_place(written: Path, target: Path) -> None:
     _sync_folder(target.parent)
     if os.path.lexists(replaced):
         _forget(replaced, target)
+
+
+def try_folder(
+    folder: Path, key: str, device: torch.device, *, commits: bool, writes: bool = True
+) -> None:
+    """Raise HydraConfigError, on all ranks, where no checkpoint can be saved to `folder`, which
+    `key` names. Collective over all ranks; see [Note: Trial].
+
+    Ranks that `commits` make a folder and rename it, one on each file system; those that `writes`
+    write to it.
+    """
+    (name,) = broadcast_text([f".trial-{secrets.token_hex(4)}"], 0, device)
+    trial = folder / name
+    saving, file = trial / "saving", f"{dist.get_rank()}"
+    steps: tuple[tuple[bool, Callable[[], Any], str, str], ...] = (
+        (commits, lambda: make_folder(folder, key), "", ""),
+        (commits, lambda: saving.mkdir(parents=True), "make a folder in", _WRITABLE),
+        (commits or writes, lambda: _write_text(saving / file, " " * 4096), "write to", _WRITABLE),
+        (commits, lambda: put_in_place(saving, trial / "saved"), "rename a folder in", _RENAMES),
+        (commits, lambda: shutil.rmtree(trial), "remove a folder in", _WRITABLE),
+    )
+
+    def take(step: Callable[[], Any], goal: str, advice: str) -> None:
+        try:
+            step()
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and not commits:
+                advice = _SHARE
+            if isinstance(error, FileExistsError):
+                advice = "leave save_on_each_node out where nodes share the folder"
+            raise HydraConfigError(
+                f"{key} is {str(folder)!r}, and every checkpoint would fail there: cannot {goal} it ({error}). {advice}"
+            ) from error
+
+    try:
+        for takes_part, step, goal, advice in steps:
+            run_together(
+                functools.partial(take, step, goal, advice) if takes_part else lambda: None, device
+            )
+    finally:
+        if commits:
+            shutil.rmtree(trial, ignore_errors=True)
+
+
+def make_folder(folder: Path, key: str) -> None:
+    """Make `folder`, which `key` names, unless it is there; HydraConfigError where that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HydraConfigError(
+            f"{key} is {str(folder)!r}, which is no folder and cannot be made ({error}). {_WRITABLE}"
+        ) from error
 
 
 def _date_last(target: Path) -> None:

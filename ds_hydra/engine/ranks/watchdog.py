@@ -4,12 +4,13 @@ stop.
 [Note: Watchdog]
 A collective only says that a connection broke (gloo), or nothing at all (NCCL). So every rank keeps
 one TCP connection to rank 0, served by a thread. The kernel closes it the moment a process ends,
-however it ends; a host that is cut off falls silent. Rank 0 tells the others which rank it was, and
-each rank raises RankLostError out of its broken collective, or ends itself where it would wait for
-ever. Between the engine's calls (callbacks, collectives of TRL or the user) it ends itself only
-where it stands in a collective: what else it does there may be finished. Messages are fixed records
-and a short text; nothing in them is unpickled, and a connection has to begin with a random token
-that went through the process group.
+however it ends; a host that is cut off falls silent. So does a process that SIGSTOP holds, or in
+which one call holds Python's lock, and nobody can tell these two apart. Rank 0 tells the others
+which rank it was, and each rank raises RankLostError out of its broken collective, or ends itself
+where it would wait for ever. Between the engine's calls (callbacks, collectives of TRL or the user)
+it ends itself only where it stands in a collective: what else it does there may be finished.
+Messages are fixed records and a short text; nothing in them is unpickled, and a connection has to
+begin with a random token that went through the process group.
 
 It begins with a process' first engine, before anything else is exchanged, and ends with the last
 one's `destroy`, in which each rank waits until all have come to theirs. A rank that is lost before
@@ -300,7 +301,9 @@ class Watchdog:
                     place = self._places[peer.rank] or "host"
                     self._drop(
                         peer,
-                        f"is silent for {self._silence_s:.0f} s ({place} cut off, or process stopped)",
+                        f"is silent for {self._silence_s:.0f} s ({place} cut off, process stopped, or in a call that "
+                        "holds Python's lock, such as a long regular expression or a C extension: set "
+                        "hydra.faults.silence_s above its seconds)",
                     )
                 elif now - peer.last_told > self._silence_s / 4:
                     peer.last_told = now

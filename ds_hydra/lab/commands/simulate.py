@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import re
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,8 +20,8 @@ import typer
 from ds_hydra.commands.common import (
     HARDWARE,
     MAX_BATCHES,
-    MODEL_HELP,
     AsJson,
+    Show,
     check_folder,
     errors_to_stderr,
     log,
@@ -31,6 +32,7 @@ from ds_hydra.commands.common import (
     write_documents,
     writing,
 )
+from ds_hydra.commands.models import ModelOption, ask_engine, estimate_profile
 from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS, MAX_TOKENS_PER_ITERATION
 from ds_hydra.configs.hydra_config import MAX_SEED
 from ds_hydra.errors import HydraConfigError
@@ -40,9 +42,7 @@ if TYPE_CHECKING:
     from ds_hydra.lab.simulator.results import Comparison
     from ds_hydra.lab.simulator.sweep import Axes
     from ds_hydra.lab.simulator.systems import Settings
-    from ds_hydra.strategy.cost_models.costs import CanRun
     from ds_hydra.strategy.profiles.profile import Profile
-    from ds_hydra.strategy.schemes.scheme import Scheme
 
 DEFAULT_CONTEXT, DEFAULT_HISTOGRAM = 32768, "commoncrawl"
 """Context and histogram of `--model` where none are given."""
@@ -62,12 +62,7 @@ def simulate(
     profile: Annotated[
         str | None, typer.Option(help="A ds_hydra.profile/1 file, or the name of a shipped one.")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Instead of --profile: {MODEL_HELP} --hardware says on what. Times are then those of a roofline."
-        ),
-    ] = None,
+    model: ModelOption = None,
     histogram: Annotated[
         str | None,
         typer.Option(
@@ -222,7 +217,7 @@ def simulate(
                 profile, histogram, devices, context, tokens, strategies, estimated
             )
             if model is not None:
-                workload = replace(workload, can_run=_ask_engine(model))
+                workload = replace(workload, can_run=ask_engine(model))
         log_size(workload.profile)
         if axes is not None:
             _refuse(
@@ -386,8 +381,6 @@ def _estimate(
     """Histogram, devices and context, with defaults, and the profile of `model` by a roofline; says
     what it assumes.
     """
-    from ds_hydra.lab.simulator.cases import estimate_from_config
-    from ds_hydra.model_config import read_config
     from ds_hydra.strategy.cost_models.analytic import Hardware
 
     _refuse(hardware is None, "--model needs --hardware, e.g. h100")
@@ -405,52 +398,10 @@ def _estimate(
         assumed.append(f"lengths: those of {DEFAULT_HISTOGRAM}, as --histogram is not given")
     most = max(_numbers("--devices", devices, MAX_DEVICES))
     longest = max(_numbers("--context", context, MAX_LENGTH_TOKENS))
-    config, notes = read_config(model)
-    profile, more = estimate_from_config(
-        model, hardware, most, longest, expert_skew, config, float8=float8
-    )
-    for sentence in (*notes, *more, *assumed):
+    profile = estimate_profile(model, hardware, most, longest, expert_skew, float8=float8)
+    for sentence in assumed:
         log(f"assumed: {sentence}")
     return histogram, devices, context, profile
-
-
-def _ask_engine(model: str) -> CanRun:
-    """Find the schemes that the engine runs `model` under; says what it refuses."""
-    from ds_hydra.errors import HydraError
-    from ds_hydra.strategy.cost_models.costs import runs_all
-    from ds_hydra.strategy.schemes.scheme import Scheme
-
-    _stage_model.cache_clear()
-    try:
-        from ds_hydra.engine.candidates import find_unsupported
-
-        kinds = map(Scheme.parse, ("<2,1>", "<1,2>", "<sp2,1>", "<cp2,1>", "<1,1;gather>"))
-        refused = list(find_unsupported(_stage_model(model), kinds))
-    except ImportError:
-        log(
-            "assumed: the model runs under every scheme, as the engine cannot be asked without torch"
-        )
-        return runs_all
-    except HydraError as error:
-        log(f"assumed: the model runs under every scheme, though the engine refuses it: {error}")
-        return runs_all
-    for reason in refused:
-        log(f"left out of what ds_hydra runs: {reason}")
-    return functools.partial(_model_can_run, model)
-
-
-def _model_can_run(model: str, scheme: Scheme) -> bool:
-    from ds_hydra.engine.model.scheme_support import can_run
-
-    return can_run(_stage_model(model), scheme)
-
-
-@functools.lru_cache(maxsize=1)
-def _stage_model(model: str) -> Any:
-    """Made before processes fork."""
-    from ds_hydra.engine.model.meta_model import load_stage_model
-
-    return load_stage_model(model)
 
 
 def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:
@@ -471,26 +422,38 @@ def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:
     return numbers
 
 
-_INSIDE = multiprocessing.get_context("fork").Array("i", 2)
-"""Done and total of what the longest step does, told by the process that does it."""
+_INSIDE = multiprocessing.get_context("fork").Array("i", 3)
+"""Done and total of the choice of candidates, the longest step, and steps that have ended, told by
+the processes that do them.
+"""
 
 
 def _tell(done: int, total: int) -> None:
-    _INSIDE[:] = [done, total]
+    _INSIDE[:2] = [done, total]
 
 
-def _describe_inside() -> str:
-    done, total = _INSIDE[:]
+def _describe_inside(num_steps: int, show: Show) -> str:
+    done, total, num_ended = _INSIDE[:]
+    show(num_ended, num_steps)
     if done < total or not total:
-        return f"choosing candidates, {done} of {total or '?'}"
-    return "candidates are chosen, mini-batches are planned"
+        found = f", {done} of {total} rounds" if total else ""
+        return f"{num_ended} of {num_steps} steps, candidates of ds_hydra are chosen{found}"
+    return f"{num_ended} of {num_steps} steps, mini-batches are planned"
+
+
+def _count(run: Callable[..., Any], *arguments: Any) -> Any:
+    found = run(*arguments)
+    with _INSIDE.get_lock():
+        _INSIDE[2] += 1
+    return found
 
 
 def _compare(
     workload: Workload, settings: Settings, hardware: str | None, spread: bool
 ) -> Comparison:
     from ds_hydra.lab.simulator.compare import compare
-    from ds_hydra.lab.simulator.sweep import with_spread
+    from ds_hydra.lab.simulator.sweep import NUM_VARIANTS, with_spread
+    from ds_hydra.lab.simulator.systems import LABELS
     from ds_hydra.strategy.cost_models.cluster import find_cluster
 
     workload = workload.linked_by(find_cluster(workload.profile, workload.num_devices, hardware))
@@ -499,22 +462,19 @@ def _compare(
             "the profile's hardware has no description: communication counts nothing; see --hardware"
         )
     fork, processes = multiprocessing.get_context("fork"), len(os.sched_getaffinity(0))
-    _INSIDE[:] = [0, 0]  # before processes fork
+    _INSIDE[:] = [0, 0, 0]  # before processes fork
+    num_steps = 1 + len(settings.systems) + NUM_VARIANTS * spread
     with (
         ProcessPoolExecutor(processes, mp_context=fork) as pool,
-        progress_bar("simulating", "step", inside=_describe_inside) as show,
+        progress_bar("simulating", "step", inside=partial(_describe_inside, num_steps)),
     ):
-        run_each = pool.map if processes > 1 else map
-        steps = iter(range(len(settings.systems) + 2))
 
-        def begin(_system: str) -> None:
-            show(next(steps), 1 + len(settings.systems) + int(spread))
+        def run_each(run: Callable[..., Any], *arguments: Iterable[Any]) -> Iterable[Any]:
+            return (pool.map if processes > 1 else map)(partial(_count, run), *arguments)
 
-        found = compare(workload, settings, progress=begin, run_each=run_each, inside=_tell)
-        optional = ("paper", "no_tp")
-        left_out = [n for n in settings.systems if n not in optional and found.get(n) is None]
-        if left_out:
-            log(f"left out, because nothing that they run fits the context: {', '.join(left_out)}")
+        found = compare(workload, settings, run_each=run_each, inside=_tell)
+        for name, why in found.left_out.items():
+            log(f"left out: {LABELS[name]} {why}")
         return with_spread(found, run_each) if spread else found
 
 

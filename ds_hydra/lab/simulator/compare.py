@@ -23,6 +23,7 @@ from ds_hydra.lab.simulator.systems import (
     SYSTEMS,
     Settings,
     dynamic,
+    why_left_out,
 )
 from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.sample_bench import (
@@ -43,6 +44,9 @@ from ds_hydra.strategy.proposal.space import (
     unpruned_schemes,
 )
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of
+
+_OPTIONAL = (PAPER, NO_TP)
+"""Systems that a workload may lack for another reason than memory."""
 
 
 def compare(
@@ -93,12 +97,15 @@ def compare(
     planned = {n: found[n] for n in OUR_SYSTEMS if found.get(n) is not None}
     found |= {name: each.result for name, each in planned.items()}
     results = [found.get(name) for name in settings.systems]
+    missing = [n for n, own in zip(settings.systems, results) if own is None and n not in _OPTIONAL]
+    left_out = {n: why_left_out(n, own if n == PLAIN else scenario) for n in missing}
     return Comparison(
         workload=workload,
         settings=settings,
         num_tokens=np.array([batch.num_tokens for batch in scenario.batches], dtype=np.float64),
         results=(planned[DS_HYDRA].result, *(result for result in results if result is not None)),
         planned=planned,
+        left_out=left_out,
     )
 
 

@@ -138,6 +138,8 @@ class Comparison:
     num_tokens: FloatArray
     results: tuple[SystemResult, ...]
     planned: Mapping[str, Planned]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Systems that run nothing of the workload, and why."""
     spreads: Mapping[str, Spread] = field(default_factory=dict)
 
     @property

@@ -9,9 +9,10 @@ Times may scatter (`Noise`): of single micro-batches, and of ranks for a whole i
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -301,10 +302,54 @@ def recomputing(scenario: Scenario) -> tuple[Scenario, tuple[Scheme, ...]]:
     """Every <TP,PP> with `PARTIAL` layers computed again, if the profile says what these keep, and
     a scenario that knows their T.
     """
+    return priced(scenario, _recomputed(scenario, usable_schemes(scenario)))
+
+
+def _recomputed(scenario: Scenario, schemes: Iterable[Scheme]) -> Iterator[Scheme]:
     memory = scenario.profile.memory
     shares = PARTIAL if memory.input_bytes else (0.0,)
     counts = [math.ceil(memory.num_layers * share) for share in shares]
-    return priced(scenario, (replace(s, ckpt=n) for s in usable_schemes(scenario) for n in counts))
+    return (replace(scheme, ckpt=n) for scheme in schemes for n in counts)
+
+
+class Need(NamedTuple):
+    """Bytes that a rank needs for a sequence of the context, and under which scheme."""
+
+    num_bytes: float
+    scheme: str
+
+
+def needs_of_pipelines(scenario: Scenario) -> Iterator[Need]:
+    """Those of every <TP,PP>, layers recomputed, with as many ranks as there are for a share of the
+    experts and for CP.
+    """
+    experts = scenario.cluster.shape.experts if scenario.cluster else None
+    for plain in _recomputed(scenario, _plain_schemes(scenario)):
+        cp = 1 << (scenario.num_devices // plain.num_devices).bit_length() - 1
+        ep = math.gcd(cp, experts.num) if experts else 1
+        scheme, cp = replace(plain, sp=ep, ep=ep), cp // ep
+        suffix = f" CP{cp}" if cp > 1 else ""
+        yield from need_of(scenario, scheme, math.ceil(scenario.context_length / cp), suffix)
+
+
+def needs_of_statics(scenario: Scenario) -> Iterator[Need]:
+    """Those of every <TP,PP> as it is."""
+    for scheme in _plain_schemes(scenario):
+        yield from need_of(scenario, scheme, scenario.context_length)
+
+
+def _plain_schemes(scenario: Scenario) -> Iterator[Scheme]:
+    """Also those that have no room."""
+    known = (s for s in scenario.profile.latency if s.is_plain and scenario.can_run(s))
+    return (scheme for scheme in known if scheme.num_devices <= scenario.num_devices)
+
+
+def need_of(scenario: Scenario, scheme: Scheme, tokens: int, suffix: str = "") -> Iterator[Need]:
+    """That of a micro-batch of so many tokens; none where the profile does not say."""
+    memory = scenario.profile.memory
+    if memory.knows(scheme):
+        num_bytes = memory.rank_bytes(scheme, scenario.num_devices, tokens)
+        yield Need(num_bytes, f"{scheme}{suffix}")
 
 
 def priced(scenario: Scenario, schemes: Iterable[Scheme]) -> tuple[Scenario, tuple[Scheme, ...]]:

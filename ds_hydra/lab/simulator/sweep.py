@@ -90,6 +90,8 @@ OFF = 0.2
 """Share by which T, interconnects and attention are each off."""
 SEEN = 0.69
 """Share of pull and push that the paper still sees with overlap: 1.18 s of 1.71 s (Table 1)."""
+NUM_VARIANTS = 8
+"""Times that all systems run again, of known interconnects."""
 NUM_BATCHES, MAX_TOKENS = 4, 3_200_000
 """Mini-batches of each variant, and their tokens; one mini-batch at least."""
 

@@ -8,7 +8,7 @@ is compared on. ds_hydra chooses its candidates on other ones.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -25,18 +25,26 @@ from ds_hydra.lab.simulator.scenario import (
     NO_WORK,
     NUM_FINALISTS,
     NUM_TRIAL_BATCHES,
+    Need,
     Noise,
     Scenario,
     SystemResult,
     best_of,
+    needs_of_pipelines,
+    needs_of_statics,
     outcome_of,
     priced,
     recomputing,
     summarize,
 )
-from ds_hydra.lab.simulator.ulysses import balanced_ulysses, deepspeed_ulysses, packed_zero3
+from ds_hydra.lab.simulator.ulysses import (
+    balanced_ulysses,
+    deepspeed_ulysses,
+    needs_of_shares,
+    packed_zero3,
+)
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.strategy.schemes.scheme import Strategy
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 HOTSPA_BOUNDARIES_TOKENS = (4096, 16384)
 """Tokens at which HotSPa may change its strategy (Hydraulis, App. F)."""
@@ -76,7 +84,8 @@ def fixed_length(
 
 
 def megatron_choices(scenario: Scenario) -> tuple[Scenario, tuple[Strategy, ...]]:
-    """Homogeneous strategies of `recomputing` that fit the context.
+    """Homogeneous strategies of `recomputing` that fit the context; where none does, with CP by
+    gathered keys and values, as Megatron-Core has it, too.
 
     N neighbours may share the experts of a mixture, and cut its micro-batches (`<spN,TP,PP;ep=N>`,
     because Megatron's experts belong to ranks that have micro-batches of their own, which have no
@@ -88,8 +97,16 @@ def megatron_choices(scenario: Scenario) -> tuple[Scenario, tuple[Strategy, ...]
         sizes = [2**k for k in range(scenario.num_devices.bit_length()) if not experts.num % 2**k]
         shared = (replace(scheme, sp=n, ep=n) for scheme in schemes for n in sizes)
         scenario, schemes = priced(scenario, shared)
-    fitting = (s for s in schemes if scenario.max_len_tokens(s) >= scenario.context_length)
+    if not (fitting := _fitting(scenario, schemes)):
+        degrees = [2**k for k in range(1, scenario.num_devices.bit_length())]
+        cut = (replace(scheme, cp=n) for scheme in schemes for n in degrees)
+        scenario, schemes = priced(scenario, cut)
+        fitting = _fitting(scenario, schemes)
     return scenario, tuple(Strategy.alike(s, scenario.num_devices) for s in fitting)
+
+
+def _fitting(scenario: Scenario, schemes: Iterable[Scheme]) -> list[Scheme]:
+    return [s for s in schemes if scenario.max_len_tokens(s) >= scenario.context_length]
 
 
 def hotspa(scenario: Scenario, *, name: str) -> SystemResult | None:
@@ -215,36 +232,60 @@ def _on_zero3(
 
 class System(NamedTuple):
     """`label`: what users see. `run` is given a scenario and the name of the result, which is None
-    where nothing fits.
+    where nothing fits. `needs`: bytes of a rank under each of its choices.
     """
 
     label: str
     run: Callable[..., SystemResult | None]
+    needs: Callable[[Scenario], Iterable[Need]] = needs_of_pipelines
 
 
 SYSTEMS = {
     "megatron": System("Megatron-LM, tuned", fixed_length),
-    "zero3": System("ZeRO-3 / FSDP, packed", partial(_on_zero3, packed_zero3)),
-    "deepspeed": System("DeepSpeed ZeRO-3 + Ulysses", partial(_on_zero3, deepspeed_ulysses)),
+    "zero3": System(
+        "ZeRO-3 / FSDP, packed",
+        partial(_on_zero3, packed_zero3),
+        partial(needs_of_shares, shares_sequences=False),
+    ),
+    "deepspeed": System(
+        "DeepSpeed ZeRO-3 + Ulysses", partial(_on_zero3, deepspeed_ulysses), needs_of_shares
+    ),
     "deepspeed_balanced": System(
-        "DeepSpeed + Ulysses, by time", partial(_on_zero3, balanced_ulysses)
+        "DeepSpeed + Ulysses, by time", partial(_on_zero3, balanced_ulysses), needs_of_shares
     ),
     "deepspeed_degrees": System(
-        "DeepSpeed + Ulysses, degree too", partial(_on_zero3, balanced_ulysses, chooses_degree=True)
+        "DeepSpeed + Ulysses, degree too",
+        partial(_on_zero3, balanced_ulysses, chooses_degree=True),
+        needs_of_shares,
     ),
-    "flexsp": System("FlexSP", partial(_on_zero3, flexsp)),
+    "flexsp": System("FlexSP", partial(_on_zero3, flexsp), needs_of_shares),
     "flexsp_hidden": System(
-        "FlexSP, exchanges hidden as ours", partial(_on_zero3, flexsp, hides_exchanges=True)
+        "FlexSP, exchanges hidden as ours",
+        partial(_on_zero3, flexsp, hides_exchanges=True),
+        needs_of_shares,
     ),
-    "fcp": System("FCP", partial(_on_zero3, fcp)),
+    "fcp": System("FCP", partial(_on_zero3, fcp), partial(needs_of_shares, exchanges=False)),
     "dynamic_cp": System("Megatron-Core, dynamic CP", dynamic_cp),
     "hotspa": System("HotSPa", hotspa),
-    "two_stage": System("homogeneous, two-stage", two_stage),
+    "two_stage": System("homogeneous, two-stage", two_stage, needs_of_statics),
 }
 """All that ds_hydra is compared with, in the order they are shown."""
 
 LABELS = {**OUR_SYSTEMS, **{name: system.label for name, system in SYSTEMS.items()}}
 """Systems in the order they are shown, with their labels for users."""
+
+
+def why_left_out(name: str, scenario: Scenario) -> str:
+    """Why the system `name` runs nothing of `scenario`, in a clause."""
+    needs = SYSTEMS[name].needs if name in SYSTEMS else needs_of_statics
+    there = scenario.profile.memory.usable_bytes
+    least = min(needs(scenario), default=None)
+    if least is None or least.num_bytes <= there:
+        return "has no time in the profile of what would fit the context"
+    return (
+        f"needs {least.num_bytes / 2**30:,.1f} GiB on a device ({least.scheme}), {there / 2**30:,.1f} "
+        "GiB are there"
+    )
 
 
 TOKENS_PER_POINT = 20_000_000

@@ -26,6 +26,7 @@ import numpy as np
 from ds_hydra.lab.simulator.fixed_length import MicroBatches, pack_evenly, pack_fixed_length
 from ds_hydra.lab.simulator.scenario import (
     PARTIAL,
+    Need,
     Outcome,
     Scenario,
     SystemResult,
@@ -129,15 +130,44 @@ def sharded_groups(
             )
 
 
+def needs_of_shares(
+    scenario: Scenario, *, exchanges: bool = True, shares_sequences: bool = True
+) -> Iterator[Need]:
+    """Bytes that a rank needs for its share of a sequence of the context, in the largest group, or
+    alone unless the system `shares_sequences`.
+    """
+    number, size = scenario.num_devices, 1
+    if shares_sequences and exchanges:
+        heads = scenario.profile.document["model"].get("num_attention_heads", number)
+        size = max(
+            n for n in (2**k for k in range(number.bit_length())) if n <= heads and not number % n
+        )
+    elif shares_sequences:
+        size = number
+    if 1 in scenario.profile.memory.activation_bytes:
+        for checkpointed in PARTIAL:
+            fixed, each = _rank_bytes(scenario, checkpointed, exchanges=exchanges and size > 1)
+            recomputed = f", {checkpointed:.0%} of the layers recomputed" if checkpointed else ""
+            tokens = -(-scenario.context_length // size)
+            yield Need(fixed + each * tokens, f"SP{size}{recomputed}")
+
+
 def rank_tokens(scenario: Scenario, checkpointed: float, *, exchanges: bool) -> int:
-    """Tokens of a micro-batch for each of its ranks: fully sharded states, two gathered layers, the
-    16-bit gradients of one and the embedding beside them; with Ulysses' `exchanges` attention's
+    """Tokens of a micro-batch for each of its ranks, see `_rank_bytes`."""
+    memory = scenario.profile.memory
+    if 1 not in memory.activation_bytes:
+        return 0
+    fixed, each = _rank_bytes(scenario, checkpointed, exchanges=exchanges)
+    return int((memory.usable_bytes - fixed) // each)
+
+
+def _rank_bytes(scenario: Scenario, checkpointed: float, *, exchanges: bool) -> tuple[float, float]:
+    """Bytes of a rank without tokens, and of each token: fully sharded states, two gathered layers,
+    the 16-bit gradients of one and the embedding beside them; with Ulysses' `exchanges` attention's
     output on both sides of one.
     """
     memory = scenario.profile.memory
     hidden = memory.hidden_size
-    if 1 not in memory.activation_bytes:
-        return 0
     # 16-bit parameters, 2 of 16 bytes of all states
     layer_bytes = memory.state_bytes / 8 * hidden**2
     states = (
@@ -147,13 +177,12 @@ def rank_tokens(scenario: Scenario, checkpointed: float, *, exchanges: bool) -> 
     if scenario.hpz:  # a share of each rank of a node in what comes from other nodes
         params = memory.num_layers * layer_bytes / 2 + 2 * hidden * memory.vocab_size
         gathered += memory.on_node_bytes(params, scenario.num_devices)
-    budget = memory.memory_bytes - memory.safety_margin_bytes - memory.reserved_bytes
     layers, again = memory.num_layers, math.ceil(memory.num_layers * checkpointed)
     # One of those that are computed again is whole in backward
     whole = layers - again + (1 if again else 0)
     kept = whole * memory.activation_bytes[1] + again * LAYER_INPUT_BYTES
     kept *= SP_ACTIVATIONS if exchanges else 1.0
-    return int((budget - states - gathered) // (hidden * kept))
+    return states + gathered, hidden * kept
 
 
 def sharded_ms(scenario: Scenario, computed_ms: FloatArray) -> float:
