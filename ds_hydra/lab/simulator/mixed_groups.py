@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 
@@ -63,27 +63,12 @@ class ContextParallel:
         """Tokens of one micro-batch."""
         return self.cp * self.scenario.max_len_tokens(self.scheme)
 
-    @cached_property
-    def strategy(self) -> Strategy:
-        """The strategy with as many pipelines as fit; CP ranks hold the same slices."""
-        return Strategy.alike(self._wide, self.scenario.num_devices)
-
-    @property
-    def _wide(self) -> Scheme:
-        return replace(self.scheme, cp=self.cp)
-
-    def __str__(self) -> str:
-        number = len(self.strategy.schemes)
-        return f"{number}x{self.scheme}" + (f" CP{self.cp}" if self.cp > 1 else "")
-
     def sequences_ms(self, lengths: IntArray) -> FloatArray:
         """Milliseconds that each sequence adds to the time of its micro-batch in one stage."""
         tokens = lengths.astype(np.float64)
         attention = self.latency.quadratic_ms * tokens**2 / self.cp
-        cluster = self.scenario.cluster
-        ring = (
-            0.0 if cluster is None else key_values_ms(cluster.shape, cluster.hardware, self._wide)
-        )
+        cluster, wide = self.scenario.cluster, replace(self.scheme, cp=self.cp)
+        ring = key_values_ms(cluster.shape, cluster.hardware, wide) if cluster else 0.0
         attention = np.maximum(attention, ring * tokens)
         return attention + self.latency.linear_ms * tokens / self.cp
 
