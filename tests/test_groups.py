@@ -314,3 +314,20 @@ def test_a_group_is_first_used_as_it_will_be():
     messages, exchange = "batch_isend_irecv", "all_to_all_single"
     wanted = [exchange, messages, messages, exchange, exchange, "all_reduce"]
     assert run_distributed(first_uses, 2) == [wanted] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "is_named"),
+    [
+        ("NCCL error: Failed to bind NVLink SHARP (NVLS) Multicast memory", True),
+        ("NCCL error: unhandled system error, remote process exited", False),
+    ],
+)
+def test_a_multicast_object_that_nccl_cannot_have_is_named(made, monkeypatch, text, is_named):
+    def refuse(*_, **__):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(dist, "new_group", refuse)
+    wanted = "one of 1 communicators.*NCCL_NVLS_ENABLE=0" if is_named else "remote process"
+    with pytest.raises(RuntimeError if not is_named else HydraConfigError, match=wanted):
+        GroupPool(9, torch.device("cpu")).create([("pull", range(2))])

@@ -12,11 +12,12 @@ by one: that is what a GPU has run.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -158,6 +159,26 @@ def _communicator_options(purpose: str, timeout: datetime.timedelta, device: tor
     return options
 
 
+_MULTICAST = ("nvls", "nvlink sharp", "multicast")
+
+
+@contextlib.contextmanager
+def _naming_multicast(num_groups: int) -> Iterator[None]:
+    """Say how to go on where NCCL cannot have a multicast object for a communicator: from 2.29.7 on
+    it ends the start there, and a switch of NVLink has 128.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(word in str(error).lower() for word in _MULTICAST):
+            raise
+        raise HydraConfigError(
+            f"NCCL found no NVLink multicast object (NVLS) for one of {num_groups} communicators, each of which "
+            "takes one of a node: set NCCL_NVLS_ENABLE=0 in the environment of all ranks, or lower "
+            f"hydra.max_process_groups: {error!s:.300}"
+        ) from error
+
+
 _MESSAGE_TO = {"pp_down": 1, "pp_up": -1}
 """How many ranks of its group further a stage sends to."""
 
@@ -236,15 +257,16 @@ class GroupPool:
         for own in disjoint_rounds(keys) if is_split else [[key] for key in keys]:
             options = _communicator_options(own[0][0], timeout, self._device)
             each = [list(ranks) for _, ranks in own]
-            if is_split:
-                group = dist.split_group(split_ranks=each, timeout=timeout, pg_options=options)
-            else:
-                group = dist.new_group(each[0], timeout=timeout, pg_options=options)
-            for key in own:
-                # Ranks outside a group have nothing to communicate with.
-                self._groups[key] = group if rank in key[1] else None
-            if any(rank in ranks for ranks in each):
-                _use_first(own[0][0], group, self._device)
+            with _naming_multicast(total):
+                if is_split:
+                    group = dist.split_group(split_ranks=each, timeout=timeout, pg_options=options)
+                else:
+                    group = dist.new_group(each[0], timeout=timeout, pg_options=options)
+                for key in own:
+                    # Ranks outside a group have nothing to communicate with.
+                    self._groups[key] = group if rank in key[1] else None
+                if any(rank in ranks for ranks in each):
+                    _use_first(own[0][0], group, self._device)
         if len(keys) > _FEW_GROUPS and rank == 0:
             seconds = time.perf_counter() - begin
             logger.info("%d process groups were made in %.1f s", len(keys), seconds)
