@@ -3,14 +3,13 @@
 Command: python -m benchmarks.noise --cases paper/commoncrawl-7b-8gpu-f3 --iterations 20
 
 Times of single micro-batches scatter by 0, 5 and 10%, or those of ranks by 5%. All systems choose
-without knowing what is drawn. ds_hydra once plans as without noise, once for the noise there is.
+without knowing what is drawn.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 
 from ds_hydra.lab.simulator.cases import load_case
 from ds_hydra.lab.simulator.compare import compare
@@ -30,38 +29,20 @@ NOISES = {
 
 
 def rows(case: str, iterations: int, names: Collection[str]) -> Iterator[str]:
-    """Lines of a Markdown table for those of NOISES with these `names`: ms of ds_hydra, planned
-    without and for the noise, and how many times as long each rival takes as the first and as the
-    second.
+    """Lines of a Markdown table for those of NOISES with these `names`: ms of ds_hydra, and how
+    many times as long each rival takes.
     """
     workload = load_case(case).workload
     workload = workload.linked_by(find_cluster(workload.profile, workload.num_devices))
     known: Comparison | None = None
     for text in names:
-        noise = NOISES[text]
-        settings = Settings(iterations=iterations, systems=RIVALS, noise=noise)
+        settings = Settings(iterations=iterations, systems=RIVALS, noise=NOISES[text])
         found = compare(workload, settings, known)
         known = known or found
-        unaware = found
-        if noise is not None:
-            unplanned = replace(noise, is_planned_for=False)
-            alone = replace(settings, systems=(), noise=unplanned)
-            unaware = compare(workload, alone, known)
-        times = [each.get(DS_HYDRA) for each in (unaware, found)]
-        own = [f"{result.iteration_ms.mean():,.0f}" for result in times if result]
-        cells = [_over(unaware, found, name) for name in RIVALS]
-        yield f"| {case} | {text} | {' | '.join((*own, *cells))} |"
-
-
-def _over(unaware: Comparison, found: Comparison, name: str) -> str:
-    """How many times as long system `name` takes as ds_hydra: planned without the noise, and for
-    it.
-    """
-    rival, *own = found.get(name), unaware.get(DS_HYDRA), found.get(DS_HYDRA)
-    if rival is None:
-        return "cannot run"
-    time_ms = rival.iteration_ms.mean()
-    return ", ".join(f"{time_ms / result.iteration_ms.mean():.3f}" for result in own if result)
+        times_ms = {result.name: result.iteration_ms.mean() for result in found.results}
+        own_ms = times_ms[DS_HYDRA]
+        over = [f"{times_ms[n] / own_ms:.3f}" if n in times_ms else "cannot run" for n in RIVALS]
+        yield f"| {case} | {text} | {own_ms:,.0f} | {' | '.join(over)} |"
 
 
 def main() -> None:
@@ -71,7 +52,7 @@ def main() -> None:
     parser.add_argument("--noises", nargs="+", choices=[*NOISES], default=[*NOISES])
     arguments = parser.parse_args()
     warm_up()
-    heads = ("case", "noise", "ds_hydra, planned without", "planned for it", *RIVALS)
+    heads = ("case", "noise", "ds_hydra", *RIVALS)
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for case in arguments.cases:
         for row in rows(case, arguments.iterations, arguments.noises):

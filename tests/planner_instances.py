@@ -81,7 +81,6 @@ def random_problem(seed: int) -> Problem:
             for s in strategies
         },
         slow_ranks=rng.choice([{}, {0: 1.2}]),
-        micro_batch_spread=rng.choice([0.0, 0.1]),
     )
     return Problem(
         lengths=_lengths(rng, max(held[s] for own in strategies for s in own.schemes)),

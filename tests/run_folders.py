@@ -132,7 +132,6 @@ def learn_from(folder: Path) -> None:
         number = line["iteration"]
         line["trial_ms"] = 30.0 if number % 5 == 4 else 0.0
         line["trials_share"] = 0.004
-        line["micro_batch_spread"] = 0.062 if number else 0.0
         line["learned"] = {"machine": 1 + 0.01 * number, "scheme <2,1>": 0.9} if number else {}
         for pipeline in line["pipelines"]:
             pipeline["profiled_ms"] = pipeline["predicted_ms"] * (

@@ -45,36 +45,6 @@ def plan(lengths, strategies=GATHERED, settings=SETTINGS, profile=PROFILE, num_d
     )
 
 
-@pytest.mark.parametrize(
-    ("spread", "wanted"), [(0.0, "4x<1,1;gather>"), (0.25, "1x<sp4,1;gather>")]
-)
-def test_a_step_of_many_groups_waits_for_the_slowest(spread, wanted):
-    """Four sequences of 25 take 25 ms side by side, 30 ms on all ranks; where times scatter by a
-    quarter, the slowest of four takes 25 (1 + 0.25 x 1.03) ms.
-    """
-    corrections = Corrections(micro_batch_spread=spread)
-    batch = MiniBatch(make_batch([25] * 4), PROFILE, 4, SETTINGS, corrections)
-    found, time_ms = plan_with_time(batch, GATHERED)
-    assert str(found.strategy) == wanted
-    assert time_ms == pytest.approx(30 if spread else 25)
-    alone = plan_with_time(batch, GATHERED[:1])[1]
-    assert alone == pytest.approx(25 * (1 + 1.0294 * spread), rel=1e-3)
-
-
-def test_phases_are_put_together_for_times_that_scatter():
-    """Short sequences run on wider groups than without, and an iteration is what it was without."""
-    found = []
-    for spread in (0.0, 0.3):
-        corrections = Corrections(micro_batch_spread=spread)
-        batch = MiniBatch(make_batch(LONG_AND_SHORT), PROFILE, 4, SETTINGS, corrections)
-        found.append(plan_with_time(batch, GATHERED)[0])
-    quiet, loud = (max(len(phase.pipelines) for phase in plan.in_turn) for plan in found)
-    assert loud < quiet
-    assert found[0] == plan(LONG_AND_SHORT)[0]
-    document = Corrections(micro_batch_spread=0.3).to_json()
-    assert Corrections.from_json(document).micro_batch_spread == 0.3
-
-
 def test_a_long_sequence_on_all_ranks_then_short_ones_on_one_each():
     """By hand: 100 tokens on four ranks take 30 ms, a step of 25 tokens on each rank 25 ms.
     One strategy alone takes 150: the widest, which is the only one that holds 100 tokens.

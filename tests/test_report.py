@@ -686,7 +686,6 @@ def test_what_was_learned_is_drawn_where_something_was(tmp_path):
     assert "machine: 1.13" in html
     assert "2 of 14 iterations were trials, expected to cost 0.1 s more" in html
     assert "trials have cost 0.4% of the run" in html
-    assert "Times of single micro-batches scatter by 6.2%." in html
     assert "by the profile alone, not corrected" in html
     assert "error of the profile alone" in html
     # Twice as long as a profile says that has <4,1> half of what the planner knew

@@ -33,7 +33,7 @@ def test_spans_of_a_cpu_rank():
     assert (kind, micro_batch, step[:2]) == (EventKind.FORWARD, 3, (EventKind.STEP, -1))
     assert start >= 0
     assert start + 4 <= end <= step[2] <= step[3]
-    assert recorder.computed_ms() == {(0, 3): pytest.approx(end - start)}
+    assert recorder.busy_ms() == pytest.approx(end - start)
 
 
 def test_a_block_that_raises_is_not_recorded():
@@ -41,6 +41,24 @@ def test_a_block_that_raises_is_not_recorded():
     with pytest.raises(ValueError, match="lost"), recorder.span(EventKind.FORWARD, 0):
         raise ValueError("lost")
     assert recorder.read() == []
+
+
+def test_what_a_pass_waited_for_is_not_computation():
+    recorder = Recorder()
+    zero = recorder._zero
+    for phase, kind, index, start, end in (
+        (0, EventKind.FORWARD, 0, 0.0, 0.010),
+        (0, EventKind.BACKWARD, 0, 0.010, 0.030),
+        (1, EventKind.FORWARD, 0, 0.040, 0.050),
+    ):
+        recorder.add(kind, zero + start, zero + end, phase, index)
+    recorder.add(EventKind.PULL, zero, zero + 0.045, 0)
+    for start, end in ((0.001, 0.004), (0.010, 0.011), (0.028, 0.029), (0.030, 0.040)):
+        recorder.add_wait(zero + start, zero + end)
+    # Waits before a pass, as for the first layer of a home, are none of its time either way.
+    assert recorder.busy_ms() == pytest.approx(35.0)
+    recorder.begin()
+    assert recorder.busy_ms() == 0
 
 
 class FakeDevice:
@@ -82,7 +100,7 @@ def test_an_accelerator_is_asked_by_events_and_never_waited_for(monkeypatch):
     with recorder.span(EventKind.BACKWARD, 0):
         pass
     assert recorder.read() == [(EventKind.FORWARD, 0, 10, 20), (EventKind.BACKWARD, 0, 30, 40)]
-    assert recorder.computed_ms() == {(0, 0): 20}
+    assert recorder.busy_ms() == 20
 
 
 def test_the_distance_between_traces_doubles():

@@ -201,17 +201,15 @@ class EngineCandidates:
         """`track()`; None while strategies are forced, and their plans valued by FLOP counts."""
         return None if self.profile is None else self.track()
 
-    def learn(
-        self, metrics: IterationMetrics, plan: IterationPlan, spreads: Sequence[Sequence[float]]
-    ) -> None:
-        """Take in the time of each pipeline, and each rank's `spreads` of single micro-batches,
-        equal on all ranks. Warns on rank 0 of drift. Not collective.
+    def learn(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
+        """Take in the time of each pipeline, equal on all ranks. Warns on rank 0 of drift. Not
+        collective.
         """
         if (tracker := self.find_tracker()) is None:
             return
         measured_ms = [pipeline.measured_ms for pipeline in metrics.pipelines]
         run_ms = metrics.iteration_ms - metrics.waited_ms
-        warning = tracker.observe(plan, measured_ms, run_ms, spreads)
+        warning = tracker.observe(plan, measured_ms, run_ms)
         if warning is not None and self.is_first_rank:
             with Progress.external_write_mode(file=sys.stderr):  # not on top of a bar
                 logger.warning("iteration %d: %s", plan.iteration, warning)

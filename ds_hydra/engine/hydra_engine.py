@@ -282,7 +282,7 @@ class HydraEngine(CheckpointingEngine):
                 scale = float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
                 outcome = propagator.train(plan, load, grads_P, scale, objective)
                 outcomes = self.hydra.gather_outcomes(
-                    outcome, self._gradients.norms(), plan, self.optimizer.param_groups
+                    outcome, self._gradients.norms(), self.optimizer.param_groups
                 )
                 if recorder is not None:
                     self.last_scores = gather_scores(iteration, recorder, propagator)

@@ -51,10 +51,6 @@ class Outcomes:
     """Ranks with NaN or Inf among the gradients that they own."""
     is_stop_requested: bool
     """Whether any rank was told to stop (SIGTERM)."""
-    spreads: Sequence[Sequence[float]] = ()
-    """Deviations of each rank's micro-batches from the known times: [Note: Spread of
-    micro-batches].
-    """
     expert_tokens_LE: Tensor | None = None
     """[layers with experts, E]: tokens that chose an expert, if a training iteration had any."""
 

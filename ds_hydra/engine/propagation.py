@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -60,21 +60,17 @@ class RankOutcome(MeasuredLinkTimes):
     """Forward and backward of each phase, without waiting for slices."""
     busy_ms: float = 0.0
     """Time inside forwards and backwards, TP collectives included, waiting for slices not."""
-    computed_ms: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    """The same of each (phase, micro-batch); empty for other ranks."""
 
     @classmethod
-    def of_phases(
-        cls, phases: Sequence[RankOutcome], computed_ms: Mapping[tuple[int, int], float]
-    ) -> RankOutcome:
+    def of_phases(cls, phases: Sequence[RankOutcome], busy_ms: float) -> RankOutcome:
         """Combine the outcomes of an iteration's `phases`, one after another."""
         bad = (p.nonfinite_position for p in phases if p.nonfinite_position >= 0)
         # A type is text here, as annotations of this file are not evaluated.
         names = [field.name for field in fields(cls) if field.type == "float"]
         sums = {name: sum(getattr(p, name) for p in phases) for name in names}
-        sums |= {"nonfinite_position": next(bad, -1.0), "busy_ms": sum(computed_ms.values())}
+        sums |= {"nonfinite_position": next(bad, -1.0), "busy_ms": busy_ms}
         phase_ms = tuple(ms for p in phases for ms in p.phase_ms)
-        return cls(**sums, phase_ms=phase_ms, computed_ms=computed_ms)
+        return cls(**sums, phase_ms=phase_ms)
 
 
 class Propagator:
@@ -219,7 +215,7 @@ class Propagator:
                 phases = list(alike)
                 outcomes.append(self._run_phases(phases, first, task, grads_P))
                 first += len(phases)
-        return RankOutcome.of_phases(outcomes, self.recorder.computed_ms())
+        return RankOutcome.of_phases(outcomes, self.recorder.busy_ms())
 
     def _run_phases(
         self,

@@ -51,7 +51,6 @@ from ds_hydra.engine.telemetry.trace import MemoryWatch, TraceChoice, gather_tim
 from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy.cost_models.flops import find_peak_flops
-from ds_hydra.strategy.profiles.learned import NOTHING_TOLD
 from ds_hydra.strategy.schemes.placement import group_limit
 
 logger = logging.getLogger(__name__)
@@ -149,22 +148,19 @@ class _Row(NamedTuple):
     settings: float
     """Digest of the numbers of its optimizer's groups; 0 in evaluation."""
     outcome: RankOutcome
-    spread: Sequence[float]
-    """[Note: Spread of micro-batches]."""
 
     def to_row(self) -> list[float]:
         """Return the numbers one after another, those of phases, which differ in number, last."""
         measured = [getattr(self.outcome, name) for name in _MEASURED]
-        return [*self[:_NUM_FLAGS], *measured, *self.spread, *self.outcome.phase_ms]
+        return [*self[:_NUM_FLAGS], *measured, *self.outcome.phase_ms]
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> _Row:
         """Read a row of `to_row`."""
         told = _NUM_FLAGS + len(_MEASURED)
-        phases = told + len(NOTHING_TOLD)
         measured = dict(zip(_MEASURED, row[_NUM_FLAGS:told], strict=True))
-        outcome = RankOutcome(**measured, phase_ms=tuple(row[phases:]))
-        return cls._make([*row[:_NUM_FLAGS], outcome, row[told:phases]])
+        outcome = RankOutcome(**measured, phase_ms=tuple(row[told:]))
+        return cls._make([*row[:_NUM_FLAGS], outcome])
 
 
 _MEASURED = [field.name for field in fields(RankOutcome) if field.type == "float"]
@@ -228,18 +224,13 @@ class HydraRuntime:
         self,
         outcome: RankOutcome,
         norms: Tensor | None = None,
-        plan: IterationPlan | None = None,
         groups: Sequence[Mapping[str, Any]] = (),
     ) -> Outcomes:
         """Gather the outcomes of all ranks, in rank order, on every rank. `norms` are those of this
-        rank's gradients where it trains, with the `plan` whose times are learned from and the
-        `groups` of its optimizer. Raises, on all ranks, the error of a given loss on one of them,
-        and PlanMismatchError where numbers of groups differ.
+        rank's gradients where it trains, with the `groups` of its optimizer. Raises, on all ranks,
+        the error of a given loss on one of them, and PlanMismatchError where numbers of groups
+        differ.
         """
-        tracker = None if plan is None else self.candidates.find_tracker()
-        told: Sequence[float] = NOTHING_TOLD
-        if tracker is not None and plan is not None:
-            told = tracker.tell_spread(plan, self.propagator.rank, outcome.computed_ms)
         problem = self.propagator.problem
         settings = dict(_numbers(_settings_of_groups(groups), "optimizer.param_groups"))
         mine = _Row(
@@ -248,7 +239,6 @@ class HydraRuntime:
             is_stop_requested=float(SIGTERM.is_asked(self)),
             settings=_digest(settings.items()) if groups else 0.0,
             outcome=outcome,
-            spread=told,
         )
         mine_N = to_device(torch.tensor(mine.to_row(), dtype=torch.float64), self._device)
         if norms is not None:
@@ -265,7 +255,6 @@ class HydraRuntime:
             expert_tokens_LE = balance.counts_LE.cpu()
         return Outcomes(
             ranks=[row.outcome for row in rows],
-            spreads=[row.spread for row in rows],
             nonfinite_ranks=[rank for rank, row in enumerate(rows) if row.has_nonfinite],
             is_stop_requested=any(row.is_stop_requested for row in rows),
             expert_tokens_LE=expert_tokens_LE,
@@ -298,10 +287,9 @@ class HydraRuntime:
             profiled_ms=tracker.profiled_ms(plan) if tracker else [None] * len(plan.pipelines),
             trials_share=tracker.trials_share if tracker else 0.0,
             learned=tracker.learned.factors() if tracker else {},
-            micro_batch_spread=tracker.spread.value if tracker else 0.0,
             **measured,
         )
-        candidates.learn(metrics, plan, outcomes.spreads)
+        candidates.learn(metrics, plan)
         self._write_log(metrics, plan, outcomes.expert_tokens_LE)
         return metrics
 

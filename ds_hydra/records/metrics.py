@@ -147,10 +147,6 @@ class IterationMetrics:
     cause: `machine`, `scheme <2,1>`, `strategy 2x<2,1>`, and `beside` for each doubling of the
     pipelines.
     """
-    micro_batch_spread: float = nan
-    """Scatter of the times of single micro-batches, as known before this iteration: the standard
-    deviation of their logarithm, 0 before enough was measured.
-    """
     pipelines: tuple[PipelineMetrics, ...]
     """Metrics of each pipeline: `tp`, `pp` (and the options of its scheme, `sp`, `ckpt`, ..., where
     set), `ranks`, `num_micro_batches`, `num_tokens`, `predicted_ms`, `measured_ms`,

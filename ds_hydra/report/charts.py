@@ -593,9 +593,6 @@ def _describe(run: Run) -> Markup:
             f"The profile is most wrong about {worst.scheme}: its pipelines took "
             f"{worst.measured_over_profiled:.2f} times what it says ({worst.num_pipelines} of them)."
         )
-    spreads = [r.micro_batch_spread for r in run.records if r.micro_batch_spread > 0]
-    if spreads:
-        lines.append(f"Times of single micro-batches scatter by {spreads[-1]:.1%}.")
     trials = [r for r in run.records if r.trial_ms > 0]
     if trials:
         share = run.records[-1].trials_share

@@ -117,15 +117,14 @@ class GroupMenu(NamedTuple):
         """The strategies of one scheme on all ranks, whose groups are those of the menu."""
         return tuple(_on_all_ranks(s, self.schemes[0], num_devices) for s in self.schemes)
 
-    def groups_of_step(self, num_devices: int, spread: float = 0.0) -> MixedGroups:
-        """Times of groups of its sizes, which scatter by `spread`."""
+    def groups_of_step(self, num_devices: int) -> MixedGroups:
+        """Times of groups of its sizes."""
         return MixedGroups(
             num_devices,
             [entry.scheme.num_devices for entry in self.entries],
             [entry.max_len_tokens for entry in self.entries],
             [entry.latency.constant_ms for entry in self.entries],
             [entry.latency.sequences_ms for entry in self.entries],
-            spread,
         )
 
     def strategy_of(self, step: GroupStep) -> tuple[Strategy, IntArray]:
@@ -255,8 +254,7 @@ def _compose(mini_batch: MiniBatch, menus: Sequence[GroupMenu], limit_ms: float)
     def total_ms(slowest: FloatArray) -> float:
         return float(np.maximum(slowest, floor_ms).sum()) + least_ms * slowest.size
 
-    spread = mini_batch.corrections.micro_batch_spread
-    kinds = [menu.groups_of_step(mini_batch.num_devices, spread) for menu in menus]
+    kinds = [menu.groups_of_step(mini_batch.num_devices) for menu in menus]
     num_tokens = int(mini_batch.lengths.sum())
     if min(kind.fewest(num_tokens) for kind in kinds) > MAX_PHASES:
         return []

@@ -26,7 +26,7 @@ import numpy as np
 
 from ds_hydra.sampler.problem import EPSILON, DispatchProblem, sift_down
 from ds_hydra.sampler.refine import improve_dispatch
-from ds_hydra.sampler.schedule import FloatArray, IntArray, expected_slowest_ms
+from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.schemes.enumeration import cuts, is_power_of_two, num_cuts
 from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION
@@ -84,9 +84,8 @@ class Cuts(NamedTuple):
 
 
 class MixedGroups:
-    """Times of groups of some sizes. `sizes` in ranks; `max_len` of each. Times of groups scatter
-    by `spread`, so that those of a step end as the slowest of as many equal ones. `cuts`: in place
-    of `find_cuts`.
+    """Times of groups of some sizes. `sizes` in ranks; `max_len` of each. `cuts`: in place of
+    `find_cuts`.
     """
 
     def __init__(
@@ -96,7 +95,6 @@ class MixedGroups:
         max_len: Sequence[int],
         constants_ms: Sequence[float],
         sequences_ms: Sequence[Callable[[IntArray], FloatArray]],
-        spread: float = 0.0,
         cuts: Cuts | None = None,
     ) -> None:
         self.num_ranks, self.longest = num_ranks, max(max_len)
@@ -106,18 +104,10 @@ class MixedGroups:
         self.start_ms = float(self._constants.min())
         """Lower bound of any step."""
         self._sequences_ms = sequences_ms
-        self._slower = np.ones(num_ranks + 1)
-        """Expected factor of the slowest of n groups over one, by n."""
-        if spread:  # the table takes a second for a thousand ranks
-            self._slower += spread * _lateness(num_ranks)
         self._cuts = find_cuts(num_ranks, tuple(sizes)) if cuts is None else cuts
         most = (self._cuts.first * self._max_len).sum(axis=1)
         self._room = int(most.max())
-        self._of_first = self._of_cuts(self._cuts.first)  # which every step tries
-
-    def _of_cuts(self, tried: IntArray) -> tuple[IntArray, IntArray, FloatArray]:
-        """Return `sizes_used` of cuts, and by which factor the slowest group of each is slower."""
-        return *sizes_used(tried), self._slower[tried.sum(axis=1)]
+        self._of_first = sizes_used(self._cuts.first)  # which every step tries
 
     def fewest(self, num_tokens: int) -> int:
         """Steps that hold so many tokens, at least."""
@@ -175,8 +165,7 @@ class MixedGroups:
         improve_dispatch(problem, group_of, enough_ms, _MAX_EXCHANGES, _NUM_TARGETS)
         moved = step._replace(group_of=group_of)
         times_ms, sizes = self.groups_of(lengths, moved)
-        slowest_ms = float(times_ms.max() * self._slower[step.counts.sum()])
-        return moved._replace(slowest_ms=slowest_ms, device_ms=float(times_ms @ sizes))
+        return moved._replace(slowest_ms=float(times_ms.max()), device_ms=float(times_ms @ sizes))
 
     def filled(
         self, lengths: IntArray, table: FloatArray, step: GroupStep, left: IntArray
@@ -187,8 +176,6 @@ class MixedGroups:
         kind_of = np.repeat(np.arange(self._sizes.size), step.counts)
         group_of = np.full(lengths.size, -1, dtype=np.int64)
         group_of[step.members] = step.group_of
-        # `slowest_ms` counts how groups scatter; a place is filled by what its group takes alone.
-        limit_ms = step.slowest_ms / self._slower[step.counts.sum()]
         device_ms = fill_step(
             lengths,
             table,
@@ -197,7 +184,7 @@ class MixedGroups:
             self._max_len,
             kind_of,
             left,
-            limit_ms,
+            step.slowest_ms,
             group_of,
         )
         members = left[group_of[left] >= 0]
@@ -268,7 +255,7 @@ class MixedGroups:
                 self._sizes,
                 self._max_len,
                 tried,
-                *(self._of_first if tried is self._cuts.first else self._of_cuts(tried)),
+                *(self._of_first if tried is self._cuts.first else sizes_used(tried)),
                 self.num_ranks,
                 limit,
                 times_ms,
@@ -316,15 +303,6 @@ def find_cuts(
     pairs = np.argwhere(ranks[:, None] == ranks)
     moves: IntArray = counts[pairs[:, 1]] - counts[pairs[:, 0]]
     return Cuts(first, np.ascontiguousarray(moves[moves.any(axis=1)]))
-
-
-@lru_cache(maxsize=64)
-def _lateness(most: int) -> FloatArray:
-    """Expected lateness of the slowest of 0 to `most` equal groups against any alone, in standard
-    deviations.
-    """
-    of_several = (np.ones(num) for num in range(2, most + 1))
-    return np.array([0.0, 0.0, *(expected_slowest_ms(one, one) - 1 for one in of_several)])
 
 
 def plan_steps(
@@ -452,7 +430,6 @@ def solve_step(
     cuts: IntArray,
     cases: IntArray,
     case_of: IntArray,
-    slower: FloatArray,
     num_ranks: int,
     limit: float,
     times_ms: FloatArray,
@@ -460,8 +437,7 @@ def solve_step(
 ) -> int:
     """The best cut, -1 where none holds the sequences in less than `limit`; writes `times_ms`, of
     its slowest group and of all devices together, and the group of each sequence. `table`: ms of
-    [size, sequence]; `cases`, `case_of`: `sizes_used` of the cuts; the slowest group of each cut is
-    `slower` than it takes alone by a factor. See [Note: Mixed groups].
+    [size, sequence]; `cases`, `case_of`: `sizes_used` of the cuts. See [Note: Mixed groups].
     """
     num_sizes, num_sequences = table.shape
     start_ms = constants.min()
@@ -490,7 +466,7 @@ def solve_step(
                             cheapest_ms[case, i] = min(cheapest_ms[case, i], ms)
             work_ms[case] = cheapest_ms[case].sum()
         # The longest sequence takes its time; all together, each where it is cheapest, theirs.
-        bounds[row] = max(alone, work_ms[case] / num_ranks + start_ms) * slower[row]
+        bounds[row] = max(alone, work_ms[case] / num_ranks + start_ms)
     best, best_cut = limit, -1
     ends, filled = np.zeros(num_ranks), np.zeros(num_ranks, dtype=np.int64)
     heap, placed = np.zeros_like(filled), np.zeros_like(group_of)
@@ -498,21 +474,21 @@ def solve_step(
     for row in np.argsort(bounds):
         if bounds[row] >= best:  # and so are all that follow
             break
-        below, case = best / slower[row], case_of[row]
-        # A group that starts after `below` is of no use: its ranks lose that much, and no more.
-        begun_ms = (cuts[row] * sizes * np.minimum(constants, below)).sum()
+        case = case_of[row]
+        # A group that starts after `best` is of no use: its ranks lose that much, and no more.
+        begun_ms = (cuts[row] * sizes * np.minimum(constants, best)).sum()
         # What all ranks together have to spare, were all of them busy to the end.
-        spare_ms = below * num_ranks - begun_ms - work_ms[case]
-        slowest = slower[row] * _place(
+        spare_ms = best * num_ranks - begun_ms - work_ms[case]
+        slowest = _place(
             lengths,
             table,
             constants,
             sizes,
             max_len,
             cuts[row],
-            below,
+            best,
             cheapest_ms[case],
-            spare_ms + _ROUNDING * below,
+            spare_ms + _ROUNDING * best,
             ends,
             filled,
             heap,

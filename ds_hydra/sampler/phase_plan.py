@@ -34,7 +34,6 @@ from ds_hydra.sampler.schedule import (
     FloatArray,
     IntArray,
     ends_ms,
-    expected_slowest_ms,
     makespan_ms,
     steps_ms,
 )
@@ -250,28 +249,6 @@ class PhasePlan:
         traffic_ms = float(self.problem.traffic_ms.max(initial=0.0))
         return 0.0 < traffic_ms >= float(self.pipeline_ms.max())
 
-    @property
-    def scatter_ms(self) -> float:
-        """Milliseconds by which the slowest of all groups is expected to take longer than each
-        alone, where times of micro-batches scatter. They count in every step that all wait for, or
-        over all of a pipeline's micro-batches together.
-        """
-        spread = self.mini_batch.corrections.micro_batch_spread
-        if not spread:
-            return 0.0
-        times = [self._times_ms(n) for n in range(len(self.strategy.schemes))]
-        times = [own for own in times if own.size]
-        if not self.strategy.gathers:
-            totals = np.array([own.sum() for own in times])
-            # Micro-batches scatter independently: their variances add up.
-            scatter = spread * np.array([np.sqrt((own**2).sum()) for own in times])
-            return expected_slowest_ms(totals, scatter) - float(totals.max()) if times else 0.0
-        more_ms = 0.0
-        for step in range(max((own.size for own in times), default=0)):
-            beside = np.array([own[step] for own in times if own.size > step])
-            more_ms += expected_slowest_ms(beside, spread * beside) - float(beside.max())
-        return more_ms
-
     def _times_ms(self, pipeline: int) -> FloatArray:
         """T of each micro-batch of `pipeline`."""
         problem, kind = self.problem, self.problem.kind_of[pipeline]
@@ -356,7 +333,6 @@ class PhasePlan:
             [kind.max_len_tokens for kind in kinds],
             [kind.latency.constant_ms for kind in kinds],
             [kind.latency.sequences_ms for kind in kinds],
-            self.mini_batch.corrections.micro_batch_spread,
             Cuts.all([[kind.num_pipelines for kind in kinds]]),
         )
         floor_ms = float(problem.traffic_ms.max())
@@ -364,7 +340,7 @@ class PhasePlan:
             [groups],
             problem.lengths,
             lambda slowest: float(np.maximum(slowest, floor_ms).sum()),
-            float(self.pipeline_ms.max()) + self.wait_ms + self.scatter_ms,
+            float(self.pipeline_ms.max()) + self.wait_ms,
         )
         if not steps:
             return
@@ -417,7 +393,7 @@ class PhasePlan:
             link.push_ms,
             self.mini_batch.num_buckets,
         )
-        self.iteration_ms += self.wait_ms + self.correction.outside_ms + self.scatter_ms
+        self.iteration_ms += self.wait_ms + self.correction.outside_ms
         # On shared cores the slowest pipeline is faster once others have ended
         ends = self.ends_ms(self.pipeline_ms)
         self.iteration_ms -= float(self.pipeline_ms.max() - ends.max())

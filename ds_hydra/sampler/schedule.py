@@ -280,31 +280,6 @@ def balance_micro_batches(
     return MicroBatchBalance(ratio, share)
 
 
-_NUM_POINTS, _REACH = 64, 4.5
-
-
-def expected_slowest_ms(mean_ms: FloatArray, deviation_ms: FloatArray) -> float:
-    """Expected time of the slowest of groups whose times scatter around `mean_ms`, normal and
-    independent: the integral of the probability that not all have ended.
-
-    >>> alone, of_two = (np.full(n, 100.0) for n in (1, 2))
-    >>> [round(expected_slowest_ms(m, np.full_like(m, 5.0)), 1) for m in (alone, of_two)]
-    [100.0, 102.8]
-    """
-    reach = _REACH * deviation_ms
-    # Before `low` some group is sure to run, after `high` none does: the integral is in between.
-    low, high = float((mean_ms - reach).max()), float((mean_ms + reach).max())
-    if high <= low:
-        return low
-    width = (high - low) / _NUM_POINTS
-    at = low + width * (np.arange(_NUM_POINTS) + 0.5)
-    # A group that does not scatter ends at its mean: a step, and no division by 0.
-    z = (at[:, None] - mean_ms) / np.maximum(deviation_ms, 1e-9)
-    # The normal distribution within 2e-4 (Page, Applied Statistics 26, 1977)
-    have_ended = 0.5 * (1 + np.tanh(0.7988 * z * (1 + 0.04417 * z * z)))
-    return low + width * float((1 - have_ended.prod(axis=1)).sum())
-
-
 @compiled
 def _balance(num_stages: int, forward_fraction: float, share: FloatArray) -> float:
     """Writes the best division of 1 ms into `share.size` micro-batches; returns a lower bound of

@@ -31,13 +31,10 @@ from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.profiles.learned import (
     NO_CORRECTIONS,
     Corrections,
-    LearnedSpread,
     LearnedTimes,
-    MicroBatchTime,
     PipelineTime,
     are_plausible,
     names_of,
-    told_by,
 )
 
 logger = logging.getLogger(__name__)
@@ -177,7 +174,6 @@ class LatencyTracker:
     ):
         self.profiled = profile
         self.learned = LearnedTimes()
-        self.spread = LearnedSpread()
         self._straggler = straggler
         self._strategies = tuple(strategies)
         self._planner = planner
@@ -221,8 +217,6 @@ class LatencyTracker:
             },
             slow_ranks=self._straggler.slow_ranks(),
             trial_ms=self._trial_budget_ms() if may_try else 0.0,
-            # A rank that is done leaves its share of a core to those that are late
-            micro_batch_spread=self.spread.value if self.profiled.ranks_per_core == 1.0 else 0.0,
         )
 
     def _extra_outside_ms(self, strategy: Strategy) -> float:
@@ -261,43 +255,11 @@ class LatencyTracker:
             ]
         return found
 
-    def tell_spread(
-        self, plan: IterationPlan, rank: int, computed_ms: Mapping[tuple[int, int], float]
-    ) -> Sequence[float]:
-        """Deviations of the micro-batches of `rank` from the known times, for the other ranks:
-        [Note: Spread of micro-batches]. `computed_ms` has the time of each (phase, micro-batch).
-        """
-        own = []
-        for number, phase in enumerate(plan.on_rank(rank)):
-            scheme = phase.role and self.profiled.entry_of(phase.role.scheme)
-            if phase.role is None or scheme is None:
-                continue
-            pipeline = phase.plan.pipelines[phase.role.pipeline]
-            stays, last = not scheme.gather, len(phase.micro_batches) - 1
-            for index, micro_batch in enumerate(phase.micro_batches):
-                lengths = plan.micro_batch_lengths(micro_batch)
-                own.append(
-                    MicroBatchTime(
-                        scheme,
-                        sum(lengths),
-                        self.profiled.latency[scheme].computed_ms(lengths),
-                        computed_ms.get((number, index), 0.0),
-                        is_beside_link=stays and index in (0, last),
-                        is_first_rank=rank == pipeline.ranks[0],
-                    )
-                )
-        return told_by(own, [*self.profiled.latency])
-
     def observe(
-        self,
-        plan: IterationPlan,
-        measured_ms: Sequence[float],
-        iteration_ms: float,
-        spreads: Sequence[Sequence[float]] = (),
+        self, plan: IterationPlan, measured_ms: Sequence[float], iteration_ms: float
     ) -> str | None:
         """Take in the measured time of every pipeline of `plan`, and of the iteration without
-        waiting for its plan, and what each rank tells of `spreads`; returns a warning now and then
-        while predictions are off.
+        waiting for its plan; returns a warning now and then while predictions are off.
 
         Nothing is learned from a run's first iteration, which touches memory and loads kernels for
         the first time. After that one like it is an outlier.
@@ -319,7 +281,6 @@ class LatencyTracker:
         if (all_ms or plan.trial_ms > 0) and self._are_plausible(plan, all_ms, iteration_ms):
             for strategy, times in of_phases:
                 self.learned.observe(strategy, times)
-            self.spread.observe(spreads)
             self._count(plan, measured_ms, iteration_ms)
             # What was planned before anything was learned need not alarm anybody.
             counts = self._planner.refit == "log" or self.corrections_for(plan.iteration).strategies
@@ -410,7 +371,6 @@ class LatencyTracker:
         """Learned values, and the corrections that plans still need, for a checkpoint."""
         return {
             "learned": self.learned.state_dict(),
-            "spread": self.spread.state_dict(),
             "schedule": [(begin, known.to_json()) for begin, known in self._schedule],
             "outside_ms": dict(self._outside_ms),
             "straggler": self._straggler.state_dict(),
@@ -424,7 +384,6 @@ class LatencyTracker:
         try:
             kept = names_of(self.profiled.latency, state["learned"]["names"])
             learned = LearnedTimes.from_state(state["learned"], kept)
-            spread = LearnedSpread.from_state(state.get("spread", LearnedSpread().state_dict()))
             schedule = [(int(begin), Corrections.from_json(c)) for begin, c in state["schedule"]]
             outside_ms = {str(name): float(ms) for name, ms in state["outside_ms"].items()}
             num_iterations, run_ms, trials_ms = state["run"]
@@ -436,7 +395,7 @@ class LatencyTracker:
             return
         if gone := sorted(set(state["learned"]["names"]) - set(kept)):
             logger.warning("learned times of %s are ignored: not in the profile", ", ".join(gone))
-        self.learned, self.spread, self._outside_ms = learned, spread, outside_ms
+        self.learned, self._outside_ms = learned, outside_ms
         self._num_iterations, self._run_ms = int(num_iterations), float(run_ms)
         self._trials_ms = float(trials_ms)
         if self._planner.refit == "plan":

@@ -88,25 +88,17 @@ class Recorder:
             (kind, index, self._ms(start), self._ms(end)) for kind, index, start, end in self._spans
         ]
 
-    def computed_ms(self) -> dict[tuple[int, int], float]:
-        """Milliseconds in the passes of each (phase, micro-batch), without their waits. The device
-        must have reached all of it.
-        """
-        own = sorted(
-            (self._ms(start), self._ms(end), (phase, index))
-            for phase, (kind, index, start, end) in zip(self.phases, self._spans)
-            if kind in _PASSES
-        )
-        begins = [start for start, *_ in own]
-        found: dict[tuple[int, int], float] = {}
-        for start, end, place in own:
-            found[place] = found.get(place, 0.0) + end - start
+    def busy_ms(self) -> float:
+        """Milliseconds in passes, without their waits. The device must have reached all of it."""
+        passes = sorted((start, end) for kind, _, start, end in self.read() if kind in _PASSES)
+        begins = [start for start, _ in passes]
+        busy_ms = sum(end - start for start, end in passes)
         for mark, until in self._waits:
             start = self._ms(mark)
             number = bisect_right(begins, start) - 1
-            if number >= 0 and start < own[number][1]:
-                found[own[number][2]] -= self._ms(until) - start
-        return found
+            if number >= 0 and start < passes[number][1]:
+                busy_ms -= self._ms(until) - start
+        return busy_ms
 
     def _mark(self) -> Any:
         if not self._on_device:

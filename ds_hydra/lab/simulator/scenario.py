@@ -30,7 +30,6 @@ from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.cost_models.costs import World
-from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS, Corrections
 from ds_hydra.strategy.profiles.profile import NO_LINKS, LatencyModel, LinkTimes
 from ds_hydra.strategy.proposal.program import homogeneous_strategies, usable_schemes
 from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme, Strategy
@@ -43,13 +42,10 @@ _LEAST = 0.2
 class Noise:
     """Standard deviations of factors of times, normal around 1: of each micro-batch of a group of
     ranks, and of each rank in an iteration, of which the slowest of a group counts.
-
-    `is_planned_for`: ds_hydra's planner knows `of_micro_batch`.
     """
 
     of_micro_batch: float = 0.0
     of_rank: float = 0.0
-    is_planned_for: bool = True
     seed: int = 0
 
     def drawn(self, iteration: int, num_devices: int) -> Scatter:
@@ -112,7 +108,7 @@ class Scenario(World):
 
     `seen`: share of pull and push, and of ZeRO-3's gathers, that nothing hides, for all systems; as
     much as the overlap leaves if None. `noise`: how times scatter, for all systems, which choose
-    without knowing it; the planner may know how far. `hpz`: systems on ZeRO-3 keep weights that
+    without knowing it. `hpz`: systems on ZeRO-3 keep weights that
     have crossed between nodes (`zero_hpz_partition_size` of DeepSpeed).
     """
 
@@ -146,14 +142,7 @@ class Scenario(World):
             profile=self.profile,
             num_devices=self.num_devices,
             settings=self.linked_settings(strategies),
-            corrections=self._corrections,
         )
-
-    @property
-    def _corrections(self) -> Corrections:
-        if self.noise is None or not self.noise.is_planned_for:
-            return NO_CORRECTIONS
-        return Corrections(micro_batch_spread=self.noise.of_micro_batch)
 
     def planned_outcome(
         self, strategy: Strategy, number: int, *, is_heuristic: bool = False
