@@ -75,13 +75,10 @@ def serve() -> None:
                         s: float(rng.uniform(0.9, 1.2)) for s in dict.fromkeys(strategy.schemes)
                     },
                     outside_ms=float(rng.uniform(0, 20)),
-                    spread=float(rng.uniform(0, 0.1)),
-                    is_new=bool(rng.integers(4) == 0),
                 )
                 for strategy in found.strategies
             },
             slow_ranks={1: 1.1},
-            trial_ms=100.0,
         )
         first, *others = draw_batches(workload.histogram, workload.tokens_per_iteration, 4, 7)
         plans, times = [], []

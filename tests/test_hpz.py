@@ -253,7 +253,7 @@ def test_weights_stay_where_gathered_layers_are_not_the_fastest_without():
 
 def test_candidates_that_keep_weights_have_their_links_and_what_was_learned():
     """Candidates of hpz alone, or gathered ones that the planner keeps: pull and push, factors."""
-    link, slow = LinkTimes(pull_ms=40, push_ms=60, step_ms=0), Correction(factors={}, spread=0.1)
+    link, slow = LinkTimes(pull_ms=40, push_ms=60, step_ms=0), Correction(factors={})
     for how in ("gather", "hpz"):
         strategies = parse_strategies([f"8x<1,1;{how}>", f"4x<sp2,1;{how}>"])
         settings = roomy(strategies, link_times=dict.fromkeys(strategies, link))

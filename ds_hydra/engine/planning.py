@@ -200,8 +200,7 @@ class IterationSource:
         strategy and for one loss.
 
         `call` is the engine's method; `problem` as in `next`, `only_scored` as in `check_examples`.
-        `forward_only` is for passes without backward: they hold longer micro-batches, and no plan
-        is a trial.
+        `forward_only` is for passes without backward, which hold longer micro-batches.
         """
         forced: Strategy | None = None
         tensors, batch, objective = [], None, None
@@ -247,11 +246,7 @@ class IterationSource:
             # Does not wait for a measurement: any cost model can only place sequences in it.
             profile, strategies = self._candidates.profile_for_forced(forced), (forced,)
         tracker = self._candidates.find_tracker()
-        corrections = (
-            tracker.corrections_now(strategies, may_try=not forward_only)
-            if tracker
-            else NO_CORRECTIONS
-        )
+        corrections = tracker.corrections_now(strategies) if tracker else NO_CORRECTIONS
 
         def plan_now() -> PlannedIteration:
             start = time.perf_counter()

@@ -285,7 +285,6 @@ class HydraRuntime:
                 expected_ms=tracker.expected_ms(plan) if tracker else None,
             ),
             profiled_ms=tracker.profiled_ms(plan) if tracker else [None] * len(plan.pipelines),
-            trials_share=tracker.trials_share if tracker else 0.0,
             learned=tracker.learned.factors() if tracker else {},
             **measured,
         )

@@ -136,12 +136,6 @@ class IterationMetrics:
     """The rank whose pipelines have been slower than predicted for some iterations, if there is
     one.
     """
-    trial_ms: float = 0.0
-    """Milliseconds by which this strategy was expected to take longer than the best known one.
-    Above 0 only where it was tried because it could be better.
-    """
-    trials_share: float = nan
-    """Part of the run's time that trials have cost so far."""
     learned: Mapping[str, float] = field(default_factory=dict)
     """Factors between measured times and the profile's, known before this iteration, by their
     cause: `machine`, `scheme <2,1>`, `strategy 2x<2,1>`, and `beside` for each doubling of the

@@ -1,7 +1,7 @@
 """The plots of a run. Each function draws one panel per run, on axes that the runs share.
 
 Among them are which strategy each iteration used, and what the run learned of its profile: how far
-each scheme is off, factors over time, trials.
+each scheme is off, factors over time.
 """
 
 from __future__ import annotations
@@ -530,7 +530,7 @@ def scheme_errors(records: Sequence[IterationMetrics]) -> list[SchemeError]:
 
 
 def draw_learned(runs: Sequence[Run]) -> list[Markup]:
-    """Factors over iterations, with the cost of trials, for each run that learned any."""
+    """Factors over iterations, for each run that learned any."""
     names = _names(runs)
     if not names:
         return []
@@ -549,10 +549,6 @@ def draw_learned(runs: Sequence[Run]) -> list[Markup]:
             if points:
                 marks.append(svg.line(points, x, y, f"f{index}"))
                 entries.append((svg.stroke(f"line f{index}"), f"{name}: {points[-1][1]:.2f}"))
-        trials = [r for r in run.records if r.trial_ms > 0]
-        marks += [svg.vertical(x.percent(r.iteration), "trial") for r in trials]
-        if trials:
-            entries.append((svg.stroke("trial"), "a trial"))
         plot = svg.plot(marks, x, y, "factors learned over iterations")
         panels.append((plot + svg.legend(entries) if entries else Markup("")) + _describe(run))
     return panels
@@ -593,16 +589,6 @@ def _describe(run: Run) -> Markup:
             f"The profile is most wrong about {worst.scheme}: its pipelines took "
             f"{worst.measured_over_profiled:.2f} times what it says ({worst.num_pipelines} of them)."
         )
-    trials = [r for r in run.records if r.trial_ms > 0]
-    if trials:
-        share = run.records[-1].trials_share
-        cost = f"; trials have cost {share:.1%} of the run's time" if isfinite(share) else ""
-        lines.append(
-            f"{len(trials)} of {len(run.records)} iterations were trials, expected to cost "
-            f"{sum(r.trial_ms for r in trials) / 1000:,.1f} s more than the best known strategy{cost}."
-        )
-    elif any(r.learned for r in run.records):
-        lines.append("No iteration was a trial.")
     return Markup("").join(Markup('<p class="none">{}</p>').format(line) for line in lines)
 
 

@@ -362,8 +362,6 @@ def _describe(run: Run) -> dict[str, Any]:
         "time_ms": asdict(divide_time(run.records)),
         "strategies": [{**_fields(u), "strategy": str(u.strategy)} for u in summary.strategies],
         "schemes": [{**_fields(e), "scheme": str(e.scheme)} for e in scheme_errors(run.records)],
-        "num_trials": sum(r.trial_ms > 0 for r in run.records),
-        "trials_share": run.records[-1].trials_share,
         "max_len_tokens": {str(scheme): tokens for scheme, tokens in run.max_len().items()},
         "memory": [asdict(memory) for memory in rank_memory(run)],
         "slowest": [

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from math import exp
 
 import numpy as np
 
@@ -61,9 +60,6 @@ so far; fewer above so many sequences, because each takes time with their square
 
 _MOST_KINDS = 8
 """Kinds of pipelines for which steps are tried: slow ranks may make every pipeline a kind."""
-
-_OPTIMISM = 1.5
-"""Standard deviations below its expected time that a strategy is tried at."""
 
 
 class MiniBatch:
@@ -265,10 +261,6 @@ class PhasePlan:
             self.mini_batch.num_devices,
             self.ranks_per_core,
         )
-
-    def optimistic_ms(self, time_ms: float) -> float:
-        """`time_ms` of this strategy as short as it may be for all that is known."""
-        return time_ms * exp(-_OPTIMISM * self.correction.spread)
 
     def dispatch(self, *, is_bounded: bool = True) -> PhasePlan:
         """Dispatches the sequences greedily, and finds the lower bound with `is_bounded`."""

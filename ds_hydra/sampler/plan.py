@@ -139,10 +139,6 @@ class IterationPlan:
     pipelines: tuple[PipelinePlan, ...]
     makespan_ms: float
     lower_bound_ms: float
-    trial_ms: float = 0.0
-    """Milliseconds by which it is expected to take longer than the best known strategy. Above 0.0
-    only where this one is tried because it could be better.
-    """
 
     def __post_init__(self) -> None:
         if problem := self._find_problem():
@@ -248,7 +244,6 @@ class IterationPlan:
                 }
                 for p in self.pipelines
             ],
-            **({"trial_ms": self.trial_ms} if self.trial_ms else {}),
         }
 
     @classmethod
@@ -276,7 +271,6 @@ class IterationPlan:
             num_label_tokens=read_count(document, "num_label_tokens"),
             makespan_ms=read_time(document, "makespan_ms"),
             lower_bound_ms=read_time(document, "lower_bound_ms"),
-            trial_ms=read_time(document, "trial_ms") if "trial_ms" in document else 0.0,
             pipelines=tuple(
                 _read_pipeline(check_object(p, "a pipeline"))
                 for p in read_list(document, "pipelines")

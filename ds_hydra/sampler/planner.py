@@ -34,8 +34,7 @@ def plan_iteration(
 ) -> IterationPlan:
     """The fastest plan found for `batch` over all `strategies`; the first of equals.
 
-    T of the profile is corrected by `corrections`, which may also allow a strategy to be tried that
-    is not the best as far as is known (`IterationPlan.trial_ms`).
+    T of the profile is corrected by `corrections`.
 
     Fastest with `settings.link_times`, where given; `makespan_ms` of the plan is propagation alone.
     Strategies are planned in the order of their lower bounds until no other can win.
@@ -96,53 +95,19 @@ def fastest(
 def plan_with_time(
     mini_batch: MiniBatch, strategies: Sequence[Strategy]
 ) -> tuple[IterationPlan, float]:
-    """The best plan over `strategies` and the phases out of them, and its time with pull and push.
-    Or one that is tried because it could be better.
-    """
+    """The best plan over `strategies` and their phases, and its time with pull and push."""
     candidates: list[Candidate] = [Phases(tuple(strategies))]
     candidates += map(OneStrategy, strategies)
     best = fastest(mini_batch, candidates)
     if not best.phases:
         raise _no_plan(mini_batch, strategies)
-    trial = _find_trial(mini_batch, best)
-    phases = [trial] if trial else best.phases
-    trial_ms = max(0.0, trial.iteration_ms - best.time_ms) if trial else 0.0
     # A solver's time limit is for one strategy; phases would take it once each.
-    if len(phases) == 1:
-        phases[0].solve_slowest()
-    return _finish(mini_batch, phases, trial_ms), sum(phase.iteration_ms for phase in phases)
+    if len(best.phases) == 1:
+        best.phases[0].solve_slowest()
+    return _finish(mini_batch, best.phases), sum(phase.iteration_ms for phase in best.phases)
 
 
-def _find_trial(mini_batch: MiniBatch, best: Fastest) -> PhasePlan | None:
-    """The strategy to run instead of the best known plan, to learn its true time.
-
-    First choice: the one that would be fastest if its time lay some standard deviations below
-    expectation. Else the fastest that never ran: a profile may be more wrong than profiles are.
-    None if either takes more than the allowed time above `best`, or none is allowed.
-    """
-    allowed_ms = mini_batch.corrections.trial_ms
-    if allowed_ms <= 0:
-        return None
-    most_ms = best.time_ms + allowed_ms
-    found, found_ms = None, best.phases[0].optimistic_ms(best.time_ms)
-    never_ran, never_ran_ms = None, np.inf
-    for phase in sorted(mini_batch.bounded.values(), key=lambda phase: phase.least_ms):
-        may_win = phase.optimistic_ms(phase.least_ms) < found_ms
-        is_new = phase.correction.is_new and phase.least_ms < never_ran_ms
-        if phase is best.phases[0] or phase.least_ms > most_ms or not (may_win or is_new):
-            continue
-        if phase.iteration_ms == np.inf:
-            phase.search(best.time_ms)
-        if phase.iteration_ms > most_ms:
-            continue
-        if phase.optimistic_ms(phase.iteration_ms) < found_ms:
-            found, found_ms = phase, phase.optimistic_ms(phase.iteration_ms)
-        if phase.correction.is_new and phase.iteration_ms < never_ran_ms:
-            never_ran, never_ran_ms = phase, phase.iteration_ms
-    return found or never_ran
-
-
-def _finish(mini_batch: MiniBatch, phases: Sequence[PhasePlan], trial_ms: float) -> IterationPlan:
+def _finish(mini_batch: MiniBatch, phases: Sequence[PhasePlan]) -> IterationPlan:
     batch = mini_batch.batch
     found = [phase.pipelines() for phase in phases]
     makespan = sum(
@@ -159,7 +124,6 @@ def _finish(mini_batch: MiniBatch, phases: Sequence[PhasePlan], trial_ms: float)
         pipelines=tuple(pipeline for pipelines in found for pipeline in pipelines),
         makespan_ms=makespan,
         lower_bound_ms=min(makespan, sum(phase.least_propagation_ms for phase in phases)),
-        trial_ms=trial_ms,
     )
 
 

@@ -149,8 +149,6 @@ the logarithm of a run.
 _OBSERVATIONS_FOR_DRIFT = 8
 _LONGEST_MS = 3_600_000.0
 """A pipeline that took longer was suspended, or a clock was set."""
-_TRIAL_SHARE, _TRIAL_ITERATIONS = 0.02, 32
-"""Share of a run's time, and of as many iterations at least, that trials may cost."""
 _OUTSIDE_RATE = 0.2
 """Weight of the last iteration in the time that a strategy takes outside of propagation."""
 
@@ -184,7 +182,6 @@ class LatencyTracker:
         self._outside_ms: dict[str, float] = {}
         """Time of an iteration of each strategy, less waiting for its plan, that no pipeline ran.
         """
-        self._run_ms = self._trials_ms = 0.0
         self._num_iterations = 0
         self._has_told_implausible = False
         self._has_begun = bool(state)
@@ -198,25 +195,16 @@ class LatencyTracker:
         due = (known for begin, known in reversed(self._schedule) if begin <= iteration)
         return next(due, NO_CORRECTIONS)
 
-    def corrections_now(
-        self, strategies: Sequence[Strategy], *, may_try: bool = False
-    ) -> Corrections:
-        """All that is known now, for a plan that is made now; none with `refit` "log".
-
-        `may_try`: whether the plan may be a trial, of which `observe` learns.
-        """
+    def corrections_now(self, strategies: Sequence[Strategy]) -> Corrections:
+        """All that is known now, for a plan that is made now; none with `refit` "log"."""
         if self._planner.refit != "plan" or not self._num_iterations:
             return NO_CORRECTIONS
-        reference = min(strategies, key=lambda s: self.learned.correction(s).spread)
         return Corrections(
             strategies={
-                strategy: self.learned.correction(
-                    strategy, reference, self._extra_outside_ms(strategy)
-                )
+                strategy: self.learned.correction(strategy, self._extra_outside_ms(strategy))
                 for strategy in strategies
             },
             slow_ranks=self._straggler.slow_ranks(),
-            trial_ms=self._trial_budget_ms() if may_try else 0.0,
         )
 
     def _extra_outside_ms(self, strategy: Strategy) -> float:
@@ -227,16 +215,6 @@ class LatencyTracker:
             return 0.0
         known = self._outside_ms.values()
         return self._outside_ms.get(str(strategy), median(known)) - min(known)
-
-    def _trial_budget_ms(self) -> float:
-        typical_ms = self._run_ms / self._num_iterations
-        run_ms = max(self._run_ms, _TRIAL_ITERATIONS * typical_ms)
-        return max(0.0, _TRIAL_SHARE * run_ms - self._trials_ms)
-
-    @property
-    def trials_share(self) -> float:
-        """Part of the run's time so far that trials have cost."""
-        return self._trials_ms / self._run_ms if self._run_ms else 0.0
 
     # ---- taking in
 
@@ -277,8 +255,7 @@ class LatencyTracker:
             ]
             of_phases.append((phase.strategy, times))
         all_ms = [t.measured_ms for _, times in of_phases for t in times]
-        # A trial has its price where nothing is learned of it, too.
-        if (all_ms or plan.trial_ms > 0) and self._are_plausible(plan, all_ms, iteration_ms):
+        if all_ms and self._are_plausible(plan, all_ms, iteration_ms):
             for strategy, times in of_phases:
                 self.learned.observe(strategy, times)
             self._count(plan, measured_ms, iteration_ms)
@@ -317,31 +294,16 @@ class LatencyTracker:
         self, plan: IterationPlan, measured_ms: Sequence[float], iteration_ms: float
     ) -> None:
         self._num_iterations += 1
-        self._run_ms += iteration_ms
         times = iter(measured_ms)
         slowest_ms = sum(max(islice(times, len(p.pipelines))) for p in plan.in_turn)
         if plan.strategy in self._strategies:  # those cut anew are ever more
             name, outside_ms = str(plan.strategy), max(0.0, iteration_ms - slowest_ms)
             old = self._outside_ms.get(name, outside_ms)
             self._outside_ms[name] = old + _OUTSIDE_RATE * (outside_ms - old)
-        if plan.trial_ms > 0:
-            best_ms = plan.makespan_ms - plan.trial_ms
-            cost_ms = max(0.0, slowest_ms - best_ms)
-            self._trials_ms += cost_ms
-            logger.debug(
-                "iteration %d: tried %s, %.0f ms in place of %.0f ms; trials have cost %.1f%% of the run's time",
-                plan.iteration,
-                plan.strategy,
-                slowest_ms,
-                best_ms,
-                100 * self.trials_share,
-            )
 
     def _correct(self, iteration: int) -> None:
         begin = iteration + self._planner.lookahead
-        # One trial at a time: the next is decided when the last one was measured.
-        may_try = begin % self._planner.lookahead == 0
-        self._schedule.append((begin, self.corrections_now(self._strategies, may_try=may_try)))
+        self._schedule.append((begin, self.corrections_now(self._strategies)))
         # What is due before the next iteration is only needed in its last version.
         while len(self._schedule) > 1 and self._schedule[1][0] <= iteration + 1:
             del self._schedule[0]
@@ -374,7 +336,7 @@ class LatencyTracker:
             "schedule": [(begin, known.to_json()) for begin, known in self._schedule],
             "outside_ms": dict(self._outside_ms),
             "straggler": self._straggler.state_dict(),
-            "run": [self._num_iterations, self._run_ms, self._trials_ms],
+            "num_iterations": self._num_iterations,
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -386,7 +348,7 @@ class LatencyTracker:
             learned = LearnedTimes.from_state(state["learned"], kept)
             schedule = [(int(begin), Corrections.from_json(c)) for begin, c in state["schedule"]]
             outside_ms = {str(name): float(ms) for name, ms in state["outside_ms"].items()}
-            num_iterations, run_ms, trials_ms = state["run"]
+            num_iterations = int(state["num_iterations"])
             self._straggler.load_state_dict(state["straggler"])
         except Exception as error:  # of whatever version or damage: training goes on without
             logger.warning(
@@ -396,7 +358,6 @@ class LatencyTracker:
         if gone := sorted(set(state["learned"]["names"]) - set(kept)):
             logger.warning("learned times of %s are ignored: not in the profile", ", ".join(gone))
         self.learned, self._outside_ms = learned, outside_ms
-        self._num_iterations, self._run_ms = int(num_iterations), float(run_ms)
-        self._trials_ms = float(trials_ms)
+        self._num_iterations = num_iterations
         if self._planner.refit == "plan":
             self._schedule = schedule

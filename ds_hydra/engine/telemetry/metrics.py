@@ -67,7 +67,6 @@ def measure_iteration(
     return IterationMetrics(
         iteration=plan.iteration,
         strategy=str(plan.strategy),
-        trial_ms=plan.trial_ms,
         num_tokens=plan.num_tokens,
         num_sequences=len(plan.lengths),
         longest_tokens=max(plan.lengths),

@@ -39,14 +39,11 @@ class Correction:
 
     `factors`: T of each of its schemes is so many times the profile's when its pipelines run beside
     each other. `outside_ms`: what its iterations take more than those of other strategies outside
-    of propagation. `spread`: how far its time may be off, the standard deviation of its logarithm.
-    `is_new`: nobody has seen it run.
+    of propagation.
     """
 
     factors: Mapping[Scheme, float] = field(default_factory=dict)
     outside_ms: float = 0.0
-    spread: float = 0.0
-    is_new: bool = False
 
 
 UNKNOWN = Correction()
@@ -57,13 +54,11 @@ class Corrections:
     """Corrections of all candidates, in force for one iteration.
 
     `slow_ranks`: ranks whose pipelines take so many times as long as those of others; a pipeline is
-    as slow as its slowest rank. `trial_ms`: how much longer than the best known strategy one may
-    take, as expected, that could be better for all that is known; 0.0 allows none.
+    as slow as its slowest rank.
     """
 
     strategies: Mapping[Strategy, Correction] = field(default_factory=dict)
     slow_ranks: Mapping[int, float] = field(default_factory=dict)
-    trial_ms: float = 0.0
 
     def of(self, strategy: Strategy) -> Correction:
         """Correction of `strategy`, of which nothing may be known."""
@@ -96,13 +91,10 @@ class Corrections:
                 str(strategy): {
                     "factors": {str(scheme): value for scheme, value in known.factors.items()},
                     "outside_ms": known.outside_ms,
-                    "spread": known.spread,
-                    "is_new": known.is_new,
                 }
                 for strategy, known in self.strategies.items()
             },
             "slow_ranks": {str(rank): value for rank, value in self.slow_ranks.items()},
-            "trial_ms": self.trial_ms,
         }
 
     @classmethod
@@ -113,13 +105,10 @@ class Corrections:
                 Strategy.parse(text): Correction(
                     factors={Scheme.parse(s): value for s, value in known["factors"].items()},
                     outside_ms=known["outside_ms"],
-                    spread=known["spread"],
-                    is_new=known["is_new"],
                 )
                 for text, known in document["strategies"].items()
             },
             slow_ranks={int(rank): value for rank, value in document["slow_ranks"].items()},
-            trial_ms=document["trial_ms"],
         )
 
 
@@ -333,10 +322,8 @@ class LearnedTimes:
         """All factors by name."""
         return {name: exp(mean) for name, mean in zip(self.names, self.mean_F.tolist())}
 
-    def correction(
-        self, strategy: Strategy, reference: Strategy | None = None, outside_ms: float = 0.0
-    ) -> Correction:
-        """Correction of `strategy`; `spread` is that of its time over that of `reference`."""
+    def correction(self, strategy: Strategy, outside_ms: float = 0.0) -> Correction:
+        """Correction of `strategy`."""
         schemes = list(dict.fromkeys(strategy.schemes))
         weights = [self._weights(strategy, scheme) for scheme in schemes]
         return Correction(
@@ -345,24 +332,7 @@ class LearnedTimes:
                 for scheme, of_one in zip(schemes, weights)
             },
             outside_ms=outside_ms,
-            spread=max(self._spread(of_one, reference) for of_one in weights),
-            is_new=f"strategy {_known_as(strategy)}" not in self.names,
         )
-
-    def _spread(self, weights: Weights, reference: Strategy | None) -> float:
-        weights = dict(weights)
-        if reference is not None:
-            schemes = dict.fromkeys(reference.schemes)
-            for scheme in schemes:
-                for name, weight in self._weights(reference, scheme).items():
-                    weights[name] = weights.get(name, 0.0) - weight / len(schemes)
-        seen_F = np.array([weights.get(name, 0.0) for name in self.names])
-        unseen = sum(
-            (weight * _kind(name).prior) ** 2
-            for name, weight in weights.items()
-            if name not in self.names
-        )
-        return sqrt(max(0.0, float(seen_F @ self.cov_FF @ seen_F)) + unseen)
 
     # ---- checkpoints
 
