@@ -15,7 +15,7 @@ import os
 import random
 import warnings
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,6 @@ TITLES = {
     "checkpointing": "(5) ZeRO-3, packing, activation checkpointing",
     "hydra_static": "(6) ds_hydra, one homogeneous strategy",
     "hydra_profiled": "(7) ds_hydra, plans by the profile alone",
-    "hydra_wrong_profile": "(7) ds_hydra, a profile that is wrong on purpose",
     "hydra_compiled": "(7) ds_hydra, hydra.compile_layers",
     "hydra": "(7) ds_hydra",
 }
@@ -123,8 +122,6 @@ def run_contender(name: str, task: Task, turns: Turns) -> None:
         measure_profile(task, turns)
     elif name == "explored":
         run_explored(task, turns)
-    elif name == "hydra_wrong_profile":
-        run_hydra(replace(task, profile=f"{task.profile}.wrong"), turns)
     elif name == "hydra_static":
         run_hydra(task, turns, strategies=[task.static_strategy])
     else:

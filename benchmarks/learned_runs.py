@@ -1,13 +1,10 @@
-"""What learning from measured times wins end to end: a straggler, and a wrong profile.
+"""What learning from measured times wins end to end: a straggler.
 
     python benchmarks/learned_runs.py
 
-Two runs of ds_hydra on 2 ranks take turns, iteration by iteration, on the same mini-batches:
-
-- straggler: with and without corrections; from iteration 40 on a process that never rests shares
-  the core of the last rank. Compared from 16 iterations later on.
-- wrong profile: with the measured profile, and with T of one scheme halved and of another doubled
-  in it, both ways. Compared from iteration 48 on.
+Two runs of ds_hydra on 2 ranks take turns, iteration by iteration, on the same mini-batches, with
+and without corrections; from iteration 40 on a process that never rests shares the core of the last
+rank. Compared from 16 iterations later on.
 
 Prints a Markdown table of ratios of pairs: median and quartiles. Needs a machine that does nothing
 else.
@@ -22,7 +19,6 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import argparse
-import json
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,10 +31,8 @@ from training_setup import ModelSize, Task
 from workloads import WORKLOADS
 
 from ds_hydra.sampler.warm_up import warm_up
-from ds_hydra.strategy import Profile, Scheme
 
-NUM_RANKS, SLOW_FROM, MOVED_AFTER, LEARNED_AFTER = 2, 40, 16, 48
-ONE, BOTH = Scheme(1, 1), Scheme(1, 1, sp=2)
+NUM_RANKS, SLOW_FROM, MOVED_AFTER = 2, 40, 16
 
 
 def times_of(names: list[str], task: Task, cores: list[int], slow_from: int | None) -> np.ndarray:
@@ -80,7 +74,6 @@ def main() -> None:
         path = Path(folder) / "profile.json"
         task = make_task(WORKLOADS["github"], settings, path, STRATEGIES[NUM_RANKS])
         measure_profile(task, cores)
-        profile = Profile.load(path)
         print(f"{hardware(cores)}, load {load:.1f} at the start\n", flush=True)
         print("| time of the first over the second | median (quartiles) | iterations |", flush=True)
         print("|---|---|---|")
@@ -88,17 +81,6 @@ def main() -> None:
         moved = slice(SLOW_FROM + MOVED_AFTER, None)
         print(row("a straggler: not corrected, corrected", (with_slow / without)[moved]))
         print(row("before it", (with_slow / without)[MOVED_AFTER:SLOW_FROM]), flush=True)
-        for halved, doubled in ((ONE, BOTH), (BOTH, ONE)):
-            wrong = profile.with_latency(
-                {
-                    halved: profile.latency[halved].scaled(0.5),
-                    doubled: profile.latency[doubled].scaled(2.0),
-                }
-            )
-            Path(f"{path}.wrong").write_text(json.dumps(wrong.document))
-            wrongly, rightly = times_of(["hydra_wrong_profile", "hydra"], task, cores, None)
-            what = f"T of {halved} halved, of {doubled} doubled: that profile, the right one"
-            print(row(what, (wrongly / rightly)[LEARNED_AFTER:]), flush=True)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def replay(document: dict[str, Any]) -> Errors:
             _take_in(strategy, pipelines, learned, straggler)
         known.append(
             (
-                dict(learned.correction(planned_with).factors),
+                {scheme: learned.factor(scheme) for scheme in planned_with.schemes},
                 Corrections(slow_ranks=straggler.slow_ranks()),
             )
         )
@@ -85,22 +85,20 @@ def _busy(strategy: Strategy, pipelines: list) -> Iterator[tuple]:
 def _take_in(
     strategy: Strategy, pipelines: list, learned: LearnedTimes, straggler: StragglerFinder
 ) -> None:
-    factors = learned.correction(strategy).factors
     busy = list(_busy(strategy, pipelines))
     straggler.observe(
         [
             SimpleNamespace(ranks=ranks, num_micro_batches=1, measured_ms=measured, predicted_ms=1)
             for _, ranks, (measured, _, _) in busy
         ],
-        [predicted * factors[scheme] for scheme, _, (_, predicted, _) in busy],
+        [predicted * learned.factor(scheme) for scheme, _, (_, predicted, _) in busy],
     )
     slow = Corrections(slow_ranks=straggler.slow_ranks())
     learned.observe(
-        strategy,
         [
             PipelineTime(scheme, predicted, measured / slow.slowdown(ranks))
             for scheme, ranks, (measured, predicted, _) in busy
-        ],
+        ]
     )
 
 

@@ -36,7 +36,7 @@ def serve() -> None:
     from ds_hydra.sampler.sample_bench import CandidateSettings
     from ds_hydra.sampler.warm_up import warm_up
     from ds_hydra.strategy.cost_models.cluster import try_cluster
-    from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS, Correction, Corrections
+    from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS, Corrections
     from ds_hydra.strategy.profiles.profile import with_engine_states
     from ds_hydra.strategy.schemes.scheme import parse_strategies
 
@@ -68,16 +68,10 @@ def serve() -> None:
         linked = PlannerSettings(solver="none", link_times=links)
         alone = PlannerSettings(solver="none")
         rng = np.random.default_rng(0)
+        schemes = {scheme for strategy in found.strategies for scheme in strategy.schemes}
         corrections = Corrections(
-            strategies={
-                strategy: Correction(
-                    factors={
-                        s: float(rng.uniform(0.9, 1.2)) for s in dict.fromkeys(strategy.schemes)
-                    },
-                    outside_ms=float(rng.uniform(0, 20)),
-                )
-                for strategy in found.strategies
-            },
+            factors={scheme: float(rng.uniform(0.9, 1.2)) for scheme in sorted(schemes, key=str)},
+            outside_ms={strategy: float(rng.uniform(0, 20)) for strategy in found.strategies},
             slow_ranks={1: 1.1},
         )
         first, *others = draw_batches(workload.histogram, workload.tokens_per_iteration, 4, 7)

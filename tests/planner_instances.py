@@ -15,7 +15,7 @@ from ds_hydra.sampler.candidate import OneStrategy
 from ds_hydra.sampler.phase_plan import MiniBatch
 from ds_hydra.sampler.planner import plan_with_time
 from ds_hydra.sampler.planner_settings import PlannerSettings
-from ds_hydra.strategy.profiles.learned import Correction, Corrections
+from ds_hydra.strategy.profiles.learned import Corrections
 from ds_hydra.strategy.profiles.profile import LinkTimes, Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
@@ -73,13 +73,8 @@ def random_problem(seed: int) -> Problem:
     for scheme in schemes:  # the planner also tries weights that stay on the nodes
         held |= dict.fromkeys({scheme, scheme.staying}, _held_tokens(rng, scheme, max_len))
     corrections = Corrections(
-        strategies={
-            s: Correction(
-                factors={own: rng.uniform(0.9, 1.2) for own in s.schemes},
-                outside_ms=rng.choice([0.0, 5.0]),
-            )
-            for s in strategies
-        },
+        factors={own: rng.uniform(0.9, 1.2) for own in schemes},
+        outside_ms={s: rng.choice([0.0, 5.0]) for s in strategies},
         slow_ranks=rng.choice([{}, {0: 1.2}]),
     )
     return Problem(

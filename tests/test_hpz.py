@@ -37,7 +37,6 @@ from ds_hydra.sampler.sample_bench import FastEstimator
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.learned import (
-    Correction,
     Corrections,
     LearnedTimes,
     PipelineTime,
@@ -253,17 +252,17 @@ def test_weights_stay_where_gathered_layers_are_not_the_fastest_without():
 
 def test_candidates_that_keep_weights_have_their_links_and_what_was_learned():
     """Candidates of hpz alone, or gathered ones that the planner keeps: pull and push, factors."""
-    link, slow = LinkTimes(pull_ms=40, push_ms=60, step_ms=0), Correction(factors={})
+    link = LinkTimes(pull_ms=40, push_ms=60, step_ms=0)
     for how in ("gather", "hpz"):
         strategies = parse_strategies([f"8x<1,1;{how}>", f"4x<sp2,1;{how}>"])
         settings = roomy(strategies, link_times=dict.fromkeys(strategies, link))
-        known = {s: replace(slow, factors={s.schemes[0]: 2.0}) for s in strategies}
+        known = {s.schemes[0]: 2.0 for s in strategies}
         batch = MiniBatch(
             make_batch(list(LENGTHS)),
             profile_of(50.0, 30.0),
             8,
             settings,
-            Corrections(strategies=known),
+            Corrections(factors=known),
         )
         (phase,) = Phases(strategies).plan(batch)
         assert str(phase.strategy) == "8x<1,1;hpz>"
@@ -279,7 +278,7 @@ def test_times_of_plans_that_keep_weights_are_known():
     times = profiled_times(plan, profile, PlannerSettings(solver="none"))
     assert times == pytest.approx([time_ms] * 8)
     learned = LearnedTimes()
-    learned.observe(plan.strategy, [PipelineTime(s, 40.0, 60.0) for s in plan.strategy.schemes])
+    learned.observe([PipelineTime(s, 40.0, 60.0) for s in plan.strategy.schemes])
     assert learned.names
 
 
@@ -407,7 +406,6 @@ def test_what_is_learned_of_passes_does_not_depend_on_where_weights_come_from():
     learned = LearnedTimes()
     slow = PipelineTime(scheme=GATHERED, profiled_ms=10.0, measured_ms=14.0)
     for _ in range(12):
-        learned.observe(Strategy((GATHERED,)), [slow])
-    factors = learned.correction(Strategy((ON_NODES,))).factors
-    assert factors[ON_NODES] == learned.correction(Strategy((GATHERED,))).factors[GATHERED] > 1.2
-    assert "scheme <1,1;gather>" in names_of([ON_NODES], learned.names)
+        learned.observe([slow])
+    assert learned.factor(ON_NODES) == learned.factor(GATHERED) > 1.2
+    assert "scheme <1,1;gather>" in names_of([ON_NODES])

@@ -23,7 +23,7 @@ from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings, PlanningTask
 from ds_hydra.strategy import Scheme
-from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS, Correction, Corrections
+from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS, Corrections
 from ds_hydra.strategy.schemes.scheme import parse_strategies
 
 PROFILE = make_profile({"<1,1>": (0.0, 1.0, 2.0), "<2,1>": (0.0, 0.6, 2.0)})
@@ -117,8 +117,7 @@ def test_a_scheme_whose_time_is_constant_is_learned():
     for iteration in range(6):
         planned = plan(make_batch([30, 20], iteration), STRATEGIES[1:], profile=flat)
         tracker.observe(planned, [15.0], 16.0)
-    factors = tracker.corrections_now(STRATEGIES).strategies[STRATEGIES[1]].factors
-    assert factors[Scheme(2, 1)] == pytest.approx(3.0, rel=0.1)
+    assert tracker.corrections_now(STRATEGIES).factors[Scheme(2, 1)] == pytest.approx(3.0, rel=0.1)
 
 
 def test_corrections_hold_from_the_first_iteration_that_is_not_planned_yet():
@@ -184,8 +183,7 @@ def test_times_that_cannot_be_are_ignored_with_one_line_in_the_log(value, caplog
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_planning_processes_take_each_batch_with_the_corrections_of_its_submission(num_workers):
-    one = Scheme(1, 1)
-    slow = Corrections(strategies={STRATEGIES[0]: Correction(factors={one: 3.0})})
+    slow = Corrections(factors={Scheme(1, 1): 3.0})
     corrections = [NO_CORRECTIONS, slow, slow, NO_CORRECTIONS]
     batches = [make_batch([9, 20, 31, 4], i) for i in range(4)]
     task = PlanningTask(strategies=STRATEGIES[:1], profile=PROFILE, num_devices=2)

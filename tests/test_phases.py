@@ -22,7 +22,7 @@ from ds_hydra.sampler.planner import fastest, plan_iteration, plan_with_time
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.propose import GroupLimits, propose_phases
 from ds_hydra.sampler.sample_bench import CandidateSettings, SampleBench
-from ds_hydra.strategy.profiles.learned import Correction, Corrections
+from ds_hydra.strategy.profiles.learned import Corrections
 from ds_hydra.strategy.profiles.profile import NO_LINKS, LinkTimes, Profile
 from ds_hydra.strategy.schemes.enumeration import num_cuts
 from ds_hydra.strategy.schemes.placement import groups_of, groups_of_all, slices_key
@@ -431,8 +431,7 @@ IN_FIVE = "1x<sp4,1;gather>" + 4 * " then 4x<1,1;gather>"
 
 
 def test_time_outside_of_propagation_is_not_counted_for_every_phase():
-    known = {s: Correction(outside_ms=50.0) for s in GATHERED}
-    corrections = Corrections(strategies=known)
+    corrections = Corrections(outside_ms=dict.fromkeys(GATHERED, 50.0))
     batch = make_batch(LONG_AND_SHORT)
     mini_batch = MiniBatch(batch, PROFILE, 4, SETTINGS, corrections)
     assert sum(p.iteration_ms for p in Phases(GATHERED).plan(mini_batch)) == pytest.approx(130)

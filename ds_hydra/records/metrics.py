@@ -138,8 +138,7 @@ class IterationMetrics:
     """
     learned: Mapping[str, float] = field(default_factory=dict)
     """Factors between measured times and the profile's, known before this iteration, by their
-    cause: `machine`, `scheme <2,1>`, `strategy 2x<2,1>`, and `beside` for each doubling of the
-    pipelines.
+    cause: `machine`, `scheme <2,1>`.
     """
     pipelines: tuple[PipelineMetrics, ...]
     """Metrics of each pipeline: `tp`, `pp` (and the options of its scheme, `sp`, `ckpt`, ..., where

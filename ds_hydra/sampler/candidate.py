@@ -179,7 +179,7 @@ class Phases:
             groups=groups_of_all(self.strategies),
             max_len_tokens=mini_batch.max_len_tokens,
             links_of=mini_batch.links_of,
-            factor_of=lambda alike: mini_batch.corrections.factor(alike, alike.schemes[0]),
+            factor_of=lambda alike: mini_batch.corrections.factor(alike.schemes[0]),
         )
 
 

@@ -36,12 +36,7 @@ from ds_hydra.sampler.schedule import (
     makespan_ms,
     steps_ms,
 )
-from ds_hydra.strategy.profiles.learned import (
-    NO_CORRECTIONS,
-    UNKNOWN,
-    Correction,
-    Corrections,
-)
+from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS, Corrections
 from ds_hydra.strategy.profiles.profile import NO_LINKS, LinkTimes, Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
@@ -141,8 +136,8 @@ class PhasePlan:
     order: IntArray
     """Positions of its sequences in the mini-batch."""
     link: LinkTimes
-    correction: Correction
-    """Correction of the strategy by measured times."""
+    outside_ms: float
+    """Milliseconds outside of propagation beyond those of other strategies; 0.0 of a phase."""
     assignment: IntArray
     micro_batches: IntArray
     pipeline_ms: FloatArray
@@ -185,7 +180,7 @@ class PhasePlan:
             order=mini_batch.order[members],
             link=mini_batch.links_of(strategy) if link is None else link,
             # Time outside of propagation is the iteration's and not a phase's
-            correction=UNKNOWN if is_phase else mini_batch.corrections.of(strategy),
+            outside_ms=0.0 if is_phase else mini_batch.corrections.more_outside_ms(strategy),
             assignment=np.zeros_like(lengths),
             micro_batches=np.zeros_like(lengths),
             pipeline_ms=np.full(len(strategy.schemes), np.inf),
@@ -226,7 +221,7 @@ class PhasePlan:
     @property
     def least_ms(self) -> float:
         """Lower bound of the iteration."""
-        return self.least_propagation_ms + self.least_link_ms + self.correction.outside_ms
+        return self.least_propagation_ms + self.least_link_ms + self.outside_ms
 
     @property
     def wait_ms(self) -> float:
@@ -385,7 +380,7 @@ class PhasePlan:
             link.push_ms,
             self.mini_batch.num_buckets,
         )
-        self.iteration_ms += self.wait_ms + self.correction.outside_ms
+        self.iteration_ms += self.wait_ms + self.outside_ms
         # On shared cores the slowest pipeline is faster once others have ended
         ends = self.ends_ms(self.pipeline_ms)
         self.iteration_ms -= float(self.pipeline_ms.max() - ends.max())

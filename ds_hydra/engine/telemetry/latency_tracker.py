@@ -200,10 +200,8 @@ class LatencyTracker:
         if self._planner.refit != "plan" or not self._num_iterations:
             return NO_CORRECTIONS
         return Corrections(
-            strategies={
-                strategy: self.learned.correction(strategy, self._extra_outside_ms(strategy))
-                for strategy in strategies
-            },
+            factors={scheme: self.learned.factor(scheme) for scheme in self.profiled.latency},
+            outside_ms={strategy: self._extra_outside_ms(strategy) for strategy in strategies},
             slow_ranks=self._straggler.slow_ranks(),
         )
 
@@ -226,9 +224,10 @@ class LatencyTracker:
         """Time of each pipeline as far as is known now, slow ranks aside."""
         known, found = iter(self.profiled_ms(plan)), []
         for phase in plan.in_turn:
-            factors = self.learned.correction(phase.strategy).factors
             found += [
-                pipeline.makespan_ms if profiled is None else profiled * factors[pipeline.scheme]
+                pipeline.makespan_ms
+                if profiled is None
+                else profiled * self.learned.factor(pipeline.scheme)
                 for pipeline, profiled in zip(phase.pipelines, known)
             ]
         return found
@@ -253,14 +252,14 @@ class LatencyTracker:
                 for pipeline, (profiled, measured) in zip(phase.pipelines, known)
                 if profiled and pipeline.micro_batches
             ]
-            of_phases.append((phase.strategy, times))
-        all_ms = [t.measured_ms for _, times in of_phases for t in times]
+            of_phases.append(times)
+        all_ms = [t.measured_ms for times in of_phases for t in times]
         if all_ms and self._are_plausible(plan, all_ms, iteration_ms):
-            for strategy, times in of_phases:
-                self.learned.observe(strategy, times)
+            for times in of_phases:
+                self.learned.observe(times)
             self._count(plan, measured_ms, iteration_ms)
             # What was planned before anything was learned need not alarm anybody.
-            counts = self._planner.refit == "log" or self.corrections_for(plan.iteration).strategies
+            counts = self._planner.refit == "log" or self.corrections_for(plan.iteration).factors
             for pipeline, measured in zip(plan.pipelines, measured_ms):
                 if counts and pipeline.makespan_ms > 0 and measured > 0:
                     errors = self._errors.setdefault(
@@ -344,7 +343,7 @@ class LatencyTracker:
         ones ignored, with one line in the log each.
         """
         try:
-            kept = names_of(self.profiled.latency, state["learned"]["names"])
+            kept = names_of(self.profiled.latency)
             learned = LearnedTimes.from_state(state["learned"], kept)
             schedule = [(int(begin), Corrections.from_json(c)) for begin, c in state["schedule"]]
             outside_ms = {str(name): float(ms) for name, ms in state["outside_ms"].items()}
@@ -355,7 +354,7 @@ class LatencyTracker:
                 "what the checkpoint has learned of measured times is ignored: %r", error
             )
             return
-        if gone := sorted(set(state["learned"]["names"]) - set(kept)):
+        if gone := sorted(set(state["learned"]["names"]) - kept):
             logger.warning("learned times of %s are ignored: not in the profile", ", ".join(gone))
         self.learned, self._outside_ms = learned, outside_ms
         self._num_iterations = num_iterations

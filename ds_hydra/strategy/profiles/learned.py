@@ -1,19 +1,16 @@
-"""Corrections learned while training runs: the error of T(l, P), from measured times of
-pipelines.
+"""Corrections learned while training runs: the error of T(l, P), from measured times of pipelines.
 
 [Note: What is learned] For pipeline j of an iteration
 
-    log(measured / profiled) = machine + scheme + log2(pipelines) beside + strategy + noise
+    log(measured / profiled) = machine + scheme + noise
 
-where `machine` is common to all, `beside` is what running beside others costs and `strategy` what
-is left of a strategy as a whole. All are unknown numbers around 0 that may drift, and are estimated
-together by a Kalman filter: what has been seen little stays near 0, what has not been seen for long
-becomes uncertain again but is not forgotten, of factors that always run together the machine takes
-over what the others are off, and what all pipelines of an iteration share (a disturbance of the
-whole machine) is noise of its own and does not hide which of them is slower than the others. The
-machine drifts as fast as its times say: a filter that follows at the right pace has surprises that
-are not alike from one iteration to the next. A run of surprises in one direction makes the factors
-that it concerns uncertain at once: the level has shifted.
+where `machine` is common to all. Both are unknown numbers around 0 that may drift, and are
+estimated together by a Kalman filter: what has been seen little stays near 0, what has not been
+seen for long becomes uncertain again but is not forgotten, of factors that always run together the
+machine takes over what the others are off, and what all pipelines of an iteration share (a
+disturbance of the whole machine) is noise of its own and does not hide which of them is slower than
+the others. A run of surprises in one direction makes the factors that it concerns uncertain at
+once: the level has shifted.
 
 Pure: the engine feeds it one observation per pipeline and iteration. What is known then are
 `Corrections`, plain numbers that a plan is made with.
@@ -23,52 +20,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp, isfinite, log, log2, sqrt
+from math import exp, isfinite, log, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ds_hydra.strategy.schemes.placement import slices_key
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
-    """Correction of one strategy.
-
-    `factors`: T of each of its schemes is so many times the profile's when its pipelines run beside
-    each other. `outside_ms`: what its iterations take more than those of other strategies outside
-    of propagation.
-    """
-
-    factors: Mapping[Scheme, float] = field(default_factory=dict)
-    outside_ms: float = 0.0
-
-
-UNKNOWN = Correction()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrections:
     """Corrections of all candidates, in force for one iteration.
 
-    `slow_ranks`: ranks whose pipelines take so many times as long as those of others; a pipeline is
-    as slow as its slowest rank.
+    `factors`: T of a scheme is so many times the profile's. `outside_ms`: time that iterations of a
+    strategy take more than those of others outside of propagation. `slow_ranks`: ranks whose
+    pipelines take so many times as long as those of others; a pipeline is as slow as its slowest
+    rank.
     """
 
-    strategies: Mapping[Strategy, Correction] = field(default_factory=dict)
+    factors: Mapping[Scheme, float] = field(default_factory=dict)
+    outside_ms: Mapping[Strategy, float] = field(default_factory=dict)
     slow_ranks: Mapping[int, float] = field(default_factory=dict)
 
-    def of(self, strategy: Strategy) -> Correction:
-        """Correction of `strategy`, of which nothing may be known."""
-        known = self.strategies.get(strategy) or self.strategies.get(strategy.crossing)
-        return known or UNKNOWN
-
-    def factor(self, strategy: Strategy, scheme: Scheme) -> float:
-        """Factor of T of `scheme` in `strategy`."""
-        factors = self.of(strategy).factors
-        return factors.get(scheme, factors.get(scheme.crossing, 1.0))
+    def factor(self, scheme: Scheme) -> float:
+        """Factor of T of `scheme`."""
+        return self.factors.get(scheme, self.factors.get(scheme.crossing, 1.0))
 
     def slowdown(self, ranks: Iterable[int]) -> float:
         """Slowdown of a pipeline on `ranks`."""
@@ -76,24 +53,22 @@ class Corrections:
 
     def pipeline_factors(self, strategy: Strategy) -> list[float]:
         """Factor of T of each pipeline of `strategy`."""
-        factors = self.of(strategy).factors
         if not self.slow_ranks:
-            return [factors.get(scheme, 1.0) for scheme in strategy.schemes]
+            return [self.factor(scheme) for scheme in strategy.schemes]
         return [
-            factors.get(scheme, 1.0) * self.slowdown(ranks)
+            self.factor(scheme) * self.slowdown(ranks)
             for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True)
         ]
+
+    def more_outside_ms(self, strategy: Strategy) -> float:
+        """Milliseconds of `outside_ms`; 0.0 of a strategy of which nothing is known."""
+        return self.outside_ms.get(strategy, self.outside_ms.get(strategy.crossing, 0.0))
 
     def to_json(self) -> dict[str, Any]:
         """The corrections as a JSON document; `from_json` restores equal ones."""
         return {
-            "strategies": {
-                str(strategy): {
-                    "factors": {str(scheme): value for scheme, value in known.factors.items()},
-                    "outside_ms": known.outside_ms,
-                }
-                for strategy, known in self.strategies.items()
-            },
+            "factors": {str(scheme): value for scheme, value in self.factors.items()},
+            "outside_ms": {str(strategy): ms for strategy, ms in self.outside_ms.items()},
             "slow_ranks": {str(rank): value for rank, value in self.slow_ranks.items()},
         }
 
@@ -101,13 +76,8 @@ class Corrections:
     def from_json(cls, document: Mapping[str, Any]) -> Corrections:
         """The corrections in a document written by `to_json`."""
         return cls(
-            strategies={
-                Strategy.parse(text): Correction(
-                    factors={Scheme.parse(s): value for s, value in known["factors"].items()},
-                    outside_ms=known["outside_ms"],
-                )
-                for text, known in document["strategies"].items()
-            },
+            factors={Scheme.parse(text): value for text, value in document["factors"].items()},
+            outside_ms={Strategy.parse(text): ms for text, ms in document["outside_ms"].items()},
             slow_ranks={int(rank): value for rank, value in document["slow_ranks"].items()},
         )
 
@@ -121,10 +91,8 @@ def are_plausible(times_ms: Sequence[float], longest_ms: float) -> bool:
 
 
 FloatArray = npt.NDArray[np.float64]
-Weights = dict[str, float]
-"""Weight of each factor, by name, for one pipeline."""
 
-MACHINE, BESIDE = "machine", "beside"
+MACHINE = "machine"
 
 
 class _Kind(NamedTuple):
@@ -137,13 +105,9 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    MACHINE: _Kind(0.3, 0.015),
+    MACHINE: _Kind(0.3, 0.03),
     "scheme": _Kind(0.25, 0.01),
-    BESIDE: _Kind(0.1, 0.005),
-    "strategy": _Kind(0.1, 0.005),
 }
-_FASTEST_DRIFT, _PACE_RATE = 0.08, 0.8
-"""Fastest drift of the machine's factor (`_KINDS` has the slowest), and the rate of its pace."""
 _OTHER_MACHINE = 0.5
 """Logarithm from which the error of the first iteration is the machine's: a factor of exp(0.5)
 means a profile of other hardware.
@@ -152,7 +116,7 @@ _FIRST_NOISE, _LEAST_NOISE, _NOISE_RATE = 0.1, 0.02, 0.15
 _OUTLIER = 3.0
 """Standard deviations of a surprise beyond which it counts less."""
 _TO_MACHINE = 0.005
-"""Rate at which the machine takes over errors of schemes and strategies, as far as only the sum is
+"""Rate at which the machine takes over errors of schemes, as far as only the sum is
 measured.
 """
 _SURPRISE_RATE, _SHIFT = 0.3, 1.5
@@ -175,8 +139,8 @@ class LearnedTimes:
     >>> one = Scheme(1, 1)
     >>> learned = LearnedTimes()
     >>> for _ in range(50):
-    ...     learned.observe(Strategy((one,)), [PipelineTime(one, 10.0, 20.0)])
-    >>> round(learned.correction(Strategy((one,))).factors[one], 2)
+    ...     learned.observe([PipelineTime(one, 10.0, 20.0)])
+    >>> round(learned.factor(one), 2)
     2.0
     """
 
@@ -187,13 +151,10 @@ class LearnedTimes:
     """Mean of the last surprises of each factor, in standard deviations."""
     noise: list[float] = field(default_factory=lambda: [_FIRST_NOISE**2, _FIRST_NOISE**2])
     """Variances: of one pipeline, and of the part that all pipelines of an iteration share."""
-    machine_drift: float = _KINDS[MACHINE].drift
-    last_surprise: float = 0.0
-    """Surprise that the pipelines of the last iteration shared, in standard deviations."""
 
     # ---- taking in
 
-    def observe(self, strategy: Strategy, pipelines: Sequence[PipelineTime]) -> None:
+    def observe(self, pipelines: Sequence[PipelineTime]) -> None:
         """Take in the busy pipelines of one iteration; times are above 0."""
         if not pipelines:
             return
@@ -204,19 +165,12 @@ class LearnedTimes:
             level = float(np.median(found))
             self.mean_F[0] = np.sign(level) * max(0.0, abs(level) - _OTHER_MACHINE)
         self._drift()
-        weights = [self._weights(strategy, p.scheme) for p in pipelines]
-        self._know(name for of_one in weights for name in of_one)
-        design_KF = np.array([[of_one.get(name, 0.0) for name in self.names] for of_one in weights])
+        concerned = [names_of([p.scheme]) for p in pipelines]
+        self._know(_name_of(p.scheme) for p in pipelines)
+        design_KF = np.array([[float(n in own) for n in self.names] for own in concerned])
         surprise_K = found - design_KF @ self.mean_F
         self._notice_shift(design_KF, surprise_K)
         self._update(design_KF, surprise_K)
-
-    def _weights(self, strategy: Strategy, scheme: Scheme) -> Weights:
-        computes, known = f"scheme {scheme.crossing}", f"strategy {_known_as(strategy)}"
-        weights = {MACHINE: 1.0, computes: 1.0, known: 1.0}
-        if len(strategy.schemes) > 1:
-            weights[BESIDE] = log2(len(strategy.schemes))
-        return weights
 
     def _know(self, names: Iterable[str]) -> None:
         new = [name for name in dict.fromkeys(names) if name not in self.names]
@@ -234,7 +188,6 @@ class LearnedTimes:
 
     def _drift(self) -> None:
         drift_F = np.array([_kind(name).drift for name in self.names])
-        drift_F[self.names.index(MACHINE)] = self.machine_drift
         self.cov_FF = self.cov_FF + np.diag(drift_F**2)
         self._bound()
 
@@ -255,7 +208,6 @@ class LearnedTimes:
         )
         z_K = np.clip(surprise_K / spread_K, -_OUTLIER, _OUTLIER)
         common = float(z_K.mean())
-        self._keep_pace(common)
         for number, name in enumerate(self.names):
             weight_K = np.abs(design_KF[:, number])
             if not weight_K.any():
@@ -267,12 +219,6 @@ class LearnedTimes:
                 self.surprise_F[number] = 0.0
                 self.cov_FF[number, :] = self.cov_FF[:, number] = 0.0
                 self.cov_FF[number, number] = _kind(name).prior ** 2
-
-    def _keep_pace(self, surprise: float) -> None:
-        """Let the machine drift faster after two surprises alike, slower after two unlike."""
-        drift = self.machine_drift * exp(_PACE_RATE * surprise * self.last_surprise)
-        self.machine_drift = min(max(drift, _KINDS[MACHINE].drift), _FASTEST_DRIFT)
-        self.last_surprise = surprise
 
     def _update(self, design_KF: FloatArray, surprise_K: FloatArray) -> None:
         cross_KF = design_KF @ self.cov_FF
@@ -322,17 +268,9 @@ class LearnedTimes:
         """All factors by name."""
         return {name: exp(mean) for name, mean in zip(self.names, self.mean_F.tolist())}
 
-    def correction(self, strategy: Strategy, outside_ms: float = 0.0) -> Correction:
-        """Correction of `strategy`."""
-        schemes = list(dict.fromkeys(strategy.schemes))
-        weights = [self._weights(strategy, scheme) for scheme in schemes]
-        return Correction(
-            factors={
-                scheme: exp(sum(w * self.mean(name) for name, w in of_one.items()))
-                for scheme, of_one in zip(schemes, weights)
-            },
-            outside_ms=outside_ms,
-        )
+    def factor(self, scheme: Scheme) -> float:
+        """Factor of T of `scheme`."""
+        return exp(self.mean(MACHINE) + self.mean(_name_of(scheme)))
 
     # ---- checkpoints
 
@@ -344,8 +282,6 @@ class LearnedTimes:
             "cov": self.cov_FF.tolist(),
             "surprise": self.surprise_F.tolist(),
             "noise": list(self.noise),
-            "machine_drift": self.machine_drift,
-            "last_surprise": self.last_surprise,
         }
 
     @classmethod
@@ -363,8 +299,7 @@ class LearnedTimes:
         if (mean_F.shape, cov_FF.shape, surprise_F.shape) != ((num,), (num, num), (num,)):
             raise ValueError(f"{num} names, and arrays of {mean_F.shape} and {cov_FF.shape}")
         noise = [float(value) for value in state["noise"]]
-        pace = [float(state[name]) for name in ("machine_drift", "last_surprise")]
-        if not all(np.isfinite(a).all() for a in (mean_F, cov_FF, surprise_F, noise, pace)):
+        if not all(np.isfinite(a).all() for a in (mean_F, cov_FF, surprise_F, noise)):
             raise ValueError("values that are not finite")
         return cls(
             names=[state["names"][n] for n in indices],
@@ -372,37 +307,16 @@ class LearnedTimes:
             cov_FF=cov_FF[np.ix_(indices, indices)],
             surprise_F=surprise_F[indices],
             noise=noise,
-            machine_drift=pace[0],
-            last_surprise=pace[1],
         )
 
 
-def names_of(schemes: Iterable[Scheme], names: Iterable[str]) -> list[str]:
-    """Names among `names` whose factors concern `schemes` alone, or none of them in particular."""
-    known = {str(own) for scheme in schemes for own in (scheme, scheme.crossing)}
-
-    def is_known(name: str) -> bool:
-        kind, _, text = name.partition(" ")
-        if kind == "scheme":
-            return text in known
-        if kind == "strategy" and text not in _CUTS:
-            return all(str(scheme) in known for scheme in Strategy.parse(text).schemes)
-        return kind in _KINDS
-
-    return [name for name in names if is_known(name)]
+def names_of(schemes: Iterable[Scheme]) -> set[str]:
+    """Names of the factors that concern `schemes`, and of the machine's."""
+    return {MACHINE, *map(_name_of, schemes)}
 
 
-_GATHERED, _CUT = _CUTS = "gathered", "cut"
-"""Strategies cut anew for every step are too many to know each."""
-
-
-def _known_as(strategy: Strategy) -> str:
-    if strategy.gathers:
-        return _GATHERED
-    is_cut = strategy.is_heterogeneous and slices_key(strategy) != strategy
-    return (
-        _CUT if is_cut and len({scheme.tp for scheme in strategy.schemes}) == 1 else str(strategy)
-    )
+def _name_of(scheme: Scheme) -> str:
+    return f"scheme {scheme.crossing}"
 
 
 def _kind(name: str) -> _Kind:
