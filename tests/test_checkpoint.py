@@ -31,7 +31,7 @@ from test_engine_training import batches
 
 import ds_hydra
 from ds_hydra.engine.checkpointing import reshard
-from ds_hydra.engine.model import module_state
+from ds_hydra.engine.model import held_models
 from ds_hydra.errors import CheckpointError
 
 NUM_SEQUENCES = 32
@@ -492,7 +492,7 @@ def save_what_is_empty(folder):
     engine = start_hydra(model)
     engine.train_batch(batches(1)[0])
     counts = []
-    with mock.patch.object(module_state.logger, "warning") as warn:
+    with mock.patch.object(held_models.logger, "warning") as warn:
         for save in (
             lambda: model.save_pretrained(f"{folder}/{dist.get_rank()}"),
             engine.module.state_dict,
@@ -504,7 +504,7 @@ def save_what_is_empty(folder):
         with deepspeed.zero.GatheredParameters([*model.parameters()]):
             model.state_dict()
         engine.destroy()
-        module_state._told_of_empty.discard(model)
+        held_models._told_of_empty.discard(model)
         model.state_dict()  # still in shards
         counts.append(warn.call_count)
     return counts

@@ -108,9 +108,12 @@ def worst_errors(engine, plan, examples, wanted_loss, wanted):
     loss, got = loss_and_gradients(engine, plan, load_of(examples))
     errors = relative_errors(got, wanted.values(), wanted)
     name = max(errors, key=errors.get)
-    bindings = [b for unit in engine.hydra.stage_model.units for b in unit.bindings]
-    held = [b.module._parameters[b.attribute] for b in bindings]
-    assert all(p.is_meta for p in held), f"{plan.strategy}: slices outlived the iteration"
+    stage_model = engine.hydra.stage_model
+    bindings = [b for unit in stage_model.units for b in unit.bindings]
+    own = (b.module._parameters[b.attribute] is stage_model.params[b.param] for b in bindings)
+    assert all(own), f"{plan.strategy}: the model has other parameters than before"
+    held = [p for _, params in stage_model._in_place.slices for p in params.values()]
+    assert all(p is None or p.is_meta for p in held), f"{plan.strategy}: slices outlived"
     return errors[name], name, abs(loss / wanted_loss - 1)
 
 

@@ -370,7 +370,10 @@ def test_converted_models(caplog):
     stage_model = StageModel(converted)
     assert len(stage_model.float8._specs) == 14
     assert "converted the output head of LlamaForCausalLM" in caplog.text
-    assert type(stage_model.model.lm_head) is nn.Linear
+    stage_model.enter()
+    assert type(converted.lm_head) is nn.Linear
+    stage_model.unbind()
+    assert type(converted.lm_head) is not nn.Linear
     with pytest.raises(HydraConfigError, match="float8 is 'rowwise', and torchao has converted"):
         StageModel(converted, float8="rowwise")
     with pytest.raises(HydraConfigError, match=r"float8_exclude is \['mlp'\].*module_filter_fn"):

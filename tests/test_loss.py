@@ -405,7 +405,7 @@ def test_a_class_is_tried_with_the_attributes_and_sizes_of_the_model():
     stage_model = build_stage_model(cohere)
     assert stage_model.after_head.transform == LogitTransform(scale=0.25)
     cohere.logit_scale = 2.0  # while it trains
-    stage_model.carry_over()
+    stage_model.check_unchanged()
     assert stage_model.after_head.transform == LogitTransform(scale=2.0)
 
 
@@ -413,20 +413,20 @@ def test_a_loss_that_an_attribute_or_a_buffer_switches_on_is_refused():
     model = changed()
     stage_model = build_stage_model(model)
     model.z_loss = 0.1
-    for found in (lambda: build_stage_model(model), stage_model.carry_over):
+    for found in (lambda: build_stage_model(model), stage_model.check_unchanged):
         with pytest.raises(UnsupportedModelError, match=r"returns a loss of .* where the mean"):
             found()
     model = changed()
     stage_model = build_stage_model(model)
     model.class_weights[:100] = 20.0
-    for found in (lambda: build_stage_model(model), stage_model.carry_over):
+    for found in (lambda: build_stage_model(model), stage_model.check_unchanged):
         with pytest.raises(UnsupportedModelError, match=r"returns a loss of .* where the mean"):
             found()
     model = changed()
     stage_model = build_stage_model(model)
     model.tempering.fill_(1.0)
     with pytest.raises(UnsupportedModelError, match=r"more than a scale or a cap.*set it before"):
-        stage_model.carry_over()
+        stage_model.check_unchanged()
 
 
 def test_losses_are_found_by_both_ways_to_import_them():

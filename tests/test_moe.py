@@ -385,7 +385,7 @@ def test_the_loss_of_balance_is_what_the_model_asks_for():
     stage_model = StageModel(model)
     for coefficient in (0.25, 0.0):  # set while training goes on, as a schedule does
         model.router_aux_loss_coef = coefficient
-        stage_model.carry_over()
+        stage_model.check_unchanged()
         stage_model.balance.begin(torch.device("cpu"), None, 1)
         assert stage_model.balance.loss.coefficient == coefficient
     dense = families.build("doge")

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
-import math
 import re
 import types
-from fractions import Fraction
 
 import kernels_apart
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -36,173 +31,35 @@ SIZES = {
 }  # fmt: skip
 
 
-def test_a_configuration_that_is_changed_after_the_start_is_named_once(caplog):
-    model = tiny("llama")
-    stage_model = StageModel(model)
-    model.config.use_cache = False  # as transformers does while it trains
-    model.config.dtype = "bfloat16"  # as it does while it saves
-    stage_model.carry_over()
-    assert not caplog.messages
-    model.config.attention_dropout = 0.5
-    stage_model.carry_over()
-    stage_model.carry_over()
-    (message,) = caplog.messages
-    assert "model.config.attention_dropout was 0.0" in message
-    assert "is 0.5 now" in message
-
-
-def edit_data(module, key, value):
-    getattr(module, key).data.copy_(value)
-
-
-def edit(module, key, value):
-    with torch.no_grad():
-        getattr(module, key).copy_(value)
-
-
-def replace_data(module, key, value):
-    getattr(module, key).data = value
-
-
-@pytest.mark.parametrize("way", [edit_data, edit, replace_data, setattr])
-def test_buffers_are_taken_over_however_they_are_edited(way):
-    model = tiny("deepseek_v3")
-    stage_model = StageModel(model)
-    name = next(name for name, _ in model.named_buffers() if name.endswith("correction_bias"))
-    place, key = name.rsplit(".", 1)
-    module, twin = (m.get_submodule(place) for m in (model, stage_model.model))
-    own = torch.full_like(getattr(twin, key), 3.0)
-    getattr(twin, key).copy_(own)  # what the copy makes of it stays as long as nobody edits
-    stage_model.carry_over()
-    assert getattr(twin, key).equal(own)
-    for number in range(2):
-        value = torch.arange(4.0) + number
-        way(module, key, value)
-        stage_model.carry_over()
-        assert getattr(twin, key).equal(value)
-        assert getattr(twin, key).data_ptr() != getattr(module, key).data_ptr()
-    for value in (torch.ones(4, dtype=torch.bfloat16), torch.ones(2, 2)):
-        replace_data(module, key, value)
-        stage_model.carry_over()
-        assert getattr(twin, key).dtype == value.dtype
-        assert getattr(twin, key).equal(value)
-    module._buffers[key] = None
-    stage_model.carry_over()
-    assert getattr(twin, key) is None
-
-
-@dataclasses.dataclass
-class Knobs:
-    scale: float = 1.0
-    offset: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(2))
-
-
-class WithKnobs(transformers.LlamaForCausalLM):
-    shift = 0.0
-
-    def __init__(self, config):
-        super().__init__(config)
-        mlp = self.model.layers[0].mlp
-        mlp.gain, mlp.table, mlp.rows = 1.0, torch.zeros(3), np.zeros(3)
-        mlp.knobs, mlp.act = Knobs(), torch.relu
-        mlp.scaling = {"default": 2.0, "other": [1.0, 2.0]}
-
-
-def at_mlp(change):
-    return lambda model: change(model.model.layers[0].mlp)
-
-
-FOLLOWED = [
-    at_mlp(lambda mlp: setattr(mlp, "gain", torch.tensor(0.1))),
-    at_mlp(lambda mlp: setattr(mlp, "gain", np.float32(0.1))),
-    at_mlp(lambda mlp: setattr(mlp, "gain", np.full(3, 0.1))),
-    at_mlp(lambda mlp: setattr(mlp, "gain", 2j)),
-    at_mlp(lambda mlp: setattr(mlp, "gain", (torch.ones(2, requires_grad=True) * 2,))),
-    at_mlp(lambda mlp: mlp.scaling.update(default=torch.tensor([0.1, 0.2]))),
-    at_mlp(lambda mlp: mlp.scaling["other"].append(np.float64(3))),
-    at_mlp(lambda mlp: mlp.table.fill_(1.0)),
-    at_mlp(lambda mlp: mlp.table.data.fill_(2.0)),
-    at_mlp(lambda mlp: setattr(mlp, "table", torch.full((2,), math.nan))),
-    at_mlp(lambda mlp: mlp.rows.fill(math.nan)),
-    at_mlp(lambda mlp: setattr(mlp.knobs, "scale", 3.0)),
-    at_mlp(lambda mlp: mlp.knobs.offset.fill_(1.0)),
-    at_mlp(lambda mlp: setattr(mlp, "read_with_getattr", 1.5)),
-    lambda model: setattr(model, "shift", torch.tensor(0.5)),
-]
-
-
-@pytest.mark.parametrize("change", FOLLOWED)
-def test_values_of_every_kind_are_taken_over(change):
-    model = WithKnobs(tiny("llama").config)
-    stage_model = StageModel(model)
-    state = stage_model._state
-    assert not state.carry_over()
-    change(model)
-    assert len(state.carry_over()) == 1
-    assert not state.carry_over()
-    torch.testing.assert_close(read(stage_model.model), read(model), equal_nan=True)
-    tables = [m.model.layers[0].mlp.table for m in (model, stage_model.model)]
-    assert tables[0].data_ptr() != tables[1].data_ptr()
-
-
-def read(model):
-    mlp = model.model.layers[0].mlp
-    values = [
-        *(mlp.gain, mlp.table, mlp.rows, mlp.knobs.scale, mlp.knobs.offset, mlp.scaling["default"]),
-        *(*mlp.scaling["other"], model.shift, getattr(mlp, "read_with_getattr", 0.0)),
-    ]
-    return [torch.as_tensor(v[0] if isinstance(v, tuple) else v) for v in values]
-
-
-def test_a_value_that_is_taken_away_is_the_class_s_again():
-    model = WithKnobs(tiny("llama").config)
-    model.shift = 1.0
-    stage_model = StageModel(model)
-    del model.shift
-    stage_model.carry_over()
-    assert stage_model.model.shift == 0.0
-
-
-class OtherMLP(transformers.models.llama.modeling_llama.LlamaMLP):
-    pass
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         (
-            at_mlp(lambda mlp: setattr(mlp, "act", torch.sigmoid)),
-            r"mlp\.act was set after the start",
-        ),
-        (at_mlp(lambda mlp: setattr(mlp, "gain", Fraction(1, 2))), r"mlp\.gain .* \(Fraction\)"),
-        (at_mlp(lambda mlp: mlp.scaling.update(default=Fraction(1, 2))), r"mlp\.scaling was set"),
-        (lambda model: setattr(model, "shift", Fraction(1, 2)), r"shift was set after the start"),
-        (at_mlp(lambda mlp: setattr(mlp, "__class__", OtherMLP)), r"LlamaMLP .* is a OtherMLP now"),
-        (
             lambda model: setattr(model.model.embed_tokens, "padding_idx", 1),
-            r"embed_tokens\.padding_idx was 0 at the start and is 1 now",
+            r"embed_tokens\.padding_idx was set after the start.* before ds_hydra",
+        ),
+        (
+            lambda model: setattr(model.lm_head, "forward", torch.relu),
+            r"lm_head\.forward was set after the start",
+        ),
+        (
+            lambda model: setattr(model.model.layers[1].mlp, "act_fn", torch.nn.Identity()),
+            r"layers\.1\.mlp has other modules than at the start",
+        ),
+        (
+            lambda model: model.lm_head.weight.register_hook(lambda gradient: gradient),
+            r"lm_head\.weight has a hook, .*<lambda>.*slices of it",
         ),
     ],
 )
-def test_objects_that_a_copy_cannot_take_over_are_refused(change, named):
-    model = WithKnobs(tiny("llama").config)
-    stage_model = StageModel(model)
-    model.generation_config = transformers.GenerationConfig()
-    stage_model.carry_over()
-    change(model)
-    with pytest.raises(UnsupportedModelError, match=named):
-        stage_model.carry_over()
-
-
-def test_another_configuration_is_named(caplog):
+def test_what_stages_run_in_a_form_of_their_own_is_not_replaced_later(change, named):
     model = tiny("llama")
     stage_model = StageModel(model)
-    model.config = copy.deepcopy(model.config)
-    stage_model.carry_over()
-    assert not caplog.messages
-    model.config.rms_norm_eps = 0.1
-    stage_model.carry_over()
-    assert "model.config.rms_norm_eps" in caplog.text
+    model.generation_config = transformers.GenerationConfig()
+    stage_model.check_unchanged()
+    change(model)
+    with pytest.raises(UnsupportedModelError, match=named):
+        stage_model.check_unchanged()
 
 
 def add_bias(model):
@@ -233,10 +90,10 @@ def test_parameters_that_change_in_the_middle_are_named(change, named):
     model = tiny("llama")
     stage_model = StageModel(model)
     model.bfloat16().float()  # what a start may do
-    stage_model.carry_over()
+    stage_model.check_unchanged()
     change(model)
     with pytest.raises(UnsupportedModelError, match=named):
-        stage_model.carry_over()
+        stage_model.check_unchanged()
 
 
 NOISY = {
@@ -290,8 +147,8 @@ def test_noise_that_is_switched_on_after_the_start_is_refused():
         model = tiny(family)
         stage_model = StageModel(model)
         setattr(model.get_submodule(place), key, 0.1)
-        with pytest.raises(UnsupportedModelError, match=rf"{place}.{key} was 0.0 .* set it back"):
-            stage_model.carry_over()
+        with pytest.raises(UnsupportedModelError, match=rf"{place}.{key} was 0 .* set it back"):
+            stage_model.check_unchanged()
 
 
 class OwnRate(transformers.LlamaForCausalLM):
@@ -345,7 +202,7 @@ def test_a_loss_of_the_model_itself_is_refused():
     model = tiny("llama")
     stage_model = StageModel(model)
     model.loss_function = lambda logits, labels, **_: logits.sum()
-    for look in (stage_model.carry_over, lambda: StageModel(model)):
+    for look in (stage_model.check_unchanged, lambda: StageModel(model)):
         with pytest.raises(UnsupportedModelError, match=r"its loss_function is .*<lambda>, which"):
             look()
     model.loss_function = transformers.loss.loss_utils.ForCausalLMLoss
@@ -363,17 +220,32 @@ def test_what_a_forward_of_transformers_adds_to_the_loss_is_refused():
         StageModel(model)
 
 
-def test_stage_model_holds_no_parameter_memory_and_leaves_the_model_alone():
-    model = tiny("llama")
-    implementation = model.config._attn_implementation
-    stage_model = StageModel(model)
-    assert all(
-        b.module._parameters[b.attribute].is_meta
-        for unit in stage_model.units
-        for b in unit.bindings
-    )
-    assert not any(p.is_meta for p in model.parameters())
-    assert model.config._attn_implementation == implementation
+def state_of(model):
+    flags = ("_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")  # by number
+    return [
+        (
+            type(m),
+            {k: {**v} if isinstance(v, dict) else v for k, v in vars(m).items() if k not in flags},
+        )
+        for m in model.modules()
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
+def test_modules_are_the_users_between_passes_and_hold_no_memory_in_them(family):
+    model = tiny(family).eval()
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output)
+    before, implementation = state_of(model), model.config._attn_implementation
+    stage_model = packing_probe.build_stage_model(model)
+    assert state_of(model) == before
+    for _ in range(2):
+        stage_model.enter()
+        assert stage_model.model.training
+        assert all(param.is_meta for param in model.parameters())
+        assert model.config._attn_implementation != implementation
+        stage_model.unbind()
+        assert state_of(model) == before
+        assert model.config._attn_implementation == implementation
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -476,66 +348,6 @@ def test_checkpointing_that_the_user_switched_on_stays_on_and_refuses_ckpt():
         HydraConfigError, match=r"<1,1;ckpt=2>: .*the model's own gradient checkpointing"
     ):
         check_scheme(stage_model, Scheme(1, 1, ckpt=2))
-
-
-def patched_by_closure(model):
-    plain = model.forward
-    model.forward = lambda *args, **kwargs: plain(*args, **kwargs)
-
-
-def patched_below_by_closure(model):
-    mlp = model.model.layers[2].mlp
-
-    def forward(self, x, of=mlp):
-        return of.down_proj(of.up_proj(x))
-
-    mlp.forward = types.MethodType(forward, mlp)
-
-
-def patched_below_by_a_global_name(model):
-    globals()["norm"] = model.model.norm
-    norm.forward = types.MethodType(lambda self, x: norm.weight * x, norm)  # noqa: F821
-
-
-def hooked(model):
-    model.model.layers[1].register_forward_hook(lambda module, args, output: output)
-
-
-def hooked_parameter(model):
-    model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: 2 * gradient)
-
-
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        (
-            patched_by_closure,
-            r"LlamaForCausalLM\.forward is set on the instance \('patched_by_clos",
-        ),
-        (patched_below_by_closure, r"model\.layers\.2\.mlp\.forward is set .*types\.MethodType"),
-        (patched_below_by_a_global_name, r"model\.norm\.forward is set .*<lambda>"),
-        (hooked, r"model\.layers\.1 has a hook, 'hooked.<locals>.<lambda>' .*handle\.remove"),
-        (hooked_parameter, r"model\.layers\.1\.mlp\.up_proj\.weight has a hook, 'hooked_para"),
-    ],
-)
-def test_code_that_a_copy_would_run_otherwise_is_refused(edit, words):
-    model = tiny("llama")
-    edit(model)
-    with pytest.raises(UnsupportedModelError, match=words):
-        StageModel(model)
-
-
-def test_code_that_follows_the_copy_is_taken_along():
-    model = tiny("llama")
-    mlp = model.model.layers[0].mlp
-    mlp.forward = types.MethodType(lambda self, x: self.down_proj(self.up_proj(x)), mlp)
-    model.model.norm.forward = functools.partial(type(model.model.norm).forward, model.model.norm)
-    model.save_pretrained = lambda folder, plain=model.save_pretrained: plain(folder)
-    model.enable_input_require_grads()
-    globals()["down_proj"] = mlp  # an attribute's name, not what the function reaches
-    copied = StageModel(model)._base
-    assert copied.layers[0].mlp.forward.__self__ is copied.layers[0].mlp
-    assert copied.norm.forward.args == (copied.norm,)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

@@ -43,8 +43,7 @@ def max_launches(text, num_buckets):
     collectives included: what is pulled and pushed, and what ranks tell each other.
     """
     per_bucket = 13 if "<2," in text else 7
-    # Four for each of the model's two buffers, which are compared with what was taken over
-    return 40 + 4 * 2 + (per_bucket + 5 * ("gather" in text)) * num_buckets
+    return 40 + (per_bucket + 5 * ("gather" in text)) * num_buckets
 
 
 MAX_HOST_WAITS = 8

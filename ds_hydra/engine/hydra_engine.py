@@ -42,7 +42,7 @@ from ds_hydra.engine.gradient_shards import GradientShards
 from ds_hydra.engine.iteration import Iteration, Outcomes, gather_scores, observe, score, weigh
 from ds_hydra.engine.losses.loss import CrossEntropy, Loss
 from ds_hydra.engine.losses.objective import Scores
-from ds_hydra.engine.model import adapters, module_state
+from ds_hydra.engine.model import adapters, held_models
 from ds_hydra.engine.model.decoder_parts import is_quantised
 from ds_hydra.engine.model.experts import BiasCorrection
 from ds_hydra.engine.model.packing_probe import build_stage_model
@@ -141,7 +141,7 @@ class HydraEngine(CheckpointingEngine):
     ):
         document = getattr(engine_kwargs.get("config_class"), "_param_dict", None) or {}
         show_notes(log_levels.get(str(document.get("log_level")).lower()))
-        module_state.check_free(model)
+        held_models.check_free(model)
         let_collectives_end_at_exit()
         show_collector_all()
         self._hydra_config = hydra_config
@@ -187,8 +187,7 @@ class HydraEngine(CheckpointingEngine):
         self, args: Any, model: nn.Module, engine_args: Any, engine_kwargs: Mapping[str, Any]
     ) -> None:
         run_together(lambda: remove_stale_locks(local_rank() == 0), self.device)
-        # The copy must be made before DeepSpeed hooks the model's modules and partitions its
-        # parameters.
+        # Before DeepSpeed hooks the model's modules: what a stage changes of them is found here.
         config = self._hydra_config
         run_together(lambda: _check_dtypes(model, engine_kwargs.get("config_class")), self.device)
         make_stage_model = functools.partial(
@@ -208,7 +207,7 @@ class HydraEngine(CheckpointingEngine):
         if note and deepspeed.comm.get_rank() == 0:
             logger.warning(note)
         memory = MemoryWatch()  # before DeepSpeed's buffers and states
-        module_state.hold(model)
+        held_models.hold(model)
         self._held = [model]  # a list, because this is no nn.Module yet
         super().__init__(args, model, *engine_args, **engine_kwargs)
         run_together(functools.partial(self._check_partitions, stage_model), self.device)
@@ -471,7 +470,7 @@ class HydraEngine(CheckpointingEngine):
         finally:
             held = getattr(self, "_held", [])
             while held:  # once: another engine may have the model then
-                module_state.let_go(held.pop())
+                held_models.let_go(held.pop())
             try:
                 if getattr(self, "_is_watched", False):
                     self._is_watched = False

@@ -20,7 +20,7 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checks.deepspeed_section import check_buildable
 from ds_hydra.engine.hydra_engine import HydraEngine, needs_metric
 from ds_hydra.engine.model.adapters import check_trains
-from ds_hydra.engine.model.module_state import check_free
+from ds_hydra.engine.model.held_models import check_free
 from ds_hydra.engine.ranks.process import prepare_accelerator
 from ds_hydra.environment import warn_of_versions
 from ds_hydra.errors import HydraConfigError

@@ -146,7 +146,7 @@ class IterationSource:
         self.sampler.advance(len(plan.lengths))
         examples: Rows = {}
         try:
-            self._stage_model.carry_over()
+            self._stage_model.check_unchanged()
             examples = self._fetch(plan) if fetched is None else fetched.result()
         except Exception as caught:  # whatever the user's data raise, the other ranks wait
             problem = problem or caught
@@ -212,7 +212,7 @@ class IterationSource:
                         f'strategy is {strategy!r:.80}, expected text such as "2x<1,1>", or a Strategy'
                     )
                 self._candidates.check_strategy(forced)
-            self._stage_model.carry_over()
+            self._stage_model.check_unchanged()
             tensors = [
                 (torch.from_numpy(input_ids), torch.from_numpy(labels))
                 for input_ids, labels in to_examples(examples, read_by(loss))

@@ -329,8 +329,8 @@ class Propagator:
         if self.stage_model.has_experts:
             # Routing reads the device in every layer: others would wait for these layers' rounds.
             session.await_posts()
-        self._enter(role, session)
         try:
+            self._enter(role, session)
             stage, layout = self._stage(role, session), self._token_layout(role)
             micro_batches = MicroBatchTensors.load(phase, stage, task, layout)
             forward = functools.partial(
@@ -403,6 +403,7 @@ class Propagator:
         return run(at_head=head_loss.of_hidden)
 
     def _enter(self, role: Role, session: TransferSession) -> None:
+        self.stage_model.enter()
         tp = role.scheme.tp
         group = self.groups.get("tp", role.tp_ranks) if tp > 1 else None
         self.stage_model.tp.enter(group, tp, role.tp_rank, cuts_experts=role.scheme.ep == 1)

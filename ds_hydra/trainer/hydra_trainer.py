@@ -25,7 +25,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from ds_hydra.configs import HydraConfig
 from ds_hydra.engine.initialize import no_launcher
 from ds_hydra.engine.losses.loss import CrossEntropy
-from ds_hydra.engine.model.module_state import check_free
+from ds_hydra.engine.model.held_models import check_free
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import say_once
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler, budget_of

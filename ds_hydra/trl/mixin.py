@@ -41,7 +41,7 @@ from ds_hydra.configs import HydraConfig
 from ds_hydra.engine import HydraEngine, hydra_engine_class
 from ds_hydra.engine.losses.objective import Scores
 from ds_hydra.engine.model.adapters import unwrap_adapters
-from ds_hydra.engine.model.module_state import check_free
+from ds_hydra.engine.model.held_models import check_free
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import no_bars_in_files

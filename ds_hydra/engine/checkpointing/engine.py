@@ -24,7 +24,7 @@ from ds_hydra.engine.checkpointing.reshard import (
     read_optimizer_states,
 )
 from ds_hydra.engine.model.adapters import with_resting_adapters
-from ds_hydra.engine.model.module_state import saving_shards
+from ds_hydra.engine.model.held_models import saving_shards
 from ds_hydra.engine.ranks.agreement import broadcast_text, raise_together
 from ds_hydra.engine.ranks.watchdog import call_together, watch
 from ds_hydra.errors import CheckpointError

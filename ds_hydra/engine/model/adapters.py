@@ -98,11 +98,11 @@ def unwrap_adapters(model: nn.Module) -> nn.Module:
     return model
 
 
-def use_saved_modules(copied: nn.Module) -> None:
-    """Replace, in a copy that runs, modules by their trained versions of `modules_to_save`. The
-    replaced ones run nowhere and are pulled by nobody.
+def use_saved_modules(model: nn.Module) -> None:
+    """Replace modules by their trained versions of `modules_to_save`. The replaced ones run nowhere
+    and are pulled by nobody.
     """
-    for parent in list(copied.modules()):
+    for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child is not None and (adapter := find_saved_in_use(child)) is not None:
                 saved: Any = child
@@ -305,7 +305,7 @@ class TokenDropout(nn.Dropout):
 
 
 def count_noise(base: nn.Module, tp: Any, spec_of: dict[tuple[nn.Module, str], ParamSpec]) -> bool:
-    """Make dropout of adapters in `base`, a copy that runs, one by counting; whether there is any.
+    """Make dropout of adapters in `base` one by counting; whether there is any.
 
     A rate that is 0 at the start stays out: `peft` has no dropout module then.
     """

@@ -305,7 +305,7 @@ def _find_noise(model: nn.Module, config: Any) -> str:
     keys = [
         key
         for key, value in vars(config).items()
-        if _is_noise(key) and not key.startswith(_OF_OTHER_HEADS) and _is_number(value)
+        if _is_noise(key) and not key.startswith(_OF_OTHER_HEADS) and is_number(value)
     ]
     found = [f"{key} = {getattr(config, key)} in its config" for key in keys if vars(config)[key]]
     by_attribute: dict[tuple[str, float], list[str]] = {}
@@ -334,7 +334,7 @@ def find_rates(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for name, module in model.named_modules():
         if "lora_dropout" not in name.split("."):
             for key, value in vars(module).items():
-                if is_rate(module, key) and _is_number(value) and value:
+                if is_rate(module, key) and is_number(value) and value:
                     yield name, module, key
 
 
@@ -347,7 +347,8 @@ def _is_noise(key: str) -> bool:
     return any(word in key for word in _NOISE)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether `value` is a number, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -543,7 +544,7 @@ def build_specs(
 ) -> tuple[ParamSpec, ...]:
     """Build the spec of each `named` parameter for the link, in their order.
 
-    `base`: a copy whose modules have them, where `bindings` say.
+    `base`: the model whose modules have them, where `bindings` say.
     `vocabulary`: embedding and head, cut by rows whatever the plan says.
     """
     styles, num_experts = parameter_styles(base), num_experts_of(base)

@@ -33,7 +33,7 @@ _AMD = ("gfx94", "gfx95")
 class Float8Layers:
     """The linear layers of a stage model that multiply in 8 bits; none where nobody asked for it.
 
-    `layers`: the decoder layers of the copy that runs. `spec_of`: what the link knows of (module,
+    `layers`: the decoder layers. `spec_of`: what the link knows of (module,
     attribute). `sides`: COLUMN or ROW of modules that TP cuts. Raises HydraConfigError where
     torchao is missing, a size is no multiple of 16, or `exclude` names nothing or has no `request`,
     UnsupportedModelError for a converted model that cannot be trained.
@@ -157,9 +157,9 @@ class Float8Layers:
         )
 
 
-def use_plain_head(head: nn.Module, copied: nn.Module) -> None:
+def use_plain_head(head: nn.Module, model: nn.Module) -> None:
     """Make of `head`, which torchao may have converted, a linear layer; say so on the first rank.
-    `copied`: the model that it is of, a copy.
+    `model`: the one that it is of.
     """
     if not is_converted(head):
         return
@@ -168,7 +168,7 @@ def use_plain_head(head: nn.Module, copied: nn.Module) -> None:
         logger.warning(
             "torchao has converted the output head of %s, whose products with the loss stay in the model's dtype here; "
             "leave it out of convert_to_float8_training by module_filter_fn",
-            type(copied).__name__,
+            type(model).__name__,
         )
 
 

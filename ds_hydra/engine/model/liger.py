@@ -1,9 +1,9 @@
 """Models that Liger has patched (`liger_kernel.transformers`): where their kernels run, what takes
 the place of Liger's loss, and models that Liger does not know.
 
-Norms, rotary embedding and activations of Liger run in the stage model as layers of any other code
-do: a deep copy takes methods bound to modules along. Its fused linear cross-entropy needs the whole
-head and is never called, because stages ask the model's forward for logits.
+Norms, rotary embedding and activations of Liger run as layers of any other code do. Its fused
+linear cross-entropy needs the whole head and is never called, because stages ask the model's
+forward for logits.
 """
 
 from __future__ import annotations

@@ -314,8 +314,10 @@ class _SmallCopy:
         hidden: Tensor | None = None
         for stage in range(scheme.pp):
             stage_model.bind(scheme, stage, dict(enumerate(stage_model.params)))
-            hidden = stage_model.forward_stage(micro_batch, input_ids, hidden)
-            stage_model.unbind()
+            try:
+                hidden = stage_model.forward_stage(micro_batch, input_ids, hidden)
+            finally:  # families' own code may fail
+                stage_model.unbind()
             input_ids = None
             if stage < scheme.pp - 1 and hidden.shape[1:] != (
                 sum(_LENGTHS),

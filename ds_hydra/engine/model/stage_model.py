@@ -1,19 +1,17 @@
-"""The model without parameters: its own layer code, ready to run on pulled slices, and where each
-slice goes.
+"""The user's model as stages: its own modules, ready to run on pulled slices, and where each slice
+goes.
 
 [Note: Stage model]
-DeepSpeed's hooks on the trained model would gather whole parameters, collectively. Propagation
-therefore runs on a deep copy whose parameters are on the meta device (no memory) and whose buffers
-are real. A stage binds its slices into the copy's modules, runs the model's own `forward`, and
-unbinds them. Layers of other stages are replaced by `LayerPlaceholder`s, so the outer forward
-(rotary embedding, layer types, logit scaling) is the model's own for every family. What runs before
-the layers runs in every stage, later ones have zeros for its parameters and do not use what it
-gives; the forward ends after a stage's own layers.
+DeepSpeed's hooks on the trained model would gather whole parameters, collectively. While a rank's
+passes run they are out, and the modules have slices in place of parameters ([Note: In place]). The
+model's own `forward` runs; layers of other stages are replaced by `LayerPlaceholder`s, so the outer
+forward (rotary embedding, layer types, logit scaling) is the model's own for every family. What
+runs before the layers runs in every stage, later ones have zeros for its parameters and do not use
+what it gives; the forward ends after a stage's own layers.
 """
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +41,8 @@ from ds_hydra.engine.model.decoder_parts import (
 )
 from ds_hydra.engine.model.experts import ExpertBalance, ExpertParallel, hook_dispatch
 from ds_hydra.engine.model.float8 import Float8Layers, use_plain_head
-from ds_hydra.engine.model.module_state import ModuleState, check_user_code
+from ds_hydra.engine.model.in_place import InPlace
+from ds_hydra.engine.model.since_start import SinceStart, check_hooks
 from ds_hydra.engine.model.stage_forward import (
     AfterHead,
     StageForward,
@@ -84,7 +83,7 @@ class ModelAbilities:
 
 
 class StageModel:
-    """A parameter-free copy of a causal language model, runnable one stage at a time.
+    """A causal language model, runnable one stage at a time.
 
     `params` are the model's own parameters in the order of `specs`, those of LoRA adapters among
     them. `abilities` is what a small copy of the model has shown (`packing_probe.try_small_copy`).
@@ -107,113 +106,116 @@ class StageModel:
     ):
         model = unwrap_adapters(model)
         decoder_parts.check_supported(model)
-        check_user_code(model)
         self.abilities = abilities = abilities or ModelAbilities()
         self.tp = TensorParallel(simulated_tp_size=simulated_tp_size)
         self.ep = ExpertParallel(self.tp)
-        memo = {id(p): decoder_parts.on_meta(p) for p in model.parameters()}
-        try:
-            self.model = copy.deepcopy(model, memo)
-            """The copy that runs."""
-        except RuntimeError as error:  # tensors that a forward has left
-            raise UnsupportedModelError(
-                f"{type(model).__name__} cannot be copied ({str(error).splitlines()[0][:200]}); load it anew"
-            ) from error
-        self._state = ModuleState(model, self.model)
-        use_saved_modules(self.model)
-        running = set(self.model.parameters())
-        named = [(fqn, p) for fqn, p in model.named_parameters() if memo[id(p)] in running]
-        self.params: list[nn.Parameter] = [p for _, p in named]
-        self._meta_params: list[nn.Parameter] = [memo[id(p)] for p in self.params]
-        parts = decoder_parts.DecoderParts.find(self.model)
-        self._base, head, self._embedding = parts.base, parts.head, parts.embedding
-        self._attention_kernel = attention_kernel
+        self.model = model
+        """The model, without what PEFT wraps it in."""
+        named = list(model.named_parameters())
+        meta_of = {id(p): decoder_parts.on_meta(p) for _, p in named}
         self._asked_attention = getattr(model.config, "_attn_implementation", None)
-        self.attention_choices: Sequence[Choice] = ()
-        """Choices of the attention kernel on the compute device, one for each width of heads."""
-        if not abilities.one_by_one_because:
-            attention.use_packed_attention(self.model)
-        self.model.train()
-        attention.follow_each_sequence(self.model)
-        if activation_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.layers = list(parts.layers)
-        """All decoder layers of the copy."""
-        alone, told = bool(abilities.one_by_one_because), bool(abilities.boundaries_because)
-        self._forward = StageForward(
-            self.model,
-            parts,
-            self._meta_params,
-            self.tp,
-            one_by_one=alone,
-            takes_boundaries=told,
-        )
-        self.forward_stage = self._forward.run
-        self.always_checkpointed = [
-            getattr(layer, "gradient_checkpointing", False) for layer in self.layers
-        ]
-        """Whether each layer runs again in backward under any scheme."""
-        for module in self.model.modules():
-            if hasattr(module, "gradient_checkpointing"):
-                module._gradient_checkpointing_func = checkpointed
-        self._padding_idx = getattr(self._embedding, "padding_idx", None)
-        check_head(head)
-        use_plain_head(head, self.model)
-        self._has_plain_head = type(head) is nn.Linear and "forward" not in vars(head)
-        self.vocab_size: int = self._embedding.weight.shape[0]
-        """Rows of the embedding."""
-        self.num_logits: int = head.weight.shape[0]
-        """Rows of the head; one of both may have been resized alone."""
-        self.units = self._find_units(parts)
-        self._await_unit: dict[nn.Module, list[int]] = {}
-        self._await_bucket: Callable[[int], None] = lambda _: None
-        self._before_backward: dict[nn.Module, Callable[[], None] | None] = {}
-        for module in {module for unit in self.units for module in unit.modules}:
-            module.register_forward_pre_hook(self._before_unit)
-        for module in (self._embedding, *self.layers):
-            module.register_forward_hook(self._after_layer)
-        bindings = [binding for unit in self.units for binding in unit.bindings]
-        fqn_of = {(module, name): named[param][0] for module, name, param in bindings}
-        blocks, self.uncut_because = self._find_blocks(fqn_of)
-        """Blocks that gather a micro-batch under TP, or why the model has none: then every rank of
-        a group has whole micro-batches.
-        """
-        self.tp.cuts_micro_batches = not self.uncut_because
-        self.specs = build_specs(
-            named,
-            self._base,
-            bindings=bindings,
-            vocabulary=(head, self._embedding),
-            cuts_micro_batches=self.tp.cuts_micro_batches,
-        )
-        spec_of = {(module, name): self.specs[param] for module, name, param in bindings}
-        self.unplanned = find_unplanned(self._base, fqn_of)
-        """Parameters between sliced layers of which the tp plan should tell."""
-        self.balance = ExpertBalance(self.model, self.layers, self.tp, with_loss=aux_loss)
-        self.after_head = self._try_head()  # the balance loss is no part of its answers any more
-        self.has_noise = count_noise(self._base, self.tp, spec_of) or neftune_noise_alpha > 0
-        self.float8 = Float8Layers(
-            self.layers,
-            spec_of,
-            module_sides(self._base),
-            self.tp,
-            request=float8,
-            exclude=float8_exclude,
-            is_compiled=compile_layers,
-        )
-        decoder_parts.check_weights(named)
-        self._hook(neftune_noise_alpha)
-        self.tp.blocks = [*blocks, head] if self.tp.cuts_micro_batches else []
-        for module in (*(m for layer in self.layers for m in layer.modules()), head):
-            hook_linear(module, self.tp)
-        self._forward.hook_head()  # after its block has gathered shards
-        bind_constant(0.0, self.units[0].bindings, self._meta_params, self._forward.device)
-        hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)
-        found = self._forward.find_placeholder_problem(hidden.to(self._meta_params[0].dtype))
-        self.no_pp_because = abilities.no_stages_because or self.no_pp_because or found
-        self.unbind()
-        if compile_layers:
-            compile_each(self.layers)
+        for name, module in model.named_modules():
+            check_hooks(name or type(model).__name__, module)
+        self._in_place = InPlace(model, meta_of)
+        with self._in_place:
+            use_saved_modules(self.model)
+            running = set(self.model.parameters())
+            named = [(fqn, p) for fqn, p in named if meta_of[id(p)] in running]
+            self.params: list[nn.Parameter] = [p for _, p in named]
+            self._meta_params: list[nn.Parameter] = [meta_of[id(p)] for p in self.params]
+            parts = decoder_parts.DecoderParts.find(self.model)
+            self._base, head, self._embedding = parts.base, parts.head, parts.embedding
+            self._attention_kernel = attention_kernel
+            self.attention_choices: Sequence[Choice] = ()
+            """Choices of the attention kernel on the compute device, one for each width of
+            heads.
+            """
+            if not abilities.one_by_one_because:
+                attention.use_packed_attention(self.model)
+            self.model.train()
+            attention.follow_each_sequence(self.model)
+            if activation_checkpointing:
+                self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.layers = list(parts.layers)
+            """All decoder layers."""
+            alone, told = bool(abilities.one_by_one_because), bool(abilities.boundaries_because)
+            self._forward = StageForward(
+                self.model,
+                parts,
+                self._meta_params,
+                self.tp,
+                one_by_one=alone,
+                takes_boundaries=told,
+            )
+            self.forward_stage = self._forward.run
+            self.always_checkpointed = [
+                getattr(layer, "gradient_checkpointing", False) for layer in self.layers
+            ]
+            """Whether each layer runs again in backward under any scheme."""
+            for module in self.model.modules():
+                if hasattr(module, "gradient_checkpointing"):
+                    module._gradient_checkpointing_func = checkpointed
+            self._padding_idx = getattr(self._embedding, "padding_idx", None)
+            check_head(head)
+            use_plain_head(head, self.model)
+            self._has_plain_head = type(head) is nn.Linear and "forward" not in vars(head)
+            self.vocab_size: int = self._embedding.weight.shape[0]
+            """Rows of the embedding."""
+            self.num_logits: int = head.weight.shape[0]
+            """Rows of the head; one of both may have been resized alone."""
+            self.units = self._find_units(parts)
+            self._await_unit: dict[nn.Module, list[int]] = {}
+            self._await_bucket: Callable[[int], None] = lambda _: None
+            self._before_backward: dict[nn.Module, Callable[[], None] | None] = {}
+            for module in {module for unit in self.units for module in unit.modules}:
+                module.register_forward_pre_hook(self._before_unit)
+            for module in (self._embedding, *self.layers):
+                module.register_forward_hook(self._after_layer)
+            bindings = [binding for unit in self.units for binding in unit.bindings]
+            fqn_of = {(module, name): named[param][0] for module, name, param in bindings}
+            blocks, self.uncut_because = self._find_blocks(fqn_of)
+            """Blocks that gather a micro-batch under TP, or why the model has none: then every rank
+            of a group has whole micro-batches.
+            """
+            self.tp.cuts_micro_batches = not self.uncut_because
+            self.specs = build_specs(
+                named,
+                self._base,
+                bindings=bindings,
+                vocabulary=(head, self._embedding),
+                cuts_micro_batches=self.tp.cuts_micro_batches,
+            )
+            spec_of = {(module, name): self.specs[param] for module, name, param in bindings}
+            self.unplanned = find_unplanned(self._base, fqn_of)
+            """Parameters between sliced layers of which the tp plan should tell."""
+            self.balance = ExpertBalance(self.model, self.layers, self.tp, with_loss=aux_loss)
+            self.after_head = (
+                self._try_head()
+            )  # the balance loss is no part of its answers any more
+            self.has_noise = count_noise(self._base, self.tp, spec_of) or neftune_noise_alpha > 0
+            self.float8 = Float8Layers(
+                self.layers,
+                spec_of,
+                module_sides(self._base),
+                self.tp,
+                request=float8,
+                exclude=float8_exclude,
+                is_compiled=compile_layers,
+            )
+            decoder_parts.check_weights(named)
+            self._hook(neftune_noise_alpha)
+            self.tp.blocks = [*blocks, head] if self.tp.cuts_micro_batches else []
+            for module in (*(m for layer in self.layers for m in layer.modules()), head):
+                hook_linear(module, self.tp)
+            self._forward.hook_head()  # after its block has gathered shards
+            bind_constant(0.0, self.units[0].bindings, self._meta_params, self._forward.device)
+            hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)
+            found = self._forward.find_placeholder_problem(hidden.to(self._meta_params[0].dtype))
+            self.no_pp_because = abilities.no_stages_because or self.no_pp_because or found
+            if compile_layers:
+                compile_each(self.layers)
+            self._unbind()
+        self._since_start = SinceStart(model, self._forward.inside_layers)
 
     @property
     def config(self) -> Any:
@@ -291,6 +293,12 @@ class StageModel:
                 rank_buckets[rank] = known[key]
         return rank_buckets
 
+    def enter(self) -> None:
+        """Make the model's modules a stage's, before hooks for its groups are set; `unbind` gives
+        them back.
+        """
+        self._in_place.enter()
+
     def bind(
         self,
         scheme: Scheme,
@@ -307,6 +315,7 @@ class StageModel:
         every backward pass of it. Where that is None no gradient goes through the layer, because
         nothing below is trained.
         """
+        self.enter()
         if stage > 0:
             device = next(iter(leaves.values())).device
             bind_constant(0.0, self.units[0].bindings, self._meta_params, device)
@@ -325,26 +334,41 @@ class StageModel:
         self._forward.show_layers(own)
 
     def unbind(self) -> None:
-        """Put meta parameters back, so that nothing of the iteration stays alive."""
+        """Leave the stage: nothing of the iteration stays alive, and the modules are the user's
+        again.
+        """
+        self._unbind()
+        self._in_place.leave()
+
+    def _unbind(self) -> None:
         for unit in self.units:
             decoder_parts.bind(unit.bindings, self._meta_params)
         self._await_unit.clear()
         self._await_bucket = lambda _: None
         self._before_backward.clear()
+        self._forward.show_layers(range(self.num_layers))
         self.tp.enter(None, 1, 0)
         self.ep.leave()
 
-    def carry_over(self) -> None:
-        """Take over the changes of the trained model's modules (`ModuleState.carry_over`)."""
-        changed = self._state.carry_over()  # in most iterations nothing
-        if changed and not self._forward.inside_layers.issuperset(changed):
+    def check_unchanged(self) -> None:
+        """Raise UnsupportedModelError for changes of the model since the start that training cannot
+        follow.
+        """
+        self._in_place.check()
+        self._since_start.check()
+        if not self._since_start.take_changes_outside():
+            return
+        self.enter()
+        try:
             before, self.after_head = self.after_head, self._try_head()
-            self.check_loss()
-            if self.after_head.transform is None and before.transform is not None:
-                raise UnsupportedModelError(
-                    f"what was set on modules of {type(self.model).__name__} makes its logits more than a scale or a "
-                    "cap of its head's output, as which training has begun; set it before ds_hydra.initialize"
-                )
+        finally:
+            self.unbind()
+        self.check_loss()
+        if self.after_head.transform is None and before.transform is not None:
+            raise UnsupportedModelError(
+                f"what was set on modules of {type(self.model).__name__} makes its logits more than a scale or a cap "
+                "of its head's output, as which training has begun; set it before ds_hydra.initialize"
+            )
 
     def _try_head(self) -> AfterHead:
         return self._forward.try_head() if self._has_plain_head else AfterHead()
