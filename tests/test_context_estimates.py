@@ -168,7 +168,9 @@ def test_links_tell_where_measured_schemes_do_not():
     assert LatencyModel(**found.to_json()) == found
     assert Costs(profile).find(scheme) is None
     stretched = Costs.of(profile, 64).find(replace(scheme, ckpt=40))
-    assert stretched.latency.linear_ms == pytest.approx(4 / 3 * found.linear_ms)
+    seen_ms = found.exchange_ms / 2
+    assert stretched.latency.linear_ms == pytest.approx(4 / 3 * found.linear_ms + seen_ms)
+    assert stretched.latency.hidden_ms == found.hidden_ms, "keys are gathered as often"
     assert (stretched.origin, stretched.sources) == ("derived", (scheme,))
 
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.engine.model.attention import hydra_varlen
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, running
-from ds_hydra.engine.parallel import token_cuts
+from ds_hydra.engine.parallel import recomputation, token_cuts
 from ds_hydra.engine.parallel.tensor_parallel import TokenShards
 from ds_hydra.engine.parallel.token_cuts import TokenLayout
 from ds_hydra.engine.profiling.profiler import token_bytes
@@ -422,7 +422,7 @@ def check_what_stays():
         heads = [torch.randn(1, 8, keys.row_tokens, 8, requires_grad=True) for _ in range(3)]
         buffers.clear()
         if is_checkpointed:
-            options = {"use_reentrant": False, "context_fn": token_cuts.checkpoint_contexts}
+            options = {"use_reentrant": False, "context_fn": recomputation.contexts}
             loss = checkpoint(layer, *heads, **options).sum()
         else:
             loss = layer(*heads).sum()

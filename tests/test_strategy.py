@@ -280,21 +280,21 @@ def test_scheme_that_was_not_profiled_is_named():
 
 
 @pytest.mark.parametrize(
-    ("text", "ratio"),
+    ("text", "ratio", "of_attention"),
     [
-        ("<1,2;stages=4,4>", 1.0),
-        ("<1,2;stages=5,3>", 5 / 4),
-        ("<1,2;ckpt=3>", (4 + 3 / 3) / 4),
-        ("<1,2;ckpt=8>", 4 / 3),
-        ("<1,2;ckpt=3;stages=3,5>", 5 / 4),
-        ("<1,2;ckpt=6;stages=3,5>", (5 + 3 / 3) / 4),
+        ("<1,2;stages=4,4>", 1.0, 1.0),
+        ("<1,2;stages=5,3>", 5 / 4, 5 / 4),
+        ("<1,2;ckpt=3>", (4 + 3 / 3) / 4, 1.0),
+        ("<1,2;ckpt=8>", 4 / 3, 1.0),
+        ("<1,2;ckpt=3;stages=3,5>", 5 / 4, 5 / 4),
+        ("<1,2;ckpt=6;stages=3,5>", (5 + 3 / 3) / 4, 5 / 4),
     ],
 )
-def test_latency_of_parts_follows_from_the_slowest_stage(text, ratio):
+def test_latency_of_parts_follows_from_the_slowest_stage(text, ratio, of_attention):
     profile = make_profile({"<1,2>": (0.5, 2, 8)}, num_layers=8)
     model = profile.get_latency(Scheme.parse(text))
     assert (model.quadratic_ms, model.linear_ms, model.constant_ms) == pytest.approx(
-        (0.5 * ratio, 2 * ratio, 8 * ratio)
+        (0.5 * of_attention, 2 * ratio, 8 * ratio)
     )
 
 
@@ -327,3 +327,11 @@ def test_schemes_that_cannot_be_derived_are_named(text, wanted):
     profile = make_profile({"<1,2>": (0, 1, 0)}, num_layers=8, input_bytes=2)
     with pytest.raises(HydraConfigError, match=wanted):
         Costs(profile).extended([Scheme.parse(text)])
+
+
+def test_heads_that_are_exchanged_again_are_hidden_by_no_attention():
+    """Half of what they travel for forward and backward, where a third of the rest runs again."""
+    known = {"quadratic_ms": 0.5, "linear_ms": 2.0, "constant_ms": 8.0, "hidden_ms": 0.3}
+    model = LatencyModel(**known, traffic_ms=7.0, exchange_ms=0.6)
+    wanted = {"linear_ms": 4 / 3 * 2 + 0.6 / 2, "constant_ms": 4 / 3 * 8}
+    assert model.scaled(4 / 3, 1.0).to_json() == pytest.approx({**model.to_json(), **wanted})

@@ -17,6 +17,7 @@ from single_process import load_of, random_examples
 from torch import Tensor
 
 from ds_hydra.engine.model import attention
+from ds_hydra.engine.parallel import recomputation
 from ds_hydra.engine.parallel.tensor_parallel import TokenShards
 from ds_hydra.engine.parallel.token_cuts import KeysOfRow, TokenLayout, attend_to_all_rows
 from ds_hydra.engine.profiling import profiler
@@ -50,14 +51,18 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Any, lengths: Any) -> Tensor:
-        out = _on_device(_per_sequence(*_on_host(q, k, v), scoring, lengths))
-        sums = torch.empty(q.shape[1:3], dtype=torch.float32, device=q.device)
+        def run() -> tuple[Tensor, Tensor]:
+            out = _on_device(_per_sequence(*_on_host(q, k, v), scoring, lengths))
+            return out, torch.empty(q.shape[1:3], dtype=torch.float32, device=q.device)
+
+        out, sums = recomputation.run_once(run, keeps=True)
         ctx.save_for_backward(q, k, v, out, sums)
         ctx.how = scoring, lengths
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        recomputation.settle()
         inputs = [t.requires_grad_() for t in _on_host(*ctx.saved_tensors[:3])]
         with torch.enable_grad():
             out = _per_sequence(*inputs, *ctx.how)

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from ds_hydra.engine.model.attention_contract import Demand, Ends, Kernel, LongSegment, Scoring
 from ds_hydra.engine.model.attention_kernels import load_kernel
+from ds_hydra.engine.parallel import recomputation
 from ds_hydra.engine.ranks.process import in_one_order, only_warns
 
 Boundaries = tuple[Tensor, Tensor, Tensor]
@@ -89,23 +90,30 @@ def attend(
     """
     query, key, value = heads
     value_width = value.shape[-1]
+    keeps = query.requires_grad or key.requires_grad or value.requires_grad
     query, key = _pad(query, use.query_width), _pad(key, use.query_width)
     value = _pad(value, use.value_width)
     run: Any = _run_operator if torch.compiler.is_compiling() else _apply
     # 0 stands for none, because the operator's schema has plain numbers.
     scale, window, softcap, sinks_H = scoring
-    out: Tensor = run(
-        query, key, value, sinks_H, *boundaries, use.name, scale, window or 0, softcap or 0.0
-    )
+    numbers = scale, window or 0, softcap or 0.0
+    out: Tensor = run(query, key, value, sinks_H, *boundaries, use.name, *numbers, keeps)
     return out if use.value_width == value_width else out[..., :value_width]
 
 
 def _pad(heads: Tensor, width: int) -> Tensor:
     missing = width - heads.shape[-1]
+    if missing and not torch.compiler.is_compiling():  # compiled layers exchange nothing here
+        recomputation.settle()
     return nn.functional.pad(heads, (0, missing)) if missing else heads
 
 
-def _forward(
+def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    *rest, keeps = inputs
+    return recomputation.run_once(lambda: _compute(*rest), keeps=keeps)
+
+
+def _compute(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -140,6 +148,7 @@ def _backward(
     kernel: str,
     *numbers: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    recomputation.settle()
     ends = _ends(cu_seqlens, cu_keys, on_host, sinks_H)
     scoring = _scoring(ends, *numbers)
     grads = load_kernel(kernel).backward(grad, query, key, value, out, lse_HT, ends, scoring)
@@ -169,14 +178,14 @@ def _scoring(ends: Ends, scale: float, window: int, softcap: float) -> Scoring:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, sinks_H, *rest = inputs
-    boundaries, ctx.options = rest[:3], rest[3:]
+    boundaries, ctx.options = rest[:3], rest[3:-1]
     ctx.save_for_backward(query, key, value, sinks_H, *output, *boundaries)
 
 
 def _grads(ctx: Any, differentiate: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: a checkpoint makes them anew
     *grads, grad_sinks = differentiate(grad, *saved, *ctx.options)
-    return *grads, None if saved[3] is None else grad_sinks, *(None,) * 7
+    return *grads, None if saved[3] is None else grad_sinks, *(None,) * 8
 
 
 class _Attention(torch.autograd.Function):
@@ -220,7 +229,7 @@ _operator = torch.library.custom_op(
     "ds_hydra::attention",
     _operate,
     mutates_args=(),
-    schema=f"({_INPUTS.format('')}) -> (Tensor, Tensor)",
+    schema=f"({_INPUTS.format('')}, bool keeps) -> (Tensor, Tensor)",
 )
 _gradient_operator = torch.library.custom_op(
     "ds_hydra::attention_backward",

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.engine.model.attention_operator import Boundaries, count_on_host
-from ds_hydra.engine.parallel.token_cuts import KeysOfRow, TokenLayout, checkpoint_contexts
+from ds_hydra.engine.parallel import recomputation
+from ds_hydra.engine.parallel.token_cuts import KeysOfRow, TokenLayout
 from ds_hydra.engine.ranks.memory import to_device
 
 
@@ -204,7 +205,7 @@ def checkpointed(layer: Callable[..., Any], *args: Any) -> Any:
         *args,
         use_reentrant=False,
         preserve_rng_state=False,  # see [Note: Noise by counting]
-        context_fn=checkpoint_contexts,
+        context_fn=recomputation.contexts,
     )
 
 

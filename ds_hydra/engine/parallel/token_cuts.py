@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import lcm
 from typing import Any
@@ -50,6 +50,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hydra.engine.parallel import recomputation
 from ds_hydra.engine.parallel.tensor_parallel import Posted, TokenShards, nothing
 from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.sampler.cuts import Row
@@ -203,7 +204,7 @@ class _Arrive(torch.autograd.Function):
     ) -> Tensor:
         ctx.group, ctx.waits = group, waits
         received, wait = arriving
-        wait()
+        recomputation.settle_late(wait)
         return received
 
     @staticmethod
@@ -417,6 +418,27 @@ class _Part:
         self.select = keys.post(self.row_tW, widths)
         self._addresses: list[int] = []
         self._again: list[Tensor] = []
+        self._late: list[Tensor] = []
+
+    def allocate(self) -> list[Tensor]:
+        """Tensors for the keys and values that `fill` selects."""
+        num_keys = len(self.keys.places_N)
+        selected = [self.row_tW.new_empty(num_keys, width) for width in self.widths]
+        # Without the node of autograd that the others get
+        self._late = [one.detach() for one in selected]
+        return selected
+
+    def free(self) -> None:
+        """Free the memory of what `allocate` has returned until `fill` needs it."""
+        for one in self._late:
+            one.untyped_storage().resize_(0)
+
+    def fill(self) -> None:
+        """Select keys and values into what `allocate` has returned."""
+        for one, found in zip(self._late, self.select(), strict=True):
+            one.untyped_storage().resize_(found.nbytes)
+            one.copy_(found)
+        self.select, self._late = _gone, []
 
     @contextmanager
     def left_out(self, selected: Sequence[Tensor]) -> Iterator[None]:
@@ -466,6 +488,9 @@ class _Select(torch.autograd.Function):
         ctx: Any, row_tW: Tensor, part: _Part, waits: list[Callable[[], None]]
     ) -> tuple[Tensor, ...]:
         ctx.part, ctx.waits = part, waits
+        if recomputation.is_late():
+            recomputation.settle_late(part.fill)
+            return tuple(part.allocate())
         selected = part.select()
         part.select = _gone
         return tuple(selected)
@@ -491,6 +516,7 @@ def attend_to_all_rows(
 
     Collective over the group, in backward too, twice for each part.
     """
+    recomputation.settle()  # rows are copied
     num_heads = key_BKtD.shape[1]
     numbers = (key_BKtD.numel() + value_BKtD.numel()) // keys.row_tokens
     num_bytes = numbers * len(keys.sent_S) * key_BKtD.element_size()
@@ -501,7 +527,9 @@ def attend_to_all_rows(
     rows = [torch.cat([x.transpose(0, 1).flatten(1) for x in both], dim=1) for both in chunks]
     waits: list[Callable[[], None]] = []
     parts = [_Part(row, [x[:, 0].numel() for x in both], keys) for row, both in zip(rows, chunks)]
-    gathers_again = rows[0].requires_grad and torch.is_grad_enabled() and not _runs_again
+    gathers_again = (
+        rows[0].requires_grad and torch.is_grad_enabled() and not recomputation.is_checkpointed()
+    )
     outs, begin = [], 0
     for row, part, query, size in zip(_Sources.apply(waits, *rows), parts, queries, sizes):
         selected: tuple[Tensor, Tensor] = _Select.apply(row, part, waits)
@@ -513,28 +541,8 @@ def attend_to_all_rows(
         end = begin + query.shape[1]
         with part.left_out(selected) if gathers_again else nullcontext():
             outs.append(attend(query, key, value, slice(begin, end)))
+        part.free()
         begin = end
     if gathers_again:
         keys.note(parts)
     return _join(outs, dim=2)
-
-
-_runs_again = False
-"""Whether the layer that is being computed is checkpointed."""
-
-
-@contextmanager
-def _checkpointed() -> Iterator[None]:
-    global _runs_again
-    before, _runs_again = _runs_again, True
-    try:
-        yield
-    finally:
-        _runs_again = before
-
-
-def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts for `torch.utils.checkpoint`: the gathered keys of a checkpointed layer are gone
-    after its forward anyway, and there again when it has run again.
-    """
-    return _checkpointed(), _checkpointed()

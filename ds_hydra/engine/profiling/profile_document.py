@@ -221,7 +221,7 @@ def describe_measured(
         "compile_layers": config.compile_layers,
         "deterministic": config.deterministic,
         "float8": config.float8,
-        "memory": {**memory, **state_memory(stage_model)},
+        "memory": {**memory, **state_memory(stage_model), "keeps_attention": True},
     }
 
 
@@ -254,7 +254,9 @@ def _describe_layers(stage_model: StageModel) -> dict[str, Any]:
         shape, _ = describe_config(_fields(stage_model), stage_model.config.model_type)
     except HydraConfigError:  # without attention heads, or with sizes of its own names
         return {}
-    return {key: value for key, value in shape.to_json().items() if key == "layer"}
+    return {
+        key: value for key, value in shape.to_json().items() if key in ("layer", "attention_width")
+    }
 
 
 def _find_experts(stage_model: StageModel) -> Experts | None:
@@ -476,8 +478,8 @@ def estimate_profile(
     use.
 
     Recomputed layers keep their input, 2 bytes for each token and hidden unit of 1/TP of a
-    micro-batch (2 TP where TP ranks hold whole micro-batches). One of L layers is whole at a time.
-    Their forward counts twice in T.
+    micro-batch (2 TP where TP ranks hold whole micro-batches), and attention's output. One of L
+    layers is whole at a time. Their forward counts twice in T, but for attention.
     """
     fields, family = _fields(stage_model), stage_model.config.model_type
     shape, heads = describe_config(fields, family)
@@ -487,11 +489,14 @@ def estimate_profile(
     )
     schemes = [scheme for scheme in wanted if can_run(stage_model, scheme)]
     layers = stage_model.num_layers
+    of_attention = (2 * shape.means.attention_width + 4 * heads) / shape.hidden_size
 
     def activation_bytes(tp: int) -> float:
         kept = shape.activation_bytes(tp)
+        if not hydra.activation_checkpointing:
+            return kept
         inputs = 2.0 if stage_model.tp.cuts_micro_batches else 2.0 * tp
-        return inputs + kept / layers if hydra.activation_checkpointing else kept
+        return inputs + of_attention + kept / layers
 
     document = predict_profile(
         shape,
@@ -504,6 +509,7 @@ def estimate_profile(
             },
             "logit_chunk_bytes": logit_chunk_bytes(stage_model, torch.device("cuda")),
             **state_memory(stage_model),
+            "keeps_attention": True,
         },
         context_length=hydra.context_length,
         float8=hydra.float8 in ("tensorwise", "rowwise"),
@@ -515,6 +521,6 @@ def estimate_profile(
     document["activation_checkpointing"] = hydra.activation_checkpointing
     if hydra.activation_checkpointing:
         for entry in document["schemes"]:
-            for term in ("quadratic_ms", "linear_ms", "constant_ms"):
+            for term in ("linear_ms", "constant_ms"):
                 entry[term] *= 1 + FORWARD_FRACTION
     return Profile.from_json(document)

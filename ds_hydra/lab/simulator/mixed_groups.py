@@ -109,7 +109,7 @@ def fcp(scenario: Scenario, *, name: str) -> SystemResult | None:
     sizes = [*range(1, node), *range(node, num_devices + 1, node)]
     choices: list[MixedGroups] = []
     for checkpointed in PARTIAL:
-        again = single.scaled(1 + RECOMPUTE * checkpointed)
+        again = single.scaled(1 + RECOMPUTE * checkpointed, 1.0)
         alone = scenario.knowing(replace(scenario.profile, latency={one: again}))
         tokens = rank_tokens(scenario, checkpointed, exchanges=False)
         if tokens > 0:

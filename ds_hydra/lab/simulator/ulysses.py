@@ -80,14 +80,14 @@ class ShardedGroup:
         shared, again = single.shared(self.size), 1 + RECOMPUTE * self.checkpointed
         sp, cluster = Scheme(1, 1, sp=self.size), self.scenario.cluster
         if self.size == 1 or cluster is None:
-            return shared.scaled(again)
+            return shared.scaled(again, 1.0)
         if self.hides_exchanges:
-            return self.scenario.costs.with_exchanges(shared, sp).scaled(again)
+            return self.scenario.costs.with_exchanges(shared, sp).scaled(again, 1.0)
         more = sequence_parallel_latency(cluster.shape, cluster.hardware, sp)
         assert more is not None
         # Recomputation exchanges once more beside forward and backward
         passes = 1 + self.checkpointed / 2
-        shared = shared.scaled(again)
+        shared = shared.scaled(again, 1.0)
         return replace(
             shared,
             linear_ms=shared.linear_ms + passes * more.linear_ms,
@@ -180,7 +180,8 @@ def _rank_bytes(scenario: Scenario, checkpointed: float, *, exchanges: bool) -> 
     layers, again = memory.num_layers, math.ceil(memory.num_layers * checkpointed)
     # One of those that are computed again is whole in backward
     whole = layers - again + (1 if again else 0)
-    kept = whole * memory.activation_bytes[1] + again * LAYER_INPUT_BYTES
+    of_one = LAYER_INPUT_BYTES + memory.attention_bytes / hidden
+    kept = whole * memory.activation_bytes[1] + again * of_one
     kept *= SP_ACTIVATIONS if exchanges else 1.0
     return states + gathered, hidden * kept
 

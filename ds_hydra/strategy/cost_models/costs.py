@@ -28,7 +28,7 @@ from ds_hydra.strategy.cost_models.analytic import (
 from ds_hydra.strategy.cost_models.cluster import GRADIENT_BYTES, Cluster, try_cluster
 from ds_hydra.strategy.profiles.memory_model import MOST_KEY_VALUE_PARTS, key_value_parts
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
-from ds_hydra.strategy.schemes.scheme import Scheme, slowest_stage_ratio
+from ds_hydra.strategy.schemes.scheme import Scheme, slowest_stage_ratios
 
 CanRun = Callable[[Scheme], bool]
 
@@ -167,12 +167,14 @@ class Costs:
         return self._of_sequence_shards(scheme) if scheme.sp > 1 else None
 
     def _of_stages(self, scheme: Scheme) -> Price | None:
-        """Computation of uneven stages and checkpointed layers is that of the slowest stage."""
+        """Computation of uneven stages and checkpointed layers is that of the slowest stage; what
+        attention takes does not run again.
+        """
         source = replace(scheme, stages=(), ckpt=0)
         if (base := self.find(source)) is None:
             return None
-        ratio = slowest_stage_ratio(scheme, self.profile.memory.num_layers)
-        return Price(base.latency.scaled(ratio), "derived", (source,))
+        ratios = slowest_stage_ratios(scheme, self.profile.memory.num_layers)
+        return Price(base.latency.scaled(*ratios), "derived", (source,))
 
     def _of_moving_weights(self, scheme: Scheme) -> Price | None:
         """Price of the scheme whose weights stay, or of one rank with the exchanges of SP and CP

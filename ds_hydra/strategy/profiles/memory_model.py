@@ -5,8 +5,9 @@ Hydraulis, and what it leaves out. Lengths are tokens, sizes bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Self
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.schemes.scheme import Scheme, stage_layers
@@ -34,6 +35,8 @@ output is kept on both sides of an exchange. Measured on a Llama of 4 heads.
 SP_ACTIVATIONS_REPEATED = 1.1
 """The same where key-value heads may be repeated, because there are fewer of them than query heads.
 """
+
+_LOGARITHM_BYTES = 4
 
 _ELEMENT_BYTES = 2
 """Bytes of a number in 16 bit, where a profile does not say."""
@@ -130,13 +133,14 @@ class MemoryModel:
     Stage k of a scheme with `stages` or `ckpt` has n layers, m of them checkpointed, and at most PP
     - k micro-batches in flight:
 
-    activations  (PP - k) * ((n - m) * S * H / TP * A + m * S * H * i)
+    activations  (PP - k) * ((n - m) * S * H / TP * A + m * S * (H * i + K / TP))
                  + S * H / TP * A where m > 0, the layer that runs again; + S * V / TP * 2 i on the
                  last stage
     states       as above with n in place of L / PP
 
     with i = `input_bytes` of an element of a hidden state, which every rank of a TP group has whole
-    (1 / TP of it with `tp_sequence_parallel`); logits and their gradient, for which other layers no
+    (1 / TP of it with `tp_sequence_parallel`), and K = `attention_bytes`, attention's output and
+    log-sum-exp, which do not run again; logits and their gradient, for which other layers no
     longer leave room, come on top. MaxLen is that of the tightest stage. A of a TP degree already
     accounts for which activations TP shards.
 
@@ -174,6 +178,8 @@ class MemoryModel:
     vocabulary_tables: float = 0.0
     ordered_multiprocessors: int = 0
     num_heads: int = 0
+    attention_width: float = 0.0
+    """Features of all attention heads; 0: the hidden size."""
     logit_chunk_bytes: float = 0.0
     forward_only: bool = False
 
@@ -303,6 +309,7 @@ class MemoryModel:
             )
         num_ranks = scheme.ranks_per_stage if self.tp_sequence_parallel else scheme.num_shards
         kept = self.hidden_size / num_ranks * self.input_bytes
+        kept += self.attention_bytes / scheme.ranks_per_stage
         again = self._logit_bytes(scheme, self.input_bytes)
         stages = []
         for stage in stage_layers(scheme, self.num_layers):
@@ -315,6 +322,20 @@ class MemoryModel:
             per_token += again if stage.is_last else 0.0
             stages.append((self._state_bytes(scheme, num_devices, stage.num_layers), per_token))
         return stages
+
+    @property
+    def attention_bytes(self) -> float:
+        """Bytes per token of a layer's attention that a checkpointed layer keeps beside its input:
+        the output, and in fp32 the logarithm of each head's sum.
+        """
+        width = self.attention_width or self.hidden_size
+        return width * (self.input_bytes or _ELEMENT_BYTES) + _LOGARITHM_BYTES * self.num_heads
+
+    def keeping_attention(self) -> Self:
+        """The same of layers whose activations keep `attention_bytes` besides."""
+        more = self.attention_bytes / self.hidden_size
+        found = {tp: size + more for tp, size in self.activation_bytes.items()}
+        return replace(self, activation_bytes=found)
 
     def _layer_bytes_per_token(self, scheme: Scheme) -> float:
         if scheme.tp not in self.activation_bytes:

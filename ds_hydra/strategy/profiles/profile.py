@@ -29,6 +29,7 @@ from ds_hydra.configs.files import (
     LARGEST,
     MAX_DEVICES,
     MAX_LENGTH_TOKENS,
+    check_number,
     find_profile,
     read_count,
     read_json_object,
@@ -40,7 +41,12 @@ from ds_hydra.configs.files import (
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES, MemoryModel
-from ds_hydra.strategy.schemes.scheme import REMOVED_OPTIONS, Scheme, slowest_stage_ratio
+from ds_hydra.strategy.schemes.scheme import (
+    FORWARD_FRACTION,
+    REMOVED_OPTIONS,
+    Scheme,
+    slowest_stage_ratios,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +61,7 @@ _OPTIONAL_MEMORY = {
     "vocabulary_tables": 0,
     "ordered_multiprocessors": 0,
     "logit_chunk_bytes": 0,
+    "keeps_attention": False,
 }
 """Values of a profile that does not say them."""
 
@@ -69,6 +76,8 @@ _CHANGES = {
     "compile_layers": "time and memory of layers",
 }
 """Keys of "hydra" that change a measured profile, and the part that they change."""
+
+_HALF_OVER_THIRD = (1 / 2) / FORWARD_FRACTION
 
 WHOLE_TOKENS = 2048
 """Tokens up to which sequences count as whole under CP: their keys stay where they are. With it
@@ -141,15 +150,21 @@ class LatencyModel:
         own_ms = [self.sequence_ms(length) for length in lengths_tokens]
         return sum(own_ms) + self.constant_ms if own_ms else 0.0
 
-    def scaled(self, ratio: float) -> LatencyModel:
-        """T of `ratio` times the computation, with the same traffic."""
+    def scaled(self, ratio: float, of_attention: float | None = None) -> LatencyModel:
+        """T of `ratio` times the computation, `of_attention` times that of attention (None: as
+        often), with the same traffic. Where attention does not run again, nothing hides the heads
+        that recomputation exchanges; keys are gathered as often as without.
+        """
+        own = ratio if of_attention is None else of_attention
+        # Forward is a third of computation, and half of what heads travel
+        seen_ms = _HALF_OVER_THIRD * (ratio - own) * self.exchange_ms
         return LatencyModel(
-            quadratic_ms=ratio * self.quadratic_ms,
-            linear_ms=ratio * self.linear_ms,
+            quadratic_ms=own * self.quadratic_ms,
+            linear_ms=ratio * self.linear_ms + seen_ms,
             constant_ms=ratio * self.constant_ms,
             traffic_ms=self.traffic_ms,
-            hidden_ms=ratio * self.hidden_ms,
-            exchange_ms=ratio * self.exchange_ms,
+            hidden_ms=own * self.hidden_ms,
+            exchange_ms=own * self.exchange_ms,
             hpz_traffic_ms=self.hpz_traffic_ms,
         )
 
@@ -216,7 +231,7 @@ class Profile:
             return self.get_latency(scheme.crossing).on_nodes
         base = self.latency.get(self._base(scheme))
         if base is not None:
-            return base.scaled(slowest_stage_ratio(scheme, self.memory.num_layers))
+            return base.scaled(*slowest_stage_ratios(scheme, self.memory.num_layers))
         plain = scheme.without_options()
         wanted = (
             scheme if scheme == plain else f"{scheme}, and {plain} from which it could be derived,"
@@ -370,34 +385,39 @@ class Profile:
                     f"repull_layers of its memory is {memory['repull_layers']!r:.80}, which gathered layers "
                     "replace; measure the profile anew, with schemes such as <1,1;gather> in hydra.strategies"
                 )
+            known = MemoryModel(
+                num_layers=model["num_layers"],
+                hidden_size=model["hidden_size"],
+                vocab_size=model["vocab_size"],
+                activation_bytes={int(tp): read_number(per_tp, tp) for tp in per_tp},
+                state_bytes=read_number(memory, "state_bytes_per_layer_per_hidden2"),
+                sharded_fraction=read_number(memory, "sharded_fraction"),
+                memory_bytes=int(read_number(hardware, "memory_bytes")),
+                reserved_bytes=int(read_number(hardware, "reserved_bytes")),
+                safety_margin_bytes=int(read_number(hardware, "safety_margin_bytes")),
+                slice_bytes=read_number(memory, "slice_bytes_per_layer_per_hidden2"),
+                input_bytes=read_number(memory, "input_bytes_per_token_per_layer_per_hidden"),
+                tp_sequence_parallel=document.get("tp_sequence_parallel", False),
+                devices_per_node=read_count(hardware, "devices_per_node", most=MAX_DEVICES),
+                exchange_bytes=read_number(memory, "exchange_bytes"),
+                key_value_share=read_key_value_share(model),
+                expert_fraction=read_number(memory, "expert_fraction"),
+                vocabulary_tables=read_number(memory, "vocabulary_tables"),
+                ordered_multiprocessors=int(read_number(memory, "ordered_multiprocessors")),
+                num_heads=model.get("num_attention_heads") or 0,
+                attention_width=_read_attention_width(model),
+                logit_chunk_bytes=read_number(memory, "logit_chunk_bytes"),
+            )
+            if document.get("activation_checkpointing") and not memory["keeps_attention"]:
+                # Measured by a release whose checkpointed layers ran attention twice
+                known = known.keeping_attention()
             return cls(
                 name=f"{model['name']} on {hardware['name']}",
                 latency={
                     Scheme.from_json(entry): _read_latency(entry)
                     for entry in read_list(document, "schemes")
                 },
-                memory=MemoryModel(
-                    num_layers=model["num_layers"],
-                    hidden_size=model["hidden_size"],
-                    vocab_size=model["vocab_size"],
-                    activation_bytes={int(tp): read_number(per_tp, tp) for tp in per_tp},
-                    state_bytes=read_number(memory, "state_bytes_per_layer_per_hidden2"),
-                    sharded_fraction=read_number(memory, "sharded_fraction"),
-                    memory_bytes=int(read_number(hardware, "memory_bytes")),
-                    reserved_bytes=int(read_number(hardware, "reserved_bytes")),
-                    safety_margin_bytes=int(read_number(hardware, "safety_margin_bytes")),
-                    slice_bytes=read_number(memory, "slice_bytes_per_layer_per_hidden2"),
-                    input_bytes=read_number(memory, "input_bytes_per_token_per_layer_per_hidden"),
-                    tp_sequence_parallel=document.get("tp_sequence_parallel", False),
-                    devices_per_node=read_count(hardware, "devices_per_node", most=MAX_DEVICES),
-                    exchange_bytes=read_number(memory, "exchange_bytes"),
-                    key_value_share=read_key_value_share(model),
-                    expert_fraction=read_number(memory, "expert_fraction"),
-                    vocabulary_tables=read_number(memory, "vocabulary_tables"),
-                    ordered_multiprocessors=int(read_number(memory, "ordered_multiprocessors")),
-                    num_heads=model.get("num_attention_heads") or 0,
-                    logit_chunk_bytes=read_number(memory, "logit_chunk_bytes"),
-                ),
+                memory=known,
                 saturation_tokens={
                     int(tp): read_count(saturation, tp, least=1, most=MAX_LENGTH_TOKENS)
                     for tp in saturation
@@ -470,6 +490,12 @@ def _check_model(model: Mapping[str, Any]) -> None:
     for key in ("size", "shared_size"):
         read_count(experts, key, most=1 << 32)
     read_number(experts, "layer_share", least=0, most=1)
+
+
+def _read_attention_width(model: Mapping[str, Any]) -> float:
+    """Features of all attention heads, the mean of all layers; 0.0 where `model` does not say."""
+    width = {**model, **(model.get("layer") or {})}.get("attention_width")
+    return check_number(width or 0, "attention_width")
 
 
 def read_key_value_share(model: Mapping[str, Any]) -> float:

@@ -600,8 +600,8 @@ def check_one_phase(strategy: Strategy) -> None:
 
 
 FORWARD_FRACTION = 1 / 3
-"""Part of forward and backward that is the forward, which runs again for a checkpointed layer:
-backward takes two.
+"""Part of forward and backward that is the forward, which but for attention runs again for a
+checkpointed layer: backward takes two.
 """
 
 
@@ -617,8 +617,8 @@ class StageLayers:
 
     @property
     def work(self) -> float:
-        """Time of one micro-batch in forwards and backwards of a layer; a checkpointed one also
-        runs forward again.
+        """Time of one micro-batch without attention, in forwards and backwards of a layer; a
+        checkpointed one also runs forward again.
         """
         return self.num_layers + self.num_checkpointed * FORWARD_FRACTION
 
@@ -643,14 +643,16 @@ def stage_layers(scheme: Scheme, num_layers: int) -> list[StageLayers]:
     ]
 
 
-def slowest_stage_ratio(scheme: Scheme, num_layers: int) -> float:
-    """T of `scheme` over T of the same degrees without options, by the layers of the slowest stage.
+def slowest_stage_ratios(scheme: Scheme, num_layers: int) -> tuple[float, float]:
+    """T of `scheme` over T of the same degrees without options, by the layers of the slowest stage:
+    of all but attention, and of attention.
 
     T is that of a stage of ceil(L / PP) layers; its share of embedding and head grows with the
     layers as T does.
 
-    >>> [slowest_stage_ratio(Scheme(1, 2, **o), 8) for o in ({"stages": (5, 3)}, {"ckpt": 4})]
-    [1.25, 1.3333333333333333]
+    >>> [slowest_stage_ratios(Scheme(1, 2, **o), 8) for o in ({"stages": (5, 3)}, {"ckpt": 4})]
+    [(1.25, 1.25), (1.3333333333333333, 1.0)]
     """
-    work = max(stage.work for stage in stage_layers(scheme, num_layers))
-    return work / -(-num_layers // scheme.pp)
+    stages, even = stage_layers(scheme, num_layers), -(-num_layers // scheme.pp)
+    work = max(stage.work for stage in stages)
+    return work / even, max(stage.num_layers for stage in stages) / even

@@ -1,0 +1,95 @@
+"""Checkpointed layers: what their second pass, in backward, takes from the first.
+
+[Note: Attention runs once]
+A checkpointed layer keeps its input and, of each call of attention by a kernel, the output and the
+log-sum-exp of rows. When backward runs the layer again everything else is computed anew, and
+attention returns what it has kept, which with the queries, keys and values of the second pass is
+all that a kernel's backward reads. The calls of both passes are the same, in the same order.
+Exchanges around attention (SP, CP) run again, in their order on all ranks. Nobody reads what they
+bring before attention's backward, which waits for it: until then the rest of the layer and the
+backward of its MLP run.
+
+torch's selective checkpointing would see every operator of a layer in Python, and none of
+attention's, which eager layers call without torch.library.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+
+Outputs = tuple[Tensor, Tensor]
+"""Output of attention, and log-sum-exp of its rows."""
+
+
+class _Layer:
+    """A checkpointed layer that is being computed, for the second time where it runs `again`."""
+
+    def __init__(self, kept: deque[Outputs], *, again: bool):
+        self.kept, self.again = kept, again
+
+
+_layer: _Layer | None = None
+_waits: list[Callable[[], None]] = []
+
+
+def is_checkpointed() -> bool:
+    """Whether the layer that is being computed is checkpointed."""
+    return _layer is not None
+
+
+def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of both passes, for `torch.utils.checkpoint`."""
+    kept: deque[Outputs] = deque()
+    return _running(_Layer(kept, again=False)), _running(_Layer(kept, again=True))
+
+
+@contextmanager
+def _running(layer: _Layer) -> Iterator[None]:
+    global _layer
+    if not layer.again:
+        _waits.clear()  # of a backward that has failed
+    before, _layer = _layer, layer
+    try:
+        yield
+    finally:
+        _layer = before
+
+
+def run_once(run: Callable[[], Outputs], *, keeps: bool) -> Outputs:
+    """The outputs of `run`, those of the first pass where it `keeps` them for the second. Only what
+    the layer's graph holds, too, can be kept: a compiler overwrites other outputs.
+    """
+    layer = _layer if keeps else None
+    if layer is not None and layer.again and layer.kept:
+        return layer.kept.popleft()
+    settle()
+    out, lse = run()
+    if layer is not None and not layer.again:
+        # Outputs themselves would hold the graph, which holds what is kept.
+        layer.kept.append((out.detach(), lse.detach()))
+    return out, lse
+
+
+def is_late() -> bool:
+    """Whether the next call of attention reads none of its inputs before its backward."""
+    return _layer is not None and _layer.again and bool(_layer.kept)
+
+
+def settle_late(wait: Callable[[], None]) -> None:
+    """Call `wait`, for what the next call of attention reads: at once, or before its backward."""
+    if is_late():
+        _waits.append(wait)
+    else:
+        wait()
+
+
+@torch.no_grad()
+def settle() -> None:
+    """Make the calls that `settle_late` has put off."""
+    while _waits:
+        _waits.pop(0)()

@@ -1,0 +1,110 @@
+"""Checkpointed layers: attention runs once, and gradients are those of one process."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from unittest import mock
+
+import pytest
+import torch
+from distributed import run_distributed
+from flash_standin import installed
+from test_engine_parity import assert_parity, check_gradients
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from ds_hydra.engine.model import attention_choice
+from ds_hydra.engine.model.attention_contract import Demand, Scoring
+from ds_hydra.engine.model.attention_kernels import load_kernel
+from ds_hydra.engine.model.attention_operator import KernelUse, attend, count_on_host
+from ds_hydra.engine.parallel import recomputation, token_cuts
+
+KERNEL = "flash_attention_2"
+
+
+def use_standin(config, _device, dtype, **_):
+    """What `select_kernels` does, with a kernel that takes fp32."""
+    for widths in attention_choice.head_widths(config):
+        use = KernelUse.of(load_kernel(KERNEL), Demand(*widths, dtype))
+        attention_choice._in_use[(*widths, dtype, False)] = use
+    return []
+
+
+def check_engine(family, strategies, hydra=None, overrides=None):
+    """Errors, and calls of the kernel in each pass of backward and forward."""
+    with (
+        installed(KERNEL) as calls,
+        mock.patch("ds_hydra.engine.model.stage_model.select_kernels", use_standin),
+        mock.patch.object(token_cuts, "LEAST_PART_BYTES", 1),
+        mock.patch("torch.compile", functools.partial(torch.compile, backend="aot_eager")),
+    ):
+        worst = check_gradients(family, strategies, hydra, overrides)
+    passes = [call["pass"] for call in calls[KERNEL]]
+    return worst, passes.count("forward"), passes.count("backward")
+
+
+RUNS = {
+    "options": (2, "llama", ("2x<1,1;ckpt=2>", "1x<2,1;ckpt=1>", "1x<1,2;ckpt=3>", "2x<1,1;gather;ckpt=2>"), {}),
+    "cut": (2, "llama", ("1x<sp2,1;ckpt=1>", "1x<cp2,1;ckpt=1>", "1x<cp2,1;gather;ckpt=2>"), {}),
+    "both cuts": (4, "llama", ("1x<sp2,cp2,1;ckpt=2>", "1x<cp2,sp2,1;ckpt=1>"), {}),
+    "all layers": (2, "llama", ("1x<2,1>", "1x<cp2,1>"), {"activation_checkpointing": True}),
+    "compiled": (1, "llama", ("1x<1,1;ckpt=2>",), {"compile_layers": True}),
+    "experts": (2, "mixtral", ("1x<2,1;ckpt=2>", "1x<cp2,1;ckpt=1>"), {}),
+    "padded heads": (2, "deepseek_v3", ("1x<1,1;ckpt=2>", "1x<sp2,1;ckpt=2>"), {}),
+    "sinks": (2, "gpt_oss", ("1x<1,1;ckpt=2>", "1x<sp2,1;ckpt=1>"), {}),
+}  # fmt: skip
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "run", [pytest.param(r, marks=pytest.mark.slow if r == "compiled" else ()) for r in RUNS]
+)
+def test_attention_of_a_checkpointed_layer_runs_once(run):
+    size, family, strategies, hydra = RUNS[run]
+    found = run_distributed(check_engine, size, family, strategies, hydra, timeout_s=600)
+    assert_parity(found[0][0])
+    for _, num_forward, num_backward in found:
+        assert num_forward == num_backward > 0
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_what_attention_has_returned_lives_as_long_as_it_is_needed(is_trained):
+    """And attention whose inputs need no gradient runs again, for nothing else keeps its output."""
+    boundaries = (*2 * [torch.tensor([0, 5, 9], dtype=torch.int32)], count_on_host([5, 4], [5, 4]))
+    heads = torch.randn(3, 9, 2, 8, requires_grad=is_trained)
+    weight = torch.ones(8, requires_grad=True)
+    kept = []
+
+    def layer(heads, weight):
+        return attend(KernelUse(KERNEL, 8, 8), heads.unbind(), boundaries, Scoring(0.3)) * weight
+
+    def run_once(run, *, keeps, once=recomputation.run_once):
+        outputs = once(run, keeps=keeps)
+        kept.extend(StorageWeakRef(one.untyped_storage()) for one in outputs)
+        return outputs
+
+    def run():
+        options = {"use_reentrant": False, "context_fn": recomputation.contexts}
+        return checkpoint(layer, heads, weight, **options).square().sum()
+
+    gc.disable()  # nothing waits for it
+    try:
+        with installed(KERNEL) as calls, mock.patch.object(recomputation, "run_once", run_once):
+            loss = run()
+            assert [one.expired() for one in kept] == [not is_trained] * 2
+            del loss
+            assert all(one.expired() for one in kept)
+            kept.clear()
+            calls[KERNEL].clear()
+            run().backward()
+            assert all(one.expired() for one in kept)
+            passes = [call["pass"] for call in calls[KERNEL]]
+    finally:
+        gc.enable()
+    assert passes == (["forward", "backward"] if is_trained else ["forward", "forward"])
+    wanted = (heads.grad, weight.grad)
+    heads.grad = weight.grad = None
+    with installed(KERNEL):
+        layer(heads, weight).square().sum().backward()
+    torch.testing.assert_close((heads.grad, weight.grad), wanted, rtol=0, atol=0)
