@@ -209,7 +209,7 @@ class Propagator:
         self.stage_model.balance.begin(self.device, task.loss_scale, plan.num_tokens)
         outcomes: list[RankOutcome] = []
         first = 0
-        with naming_memory_limit(self._memory_limit_bytes):
+        with naming_memory_limit(self._memory_limit_bytes), self.stage_model.staying():
             mine = plan.on_rank(self.rank)
             for _, alike in itertools.groupby(mine, lambda own: slices_key(own.plan.strategy)):
                 phases = list(alike)

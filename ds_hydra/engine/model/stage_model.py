@@ -12,8 +12,9 @@ what it gives; the forward ends after a stage's own layers.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -116,7 +117,7 @@ class StageModel:
         self._asked_attention = getattr(model.config, "_attn_implementation", None)
         for name, module in model.named_modules():
             check_hooks(name or type(model).__name__, module)
-        self._in_place = InPlace(model, meta_of)
+        self._in_place, self._stays = InPlace(model, meta_of), False
         with self._in_place:
             use_saved_modules(self.model)
             running = set(self.model.parameters())
@@ -333,12 +334,23 @@ class StageModel:
             self.layers[index].gradient_checkpointing = checkpoints
         self._forward.show_layers(own)
 
+    @contextlib.contextmanager
+    def staying(self) -> Iterator[None]:
+        """Keep the modules a stage's from one `bind` to the next; the user's again at the end."""
+        self._stays = True
+        try:
+            yield
+        finally:
+            self._stays = False
+            self._in_place.leave()
+
     def unbind(self) -> None:
-        """Leave the stage: nothing of the iteration stays alive, and the modules are the user's
-        again.
+        """Leave the stage: nothing of the phase stays alive, and the modules are the user's again
+        outside of `staying`.
         """
         self._unbind()
-        self._in_place.leave()
+        if not self._stays:
+            self._in_place.leave()
 
     def _unbind(self) -> None:
         for unit in self.units:
