@@ -63,8 +63,9 @@ def _by_size(cases: list[dict[str, Any]]) -> list[str]:
         "|---" * (len(labels) + 1) + "|",
     ]
     for row, systems in found.items():
-        means = (geometric_mean([s[name]["speedup"] for s in systems]) for name in _RIVALS)
-        lines.append(f"| {row} | {' | '.join(f'{mean:.2f}' for mean in means)} |")
+        speedups = ([s[name]["speedup"] for s in systems if name in s] for name in _RIVALS)
+        means = (f"{geometric_mean(found):.2f}" if found else "-" for found in speedups)
+        lines.append(f"| {row} | {' | '.join(means)} |")
     return [*lines, ""]
 
 

@@ -167,9 +167,10 @@ def test_links_tell_where_measured_schemes_do_not():
     assert found.scaled(2.0).sequence_ms(3000) == pytest.approx(2 * found.sequence_ms(3000))
     assert LatencyModel(**found.to_json()) == found
     assert Costs(profile).find(scheme) is None
-    stretched = Costs.of(profile, 64).find(replace(scheme, ckpt=40))
-    seen_ms = found.exchange_ms / 2
-    assert stretched.latency.linear_ms == pytest.approx(4 / 3 * found.linear_ms + seen_ms)
+    stretched = Costs.of(profile, 64).find(replace(scheme, ckpt=39))
+    share = 39 / 40
+    wanted_ms = (1 + share / 3) * found.linear_ms + share * found.exchange_ms / 2
+    assert stretched.latency.linear_ms == pytest.approx(wanted_ms)
     assert stretched.latency.hidden_ms == found.hidden_ms, "keys are gathered as often"
     assert (stretched.origin, stretched.sources) == ("derived", (scheme,))
 

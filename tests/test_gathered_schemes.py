@@ -96,11 +96,13 @@ def test_gathered_schemes_are_estimated_and_marked():
 
 def test_checkpointed_layers_of_a_gathered_scheme_cost_computation_and_no_traffic():
     found, base = gathered(), FOUR
-    more = replace(base, ckpt=PROFILE.memory.num_layers)
+    more = replace(base, ckpt=PROFILE.memory.num_layers - 1)
     model = found.get_latency(more)
     without = found.latency[base]
     seen_ms = without.exchange_ms / 2
-    assert model.linear_ms == pytest.approx(4 / 3 * without.linear_ms + seen_ms)
+    share = more.ckpt / PROFILE.memory.num_layers
+    wanted_ms = (1 + share / 3) * without.linear_ms + share * seen_ms
+    assert model.linear_ms == pytest.approx(wanted_ms)
     assert model.quadratic_ms == without.quadratic_ms
     assert model.traffic_ms == without.traffic_ms
     assert found.max_len_tokens(more, DEVICES) > found.max_len_tokens(base, DEVICES)

@@ -48,7 +48,6 @@ RUNS = {
     "options": (2, "llama", ("2x<1,1;ckpt=2>", "1x<2,1;ckpt=1>", "1x<1,2;ckpt=3>", "2x<1,1;gather;ckpt=2>"), {}),
     "cut": (2, "llama", ("1x<sp2,1;ckpt=1>", "1x<cp2,1;ckpt=1>", "1x<cp2,1;gather;ckpt=2>"), {}),
     "both cuts": (4, "llama", ("1x<sp2,cp2,1;ckpt=2>", "1x<cp2,sp2,1;ckpt=1>"), {}),
-    "all layers": (2, "llama", ("1x<2,1>", "1x<cp2,1>"), {"activation_checkpointing": True}),
     "compiled": (1, "llama", ("1x<1,1;ckpt=2>",), {"compile_layers": True}),
     "experts": (2, "mixtral", ("1x<2,1;ckpt=2>", "1x<cp2,1;ckpt=1>"), {}),
     "padded heads": (2, "deepseek_v3", ("1x<1,1;ckpt=2>", "1x<sp2,1;ckpt=2>"), {}),
@@ -66,6 +65,19 @@ def test_attention_of_a_checkpointed_layer_runs_once(run):
     assert_parity(found[0][0])
     for _, num_forward, num_backward in found:
         assert num_forward == num_backward > 0
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("strategies", "hydra"),
+    [(("1x<2,1>", "1x<cp2,1>"), {"activation_checkpointing": True}), (("1x<2,1;ckpt=4>",), {})],
+)
+def test_attention_runs_again_where_all_layers_are_checkpointed(strategies, hydra):
+    """They are so for memory."""
+    found = run_distributed(check_engine, 2, "llama", strategies, hydra, timeout_s=600)
+    assert_parity(found[0][0])
+    for _, num_forward, num_backward in found:
+        assert num_forward == 2 * num_backward > 0
 
 
 @pytest.mark.parametrize("is_trained", [True, False])

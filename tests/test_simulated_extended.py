@@ -159,7 +159,7 @@ def test_context_that_only_checkpointed_layers_fit():
     profile = Profile.from_json(checkpointing_document())
     strategy = Strategy.parse("1x<4,1;ckpt=4>")
     assert profile.max_len_tokens(Scheme(4, 1), 4) == 240
-    assert profile.max_len_tokens(Scheme(4, 1, ckpt=4), 4) == 411
+    assert profile.max_len_tokens(Scheme(4, 1, ckpt=4), 4) == 464
     workload = make_workload(
         profile=Costs(profile).extended(strategy.schemes), strategies=(strategy,), context_length=300,
         histogram=LengthHistogram.from_counts({5: 40, 300: 5}, name="longer"), tokens_per_iteration=600,

@@ -50,8 +50,8 @@ def small_profile() -> Profile:
 
 
 def checkpointing_document() -> dict:
-    """The same in 4 layers: 30 bytes of a token at most, 4 * (2 + 2 / 4) + 7.5 on <4,1> with all
-    layers checkpointed.
+    """The same in 4 layers: 30 bytes of a token at most, 4 * 2 + 7.5 on <4,1> with all layers
+    checkpointed.
     """
     document = dict(small_profile().document)
     document["model"] = {**document["model"], "num_layers": 4}

@@ -385,8 +385,8 @@ class HydraConfig(_Section):
     """Whether every epoch has an order of its own; false keeps the order of the dataset."""
 
     activation_checkpointing: bool = False
-    """Recompute each decoder layer but for its attention in backward: up to 1/3 more time, far
-    less memory; off: short contexts fit.
+    """Recompute each decoder layer in backward: 1/3 more time, far less memory; off: short contexts
+    fit, and strategies checkpoint as many layers as they need (`ckpt`).
     """
 
     neftune_noise_alpha: float = Field(default=0.0, ge=0, le=MAX_EFFORT)

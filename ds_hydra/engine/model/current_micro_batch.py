@@ -197,15 +197,17 @@ def _compile(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @torch.compiler.disable(recursive=False)
-def checkpointed(layer: Callable[..., Any], *args: Any) -> Any:
-    """`layer(*args)`, computed again in backward with the same current micro-batch."""
+def checkpointed(layer: Callable[..., Any], *args: Any, keeps: bool = True) -> Any:
+    """`layer(*args)`, computed again in backward with the same current micro-batch, but for its
+    attention where it `keeps` what that returns.
+    """
     run = functools.partial(_run_again, current_micro_batch(), _compiled(layer))
     return checkpoint(
         run,
         *args,
         use_reentrant=False,
         preserve_rng_state=False,  # see [Note: Noise by counting]
-        context_fn=recomputation.contexts,
+        context_fn=functools.partial(recomputation.contexts, keeps=keeps),
     )
 
 

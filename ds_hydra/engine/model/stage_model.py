@@ -329,9 +329,13 @@ class StageModel:
         self._await_bucket = await_bucket
         self._embedding.padding_idx = self._local_padding_idx(self._embedding.weight.shape[0])
         own = scheme.stage_layers(self.num_layers, stage)
+        # All of them are checkpointed for memory, and then attention runs again, too
+        keeps = not all(self.always_checkpointed) and scheme.ckpt < self.num_layers
         for index in own:
             checkpoints = self.always_checkpointed[index] or index < scheme.ckpt
-            self.layers[index].gradient_checkpointing = checkpoints
+            layer: Any = self.layers[index]
+            layer.gradient_checkpointing = checkpoints
+            layer._gradient_checkpointing_func = partial(checkpointed, keeps=keeps)
         self._forward.show_layers(own)
 
     @contextlib.contextmanager

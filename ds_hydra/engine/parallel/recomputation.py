@@ -2,7 +2,8 @@
 
 [Note: Attention runs once]
 A checkpointed layer keeps its input and, of each call of attention by a kernel, the output and the
-log-sum-exp of rows. When backward runs the layer again everything else is computed anew, and
+log-sum-exp of rows; its input alone where all layers of the model are checkpointed, which is for
+memory. When backward runs the layer again everything else is computed anew, and
 attention returns what it has kept, which with the queries, keys and values of the second pass is
 all that a kernel's backward reads. The calls of both passes are the same, in the same order.
 Exchanges around attention (SP, CP) run again, in their order on all ranks. Nobody reads what they
@@ -29,8 +30,8 @@ Outputs = tuple[Tensor, Tensor]
 class _Layer:
     """A checkpointed layer that is being computed, for the second time where it runs `again`."""
 
-    def __init__(self, kept: deque[Outputs], *, again: bool):
-        self.kept, self.again = kept, again
+    def __init__(self, kept: deque[Outputs], *, keeps: bool, again: bool):
+        self.kept, self.keeps, self.again = kept, keeps, again
 
 
 _layer: _Layer | None = None
@@ -42,10 +43,13 @@ def is_checkpointed() -> bool:
     return _layer is not None
 
 
-def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of both passes, for `torch.utils.checkpoint`."""
+def contexts(
+    *, keeps: bool = True
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of both passes, for `torch.utils.checkpoint`. `keeps`: what attention returns."""
     kept: deque[Outputs] = deque()
-    return _running(_Layer(kept, again=False)), _running(_Layer(kept, again=True))
+    first, second = (_Layer(kept, keeps=keeps, again=again) for again in (False, True))
+    return _running(first), _running(second)
 
 
 @contextmanager
@@ -64,7 +68,7 @@ def run_once(run: Callable[[], Outputs], *, keeps: bool) -> Outputs:
     """The outputs of `run`, those of the first pass where it `keeps` them for the second. Only what
     the layer's graph holds, too, can be kept: a compiler overwrites other outputs.
     """
-    layer = _layer if keeps else None
+    layer = _layer if keeps and _layer is not None and _layer.keeps else None
     if layer is not None and layer.again and layer.kept:
         return layer.kept.popleft()
     settle()

@@ -199,15 +199,11 @@ def trace_layer_memory(
             with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
                 output = _run(layer, hidden, positions, checkpointing)
             output.sum().backward()
-        # The trace runs attention again, the engine keeps its output and a number a head in fp32
-        heads = sliced.num_attention_heads
-        width = getattr(sliced, "v_head_dim", None) or sliced.head_dim
-        of_attention = num_tokens * heads * (width * traced.itemsize + 4) if checkpointing else 0
         return LayerMemory(
             num_tokens=num_tokens,
             hidden_size=config.hidden_size,
             tp=tp,
-            kept_bytes=round(kept.num_bytes * scale) + of_attention,
+            kept_bytes=round(kept.num_bytes * scale),
             peak_bytes=round(_peak_bytes(tracker) * scale),
         )
 

@@ -221,7 +221,7 @@ def describe_measured(
         "compile_layers": config.compile_layers,
         "deterministic": config.deterministic,
         "float8": config.float8,
-        "memory": {**memory, **state_memory(stage_model), "keeps_attention": True},
+        "memory": {**memory, **state_memory(stage_model)},
     }
 
 
@@ -478,8 +478,8 @@ def estimate_profile(
     use.
 
     Recomputed layers keep their input, 2 bytes for each token and hidden unit of 1/TP of a
-    micro-batch (2 TP where TP ranks hold whole micro-batches), and attention's output. One of L
-    layers is whole at a time. Their forward counts twice in T, but for attention.
+    micro-batch (2 TP where TP ranks hold whole micro-batches). One of L layers is whole at a time.
+    Their forward counts twice in T.
     """
     fields, family = _fields(stage_model), stage_model.config.model_type
     shape, heads = describe_config(fields, family)
@@ -489,14 +489,11 @@ def estimate_profile(
     )
     schemes = [scheme for scheme in wanted if can_run(stage_model, scheme)]
     layers = stage_model.num_layers
-    of_attention = (2 * shape.means.attention_width + 4 * heads) / shape.hidden_size
 
     def activation_bytes(tp: int) -> float:
         kept = shape.activation_bytes(tp)
-        if not hydra.activation_checkpointing:
-            return kept
         inputs = 2.0 if stage_model.tp.cuts_micro_batches else 2.0 * tp
-        return inputs + of_attention + kept / layers
+        return inputs + kept / layers if hydra.activation_checkpointing else kept
 
     document = predict_profile(
         shape,
@@ -509,7 +506,6 @@ def estimate_profile(
             },
             "logit_chunk_bytes": logit_chunk_bytes(stage_model, torch.device("cuda")),
             **state_memory(stage_model),
-            "keeps_attention": True,
         },
         context_length=hydra.context_length,
         float8=hydra.float8 in ("tensorwise", "rowwise"),
@@ -521,6 +517,6 @@ def estimate_profile(
     document["activation_checkpointing"] = hydra.activation_checkpointing
     if hydra.activation_checkpointing:
         for entry in document["schemes"]:
-            for term in ("linear_ms", "constant_ms"):
+            for term in ("quadratic_ms", "linear_ms", "constant_ms"):
                 entry[term] *= 1 + FORWARD_FRACTION
     return Profile.from_json(document)

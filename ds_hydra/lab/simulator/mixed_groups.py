@@ -23,9 +23,9 @@ from ds_hydra.lab.simulator.scenario import (
     summarize,
 )
 from ds_hydra.lab.simulator.ulysses import (
-    RECOMPUTE,
     optimizer_ms,
     rank_tokens,
+    recomputed,
     sharded_groups,
     sharded_ms,
 )
@@ -109,7 +109,7 @@ def fcp(scenario: Scenario, *, name: str) -> SystemResult | None:
     sizes = [*range(1, node), *range(node, num_devices + 1, node)]
     choices: list[MixedGroups] = []
     for checkpointed in PARTIAL:
-        again = single.scaled(1 + RECOMPUTE * checkpointed, 1.0)
+        again = recomputed(single, checkpointed)
         alone = scenario.knowing(replace(scenario.profile, latency={one: again}))
         tokens = rank_tokens(scenario, checkpointed, exchanges=False)
         if tokens > 0:

@@ -45,6 +45,16 @@ LAYER_INPUT_BYTES = 2
 """Bytes that activation checkpointing keeps for each token, layer and hidden unit."""
 RECOMPUTE = FORWARD_FRACTION
 """Share of T that activation checkpointing computes again."""
+
+
+def recomputed(model: LatencyModel, checkpointed: float) -> LatencyModel:
+    """T of `model` with that share of its layers checkpointed; their attention runs again where all
+    are, as ds_hydra's does.
+    """
+    ratio = 1 + RECOMPUTE * checkpointed
+    return model.scaled(ratio, 1.0 if checkpointed < 1 else ratio)
+
+
 _GATHERED = Scheme(1, 1, gather=True)
 
 
@@ -77,17 +87,18 @@ class ShardedGroup:
         """T of a micro-batch of the group."""
         busiest = -(-self.num_heads // self.size) * self.size / self.num_heads
         single = replace(self.single, quadratic_ms=self.single.quadratic_ms * busiest)
-        shared, again = single.shared(self.size), 1 + RECOMPUTE * self.checkpointed
+        shared = single.shared(self.size)
         sp, cluster = Scheme(1, 1, sp=self.size), self.scenario.cluster
         if self.size == 1 or cluster is None:
-            return shared.scaled(again, 1.0)
+            return recomputed(shared, self.checkpointed)
         if self.hides_exchanges:
-            return self.scenario.costs.with_exchanges(shared, sp).scaled(again, 1.0)
+            shared = self.scenario.costs.with_exchanges(shared, sp)
+            return recomputed(shared, self.checkpointed)
         more = sequence_parallel_latency(cluster.shape, cluster.hardware, sp)
         assert more is not None
         # Recomputation exchanges once more beside forward and backward
         passes = 1 + self.checkpointed / 2
-        shared = shared.scaled(again, 1.0)
+        shared = recomputed(shared, self.checkpointed)
         return replace(
             shared,
             linear_ms=shared.linear_ms + passes * more.linear_ms,
@@ -180,7 +191,8 @@ def _rank_bytes(scenario: Scenario, checkpointed: float, *, exchanges: bool) -> 
     layers, again = memory.num_layers, math.ceil(memory.num_layers * checkpointed)
     # One of those that are computed again is whole in backward
     whole = layers - again + (1 if again else 0)
-    of_one = LAYER_INPUT_BYTES + memory.attention_bytes / hidden
+    of_attention = memory.attention_bytes / hidden if checkpointed < 1 else 0.0
+    of_one = LAYER_INPUT_BYTES + of_attention
     kept = whole * memory.activation_bytes[1] + again * of_one
     kept *= SP_ACTIVATIONS if exchanges else 1.0
     return states + gathered, hidden * kept

@@ -5,9 +5,8 @@ Hydraulis, and what it leaves out. Lengths are tokens, sizes bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Self
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.schemes.scheme import Scheme, stage_layers
@@ -140,9 +139,9 @@ class MemoryModel:
 
     with i = `input_bytes` of an element of a hidden state, which every rank of a TP group has whole
     (1 / TP of it with `tp_sequence_parallel`), and K = `attention_bytes`, attention's output and
-    log-sum-exp, which do not run again; logits and their gradient, for which other layers no
-    longer leave room, come on top. MaxLen is that of the tightest stage. A of a TP degree already
-    accounts for which activations TP shards.
+    log-sum-exp, which do not run again (0 where all layers are checkpointed); logits and their
+    gradient, for which other layers no longer leave room, come on top. MaxLen is that of the
+    tightest stage. A of a TP degree already accounts for which activations TP shards.
 
     Where a pass is `forward_only` nothing waits for backward: of a micro-batch there are
 
@@ -309,7 +308,8 @@ class MemoryModel:
             )
         num_ranks = scheme.ranks_per_stage if self.tp_sequence_parallel else scheme.num_shards
         kept = self.hidden_size / num_ranks * self.input_bytes
-        kept += self.attention_bytes / scheme.ranks_per_stage
+        if scheme.ckpt < self.num_layers:
+            kept += self.attention_bytes / scheme.ranks_per_stage
         again = self._logit_bytes(scheme, self.input_bytes)
         stages = []
         for stage in stage_layers(scheme, self.num_layers):
@@ -330,12 +330,6 @@ class MemoryModel:
         """
         width = self.attention_width or self.hidden_size
         return width * (self.input_bytes or _ELEMENT_BYTES) + _LOGARITHM_BYTES * self.num_heads
-
-    def keeping_attention(self) -> Self:
-        """The same of layers whose activations keep `attention_bytes` besides."""
-        more = self.attention_bytes / self.hidden_size
-        found = {tp: size + more for tp, size in self.activation_bytes.items()}
-        return replace(self, activation_bytes=found)
 
     def _layer_bytes_per_token(self, scheme: Scheme) -> float:
         if scheme.tp not in self.activation_bytes:

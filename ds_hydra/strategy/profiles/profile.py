@@ -61,7 +61,6 @@ _OPTIONAL_MEMORY = {
     "vocabulary_tables": 0,
     "ordered_multiprocessors": 0,
     "logit_chunk_bytes": 0,
-    "keeps_attention": False,
 }
 """Values of a profile that does not say them."""
 
@@ -408,9 +407,6 @@ class Profile:
                 attention_width=_read_attention_width(model),
                 logit_chunk_bytes=read_number(memory, "logit_chunk_bytes"),
             )
-            if document.get("activation_checkpointing") and not memory["keeps_attention"]:
-                # Measured by a release whose checkpointed layers ran attention twice
-                known = known.keeping_attention()
             return cls(
                 name=f"{model['name']} on {hardware['name']}",
                 latency={

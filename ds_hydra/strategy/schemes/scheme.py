@@ -650,9 +650,14 @@ def slowest_stage_ratios(scheme: Scheme, num_layers: int) -> tuple[float, float]
     T is that of a stage of ceil(L / PP) layers; its share of embedding and head grows with the
     layers as T does.
 
+    Attention runs again where all layers are checkpointed alone.
+
     >>> [slowest_stage_ratios(Scheme(1, 2, **o), 8) for o in ({"stages": (5, 3)}, {"ckpt": 4})]
     [(1.25, 1.25), (1.3333333333333333, 1.0)]
+    >>> slowest_stage_ratios(Scheme(1, 2, ckpt=8), 8)
+    (1.3333333333333333, 1.3333333333333333)
     """
     stages, even = stage_layers(scheme, num_layers), -(-num_layers // scheme.pp)
     work = max(stage.work for stage in stages)
-    return work / even, max(stage.num_layers for stage in stages) / even
+    of_attention = max(stage.num_layers for stage in stages) if scheme.ckpt < num_layers else work
+    return work / even, of_attention / even
