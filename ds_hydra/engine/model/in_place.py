@@ -25,7 +25,7 @@ from ds_hydra.errors import UnsupportedModelError
 _NOTHING = object()
 """Value of an attribute that is not there."""
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_TORCH = {*vars(nn.Module())} - {"training"}
 """Attributes that stay the same objects."""
 
@@ -35,7 +35,8 @@ _SET_IN_PASSES = {
     "_attn_implementation_internal",
 }
 """Attributes that a pass may set, and the user as well between passes."""
-_FREE = _SET_IN_PASSES - {"padding_idx"}
+_FREE = _SET_IN_PASSES - {"padding_idx"} | {"_require_grads_hook", "_require_grads_hooks"}
+"""Those that a user may set at any time, and handles of `enable_input_require_grads`."""
 
 
 class _Change(NamedTuple):
