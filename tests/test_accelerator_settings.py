@@ -2,6 +2,7 @@
 not.
 """
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -225,9 +226,13 @@ def test_training_and_profiling_name_the_limit(monkeypatch):
         rank=0,
         device=torch.device("cpu"),
         recorder=Recorder(),
-        stage_model=types.SimpleNamespace(balance=types.SimpleNamespace(begin=lambda *_: None)),
+        stage_model=types.SimpleNamespace(
+            balance=types.SimpleNamespace(begin=lambda *_: None),
+            flops_of_pair=1.0,
+            staying=contextlib.nullcontext,
+        ),
     )
-    plan = mock.MagicMock()
+    plan = mock.MagicMock(num_devices=1)
     of_phase = types.SimpleNamespace(strategy=Strategy.parse("1x<1,1>"))
     plan.on_rank.return_value = (types.SimpleNamespace(plan=of_phase),)
     known = types.SimpleNamespace(

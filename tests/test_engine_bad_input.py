@@ -41,7 +41,6 @@ from ds_hydra.errors import (
     PlanMismatchError,
     UnsupportedModelError,
 )
-from ds_hydra.strategy.profiles.learned import NOTHING_TOLD
 
 
 def dataset(*lengths):
@@ -374,8 +373,7 @@ def test_every_number_of_the_optimizers_groups_is_compared_between_ranks():
 def test_a_row_of_a_rank_gives_back_what_it_was_made_of():
     measured = {name: float(number) for number, name in enumerate(_MEASURED)}
     outcome = RankOutcome(**measured, phase_ms=(7.0, 8.0))
-    spread = [float(number) for number in range(len(NOTHING_TOLD))]
-    row = _Row(0.0, 1.0, 0.0, float(2**48 - 1), outcome, spread)
+    row = _Row(0.0, 1.0, 0.0, float(2**48 - 1), outcome)
     assert _Row.from_row(torch.tensor(row.to_row(), dtype=torch.float64).tolist()) == row
 
 

@@ -114,3 +114,15 @@ def failing():
 def test_an_error_in_a_pass_gives_the_modules_back():
     (loss,) = run_distributed(failing, 1)
     assert loss > 0
+
+
+def leaf_of_deepspeed():
+    """Loss of a step of a mixture of experts, whose blocks DeepSpeed hooks in backward, too."""
+    engine = start_hydra(tiny("mixtral"))
+    return float(engine.train_batch(random_examples(LENGTHS, VOCAB_SIZE, seed=1), "1x<1,1>"))
+
+
+@pytest.mark.distributed
+def test_backward_hooks_of_deepspeed_are_out_while_passes_run():
+    (loss,) = run_distributed(leaf_of_deepspeed, 1)
+    assert 0 < loss < 20
