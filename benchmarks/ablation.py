@@ -138,7 +138,8 @@ def main() -> None:
         worst = f"{max(values):.3f}" if values else "-"
         share = used[name] / num_iterations
         lines.append(f"| {name} | {mean} | {worst} | {impossible[name]} | {share:.0%} |")
-    lines += ["", "Command: `python -m benchmarks.ablation --page docs/benchmarks/planner.md`."]
+    command = f"python -m benchmarks.ablation --iterations {options.iterations}"
+    lines += ["", f"Command: `{command} --page docs/benchmarks/planner.md`."]
     print("\n".join(lines))
     if options.page:
         put_section(options.page, TITLE, "\n".join(lines))
