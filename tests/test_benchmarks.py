@@ -127,7 +127,9 @@ RECORDINGS = learned_times.read_recordings(learned_times.RECORDED)
 @pytest.mark.parametrize("name", RECORDINGS)
 def test_recorded_runs_are_predicted_better_by_what_is_learned(name):
     profiled, corrected, _ = learned_times.replay(RECORDINGS[name]).medians
-    assert corrected < 0.9 * profiled
+    # Without factors of strategies the straggler of this run is told from its schemes less well
+    share = 0.9 if name == "2_memory_straggler" else 0.8
+    assert corrected < share * profiled
 
 
 def test_most_recorded_runs_are_predicted_with_half_of_the_error():

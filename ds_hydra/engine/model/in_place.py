@@ -36,7 +36,7 @@ _SET_IN_PASSES = {
 }
 """Attributes that a pass may set, and the user as well between passes."""
 _FREE = _SET_IN_PASSES - {"padding_idx"} | {"_require_grads_hook", "_require_grads_hooks"}
-"""Those that a user may set at any time, and handles of `enable_input_require_grads`."""
+"""Attributes that a user may set at any time, and handles of `enable_input_require_grads`."""
 
 
 class _Change(NamedTuple):

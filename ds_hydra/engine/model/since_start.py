@@ -157,7 +157,7 @@ def _name_of(function: Any) -> str:
 
 
 def _mark(value: Any) -> Any:
-    """What tells later whether `value` is another one, as far as nobody edits `.data`."""
+    """Mark by which a later call tells another value, as far as nobody edits `.data`."""
     if isinstance(value, Tensor):
         return id(value), value._version
     is_plain = isinstance(value, int | float | str) and value == value  # not NaN

@@ -167,7 +167,7 @@ def run_1f1b(
     passes = [*one_forward_one_backward(stage.num_stages, stage.stage, len(micro_batch_tokens))]
 
     def memory_of(number: int) -> Tensor | None:
-        """What the pass of that number receives into."""
+        """Memory that the pass of that number receives into."""
         if number == len(passes):
             return None
         following, index = passes[number]

@@ -309,7 +309,7 @@ class Need(NamedTuple):
 
 
 def needs_of_pipelines(scenario: Scenario) -> Iterator[Need]:
-    """Those of every <TP,PP>, layers recomputed, with as many ranks as there are for a share of the
+    """Needs of every <TP,PP>, layers recomputed, with as many ranks as there are for a share of the
     experts and for CP.
     """
     experts = scenario.cluster.shape.experts if scenario.cluster else None
@@ -322,7 +322,7 @@ def needs_of_pipelines(scenario: Scenario) -> Iterator[Need]:
 
 
 def needs_of_statics(scenario: Scenario) -> Iterator[Need]:
-    """Those of every <TP,PP> as it is."""
+    """Needs of every <TP,PP> as it is."""
     for scheme in _plain_schemes(scenario):
         yield from need_of(scenario, scheme, scenario.context_length)
 
