@@ -99,7 +99,7 @@ def without(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--iterations", type=int, default=8, help="mini-batches of a case")
+    parser.add_argument("--iterations", type=int, default=8, help="global batches of a case")
     parser.add_argument("--cases", default="^paper/", help="regular expression of their names")
     parser.add_argument("--page", type=Path, help="page whose section is replaced")
     options = parser.parse_args()
@@ -127,7 +127,7 @@ def main() -> None:
                 ratios[kind.name].append(less.mean_ms / whole.mean_ms)
         print(f"{number}/{len(cases)} {case['name']}", file=sys.stderr, flush=True)
     lines = [
-        f"{len(cases)} cases of {options.iterations} mini-batches with the candidates that are proposed for them; time "
+        f"{len(cases)} cases of {options.iterations} global batches with the candidates proposed for them; time "
         "without a kind over time with it. Nothing is proposed in its place, so each figure is an upper bound.",
         "",
         "| left out | geometric mean | worst case | cases that cannot run | iterations that use it |",

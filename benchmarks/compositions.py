@@ -4,8 +4,8 @@ alone.
     python -m benchmarks.compositions --count 1000 --seed 1
 
 A composition is a strategy of 1 to 6 ranks (with SP, CP, experts on several ranks, checkpointed,
-gathered and uneven layers), a mini-batch (label patterns, sequences of one token, fewer tokens than
-rows of CP), what is minimised (cross entropy or a loss of `ds_hydra.losses`) and the model and
+gathered and uneven layers), a global batch (label patterns, sequences of one token, fewer tokens
+than rows of CP), what is minimised (cross entropy or a loss of `ds_hydra.losses`) and the model and
 configuration of its engine (family, so that there is every style of tp plan that runs; LoRA
 adapters, their dropout, NEFTune, frozen parameters, embedding and head of other sizes,
 checkpointing). Loss and every gradient of an engine in fp32 are compared
@@ -157,7 +157,7 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A mini-batch and how it is trained on."""
+    """A global batch and how it is trained on."""
 
     strategy: str
     lengths: tuple[int, ...]

@@ -1,8 +1,8 @@
 """What runs in the ranks of the end-to-end benchmark: one contender per process group, stepped by
 the driver.
 
-Every contender trains the same model on the same global mini-batches with the same optimizer; each
-is the real thing: the Trainer of transformers with stock DeepSpeed ZeRO-3, or
+Every contender trains the same model on the same global batches with the same optimizer;
+each is the real thing: the Trainer of transformers with stock DeepSpeed ZeRO-3, or
 `ds_hydra.initialize`. Between two of its iterations a rank blocks in `Turns.wait`, so contenders
 alternate on the same cores without sharing a process.
 """
@@ -54,7 +54,9 @@ def run_hydra(task: Task, turns: Turns, **keys: Any) -> None:
 
 
 def run_explored(task: Task, turns: Turns) -> None:
-    """Every other iteration under a candidate drawn at random, of those that fit the mini-batch."""
+    """Every other iteration under a candidate drawn at random, of those that fit the global
+    batch.
+    """
     rank, draw = dist.get_rank(), random.Random(0)
     engine = start_engine(task, profile=task.profile, planner={"refit": "log"})
     turns.ready()

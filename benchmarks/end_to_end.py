@@ -1,5 +1,5 @@
-"""ds_hydra against what people use today: same model, same global mini-batches, same losses, in one
-run.
+"""ds_hydra against what people use today: same model, same global batches, same losses, in
+one run.
 
     python benchmarks/end_to_end.py
 

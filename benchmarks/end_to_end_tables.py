@@ -211,7 +211,7 @@ def make_plot(documents: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 LOSS_TOLERANCE = 2e-4
-"""Largest relative difference of two losses of one mini-batch: fp32 sums in another order, over
+"""Largest relative difference of two losses of one global batch: fp32 sums in another order, over
 some AdamW steps.
 """
 

@@ -2,7 +2,7 @@
 
     python benchmarks/learned_runs.py
 
-Two runs of ds_hydra on 2 ranks take turns, iteration by iteration, on the same mini-batches, with
+Two runs of ds_hydra on 2 ranks take turns, iteration by iteration, on the same global batches, with
 and without corrections; from iteration 40 on a process that never rests shares the core of the last
 rank. Compared from 16 iterations later on.
 

@@ -5,7 +5,7 @@ one run.
 
 Model and token budget are the demo's; lengths are drawn from a log-normal with the demo's median of
 145 tokens, cut at 4,096. Iterations with and without overlap alternate on the same engine,
-mini-batch and strategy; medians. `--model 50M` takes a larger model, of which a link has more to
+global batch and strategy; medians. `--model 50M` takes a larger model, of which a link has more to
 move.
 """
 

@@ -1,7 +1,7 @@
 """How fast and how good the planner is: python benchmarks/planner.py --data DATA [--json OUT.json].
 
 DATA is the folder of the reference data (profiles/, lengths/, planner/). Every figure is a median
-or mean over `--batches` mini-batches, planned in one process on one core.
+or mean over `--batches` global batches, planned in one process on one core.
 docs/benchmarks/planner.md explains them.
 """
 
@@ -68,7 +68,7 @@ TOKENS = {1024: 3_200_000, 16384: 51_000_000}
 def draw_batches(
     histogram: dict[str, int], num_tokens: int, context: int, count: int
 ) -> list[list[int]]:
-    """Mini-batches of `num_tokens`, drawn from a length histogram and cut to `context`."""
+    """Global batches of `num_tokens`, drawn from a length histogram and cut to `context`."""
     rng = np.random.default_rng(0)
     lengths = np.array([int(length) for length in histogram])
     weights = np.array(list(histogram.values()), dtype=float)
@@ -404,7 +404,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=shared / "data")
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument(
-        "--largest-batches", type=int, default=20, help="mini-batches at 16,384 GPUs"
+        "--largest-batches", type=int, default=20, help="global batches at 16,384 GPUs"
     )
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()

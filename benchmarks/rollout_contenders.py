@@ -1,4 +1,4 @@
-"""`score` and a GRPO step on one mini-batch of rollouts: ds_hydra, and stock DeepSpeed ZeRO-3 on
+"""`score` and a GRPO step on one global batch of rollouts: ds_hydra, and stock DeepSpeed ZeRO-3 on
 Karmarkar-Karp's rows as trainers of reinforcement learning write it.
 """
 
@@ -26,7 +26,7 @@ Rollouts = list[dict[str, Any]]
 
 
 def rollouts_of(task: Task) -> list[Rollouts]:
-    """The mini-batches: tokens, labels without the prompt, an advantage for each rollout."""
+    """The global batches: tokens, labels without the prompt, an advantage for each rollout."""
     generator = torch.Generator().manual_seed(task.seed)
     batches = []
     for batch in task.batches:

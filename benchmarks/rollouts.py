@@ -2,9 +2,9 @@
 
     python benchmarks/rollouts.py
 
-Contenders take turns as in `end_to_end.py`, one mini-batch each in a new order every time, every
+Contenders take turns as in `end_to_end.py`, one global batch each in a new order every time, every
 rank on a core of its own. A line says the median time, and the ratio of medians and its spread over
-mini-batches; losses and gradient norms are compared. Needs a machine that does nothing else.
+global batches; losses and gradient norms are compared. Needs a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TITLES = {
 
 
 def draw(num: int, context: int, median: float, seed: int = 0) -> list[tuple[int, ...]]:
-    """Lengths of `num` mini-batches of rollouts: log-normal (sigma 1), cut at 32 and the context;
+    """Lengths of `num` global batches of rollouts: log-normal (sigma 1), cut at 32 and the context;
     the longest of each is the context, where a generator was stopped.
     """
     rng = np.random.Generator(np.random.PCG64(seed))
@@ -103,11 +103,11 @@ def make_table(document: dict) -> str:
     tokens = [sum(batch) for batch in document["batches"]]
     own = np.array([step["seconds"] for step in steps["rollouts_hydra"]])
     lines = [
-        f"{len(tokens)} mini-batches of {NUM_ROLLOUTS} rollouts, {min(map(min, document['batches']))} to "
+        f"{len(tokens)} global batches of {NUM_ROLLOUTS} rollouts, {min(map(min, document['batches']))} to "
         f"{max(map(max, document['batches']))} tokens, {int(np.median(tokens)):,} in all (median). "
         f"{document['hardware']}; load {document['load'][0]:.1f} before, {document['load'][1]:.1f} after.",
         "",
-        "| contender | median | CPU time of the slower rank | ds_hydra is faster by | by mini-batch |",
+        "| contender | median | CPU time of the slower rank | ds_hydra is faster by | by global batch |",
         "|---|---|---|---|---|",
     ]
     for name, taken in steps.items():

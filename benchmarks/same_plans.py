@@ -2,7 +2,7 @@
 
 Command: python benchmarks/same_plans.py OTHER    (the root of another checkout; `--proposals` too)
 
-Each checkout plans the same mini-batches of every shipped case, with the candidates of
+Each checkout plans the same global batches of every shipped case, with the candidates of
 docs/benchmarks/simulate.json, in a process of its own; the two take turns, so that what else the
 machine does hits both. Compared are digests of plans, with pull and push and without, heuristic
 ones and such that measured times correct; with `--proposals` the candidates of the cases of the

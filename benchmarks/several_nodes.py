@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"hidden_size": 384, "intermediate_size": 1056, "num_hidden_layers": 4}
 VOCAB_SIZE = 2048
 LENGTHS = (512, 256)
-"""Of the mini-batch of `slow`: few rows, so that a pipeline has bubbles."""
+"""Of the global batch of `slow`: few rows, so that a pipeline has bubbles."""
 SPANNING = ("1x<2,1>", "1x<1,2>")
 """Candidates on two hosts of one rank: TP across the hosts, or a pipeline across them."""
 WIRES = {"fast": None, "slow": Wire(10e6, 0.002, mtu=9000)}
@@ -220,7 +220,7 @@ def measure_slow(folder: Path, repeats: int) -> str:
         best = min(predicted, key=predicted.get)
         choices.append([name, *(f"`{strategy}`" for strategy in (best, found["chosen"], fastest))])
     return paragraphs(
-        f"Two hosts of one rank, {num_parameters()} in fp32, a mini-batch of "
+        f"Two hosts of one rank, {num_parameters()} in fp32, a global batch of "
         f"{' and '.join(f'{length:,}' for length in LENGTHS)} tokens. Fast: the bridge as it is; slow: "
         "10 MB/s in each direction of a host's link and 2 ms, by a process that forwards packets late. Topology: "
         "`ds-hydra profile --topology` on one device, then `ds-hydra plan`; ranks: the profile that the engine "

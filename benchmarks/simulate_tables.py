@@ -25,7 +25,7 @@ COLUMNS = (
 def results(cases: list[dict[str, Any]]) -> str:
     """What stands under "Results": means, cases, and where ds_hydra is not ahead."""
     lines = [
-        f"{len(cases)} cases, {cases[0]['iterations']} mini-batches each. Simulated "
+        f"{len(cases)} cases, {cases[0]['iterations']} global batches each. Simulated "
         "from published or estimated coefficients; nothing was measured on a GPU. Speed-ups of ds_hydra with "
         "all its schemes and the engine's memory, in whole iterations unless said otherwise. *69% seen*: that share "
         "of all transfers on top of propagation, for every system. A dash: the system cannot run the case, or is "
@@ -162,8 +162,8 @@ def _not_ahead(cases: list[dict[str, Any]]) -> list[str]:
 
 REASONS = {
     "InfiniPipe": "The paper ran its baselines with activation checkpointing and solvers of seconds, on data of its "
-    "own; here each is tuned with hindsight and hides what it can. Mini-batches of 512 sequences are as many tokens on "
-    "average; LLaMA 30B has the shape of the published 32B profile.",
+    "own; here each is tuned with hindsight and hides what it can. Global batches of 512 sequences are as many tokens "
+    "on average; LLaMA 30B has the shape of the published 32B profile.",
     "FlexSP": "A100-40GB from a roofline, not measured; the paper's DeepSpeed and Megatron-LM pack to the context, its "
     "solver has a deadline, and its data are other samples.",
     "Skrull": "Fine-tuning lengths from four published quantiles, spread evenly between them; there is no row of "
@@ -190,11 +190,11 @@ NOT_SIMULATED = (
     "FlexSP, 13B and 30B at 384K, 30B at 192K: ds_hydra fits 217,080 tokens of 13B on 64 A100-40GB, and 30B has no "
     "published shape here; the rest of that paper's cases stand above.",
     "Fig. 1: time of an attention kernel on one device; ours has T of whole layers alone.",
-    "Fig. 3, 14: longest sequence of mini-batches of the paper's data, of which only the distribution is known; that "
+    "Fig. 3, 14: longest sequence of global batches of the paper's data, of which only the distribution is known; that "
     "of any histogram: `ds-hydra lengths`.",
     "Fig. 4: memory and throughput of single schemes, which the published T and App. B.1 were fitted to: nothing would "
     "be tested.",
-    "Fig. 5: sequences in each micro-batch of one mini-batch that is not published.",
+    "Fig. 5: sequences in each micro-batch of one global batch that is not published.",
     "Fig. 12a: strategies of 100 iterations are those of the case study; slowest over fastest is not a published "
     "number.",
     "Fig. 13: bars without numbers, of steps between Megatron-LM and the system.",
@@ -226,7 +226,7 @@ def _packing_lines() -> list[str]:
         f"Fitted: a FLOP of attention costs {FITTED_ATTENTION:g} of a matmul's. Lengths: the shipped GitHub "
         "histogram cut at 125,000 (99th percentile 28,042, the paper's 26K; mean 2,428, the paper's 3,962). Where its "
         "queues begin the paper does not say: at 72K and 104K here, fitted to the mean delay (at 32K and 64K: "
-        "imbalance 1.01, delay 0.36). 200 mini-batches.",
+        "imbalance 1.01, delay 0.36). 200 global batches.",
         "",
         "| packing | paper | here, fitted | here, not fitted |",
         "|---|---|---|---|",
@@ -240,7 +240,7 @@ def document(cases: list[dict[str, Any]], iterations: int) -> str:
     lines = [
         "# The paper's cases, simulated",
         "",
-        f"Made by `make reproduce`: {iterations} mini-batches for each case, the same for every system.",
+        f"Made by `make reproduce`: {iterations} global batches for each case, the same for every system.",
         "",
         "- *Published, measured by others*: T of every scheme and the memory constants (LLaMA 7B, 13B, 32B on A800).",
         "- *Simulated*: every time below. No figure here was measured on a GPU.",
@@ -249,7 +249,7 @@ def document(cases: list[dict[str, Any]], iterations: int) -> str:
         "without waiting; pull and push overlap layer by layer; DeepSpeed's T on one rank is PP times that of "
         "<1,PP>.",
         "- *Imbalance* and *bubble* are those of propagation with every parameter in place.",
-        "- Ranges in brackets hold 95% of paired resamples of the mini-batches. The *bound* is perfect balance: "
+        "- Ranges in brackets hold 95% of paired resamples of the global batches. The *bound* is perfect balance: "
         "every sequence on its cheapest scheme, all devices always busy, no bubble.",
         "- *The same, memory of the paper* is the system of the paper, and what its published figures are compared "
         "with; *ds_hydra, <TP,PP> alone* has the engine's memory. *ds_hydra* may also use "
@@ -280,7 +280,7 @@ def _case_lines(case: dict[str, Any]) -> list[str]:
         f"{case['profile']}, {case['histogram']}, {case['num_devices']} devices, context {case['context_length']:,}, "
         f"{case['tokens_per_iteration']:,} tokens per iteration. ds_hydra chose {case['systems'][0]['strategy']}; its "
         f"propagation is {case['distance_to_bound']:.1%} above the bound; {case['decided_by_longest']:.0%} of the "
-        "mini-batches last as long as their longest sequence alone; perfect balance has imbalance "
+        "global batches last as long as their longest sequence alone; perfect balance has imbalance "
         f"{case['imbalance_of_bound']:.2f}."
         + "".join(
             f" {label}: {case[name]['distance_to_bound']:.1%} above the bound of that space, "

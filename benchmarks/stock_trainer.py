@@ -197,7 +197,7 @@ def run_stock(task: Task, turns: Turns, *, stock: Stock) -> None:
 def _micro_batches_of(
     task: Task, stock: Stock, filler: int
 ) -> tuple[list[list[list[int]]], list[float] | None]:
-    """[rank][micro-batch] -> indices of sequences, over all mini-batches; and weights of
+    """[rank][micro-batch] -> indices of sequences, over all global batches; and weights of
     micro-batches under Ulysses.
     """
     world = task.shape.num_ranks

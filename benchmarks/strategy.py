@@ -81,7 +81,7 @@ def proposal_seconds(model: str, histogram: str, num_devices: int, space: Space 
 
 
 def against_all_strategies(histogram: str, num_batches: int) -> dict[str, float]:
-    """Mean planned time of new mini-batches with the proposed set and with every strategy of 8
+    """Mean planned time of new global batches with the proposed set and with every strategy of 8
     devices.
     """
     profile, tokens = profile_of("7b"), 100_000
@@ -258,7 +258,10 @@ def as_tables(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--batches", type=int, default=6, help="mini-batches for the exhaustive comparison, 0: none"
+        "--batches",
+        type=int,
+        default=6,
+        help="global batches for the exhaustive comparison, 0: none",
     )
     parser.add_argument("--out", type=Path, default=None, help="JSON file with all numbers")
     arguments = parser.parse_args()

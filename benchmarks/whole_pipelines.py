@@ -6,7 +6,7 @@ The bound of perfect balance lets a fraction of a pipeline stand on what devices
 integer program chooses how many pipelines of each scheme there are, and sequences are divided
 freely between them: no strategy without phases, no dispatch and no packing can be faster, in the
 space of <TP,PP> alone and in the full one, where strategies that gather keep the bound of perfect
-balance, because phases cut the ranks anew. One line for each case: the mean of some mini-batches.
+balance, because phases cut the ranks anew. One line for each case: the mean of some global batches.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 class WholePipelines:
-    """The integer program of one mini-batch. `lengths` in tokens, `schemes` do not gather."""
+    """The integer program of one global batch. `lengths` in tokens, `schemes` do not gather."""
 
     def __init__(self, scenario: Scenario, lengths: Sequence[int], schemes: Sequence[Scheme]):
         self._num_devices = scenario.num_devices
@@ -112,7 +112,7 @@ def classes_of(lengths: Iterable[int]) -> tuple[IntArray, IntArray]:
 
 def above_bound(planned: Planned, scenario: Scenario) -> tuple[float, float]:
     """Propagation of ds_hydra above perfect balance, and above whole pipelines: means of the
-    mini-batches of `scenario`, whose profile is that of `planned`.
+    global batches of `scenario`, whose profile is that of `planned`.
     """
     schemes = [
         s
@@ -153,7 +153,9 @@ def row_of(name: str, num_batches: int) -> tuple[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default="", help="only cases whose name has this text in it")
-    parser.add_argument("--batches", type=int, default=4, help="mini-batches (default %(default)s)")
+    parser.add_argument(
+        "--batches", type=int, default=4, help="global batches (default %(default)s)"
+    )
     parser.add_argument("--page", type=Path, help=f"page whose section {TITLE!r} is replaced")
     args = parser.parse_args()
     warm_up()
@@ -162,7 +164,7 @@ def main() -> None:
     means = np.nanmean([shares for _, shares in rows], axis=0)
     text = "\n".join(
         [
-            f"Propagation of ds_hydra above two bounds, means of {args.batches} mini-batches (`python -m "
+            f"Propagation of ds_hydra above two bounds, means of {args.batches} global batches (`python -m "
             "benchmarks.whole_pipelines`). *Perfect balance*: sequences divided freely, fractions of pipelines. "
             "*Whole pipelines*: an integer program says how many there are of each scheme; where strategies "
             "gather, phases cut the ranks anew, and perfect balance is what bounds them. Neither knows bubbles, "

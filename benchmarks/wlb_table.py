@@ -26,12 +26,12 @@ theirs. The paper does not say where its queues begin: fitted, in steps of 8K, t
 0.5 iterations.
 """
 NUM_DOCUMENTS = 1500
-"""Drawn for a mini-batch, more than it can need."""
+"""Drawn for a global batch, more than it can need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingTable:
-    """Mean imbalances of mini-batches, and how many iterations a delayed token waits on average
+    """Mean imbalances of global batches, and how many iterations a delayed token waits on average
     over all tokens.
     """
 
@@ -118,7 +118,7 @@ def _least_work(lengths: IntArray, work: FloatArray, room: int, micro_batch: Int
 
 
 def _queued(batches: list[IntArray]) -> tuple[list[IntArray], float]:
-    """The mini-batches with outliers from the queues, and the iterations that a token waits on
+    """The global batches with outliers from the queues, and the iterations that a token waits on
     average; what is left at the end is left out.
     """
     waiting: list[list[tuple[int, int]]] = [[] for _ in QUEUES]

@@ -1,4 +1,5 @@
-"""Global mini-batches of the end-to-end benchmark, and how each contender places one on the ranks.
+"""Global batches of the end-to-end benchmark, and how each contender places one on the
+ranks.
 
 Pure: numbers in, numbers out. Every rank of every contender computes the same from the same
 arguments.
@@ -21,7 +22,7 @@ LENGTHS = Path(__file__).parent.parent / "ds_hydra" / "configs" / "lengths"
 PAPER_CONTEXT = 32_768
 
 Batch = tuple[int, ...]
-"""Lengths, in tokens, of the sequences of one global mini-batch."""
+"""Lengths, in tokens, of the sequences of one global batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +37,8 @@ class Workload:
     name: str
     title: str
     draw: Callable[[int, int, int, int], list[int]]
-    """(context, tokens per iteration, number of mini-batches, seed) -> lengths of at least as many
-    mini-batches.
+    """(context, tokens per iteration, number of global batches, seed) -> lengths of at least as
+    many global batches.
     """
     contenders: tuple[str, ...]
     limits_memory: bool = False
@@ -45,7 +46,7 @@ class Workload:
     def batches(
         self, context_length: int, tokens_per_iteration: int, num: int, seed: int = 0
     ) -> list[Batch]:
-        """`num` mini-batches as ds_hydra's own sampler cuts them from the stream of lengths."""
+        """`num` global batches as ds_hydra's own sampler cuts them from the stream of lengths."""
         lengths = self.draw(context_length, tokens_per_iteration, num + 1, seed)
         labels = [length - 1 for length in lengths]
         sampler = TokenBudgetSampler(lengths, labels, tokens_per_iteration, shuffle=False)
@@ -69,8 +70,8 @@ def _equal(context_length: int, tokens: int, num: int, seed: int) -> list[int]:
 
 
 def _one_long(context_length: int, tokens: int, num: int, seed: int) -> list[int]:
-    """In every mini-batch one sequence of the whole context; the rest of the budget is 32 times as
-    short or less.
+    """In every global batch one sequence of the whole context; the rest of the budget is 32 times
+    as short or less.
     """
     rng = np.random.Generator(np.random.PCG64(seed))
     lengths: list[int] = []
@@ -149,7 +150,7 @@ class Shape:
 
 
 Placement = list[list[list[int]]]
-"""[slot][rank] -> positions in the mini-batch of the sequences of that micro-batch."""
+"""[slot][rank] -> positions in the global batch of the sequences of that micro-batch."""
 
 
 def place_evenly(batch: Batch, shape: Shape) -> Placement:
@@ -175,7 +176,7 @@ def place_first_fit(batch: Batch, shape: Shape) -> Placement:
 
 
 def place_rebalanced(batch: Batch, shape: Shape) -> Placement:
-    """transformers' own `BatchRebalanceSampler` on this mini-batch."""
+    """transformers' own `BatchRebalanceSampler` on this global batch."""
     from transformers.trainer_pt_utils import BatchRebalanceSampler
 
     if len(batch) < shape.num_slots * shape.num_ranks:

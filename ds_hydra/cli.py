@@ -84,7 +84,7 @@ def options(
 def plan(
     strategies: Annotated[Path, typer.Option(help="Candidate strategies, ds_hydra.strategies/1.")],
     lengths: Annotated[
-        Path, typer.Option(help="JSON list of the lengths of one mini-batch in tokens.")
+        Path, typer.Option(help="JSON list of the lengths of one global batch in tokens.")
     ],
     profile: ProfileOption = None,
     model: ModelOption = None,
@@ -98,7 +98,7 @@ def plan(
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Plan one global mini-batch: strategy, dispatch and packing.
+    """Plan one global batch: strategy, dispatch and packing.
 
     Strategies are a file that `ds-hydra propose` writes; batch.json is a list as [4000, 311, 77].
 
@@ -170,7 +170,7 @@ def _read_lengths(path: Path) -> list[int]:
     lengths: Any = read_json(path)
     if not isinstance(lengths, list) or not lengths:
         raise HydraConfigError(
-            f"{path}: expected a JSON list of lengths of one mini-batch in tokens, e.g. [1024, 77, 311]; "
+            f"{path}: expected a JSON list of lengths of one global batch in tokens, e.g. [1024, 77, 311]; "
             "a histogram of a dataset goes to `ds-hydra propose`"
         )
     for position, length in enumerate(lengths):

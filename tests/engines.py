@@ -70,7 +70,7 @@ def start_stock(model: nn.Module, **sections: Any) -> deepspeed.DeepSpeedEngine:
 
 
 def stock_step(engine: Any, examples: Examples) -> float:
-    """One stock iteration on the global mini-batch: this rank's share as one right-padded batch.
+    """One stock iteration on the global batch: this rank's share as one right-padded batch.
 
     Causal attention makes right padding invisible to real tokens.
     """
@@ -96,7 +96,7 @@ def stock_step(engine: Any, examples: Examples) -> float:
 
 
 def losses_under(engine: Any, data: Sequence[Examples], strategies: Sequence[str]) -> list[float]:
-    """Of one iteration for each mini-batch of `data`, under the strategy at its place."""
+    """Of one iteration for each global batch of `data`, under the strategy at its place."""
     pairs = zip(data, strategies, strict=True)
     return [float(engine.train_batch(batch, strategy=strategy)) for batch, strategy in pairs]
 

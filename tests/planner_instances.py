@@ -12,7 +12,7 @@ from random import Random
 from reference import make_batch, make_profile
 
 from ds_hydra.sampler.candidate import OneStrategy
-from ds_hydra.sampler.phase_plan import MiniBatch
+from ds_hydra.sampler.phase_plan import PlanningProblem
 from ds_hydra.sampler.planner import plan_with_time
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.strategy.profiles.learned import Corrections
@@ -27,7 +27,7 @@ _NUM_LAYERS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A mini-batch, devices, and strategies to choose among."""
+    """A global batch, devices, and strategies to choose among."""
 
     lengths: tuple[int, ...]
     strategies: tuple[Strategy, ...]
@@ -36,17 +36,19 @@ class Problem:
     settings: PlannerSettings
     corrections: Corrections
 
-    def mini_batch(self) -> MiniBatch:
-        """Return the mini-batch as nobody has planned it yet."""
+    def planning(self) -> PlanningProblem:
+        """Return the global batch as nobody has planned it yet."""
         batch = make_batch(list(self.lengths))
-        return MiniBatch(batch, self.profile, self.num_devices, self.settings, self.corrections)
+        return PlanningProblem(
+            batch, self.profile, self.num_devices, self.settings, self.corrections
+        )
 
     def time_ms(self, strategies: Sequence[Strategy]) -> float:
         """Return the time of the best plan over `strategies`; infinite where there is none."""
-        mini_batch = self.mini_batch()
-        if not any(mini_batch.is_held(mini_batch.longest(s)) for s in strategies):
+        planning = self.planning()
+        if not any(planning.is_held(planning.longest(s)) for s in strategies):
             return inf
-        return plan_with_time(mini_batch, strategies)[1]
+        return plan_with_time(planning, strategies)[1]
 
 
 class _Links(dict[Strategy, LinkTimes]):
@@ -173,9 +175,9 @@ def _lengths(rng: Random, longest: int) -> tuple[int, ...]:
 def wrong_bounds(problem: Problem) -> Iterator[str]:
     """Yield a sentence for each strategy whose lower bound is above the time of its own plan."""
     for strategy in problem.strategies:
-        candidate, mini_batch = OneStrategy(strategy), problem.mini_batch()
-        bound_ms = candidate.bound_ms(mini_batch)
-        phases = candidate.plan(mini_batch)
+        candidate, planning = OneStrategy(strategy), problem.planning()
+        bound_ms = candidate.bound_ms(planning)
+        phases = candidate.plan(planning)
         time_ms = sum(phase.iteration_ms for phase in phases) if phases else inf
         if bound_ms > time_ms * (1 + _ROUNDING):
             yield f"the bound of {strategy} is {bound_ms} ms, its plan takes {time_ms} ms"

@@ -93,7 +93,7 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
 
 
 def make_batch(lengths: list[int], iteration: int = 0) -> GlobalBatch:
-    """A mini-batch of `lengths`; sequence i is dataset row 10 + i."""
+    """A global batch of `lengths`; sequence i is dataset row 10 + i."""
     return GlobalBatch(
         iteration=iteration,
         sample_indices=tuple(range(10, 10 + len(lengths))),

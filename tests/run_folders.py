@@ -27,7 +27,7 @@ PULL_MS, PUSH_MS, STEP_MS = 40.0, 60.0, 20.0
 def make_plan(
     iteration: int, strategy: str | None = None, *, max_tokens: int = 9600
 ) -> IterationPlan:
-    """The plan of a long-tailed mini-batch, under the best of the strategies or under a given
+    """The plan of a long-tailed global batch, under the best of the strategies or under a given
     one.
     """
     generator = np.random.default_rng(iteration)

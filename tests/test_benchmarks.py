@@ -18,8 +18,8 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import compositions  # noqa: E402
+import global_batches  # noqa: E402
 import learned_times  # noqa: E402
-import mini_batches  # noqa: E402
 import workloads as w  # noqa: E402
 
 CONTEXT, TOKENS = 1024, 4096
@@ -39,14 +39,14 @@ def shape(num_ranks=2):
     )
 
 
-@pytest.mark.parametrize("name", mini_batches.LENGTHS)
+@pytest.mark.parametrize("name", global_batches.LENGTHS)
 def test_lengths_of_today_fit_the_context(name):
-    found = mini_batches.histogram(name).limit(mini_batches.CONTEXT)
-    assert found.lengths_tokens.max() <= mini_batches.CONTEXT
-    if name in mini_batches.LOGNORMAL:
+    found = global_batches.histogram(name).limit(global_batches.CONTEXT)
+    assert found.lengths_tokens.max() <= global_batches.CONTEXT
+    if name in global_batches.LOGNORMAL:
         seen = np.cumsum(found.counts) / found.counts.sum()
         median = found.lengths_tokens[np.searchsorted(seen, 0.5)]
-        assert median == pytest.approx(mini_batches.LOGNORMAL[name][0], rel=0.02)
+        assert median == pytest.approx(global_batches.LOGNORMAL[name][0], rel=0.02)
 
 
 @pytest.mark.parametrize("name", w.WORKLOADS)
@@ -88,7 +88,7 @@ def test_karmarkar_karp_balances():
 @pytest.mark.nightly
 @pytest.mark.distributed
 def test_a_tiny_run_measures_valid_micro_batches(tmp_path):
-    """Stock ZeRO-3, AutoTP, Ulysses and ds_hydra see the same mini-batches and report the same
+    """Stock ZeRO-3, AutoTP, Ulysses and ds_hydra see the same global batches and report the same
     losses.
     """
     names = ["packing", "autotp", "ulysses", "hydra"]

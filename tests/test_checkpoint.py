@@ -423,7 +423,7 @@ def test_weights_between_checkpoints_and_another_optimizer(tmp_path):
 
 
 def given_by_the_loader(folder):
-    """First tokens of the mini-batches that a loop over DeepSpeed's loader trains, and of those
+    """First tokens of the global batches that a loop over DeepSpeed's loader trains, and of those
     that follow a resume.
     """
 

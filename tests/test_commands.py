@@ -56,7 +56,7 @@ def test_propose_prints_one_document_and_writes_the_same(files):
 
 def test_propose_explains_itself(files):
     result = invoke(*propose_arguments(files, "--context", 50))
-    assert "of the sampled mini-batches" in result.stdout
+    assert "of the sampled global batches" in result.stdout
     assert "communicators" in result.stdout
 
 

@@ -125,13 +125,13 @@ def test_what_would_have_to_be_reinterpreted_is_refused_by_name(columns, message
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (None, "mini-batch is None, expected a list"),
-        ([IDS], "example 0 of the mini-batch is a list, expected a dict"),
-        ([{"input_ids": IDS}, {"input_ids": []}], "example 1 of the mini-batch has no token"),
+        (None, "global batch is None, expected a list"),
+        ([IDS], "example 0 of the global batch is a list, expected a dict"),
+        ([{"input_ids": IDS}, {"input_ids": []}], "example 1 of the global batch has no token"),
         ([{"input_ids": IDS}, {"input_ids": IDS, "seq_idx": IDS}], "example 1 .*'seq_idx'"),
     ],
 )
-def test_a_mini_batch_is_a_list_of_examples(batch, message):
+def test_a_global_batch_is_a_list_of_examples(batch, message):
     with pytest.raises(HydraConfigError, match=message):
         to_examples(batch)
 

@@ -1,7 +1,7 @@
 """Every command and code block of README and documentation.
 
 What is run: `ds-hydra` commands in `sh` and `console` blocks, in a folder with small inputs
-(`propose` on one mini-batch only); `python` blocks; `json` blocks that are configurations, by the
+(`propose` on one global batch only); `python` blocks; `json` blocks that are configurations, by the
 reader of configurations; other JSON by the reader of its schema; added lines of `diff` blocks are
 compiled. A block after `<!-- needs: ranks -->` (or cluster, network) cannot run here, nor can other
 programs than ds-hydra: their syntax is checked, that the scripts, targets and files they name

@@ -510,13 +510,13 @@ LATER_MISTAKES = {
     "mistake on rank 1 alone": (HydraConfigError, ("129", "hydra.context_length")),
     "two sequences in one": (HydraConfigError, ("example 0", "'input_ids'", "[2, 2]")),
     "one dict": (HydraConfigError, ("dict of 'input_ids'", "expected a list")),
-    "evaluation of nothing": (HydraConfigError, ("mini-batch is None", "expected a list")),
+    "evaluation of nothing": (HydraConfigError, ("global batch is None", "expected a list")),
     "frozen later": (HydraConfigError, ("requires_grad", "before ds_hydra.initialize")),
     "frozen by rank 1": (HydraConfigError, ("requires_grad is False and was True",)),
     "run_dir is a file": (HydraConfigError, ("hydra.run_dir", "file")),
     "another batch on each rank": (
         PlanMismatchError,
-        ("mini-batch", "2 sequences of 16 tokens", "2 sequences of 17 tokens", "on rank 1"),
+        ("global batch", "2 sequences of 16 tokens", "2 sequences of 17 tokens", "on rank 1"),
     ),
     "profile on a full disk": (HydraConfigError, ("hydra.run_dir", "No space left on device")),
     "another strategy on each rank": (
@@ -548,7 +548,7 @@ def test_mistakes_get_the_same_clear_error_on_all_ranks(tmp_path):
     assert raised[0]["end"] == raised[1]["end"] == (None, ""), "taken for a lost rank"
     kind, text = raised[0]["afterwards"]
     assert kind == "ok"
-    assert text.split()[1:] == ["0", "1"], "a refused mini-batch must not count as a step"
+    assert text.split()[1:] == ["0", "1"], "a refused global batch must not count as a step"
     assert raised[1]["afterwards"] == raised[0]["afterwards"]
 
 

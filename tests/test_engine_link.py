@@ -47,7 +47,7 @@ def random_strategy(random):
 
 
 def random_cases(num_sequences, seed):
-    """(number, plan, examples) of sequences of two strategies with one random mini-batch each."""
+    """(number, plan, examples) of sequences of two strategies with one random global batch each."""
     random = Random(seed)
     for number in range(num_sequences):
         strategies = [random_strategy(random) for _ in range(2)]

@@ -369,7 +369,7 @@ def test_compiled_layers_give_the_same_gradients():
 
 @st.composite
 def random_case(draw):
-    """A strategy of at most 4 ranks and a mini-batch; some pipelines and ranks may stay without
+    """A strategy of at most 4 ranks and a global batch; some pipelines and ranks may stay without
     work.
     """
     schemes, free = [], 4
@@ -387,7 +387,7 @@ SCHEMES = ((1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (1, 4), (2, 2))
 
 
 def check_planned_cases(cases):
-    """The planner's own placement of random mini-batches under random strategies.
+    """The planner's own placement of random global batches under random strategies.
 
     The gradients of a row of two tokens cancel so far that the single process itself is up to 5e-5
     off the same process in double precision, as another order of sums is. There, and only there,

@@ -46,7 +46,7 @@ from ds_hydra.sampler.plan import IterationPlan
 
 
 def batches(num_batches, *, num_sequences=8):
-    """Global mini-batches with a long tail: one long sequence among short ones."""
+    """Global batches with a long tail: one long sequence among short ones."""
     generator = torch.Generator().manual_seed(5)
     result = []
     for seed in range(num_batches):
@@ -485,7 +485,7 @@ def train_from_dataset(folder):
 
 
 @pytest.mark.distributed
-def test_training_from_a_dataset_writes_its_run_and_resumes_its_mini_batches(tmp_path):
+def test_training_from_a_dataset_writes_its_run_and_resumes_its_global_batches(tmp_path):
     results = run_distributed(train_from_dataset, 4, str(tmp_path))
     losses, rest, has_examples = results[0]
     assert all(result[0] == losses for result in results)
@@ -796,4 +796,4 @@ def test_schemes_that_the_measured_profile_leaves_out_are_not_planned_for(tmp_pa
         assert {"1x<2,1>", "2x<1,1>"} <= set(candidates)
         assert not any("<1,2>" in text for text in candidates)
         assert metrics.strategy in candidates
-        assert min(metrics.waited_ms, metrics.planning_ms) > 0, "a given mini-batch waits, too"
+        assert min(metrics.waited_ms, metrics.planning_ms) > 0, "a given global batch waits, too"

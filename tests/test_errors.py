@@ -26,7 +26,7 @@ SIZES = {"context_length": 8, "tokens_per_iteration": 8}
         (lambda value: Strategy.parse(value), "strategy"),
         (lambda value: HydraConfig.parse({**SIZES, "attention": value}), "hydra.attention"),
         (lambda value: HydraConfig.parse({**SIZES, value: 1}), " key"),
-        (lambda value: to_examples({value: []}), "the mini-batch is a dict"),
+        (lambda value: to_examples({value: []}), "the global batch is a dict"),
         (lambda value: to_example({value: [1]}, "example 3"), "expected 'input_ids'"),
     ],
 )

@@ -14,7 +14,7 @@ from test_cluster import PARAMS, make_cluster
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.events import simulate_plan
-from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
+from ds_hydra.sampler.phase_plan import PhasePlan, PlanningProblem
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
@@ -232,10 +232,10 @@ def test_gathered_micro_batches_run_in_lockstep():
     """Steps of 30 beside 10 and of 20 beside 60: 90, where the slower of both pipelines has 70."""
     latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=0.0)
     found = gathered().with_latency({ONE: latency})
-    mini_batch = MiniBatch(make_batch([60, 30, 20, 10]), found, 2)
+    planning = PlanningProblem(make_batch([60, 30, 20, 10]), found, 2)
 
     def wait_ms(assignment, micro_batches, pipeline_ms):
-        phase = PhasePlan.of(mini_batch, Strategy((ONE,) * 2))
+        phase = PhasePlan.of(planning, Strategy((ONE,) * 2))
         phase.assignment[:], phase.micro_batches[:] = assignment, micro_batches
         phase.pipeline_ms = np.array(pipeline_ms)
         return phase.wait_ms

@@ -1,4 +1,4 @@
-"""Length histograms: what is read, what is refused, and what mini-batches are drawn from them."""
+"""Length histograms: what is read, what is refused, and what global batches are drawn from them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_sequence_longer_than_the_budget_is_a_batch_of_its_own():
 
 def test_more_sequences_than_memory_holds_are_refused_with_what_would_do():
     histogram = LengthHistogram.from_counts({10: 1})
-    with pytest.raises(HydraConfigError, match="draw 381300 mini-batches"):
+    with pytest.raises(HydraConfigError, match="draw 381300 global batches"):
         next(histogram.draw_batches(100, 10**30, seed=0))
     next(histogram.draw_batches(100, 381300, seed=0))
     with pytest.raises(HydraConfigError, match="lower the tokens of one to 20971520"):

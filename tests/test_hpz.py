@@ -30,7 +30,7 @@ from ds_hydra.lab.simulator.ulysses import (
     zero3_traffic_ms,
 )
 from ds_hydra.sampler.candidate import Phases
-from ds_hydra.sampler.phase_plan import MiniBatch
+from ds_hydra.sampler.phase_plan import PlanningProblem
 from ds_hydra.sampler.planner import plan_with_time, profiled_times
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.sample_bench import FastEstimator
@@ -221,7 +221,7 @@ def planned(profile, lengths=LENGTHS, strategies=STRATEGIES, **max_len):
         for hpz in (False, True)
     }
     settings = PlannerSettings(solver="none", max_len_override=held)
-    batch = MiniBatch(make_batch(list(lengths)), profile, 8, settings)
+    batch = PlanningProblem(make_batch(list(lengths)), profile, 8, settings)
     phases = Phases(strategies).plan(batch)
     return [str(phase.strategy) for phase in phases], sum(phase.iteration_ms for phase in phases)
 
@@ -244,7 +244,7 @@ def test_weights_stay_where_gathered_layers_are_not_the_fastest_without():
     kept = make_profile({"<1,1>": (0, 2.25, 0), "<sp2,1>": (0, 1.2, 0)})
     profile = replace(profile, latency={**profile.latency, **kept.latency})
     strategies = (*STRATEGIES, *parse_strategies(["8x<1,1>", "4x<sp2,1>"]))
-    batch = MiniBatch(make_batch(list(LENGTHS)), profile, 8, roomy(strategies))
+    batch = PlanningProblem(make_batch(list(LENGTHS)), profile, 8, roomy(strategies))
     (phase,) = Phases(strategies).plan(batch)
     assert str(phase.strategy) == "8x<1,1;hpz>"
     assert not Phases(parse_strategies(["8x<1,1>", "4x<sp2,1>"])).plan(batch), "they are no phases"
@@ -257,7 +257,7 @@ def test_candidates_that_keep_weights_have_their_links_and_what_was_learned():
         strategies = parse_strategies([f"8x<1,1;{how}>", f"4x<sp2,1;{how}>"])
         settings = roomy(strategies, link_times=dict.fromkeys(strategies, link))
         known = {s.schemes[0]: 2.0 for s in strategies}
-        batch = MiniBatch(
+        batch = PlanningProblem(
             make_batch(list(LENGTHS)),
             profile_of(50.0, 30.0),
             8,
@@ -272,7 +272,7 @@ def test_candidates_that_keep_weights_have_their_links_and_what_was_learned():
 
 def test_times_of_plans_that_keep_weights_are_known():
     profile = profile_of(50.0, 30.0)
-    batch = MiniBatch(make_batch([40] * 8), profile, 8, roomy(STRATEGIES))
+    batch = PlanningProblem(make_batch([40] * 8), profile, 8, roomy(STRATEGIES))
     plan, time_ms = plan_with_time(batch, STRATEGIES)
     assert str(plan.strategy) == "8x<1,1;hpz>"
     times = profiled_times(plan, profile, PlannerSettings(solver="none"))
@@ -288,7 +288,7 @@ def test_experts_that_ranks_share_do_not_stay():
     assert shared.staying is shared
     profile = make_profile({"<1,1;gather>": (0, 1, 0), "<sp2,1;ep=2;gather>": (0, 0.6, 0)})
     strategies = parse_strategies(["4x<sp2,1;ep=2;gather>", "8x<1,1;gather>"])
-    batch = MiniBatch(make_batch(list(LENGTHS)), profile, 8, roomy(strategies))
+    batch = PlanningProblem(make_batch(list(LENGTHS)), profile, 8, roomy(strategies))
     plan, _ = plan_with_time(batch, strategies)
     assert str(plan.strategy) == "8x<1,1;gather>"
 

@@ -20,7 +20,7 @@ from ds_hydra.configs.files import find_profile
 from ds_hydra.engine.candidates import EngineCandidates, planner_settings
 from ds_hydra.records.events import simulate_iteration, simulate_plan
 from ds_hydra.sampler.candidate_set import gradient_bytes
-from ds_hydra.sampler.phase_plan import MiniBatch
+from ds_hydra.sampler.phase_plan import PlanningProblem
 from ds_hydra.sampler.planner import plan_with_time
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.propose import propose_strategies
@@ -81,7 +81,7 @@ def test_a_forward_waits_once_for_gathered_layers(computed_ms, expected_ms):
     table = {strategy: LinkTimes(pull_ms=30.0, push_ms=30.0)}
     planner = with_links(table, overlaps_links=True)
     planner = dataclasses.replace(planner, max_len_override={scheme: 100})
-    batch = MiniBatch(make_batch([100] * 8), profile, 8, planner)
+    batch = PlanningProblem(make_batch([100] * 8), profile, 8, planner)
     plan, time_ms = plan_with_time(batch, [strategy])
     simulation = simulate_plan(plan, profile, links_of=table.get, overlap=True)
     assert time_ms == pytest.approx(simulation.push_end_ms)
@@ -96,7 +96,7 @@ def with_links(links: dict[Strategy, LinkTimes], **changes) -> PlannerSettings:
 
 
 def run(lengths, strategies, planner):
-    return plan_with_time(MiniBatch(make_batch(lengths), LAYERED, 8, planner), strategies)
+    return plan_with_time(PlanningProblem(make_batch(lengths), LAYERED, 8, planner), strategies)
 
 
 batches = st.lists(st.integers(1, 80), min_size=1, max_size=30)

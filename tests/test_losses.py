@@ -422,17 +422,17 @@ def test_mistakes_are_named_on_every_rank(results):
     for result in results:
         found = result["mistakes"]
         assert (
-            "CrossEntropy reads 'importance', which example 4 of the mini-batch lacks"
+            "CrossEntropy reads 'importance', which example 4 of the global batch lacks"
             in found["lacks"]
         )
         assert "example 2" in found["short"]
         assert "expected 30 values" in found["short"]
-        assert "example 5 of the mini-batch has as what cannot be read" in found["text"]
+        assert "example 5 of the global batch has as what cannot be read" in found["text"]
         assert "loss Wrong returned [9], expected one number" in found["shape"]
         assert "HydraDataError" in found["nan"]
         assert "loss Wrong is not finite in the micro-batch of examples" in found["nan"]
         assert (
-            "CrossEntropy reads 'importance', which example 5 of the mini-batch has with NaN at 0"
+            "CrossEntropy reads 'importance', which example 5 of the global batch has with NaN at 0"
             in found["nan field"]
         )
         assert "example 6 is alone in pair 3" in found["alone"]
@@ -459,11 +459,12 @@ def test_mistakes_of_one_rank_in_the_middle_are_named_on_every_rank(results):
 def test_objectives_that_differ_between_ranks_are_named_on_every_rank(results):
     for result in results:
         found = result["differing"]
-        assert "'advantages' of example 2 of the mini-batch is " in found["advantages"]
+        assert "'advantages' of example 2 of the global batch is " in found["advantages"]
         assert " on rank 0 and " in found["advantages"]
         assert " on rank 3 (1 of 4 ranks differ)" in found["advantages"]
         assert (
-            "'old_log_probs' of example 0 of the mini-batch is [9] values" in found["old_log_probs"]
+            "'old_log_probs' of example 0 of the global batch is [9] values"
+            in found["old_log_probs"]
         )
         assert "beta of loss DPO is 0.1 on rank 0 and 0.2 on rank 3" in found["beta"]
         assert "the loss is GRPO on rank 0 and DPO on rank 1 (3 of 4" in found["class"]
@@ -471,7 +472,7 @@ def test_objectives_that_differ_between_ranks_are_named_on_every_rank(results):
         assert "by of loss Scaled is [2] values" in found["array"]
         assert "odd of loss Odd is 0 on rank 0 and 1 on rank 1" in found["class attribute"]
         assert "what loss Scaled is divided by is 2.0 on rank 0 and 3.0" in found["normaliser"]
-        assert "loss OfRank of the mini-batch is " in found["of sequences"]
+        assert "loss OfRank of the global batch is " in found["of sequences"]
         assert all(math.isfinite(found[name]) for name in ("unread", "rounded", "of its own"))
 
 
@@ -561,8 +562,8 @@ def loss_with(**attributes):
         (loss_with(token_fields="ids"), [[1], [2]], r"Mine has token_fields 'ids', expected a tuple"),
         (loss_with(candidates="x"), [[1], [2]], "Mine has candidates 'x', expected one of .* 'ids'"),
         (Candidates(), [[7], [251]], "candidates 'ids', which example 1 .* with 251 .* below 251"),
-        (Candidates(), [[7], [-1]], "candidates 'ids', which example 1 of the mini-batch has with -1"),
-        (Candidates(), [[7], [2.5]], "example 1 of the mini-batch has as torch.float32, expected int"),
+        (Candidates(), [[7], [-1]], "candidates 'ids', which example 1 of the global batch has with -1"),
+        (Candidates(), [[7], [2.5]], "example 1 of the global batch has as torch.float32, expected int"),
         (Candidates(), [[7, 8], [2]], r"'ids', which has \[1\] for each .* example 1 and \[2\] for"),
         (Candidates(), [7, 8], r"which example 0 of .* has in shape \[3\], expected \[3, k\]"),
     ],
@@ -607,7 +608,7 @@ class ManySums(losses.SequenceLoss):
 def test_mistakes_of_a_loss_of_sequences_name_it():
     labels = [torch.tensor([1, 2, 3])]
     for loss, message in (
-        (RaisingSums(), "loss RaisingSums raised KeyError for the mini-batch of 1 examples"),
+        (RaisingSums(), "loss RaisingSums raised KeyError for the global batch of 1 examples"),
         (ManySums(), r"loss ManySums returned \[1\], expected one number: the sum over sequences"),
     ):
         objective = Objective.read(loss, [{"reward": 1.0}], labels)

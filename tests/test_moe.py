@@ -159,7 +159,7 @@ def corrected_biases(folder):
 
 
 @pytest.mark.distributed
-def test_biases_of_routers_follow_the_tokens_of_the_whole_mini_batch(tmp_path):
+def test_biases_of_routers_follow_the_tokens_of_the_whole_global_batch(tmp_path):
     found = run_distributed(corrected_biases, 2, str(tmp_path))[0]
     assert len(found) == 2 * 4 * 3
     assert sum(bool(wanted.any()) for _, wanted in found) > len(found) / 2

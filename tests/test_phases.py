@@ -16,7 +16,7 @@ from ds_hydra.records.events import simulate_plan
 from ds_hydra.sampler import candidate as candidate_module
 from ds_hydra.sampler.candidate import OneStrategy, Phases, find_menus
 from ds_hydra.sampler.group_steps import MAX_CUTS, find_cuts
-from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
+from ds_hydra.sampler.phase_plan import PhasePlan, PlanningProblem
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
 from ds_hydra.sampler.planner import fastest, plan_iteration, plan_with_time
 from ds_hydra.sampler.planner_settings import PlannerSettings
@@ -41,7 +41,7 @@ LONG_AND_SHORT = [100] + [25] * 16
 
 def plan(lengths, strategies=GATHERED, settings=SETTINGS, profile=PROFILE, num_devices=4):
     return plan_with_time(
-        MiniBatch(make_batch(lengths), profile, num_devices, settings), strategies
+        PlanningProblem(make_batch(lengths), profile, num_devices, settings), strategies
     )
 
 
@@ -156,8 +156,8 @@ def test_first_pull_and_last_push_are_paid_where_slices_change(wide, num_ends):
         overlaps_links=True,
         max_len_override={s.schemes[0]: n for s, n in zip(strategies, (30, 120))},
     )
-    mini_batch = MiniBatch(make_batch(LONG_AND_SHORT), profile, 4, settings)
-    found = fastest(mini_batch, [Phases(strategies)])
+    planning = PlanningProblem(make_batch(LONG_AND_SHORT), profile, 4, settings)
+    found = fastest(planning, [Phases(strategies)])
     assert len(found.phases) == 5
     assert found.time_ms == pytest.approx(130 + num_ends)
 
@@ -181,12 +181,12 @@ def test_menus_of_one_tp_and_without_checkpointed_layers_are_composed_alone_too(
         return []
 
     monkeypatch.setattr(candidate_module, "_compose", compose)
-    mini_batch = MiniBatch(make_batch(LONG_AND_SHORT), profile, 4, settings)
-    Phases(strategies).plan(mini_batch)
+    planning = PlanningProblem(make_batch(LONG_AND_SHORT), profile, 4, settings)
+    Phases(strategies).plan(planning)
     assert composed[0] == [{(0, 1)}, {(1, 1), (1, 2)}, {(2, 1)}]
     assert composed[1:] == [[{(0, 1)}, {(2, 1)}], [{(0, 1)}]]
     composed.clear()
-    Phases(GATHERED).plan(mini_batch)
+    Phases(GATHERED).plan(planning)
     assert composed == [[{(0, 1)}]]
 
 
@@ -200,9 +200,9 @@ def test_checkpointed_candidates_do_not_make_phases_slower():
     )
     held = {s: 30 * s.sp * (3 if s.ckpt else 1) for s in schemes}
     settings = replace(SETTINGS, max_len_override=held)
-    mini_batch = MiniBatch(make_batch([60] * 4 + [20] * 4), profile, 4, settings)
+    planning = PlanningProblem(make_batch([60] * 4 + [20] * 4), profile, 4, settings)
     for strategies in (GATHERED, (*GATHERED, *checkpointed)):
-        assert fastest(mini_batch, [Phases(strategies)]).time_ms == pytest.approx(92)
+        assert fastest(planning, [Phases(strategies)]).time_ms == pytest.approx(92)
 
 
 def check_plan(found, time_ms, lengths, strategies, settings, profile):
@@ -408,7 +408,7 @@ def held_profile():
     return Profile.from_json({**document, "memory": memory, "hardware": hardware})
 
 
-def test_proposed_where_they_make_mini_batches_faster():
+def test_proposed_where_they_make_global_batches_faster():
     batches = [make_batch(LONG_AND_SHORT, iteration) for iteration in range(3)]
     settings = CandidateSettings(
         num_devices=4, context_length=120, planner=SETTINGS, tolerance=0.01
@@ -433,25 +433,25 @@ IN_FIVE = "1x<sp4,1;gather>" + 4 * " then 4x<1,1;gather>"
 def test_time_outside_of_propagation_is_not_counted_for_every_phase():
     corrections = Corrections(outside_ms=dict.fromkeys(GATHERED, 50.0))
     batch = make_batch(LONG_AND_SHORT)
-    mini_batch = MiniBatch(batch, PROFILE, 4, SETTINGS, corrections)
-    assert sum(p.iteration_ms for p in Phases(GATHERED).plan(mini_batch)) == pytest.approx(130)
-    (widest,) = OneStrategy(GATHERED[2]).plan(mini_batch)
+    planning = PlanningProblem(batch, PROFILE, 4, SETTINGS, corrections)
+    assert sum(p.iteration_ms for p in Phases(GATHERED).plan(planning)) == pytest.approx(130)
+    (widest,) = OneStrategy(GATHERED[2]).plan(planning)
     assert widest.iteration_ms == pytest.approx(150 + 50)
 
 
 def test_every_candidate_says_its_bound_and_its_plan():
-    mini_batch = MiniBatch(make_batch(LONG_AND_SHORT), PROFILE, 4, SETTINGS)
+    planning = PlanningProblem(make_batch(LONG_AND_SHORT), PROFILE, 4, SETTINGS)
     phases = Phases(GATHERED)
     for candidate, held in (
         (phases, True),
         *((OneStrategy(s), s == GATHERED[2]) for s in GATHERED),
     ):
-        found = candidate.plan(mini_batch)
-        bound_ms = candidate.bound_ms(mini_batch)
+        found = candidate.plan(planning)
+        bound_ms = candidate.bound_ms(planning)
         assert bool(found) == held == (bound_ms < np.inf)
         if held:
             assert bound_ms <= sum(phase.iteration_ms for phase in found)
-    best = fastest(mini_batch, [phases, OneStrategy(GATHERED[2])])
+    best = fastest(planning, [phases, OneStrategy(GATHERED[2])])
     assert best.time_ms == pytest.approx(130)
     assert len(best.phases) == 5
 
@@ -462,10 +462,10 @@ class Made:
     def __init__(self, bound_ms, time_ms):
         self.least_ms, self.phase, self.limits = bound_ms, SimpleNamespace(iteration_ms=time_ms), []
 
-    def bound_ms(self, mini_batch):
+    def bound_ms(self, planning):
         return self.least_ms
 
-    def plan(self, mini_batch, limit_ms):
+    def plan(self, planning, limit_ms):
         self.limits.append(limit_ms)
         return [self.phase]
 

@@ -20,7 +20,7 @@ from shared_data import shared_json
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.records.events import simulate_plan
 from ds_hydra.sampler.candidate import OneStrategy
-from ds_hydra.sampler.phase_plan import MiniBatch
+from ds_hydra.sampler.phase_plan import PlanningProblem
 from ds_hydra.sampler.planner import plan_iteration, profiled_times
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.schedule import makespan_ms
@@ -201,7 +201,7 @@ def test_plans_of_ranks_that_share_cores_are_above_their_bounds(lengths, strateg
     )
     alone = recompute(plan, objective)
     assert all(a / 2 <= p.makespan_ms + 1e-9 <= a + 2e-9 for p, a in zip(plan.pipelines, alone))
-    bound_ms = OneStrategy(plan.strategy).bound_ms(MiniBatch(batch, SHARED, 8, overrides))
+    bound_ms = OneStrategy(plan.strategy).bound_ms(PlanningProblem(batch, SHARED, 8, overrides))
     assert plan.lower_bound_ms <= plan.makespan_ms + 1e-9
     assert bound_ms <= plan.makespan_ms * (1 + 1e-9)
 

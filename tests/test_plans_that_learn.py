@@ -14,7 +14,7 @@ from reference import make_batch, make_profile
 
 from ds_hydra.configs.hydra_config import PlannerConfig
 from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker, StragglerFinder
-from ds_hydra.sampler.phase_plan import MiniBatch
+from ds_hydra.sampler.phase_plan import PlanningProblem
 from ds_hydra.sampler.planner import plan_iteration, profiled_times, times_alone
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.strategy.profiles.learned import Corrections
@@ -62,8 +62,8 @@ class Machine:
         return make_batch([int(length) for length in np.clip(lengths, 8, 2500)], iteration)
 
     def each_candidate(self, iteration):
-        mini_batch = MiniBatch(self.batch(iteration), self.truth, NUM_RANKS, SETTINGS)
-        return times_alone(mini_batch, CANDIDATES)
+        planning = PlanningProblem(self.batch(iteration), self.truth, NUM_RANKS, SETTINGS)
+        return times_alone(planning, CANDIDATES)
 
 
 def train(machine, wrong=None, *, refit="plan", num=NUM_ITERATIONS):

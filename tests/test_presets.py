@@ -310,7 +310,7 @@ def default_strategies(name: str) -> list[str]:
     config = HydraConfig(
         context_length=workload.context_length,
         tokens_per_iteration=workload.tokens_per_iteration,
-        seed=Settings().seed + 1,  # of the mini-batches that candidates are tried on
+        seed=Settings().seed + 1,  # of the global batches that candidates are tried on
     )
     config = config.model_copy(update={"link": config.link.with_gradient_dtype("bf16")})
     stage_model = build_random_stage_model(

@@ -1,4 +1,4 @@
-"""The candidate set of a run: pruned on mini-batches, never slower than static, explained,
+"""The candidate set of a run: pruned on global batches, never slower than static, explained,
 bounded.
 """
 

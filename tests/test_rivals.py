@@ -178,8 +178,8 @@ def test_what_ends_before_the_slowest_group_and_has_room_fills_a_step():
 
 
 def test_short_sequences_run_beside_the_long_one_that_a_step_waits_for(monkeypatch):
-    """Of a mini-batch with one sequence of up to 128K wide groups need long attention to hide their
-    exchanges: ranks are busy in all steps, and without what fills them steps take longer.
+    """Of a global batch with one sequence of up to 128K wide groups need long attention to hide
+    their exchanges: ranks are busy in all steps, and without what fills them steps take longer.
     """
     workload = load_case("bytescale/github-7b").workload
     sizes = [2**k for k in range(7)]
@@ -191,7 +191,7 @@ def test_short_sequences_run_beside_the_long_one_that_a_step_waits_for(monkeypat
         )
 
     batches = draw_batches(workload.histogram, workload.tokens_per_iteration, 3, seed=1)
-    mini_batches = [np.sort(batch.lengths)[::-1].copy() for batch in batches]
+    global_batches = [np.sort(batch.lengths)[::-1].copy() for batch in batches]
 
     def plan():
         groups = MixedGroups(
@@ -199,9 +199,9 @@ def test_short_sequences_run_beside_the_long_one_that_a_step_waits_for(monkeypat
         )
         plans = [
             plan_steps([groups], lengths, lambda slowest: float(slowest.sum()))
-            for lengths in mini_batches
+            for lengths in global_batches
         ]
-        for lengths, steps in zip(mini_batches, plans, strict=True):
+        for lengths, steps in zip(global_batches, plans, strict=True):
             assert sorted(i for s in steps for i in s.members) == list(range(lengths.size))
         steps = [step for steps in plans for step in steps]
         return sum(s.slowest_ms for s in steps), sum(s.device_ms for s in steps) / 64
@@ -255,7 +255,7 @@ def test_the_rank_with_most_heads_decides_about_attention():
 
 
 def test_exchanges_that_flexsp_hides_are_priced_as_ours():
-    """T of groups of any degree is that of <spN,1;gather>, and no mini-batch takes longer."""
+    """T of groups of any degree is that of <spN,1;gather>, and no global batch takes longer."""
     workload = load_case("paper/github-7b-16gpu-f2").workload
     linked = workload.linked_by(find_cluster(workload.profile, workload.num_devices))
     scenario = Settings(iterations=3).scenario(linked)
@@ -306,7 +306,7 @@ def test_noise_lengthens_what_waits_for_the_slowest(run):
     assert run(none, name="a").iteration_ms == pytest.approx(run(quiet, name="a").iteration_ms)
 
 
-def test_flexsp_checkpoints_as_much_as_each_mini_batch_needs():
+def test_flexsp_checkpoints_as_much_as_each_global_batch_needs():
     """Not as much as the context would: Ulysses, whose groups are alike, chooses so, too."""
     workload = load_case("flexsp/commoncrawl-7b-384k").workload
     linked = workload.linked_by(find_cluster(workload.profile, workload.num_devices))

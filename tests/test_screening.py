@@ -11,7 +11,7 @@ from ds_hydra.configs import find_file
 from ds_hydra.sampler import sample_bench
 from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.dispatch import dispatch_trials
-from ds_hydra.sampler.phase_plan import MiniBatch
+from ds_hydra.sampler.phase_plan import PlanningProblem
 from ds_hydra.sampler.planner import plan_with_time, times_alone
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import PipelineKind, make_problem
@@ -71,13 +71,13 @@ def test_times_alone_are_those_of_the_plans():
     links = {s: CLUSTER.link_times(s) for s in STRATEGIES}
     settings = PlannerSettings(link_times=links).heuristic()
 
-    def mini_batch():
-        return MiniBatch(BATCH, PROFILE, NUM_DEVICES, settings)
+    def planning():
+        return PlanningProblem(BATCH, PROFILE, NUM_DEVICES, settings)
 
     def time_ms(strategies):
-        return plan_with_time(mini_batch(), strategies)[1]
+        return plan_with_time(planning(), strategies)[1]
 
-    found = times_alone(mini_batch(), STRATEGIES)
+    found = times_alone(planning(), STRATEGIES)
 
     one_by_one = [time_ms([s]) for s in STRATEGIES[:-1]]
     assert found[:-1] == pytest.approx(one_by_one)
@@ -126,7 +126,9 @@ def test_what_lockstep_costs_keeps_gathered_strategies_from_being_tried():
 
 
 @pytest.mark.parametrize(("many", "num_tried"), [(sample_bench._MANY, 6), (0, 3)])
-def test_half_of_the_mini_batches_have_to_do_for_very_many_candidates(monkeypatch, many, num_tried):
+def test_half_of_the_global_batches_have_to_do_for_very_many_candidates(
+    monkeypatch, many, num_tried
+):
     monkeypatch.setattr(sample_bench, "_MANY", many)
     tried = []
     settings = CandidateSettings(num_devices=NUM_DEVICES, context_length=16384, num_rounds=0)

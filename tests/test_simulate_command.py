@@ -140,7 +140,7 @@ def test_how_far_it_is_is_said_from_the_first_second_on(files, monkeypatch):
     monkeypatch.setattr(common, "_FIRST_AFTER_S", 0.0)
     monkeypatch.setattr(common, "_LINE_EVERY_S", 0.02)
     result = accepted("simulate", *arguments(files), "--systems", "megatron,plain", "--no-spread")
-    steps = re.findall(r"simulating: (\d) of 3 steps, (?:candidates|mini-batches)", result.stderr)
+    steps = re.findall(r"simulating: (\d) of 3 steps, (?:candidates|global batches)", result.stderr)
     assert steps[0] == "0"
     assert {"1", "2"} & set(steps)
 

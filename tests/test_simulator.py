@@ -282,7 +282,7 @@ def test_sweep_scales_the_budget_with_the_cluster():
     assert found[1].tokens_per_s(found[1].results[0]) > found[0].tokens_per_s(found[0].results[0])
 
 
-def test_large_mini_batches_are_fewer():
+def test_large_global_batches_are_fewer():
     sizes = [Settings().sized(tokens) for tokens in (200_000, 2_000_000, 50_000_000)]
     assert [s.iterations for s in sizes] == [100, 10, 2]
     assert [s.num_proposal_batches for s in sizes] == [32, 3, 1]

@@ -1,11 +1,11 @@
-"""HydraTrainer beside transformers.Trainer: same data, same global mini-batches, same behaviour.
+"""HydraTrainer beside transformers.Trainer: same data, same global batches, same behaviour.
 
 The behaviours are those that transformers tests of its Trainer (tests/trainer in its repository,
 not in its wheel), as far as they apply. Left out, with the reason:
 
 - batch size finding, gradient accumulation, group_by_length: refused or ignored
   (tests/test_trainer_arguments.py)
-- DataLoader workers, samplers, drop_last, IterableDataset: the engine draws the mini-batches
+- DataLoader workers, samplers, drop_last, IterableDataset: the engine draws the global batches
   (tests/test_batches.py)
 - NEFTune, custom loss functions: refused; Liger kernels: tests/test_liger.py
 - fp16/bf16 full evaluation, torch_compile, DataParallel, FSDP, SageMaker, TPU: refused or another
@@ -68,7 +68,7 @@ NUM_BATCHES = 6
 
 def rows():
     """Sequences of 2 tokens and more; every 4 consecutive ones have exactly the budget of a
-    mini-batch.
+    global batch.
     """
     generator = np.random.default_rng(3)
     result = []
@@ -423,7 +423,7 @@ def test_a_resumed_run_continues_the_very_same_curve(tmp_path):
             assert numbers(curve, key) == numbers(history, key)
         assert curve[-2] == history[-2]
     assert drawn >= (3, 0), "three epochs were not drawn"
-    assert drawn[1] < 10, "more than a mini-batch of a fourth epoch"
+    assert drawn[1] < 10, "more than a global batch of a fourth epoch"
     assert history[-1]["epoch"] == 3.0
     assert [e["epoch"] for e in history if "loss" in e][epochs[0] - 1] == 1.0
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 1

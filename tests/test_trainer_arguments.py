@@ -754,7 +754,7 @@ def test_an_epoch_that_a_callback_stops_does_not_skip_data_in_silence(monkeypatc
     trainer.control = transformers.TrainerControl(should_epoch_stop=stops)
     say_once.cache_clear()
     trainer._run_epoch(epoch=0)
-    assert ("mini-batches go on where those of this one stopped" in caplog.text) == stops
+    assert ("global batches go on where those of this one stopped" in caplog.text) == stops
 
 
 @pytest.fixture

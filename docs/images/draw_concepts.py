@@ -164,8 +164,8 @@ def arrow(
 
 
 def draw_packing(profile: Profile, histogram: LengthHistogram) -> None:
-    """The same mini-batch on 8 devices: micro-batches of the context on the one static scheme, and
-    the planner's choice.
+    """The same global batch on 8 devices: micro-batches of the context on the one static scheme,
+    and the planner's choice.
     """
     lengths = next(iter(histogram.draw_batches(TOKENS, 1, seed=5)))
     batch = GlobalBatch(

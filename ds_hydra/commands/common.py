@@ -47,7 +47,7 @@ TokensPerIteration = Annotated[
     ),
 ]
 MAX_BATCHES = 1 << 20
-"""Mini-batches, samples, rows or repeats that an option may ask for."""
+"""Global batches, samples, rows or repeats that an option may ask for."""
 LocalRank = Annotated[int | None, typer.Option("--local_rank", hidden=True)]
 """Option that launchers add."""
 _HEAVY = (

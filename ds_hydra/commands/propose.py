@@ -44,7 +44,7 @@ def propose(
         typer.Option(
             min=1,
             max=common.MAX_BATCHES,
-            help="Mini-batches to try the candidates on; without it 32, fewer where they are large.",
+            help="Global batches to try the candidates on; without it 32, fewer where they are large.",
         ),
     ] = None,
     max_communicators: Annotated[
@@ -57,7 +57,7 @@ def propose(
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=MAX_SEED, help="Seed of the sampled mini-batches.")
+        int, typer.Option(min=0, max=MAX_SEED, help="Seed of the sampled global batches.")
     ] = 0,
     out: Annotated[Path | None, typer.Option(help="Where to write ds_hydra.strategies/1.")] = None,
     as_json: common.AsJson = False,

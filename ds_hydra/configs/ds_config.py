@@ -186,7 +186,7 @@ REFUSALS = (
     ),
     Refusal("weight_quantization", _OWN_LAYOUT, "null"),
     Refusal(
-        "data_efficiency.enabled", "ds_hydra draws the mini-batch (hydra.tokens_per_iteration)"
+        "data_efficiency.enabled", "ds_hydra draws the global batch (hydra.tokens_per_iteration)"
     ),
     Refusal("checkpoint.writer", _OWN_FILES, "null"),
     Refusal("datastates_ckpt", _OWN_FILES, "null"),
@@ -281,7 +281,7 @@ WITHOUT_EFFECT = {
     "metrics.jsonl and `ds-hydra report` have their times (link_ms, hydra.trace_every)",
     "pipeline": "stages are chosen every iteration (hydra.strategies)",
     "aio": "it is for offloading to NVMe, which ds_hydra refuses",
-    "dataloader_drop_last": "mini-batches run on from one epoch into the next",
+    "dataloader_drop_last": "global batches run on from one epoch into the next",
     "wall_clock_breakdown": "DeepSpeed times a forward and backward of its own, which do not run, and prints 0.00 for "
     "them; metrics.jsonl and `ds-hydra report` have the times of every iteration (hydra.trace_every)",
 }

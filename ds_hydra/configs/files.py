@@ -40,7 +40,7 @@ MAX_LENGTH_TOKENS = (1 << 31) - 1
 """Longest sequence: positions are 32 bit in kernels, and l^2 stays exact in 64."""
 
 MAX_TOKENS_PER_ITERATION = 1 << 28
-"""Largest mini-batch: several times any that is published, and still to be listed."""
+"""Largest global batch: several times any that is published, and still to be listed."""
 
 MAX_DEPTH = 100
 """Objects and lists in one another: more than any document of ours, of DeepSpeed or of Hugging Face

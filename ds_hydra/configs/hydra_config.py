@@ -341,8 +341,8 @@ class HydraConfig(_Section):
     """
 
     tokens_per_iteration: Annotated[Count, Field(le=MAX_TOKENS_PER_ITERATION)]
-    """Token budget of one global mini-batch, over all ranks; no default: the learning rate depends
-    on it.
+    """Token budget of one global batch, over all ranks; no default: the learning rate
+    depends on it.
     """
 
     strategies: Annotated[tuple[str, ...] | str | None, BeforeValidator(_strategies)] = None

@@ -517,7 +517,7 @@ def check_hangs(
         disturbing.join()
     text = f"{count} iterations under {len(strategies)} strategies, {name}, none hung"
     is_well = worst <= 10 * model.tolerance
-    moved = f", but the loss of the same mini-batch moved by {worst:.1e}"
+    moved = f", but the loss of the same global batch moved by {worst:.1e}"
     return Finding.judge(
         "hangs",
         text if is_well else text + moved,

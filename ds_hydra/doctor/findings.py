@@ -230,7 +230,7 @@ def check_kernels(device: torch.device) -> list[Finding]:
         "planner",
         "compiled by numba" if HAS_NUMBA else "numba does not work here: planning runs in Python",
         is_well=HAS_NUMBA,
-        advice="pip install numba; without it large mini-batches are planned some 10 to 100 times slower",
+        advice="pip install numba; without it large global batches are planned some 10 to 100 times slower",
         figures={},
     )
     return [_check_attention(device), planner]

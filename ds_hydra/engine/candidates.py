@@ -163,8 +163,8 @@ class EngineCandidates:
     def task(
         self, strategies: Sequence[Strategy], profile: Profile, *, forward_only: bool = False
     ) -> PlanningTask:
-        """Inputs of the planner besides mini-batches and corrections. `forward_only` is for passes
-        without backward. Not collective.
+        """Inputs of the planner besides global batches and corrections. `forward_only` is for
+        passes without backward. Not collective.
         """
         settings = planner_settings(self.config, strategies, partial(self._cluster, profile))
         if forward_only:

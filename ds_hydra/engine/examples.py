@@ -1,4 +1,4 @@
-"""Training data as the engine takes them: a dataset, or the examples of one mini-batch."""
+"""Training data as the engine takes them: a dataset, or the examples of one global batch."""
 
 from __future__ import annotations
 
@@ -107,19 +107,19 @@ def check_examples(
     num_logits: int,
     only_scored: bool = False,
 ) -> GlobalBatch:
-    """The mini-batch of `tensors`. Raises HydraConfigError for what the model cannot train on;
+    """The global batch of `tensors`. Raises HydraConfigError for what the model cannot train on;
     what is `only_scored` need not predict a token.
     """
     if not tensors:
         raise HydraConfigError(
-            "the global mini-batch is empty: train_batch(batch=examples) got 0 examples; give every rank the "
+            "the global batch is empty: train_batch(batch=examples) got 0 examples; give every rank the "
             "whole list of {'input_ids': [...]}, at least one with 2 tokens"
         )
     lengths = tuple(len(input_ids) for input_ids, _ in tensors)
     if max(lengths) > context_length:
         index = int(np.argmax(lengths))
         raise HydraConfigError(
-            f"example {index} of the mini-batch has {lengths[index]} tokens, more than hydra.context_length "
+            f"example {index} of the global batch has {lengths[index]} tokens, more than hydra.context_length "
             f"{context_length}; cut it, or set hydra.context_length to {lengths[index]}"
         )
     for index, (input_ids, labels) in enumerate(tensors):
@@ -128,7 +128,7 @@ def check_examples(
     num_label_tokens = sum(int((labels[1:] != IGNORED_LABEL).sum()) for _, labels in tensors)
     if not num_label_tokens and not only_scored:
         raise HydraConfigError(
-            "no example of the mini-batch has a token to predict (labels are all -100)"
+            "no example of the global batch has a token to predict (labels are all -100)"
         )
     return GlobalBatch(
         iteration=iteration,
@@ -145,8 +145,8 @@ def only_ids(row: Any) -> Any:
     return {key: row[key] for key in ("input_ids", "attention_mask") if key in row}
 
 
-class MiniBatches:
-    """Endless global mini-batches of an engine's data, as lists of examples."""
+class GlobalBatches:
+    """Endless global batches of an engine's data, as lists of examples."""
 
     def __init__(self, iterate: Callable[[], Iterator[list[dict[str, Any]]]]):
         self._iterate = iterate
@@ -177,7 +177,7 @@ def fetch_examples(
 
 
 def fingerprint_tensors(tensors: Sequence[Example]) -> tuple[int, int, int]:
-    """63-bit fingerprint of a mini-batch's tokens and labels, its sequences and its tokens."""
+    """63-bit fingerprint of a global batch's tokens and labels, its sequences and its tokens."""
     digest = hashlib.blake2b(digest_size=8)
     for example in tensors:
         for tensor in example:
@@ -190,7 +190,7 @@ def _check_ids(index: int, key: str, ids: Tensor, vocab_size: int) -> None:
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         outside = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
         raise HydraConfigError(
-            f"example {index} of the mini-batch has {outside} in its {key}, the model's vocabulary has "
+            f"example {index} of the global batch has {outside} in its {key}, the model's vocabulary has "
             f"{vocab_size} tokens; use the model's tokenizer or call model.resize_token_embeddings"
         )
 

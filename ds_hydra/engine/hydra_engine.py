@@ -31,7 +31,7 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checkpointing.engine import CheckpointingEngine
 from ds_hydra.engine.checkpointing.files import try_folder
 from ds_hydra.engine.examples import (
-    MiniBatches,
+    GlobalBatches,
     local_rank,
     only_ids,
     read_data,
@@ -237,14 +237,14 @@ class HydraEngine(CheckpointingEngine):
         """One iteration: plan, pull, propagate, push, optimizer step. Returns the global token-mean
         loss.
 
-        Without `batch` the engine's own sampler draws the next mini-batch; otherwise `batch` is the
-        global mini-batch, the same list of {"input_ids": [l], "labels": [l]} on every rank.
+        Without `batch` the engine's own sampler draws the next global batch; otherwise `batch` is
+        the global batch, the same list of {"input_ids": [l], "labels": [l]} on every rank.
         `strategy` (for example "2x<1,2>") forces one, else the best candidate is taken. `loss`
         takes the place of the mean cross entropy (`ds_hydra.losses`); its fields are columns of a
-        given mini-batch's examples, without which it is a `CrossEntropy` that reads none.
-        `keep_scores` with a `loss` of a given mini-batch leaves in `last_scores` what the pass says
-        of the tokens that count; None where the loss is the mean cross entropy, which keeps none.
-        The loss is a 0-dim fp32 tensor, equal on all ranks.
+        given global batch's examples, without which it is a `CrossEntropy` that reads none.
+        `keep_scores` with a `loss` of a given global batch leaves in `last_scores` what the pass
+        says of the tokens that count; None where the loss is the mean cross entropy, which keeps
+        none. The loss is a 0-dim fp32 tensor, equal on all ranks.
         Raises, on all ranks, InfeasiblePlanError where no strategy can fit a sequence, and
         HydraDataError where `loss` is not finite.
         """
@@ -252,7 +252,7 @@ class HydraEngine(CheckpointingEngine):
         reads_none = loss is None or (isinstance(loss, CrossEntropy) and loss.weights is None)
         if batch is None and (strategy is not None or not reads_none):
             raise HydraConfigError(
-                "a forced strategy, and a loss other than a cross entropy without weights, need a given mini-batch: "
+                "a forced strategy, and a loss other than a cross entropy without weights, need a given global batch: "
                 "call train_batch(batch=examples, ...); strategies to choose from are listed in hydra.strategies"
             )
         with watch("plan"):
@@ -391,23 +391,23 @@ class HydraEngine(CheckpointingEngine):
         num_local_io_workers: int | None = None,
     ) -> Any:
         """Take `dataset` as the source of `train_batch()`; returns an endless iterable of
-        mini-batches. `data_sampler` is refused, the other arguments of DeepSpeed
+        global batches. `data_sampler` is refused, the other arguments of DeepSpeed
         have no meaning.
 
-        The iterable yields global mini-batches (lists of examples) for `train_batch(batch=...)`,
+        The iterable yields global batches (lists of examples) for `train_batch(batch=...)`,
         and is not needed for `train_batch()`. A new loop over it, or one after a resume, goes on
         after the last of these lists that was trained as it is; a copy of one is not known.
         """
         warn_of_collator(collate_fn)
         if data_sampler is not None:
             raise HydraConfigError(
-                f"data_sampler is a {type(data_sampler).__name__}, but the engine draws the mini-batches itself; "
+                f"data_sampler is a {type(data_sampler).__name__}, but the engine draws the global batches itself; "
                 "select the rows in the dataset, and set hydra.shuffle to false to keep their order"
             )
         with watch("reading data"):
             data = read_data(dataset, self._hydra_config, self.device)
             run_together(lambda: self.hydra.source.attach(data), self.device)
-        return MiniBatches(lambda: self.hydra.source.iterate_examples())
+        return GlobalBatches(lambda: self.hydra.source.iterate_examples())
 
     def compile(self, *_args: Any, **_kwargs: Any) -> None:
         """Refused: it would compile a forward of DeepSpeed that does not run."""
@@ -417,9 +417,9 @@ class HydraEngine(CheckpointingEngine):
         )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Refused: mini-batches are counted in tokens."""
+        """Refused: global batches are counted in tokens."""
         raise HydraConfigError(
-            f"set_train_batch_size({train_batch_size}) has nothing to set: mini-batches have "
+            f"set_train_batch_size({train_batch_size}) has nothing to set: global batches have "
             "hydra.tokens_per_iteration tokens"
         )
 

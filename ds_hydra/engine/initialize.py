@@ -96,7 +96,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: str | Path | dict[str, Any] | None = None,
 ) -> tuple[HydraEngine, Any, Any, Any]:
-    """A HydraEngine, its optimizer, an iterator of mini-batches, its scheduler:
+    """A HydraEngine, its optimizer, an iterator of global batches, its scheduler:
     `deepspeed.initialize` otherwise.
 
     `config` (or `args.deepspeed_config`) is the DeepSpeed JSON with a "hydra" section.

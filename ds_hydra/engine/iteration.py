@@ -32,9 +32,9 @@ class Iteration:
     planned: PlannedIteration
     load: LoadExample
     objective: Objective | None = None
-    """Objective of a given loss for a given mini-batch; None for the mean cross entropy."""
+    """Objective of a given loss for a given global batch; None for the mean cross entropy."""
     labels: Sequence[Tensor] = ()
-    """[l] of each sequence of a given mini-batch."""
+    """[l] of each sequence of a given global batch."""
 
     @property
     def plan(self) -> IterationPlan:

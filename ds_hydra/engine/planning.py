@@ -65,7 +65,7 @@ waited for for ever.
 
 
 class IterationSource:
-    """Source of iterations: mini-batches of the attached data, or given ones, with the plans that
+    """Source of iterations: global batches of the attached data, or given ones, with the plans that
     rank 0 makes. Methods are collective over all ranks unless they say otherwise.
     """
 
@@ -89,12 +89,12 @@ class IterationSource:
         there is data.
         """
         self._given: tuple[SamplerState, SamplerState] | None = None
-        """Two positions in the data. The second one, after the last trained mini-batch of
+        """Two positions in the data. The second one, after the last trained global batch of
         `iterate_examples`, holds as long as the sampler is at the first one.
         """
 
     def attach(self, data: TokenDataset) -> None:
-        """Draw mini-batches from `data` from now on."""
+        """Draw global batches from `data` from now on."""
 
         def make_sampler() -> TokenBudgetSampler:
             data.check_vocabulary(self._stage_model.vocab_size, self._stage_model.num_logits)
@@ -124,7 +124,7 @@ class IterationSource:
         self._take_position()
 
     def next(self, problem: Exception | None = None, loss: Loss | None = None) -> Iteration:
-        """The next mini-batch of this engine's own sampler, planned, for a `loss` of tokens that
+        """The next global batch of this engine's own sampler, planned, for a `loss` of tokens that
         reads no fields; `problem`, what this rank has found wrong before, is raised on all.
         """
         error: HydraConfigError | None = None
@@ -166,7 +166,7 @@ class IterationSource:
         return fetch_examples(self.data, plan, needed)
 
     def start(self) -> PlanFeed:
-        """Plan the mini-batches to come, on rank 0's host, if that is not under way; measures a
+        """Plan the global batches to come, on rank 0's host, if that is not under way; measures a
         missing profile.
         """
         assert self.sampler is not None
@@ -196,7 +196,7 @@ class IterationSource:
         forward_only: bool = False,
         only_scored: bool = False,
     ) -> Iteration:
-        """A plan for a given global mini-batch, the same list on every rank, optionally of one
+        """A plan for a given global batch, the same list on every rank, optionally of one
         strategy and for one loss.
 
         `call` is the engine's method; `problem` as in `next`, `only_scored` as in `check_examples`.
@@ -266,7 +266,7 @@ class IterationSource:
         return Iteration(planned, tensors.__getitem__, objective, [labels for _, labels in tensors])
 
     def iterate_examples(self) -> Iterator[list[dict[str, Any]]]:
-        """Mini-batches from where training is, as lists of examples, without drawing them; not
+        """Global batches from where training is, as lists of examples, without drawing them; not
         collective. Where `train_batch` was given the list itself it counts as trained, and the
         next iterator goes on after it.
         """
@@ -275,11 +275,11 @@ class IterationSource:
         state = self._after_given() or self.sampler.state
         while True:
             batch, state = self.sampler.draw(state)
-            yield _MiniBatch(self.data, batch.sample_indices, state)
+            yield _ReadBatch(self.data, batch.sample_indices, state)
 
     def mark_given(self, examples: Any) -> None:
         """The weights have seen `examples`, perhaps of `iterate_examples`; not collective."""
-        if isinstance(examples, _MiniBatch) and examples.data is self.data:
+        if isinstance(examples, _ReadBatch) and examples.data is self.data:
             assert self.sampler is not None
             self._given = self.sampler.state, examples.after
 
@@ -301,7 +301,7 @@ class IterationSource:
             if is_wanted and self._propagator.rank == 0:
                 logger.warning(
                     "the checkpoint has no position in the data (another trainer saved it, or it was trained with "
-                    "given mini-batches): the data begins at its first sequence again; leave out what was seen, for "
+                    "given global batches): the data begins at its first sequence again; leave out what was seen, for "
                     "example with dataset.skip(n)"
                 )
         given = state and state.get("given")
@@ -331,7 +331,7 @@ class IterationSource:
     def load_state_dict(
         self, state: Mapping[str, Any], iteration: int = 0, *, position: bool = True
     ) -> None:
-        """Continue the mini-batches where `state` was taken; without `position`, or where `state`
+        """Continue the global batches where `state` was taken; without `position`, or where `state`
         has none, the data from its beginning, as `iteration` and those after it.
         """
         self.close_feed()
@@ -344,7 +344,7 @@ class IterationSource:
         self._ahead.close()
 
 
-class _MiniBatch(list[dict[str, Any]]):
+class _ReadBatch(list[dict[str, Any]]):
     """Examples of `data`, which stand at `after` once these are trained."""
 
     def __init__(self, data: TokenDataset, indices: Sequence[int], after: SamplerState):
@@ -353,7 +353,9 @@ class _MiniBatch(list[dict[str, Any]]):
 
     def keys(self) -> NoReturn:
         """Refuse the beginnings of a loop of one's own: `engine(**batch)`, `batch.items()`."""
-        refuse_by_hand("a mini-batch, a list of examples, was taken for columns of engine(**batch)")
+        refuse_by_hand(
+            "a global batch, a list of examples, was taken for columns of engine(**batch)"
+        )
 
     items = keys
 

@@ -136,7 +136,7 @@ class Propagator:
         all_ranks = gather_rows(to_device(torch.tensor(row), self.device)).tolist()
         if any(row[0] for row in all_ranks):
             raise_together(problem, self.device)
-        for what, begin in (("plan", 1), ("mini-batch", 4)):
+        for what, begin in (("plan", 1), ("global batch", 4)):
             held = [tuple(row[begin : begin + 3]) for row in all_ranks]
             differing = [rank for rank, its in enumerate(held) if its != held[0]]
             if differing:
@@ -148,7 +148,7 @@ class Propagator:
                     PlanMismatchError(
                         f"iteration {plan.iteration}: the {what} has {first} on rank 0 and {other} on rank "
                         f"{differing[0]} ({len(differing)} of {self.num_ranks} ranks differ); nothing was "
-                        "exchanged. Give every rank the same mini-batch, dataset and configuration"
+                        "exchanged. Give every rank the same global batch, dataset and configuration"
                     )
                 )
         objectives = [(row[7], row[8]) for row in all_ranks]

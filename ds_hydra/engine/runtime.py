@@ -327,7 +327,7 @@ class HydraRuntime:
     def load_state_dict(
         self, state: Mapping[str, Any], iteration: int = 0, *, position: bool = True
     ) -> None:
-        """Continue the mini-batches where `state` was taken, with the plans that would have been
+        """Continue the global batches where `state` was taken, with the plans that would have been
         made; without `position`, or where `state` has none, the data from its beginning, as
         `iteration` and those after it.
         """

@@ -88,7 +88,7 @@ _STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "<-.", ">-", "*--", "p:"
 
 
 def plot_sweep(comparisons: Sequence[Comparison], out_png: str | Path) -> None:
-    """Write a PNG with one line for each system; bars are standard errors over mini-batches.
+    """Write a PNG with one line for each system; bars are standard errors over global batches.
 
     Points that differ in more than one value are drawn at the value that was varied most often.
     """

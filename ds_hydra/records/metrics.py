@@ -66,7 +66,7 @@ class IterationMetrics:
     iteration: int
     """Number of the iteration, from 0 on, as in the plan."""
     loss: float
-    """Mean over the label tokens of the global mini-batch."""
+    """Mean over the label tokens of the global batch."""
     strategy: str
     """Text form of the executed strategy."""
     strategy_index: int = -1
@@ -74,9 +74,9 @@ class IterationMetrics:
     together.
     """
     num_tokens: int
-    """Tokens of the global mini-batch."""
+    """Tokens of the global batch."""
     num_sequences: int = 0
-    """Sequences of the global mini-batch."""
+    """Sequences of the global batch."""
     longest_tokens: int = 0
     """Tokens of its longest sequence."""
     iteration_ms: float

@@ -62,10 +62,10 @@ class BalancedRows:
     """Sequences of each rank in each of its rows, and the divisor of the loss.
 
     `rows[rank][row]` lists positions in the lengths that were given; every position is in one row.
-    `num_label_tokens` counts the tokens of the loss in the whole mini-batch, `num_label_sequences`
-    the sequences that have any. `row_ms[rank][row]` is the predicted time of a row, forward and
-    backward; `predicted_ms` that of the mini-batch, with what ranks wait for each other where they
-    run in lockstep; no placement takes less than `lower_bound_ms`.
+    `num_label_tokens` counts the tokens of the loss in the whole global batch,
+    `num_label_sequences` the sequences that have any. `row_ms[rank][row]` is the predicted time of
+    a row, forward and backward; `predicted_ms` that of the global batch, with what ranks wait for
+    each other where they run in lockstep; no placement takes less than `lower_bound_ms`.
     """
 
     rows: tuple[Rows, ...]
@@ -203,7 +203,7 @@ def _read_label_tokens(
     if not any(counted):
         raise HydraConfigError(
             f"no token of the {len(tokens)} sequences counts (label_tokens are 0), so the loss has nothing to be "
-            "divided by; leave out this mini-batch"
+            "divided by; leave out this global batch"
         )
     return counted
 

@@ -1,4 +1,4 @@
-"""Proven lower bounds: how fast a strategy can be at best for one mini-batch, and one pipeline,
+"""Proven lower bounds: how fast a strategy can be at best for one global batch, and one pipeline,
 whatever way its sequences are packed (Eq. 1, App. C; `pipeline_bound_ms`).
 
 Suppose that an iteration ends within M. A sequence can then run on kind k only if a micro-batch of

@@ -1,7 +1,7 @@
-"""Candidates of the planner for a mini-batch: strategies, and menus of groups that phases are put
+"""Candidates of the planner for a global batch: strategies, and menus of groups that phases are put
 together of.
 
-A candidate says its `bound_ms` on a mini-batch, and its `plan` there: the phases to run one after
+A candidate says its `bound_ms` on a global batch, and its `plan` there: the phases to run one after
 another. A `OneStrategy` plans one phase. `Phases` plan as many as they like.
 
 [Note: Phases]
@@ -30,7 +30,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ds_hydra.sampler.group_steps import GroupStep, MixedGroups, plan_steps
-from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
+from ds_hydra.sampler.phase_plan import PhasePlan, PlanningProblem
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.profiles.profile import LatencyModel, LinkTimes, Profile
 from ds_hydra.strategy.schemes.enumeration import is_power_of_two
@@ -42,14 +42,14 @@ _MANY = 16
 
 
 class Candidate(Protocol):
-    """A way to run a mini-batch."""
+    """A way to run a global batch."""
 
-    def bound_ms(self, mini_batch: MiniBatch) -> float:
+    def bound_ms(self, planning: PlanningProblem) -> float:
         """Lower bound of an iteration with it, pull and push counted. Infinite where a sequence
         does not fit, 0.0 where nothing is proved.
         """
 
-    def plan(self, mini_batch: MiniBatch, limit_ms: float = np.inf) -> list[PhasePlan]:
+    def plan(self, planning: PlanningProblem, limit_ms: float = np.inf) -> list[PhasePlan]:
         """The phases of its best plan; none where a sequence does not fit. It searches longer
         where that may take less than `limit_ms`.
         """
@@ -61,21 +61,21 @@ class OneStrategy:
 
     strategy: Strategy
 
-    def bound_ms(self, mini_batch: MiniBatch) -> float:
+    def bound_ms(self, planning: PlanningProblem) -> float:
         """Lower bound by prices of time and tokens (`bounds.py`)."""
-        if not mini_batch.is_held(mini_batch.longest(self.strategy)):
+        if not planning.is_held(planning.longest(self.strategy)):
             return np.inf
-        phase = PhasePlan.of(mini_batch, self.strategy).dispatch()
-        mini_batch.bounded[self.strategy] = phase
+        phase = PhasePlan.of(planning, self.strategy).dispatch()
+        planning.bounded[self.strategy] = phase
         return phase.least_ms
 
-    def plan(self, mini_batch: MiniBatch, limit_ms: float = np.inf) -> list[PhasePlan]:
+    def plan(self, planning: PlanningProblem, limit_ms: float = np.inf) -> list[PhasePlan]:
         """One phase; the search knows when it is good enough where the bound was asked for."""
-        phase = mini_batch.bounded.get(self.strategy)
+        phase = planning.bounded.get(self.strategy)
         if phase is None:
-            if not mini_batch.is_held(mini_batch.longest(self.strategy)):
+            if not planning.is_held(planning.longest(self.strategy)):
                 return []
-            phase = PhasePlan.of(mini_batch, self.strategy).dispatch(is_bounded=False)
+            phase = PhasePlan.of(planning, self.strategy).dispatch(is_bounded=False)
         return [phase.search(limit_ms)]
 
 
@@ -141,26 +141,26 @@ class Phases:
 
     strategies: tuple[Strategy, ...]
 
-    def bound_ms(self, mini_batch: MiniBatch) -> float:
+    def bound_ms(self, planning: PlanningProblem) -> float:
         """Nothing is proved, so phases are planned first: quickly, and others have to beat them."""
         return 0.0
 
-    def plan(self, mini_batch: MiniBatch, limit_ms: float = np.inf) -> list[PhasePlan]:
+    def plan(self, planning: PlanningProblem, limit_ms: float = np.inf) -> list[PhasePlan]:
         """Phases of its best plan: each step of any of the menus, or of those with one TP alone;
         none that take `limit_ms` or more. Where a step waits for weights, these may stay on the
         nodes.
         """
         schemes = dict.fromkeys(s for strategy in self.strategies for s in strategy.schemes)
-        number, known = mini_batch.num_devices, self._entries(mini_batch, schemes)
+        number, known = planning.num_devices, self._entries(planning, schemes)
         crossing, on_nodes = (
             [entry for entry in known if entry.scheme.hpz == hpz] for hpz in (False, True)
         )
-        found = _fastest(mini_batch, _alike(crossing, number), limit_ms)
+        found = _fastest(planning, _alike(crossing, number), limit_ms)
         there = {entry.scheme for entry in on_nodes}
-        more = _worth_keeping(mini_batch, schemes, found, there)
-        on_nodes += self._entries(mini_batch, more)
+        more = _worth_keeping(planning, schemes, found, there)
+        on_nodes += self._entries(planning, more)
         limit_ms = sum(phase.iteration_ms for phase in found) if found else limit_ms
-        staying = _fastest(mini_batch, _alike(on_nodes, number), limit_ms)
+        staying = _fastest(planning, _alike(on_nodes, number), limit_ms)
         found = staying or found
         if not found:
             return []
@@ -168,23 +168,23 @@ class Phases:
         used = {scheme for phase in found for scheme in phase.strategy.schemes}
         fewer = [entry for entry in (on_nodes if staying else crossing) if entry.scheme in used]
         limit_ms = sum(phase.iteration_ms for phase in found)
-        return _fastest(mini_batch, _alike(fewer, number), limit_ms) or found
+        return _fastest(planning, _alike(fewer, number), limit_ms) or found
 
-    def _entries(self, mini_batch: MiniBatch, schemes: Iterable[Scheme]) -> list[MenuEntry]:
+    def _entries(self, planning: PlanningProblem, schemes: Iterable[Scheme]) -> list[MenuEntry]:
         """Return those of `schemes` that phases are put together of."""
         return _menu_entries(
             schemes,
-            mini_batch.profile,
-            mini_batch.num_devices,
+            planning.profile,
+            planning.num_devices,
             groups=groups_of_all(self.strategies),
-            max_len_tokens=mini_batch.max_len_tokens,
-            links_of=mini_batch.links_of,
-            factor_of=lambda alike: mini_batch.corrections.factor(alike.schemes[0]),
+            max_len_tokens=planning.max_len_tokens,
+            links_of=planning.links_of,
+            factor_of=lambda alike: planning.corrections.factor(alike.schemes[0]),
         )
 
 
 def _worth_keeping(
-    mini_batch: MiniBatch,
+    planning: PlanningProblem,
     schemes: Iterable[Scheme],
     found: Sequence[PhasePlan],
     there: Collection[Scheme],
@@ -194,12 +194,12 @@ def _worth_keeping(
     None where that was not measured, no candidate asks for it, and no step of the phases that were
     `found` waits for weights.
     """
-    latency_of = mini_batch.profile.latency
+    latency_of = planning.profile.latency
     of_nodes = {scheme: own for scheme in schemes if (own := scheme.staying) != scheme}
     is_asked_for = there or any(scheme in latency_of for scheme in of_nodes.values())
     if found and not is_asked_for and not any(phase.waits_for_weights for phase in found):
         return []
-    get_latency = mini_batch.profile.get_latency
+    get_latency = planning.profile.get_latency
     return [
         scheme
         for crossing, scheme in of_nodes.items()
@@ -225,27 +225,29 @@ def _alike(gathered: Sequence[MenuEntry], num_devices: int) -> list[list[GroupMe
 
 
 def _fastest(
-    mini_batch: MiniBatch, choices: Iterable[Sequence[GroupMenu]], limit_ms: float
+    planning: PlanningProblem, choices: Iterable[Sequence[GroupMenu]], limit_ms: float
 ) -> list[PhasePlan]:
     """Return the fastest phases of any of `choices`; none that take `limit_ms` or more."""
     found: list[PhasePlan] = []
     for menus in filter(None, choices):
-        phases = _compose(mini_batch, menus, limit_ms)
+        phases = _compose(planning, menus, limit_ms)
         time_ms = sum(phase.iteration_ms for phase in phases)
         if phases and time_ms < limit_ms:
             found, limit_ms = phases, time_ms
     return found
 
 
-def _compose(mini_batch: MiniBatch, menus: Sequence[GroupMenu], limit_ms: float) -> list[PhasePlan]:
+def _compose(
+    planning: PlanningProblem, menus: Sequence[GroupMenu], limit_ms: float
+) -> list[PhasePlan]:
     """Phases of `menus`; none where steps alone are not below `limit_ms`."""
     entries = [entry for menu in menus for entry in menu.entries]
-    if not mini_batch.is_held(max(entry.max_len_tokens for entry in entries)):
+    if not planning.is_held(max(entry.max_len_tokens for entry in entries)):
         return []
     # Ranks that share a core run faster where others of a step are done
-    limit_ms *= mini_batch.profile.ranks_per_core
+    limit_ms *= planning.profile.ranks_per_core
     # What pull and push add to a step, and what its layers move
-    least_ms = max(_total_ms(entry.link) for entry in entries) / max(1, mini_batch.num_buckets)
+    least_ms = max(_total_ms(entry.link) for entry in entries) / max(1, planning.num_buckets)
     floor_ms = max(entry.latency.traffic_ms for entry in entries)
     if len({entry.scheme.tp for entry in entries}) == 1:
         # All steps have the same slices, so that pull and push are seen once
@@ -254,19 +256,19 @@ def _compose(mini_batch: MiniBatch, menus: Sequence[GroupMenu], limit_ms: float)
     def total_ms(slowest: FloatArray) -> float:
         return float(np.maximum(slowest, floor_ms).sum()) + least_ms * slowest.size
 
-    kinds = [menu.groups_of_step(mini_batch.num_devices) for menu in menus]
-    num_tokens = int(mini_batch.lengths.sum())
+    kinds = [menu.groups_of_step(planning.num_devices) for menu in menus]
+    num_tokens = int(planning.lengths.sum())
     if min(kind.fewest(num_tokens) for kind in kinds) > MAX_PHASES:
         return []
-    found = plan_steps(kinds, mini_batch.lengths, total_ms, limit_ms)
+    found = plan_steps(kinds, planning.lengths, total_ms, limit_ms)
     steps = [step for step in found if step.members.size]
     if len(steps) > MAX_PHASES:  # each is a phase
         return []
-    return _gathered_phases(mini_batch, menus, steps)
+    return _gathered_phases(planning, menus, steps)
 
 
 def _gathered_phases(
-    mini_batch: MiniBatch, menus: Sequence[GroupMenu], steps: Sequence[GroupStep]
+    planning: PlanningProblem, menus: Sequence[GroupMenu], steps: Sequence[GroupStep]
 ) -> list[PhasePlan]:
     """Each step is a phase in which every pipeline has one micro-batch."""
     phases = []
@@ -275,21 +277,21 @@ def _gathered_phases(
     for step, (strategy, assignment), own in zip(steps, of_steps, ends):
         menu = menus[step.kind]
         phase = PhasePlan.of(
-            mini_batch,
+            planning,
             strategy,
             members=step.members,
-            factors=_factors(mini_batch, menu, strategy),
+            factors=_factors(planning, menu, strategy),
             link=menu.link.at_ends(*own),
         )
         phases.append(phase.pack(assignment))
     return phases
 
 
-def _factors(mini_batch: MiniBatch, menu: GroupMenu, strategy: Strategy) -> list[float]:
+def _factors(planning: PlanningProblem, menu: GroupMenu, strategy: Strategy) -> list[float]:
     """Factor of T of each pipeline, slow ranks included."""
     factors = {entry.scheme: entry.factor for entry in menu.entries}
     return [
-        factors[scheme] * mini_batch.corrections.slowdown(ranks)
+        factors[scheme] * planning.corrections.slowdown(ranks)
         for scheme, ranks in zip(strategy.schemes, strategy.place())
     ]
 

@@ -5,7 +5,7 @@ has one micro-batch and which ends before the next.
 the known sizes is tried (of many, some: `MixedGroups.step`), in order of a lower bound, until the
 bound is no better than the best.
 Sequences are assigned in order of decreasing length, each to the group that would finish it
-earliest. A mini-batch is cut into the fewest steps that can hold it, or up to `MORE_STEPS` more.
+earliest. A global batch is cut into the fewest steps that can hold it, or up to `MORE_STEPS` more.
 Steps are made one after the other out of the sequences that are left: the longest of them, about as
 many tokens as each step would have, somewhat less, or every second one of two steps. What else ends
 before the slowest group, and has room, goes into the same step, longest first. So a step that has
@@ -46,7 +46,7 @@ MAX_CUTS = 2400
 """Ways to cut the ranks that are all tried: 64 ranks have 1,828 into powers of two."""
 _NUM_DEADLINES = 12
 _NUM_PLACES = 33
-"""Sequences of a mini-batch, evenly spread over its lengths, whose length bounds the steps."""
+"""Sequences of a global batch, evenly spread over its lengths, whose length bounds the steps."""
 _ROUNDING = 1e-6
 """Relative tolerance when step times are compared. Smaller gains are rounding."""
 
@@ -311,8 +311,8 @@ def plan_steps(
     finish: Callable[[FloatArray], float],
     limit: float = np.inf,
 ) -> list[GroupStep]:
-    """The steps of a mini-batch (lengths descending), each of one of `kinds`, for which `finish` of
-    the slowest groups, a convex function of their times, is least; none where that is not below
+    """The steps of a global batch (lengths descending), each of one of `kinds`, for which `finish`
+    of the slowest groups, a convex function of their times, is least; none where that is not below
     `limit`.
     """
     tables = [kind.table_ms(lengths) for kind in kinds]
@@ -375,10 +375,10 @@ def plan_steps(
 
 
 class _Room(NamedTuple):
-    """Largest numbers of sequences, as long as some of a mini-batch or longer, that one step
+    """Largest numbers of sequences, as long as some of a global batch or longer, that one step
     holds.
 
-    Lengths are those of `places` in the mini-batch; a step holds `most` of each.
+    Lengths are those of `places` in the global batch; a step holds `most` of each.
     """
 
     places: IntArray

@@ -1,5 +1,5 @@
-"""One strategy on one mini-batch: its sequences dispatched to pipelines, packed into micro-batches
-and refined.
+"""One strategy on one global batch: its sequences dispatched to pipelines, packed into
+micro-batches and refined.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _MOST_KINDS = 8
 """Kinds of pipelines for which steps are tried: slow ranks may make every pipeline a kind."""
 
 
-class MiniBatch:
-    """One mini-batch, sorted once, and the devices that it is planned for; shared by all
+class PlanningProblem:
+    """One global batch, sorted once, and the devices that it is planned for; shared by all
     candidates.
     """
 
@@ -125,16 +125,16 @@ class MiniBatch:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PhasePlan:
-    """One strategy, and where the sequences of a mini-batch are (in sorted order) that it runs: all
-    of them, or those of a phase.
+    """One strategy, and where the sequences of a global batch are (in sorted order) that it runs:
+    all of them, or those of a phase.
     """
 
-    mini_batch: MiniBatch
+    planning: PlanningProblem
     strategy: Strategy
     kinds: Sequence[PipelineKind]
     problem: DispatchProblem
     order: IntArray
-    """Positions of its sequences in the mini-batch."""
+    """Positions of its sequences in the global batch."""
     link: LinkTimes
     outside_ms: float
     """Milliseconds outside of propagation beyond those of other strategies; 0.0 of a phase."""
@@ -152,7 +152,7 @@ class PhasePlan:
     @classmethod
     def of(
         cls,
-        mini_batch: MiniBatch,
+        planning: PlanningProblem,
         strategy: Strategy,
         *,
         members: IntArray | slice = slice(None),
@@ -162,13 +162,13 @@ class PhasePlan:
         """A plan in which nothing is dispatched yet. It has `members` alone, positions in sorted
         order. `factors` and `link` of a phase, where given, replace the known ones of the strategy.
         """
-        settings, lengths = mini_batch.settings, mini_batch.lengths[members]
+        settings, lengths = planning.settings, planning.lengths[members]
         is_phase = factors is not None
         if factors is None:
-            factors = mini_batch.corrections.pipeline_factors(strategy)
-        kinds = mini_batch.kinds(strategy, factors)
+            factors = planning.corrections.pipeline_factors(strategy)
+        kinds = planning.kinds(strategy, factors)
         return cls(
-            mini_batch=mini_batch,
+            planning=planning,
             strategy=strategy,
             kinds=kinds,
             problem=make_problem(
@@ -177,10 +177,10 @@ class PhasePlan:
                 forward_fraction=settings.forward_fraction,
                 is_exact=settings.objective == "exact",
             ),
-            order=mini_batch.order[members],
-            link=mini_batch.links_of(strategy) if link is None else link,
+            order=planning.order[members],
+            link=planning.links_of(strategy) if link is None else link,
             # Time outside of propagation is the iteration's and not a phase's
-            outside_ms=0.0 if is_phase else mini_batch.corrections.more_outside_ms(strategy),
+            outside_ms=0.0 if is_phase else planning.corrections.more_outside_ms(strategy),
             assignment=np.zeros_like(lengths),
             micro_batches=np.zeros_like(lengths),
             pipeline_ms=np.full(len(strategy.schemes), np.inf),
@@ -189,7 +189,7 @@ class PhasePlan:
     @property
     def ranks_per_core(self) -> float:
         """Ranks that share a core."""
-        return self.mini_batch.profile.ranks_per_core
+        return self.planning.profile.ranks_per_core
 
     @property
     def least_link_ms(self) -> float:
@@ -197,7 +197,7 @@ class PhasePlan:
         last one's push, which nothing hides.
         """
         num_stages = min(scheme.pp for scheme in self.strategy.schemes)
-        num_rounds = max(1, self.mini_batch.num_buckets // num_stages)
+        num_rounds = max(1, self.planning.num_buckets // num_stages)
         return (self.link.pull_ms + self.link.push_ms) / num_rounds
 
     @property
@@ -215,7 +215,7 @@ class PhasePlan:
             return self.lower_bound_ms
         work = (self.problem.sequence_ms * self.ranks_of_kinds[:, None]).min(axis=0).sum()
         return max(
-            self.lower_bound_ms / self.ranks_per_core, float(work / self.mini_batch.num_devices)
+            self.lower_bound_ms / self.ranks_per_core, float(work / self.planning.num_devices)
         )
 
     @property
@@ -253,13 +253,13 @@ class PhasePlan:
         return ends_ms(
             times_ms,
             [scheme.num_devices for scheme in self.strategy.schemes],
-            self.mini_batch.num_devices,
+            self.planning.num_devices,
             self.ranks_per_core,
         )
 
     def dispatch(self, *, is_bounded: bool = True) -> PhasePlan:
         """Dispatches the sequences greedily, and finds the lower bound with `is_bounded`."""
-        settings = self.mini_batch.settings
+        settings = self.planning.settings
         estimate = dispatch_trials(
             self.problem, settings.num_trials, settings.seed, self.assignment
         )
@@ -273,7 +273,7 @@ class PhasePlan:
         `best_ms`, the best iteration so far.
         """
         problem, assignment, micro_batches = self.problem, self.assignment, self.micro_batches
-        settings, best_ms = self.mini_batch.settings, best_ms - self.least_link_ms
+        settings, best_ms = self.planning.settings, best_ms - self.least_link_ms
         num_steps = settings.max_refine_steps
         enough_ms = self.lower_bound_ms * (1 + settings.enough_gap)
         estimate = improve_dispatch(problem, assignment, enough_ms, num_steps, _NUM_TARGETS)
@@ -309,7 +309,7 @@ class PhasePlan:
         return self
 
     def _search_steps(self) -> None:
-        """Cut the mini-batch into steps first ([Note: Mixed groups]), and keep what is faster.
+        """Cut the global batch into steps first ([Note: Mixed groups]), and keep what is faster.
         Where all ranks gather layers together, the search above does not see that a step ends with
         its slowest pipeline.
         """
@@ -378,7 +378,7 @@ class PhasePlan:
             self.pipeline_ms,
             link.pull_ms,
             link.push_ms,
-            self.mini_batch.num_buckets,
+            self.planning.num_buckets,
         )
         self.iteration_ms += self.wait_ms + self.outside_ms
         # On shared cores the slowest pipeline is faster once others have ended
@@ -390,10 +390,10 @@ class PhasePlan:
         """The solution of Eq. (3) within the limits of the solver, in sorted order of the
         sequences.
         """
-        settings = self.mini_batch.settings
+        settings = self.planning.settings
         found = dispatch_sequences(
             self.problem.lengths.tolist(),
-            self.mini_batch.kinds(self.strategy, [1.0] * len(self.strategy.schemes)),
+            self.planning.kinds(self.strategy, [1.0] * len(self.strategy.schemes)),
             seed=settings.seed,
             limits=replace(settings.solver_limits or SolverLimits(), gap_tolerance=1e-4),
         )
@@ -406,7 +406,7 @@ class PhasePlan:
         Only where an integer program is exact: by the closed form, and for one stage, whose time is
         that of the fewest micro-batches where no micro-batch waits for its traffic.
         """
-        limits = self.mini_batch.settings.solver_limits
+        limits = self.planning.settings.solver_limits
         if limits is None:
             return
         for _ in range(_MAX_SOLVED):
@@ -432,7 +432,7 @@ class PhasePlan:
                 return
 
     def pipelines(self) -> list[PipelinePlan]:
-        """Pipelines of its part of a plan of the mini-batch."""
+        """Pipelines of its part of a plan of the global batch."""
         found = [
             self._pipeline(pipeline, scheme, ranks)
             for pipeline, (scheme, ranks) in enumerate(
@@ -444,7 +444,7 @@ class PhasePlan:
 
     def _pipeline(self, pipeline: int, scheme: Scheme, ranks: tuple[int, ...]) -> PipelinePlan:
         problem, kind = self.problem, self.problem.kind_of[pipeline]
-        batch, latency = self.mini_batch.batch, self.mini_batch.profile.get_latency(scheme)
+        batch, latency = self.planning.batch, self.planning.profile.get_latency(scheme)
         members = np.flatnonzero(self.assignment == pipeline)
         own = self.micro_batches[members]
         micro_batches = [members[own == n] for n in range(own.max(initial=-1) + 1)]

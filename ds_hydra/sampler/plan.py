@@ -33,7 +33,8 @@ class GlobalBatch:
     """The sequences of one iteration, before anything is decided or loaded.
 
     `sample_indices[i]` is the dataset row of sequence i, `lengths[i]` its tokens,
-    `num_label_tokens` the number of positions that contribute to the loss of the whole mini-batch.
+    `num_label_tokens` the number of positions that contribute to the loss of the whole global
+    batch.
     """
 
     iteration: int
@@ -57,12 +58,12 @@ class GlobalBatch:
         return sum(self.lengths)
 
     def to_json(self) -> dict[str, Any]:
-        """The mini-batch as a JSON document; `from_json` restores it."""
+        """The global batch as a JSON document; `from_json` restores it."""
         return {field.name: getattr(self, field.name) for field in fields(GlobalBatch)}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> GlobalBatch:
-        """The mini-batch in a document that has what `to_json` writes."""
+        """The global batch in a document that has what `to_json` writes."""
         return cls(
             iteration=document["iteration"],
             sample_indices=tuple(document["sample_indices"]),
@@ -176,7 +177,7 @@ class IterationPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the global mini-batch."""
+        """Tokens of the global batch."""
         return sum(self.lengths)
 
     @property

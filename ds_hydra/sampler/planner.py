@@ -14,7 +14,7 @@ import numpy as np
 
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler.candidate import Candidate, OneStrategy, Phases
-from ds_hydra.sampler.phase_plan import MiniBatch, PhasePlan
+from ds_hydra.sampler.phase_plan import PhasePlan, PlanningProblem
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
 from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings, PlanningTask
 from ds_hydra.sampler.schedule import FloatArray, ends_ms, makespan_ms
@@ -45,7 +45,7 @@ def plan_iteration(
     """
     _check_strategies(strategies, num_devices)
     return plan_with_time(
-        MiniBatch(batch, profile, num_devices, settings, corrections), strategies
+        PlanningProblem(batch, profile, num_devices, settings, corrections), strategies
     )[0]
 
 
@@ -73,17 +73,17 @@ class Fastest(NamedTuple):
 
 
 def fastest(
-    mini_batch: MiniBatch, candidates: Iterable[Candidate], limit_ms: float = np.inf
+    planning: PlanningProblem, candidates: Iterable[Candidate], limit_ms: float = np.inf
 ) -> Fastest:
     """The best plan of `candidates` that takes less than `limit_ms`, in the order of their bounds
     until no bound can win.
     """
     best, best_rank = Fastest([], limit_ms), (limit_ms, False)
-    bounds = [(candidate.bound_ms(mini_batch), candidate) for candidate in candidates]
+    bounds = [(candidate.bound_ms(planning), candidate) for candidate in candidates]
     for bound_ms, candidate in sorted(bounds, key=lambda item: item[0]):
         if bound_ms >= best.time_ms:
             break
-        phases = candidate.plan(mini_batch, best.time_ms)
+        phases = candidate.plan(planning, best.time_ms)
         time_ms = sum(phase.iteration_ms for phase in phases)
         # Of equals the one whose bound says how good it is
         rank = (time_ms, bound_ms == 0.0)
@@ -93,22 +93,22 @@ def fastest(
 
 
 def plan_with_time(
-    mini_batch: MiniBatch, strategies: Sequence[Strategy]
+    planning: PlanningProblem, strategies: Sequence[Strategy]
 ) -> tuple[IterationPlan, float]:
     """The best plan over `strategies` and their phases, and its time with pull and push."""
     candidates: list[Candidate] = [Phases(tuple(strategies))]
     candidates += map(OneStrategy, strategies)
-    best = fastest(mini_batch, candidates)
+    best = fastest(planning, candidates)
     if not best.phases:
-        raise _no_plan(mini_batch, strategies)
+        raise _no_plan(planning, strategies)
     # A solver's time limit is for one strategy; phases would take it once each.
     if len(best.phases) == 1:
         best.phases[0].solve_slowest()
-    return _finish(mini_batch, best.phases), sum(phase.iteration_ms for phase in best.phases)
+    return _finish(planning, best.phases), sum(phase.iteration_ms for phase in best.phases)
 
 
-def _finish(mini_batch: MiniBatch, phases: Sequence[PhasePlan]) -> IterationPlan:
-    batch = mini_batch.batch
+def _finish(planning: PlanningProblem, phases: Sequence[PhasePlan]) -> IterationPlan:
+    batch = planning.batch
     found = [phase.pipelines() for phase in phases]
     makespan = sum(
         max(pipeline.makespan_ms for pipeline in pipelines) + phase.wait_ms
@@ -116,7 +116,7 @@ def _finish(mini_batch: MiniBatch, phases: Sequence[PhasePlan]) -> IterationPlan
     )
     return IterationPlan(
         iteration=batch.iteration,
-        num_devices=mini_batch.num_devices,
+        num_devices=planning.num_devices,
         strategy=Strategy.of_phases([phase.strategy for phase in phases]),
         sample_indices=batch.sample_indices,
         lengths=batch.lengths,
@@ -127,29 +127,29 @@ def _finish(mini_batch: MiniBatch, phases: Sequence[PhasePlan]) -> IterationPlan
     )
 
 
-def _no_plan(mini_batch: MiniBatch, strategies: Iterable[Strategy]) -> InfeasiblePlanError:
-    largest = max(mini_batch.longest(strategy) for strategy in strategies)
-    position = int(mini_batch.order[0])
+def _no_plan(planning: PlanningProblem, strategies: Iterable[Strategy]) -> InfeasiblePlanError:
+    largest = max(planning.longest(strategy) for strategy in strategies)
+    position = int(planning.order[0])
     advice = (
         f"lower hydra.context_length to {largest} or less, or "
         if largest > 0
-        else f"states and slices alone fill the memory of {mini_batch.num_devices} devices; take more of them, "
+        else f"states and slices alone fill the memory of {planning.num_devices} devices; take more of them, "
     )
     return InfeasiblePlanError(
-        f"iteration {mini_batch.batch.iteration}: sequence {position} has {mini_batch.lengths[0]} tokens, the "
+        f"iteration {planning.batch.iteration}: sequence {position} has {planning.lengths[0]} tokens, the "
         f"largest MaxLen over all candidate strategies is {largest}; {advice}raise "
         "hydra.memory_limit_bytes or add a strategy with higher TP to hydra.strategies"
     )
 
 
-def times_alone(mini_batch: MiniBatch, strategies: Sequence[Strategy]) -> FloatArray:
-    """Milliseconds of a mini-batch under each of `strategies` with pull and push: [strategy]; inf
+def times_alone(planning: PlanningProblem, strategies: Sequence[Strategy]) -> FloatArray:
+    """Milliseconds of a global batch under each of `strategies` with pull and push: [strategy]; inf
     where a sequence does not fit.
 
     The times of `plan_with_time`, without plans and their bounds, which take longer than a
     heuristic plan.
     """
-    plans = [OneStrategy(strategy).plan(mini_batch) for strategy in strategies]
+    plans = [OneStrategy(strategy).plan(planning) for strategy in strategies]
     return np.array([plan[0].iteration_ms if plan else np.inf for plan in plans], dtype=np.float64)
 
 

@@ -1,4 +1,4 @@
-"""One mini-batch and the pipelines of one strategy, as the arrays that compiled code works on; in
+"""One global batch and the pipelines of one strategy, as the arrays that compiled code works on; in
 which order they are tried, and when one time is better than another; the integer programs of
 dispatch (Eq. 3) and packing (Eq. 1), and when their solver stops.
 

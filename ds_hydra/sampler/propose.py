@@ -1,8 +1,8 @@
 """Proposal of a run's candidate strategies: those of the histogram's program that win sampled
-mini-batches.
+global batches.
 
 `strategy.proposal` finds strategies for the dataset as a whole. Here the planner decides between
-them on mini-batches drawn from the same histogram, and the smallest set that is as fast stays.
+them on global batches drawn from the same histogram, and the smallest set that is as fast stays.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MAX_SINGLE_STAGE = 2000
 _CKPT_STEPS = 4
 """Shares of checkpointed layers of which menus are tried."""
 _NUM_DECIDING = 8
-"""Mini-batches that decide between menus."""
+"""Global batches that decide between menus."""
 _MAX_MENUS = 2
 
 
@@ -58,7 +58,7 @@ _MAX_MENUS = 2
 class KeptStrategy:
     """A candidate that stays, and why.
 
-    `share_won` is its share of the sampled mini-batches, planned with the kept set.
+    `share_won` is its share of the sampled global batches, planned with the kept set.
     `max_lengths_tokens` are the maximum lengths whose S[N][L] it is near to; empty for a static
     choice that is near to none. `is_for_phases`: it is there for what the planner puts together of
     it and others, and `share_won` is that of these ([Note: Phases]).
@@ -76,9 +76,9 @@ class KeptStrategy:
         if self.is_for_phases:
             return (
                 f"pipelines of it are put together with others anew for every step, which is fastest for "
-                f"{self.share_won:.0%} of the sampled mini-batches"
+                f"{self.share_won:.0%} of the sampled global batches"
             )
-        parts = [f"fastest for {self.share_won:.0%} of the sampled mini-batches"]
+        parts = [f"fastest for {self.share_won:.0%} of the sampled global batches"]
         if self.max_lengths_tokens:
             low, high = self.max_lengths_tokens[0], self.max_lengths_tokens[-1]
             parts.append(
@@ -93,7 +93,7 @@ class KeptStrategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """The candidate set of a run. Times are means over the sampled mini-batches, as planned, with
+    """The candidate set of a run. Times are means over the sampled global batches, as planned, with
     pull and push where those are known.
     """
 
@@ -189,13 +189,13 @@ def propose_among(
     gathered: Profile | None = None,
     progress: TellProgress | None = None,
 ) -> Proposal:
-    """The smallest candidate set found that is as fast as all candidates on sampled mini-batches.
+    """The smallest candidate set found that is as fast as all candidates on sampled global batches.
 
     It begins with strategies of <TP,PP>. The best static one always stays, so that every sequence
     of the context has a place and the set is never slower than static training. Or the strategies
     of `start` stay in its place. Then strategies of the other schemes of `profile` come on top
-    where they make the sampled mini-batches faster. Finally, gathered schemes of `gathered` (None:
-    of `profile`) are added that phases can be composed from.
+    where they make the sampled global batches faster. Finally, gathered schemes of `gathered`
+    (None: of `profile`) are added that phases can be composed from.
 
     Raises HydraConfigError if no scheme of the space holds the context, or if the best static
     strategy alone needs more communicators than allowed.
@@ -236,7 +236,7 @@ class _Choice:
     """Strategies that a run gets whatever they win."""
     chosen: list[Strategy]
     table: dict[Strategy, FloatArray] = field(default_factory=dict)
-    """Time of each mini-batch, [mini-batch], with each candidate that was rated."""
+    """Time of each global batch, [global batch], with each candidate that was rated."""
 
     def keep(self, strategy: Strategy) -> None:
         """Lets `strategy` stay whatever it wins."""
@@ -245,7 +245,7 @@ class _Choice:
 
     @property
     def times_ms(self) -> FloatArray:
-        """Milliseconds of each mini-batch, with the best of the chosen ones."""
+        """Milliseconds of each global batch, with the best of the chosen ones."""
         times: FloatArray = np.min([self.table[strategy] for strategy in self.chosen], axis=0)
         return times
 
@@ -253,7 +253,7 @@ class _Choice:
         """Choose greedily: add the strategy that shortens the mean most, until within the tolerance
         of all or out of communicators.
 
-        One strategy at least has been chosen that has a time for every mini-batch.
+        One strategy at least has been chosen that has a time for every global batch.
         """
         times, limits = self.times_ms, self.limits
         goal_ms = float(np.min(list(self.table.values()), axis=0).mean()) * (1 + self.tolerance)
@@ -310,8 +310,8 @@ def _candidates(
 
 class ForPhases(NamedTuple):
     """Strategies of one gathered scheme each, beside the candidates `chosen`, and the times of
-    mini-batches with all of them. See [Note: Phases]. `are_refused`: whether there were others, for
-    which communicators are missing.
+    global batches with all of them. See [Note: Phases]. `are_refused`: whether there were others,
+    for which communicators are missing.
     """
 
     chosen: Sequence[Strategy]
@@ -359,7 +359,7 @@ def propose_phases(
     known_ms: FloatArray,
 ) -> ForPhases:
     """Strategies of gathered schemes of `profile`, at most two menus of them, whose phases make the
-    mini-batches faster than `known_ms` [mini-batch]; none where none does.
+    global batches faster than `known_ms` [global batch]; none where none does.
     """
     best = known_ms[:_NUM_DECIDING]
     menus = dict(enumerate(_menus(profile, bench.settings)))
@@ -420,7 +420,7 @@ def groups_of_gathered(
     differ and beside `menus` there are communicators for them, those of the fewest groups first.
 
     With all groups of a size the planner may cut the ranks anew for every step. Candidates are the
-    fastest on average; phases of the same groups hold a mini-batch that none of them suits. All
+    fastest on average; phases of the same groups hold a global batch that none of them suits. All
     sizes are there with as many checkpointed layers as the widest has, too, whose groups hold what
     is longest.
     """
@@ -443,7 +443,7 @@ def groups_of_gathered(
 
 
 def _in_turn(progress: TellProgress | None, turn: int, num_turns: int) -> TellProgress | None:
-    """`progress` of one of several rounds over the mini-batches, as part of all of them."""
+    """`progress` of one of several rounds over the global batches, as part of all of them."""
     if progress is None:
         return None
     return lambda done, total: progress(turn * total + done, num_turns * total)

@@ -1,5 +1,5 @@
-"""Sampled mini-batches on which candidates are rated, and settings of the choice beside profile and
-lengths.
+"""Sampled global batches on which candidates are rated, and settings of the choice beside profile
+and lengths.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from ds_hydra.configs.hydra_config import HydraConfig, Space
 from ds_hydra.sampler.candidate import Phases
 from ds_hydra.sampler.dispatch import dispatch_trials
-from ds_hydra.sampler.phase_plan import MiniBatch
+from ds_hydra.sampler.phase_plan import PlanningProblem
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import fastest, times_alone
 from ds_hydra.sampler.planner_settings import PlannerSettings
@@ -31,7 +31,7 @@ from ds_hydra.strategy.schemes.placement import group_limit
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 TellProgress = Callable[[int, int], None]
-"""Called with the number of mini-batches planned and their total."""
+"""Called with the number of global batches planned and their total."""
 
 HEURISTIC = PlannerSettings().heuristic()
 
@@ -46,12 +46,12 @@ with two beside others with one.
 """
 
 _MANY = 4_500_000
-"""Number of dispatched sequences, of all mini-batches for all candidates, above which half of the
-mini-batches have to do.
+"""Number of dispatched sequences, of all global batches for all candidates, above which half of the
+global batches have to do.
 """
 _FEWEST_BATCHES, _MOST_BATCHES, _ENOUGH = 4, 32, 8_000
-"""Mini-batches of a sample, and the sequences that are enough: a large mini-batch is a sample of
-lengths by itself.
+"""Global batches of a sample, and the sequences that are enough: a large global batch is a sample
+of lengths by itself.
 """
 _LEAST_GAIN = 1e-3
 """Least share by which a strategy makes the estimates of all faster, or it is not planned."""
@@ -59,7 +59,9 @@ _LEAST_GAIN = 1e-3
 _MOST_STEPS = 5
 _NUM_SCREENED, _NUM_TRIED = 24, 40
 _REACH = 0.05
-"""Strategies are planned for a mini-batch whose estimate is at most so much above the best one."""
+"""Strategies are planned for a global batch whose estimate is at most so much above the best
+one.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +75,11 @@ class CandidateSettings:
     process groups there may be (None: `group_limit`), of which `num_link_groups` are those of pull
     and push. `max_enumerated`: devices up to which all strategies of two schemes are candidates.
 
-    How proposed ones are tried: on `num_batches` mini-batches drawn with `seed` (None: 32, fewer
+    How proposed ones are tried: on `num_batches` global batches drawn with `seed` (None: 32, fewer
     where these have more than `_ENOUGH` sequences together), by plans of `planner`. `max_planned`:
-    strategies that are planned for a mini-batch; of more, those among the best of one greedy
+    strategies that are planned for a global batch; of more, those among the best of one greedy
     dispatch. `num_rounds`: how often the strategies one step away from the winners are tried too.
-    `tolerance`: how much slower, on average over the sampled mini-batches, the set that stays may
+    `tolerance`: how much slower, on average over the sampled global batches, the set that stays may
     be than the set of all candidates.
     """
 
@@ -149,14 +151,14 @@ class CandidateSettings:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a mini-batch."""
+        """Tokens of a global batch."""
         return self.tokens_per_iteration or default_tokens_per_iteration(
             self.num_devices, self.context_length
         )
 
 
 class SampleBench:
-    """The same mini-batches, planned with different candidates."""
+    """The same global batches, planned with different candidates."""
 
     def __init__(
         self, batches: Sequence[GlobalBatch], world: World, settings: CandidateSettings
@@ -180,7 +182,7 @@ class SampleBench:
         schemes: Iterable[Scheme],
         progress: TellProgress | None,
     ) -> list[Strategy]:
-        """Strategies that win a mini-batch: of `candidates`, and of those a step away by one of
+        """Strategies that win a global batch: of `candidates`, and of those a step away by one of
         `schemes`.
         """
         sequences = sum(len(batch.lengths) for batch in self.batches)
@@ -196,11 +198,11 @@ class SampleBench:
     def climb(
         self, start: Sequence[Strategy], schemes: Sequence[Scheme], progress: TellProgress | None
     ) -> list[Strategy]:
-        """Strategies that may make the mini-batches faster beside `start`: those of one of
+        """Strategies that may make the global batches faster beside `start`: those of one of
         `schemes`, and others by hill climbing: from the best set so far, every strategy one
         exchange of pipelines away is tried.
 
-        Each is estimated by one greedy dispatch of some mini-batches.
+        Each is estimated by one greedy dispatch of some global batches.
         """
         alike = [Strategy.alike(scheme, self.world.num_devices) for scheme in schemes]
         screened: dict[Strategy, FloatArray] = {}
@@ -221,30 +223,30 @@ class SampleBench:
         return chosen
 
     def times_ms(self, strategy: Strategy) -> FloatArray:
-        """Time of every mini-batch with `strategy` alone, inf where a sequence does not fit."""
+        """Time of every global batch with `strategy` alone, inf where a sequence does not fit."""
         numbers = range(len(self.batches))
         return np.array([self._times_ms(number, [strategy])[0] for number in numbers])
 
     def _times_ms(self, number: int, strategies: Sequence[Strategy]) -> FloatArray:
-        """Time of one mini-batch with each of `strategies`; each is planned once."""
+        """Time of one global batch with each of `strategies`; each is planned once."""
         known = self._known[number]
         missing = [strategy for strategy in strategies if strategy not in known]
         if missing:
             planner = self._planner(missing).heuristic()
-            mini_batch = MiniBatch(
+            planning = PlanningProblem(
                 self.batches[number], self.world.profile, self.world.num_devices, planner
             )
-            known.update(zip(missing, times_alone(mini_batch, missing).tolist()))
+            known.update(zip(missing, times_alone(planning, missing).tolist()))
         return np.array([known[strategy] for strategy in strategies])
 
     def with_phases_ms(self, phases: Phases, known_ms: FloatArray, profile: Profile) -> FloatArray:
-        """`known_ms` of each of the first mini-batches, or the time of `phases` by `profile` where
-        that is less.
+        """`known_ms` of each of the first global batches, or the time of `phases` by `profile`
+        where that is less.
         """
         planner, found = self._planner(phases.strategies), []
         for batch, limit_ms in zip(self.batches, known_ms.tolist()):
-            mini_batch = MiniBatch(batch, profile, self.world.num_devices, planner)
-            found.append(fastest(mini_batch, [phases], limit_ms).time_ms)
+            planning = PlanningProblem(batch, profile, self.world.num_devices, planner)
+            found.append(fastest(planning, [phases], limit_ms).time_ms)
         return np.array(found)
 
     def _planner(self, strategies: Iterable[Strategy]) -> PlannerSettings:
@@ -257,9 +259,10 @@ class SampleBench:
     def winners(
         self, strategies: Sequence[Strategy], progress: TellProgress | None, share: float = 1.0
     ) -> list[Strategy]:
-        """Strategies that are the planner's choice for a mini-batch at least, most frequent first.
+        """Strategies that are the planner's choice for a global batch at least, most frequent
+        first.
 
-        `share`: of the mini-batches that are looked at, rounded up.
+        `share`: of the global batches that are looked at, rounded up.
         """
         won: Counter[Strategy] = Counter()
         estimator, most = None, self.settings.max_planned
@@ -289,9 +292,9 @@ def fastest_together(
     start: Sequence[Strategy], times_ms: Mapping[Strategy, FloatArray], *, most: int
 ) -> list[Strategy]:
     """`start`, or the fastest strategy where there is none, and one by one up to `most` that which
-    makes mini-batches faster by most.
+    makes global batches faster by most.
 
-    `times_ms` [mini-batch] of each strategy, `start` among them.
+    `times_ms` [global batch] of each strategy, `start` among them.
     """
     chosen = list(start) or [min(times_ms, key=lambda s: float(times_ms[s].mean()))]
     best = np.min([times_ms[strategy] for strategy in chosen], axis=0)
@@ -311,7 +314,7 @@ def fastest_together(
 def sample_batches(
     histogram: LengthHistogram, settings: CandidateSettings
 ) -> tuple[GlobalBatch, ...]:
-    """The mini-batches of `settings`, drawn from `histogram`."""
+    """The global batches of `settings`, drawn from `histogram`."""
     number = settings.num_batches
     if number is None:
         of_each = settings.num_tokens * histogram.num_sequences / histogram.num_tokens
@@ -329,8 +332,8 @@ def sample_batches(
 
 
 class FastEstimator:
-    """Estimates of a mini-batch under each of many strategies by one greedy dispatch, to find those
-    that are worth a plan. Arrays are in the form that compiled code works on.
+    """Estimates of a global batch under each of many strategies by one greedy dispatch, to find
+    those that are worth a plan. Arrays are in the form that compiled code works on.
     """
 
     def __init__(

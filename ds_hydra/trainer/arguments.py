@@ -27,7 +27,7 @@ Note = Callable[[str], None]
 
 _OWN_LOSS = "the loss is the cross entropy averaged over all label tokens, computed inside the last pipeline stage"
 _OWN_LAYERS = "ds_hydra runs the layers itself, on slices of the weights"
-_OWN_DATA = "the engine draws, plans and loads the mini-batches itself"
+_OWN_DATA = "the engine draws, plans and loads the global batches itself"
 
 REFUSED = {
     "gradient_accumulation_steps": "an iteration is one optimizer step over hydra.tokens_per_iteration tokens, in as "
@@ -45,7 +45,7 @@ REFUSED = {
 WITHOUT_EFFECT = {
     "per_device_train_batch_size": "hydra.tokens_per_iteration decides how many sequences an iteration has",
     "average_tokens_across_devices": f"{_OWN_LOSS} of all ranks",
-    "dataloader_drop_last": "mini-batches run on from one epoch into the next",
+    "dataloader_drop_last": "global batches run on from one epoch into the next",
     "dataloader_num_workers": f"{_OWN_DATA}; hydra.planner.num_workers plan beside training",
     "dataloader_prefetch_factor": f"{_OWN_DATA}; hydra.planner.lookahead is how far ahead",
     "dataloader_persistent_workers": _OWN_DATA,
@@ -154,7 +154,7 @@ def check_arguments(args: TrainingArguments, note: Note) -> None:
     check_common_arguments(args, note, problems=_find_refused_of_trl(args))
     if args.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
         note(
-            f"TrainingArguments.train_sampling_strategy={args.train_sampling_strategy!r} has no effect: mini-batches "
+            f"TrainingArguments.train_sampling_strategy={args.train_sampling_strategy!r} has no effect: global batches "
             "are random, and the plan balances their sequences"
         )
     for name, value in _set_fields_of_trl(args).items():
@@ -423,8 +423,8 @@ def _is_set(args: TrainingArguments, name: str) -> bool:
     return value != default and not (not value and not default)  # "", [], None and False all say no
 
 
-_OWN_MINI_BATCHES = (
-    "the engine draws, plans and packs the mini-batches itself; choose rows and their order with _get_train_sampler(), "
+_OWN_GLOBAL_BATCHES = (
+    "the engine draws, plans and packs global batches itself; choose rows and their order with _get_train_sampler(), "
     "and put what else it computes into train_dataset"
 )
 _OWN_BATCHES = "batches never pass through the Trainer; put what it computes into train_dataset"
@@ -435,11 +435,11 @@ _LOSS_IN_LAST_STAGE = (
 _OWN_EVALUATION = "rows are evaluated in the order of eval_dataset; select them there"
 
 NOT_CALLED = {
-    "get_train_dataloader": _OWN_MINI_BATCHES,
-    "_get_dataloader": _OWN_MINI_BATCHES,
-    "_remove_unused_columns": _OWN_MINI_BATCHES,
-    "_get_collator_with_removed_columns": _OWN_MINI_BATCHES,
-    "_set_signature_columns_if_needed": _OWN_MINI_BATCHES,
+    "get_train_dataloader": _OWN_GLOBAL_BATCHES,
+    "_get_dataloader": _OWN_GLOBAL_BATCHES,
+    "_remove_unused_columns": _OWN_GLOBAL_BATCHES,
+    "_get_collator_with_removed_columns": _OWN_GLOBAL_BATCHES,
+    "_set_signature_columns_if_needed": _OWN_GLOBAL_BATCHES,
     "_get_eval_sampler": _OWN_EVALUATION,
     "get_batch_samples": _OWN_BATCHES,
     "_get_num_items_in_batch": _OWN_BATCHES,

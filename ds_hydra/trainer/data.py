@@ -47,9 +47,9 @@ class Epochs:
     they reach an epoch for the first time, which an instance does with the first one when it is
     made.
 
-    A mini-batch runs on from one epoch into the next, and counts for the one in which it begins; so
-    epochs may differ by an iteration. An epoch has at least one, even if a mini-batch holds the
-    whole dataset. Where the limit comes first, the length of the epoch is extrapolated.
+    A global batch runs on from one epoch into the next, and counts for the one in which it begins;
+    so epochs may differ by an iteration. An epoch has at least one, even if a global batch holds
+    the whole dataset. Where the limit comes first, the length of the epoch is extrapolated.
 
     >>> epochs = Epochs(TokenBudgetSampler([3, 4, 2, 9], [2, 3, 1, 8], 8, shuffle=False), 4)
     >>> counts = [epochs.num_iterations(epoch) for epoch in range(3)]
@@ -161,8 +161,8 @@ class Iterations(IterableDataset):
             yield {}
 
 
-class MiniBatches:
-    """Rows of each mini-batch of the first epoch, of all ranks, as the engine draws them."""
+class GlobalBatches:
+    """Rows of each global batch of the first epoch, of all ranks, as the engine draws them."""
 
     def __init__(self, sampler: TokenBudgetSampler, epochs: Epochs):
         self._sampler, self._epochs = sampler, epochs
@@ -178,8 +178,8 @@ class MiniBatches:
 
 
 class EvalBatches:
-    """Mini-batches of at most `budget` tokens (or one sequence) in dataset order; whoever iterates
-    over them sees each of them padded, as from any loader.
+    """Global batches of at most `budget` tokens (or one sequence) in dataset order; whoever
+    iterates over them sees each of them padded, as from any loader.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class EvalBatches:
         return (self._pad(examples) for examples, _ in self.examples())
 
     def examples(self) -> Iterator[tuple[list[dict[str, Any]], int]]:
-        """Examples of each mini-batch, with the number of their label tokens."""
+        """Examples of each global batch, with the number of their label tokens."""
         for begin, end in zip(self._bounds, self._bounds[1:], strict=False):
             examples = [self._tokens[index] for index in range(begin, end)]
             yield examples, int(self._tokens.num_label_tokens[begin:end].sum())
@@ -236,7 +236,7 @@ def draw_rows(sampler: Any, num_rows: int, device: torch.device) -> tuple[list[i
     if differing := (digests != digests[0]).any(dim=1).nonzero().flatten().tolist():
         raise HydraConfigError(
             f"{type(sampler).__name__} of _get_train_sampler() draws {int(digests[0, 0])} rows on rank 0 and others on "
-            f"ranks {differing} ({int(digests[differing[0], 0])} on rank {differing[0]}), but mini-batches are planned "
+            f"ranks {differing} ({int(digests[differing[0], 0])} on rank {differing[0]}), but a batch is planned "
             "for all ranks together; return the same sampler of all rows on every rank (no DistributedSampler)"
         )
     return rows, is_ordered
@@ -246,7 +246,7 @@ def _draw_twice(sampler: Any, num_rows: int) -> tuple[list[int], bool]:
     name = f"{type(sampler).__name__} of _get_train_sampler()"
     if not hasattr(sampler, "__len__"):
         raise HydraConfigError(
-            f"{name} has no length, and mini-batches are planned ahead; give it __len__"
+            f"{name} has no length, and global batches are planned ahead; give it __len__"
         )
     with torch.random.fork_rng(devices=[]):
         first, second = (list(sampler) for _ in range(2))
@@ -256,7 +256,7 @@ def _draw_twice(sampler: Any, num_rows: int) -> tuple[list[int], bool]:
     if wrong or not first:
         shown = f"{wrong[0]!r}" if wrong else "nothing"
         raise HydraConfigError(
-            f"{name} draws {shown}, expected rows of the training data, 0 to {num_rows - 1}; mini-batches are "
+            f"{name} draws {shown}, expected rows of the training data, 0 to {num_rows - 1}; global batches are "
             "made by hydra.tokens_per_iteration"
         )
     if first == second:
@@ -316,7 +316,7 @@ def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
     ):
         raise HydraConfigError(
             f"{name} is a {type(dataset).__name__}, a stream whose lengths are not known in advance, but "
-            "mini-batches are planned ahead; take a part of it: "
+            "global batches are planned ahead; take a part of it: "
             "datasets.Dataset.from_list(list(stream.take(100_000)))"
         )
     for kind, instead in _NO_ROWS.items():
@@ -333,8 +333,8 @@ def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
             continue
         raise HydraConfigError(
             f"{name} is a {type(dataset).__name__} whose row {index} is another one each time it is read, but rows are "
-            "read once: mini-batches are planned by lengths that are known before; give every row as often as it "
-            "shall be seen, or engine.train_batch(batch=examples) the mini-batches"
+            "read once: global batches are planned by lengths that are known before; give every row as often as it "
+            "shall be seen, or engine.train_batch(batch=examples) the global batches"
         )
     # from_list takes its columns from the first row
     columns = dict.fromkeys(column for row in rows for column in row)
@@ -354,7 +354,7 @@ _NUM_READ_TWICE = 32
 
 
 _NO_ROWS = {
-    "DataLoader": "its dataset (loader.dataset): the engine draws and packs mini-batches itself",
+    "DataLoader": "its dataset (loader.dataset): the engine draws and packs global batches itself",
     "Mapping": "datasets.Dataset.from_dict(...) of these columns",
     "dict": "datasets.Dataset.from_dict(...) of these columns",
     "DataFrame": "datasets.Dataset.from_pandas(...) of it",

@@ -94,7 +94,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     # ---- Data
 
     def get_train_dataloader(self) -> DataLoader:
-        """Mini-batches of the first epoch to look at, padded, each of all ranks. The engine draws
+        """Global batches of the first epoch to look at, padded, each of all ranks. The engine draws
         and packs them itself.
         """
         if self.train_dataset is None:
@@ -111,7 +111,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         self._epochs = data.Epochs(
             sampler, len(tokens), limit=self.args.max_steps, device=self.args.device
         )
-        batches = data.MiniBatches(sampler, self._epochs)
+        batches = data.GlobalBatches(sampler, self._epochs)
         return DataLoader(
             data.TokenRows(tokens), batch_sampler=batches, collate_fn=self._pad_examples
         )
@@ -128,7 +128,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         return rows
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> Any:
-        """Packed mini-batches for the engine, or transformers' loader if `compute_metrics` or an
+        """Packed global batches for the engine, or transformers' loader if `compute_metrics` or an
         override wants logits.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -184,7 +184,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     # ---- Training
 
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple[Any, ...]:
-        """Override of transformers: iterations are counted by drawing the mini-batches ahead."""
+        """Override of transformers: iterations are counted by drawing the global batches ahead."""
         return self._epochs.training_values(args.max_steps, args.num_train_epochs)
 
     def _init_training_state(
@@ -248,7 +248,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         super()._run_epoch(**settings)
         if self.control.should_epoch_stop:
             say_once(
-                "a callback has set control.should_epoch_stop: the next epoch begins here, but its mini-batches go on "
+                "a callback has set control.should_epoch_stop: the next epoch begins here, but global batches go on "
                 "where those of this one stopped, in the order of all rows; to leave rows out select them in "
                 "train_dataset"
             )
@@ -261,7 +261,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         """
         if inputs:
             raise HydraConfigError(
-                "training_step() trains on the mini-batch that the engine draws, and has got inputs; "
+                "training_step() trains on the global batch that the engine draws, and has got inputs; "
                 "engine.train_batch(batch=examples) trains on those that are given"
             )
         model.train()  # callbacks may look

@@ -1,4 +1,4 @@
-"""Common part of every Trainer on HydraEngine, whoever draws its mini-batches: the engine in the
+"""Common part of every Trainer on HydraEngine, whoever draws its global batches: the engine in the
 loop, checkpoint folders, and counters in its log and bar.
 
 The overrides use names of transformers 5; a test compares them with the installed version.

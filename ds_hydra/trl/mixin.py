@@ -4,7 +4,7 @@ the engine's; for DPO also the reference's scores of each sequence.
 [Note: What TRL keeps]
 Datasets, collators, samplers, batch sizes and accumulation, `compute_loss` with all its losses and
 metrics, logs and callbacks are TRL's and transformers' own. The batches that the ranks' loaders
-give for one optimizer step are one mini-batch of the engine, which plans it anew.
+give for one optimizer step are one global batch of the engine, which plans it anew.
 
 [Note: References of DPO]
 The reference is a model with an engine of its own, the model with its adapters switched off, or

@@ -3,11 +3,11 @@ end there.
 
 [Note: Losses as TRL computes them]
 `compute_loss` runs as it is written, on each rank's own batch. The batch is taken apart into
-sequences, and those of all ranks become one mini-batch of the engine. The model that `compute_loss`
-calls gives log-probabilities (and entropies) that all ranks have computed together, as leaves of
-the graph. What `backward` leaves in them is all that the weights' gradient needs to know of the
-loss, whatever it is: the gradient is that of the log-probabilities' sum, weighted by it, and on
-that sum the engine trains (`train_everywhere`).
+sequences, and those of all ranks become one global batch of the engine. The model that
+`compute_loss` calls gives log-probabilities (and entropies) that all ranks have computed together,
+as leaves of the graph. What `backward` leaves in them is all that the weights' gradient needs to
+know of the loss, whatever it is: the gradient is that of the log-probabilities' sum, weighted by
+it, and on that sum the engine trains (`train_everywhere`).
 
 Legend: B rows and L places of a collated batch, l tokens of one sequence.
 """

@@ -38,7 +38,7 @@ def make_model() -> LlamaForCausalLM:
 
 
 def draw(number: int) -> list[torch.Tensor]:
-    """A mini-batch of sequences that count upwards, with a long tail of lengths."""
+    """A global batch of sequences that count upwards, with a long tail of lengths."""
     generator = torch.Generator().manual_seed(number)
     lengths = (8 + torch.rand(NUM_SEQUENCES, generator=generator) ** 4 * 240).int().tolist()
     starts = torch.randint(0, VOCAB_SIZE, (NUM_SEQUENCES,), generator=generator).tolist()

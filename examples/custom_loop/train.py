@@ -1,10 +1,10 @@
-"""A loop of one's own: the script chooses every mini-batch, and sometimes the strategy, and
+"""A loop of one's own: the script chooses every global batch, and sometimes the strategy, and
 ds_hydra the rest.
 
     deepspeed --num_gpus 4 examples/custom_loop/train.py
 
-The mini-batches here follow a curriculum: the longest sequence allowed grows with the iterations.
-Every rank passes the same global mini-batch; the engine gives each rank its part.
+The global batches here follow a curriculum: the longest sequence allowed grows with the iterations.
+Every rank passes the same global batch; the engine gives each rank its part.
 """
 
 from __future__ import annotations

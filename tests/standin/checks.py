@@ -144,7 +144,7 @@ def parity(case: str, strategies: Sequence[str] = (), **hydra: Any) -> dict[str,
 
 
 def iteration() -> dict[str, Any]:
-    """Whole iterations, optimizer step included, of small and of large models and mini-batches:
+    """Whole iterations, optimizer step included, of small and of large models and global batches:
     races, host waits, and kernels outside the model's layers and the optimizer.
 
     [name of the size][strategy]; uneven stages in the small one only.

@@ -145,7 +145,7 @@ BROKEN = 3
 
 
 def rows_ahead() -> dict[str, Any]:
-    """Losses of the engine's own mini-batches, those of the same ones given, who fetched the rows
+    """Losses of the engine's own global batches, those of the same ones given, who fetched the rows
     of each iteration, and in which one an error of a row came.
     """
     import datasets

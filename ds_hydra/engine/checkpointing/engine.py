@@ -145,7 +145,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         *,
         load_data_position: bool = True,
     ) -> Any:
-        """DeepSpeed's `load_checkpoint`; training continues with the mini-batch after the
+        """DeepSpeed's `load_checkpoint`; training continues with the global batch after the
         checkpoint, without `load_data_position` with the data that is attached from its beginning.
 
         The checkpoint may have been saved by another number of ranks, or by stock DeepSpeed. Files

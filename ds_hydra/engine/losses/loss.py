@@ -12,7 +12,7 @@ weight inside the third one. The idea is that of Liger's fused linear cross-entr
 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training", Sec. 3.2).
 
 Legend: T tokens of a packed micro-batch (of which something is predicted), N sequences of a
-mini-batch, H hidden size, V this rank's columns of the
+global batch, H hidden size, V this rank's columns of the
 vocabulary.
 """
 
@@ -83,10 +83,10 @@ class Loss:
         raise NotImplementedError
 
     def normaliser(self, counts: Sequence[Tensor], fields: Sequence[Fields]) -> float:
-        """Divisor of the sum over the whole mini-batch: the number of tokens that count.
+        """Divisor of the sum over the whole global batch: the number of tokens that count.
 
         `counts[n]` [l] says where a token is predicted, `fields[n]` what the example has. Pure:
-        every rank asks with the whole mini-batch.
+        every rank asks with the whole global batch.
         """
         del fields
         return float(sum(int(count.sum()) for count in counts))
@@ -95,13 +95,13 @@ class Loss:
 class SequenceLoss(Loss):
     """A function of the summed log-probabilities of sequences, which may belong to pairs or groups.
 
-    The engine scores the mini-batch first, without gradients: the derivative of this function by
+    The engine scores the global batch first, without gradients: the derivative of this function by
     each sum is then known, and the gradient is that of sums weighted by it, wherever the sequences
     of a pair are. That costs one more forward pass and no constraint on the plan.
     """
 
     def of_sequences(self, sums_N: Tensor, counts_N: Tensor, fields: Sequence[Fields]) -> Tensor:
-        """0-dim: the loss of the mini-batch, differentiable by `sums_N` [N] fp64, the summed
+        """0-dim: the loss of the global batch, differentiable by `sums_N` [N] fp64, the summed
         log-probabilities of the `counts_N` tokens of each sequence that count.
         """
         raise NotImplementedError
@@ -174,8 +174,8 @@ class GRPO(Loss):
     Fields: `advantages`, a number for each sequence, or for each token with `by_token`;
     `old_log_probs` of the policy that generated, for each token, where `is_off_policy`;
     `reference_log_probs` where `kl` > 0, estimated as exp(r) - r - 1 with r = reference - policy.
-    `mean` over "tokens" of the mini-batch (DAPO, Yu et al. 2025, Eq. 8), or over "sequences", each
-    of which is a mean over its tokens. `entropy` rewards that much times the entropy.
+    `mean` over "tokens" of the global batch (DAPO, Yu et al. 2025, Eq. 8), or over "sequences",
+    each of which is a mean over its tokens. `entropy` rewards that much times the entropy.
     """
 
     clip_low: float = 0.2
@@ -335,7 +335,7 @@ def _pairs(fields: Sequence[Fields]) -> tuple[list[int], list[int]]:
         pair = min(alone)
         number = sides[0].get(pair, sides[1].get(pair))
         raise HydraConfigError(
-            f"DPO: example {number} is alone in pair {pair}; both sequences of a pair belong into one mini-batch"
+            f"DPO: example {number} is alone in pair {pair}; both sequences of a pair belong into one global batch"
         )
     return list(sides[0].values()), [sides[1][pair] for pair in sides[0]]
 

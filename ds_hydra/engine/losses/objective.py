@@ -1,7 +1,7 @@
-"""A loss and the fields of one mini-batch's examples: read, checked, alike on all ranks, and cut
+"""A loss and the fields of one global batch's examples: read, checked, alike on all ranks, and cut
 into rows.
 
-Legend: T tokens of a packed micro-batch, N sequences of a mini-batch.
+Legend: T tokens of a packed micro-batch, N sequences of a global batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.errors import HydraConfigError, HydraError, PlanMismatchError
 from ds_hydra.sampler.data.examples import IGNORED_LABEL, check_unmasked
 
-_INDEX = "number of the token in the mini-batch"
+_INDEX = "number of the token in the global batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Objective:
         normaliser = _read_number(loss, counts, fields)
         if not 0 < normaliser < float("inf"):
             raise HydraConfigError(
-                f"loss {name_of(loss)} is divided by {normaliser} in this mini-batch, expected a finite number "
+                f"loss {name_of(loss)} is divided by {normaliser} in this global batch, expected a finite number "
                 "above 0; some token of some example must count, and weights of tokens add up to such a number"
             )
         counted = (torch.tensor(float(count.sum())) for count in counts)
@@ -98,7 +98,7 @@ class Objective:
         # In fp64: losses of pairs are differences of such sums, and small beside them.
         sums_N = torch.stack([values.double().sum() for values in log_probs]).requires_grad_()
         counts_N = torch.stack([_predicted(l).sum() for l in labels])
-        what = f"the mini-batch of {len(labels)} examples"
+        what = f"the global batch of {len(labels)} examples"
         with _of_the_user(self.loss, what):
             value = self.loss.of_sequences(sums_N, counts_N, self.fields)
         if problem := find_problem(self.loss, value, "sums_N", "over sequences"):
@@ -107,7 +107,7 @@ class Objective:
         if not bool(value.isfinite() & weights_N.isfinite().all()):
             bad = [n for n, w in enumerate(weights_N.tolist()) if w != w] or ["all"]
             raise HydraConfigError(
-                f"loss {name_of(self.loss)} of the mini-batch is {float(value)}, and its derivative not finite for "
+                f"loss {name_of(self.loss)} of the global batch is {float(value)}, and its derivative not finite for "
                 f"example {bad[0]}; look at its fields {', '.join(self.loss.sequence_fields)}"
             )
         fields = [{**f, WEIGHT: w} for f, w in zip(self.fields, weights_N.float())]
@@ -152,7 +152,7 @@ class WeightedObjective(Objective):
 
 
 class TokenScoreRecorder(Loss):
-    """Keeps the scores of every token of a mini-batch, without a loss or beside the `inner` one.
+    """Keeps the scores of every token of a global batch, without a loss or beside the `inner` one.
 
     What other ranks score is 0 here.
     """
@@ -188,7 +188,7 @@ class TokenScoreRecorder(Loss):
 
     def __call__(self, tokens: Tokens) -> Tensor:
         """The inner loss; without one there is nothing to minimise."""
-        # What is not predicted goes to the first token of the mini-batch, which nothing predicts.
+        # What is not predicted goes to the first token of the global batch, which nothing predicts.
         index_T = tokens.fields[_INDEX].masked_fill(~tokens.counts_T, 0)
         for name, kept in self._kept.items():
             values_T = getattr(tokens.scores, f"{name}_T")
@@ -208,7 +208,7 @@ class TokenScoreRecorder(Loss):
 
 
 class Scores(NamedTuple):
-    """Scores of the sequences of a mini-batch, in its order; fp32 on the CPU.
+    """Scores of the sequences of a global batch, in its order; fp32 on the CPU.
 
     Value i of a sequence is about its token i, given those before it; the first is 0.
     """
@@ -323,7 +323,7 @@ def _check_candidates(
         return
     for number, (of_example, count) in enumerate(zip(fields, counts, strict=True)):
         ids = of_example[name]
-        what = f"loss {name_of(loss)} reads candidates {name!r}, which example {number} of the mini-batch has"
+        what = f"loss {name_of(loss)} reads candidates {name!r}, which example {number} of the global batch has"
         if ids.dim() != 2:
             raise HydraConfigError(
                 f"{what} in shape {list(ids.shape)}, expected [{len(ids)}, k]: k token ids for each of its input_ids"
@@ -352,10 +352,10 @@ def _predicted(labels: Tensor) -> Tensor:
 def _read_fields(loss: Loss, row: Mapping[str, Any], length: int, number: int) -> Fields:
     found = {}
     for name in (*loss.token_fields, *loss.sequence_fields):
-        what = f"loss {name_of(loss)} reads {name!r}, which example {number} of the mini-batch"
+        what = f"loss {name_of(loss)} reads {name!r}, which example {number} of the global batch"
         if name not in row:
             raise HydraConfigError(f"{what} lacks; it has {', '.join(map(repr, sorted(row)))}")
-        check_unmasked(row[name], f"{name!r} of example {number} of the mini-batch")
+        check_unmasked(row[name], f"{name!r} of example {number} of the global batch")
         try:
             values = torch.as_tensor(row[name]).detach().cpu()
         except (TypeError, ValueError, RuntimeError) as error:
@@ -428,7 +428,7 @@ def check_value(loss: str, numbers: Tensor, device: torch.device) -> None:
         if not torch.allclose(row, rows[0], rtol=1e-6, atol=1e-12):
             raise on_all_ranks(
                 PlanMismatchError(
-                    f"loss {loss} of the mini-batch is {float(rows[0][0])} on rank 0 and {float(row[0])} on rank "
+                    f"loss {loss} of the global batch is {float(rows[0][0])} on rank 0 and {float(row[0])} on rank "
                     f"{rank}, of the same fields; give every rank the same numbers in what it reads beside them"
                 )
             )
@@ -457,7 +457,7 @@ def _parts(objective: Objective | None) -> Iterator[tuple[str, str]]:
     yield f"what loss {name_of(objective.loss)} is divided by", str(objective.normaliser)
     for name in read_by(objective.loss):
         for number, fields in enumerate(objective.fields):
-            yield f"{name!r} of example {number} of the mini-batch", _text(fields[name])
+            yield f"{name!r} of example {number} of the global batch", _text(fields[name])
 
 
 def _is_plain(value: Any) -> bool:

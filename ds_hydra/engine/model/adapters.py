@@ -11,12 +11,12 @@ both. A layer that every rank holds whole has an adapter of the same kind.
 [Note: Noise by counting]
 A generator with a state gives other numbers to a token when another strategy packs, cuts or repeats
 its micro-batch. So each number is a hash of what it is for: the seed and the iteration, the
-sequence (its position in the mini-batch) and the token in it, the layer (its name) and the feature.
-Ranks then agree without exchanging anything, and a layer that is computed again, in backward or on
-another stage, finds the same mask. (Salmon et al. 2011 call such generators counter-based; ours is
-shorter than their Philox: 64 bits of the token and 64 of layer and feature, each well mixed, are
-joined and mixed by two multiplications. Four features share a hash of 64 bits, 16 bits each, so
-rates are multiples of 1 / 65,536.)
+sequence (its position in the global batch) and the token in it, the layer (its name) and the
+feature. Ranks then agree without exchanging anything, and a layer that is computed again, in
+backward or on another stage, finds the same mask. (Salmon et al. 2011 call such generators
+counter-based; ours is shorter than their Philox: 64 bits of the token and 64 of layer and feature,
+each well mixed, are joined and mixed by two multiplications. Four features share a hash of 64 bits,
+16 bits each, so rates are multiples of 1 / 65,536.)
 
 Legend: T tokens of a packed micro-batch or of this rank's part of one, C features.
 """

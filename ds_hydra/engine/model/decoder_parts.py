@@ -292,7 +292,7 @@ def _find_changed_embedding(embedding: nn.Embedding) -> Iterator[str]:
     for attribute in ("max_norm", "scale_grad_by_freq", "sparse"):
         if value := getattr(embedding, attribute, None):
             yield (
-                f"its input embedding has {attribute} = {value}, which looks at all tokens of a mini-batch, and those "
+                f"its input embedding has {attribute} = {value}, which looks at all tokens of a batch, and those "
                 f"are on several pipelines; set {attribute} to {None if attribute == 'max_norm' else False}"
             )
 

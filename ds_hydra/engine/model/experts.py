@@ -372,7 +372,7 @@ class BiasCorrection:
     @torch.no_grad()
     def update(self, tokens_LE: Tensor) -> None:
         """Move all biases by the rate. `tokens_LE` [layers with experts, E] of the whole
-        mini-batch, equal on all ranks.
+        global batch, equal on all ranks.
         """
         for row, bias in self._biases:
             tokens_E = tokens_LE[row].double()

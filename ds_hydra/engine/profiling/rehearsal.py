@@ -4,8 +4,8 @@ it is timed alone.
 Probes are equal micro-batches of one scheme, PP of them. In training all pipelines of a strategy
 run at once, micro-batches are packed sequences of many lengths, pipelines have other numbers of
 them, and slices and gradients travel beside. Where ranks share cores, memory or links, a bubble of
-one is time of another. So a few made mini-batches are planned with what the probes say, run, and T
-of each scheme is scaled by how long its pipelines took.
+one is time of another. So a few made global batches are planned with what the probes say, run, and
+T of each scheme is scaled by how long its pipelines took.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
 
 _HALVINGS = 6
-"""Lengths of a made mini-batch: half of the longest, a quarter, ..., 1/64, and again."""
+"""Lengths of a made global batch: half of the longest, a quarter, ..., 1/64, and again."""
 _SPREAD = 0.3
 """Standard deviation, of logarithms, by which rehearsals and probes of schemes differ: bubbles that
 others use, and work beside.
@@ -72,7 +72,7 @@ def choose_rehearsals(strategies: Iterable[Strategy], schemes: Iterable[Scheme])
 
 
 def made_lengths(longest: int, num_tokens: int) -> tuple[int, ...]:
-    """Lengths of a mini-batch of at least `num_tokens`, long and short ones with as many tokens.
+    """Lengths of a global batch of at least `num_tokens`, long and short ones with as many tokens.
 
     >>> made_lengths(64, 70)
     (32, 16, 16, 8)
@@ -97,7 +97,7 @@ def rehearse(
     """Time the pipelines of each scheme: {strategy, run, predicted_ms, measured_ms}, one for each
     of them. Collective over all ranks; equal on all.
 
-    Every strategy runs one mini-batch, of a context a rank or what an iteration has if that is
+    Every strategy runs one global batch, of a context a rank or what an iteration has if that is
     less, without a step of the optimizer; gradients are thrown away. The first one is run once
     before, for memory that is touched for the first time, and those of schemes that no other
     strategy has twice, where probes are repeated too. What `known` knows is not measured again.

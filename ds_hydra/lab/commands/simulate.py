@@ -90,7 +90,7 @@ def simulate(
         typer.Option(
             min=1,
             max=MAX_BATCHES,
-            help="Mini-batches to simulate; 40 if not given, fewer of more than 200K tokens, whose means are as good.",
+            help="Global batches to simulate; 40 if not given, fewer above 200K tokens, whose means are as good.",
         ),
     ] = None,
     strategies: Annotated[
@@ -146,7 +146,7 @@ def simulate(
             help="With --model, linear layers multiply in 8 bits, as hydra.float8; an estimate, as all of T is.",
         ),
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the mini-batches.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the global batches.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="PNG of a sweep.")] = None,
     timeline_of: Annotated[
         str,
@@ -438,7 +438,7 @@ def _describe_inside(num_steps: int, show: Show) -> str:
     if done < total or not total:
         found = f", {done} of {total} rounds" if total else ""
         return f"{num_ended} of {num_steps} steps, candidates of ds_hydra are chosen{found}"
-    return f"{num_ended} of {num_steps} steps, mini-batches are planned"
+    return f"{num_ended} of {num_steps} steps, global batches are planned"
 
 
 def _count(run: Callable[..., Any], *arguments: Any) -> Any:
@@ -516,7 +516,7 @@ def _head(point: dict[str, Any]) -> str:
     ours = point["systems"][0]
     return (
         f"{point['name']}: {point['num_devices']} devices, context {point['context_length']:,}, "
-        f"{point['tokens_per_iteration']:,} tokens per iteration, {point['iterations']} mini-batches\n"
+        f"{point['tokens_per_iteration']:,} tokens per iteration, {point['iterations']} global batches\n"
         f"ds_hydra: {ours['strategy']}\n"
         f"propagation {point['distance_to_bound']:.1%} above the perfect-balance bound of "
         f"{point['perfect_balance_ms']:,.0f} ms; perfect balance has imbalance {point['imbalance_of_bound']:.2f}"

@@ -58,7 +58,7 @@ def check_workload(workload: Workload, *, is_plain: bool = True) -> None:
 def draw_batches(
     histogram: LengthHistogram, tokens_per_iteration: int, count: int, seed: int
 ) -> tuple[GlobalBatch, ...]:
-    """`count` mini-batches drawn from `histogram`, the same for the same arguments."""
+    """`count` global batches drawn from `histogram`, the same for the same arguments."""
     drawn = histogram.draw_batches(tokens_per_iteration, count, seed)
     return tuple(
         GlobalBatch.of_lengths(lengths.tolist(), number) for number, lengths in enumerate(drawn)

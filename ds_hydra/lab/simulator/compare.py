@@ -1,4 +1,4 @@
-"""ds_hydra against other ways to train: one workload, the same mini-batches for all."""
+"""ds_hydra against other ways to train: one workload, the same global batches for all."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def compare(
     run_each: Callable[..., Iterable[Any]] = map,
     inside: TellProgress | None = None,
 ) -> Comparison:
-    """Simulate ds_hydra and `settings.systems` on the same mini-batches of `workload`.
+    """Simulate ds_hydra and `settings.systems` on the same global batches of `workload`.
 
     ds_hydra has the engine's memory; others, and the paper's system, have what the profile says.
     Systems that cannot run the context are left out. `known`: a comparison whose candidates are

@@ -132,7 +132,7 @@ def _devices_of_node(scenario: Scenario) -> int:
 
 
 def _in_steps(scenario: Scenario, choices: Sequence[MixedGroups], name: str) -> SystemResult | None:
-    """ZeRO-3 with the groups that are fastest for each mini-batch, steps of all ranks together;
+    """ZeRO-3 with the groups that are fastest for each global batch, steps of all ranks together;
     None where no choice holds the context.
     """
     if not any(mixed.longest >= scenario.context_length for mixed in choices):
@@ -142,7 +142,7 @@ def _in_steps(scenario: Scenario, choices: Sequence[MixedGroups], name: str) -> 
     least = np.full(len(chosen), np.inf)
     for mixed in choices:
         for number, lengths in enumerate(scenario.lengths):
-            # Chosen for each mini-batch: what does not hold the context may hold this one
+            # Chosen for each global batch: what does not hold the context may hold this one
             if mixed.longest < lengths.max():
                 continue
             steps = plan_steps([mixed], lengths, total_ms, float(least[number]))

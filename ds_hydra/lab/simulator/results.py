@@ -1,4 +1,4 @@
-"""Results of `compare`: times of all systems on the same mini-batches, with error bars; and the
+"""Results of `compare`: times of all systems on the same global batches, with error bars; and the
 figures of the paper beside ours: what a case's `metric` names mean, and the document of all cases.
 
 A metric is a name and systems, e.g. `imbalance.plain` or `gain.deepspeed.flexsp`;
@@ -39,7 +39,7 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A mean over mini-batches and its standard error."""
+    """A mean over global batches and its standard error."""
 
     mean: float
     standard_error: float
@@ -53,7 +53,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """Ratio of the times of mean mini-batches, with the middle 95% of paired resamples."""
+    """Ratio of the times of mean global batches, with the middle 95% of paired resamples."""
 
     value: float
     low: float
@@ -61,7 +61,7 @@ class Ratio:
 
     @classmethod
     def of(cls, times: FloatArray, reference: FloatArray) -> Ratio:
-        """Sum of `times` over sum of `reference`, mini-batch by mini-batch."""
+        """Sum of `times` over sum of `reference`, global batch by global batch."""
         generator = np.random.Generator(np.random.PCG64(0))
         drawn = generator.integers(0, times.size, (_NUM_RESAMPLES, times.size))
         ratios = times[drawn].sum(axis=1) / reference[drawn].sum(axis=1)
@@ -82,8 +82,8 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Planned:
-    """ds_hydra on all mini-batches, its candidates and the lower bound of all plans in their space
-    of schemes.
+    """ds_hydra on all global batches, its candidates and the lower bound of all plans in their
+    space of schemes.
     """
 
     result: SystemResult
@@ -94,7 +94,7 @@ class Planned:
 
     @property
     def perfect_balance_ms(self) -> FloatArray:
-        """`Bound.perfect_balance_ms` of every mini-batch."""
+        """`Bound.perfect_balance_ms` of every global batch."""
         return np.array([bound.perfect_balance_ms for bound in self.bounds])
 
     @property
@@ -106,7 +106,7 @@ class Planned:
 
     @property
     def is_decided_by_longest(self) -> BoolArray:
-        """Mini-batches that take hardly longer (2%) than their longest sequence alone.
+        """Global batches that take hardly longer (2%) than their longest sequence alone.
 
         Nothing can shorten these, so their other pipelines wait, whatever the plan.
         """
@@ -205,7 +205,7 @@ class Comparison:
         return scenario.simulate(planned.plans[position])
 
     def replan(self, strategy: str) -> tuple[IterationPlan, ...]:
-        """The same mini-batches planned with one strategy."""
+        """The same global batches planned with one strategy."""
         scenario, strategies = self.settings.scenario(self.workload), [Strategy.parse(strategy)]
         return tuple(scenario.plan(batch, strategies) for batch in scenario.batches)
 
@@ -291,9 +291,7 @@ def _over_best(comparison: Comparison, systems: list[str]) -> str:
 def _imbalance(comparison: Comparison, systems: list[str]) -> str:
     values = _result(comparison, systems[0]).imbalance
     low, high = np.quantile(values, [0.1, 0.9])
-    return (
-        f"{values.mean():.2f} on average, {low:.2f} to {high:.2f} in the middle 80% of mini-batches"
-    )
+    return f"{values.mean():.2f} on average, {low:.2f} to {high:.2f} in the middle 80% of global batches"
 
 
 def _gain(comparison: Comparison, systems: list[str]) -> str:

@@ -1,6 +1,6 @@
 """Common inputs of the systems of a comparison, and the measures of each.
 
-All systems see the same mini-batches, the same T, memory model, interconnects and overlap.
+All systems see the same global batches, the same T, memory model, interconnects and overlap.
 Micro-batches have varlen attention everywhere.
 
 Times may scatter (`Noise`): of single micro-batches, and of ranks for a whole iteration.
@@ -90,7 +90,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SystemResult:
-    """One system over all mini-batches; arrays have one entry for each. `strategy` names the
+    """One system over all global batches; arrays have one entry for each. `strategy` names the
     choice.
     """
 
@@ -104,7 +104,7 @@ class SystemResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario(World):
-    """Common inputs of all systems: the mini-batches and where they run.
+    """Common inputs of all systems: the global batches and where they run.
 
     `seen`: share of pull and push, and of ZeRO-3's gathers, that nothing hides, for all systems; as
     much as the overlap leaves if None. `noise`: how times scatter, for all systems, which choose
@@ -123,7 +123,7 @@ class Scenario(World):
 
     @property
     def lengths(self) -> list[IntArray]:
-        """Lengths of every mini-batch, descending."""
+        """Lengths of every global batch, descending."""
         if not self._sorted:
             self._sorted.extend(
                 np.sort(np.array(b.lengths, dtype=np.int64))[::-1] for b in self.batches
@@ -147,7 +147,9 @@ class Scenario(World):
     def planned_outcome(
         self, strategy: Strategy, number: int, *, is_heuristic: bool = False
     ) -> Outcome:
-        """Mini-batch `number` with `strategy`, as planned, or as the planner's heuristic has it."""
+        """Global batch `number` with `strategy`, as planned, or as the planner's heuristic has
+        it.
+        """
         planner = replace(self, settings=self.settings.heuristic()) if is_heuristic else self
         return outcome_of(self.simulate(planner.plan(self.batches[number], [strategy])))
 
@@ -266,7 +268,7 @@ def packed_ms(latency: LatencyModel, sequences_ms: FloatArray) -> float:
 
 
 def summarize(name: str, strategy: str, outcomes: Sequence[Outcome]) -> SystemResult:
-    """The outcomes of all mini-batches as arrays."""
+    """The outcomes of all global batches as arrays."""
     columns = {
         key: np.array([getattr(outcome, key) for outcome in outcomes])
         for key in ("propagation_ms", "iteration_ms", "imbalance", "bubble")
@@ -280,8 +282,8 @@ def best_of(results: Iterable[SystemResult]) -> SystemResult | None:
 
 
 NUM_TRIAL_BATCHES, NUM_FINALISTS = 12, 3
-"""Numbers of trials where a choice takes long: mini-batches that all are tried on, and how many of
-the best run all of them.
+"""Numbers of trials where a choice takes long: global batches that all are tried on, and how many
+of the best run all of them.
 """
 PARTIAL = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the layers that activation checkpointing computes again, for systems that choose."""

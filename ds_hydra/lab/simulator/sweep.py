@@ -65,7 +65,7 @@ def sweep(
 
 
 def _settings_of(point: Workload, settings: Settings) -> Settings:
-    """`settings` with as many mini-batches as a point of this size gets, and <TP,PP> alone: on
+    """`settings` with as many global batches as a point of this size gets, and <TP,PP> alone: on
     thousands of devices a search among all schemes takes long.
     """
     most_proposal = max(1, PROPOSAL_TOKENS_PER_POINT // point.tokens_per_iteration)
@@ -93,7 +93,7 @@ SEEN = 0.69
 NUM_VARIANTS = 8
 """Times that all systems run again, of known interconnects."""
 NUM_BATCHES, MAX_TOKENS = 4, 3_200_000
-"""Mini-batches of each variant, and their tokens; one mini-batch at least."""
+"""Global batches of each variant, and their tokens; one global batch at least."""
 
 
 def with_spread(
@@ -101,10 +101,10 @@ def with_spread(
 ) -> Comparison:
     """`found` with the change of each speed-up of whole iterations.
 
-    All systems run the first mini-batches again, with T, the rates of the interconnect, and the
+    All systems run the first global batches again, with T, the rates of the interconnect, and the
     efficiency of attention 20% lower and higher, one at a time, and with `SEEN` of all transfers on
     top of propagation. Systems are tuned anew for each, but keep the strategies that they may
-    choose from. What a variant changes here is applied to the speed-up over all mini-batches.
+    choose from. What a variant changes here is applied to the speed-up over all global batches.
     `run_each`: see `compare`.
     """
     affordable = max(1, MAX_TOKENS // found.workload.tokens_per_iteration)

@@ -1,8 +1,8 @@
-"""The systems of a comparison: their names, and the way each is run on the mini-batches of a
+"""The systems of a comparison: their names, and the way each is run on the global batches of a
 scenario; other ways to train, and the parts of ds_hydra one by one.
 
-A system that has a choice is tuned with hindsight: it gets what is best on the very mini-batches it
-is compared on. ds_hydra chooses its candidates on other ones.
+A system that has a choice is tuned with hindsight: it gets what is best on the very global batches
+it is compared on. ds_hydra chooses its candidates on other ones.
 """
 
 from __future__ import annotations
@@ -173,10 +173,10 @@ def _in_sequence(name: str, parts: Sequence[SystemResult], scenario: Scenario) -
 def two_stage(
     scenario: Scenario, strategies: Sequence[Strategy] | None = None, *, name: str
 ) -> SystemResult | None:
-    """The best single strategy for all mini-batches, sequences placed by ds_hydra's planner.
+    """The best single strategy for all global batches, sequences placed by ds_hydra's planner.
 
     `strategies`: the choices, homogeneous ones of <TP,PP> that fit the context if not given. All
-    are tried with the planner's heuristic on the first mini-batches, the best few planned as
+    are tried with the planner's heuristic on the first global batches, the best few planned as
     ds_hydra's own on all. None without strategies.
     """
 
@@ -199,7 +199,7 @@ def two_stage(
 def dynamic(
     scenario: Scenario, strategies: Sequence[Strategy], *, name: str
 ) -> tuple[SystemResult, list[IterationPlan]]:
-    """ds_hydra: the planner chooses among `strategies` for every mini-batch. Also the plans."""
+    """ds_hydra: the planner chooses among `strategies` for every global batch. Also the plans."""
     plans = [scenario.plan(batch, strategies) for batch in scenario.batches]
     outcomes = [outcome_of(scenario.simulate(plan)) for plan in plans]
     counts = Counter(str(plan.strategy) for plan in plans).most_common()
@@ -289,16 +289,16 @@ def why_left_out(name: str, scenario: Scenario) -> str:
 
 
 TOKENS_PER_POINT = 20_000_000
-"""Tokens of all mini-batches of one workload then: large ones get fewer, two at least."""
+"""Tokens of all global batches of one workload then: large ones get fewer, two at least."""
 PROPOSAL_TOKENS_PER_POINT = 6_400_000
-"""Tokens of all mini-batches that decide about candidates: 32 of 200K, one at least."""
+"""Tokens of all global batches that decide about candidates: 32 of 200K, one at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Settings of a simulated comparison.
 
-    `systems` other than ds_hydra; `num_proposal_batches` mini-batches, drawn apart from those of
+    `systems` other than ds_hydra; `num_proposal_batches` global batches, drawn apart from those of
     the comparison, decide about ds_hydra's candidates. `overlap` of pull and push with propagation;
     `seen`, `noise`: see `Scenario`. `num_proposal_rounds`: see `CandidateSettings`.
     `max_communicators`: process groups that there may be, as in the engine's configuration. `space`
@@ -318,7 +318,7 @@ class Settings:
     space: Literal["full", "plain"] = "full"
 
     def sized(self, tokens_per_iteration: int) -> Settings:
-        """Settings with fewer mini-batches where they are large: means over as many tokens are
+        """Settings with fewer global batches where they are large: means over as many tokens are
         about as good.
 
         >>> [Settings().sized(tokens).iterations for tokens in (200_000, 2_000_000)]
@@ -333,7 +333,7 @@ class Settings:
         )
 
     def scenario(self, workload: Workload) -> Scenario:
-        """The scenario of all systems: mini-batches of `workload`, the memory of its profile."""
+        """The scenario of all systems: global batches of `workload`, the memory of its profile."""
         return Scenario(
             costs=workload.costs,
             num_devices=workload.num_devices,

@@ -270,7 +270,7 @@ def balanced_ulysses(
 
     Sequences go, longest first, to the micro-batch that then ends first, and micro-batches of about
     the same time run in the same step of all groups; or to the micro-batch that makes the steps
-    together least longer. Each mini-batch gets the better of both, with the fewest micro-batches
+    together least longer. Each global batch gets the better of both, with the fewest micro-batches
     and with one more. `chooses_degree`: of all sizes of groups, too.
     """
 
@@ -297,7 +297,7 @@ _Place = Callable[[ShardedGroup, IntArray], list[Sequence[MicroBatches]]]
 
 
 class _Chosen(NamedTuple):
-    """Times of the micro-batches of each group, and of the mini-batch with them."""
+    """Times of the micro-batches of each group, and of the global batch with them."""
 
     group: ShardedGroup
     times_ms: list[FloatArray]
@@ -312,8 +312,8 @@ def _tuned(
     chooses_degree: bool = False,
     shares_sequences: bool = True,
 ) -> SystemResult | None:
-    """The best size of the groups, that of each mini-batch with `chooses_degree`, and the best of
-    `place` for each mini-batch; groups of one rank unless it `shares_sequences`.
+    """The best size of the groups, that of each global batch with `chooses_degree`, and the best of
+    `place` for each global batch; groups of one rank unless it `shares_sequences`.
     """
 
     def best(group: ShardedGroup, lengths: IntArray) -> _Chosen:
@@ -341,7 +341,7 @@ def _tuned(
             for lengths in scenario.lengths
         ]
         outcomes = [finish(number, chosen) for number, chosen in enumerate(each)]
-        return summarize(name, "a degree for each mini-batch", outcomes)
+        return summarize(name, "a degree for each global batch", outcomes)
     of_group = [[best(group, lengths) for lengths in scenario.lengths] for group in holding]
     found = min(of_group, key=lambda own: sum(map(_iteration_ms, own)))
     outcomes = [finish(number, chosen) for number, chosen in enumerate(found)]

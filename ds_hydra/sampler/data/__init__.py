@@ -1,1 +1,1 @@
-"""Datasets: lengths, examples, mini-batches."""
+"""Datasets: lengths, examples, global batches."""

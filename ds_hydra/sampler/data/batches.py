@@ -1,4 +1,4 @@
-"""Sequences of each iteration: an endless, resumable stream of token-budget mini-batches."""
+"""Sequences of each iteration: an endless, resumable stream of token-budget global batches."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def budget_of(lengths: npt.ArrayLike, tokens_per_iteration: int) -> int:
 
 
 class TokenBudgetSampler:
-    """Draws the global mini-batch of every iteration; the same arguments give the same batches on
+    """Draws the global batch of every iteration; the same arguments give the same batches on
     every rank.
 
     The rule: sequences are drawn in the order of the epoch as long as the sum of their tokens stays

@@ -291,7 +291,7 @@ def check_stored(dataset: datasets.Dataset, what: str) -> None:
     """
     if dataset.format["type"] == "custom":
         raise HydraConfigError(
-            f"{what} computes its rows when they are read (set_transform or with_transform), but mini-batches are "
+            f"{what} computes its rows when they are read (set_transform or with_transform), but global batches are "
             "planned by lengths that are known before; store what it computes: "
             "dataset.with_format(None).map(transform, batched=True)"
         )

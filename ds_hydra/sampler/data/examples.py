@@ -1,6 +1,6 @@
 """Conversion of one example of the user's: token ids and labels of a single sequence.
 
-Datasets, given mini-batches and the Trainer all read their examples here.
+Datasets, given global batches and the Trainer all read their examples here.
 """
 
 from __future__ import annotations
@@ -190,25 +190,25 @@ def to_example(
 
 
 def to_examples(batch: Any, read: Collection[str] = ()) -> list[tuple[IntArray, IntArray]]:
-    """Each example of a given mini-batch, whose columns `read` a loss reads. Raises
+    """Each example of a given global batch, whose columns `read` a loss reads. Raises
     HydraConfigError naming the first that is none.
     """
     if isinstance(batch, Mapping):
         raise HydraConfigError(
-            f"the mini-batch is a dict of {', '.join(map(repr, batch))}, expected a list with one dict for each "
+            f"the global batch is a dict of {', '.join(map(repr, batch))}, expected a list with one dict for each "
             "example: [{'input_ids': [...], 'labels': [...]}, ...]; of a dict of columns this is "
             "[dict(zip(batch, row)) for row in zip(*batch.values())]"
         )
     if not isinstance(batch, Iterable):
         raise HydraConfigError(
-            f"the mini-batch is {batch!r}, expected a list of examples: [{{'input_ids': [...]}}, ...]"
+            f"the global batch is {batch!r}, expected a list of examples: [{{'input_ids': [...]}}, ...]"
         )
     examples = []
     for index, row in enumerate(batch):
-        example = to_example(row, f"example {index} of the mini-batch", read)
+        example = to_example(row, f"example {index} of the global batch", read)
         if not len(example[0]):
             raise HydraConfigError(
-                f"example {index} of the mini-batch has no token; leave it out of the mini-batch"
+                f"example {index} of the global batch has no token; leave it out of the global batch"
             )
         examples.append(example)
     return examples

@@ -16,7 +16,7 @@ from ds_hydra.errors import HydraConfigError
 _LENGTHS_SCHEMA = "ds_hydra.lengths/1"
 
 _MAX_DRAWN_SEQUENCES = 1 << 22
-"""Most sequences of the drawn mini-batches: some hundred bytes each while they are planned."""
+"""Most sequences of the drawn global batches: some hundred bytes each while they are planned."""
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 OverLength: TypeAlias = Literal["truncate", "drop", "split"]
@@ -80,7 +80,7 @@ class LengthHistogram:
     def draw_batches(
         self, tokens_per_iteration: int, num_batches: int, seed: int
     ) -> Iterator[IntArray]:
-        """Lengths of `num_batches` mini-batches drawn with replacement, each within the token
+        """Lengths of `num_batches` global batches drawn with replacement, each within the token
         budget.
 
         As the sampler does, a batch takes sequences while they fit the budget and one at least.
@@ -109,9 +109,13 @@ class LengthHistogram:
             most = _MAX_DRAWN_SEQUENCES // per_batch
             tokens = _MAX_DRAWN_SEQUENCES // 2 * self.num_tokens // self.num_sequences
             raise HydraConfigError(
-                f"{num_batches} mini-batches of {tokens_per_iteration} tokens are about {per_batch * num_batches} "
+                f"{num_batches} global batches of {tokens_per_iteration} tokens are about {per_batch * num_batches} "
                 f"sequences of histogram {self.name!r}, more than {_MAX_DRAWN_SEQUENCES}; "
-                + (f"draw {most} mini-batches" if most else f"lower the tokens of one to {tokens}")
+                + (
+                    f"draw {most} global batches"
+                    if most
+                    else f"lower the tokens of one to {tokens}"
+                )
             )
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Strategies that suit a dataset: §7 of the paper, for every maximum length a mini-batch may
+"""Strategies that suit a dataset: §7 of the paper, for every maximum length a global batch may
 have.
 
 t[n][l] of Eq. (4) is the least time in which n devices process all sequences of at most l tokens,
@@ -13,8 +13,8 @@ So instead of a table over devices, T is bisected. One evaluation of f_T serves 
 at once and does not depend on the number of devices. The result is that of Eq. (4) up to
 `PRECISION` of the time.
 
-Left out: that a sequence cannot be split over pipelines, and the shape of single mini-batches. Both
-are what the planner is for; a proposal only says which strategies it should consider.
+Left out: that a sequence cannot be split over pipelines, and the shape of single global batches.
+Both are what the planner is for; a proposal only says which strategies it should consider.
 
 `round_strategy` makes strategies of whole pipelines near a relaxed one.
 """
@@ -135,7 +135,7 @@ class ProposalSettings:
 
     `charge`: "per_sequence" is Eq. (4) to the letter, T(x, P) with its constant for each sequence.
     "per_micro_batch" spreads the constant over the sequences that share a packed micro-batch and
-    adds the bubble of the pipeline, for mini-batches of `tokens_per_iteration`.
+    adds the bubble of the pipeline, for global batches of `tokens_per_iteration`.
     """
 
     device_step: float = 0.1
@@ -436,7 +436,7 @@ def _make_program(world: World, histogram: LengthHistogram, settings: ProposalSe
 def relaxed_strategies(
     world: World, histogram: LengthHistogram, settings: ProposalSettings
 ) -> tuple[RelaxedStrategy, ...]:
-    """S[N][L] for every maximum length L on the grid that a mini-batch can have, shortest first.
+    """S[N][L] for every maximum length L on the grid that a global batch can have, shortest first.
 
     Times are those of the whole dataset, schemes <TP,PP>. Raises HydraConfigError if none fits the
     context.

@@ -595,7 +595,7 @@ def check_one_phase(strategy: Strategy) -> None:
     if strategy.phases:
         raise HydraConfigError(
             f"strategy {str(strategy)[:80]!r} has {len(strategy.phases)} phases, which the planner puts together for "
-            f"each mini-batch; list each in hydra.strategies by itself: '{strategy.phases[0]}', ..."
+            f"each global batch; list each in hydra.strategies by itself: '{strategy.phases[0]}', ..."
         )
 
 

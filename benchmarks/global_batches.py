@@ -1,6 +1,6 @@
-"""ds_hydra against its closest rivals on mini-batches that people use today.
+"""ds_hydra against its closest rivals on global batches that people use today.
 
-Command: python -m benchmarks.mini_batches --model 7b --devices 8 --tokens 200000 --iterations 5
+Command: python -m benchmarks.global_batches --model 7b --devices 8 --tokens 200000 --iterations 5
 
 LLaMA 7B on 8 and 64 devices, 32B on 64 and 256, 0.2 to 4 million tokens in an iteration, on four
 kinds of lengths: the shipped CommonCrawl and GitHub, chats (lognormal, median 540) and rollouts
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[200_000])
     parser.add_argument("--lengths", choices=LENGTHS, nargs="+", default=list(LENGTHS))
     parser.add_argument(
-        "--iterations", type=int, default=5, help="mini-batches, fewer of many tokens"
+        "--iterations", type=int, default=5, help="global batches, fewer of many tokens"
     )
     arguments = parser.parse_args()
     warm_up()
@@ -84,7 +84,7 @@ def main() -> None:
         "devices",
         "tokens",
         "lengths",
-        "mini-batches",
+        "global batches",
         "ds_hydra, ms",
         *RIVALS,
         "CPU s",
