@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import tiny
 from shared_data import shared_json
-from transformers import Gemma2Config, LlamaConfig, Qwen3Config
+from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, MixtralConfig, Qwen3Config
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from ds_hydra.configs.hydra_config import HydraConfig
@@ -17,6 +17,7 @@ from ds_hydra.engine.profiling.memory import as_the_engine_needs, slice_config, 
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.costs import Costs
+from ds_hydra.strategy.cost_models.flops import describe_config
 from ds_hydra.strategy.profiles.profile import engine_states, exchange_bytes, has_removed_schemes
 
 MODELS = ("7b", "13b", "32b")
@@ -123,10 +124,13 @@ def test_checkpointing_keeps_the_input_only(dtype, size):
     assert memory.activation_bytes == size
 
 
-def test_trace_counts_what_autograd_really_keeps():
-    """The same layer on real CPU tensors, storages counted by address."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_trace_counts_what_autograd_really_keeps(compiled):
+    """The same layer on real CPU tensors, storages counted by address; a compiler's partitioner
+    cuts the graph of a compiled one.
+    """
     config = small_llama()
-    traced = trace_layer_memory(config, num_tokens=64, dtype=torch.float32)
+    traced = trace_layer_memory(config, num_tokens=64, dtype=torch.float32, compiled=compiled)
     from transformers import AutoModelForCausalLM
 
     config.num_hidden_layers = 1
@@ -143,8 +147,14 @@ def test_trace_counts_what_autograd_really_keeps():
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         positions = model.rotary_emb(hidden, torch.arange(64)[None])
+        layer = model.layers[0]
+        if compiled:
+            layer = torch.compile(layer, backend="aot_eager_decomp_partition")
+        of_all_layers = {p.untyped_storage().data_ptr() for p in positions} if compiled else ()
         kept.clear()
-        model.layers[0](hidden, position_embeddings=positions)
+        layer(hidden, position_embeddings=positions)
+        for address in of_all_layers:
+            kept.pop(address, None)
     assert traced.kept_bytes == pytest.approx(sum(size for size, _ in kept.values()), rel=0.02)
 
 
@@ -206,6 +216,43 @@ def test_shards_of_a_micro_batch_keep_a_share_of_everything(checkpointing):
         assert cut.num_tokens == -(-509 // tp) * tp
         assert whole.activation_bytes <= cut.activation_bytes < 1.1 * whole.activation_bytes
         assert cut.peak_bytes < 0.85 * whole.peak_bytes
+
+
+FAMILIES = [
+    LlamaConfig(hidden_size=256, intermediate_size=688, num_attention_heads=8),
+    Qwen3Config(
+        hidden_size=256, intermediate_size=768, num_attention_heads=8, num_key_value_heads=2, head_dim=32
+    ),
+    MixtralConfig(hidden_size=256, intermediate_size=896, num_attention_heads=8, num_key_value_heads=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.model_type)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_estimates_keep_what_is_traced(config, compiled):
+    """But for norms of queries and keys, which no estimate has."""
+    shape, _ = describe_config(config.to_dict(), config.model_type)
+    traced = trace_layer_memory(config, num_tokens=512, compiled=compiled).activation_bytes
+    estimated = shape.activation_bytes(compiled=compiled)
+    has_norms = config.model_type == "qwen3"
+    assert (0.84 if has_norms else 0.97) * traced < estimated < 1.03 * traced
+
+
+def test_tp_without_shards_of_the_sequence_keeps_norms_on_every_rank():
+    config = FAMILIES[0]
+    shape, _ = describe_config(config.to_dict(), config.model_type)
+    for compiled in (False, True):
+        traced = trace_layer_memory(config, num_tokens=512, tp=4, compiled=compiled)
+        estimated = shape.activation_bytes(compiled=compiled, copies=4)
+        assert estimated == pytest.approx(traced.activation_bytes, rel=0.03)
+
+
+def test_rotary_embeddings_of_each_kind_of_layer_are_traced():
+    config = Gemma3TextConfig(
+        hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=32
+    )  # fmt: skip
+    kept = [trace_layer_memory(config, num_tokens=64, compiled=c).kept_bytes for c in (True, False)]
+    assert 0 < kept[0] < kept[1]
 
 
 def test_grouped_query_heads_and_other_models_are_traced():

@@ -26,7 +26,7 @@ from ds_hydra.sampler.candidate_set import decide_candidates, gradient_bytes
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.cluster import try_cluster
-from ds_hydra.strategy.profiles.profile import LatencyModel, with_engine_states
+from ds_hydra.strategy.profiles.profile import LatencyModel, with_engine_memory
 
 MODELS = ("llama2_13b", "llama2_32b", "llama2_7b")
 OTHERS = ("llama3_1_70b", "llama3_1_8b", "qwen3_8b")
@@ -206,11 +206,11 @@ def test_ready_configs_fit_the_devices_they_name(name):
 @pytest.mark.parametrize(
     ("name", "hydra", "most"),
     [
-        ("llama2_13b_8gpus", {"context_length": 32768}, 24_000),
-        ("llama2_32b_16gpus", {"context_length": 16384}, 12_100),
+        ("llama2_13b_8gpus", {"compile_layers": False}, 24_000),
+        ("llama2_32b_16gpus", {"compile_layers": False}, 12_200),
     ],
 )
-def test_what_presets_were_before_does_not_fit(name, hydra, most):
+def test_eager_layers_do_not_fit_the_contexts_of_presets(name, hydra, most):
     report = check_preset(name, **hydra, planner={"space": "plain"})
     assert "no scheme fits a micro-batch of" in report.problems[0]
     assert 0 < max(row["max_len_tokens"] for row in report.schemes) < most
@@ -319,7 +319,7 @@ def default_strategies(name: str) -> list[str]:
         device=torch.device("meta"),
         num_ranks=workload.num_devices,
     )
-    profile = with_engine_states(workload.profile)
+    profile = with_engine_memory(workload.profile)
     settings = CandidateSettings.of(
         config,
         num_devices=workload.num_devices,

@@ -46,7 +46,7 @@ def load_costs(
     """
     from ds_hydra.strategy.cost_models.cluster import find_cluster
     from ds_hydra.strategy.cost_models.costs import Costs
-    from ds_hydra.strategy.profiles.profile import load_profile
+    from ds_hydra.strategy.profiles.profile import load_profile, with_engine_memory
 
     if (profile is None) == (model is None):
         raise HydraConfigError("give --profile, or --model with --hardware: one of them")
@@ -59,6 +59,7 @@ def load_costs(
     assert model is not None
     assert hardware is not None
     estimated = estimate_profile(model, hardware, num_devices, context_length)
+    estimated = with_engine_memory(estimated)
     return Costs(estimated, find_cluster(estimated, num_devices, hardware))
 
 
@@ -71,7 +72,9 @@ def estimate_profile(
     *,
     float8: bool = False,
 ) -> Profile:
-    """The profile of `model` by a roofline of `hardware`; says what it assumes."""
+    """The profile of `model` by a roofline of `hardware`, with activations of Megatron-LM's layers
+    beside the engine's; says what it assumes.
+    """
     from ds_hydra.model_config import read_config
     from ds_hydra.strategy.cost_models.estimate import estimate_from_config
 

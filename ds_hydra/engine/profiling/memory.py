@@ -9,15 +9,21 @@ of the heads and of the MLP under TP. What is counted for the engine is never le
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import functools
+import inspect
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from functorch.compile import aot_function, min_cut_rematerialization_partition
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
@@ -37,6 +43,8 @@ from ds_hydra.strategy.cost_models.decoder import NUM_EXPERTS
 from ds_hydra.strategy.profiles.profile import exchange_bytes
 from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
 from ds_hydra.strategy.schemes.placement import groups_of
+
+logger = logging.getLogger(__name__)
 
 _CONTEXT_BYTES = 3 << 29
 """Bytes of CUDA and its libraries in each process, with EAGER loading: 1.3 GB idle, 1.6 with
@@ -121,6 +129,7 @@ def traced_activation(stage_model: StageModel, tp: int, config: HydraConfig) -> 
             dtype=stage_model.params[0].dtype,
             checkpointing=config.activation_checkpointing,
             tp_sequence_parallel=stage_model.tp.cuts_micro_batches,
+            compiled=config.compile_layers,
         )
     except UnsupportedModelError:
         return None
@@ -171,12 +180,16 @@ def trace_layer_memory(
     dtype: torch.dtype = torch.bfloat16,
     checkpointing: bool = False,
     tp_sequence_parallel: bool = False,
+    compiled: bool = False,
 ) -> LayerMemory:
     """Memory of one decoder layer of `config` for one sequence; allocates nothing.
 
     TP is traced as a layer with the rank's share of heads and MLP; residual stream and norms are
     whole on each rank, or with `tp_sequence_parallel` a shard of the tokens, padded to a multiple
     of `tp`. Raises UnsupportedModelError if the shapes do not divide by `tp`.
+
+    A `compiled` layer keeps what torch's partitioner leaves for backward: products and attention,
+    and few of the numbers between them, which its kernels compute again.
 
     Experts are traced in bf16, of which alone torch knows the shapes of grouped products; other
     types count by their size, which is not less than what they hold.
@@ -199,11 +212,14 @@ def trace_layer_memory(
             with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
                 output = _run(layer, hidden, positions, checkpointing)
             output.sum().backward()
+        kept_bytes = kept.num_bytes
+        if compiled and not checkpointing:
+            kept_bytes = min(kept_bytes, _partitioned_bytes(layer, hidden, positions))
         return LayerMemory(
             num_tokens=num_tokens,
             hidden_size=config.hidden_size,
             tp=tp,
-            kept_bytes=round(kept.num_bytes * scale),
+            kept_bytes=round(kept_bytes * scale),
             peak_bytes=round(_peak_bytes(tracker) * scale),
         )
 
@@ -260,8 +276,8 @@ def slice_config(
     return sliced
 
 
-def _one_layer(config: PretrainedConfig, num_shards: int) -> tuple[nn.Module, nn.Module]:
-    """A layer, which runs on one of `num_shards` shards of a micro-batch, and the module of its
+def _one_layer(config: PretrainedConfig, num_shards: int) -> tuple[nn.Module, Callable[..., Any]]:
+    """A layer, which runs on one of `num_shards` shards of a micro-batch, and what computes its
     rotary embeddings.
     """
     try:
@@ -274,10 +290,12 @@ def _one_layer(config: PretrainedConfig, num_shards: int) -> tuple[nn.Module, nn
         raise UnsupportedModelError(
             f"{type(model).__name__} has no 'layers' and 'rotary_emb' to trace"
         )
-    layer = model.layers[0]
+    layer, rotary = model.layers[0], model.rotary_emb
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        rotary = functools.partial(rotary, layer_type=config.layer_types[0])
     if num_shards > 1:
         _cut_micro_batches(model, layer, num_shards)
-    return layer, model.rotary_emb
+    return layer, rotary
 
 
 def _cut_micro_batches(model: nn.Module, layer: nn.Module, num_shards: int) -> None:
@@ -318,6 +336,48 @@ class _Kept:
     @property
     def num_bytes(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in self._storages.values())
+
+
+def _partitioned_bytes(layer: nn.Module, hidden: Tensor, positions: tuple[Tensor, Tensor]) -> float:
+    """Bytes that forward leaves for backward where torch.compile cuts the graph of both in two;
+    infinite where the layer is no such graph. Rotary embeddings, which all layers share, count not.
+    """
+    named = dict(layer.named_parameters())
+    left = math.inf
+
+    def run(weights: list[nn.Parameter], hidden: Tensor, *positions: Tensor) -> Tensor:
+        bound = dict(zip(named, weights, strict=True))
+        output = functional_call(layer, bound, (hidden,), {"position_embeddings": positions})
+        return output[0] if isinstance(output, tuple) else output
+
+    def count(graph: fx.GraphModule, _inputs: list[Tensor]) -> fx.GraphModule:
+        nonlocal left
+        given = graph.graph.find_nodes(op="placeholder")
+        shared = {*given[: len(named)], *given[len(named) + 1 :]}
+        outputs: Any = graph.graph.output_node().args[0]
+        owners = {_owner(node) for node in outputs[1:]} - shared
+        found = (owner.meta["val"] for owner in owners)
+        left = sum(v.numel() * v.element_size() for v in found if isinstance(v, Tensor))
+        return graph
+
+    traced = aot_function(
+        run,
+        fw_compiler=count,
+        bw_compiler=lambda graph, _: graph,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    try:
+        traced(list(named.values()), hidden, *positions)
+    except Exception as error:  # torch has no common one for what it cannot trace
+        logger.info("a compiled layer counts as an eager one, which torch traces: %s", error)
+    return left
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """The node whose memory `node` is a view of, or itself."""
+    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _peak_bytes(tracker: MemTracker) -> int:

@@ -491,9 +491,9 @@ def estimate_profile(
     layers = stage_model.num_layers
 
     def activation_bytes(tp: int) -> float:
-        kept = shape.activation_bytes(tp)
-        inputs = 2.0 if stage_model.tp.cuts_micro_batches else 2.0 * tp
-        return inputs + kept / layers if hydra.activation_checkpointing else kept
+        copies = 1 if stage_model.tp.cuts_micro_batches else tp
+        kept = shape.activation_bytes(compiled=hydra.compile_layers, copies=copies)
+        return 2.0 * copies + kept / layers if hydra.activation_checkpointing else kept
 
     document = predict_profile(
         shape,

@@ -579,6 +579,7 @@ def _token_bytes(
             dtype=dtype,
             checkpointing=config.activation_checkpointing,
             tp_sequence_parallel=propagators[many].stage_model.tp.cuts_micro_batches,
+            compiled=config.compile_layers,
         )
         layer = traced.kept_bytes / traced.num_tokens
         if config.activation_checkpointing:  # one layer at a time is there as a whole

@@ -33,7 +33,11 @@ from ds_hydra.sampler.sample_bench import (
     TellProgress,
 )
 from ds_hydra.strategy.cost_models.costs import CanRun
-from ds_hydra.strategy.profiles.profile import Profile, with_engine_states
+from ds_hydra.strategy.profiles.profile import (
+    Profile,
+    has_published_states,
+    with_engine_memory,
+)
 from ds_hydra.strategy.proposal.program import (
     check_context,
     usable_schemes,
@@ -70,7 +74,7 @@ def compare(
     workload = workload.knowing(replace(workload.profile, ranks_per_core=1.0))
     is_plain = settings.space == "plain" or bool(workload.strategies)
     start = replace(settings, iterations=0).scenario(workload)
-    own = start.knowing(workload.own_profile or with_engine_states(workload.profile))
+    own = start.knowing(workload.own_profile or with_engine_memory(workload.profile))
     own = replace(own, can_run=workload.can_run)
     if known is None:
         if not (is_plain or own.statics() or _fits_extended(workload, own)):
@@ -89,10 +93,16 @@ def compare(
         jobs[NO_TP] = partial(_run_without_tp, NO_TP, workload, own, settings, candidates)
     for name, each in ((PLAIN, own), (PAPER, scenario)):
         # Where the profile has the engine's memory already, PAPER would be PLAIN again
-        if name in settings.systems and (name == PLAIN or each.profile is not own.profile):
+        if name in settings.systems and (name == PLAIN or has_published_states(each.profile)):
             jobs[name] = partial(_run_plain, name, workload, each, settings, given.get(name))
     others = [name for name in settings.systems if name not in OUR_SYSTEMS]
-    jobs |= {name: partial(SYSTEMS[name].run, scenario, name=name) for name in others}
+    kept = own.profile.memory.activation_bytes
+    memory = replace(scenario.profile.memory, activation_bytes=kept)
+    alike = scenario.knowing(replace(scenario.profile, memory=memory))
+    for name in others:
+        system = SYSTEMS[name]
+        each = alike if system.has_own_layers else scenario
+        jobs[name] = partial(system.run, each, name=name)
     found = _run_all(jobs, progress, run_each)
     planned = {n: found[n] for n in OUR_SYSTEMS if found.get(n) is not None}
     found |= {name: each.result for name, each in planned.items()}

@@ -232,12 +232,14 @@ def _on_zero3(
 
 class System(NamedTuple):
     """`label`: what users see. `run` is given a scenario and the name of the result, which is None
-    where nothing fits. `needs`: bytes of a rank under each of its choices.
+    where nothing fits. `needs`: bytes of a rank under each of its choices. With
+    `has_own_layers` its layers keep as many bytes as ds_hydra's.
     """
 
     label: str
     run: Callable[..., SystemResult | None]
     needs: Callable[[Scenario], Iterable[Need]] = needs_of_pipelines
+    has_own_layers: bool = False
 
 
 SYSTEMS = {
@@ -260,9 +262,10 @@ SYSTEMS = {
     ),
     "flexsp": System("FlexSP", partial(_on_zero3, flexsp), needs_of_shares),
     "flexsp_hidden": System(
-        "FlexSP, exchanges hidden as ours",
+        "FlexSP, layers and exchanges as ours",
         partial(_on_zero3, flexsp, hides_exchanges=True),
         needs_of_shares,
+        has_own_layers=True,
     ),
     "fcp": System("FCP", partial(_on_zero3, fcp), partial(needs_of_shares, exchanges=False)),
     "dynamic_cp": System("Megatron-Core, dynamic CP", dynamic_cp),

@@ -275,11 +275,37 @@ class ModelShape:
             - of_mixer * (1 - means.mixer_share)
         )
 
-    def activation_bytes(self, tp: int) -> float:
-        """A of App. B.1: bytes that a token leaves for each layer and hidden unit of 1/TP of a
-        micro-batch; for dense models within 2% of the published A800 profiles.
+    def fused_activation_bytes(self, tp: int) -> float:
+        """A of App. B.1 of Megatron-LM's layers, with TP in shards of the sequence; for dense
+        models within 2% of the published A800 profiles.
         """
         return self.kept_bytes + 1.5 * tp
+
+    def activation_bytes(self, *, compiled: bool = True, copies: int = 1) -> float:
+        """A of App. B.1 in 16 bit: bytes that a token leaves for each layer and hidden unit of 1/TP
+        of a micro-batch, under any TP whose ranks have shards of the micro-batch between products;
+        where they have `copies` of it, each keeps all numbers of norms.
+
+        A layer keeps queries, keys, values and attention's output, and the operands of its
+        products. Where it is `compiled` it keeps two numbers for a norm, what goes in and what
+        comes out, and three for each unit of an MLP; else both in fp32 too, and four.
+
+        >>> sizes = {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000}
+        >>> shape = ModelShape(num_layers=32, **sizes)
+        >>> shape.activation_bytes(), shape.activation_bytes(compiled=False)
+        (32.125, 45.5)
+        """
+        means, hidden = self.means, self.hidden_size
+        of_norm, of_unit = (4, 6) if compiled else (8, 8)
+        share = means.mixer_share
+        mixed = max(means.attention_width / hidden, share)
+        rows = self.experts.layer_share * self.experts.chosen if self.experts is not None else 0.0
+        return (
+            of_norm * (1 + share) * copies
+            + 4 * (1 + self.key_value_share) * mixed
+            + of_unit * means.kept_width / hidden
+            + _KEPT_OF_EXPERTS * rows
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The "model" section of a profile, beside the model's name."""

@@ -11,7 +11,12 @@ from ds_hydra.configs.files import read_json_object
 from ds_hydra.strategy.cost_models.analytic import Hardware, predict_latency, predict_profile
 from ds_hydra.strategy.cost_models.decoder import read_decoder
 from ds_hydra.strategy.cost_models.flops import ModelFlops, describe_config, expert_parallel_schemes
-from ds_hydra.strategy.profiles.profile import Profile, engine_states, expert_memory
+from ds_hydra.strategy.profiles.profile import (
+    ENGINE_ACTIVATIONS,
+    Profile,
+    engine_states,
+    expert_memory,
+)
 from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme
 
@@ -57,8 +62,9 @@ def estimate_from_config(
         name=path.parent.name if path.name == "config.json" else path.name.removesuffix(".json"),
         memory={
             "activation_bytes_per_token_per_layer_per_hidden": {
-                str(tp): shape.activation_bytes(tp) for tp in {scheme.tp for scheme in schemes}
+                str(tp): shape.fused_activation_bytes(tp) for tp in {s.tp for s in schemes}
             },
+            ENGINE_ACTIVATIONS: shape.activation_bytes(),
             **engine_states(params, _ELEMENT_BYTES),
             **expert_memory(means.expert_params / means.params),
         },
@@ -79,8 +85,9 @@ def estimate_from_config(
         f"{reached['attention']:.0%} in attention ({described.get('source', 'no source given')})",
         "MFU: those shares are a ceiling of it; left out are P2P between stages, imbalance of experts without ep, slow "
         "devices, contention and loading of data, so that a run has less",
-        f"memory: {shape.kept_bytes:.3g} + 1.5 TP bytes a token, layer and hidden unit, of recomputed layers inputs "
-        "in shards of TP groups, the engine's states, an eighth left free",
+        f"memory: {shape.activation_bytes():.3g} bytes a token, layer and hidden unit, as compiled layers keep "
+        f"({shape.activation_bytes(compiled=False):.3g} without hydra.compile_layers), in other systems "
+        f"{shape.kept_bytes:.3g} + 1.5 TP, of recomputed layers inputs in shards of TP groups, the engine's states, an eighth left free",
     ]
     if float8:
         one = Scheme(1, 1)

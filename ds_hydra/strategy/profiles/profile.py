@@ -628,13 +628,12 @@ EXCHANGE_BUFFERS = 4
 _TABLES = 2
 """Embedding and head of the models whose published profiles count one for both."""
 
-_ACTIVATION_BYTES, _ACTIVATION_BYTES_OF_TP = 45.6, 0.1
-"""A of App. B.1 of LLaMA's layers in 16 bit as transformers computes them, with TP in shards of the
-sequence, by tracing (docs/cost-model.md); the second for each TP rank.
-"""
-
 _STATES = "states"
 _ACTIVATIONS = "activation_bytes_per_token_per_layer_per_hidden"
+ENGINE_ACTIVATIONS = "engine_activation_bytes_per_token_per_layer_per_hidden"
+"""Key of the engine's A of App. B.1 under any TP, beside that of the system that was measured: of
+layers that are compiled, with TP in shards of the sequence (docs/cost-model.md).
+"""
 _PUBLISHED = "published"
 """Value of `_STATES` in the memory of a profile whose bytes of states are those of the paper."""
 
@@ -668,13 +667,29 @@ def expert_memory(fraction: float) -> dict[str, float]:
     return {"expert_fraction": fraction} if fraction else {}
 
 
-def with_engine_states(profile: Profile) -> Profile:
-    """`profile` with the engine's bytes of states and activations in place of published ones; as it
-    is where they are the engine's already.
+def has_published_states(profile: Profile) -> bool:
+    """Whether the bytes of states in `profile` are those of the paper."""
+    return bool(profile.document["memory"].get(_STATES) == _PUBLISHED)
+
+
+def with_engine_memory(profile: Profile) -> Profile:
+    """`profile` with the engine's bytes of states and activations in place of those of other
+    systems; as it is where they are the engine's already.
     """
     memory = profile.document["memory"]
-    if memory.get(_STATES) != _PUBLISHED:
+    found: dict[str, Any] = {}
+    if ENGINE_ACTIVATIONS in memory:
+        own = read_number(memory, ENGINE_ACTIVATIONS)
+        memory = {name: value for name, value in memory.items() if name != ENGINE_ACTIVATIONS}
+        found[_ACTIVATIONS] = {str(tp): own for tp in profile.memory.activation_bytes}
+    if has_published_states(profile):
+        found |= _engine_states(profile)
+    if not found:
         return profile
+    return Profile.from_json({**profile.document, "memory": {**memory, **found}})
+
+
+def _engine_states(profile: Profile) -> dict[str, Any]:
     known = profile.memory
     if not known.slice_bytes or not known.input_bytes:
         raise HydraConfigError(
@@ -682,16 +697,15 @@ def with_engine_states(profile: Profile) -> Profile:
             "slice_bytes_per_layer_per_hidden2 and input_bytes_per_token_per_layer_per_hidden above 0"
         )
     params_per_hidden2 = known.slice_bytes / known.input_bytes
-    found: dict[str, Any] = engine_states(params_per_hidden2, known.input_bytes)
     layer, table = params_per_hidden2 * known.hidden_size**2, known.hidden_size * known.vocab_size
-    found["exchange_bytes"] = exchange_bytes(layer, table, 2.0)
-    found["vocabulary_tables"] = _TABLES
-    found[_ACTIVATIONS] = {
-        str(tp): _ACTIVATION_BYTES + _ACTIVATION_BYTES_OF_TP * tp for tp in known.activation_bytes
+    return {
+        **engine_states(params_per_hidden2, known.input_bytes),
+        "exchange_bytes": exchange_bytes(layer, table, 2.0),
+        "vocabulary_tables": _TABLES,
+        _STATES: "engine",
     }
-    return Profile.from_json({**profile.document, "memory": {**memory, **found, _STATES: "engine"}})
 
 
 def load_profile(name_or_path: str) -> Profile:
     """The profile of that path, or the shipped one of that name, with the engine's memory."""
-    return with_engine_states(Profile.load(find_profile(name_or_path)))
+    return with_engine_memory(Profile.load(find_profile(name_or_path)))
