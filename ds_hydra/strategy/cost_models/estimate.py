@@ -87,7 +87,8 @@ def estimate_from_config(
         "devices, contention and loading of data, so that a run has less",
         f"memory: {shape.activation_bytes():.3g} bytes a token, layer and hidden unit, as compiled layers keep "
         f"({shape.activation_bytes(compiled=False):.3g} without hydra.compile_layers), in other systems "
-        f"{shape.kept_bytes:.3g} + 1.5 TP, of recomputed layers inputs in shards of TP groups, the engine's states, an eighth left free",
+        f"{shape.kept_bytes:.3g} + 1.5 TP, of recomputed layers inputs in shards of TP groups, the engine's states, an "
+        "eighth left free",
     ]
     if float8:
         one = Scheme(1, 1)
