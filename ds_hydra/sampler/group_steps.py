@@ -209,10 +209,11 @@ class MixedGroups:
         if best is None or not exchanges.size or not members.size:
             return best
         own, costs = lengths[members], np.ascontiguousarray(table[:, members])
+        least_ms = (1 - _ROUNDING) * (self.start_ms + float(self.work_ms(costs).sum()))
         low, high = 0.0, best.slowest_ms
         for _ in range(_NUM_DEADLINES):
             deadline, tried = (low + high) / 2, np.zeros((1, self._sizes.size), dtype=np.int64)
-            is_met = cut_for_deadline(
+            is_met = deadline >= least_ms and cut_for_deadline(
                 own,
                 costs,
                 self._constants,
@@ -338,7 +339,8 @@ def plan_steps(
         if bound(slowest, 0, all_ms) >= least:
             break
         is_found = False
-        for share in _SHARES:
+        # One step takes all sequences, whatever the share
+        for share in _SHARES if count > 1 else _SHARES[:1]:
             steps: list[GroupStep] = []
             left, left_ms = everything, all_ms
             is_left[:] = True
@@ -531,26 +533,29 @@ def _place(
     all ranks together `cheapest_ms` at least; the cut is left once more than `spare_ms` is taken
     beyond that.
     """
-    first = 0
+    # Sizes that the cut has, where their groups begin, and the state of the earliest of each
+    kinds, begin = np.empty_like(cut), np.empty_like(cut)
+    top_ms, top_filled = np.empty(cut.size), np.zeros_like(cut)
+    num_kinds, first = 0, 0
     for k in range(cut.size):
+        if cut[k] > 0:
+            kinds[num_kinds], begin[num_kinds], top_ms[num_kinds] = k, first, constants[k]
+            num_kinds += 1
         for g in range(first, first + cut[k]):
             # All groups of a size begin together, so any order of them is a heap.
             ends[g], filled[g], heap[g] = constants[k], 0, g
         first += cut[k]
     slowest = 0.0
     for i in range(lengths.size):
-        end, kind, top = limit, -1, 0
-        first = 0
-        for k in range(cut.size):
-            if cut[k] > 0:
-                group = heap[first]
-                has_room = filled[group] + lengths[i] <= max_len[k]
-                # `end` begins at the limit: a cut that cannot win is left at its first sequence.
-                if has_room and ends[group] + table[k, i] < end:
-                    end, kind, top = ends[group] + table[k, i], k, first
-            first += cut[k]
-        if kind < 0:
+        # `end` begins at the limit: a cut that cannot win is left at its first sequence.
+        end, chosen = limit, -1
+        for n in range(num_kinds):
+            own_ms = top_ms[n] + table[kinds[n], i]
+            if own_ms < end and top_filled[n] + lengths[i] <= max_len[kinds[n]]:
+                end, chosen = own_ms, n
+        if chosen < 0:
             return np.inf
+        kind, top = kinds[chosen], begin[chosen]
         spare_ms -= sizes[kind] * table[kind, i] - cheapest_ms[i]
         if spare_ms < 0.0:
             return np.inf
@@ -559,6 +564,8 @@ def _place(
         placed[i], ends[group] = group, end
         filled[group] += lengths[i]
         sift_down(heap[top : top + cut[kind]], ends)
+        group = heap[top]
+        top_ms[chosen], top_filled[chosen] = ends[group], filled[group]
     return slowest
 
 
@@ -639,29 +646,46 @@ def cut_for_deadline(
     the largest first.
     """
     ends, filled = np.zeros(num_ranks), np.zeros(num_ranks, dtype=np.int64)
-    kinds = np.zeros(num_ranks, dtype=np.int64)
+    # Groups of each size, those that end last first, of equals in the order of their numbers
+    open_ = np.empty((sizes.size, num_ranks), dtype=np.int64)
+    num_open = np.zeros_like(sizes)
     num_groups, left = 0, num_ranks
     for i in range(lengths.size):
-        best = -1
-        for g in range(num_groups):
-            k = kinds[g]
-            if ends[g] + table[k, i] > deadline or filled[g] + lengths[i] > max_len[k]:
-                continue
-            if best < 0 or k < kinds[best] or (k == kinds[best] and ends[g] > ends[best]):
-                best = g
+        best, kind, place = -1, -1, 0
+        for k in range(sizes.size):
+            own_ms, place, last = table[k, i], 0, num_open[k]
+            while place < last:  # the first one that meets the deadline
+                middle = (place + last) // 2
+                if ends[open_[k, middle]] + own_ms > deadline:
+                    place = middle + 1
+                else:
+                    last = middle
+            while place < num_open[k] and filled[open_[k, place]] + lengths[i] > max_len[k]:
+                place += 1
+            if place < num_open[k]:
+                best, kind = open_[k, place], k
+                break
         if best < 0:
             for k in range(sizes.size):
                 fits = constants[k] + table[k, i] <= deadline and lengths[i] <= max_len[k]
                 if fits and sizes[k] <= left:
-                    best, kinds[num_groups], ends[num_groups] = num_groups, k, constants[k]
+                    best, kind, place, ends[num_groups] = num_groups, k, num_open[k], constants[k]
                     num_groups += 1
+                    num_open[k] += 1
                     left -= sizes[k]
                     counts[k] += 1
                     break
         if best < 0:
             return False
-        ends[best] += table[kinds[best], i]
+        ends[best] += table[kind, i]
         filled[best] += lengths[i]
+        while place > 0:
+            before = open_[kind, place - 1]
+            if ends[before] > ends[best] or (ends[before] == ends[best] and before < best):
+                break
+            open_[kind, place] = before
+            place -= 1
+        open_[kind, place] = best
     for k in range(sizes.size - 1, -1, -1):
         counts[k] += left // sizes[k]
         left %= sizes[k]
