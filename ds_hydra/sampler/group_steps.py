@@ -6,6 +6,7 @@ the known sizes is tried (of many, some: `MixedGroups.step`), in order of a lowe
 bound is no better than the best.
 Sequences are assigned in order of decreasing length, each to the group that would finish it
 earliest. A global batch is cut into the fewest steps that can hold it, or up to `MORE_STEPS` more.
+Where one number of steps after another holds too little, more and more of them are passed over.
 Steps are made one after the other out of the sequences that are left: the longest of them, about as
 many tokens as each step would have, somewhat less, or every second one of two steps. What else ends
 before the slowest group, and has room, goes into the same step, longest first. So a step that has
@@ -44,6 +45,8 @@ sequence where n steps are left.
 """
 MAX_CUTS = 2400
 """Ways to cut the ranks that are all tried: 64 ranks have 1,828 into powers of two."""
+_FAILED_A_STRIDE = 3
+"""Numbers of steps in a row that do not hold the sequences, until one more is passed over."""
 _NUM_DEADLINES = 12
 _NUM_PLACES = 33
 """Sequences of a global batch, evenly spread over its lengths, whose length bounds the steps."""
@@ -311,10 +314,11 @@ def plan_steps(
     lengths: IntArray,
     finish: Callable[[FloatArray], float],
     limit: float = np.inf,
+    between_ms: Callable[[GroupStep, GroupStep], float] = lambda *_: 0.0,
 ) -> list[GroupStep]:
     """The steps of a global batch (lengths descending), each of one of `kinds`, for which `finish`
-    of the slowest groups, a convex function of their times, is least; none where that is not below
-    `limit`.
+    of the slowest groups, a convex function of their times, and `between_ms` of neighbours are
+    least together; none where that is not below `limit`.
     """
     tables = [kind.table_ms(lengths) for kind in kinds]
     work_ms = np.min([kind.work_ms(table) for kind, table in zip(kinds, tables)], axis=0)
@@ -334,7 +338,8 @@ def plan_steps(
     everything, all_ms = np.arange(lengths.size), float(work_ms.sum())
     is_left = np.empty(lengths.size, dtype=np.bool_)
     room = _Room.of(kinds, lengths)
-    for count in range(max(min(fewest), room.fewest(everything)), max(*fewest, lengths.size) + 1):
+    count, stride, num_failed = max(min(fewest), room.fewest(everything)), 1, 0
+    while count <= max(*fewest, lengths.size):
         slowest = np.empty(count)
         if bound(slowest, 0, all_ms) >= least:
             break
@@ -342,17 +347,18 @@ def plan_steps(
         # One step takes all sequences, whatever the share
         for share in _SHARES if count > 1 else _SHARES[:1]:
             steps: list[GroupStep] = []
-            left, left_ms = everything, all_ms
+            left, left_ms, seen_ms = everything, all_ms, 0.0
             is_left[:] = True
             for rest in reversed(range(count)):
                 own = _first_of(lengths, left, rest + 1, share)
-                step = _best_step(kinds, lengths, tables, own)
+                step = _best_step(kinds, lengths, tables, own, steps[-1:], between_ms)
                 if step is None:
                     break
                 # The last step has all that is left already.
                 if rest:
                     step = kinds[step.kind].filled(lengths, tables[step.kind], step, left)
                 slowest[len(steps)] = step.slowest_ms
+                seen_ms += between_ms(steps[-1], step) if steps else 0.0
                 steps.append(step)
                 is_left[step.members] = False
                 left = left[is_left[left]]
@@ -360,7 +366,7 @@ def plan_steps(
                 if room.fewest(left) > rest:
                     step = None
                     break
-                ms = bound(slowest, len(steps), left_ms)
+                ms = seen_ms + bound(slowest, len(steps), left_ms)
                 # Rounding of the sums must not decide that an equal plan is carried on.
                 if ms >= least * (1 - EPSILON):
                     break
@@ -370,6 +376,12 @@ def plan_steps(
         num_tried += is_found
         if num_tried > MORE_STEPS and count >= max(fewest):
             break
+        if is_found and stride > 1:  # back to the first that was passed over
+            count, stride, num_failed = count - stride + 1, 1, 0
+            continue
+        num_failed = 0 if is_found else num_failed + 1
+        stride = 1 + num_failed // _FAILED_A_STRIDE
+        count += stride
     return [
         kinds[step.kind].improved(lengths, tables[step.kind], step) if step.members.size else step
         for step in best
@@ -405,11 +417,18 @@ def _best_step(
     lengths: IntArray,
     tables: Sequence[FloatArray],
     members: IntArray,
+    before: Sequence[GroupStep],
+    between_ms: Callable[[GroupStep, GroupStep], float],
 ) -> GroupStep | None:
-    best = None
+    """Return the step of `members` that ends first after that `before` it, if there is one."""
+    best, least_ms = None, np.inf
     for number, (kind, table) in enumerate(zip(kinds, tables)):
-        limit = np.inf if best is None else best.slowest_ms
-        best = kind.step(number, lengths, table, members, limit) or best
+        step = kind.step(number, lengths, table, members, least_ms)
+        if step is None:
+            continue
+        ms = step.slowest_ms + sum(between_ms(other, step) for other in before)
+        if ms < least_ms:
+            best, least_ms = step, ms
     return best
 
 
