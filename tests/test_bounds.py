@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_hydra.sampler.bounds import strategy_bound_ms
+from ds_hydra.sampler.bounds import is_impossible, strategy_bound_ms
 from ds_hydra.sampler.dispatch import dispatch_trials, fit_trials
 from ds_hydra.sampler.problem import PipelineKind, make_problem
 from ds_hydra.sampler.refine import improve_dispatch, pack_pipelines, refine_pipelines
@@ -62,7 +62,9 @@ equal_lengths = st.builds(
 )
 def test_no_plan_is_below_the_bound(lengths, kinds, is_exact):
     problem = make(lengths, kinds, is_exact)
-    assert strategy_bound_ms(problem, MUCH_MS) <= find_ms(problem) * (1 + 1e-9)
+    found_ms = find_ms(problem) * (1 + 1e-9)
+    assert strategy_bound_ms(problem, MUCH_MS) <= found_ms
+    assert not is_impossible(problem, found_ms)
 
 
 @settings(deadline=None, max_examples=100)
@@ -79,6 +81,8 @@ def test_many_short_sequences_come_near_the_bound(num_stages, gap):
     problem = make(lengths, [PipelineKind(4, num_stages, 100, latency)])
     bound, found = strategy_bound_ms(problem, MUCH_MS), find_ms(problem)
     assert bound <= found <= bound * (1 + gap)
+    assert is_impossible(problem, 0.99 * bound)
+    assert not is_impossible(problem, found)
 
 
 def test_long_sequences_that_cannot_share_need_a_pipeline_each():

@@ -462,7 +462,7 @@ class Made:
     def __init__(self, bound_ms, time_ms):
         self.least_ms, self.phase, self.limits = bound_ms, SimpleNamespace(iteration_ms=time_ms), []
 
-    def bound_ms(self, planning):
+    def bound_ms(self, planning, limit_ms):
         return self.least_ms
 
     def plan(self, planning, limit_ms):

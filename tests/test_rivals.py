@@ -144,6 +144,25 @@ def test_steps_hold_every_sequence_once():
     assert len(steps) >= 3  # 540 tokens, 240 in a step
 
 
+def test_one_step_is_looked_for_once_and_steps_that_hold_too_little_in_strides(monkeypatch):
+    """66 and 100 tokens share no group of 128, so that 200 steps are found where 131 hold the
+    tokens: 69 numbers of steps between, and four shares of each.
+    """
+    tried = []
+    step = MixedGroups.step
+    monkeypatch.setattr(
+        MixedGroups, "step", lambda *args: [tried.append(args[4].size), step(*args)][1]
+    )
+    times = [lambda lengths: lengths.astype(float), lambda lengths: lengths / 2]
+    pair = MixedGroups(2, [1, 2], [128, 256], [1.0, 1.0], times)
+    plan_steps([pair], np.array([60, 50, 40]), lambda slowest: float(slowest.sum()))
+    assert tried == [3]
+    tried.clear()
+    lengths = np.array([100] * 200 + [66] * 200)
+    assert len(plan_steps([pair], lengths, lambda slowest: float(slowest.sum()))) == 200
+    assert len(tried) < 6000  # 13,441 one by one
+
+
 def test_sequences_change_places_in_a_step():
     """8, 7, 6, 5, 4 on two groups: longest first to the earliest group ends at 17, best is 15."""
     lengths = np.array([8, 7, 6, 5, 4])

@@ -397,6 +397,25 @@ def _is_impossible(problem: DispatchProblem, limit_ms: float, prices: FloatArray
 
 
 @compiled
+def _first_prices(problem: DispatchProblem) -> FloatArray:
+    """Prices that a search for a proof begins with."""
+    # Time decides more often than memory: tokens begin at a twentieth of the price of their time.
+    prices = np.ones((2, problem.num_stages.size))
+    for kind in range(problem.num_stages.size):
+        prices[1, kind] = 0.05 * problem.sequence_ms[kind].sum() / problem.lengths.sum()
+    return prices
+
+
+@compiled
+def is_impossible(problem: DispatchProblem, limit_ms: float) -> bool:
+    """Whether it is proved that no dispatch and packing ends within `limit_ms`.
+
+    Takes a tenth of `strategy_bound_ms`. Every sequence must fit on some pipeline.
+    """
+    return problem.lengths.size > 0 and _is_impossible(problem, limit_ms, _first_prices(problem))
+
+
+@compiled
 def strategy_bound_ms(problem: DispatchProblem, upper_ms: float) -> float:
     """Lower bound of the slowest pipeline over every dispatch and packing, searched up to
     `upper_ms`.
@@ -417,11 +436,7 @@ def strategy_bound_ms(problem: DispatchProblem, upper_ms: float) -> float:
                 )
                 alone = min(alone, time)
         low = max(low, alone)
-    # Time decides more often than memory: tokens begin at a twentieth of the price of their time.
-    num_kinds = problem.num_stages.size
-    prices = np.ones((2, num_kinds))
-    for kind in range(num_kinds):
-        prices[1, kind] = 0.05 * problem.sequence_ms[kind].sum() / problem.lengths.sum()
+    prices = _first_prices(problem)
     # Prices go from one step of the bisection to the next: near limits have near prices.
     high = upper_ms
     while low < high * (1 - _PRECISION):

@@ -19,12 +19,19 @@ run under one strategy.
 
 Gathered weights may stay on the nodes (`hpz`), whatever the candidates say: groups are the same.
 It costs memory, so it is tried where a step waits for weights, or where times were measured.
+
+A search that goes step by step may end slower with more schemes. So it is made again among those
+that a plan uses, and where that leaves the plan far above its bound, without each of these, with
+each alone, and with those that hold most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -40,13 +47,18 @@ from ds_hydra.strategy.schemes.scheme import MAX_PHASES, Scheme, Strategy
 _MANY = 16
 """Equal sequences of a full micro-batch, for which a second menu is put together."""
 
+_NESTED_GAP = 0.05
+"""Share above its lower bound by which a plan may be slower than one with fewer schemes, so that
+these are looked at.
+"""
+
 
 class Candidate(Protocol):
     """A way to run a global batch."""
 
-    def bound_ms(self, planning: PlanningProblem) -> float:
-        """Lower bound of an iteration with it, pull and push counted. Infinite where a sequence
-        does not fit, 0.0 where nothing is proved.
+    def bound_ms(self, planning: PlanningProblem, limit_ms: float = np.inf) -> float:
+        """Lower bound of an iteration with it, pull and push counted, or `limit_ms` where it is
+        above that. Infinite where a sequence does not fit, 0.0 where nothing is proved.
         """
 
     def plan(self, planning: PlanningProblem, limit_ms: float = np.inf) -> list[PhasePlan]:
@@ -61,12 +73,14 @@ class OneStrategy:
 
     strategy: Strategy
 
-    def bound_ms(self, planning: PlanningProblem) -> float:
+    def bound_ms(self, planning: PlanningProblem, limit_ms: float = np.inf) -> float:
         """Lower bound by prices of time and tokens (`bounds.py`)."""
         if not planning.is_held(planning.longest(self.strategy)):
             return np.inf
-        phase = PhasePlan.of(planning, self.strategy).dispatch()
-        planning.bounded[self.strategy] = phase
+        phase = PhasePlan.of(planning, self.strategy)
+        if np.isfinite(limit_ms) and phase.is_beyond(limit_ms):
+            return limit_ms
+        planning.bounded[self.strategy] = phase.dispatch()
         return phase.least_ms
 
     def plan(self, planning: PlanningProblem, limit_ms: float = np.inf) -> list[PhasePlan]:
@@ -127,6 +141,14 @@ class GroupMenu(NamedTuple):
             [entry.latency.sequences_ms for entry in self.entries],
         )
 
+    def slices_of(self, step: GroupStep) -> tuple[tuple[int, int], ...]:
+        """TP, and the ranks next to each other that have it: equal where ranks need the same
+        slices.
+        """
+        known = zip(self.schemes, step.counts.tolist())
+        runs = groupby(((s.tp, s.num_devices * n) for s, n in known if n), key=itemgetter(0))
+        return tuple((tp, sum(ranks for _, ranks in run)) for tp, run in runs)
+
     def strategy_of(self, step: GroupStep) -> tuple[Strategy, IntArray]:
         """The strategy of a step, and in which of its pipelines each sequence is."""
         strategy = Strategy(tuple(s for s, n in zip(self.schemes, step.counts) for _ in range(n)))
@@ -141,7 +163,7 @@ class Phases:
 
     strategies: tuple[Strategy, ...]
 
-    def bound_ms(self, planning: PlanningProblem) -> float:
+    def bound_ms(self, planning: PlanningProblem, limit_ms: float = np.inf) -> float:
         """Nothing is proved, so phases are planned first: quickly, and others have to beat them."""
         return 0.0
 
@@ -155,20 +177,27 @@ class Phases:
         crossing, on_nodes = (
             [entry for entry in known if entry.scheme.hpz == hpz] for hpz in (False, True)
         )
-        found = _fastest(planning, _alike(crossing, number), limit_ms)
+        best = _BestPhases(planning, limit_ms)
+        best.compose(_alike(crossing, number))
         there = {entry.scheme for entry in on_nodes}
-        more = _worth_keeping(planning, schemes, found, there)
-        on_nodes += self._entries(planning, more)
-        limit_ms = sum(phase.iteration_ms for phase in found) if found else limit_ms
-        staying = _fastest(planning, _alike(on_nodes, number), limit_ms)
-        found = staying or found
-        if not found:
+        on_nodes += self._entries(planning, _worth_keeping(planning, schemes, best.phases, there))
+        best.compose(_alike(on_nodes, number))
+        if not best.phases:
             return []
         # A search among fewer schemes looks further
-        used = {scheme for phase in found for scheme in phase.strategy.schemes}
-        fewer = [entry for entry in (on_nodes if staying else crossing) if entry.scheme in used]
-        limit_ms = sum(phase.iteration_ms for phase in found)
-        return _fastest(planning, _alike(fewer, number), limit_ms) or found
+        used = {scheme for phase in best.phases for scheme in phase.strategy.schemes}
+        fewer = [entry for entry in (*crossing, *on_nodes) if entry.scheme in used]
+        best.compose(_alike(fewer, number))
+        if best.time_ms > (1 + _NESTED_GAP) * _bound_ms(planning, [*crossing, *on_nodes]):
+            for left_out in fewer:
+                best.compose(_alike([one for one in fewer if one is not left_out], number))
+            for alone in fewer:  # those that are no candidate
+                has_place = number % alone.scheme.num_devices == 0
+                if has_place and Strategy.alike(alone.scheme, number) not in self.strategies:
+                    best.compose([[GroupMenu((alone,))]])
+            best.compose(_alike(_roomiest(crossing), number))
+            best.compose(_alike(_roomiest(on_nodes), number))
+        return best.phases
 
     def _entries(self, planning: PlanningProblem, schemes: Iterable[Scheme]) -> list[MenuEntry]:
         """Return those of `schemes` that phases are put together of."""
@@ -207,6 +236,35 @@ def _worth_keeping(
     ]
 
 
+def _roomiest(entries: Iterable[MenuEntry]) -> list[MenuEntry]:
+    """Return the entry of most tokens for each number of ranks and of checkpointed layers: it may
+    hold one sequence more than that which is fastest for a full micro-batch.
+    """
+    found: dict[tuple[int, int], MenuEntry] = {}
+    for entry in entries:
+        key = (entry.scheme.num_devices, entry.scheme.ckpt)
+        found[key] = max(found.get(key, entry), entry, key=lambda one: one.max_len_tokens)
+    return list(found.values())
+
+
+def _bound_ms(planning: PlanningProblem, entries: Sequence[MenuEntry]) -> float:
+    """Return a lower bound of phases of `entries`: the longest sequence takes its time, and all
+    together theirs, each where it takes devices least, in as few steps as hold them.
+    """
+    lengths, number = planning.lengths, planning.num_devices
+    if not lengths.size:
+        return 0.0
+    table = np.array([entry.latency.sequences_ms(lengths) for entry in entries])
+    sizes = np.array([entry.scheme.num_devices for entry in entries])
+    constants = np.array([entry.latency.constant_ms for entry in entries])
+    held = np.array([entry.max_len_tokens for entry in entries])
+    fewest = np.ceil(lengths.sum() / (number * (held / sizes).max()))
+    alone_ms = (table[:, 0] + constants)[held >= lengths[0]].min()
+    work_ms = (table * sizes[:, None]).min(axis=0).sum() / number
+    together_ms = work_ms + fewest * constants.min()
+    return float(max(alone_ms, together_ms) / planning.profile.ranks_per_core)
+
+
 def _alike(gathered: Sequence[MenuEntry], num_devices: int) -> list[list[GroupMenu]]:
     """Return menus of gathered layers that are composed together: of all schemes, and of one TP.
 
@@ -224,17 +282,26 @@ def _alike(gathered: Sequence[MenuEntry], num_devices: int) -> list[list[GroupMe
     return list(choices.values())
 
 
-def _fastest(
-    planning: PlanningProblem, choices: Iterable[Sequence[GroupMenu]], limit_ms: float
-) -> list[PhasePlan]:
-    """Return the fastest phases of any of `choices`; none that take `limit_ms` or more."""
-    found: list[PhasePlan] = []
-    for menus in filter(None, choices):
-        phases = _compose(planning, menus, limit_ms)
-        time_ms = sum(phase.iteration_ms for phase in phases)
-        if phases and time_ms < limit_ms:
-            found, limit_ms = phases, time_ms
-    return found
+@dataclass(slots=True)
+class _BestPhases:
+    """The fastest phases so far; none that take `time_ms`, the limit, or more."""
+
+    planning: PlanningProblem
+    time_ms: float
+    phases: list[PhasePlan] = field(default_factory=list)
+    _tried: set[tuple[tuple[Scheme, ...], ...]] = field(default_factory=set)
+
+    def compose(self, choices: Iterable[Sequence[GroupMenu]]) -> None:
+        """Compose phases of any of `choices`, but of no menus twice."""
+        for menus in filter(None, choices):
+            key = tuple(menu.schemes for menu in menus)
+            if key in self._tried:
+                continue
+            self._tried.add(key)
+            phases = _compose(self.planning, menus, self.time_ms)
+            time_ms = sum(phase.iteration_ms for phase in phases)
+            if phases and time_ms < self.time_ms:
+                self.phases, self.time_ms = phases, time_ms
 
 
 def _compose(
@@ -246,21 +313,31 @@ def _compose(
         return []
     # Ranks that share a core run faster where others of a step are done
     limit_ms *= planning.profile.ranks_per_core
-    # What pull and push add to a step, and what its layers move
-    least_ms = max(_total_ms(entry.link) for entry in entries) / max(1, planning.num_buckets)
+    # What pull and push add to steps of the same slices, and what the layers of each move
+    link_ms = max(_total_ms(entry.link) for entry in entries)
+    least_ms = link_ms / max(1, planning.num_buckets)
     floor_ms = max(entry.latency.traffic_ms for entry in entries)
-    if len({entry.scheme.tp for entry in entries}) == 1:
-        # All steps have the same slices, so that pull and push are seen once
-        limit_ms, least_ms = limit_ms - least_ms, 0.0
+    has_one_tp = len({entry.scheme.tp for entry in entries}) == 1
 
     def total_ms(slowest: FloatArray) -> float:
-        return float(np.maximum(slowest, floor_ms).sum()) + least_ms * slowest.size
+        return float(np.maximum(slowest, floor_ms).sum()) + least_ms
+
+    def between_ms(before: GroupStep, step: GroupStep) -> float:
+        """Return what of pull and push is seen between steps with other slices."""
+        is_run = before.members.size and step.members.size
+        if (
+            has_one_tp
+            or not is_run
+            or menus[before.kind].slices_of(before) == menus[step.kind].slices_of(step)
+        ):
+            return 0.0
+        return max(least_ms, link_ms - before.slowest_ms - step.slowest_ms)
 
     kinds = [menu.groups_of_step(planning.num_devices) for menu in menus]
     num_tokens = int(planning.lengths.sum())
     if min(kind.fewest(num_tokens) for kind in kinds) > MAX_PHASES:
         return []
-    found = plan_steps(kinds, planning.lengths, total_ms, limit_ms)
+    found = plan_steps(kinds, planning.lengths, total_ms, limit_ms, between_ms)
     steps = [step for step in found if step.members.size]
     if len(steps) > MAX_PHASES:  # each is a phase
         return []
@@ -363,7 +440,7 @@ def _menus_of(entries: Iterable[MenuEntry], num_devices: int) -> list[GroupMenu]
                 of_size[scheme.num_devices] = one
     found: dict[tuple[Scheme, ...], GroupMenu] = {}
     for of_size in of_kind.values():
-        for sizes in _sizes_with_cuts(sorted(of_size), num_devices):
+        for sizes in _sizes_with_cuts(tuple(sorted(of_size)), num_devices):
             menu = GroupMenu(tuple(of_size[size] for size in sizes))
             found[menu.schemes] = menu
     return list(found.values())
@@ -381,7 +458,8 @@ def _on_all_ranks(scheme: Scheme, single: Scheme, num_devices: int) -> Strategy:
     return Strategy((scheme,) * number + (single,) * (rest // single.num_devices))
 
 
-def _sizes_with_cuts(sizes: Sequence[int], num_devices: int) -> list[list[int]]:
+@lru_cache(maxsize=256)
+def _sizes_with_cuts(sizes: tuple[int, ...], num_devices: int) -> list[list[int]]:
     """Return sets of two or more of `sizes` into which the ranks may be cut; each size is in one.
 
     In a set are those that divide each other and all ranks, and where one rank may be alone all

@@ -6,6 +6,7 @@ the known sizes is tried (of many, some: `MixedGroups.step`), in order of a lowe
 bound is no better than the best.
 Sequences are assigned in order of decreasing length, each to the group that would finish it
 earliest. A global batch is cut into the fewest steps that can hold it, or up to `MORE_STEPS` more.
+Where one number of steps after another holds too little, more and more of them are passed over.
 Steps are made one after the other out of the sequences that are left: the longest of them, about as
 many tokens as each step would have, somewhat less, or every second one of two steps. What else ends
 before the slowest group, and has room, goes into the same step, longest first. So a step that has
@@ -44,6 +45,8 @@ sequence where n steps are left.
 """
 MAX_CUTS = 2400
 """Ways to cut the ranks that are all tried: 64 ranks have 1,828 into powers of two."""
+_FAILED_A_STRIDE = 3
+"""Numbers of steps in a row that do not hold the sequences, until one more is passed over."""
 _NUM_DEADLINES = 12
 _NUM_PLACES = 33
 """Sequences of a global batch, evenly spread over its lengths, whose length bounds the steps."""
@@ -209,10 +212,11 @@ class MixedGroups:
         if best is None or not exchanges.size or not members.size:
             return best
         own, costs = lengths[members], np.ascontiguousarray(table[:, members])
+        least_ms = (1 - _ROUNDING) * (self.start_ms + float(self.work_ms(costs).sum()))
         low, high = 0.0, best.slowest_ms
         for _ in range(_NUM_DEADLINES):
             deadline, tried = (low + high) / 2, np.zeros((1, self._sizes.size), dtype=np.int64)
-            is_met = cut_for_deadline(
+            is_met = deadline >= least_ms and cut_for_deadline(
                 own,
                 costs,
                 self._constants,
@@ -310,10 +314,11 @@ def plan_steps(
     lengths: IntArray,
     finish: Callable[[FloatArray], float],
     limit: float = np.inf,
+    between_ms: Callable[[GroupStep, GroupStep], float] = lambda *_: 0.0,
 ) -> list[GroupStep]:
     """The steps of a global batch (lengths descending), each of one of `kinds`, for which `finish`
-    of the slowest groups, a convex function of their times, is least; none where that is not below
-    `limit`.
+    of the slowest groups, a convex function of their times, and `between_ms` of neighbours are
+    least together; none where that is not below `limit`.
     """
     tables = [kind.table_ms(lengths) for kind in kinds]
     work_ms = np.min([kind.work_ms(table) for kind, table in zip(kinds, tables)], axis=0)
@@ -333,24 +338,27 @@ def plan_steps(
     everything, all_ms = np.arange(lengths.size), float(work_ms.sum())
     is_left = np.empty(lengths.size, dtype=np.bool_)
     room = _Room.of(kinds, lengths)
-    for count in range(max(min(fewest), room.fewest(everything)), max(*fewest, lengths.size) + 1):
+    count, stride, num_failed = max(min(fewest), room.fewest(everything)), 1, 0
+    while count <= max(*fewest, lengths.size):
         slowest = np.empty(count)
         if bound(slowest, 0, all_ms) >= least:
             break
         is_found = False
-        for share in _SHARES:
+        # One step takes all sequences, whatever the share
+        for share in _SHARES if count > 1 else _SHARES[:1]:
             steps: list[GroupStep] = []
-            left, left_ms = everything, all_ms
+            left, left_ms, seen_ms = everything, all_ms, 0.0
             is_left[:] = True
             for rest in reversed(range(count)):
                 own = _first_of(lengths, left, rest + 1, share)
-                step = _best_step(kinds, lengths, tables, own)
+                step = _best_step(kinds, lengths, tables, own, steps[-1:], between_ms)
                 if step is None:
                     break
                 # The last step has all that is left already.
                 if rest:
                     step = kinds[step.kind].filled(lengths, tables[step.kind], step, left)
                 slowest[len(steps)] = step.slowest_ms
+                seen_ms += between_ms(steps[-1], step) if steps else 0.0
                 steps.append(step)
                 is_left[step.members] = False
                 left = left[is_left[left]]
@@ -358,7 +366,7 @@ def plan_steps(
                 if room.fewest(left) > rest:
                     step = None
                     break
-                ms = bound(slowest, len(steps), left_ms)
+                ms = seen_ms + bound(slowest, len(steps), left_ms)
                 # Rounding of the sums must not decide that an equal plan is carried on.
                 if ms >= least * (1 - EPSILON):
                     break
@@ -368,6 +376,12 @@ def plan_steps(
         num_tried += is_found
         if num_tried > MORE_STEPS and count >= max(fewest):
             break
+        if is_found and stride > 1:  # back to the first that was passed over
+            count, stride, num_failed = count - stride + 1, 1, 0
+            continue
+        num_failed = 0 if is_found else num_failed + 1
+        stride = 1 + num_failed // _FAILED_A_STRIDE
+        count += stride
     return [
         kinds[step.kind].improved(lengths, tables[step.kind], step) if step.members.size else step
         for step in best
@@ -403,11 +417,18 @@ def _best_step(
     lengths: IntArray,
     tables: Sequence[FloatArray],
     members: IntArray,
+    before: Sequence[GroupStep],
+    between_ms: Callable[[GroupStep, GroupStep], float],
 ) -> GroupStep | None:
-    best = None
+    """Return the step of `members` that ends first after that `before` it, if there is one."""
+    best, least_ms = None, np.inf
     for number, (kind, table) in enumerate(zip(kinds, tables)):
-        limit = np.inf if best is None else best.slowest_ms
-        best = kind.step(number, lengths, table, members, limit) or best
+        step = kind.step(number, lengths, table, members, least_ms)
+        if step is None:
+            continue
+        ms = step.slowest_ms + sum(between_ms(other, step) for other in before)
+        if ms < least_ms:
+            best, least_ms = step, ms
     return best
 
 
@@ -531,26 +552,29 @@ def _place(
     all ranks together `cheapest_ms` at least; the cut is left once more than `spare_ms` is taken
     beyond that.
     """
-    first = 0
+    # Sizes that the cut has, where their groups begin, and the state of the earliest of each
+    kinds, begin = np.empty_like(cut), np.empty_like(cut)
+    top_ms, top_filled = np.empty(cut.size), np.zeros_like(cut)
+    num_kinds, first = 0, 0
     for k in range(cut.size):
+        if cut[k] > 0:
+            kinds[num_kinds], begin[num_kinds], top_ms[num_kinds] = k, first, constants[k]
+            num_kinds += 1
         for g in range(first, first + cut[k]):
             # All groups of a size begin together, so any order of them is a heap.
             ends[g], filled[g], heap[g] = constants[k], 0, g
         first += cut[k]
     slowest = 0.0
     for i in range(lengths.size):
-        end, kind, top = limit, -1, 0
-        first = 0
-        for k in range(cut.size):
-            if cut[k] > 0:
-                group = heap[first]
-                has_room = filled[group] + lengths[i] <= max_len[k]
-                # `end` begins at the limit: a cut that cannot win is left at its first sequence.
-                if has_room and ends[group] + table[k, i] < end:
-                    end, kind, top = ends[group] + table[k, i], k, first
-            first += cut[k]
-        if kind < 0:
+        # `end` begins at the limit: a cut that cannot win is left at its first sequence.
+        end, chosen = limit, -1
+        for n in range(num_kinds):
+            own_ms = top_ms[n] + table[kinds[n], i]
+            if own_ms < end and top_filled[n] + lengths[i] <= max_len[kinds[n]]:
+                end, chosen = own_ms, n
+        if chosen < 0:
             return np.inf
+        kind, top = kinds[chosen], begin[chosen]
         spare_ms -= sizes[kind] * table[kind, i] - cheapest_ms[i]
         if spare_ms < 0.0:
             return np.inf
@@ -559,6 +583,8 @@ def _place(
         placed[i], ends[group] = group, end
         filled[group] += lengths[i]
         sift_down(heap[top : top + cut[kind]], ends)
+        group = heap[top]
+        top_ms[chosen], top_filled[chosen] = ends[group], filled[group]
     return slowest
 
 
@@ -639,29 +665,46 @@ def cut_for_deadline(
     the largest first.
     """
     ends, filled = np.zeros(num_ranks), np.zeros(num_ranks, dtype=np.int64)
-    kinds = np.zeros(num_ranks, dtype=np.int64)
+    # Groups of each size, those that end last first, of equals in the order of their numbers
+    open_ = np.empty((sizes.size, num_ranks), dtype=np.int64)
+    num_open = np.zeros_like(sizes)
     num_groups, left = 0, num_ranks
     for i in range(lengths.size):
-        best = -1
-        for g in range(num_groups):
-            k = kinds[g]
-            if ends[g] + table[k, i] > deadline or filled[g] + lengths[i] > max_len[k]:
-                continue
-            if best < 0 or k < kinds[best] or (k == kinds[best] and ends[g] > ends[best]):
-                best = g
+        best, kind, place = -1, -1, 0
+        for k in range(sizes.size):
+            own_ms, place, last = table[k, i], 0, num_open[k]
+            while place < last:  # the first one that meets the deadline
+                middle = (place + last) // 2
+                if ends[open_[k, middle]] + own_ms > deadline:
+                    place = middle + 1
+                else:
+                    last = middle
+            while place < num_open[k] and filled[open_[k, place]] + lengths[i] > max_len[k]:
+                place += 1
+            if place < num_open[k]:
+                best, kind = open_[k, place], k
+                break
         if best < 0:
             for k in range(sizes.size):
                 fits = constants[k] + table[k, i] <= deadline and lengths[i] <= max_len[k]
                 if fits and sizes[k] <= left:
-                    best, kinds[num_groups], ends[num_groups] = num_groups, k, constants[k]
+                    best, kind, place, ends[num_groups] = num_groups, k, num_open[k], constants[k]
                     num_groups += 1
+                    num_open[k] += 1
                     left -= sizes[k]
                     counts[k] += 1
                     break
         if best < 0:
             return False
-        ends[best] += table[kinds[best], i]
+        ends[best] += table[kind, i]
         filled[best] += lengths[i]
+        while place > 0:
+            before = open_[kind, place - 1]
+            if ends[before] > ends[best] or (ends[before] == ends[best] and before < best):
+                break
+            open_[kind, place] = before
+            place -= 1
+        open_[kind, place] = best
     for k in range(sizes.size - 1, -1, -1):
         counts[k] += left // sizes[k]
         left %= sizes[k]

@@ -12,14 +12,20 @@ from itertools import groupby
 import numpy as np
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.bounds import pipeline_bound_ms, strategy_bound_ms
+from ds_hydra.sampler.bounds import is_impossible, pipeline_bound_ms, strategy_bound_ms
 from ds_hydra.sampler.cuts import cut_micro_batches
 from ds_hydra.sampler.dispatch import dispatch_sequences, dispatch_trials, fit_trials
 from ds_hydra.sampler.group_steps import Cuts, MixedGroups, plan_steps
 from ds_hydra.sampler.packing import solve_packing
 from ds_hydra.sampler.plan import GlobalBatch, PipelinePlan
 from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings
-from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, SolverLimits, make_problem
+from ds_hydra.sampler.problem import (
+    EPSILON,
+    DispatchProblem,
+    PipelineKind,
+    SolverLimits,
+    make_problem,
+)
 from ds_hydra.sampler.refine import (
     improve_dispatch,
     iteration_ms,
@@ -222,6 +228,12 @@ class PhasePlan:
     def least_ms(self) -> float:
         """Lower bound of the iteration."""
         return self.least_propagation_ms + self.least_link_ms + self.outside_ms
+
+    def is_beyond(self, limit_ms: float) -> bool:
+        """Whether it is proved, before the dispatch, that no iteration takes `limit_ms` or less."""
+        within_ms = (limit_ms - self.least_link_ms - self.outside_ms) * self.ranks_per_core
+        # Rounding must not decide about an equal plan
+        return is_impossible(self.problem, within_ms * (1 + EPSILON))
 
     @property
     def wait_ms(self) -> float:

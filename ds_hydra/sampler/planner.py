@@ -79,16 +79,27 @@ def fastest(
     until no bound can win.
     """
     best, best_rank = Fastest([], limit_ms), (limit_ms, False)
-    bounds = [(candidate.bound_ms(planning), candidate) for candidate in candidates]
-    for bound_ms, candidate in sorted(bounds, key=lambda item: item[0]):
-        if bound_ms >= best.time_ms:
-            break
+
+    def plan(candidate: Candidate, bound_ms: float) -> None:
+        nonlocal best, best_rank
         phases = candidate.plan(planning, best.time_ms)
         time_ms = sum(phase.iteration_ms for phase in phases)
         # Of equals the one whose bound says how good it is
         rank = (time_ms, bound_ms == 0.0)
         if phases and rank < best_rank:
             best, best_rank = Fastest(phases, time_ms), rank
+
+    bounded: list[tuple[float, Candidate]] = []
+    for candidate in candidates:
+        bound_ms = candidate.bound_ms(planning, best.time_ms)
+        if bound_ms == 0.0:  # first, so that bounds of others need not be looked for above its time
+            plan(candidate, bound_ms)
+        else:
+            bounded.append((bound_ms, candidate))
+    for bound_ms, candidate in sorted(bounded, key=lambda item: item[0]):
+        if bound_ms >= best.time_ms:
+            break
+        plan(candidate, bound_ms)
     return best
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_hydra.sampler.bounds import pipeline_bound_ms, strategy_bound_ms
+from ds_hydra.sampler.bounds import is_impossible, pipeline_bound_ms, strategy_bound_ms
 from ds_hydra.sampler.candidate import GroupMenu, MenuEntry
 from ds_hydra.sampler.cuts import cut_micro_batch
 from ds_hydra.sampler.dispatch import dispatch_trials, fit_trials
@@ -41,6 +41,7 @@ def warm_up() -> None:
         assignment, micro_batches = np.zeros(9, dtype=np.int64), np.zeros(9, dtype=np.int64)
         estimate = dispatch_trials(problem, 1, 0, assignment)
         bound = strategy_bound_ms(problem, estimate)
+        is_impossible(problem, bound)
         fit_trials(problem, bound, estimate, 1, assignment)
         improve_dispatch(problem, assignment, bound, 1, 1)
         pipeline_ms = pack_pipelines(problem, assignment, micro_batches)
