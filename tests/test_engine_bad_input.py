@@ -32,7 +32,8 @@ from ds_hydra import losses
 from ds_hydra.configs import HydraConfig
 from ds_hydra.engine.losses.objective import TokenScoreRecorder
 from ds_hydra.engine.propagation import RankOutcome
-from ds_hydra.engine.runtime import _MEASURED, _comparable, _Row, check_same_settings
+from ds_hydra.engine.ranks.settings import check_same_settings, comparable
+from ds_hydra.engine.runtime import _MEASURED, _Row
 from ds_hydra.engine.telemetry.metrics import RunLog
 from ds_hydra.errors import (
     CheckpointError,
@@ -306,7 +307,7 @@ def test_ranks_may_have_other_places_of_files_and_a_key_of_a_section_is_named():
     def values(sigterm, **planner):
         given = {"faults": {"save_on_sigterm": sigterm}, "planner": planner}
         numbers = {"context_length": 8, "tokens_per_iteration": 8}
-        return _comparable(HydraConfig.parse(numbers | given))
+        return comparable(HydraConfig.parse(numbers | given))
 
     first = values("/node0/saved", num_workers=4)
     assert values("/node1/saved", num_workers=2) == first
@@ -319,8 +320,8 @@ def test_what_only_one_rank_shows_may_differ():
     document = {"wandb": {"enabled": True}, "steps_per_print": 7, "gradient_clipping": 1.0}
     engine = mock.Mock(module=two_layers(), optimizer=None, lr_scheduler=None)
     engine._config._param_dict = document
-    alone = mock.patch("ds_hydra.engine.runtime.run_together", lambda action, _: action())
-    with alone, mock.patch("ds_hydra.engine.runtime.check_alike") as check:
+    alone = mock.patch("ds_hydra.engine.ranks.settings.run_together", lambda action, _: action())
+    with alone, mock.patch("ds_hydra.engine.ranks.settings.check_alike") as check:
         check_same_settings(engine)
     compared = {key for key in check.call_args.args[0] if key.startswith("deepspeed.")}
     assert compared == {"deepspeed.gradient_clipping"}

@@ -254,7 +254,7 @@ def test_frozen_slices_are_pulled_again_after_a_pull_that_did_not_end():
     keeper = FrozenKeeper(lambda: [torch.ones(3)], lambda changed: changed)
     assert keeper.choose("a", "all", "trained") == "all"
     assert keeper.choose("a", "all", "trained") == "all", "something has failed in between"
-    keeper.have_arrived()
+    keeper.mark_arrived()
     assert keeper.choose("a", "all", "trained") == "trained"
     assert keeper.choose("a", "all", "trained") == "trained", "they stay where another pull fails"
     assert keeper.choose("b", "all", "trained") == "all"

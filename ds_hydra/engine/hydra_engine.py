@@ -39,7 +39,14 @@ from ds_hydra.engine.examples import (
     warn_of_collator,
 )
 from ds_hydra.engine.gradient_shards import GradientShards
-from ds_hydra.engine.iteration import Iteration, Outcomes, gather_scores, observe, score, weigh
+from ds_hydra.engine.iteration import (
+    Iteration,
+    Outcomes,
+    gather_scores,
+    linearised,
+    score,
+    with_score_recorder,
+)
 from ds_hydra.engine.losses.loss import CrossEntropy, Loss
 from ds_hydra.engine.losses.objective import Scores
 from ds_hydra.engine.model import adapters, held_models
@@ -52,9 +59,9 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import ExampleLike
 from ds_hydra.engine.ranks.agreement import gather_rows, run_together
 from ds_hydra.engine.ranks.memory import (
-    show_collector_all,
-    spare_collector,
+    freeze_gc,
     to_device,
+    unfreeze_gc,
 )
 from ds_hydra.engine.ranks.process import (
     end_with_the_sentence,
@@ -63,9 +70,10 @@ from ds_hydra.engine.ranks.process import (
     let_collectives_end_at_exit,
     remove_stale_locks,
 )
+from ds_hydra.engine.ranks.settings import check_same_settings
 from ds_hydra.engine.ranks.sigterm import SIGTERM
 from ds_hydra.engine.ranks.watchdog import join_watchdog, leave_watchdog, watch
-from ds_hydra.engine.runtime import HydraRuntime, check_same_settings
+from ds_hydra.engine.runtime import HydraRuntime
 from ds_hydra.engine.telemetry.trace import MemoryWatch
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
 from ds_hydra.progress import say_once, show_notes
@@ -85,7 +93,7 @@ warnings.filterwarnings(
 
 logger = logging.getLogger(__name__)
 
-_SETTLED_AFTER, _SPARES_EVERY = 5, 100
+_SETTLED_AFTER, _FREEZES_EVERY = 5, 100
 """Iterations after which the garbage collector is frozen, when start-up objects (kernels, plans,
 profiles) exist; and after which it is frozen again, as another engine may have unfrozen it.
 """
@@ -143,7 +151,7 @@ class HydraEngine(CheckpointingEngine):
         show_notes(log_levels.get(str(document.get("log_level")).lower()))
         held_models.check_free(model)
         let_collectives_end_at_exit()
-        show_collector_all()
+        unfreeze_gc()
         self._hydra_config = hydra_config
         self._num_trained = 0
         self._hydra: HydraRuntime | None = None
@@ -273,10 +281,12 @@ class HydraEngine(CheckpointingEngine):
                 )
             )
             with watch("propagation"):
-                iteration = weigh(iteration, propagator)
+                iteration = linearised(iteration, propagator)
                 plan, load = iteration.plan, iteration.load
                 # The pass that trains keeps the scores: they cost none of their own.
-                objective, recorder = observe(iteration, self.device, wanted=keep_scores)
+                objective, recorder = with_score_recorder(
+                    iteration, self.device, wanted=keep_scores
+                )
                 grads_P = self._zero_gradient_shards()
                 scale = float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
                 outcome = propagator.train(plan, load, grads_P, scale, objective)
@@ -300,8 +310,8 @@ class HydraEngine(CheckpointingEngine):
                 self.hydra.source.mark_given(batch)
             self._report(iteration, outcomes, value, start, before_step)
             self._num_trained += 1
-            if self._num_trained % _SPARES_EVERY == _SETTLED_AFTER:
-                spare_collector()
+            if self._num_trained % _FREEZES_EVERY == _SETTLED_AFTER:
+                freeze_gc()
         self._stop_if(outcomes.is_stop_requested)
         return to_device(torch.tensor(value, dtype=torch.float32), self.device)
 
@@ -325,7 +335,7 @@ class HydraEngine(CheckpointingEngine):
                 call="eval_batch()",
                 forward_only=True,
             )
-            iteration = weigh(iteration, self.hydra.propagator)
+            iteration = linearised(iteration, self.hydra.propagator)
             plan, objective = iteration.plan, iteration.objective
             outcome = self.hydra.propagator.evaluate(plan, iteration.load, objective)
             outcomes = self.hydra.gather_outcomes(outcome)
@@ -465,7 +475,7 @@ class HydraEngine(CheckpointingEngine):
                 self.hydra.close()
                 # The model has hooks of DeepSpeed that hold the engine
                 self._hydra = self._gradients = None
-                show_collector_all()
+                unfreeze_gc()
             super().destroy()
         finally:
             held = getattr(self, "_held", [])

@@ -101,7 +101,7 @@ def score(
     return gather_scores(iteration, recorder, propagator)
 
 
-def observe(
+def with_score_recorder(
     iteration: Iteration, device: torch.device, *, wanted: bool
 ) -> tuple[Objective | None, TokenScoreRecorder | None]:
     """The objective of `iteration`, and where `wanted` the recorder of the scores of its tokens."""
@@ -126,7 +126,7 @@ def gather_scores(
     return recorder.gather(iteration.plan.lengths, here)
 
 
-def weigh(iteration: Iteration, propagator: Propagator) -> Iteration:
+def linearised(iteration: Iteration, propagator: Propagator) -> Iteration:
     """`iteration`, with a loss of sequences turned into weighted sums. Collective over all ranks;
     one forward pass where it is one.
     """

@@ -250,7 +250,7 @@ class Propagator:
                 spans.append((begin, self._clock.stamp()))
             times = session.finish()
         # Only now: what an error has left may serve no other iteration.
-        self.links.have_run(session.weights)
+        self.links.keep_for_reuse(session.weights)
         # Read when the device is done: else the host would wait for it in every phase
         losses, bad_position = 0.0, -1
         for number, own in losses_of.items():
@@ -301,7 +301,7 @@ class Propagator:
                 other.wait()
             end = self._clock.stamp()
             session.finish()
-        self.links.have_run(session.weights)
+        self.links.keep_for_reuse(session.weights)
         return self.max_over_ranks(self._clock.ms_between(begin, end))
 
     def max_over_ranks(self, value: float) -> float:

@@ -7,31 +7,26 @@ collaborator.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.candidates import EngineCandidates, naming_run_dir
+from ds_hydra.engine.candidates import naming_run_dir
 from ds_hydra.engine.iteration import Iteration, Outcomes
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import IterationSource
 from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.engine.propagation import Propagator, RankOutcome
 from ds_hydra.engine.ranks.agreement import (
-    broadcast_text,
     check_alike,
     gather_rows,
     raise_together,
@@ -39,6 +34,14 @@ from ds_hydra.engine.ranks.agreement import (
 )
 from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.engine.ranks.process import overlap_where_safe, use_deterministic_kernels
+from ds_hydra.engine.ranks.settings import (
+    SAME_TO,
+    comparable,
+    digest_of_numbers,
+    numbers_in,
+    settings_of_groups,
+    warn_of_other_kernels,
+)
 from ds_hydra.engine.ranks.sigterm import SIGTERM
 from ds_hydra.engine.telemetry.metrics import (
     RunLog,
@@ -56,84 +59,6 @@ from ds_hydra.strategy.schemes.placement import group_limit
 logger = logging.getLogger(__name__)
 
 _STATE_SCHEMA = "ds_hydra.state/1"
-
-
-_PATHS = ("run_dir", "profile", "tokenizer", "strategies", "faults.save_on_sigterm")
-
-
-def _comparable(config: HydraConfig) -> dict[str, Any]:
-    """Settings that must be equal on all ranks, or some would wait for others. Files may lie
-    elsewhere on each rank, and only rank 0 has planning processes.
-    """
-    values: dict[str, Any] = {}
-    for key, value in config.model_dump(mode="json").items():
-        inside = value if isinstance(value, dict) else {}
-        values |= {f"{key}.{name}": of for name, of in inside.items()} or {key: value}
-    del values["planner.num_workers"]
-    values |= {key: "(a path)" for key in _PATHS if isinstance(values[key], str)}
-    return {f"hydra.{key}": value for key, value in values.items()}
-
-
-_SHOWN = (
-    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state",
-    "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler",
-)  # fmt: skip
-"""Keys of a rank's output in DeepSpeed's config, which as a rule rank 0 alone has: not compared."""
-
-
-def check_same_settings(engine: DeepSpeedEngine) -> None:
-    """Raise PlanMismatchError, on all ranks, where one has other numbers than rank 0 in the model's
-    configuration, in an adapter's, in DeepSpeed's, in the optimizer's groups or in the schedule:
-    each would train its shards in its own way. Collective over all ranks.
-    """
-    values = run_together(partial(_settings_of, engine), engine.device)
-    check_alike(dict(_numbers(values, "")), engine.device)
-
-
-def _settings_of(engine: DeepSpeedEngine) -> dict[str, Any]:
-    scheduler = engine.lr_scheduler
-    return {
-        "model.config": engine.module.config.to_dict(),
-        "peft_config": {
-            k: v.to_dict() for k, v in getattr(engine.module, "peft_config", {}).items()
-        },
-        "deepspeed": {k: v for k, v in engine._config._param_dict.items() if k not in _SHOWN},
-        "optimizer.param_groups": _settings_of_groups(
-            getattr(engine.optimizer, "param_groups", ())
-        ),
-        "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else {},
-    }
-
-
-def _settings_of_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: group[key] for key in sorted(group) if key != "params"} for group in groups]
-
-
-def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
-    """Yield the numbers inside of `value` with their places; texts may be places of files."""
-    if isinstance(value, Mapping):
-        for key, inside in value.items():
-            yield from _numbers(inside, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list | tuple):
-        for index, inside in enumerate(value):
-            yield from _numbers(inside, f"{name}[{index}]")
-    elif isinstance(value, Tensor | np.ndarray | np.generic):
-        yield from _numbers(value.tolist(), name)
-    elif isinstance(value, int | float):
-        yield name, value
-
-
-_SAME_TO = 1e-6
-"""Relative difference up to which numbers of ranks are equal: hosts with other libraries may differ
-in the last digit.
-"""
-
-
-def _digest(numbers: Iterable[tuple[str, float]]) -> float:
-    """Return a digest of named numbers, of floats to seven digits, that a float64 holds exactly."""
-    texts = [(name, f"{n:.7g}" if isinstance(n, float) else str(n)) for name, n in numbers]
-    text = json.dumps(texts)
-    return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little"))
 
 
 class _Row(NamedTuple):
@@ -167,19 +92,6 @@ _MEASURED = [field.name for field in fields(RankOutcome) if field.type == "float
 _NUM_FLAGS = _Row._fields.index("outcome")
 
 
-def warn_of_other_kernels(names: Sequence[str], device: torch.device) -> None:
-    """Say where attention runs by other kernels than on rank 0: of hosts with other packages one
-    may be slower than all others. Collective over all ranks.
-    """
-    of_first = broadcast_text(list(names), 0, device)
-    if of_first != list(names):
-        logger.warning(
-            "attention runs by %s on rank %d, by %s on rank 0; install the same packages on all hosts, or set "
-            "hydra.attention",
-            ", ".join(names), dist.get_rank(), ", ".join(of_first),
-        )  # fmt: skip
-
-
 class HydraRuntime:
     """Everything of ds_hydra on one rank. Methods are collective over all ranks unless they say
     otherwise.
@@ -192,7 +104,7 @@ class HydraRuntime:
         device: torch.device,
         memory: MemoryWatch,
     ):
-        check_alike(_comparable(config), device)
+        check_alike(comparable(config), device)
         self.config = config = overlap_where_safe(config, device)
         self.stage_model = stage_model
         if config.deterministic:
@@ -208,8 +120,7 @@ class HydraRuntime:
             seed=config.seed,
             memory_limit_bytes=config.memory_limit_bytes,
         )
-        self.candidates = EngineCandidates(config, self.propagator)
-        self.source = IterationSource(config, self.propagator, self.candidates)
+        self.source = IterationSource(config, self.propagator)
         self.flops = count_flops(stage_model)
         self.peak_flops = None
         """Peak FLOP/s of a device in 16 bit; None where ranks compute on CPUs or in fp32."""
@@ -232,12 +143,12 @@ class HydraRuntime:
         differ.
         """
         problem = self.propagator.problem
-        settings = dict(_numbers(_settings_of_groups(groups), "optimizer.param_groups"))
+        settings = dict(numbers_in(settings_of_groups(groups), "optimizer.param_groups"))
         mine = _Row(
             has_nonfinite=0.0,
             has_problem=float(problem is not None),
             is_stop_requested=float(SIGTERM.is_asked(self)),
-            settings=_digest(settings.items()) if groups else 0.0,
+            settings=digest_of_numbers(settings.items()) if groups else 0.0,
             outcome=outcome,
         )
         mine_N = to_device(torch.tensor(mine.to_row(), dtype=torch.float64), self._device)
@@ -248,7 +159,7 @@ class HydraRuntime:
         if any(row.has_problem for row in rows):
             raise_together(problem, self._device)
         if len({row.settings for row in rows}) > 1:
-            check_alike(settings, self._device, rel_tol=_SAME_TO)
+            check_alike(settings, self._device, rel_tol=SAME_TO)
         balance, expert_tokens_LE = self.stage_model.balance, None
         if norms is not None and balance.layers:
             dist.all_reduce(balance.counts_LE)
@@ -266,7 +177,7 @@ class HydraRuntime:
         """Metrics of an iteration with what the engine has `measured` of it (`measure_iteration`);
         the candidates learn from them, and the run folder gets them.
         """
-        plan, planned, candidates = iteration.plan, iteration.planned, self.candidates
+        plan, planned, candidates = iteration.plan, iteration.planned, self.source.candidates
         profile, tracker = candidates.profile, candidates.find_tracker()
         strategies = candidates.strategies
         metrics = measure_iteration(
@@ -322,7 +233,7 @@ class HydraRuntime:
             "config": self.config.model_dump(mode="json"),
             "config_digest": self.config.digest,
         }
-        return state | self.candidates.state_dict() | self.source.state_dict()
+        return state | self.source.state_dict()
 
     def load_state_dict(
         self, state: Mapping[str, Any], iteration: int = 0, *, position: bool = True
@@ -333,7 +244,6 @@ class HydraRuntime:
         """
         self._warn_of_changes(state)
         self.source.load_state_dict(state, iteration, position=position)
-        self.candidates.load_state_dict(state)
 
     def _warn_of_changes(self, state: Mapping[str, Any]) -> None:
         saved = state.get("config", {})
@@ -360,10 +270,10 @@ class HydraRuntime:
 
     def describe(self) -> str:
         """Candidates and communicators, for the start of a run."""
-        strategies = self.candidates.strategies
+        strategies = self.source.candidates.strategies
         kind = "strategy" if len(strategies) == 1 else "strategies"
         # Those that the data decide were named when they were found, with reasons
-        names = "" if self.candidates.reasons else f" ({', '.join(map(str, strategies))})"
+        names = "" if self.source.candidates.reasons else f" ({', '.join(map(str, strategies))})"
         loss = self.stage_model.balance.loss
         notes = [] if loss is None else [str(loss)]
         notes += [
@@ -388,6 +298,6 @@ class HydraRuntime:
                 self.config, self.stage_model, self.propagator.num_ranks, self._device
             )
             self.log.write_run(run)
-        self.candidates.log = self.log
+        self.source.candidates.log = self.log
         if self.config.profile is not None:
-            self.candidates.write_profile()
+            self.source.candidates.write_profile()

@@ -216,11 +216,11 @@ class StrategyLinks:
         carrier = self._link_carrier(link.pull, link.push, grads_P, weights, link.pull_again)
         return schedule, carrier, weights
 
-    def have_run(self, weights: StageWeights) -> None:
+    def keep_for_reuse(self, weights: StageWeights) -> None:
         """All passes on `weights` are over, and nothing of them is under way."""
         self._kept = weights
         if self._frozen is not None:
-            self._frozen.have_arrived()
+            self._frozen.mark_arrived()
 
     def _weights(
         self,
