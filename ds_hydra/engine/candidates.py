@@ -194,6 +194,7 @@ class EngineCandidates:
                 settings,
                 self.straggler,
                 self._tracked,
+                is_late=self.propagator.clock.has_streams,
             )
         return self._tracker
 

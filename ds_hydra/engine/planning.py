@@ -272,9 +272,13 @@ class IterationSource:
             batch, state = self.sampler.draw(state)
             yield _ReadBatch(self.data, batch.sample_indices, state)
 
-    def mark_given(self, examples: Any) -> None:
-        """The weights have seen `examples`, perhaps of `iterate_examples`; not collective."""
-        if isinstance(examples, _ReadBatch) and examples.data is self.data:
+    def mark_trained(self, plan: IterationPlan, examples: Any = None) -> None:
+        """The weights have seen `plan`, of the data, or of given `examples`, perhaps those of
+        `iterate_examples`: a checkpoint continues after it; not collective.
+        """
+        if examples is None:
+            self._next_iteration = plan.iteration + 1
+        elif isinstance(examples, _ReadBatch) and examples.data is self.data:
             assert self.sampler is not None
             self._given = self.sampler.state, examples.after
 
@@ -302,10 +306,6 @@ class IterationSource:
         given = state and state.get("given")
         self._given = (sampler.state, SamplerState(**given)) if given else None
         self._next_iteration = self._loaded_position = None
-
-    def mark_trained(self, iteration: int) -> None:
-        """The weights have seen `iteration`: a checkpoint continues after it; not collective."""
-        self._next_iteration = iteration + 1
 
     def close_feed(self) -> None:
         """Stop planning ahead; not collective."""

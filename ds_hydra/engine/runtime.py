@@ -7,13 +7,15 @@ collaborator.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,18 +23,18 @@ from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.candidates import naming_run_dir
-from ds_hydra.engine.iteration import Iteration, Outcomes
+from ds_hydra.engine.iteration import Iteration, Outcomes, RankReport
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import IterationSource
 from ds_hydra.engine.profiling.profile_document import count_flops
-from ds_hydra.engine.propagation import Propagator, RankOutcome
+from ds_hydra.engine.propagation import Propagator, RankOutcome, RankTimes
 from ds_hydra.engine.ranks.agreement import (
     check_alike,
+    gather_by_hosts,
     gather_rows,
     raise_together,
     run_together,
 )
-from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.engine.ranks.process import overlap_where_safe, use_deterministic_kernels
 from ds_hydra.engine.ranks.settings import (
     SAME_TO,
@@ -47,8 +49,9 @@ from ds_hydra.engine.telemetry.metrics import (
     RunLog,
     describe_run,
     expert_imbalance,
-    measure_iteration,
+    measure_passes,
     pack_occupancy,
+    with_times,
 )
 from ds_hydra.engine.telemetry.trace import MemoryWatch, TraceChoice, gather_timeline
 from ds_hydra.records.metrics import IterationMetrics
@@ -61,35 +64,25 @@ logger = logging.getLogger(__name__)
 _STATE_SCHEMA = "ds_hydra.state/1"
 
 
-class _Row(NamedTuple):
-    """Numbers that a rank tells the others of an iteration, in one collective; flags are 0 or 1."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stamps:
+    """Points of an iteration in the work of the device, or of the host where that computes."""
 
-    has_nonfinite: float
-    """Whether a gradient that the rank owns is NaN or Inf."""
-    has_problem: float
-    """Whether a given loss has failed on the rank."""
-    is_stop_requested: float
-    """Whether the rank was told to stop."""
-    settings: float
-    """Digest of the numbers of its optimizer's groups; 0 in evaluation."""
-    outcome: RankOutcome
-
-    def to_row(self) -> list[float]:
-        """Return the numbers one after another, those of phases, which differ in number, last."""
-        measured = [getattr(self.outcome, name) for name in _MEASURED]
-        return [*self[:_NUM_FLAGS], *measured, *self.outcome.phase_ms]
-
-    @classmethod
-    def from_row(cls, row: Sequence[float]) -> _Row:
-        """Read a row of `to_row`."""
-        told = _NUM_FLAGS + len(_MEASURED)
-        measured = dict(zip(_MEASURED, row[_NUM_FLAGS:told], strict=True))
-        outcome = RankOutcome(**measured, phase_ms=tuple(row[told:]))
-        return cls._make([*row[:_NUM_FLAGS], outcome])
+    begin: Any
+    step: Any
+    end: Any
 
 
-_MEASURED = [field.name for field in fields(RankOutcome) if field.type == "float"]
-_NUM_FLAGS = _Row._fields.index("outcome")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unfinished:
+    """An iteration whose step the device may still run."""
+
+    plan: IterationPlan
+    metrics: IterationMetrics
+    """Metrics without the times of iteration and step."""
+    grad_norm: Any
+    stamps: Stamps
+    take: Callable[[IterationMetrics], None]
 
 
 class HydraRuntime:
@@ -127,67 +120,89 @@ class HydraRuntime:
         if device.type == "cuda" and stage_model.params[0].dtype.itemsize == 2:
             self.peak_flops = find_peak_flops(torch.cuda.get_device_name(device))
         self.log: RunLog | None = None
+        self._unfinished: _Unfinished | None = None
         self._memory = memory
         self._traces = TraceChoice(config.trace_every if config.run_dir is not None else 0)
         run_together(self._open_log, device)
+        atexit.register(_report_last, weakref.ref(self))
 
     def gather_outcomes(
         self,
         outcome: RankOutcome,
-        norms: Tensor | None = None,
+        squares: Tensor | None = None,
         groups: Sequence[Mapping[str, Any]] = (),
     ) -> Outcomes:
-        """Gather the outcomes of all ranks, in rank order, on every rank. `norms` are those of this
-        rank's gradients where it trains, with the `groups` of its optimizer. Raises, on all ranks,
-        the error of a given loss on one of them, and PlanMismatchError where numbers of groups
-        differ.
+        """Gather what all ranks report, in rank order, on every rank; the one time in an iteration
+        that the host waits for the device. `squares` are those of this rank's gradients where it
+        trains, with the `groups` of its optimizer. Raises, on all ranks, the error of a given loss
+        on one of them, and PlanMismatchError where numbers of groups differ.
         """
         problem = self.propagator.problem
         settings = dict(numbers_in(settings_of_groups(groups), "optimizer.param_groups"))
-        mine = _Row(
-            has_nonfinite=0.0,
-            has_problem=float(problem is not None),
-            is_stop_requested=float(SIGTERM.is_asked(self)),
+        mine_N = RankReport.row_of(
+            outcome,
+            torch.zeros(0, dtype=torch.float64, device=self._device)
+            if squares is None
+            else squares,
+            has_problem=problem is not None,
+            is_stop_requested=SIGTERM.is_asked(self),
             settings=digest_of_numbers(settings.items()) if groups else 0.0,
-            outcome=outcome,
         )
-        mine_N = to_device(torch.tensor(mine.to_row(), dtype=torch.float64), self._device)
-        if norms is not None:
-            # Written on the device: the host waits for the gradients once, with the row.
-            mine_N[_Row._fields.index("has_nonfinite")] = ~norms.isfinite().all()
-        rows = [_Row.from_row(row) for row in gather_rows(mine_N).tolist()]
-        if any(row.has_problem for row in rows):
-            raise_together(problem, self._device)
-        if len({row.settings for row in rows}) > 1:
-            check_alike(settings, self._device, rel_tol=SAME_TO)
-        balance, expert_tokens_LE = self.stage_model.balance, None
-        if norms is not None and balance.layers:
+        rows = gather_rows(mine_N)
+        balance, read = self.stage_model.balance, [rows]
+        if squares is not None and balance.layers:
             dist.all_reduce(balance.counts_LE)
-            expert_tokens_LE = balance.counts_LE.cpu()
+            read.append(balance.counts_LE.double())
+        told = torch.cat([x.flatten() for x in read]).cpu()
+        table, counts = told[: rows.numel()].view_as(rows), told[rows.numel() :]
+        ranks = [RankReport.from_row(row) for row in table.tolist()]
+        if any(rank.has_problem for rank in ranks):
+            raise_together(problem, self._device)
+        if len({rank.settings for rank in ranks}) > 1:
+            check_alike(settings, self._device, rel_tol=SAME_TO)
+        positions = [-1]
+        if not all(math.isfinite(rank.loss_sum) for rank in ranks):
+            mine = torch.tensor([outcome.find_nonfinite()])
+            positions = gather_by_hosts(mine, self._device).flatten().tolist()
         return Outcomes(
-            ranks=[row.outcome for row in rows],
-            nonfinite_ranks=[rank for rank, row in enumerate(rows) if row.has_nonfinite],
-            is_stop_requested=any(row.is_stop_requested for row in rows),
-            expert_tokens_LE=expert_tokens_LE,
+            ranks=ranks,
+            nonfinite_position=next((p for p in positions if p >= 0), -1),
+            expert_tokens_LE=counts.view_as(balance.counts_LE).long() if len(read) > 1 else None,
         )
 
     def report(
-        self, iteration: Iteration, outcomes: Outcomes, **measured: float
-    ) -> IterationMetrics:
-        """Metrics of an iteration with what the engine has `measured` of it (`measure_iteration`);
-        the candidates learn from them, and the run folder gets them.
+        self,
+        iteration: Iteration,
+        outcomes: Outcomes,
+        outcome: RankOutcome,
+        stamps: Stamps,
+        *,
+        loss: float,
+        lr: float,
+        skipped_steps: int,
+        grad_norm: Any,
+        take: Callable[[IterationMetrics], None],
+    ) -> None:
+        """Measure an iteration. The candidates learn from its metrics, the run folder gets them,
+        and `take`: now where the host computes; where a device may still run the step, in the next
+        iteration, or before a checkpoint or the end.
         """
+        self.end_report()
         plan, planned, candidates = iteration.plan, iteration.planned, self.source.candidates
         profile, tracker = candidates.profile, candidates.find_tracker()
         strategies = candidates.strategies
-        metrics = measure_iteration(
+        # All ranks' passes are over on their devices; their steps run beside this.
+        row = torch.tensor(outcome.times().to_row(), dtype=torch.float64)
+        times = [RankTimes.from_row(r) for r in gather_by_hosts(row, self._device).tolist()]
+        metrics = measure_passes(
             plan,
-            outcomes.ranks,
+            times,
+            loss=loss,
+            lr=lr,
+            skipped_steps=skipped_steps,
             balance_loss=outcomes.balance_loss,
             expert_imbalance=expert_imbalance(outcomes.expert_tokens_LE),
             strategy_index=strategies.index(plan.strategy) if plan.strategy in strategies else -1,
-            flops=self.flops,
-            peak_flops=self.peak_flops,
             planning_ms=planned.planning_ms,
             waited_ms=planned.waited_ms,
             pack_occupancy=math.nan if profile is None else pack_occupancy(plan, profile),
@@ -197,35 +212,65 @@ class HydraRuntime:
             ),
             profiled_ms=tracker.profiled_ms(plan) if tracker else [None] * len(plan.pipelines),
             learned=tracker.learned.factors() if tracker else {},
-            **measured,
         )
-        candidates.learn(metrics, plan)
-        self._write_log(metrics, plan, outcomes.expert_tokens_LE)
-        return metrics
+        self._unfinished = _Unfinished(
+            plan=plan, metrics=metrics, grad_norm=grad_norm, stamps=stamps, take=take
+        )
+        self._trace(metrics, plan, outcomes.expert_tokens_LE)
+        if not self.propagator.clock.has_streams:
+            self.end_report()
 
-    def _write_log(
+    def last_metrics(self) -> IterationMetrics | None:
+        """Metrics of the last iteration, for whose step the host waits; None where `take` has them.
+        Not collective.
+        """
+        if (late := self._unfinished) is None:
+            return None
+        clock, stamps = self.propagator.clock, late.stamps
+        clock.settle(stamps.end)
+        return with_times(
+            late.metrics,
+            late.plan,
+            iteration_ms=clock.ms_between(stamps.begin, stamps.end),
+            step_ms=clock.ms_between(stamps.step, stamps.end),
+            grad_norm=math.nan if late.grad_norm is None else float(late.grad_norm),
+            flops=self.flops,
+            peak_flops=self.peak_flops,
+        )
+
+    def end_report(self) -> None:
+        """Complete the report of the last iteration, if a device still ran its step. Not
+        collective.
+        """
+        if (metrics := self.last_metrics()) is None:
+            return
+        assert self._unfinished is not None
+        late, self._unfinished = self._unfinished, None
+        self.source.candidates.learn(metrics, late.plan)
+        if self.log is not None:
+            self.log.write(metrics, late.plan)
+        late.take(metrics)
+
+    def _trace(
         self, metrics: IterationMetrics, plan: IterationPlan, expert_tokens_LE: Tensor | None
     ) -> None:
-        """Add the iteration to the run folder; on chosen iterations with the times of all
-        stages.
-        """
+        """Add the times of all stages to the run folder, on chosen iterations."""
         # What no profile knows is planned by FLOP counts, and would be the slowest for ever
         is_known = metrics.predicted_ms > 0 and math.isfinite(metrics.profile_error)
         slowdown = metrics.measured_ms / metrics.predicted_ms if is_known else 0.0
         if self._traces.wants(plan.iteration, slowdown):
             timeline = gather_timeline(self.propagator.recorder, plan, self._device)
-            mine = torch.tensor([self._memory.peak_bytes()], dtype=torch.int64, device=self._device)
-            peak_bytes = gather_rows(mine).flatten().tolist()
+            mine = torch.tensor([self._memory.peak_bytes()], dtype=torch.int64)
+            peak_bytes = gather_by_hosts(mine, self._device).flatten().tolist()
             if self.log is not None:
                 experts = self.stage_model.balance.describe_tokens(expert_tokens_LE)
                 self.log.write_trace(timeline, peak_bytes, experts)
-        if self.log is not None:
-            self.log.write(metrics, plan)
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint: position in the data, cost model, and the configuration of
         both.
         """
+        self.end_report()
         state: dict[str, Any] = {
             "schema": _STATE_SCHEMA,
             "num_ranks": self.propagator.num_ranks,
@@ -260,8 +305,14 @@ class HydraRuntime:
         ]
         logger.warning("resumed with another configuration: %s", "; ".join(changes))
 
-    def close(self) -> None:
-        """Stop planning processes, close files, release process groups. Safe to call twice."""
+    def close(self, *, waits: bool = True) -> None:
+        """Stop planning processes, close files, release process groups. Safe to call twice. A step
+        that a device still runs is reported if this `waits`.
+        """
+        late, clock = self._unfinished, self.propagator.clock
+        if late is not None and (waits or clock.is_reached(late.stamps.end)):
+            self.end_report()
+        self._unfinished = None
         self.source.close()
         self.propagator.close()
         if self.log is not None:
@@ -301,3 +352,10 @@ class HydraRuntime:
         self.source.candidates.log = self.log
         if self.config.profile is not None:
             self.source.candidates.write_profile()
+
+
+def _report_last(runtime: weakref.ref[HydraRuntime]) -> None:
+    """Report the last iteration of a script that ends without `destroy`."""
+    found = runtime()
+    if found is not None and found._unfinished is not None:
+        found.close(waits=False)
