@@ -135,4 +135,7 @@ def test_deepspeeds_norms_are_those_of_the_first_gradients_and_parameters():
 
     source = inspect.getsource(stage3)
     assert "def get_grad_norm_direct(self, gradients, params, norm_type=2):" in source
+    assert "self.get_grad_norm_direct(self.averaged_gradients[i], self.fp16_groups[i])" in source
+    assert "self.grad_partitions_flat_buffer: Tensor = torch.zeros(" in source
+    assert "self._pre_step()\n        self._partition_all_parameters()" in source
     assert "for g, p in zip(gradients, params):" in source

@@ -14,6 +14,7 @@ import math
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
@@ -23,6 +24,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.constants import ROUTE_TRAIN
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils.logging import log_levels
 from torch import Tensor, nn
 
@@ -713,6 +715,24 @@ class HydraEngine(CheckpointingEngine):
                 "or call requires_grad_(False) on the others"
             )
         self.optimizer.defaults = self.basic_optimizer.defaults
+        self._release_what_is_gathered()
+
+    def _release_what_is_gathered(self) -> None:
+        """Spare ZeRO-3 the walks through all modules before each step, in which it releases
+        parameters that are gathered: those of evaluation, as passes of training gather none.
+        """
+        optimizer, kind = weakref.ref(self.optimizer), type(self.optimizer)
+        params = [p for p in self.module.parameters() if hasattr(p, "ds_active_sub_modules")]
+
+        def release() -> None:
+            if any(
+                p.ds_status is not ZeroParamStatus.NOT_AVAILABLE or p.ds_active_sub_modules
+                for p in params
+            ):
+                kind._partition_all_parameters(optimizer())
+
+        if hasattr(kind, "_partition_all_parameters"):
+            self.optimizer._partition_all_parameters = release
 
 
 def needs_metric(scheduler: Any) -> bool:
