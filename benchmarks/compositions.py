@@ -57,7 +57,7 @@ from test_engine_parity import RELATIVE_TOLERANCE, hand_plan, relative_errors
 from torch import Tensor, nn
 
 from ds_hydra.engine import HydraEngine
-from ds_hydra.engine.iteration import weigh
+from ds_hydra.engine.iteration import linearised
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Scheme, Strategy
@@ -356,7 +356,7 @@ def train(
     if case.placement != "planned":
         plan = hand_plan(strategy, examples, empty_pipeline=case.placement == "one idle")
     iteration = replace(iteration, planned=replace(iteration.planned, plan=plan))
-    iteration = weigh(iteration, engine.hydra.propagator)
+    iteration = linearised(iteration, engine.hydra.propagator)
     grads_P = engine._zero_gradient_shards()
     outcome = engine.hydra.propagator.train(
         iteration.plan, iteration.load, grads_P, 1.0, iteration.objective

@@ -350,7 +350,7 @@ def main() -> None:
         engine = start(size, args.dtype)
         strategies = [
             s
-            for s in engine.hydra.candidates.strategies
+            for s in engine.hydra.source.candidates.strategies
             if not args.strategies or str(s) in args.strategies
         ]
         case = Case(engine, args.ranks_per_node or None)

@@ -144,7 +144,7 @@ def time_strategies(repeats: int) -> dict:
     return {
         "chosen": chosen,
         "medians": medians,
-        "profile": engine.hydra.candidates.ensure_profile().document["schemes"],
+        "profile": engine.hydra.source.candidates.ensure_profile().document["schemes"],
     }
 
 

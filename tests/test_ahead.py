@@ -11,7 +11,7 @@ import torch
 from reference import make_batch, make_profile
 
 from ds_hydra.engine import planning
-from ds_hydra.engine.planning import Ahead
+from ds_hydra.engine.planning import RowPrefetcher
 from ds_hydra.errors import HydraError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.planner import plan_iteration
@@ -55,7 +55,7 @@ class Ranks:
         monkeypatch.setattr(planning.dist, "get_rank", lambda: self.rank)
         monkeypatch.setattr(planning, "broadcast_bytes", self.broadcast)
         self.fetchers = [self.fetcher(rank, fetch) for rank in range(2)]
-        self.ahead = [Ahead(torch.device("cpu")) for _ in range(2)]
+        self.ahead = [RowPrefetcher(torch.device("cpu")) for _ in range(2)]
 
     def broadcast(self, payload, source, device):
         if self.rank == 0:
@@ -77,14 +77,14 @@ class Ranks:
         """What each rank has; then both go on."""
         found = []
         for self.rank in range(2):
-            plan, rows = self.ahead[self.rank].begin(self.feed, iteration)
+            plan, rows = self.ahead[self.rank].take(self.feed, iteration)
             try:
                 own = self.fetchers[self.rank](plan.plan) if rows is None else rows.result()
                 found.append((plan, own))
             except OSError as error:
                 found.append((plan, str(error)))
         for each, fetch in zip(self.ahead, self.fetchers, strict=True):
-            each.go_on(fetch)
+            each.prefetch(fetch)
         return found
 
     def close(self):
@@ -130,7 +130,7 @@ def test_what_was_held_is_gone_where_other_iterations_come(monkeypatch):
     ranks = Ranks(monkeypatch, Feed())
     ranks.begin(0)
     for each in ranks.ahead:
-        each.forget()
+        each.cancel()
     assert [rows for _, rows in ranks.begin(7)] == [{0: 7}] * 2
     assert [rows for _, rows in ranks.begin(3)] == [{0: 3}] * 2  # not 8, which is held
     ranks.close()
@@ -141,5 +141,5 @@ def test_an_error_of_the_planner_is_raised_on_all_ranks(monkeypatch):
     ranks.begin(0)
     for ranks.rank, words in ((0, "no plan"), (1, "rank 0: no plan")):
         with pytest.raises(HydraError, match=words):
-            ranks.ahead[ranks.rank].begin(ranks.feed, "broken")
+            ranks.ahead[ranks.rank].take(ranks.feed, "broken")
     ranks.close()

@@ -46,7 +46,7 @@ from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment,
 from ds_hydra.engine.model.micro_batches import long_segments
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.ranks.process import use_deterministic_kernels
-from ds_hydra.engine.runtime import warn_of_other_kernels
+from ds_hydra.engine.ranks.settings import warn_of_other_kernels
 from ds_hydra.engine.strategy_links import StrategyLinks
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.sampler.cuts import cut_micro_batch

@@ -134,7 +134,7 @@ def resume_with_other_strategies(folder):
         engine = start(folder, tiny("llama"), hydra={"profile": None, "strategies": strategies})
         engine.load_checkpoint(f"{folder}/saved")
         engine.train_batch()
-        found.append(sorted(map(str, engine.hydra.candidates.strategies)))
+        found.append(sorted(map(str, engine.hydra.source.candidates.strategies)))
         if strategies is both:  # from which follow times of <sp2,1>
             engine.save_checkpoint(f"{folder}/saved")
         engine.destroy()

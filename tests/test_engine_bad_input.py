@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from unittest import mock
 
@@ -30,9 +31,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 import ds_hydra
 from ds_hydra import losses
 from ds_hydra.configs import HydraConfig
+from ds_hydra.engine.iteration import RankReport
 from ds_hydra.engine.losses.objective import TokenScoreRecorder
-from ds_hydra.engine.propagation import RankOutcome
-from ds_hydra.engine.runtime import _MEASURED, _comparable, _Row, check_same_settings
+from ds_hydra.engine.propagation import RankOutcome, RankTimes
+from ds_hydra.engine.ranks.settings import check_same_settings, comparable
 from ds_hydra.engine.telemetry.metrics import RunLog
 from ds_hydra.errors import (
     CheckpointError,
@@ -306,7 +308,7 @@ def test_ranks_may_have_other_places_of_files_and_a_key_of_a_section_is_named():
     def values(sigterm, **planner):
         given = {"faults": {"save_on_sigterm": sigterm}, "planner": planner}
         numbers = {"context_length": 8, "tokens_per_iteration": 8}
-        return _comparable(HydraConfig.parse(numbers | given))
+        return comparable(HydraConfig.parse(numbers | given))
 
     first = values("/node0/saved", num_workers=4)
     assert values("/node1/saved", num_workers=2) == first
@@ -319,8 +321,8 @@ def test_what_only_one_rank_shows_may_differ():
     document = {"wandb": {"enabled": True}, "steps_per_print": 7, "gradient_clipping": 1.0}
     engine = mock.Mock(module=two_layers(), optimizer=None, lr_scheduler=None)
     engine._config._param_dict = document
-    alone = mock.patch("ds_hydra.engine.runtime.run_together", lambda action, _: action())
-    with alone, mock.patch("ds_hydra.engine.runtime.check_alike") as check:
+    alone = mock.patch("ds_hydra.engine.ranks.settings.run_together", lambda action, _: action())
+    with alone, mock.patch("ds_hydra.engine.ranks.settings.check_alike") as check:
         check_same_settings(engine)
     compared = {key for key in check.call_args.args[0] if key.startswith("deepspeed.")}
     assert compared == {"deepspeed.gradient_clipping"}
@@ -371,10 +373,18 @@ def test_every_number_of_the_optimizers_groups_is_compared_between_ranks():
 
 
 def test_a_row_of_a_rank_gives_back_what_it_was_made_of():
-    measured = {name: float(number) for number, name in enumerate(_MEASURED)}
-    outcome = RankOutcome(**measured, phase_ms=(7.0, 8.0))
-    row = _Row(0.0, 1.0, 0.0, float(2**48 - 1), outcome)
-    assert _Row.from_row(torch.tensor(row.to_row(), dtype=torch.float64).tolist()) == row
+    loss_sum, balance_loss = (torch.tensor(x, dtype=torch.float64) for x in (3.5, 0.25))
+    outcome = RankOutcome(
+        loss_sum=loss_sum, balance_loss=balance_loss, passes=(), clock=None, recorder=None
+    )
+    flags = {"has_problem": True, "is_stop_requested": False, "settings": float(2**48 - 1)}
+    for squares in ((), (7.0,), (7.0, 8.0)):
+        row = RankReport.row_of(outcome, torch.tensor(squares, dtype=torch.float64), **flags)
+        told = dict(flags, loss_sum=3.5, balance_loss=0.25, squares=squares)
+        assert RankReport.from_row(row.tolist())._asdict() == told
+    names = [field.name for field in fields(RankTimes) if field.name != "phase_ms"]
+    times = RankTimes(**{n: float(i) for i, n in enumerate(names)}, phase_ms=(7.0, 8.0))
+    assert RankTimes.from_row(times.to_row()) == times
 
 
 def make_mistakes(folder):

@@ -71,14 +71,14 @@ def delay_rounds(propagator, random):
             setattr(link, name, functools.partial(late, getattr(link, name)))
 
 
-def check_times(outcome, overlap):
+def check_times(measured, overlap):
     """Without overlap computation waits for all of pull and push."""
-    times = (outcome.pull_ms, outcome.push_ms, outcome.visible_pull_ms, outcome.visible_push_ms)
-    assert min(*times, *outcome.phase_ms) >= 0
+    times = (measured.pull_ms, measured.push_ms, measured.visible_pull_ms, measured.visible_push_ms)
+    assert min(*times, *measured.phase_ms) >= 0
     assert min(times[:2]) > 0
     if not overlap:
-        assert outcome.visible_pull_ms >= outcome.pull_ms
-        assert outcome.visible_push_ms >= outcome.push_ms
+        assert measured.visible_pull_ms >= measured.pull_ms
+        assert measured.visible_push_ms >= measured.push_ms
 
 
 def gradients_with_and_without_overlap(num_sequences):
@@ -97,7 +97,7 @@ def gradients_with_and_without_overlap(num_sequences):
         for overlap, engine in engines.items():
             outcome, grads_P = train_plan(engine, plan, load_of(examples))
             bits[overlap] = (outcome.loss_sum, grads_P)
-            check_times(outcome, overlap)
+            check_times(outcome.times(), overlap)
         same = bits[True][0] == bits[False][0] and all(
             map(torch.equal, bits[True][1], bits[False][1])
         )
@@ -254,7 +254,7 @@ def test_frozen_slices_are_pulled_again_after_a_pull_that_did_not_end():
     keeper = FrozenKeeper(lambda: [torch.ones(3)], lambda changed: changed)
     assert keeper.choose("a", "all", "trained") == "all"
     assert keeper.choose("a", "all", "trained") == "all", "something has failed in between"
-    keeper.have_arrived()
+    keeper.mark_arrived()
     assert keeper.choose("a", "all", "trained") == "trained"
     assert keeper.choose("a", "all", "trained") == "trained", "they stay where another pull fails"
     assert keeper.choose("b", "all", "trained") == "all"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from types import SimpleNamespace
 
 import deepspeed
@@ -64,7 +65,10 @@ def shards_of_a_device(monkeypatch, grads, **facts):
         taken.append([g.clone() for g in gradients])
         return torch.stack([g.norm(norm_type) for g in gradients]).norm(norm_type)
 
-    optimizer = SimpleNamespace(get_grad_norm_direct=take, offload_optimizer=False, **facts)
+    groups = [[param] for param in grads]
+    optimizer = SimpleNamespace(
+        get_grad_norm_direct=take, offload_optimizer=False, fp16_groups=groups, **facts
+    )
     by_param = {id(param): grad for param, grad in grads.items()}
     monkeypatch.setattr(gradient_shards, "safe_get_local_grad", lambda p: by_param[id(p)])
     shards = GradientShards(optimizer, list(grads), torch.device("cuda"))
@@ -78,33 +82,46 @@ def two_shards():
     return {torch.nn.Parameter(torch.zeros(n)): torch.zeros(n) for n in (4, 9)}
 
 
-def test_deepspeed_takes_no_norm_of_what_has_one(monkeypatch):
+def test_deepspeed_takes_no_norm_of_what_ranks_have_told(monkeypatch):
     grads = two_shards()
     shards, optimizer, taken = shards_of_a_device(monkeypatch, grads)
-    assert shards.norms().tolist() == [2, 6]
-    found = optimizer.get_grad_norm_direct(list(grads.values()), list(grads))
-    assert [[g.tolist() for g in gradients] for gradients in taken] == [[[2, 6]]]
-    torch.testing.assert_close(found, torch.tensor(40.0).sqrt())
+    assert shards.squares().tolist() == [4, 36]
+    shards.tell([16.0, math.nan])
+    found = [
+        optimizer.get_grad_norm_direct([grad], group)
+        for grad, group in zip(grads.values(), optimizer.fp16_groups, strict=True)
+    ]
+    assert [float(norm) for norm in found] == [4.0, -1.0]  # as DeepSpeed marks one that is not
+    assert taken == []
 
 
-@pytest.mark.parametrize("why", ["muon", "another gradient", "another norm", "a new iteration"])
+@pytest.mark.parametrize(
+    "why", ["muon", "another gradient", "another norm", "another group", "a new iteration"]
+)
 def test_deepspeed_takes_its_own_norms_of_what_is_not_known(monkeypatch, why):
     grads = two_shards()
     shards, optimizer, taken = shards_of_a_device(monkeypatch, grads, use_muon=why == "muon")
-    shards.norms()
+    shards.tell(shards.squares().tolist())
     if why == "a new iteration":
         shards.zeroed()
-    given = [torch.ones(3), *grads.values()] if why == "another gradient" else list(grads.values())
+    given = [torch.ones(3)] if why == "another gradient" else [next(iter(grads.values()))]
     args = (float("inf"),) if why == "another norm" else ()
-    optimizer.get_grad_norm_direct(given, list(grads), *args)
+    group = [next(iter(grads))] if why == "another group" else optimizer.fp16_groups[0]
+    optimizer.get_grad_norm_direct(given, group, *args)
     assert [g.shape for g in taken[0]] == [g.shape for g in given]
 
 
 def test_gradients_go_to_where_zero_has_moved_its_own(monkeypatch):
     grads = two_shards()
-    shards, _, _ = shards_of_a_device(monkeypatch, grads)
+    buffer = torch.zeros(13)
+    shards, optimizer, _ = shards_of_a_device(
+        monkeypatch, grads, grad_partitions_flat_buffer=buffer
+    )
+    held = shards.zeroed()
     for param, grad in grads.items():
         grads[param] = grad.clone()
+    assert shards.zeroed() is held  # until the buffer says so
+    optimizer.grad_partitions_flat_buffer.data = buffer.clone()
     monkeypatch.setattr(gradient_shards, "safe_get_local_grad", lambda p: grads[p])
     for _ in range(2):
         held = shards.zeroed()
@@ -118,4 +135,7 @@ def test_deepspeeds_norms_are_those_of_the_first_gradients_and_parameters():
 
     source = inspect.getsource(stage3)
     assert "def get_grad_norm_direct(self, gradients, params, norm_type=2):" in source
+    assert "self.get_grad_norm_direct(self.averaged_gradients[i], self.fp16_groups[i])" in source
+    assert "self.grad_partitions_flat_buffer: Tensor = torch.zeros(" in source
+    assert "self._pre_step()\n        self._partition_all_parameters()" in source
     assert "for g, p in zip(gradients, params):" in source

@@ -765,7 +765,9 @@ def train_without_a_scheme(folder):
     for data in (dataset_of(batches(2)), None):
         engine = start_hydra(tiny("llama"), hydra=hydra, training_data=data)
         engine.train_batch(None if data is not None else batches(1)[0])
-        results.append((engine.last_metrics, [str(s) for s in engine.hydra.candidates.strategies]))
+        results.append(
+            (engine.last_metrics, [str(s) for s in engine.hydra.source.candidates.strategies])
+        )
         engine.train_batch(batches(1)[0], strategy="1x<1,2>")
         assert engine.hydra._traces._slowest == 0.0, "nobody knows how long <1,2> should take"
         engine.destroy()
@@ -781,7 +783,7 @@ def train_without_single_ranks():
     candidates.measure_profile = lambda *_arguments, **_options: document
     engine = start_hydra(tiny("llama"), hydra={"planner": {"space": "plain"}})
     engine.train_batch(batches(1)[0])
-    return [str(s) for s in engine.hydra.candidates.strategies], engine.last_metrics.strategy
+    return [str(s) for s in engine.hydra.source.candidates.strategies], engine.last_metrics.strategy
 
 
 @pytest.mark.distributed

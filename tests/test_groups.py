@@ -241,7 +241,7 @@ def made(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 99)
     monkeypatch.setattr(dist, "new_group", new_group)
     hour = datetime.timedelta(hours=1)
-    monkeypatch.setattr(groups, "_find_timeout", lambda device: hour)
+    monkeypatch.setattr(groups, "find_timeout", lambda device: hour)
     return made
 
 

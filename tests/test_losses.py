@@ -19,7 +19,7 @@ from single_process import random_examples
 from test_engine_parity import RELATIVE_TOLERANCE, relative_errors
 
 from ds_hydra import losses
-from ds_hydra.engine.iteration import weigh
+from ds_hydra.engine.iteration import linearised
 from ds_hydra.engine.losses.loss import WEIGHT
 from ds_hydra.engine.losses.objective import Objective
 from ds_hydra.errors import (
@@ -164,7 +164,7 @@ def checks():
         gradients = [p.grad for p in reference.parameters()]
         for strategy in strategies:
             iteration = engine.hydra.source.plan(examples, strategy, 0, loss=CASES[name])
-            iteration = weigh(iteration, engine.hydra.propagator)
+            iteration = linearised(iteration, engine.hydra.propagator)
             found, got = loss_and_gradients(
                 engine, iteration.plan, iteration.load, iteration.objective
             )

@@ -184,14 +184,15 @@ def train_everywhere(forced, candidates, in_bf16):
         "chosen": chosen,
         "bf16": in_bf16,
         "profiled": [
-            str(scheme) for scheme in sorted(engine.hydra.candidates.ensure_profile().latency)
+            str(scheme)
+            for scheme in sorted(engine.hydra.source.candidates.ensure_profile().latency)
         ],
         "bytes": [
             float(token_bytes(engine.hydra.propagator, s, 64))
-            for s in engine.hydra.candidates.strategies
+            for s in engine.hydra.source.candidates.strategies
         ],
         "max_len": [
-            engine.hydra.candidates.ensure_profile().max_len_tokens(Scheme(1, 1, sp=sp), 4)
+            engine.hydra.source.candidates.ensure_profile().max_len_tokens(Scheme(1, 1, sp=sp), 4)
             for sp in (1, 2, 4)
         ],
     }

@@ -206,7 +206,7 @@ def _count_waits(engine: Any, examples: Examples) -> None:
         f"{w.filename.rpartition('/')[2]}:{w.lineno}" for w in seen if "synchron" in str(w.message)
     ]
     found = f"{len(places)}: {', '.join(dict.fromkeys(places))}"
-    tell(case, found, wanted="at most 10, none for each micro-batch", is_well=len(places) <= 10)
+    tell(case, found, wanted="at most 3, none for each micro-batch", is_well=len(places) <= 3)
 
 
 def look_for_races() -> None:

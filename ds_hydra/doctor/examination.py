@@ -33,7 +33,7 @@ from ds_hydra.configs.files import read_json_object
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.doctor import findings
 from ds_hydra.doctor.findings import Finding, Report, Status
-from ds_hydra.doctor.vigil import Vigil
+from ds_hydra.doctor.hang_monitor import HangMonitor
 from ds_hydra.engine.model.meta_model import make_model
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
@@ -123,7 +123,7 @@ class Examination:
         limit_s = 2 * self.request.limit_s + 30 + _COMPILE_S
         device = join_ranks(timeout=datetime.timedelta(seconds=limit_s))
         self._compile_planner(is_first=os.environ.get("LOCAL_RANK", "0") == "0")
-        vigil = Vigil(
+        monitor = HangMonitor(
             dist.distributed_c10d._get_default_store(),
             dist.get_rank(),
             dist.get_world_size(),
@@ -131,11 +131,11 @@ class Examination:
             on_end=self._end,
         )
         try:
-            self._examine(vigil, device, hardware)
+            self._examine(monitor, device, hardware)
         except Exception as error:  # whatever it is, other ranks wait for this one
-            vigil.fail(error)
+            monitor.fail(error)
             raise
-        vigil.close()
+        monitor.close()
         return self.report()
 
     @staticmethod
@@ -169,30 +169,32 @@ class Examination:
         )
         self.on_hang(self.report())
 
-    def _examine(self, vigil: Vigil, device: torch.device, hardware: Hardware | None) -> None:
-        with vigil.step("meeting the other ranks"):
+    def _examine(
+        self, monitor: HangMonitor, device: torch.device, hardware: Hardware | None
+    ) -> None:
+        with monitor.step("meeting the other ranks"):
             hosts = find_hosts(device)
             self._compare_ranks(device, hosts)
         here = len(hosts.ranks_beside(dist.get_rank()))
-        with vigil.step("kernels and limits of the system"):
+        with monitor.step("kernels and limits of the system"):
             self.findings += findings.check_kernels(device)
             mine = findings.check_settings(device) + findings.check_system(here)
             mine += findings.check_compiler(device, self._ds_config)
             self._add_worst(device, mine)
         groups = GroupPool(1, device)
-        with vigil.step("connecting all ranks"):
+        with monitor.step("connecting all ranks"):
             everyone = tuple(range(dist.get_world_size()))
             groups.create([("doctor", everyone)])
-        with vigil.step("rates of links"):
+        with monitor.step("rates of links"):
             self.findings += findings.check_links(
                 device, hosts, hardware, groups.get("doctor", everyone)
             )
         groups.destroy()
-        with vigil.step("speed of ranks"):
+        with monitor.step("speed of ranks"):
             self.findings.append(findings.check_speed_of_ranks(device))
-        with vigil.step("a point of a profile"):
+        with monitor.step("a point of a profile"):
             self.findings += findings.check_profile_point(device, hardware)
-        self._try_small_model(vigil, device)
+        self._try_small_model(monitor, device)
 
     def _compare_ranks(self, device: torch.device, hosts: Hosts) -> None:
         everyone = _of_all_ranks(findings.describe_environment(), device)
@@ -223,25 +225,25 @@ class Examination:
             values = {**row, "status": Status(row["status"]), "text": where + row["text"]}
             self.findings.append(Finding(**values))
 
-    def _try_small_model(self, vigil: Vigil, device: torch.device) -> None:
-        with vigil.step("one process alone"):
+    def _try_small_model(self, monitor: HangMonitor, device: torch.device) -> None:
+        with monitor.step("one process alone"):
             model = SmallModel(device)
         strategies = pick_strategies(dist.get_world_size())
-        with vigil.step("settings of the device"):
+        with monitor.step("settings of the device"):
             ways = (False, True) if can_overlap(device) else (False,)
         for overlap in ways:
             name = "exchanges beside computation" if overlap else "exchanges alone"
-            with vigil.step(f"connecting groups, {name}"):
+            with monitor.step(f"connecting groups, {name}"):
                 propagator = open_propagator(model, strategies, overlap=overlap)
-            self.findings.append(check_parity(model, propagator, vigil, name, strategies))
+            self.findings.append(check_parity(model, propagator, monitor, name, strategies))
             if overlap is ways[-1]:
-                with vigil.step("time that is left"):
+                with monitor.step("time that is left"):
                     left_s = self._left_s(propagator.max_over_ranks)
-                self.findings.append(check_hangs(model, propagator, vigil, left_s, name))
+                self.findings.append(check_hangs(model, propagator, monitor, left_s, name))
             propagator.close()
         overlap = ways[-1]
-        self.findings.append(check_halves(device, vigil, overlap=overlap))
-        self.findings.append(check_gathered(model, vigil, overlap=overlap))
+        self.findings.append(check_halves(device, monitor, overlap=overlap))
+        self.findings.append(check_gathered(model, monitor, overlap=overlap))
 
     def _left_s(self, max_over_ranks: Callable[[float], float]) -> float:
         gone = max_over_ranks(time.monotonic() - self.begin)
@@ -391,7 +393,7 @@ class SmallModel:
             return tokens, tokens
 
         outcome = propagator.train(plan, load, grads_P, 1.0)
-        loss = torch.tensor(outcome.loss_sum, dtype=torch.float64, device=grads_P[0].device)
+        loss = outcome.loss_sum
         dist.all_reduce(loss)
         return float(loss) / self.num_labels, grads_P
 
@@ -430,29 +432,33 @@ def open_propagator(
     return propagator
 
 
-def check_halves(device: torch.device, vigil: Vigil, *, overlap: bool) -> Finding:
+def check_halves(device: torch.device, monitor: HangMonitor, *, overlap: bool) -> Finding:
     """Gradients in bf16, which the kernels that train compute, under data, tensor and pipeline
     parallelism. Collective over all ranks.
     """
-    with vigil.step("one process alone, bf16"):
+    with monitor.step("one process alone, bf16"):
         model = SmallModel(device, torch.bfloat16)
-    return _check_apart(model, vigil, pick_strategies(dist.get_world_size())[:3], "bf16", overlap)
+    return _check_apart(model, monitor, pick_strategies(dist.get_world_size())[:3], "bf16", overlap)
 
 
-def check_gathered(model: SmallModel, vigil: Vigil, *, overlap: bool) -> Finding:
+def check_gathered(model: SmallModel, monitor: HangMonitor, *, overlap: bool) -> Finding:
     """Gradients where layers are gathered for every pass. Collective over all ranks."""
     gathered = Strategy.alike(Scheme(tp=1, pp=1, gather=True), dist.get_world_size())
     # The first time nothing is posted beside computation
-    found = _check_apart(model, vigil, [gathered, gathered], "gathered", overlap)
+    found = _check_apart(model, monitor, [gathered, gathered], "gathered", overlap)
     return replace(found, check="gathered layers")
 
 
 def _check_apart(
-    model: SmallModel, vigil: Vigil, strategies: Sequence[Strategy], name: str, overlap: bool
+    model: SmallModel,
+    monitor: HangMonitor,
+    strategies: Sequence[Strategy],
+    name: str,
+    overlap: bool,
 ) -> Finding:
-    with vigil.step(f"connecting groups, {name}"):
+    with monitor.step(f"connecting groups, {name}"):
         propagator = open_propagator(model, strategies, overlap=overlap)
-    found = check_parity(model, propagator, vigil, name, strategies)
+    found = check_parity(model, propagator, monitor, name, strategies)
     propagator.close()
     return found
 
@@ -460,14 +466,14 @@ def _check_apart(
 def check_parity(
     model: SmallModel,
     propagator: Propagator,
-    vigil: Vigil,
+    monitor: HangMonitor,
     name: str,
     strategies: Sequence[Strategy],
 ) -> Finding:
     """Gradients under every strategy against those of one process. Collective over all ranks."""
     errors = {}
     for strategy in strategies:
-        with vigil.step(f"gradients of {strategy}, {name}"):
+        with monitor.step(f"gradients of {strategy}, {name}"):
             loss, grads_P = model.train(propagator, strategy)
             name_of = f"{strategy}, again" if str(strategy) in errors else str(strategy)
             errors[name_of] = model.error_of(loss, grads_P, propagator)
@@ -488,10 +494,10 @@ def check_parity(
 
 
 def check_hangs(
-    model: SmallModel, propagator: Propagator, vigil: Vigil, seconds: float, name: str
+    model: SmallModel, propagator: Propagator, monitor: HangMonitor, seconds: float, name: str
 ) -> Finding:
     """Iterations under strategies drawn at random, ranks delayed at random, the device synchronised
-    at random. Collective over all ranks; a hang ends in the vigil.
+    at random. Collective over all ranks; the monitor ends a hang.
     """
     strategies = pick_strategies(propagator.num_ranks)
     common, own = np.random.default_rng(0), np.random.default_rng(1 + propagator.rank)
@@ -504,7 +510,7 @@ def check_hangs(
     try:
         while True:
             strategy = strategies[common.integers(len(strategies))]
-            with vigil.step(f"iteration {count} of {name}, {strategy}"):
+            with monitor.step(f"iteration {count} of {name}, {strategy}"):
                 time.sleep(own.random() * 0.02)
                 loss, _ = model.train(propagator, strategy)
                 worst = max(worst, abs(loss / model.loss - 1))

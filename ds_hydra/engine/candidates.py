@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_NAMED = 4
 """Schemes in one line of the log."""
+_MOST_NOMINAL = 64
+"""Profiles by FLOP counts that are kept, for forced strategies that no profile knows."""
 
 
 def find_unsupported(stage_model: StageModel, schemes: Iterable[Scheme]) -> Iterator[str]:
@@ -124,6 +126,11 @@ class EngineCandidates:
         """Log that keeps profiles, on the rank that has a run folder."""
         self.lengths: NDArray[np.int64] | None = None
         """Lengths of the attached data."""
+        self._checked: set[Strategy] = set()
+        """Strategies that can run."""
+        self._nominal = lru_cache(_MOST_NOMINAL)(
+            lambda schemes: Profile.from_json(nominal_profile(self.stage_model, schemes))
+        )
         self._given: tuple[Strategy, ...] = ()
         self._num_link_groups = len(propagator.groups)
         self._at_start: tuple[Strategy, ...] = ()
@@ -194,6 +201,7 @@ class EngineCandidates:
                 settings,
                 self.straggler,
                 self._tracked,
+                is_late=self.propagator.clock.has_streams,
             )
         return self._tracker
 
@@ -449,6 +457,8 @@ class EngineCandidates:
 
     def check_strategy(self, strategy: Strategy) -> None:
         """Raise HydraConfigError where the ranks or the model cannot run `strategy`."""
+        if strategy in self._checked:  # walks through all modules, where each iteration forces one
+            return
         for scheme in set(strategy.schemes):
             check_context_parallel(scheme, self.config.context_length)
             check_scheme(self.stage_model, scheme)
@@ -457,6 +467,7 @@ class EngineCandidates:
                 f"strategy {strategy} needs {strategy.num_devices} ranks, there are {self.num_ranks}; name fewer in "
                 f"hydra.strategies, or start {strategy.num_devices} ranks"
             )
+        self._checked.add(strategy)
 
     def profile_for_forced(self, strategy: Strategy) -> Profile:
         """The profile for the plans of a forced strategy: FLOP counts where its times are
@@ -466,7 +477,7 @@ class EngineCandidates:
             costs, memory = self._costs(self.profile), self.profile.memory
             if all(costs.find(s) is not None and memory.knows(s) for s in strategy.schemes):
                 return costs.extended(strategy.schemes)
-        return Profile.from_json(nominal_profile(self.stage_model, strategy.schemes))
+        return self._nominal(strategy.schemes)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -26,8 +27,12 @@ class GradientShards:
         self._device = device
         self._grads_P: list[Tensor] = []
         self._in_zero: set[int] = set()
-        self._norms: dict[int, Tensor] = {}
-        """Norms by address of a shard, since `norms` and until the next iteration."""
+        self._buffer_at = 0
+        """Address of ZeRO-3's buffer of gradients when the shards in it were taken."""
+        self._held: list[list[Tensor]] = []
+        """Shards that are not empty of each group that ZeRO-3 steps at once."""
+        self._totals: list[float] = []
+        """Squared norm of each such group over all ranks, of this iteration's gradients."""
         if device.type != "cpu":
             self._lend_norms()
 
@@ -36,8 +41,12 @@ class GradientShards:
         if not self._grads_P or self._have_moved():
             self.release()
             self._grads_P = [self._of(param) for param in self._params]
+            self._buffer_at = self._find_buffer()
+            shard_of = {id(p): g for p, g in zip(self._params, self._grads_P) if g.numel()}
+            groups = self._optimizer.fp16_groups
+            self._held = [[shard_of[id(p)] for p in group if id(p) in shard_of] for group in groups]
         torch._foreach_zero_(self._grads_P)
-        self._norms = {}
+        self._totals = []
         self._drop_others()
         return self._grads_P
 
@@ -57,19 +66,21 @@ class GradientShards:
 
     def release(self) -> None:
         """Let go of the memory until `zeroed`."""
-        self._grads_P, self._norms = [], {}
+        self._grads_P, self._held, self._totals = [], [], []
         self._in_zero.clear()
 
-    def norms(self) -> Tensor:
-        """The norm of each shard that is not empty, once they hold gradients: few kernels on a
-        device.
+    def squares(self) -> Tensor:
+        """[groups] fp64: squared norm of this rank's shards of each group that ZeRO-3 steps at
+        once, NaN or Inf where an element is; few kernels on a device.
         """
-        held_P = [grad_P for grad_P in self._grads_P if grad_P.numel()]  # not of what is frozen
-        if not held_P:
-            return torch.zeros(0, device=self._device)
-        norms = torch.stack(torch._foreach_norm(held_P))
-        self._norms = {g.data_ptr(): norm for g, norm in zip(held_P, norms.unbind(), strict=True)}
-        return norms
+        if not (held := [shard for group in self._held for shard in group]):  # all are frozen
+            return torch.zeros(len(self._held), dtype=torch.float64, device=self._device)
+        squares = torch.stack(torch._foreach_norm(held)).double().square()
+        return torch.stack([own.sum() for own in squares.split([*map(len, self._held)])])
+
+    def tell(self, totals: Sequence[float]) -> None:
+        """Take `squares` summed over all ranks, of which ZeRO-3 clips and steps."""
+        self._totals = list(totals)
 
     def deposit(self) -> None:
         """Hand them to ZeRO-3 as if its own backward had reduced them."""
@@ -82,30 +93,40 @@ class GradientShards:
         """Whether ZeRO-3 has its gradients, which lie in one buffer, elsewhere than before: where
         its `reload_states` has put them.
         """
-        for param, grad_P in zip(self._params, self._grads_P, strict=True):
-            if grad_P.data_ptr() in self._in_zero:
-                return safe_get_local_grad(param).data_ptr() != grad_P.data_ptr()
-        return False
+        return bool(self._in_zero) and self._find_buffer() != self._buffer_at
+
+    def _find_buffer(self) -> int:
+        buffer = getattr(self._optimizer, "grad_partitions_flat_buffer", None)
+        return 0 if buffer is None else buffer.data_ptr()
 
     def _lend_norms(self) -> None:
-        """Let ZeRO-3 have `norms` where it would take them anew, one kernel or two for each
-        parameter. Its optimizer's method is not private to one version; where there is none, or
-        gradients are changed between, it takes its own.
+        """Let ZeRO-3 have the norms that ranks have told each other, on the host: it would take
+        them anew, and wait for the device. Its optimizer's method is not private to one version;
+        where there is none, or gradients are not these shards, it takes its own.
         """
-        optimizer, norms_of = self._optimizer, weakref.ref(self)
+        optimizer, shards = self._optimizer, weakref.ref(self)
         plain = getattr(optimizer, "get_grad_norm_direct", None)
         if plain is None or getattr(optimizer, "use_muon", False):
             return
 
         def get_grad_norm_direct(gradients: Any, params: Any, norm_type: float = 2) -> Any:
-            mine = norms_of()
-            known = {} if mine is None else mine._norms
-            norms = [known.get(g.data_ptr()) for g in gradients if g.numel()]
-            if norm_type == 2 and norms and None not in norms:
-                gradients = [torch.stack(norms)]  # of which the norm is that of all
-            return plain(gradients, params, norm_type)
+            mine = shards()
+            total = None if mine is None else mine._total_of(gradients, params)
+            if norm_type != 2 or total is None:
+                return plain(gradients, params, norm_type)
+            # As ZeRO-3's own: -1 where a gradient is NaN or Inf
+            return torch.tensor(math.sqrt(total) if math.isfinite(total) else -1.0)
 
         optimizer.get_grad_norm_direct = get_grad_norm_direct
+
+    def _total_of(self, gradients: Sequence[Tensor], params: Any) -> float | None:
+        """The told square of the group `params`, if its `gradients` are shards here."""
+        groups = self._optimizer.fp16_groups
+        index = next((i for i, group in enumerate(groups) if group is params), -1)
+        is_known = index >= 0 and self._totals and self._in_zero
+        if not is_known or any(g.numel() and g.data_ptr() not in self._in_zero for g in gradients):
+            return None
+        return self._totals[index]
 
     def _of(self, param: nn.Parameter) -> Tensor:
         if param.requires_grad and not self._optimizer.offload_optimizer:

@@ -13,8 +13,8 @@ import logging
 import math
 import os
 import sys
-import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
@@ -24,6 +24,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.constants import ROUTE_TRAIN
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils.logging import log_levels
 from torch import Tensor, nn
 
@@ -39,7 +40,14 @@ from ds_hydra.engine.examples import (
     warn_of_collator,
 )
 from ds_hydra.engine.gradient_shards import GradientShards
-from ds_hydra.engine.iteration import Iteration, Outcomes, gather_scores, observe, score, weigh
+from ds_hydra.engine.iteration import (
+    Iteration,
+    Outcomes,
+    gather_scores,
+    linearised,
+    score,
+    with_score_recorder,
+)
 from ds_hydra.engine.losses.loss import CrossEntropy, Loss
 from ds_hydra.engine.losses.objective import Scores
 from ds_hydra.engine.model import adapters, held_models
@@ -50,11 +58,12 @@ from ds_hydra.engine.model.scheme_support import check_context, find_unseen_posi
 from ds_hydra.engine.model.stage_forward import compilations
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import ExampleLike
-from ds_hydra.engine.ranks.agreement import gather_rows, run_together
+from ds_hydra.engine.propagation import RankOutcome
+from ds_hydra.engine.ranks.agreement import gather_by_hosts, open_host_group, run_together
 from ds_hydra.engine.ranks.memory import (
-    show_collector_all,
-    spare_collector,
+    freeze_gc,
     to_device,
+    unfreeze_gc,
 )
 from ds_hydra.engine.ranks.process import (
     end_with_the_sentence,
@@ -63,9 +72,10 @@ from ds_hydra.engine.ranks.process import (
     let_collectives_end_at_exit,
     remove_stale_locks,
 )
+from ds_hydra.engine.ranks.settings import check_same_settings
 from ds_hydra.engine.ranks.sigterm import SIGTERM
 from ds_hydra.engine.ranks.watchdog import join_watchdog, leave_watchdog, watch
-from ds_hydra.engine.runtime import HydraRuntime, check_same_settings
+from ds_hydra.engine.runtime import HydraRuntime, Stamps
 from ds_hydra.engine.telemetry.trace import MemoryWatch
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
 from ds_hydra.progress import say_once, show_notes
@@ -85,7 +95,7 @@ warnings.filterwarnings(
 
 logger = logging.getLogger(__name__)
 
-_SETTLED_AFTER, _SPARES_EVERY = 5, 100
+_SETTLED_AFTER, _FREEZES_EVERY = 5, 100
 """Iterations after which the garbage collector is frozen, when start-up objects (kernels, plans,
 profiles) exist; and after which it is frozen again, as another engine may have unfrozen it.
 """
@@ -143,7 +153,7 @@ class HydraEngine(CheckpointingEngine):
         show_notes(log_levels.get(str(document.get("log_level")).lower()))
         held_models.check_free(model)
         let_collectives_end_at_exit()
-        show_collector_all()
+        unfreeze_gc()
         self._hydra_config = hydra_config
         self._num_trained = 0
         self._hydra: HydraRuntime | None = None
@@ -152,10 +162,7 @@ class HydraEngine(CheckpointingEngine):
         self.on_sigterm: Callable[[], None] | None = None
         """Callback in place of saving and ending: a Trainer has more to save."""
         self.last_scores: Scores | None = None
-        self.last_metrics: IterationMetrics | None = None
-        """Metrics of the last iteration; equal on all ranks but for this rank's own iteration and
-        step time.
-        """
+        self._last_metrics: IterationMetrics | None = None
         place = local_rank()
         get_accelerator().set_device(place)
         self.device = torch.device(get_accelerator().device_name(place))
@@ -186,6 +193,7 @@ class HydraEngine(CheckpointingEngine):
     def _start(
         self, args: Any, model: nn.Module, engine_args: Any, engine_kwargs: Mapping[str, Any]
     ) -> None:
+        open_host_group(self.device)
         run_together(lambda: remove_stale_locks(local_rank() == 0), self.device)
         # Before DeepSpeed hooks the model's modules: what a stage changes of them is found here.
         config = self._hydra_config
@@ -225,6 +233,14 @@ class HydraEngine(CheckpointingEngine):
             raise HydraError("this engine was destroyed; make a new one with ds_hydra.initialize")
         return self._hydra
 
+    @property
+    def last_metrics(self) -> IterationMetrics | None:
+        """Metrics of the last iteration; equal on all ranks but for this rank's own iteration and
+        step time. On an accelerator the host waits for the step.
+        """
+        late = None if self._hydra is None else self._hydra.last_metrics()
+        return late or self._last_metrics
+
     @_in_own_modes
     def train_batch(
         self,
@@ -248,62 +264,58 @@ class HydraEngine(CheckpointingEngine):
         Raises, on all ranks, InfeasiblePlanError where no strategy can fit a sequence, and
         HydraDataError where `loss` is not finite.
         """
-        start = time.perf_counter()
         reads_none = loss is None or (isinstance(loss, CrossEntropy) and loss.weights is None)
         if batch is None and (strategy is not None or not reads_none):
             raise HydraConfigError(
                 "a forced strategy, and a loss other than a cross entropy without weights, need a given global batch: "
                 "call train_batch(batch=examples, ...); strategies to choose from are listed in hydra.strategies"
             )
+        clock, source = self.hydra.propagator.clock, self.hydra.source
+        begin = clock.stamp()
         with watch("plan"):
-            propagator = self.hydra.propagator
             problem = (
                 self._find_untrained() or self._find_offloaded("train") or self._find_refrozen()
             )
-            iteration = (
-                self.hydra.source.next(problem, loss)
-                if batch is None
-                else self.hydra.source.plan(
-                    batch,
-                    strategy,
-                    self.global_steps,
-                    problem,
-                    loss,
-                    call="train_batch(batch)",
-                )
-            )
-            with watch("propagation"):
-                iteration = weigh(iteration, propagator)
-                plan, load = iteration.plan, iteration.load
-                # The pass that trains keeps the scores: they cost none of their own.
-                objective, recorder = observe(iteration, self.device, wanted=keep_scores)
-                grads_P = self._zero_gradient_shards()
-                scale = float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
-                outcome = propagator.train(plan, load, grads_P, scale, objective)
-                outcomes = self.hydra.gather_outcomes(
-                    outcome, self._gradients.norms(), self.optimizer.param_groups
-                )
-                if recorder is not None:
-                    self.last_scores = gather_scores(iteration, recorder, propagator)
-            value = outcomes.loss(plan, iteration.objective)
-            before_step = time.perf_counter()
-            with watch("step"):
-                if outcomes.nonfinite_ranks and not self.fp16_enabled():
-                    self._skip_step(iteration, outcomes.nonfinite_ranks)
-                else:
-                    with propagator.recorder.span(EventKind.STEP):
-                        self._gradients.deposit()
-                        self._step(iteration, outcomes)
             if batch is None:
-                self.hydra.source.mark_trained(plan.iteration)
+                iteration = source.next(problem, loss)
             else:
-                self.hydra.source.mark_given(batch)
-            self._report(iteration, outcomes, value, start, before_step)
+                given = (batch, strategy, self.global_steps, problem, loss)
+                iteration = source.plan(*given, call="train_batch(batch)")
+            with watch("propagation"):
+                iteration, outcome, outcomes = self._propagate(iteration, keep_scores)
+            value = outcomes.loss(iteration.plan, iteration.objective)
+            step = clock.stamp()
+            with watch("step"):
+                self._step_or_skip(iteration, outcomes)
+            source.mark_trained(iteration.plan, batch)
+            stamps = Stamps(begin=begin, step=step, end=clock.stamp())
+            self._report(iteration, outcomes, outcome, stamps, value)
             self._num_trained += 1
-            if self._num_trained % _SPARES_EVERY == _SETTLED_AFTER:
-                spare_collector()
+            if self._num_trained % _FREEZES_EVERY == _SETTLED_AFTER:
+                freeze_gc()
         self._stop_if(outcomes.is_stop_requested)
         return to_device(torch.tensor(value, dtype=torch.float32), self.device)
+
+    def _propagate(
+        self, iteration: Iteration, keep_scores: bool
+    ) -> tuple[Iteration, RankOutcome, Outcomes]:
+        """Add the gradients of `iteration` to the shards: the iteration with the objective that was
+        trained, this rank's results, and what all ranks report.
+        """
+        propagator = self.hydra.propagator
+        iteration = linearised(iteration, propagator)
+        # The pass that trains keeps the scores: they cost none of their own.
+        objective, recorder = with_score_recorder(iteration, self.device, wanted=keep_scores)
+        grads_P = self._zero_gradient_shards()
+        scale = float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
+        outcome = propagator.train(iteration.plan, iteration.load, grads_P, scale, objective)
+        outcomes = self.hydra.gather_outcomes(
+            outcome, self._gradients.squares(), self.optimizer.param_groups
+        )
+        self._gradients.tell(outcomes.squares)
+        if recorder is not None:
+            self.last_scores = gather_scores(iteration, recorder, propagator)
+        return iteration, outcome, outcomes
 
     @_in_own_modes
     def eval_batch(
@@ -325,7 +337,7 @@ class HydraEngine(CheckpointingEngine):
                 call="eval_batch()",
                 forward_only=True,
             )
-            iteration = weigh(iteration, self.hydra.propagator)
+            iteration = linearised(iteration, self.hydra.propagator)
             plan, objective = iteration.plan, iteration.objective
             outcome = self.hydra.propagator.evaluate(plan, iteration.load, objective)
             outcomes = self.hydra.gather_outcomes(outcome)
@@ -462,10 +474,10 @@ class HydraEngine(CheckpointingEngine):
         hydra = getattr(self, "_hydra", None)
         try:
             if not self.is_destroyed:
-                self.hydra.close()
+                self.hydra.close(waits=waits)
                 # The model has hooks of DeepSpeed that hold the engine
                 self._hydra = self._gradients = None
-                show_collector_all()
+                unfreeze_gc()
             super().destroy()
         finally:
             held = getattr(self, "_held", [])
@@ -525,6 +537,14 @@ class HydraEngine(CheckpointingEngine):
             params = self.hydra.stage_model.params
             self._gradients = GradientShards(self.optimizer, params, self.device)
         return self._gradients.zeroed()
+
+    def _step_or_skip(self, iteration: Iteration, outcomes: Outcomes) -> None:
+        if outcomes.nonfinite_ranks and not self.fp16_enabled():
+            self._skip_step(iteration, outcomes.nonfinite_ranks)
+            return
+        with self.hydra.propagator.recorder.span(EventKind.STEP):
+            self._gradients.deposit()
+            self._step(iteration, outcomes)
 
     def _step(self, iteration: Iteration, outcomes: Outcomes) -> None:
         # DeepSpeed counts train_batch_size() samples per step; monitors shall see what was trained.
@@ -600,8 +620,8 @@ class HydraEngine(CheckpointingEngine):
         Collective over all ranks.
         """
         if SIGTERM.is_watching(self.hydra):
-            asked = to_device(torch.tensor([SIGTERM.is_asked(self.hydra)]).long(), self.device)
-            self._stop_if(bool(gather_rows(asked).any()))
+            asked = torch.tensor([SIGTERM.is_asked(self.hydra)]).long()
+            self._stop_if(bool(gather_by_hosts(asked, self.device).any()))
 
     def leave_sigterm(self) -> None:
         """Restore the handler of SIGTERM from before this engine watched it. Not collective."""
@@ -631,33 +651,36 @@ class HydraEngine(CheckpointingEngine):
         self,
         iteration: Iteration,
         outcomes: Outcomes,
+        outcome: RankOutcome,
+        stamps: Stamps,
         loss: float,
-        start: float,
-        before_step: float,
     ) -> None:
-        found = self.get_global_grad_norm()
-        # On a device the host waits here for the optimizer's kernels, which so count as time.
-        grad_norm = math.nan if found is None else float(found)
-        self._global_grad_norm = None if found is None else torch.tensor(grad_norm)  # on the host
-        now = time.perf_counter()
-        metrics = self.last_metrics = self.hydra.report(
+        grad_norm, num_samples = self.get_global_grad_norm(), self.global_samples
+        if self.device.type == "cpu" and grad_norm is not None:
+            grad_norm = self._global_grad_norm = torch.tensor(float(grad_norm))
+
+        def take(metrics: IterationMetrics) -> None:
+            self._last_metrics = metrics
+            if self.monitor.enabled and self.global_rank == 0:
+                self.monitor.write_events(metrics.monitor_events(num_samples))
+
+        self.hydra.report(
             iteration,
             outcomes,
+            outcome,
+            stamps,
             loss=loss,
-            iteration_ms=(now - start) * 1e3,
-            step_ms=(now - before_step) * 1e3,
             lr=float(self.get_lr()[0] or 0.0),
-            grad_norm=grad_norm,
             skipped_steps=self.skipped_steps,
+            grad_norm=grad_norm,
+            take=take,
         )
         graphs, seconds = compilations.take()
         if graphs and self.global_rank == 0:
             logger.info(
-                f"iteration {metrics.iteration}: torch compiled {graphs} kinds of decoder layers or pieces of them in "
-                f"{seconds:.1f} s of this rank"
+                f"iteration {iteration.plan.iteration}: torch compiled {graphs} kinds of decoder layers or pieces of "
+                f"them in {seconds:.1f} s of this rank"
             )
-        if self.monitor.enabled and self.global_rank == 0:
-            self.monitor.write_events(metrics.monitor_events(self.global_samples))
 
     def _check_partitions(self, stage_model: StageModel) -> None:
         """The plain ZeRO-3 layout over all ranks is the one that links are planned for."""
@@ -692,6 +715,24 @@ class HydraEngine(CheckpointingEngine):
                 "or call requires_grad_(False) on the others"
             )
         self.optimizer.defaults = self.basic_optimizer.defaults
+        self._release_what_is_gathered()
+
+    def _release_what_is_gathered(self) -> None:
+        """Spare ZeRO-3 the walks through all modules before each step, in which it releases
+        parameters that are gathered: those of evaluation, as passes of training gather none.
+        """
+        optimizer, kind = weakref.ref(self.optimizer), type(self.optimizer)
+        params = [p for p in self.module.parameters() if hasattr(p, "ds_active_sub_modules")]
+
+        def release() -> None:
+            if any(
+                p.ds_status is not ZeroParamStatus.NOT_AVAILABLE or p.ds_active_sub_modules
+                for p in params
+            ):
+                kind._partition_all_parameters(optimizer())
+
+        if hasattr(kind, "_partition_all_parameters"):
+            self.optimizer._partition_all_parameters = release
 
 
 def needs_metric(scheduler: Any) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from ds_hydra.engine.losses.objective import (
 from ds_hydra.engine.model.micro_batches import LoadExample
 from ds_hydra.engine.propagation import Propagator, RankOutcome
 from ds_hydra.engine.ranks.agreement import on_all_ranks, raise_together, run_together
+from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.errors import HydraDataError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.plan import IterationPlan
@@ -42,44 +45,98 @@ class Iteration:
         return self.planned.plan
 
 
+class RankReport(NamedTuple):
+    """Numbers that a rank tells the others before the step, in the one collective that the host
+    waits for; flags are 0 or 1.
+    """
+
+    has_problem: float
+    """Whether a given loss has failed on the rank."""
+    is_stop_requested: float
+    """Whether the rank was told to stop (SIGTERM)."""
+    settings: float
+    """Digest of the numbers of its optimizer's groups; 0 in evaluation."""
+    loss_sum: float
+    """Sum over labelled tokens, each on exactly one rank."""
+    balance_loss: float
+    """Part of the loss of balance of experts."""
+    squares: tuple[float, ...]
+    """Squared norm of the gradients that it owns of each group that ZeRO-3 steps at once, NaN or
+    Inf where one is; none in evaluation.
+    """
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> RankReport:
+        """Read a row of `row_of`."""
+        return cls(*row[:5], squares=tuple(row[5:]))
+
+    @classmethod
+    def row_of(
+        cls,
+        outcome: RankOutcome,
+        squares: Tensor,
+        *,
+        has_problem: bool,
+        is_stop_requested: bool,
+        settings: float,
+    ) -> Tensor:
+        """[n] fp64 on the device of `squares`: the numbers one after another."""
+        known = torch.tensor([has_problem, is_stop_requested, settings], dtype=torch.float64)
+        of_passes = torch.stack([outcome.loss_sum, outcome.balance_loss])
+        return torch.cat([to_device(known, squares.device), of_passes, squares])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """Measurements of all ranks in one iteration."""
+    """Reports of all ranks in one iteration."""
 
-    ranks: list[RankOutcome]
-    nonfinite_ranks: list[int]
-    """Ranks with NaN or Inf among the gradients that they own."""
-    is_stop_requested: bool
-    """Whether any rank was told to stop (SIGTERM)."""
+    ranks: list[RankReport]
+    nonfinite_position: int = -1
+    """Position of a sequence in a micro-batch with a NaN or Inf loss; -1 without one."""
     expert_tokens_LE: Tensor | None = None
     """[layers with experts, E]: tokens that chose an expert, if a training iteration had any."""
 
     @property
+    def nonfinite_ranks(self) -> list[int]:
+        """Ranks with NaN or Inf among the gradients that they own."""
+        return [n for n, r in enumerate(self.ranks) if not all(map(math.isfinite, r.squares))]
+
+    @property
+    def is_stop_requested(self) -> bool:
+        """Whether any rank was told to stop."""
+        return any(r.is_stop_requested for r in self.ranks)
+
+    @property
+    def squares(self) -> list[float]:
+        """Squared norm of the gradients of each group that ZeRO-3 steps at once."""
+        return [sum(of_ranks) for of_ranks in zip(*(r.squares for r in self.ranks))]
+
+    @property
     def balance_loss(self) -> float:
         """The loss of balance of experts."""
-        return sum(o.balance_loss for o in self.ranks)
+        return sum(r.balance_loss for r in self.ranks)
 
     def loss(self, plan: IterationPlan, objective: Objective | None = None) -> float:
         """Mean over the label tokens of `plan`, or over the divisor of `objective`, and the loss of
         balance. Raises HydraDataError, on all ranks, where the loss of `objective` is not finite.
         """
+        loss_sum = sum(r.loss_sum for r in self.ranks)
         if objective is None:
-            return sum(o.loss_sum for o in self.ranks) / plan.num_label_tokens + self.balance_loss
-        for position in (int(o.nonfinite_position) for o in self.ranks):
-            if position >= 0:
-                of_pipelines = (p.micro_batches for p in plan.pipelines)
-                beside = next(m for ms in of_pipelines for m in ms if position in m)
-                read = (*objective.loss.token_fields, *objective.loss.sequence_fields)
-                raise on_all_ranks(
-                    HydraDataError(
-                        f"iteration {plan.iteration}: loss {name_of(objective.loss)} is not finite in the micro-batch "
-                        f"of examples {', '.join(map(str, sorted(beside)))}; no weight was changed. Look at their "
-                        f"fields {', '.join(read) or '(none)'}"
-                    )
+            return loss_sum / plan.num_label_tokens + self.balance_loss
+        if self.nonfinite_position >= 0:
+            of_pipelines = (p.micro_batches for p in plan.pipelines)
+            beside = next(m for ms in of_pipelines for m in ms if self.nonfinite_position in m)
+            read = (*objective.loss.token_fields, *objective.loss.sequence_fields)
+            raise on_all_ranks(
+                HydraDataError(
+                    f"iteration {plan.iteration}: loss {name_of(objective.loss)} is not finite in the micro-batch "
+                    f"of examples {', '.join(map(str, sorted(beside)))}; no weight was changed. Look at their "
+                    f"fields {', '.join(read) or '(none)'}"
                 )
+            )
         if isinstance(objective, WeightedObjective):
             return objective.value + self.balance_loss
-        return sum(o.loss_sum for o in self.ranks) / objective.normaliser + self.balance_loss
+        return loss_sum / objective.normaliser + self.balance_loss
 
 
 def score(
@@ -101,7 +158,7 @@ def score(
     return gather_scores(iteration, recorder, propagator)
 
 
-def observe(
+def with_score_recorder(
     iteration: Iteration, device: torch.device, *, wanted: bool
 ) -> tuple[Objective | None, TokenScoreRecorder | None]:
     """The objective of `iteration`, and where `wanted` the recorder of the scores of its tokens."""
@@ -126,7 +183,7 @@ def gather_scores(
     return recorder.gather(iteration.plan.lengths, here)
 
 
-def weigh(iteration: Iteration, propagator: Propagator) -> Iteration:
+def linearised(iteration: Iteration, propagator: Propagator) -> Iteration:
     """`iteration`, with a loss of sequences turned into weighted sums. Collective over all ranks;
     one forward pass where it is one.
     """

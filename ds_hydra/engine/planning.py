@@ -69,19 +69,14 @@ class IterationSource:
     rank 0 makes. Methods are collective over all ranks unless they say otherwise.
     """
 
-    def __init__(
-        self,
-        config: HydraConfig,
-        propagator: Propagator,
-        candidates: EngineCandidates,
-    ):
-        """Not collective."""
-        self._config, self._propagator, self._candidates = config, propagator, candidates
+    def __init__(self, config: HydraConfig, propagator: Propagator):
+        self._config, self._propagator = config, propagator
+        self.candidates = EngineCandidates(config, propagator)
         self._stage_model, self._device = propagator.stage_model, propagator.device
         self.data: TokenDataset | None = None
         self.sampler: TokenBudgetSampler | None = None
         self._feed: PlanFeed | None = None
-        self._ahead = Ahead(self._device)
+        self._prefetcher = RowPrefetcher(self._device)
         self._next_iteration: int | None = None
         """The iteration that a checkpoint continues with; None where the sampler stands."""
         self._loaded_position: tuple[Mapping[str, Any] | None, int, bool] | None = None
@@ -120,7 +115,7 @@ class IterationSource:
         self.close_feed()
         self.data, self.sampler = data, sampler
         self._given = None
-        self._candidates.lengths = data.lengths
+        self.candidates.lengths = data.lengths
         self._take_position()
 
     def next(self, problem: Exception | None = None, loss: Loss | None = None) -> Iteration:
@@ -140,7 +135,7 @@ class IterationSource:
         if self._next_iteration is None:
             self._next_iteration = self.sampler.state.iteration
         iteration = self.sampler.state.iteration
-        planned, fetched = self._ahead.begin(feed, iteration)
+        planned, fetched = self._prefetcher.take(feed, iteration)
         plan = planned.plan
         # Before a rank can fail on its own: all stand at the same sequence afterwards.
         self.sampler.advance(len(plan.lengths))
@@ -151,7 +146,7 @@ class IterationSource:
         except Exception as caught:  # whatever the user's data raise, the other ranks wait
             problem = problem or caught
         self._propagator.check_plan(plan, problem=problem)
-        self._ahead.go_on(self._fetch)
+        self._prefetcher.prefetch(self._fetch)
         objective = None
         if loss is not None and not _is_plain(loss):
             fields: list[Fields] = [{}] * len(plan.lengths)
@@ -171,13 +166,13 @@ class IterationSource:
         """
         assert self.sampler is not None
         if self._feed is None:
-            self._candidates.fit_to_data()  # first: it may add schemes to the profile
-            strategies, profile = self._candidates.strategies, self._candidates.ensure_profile()
+            self.candidates.fit_to_data()  # first: it may add schemes to the profile
+            strategies, profile = self.candidates.strategies, self.candidates.ensure_profile()
             is_first = self._propagator.rank == 0
             self._feed = PlanFeed(
                 self.sampler,
-                self._candidates.task(strategies, profile) if is_first else None,
-                self._candidates.track().corrections_for,
+                self.candidates.task(strategies, profile) if is_first else None,
+                self.candidates.track().corrections_for,
                 self._config.planner,
                 # Where the host computes, reading rows beside it would only take its time.
                 tells_next=self._device.type != "cpu",
@@ -211,7 +206,7 @@ class IterationSource:
                     raise HydraConfigError(
                         f'strategy is {strategy!r:.80}, expected text such as "2x<1,1>", or a Strategy'
                     )
-                self._candidates.check_strategy(forced)
+                self.candidates.check_strategy(forced)
             self._stage_model.check_unchanged()
             tensors = [
                 (torch.from_numpy(input_ids), torch.from_numpy(labels))
@@ -239,18 +234,18 @@ class IterationSource:
         assert batch is not None
         if forced is None:
             # First: measuring may leave out candidates.
-            profile = self._candidates.ensure_profile()
-            strategies = self._candidates.strategies
+            profile = self.candidates.ensure_profile()
+            strategies = self.candidates.strategies
         else:
             self._propagator.prepare([forced])
             # Does not wait for a measurement: any cost model can only place sequences in it.
-            profile, strategies = self._candidates.profile_for_forced(forced), (forced,)
-        tracker = self._candidates.find_tracker()
+            profile, strategies = self.candidates.profile_for_forced(forced), (forced,)
+        tracker = self.candidates.find_tracker()
         corrections = tracker.corrections_now(strategies) if tracker else NO_CORRECTIONS
 
         def plan_now() -> PlannedIteration:
             start = time.perf_counter()
-            task = self._candidates.task(strategies, profile, forward_only=forward_only)
+            task = self.candidates.task(strategies, profile, forward_only=forward_only)
             plan = plan_task(task, batch, corrections)
             planning_ms = (time.perf_counter() - start) * 1e3
             return PlannedIteration(
@@ -277,9 +272,13 @@ class IterationSource:
             batch, state = self.sampler.draw(state)
             yield _ReadBatch(self.data, batch.sample_indices, state)
 
-    def mark_given(self, examples: Any) -> None:
-        """The weights have seen `examples`, perhaps of `iterate_examples`; not collective."""
-        if isinstance(examples, _ReadBatch) and examples.data is self.data:
+    def mark_trained(self, plan: IterationPlan, examples: Any = None) -> None:
+        """The weights have seen `plan`, of the data, or of given `examples`, perhaps those of
+        `iterate_examples`: a checkpoint continues after it; not collective.
+        """
+        if examples is None:
+            self._next_iteration = plan.iteration + 1
+        elif isinstance(examples, _ReadBatch) and examples.data is self.data:
             assert self.sampler is not None
             self._given = self.sampler.state, examples.after
 
@@ -308,25 +307,21 @@ class IterationSource:
         self._given = (sampler.state, SamplerState(**given)) if given else None
         self._next_iteration = self._loaded_position = None
 
-    def mark_trained(self, iteration: int) -> None:
-        """The weights have seen `iteration`: a checkpoint continues after it; not collective."""
-        self._next_iteration = iteration + 1
-
     def close_feed(self) -> None:
         """Stop planning ahead; not collective."""
         if self._feed is not None:
             self._feed.close()
             self._feed = None
-        self._ahead.forget()
+        self._prefetcher.cancel()
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the data for a checkpoint; not collective."""
+        """Cost model, and position in the data, for a checkpoint; not collective."""
         if self.sampler is None:
-            return {}
+            return self.candidates.state_dict()
         state = self.sampler.state_dict(self._next_iteration)
         if given := self._after_given():
             state["given"] = asdict(given)
-        return {"sampler": state}
+        return self.candidates.state_dict() | {"sampler": state}
 
     def load_state_dict(
         self, state: Mapping[str, Any], iteration: int = 0, *, position: bool = True
@@ -337,11 +332,12 @@ class IterationSource:
         self.close_feed()
         self._loaded_position = state.get("sampler") if position else None, iteration, position
         self._take_position()
+        self.candidates.load_state_dict(state)
 
     def close(self) -> None:
         """Stop planning and fetching ahead. Safe to call twice; not collective."""
         self.close_feed()
-        self._ahead.close()
+        self._prefetcher.close()
 
 
 class _ReadBatch(list[dict[str, Any]]):
@@ -430,53 +426,53 @@ Rows = dict[int, Example]
 """Rows by position in the plan."""
 
 
-class Ahead:
-    """Prefetch of rows, one iteration ahead of a feed: `begin` returns this iteration's plan,
-    `go_on` has a thread fetch the rows of the next one, where its plan was told.
+class RowPrefetcher:
+    """Prefetch of rows, one iteration ahead of a feed: `take` returns this iteration's plan,
+    `prefetch` has a thread fetch the rows of the next one, where its plan was sent.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
         self._thread = LinkThread(overlap=True)
-        self._told: tuple[int, Mapping[str, Any]] | None = None
-        """The next iteration and its document, until `go_on`."""
-        self._coming: _Coming | None = None
+        self._next_plan: tuple[int, Mapping[str, Any]] | None = None
+        """The next iteration and its document, until `prefetch`."""
+        self._prefetched: _Prefetched | None = None
 
-    def begin(self, feed: PlanFeed, iteration: int) -> tuple[PlannedIteration, Future[Rows] | None]:
+    def take(self, feed: PlanFeed, iteration: int) -> tuple[PlannedIteration, Future[Rows] | None]:
         """The plan of `iteration`, and its rows if they were fetched ahead. Collective over all
         ranks.
         """
-        held = self._coming
-        self.forget()
+        held = self._prefetched
+        self.cancel()
         if held is not None and held.iteration != iteration:
             held = None
         known = None if held is None else held.plan.result
         planned, document = broadcast_plans(feed, iteration, known, self._device)
         if document is not None:
-            self._told = iteration + 1, document
+            self._next_plan = iteration + 1, document
         return planned, None if held is None else held.rows
 
-    def go_on(self, fetch: Callable[[IterationPlan], Rows]) -> None:
+    def prefetch(self, fetch: Callable[[IterationPlan], Rows]) -> None:
         """Prefetch the next iteration's rows beside this iteration: `fetch` gives a plan's rows
         that this rank needs. Not collective.
         """
-        if self._told is not None:
-            iteration, document = self._told
+        if self._next_plan is not None:
+            iteration, document = self._next_plan
             plan = self._thread.submit(lambda: PlannedIteration.from_json(document))
             rows = self._thread.submit(lambda: fetch(plan.result().plan))
-            self._coming = _Coming(iteration, plan, rows)
+            self._prefetched = _Prefetched(iteration, plan, rows)
 
-    def forget(self) -> None:
-        """Other plans will come; all ranks call it together."""
-        self._told = self._coming = None
+    def cancel(self) -> None:
+        """Drop what was prefetched: other plans will come. All ranks call it together."""
+        self._next_plan = self._prefetched = None
 
     def close(self) -> None:
         """End the thread; not collective."""
         self._thread.close()
 
 
-class _Coming(NamedTuple):
-    """An iteration to come, as a thread finds it."""
+class _Prefetched(NamedTuple):
+    """Plan and rows of the next iteration, from a thread."""
 
     iteration: int
     plan: Future[PlannedIteration]

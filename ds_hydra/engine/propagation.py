@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,16 +31,17 @@ from ds_hydra.engine.parallel.one_f_one_b import PipelineStage, run_1f1b, run_fo
 from ds_hydra.engine.parallel.tensor_parallel import TokenShards
 from ds_hydra.engine.parallel.token_cuts import TokenLayout
 from ds_hydra.engine.ranks.agreement import (
-    gather_rows,
+    gather_by_hosts,
     max_over_ranks,
     on_all_ranks,
     raise_together,
 )
 from ds_hydra.engine.ranks.hosts import find_hosts
-from ds_hydra.engine.ranks.memory import naming_memory_limit, to_device
+from ds_hydra.engine.ranks.memory import naming_memory_limit
 from ds_hydra.engine.strategy_links import StrategyLinks
 from ds_hydra.engine.telemetry.trace import Recorder
-from ds_hydra.engine.transfer.session import MeasuredLinkTimes, TransferSession
+from ds_hydra.engine.transfer.link_thread import DeviceClock
+from ds_hydra.engine.transfer.session import MeasuredLinkTimes, SessionSpans, TransferSession
 from ds_hydra.errors import HydraConfigError, PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan, RankPhase
 from ds_hydra.strategy import Strategy
@@ -47,30 +49,76 @@ from ds_hydra.strategy.schemes.placement import MAX_GROUPS_OF_RANK, Role, slices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankOutcome(MeasuredLinkTimes):
-    """Measurements of one rank in one iteration; times in milliseconds."""
+class RankTimes(MeasuredLinkTimes):
+    """Milliseconds of one rank in one iteration."""
 
-    loss_sum: float
-    """Sum over labelled tokens, each on exactly one rank; 0.0 on ranks without any."""
-    balance_loss: float
-    """This rank's part of the loss of balance of experts, as it is added to the mean."""
-    nonfinite_position: float
-    """Position of a sequence in the first micro-batch with a NaN or Inf loss; -1 without one."""
     phase_ms: tuple[float, ...]
     """Forward and backward of each phase, without waiting for slices."""
-    busy_ms: float = 0.0
+    busy_ms: float
     """Time inside forwards and backwards, TP collectives included, waiting for slices not."""
 
+    def to_row(self) -> list[float]:
+        """The numbers one after another, those of phases, which differ in number, last."""
+        return [*(getattr(self, name) for name in _SINGLE_TIMES), *self.phase_ms]
+
     @classmethod
-    def of_phases(cls, phases: Sequence[RankOutcome], busy_ms: float) -> RankOutcome:
-        """Combine the outcomes of an iteration's `phases`, one after another."""
-        bad = (p.nonfinite_position for p in phases if p.nonfinite_position >= 0)
-        # A type is text here, as annotations of this file are not evaluated.
-        names = [field.name for field in fields(cls) if field.type == "float"]
-        sums = {name: sum(getattr(p, name) for p in phases) for name in names}
-        sums |= {"nonfinite_position": next(bad, -1.0), "busy_ms": busy_ms}
-        phase_ms = tuple(ms for p in phases for ms in p.phase_ms)
-        return cls(**sums, phase_ms=phase_ms)
+    def from_row(cls, row: Sequence[float]) -> RankTimes:
+        """Read a row of `to_row`."""
+        single = dict(zip(_SINGLE_TIMES, row))
+        return cls(**single, phase_ms=tuple(row[len(single) :]))
+
+
+_SINGLE_TIMES = [field.name for field in fields(RankTimes) if field.name != "phase_ms"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """Passes of phases that ran on the same slices; on an accelerator they may still run."""
+
+    transfers: SessionSpans
+    spans: list[tuple[Any, Any]]
+    """Begin and end of each phase."""
+    losses: list[tuple[RankPhase, Tensor]]
+    """Phases with labelled tokens of this rank, and the loss sum of each micro-batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOutcome:
+    """Results of one rank's passes, for which nobody has waited."""
+
+    loss_sum: Tensor
+    """0-dim fp64: sum over labelled tokens, each on exactly one rank; 0 on ranks without any."""
+    balance_loss: Tensor
+    """0-dim fp64: this rank's part of the loss of balance of experts, as it is added to the
+    mean.
+    """
+    passes: Sequence[_Passes]
+    clock: DeviceClock
+    recorder: Recorder
+
+    def find_nonfinite(self) -> int:
+        """Position of a sequence in the first micro-batch with a NaN or Inf loss; -1 without one.
+        The host waits for the device.
+        """
+        for phase, losses in (pair for passes in self.passes for pair in passes.losses):
+            for micro_batch, loss in zip(phase.micro_batches, losses.tolist()):
+                if not math.isfinite(loss):
+                    return micro_batch[0]
+        return -1
+
+    def times(self) -> RankTimes:
+        """Times of all passes; the device has reached their end."""
+        links = [asdict(passes.transfers.measure()) for passes in self.passes]
+        phase_ms = [
+            self.clock.ms_between(*span) - passes.transfers.waited_ms(number)
+            for passes in self.passes
+            for number, span in enumerate(passes.spans)
+        ]
+        return RankTimes(
+            phase_ms=tuple(max(0.0, ms) for ms in phase_ms),
+            busy_ms=self.recorder.busy_ms(),
+            **{name: sum(link[name] for link in links) for name in links[0]},
+        )
 
 
 class Propagator:
@@ -103,7 +151,8 @@ class Propagator:
         self.links = StrategyLinks(
             stage_model, self.groups, self.hosts, link_config or LinkConfig(), device
         )
-        self._clock = self.links.clock
+        self.clock = self.links.clock
+        self._zero = torch.zeros((), dtype=torch.float64, device=device)
         self.recorder = Recorder()
         self.problem: HydraConfigError | None = None
         """Error of a given loss on this rank in the last run of a plan."""
@@ -133,7 +182,7 @@ class Propagator:
         """
         of_plan = (plan.digest, len(plan.lengths), sum(plan.lengths))
         row = [problem is not None, *of_plan, *fingerprint, *fingerprint_of(objective)]
-        all_ranks = gather_rows(to_device(torch.tensor(row), self.device)).tolist()
+        all_ranks = gather_by_hosts(torch.tensor(row), self.device).tolist()
         if any(row[0] for row in all_ranks):
             raise_together(problem, self.device)
         for what, begin in (("plan", 1), ("global batch", 4)):
@@ -207,15 +256,22 @@ class Propagator:
         # Here, where no round is posted: building a plan waits until the device has nothing to do.
         prepare_kernels(long_segments(plan), self.stage_model.flops_of_pair / plan.num_devices)
         self.stage_model.balance.begin(self.device, task.loss_scale, plan.num_tokens)
-        outcomes: list[RankOutcome] = []
+        passes: list[_Passes] = []
         first = 0
         with naming_memory_limit(self._memory_limit_bytes), self.stage_model.staying():
             mine = plan.on_rank(self.rank)
             for _, alike in itertools.groupby(mine, lambda own: slices_key(own.plan.strategy)):
                 phases = list(alike)
-                outcomes.append(self._run_phases(phases, first, task, grads_P))
+                passes.append(self._run_phases(phases, first, task, grads_P))
                 first += len(phases)
-        return RankOutcome.of_phases(outcomes, self.recorder.busy_ms())
+        of_phases = [losses.sum() for own in passes for _, losses in own.losses]
+        return RankOutcome(
+            loss_sum=torch.stack([self._zero, *of_phases]).sum(),
+            balance_loss=self._zero + self.stage_model.balance.value,
+            passes=passes,
+            clock=self.clock,
+            recorder=self.recorder,
+        )
 
     def _run_phases(
         self,
@@ -223,54 +279,34 @@ class Propagator:
         first: int,
         task: Task,
         grads_P: Sequence[Tensor] | None,
-    ) -> RankOutcome:
+    ) -> _Passes:
         """Phases that need the same slices, one after another, from number `first` on: one session
         pulls and pushes for all. Where slices stay, ranks go on to their next phase without waiting
         for others.
         """
-        balance_before = self.stage_model.balance.value
-        # Before the session opens: what it waits for is taken off below.
-        begin = self._clock.stamp()
+        # Before the session opens: what it waits for is taken off when times are read.
+        begin = self.clock.stamp()
         session = self.links.open(phases, training=task.is_training, grads_P=grads_P)
         busy = [number for number, phase in enumerate(phases) if phase.micro_batches]
-        losses_of: dict[int, Tensor] = {}
-        spans = []
+        passes = _Passes(session.spans, [], [])
         with session:
             for number, phase in enumerate(phases):
                 self.recorder.phase = first + number
                 if number:
                     session.begin_phase(number)
-                    begin = self._clock.stamp()
+                    begin = self.clock.stamp()
                 if number in busy:
                     # Kept gradients add up over phases: only this rank's last one completes them.
                     is_last = number == busy[-1]
-                    own = self._propagate(phase, session, task, completes_gradients=is_last)
-                    if own is not None:
-                        losses_of[number] = own
-                spans.append((begin, self._clock.stamp()))
-            times = session.finish()
+                    losses = self._propagate(phase, session, task, completes_gradients=is_last)
+                    if losses is not None:
+                        passes.losses.append((phase, losses))
+                passes.spans.append((begin, self.clock.stamp()))
+            session.finish()
         # Only now: what an error has left may serve no other iteration.
-        self.links.have_run(session.weights)
-        # Read when the device is done: else the host would wait for it in every phase
-        losses, bad_position = 0.0, -1
-        for number, own in losses_of.items():
-            of_micro_batches: list[float] = own.tolist()
-            bad = next((n for n, x in enumerate(of_micro_batches) if not math.isfinite(x)), None)
-            if bad is not None and bad_position < 0:
-                bad_position = phases[number].micro_batches[bad][0]
-            losses = sum(of_micro_batches, losses)
+        self.links.keep_for_reuse(session.weights)
         session.record(self.recorder, first)
-        phase_ms = [
-            self._clock.ms_between(*span) - session.waited_ms(number)
-            for number, span in enumerate(spans)
-        ]
-        return RankOutcome(
-            loss_sum=losses,
-            balance_loss=float(self.stage_model.balance.value - balance_before),
-            nonfinite_position=bad_position,
-            phase_ms=tuple(max(0.0, ms) for ms in phase_ms),
-            **asdict(times),
-        )
+        return passes
 
     def time_propagation(
         self,
@@ -294,15 +330,16 @@ class Propagator:
             # Of passes alone: all slices are there, and all ranks begin together.
             session.await_all()
             dist.barrier()
-            begin = self._clock.stamp()
+            begin = self.clock.stamp()
             others = beside()
             self._propagate(phase, session, Task(load, None, 1.0, self._noise_seed))
             for other in others:
                 other.wait()
-            end = self._clock.stamp()
+            end = self.clock.stamp()
             session.finish()
-        self.links.have_run(session.weights)
-        return self.max_over_ranks(self._clock.ms_between(begin, end))
+        self.links.keep_for_reuse(session.weights)
+        self.clock.settle(end)
+        return self.max_over_ranks(self.clock.ms_between(begin, end))
 
     def max_over_ranks(self, value: float) -> float:
         """The largest `value` of any rank."""

@@ -7,45 +7,51 @@ collaborator.
 
 from __future__ import annotations
 
-import hashlib
-import json
+import atexit
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.candidates import EngineCandidates, naming_run_dir
-from ds_hydra.engine.iteration import Iteration, Outcomes
+from ds_hydra.engine.candidates import naming_run_dir
+from ds_hydra.engine.iteration import Iteration, Outcomes, RankReport
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import IterationSource
 from ds_hydra.engine.profiling.profile_document import count_flops
-from ds_hydra.engine.propagation import Propagator, RankOutcome
+from ds_hydra.engine.propagation import Propagator, RankOutcome, RankTimes
 from ds_hydra.engine.ranks.agreement import (
-    broadcast_text,
     check_alike,
+    gather_by_hosts,
     gather_rows,
     raise_together,
     run_together,
 )
-from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.engine.ranks.process import overlap_where_safe, use_deterministic_kernels
+from ds_hydra.engine.ranks.settings import (
+    SAME_TO,
+    comparable,
+    digest_of_numbers,
+    numbers_in,
+    settings_of_groups,
+    warn_of_other_kernels,
+)
 from ds_hydra.engine.ranks.sigterm import SIGTERM
 from ds_hydra.engine.telemetry.metrics import (
     RunLog,
     describe_run,
     expert_imbalance,
-    measure_iteration,
+    measure_passes,
     pack_occupancy,
+    with_times,
 )
 from ds_hydra.engine.telemetry.trace import MemoryWatch, TraceChoice, gather_timeline
 from ds_hydra.records.metrics import IterationMetrics
@@ -58,126 +64,25 @@ logger = logging.getLogger(__name__)
 _STATE_SCHEMA = "ds_hydra.state/1"
 
 
-_PATHS = ("run_dir", "profile", "tokenizer", "strategies", "faults.save_on_sigterm")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stamps:
+    """Points of an iteration in the work of the device, or of the host where that computes."""
+
+    begin: Any
+    step: Any
+    end: Any
 
 
-def _comparable(config: HydraConfig) -> dict[str, Any]:
-    """Settings that must be equal on all ranks, or some would wait for others. Files may lie
-    elsewhere on each rank, and only rank 0 has planning processes.
-    """
-    values: dict[str, Any] = {}
-    for key, value in config.model_dump(mode="json").items():
-        inside = value if isinstance(value, dict) else {}
-        values |= {f"{key}.{name}": of for name, of in inside.items()} or {key: value}
-    del values["planner.num_workers"]
-    values |= {key: "(a path)" for key in _PATHS if isinstance(values[key], str)}
-    return {f"hydra.{key}": value for key, value in values.items()}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unfinished:
+    """An iteration whose step the device may still run."""
 
-
-_SHOWN = (
-    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state",
-    "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler",
-)  # fmt: skip
-"""Keys of a rank's output in DeepSpeed's config, which as a rule rank 0 alone has: not compared."""
-
-
-def check_same_settings(engine: DeepSpeedEngine) -> None:
-    """Raise PlanMismatchError, on all ranks, where one has other numbers than rank 0 in the model's
-    configuration, in an adapter's, in DeepSpeed's, in the optimizer's groups or in the schedule:
-    each would train its shards in its own way. Collective over all ranks.
-    """
-    values = run_together(partial(_settings_of, engine), engine.device)
-    check_alike(dict(_numbers(values, "")), engine.device)
-
-
-def _settings_of(engine: DeepSpeedEngine) -> dict[str, Any]:
-    scheduler = engine.lr_scheduler
-    return {
-        "model.config": engine.module.config.to_dict(),
-        "peft_config": {
-            k: v.to_dict() for k, v in getattr(engine.module, "peft_config", {}).items()
-        },
-        "deepspeed": {k: v for k, v in engine._config._param_dict.items() if k not in _SHOWN},
-        "optimizer.param_groups": _settings_of_groups(
-            getattr(engine.optimizer, "param_groups", ())
-        ),
-        "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else {},
-    }
-
-
-def _settings_of_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: group[key] for key in sorted(group) if key != "params"} for group in groups]
-
-
-def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
-    """Yield the numbers inside of `value` with their places; texts may be places of files."""
-    if isinstance(value, Mapping):
-        for key, inside in value.items():
-            yield from _numbers(inside, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list | tuple):
-        for index, inside in enumerate(value):
-            yield from _numbers(inside, f"{name}[{index}]")
-    elif isinstance(value, Tensor | np.ndarray | np.generic):
-        yield from _numbers(value.tolist(), name)
-    elif isinstance(value, int | float):
-        yield name, value
-
-
-_SAME_TO = 1e-6
-"""Relative difference up to which numbers of ranks are equal: hosts with other libraries may differ
-in the last digit.
-"""
-
-
-def _digest(numbers: Iterable[tuple[str, float]]) -> float:
-    """Return a digest of named numbers, of floats to seven digits, that a float64 holds exactly."""
-    texts = [(name, f"{n:.7g}" if isinstance(n, float) else str(n)) for name, n in numbers]
-    text = json.dumps(texts)
-    return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little"))
-
-
-class _Row(NamedTuple):
-    """Numbers that a rank tells the others of an iteration, in one collective; flags are 0 or 1."""
-
-    has_nonfinite: float
-    """Whether a gradient that the rank owns is NaN or Inf."""
-    has_problem: float
-    """Whether a given loss has failed on the rank."""
-    is_stop_requested: float
-    """Whether the rank was told to stop."""
-    settings: float
-    """Digest of the numbers of its optimizer's groups; 0 in evaluation."""
-    outcome: RankOutcome
-
-    def to_row(self) -> list[float]:
-        """Return the numbers one after another, those of phases, which differ in number, last."""
-        measured = [getattr(self.outcome, name) for name in _MEASURED]
-        return [*self[:_NUM_FLAGS], *measured, *self.outcome.phase_ms]
-
-    @classmethod
-    def from_row(cls, row: Sequence[float]) -> _Row:
-        """Read a row of `to_row`."""
-        told = _NUM_FLAGS + len(_MEASURED)
-        measured = dict(zip(_MEASURED, row[_NUM_FLAGS:told], strict=True))
-        outcome = RankOutcome(**measured, phase_ms=tuple(row[told:]))
-        return cls._make([*row[:_NUM_FLAGS], outcome])
-
-
-_MEASURED = [field.name for field in fields(RankOutcome) if field.type == "float"]
-_NUM_FLAGS = _Row._fields.index("outcome")
-
-
-def warn_of_other_kernels(names: Sequence[str], device: torch.device) -> None:
-    """Say where attention runs by other kernels than on rank 0: of hosts with other packages one
-    may be slower than all others. Collective over all ranks.
-    """
-    of_first = broadcast_text(list(names), 0, device)
-    if of_first != list(names):
-        logger.warning(
-            "attention runs by %s on rank %d, by %s on rank 0; install the same packages on all hosts, or set "
-            "hydra.attention",
-            ", ".join(names), dist.get_rank(), ", ".join(of_first),
-        )  # fmt: skip
+    plan: IterationPlan
+    metrics: IterationMetrics
+    """Metrics without the times of iteration and step."""
+    grad_norm: Any
+    stamps: Stamps
+    take: Callable[[IterationMetrics], None]
 
 
 class HydraRuntime:
@@ -192,7 +97,7 @@ class HydraRuntime:
         device: torch.device,
         memory: MemoryWatch,
     ):
-        check_alike(_comparable(config), device)
+        check_alike(comparable(config), device)
         self.config = config = overlap_where_safe(config, device)
         self.stage_model = stage_model
         if config.deterministic:
@@ -208,75 +113,96 @@ class HydraRuntime:
             seed=config.seed,
             memory_limit_bytes=config.memory_limit_bytes,
         )
-        self.candidates = EngineCandidates(config, self.propagator)
-        self.source = IterationSource(config, self.propagator, self.candidates)
+        self.source = IterationSource(config, self.propagator)
         self.flops = count_flops(stage_model)
         self.peak_flops = None
         """Peak FLOP/s of a device in 16 bit; None where ranks compute on CPUs or in fp32."""
         if device.type == "cuda" and stage_model.params[0].dtype.itemsize == 2:
             self.peak_flops = find_peak_flops(torch.cuda.get_device_name(device))
         self.log: RunLog | None = None
+        self._unfinished: _Unfinished | None = None
         self._memory = memory
         self._traces = TraceChoice(config.trace_every if config.run_dir is not None else 0)
         run_together(self._open_log, device)
+        atexit.register(_report_last, weakref.ref(self))
 
     def gather_outcomes(
         self,
         outcome: RankOutcome,
-        norms: Tensor | None = None,
+        squares: Tensor | None = None,
         groups: Sequence[Mapping[str, Any]] = (),
     ) -> Outcomes:
-        """Gather the outcomes of all ranks, in rank order, on every rank. `norms` are those of this
-        rank's gradients where it trains, with the `groups` of its optimizer. Raises, on all ranks,
-        the error of a given loss on one of them, and PlanMismatchError where numbers of groups
-        differ.
+        """Gather what all ranks report, in rank order, on every rank; the one time in an iteration
+        that the host waits for the device. `squares` are those of this rank's gradients where it
+        trains, with the `groups` of its optimizer. Raises, on all ranks, the error of a given loss
+        on one of them, and PlanMismatchError where numbers of groups differ.
         """
         problem = self.propagator.problem
-        settings = dict(_numbers(_settings_of_groups(groups), "optimizer.param_groups"))
-        mine = _Row(
-            has_nonfinite=0.0,
-            has_problem=float(problem is not None),
-            is_stop_requested=float(SIGTERM.is_asked(self)),
-            settings=_digest(settings.items()) if groups else 0.0,
-            outcome=outcome,
+        settings = dict(numbers_in(settings_of_groups(groups), "optimizer.param_groups"))
+        mine_N = RankReport.row_of(
+            outcome,
+            torch.zeros(0, dtype=torch.float64, device=self._device)
+            if squares is None
+            else squares,
+            has_problem=problem is not None,
+            is_stop_requested=SIGTERM.is_asked(self),
+            settings=digest_of_numbers(settings.items()) if groups else 0.0,
         )
-        mine_N = to_device(torch.tensor(mine.to_row(), dtype=torch.float64), self._device)
-        if norms is not None:
-            # Written on the device: the host waits for the gradients once, with the row.
-            mine_N[_Row._fields.index("has_nonfinite")] = ~norms.isfinite().all()
-        rows = [_Row.from_row(row) for row in gather_rows(mine_N).tolist()]
-        if any(row.has_problem for row in rows):
-            raise_together(problem, self._device)
-        if len({row.settings for row in rows}) > 1:
-            check_alike(settings, self._device, rel_tol=_SAME_TO)
-        balance, expert_tokens_LE = self.stage_model.balance, None
-        if norms is not None and balance.layers:
+        rows = gather_rows(mine_N)
+        balance, read = self.stage_model.balance, [rows]
+        if squares is not None and balance.layers:
             dist.all_reduce(balance.counts_LE)
-            expert_tokens_LE = balance.counts_LE.cpu()
+            read.append(balance.counts_LE.double())
+        told = torch.cat([x.flatten() for x in read]).cpu()
+        table, counts = told[: rows.numel()].view_as(rows), told[rows.numel() :]
+        ranks = [RankReport.from_row(row) for row in table.tolist()]
+        if any(rank.has_problem for rank in ranks):
+            raise_together(problem, self._device)
+        if len({rank.settings for rank in ranks}) > 1:
+            check_alike(settings, self._device, rel_tol=SAME_TO)
+        positions = [-1]
+        if not all(math.isfinite(rank.loss_sum) for rank in ranks):
+            mine = torch.tensor([outcome.find_nonfinite()])
+            positions = gather_by_hosts(mine, self._device).flatten().tolist()
         return Outcomes(
-            ranks=[row.outcome for row in rows],
-            nonfinite_ranks=[rank for rank, row in enumerate(rows) if row.has_nonfinite],
-            is_stop_requested=any(row.is_stop_requested for row in rows),
-            expert_tokens_LE=expert_tokens_LE,
+            ranks=ranks,
+            nonfinite_position=next((p for p in positions if p >= 0), -1),
+            expert_tokens_LE=counts.view_as(balance.counts_LE).long() if len(read) > 1 else None,
         )
 
     def report(
-        self, iteration: Iteration, outcomes: Outcomes, **measured: float
-    ) -> IterationMetrics:
-        """Metrics of an iteration with what the engine has `measured` of it (`measure_iteration`);
-        the candidates learn from them, and the run folder gets them.
+        self,
+        iteration: Iteration,
+        outcomes: Outcomes,
+        outcome: RankOutcome,
+        stamps: Stamps,
+        *,
+        loss: float,
+        lr: float,
+        skipped_steps: int,
+        grad_norm: Any,
+        take: Callable[[IterationMetrics], None],
+    ) -> None:
+        """Measure an iteration. The candidates learn from its metrics, the run folder gets them,
+        and `take`: now where the host computes; where a device may still run the step, in the next
+        iteration, or before a checkpoint or the end.
         """
-        plan, planned, candidates = iteration.plan, iteration.planned, self.candidates
+        self.end_report()
+        plan, planned, candidates = iteration.plan, iteration.planned, self.source.candidates
         profile, tracker = candidates.profile, candidates.find_tracker()
         strategies = candidates.strategies
-        metrics = measure_iteration(
+        # All ranks' passes are over on their devices; their steps run beside this.
+        row = torch.tensor(outcome.times().to_row(), dtype=torch.float64)
+        times = [RankTimes.from_row(r) for r in gather_by_hosts(row, self._device).tolist()]
+        metrics = measure_passes(
             plan,
-            outcomes.ranks,
+            times,
+            loss=loss,
+            lr=lr,
+            skipped_steps=skipped_steps,
             balance_loss=outcomes.balance_loss,
             expert_imbalance=expert_imbalance(outcomes.expert_tokens_LE),
             strategy_index=strategies.index(plan.strategy) if plan.strategy in strategies else -1,
-            flops=self.flops,
-            peak_flops=self.peak_flops,
             planning_ms=planned.planning_ms,
             waited_ms=planned.waited_ms,
             pack_occupancy=math.nan if profile is None else pack_occupancy(plan, profile),
@@ -286,35 +212,65 @@ class HydraRuntime:
             ),
             profiled_ms=tracker.profiled_ms(plan) if tracker else [None] * len(plan.pipelines),
             learned=tracker.learned.factors() if tracker else {},
-            **measured,
         )
-        candidates.learn(metrics, plan)
-        self._write_log(metrics, plan, outcomes.expert_tokens_LE)
-        return metrics
+        self._unfinished = _Unfinished(
+            plan=plan, metrics=metrics, grad_norm=grad_norm, stamps=stamps, take=take
+        )
+        self._trace(metrics, plan, outcomes.expert_tokens_LE)
+        if not self.propagator.clock.has_streams:
+            self.end_report()
 
-    def _write_log(
+    def last_metrics(self) -> IterationMetrics | None:
+        """Metrics of the last iteration, for whose step the host waits; None where `take` has them.
+        Not collective.
+        """
+        if (late := self._unfinished) is None:
+            return None
+        clock, stamps = self.propagator.clock, late.stamps
+        clock.settle(stamps.end)
+        return with_times(
+            late.metrics,
+            late.plan,
+            iteration_ms=clock.ms_between(stamps.begin, stamps.end),
+            step_ms=clock.ms_between(stamps.step, stamps.end),
+            grad_norm=math.nan if late.grad_norm is None else float(late.grad_norm),
+            flops=self.flops,
+            peak_flops=self.peak_flops,
+        )
+
+    def end_report(self) -> None:
+        """Complete the report of the last iteration, if a device still ran its step. Not
+        collective.
+        """
+        if (metrics := self.last_metrics()) is None:
+            return
+        assert self._unfinished is not None
+        late, self._unfinished = self._unfinished, None
+        self.source.candidates.learn(metrics, late.plan)
+        if self.log is not None:
+            self.log.write(metrics, late.plan)
+        late.take(metrics)
+
+    def _trace(
         self, metrics: IterationMetrics, plan: IterationPlan, expert_tokens_LE: Tensor | None
     ) -> None:
-        """Add the iteration to the run folder; on chosen iterations with the times of all
-        stages.
-        """
+        """Add the times of all stages to the run folder, on chosen iterations."""
         # What no profile knows is planned by FLOP counts, and would be the slowest for ever
         is_known = metrics.predicted_ms > 0 and math.isfinite(metrics.profile_error)
         slowdown = metrics.measured_ms / metrics.predicted_ms if is_known else 0.0
         if self._traces.wants(plan.iteration, slowdown):
             timeline = gather_timeline(self.propagator.recorder, plan, self._device)
-            mine = torch.tensor([self._memory.peak_bytes()], dtype=torch.int64, device=self._device)
-            peak_bytes = gather_rows(mine).flatten().tolist()
+            mine = torch.tensor([self._memory.peak_bytes()], dtype=torch.int64)
+            peak_bytes = gather_by_hosts(mine, self._device).flatten().tolist()
             if self.log is not None:
                 experts = self.stage_model.balance.describe_tokens(expert_tokens_LE)
                 self.log.write_trace(timeline, peak_bytes, experts)
-        if self.log is not None:
-            self.log.write(metrics, plan)
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint: position in the data, cost model, and the configuration of
         both.
         """
+        self.end_report()
         state: dict[str, Any] = {
             "schema": _STATE_SCHEMA,
             "num_ranks": self.propagator.num_ranks,
@@ -322,7 +278,7 @@ class HydraRuntime:
             "config": self.config.model_dump(mode="json"),
             "config_digest": self.config.digest,
         }
-        return state | self.candidates.state_dict() | self.source.state_dict()
+        return state | self.source.state_dict()
 
     def load_state_dict(
         self, state: Mapping[str, Any], iteration: int = 0, *, position: bool = True
@@ -333,7 +289,6 @@ class HydraRuntime:
         """
         self._warn_of_changes(state)
         self.source.load_state_dict(state, iteration, position=position)
-        self.candidates.load_state_dict(state)
 
     def _warn_of_changes(self, state: Mapping[str, Any]) -> None:
         saved = state.get("config", {})
@@ -350,8 +305,14 @@ class HydraRuntime:
         ]
         logger.warning("resumed with another configuration: %s", "; ".join(changes))
 
-    def close(self) -> None:
-        """Stop planning processes, close files, release process groups. Safe to call twice."""
+    def close(self, *, waits: bool = True) -> None:
+        """Stop planning processes, close files, release process groups. Safe to call twice. A step
+        that a device still runs is reported if this `waits`.
+        """
+        late, clock = self._unfinished, self.propagator.clock
+        if late is not None and (waits or clock.is_reached(late.stamps.end)):
+            self.end_report()
+        self._unfinished = None
         self.source.close()
         self.propagator.close()
         if self.log is not None:
@@ -360,10 +321,10 @@ class HydraRuntime:
 
     def describe(self) -> str:
         """Candidates and communicators, for the start of a run."""
-        strategies = self.candidates.strategies
+        strategies = self.source.candidates.strategies
         kind = "strategy" if len(strategies) == 1 else "strategies"
         # Those that the data decide were named when they were found, with reasons
-        names = "" if self.candidates.reasons else f" ({', '.join(map(str, strategies))})"
+        names = "" if self.source.candidates.reasons else f" ({', '.join(map(str, strategies))})"
         loss = self.stage_model.balance.loss
         notes = [] if loss is None else [str(loss)]
         notes += [
@@ -388,6 +349,13 @@ class HydraRuntime:
                 self.config, self.stage_model, self.propagator.num_ranks, self._device
             )
             self.log.write_run(run)
-        self.candidates.log = self.log
+        self.source.candidates.log = self.log
         if self.config.profile is not None:
-            self.candidates.write_profile()
+            self.source.candidates.write_profile()
+
+
+def _report_last(runtime: weakref.ref[HydraRuntime]) -> None:
+    """Report the last iteration of a script that ends without `destroy`."""
+    found = runtime()
+    if found is not None and found._unfinished is not None:
+        found.close(waits=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
-from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks, on_all_ranks
+from ds_hydra.engine.ranks.agreement import gather_by_hosts, max_over_ranks, on_all_ranks
 from ds_hydra.engine.ranks.hosts import (
     Hosts,
     devices_per_node,
@@ -216,11 +216,11 @@ class StrategyLinks:
         carrier = self._link_carrier(link.pull, link.push, grads_P, weights, link.pull_again)
         return schedule, carrier, weights
 
-    def have_run(self, weights: StageWeights) -> None:
+    def keep_for_reuse(self, weights: StageWeights) -> None:
         """All passes on `weights` are over, and nothing of them is under way."""
         self._kept = weights
         if self._frozen is not None:
-            self._frozen.have_arrived()
+            self._frozen.mark_arrived()
 
     def _weights(
         self,
@@ -274,7 +274,7 @@ def check_link_plans(strategy: Strategy, plans: Sequence[LinkPlan], device: torc
     every message that one rank sends is one that another expects.
     """
     mine = [number for plan in plans for number in (plan.digest, plan.traffic_balance)]
-    all_ranks = gather_rows(torch.tensor(mine, dtype=torch.int64, device=device)).T.tolist()
+    all_ranks = gather_by_hosts(torch.tensor(mine, dtype=torch.int64), device).T.tolist()
     for index, plan in enumerate(plans):
         what = f"{'push' if plan.gradients else 'pull'} of {strategy}"
         digests, balances = all_ranks[2 * index : 2 * index + 2]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import json
 import random
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -89,6 +92,7 @@ def observed() -> Iterator[dict[str, Any]]:
         found["num_races"] = len(observer.races)
         found["num_waits"] = sum(observer.waits.values())
         found["waits"] = dict(observer.waits.most_common(20))
+        found["waited_for"] = dict(observer.waited_for)
         found["num_kernels"] = observer.num_kernels
         found["num_outside"] = observer.num_outside
 
@@ -238,18 +242,48 @@ def collectives() -> list[list[str]]:
 
 
 def times_of_the_step() -> list[float]:
-    """Step and iteration, ms, where the host waits 200 ms for the optimizer's kernels."""
+    """Step and iteration, ms, where the optimizer's kernels take 200 ms."""
     engine = start("llama")
     examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
-    original = engine.get_global_grad_norm
+    original = engine._step
 
-    def wait() -> Any:
+    def step(*arguments: Any) -> None:
         time.sleep(0.2)
-        return original()
+        original(*arguments)
 
-    with mock.patch.object(engine, "get_global_grad_norm", wait):
+    with mock.patch.object(engine, "_step", step):
         engine.train_batch(examples, strategy="2x<1,1>")
     return [engine.last_metrics.step_ms, engine.last_metrics.iteration_ms]
+
+
+def late_reports() -> dict[str, Any]:
+    """Iterations of the lines of metrics, and of `last_metrics`, after each of three iterations and
+    at the end; norms of gradients, and times.
+    """
+    found: dict[str, Any] = {"lines": [], "last": [], "norms": [], "wanted": [], "times": []}
+    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folders, device=torch.device("standin", 0))
+    engine = start("llama", run_dir=folders[0])
+
+    def note() -> None:
+        path = Path(folders[0]) / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        found["lines"].append([json.loads(line)["iteration"] for line in text.splitlines()])
+        found["last"].append(engine.last_metrics.iteration)
+
+    for _ in range(3):
+        engine.train_batch(examples, strategy="2x<1,1>")
+        note()
+        squares = torch.stack(torch._foreach_norm(engine._gradients._grads_P)).square().sum()
+        dist.all_reduce(squares)
+        metrics = engine.last_metrics
+        found["norms"].append(metrics.grad_norm)
+        found["wanted"].append(float(squares.sqrt()))
+        found["times"] += [metrics.step_ms, metrics.iteration_ms - metrics.step_ms]
+    engine.destroy()
+    note()
+    return found
 
 
 @contextlib.contextmanager

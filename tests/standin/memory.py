@@ -147,7 +147,7 @@ def measured_profile() -> dict[str, Any]:
         return train(plan, *arguments)
 
     with mock.patch.object(engine.hydra.propagator, "train", noting):
-        profile = engine.hydra.candidates.ensure_profile()
+        profile = engine.hydra.source.candidates.ensure_profile()
     last = plans[-1]
     tokens = [last.lengths[n] for n in last.pipelines[0].micro_batches[0]]
     engine.destroy()

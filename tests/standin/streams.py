@@ -75,14 +75,18 @@ class Observer:
     """Everything that happens on the device while `is_on`; `races` and `waits` are findings."""
 
     is_on: bool = False
+    num_starts: int = 0
     races: list[str] = field(default_factory=list)
     waits: Counter[str] = field(default_factory=Counter)
+    waited_for: dict[str, int] = field(default_factory=dict)
+    """Fewest kernels that a wait at a place was for."""
     num_kernels: int = 0
     num_outside: int = 0
     _clocks: dict[int, dict[int, int]] = field(default_factory=dict)
     _touches: dict[int, list[Touch]] = field(default_factory=dict)
     _homes: dict[int, int] = field(default_factory=dict)
     _used_by: dict[int, set[int]] = field(default_factory=dict)
+    _last: dict[int, int] = field(default_factory=dict)
     _settled: dict[int, int] = field(default_factory=dict)
     _settled_all: int = -1
     _lock: Any = field(default_factory=threading.RLock)
@@ -92,8 +96,9 @@ class Observer:
         with self._lock:
             self.races, self.waits, self.num_kernels, self.num_outside = [], Counter(), 0, 0
             self._clocks, self._touches, self._homes, self._used_by = {}, {}, {}, {}
-            self._settled, self._settled_all = {}, -1
+            self._last, self._settled, self._settled_all, self.waited_for = {}, {}, -1, {}
             self.is_on = True
+            self.num_starts += 1
 
     def stop(self) -> None:
         """Observe no longer."""
@@ -112,10 +117,15 @@ class Observer:
             self.kernel(name, accesses, current_stream().id)
 
     def wait(self, name: str, clock: dict[int, int] | None = None) -> None:
-        """The host waits for what `clock` stands for, None for all of the device."""
-        if self.is_on:
+        """The host waits for what `clock` stands for, None for all of the device. A wait for what
+        is over is none.
+        """
+        if self.is_on and not (clock is not None and self.has_settled(clock)):
             with self._lock:
-                self.waits[f"{name} at {where()}"] += 1
+                place = f"{name} at {where()}"
+                self.waits[place] += 1
+                num_kernels = self.num_kernels - max(0, self._settled_all, *self._settled.values())
+                self.waited_for[place] = min(num_kernels, self.waited_for.get(place, num_kernels))
                 if clock is None:
                     self._settled_all = self.num_kernels
                 for stream, number in (clock or {}).items():
@@ -134,6 +144,11 @@ class Observer:
         with self._lock:
             return {**self._clocks.get(stream, {}), stream: self.num_kernels}
 
+    def given(self, stream: int) -> dict[int, int]:
+        """The last kernels that `stream` was given, or comes after."""
+        with self._lock:
+            return {**self._clocks.get(stream, {}), stream: self._last.get(stream, -1)}
+
     def join(self, stream: int, clock: dict[int, int]) -> None:
         """`stream` goes on after an event."""
         with self._lock:
@@ -145,6 +160,7 @@ class Observer:
         """A kernel on `stream`."""
         with self._lock:
             self.num_kernels += 1
+            self._last[stream] = self.num_kernels
             self.num_outside += _is_outside()
             for storage, begin, end, is_written in accesses:
                 touch = Touch(begin, end, is_written, stream, self.num_kernels, name, where())
@@ -227,7 +243,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        observer.wait("Stream.synchronize")
+        observer.wait("Stream.synchronize", observer.given(self.id))
 
     def query(self) -> bool:
         return True
@@ -252,21 +268,24 @@ class Event:
     def __init__(self, enable_timing: bool = False, **_: Any):
         self.clock: dict[int, int] | None = None
         self._is_timed = enable_timing
+        self._start = 0
         self._recorded_s: float | None = None
 
     def record(self, on: Stream | None = None) -> None:
         self.clock = observer.snapshot((on or current_stream()).id)
         self._recorded_s = time.perf_counter()
+        self._start = observer.num_starts
 
     def wait(self, on: Stream | None = None) -> None:
         (on or current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
         assert self._recorded_s is not None, "synchronize of an event that was never recorded"
-        observer.wait("Event.synchronize", self.clock)
+        if self._start == observer.num_starts:  # earlier ones are over
+            observer.wait("Event.synchronize", self.clock)
 
     def query(self) -> bool:
-        return observer.has_settled(self.clock)
+        return self._start < observer.num_starts or observer.has_settled(self.clock)
 
     def elapsed_time(self, end: Event) -> float:
         assert self._is_timed, "elapsed_time needs enable_timing=True"

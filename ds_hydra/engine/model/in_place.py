@@ -14,7 +14,7 @@ included, is what the user's modules have.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from torch import nn
@@ -51,25 +51,51 @@ class _Change(NamedTuple):
 
 
 class _Hooks:
-    """Hooks of one kind of a module; in passes the stage's come first, then the user's."""
+    """Hooks of one kind of a module; in passes the stage's come first, then the user's.
+
+    A model has thousands of such dictionaries, nearly all of them as they were: these are switched
+    without a call for each.
+    """
+
+    __slots__ = (
+        *("_attributes", "_kind", "_of_stage", "_in_passes", "_of_deepspeed"),
+        *("_own", "_before"),
+    )
+
+    @staticmethod
+    def enter_all(hooks: Sequence[_Hooks]) -> None:
+        """Put the stage's hooks in the place of DeepSpeed's, of all of `hooks`."""
+        for each in hooks:
+            own = each._own = each._attributes[each._kind]
+            if own == each._of_deepspeed:
+                each._attributes[each._kind] = each._in_passes
+            else:
+                each._enter_changed()
+
+    @staticmethod
+    def leave_all(hooks: Sequence[_Hooks]) -> None:
+        """Put all of `hooks` back in their order."""
+        for each in hooks:
+            if each._before is None and each._in_passes == each._of_stage:
+                each._attributes[each._kind] = each._own
+            else:
+                each._leave_changed()
 
     def __init__(self, module: nn.Module, kind: str):
         self._attributes, self._kind = vars(module), kind
         self._of_stage: dict[int, Any] = {}
         self._in_passes: dict[int, Any] = OrderedDict()
         """Dictionary that the module has in passes where no user has hooks."""
-        self._of_deepspeed: set[int] = set()
+        self._of_deepspeed: dict[int, Any] = {}
         """Hooks that were looked at, all of DeepSpeed."""
         self._own: dict[int, Any] = self._attributes[kind]
         self._before: dict[int, Any] | None = None
         """Copy of the hooks between passes, where a user has some."""
 
-    def enter(self) -> None:
-        """Put the stage's hooks in the place of DeepSpeed's."""
-        own = self._own = self._attributes[self._kind]
-        if own.keys() != self._of_deepspeed and all(map(is_of_deepspeed, own.values())):
-            self._of_deepspeed = {*own}
-        if own.keys() == self._of_deepspeed:  # quick, for most modules
+    def _enter_changed(self) -> None:
+        own = self._own
+        if all(map(is_of_deepspeed, own.values())):
+            self._of_deepspeed = {**own}
             self._attributes[self._kind] = self._in_passes
             return
         # The same dictionary, or a handle of the user could remove nothing inside of a pass
@@ -83,8 +109,8 @@ class _Hooks:
         self._of_stage = {k: h for k, h in now.items() if k not in (self._before or {})}
         _fill(self._in_passes, self._of_stage)
 
-    def leave(self) -> None:
-        """Put the hooks back in their order; a pass may have removed some and added others."""
+    def _leave_changed(self) -> None:
+        """A pass may have removed hooks and added others."""
         if self._before is not None:
             now = {k: h for k, h in self._own.items() if k not in self._of_stage}
             kept = {k: h for k, h in self._before.items() if k in now or is_of_deepspeed(h)}
@@ -92,9 +118,8 @@ class _Hooks:
             self._before = None
             return
         self._attributes[self._kind] = self._own
-        if self._in_passes.keys() != self._of_stage.keys():
-            self._own.update((k, h) for k, h in self._in_passes.items() if k not in self._of_stage)
-            _fill(self._in_passes, self._of_stage)
+        self._own.update((k, h) for k, h in self._in_passes.items() if k not in self._of_stage)
+        _fill(self._in_passes, self._of_stage)
 
 
 def _fill(hooks: dict[int, Any], *parts: dict[int, Any]) -> None:
@@ -175,15 +200,13 @@ class InPlace:
             _set(holder, key, value)
         for _, module, in_passes, _ in self._classes:
             module.__class__ = in_passes
-        for hooks in self._hooks:
-            hooks.enter()
+        _Hooks.enter_all(self._hooks)
 
     def leave(self) -> None:
         """Put the modules back into their own state; nothing where they are in it."""
         if not self.is_entered:
             return
-        for hooks in self._hooks:
-            hooks.leave()
+        _Hooks.leave_all(self._hooks)
         for _, module, _, own in self._classes:
             module.__class__ = own
         for change, value in zip(self._changes, self._own, strict=True):

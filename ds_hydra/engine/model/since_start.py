@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +24,48 @@ _SET_BY_LIBRARIES = {
 """Attributes that saving, generation and DeepSpeed set, of modules and of their configuration."""
 
 
-class _Module(NamedTuple):
-    """A module at the start."""
+@dataclass(slots=True)
+class _Module:
+    """A module at the start, and as it was last looked at."""
 
     name: str
     module: nn.Module
     children: dict[str, nn.Module | None]
     params: dict[str, nn.Parameter | None]
     saved_in_use: str | None
+    forward_hooks: dict[int, Any] = field(default_factory=dict)
+    """Forward hooks that were looked at."""
+    seen: list[tuple[Any, ...]] = field(default_factory=list)
+    """`_state_of` each parameter that was looked at."""
+
+    def is_as_it_was(self) -> bool:
+        """Whether parameters are those that were looked at, with the same dtypes and hooks."""
+        held = self.module._parameters.values()
+        if len(held) != len(self.seen):
+            return False
+        for param, (own, dtype, before, after) in zip(held, self.seen):
+            if param is not own:
+                return False
+            if param is not None and (
+                param.dtype is not dtype
+                or param._backward_hooks != before
+                or param._post_accumulate_grad_hooks != after
+            ):
+                return False
+        return True
+
+    def remember(self) -> None:
+        """This state was looked at."""
+        self.forward_hooks = {**self.module._forward_hooks}
+        self.seen = [_state_of(param) for param in self.module._parameters.values()]
+
+
+def _state_of(param: nn.Parameter | None) -> tuple[Any, ...]:
+    """The parameter, its dtype, and copies of its hooks."""
+    if param is None:
+        return None, None, None, None
+    hooks = [getattr(param, kind, None) for kind in _TENSOR_HOOKS]
+    return param, param.dtype, *(None if h is None else {**h} for h in hooks)
 
 
 class SinceStart:
@@ -49,7 +85,7 @@ class SinceStart:
         ]
         self._rates = [
             (name, module, key)
-            for name, module, *_ in self._modules
+            for name, module in ((known.name, known.module) for known in self._modules)
             for key, value in vars(module).items()
             if "lora_dropout" not in name.split(".")
             and is_rate(module, key)
@@ -63,8 +99,17 @@ class SinceStart:
 
     def check(self) -> None:
         """Raise UnsupportedModelError for changes that training cannot follow."""
+        has_wrappers = "peft" in sys.modules
         for known in self._modules:
-            self._check_module(known)
+            module = known.module
+            if (
+                module._modules != known.children
+                or module._forward_hooks != known.forward_hooks
+                or has_wrappers
+                or (module._parameters and not known.is_as_it_was())
+            ):
+                self._check_module(known)
+                known.remember()
         for name, module, key in self._rates:
             rate = vars(module).get(key)
             if rate:

@@ -64,7 +64,7 @@ from ds_hydra.engine.transfer.schedule import Window
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.schemes.placement import coordinates
-from ds_hydra.zero_link import Bucket, BucketEntry, RankBuckets
+from ds_hydra.zero_link import Bucket, BucketEntry, ParamSpec, RankBuckets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,92 +107,34 @@ class StageModel:
     ):
         model = unwrap_adapters(model)
         decoder_parts.check_supported(model)
-        self.abilities = abilities = abilities or ModelAbilities()
-        self.tp = TensorParallel(simulated_tp_size=simulated_tp_size)
-        self.ep = ExpertParallel(self.tp)
         self.model = model
         """The model, without what PEFT wraps it in."""
+        self.abilities = abilities or ModelAbilities()
+        self.tp = TensorParallel(simulated_tp_size=simulated_tp_size)
+        self.ep = ExpertParallel(self.tp)
+        self._attention_kernel = attention_kernel
+        self._asked_attention = getattr(model.config, "_attn_implementation", None)
+        self.attention_choices: Sequence[Choice] = ()
+        """Choices of the attention kernel on the compute device, one for each width of heads."""
         named = list(model.named_parameters())
         meta_of = {id(p): decoder_parts.on_meta(p) for _, p in named}
-        self._asked_attention = getattr(model.config, "_attn_implementation", None)
         for name, module in model.named_modules():
             check_hooks(name or type(model).__name__, module)
         self._in_place, self._stays = InPlace(model, meta_of), False
+        # Each part reads what those before it have found; a module's hooks run in the order in
+        # which they are set here.
         with self._in_place:
-            use_saved_modules(self.model)
-            running = set(self.model.parameters())
-            named = [(fqn, p) for fqn, p in named if meta_of[id(p)] in running]
-            self.params: list[nn.Parameter] = [p for _, p in named]
-            self._meta_params: list[nn.Parameter] = [meta_of[id(p)] for p in self.params]
+            named = self._take_params(named, meta_of)
             parts = decoder_parts.DecoderParts.find(self.model)
-            self._base, head, self._embedding = parts.base, parts.head, parts.embedding
-            self._attention_kernel = attention_kernel
-            self.attention_choices: Sequence[Choice] = ()
-            """Choices of the attention kernel on the compute device, one for each width of
-            heads.
-            """
-            if not abilities.one_by_one_because:
-                attention.use_packed_attention(self.model)
-            self.model.train()
-            attention.follow_each_sequence(self.model)
-            if activation_checkpointing:
-                self.model.gradient_checkpointing_enable({"use_reentrant": False})
-            self.layers = list(parts.layers)
-            """All decoder layers."""
-            alone, told = bool(abilities.one_by_one_because), bool(abilities.boundaries_because)
-            self._forward = StageForward(
-                self.model,
-                parts,
-                self._meta_params,
-                self.tp,
-                one_by_one=alone,
-                takes_boundaries=told,
-            )
-            self.forward_stage = self._forward.run
-            self.always_checkpointed = [
-                getattr(layer, "gradient_checkpointing", False) for layer in self.layers
-            ]
-            """Whether each layer runs again in backward under any scheme."""
-            for module in self.model.modules():
-                if hasattr(module, "gradient_checkpointing"):
-                    module._gradient_checkpointing_func = checkpointed
-            self._padding_idx = getattr(self._embedding, "padding_idx", None)
-            check_head(head)
-            use_plain_head(head, self.model)
-            self._has_plain_head = type(head) is nn.Linear and "forward" not in vars(head)
-            self.vocab_size: int = self._embedding.weight.shape[0]
-            """Rows of the embedding."""
-            self.num_logits: int = head.weight.shape[0]
-            """Rows of the head; one of both may have been resized alone."""
-            self.units = self._find_units(parts)
-            self._await_unit: dict[nn.Module, list[int]] = {}
-            self._await_bucket: Callable[[int], None] = lambda _: None
-            self._before_backward: dict[nn.Module, Callable[[], None] | None] = {}
-            for module in {module for unit in self.units for module in unit.modules}:
-                module.register_forward_pre_hook(self._before_unit)
-            for module in (self._embedding, *self.layers):
-                module.register_forward_hook(self._after_layer)
-            bindings = [binding for unit in self.units for binding in unit.bindings]
-            fqn_of = {(module, name): named[param][0] for module, name, param in bindings}
-            blocks, self.uncut_because = self._find_blocks(fqn_of)
-            """Blocks that gather a micro-batch under TP, or why the model has none: then every rank
-            of a group has whole micro-batches.
-            """
-            self.tp.cuts_micro_batches = not self.uncut_because
-            self.specs = build_specs(
-                named,
-                self._base,
-                bindings=bindings,
-                vocabulary=(head, self._embedding),
-                cuts_micro_batches=self.tp.cuts_micro_batches,
-            )
-            spec_of = {(module, name): self.specs[param] for module, name, param in bindings}
-            self.unplanned = find_unplanned(self._base, fqn_of)
-            """Parameters between sliced layers of which the tp plan should tell."""
+            self._base, self._embedding, head = parts.base, parts.embedding, parts.head
+            self._follow_sequences()
+            self._checkpoint_layers(parts.layers, activation_checkpointing)
+            self._replace_forward(parts)
+            self._hook_units(parts)
+            spec_of, blocks = self._describe_params(named, head)
             self.balance = ExpertBalance(self.model, self.layers, self.tp, with_loss=aux_loss)
-            self.after_head = (
-                self._try_head()
-            )  # the balance loss is no part of its answers any more
+            # With the balance loss taken out of the model's own
+            self.after_head = self._try_head()
             self.has_noise = count_noise(self._base, self.tp, spec_of) or neftune_noise_alpha > 0
             self.float8 = Float8Layers(
                 self.layers,
@@ -204,19 +146,130 @@ class StageModel:
                 is_compiled=compile_layers,
             )
             decoder_parts.check_weights(named)
-            self._hook(neftune_noise_alpha)
-            self.tp.blocks = [*blocks, head] if self.tp.cuts_micro_batches else []
-            for module in (*(m for layer in self.layers for m in layer.modules()), head):
-                hook_linear(module, self.tp)
-            self._forward.hook_head()  # after its block has gathered shards
-            bind_constant(0.0, self.units[0].bindings, self._meta_params, self._forward.device)
-            hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)
-            found = self._forward.find_placeholder_problem(hidden.to(self._meta_params[0].dtype))
-            self.no_pp_because = abilities.no_stages_because or self.no_pp_because or found
-            if compile_layers:
+            self._hook_degrees(neftune_noise_alpha)
+            self._hook_blocks(blocks, head)
+            self._try_stages()
+            if compile_layers:  # last: what is compiled has all hooks
                 compile_each(self.layers)
             self._unbind()
         self._since_start = SinceStart(model, self._forward.inside_layers)
+
+    def _take_params(
+        self, named: Sequence[tuple[str, nn.Parameter]], meta_of: Mapping[int, nn.Parameter]
+    ) -> list[tuple[str, nn.Parameter]]:
+        """Take the parameters that run, with their names and copies without memory."""
+        use_saved_modules(self.model)
+        running = set(self.model.parameters())
+        named = [(fqn, p) for fqn, p in named if meta_of[id(p)] in running]
+        self.params: list[nn.Parameter] = [p for _, p in named]
+        self._meta_params: list[nn.Parameter] = [meta_of[id(p)] for p in self.params]
+        return named
+
+    def _follow_sequences(self) -> None:
+        """Let attention and layers with states see where the sequences of a micro-batch begin."""
+        if not self.abilities.one_by_one_because:
+            attention.use_packed_attention(self.model)
+        self.model.train()
+        attention.follow_each_sequence(self.model)
+
+    def _checkpoint_layers(self, layers: Iterable[nn.Module], all_of_them: bool) -> None:
+        """Let layers run again in backward where they are asked to, or under any scheme."""
+        if all_of_them:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.layers = list(layers)
+        """All decoder layers."""
+        self.always_checkpointed = [
+            getattr(layer, "gradient_checkpointing", False) for layer in self.layers
+        ]
+        """Whether each layer runs again in backward under any scheme."""
+        for module in self.model.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module._gradient_checkpointing_func = checkpointed
+
+    def _replace_forward(self, parts: decoder_parts.DecoderParts) -> None:
+        """Make the forward of a stage out of the model's own."""
+        self._forward = StageForward(
+            self.model,
+            parts,
+            self._meta_params,
+            self.tp,
+            one_by_one=bool(self.abilities.one_by_one_because),
+            takes_boundaries=bool(self.abilities.boundaries_because),
+        )
+        self.forward_stage = self._forward.run
+        head = parts.head
+        check_head(head)
+        use_plain_head(head, self.model)
+        self._has_plain_head = type(head) is nn.Linear and "forward" not in vars(head)
+        self._padding_idx = getattr(self._embedding, "padding_idx", None)
+        self.vocab_size: int = self._embedding.weight.shape[0]
+        """Rows of the embedding."""
+        self.num_logits: int = head.weight.shape[0]
+        """Rows of the head; one of both may have been resized alone."""
+
+    def _hook_units(self, parts: decoder_parts.DecoderParts) -> None:
+        """Find the units, and let passes wait for their slices."""
+        self.units = self._find_units(parts)
+        self._await_unit: dict[nn.Module, list[int]] = {}
+        self._await_bucket: Callable[[int], None] = lambda _: None
+        self._before_backward: dict[nn.Module, Callable[[], None] | None] = {}
+        for module in {module for unit in self.units for module in unit.modules}:
+            module.register_forward_pre_hook(self._before_unit)
+        for module in (self._embedding, *self.layers):
+            module.register_forward_hook(self._after_layer)
+
+    def _describe_params(
+        self, named: Sequence[tuple[str, nn.Parameter]], head: nn.Module
+    ) -> tuple[dict[tuple[nn.Module, str], ParamSpec], list[nn.Module]]:
+        """Find out how TP slices each parameter; return the description of each attribute that
+        holds one, and the blocks that gather a micro-batch.
+        """
+        bindings = [binding for unit in self.units for binding in unit.bindings]
+        fqn_of = {(module, name): named[param][0] for module, name, param in bindings}
+        blocks, self.uncut_because = self._find_blocks(fqn_of)
+        """Blocks that gather a micro-batch under TP, or why the model has none: then every rank
+        of a group has whole micro-batches.
+        """
+        self.tp.cuts_micro_batches = not self.uncut_because
+        self.specs = build_specs(
+            named,
+            self._base,
+            bindings=bindings,
+            vocabulary=(head, self._embedding),
+            cuts_micro_batches=self.tp.cuts_micro_batches,
+        )
+        self.unplanned = find_unplanned(self._base, fqn_of)
+        """Parameters between sliced layers of which the tp plan should tell."""
+        return {(module, name): self.specs[param] for module, name, param in bindings}, blocks
+
+    def _hook_degrees(self, neftune: float) -> None:
+        """Hook the modules whose results TP, EP and noise change."""
+        for module, (style, _) in module_styles(self._base):
+            hook = STYLES[style].hook if style in STYLES else None
+            if hook is not None:
+                hook(module, self.tp)
+            elif style == LATENT and not self.abilities.one_by_one_because:
+                hook_latent(module, self.tp, self.config.kv_lora_rank)
+        experts = list(expert_modules(self._base))
+        self.has_experts = bool(experts)
+        """Whether some layer routes tokens to experts."""
+        for module in experts:
+            hook_dispatch(module, self.ep)
+        hook_embedding(self._embedding, self.tp, partial(add_neftune, alpha=neftune))
+
+    def _hook_blocks(self, blocks: Sequence[nn.Module], head: nn.Module) -> None:
+        """Hook blocks, products and the head, in the order in which they see a micro-batch."""
+        self.tp.blocks = [*blocks, head] if self.tp.cuts_micro_batches else []
+        for module in (*(m for layer in self.layers for m in layer.modules()), head):
+            hook_linear(module, self.tp)
+        self._forward.hook_head()  # after its block has gathered shards
+
+    def _try_stages(self) -> None:
+        """Find out whether layers of other stages can be left out of a forward."""
+        bind_constant(0.0, self.units[0].bindings, self._meta_params, self._forward.device)
+        hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)
+        found = self._forward.find_placeholder_problem(hidden.to(self._meta_params[0].dtype))
+        self.no_pp_because = self.abilities.no_stages_because or self.no_pp_because or found
 
     @property
     def config(self) -> Any:
@@ -415,20 +468,6 @@ class StageModel:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
-
-    def _hook(self, neftune: float) -> None:
-        for module, (style, _) in module_styles(self._base):
-            hook = STYLES[style].hook if style in STYLES else None
-            if hook is not None:
-                hook(module, self.tp)
-            elif style == LATENT and not self.abilities.one_by_one_because:
-                hook_latent(module, self.tp, self.config.kv_lora_rank)
-        experts = list(expert_modules(self._base))
-        self.has_experts = bool(experts)
-        """Whether some layer routes tokens to experts."""
-        for module in experts:
-            hook_dispatch(module, self.ep)
-        hook_embedding(self._embedding, self.tp, partial(add_neftune, alpha=neftune))
 
     def _find_blocks(
         self, fqn_of: Mapping[tuple[nn.Module, str], str]

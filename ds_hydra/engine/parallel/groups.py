@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from ds_hydra.engine.ranks.agreement import find_timeout
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.schemes.placement import (
@@ -127,19 +128,6 @@ def check_groups_of_rank(
             f"the strategies put one rank into {most} process groups, more than the {max_groups_of_rank} that a "
             "device has queues for; list fewer strategies in hydra.strategies, or some of fewer distinct sizes"
         )
-
-
-def _find_timeout(device: torch.device) -> datetime.timedelta:
-    """Timeout of new groups: that of the group of all ranks, which DeepSpeed or the user chose,
-    where it is longer than torch's own.
-    """
-    usual = c10d._get_default_timeout(dist.get_backend())
-    try:
-        world = c10d._get_default_group()._get_backend(device)
-    except RuntimeError:  # a group that is registered under no type of device
-        return usual
-    chosen = getattr(getattr(world, "options", None), "_timeout", usual)
-    return max(usual, chosen)
 
 
 def _communicator_options(purpose: str, timeout: datetime.timedelta, device: torch.device) -> Any:
@@ -251,7 +239,7 @@ class GroupPool:
                 "fewer strategies in hydra.strategies"
             )
         check_groups_of_rank([*self._groups, *keys], self._max_groups_of_rank)
-        begin, timeout, rank = time.perf_counter(), _find_timeout(self._device), dist.get_rank()
+        begin, timeout, rank = time.perf_counter(), find_timeout(self._device), dist.get_rank()
         # The same answer on all ranks: a split and `new_group` are different collectives.
         is_split = len(keys) > _FEW_GROUPS and _can_split(self._device)
         for own in disjoint_rounds(keys) if is_split else [[key] for key in keys]:

@@ -26,7 +26,7 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.micro_batches import Example
 from ds_hydra.engine.profiling.profile_document import Measurements
 from ds_hydra.engine.propagation import Propagator
-from ds_hydra.engine.ranks.agreement import broadcast_text, gather_rows, run_together
+from ds_hydra.engine.ranks.agreement import broadcast_text, gather_by_hosts, run_together
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
@@ -236,8 +236,9 @@ def run_once(propagator: Propagator, plan: IterationPlan) -> list[float]:
 
     shards_P = _gradient_shards(propagator)
     outcome = propagator.train(plan, load, shards_P, 1.0)
-    mine = torch.tensor([sum(outcome.phase_ms)], dtype=torch.float64, device=propagator.device)
-    return [float(row) for (row,) in gather_rows(mine).tolist()]
+    propagator.clock.settle(propagator.clock.stamp())
+    mine = torch.tensor([sum(outcome.times().phase_ms)], dtype=torch.float64)
+    return gather_by_hosts(mine, propagator.device).flatten().tolist()
 
 
 def _gradient_shards(propagator: Propagator) -> list[Tensor]:

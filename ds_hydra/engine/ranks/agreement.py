@@ -1,13 +1,20 @@
 """Ranks fail together: an error that one rank finds is raised on all of them, instead of leaving
 them waiting; and whether this process waits for another rank, and for which ones when an engine
 starts, before the watchdog watches them.
+
+[Note: By way of the hosts]
+Plans, digests and errors are numbers of the host. Sent by a device they would wait for all that it
+still computes, and the device would then wait for the host. So on accelerators the hosts have a
+Gloo group beside the group of all ranks: agreements go over it, and run beside the device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import linecache
+import logging
 import math
 import os
 import re
@@ -21,6 +28,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from ds_hydra import errors
 from ds_hydra.engine.ranks.memory import to_device
@@ -30,6 +38,8 @@ _all_gather: Callable[..., object] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
 """The second name is that of torch before 2.13."""
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 ErrorType = TypeVar("ErrorType", bound=BaseException)
@@ -42,12 +52,71 @@ ENVELOPE_BYTES = 1 << 15
 
 _SIZE_BYTES = 8
 
+_hosts: tuple[Any, Any] = (None, None)
+"""The group of all ranks, and the one of their hosts beside it ([Note: By way of the hosts])."""
+
+
+def find_timeout(device: torch.device) -> datetime.timedelta:
+    """Timeout of new groups: that of the group of all ranks, which DeepSpeed or the user chose,
+    where it is longer than torch's own.
+    """
+    usual = c10d._get_default_timeout(dist.get_backend())
+    try:
+        world = c10d._get_default_group()._get_backend(device)
+    except RuntimeError:  # a group that is registered under no type of device
+        return usual
+    chosen = getattr(getattr(world, "options", None), "_timeout", usual)
+    return max(usual, chosen)
+
+
+def open_host_group(device: torch.device) -> None:
+    """Let agreements go by way of the hosts from now on, where the group of all ranks is one of
+    accelerators; where a rank's host cannot connect they go by way of `device`, as before.
+    Collective over all ranks.
+    """
+    global _hosts
+    world, group = dist.group.WORLD, None
+    if device.type == "cpu" or _hosts[0] is world:
+        return
+    try:
+        group = dist.new_group(backend="gloo", timeout=find_timeout(device))
+        dist.all_reduce(torch.zeros(1), group=group)
+    except RuntimeError as error:
+        group = None
+        logger.warning(
+            "Gloo does not connect the hosts (%s): ranks agree by way of their devices, which then wait for the host "
+            "in every iteration; name the network's interface in GLOO_SOCKET_IFNAME",
+            str(error)[:300],
+        )
+    lacking = gather_rows(to_device(torch.tensor([group is None]).long(), device)).any()
+    _hosts = (None, None) if lacking else (world, group)
+
+
+def meeting_place(device: torch.device) -> torch.device:
+    """Device of the tensors by which ranks on `device` agree: the CPU, if their hosts have a
+    group.
+    """
+    return torch.device("cpu") if _hosts[0] is dist.group.WORLD else device
+
+
+def _group_of(tensor: Tensor) -> Any:
+    """The group that carries `tensor` between all ranks; None for the default one."""
+    on_hosts = tensor.device.type == "cpu" and _hosts[0] is dist.group.WORLD
+    return _hosts[1] if on_hosts else None
+
 
 def gather_rows(mine: Tensor) -> Tensor:
     """[num_ranks, n] out of every rank's [n], in rank order. Collective over all ranks."""
     rows = mine.new_empty(dist.get_world_size(), *mine.shape)
-    _all_gather(rows.view(-1), mine.reshape(-1))
+    _all_gather(rows.view(-1), mine.reshape(-1), group=_group_of(mine))
     return rows
+
+
+def gather_by_hosts(mine: Tensor, device: torch.device) -> Tensor:
+    """The same of a tensor of the host, on the host; by way of `device` where hosts have no
+    group.
+    """
+    return gather_rows(to_device(mine, meeting_place(device))).cpu()
 
 
 def gather_ragged(
@@ -65,9 +134,9 @@ def gather_ragged(
 
 def _gather_padded(mine: Tensor, device: torch.device) -> list[Tensor]:
     """Every rank's [n], n of its own, on the CPU."""
-    sizes = gather_rows(to_device(torch.tensor([len(mine)]), device)).flatten().tolist()
+    sizes = gather_by_hosts(torch.tensor([len(mine)]), device).flatten().tolist()
     padded = torch.nn.functional.pad(mine, (0, max(1, *sizes) - len(mine)))
-    rows = gather_rows(to_device(padded, device)).cpu()
+    rows = gather_by_hosts(padded, device)
     return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -78,7 +147,7 @@ def raise_together(error: Exception | None, device: torch.device) -> None:
     it.
     """
     # A row of each rank and no sum: it says at once who speaks for all.
-    brings = gather_rows(to_device(torch.tensor([error is not None]).long(), device))
+    brings = gather_by_hosts(torch.tensor([error is not None]).long(), device)
     raise_known(error, brings.flatten().bool().tolist(), device)
 
 
@@ -167,7 +236,7 @@ def check_same_numbers(
     """Raise PlanMismatchError, on all ranks, with what `say` makes of rank 0's numbers and those of
     the first rank that has others. Collective over all ranks, each with as many numbers.
     """
-    of_ranks = gather_rows(torch.tensor(mine, dtype=torch.int64, device=device)).tolist()
+    of_ranks = gather_by_hosts(torch.tensor(mine, dtype=torch.int64), device).tolist()
     for rank, found in enumerate(of_ranks):
         if found != of_ranks[0]:
             raise on_all_ranks(PlanMismatchError(say(of_ranks[0], found, rank)))
@@ -205,16 +274,16 @@ def _broadcast(payload: bytes, numel: int, source: int, device: torch.device) ->
     body = torch.zeros(numel, dtype=torch.uint8)
     if dist.get_rank() == source and payload:
         body[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    body = to_device(body, device)
-    dist.broadcast(body, src=source)
+    body = to_device(body, meeting_place(device))
+    dist.broadcast(body, src=source, group=_group_of(body))
     return body.cpu().numpy().tobytes()
 
 
 def max_over_ranks(value: float, device: torch.device) -> float:
     """The largest `value` of any rank. Collective over all ranks."""
     # In fp64, in which bytes are whole numbers up to 2^53.
-    largest = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    largest = torch.tensor(value, dtype=torch.float64, device=meeting_place(device))
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=_group_of(largest))
     return float(largest)
 
 

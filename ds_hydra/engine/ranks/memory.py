@@ -23,30 +23,30 @@ from torch import Tensor
 
 from ds_hydra.errors import HydraConfigError
 
-_is_spared = False
-"""Whether objects were taken out by `spare_collector`."""
+_is_frozen = False
+"""Whether objects were taken out by `freeze_gc`."""
 
 
-def spare_collector() -> None:
+def freeze_gc() -> None:
     """Freeze the garbage collector: it never looks again at objects that live now ([Note: Pauses of
     the collector]). Nothing happens where that was done, or the user has switched it off, or takes
     care of it.
     """
-    global _is_spared
-    if _is_spared or not gc.isenabled() or gc.get_freeze_count():
+    global _is_frozen
+    if _is_frozen or not gc.isenabled() or gc.get_freeze_count():
         return
     gc.collect()  # what is garbage now would stay
     gc.freeze()
-    _is_spared = True
+    _is_frozen = True
 
 
-def show_collector_all() -> None:
-    """Let the collector look at everything again, if `spare_collector` has taken something out."""
-    global _is_spared
-    if _is_spared:
+def unfreeze_gc() -> None:
+    """Let the collector look at everything again, if `freeze_gc` has taken something out."""
+    global _is_frozen
+    if _is_frozen:
         gc.unfreeze()
         gc.collect()  # left to itself it would come to the oldest objects much later
-    _is_spared = False
+    _is_frozen = False
 
 
 def process_bytes(field: str) -> int:

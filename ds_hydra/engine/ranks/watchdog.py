@@ -46,6 +46,7 @@ from ds_hydra.engine.ranks.agreement import (
     describe_missing,
     ends_after,
     find_wait,
+    gather_by_hosts,
     gather_rows,
     is_raised_on_all,
     looks_like_a_lost_peer,
@@ -54,7 +55,6 @@ from ds_hydra.engine.ranks.agreement import (
     said_by,
 )
 from ds_hydra.engine.ranks.hosts import find_hosts
-from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.errors import HydraConfigError, HydraError, PlanMismatchError, RankLostError
 
 logger = logging.getLogger(__name__)
@@ -497,7 +497,7 @@ def call_together(call: str, device: torch.device, problem: Exception | None = N
     if _watchdog is not None:
         _watchdog.call = call, time.monotonic()
     try:
-        rows = gather_rows(to_device(mine, device)).cpu().numpy()
+        rows = gather_by_hosts(mine, device).numpy()
     finally:
         if _watchdog is not None:
             _watchdog.call = None

@@ -169,13 +169,17 @@ class LatencyTracker:
         settings: PlannerSettings,
         straggler: StragglerFinder,
         state: Mapping[str, Any] | None = None,
+        *,
+        is_late: bool = False,
     ):
+        """`is_late`: an iteration is taken in during the next one."""
         self.profiled = profile
         self.learned = LearnedTimes()
         self._straggler = straggler
         self._strategies = tuple(strategies)
         self._planner = planner
         self._settings = settings
+        self._is_late = is_late
         self._errors: dict[str, deque[tuple[int, float]]] = {}
         self._quiet_until = 0
         self._schedule: list[tuple[int, Corrections]] = [(0, NO_CORRECTIONS)]
@@ -301,7 +305,7 @@ class LatencyTracker:
             self._outside_ms[name] = old + _OUTSIDE_RATE * (outside_ms - old)
 
     def _correct(self, iteration: int) -> None:
-        begin = iteration + self._planner.lookahead
+        begin = iteration + self._planner.lookahead + self._is_late
         self._schedule.append((begin, self.corrections_now(self._strategies)))
         # What is due before the next iteration is only needed in its last version.
         while len(self._schedule) > 1 and self._schedule[1][0] <= iteration + 1:

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from ds_hydra.engine.model.stage_model import StageModel
-    from ds_hydra.engine.propagation import RankOutcome
+    from ds_hydra.engine.propagation import RankTimes
 
 _TAIL_BYTES = 1 << 22
 _RUN_SCHEMA = "ds_hydra.run/1"
@@ -41,19 +42,16 @@ _RUN_SCHEMA = "ds_hydra.run/1"
 logger = logging.getLogger(__name__)
 
 
-def measure_iteration(
+def measure_passes(
     plan: IterationPlan,
-    outcomes: Sequence[RankOutcome],
+    outcomes: Sequence[RankTimes],
     *,
-    iteration_ms: float,
     find_straggler: Callable[[Sequence[PipelineMetrics]], int | None],
     profiled_ms: Sequence[float | None],
-    flops: ModelFlops,
-    peak_flops: float | None,
     **given: Any,
 ) -> IterationMetrics:
-    """Metrics of `plan` out of the measurements of each rank; `given` are the fields that the
-    engine knows itself.
+    """Metrics of `plan` out of the times of each rank's passes; `given` are the fields that the
+    engine knows itself. Those of the whole iteration and of its step are NaN (`with_times`).
     """
     known_ms = iter(profiled_ms)
     phases = [
@@ -61,7 +59,6 @@ def measure_iteration(
         for number, phase in enumerate(plan.in_turn)
     ]
     pipelines = tuple(pipeline for phase in phases for pipeline in phase)
-    tflops = flops.tflops(plan.lengths, iteration_ms, len(outcomes))
     measured_ms = sum(max(p.measured_ms for p in phase) for phase in phases)
     available_ms = measured_ms * len(outcomes)
     return IterationMetrics(
@@ -70,10 +67,10 @@ def measure_iteration(
         num_tokens=plan.num_tokens,
         num_sequences=len(plan.lengths),
         longest_tokens=max(plan.lengths),
-        iteration_ms=iteration_ms,
-        tokens_per_s=plan.num_tokens / iteration_ms * 1e3,
-        tflops_per_device=tflops,
-        mfu=tflops * 1e12 / peak_flops if peak_flops else nan,
+        iteration_ms=nan,
+        step_ms=nan,
+        grad_norm=nan,
+        tokens_per_s=nan,
         predicted_ms=plan.makespan_ms,
         measured_ms=measured_ms,
         imbalance=imbalance_of((p.ranks, p.measured_ms) for p in pipelines if p.num_micro_batches),
@@ -85,6 +82,29 @@ def measure_iteration(
         straggler=find_straggler(pipelines),
         pipelines=pipelines,
         **given,
+    )
+
+
+def with_times(
+    metrics: IterationMetrics,
+    plan: IterationPlan,
+    *,
+    iteration_ms: float,
+    step_ms: float,
+    grad_norm: float,
+    flops: ModelFlops,
+    peak_flops: float | None,
+) -> IterationMetrics:
+    """Metrics with the times of the whole iteration and of its step, and what follows from them."""
+    tflops = flops.tflops(plan.lengths, iteration_ms, plan.num_devices)
+    return replace(
+        metrics,
+        iteration_ms=iteration_ms,
+        step_ms=step_ms,
+        grad_norm=grad_norm,
+        tokens_per_s=metrics.num_tokens / iteration_ms * 1e3,
+        tflops_per_device=tflops,
+        mfu=tflops * 1e12 / peak_flops if peak_flops else nan,
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from ds_hydra.engine.ranks.agreement import gather_rows
+from ds_hydra.engine.ranks.agreement import gather_by_hosts
 from ds_hydra.engine.ranks.memory import forget_peak, process_bytes
 from ds_hydra.records.timeline import Event, EventKind, Timeline, Track
 from ds_hydra.sampler.plan import IterationPlan
@@ -49,13 +49,14 @@ class Recorder:
         self.begin()
 
     def begin(self) -> None:
-        """Forget everything; now is time 0. The device must be idle."""
+        """Forget everything; now is time 0."""
         self._spans.clear()
         self._waits.clear()
         self.phases.clear()
         self.phase = 0
         self._zero = self._mark()
         self.zero_s = time.perf_counter()
+        """Host's time at time 0; on an accelerator, which comes there later, after `align`."""
 
     @contextmanager
     def span(self, kind: EventKind, micro_batch: int = -1) -> Iterator[None]:
@@ -80,6 +81,13 @@ class Recorder:
         if self._on_device and len(self._spans) >= num_spans:
             self._spans[-num_spans][3].synchronize()
 
+    def align(self) -> None:
+        """Find the host's time at time 0; the host waits for an accelerator."""
+        if self._on_device:
+            now = self._mark()
+            now.synchronize()
+            self.zero_s = time.perf_counter() - self._ms(now) / 1e3
+
     def read(self) -> list[tuple[EventKind, int, float, float]]:
         """(kind, micro-batch, start, end) in ms since `begin()`; the device must have reached all
         of it.
@@ -89,8 +97,9 @@ class Recorder:
         ]
 
     def busy_ms(self) -> float:
-        """Milliseconds in passes, without their waits. The device must have reached all of it."""
-        passes = sorted((start, end) for kind, _, start, end in self.read() if kind in _PASSES)
+        """Milliseconds in passes, without their waits; the device has reached all of these."""
+        of_passes = [span[2:] for span in self._spans if span[0] in _PASSES]
+        passes = sorted((self._ms(start), self._ms(end)) for start, end in of_passes)
         begins = [start for start, _ in passes]
         busy_ms = sum(end - start for start, end in passes)
         for mark, until in self._waits:
@@ -143,20 +152,18 @@ def gather_timeline(recorder: Recorder, plan: IterationPlan, device: torch.devic
     Collective over all ranks. Clocks: ranks of one host share one, and hosts are aligned where
     their first rank began, which all do when the check of the plan's digest lets them go.
     """
-    get_accelerator().synchronize()
+    recorder.align()
     spans = recorder.read()
     host = float(zlib.crc32(socket.gethostname().encode()))
-    mine = torch.tensor(
-        [len(spans), host, recorder.zero_s * 1e3], dtype=torch.float64, device=device
-    )
-    counts, hosts, zeros_ms = gather_rows(mine).T.tolist()
+    mine = torch.tensor([len(spans), host, recorder.zero_s * 1e3], dtype=torch.float64)
+    counts, hosts, zeros_ms = gather_by_hosts(mine, device).T.tolist()
     # As long as the longest one: an all-gather takes tables of one size.
     table = torch.zeros(int(max(counts)), 5, dtype=torch.float64)
     for row, (phase, (kind, micro_batch, *interval_ms)) in enumerate(zip(recorder.phases, spans)):
         table[row] = torch.tensor(
             [phase, _KINDS.index(kind), micro_batch, *interval_ms], dtype=torch.float64
         )
-    tables = gather_rows(table.flatten().to(device)).view(len(counts), -1, 5).cpu()
+    tables = gather_by_hosts(table.flatten(), device).view(len(counts), -1, 5)
     first = {host: min(z for h, z in zip(hosts, zeros_ms) if h == host) for host in set(hosts)}
     offsets_ms = [zero - first[host] for host, zero in zip(hosts, zeros_ms)]
     events = [

@@ -75,6 +75,10 @@ class DeviceClock:
         if self.has_streams:
             stamp.synchronize()
 
+    def is_reached(self, stamp: Any) -> bool:
+        """Whether `settle` would return at once."""
+        return not self.has_streams or bool(stamp.query())
+
     def ms_between(self, begin: Any, end: Any) -> float:
         """Milliseconds from `begin` to `end`, both of them reached (`settle`)."""
         if not self.has_streams:
@@ -103,17 +107,12 @@ class Spans:
         self.add(begin, self._clock.stamp())
 
     def total_ms(self, phase: int | None = None) -> float:
-        """Milliseconds of all spans, or those of `phase`; all of them over (`settle`)."""
+        """Milliseconds of all spans, or those of `phase`; the device has reached all of them."""
         return sum(
             self._clock.ms_between(begin, end)
             for begin, end, of_phase in self._spans
             if phase in (None, of_phase)
         )
-
-    def settle(self) -> None:
-        """Wait, on the host, until the last span is over."""
-        if self._spans:
-            self._clock.settle(self._spans[-1][1])
 
     def join(self) -> None:
         """Let the current stream go on only after the last span."""

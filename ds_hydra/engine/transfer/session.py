@@ -72,6 +72,33 @@ class MeasuredLinkTimes:
     visible_push_ms: float
 
 
+@dataclass(frozen=True, slots=True)
+class SessionSpans:
+    """Spans of one session, of which times are read once the device has reached the end of its
+    `finish`.
+    """
+
+    work: dict[Kind, Spans]
+    waits: Spans
+    """Waits of passes."""
+    rests: Spans
+    """Waits between and after passes."""
+    has_sums: bool
+
+    def measure(self) -> MeasuredLinkTimes:
+        """Times of all transfers."""
+        return MeasuredLinkTimes(
+            pull_ms=self.work[Kind.PULL].total_ms(),
+            push_ms=self.work[Kind.PUSH].total_ms() if self.has_sums else 0.0,
+            visible_pull_ms=self.waits.total_ms(),
+            visible_push_ms=self.rests.total_ms() if self.has_sums else 0.0,
+        )
+
+    def waited_ms(self, phase: int) -> float:
+        """Milliseconds that passes of `phase` waited."""
+        return self.waits.total_ms(phase)
+
+
 class RoundWindow:
     """Rounds of a link, at most `depth` of them on the wire, which end in the order of their begin.
 
@@ -352,8 +379,9 @@ class TransferSession:
         """This rank adds nothing more to its gradients of a bucket."""
         self._left.record(bucket)
 
-    def finish(self) -> MeasuredLinkTimes:
-        """Wait for the rest of the transfers: computation is over. Raises the thread's error.
+    def finish(self) -> None:
+        """Let the current stream wait for the rest of the transfers: computation is over. Raises
+        the thread's error.
 
         Collective over all ranks.
         """
@@ -371,19 +399,11 @@ class TransferSession:
                 self._running.result()
             self._join_streams()
             self.carrier.close()
-        # Times are read below, and the memory of shards is the optimizer's from here on.
-        self._rests.settle()
-        has_sums = self.carrier.has_sums
-        return MeasuredLinkTimes(
-            pull_ms=self._work[Kind.PULL].total_ms(),
-            push_ms=self._work[Kind.PUSH].total_ms() if has_sums else 0.0,
-            visible_pull_ms=self._waits.total_ms(),
-            visible_push_ms=self._rests.total_ms() if has_sums else 0.0,
-        )
 
-    def waited_ms(self, phase: int) -> float:
-        """Milliseconds that passes of `phase` waited; call after `finish`."""
-        return self._waits.total_ms(phase)
+    @property
+    def spans(self) -> SessionSpans:
+        """Spans of all transfers, and the waits for them; nothing else of the session."""
+        return SessionSpans(self._work, self._waits, self._rests, self.carrier.has_sums)
 
     def record(self, recorder: Recorder, first_phase: int) -> None:
         """Hand the spans of all transfers to `recorder`, and the waits of passes; call after

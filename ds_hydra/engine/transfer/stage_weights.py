@@ -115,7 +115,7 @@ class FrozenKeeper:
         self._key, self._fingerprint, self._is_whole = key, now, False
         return pull
 
-    def have_arrived(self) -> None:
+    def mark_arrived(self) -> None:
         """All slices that were chosen are in the pool."""
         self._is_whole = True
 

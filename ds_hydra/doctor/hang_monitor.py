@@ -68,12 +68,12 @@ def judge(states: Sequence[State]) -> str:
     return f"all ranks wait in the same step: {shown}"
 
 
-class Vigil:
-    """Watches over the steps of this rank. Steps are collective; the vigil itself is not.
+class HangMonitor:
+    """Watches over the steps of this rank. Steps are collective; the monitor itself is not.
 
-    `on_end(text)` is called on rank 0, in the vigil's thread, when a step of any rank has not ended
-    in `limit_s` or has failed, with what `judge` says; on the other ranks after rank 0 has done so,
-    with "". The examination is over then: ranks are in the middle of collectives.
+    `on_end(text)` is called on rank 0, in the monitor's thread, when a step of any rank has not
+    ended in `limit_s` or has failed, with what `judge` says; on the other ranks after rank 0 has
+    done so, with "". The examination is over then: ranks are in the middle of collectives.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Vigil:
         self._error = ""
         self._is_over = threading.Event()
         self._beats: dict[int, tuple[int, float]] = {}
-        self._thread = threading.Thread(target=self._serve, name="ds_hydra vigil", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="ds_hydra monitor", daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
