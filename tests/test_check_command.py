@@ -126,7 +126,7 @@ def test_a_problem_is_exit_code_1_with_the_document_on_stdout(tmp_path):
             changed(fp16={"enabled": True}),
             "bfloat16 and fp16 modes cannot be simultaneously enabled",
         ),
-        (changed(zero_optimization={"stage": 2}), "zero_optimization.stage is 2, expected 3"),
+        (changed(zero_optimization={"stage": 2}), "zero_optimization.stage is 2: "),
         (changed(hydra={"profile": "a800_llama_7b"}), "did you mean 'a800_llama2_7b'?"),
         (
             changed(hydra={"context_length": 100_000, "planner": {"space": "plain"}}),

@@ -1,7 +1,6 @@
 import copy
 import inspect
 import json
-import logging
 
 import pytest
 from pydantic import BaseModel
@@ -9,10 +8,8 @@ from pydantic import BaseModel
 from ds_hydra.configs import HydraConfig, PlannerConfig, ProfilingConfig, read_ds_config
 from ds_hydra.configs.ds_config import (
     _REMOVED_KEYS,
-    _SECTIONS,
     FILL_INS,
     KNOWN_TOP_LEVEL_KEYS,
-    REFUSALS,
     WITHOUT_EFFECT,
     find_key,
 )
@@ -188,25 +185,6 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
             'hydra.planner.space is "wide": it is called "full" now',
         ),
         (
-            {"tp_sequence_parallel": True},
-            "hydra.tp_sequence_parallel is no longer a key; TP is sequence-parallel wherever the model allows",
-        ),
-        (
-            {"link": {"repull_layers": 4}},
-            "hydra.link.repull_layers is no longer a key; layers are gathered instead: say so for each scheme "
-            "in hydra.strategies, as in <1,1;gather>",
-        ),
-        (
-            {"link": {"routes": "direct"}},
-            "hydra.link.routes is no longer a key; a slice enters a node once and spreads there; where every rank "
-            "shall read for itself, set hydra.link.devices_per_node to 1",
-        ),
-        (
-            {"link": {"gradient_dtype": "bf16"}},
-            'hydra.link.gradient_dtype is no longer a key; DeepSpeed\'s own says it, outside of "hydra": '
-            '"communication_data_type"',
-        ),
-        (
             {"seed": "auto"},
             'hydra.seed is "auto", which the Trainer fills in for DeepSpeed\'s keys only',
         ),
@@ -356,14 +334,6 @@ def test_values_of_another_type_are_refused_before_anything_starts(key, value, w
     assert text.endswith(words)
 
 
-@pytest.mark.parametrize("value", ["2", 2.0, 2, "two", [2]])
-@pytest.mark.parametrize(
-    "key", ["zero_optimization.zero_hpz_partition_size", "sequence_parallel_size"]
-)
-def test_a_feature_is_refused_however_its_number_is_written(key, value):
-    assert config_problem(merge(ds_config(), nested(key, value))).startswith(f"{key} is ")
-
-
 def test_bfloat16_is_another_name_of_bf16():
     document, hydra = read_ds_config(ds_config(bfloat16={"enabled": True}))
     assert document["bf16"] == {"enabled": True}
@@ -455,68 +425,13 @@ def test_unrelated_keys_pass_with_a_warning(caplog):
 
 
 def test_known_keys_pass_in_silence(caplog):
-    for key in KNOWN_TOP_LEVEL_KEYS - set(WITHOUT_EFFECT) - {"zero_optimization"}:
+    for key in KNOWN_TOP_LEVEL_KEYS - {row.name for row in WITHOUT_EFFECT} - {"zero_optimization"}:
         read_ds_config(ds_config(**{key: None}))
     assert not caplog.records
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, None, True, "3"])
-def test_another_stage_is_refused(stage):
-    text = config_problem(ds_config(zero_optimization={"stage": stage}))
-    assert text.startswith(f"zero_optimization.stage is {json.dumps(stage)}, expected 3, because")
-
-
 def test_no_zero_section_is_refused():
-    assert "zero_optimization.stage is null, expected 3" in config_problem({"hydra": SMALLEST})
-
-
-REFUSED = {
-    "zero_optimization.zero_hpz_partition_size": 8,
-    "zero_optimization.mics_shard_size": 8,
-    "zero_optimization.mics_hierarchical_params_gather": True,
-    "zero_optimization.zero_quantized_weights": True,
-    "zero_optimization.zero_quantized_nontrainable_weights": True,
-    "zero_optimization.zero_quantized_gradients": True,
-    "zero_optimization.offload_param.device": "cpu",
-    "zero_optimization.cpu_offload_param": True,
-    "zero_optimization.offload_optimizer.device": "nvme",
-    "zero_optimization.offload_optimizer.super_offload": True,
-    "zero_optimization.zenflow": {"topk_ratio": 0.1},
-    "tensor_parallel.autotp_size": 2,
-    "tensor_parallel.tp.tp_size": 2,
-    "sequence_parallel_size": 2,
-    "expert_parallel.enabled": True,
-    "torch_autocast.enabled": True,
-    "compile.deepcompile": True,
-    "hybrid_engine.enabled": True,
-    "flops_profiler.enabled": True,
-    "autotuning.enabled": True,
-    "zero_optimization.save_muon_momentum_buffer_in_memory": True,
-    "weight_quantization": {"quantized_initialization": {}},
-    "data_efficiency.enabled": True,
-    "checkpoint.writer": {"type": "VANILLA"},
-    "datastates_ckpt": {"host_cache_size": 16},
-    "bf16.bf16_master_weights_and_grads": True,
-    "fp16.fp16_master_weights_and_grads": True,
-    "gradient_accumulation_steps": 4,
-    "managed_gradient_accumulation": False,
-}
-
-
-def test_every_refusal_is_tested():
-    assert [refusal.key for refusal in REFUSALS] == list(REFUSED)
-
-
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.key)
-def test_an_unsupported_feature_is_refused_by_name_and_the_advice_works(refusal):
-    value = REFUSED[refusal.key]
-    text = config_problem(merge(ds_config(), nested(refusal.key, value)))
-    assert text.startswith(f"{refusal.key} is {json.dumps(value)}: ")
-    if not refusal.instead:
-        assert text.endswith("; remove the key")
-        return
-    advised = json.loads(refusal.instead.split(" or ")[0])
-    read_ds_config(merge(ds_config(), nested(refusal.key, advised)))
+    assert "zero_optimization.stage is null: " in config_problem({"hydra": SMALLEST})
 
 
 def test_all_refusals_are_listed():
@@ -547,15 +462,6 @@ def test_gradients_are_never_sent_in_fp16(caplog):
     _, hydra = read_ds_config({**stage, "hydra": SMALLEST})
     assert hydra.link.gradient_dtype == "fp32"
     assert "communication_data_type is fp16" in caplog.text
-
-
-@pytest.mark.parametrize("key", WITHOUT_EFFECT)
-def test_what_has_no_effect_is_said(key, caplog):
-    read_ds_config(ds_config(**{key: {"enabled": True} if key in _SECTIONS else 64}))
-    assert [record.message for record in caplog.records] == [
-        f"{key} has no effect: {WITHOUT_EFFECT[key]}"
-    ]
-    assert caplog.records[0].levelno == logging.WARNING
 
 
 @pytest.mark.parametrize("config", [{"prescale_gradients": True}, {"gradient_predivide_factor": 2}])

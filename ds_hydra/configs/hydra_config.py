@@ -34,6 +34,7 @@ from ds_hydra.configs.files import (
     plain_json,
 )
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.refusals import Refusal
 
 _Value = TypeVar("_Value")
 
@@ -524,15 +525,24 @@ Location: TypeAlias = tuple[int | str, ...]
 Sections: TypeAlias = Mapping[Location, type[BaseModel]]
 """The models of the section and of those in it, by where they are."""
 
-_REMOVED = {
-    "routes": "a slice enters a node once and spreads there; where every rank shall read for itself, set "
-    "hydra.link.devices_per_node to 1",
-    "tp_sequence_parallel": "TP is sequence-parallel wherever the model allows it; leave the key out",
-    "repull_layers": "layers are gathered instead: say so for each scheme in hydra.strategies, as in <1,1;gather>",
-    "gradient_dtype": 'DeepSpeed\'s own says it, outside of "hydra": "communication_data_type": "fp32" or "bf16" '
-    "(as without it, where training is bf16)",
-}
-"""Removed keys, whatever their section, and advice for each."""
+REMOVED = (
+    Refusal(
+        "link.routes",
+        "a slice enters a node once and spreads there; where every rank shall read for itself, set "
+        "hydra.link.devices_per_node to 1", "direct",
+    ),
+    Refusal("tp_sequence_parallel", "TP is sequence-parallel wherever the model allows it; leave the key out"),
+    Refusal(
+        "link.repull_layers",
+        "layers are gathered instead; say so for each scheme in hydra.strategies, as in <1,1;gather>", 4,
+    ),
+    Refusal(
+        "link.gradient_dtype",
+        'DeepSpeed\'s own says it, outside of "hydra"; write "communication_data_type": "fp32" or "bf16" (as without '
+        "it, where training is bf16)", "bf16",
+    ),
+)  # fmt: skip
+"""Removed keys, which are named in whatever section they are written."""
 
 _RENAMED: Mapping[Location, Mapping[str, str]] = {
     ("planner", "space"): {"wide": "full"},
@@ -578,8 +588,9 @@ def explain(details: ErrorDetails, sections: Sections) -> str:
 def _explain_unknown(location: Location, sections: Sections) -> str:
     """The nearest known key, or where the key belongs, or all keys of that section."""
     *path, key = location
-    if key in _REMOVED:
-        return f"is no longer a key; {_REMOVED[key]}"
+    for row in REMOVED:
+        if key == row.name.split(".")[-1]:
+            return f"is no longer a key; {row.text}"
     known = list(sections[tuple(path)].model_fields)
     nearest = get_close_matches(str(key), known, n=1, cutoff=0.6)
     if nearest:
