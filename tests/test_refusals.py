@@ -5,8 +5,12 @@ works, and the documentation has it.
 from __future__ import annotations
 
 import contextlib
+import html
+import importlib.util
 import json
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -74,6 +78,7 @@ class Table(NamedTuple):
     is_refused: bool = True
 
 
+ROOT = Path(__file__).parents[1]
 OF_TRL = (trl.SFTConfig, trl.DPOConfig, trl.GRPOConfig)
 TABLES = {
     "TrainingArguments": Table(
@@ -192,6 +197,23 @@ def test_an_example_is_told_and_its_advice_works(table, row):
     assert told.endswith(row.text)
     if row.works is not None:
         assert table.ask(row.name, row.works) == []
+
+
+def test_the_documentation_has_every_row():
+    pytest.importorskip("mkdocs", reason="the extra ds_hydra[docs] is not installed")
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = hooks.on_page_markdown((ROOT / "docs/reference/refusals.md").read_text())
+    assert not re.search(r"<\w+\d", page), "would be a tag"
+    page = html.unescape(page)
+    for table in TABLES.values():
+        verdict = "refused" if table.is_refused else "no effect"
+        for row in table.rows:
+            lines = [line for line in page.splitlines() if f"`{row.name}`" in line]
+            assert any(f"| {verdict} | {row.reason} | {row.advice} |" in line for line in lines), (
+                row
+            )
 
 
 MORE = [

@@ -111,10 +111,16 @@ _ZERO = "zero_optimization"
 _OWN_LAYOUT = (
     "ds_hydra reads the ZeRO-3 partitions itself and knows the plain layout over all ranks only"
 )
-_OWN_PARALLELISM = "ds_hydra chooses TP and PP itself, every iteration (hydra.strategies)"
+OWN_PARALLELISM = "ds_hydra chooses TP and PP itself, every iteration (hydra.strategies)"
 _OWN_EXECUTION = (
     "ds_hydra runs the layers itself, outside of the forward and backward that this changes"
 )
+ONE_STEP = (
+    "an iteration is one optimizer step over hydra.tokens_per_iteration tokens, in as many micro-batches as the plan "
+    "needs"
+)
+NO_BATCH_SIZE = "hydra.tokens_per_iteration decides how many sequences an iteration has"
+NO_LAST_BATCH = "global batches run on from one epoch into the next"
 _OWN_FILES = "ds_hydra writes checkpoint files itself, so that a crash leaves the one before"
 _FP32_MASTER = "ds_hydra keeps master weights and sums gradients in fp32"
 
@@ -150,8 +156,8 @@ REFUSALS = (
     ),
     _of_key(f"{_ZERO}.offload_optimizer.super_offload", _OWN_EXECUTION),
     _of_key(f"{_ZERO}.zenflow", _OWN_EXECUTION, {"topk_ratio": 0.1}, None),
-    _of_key("tensor_parallel.autotp_size", _OWN_PARALLELISM, 2, 0, _is_above(1)),
-    _of_key("tensor_parallel.tp.tp_size", _OWN_PARALLELISM, 2, 1, _is_above(1)),
+    _of_key("tensor_parallel.autotp_size", OWN_PARALLELISM, 2, 0, _is_above(1)),
+    _of_key("tensor_parallel.tp.tp_size", OWN_PARALLELISM, 2, 1, _is_above(1)),
     _of_key(
         "sequence_parallel_size",
         "ds_hydra chooses SP itself, every iteration; to force it set hydra.strategies, e.g. to <sp2,1>", 2, 1,
@@ -169,7 +175,7 @@ REFUSALS = (
         "it counts in a forward of DeepSpeed that does not run, and would write nothing; `ds-hydra report` shows "
         "tokens/s, and with hydra.trace_every the times of every stage",
     ),
-    _of_key("autotuning.enabled", "it profiles a forward of DeepSpeed that does not run; ds_hydra tunes itself"),
+    _of_key("autotuning.enabled", "it profiles a forward of DeepSpeed that does not run, and ds_hydra tunes itself"),
     _of_key(
         f"{_ZERO}.save_muon_momentum_buffer_in_memory",
         "DeepSpeed then keeps Muon's momentum twice, and a resume restores one of them",
@@ -180,11 +186,7 @@ REFUSALS = (
     _of_key("datastates_ckpt", _OWN_FILES, {"host_cache_size": 16}, None),
     _of_key("bf16.bf16_master_weights_and_grads", _FP32_MASTER),
     _of_key("fp16.fp16_master_weights_and_grads", _FP32_MASTER),
-    _of_key(
-        "gradient_accumulation_steps",
-        "an iteration is one optimizer step over hydra.tokens_per_iteration tokens, in as many micro-batches as the "
-        "plan needs", 4, 1, lambda value: value not in (None, 1, "auto"),
-    ),
+    _of_key("gradient_accumulation_steps", ONE_STEP, 4, 1, lambda value: value not in (None, 1, "auto")),
     _of_key(
         "managed_gradient_accumulation", "ds_hydra tells DeepSpeed where an iteration ends", False, True,
         lambda value: value is False,
@@ -257,7 +259,7 @@ MUON_FILL_INS = (
 """Settings where the optimizer is Muon."""
 
 WITHOUT_EFFECT = (
-    Refusal("train_batch_size", "hydra.tokens_per_iteration decides how many sequences an iteration has", 64),
+    Refusal("train_batch_size", NO_BATCH_SIZE, 64),
     *each(
         "prescale_gradients gradient_predivide_factor",
         "gradients are divided by the number of label tokens, in fp32", 64,
@@ -270,7 +272,7 @@ WITHOUT_EFFECT = (
     ),
     Refusal("pipeline", "stages are chosen every iteration (hydra.strategies)", {"enabled": True}),
     Refusal("aio", "it is for offloading to NVMe, which ds_hydra refuses", {"enabled": True}),
-    Refusal("dataloader_drop_last", "global batches run on from one epoch into the next"),
+    Refusal("dataloader_drop_last", NO_LAST_BATCH),
     Refusal(
         "wall_clock_breakdown",
         "DeepSpeed times a forward and backward of its own, which do not run, and prints 0.00 for them; metrics.jsonl "

@@ -527,19 +527,17 @@ Sections: TypeAlias = Mapping[Location, type[BaseModel]]
 
 REMOVED = (
     Refusal(
-        "link.routes",
-        "a slice enters a node once and spreads there; where every rank shall read for itself, set "
-        "hydra.link.devices_per_node to 1", "direct",
+        "link.routes", "a slice enters a node once and spreads there; where every rank shall read for itself, set "
+        "hydra.link.devices_per_node to 1",
     ),
     Refusal("tp_sequence_parallel", "TP is sequence-parallel wherever the model allows it; leave the key out"),
     Refusal(
         "link.repull_layers",
-        "layers are gathered instead; say so for each scheme in hydra.strategies, as in <1,1;gather>", 4,
+        "layers are gathered instead; say so for each scheme in hydra.strategies, as in <1,1;gather>",
     ),
     Refusal(
-        "link.gradient_dtype",
-        'DeepSpeed\'s own says it, outside of "hydra"; write "communication_data_type": "fp32" or "bf16" (as without '
-        "it, where training is bf16)", "bf16",
+        "link.gradient_dtype", 'DeepSpeed\'s own says it, outside of "hydra"; write "communication_data_type": "fp32" '
+        'or "bf16" (as without it, where training is bf16)',
     ),
 )  # fmt: skip
 """Removed keys, which are named in whatever section they are written."""

@@ -20,6 +20,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
 from ds_hydra.configs import HydraConfig
+from ds_hydra.configs.ds_config import NO_BATCH_SIZE, NO_LAST_BATCH, ONE_STEP, OWN_PARALLELISM
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.refusals import Refusal, each, is_set
 
@@ -38,19 +39,14 @@ _OF_MATRICES = Refusal(
 
 REFUSED = (
     Refusal(
-        "gradient_accumulation_steps",
-        "an iteration is one optimizer step over hydra.tokens_per_iteration tokens, in as many micro-batches as the "
-        "plan needs; leave it out and multiply hydra.tokens_per_iteration", 4, 1,
+        "gradient_accumulation_steps", f"{ONE_STEP}; leave it out and multiply hydra.tokens_per_iteration", 4, 1
     ),
     Refusal("torch_compile", f"{_OWN_LAYERS}; leave it out and set hydra.compile_layers"),
     Refusal(
         "auto_find_batch_size",
         "plans keep every rank within its memory; leave it out and set hydra.memory_limit_bytes if memory is shared",
     ),
-    Refusal(
-        "parallelism_config", "ds_hydra chooses TP and PP itself, every iteration (hydra.strategies); leave it out",
-        {"tp_size": 2},
-    ),
+    Refusal("parallelism_config", f"{OWN_PARALLELISM}; leave it out"),
     Refusal("fsdp", "parameters are sharded by DeepSpeed ZeRO-3; leave it out", "full_shard"),
     Refusal(
         "enable_jit_checkpoint",
@@ -80,12 +76,9 @@ REFUSED = (
 _NO_DDP = "gradients go to their ZeRO-3 owners, not through DDP"
 
 WITHOUT_EFFECT = (
-    Refusal(
-        "per_device_train_batch_size",
-        "hydra.tokens_per_iteration decides how many sequences an iteration has", 4,
-    ),
+    Refusal("per_device_train_batch_size", NO_BATCH_SIZE, 4),
     Refusal("average_tokens_across_devices", f"{_OWN_LOSS} of all ranks", False),
-    Refusal("dataloader_drop_last", "global batches run on from one epoch into the next"),
+    Refusal("dataloader_drop_last", NO_LAST_BATCH),
     Refusal("dataloader_num_workers", f"{_OWN_DATA}; hydra.planner.num_workers plan beside training", 2),
     Refusal("dataloader_prefetch_factor", f"{_OWN_DATA}; hydra.planner.lookahead is how far ahead", 2),
     *each("dataloader_persistent_workers dataloader_multiprocessing_context", _OWN_DATA, "spawn"),
@@ -97,23 +90,22 @@ WITHOUT_EFFECT = (
 """Arguments that are legal and change nothing; each that is set is a message."""
 
 _PACKING = "sequences are packed by the plan, and do not see each other; leave it out"
-_LOADED_BEFORE = "from_pretrained(name, **model_init_kwargs)"
+_LOADED = "the model is loaded before; write model=AutoModelForCausalLM.from_pretrained(name, **model_init_kwargs)"
 
 ELSEWHERE = (
     Refusal(
-        "peft_config",
-        "the model has its adapters before; write model=peft.get_peft_model(model, peft_config), or use "
+        "peft_config", "the model has its adapters before; write model=peft.get_peft_model(model, peft_config), or use "
         "ds_hydra.trl.HydraSFTTrainer, which takes all of TRL's",
     ),
     Refusal(
-        "formatting_func",
-        "texts are written before; write train_dataset=train_dataset.map(lambda row: {'text': formatting_func(row)})",
+        "formatting_func", "texts are written before; write train_dataset=train_dataset.map(lambda row: {'text': "
+        "formatting_func(row)})",
     ),
     Refusal("tokenizer", "it has another name; pass it as processing_class"),
     Refusal("dataset_text_field", "it is a key of the JSON; set hydra.text_column"),
     Refusal("max_seq_length", "it is a key of the JSON; set hydra.context_length"),
     Refusal("packing", _PACKING),
-    Refusal("model_init_kwargs", f"the model is loaded before; write model=AutoModelForCausalLM.{_LOADED_BEFORE}"),
+    Refusal("model_init_kwargs", _LOADED),
     Refusal("quantization_config", "base weights must not be quantized; load the model before"),
 )  # fmt: skip
 """Arguments of TRL's SFTTrainer, now or once, with where they go."""
@@ -128,9 +120,7 @@ SFT_WITHOUT_EFFECT = (
     Refusal("padding_free", "sequences are packed without padding, and do not see each other"),
     # TRL makes None of its default, "auto"
     Refusal("pad_to_multiple_of", "sequences are packed without padding", 8, applies=bool),
-    Refusal(
-        "dataset_num_proc", "one process of each node tokenises; `ds-hydra lengths --num-proc` uses more", 2
-    ),
+    Refusal("dataset_num_proc", "one process of each node tokenises; `ds-hydra lengths --num-proc` uses more", 2),
 )  # fmt: skip
 """Fields of TRL's SFTConfig that change nothing."""
 
@@ -142,16 +132,13 @@ SFT_REFUSED = (
     ),
     Refusal("activation_offloading", "layers are checkpointed; set hydra.activation_checkpointing instead"),
     Refusal("shuffle_dataset", "hydra.shuffle mixes the rows anew in every epoch; leave it out"),
+    Refusal("model_init_kwargs", _LOADED),
+    Refusal("chat_template_path", "the tokenizer has it; set processing_class.chat_template"),
+    Refusal("eos_token", "the tokenizer has it; set processing_class.eos_token"),
+    Refusal("pad_token", "sequences are packed without padding; leave it out"),
     Refusal(
-        "model_init_kwargs", f"the model is loaded before; write model=AutoModelForCausalLM.{_LOADED_BEFORE}", {"a": 1}
-    ),
-    Refusal("chat_template_path", "the tokenizer has it; set processing_class.chat_template", "chat.jinja"),
-    Refusal("eos_token", "the tokenizer has it; set processing_class.eos_token", "<eos>"),
-    Refusal("pad_token", "sequences are packed without padding; leave it out", "<pad>"),
-    Refusal(
-        "dataset_kwargs",
-        "rows are read as they are; prepare train_dataset before: input_ids with labels, assistant_masks or "
-        "completion_mask", {"skip_prepare_dataset": True},
+        "dataset_kwargs", "rows are read as they are; prepare train_dataset before: input_ids with labels, "
+        "assistant_masks or completion_mask",
     ),
 )  # fmt: skip
 """Fields of TRL's SFTConfig that would change training; so would those that no table names."""
