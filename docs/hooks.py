@@ -141,6 +141,7 @@ def _names(schema: dict[str, Any]) -> Iterator[str]:
 def refusals_reference() -> str:
     """A table for each place where settings are written."""
     from ds_hydra.configs import ds_config, hydra_config
+    from ds_hydra.engine.model.decoder_parts import CONFIG_REFUSED
     from ds_hydra.trainer import arguments
     from ds_hydra.trl import mixin
 
@@ -155,6 +156,7 @@ def refusals_reference() -> str:
             (),
         ),
         "Configurations of TRL under HydraMixin": (mixin.REFUSED, ()),
+        "Configurations of models": (CONFIG_REFUSED, ()),
         "Methods that HydraMixin does not call": (mixin.NOT_CALLED_OF_TRL, ()),
     }
     return "\n".join(line for title, rows in tables.items() for line in _refusals(title, *rows))

@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import trl
+from models import tiny
 from test_config import ds_config, merge, nested
 from transformers import TrainingArguments
 
 from ds_hydra.configs import HydraConfig, hydra_config, read_ds_config
 from ds_hydra.configs import ds_config as json_keys
 from ds_hydra.engine.checks.config_check import _warnings_to
+from ds_hydra.engine.model import decoder_parts
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.refusals import Refusal
 from ds_hydra.trainer import HydraTrainer, arguments
@@ -70,6 +72,13 @@ def ask_section(name: str, value: Any) -> list[str]:
     return []
 
 
+def ask_model(name: str, value: Any) -> list[str]:
+    model = tiny("llama")
+    setattr(model.config, name, value)
+    decoder_parts.check_supported(model)
+    return []
+
+
 class Table(NamedTuple):
     """Rows, and how to ask about a name and value: raises, or returns what it notes."""
 
@@ -106,6 +115,7 @@ TABLES = {
     "DeepSpeed": Table(json_keys.REFUSALS, ask_json),
     "unused of DeepSpeed": Table(json_keys.WITHOUT_EFFECT, ask_json, is_refused=False),
     "hydra": Table(hydra_config.REMOVED, ask_section),
+    "models": Table(decoder_parts.CONFIG_REFUSED, ask_model),
 }
 
 NAMES = {
@@ -163,7 +173,12 @@ NAMES = {
         pipeline aio dataloader_drop_last wall_clock_breakdown
     """,
     "hydra": """
+        planner.dispatch planner.objective planner.num_trials planner.gap_tolerance planner.time_limit_ms
+        planner.deadline_ms planner.drift_threshold profiling.warmup link.keep_frozen
         link.routes tp_sequence_parallel link.repull_layers link.gradient_dtype
+    """,
+    "models": """
+        is_encoder_decoder return_dict expert_capacity capacity_factor use_bidirectional_attention
     """,
 }
 
@@ -223,6 +238,7 @@ MORE = [
     ("DeepSpeed", "zero_optimization.offload_param.device", "nvme"),
     *(("DeepSpeed", "zero_optimization.stage", stage) for stage in (0, 1, None, True, "3")),
     *(("DeepSpeed", "sequence_parallel_size", value) for value in ("2", 2.0, "two", [2])),
+    ("models", "use_bidirectional_attention", True),
     *(("DeepSpeed", "hybrid_engine.enabled", value) for value in ("yes", 1)),
 ]
 

@@ -175,7 +175,8 @@ def test_fields_of_trl_are_honoured_or_refused():
     with pytest.raises(HydraConfigError, match=r"completion_only_loss is True in HydraTrainer and"):
         read_loss_option(args, "completion_only_loss", True)
     with pytest.raises(
-        HydraConfigError, match=r"(?s)packing=True: sequences are packed.*loss_type='dft'.*of_tomorrow=1: "
+        HydraConfigError,
+        match=r"(?s)packing=True: sequences are packed.*loss_type='dft'.*of_tomorrow=1: ",
     ):
         check_arguments(sft_arguments(packing=True, loss_type="dft", of_tomorrow=1), print)
     check_arguments(sft_arguments(loss_type="chunked_nll"), notes.append)
@@ -253,20 +254,12 @@ def test_seed_order_noise_and_checkpointing_become_keys_of_hydra():
 @pytest.mark.parametrize(
     ("section", "settings", "message"),
     [
-        (
-            {"seed": 1},
-            {"data_seed": 2},
-            r"hydra\.seed is 1, TrainingArguments\.data_seed asks for 2",
-        ),
+        ({"seed": 1}, {"data_seed": 2}, r"hydra\.seed is 1, TrainingArguments\.data_seed asks for 2"),
         ({"shuffle": True}, {"train_sampling_strategy": "sequential"}, r"hydra\.shuffle is True"),
-        (
-            {"activation_checkpointing": False},
-            {"activation_checkpointing": True},
-            "remove one of them",
-        ),
+        ({"activation_checkpointing": False}, {"activation_checkpointing": True}, "remove one of them"),
         ({"deterministic": False}, {"full_determinism": True}, r"hydra\.deterministic is False"),
     ],
-)
+)  # fmt: skip
 def test_contradictions_are_errors(section, settings, message):
     with pytest.raises(HydraConfigError, match=message):
         map_arguments(arguments(**settings), HydraConfig.parse({**SECTION, **section}), print)
