@@ -7,9 +7,11 @@ A table says what is refused, or what has no effect. One test walks every table 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from ds_hydra.errors import HydraConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,14 @@ class Refusal:
         """Sentence on this value; None where it is honoured."""
         applies = self.applies(value) if self.applies else is_set(value, default)
         return self.describe(value) if applies else None
+
+
+def refuse_all(header: str, problems: Iterable[str]) -> None:
+    """Raise HydraConfigError with every one of `problems` under the `header`, where there are
+    any.
+    """
+    if found := list(problems):
+        raise HydraConfigError("\n  ".join([header, *found]))
 
 
 def each(names: str, text: str, example: Any = True) -> tuple[Refusal, ...]:

@@ -127,8 +127,9 @@ NAMES = {
     "unused TrainingArguments": """
         per_device_train_batch_size average_tokens_across_devices dataloader_drop_last
         dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers
-        dataloader_multiprocessing_context dataloader_in_order torch_empty_cache_steps bf16_full_eval
-        fp16_full_eval ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph ddp_bucket_cap_mb
+        dataloader_multiprocessing_context dataloader_in_order train_sampling_strategy torch_empty_cache_steps
+        bf16_full_eval fp16_full_eval ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph
+        ddp_bucket_cap_mb
     """,
     "arguments of SFTTrainer": """
         peft_config formatting_func tokenizer dataset_text_field max_seq_length packing model_init_kwargs
@@ -235,6 +236,7 @@ MORE = [
     *(("TrainingArguments", "optim", kind) for kind in ("lomo", "galore_adamw_layerwise")),
     *(("TrainingArguments", "optim", kind) for kind in ("apollo_adamw", "schedule_free_sgd")),
     ("TrainingArguments", "activation_checkpointing_kwargs", {"every_n_layers": 2}),
+    ("unused TrainingArguments", "train_sampling_strategy", "batch_rebalance"),
     ("DeepSpeed", "zero_optimization.offload_param.device", "nvme"),
     *(("DeepSpeed", "zero_optimization.stage", stage) for stage in (0, 1, None, True, "3")),
     *(("DeepSpeed", "sequence_parallel_size", value) for value in ("2", 2.0, "two", [2])),
@@ -245,5 +247,9 @@ MORE = [
 
 @pytest.mark.parametrize(("table", "name", "value"), MORE, ids=str)
 def test_other_values_of_a_row_are_refused_too(table, name, value):
+    if not TABLES[table].is_refused:
+        (told,) = TABLES[table].ask(name, value)
+        assert name in told
+        return
     with pytest.raises(HydraConfigError, match=name):
         TABLES[table].ask(name, value)

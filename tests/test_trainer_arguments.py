@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import tiny
 from torch import nn
-from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, Subset, SubsetRandomSampler
 from transformers import TrainingArguments
 from trl import SFTConfig
 from trl_runs import make_tokenizer
@@ -215,10 +216,8 @@ def test_all_refusals_come_at_once():
         check_arguments(arguments(gradient_accumulation_steps=2, torch_compile=True), print)
 
 
-def test_defaults_are_silent_and_lengths_are_no_groups():
+def test_defaults_are_silent():
     notes = []
-    check_arguments(arguments(train_sampling_strategy="group_by_length"), notes.append)
-    assert "train_sampling_strategy='group_by_length' has no effect: " in notes.pop()
     for args in (
         arguments(),
         SFTConfig(output_dir="unused", use_cpu=True, report_to="none", bf16=False),
@@ -581,45 +580,7 @@ def test_the_least_perplexity_is_the_best(metric, greater, wanted):
 
 
 FIRST = {"input_ids": [1, 2, 3]}
-
-
-@pytest.mark.parametrize(
-    "column", ["labels", "attention_mask", "completion_mask", "assistant_masks"]
-)
-@pytest.mark.parametrize("without", [0, 1])
-def test_columns_that_some_rows_lack_are_not_dropped(column, without):
-    rows = [{**FIRST, column: [1, 1, 1]} for _ in range(3)]
-    del rows[without][column]
-    with pytest.raises(HydraConfigError, match=f"row {without} of train_dataset has no '{column}'"):
-        as_datasets(rows, "train_dataset")
-
-
-def test_columns_that_few_rows_need_are_none_elsewhere():
-    rows = [{"messages": "a"}, {"messages": "b", "tools": ["t"]}]
-    assert as_datasets(rows, "train_dataset")["tools"][:] == [None, ["t"]]
-
-
-@pytest.mark.parametrize("row", [(1, 2), [1, 2], "text", torch.ones(3)])
-def test_rows_that_are_no_dicts_are_named(row):
-    kind = type(row).__name__
-    with pytest.raises(
-        HydraConfigError, match=f"row 1 of eval_dataset is a {kind}, expected a dict"
-    ):
-        as_datasets([FIRST, row], "eval_dataset")
-
-
-def test_what_has_no_rows_is_refused_with_what_has():
-    import pandas
-
-    columns = {"input_ids": [[1, 2], [3, 4]]}
-    for dataset, instead in (
-        (torch.utils.data.DataLoader([FIRST]), r"loader\.dataset"),
-        (columns, "from_dict"),
-        (pandas.DataFrame(columns), "from_pandas"),
-        (datasets.Dataset.from_dict(columns).data.table, r"datasets\.Dataset\("),
-    ):
-        with pytest.raises(HydraConfigError, match=rf"train_dataset is a .*; pass .*{instead}"):
-            as_datasets(dataset, "train_dataset")
+COLUMNS = {"input_ids": [[1, 2], [3, 4]]}
 
 
 class Computed(torch.utils.data.Dataset):
@@ -636,46 +597,59 @@ class Computed(torch.utils.data.Dataset):
         return self.row(index, self.number)
 
 
-def test_a_row_that_cannot_be_read_is_named():
-    broken = Computed(lambda index, _: FIRST if index < 2 else {}["gone"], length=3)
-    with pytest.raises(HydraDataError, match="row 2 of eval_dataset cannot be read: KeyError"):
-        as_datasets(broken, "eval_dataset")
+def crop(begin):
+    tokens = torch.arange(begin, begin + 3)
+    return {"input_ids": tokens, "labels": tokens}
 
 
-def test_streams_are_refused_and_lists_are_read():
+def with_column(column, without):
+    return [FIRST | ({column: [1, 1, 1]} if row != without else {}) for row in range(3)]
+
+
+OF_ALL_ROWS = ("labels", "attention_mask", "completion_mask", "assistant_masks")
+PART = Subset(datasets.Dataset.from_list([FIRST] * 4).with_transform(lambda rows: rows), [0, 2])
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        *((with_column(c, row), f"row {row} of rows has no '{c}'") for c in OF_ALL_ROWS for row in (0, 1)),
+        *(
+            ([FIRST, row], f"row 1 of rows is a {type(row).__name__}, expected a dict")
+            for row in ((1, 2), [1, 2], "text", torch.ones(3))
+        ),
+        (torch.utils.data.DataLoader([FIRST]), r"rows is a .*; pass .*loader\.dataset"),
+        (COLUMNS, "rows is a dict; pass .*from_dict"),
+        (pandas.DataFrame(COLUMNS), "rows is a DataFrame; pass .*from_pandas"),
+        (datasets.Dataset.from_dict(COLUMNS).data.table, r"rows is a .*; pass .*datasets\.Dataset\("),
+        (
+            datasets.Dataset.from_list([FIRST]).to_iterable_dataset(),
+            r"rows is a IterableDataset.*from_list\(list\(stream\.take",
+        ),
+        (
+            Computed(lambda index, _: FIRST if index < 2 else {}["gone"], length=3),
+            "row 2 of rows cannot be read: KeyError",
+        ),
+        (Computed(lambda _, number: crop(number)), "rows is a Computed whose row 0 is another"),
+        (Computed(lambda index, number: {"input_ids": torch.arange(3) + index * number}), "whose row 1 is another"),
+        (Computed(lambda _, number: {"text": f"text {number}"}), "whose row 0 is another"),
+        (PART, "computes its rows when they are read"),
+        (torch.utils.data.ConcatDataset([PART, PART]), "computes its rows when they are read"),
+    ],
+)  # fmt: skip
+def test_what_has_no_rows_of_known_lengths_is_refused(rows, words):
+    with pytest.raises((HydraConfigError, HydraDataError), match=words):
+        as_datasets(rows, "rows")
+
+
+def test_rows_of_lists_and_of_datasets_that_give_the_same_each_time_are_read():
     rows = [{"input_ids": [1, 2]}, {"input_ids": [3]}]
     assert as_datasets(rows, "train_dataset")["input_ids"][:] == [[1, 2], [3]]
-    stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
-    with pytest.raises(
-        HydraConfigError, match=r"train_dataset is a IterableDataset.*from_list\(list\(stream\.take"
-    ):
-        as_datasets(stream, "train_dataset")
-
-
-def test_rows_that_are_drawn_anew_each_time_are_refused():
-    def crop(begin):
-        tokens = torch.arange(begin, begin + 3)
-        return {"input_ids": tokens, "labels": tokens}
-
+    chats = [{"messages": "a"}, {"messages": "b", "tools": ["t"]}]  # columns that few rows need
+    assert as_datasets(chats, "train_dataset")["tools"][:] == [None, ["t"]]
     same = Computed(lambda _, number: {**crop(0), "seen": number})
     assert as_datasets(same, "train_dataset")["input_ids"][:] == [[0, 1, 2]] * 2
     assert len(as_datasets(Computed(lambda *_: {"text": "text"}), "train_dataset")) == 2
-    for row, differing in (
-        (lambda _, number: crop(number), 0),
-        (lambda index, number: {"input_ids": torch.arange(3) + index * number}, 1),
-        (lambda _, number: {"text": f"text {number}"}, 0),
-    ):
-        named = f"train_dataset is a Computed whose row {differing} is another"
-        with pytest.raises(HydraConfigError, match=named):
-            as_datasets(Computed(row), "train_dataset")
-
-
-def test_rows_that_are_computed_inside_another_dataset_are_refused():
-    computed = datasets.Dataset.from_list([FIRST] * 4).with_transform(lambda rows: rows)
-    part = torch.utils.data.Subset(computed, [0, 2])
-    for rows in (part, torch.utils.data.ConcatDataset([part, part])):
-        with pytest.raises(HydraConfigError, match="computes its rows when they are read"):
-            as_datasets(rows, "train_dataset")
 
 
 @pytest.mark.parametrize("stops", [False, True])

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import inf
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ds_hydra.configs.files import plain_json, read_json_object
-from ds_hydra.configs.hydra_config import SMALLEST_SECTION, HydraConfig, find_auto
+from ds_hydra.configs.hydra_config import SMALLEST_SECTION, HydraConfig, find_auto, join_problems
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.refusals import Refusal, each
 
@@ -209,53 +209,41 @@ class FillIn:
 
 
 FILL_INS = (
-    FillIn(
-        "train_micro_batch_size_per_gpu",
-        1,
-        "DeepSpeed wants a batch size; training does not use it",
-    ),
+    FillIn("train_micro_batch_size_per_gpu", 1, "DeepSpeed wants a batch size; training does not use it"),
     FillIn("gradient_accumulation_steps", 1, "the only value that works"),
     FillIn(
-        "data_types.grad_accum_dtype",
-        "fp32",
+        "data_types.grad_accum_dtype", "fp32",
         "owners sum the gradients of all pipelines; DeepSpeed would do that in the dtype of the model",
     ),
     FillIn(
-        "zero_optimization.stage3_param_persistence_threshold",
-        0,
+        f"{_ZERO}.stage3_param_persistence_threshold", 0,
         "parameters kept whole on every rank are gathered after each step, and nothing here reads them",
-        unless=("zero_optimization.param_persistence_threshold",),
+        unless=(f"{_ZERO}.param_persistence_threshold",),
     ),
     FillIn(
-        "zero_optimization.contiguous_gradients",
-        False,
+        f"{_ZERO}.contiguous_gradients", False,
         "its buffer (reduce_bucket_size, 1 GB by default) serves a backward of DeepSpeed that does not run",
     ),
     FillIn(
-        "zero_optimization.memory_efficient_linear",
-        False,
-        "it replaces torch's linear by a function in Python: eight times the host time of a call, for gathered "
-        "weights that do not exist here",
+        f"{_ZERO}.memory_efficient_linear", False,
+        "it replaces torch's linear by a function in Python: eight times the host time of a call, for gathered weights "
+        "that do not exist here",
     ),
     FillIn(
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-        True,
+        f"{_ZERO}.stage3_gather_16bit_weights_on_model_save", True,
         "save_16bit_model and the Trainer's save_model fail without it",
         unless=(
-            "zero_optimization.gather_16bit_weights_on_model_save",
-            "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+            f"{_ZERO}.gather_16bit_weights_on_model_save", f"{_ZERO}.stage3_gather_fp16_weights_on_model_save"
         ),
     ),
-)
+)  # fmt: skip
 """Everything ds_hydra adds to the user's DeepSpeed JSON."""
 
 MUON_FILL_INS = (
     FillIn(
-        "zero_optimization.reduce_scatter",
-        False,
-        "DeepSpeed refuses Muon with it, and it is of a backward that does not run",
+        f"{_ZERO}.reduce_scatter", False, "DeepSpeed refuses Muon with it, and it is of a backward that does not run"
     ),
-)
+)  # fmt: skip
 """Settings where the optimizer is Muon."""
 
 WITHOUT_EFFECT = (
@@ -299,7 +287,7 @@ def read_ds_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, An
     # The content of a misspelled section counts as absent: what is found missing then would
     # mislead.
     if problems := list(_find_misspelled(document)) or list(_find_refused(document)):
-        raise HydraConfigError(_join_problems(problems))
+        raise HydraConfigError(join_problems("the DeepSpeed config", problems))
     if "hydra" not in document:
         nearest = get_close_matches("hydra", document, n=1)
         hint = f'did you mean it with "{nearest[0]}"?' if nearest else ""
@@ -487,12 +475,6 @@ def _fill_in(config: dict[str, Any]) -> None:
             section[name] = section.get(name) or {}  # an explicit null is silence, too
             section = section[name]
         section[key] = fill_in.value
-
-
-def _join_problems(problems: Sequence[str]) -> str:
-    if len(problems) == 1:
-        return problems[0]
-    return "\n  ".join([f"the DeepSpeed config has {len(problems)} problems:", *problems])
 
 
 def _read_json(path: str | Path) -> dict[str, Any]:

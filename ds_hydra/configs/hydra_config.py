@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -443,7 +443,8 @@ class HydraConfig(_Section):
                 f"{config.context_length}"
             )
         if config is None or problems:
-            raise HydraConfigError(list_problems(problems))
+            told = [f"{_dotted(location)} {text}" for location, text in problems.items()]
+            raise HydraConfigError(join_problems('the "hydra" section', told))
         return config
 
     @property
@@ -561,9 +562,8 @@ def show(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def list_problems(problems: Mapping[Location, str]) -> str:
+def join_problems(where: str, problems: Sequence[str]) -> str:
     """All problems as the text of one error."""
-    lines = [f"{_dotted(location)} {text}" for location, text in problems.items()]
-    if len(lines) == 1:
-        return lines[0]
-    return "\n  ".join([f'the "hydra" section has {len(lines)} problems:', *lines])
+    if len(problems) == 1:
+        return problems[0]
+    return "\n  ".join([f"{where} has {len(problems)} problems:", *problems])

@@ -22,7 +22,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from ds_hydra.configs import HydraConfig
 from ds_hydra.configs.ds_config import NO_BATCH_SIZE, NO_LAST_BATCH, ONE_STEP, OWN_PARALLELISM
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.refusals import Refusal, each, is_set
+from ds_hydra.refusals import Refusal, each, is_set, refuse_all
 
 Note = Callable[[str], None]
 """Shows one message to the user."""
@@ -83,6 +83,10 @@ WITHOUT_EFFECT = (
     Refusal("dataloader_prefetch_factor", f"{_OWN_DATA}; hydra.planner.lookahead is how far ahead", 2),
     *each("dataloader_persistent_workers dataloader_multiprocessing_context", _OWN_DATA, "spawn"),
     Refusal("dataloader_in_order", _OWN_DATA, False),
+    Refusal(
+        "train_sampling_strategy", "global batches are random, and the plan balances their sequences",
+        "group_by_length", applies=lambda order: order in ("group_by_length", "batch_rebalance"),
+    ),
     Refusal("torch_empty_cache_steps", "slices are freed at the end of every iteration", 1),
     *each("bf16_full_eval fp16_full_eval", "evaluation runs in the dtype of training"),
     *each("ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph ddp_bucket_cap_mb", _NO_DDP, 1),
@@ -152,20 +156,13 @@ _BY_MATRIX = {
 
 _OF_JSON = {
     "optimizer": {
-        "optim": "",
-        "optim_args": "",
-        "learning_rate": "lr",
-        "weight_decay": "weight_decay",
-        "adam_beta1": "betas",
-        "adam_beta2": "betas",
-        "adam_epsilon": "eps",
+        "optim": "", "optim_args": "", "learning_rate": "lr", "weight_decay": "weight_decay",
+        "adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps",
     },
     "scheduler": {
-        "lr_scheduler_type": "",
-        "lr_scheduler_kwargs": "",
-        "warmup_steps": "warmup_num_steps",
+        "lr_scheduler_type": "", "lr_scheduler_kwargs": "", "warmup_steps": "warmup_num_steps"
     },
-}
+}  # fmt: skip
 """Arguments that transformers does not read where the JSON has such a section, but for the named
 parameter of it.
 """
@@ -190,11 +187,6 @@ _PADDING_COLLATORS = (
 def check_arguments(args: TrainingArguments, note: Note) -> None:
     """Raise HydraConfigError for arguments that are not honoured; `note` those without effect."""
     check_common_arguments(args, note, problems=_find_refused_of_trl(args))
-    if args.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
-        note(
-            f"TrainingArguments.train_sampling_strategy={args.train_sampling_strategy!r} has no effect: global batches "
-            "are random, and the plan balances their sequences"
-        )
     given = _set_fields_of_trl(args)
     for row in SFT_WITHOUT_EFFECT:
         if row.name in given and row.applies_to(given[row.name]):
@@ -211,11 +203,10 @@ def check_common_arguments(
     """Refuse arguments that no Trainer honours, except `honoured`, and report the Trainer's own
     `problems`, in one HydraConfigError. `note` gets those without effect.
     """
-    if found := [*_find_refused(args, honoured), *problems]:
-        raise HydraConfigError(
-            "\n  ".join([f"these {type(args).__name__} are not supported:", *found])
-        )
-    unused = [(row.name, row.text) for row in WITHOUT_EFFECT if _is_set(args, row.name)]
+    found = [*_find_refused(args, honoured), *problems]
+    refuse_all(f"these {type(args).__name__} are not supported:", found)
+    set_ones = (row for row in WITHOUT_EFFECT if _is_set(args, row.name))
+    unused = [(row.name, row.text) for row in set_ones if row.applies_to(getattr(args, row.name))]
     for name, why in (*unused, *_find_unread(args)):
         if name not in honoured:
             note(f"TrainingArguments.{name} has no effect: {why}")
@@ -226,13 +217,10 @@ def check_common_arguments(
         )
 
 
-def check_elsewhere(given: Iterable[str]) -> None:
+def check_elsewhere(given: Collection[str]) -> None:
     """Raise HydraConfigError for arguments of TRL's SFTTrainer that HydraTrainer does not take."""
-    names = set(given)
-    if problems := [f"{row.name}: {row.text}" for row in ELSEWHERE if row.name in names]:
-        raise HydraConfigError(
-            "\n  ".join(["HydraTrainer does not take these arguments:", *problems])
-        )
+    problems = [f"{row.name}: {row.text}" for row in ELSEWHERE if row.name in given]
+    refuse_all("HydraTrainer does not take these arguments:", problems)
 
 
 def read_loss_option(args: TrainingArguments, name: str, given: bool | None) -> bool | None:
@@ -499,10 +487,7 @@ def check_overrides(
     overridden = [row for row in not_called if is_overridden(trainer, row.name)]
     problems = [f"{row.name}(): {row.text}" for row in overridden]
     problems += [*_find_shadowed(trainer, {row.name for row in not_called}), *others]
-    if problems:
-        raise HydraConfigError(
-            "\n  ".join([f"{type(trainer).__name__} overrides what would not be used:", *problems])
-        )
+    refuse_all(f"{type(trainer).__name__} overrides what would not be used:", problems)
 
 
 def is_overridden(trainer: Any, *names: str) -> bool:

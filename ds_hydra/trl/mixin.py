@@ -484,7 +484,7 @@ class HydraGRPOTrainer(HydraMixin, GRPOTrainer):
 
 OF_THE_LOOP = frozenset(
     (
-        "gradient_accumulation_steps", "per_device_train_batch_size",
+        "gradient_accumulation_steps", "per_device_train_batch_size", "train_sampling_strategy",
         "average_tokens_across_devices", "dataloader_drop_last", "dataloader_num_workers",
         "dataloader_prefetch_factor", "dataloader_persistent_workers",
         "dataloader_multiprocessing_context", "dataloader_in_order",
