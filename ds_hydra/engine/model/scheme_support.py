@@ -183,11 +183,11 @@ def _find_degrees(scheme: Scheme, of: StageModel) -> Iterator[str]:
         )
     if tp > 1:
         heads, kv_heads = config.num_attention_heads, num_kv_heads(config)
-        divisors = _divisors(heads)
+        divisors = _divisors(heads, of=sp) or _divisors(heads)
         works = [d for d in divisors if kv_heads % d == 0 or d % kv_heads == 0]
-        if tp not in divisors:
+        if heads % tp:
             yield f"TP {tp} does not divide the model's {heads} attention heads; use TP {_listed(divisors)}"
-        if tp not in works:
+        if kv_heads % tp and tp % kv_heads:
             yield (
                 f"TP {tp} and the model's {kv_heads} key-value heads do not divide each other; use TP {_listed(works)}"
             )
