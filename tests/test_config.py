@@ -154,6 +154,8 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
             "hydra.profiling.lengths is [8, 8, 8]: wanted three different lengths of 2 tokens or more",
         ),
         ({"planner": {"space": "wide"}}, 'hydra.planner.space is "wide": it is called "full" now'),
+        ({"attention": "flash_attention"}, "hydra.attention is \"flash_attention\": 'flash_attention' is no kernel"),
+        ({"float8_exclude": "gate"}, 'hydra.float8_exclude is "gate": write a list: ["gate"]'),
         ({"seed": "auto"}, 'hydra.seed is "auto", which the Trainer fills in for DeepSpeed\'s keys only'),
         ({"tokenizer": "auto"}, 'hydra.tokenizer is "auto"'),
         ({"planner": {"lookahead": "auto"}}, 'hydra.planner.lookahead is "auto", which the Trainer'),
@@ -478,6 +480,11 @@ def test_an_unreadable_file_is_named(tmp_path, content, message):
     text = config_problem(path)
     assert str(path) in text
     assert message in text
+
+
+def test_a_path_that_no_file_system_has_and_a_configuration_of_another_type_are_refused():
+    assert "less than 4096 bytes whose parts have 255 at most" in section_problem(run_dir="a" * 256)
+    assert config_problem(3).startswith("the DeepSpeed config is of type int, expected a dict or")
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -257,6 +257,7 @@ def test_seed_order_noise_and_checkpointing_become_keys_of_hydra():
         ({"shuffle": True}, {"train_sampling_strategy": "sequential"}, r"hydra\.shuffle is True"),
         ({"activation_checkpointing": False}, {"activation_checkpointing": True}, "remove one of them"),
         ({"deterministic": False}, {"full_determinism": True}, r"hydra\.deterministic is False"),
+        ({}, {"neftune_noise_alpha": -1.0}, r"neftune_noise_alpha sets hydra\.neftune_noise_alpha is -1\.0"),
     ],
 )  # fmt: skip
 def test_contradictions_are_errors(section, settings, message):
