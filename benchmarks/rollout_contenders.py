@@ -43,7 +43,7 @@ def rollouts_of(task: Task) -> list[Rollouts]:
 
 def run_hydra(task: Task, turns: Turns) -> None:
     """`engine.score`, then `engine.train_batch(loss=GRPO())`."""
-    profiling = {"lengths": [512, 1024, 2048], "repeats": 2, "warmup": 1}
+    profiling = {"lengths": [512, 1024, 2048], "repeats": 2}
     engine = start_engine(task, profiling=profiling)
     turns.ready()
     for rollouts in rollouts_of(task):

@@ -1,5 +1,5 @@
-"""What mkdocs generates: the references of configuration, commands and metrics, and a place for
-pages that the navigation omits.
+"""What mkdocs generates: the references of configuration, refusals, commands and metrics, and a
+place for pages that the navigation omits.
 """
 
 from __future__ import annotations
@@ -7,15 +7,18 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from pydantic import BaseModel
+
+if TYPE_CHECKING:
+    from ds_hydra.refusals import Refusal
 
 ROOT = Path(__file__).parents[1]
 ROOT_PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
@@ -68,6 +71,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the marks with what the code says."""
     for mark, generate in (
         ("<!-- configuration -->", configuration_reference),
+        ("<!-- refusals -->", refusals_reference),
         ("<!-- commands -->", command_reference),
         ("<!-- metrics -->", metrics_reference),
     ):
@@ -132,6 +136,49 @@ def _names(schema: dict[str, Any]) -> Iterator[str]:
         yield f"`{json.dumps(schema['const'])}`"
     else:
         yield schema["type"].replace("array", "list")
+
+
+def refusals_reference() -> str:
+    """A table for each place where settings are written."""
+    from ds_hydra.configs import ds_config, hydra_config
+    from ds_hydra.engine.model.decoder_parts import CONFIG_REFUSED
+    from ds_hydra.trainer import arguments
+    from ds_hydra.trl import mixin
+
+    tables: dict[str, tuple[Sequence[Refusal], Sequence[Refusal]]] = {
+        "Keys of the DeepSpeed JSON": (ds_config.REFUSALS, ds_config.WITHOUT_EFFECT),
+        'Former keys of the "hydra" section': (hydra_config.REMOVED, ()),
+        "TrainingArguments, of any trainer": (arguments.REFUSED, arguments.WITHOUT_EFFECT),
+        "SFTConfig under HydraTrainer": (arguments.SFT_REFUSED, arguments.SFT_WITHOUT_EFFECT),
+        "Arguments of TRL's SFTTrainer under HydraTrainer": (arguments.ELSEWHERE, ()),
+        "Methods of transformers' Trainer that HydraTrainer does not call": (
+            arguments.NOT_CALLED,
+            (),
+        ),
+        "Configurations of TRL under HydraMixin": (mixin.REFUSED, ()),
+        "Configurations of models": (CONFIG_REFUSED, ()),
+        "Methods that HydraMixin does not call": (mixin.NOT_CALLED_OF_TRL, ()),
+    }
+    return "\n".join(line for title, rows in tables.items() for line in _refusals(title, *rows))
+
+
+def _refusals(title: str, refused: Sequence[Refusal], unused: Sequence[Refusal]) -> Iterator[str]:
+    yield from (f"## {title}", "", "| name | verdict | why | instead |", "|---|---|---|---|")
+    for verdict, rows in (("refused", refused), ("no effect", unused)):
+        for text, same in groupby(rows, key=lambda row: row.text.replace("<", "&lt;")):
+            names = [
+                f"`{row.name}`"
+                if row.example is True
+                else f"`{row.name}` (as {_code(row.example)})"
+                for row in same
+            ]
+            why, _, instead = text.partition("; ")
+            yield f"| {', '.join(names)} | {verdict} | {why} | {instead} |"
+    yield ""
+
+
+def _code(value: Any) -> str:
+    return f"`{json.dumps(value)}`"
 
 
 def metrics_reference() -> str:

@@ -93,6 +93,10 @@ def plan(
         Literal["exact", "closed_form"],
         typer.Option(help="1F1B recurrence over micro-batches, or (PP-1+V) x the slowest."),
     ] = "exact",
+    dispatch: Annotated[
+        Literal["greedy", "ideal"],
+        typer.Option(help="Alg. 1, or the integer program of Eq. (3) first, to compare."),
+    ] = "greedy",
     seed: Annotated[
         int, typer.Option(min=0, max=MAX_SEED, help="Seed of the dispatch trials.")
     ] = 0,
@@ -112,7 +116,8 @@ def plan(
         candidates, num_devices = _read_strategies(strategies)
         batch = _read_lengths(lengths)
         costs = load_costs(profile, model, hardware, num_devices, max(batch))
-        result, planning_ms = _plan(costs, candidates, num_devices, batch, objective, seed)
+        settings = {"objective": objective, "dispatch": dispatch, "seed": seed}
+        result, planning_ms = _plan(costs, candidates, num_devices, batch, settings)
     if as_json:
         print_json(_plan_document(result, planning_ms))
     else:
@@ -127,8 +132,7 @@ def _plan(
     strategies: tuple[Strategy, ...],
     num_devices: int,
     lengths: list[int],
-    objective: str,
-    seed: int,
+    settings: dict[str, Any],
 ) -> tuple[IterationPlan, float]:
     """The plan, and the time that planning took without loading compiled code."""
     from ds_hydra.sampler.plan import GlobalBatch
@@ -145,7 +149,7 @@ def _plan(
         strategies=strategies,
         profile=profile,
         num_devices=num_devices,
-        settings=PlannerSettings(objective=objective, seed=seed),  # type: ignore[arg-type]
+        settings=PlannerSettings(**settings),
     )
     return result, (time.perf_counter() - start) * 1e3
 

@@ -129,7 +129,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "profile": (
         ("topology.json", "model/config.json"),
         (
-            "--model model --context 16 --lengths 4,8,16 --repeats 1 --warmup 0 --tp 1 --pp 1 "
+            "--model model --context 16 --lengths 4,8,16 --repeats 1 --tp 1 --pp 1 "
             "--topology topology.json --out out.json --json",
         ),
     ),

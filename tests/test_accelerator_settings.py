@@ -161,12 +161,12 @@ def test_overlap_is_off_with_one_warning_where_any_rank_was_late(
     monkeypatch.setattr(process, "to_device", lambda tensor, _: tensor)
     monkeypatch.setattr(process.dist, "get_rank", lambda: 0)
     config = HydraConfig(
-        context_length=64, tokens_per_iteration=64, link=LinkConfig(keep_frozen=False)
+        context_length=64, tokens_per_iteration=64, link=LinkConfig(devices_per_node=2)
     )
     logging.getLogger("ds_hydra").propagate = True
     with caplog.at_level(logging.WARNING, "ds_hydra"):
         changed = overlap_where_safe(config, CUDA)
-        assert (changed.link.overlap, changed.link.keep_frozen) == (False, False)
+        assert (changed.link.overlap, changed.link.devices_per_node) == (False, 2)
         assert overlap_where_safe(config, CUDA) == config
         assert caplog.messages == []  # rank 1 has warned
         assert not can_overlap(CUDA)

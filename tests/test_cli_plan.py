@@ -40,9 +40,11 @@ def arguments(files, *more):
     return ["plan", *paths, *more]
 
 
-@pytest.mark.parametrize("objective", ["exact", "closed_form"])
-def test_json_is_one_document_with_the_agreed_keys(files, objective):
-    plan = document_of(*arguments(files, "--json", f"--objective={objective}"))
+@pytest.mark.parametrize(
+    "option", ["--objective=exact", "--objective=closed_form", "--dispatch=ideal"]
+)
+def test_json_is_one_document_with_the_agreed_keys(files, option):
+    plan = document_of(*arguments(files, "--json", option))
     assert {"strategy", "makespan_ms", "lower_bound_ms", "planning_ms", "pipelines"} <= set(plan)
     assert 0 < plan["lower_bound_ms"] <= plan["makespan_ms"]
     assert plan["makespan_ms"] == max(p["makespan_ms"] for p in plan["pipelines"])

@@ -1,7 +1,6 @@
 import copy
 import inspect
 import json
-import logging
 
 import pytest
 from pydantic import BaseModel
@@ -9,10 +8,8 @@ from pydantic import BaseModel
 from ds_hydra.configs import HydraConfig, PlannerConfig, ProfilingConfig, read_ds_config
 from ds_hydra.configs.ds_config import (
     _REMOVED_KEYS,
-    _SECTIONS,
     FILL_INS,
     KNOWN_TOP_LEVEL_KEYS,
-    REFUSALS,
     WITHOUT_EFFECT,
     find_key,
 )
@@ -80,10 +77,8 @@ def test_a_full_section_round_trips_through_json():
             "lookahead": 2,
             "num_workers": 0,
             "solver": "highs",
-            "gap_tolerance": 0,
-            "deadline_ms": None,
         },
-        "profiling": {"lengths": [128, 512, 1024], "repeats": 1, "warmup": 0},
+        "profiling": {"lengths": [128, 512, 1024], "repeats": 1},
     }
     config = HydraConfig.parse(section)
     assert HydraConfig.parse(json.loads(config.model_dump_json())) == config
@@ -135,37 +130,16 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"context_lenght": 1},
-            "hydra.context_lenght is not a key; did you mean hydra.context_length?",
-        ),
-        (
-            {"planner": {"lookahed": 2}},
-            "hydra.planner.lookahed is not a key; did you mean hydra.planner.lookahead?",
-        ),
+        ({"context_lenght": 1}, "hydra.context_lenght is not a key; did you mean hydra.context_length?"),
+        ({"planner": {"lookahed": 2}}, "hydra.planner.lookahed is not a key; did you mean hydra.planner.lookahead?"),
         ({"lookahead": 2}, "hydra.lookahead is not a key here; write hydra.planner.lookahead"),
-        (
-            {"profiling": {"zzz": 2}},
-            "hydra.profiling.zzz is not a key; hydra.profiling has lengths, repeats, warmup",
-        ),
+        ({"profiling": {"zzz": 2}}, "hydra.profiling.zzz is not a key; hydra.profiling has lengths, repeats"),
         ({"seed": -1}, "hydra.seed is -1: it should be greater than or equal to 0"),
-        (
-            {"context_length": 1},
-            "hydra.context_length is 1: it should be greater than or equal to 2",
-        ),
-        (
-            {"context_length": "4096"},
-            'hydra.context_length is "4096": it should be a valid integer',
-        ),
+        ({"context_length": 1}, "hydra.context_length is 1: it should be greater than or equal to 2"),
+        ({"context_length": "4096"}, 'hydra.context_length is "4096": it should be a valid integer'),
         ({"context_length": True}, "hydra.context_length is true: it should be a valid integer"),
-        (
-            {"tokens_per_iteration": 2.5},
-            "hydra.tokens_per_iteration is 2.5: it should be a valid integer",
-        ),
-        (
-            {"over_length": "cut"},
-            "hydra.over_length is \"cut\": it should be 'truncate', 'drop' or 'refuse'",
-        ),
+        ({"tokens_per_iteration": 2.5}, "hydra.tokens_per_iteration is 2.5: it should be a valid integer"),
+        ({"over_length": "cut"}, "hydra.over_length is \"cut\": it should be 'truncate', 'drop' or 'refuse'"),
         ({"shuffle": 1}, "hydra.shuffle is 1: it should be a valid boolean"),
         ({"strategies": "4x<1,1>"}, 'hydra.strategies is "4x<1,1>": write ["4x<1,1>"]'),
         ({"strategies": []}, "hydra.strategies is []: wanted a list such as"),
@@ -176,55 +150,25 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
         ),
         ({"planner": []}, "hydra.planner is []: it should be an object"),
         (
-            {"planner": {"dispatch": "ideal", "solver": "none"}},
-            'hydra.planner.solver is "none", and hydra.planner.dispatch "ideal" is an ILP',
+            {"profiling": {"lengths": [8, 8, 8]}},
+            "hydra.profiling.lengths is [8, 8, 8]: wanted three different lengths of 2 tokens or more",
         ),
-        (
-            {"profiling": {"lengths": [5, 6]}},
-            "hydra.profiling.lengths is [5, 6]: wanted three different lengths of 2 tokens or more",
-        ),
-        (
-            {"planner": {"space": "wide"}},
-            'hydra.planner.space is "wide": it is called "full" now',
-        ),
-        (
-            {"tp_sequence_parallel": True},
-            "hydra.tp_sequence_parallel is no longer a key; TP is sequence-parallel wherever the model allows",
-        ),
-        (
-            {"link": {"repull_layers": 4}},
-            "hydra.link.repull_layers is no longer a key; layers are gathered instead: say so for each scheme "
-            "in hydra.strategies, as in <1,1;gather>",
-        ),
-        (
-            {"link": {"routes": "direct"}},
-            "hydra.link.routes is no longer a key; a slice enters a node once and spreads there; where every rank "
-            "shall read for itself, set hydra.link.devices_per_node to 1",
-        ),
-        (
-            {"link": {"gradient_dtype": "bf16"}},
-            'hydra.link.gradient_dtype is no longer a key; DeepSpeed\'s own says it, outside of "hydra": '
-            '"communication_data_type"',
-        ),
-        (
-            {"seed": "auto"},
-            'hydra.seed is "auto", which the Trainer fills in for DeepSpeed\'s keys only',
-        ),
+        ({"planner": {"space": "wide"}}, 'hydra.planner.space is "wide": it is called "full" now'),
+        ({"attention": "flash_attention"}, "hydra.attention is \"flash_attention\": 'flash_attention' is no kernel"),
+        ({"float8_exclude": "gate"}, 'hydra.float8_exclude is "gate": write a list: ["gate"]'),
+        ({"seed": "auto"}, 'hydra.seed is "auto", which the Trainer fills in for DeepSpeed\'s keys only'),
         ({"tokenizer": "auto"}, 'hydra.tokenizer is "auto"'),
-        (
-            {"planner": {"lookahead": "auto"}},
-            'hydra.planner.lookahead is "auto", which the Trainer',
-        ),
+        ({"planner": {"lookahead": "auto"}}, 'hydra.planner.lookahead is "auto", which the Trainer'),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_value_is_named_with_its_key_and_what_is_wanted(changes, message):
     assert section_problem(**changes).startswith(message)
 
 
 def test_all_problems_are_listed():
-    text = section_problem(seed=-1, shufle=True, planner={"solver": "auto", "num_trials": 0})
+    text = section_problem(seed=-1, shufle=True, planner={"solver": "auto", "lookahead": 0})
     assert text.startswith('the "hydra" section has 4 problems:\n')
-    for key in ("hydra.seed", "hydra.shufle", "hydra.planner.solver", "hydra.planner.num_trials"):
+    for key in ("hydra.seed", "hydra.shufle", "hydra.planner.solver", "hydra.planner.lookahead"):
         assert f"\n  {key} is " in text
 
 
@@ -356,14 +300,6 @@ def test_values_of_another_type_are_refused_before_anything_starts(key, value, w
     assert text.endswith(words)
 
 
-@pytest.mark.parametrize("value", ["2", 2.0, 2, "two", [2]])
-@pytest.mark.parametrize(
-    "key", ["zero_optimization.zero_hpz_partition_size", "sequence_parallel_size"]
-)
-def test_a_feature_is_refused_however_its_number_is_written(key, value):
-    assert config_problem(merge(ds_config(), nested(key, value))).startswith(f"{key} is ")
-
-
 def test_bfloat16_is_another_name_of_bf16():
     document, hydra = read_ds_config(ds_config(bfloat16={"enabled": True}))
     assert document["bf16"] == {"enabled": True}
@@ -455,68 +391,13 @@ def test_unrelated_keys_pass_with_a_warning(caplog):
 
 
 def test_known_keys_pass_in_silence(caplog):
-    for key in KNOWN_TOP_LEVEL_KEYS - set(WITHOUT_EFFECT) - {"zero_optimization"}:
+    for key in KNOWN_TOP_LEVEL_KEYS - {row.name for row in WITHOUT_EFFECT} - {"zero_optimization"}:
         read_ds_config(ds_config(**{key: None}))
     assert not caplog.records
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, None, True, "3"])
-def test_another_stage_is_refused(stage):
-    text = config_problem(ds_config(zero_optimization={"stage": stage}))
-    assert text.startswith(f"zero_optimization.stage is {json.dumps(stage)}, expected 3, because")
-
-
 def test_no_zero_section_is_refused():
-    assert "zero_optimization.stage is null, expected 3" in config_problem({"hydra": SMALLEST})
-
-
-REFUSED = {
-    "zero_optimization.zero_hpz_partition_size": 8,
-    "zero_optimization.mics_shard_size": 8,
-    "zero_optimization.mics_hierarchical_params_gather": True,
-    "zero_optimization.zero_quantized_weights": True,
-    "zero_optimization.zero_quantized_nontrainable_weights": True,
-    "zero_optimization.zero_quantized_gradients": True,
-    "zero_optimization.offload_param.device": "cpu",
-    "zero_optimization.cpu_offload_param": True,
-    "zero_optimization.offload_optimizer.device": "nvme",
-    "zero_optimization.offload_optimizer.super_offload": True,
-    "zero_optimization.zenflow": {"topk_ratio": 0.1},
-    "tensor_parallel.autotp_size": 2,
-    "tensor_parallel.tp.tp_size": 2,
-    "sequence_parallel_size": 2,
-    "expert_parallel.enabled": True,
-    "torch_autocast.enabled": True,
-    "compile.deepcompile": True,
-    "hybrid_engine.enabled": True,
-    "flops_profiler.enabled": True,
-    "autotuning.enabled": True,
-    "zero_optimization.save_muon_momentum_buffer_in_memory": True,
-    "weight_quantization": {"quantized_initialization": {}},
-    "data_efficiency.enabled": True,
-    "checkpoint.writer": {"type": "VANILLA"},
-    "datastates_ckpt": {"host_cache_size": 16},
-    "bf16.bf16_master_weights_and_grads": True,
-    "fp16.fp16_master_weights_and_grads": True,
-    "gradient_accumulation_steps": 4,
-    "managed_gradient_accumulation": False,
-}
-
-
-def test_every_refusal_is_tested():
-    assert [refusal.key for refusal in REFUSALS] == list(REFUSED)
-
-
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.key)
-def test_an_unsupported_feature_is_refused_by_name_and_the_advice_works(refusal):
-    value = REFUSED[refusal.key]
-    text = config_problem(merge(ds_config(), nested(refusal.key, value)))
-    assert text.startswith(f"{refusal.key} is {json.dumps(value)}: ")
-    if not refusal.instead:
-        assert text.endswith("; remove the key")
-        return
-    advised = json.loads(refusal.instead.split(" or ")[0])
-    read_ds_config(merge(ds_config(), nested(refusal.key, advised)))
+    assert "zero_optimization.stage is null: " in config_problem({"hydra": SMALLEST})
 
 
 def test_all_refusals_are_listed():
@@ -547,15 +428,6 @@ def test_gradients_are_never_sent_in_fp16(caplog):
     _, hydra = read_ds_config({**stage, "hydra": SMALLEST})
     assert hydra.link.gradient_dtype == "fp32"
     assert "communication_data_type is fp16" in caplog.text
-
-
-@pytest.mark.parametrize("key", WITHOUT_EFFECT)
-def test_what_has_no_effect_is_said(key, caplog):
-    read_ds_config(ds_config(**{key: {"enabled": True} if key in _SECTIONS else 64}))
-    assert [record.message for record in caplog.records] == [
-        f"{key} has no effect: {WITHOUT_EFFECT[key]}"
-    ]
-    assert caplog.records[0].levelno == logging.WARNING
 
 
 @pytest.mark.parametrize("config", [{"prescale_gradients": True}, {"gradient_predivide_factor": 2}])
@@ -608,6 +480,11 @@ def test_an_unreadable_file_is_named(tmp_path, content, message):
     text = config_problem(path)
     assert str(path) in text
     assert message in text
+
+
+def test_a_path_that_no_file_system_has_and_a_configuration_of_another_type_are_refused():
+    assert "less than 4096 bytes whose parts have 255 at most" in section_problem(run_dir="a" * 256)
+    assert config_problem(3).startswith("the DeepSpeed config is of type int, expected a dict or")
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -193,7 +193,9 @@ def frozen_slices(folder):
         model = tiny("llama")
         for name, param in model.named_parameters():
             param.requires_grad_("layers.1.mlp" in name)
-        engine = start_hydra(model, hydra={"link": {"keep_frozen": keep}})
+        engine = start_hydra(model)
+        if not keep:
+            engine.hydra.propagator.links._frozen = None
         losses[keep], pulled[keep] = [], []
         frozen = model.get_input_embeddings().weight
 

@@ -98,7 +98,7 @@ def dataset_runs(folder):
             "strategies": CANDIDATES,
             "tokens_per_iteration": 400,
             "run_dir": str(Path(folder) / name),
-            "profiling": {"lengths": [16, 32, 48], "repeats": 1, "warmup": 0},
+            "profiling": {"lengths": [16, 32, 48], "repeats": 1},
             "planner": {"num_workers": 0},
         }
         data = datasets.Dataset.from_list(rows)

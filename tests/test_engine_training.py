@@ -700,7 +700,7 @@ def engines_one_after_another(folder):
             "context_length": 32,
             "tokens_per_iteration": 100,
             "run_dir": f"{folder}/{number}",
-            "profiling": {"repeats": 1, "warmup": 0},
+            "profiling": {"repeats": 1},
         }
         engine = start_hydra(tiny("llama_tied"), hydra=own, training_data=dataset_of(batches(2)))
         engine.train_batch()

@@ -66,7 +66,7 @@ def small_config(name, folder):
     """The example's own configuration, with short sequences and a short measurement."""
     config = json.loads((EXAMPLES / name / "ds_config.json").read_text())
     config["hydra"] |= {"tokens_per_iteration": 1024, "context_length": 512}
-    config["hydra"]["profiling"] = {"lengths": [8, 32, 64], "repeats": 1, "warmup": 0}
+    config["hydra"]["profiling"] = {"lengths": [8, 32, 64], "repeats": 1}
     if "strategies" in config["hydra"]:  # of 4 ranks
         config["hydra"]["strategies"] = ["2x<1,1>", "1x<sp2,1;ep=2>"]
     path = folder / f"{name}.json"

@@ -268,7 +268,7 @@ def whole_life(folder, where=None, victim=None, number=signal.SIGKILL):
         hydra={
             "context_length": 32,
             "tokens_per_iteration": 100,
-            "profiling": {"repeats": 1, "warmup": 0},
+            "profiling": {"repeats": 1},
             "faults": {"silence_s": 6, "grace_s": 2},
         },
         training_data=dataset_of(batches(2)),

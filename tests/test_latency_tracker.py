@@ -73,8 +73,6 @@ def test_plans_stay_as_profiled_unless_asked_and_drift_is_told_once():
     assert tracker.corrections_now(STRATEGIES) is NO_CORRECTIONS
     assert sum(w is not None for w in warnings) == 1
     assert "off the predicted ones by +100%" in next(filter(None, warnings))
-    _, warnings = train(make_tracker(refit="log", drift_threshold=1.1), range(30))
-    assert not any(warnings)
     _, warnings = train(make_tracker(refit="log"), range(30), slowdown=0.5)
     assert not any(warnings), "faster than predicted alarms nobody"
 
@@ -198,9 +196,10 @@ def test_planning_processes_take_each_batch_with_the_corrections_of_its_submissi
 
 
 def test_the_keys_are_checked():
-    for change in ({"refit": "on"}, {"drift_threshold": 0}):
-        with pytest.raises(HydraConfigError, match=f"hydra.planner.{next(iter(change))}"):
-            HydraConfig.parse({"context_length": 8, "tokens_per_iteration": 8, "planner": change})
+    with pytest.raises(HydraConfigError, match=r"hydra.planner.refit"):
+        HydraConfig.parse(
+            {"context_length": 8, "tokens_per_iteration": 8, "planner": {"refit": "on"}}
+        )
 
 
 def train_and_resume(folder):

@@ -297,7 +297,6 @@ def test_a_profile_of_a_dense_model_is_refused():
             0.1,
             "router_jitter_noise = 0.1.*set each of these to 0",
         ),
-        ("qwen3_moe", "expert_capacity", 64, "expert_capacity = 64: which tokens.*to None"),
     ],
 )
 def test_what_would_depend_on_the_strategy_is_refused(family, setting, value, message):

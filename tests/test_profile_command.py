@@ -51,7 +51,7 @@ def request_for(model, *, context=64, repeats=2, topology=None, tp=None, pp=None
         {
             "context_length": context,
             "tokens_per_iteration": context,
-            "profiling": {"lengths": [8, 32, 64], "repeats": repeats, "warmup": 0},
+            "profiling": {"lengths": [8, 32, 64], "repeats": repeats},
             **hydra,
         }
     )
@@ -329,8 +329,7 @@ def test_ranks_of_a_core_are_counted_on_the_fullest_host():
 @pytest.mark.parametrize("each", [False, True])
 def test_every_micro_batch_is_warmed_up_where_its_length_matters(each):
     config = HydraConfig.parse(
-        {"context_length": 64, "tokens_per_iteration": 64}
-        | {"profiling": {"repeats": 2, "warmup": 1}}
+        {"context_length": 64, "tokens_per_iteration": 64} | {"profiling": {"repeats": 2}}
     )
     cases = [
         ("a", profiler.ProbeMicroBatch(8)),

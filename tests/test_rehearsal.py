@@ -98,11 +98,12 @@ def test_what_scatters_counts_less():
 
 def test_two_runs_that_agree_are_enough():
     config = HydraConfig.parse(
-        {"context_length": 64, "tokens_per_iteration": 64}
-        | {"profiling": {"repeats": 4, "warmup": 0}}
+        {"context_length": 64, "tokens_per_iteration": 64} | {"profiling": {"repeats": 4}}
     )
-    times = {"quiet": iter([100.0, 101.0]), "busy": iter([100.0, 150.0, 160.0, 90.0])}
-    times["late"] = iter([150.0, 100.0, 101.0])
+    warm_up = 7.0
+    times = {"quiet": iter([warm_up, 100.0, 101.0])}
+    times["busy"] = iter([warm_up, 100.0, 150.0, 160.0, 90.0])
+    times["late"] = iter([warm_up, 150.0, 100.0, 101.0])
     cases = [(name, profiler.ProbeMicroBatch(8)) for name in times]
     known = Measurements()
 

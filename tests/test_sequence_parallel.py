@@ -170,7 +170,7 @@ def train_everywhere(forced, candidates, in_bf16):
         curves.append(losses_under(engine, data, forced))
     hydra = {
         "strategies": candidates,
-        "profiling": {"lengths": [8, 32, 64], "repeats": 1, "warmup": 0},
+        "profiling": {"lengths": [8, 32, 64], "repeats": 1},
     }
     engine = start_hydra(copy.deepcopy(model), hydra=hydra)
     before = float(engine.eval_batch(data[0]))

@@ -151,7 +151,7 @@ def life_with_callback(folder: str, _where: str, victim: int, number: int) -> No
     hydra = {
         "context_length": 128,
         "faults": {"silence_s": 6, "grace_s": 2},
-        "profiling": {"repeats": 1, "warmup": 0, "lengths": [4, 16, 64]},
+        "profiling": {"repeats": 1, "lengths": [4, 16, 64]},
         "planner": {"num_workers": 0},
     }
     config = {

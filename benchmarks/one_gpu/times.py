@@ -59,7 +59,7 @@ def measure_times(device: torch.device) -> None:
         {
             "context_length": CONTEXT,
             "tokens_per_iteration": 8 * CONTEXT,
-            "profiling": {"repeats": 3 if HAS_GPU else 1, "warmup": 1},
+            "profiling": {"repeats": 3 if HAS_GPU else 1},
         }
     )
     request = ProfileRequest(

@@ -85,9 +85,6 @@ def profile(
     repeats: Annotated[
         int, typer.Option(min=1, help="Timed runs of each length; the median counts.")
     ] = 5,
-    warmup: Annotated[
-        int, typer.Option(min=0, help="Untimed runs of each scheme before them.")
-    ] = 1,
     memory_limit: Annotated[
         int | None,
         typer.Option(min=1, help="Bytes one rank may use; the device's memory if not given."),
@@ -132,7 +129,6 @@ def profile(
                 "profiling": {
                     "lengths": _numbers("--lengths", lengths),
                     "repeats": repeats,
-                    "warmup": warmup,
                 },
             }
         )

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import inf
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ds_hydra.configs.files import plain_json, read_json_object
-from ds_hydra.configs.hydra_config import SMALLEST_SECTION, HydraConfig, find_auto
+from ds_hydra.configs.hydra_config import SMALLEST_SECTION, HydraConfig, find_auto, join_problems
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.refusals import Refusal, each
 
 logger = logging.getLogger(__name__)
 
@@ -80,27 +81,8 @@ four.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A DeepSpeed feature that propagation outside of ZeRO-3 cannot honour.
-
-    `key` is dotted; `is_on` says whether a value switches the feature on; `instead` is a value that
-    works, "" where none does.
-    """
-
-    key: str
-    why: str
-    instead: str = "false"
-    is_on: Callable[[Any], bool] = lambda value: value not in (None, False)
-
-    def find_problem(self, config: Mapping[str, Any]) -> str | None:
-        """The sentence to show if `config` switches the feature on."""
-        value = find_key(config, self.key)
-        if not self.is_on(value):
-            return None
-        return f"{self.key} is {json.dumps(value, default=repr)}: {self.why}; remove the key" + (
-            f" or set it to {self.instead}" if self.instead else ""
-        )
+def _is_on(value: Any) -> bool:
+    return value not in (None, False)
 
 
 def _is_above(limit: int) -> Callable[[Any], bool]:
@@ -113,99 +95,103 @@ def _is_above(limit: int) -> Callable[[Any], bool]:
     return is_above
 
 
+def _of_key(
+    key: str,
+    reason: str,
+    example: Any = True,
+    works: Any = False,
+    applies: Callable[[Any], bool] = _is_on,
+) -> Refusal:
+    """Row of a key of DeepSpeed, with the advice that follows from what `works`."""
+    advice = "remove the key" + f" or set it to {json.dumps(works)}" * (works is not None)
+    return Refusal(key, f"{reason}; {advice}", example, works, applies)
+
+
+_ZERO = "zero_optimization"
 _OWN_LAYOUT = (
     "ds_hydra reads the ZeRO-3 partitions itself and knows the plain layout over all ranks only"
 )
-_OWN_PARALLELISM = "ds_hydra chooses TP and PP itself, every iteration (hydra.strategies)"
+OWN_PARALLELISM = "ds_hydra chooses TP and PP itself, every iteration (hydra.strategies)"
 _OWN_EXECUTION = (
     "ds_hydra runs the layers itself, outside of the forward and backward that this changes"
 )
+ONE_STEP = (
+    "an iteration is one optimizer step over hydra.tokens_per_iteration tokens, in as many micro-batches as the plan "
+    "needs"
+)
+NO_BATCH_SIZE = "hydra.tokens_per_iteration decides how many sequences an iteration has"
+NO_LAST_BATCH = "global batches run on from one epoch into the next"
 _OWN_FILES = "ds_hydra writes checkpoint files itself, so that a crash leaves the one before"
 _FP32_MASTER = "ds_hydra keeps master weights and sums gradients in fp32"
 
 REFUSALS = (
     Refusal(
-        "zero_optimization.zero_hpz_partition_size",
+        f"{_ZERO}.stage",
+        'parameters live fully sharded between iterations; set "zero_optimization": {"stage": 3}', 2, 3,
+        lambda stage: stage != 3,
+    ),
+    _of_key(
+        f"{_ZERO}.zero_hpz_partition_size",
         "ds_hydra keeps gathered weights on the node by itself where that pays, or where hydra.strategies has schemes "
-        "such as <sp8,1;hpz>",
-        "1",
-        _is_above(1),
+        "such as <sp8,1;hpz>", 2, 1, _is_above(1),
     ),
-    Refusal("zero_optimization.mics_shard_size", _OWN_LAYOUT, "", _is_above(0)),
-    Refusal("zero_optimization.mics_hierarchical_params_gather", _OWN_LAYOUT, ""),
-    Refusal("zero_optimization.zero_quantized_weights", _OWN_LAYOUT),
-    Refusal("zero_optimization.zero_quantized_nontrainable_weights", _OWN_LAYOUT),
-    Refusal(
-        "zero_optimization.zero_quantized_gradients", "gradients are summed in fp32 at their owner"
+    _of_key(f"{_ZERO}.mics_shard_size", _OWN_LAYOUT, 1, None, _is_above(0)),
+    _of_key(f"{_ZERO}.mics_hierarchical_params_gather", _OWN_LAYOUT, works=None),
+    _of_key(f"{_ZERO}.zero_quantized_weights", _OWN_LAYOUT),
+    _of_key(f"{_ZERO}.zero_quantized_nontrainable_weights", _OWN_LAYOUT),
+    _of_key(f"{_ZERO}.zero_quantized_gradients", "gradients are summed in fp32 at their owner"),
+    _of_key(
+        f"{_ZERO}.offload_param.device",
+        "slices are pulled out of the device's own shards, in every iteration; offload_optimizer works", "cpu", "none",
+        lambda device: device in ("cpu", "nvme"),
     ),
-    Refusal(
-        "zero_optimization.offload_param.device",
-        "slices are pulled out of the device's own shards, in every iteration; offload_optimizer works",
-        '"none"',
-        lambda value: value in ("cpu", "nvme"),
-    ),
-    Refusal(
-        "zero_optimization.cpu_offload_param",
+    _of_key(
+        f"{_ZERO}.cpu_offload_param",
         "it is DeepSpeed's old name of offload_param, which slices are not pulled from; offload_optimizer works",
     ),
-    Refusal(
-        "zero_optimization.offload_optimizer.device",
-        "of an optimizer on NVMe DeepSpeed 0.19 restores nothing in load_checkpoint, and says nothing of it",
-        '"cpu"',
-        lambda value: value == "nvme",
+    _of_key(
+        f"{_ZERO}.offload_optimizer.device",
+        "of an optimizer on NVMe DeepSpeed 0.19 restores nothing in load_checkpoint, and says nothing of it", "nvme",
+        "cpu", lambda device: device == "nvme",
     ),
-    Refusal("zero_optimization.offload_optimizer.super_offload", _OWN_EXECUTION),
-    Refusal("zero_optimization.zenflow", _OWN_EXECUTION, "null"),
-    Refusal("tensor_parallel.autotp_size", _OWN_PARALLELISM, "0", _is_above(1)),
-    Refusal("tensor_parallel.tp.tp_size", _OWN_PARALLELISM, "1", _is_above(1)),
-    Refusal(
+    _of_key(f"{_ZERO}.offload_optimizer.super_offload", _OWN_EXECUTION),
+    _of_key(f"{_ZERO}.zenflow", _OWN_EXECUTION, {"topk_ratio": 0.1}, None),
+    _of_key("tensor_parallel.autotp_size", OWN_PARALLELISM, 2, 0, _is_above(1)),
+    _of_key("tensor_parallel.tp.tp_size", OWN_PARALLELISM, 2, 1, _is_above(1)),
+    _of_key(
         "sequence_parallel_size",
-        "ds_hydra chooses SP itself, every iteration; to force it set hydra.strategies, e.g. to <sp2,1>",
-        "1",
+        "ds_hydra chooses SP itself, every iteration; to force it set hydra.strategies, e.g. to <sp2,1>", 2, 1,
         _is_above(1),
     ),
-    Refusal(
+    _of_key(
         "expert_parallel.enabled",
         "ds_hydra shares experts itself; to force it set hydra.strategies, e.g. to <sp2,1;ep=2>",
     ),
-    Refusal("torch_autocast.enabled", _OWN_EXECUTION + '; use "bf16": {"enabled": true}'),
-    Refusal("compile.deepcompile", _OWN_EXECUTION),
-    Refusal("hybrid_engine.enabled", _OWN_EXECUTION),
-    Refusal(
+    _of_key("torch_autocast.enabled", f'{_OWN_EXECUTION}; use "bf16": {{"enabled": true}}'),
+    _of_key("compile.deepcompile", _OWN_EXECUTION),
+    _of_key("hybrid_engine.enabled", _OWN_EXECUTION),
+    _of_key(
         "flops_profiler.enabled",
         "it counts in a forward of DeepSpeed that does not run, and would write nothing; `ds-hydra report` shows "
         "tokens/s, and with hydra.trace_every the times of every stage",
     ),
-    Refusal(
-        "autotuning.enabled",
-        "it profiles a forward of DeepSpeed that does not run; ds_hydra tunes itself",
-    ),
-    Refusal(
-        "zero_optimization.save_muon_momentum_buffer_in_memory",
+    _of_key("autotuning.enabled", "it profiles a forward of DeepSpeed that does not run, and ds_hydra tunes itself"),
+    _of_key(
+        f"{_ZERO}.save_muon_momentum_buffer_in_memory",
         "DeepSpeed then keeps Muon's momentum twice, and a resume restores one of them",
     ),
-    Refusal("weight_quantization", _OWN_LAYOUT, "null"),
-    Refusal(
-        "data_efficiency.enabled", "ds_hydra draws the global batch (hydra.tokens_per_iteration)"
-    ),
-    Refusal("checkpoint.writer", _OWN_FILES, "null"),
-    Refusal("datastates_ckpt", _OWN_FILES, "null"),
-    Refusal("bf16.bf16_master_weights_and_grads", _FP32_MASTER),
-    Refusal("fp16.fp16_master_weights_and_grads", _FP32_MASTER),
-    Refusal(
-        "gradient_accumulation_steps",
-        "an iteration is one optimizer step over hydra.tokens_per_iteration tokens, in as many "
-        "micro-batches as the plan needs",
-        "1",
-        lambda value: value not in (None, 1, "auto"),
-    ),
-    Refusal(
-        "managed_gradient_accumulation",
-        "ds_hydra tells DeepSpeed where an iteration ends",
-        "true",
+    _of_key("weight_quantization", _OWN_LAYOUT, {"quantized_initialization": {}}, None),
+    _of_key("data_efficiency.enabled", "ds_hydra draws the global batch (hydra.tokens_per_iteration)"),
+    _of_key("checkpoint.writer", _OWN_FILES, {"type": "VANILLA"}, None),
+    _of_key("datastates_ckpt", _OWN_FILES, {"host_cache_size": 16}, None),
+    _of_key("bf16.bf16_master_weights_and_grads", _FP32_MASTER),
+    _of_key("fp16.fp16_master_weights_and_grads", _FP32_MASTER),
+    _of_key("gradient_accumulation_steps", ONE_STEP, 4, 1, lambda value: value not in (None, 1, "auto")),
+    _of_key(
+        "managed_gradient_accumulation", "ds_hydra tells DeepSpeed where an iteration ends", False, True,
         lambda value: value is False,
     ),
-)
+)  # fmt: skip
 """Checked in this order; all that apply are shown together."""
 
 
@@ -223,69 +209,65 @@ class FillIn:
 
 
 FILL_INS = (
-    FillIn(
-        "train_micro_batch_size_per_gpu",
-        1,
-        "DeepSpeed wants a batch size; training does not use it",
-    ),
+    FillIn("train_micro_batch_size_per_gpu", 1, "DeepSpeed wants a batch size; training does not use it"),
     FillIn("gradient_accumulation_steps", 1, "the only value that works"),
     FillIn(
-        "data_types.grad_accum_dtype",
-        "fp32",
+        "data_types.grad_accum_dtype", "fp32",
         "owners sum the gradients of all pipelines; DeepSpeed would do that in the dtype of the model",
     ),
     FillIn(
-        "zero_optimization.stage3_param_persistence_threshold",
-        0,
+        f"{_ZERO}.stage3_param_persistence_threshold", 0,
         "parameters kept whole on every rank are gathered after each step, and nothing here reads them",
-        unless=("zero_optimization.param_persistence_threshold",),
+        unless=(f"{_ZERO}.param_persistence_threshold",),
     ),
     FillIn(
-        "zero_optimization.contiguous_gradients",
-        False,
+        f"{_ZERO}.contiguous_gradients", False,
         "its buffer (reduce_bucket_size, 1 GB by default) serves a backward of DeepSpeed that does not run",
     ),
     FillIn(
-        "zero_optimization.memory_efficient_linear",
-        False,
-        "it replaces torch's linear by a function in Python: eight times the host time of a call, for gathered "
-        "weights that do not exist here",
+        f"{_ZERO}.memory_efficient_linear", False,
+        "it replaces torch's linear by a function in Python: eight times the host time of a call, for gathered weights "
+        "that do not exist here",
     ),
     FillIn(
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-        True,
+        f"{_ZERO}.stage3_gather_16bit_weights_on_model_save", True,
         "save_16bit_model and the Trainer's save_model fail without it",
         unless=(
-            "zero_optimization.gather_16bit_weights_on_model_save",
-            "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+            f"{_ZERO}.gather_16bit_weights_on_model_save", f"{_ZERO}.stage3_gather_fp16_weights_on_model_save"
         ),
     ),
-)
+)  # fmt: skip
 """Everything ds_hydra adds to the user's DeepSpeed JSON."""
 
 MUON_FILL_INS = (
     FillIn(
-        "zero_optimization.reduce_scatter",
-        False,
-        "DeepSpeed refuses Muon with it, and it is of a backward that does not run",
+        f"{_ZERO}.reduce_scatter", False, "DeepSpeed refuses Muon with it, and it is of a backward that does not run"
     ),
-)
+)  # fmt: skip
 """Settings where the optimizer is Muon."""
 
-WITHOUT_EFFECT = {
-    "train_batch_size": "hydra.tokens_per_iteration decides how many sequences an iteration has",
-    "prescale_gradients": "gradients are divided by the number of label tokens, in fp32",
-    "gradient_predivide_factor": "gradients are divided by the number of label tokens, in fp32",
-    "activation_checkpointing": "use hydra.activation_checkpointing",
-    "comms_logger": "it counts collectives of deepspeed.comm, through which neither pull, push nor pipelines go; "
-    "metrics.jsonl and `ds-hydra report` have their times (link_ms, hydra.trace_every)",
-    "pipeline": "stages are chosen every iteration (hydra.strategies)",
-    "aio": "it is for offloading to NVMe, which ds_hydra refuses",
-    "dataloader_drop_last": "global batches run on from one epoch into the next",
-    "wall_clock_breakdown": "DeepSpeed times a forward and backward of its own, which do not run, and prints 0.00 for "
-    "them; metrics.jsonl and `ds-hydra report` have the times of every iteration (hydra.trace_every)",
-}
-"""Legal DeepSpeed keys that change nothing under ds_hydra, with what does; each is a warning."""
+WITHOUT_EFFECT = (
+    Refusal("train_batch_size", NO_BATCH_SIZE, 64),
+    *each(
+        "prescale_gradients gradient_predivide_factor",
+        "gradients are divided by the number of label tokens, in fp32", 64,
+    ),
+    Refusal("activation_checkpointing", "layers are ds_hydra's; use hydra.activation_checkpointing", {"enabled": True}),
+    Refusal(
+        "comms_logger",
+        "it counts collectives of deepspeed.comm, through which neither pull, push nor pipelines go; metrics.jsonl and "
+        "`ds-hydra report` have their times (link_ms, hydra.trace_every)", {"enabled": True},
+    ),
+    Refusal("pipeline", "stages are chosen every iteration (hydra.strategies)", {"enabled": True}),
+    Refusal("aio", "it is for offloading to NVMe, which ds_hydra refuses", {"enabled": True}),
+    Refusal("dataloader_drop_last", NO_LAST_BATCH),
+    Refusal(
+        "wall_clock_breakdown",
+        "DeepSpeed times a forward and backward of its own, which do not run, and prints 0.00 for them; metrics.jsonl "
+        "and `ds-hydra report` have the times of every iteration (hydra.trace_every)",
+    ),
+)  # fmt: skip
+"""Legal DeepSpeed keys that change nothing under ds_hydra; each is a warning."""
 
 _REFUSED_BY_DEEPSPEED = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
 """Values that DeepSpeed wants of these with ZeRO-3: it refuses all others."""
@@ -305,7 +287,7 @@ def read_ds_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, An
     # The content of a misspelled section counts as absent: what is found missing then would
     # mislead.
     if problems := list(_find_misspelled(document)) or list(_find_refused(document)):
-        raise HydraConfigError(_join_problems(problems))
+        raise HydraConfigError(join_problems("the DeepSpeed config", problems))
     if "hydra" not in document:
         nearest = get_close_matches("hydra", document, n=1)
         hint = f'did you mean it with "{nearest[0]}"?' if nearest else ""
@@ -413,15 +395,11 @@ def _find_misspelled(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _find_refused(config: Mapping[str, Any]) -> Iterator[str]:
-    for key in sorted(_SECTIONS & config.keys()):
-        if not isinstance(config[key], Mapping):
-            yield f"{key} is {json.dumps(config[key], default=repr)}, expected an object: {{...}}"
-    stage = find_key(config, "zero_optimization.stage")
-    if stage != 3 and isinstance(config.get("zero_optimization", {}), Mapping):
-        yield (
-            f"zero_optimization.stage is {json.dumps(stage)}, expected 3, because parameters live fully "
-            'sharded between iterations; set "zero_optimization": {"stage": 3}'
-        )
+    no_objects = [
+        key for key in sorted(_SECTIONS & config.keys()) if not isinstance(config[key], Mapping)
+    ]
+    for key in no_objects:
+        yield f"{key} is {json.dumps(config[key], default=repr)}, expected an object: {{...}}"
     for key in _SWITCHES:
         if not isinstance(value := find_key(config, key), bool) and value not in (None, "auto"):
             yield f"{key} is {json.dumps(value)}, expected true or false"
@@ -433,7 +411,10 @@ def _find_refused(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} is {number!r}, expected a number; write it without quotes"
         elif number < 0:
             yield f"{key} is {number!r}, expected 0 or more"
-    yield from filter(None, (refusal.find_problem(config) for refusal in REFUSALS))
+    for row in REFUSALS:
+        value, section = find_key(config, row.name), row.name.partition(".")[0]
+        if section not in no_objects and row.applies_to(value):
+            yield f"{row.name} is {json.dumps(value, default=repr)}: {row.text}"
 
 
 def with_known_names(given: Any) -> Any:
@@ -461,11 +442,11 @@ def with_known_names(given: Any) -> Any:
 
 
 def _find_without_effect(config: Mapping[str, Any]) -> Iterator[str]:
-    for key in config:
-        value = config[key]
+    unused = {row.name: row.text for row in WITHOUT_EFFECT}
+    for key, value in config.items():
         is_off = value in (None, False, "auto") or find_key(config, f"{key}.enabled") is False
-        if key in WITHOUT_EFFECT and not is_off:
-            yield f"{key} has no effect: {WITHOUT_EFFECT[key]}"
+        if key in unused and not is_off:
+            yield f"{key} has no effect: {unused[key]}"
         elif key not in KNOWN_TOP_LEVEL_KEYS | _REMOVED_KEYS:
             nearest = get_close_matches(key, sorted(KNOWN_TOP_LEVEL_KEYS), n=1)
             hint = f'; did you mean "{nearest[0]}"?' if nearest else ""
@@ -494,12 +475,6 @@ def _fill_in(config: dict[str, Any]) -> None:
             section[name] = section.get(name) or {}  # an explicit null is silence, too
             section = section[name]
         section[key] = fill_in.value
-
-
-def _join_problems(problems: Sequence[str]) -> str:
-    if len(problems) == 1:
-        return problems[0]
-    return "\n  ".join([f"the DeepSpeed config has {len(problems)} problems:", *problems])
 
 
 def _read_json(path: str | Path) -> dict[str, Any]:

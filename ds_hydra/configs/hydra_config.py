@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -34,6 +34,7 @@ from ds_hydra.configs.files import (
     plain_json,
 )
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.refusals import Refusal, each
 
 _Value = TypeVar("_Value")
 
@@ -146,7 +147,6 @@ MAX_ITERATIONS = 1 << 31
 Length: TypeAlias = Annotated[Count, Field(le=MAX_LENGTH_TOKENS)]
 Effort: TypeAlias = Annotated[Count, Field(le=MAX_EFFORT)]
 Seconds: TypeAlias = Annotated[Count, Field(le=DAY_S)]
-Milliseconds: TypeAlias = Annotated[Count, Field(le=1000 * DAY_S)]
 
 Space: TypeAlias = Literal["full", "measured", "plain"]
 """Schemes that a proposal may use: all that the profile measured or that follow from it; those that
@@ -184,53 +184,17 @@ class PlannerConfig(_Section):
     none.
     """
 
-    dispatch: Literal["greedy", "ideal"] = "greedy"
-    """Sequences to pipelines by Alg. 1 ("greedy", fast) or the ILP of Eq. 3 ("ideal", exact, to
-    compare).
-    """
-
-    objective: Literal["exact", "closed_form"] = "exact"
-    """Time of a pipeline: event by event through 1F1B, exact for unequal micro-batches, or the
-    formula of Eq. 1.
-    """
-
-    num_trials: Effort = 4
-    """Shuffled trials of the greedy dispatch (T in Alg. 1); refinement does the rest, more trials
-    hardly help.
-    """
-
     solver: Literal["cbc", "highs", "none"] = "cbc"
     """ILP solver behind `mip`; "cbc" comes with it, "highs" needs the extra `ds_hydra[highs]`,
     "none" starts no ILP.
-    """
-
-    gap_tolerance: float = Field(default=0.02, ge=0, lt=1)
-    """Relative gap to the proven bound below which no ILP is started; 2% is less than timing
-    noise.
-    """
-
-    time_limit_ms: Milliseconds = 2000
-    """Longest one ILP may run, in ms; it starts from the heuristic's answer, so it can only improve
-    on it.
-    """
-
-    deadline_ms: Milliseconds | None = 10_000
-    """Longest that training waits for a plan, in ms, before it uses the heuristic's; null waits for
-    ever.
-
-    Only a stalled worker should reach it: plans that depend on timing are not reproducible.
     """
 
     refit: Literal["log", "plan"] = "plan"
     """Measured times correct the profile's latency in the plans to come ("plan"), or only in the
     log.
 
-    Plans of "plan" depend on measured times; "log" keeps a repeated run bit-identical.
-    """
-
-    drift_threshold: float = Field(default=0.15, gt=0, le=MAX_EFFORT)
-    """Median relative error of a scheme's last predictions above which to warn; 15% is above usual
-    noise.
+    Plans of "plan" depend on measured times, and one that is 10 s late gives way to the
+    heuristic's; "log" keeps a repeated run bit-identical.
     """
 
 
@@ -246,9 +210,6 @@ class ProfilingConfig(_Section):
     """Most timed runs of each length, of which the median counts; 1 at the start, because times
     measured while training correct it.
     """
-
-    warmup: Annotated[Index, Field(le=MAX_EFFORT)] = 1
-    """Untimed runs before them; 1 pays for allocation and kernel selection."""
 
 
 class FaultsConfig(_Section):
@@ -291,11 +252,6 @@ class LinkConfig(_Section):
     accelerators; false only to compare or debug. Off, with a warning, on CUDA devices that started
     without what it needs (`CUDA_DEVICE_MAX_CONNECTIONS=32`, `CUDA_MODULE_LOADING=EAGER`; `import
     ds_hydra` sets them).
-    """
-
-    keep_frozen: bool = True
-    """Whether slices of frozen parameters stay while the strategy does; they are pulled anew after
-    any edit.
     """
 
     _gradient_dtype: Literal["fp32", "bf16"] = PrivateAttr("fp32")
@@ -486,16 +442,9 @@ class HydraConfig(_Section):
                 f"is {list(config.profiling.lengths or ())}, expected lengths up to hydra.context_length, "
                 f"{config.context_length}"
             )
-        if (
-            config is not None
-            and config.planner.dispatch == "ideal"
-            and config.planner.solver == "none"
-        ):
-            problems["planner", "solver"] = (
-                'is "none", and hydra.planner.dispatch "ideal" is an ILP; set it to "cbc", or dispatch to "greedy"'
-            )
         if config is None or problems:
-            raise HydraConfigError(list_problems(problems))
+            told = [f"{_dotted(location)} {text}" for location, text in problems.items()]
+            raise HydraConfigError(join_problems('the "hydra" section', told))
         return config
 
     @property
@@ -524,15 +473,27 @@ Location: TypeAlias = tuple[int | str, ...]
 Sections: TypeAlias = Mapping[Location, type[BaseModel]]
 """The models of the section and of those in it, by where they are."""
 
-_REMOVED = {
-    "routes": "a slice enters a node once and spreads there; where every rank shall read for itself, set "
-    "hydra.link.devices_per_node to 1",
-    "tp_sequence_parallel": "TP is sequence-parallel wherever the model allows it; leave the key out",
-    "repull_layers": "layers are gathered instead: say so for each scheme in hydra.strategies, as in <1,1;gather>",
-    "gradient_dtype": 'DeepSpeed\'s own says it, outside of "hydra": "communication_data_type": "fp32" or "bf16" '
-    "(as without it, where training is bf16)",
-}
-"""Removed keys, whatever their section, and advice for each."""
+REMOVED = (
+    *each(
+        "planner.dispatch planner.objective planner.num_trials planner.gap_tolerance planner.time_limit_ms "
+        "planner.deadline_ms planner.drift_threshold profiling.warmup link.keep_frozen",
+        "one value serves everybody; leave the key out",
+    ),
+    Refusal(
+        "link.routes", "a slice enters a node once and spreads there; where every rank shall read for itself, set "
+        "hydra.link.devices_per_node to 1",
+    ),
+    Refusal("tp_sequence_parallel", "TP is sequence-parallel wherever the model allows it; leave the key out"),
+    Refusal(
+        "link.repull_layers",
+        "layers are gathered instead; say so for each scheme in hydra.strategies, as in <1,1;gather>",
+    ),
+    Refusal(
+        "link.gradient_dtype", 'DeepSpeed\'s own says it, outside of "hydra"; write "communication_data_type": "fp32" '
+        'or "bf16" (as without it, where training is bf16)',
+    ),
+)  # fmt: skip
+"""Removed keys, which are named in whatever section they are written."""
 
 _RENAMED: Mapping[Location, Mapping[str, str]] = {
     ("planner", "space"): {"wide": "full"},
@@ -578,8 +539,9 @@ def explain(details: ErrorDetails, sections: Sections) -> str:
 def _explain_unknown(location: Location, sections: Sections) -> str:
     """The nearest known key, or where the key belongs, or all keys of that section."""
     *path, key = location
-    if key in _REMOVED:
-        return f"is no longer a key; {_REMOVED[key]}"
+    for row in REMOVED:
+        if key == row.name.split(".")[-1]:
+            return f"is no longer a key; {row.text}"
     known = list(sections[tuple(path)].model_fields)
     nearest = get_close_matches(str(key), known, n=1, cutoff=0.6)
     if nearest:
@@ -600,9 +562,8 @@ def show(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def list_problems(problems: Mapping[Location, str]) -> str:
+def join_problems(where: str, problems: Sequence[str]) -> str:
     """All problems as the text of one error."""
-    lines = [f"{_dotted(location)} {text}" for location, text in problems.items()]
-    if len(lines) == 1:
-        return lines[0]
-    return "\n  ".join([f'the "hydra" section has {len(lines)} problems:', *lines])
+    if len(problems) == 1:
+        return problems[0]
+    return "\n  ".join([f"{where} has {len(problems)} problems:", *problems])

@@ -92,15 +92,10 @@ def planner_settings(
     planner = config.planner
     cluster = find_links() if len(strategies) > 1 else None
     return PlannerSettings(
-        objective=planner.objective,
-        dispatch=planner.dispatch,
-        num_trials=planner.num_trials,
         seed=config.seed,
         # Backward takes twice the forward, and recomputes it first under activation checkpointing.
         forward_fraction=1 / 4 if config.activation_checkpointing else 1 / 3,
         solver=planner.solver,
-        solver_gap=planner.gap_tolerance,
-        solver_deadline_s=planner.time_limit_ms / 1e3,
         link_times={s: cluster.link_times(s) for s in strategies} if cluster else {},
         overlaps_links=config.link.overlap,
     )

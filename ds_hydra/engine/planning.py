@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -389,8 +388,8 @@ class PlanFeed:
         self._lookahead = config.lookahead
         self._ahead = sampler.state
         self._corrections_for, self._tells_next = corrections_for, tells_next
-        deadline_ms = config.deadline_ms
-        self._deadline_s = threading.TIMEOUT_MAX if deadline_ms is None else deadline_ms / 1e3
+        # Only a stalled worker gets there; plans that depend on timing are not reproducible
+        self._deadline_s = _FIRST_DEADLINE_S if config.refit == "log" else 10.0
         self._planner = task and BackgroundPlanner(
             task,
             num_workers=config.num_workers,

@@ -93,7 +93,7 @@ class StrategyLinks:
         self.clock = DeviceClock(device)
         self.thread = LinkThread(overlap=config.overlap)
         self._frozen: FrozenKeeper | None = None
-        if config.keep_frozen and not all(spec.requires_grad for spec in stage_model.specs):
+        if not all(spec.requires_grad for spec in stage_model.specs):
             self._frozen = FrozenKeeper(
                 self._frozen_P, lambda changed: max_over_ranks(float(changed), device) > 0
             )

@@ -9,7 +9,7 @@ them, so that overriding them works.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -20,7 +20,9 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
 from ds_hydra.configs import HydraConfig
+from ds_hydra.configs.ds_config import NO_BATCH_SIZE, NO_LAST_BATCH, ONE_STEP, OWN_PARALLELISM
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.refusals import Refusal, each, is_set, refuse_all
 
 Note = Callable[[str], None]
 """Shows one message to the user."""
@@ -29,50 +31,87 @@ _OWN_LOSS = "the loss is the cross entropy averaged over all label tokens, compu
 _OWN_LAYERS = "ds_hydra runs the layers itself, on slices of the weights"
 _OWN_DATA = "the engine draws, plans and loads the global batches itself"
 
-REFUSED = {
-    "gradient_accumulation_steps": "an iteration is one optimizer step over hydra.tokens_per_iteration tokens, in as "
-    "many micro-batches as the plan needs; leave it out and multiply hydra.tokens_per_iteration",
-    "torch_compile": f"{_OWN_LAYERS}; leave it out and set hydra.compile_layers",
-    "auto_find_batch_size": "the plan keeps every rank within its memory; leave it out and set "
-    "hydra.memory_limit_bytes if memory is shared",
-    "parallelism_config": "ds_hydra chooses TP and PP itself, every iteration (hydra.strategies); leave it out",
-    "fsdp": "parameters are sharded by DeepSpeed ZeRO-3; leave it out",
-    "enable_jit_checkpoint": "it saves before the optimizer's step, which an iteration contains, so that weights would "
-    "be one step ahead of their checkpoint; leave it out and set hydra.faults.save_on_sigterm to output_dir",
-}
-"""Arguments that would change training and are not honoured, with advice."""
+_OF_MATRICES = Refusal(
+    "optim", "it projects whole matrices, or averages weights between train() and eval() of its own, and ZeRO-3 gives "
+    "it flat shards; use optim='adamw_torch' or an optimizer in the JSON", "galore_adamw", "adamw_torch",
+    lambda optim: optim.startswith(("galore", "apollo", "schedule_free")),
+)  # fmt: skip
 
-WITHOUT_EFFECT = {
-    "per_device_train_batch_size": "hydra.tokens_per_iteration decides how many sequences an iteration has",
-    "average_tokens_across_devices": f"{_OWN_LOSS} of all ranks",
-    "dataloader_drop_last": "global batches run on from one epoch into the next",
-    "dataloader_num_workers": f"{_OWN_DATA}; hydra.planner.num_workers plan beside training",
-    "dataloader_prefetch_factor": f"{_OWN_DATA}; hydra.planner.lookahead is how far ahead",
-    "dataloader_persistent_workers": _OWN_DATA,
-    "dataloader_multiprocessing_context": _OWN_DATA,
-    "dataloader_in_order": _OWN_DATA,
-    "torch_empty_cache_steps": "slices are freed at the end of every iteration",
-    "bf16_full_eval": "evaluation runs in the dtype of training",
-    "fp16_full_eval": "evaluation runs in the dtype of training",
-    "ddp_find_unused_parameters": "gradients go to their ZeRO-3 owners, not through DDP",
-    "ddp_bucket_cap_mb": "gradients go to their ZeRO-3 owners, not through DDP",
-    "ddp_broadcast_buffers": "gradients go to their ZeRO-3 owners, not through DDP",
-    "ddp_static_graph": "gradients go to their ZeRO-3 owners, not through DDP",
-}
-"""Arguments that are legal and change nothing, with the reason; each is a message."""
+REFUSED = (
+    Refusal(
+        "gradient_accumulation_steps", f"{ONE_STEP}; leave it out and multiply hydra.tokens_per_iteration", 4, 1
+    ),
+    Refusal("torch_compile", f"{_OWN_LAYERS}; leave it out and set hydra.compile_layers"),
+    Refusal(
+        "auto_find_batch_size",
+        "plans keep every rank within its memory; leave it out and set hydra.memory_limit_bytes if memory is shared",
+    ),
+    Refusal("parallelism_config", f"{OWN_PARALLELISM}; leave it out"),
+    Refusal("fsdp", "parameters are sharded by DeepSpeed ZeRO-3; leave it out", "full_shard"),
+    Refusal(
+        "enable_jit_checkpoint",
+        "it saves before the optimizer's step, which an iteration contains, so that weights would be one step ahead of "
+        "their checkpoint; leave it out and set hydra.faults.save_on_sigterm to output_dir",
+    ),
+    Refusal(
+        "optim", "it steps inside of backward; use optim='adamw_torch' or an optimizer in the JSON", "adalomo",
+        "adamw_torch", lambda optim: optim in ("lomo", "adalomo") or optim.endswith("_layerwise"),
+    ),
+    _OF_MATRICES,
+    Refusal(
+        "debug", f"{_OWN_LAYERS}, where its hooks are not called; leave it out", "underflow_overflow", "",
+        lambda options: "underflow_overflow" in options,
+    ),
+    *(
+        Refusal(
+            f"{kind}_checkpointing_kwargs",
+            "every layer is checkpointed on the device; leave out every_n_layers and offload", {"offload": True}, {},
+            lambda options: bool({"every_n_layers", "offload"} & set(options or ())),
+        )
+        for kind in ("activation", "gradient")
+    ),
+)  # fmt: skip
+"""Arguments that would change training."""
 
-_ELSEWHERE = {
-    "peft_config": "wrap the model before: model=peft.get_peft_model(model, peft_config); or use "
-    "ds_hydra.trl.HydraSFTTrainer, which takes all of TRL's",
-    "formatting_func": "write the texts before: train_dataset=train_dataset.map(lambda row: {'text': "
-    "formatting_func(row)})",
-    "tokenizer": "pass it as processing_class",
-    "dataset_text_field": "set hydra.text_column",
-    "max_seq_length": "set hydra.context_length",
-    "packing": "leave it out: sequences are packed by the plan, and do not see each other",
-    "model_init_kwargs": "load the model before: model=AutoModelForCausalLM.from_pretrained(name, **model_init_kwargs)",
-    "quantization_config": "load the model before; base weights must not be quantized",
-}
+_NO_DDP = "gradients go to their ZeRO-3 owners, not through DDP"
+
+WITHOUT_EFFECT = (
+    Refusal("per_device_train_batch_size", NO_BATCH_SIZE, 4),
+    Refusal("average_tokens_across_devices", f"{_OWN_LOSS} of all ranks", False),
+    Refusal("dataloader_drop_last", NO_LAST_BATCH),
+    Refusal("dataloader_num_workers", f"{_OWN_DATA}; hydra.planner.num_workers plan beside training", 2),
+    Refusal("dataloader_prefetch_factor", f"{_OWN_DATA}; hydra.planner.lookahead is how far ahead", 2),
+    *each("dataloader_persistent_workers dataloader_multiprocessing_context", _OWN_DATA, "spawn"),
+    Refusal("dataloader_in_order", _OWN_DATA, False),
+    Refusal(
+        "train_sampling_strategy", "global batches are random, and the plan balances their sequences",
+        "group_by_length", applies=lambda order: order in ("group_by_length", "batch_rebalance"),
+    ),
+    Refusal("torch_empty_cache_steps", "slices are freed at the end of every iteration", 1),
+    *each("bf16_full_eval fp16_full_eval", "evaluation runs in the dtype of training"),
+    *each("ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph ddp_bucket_cap_mb", _NO_DDP, 1),
+)  # fmt: skip
+"""Arguments that are legal and change nothing; each that is set is a message."""
+
+_PACKING = "sequences are packed by the plan, and do not see each other; leave it out"
+_LOADED = "the model is loaded before; write model=AutoModelForCausalLM.from_pretrained(name, **model_init_kwargs)"
+
+ELSEWHERE = (
+    Refusal(
+        "peft_config", "the model has its adapters before; write model=peft.get_peft_model(model, peft_config), or use "
+        "ds_hydra.trl.HydraSFTTrainer, which takes all of TRL's",
+    ),
+    Refusal(
+        "formatting_func", "texts are written before; write train_dataset=train_dataset.map(lambda row: {'text': "
+        "formatting_func(row)})",
+    ),
+    Refusal("tokenizer", "it has another name; pass it as processing_class"),
+    Refusal("dataset_text_field", "it is a key of the JSON; set hydra.text_column"),
+    Refusal("max_seq_length", "it is a key of the JSON; set hydra.context_length"),
+    Refusal("packing", _PACKING),
+    Refusal("model_init_kwargs", _LOADED),
+    Refusal("quantization_config", "base weights must not be quantized; load the model before"),
+)  # fmt: skip
 """Arguments of TRL's SFTTrainer, now or once, with where they go."""
 
 _SFT_HONOURED = ("completion_only_loss", "assistant_only_loss")
@@ -81,29 +120,32 @@ _SFT_HONOURED = ("completion_only_loss", "assistant_only_loss")
 _SFT_KEYS = {"max_length": "context_length", "dataset_text_field": "text_column"}
 """Fields of TRL's SFTConfig that say the same as a key of "hydra"."""
 
-_SFT_WITHOUT_EFFECT = {
-    "padding_free": "sequences are packed without padding, and do not see each other",
-    "pad_to_multiple_of": "sequences are packed without padding",
-    "dataset_num_proc": "one process of each node tokenises; `ds-hydra lengths --num-proc` uses more",
-}
-"""Fields of TRL's SFTConfig that change nothing, with the reason."""
+SFT_WITHOUT_EFFECT = (
+    Refusal("padding_free", "sequences are packed without padding, and do not see each other"),
+    # TRL makes None of its default, "auto"
+    Refusal("pad_to_multiple_of", "sequences are packed without padding", 8, applies=bool),
+    Refusal("dataset_num_proc", "one process of each node tokenises; `ds-hydra lengths --num-proc` uses more", 2),
+)  # fmt: skip
+"""Fields of TRL's SFTConfig that change nothing."""
 
-_SFT_REFUSED = {
-    "packing": _ELSEWHERE["packing"],
-    "eval_packing": _ELSEWHERE["packing"],
-    "loss_type": f"{_OWN_LOSS}; set it to 'nll'",
-    "activation_offloading": "set hydra.activation_checkpointing instead",
-    "shuffle_dataset": "leave it out: hydra.shuffle mixes the rows anew in every epoch",
-    "model_init_kwargs": _ELSEWHERE["model_init_kwargs"],
-    "chat_template_path": "set processing_class.chat_template",
-    "eos_token": "set processing_class.eos_token",
-    "pad_token": "leave it out: sequences are packed without padding",
-    "dataset_kwargs": "prepare train_dataset before: input_ids with labels, assistant_masks or completion_mask are "
-    "taken as they are",
-}
-"""Fields of TRL's SFTConfig that would change training, with advice; so would those that are not
-named here.
-"""
+SFT_REFUSED = (
+    *each("packing eval_packing", _PACKING),
+    Refusal(
+        "loss_type", f"{_OWN_LOSS}; set it to 'nll'", "dft", "nll",
+        lambda kind: kind not in ("nll", "chunked_nll"),  # the same number, computed in parts
+    ),
+    Refusal("activation_offloading", "layers are checkpointed; set hydra.activation_checkpointing instead"),
+    Refusal("shuffle_dataset", "hydra.shuffle mixes the rows anew in every epoch; leave it out"),
+    Refusal("model_init_kwargs", _LOADED),
+    Refusal("chat_template_path", "the tokenizer has it; set processing_class.chat_template"),
+    Refusal("eos_token", "the tokenizer has it; set processing_class.eos_token"),
+    Refusal("pad_token", "sequences are packed without padding; leave it out"),
+    Refusal(
+        "dataset_kwargs", "rows are read as they are; prepare train_dataset before: input_ids with labels, "
+        "assistant_masks or completion_mask",
+    ),
+)  # fmt: skip
+"""Fields of TRL's SFTConfig that would change training; so would those that no table names."""
 
 _BY_MATRIX = {
     "adafactor": "moments are not factored",
@@ -114,20 +156,13 @@ _BY_MATRIX = {
 
 _OF_JSON = {
     "optimizer": {
-        "optim": "",
-        "optim_args": "",
-        "learning_rate": "lr",
-        "weight_decay": "weight_decay",
-        "adam_beta1": "betas",
-        "adam_beta2": "betas",
-        "adam_epsilon": "eps",
+        "optim": "", "optim_args": "", "learning_rate": "lr", "weight_decay": "weight_decay",
+        "adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps",
     },
     "scheduler": {
-        "lr_scheduler_type": "",
-        "lr_scheduler_kwargs": "",
-        "warmup_steps": "warmup_num_steps",
+        "lr_scheduler_type": "", "lr_scheduler_kwargs": "", "warmup_steps": "warmup_num_steps"
     },
-}
+}  # fmt: skip
 """Arguments that transformers does not read where the JSON has such a section, but for the named
 parameter of it.
 """
@@ -152,16 +187,10 @@ _PADDING_COLLATORS = (
 def check_arguments(args: TrainingArguments, note: Note) -> None:
     """Raise HydraConfigError for arguments that are not honoured; `note` those without effect."""
     check_common_arguments(args, note, problems=_find_refused_of_trl(args))
-    if args.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
-        note(
-            f"TrainingArguments.train_sampling_strategy={args.train_sampling_strategy!r} has no effect: global batches "
-            "are random, and the plan balances their sequences"
-        )
-    for name, value in _set_fields_of_trl(args).items():
-        if name in _SFT_WITHOUT_EFFECT:
-            note(
-                f"{type(args).__name__}.{name}={value!r} has no effect: {_SFT_WITHOUT_EFFECT[name]}"
-            )
+    given = _set_fields_of_trl(args)
+    for row in SFT_WITHOUT_EFFECT:
+        if row.name in given and row.applies_to(given[row.name]):
+            note(f"{type(args).__name__}.{row.name}={given[row.name]!r} has no effect: {row.text}")
 
 
 def check_common_arguments(
@@ -174,15 +203,13 @@ def check_common_arguments(
     """Refuse arguments that no Trainer honours, except `honoured`, and report the Trainer's own
     `problems`, in one HydraConfigError. `note` gets those without effect.
     """
-    if found := [*_find_refused(args, honoured), *problems]:
-        raise HydraConfigError(
-            "\n  ".join([f"these {type(args).__name__} are not supported:", *found])
-        )
-    for name, why in WITHOUT_EFFECT.items():
-        if name not in honoured and _is_set(args, name):
+    found = [*_find_refused(args, honoured), *problems]
+    refuse_all(f"these {type(args).__name__} are not supported:", found)
+    set_ones = (row for row in WITHOUT_EFFECT if _is_set(args, row.name))
+    unused = [(row.name, row.text) for row in set_ones if row.applies_to(getattr(args, row.name))]
+    for name, why in (*unused, *_find_unread(args)):
+        if name not in honoured:
             note(f"TrainingArguments.{name} has no effect: {why}")
-    for name, why in _find_unread(args):
-        note(f"TrainingArguments.{name} has no effect: {why}")
     if (optim := _optim(args)) in _BY_MATRIX and not _has_own_optimizer(args):
         note(
             f"optim={optim!r} takes the flat shards of ZeRO-3 for its matrices: {_BY_MATRIX[optim]}, and steps "
@@ -190,12 +217,10 @@ def check_common_arguments(
         )
 
 
-def check_elsewhere(given: Iterable[str]) -> None:
+def check_elsewhere(given: Collection[str]) -> None:
     """Raise HydraConfigError for arguments of TRL's SFTTrainer that HydraTrainer does not take."""
-    if problems := [f"{name}: {_ELSEWHERE[name]}" for name in given if name in _ELSEWHERE]:
-        raise HydraConfigError(
-            "\n  ".join(["HydraTrainer does not take these arguments:", *problems])
-        )
+    problems = [f"{row.name}: {row.text}" for row in ELSEWHERE if row.name in given]
+    refuse_all("HydraTrainer does not take these arguments:", problems)
 
 
 def read_loss_option(args: TrainingArguments, name: str, given: bool | None) -> bool | None:
@@ -371,25 +396,18 @@ def _computes(optim: str, kind: str) -> bool:
 
 
 def _find_refused(args: TrainingArguments, honoured: Collection[str]) -> Iterator[str]:
-    for name, why in REFUSED.items():
-        if name not in honoured and _is_set(args, name):
-            yield f"{name}={getattr(args, name)!r}: {why}"
-    optim = _optim(args)
-    if optim in ("lomo", "adalomo") or optim.endswith("_layerwise"):
-        yield f"optim={optim!r} steps inside of backward; use optim='adamw_torch' or an optimizer in the JSON"
-    if optim.startswith(("galore", "apollo", "schedule_free")) and not _has_own_optimizer(args):
-        yield (
-            f"optim={optim!r} projects whole matrices, or averages weights between train() and eval() of its own, and "
-            "ZeRO-3 gives it flat shards; use optim='adamw_torch' or an optimizer in the JSON"
-        )
-    if any(getattr(option, "value", option) == "underflow_overflow" for option in args.debug):
-        yield f"debug='underflow_overflow': {_OWN_LAYERS}, where its hooks are not called; leave it out"
-    checkpointing = args.activation_checkpointing_kwargs or args.gradient_checkpointing_kwargs or {}
-    if unsupported := sorted({"every_n_layers", "offload"} & set(checkpointing)):
-        yield (
-            f"activation_checkpointing_kwargs with {', '.join(unsupported)}: every layer is checkpointed on the "
-            "device; leave them out"
-        )
+    for row in REFUSED:
+        is_replaced = row is _OF_MATRICES and _has_own_optimizer(args)
+        if row.name not in honoured and not is_replaced:
+            value = _plain(getattr(args, row.name))
+            yield from filter(None, [row.find_problem(value, _DEFAULTS[row.name])])
+
+
+def _plain(value: Any) -> Any:
+    """The value as a user writes it: of an option its text, of several their texts."""
+    if isinstance(value, list):
+        return " ".join(str(_plain(option)) for option in value)
+    return getattr(value, "value", value)
 
 
 def _find_refused_of_trl(args: TrainingArguments) -> Iterator[str]:
@@ -399,12 +417,12 @@ def _find_refused_of_trl(args: TrainingArguments) -> Iterator[str]:
             "SFTConfig, or a trainer of ds_hydra.trl"
         )
         return
-    known = {*_SFT_HONOURED, *_SFT_KEYS, *_SFT_WITHOUT_EFFECT}
+    known = {*_SFT_HONOURED, *_SFT_KEYS, *(row.name for row in SFT_WITHOUT_EFFECT)}
+    refused = {row.name: row for row in SFT_REFUSED}
     for name, value in _set_fields_of_trl(args).items():
-        if name == "loss_type" and value == "chunked_nll":
-            continue  # the same number, computed in parts
-        if name not in known:
-            yield f"{name}={value!r}: {_SFT_REFUSED.get(name, 'HydraTrainer does not read it; leave it out')}"
+        row = refused.get(name, Refusal(name, "HydraTrainer does not read it; leave it out"))
+        if name not in known and row.applies_to(value):
+            yield row.describe(value)
 
 
 def _is_of_trl(args: TrainingArguments) -> bool:
@@ -419,62 +437,57 @@ def _set_fields_of_trl(args: TrainingArguments) -> dict[str, Any]:
 
 
 def _is_set(args: TrainingArguments, name: str) -> bool:
-    value, default = getattr(args, name), _DEFAULTS[name]
-    return value != default and not (not value and not default)  # "", [], None and False all say no
+    return is_set(getattr(args, name), _DEFAULTS[name])
 
 
-_OWN_GLOBAL_BATCHES = (
-    "the engine draws, plans and packs global batches itself; choose rows and their order with _get_train_sampler(), "
-    "and put what else it computes into train_dataset"
-)
-_OWN_BATCHES = "batches never pass through the Trainer; put what it computes into train_dataset"
 _LOSS_IN_LAST_STAGE = (
     "the loss is computed inside the last pipeline stage, as the cross entropy averaged over all label tokens of "
     "the iteration; leave it out"
 )
-_OWN_EVALUATION = "rows are evaluated in the order of eval_dataset; select them there"
 
-NOT_CALLED = {
-    "get_train_dataloader": _OWN_GLOBAL_BATCHES,
-    "_get_dataloader": _OWN_GLOBAL_BATCHES,
-    "_remove_unused_columns": _OWN_GLOBAL_BATCHES,
-    "_get_collator_with_removed_columns": _OWN_GLOBAL_BATCHES,
-    "_set_signature_columns_if_needed": _OWN_GLOBAL_BATCHES,
-    "_get_eval_sampler": _OWN_EVALUATION,
-    "get_batch_samples": _OWN_BATCHES,
-    "_get_num_items_in_batch": _OWN_BATCHES,
-    "_prepare_input": _OWN_BATCHES,
-    "_prepare_inputs": _OWN_BATCHES,
-    "_prepare_context_parallel_inputs": _OWN_BATCHES,
-    "create_optimizer_and_scheduler": "DeepSpeed asks for each by itself; override create_optimizer() and "
-    "create_scheduler()",
-    "training_step": _LOSS_IN_LAST_STAGE,
-    "compute_loss": _LOSS_IN_LAST_STAGE,
-    "compute_loss_context_manager": _LOSS_IN_LAST_STAGE,
-    "autocast_smart_context_manager": _LOSS_IN_LAST_STAGE,
-    "get_total_train_batch_size": "hydra.tokens_per_iteration decides how many sequences there are in one",
-}
-"""Names of transformers 5; a test compares them with the calls of its Trainer."""
+NOT_CALLED = (
+    *each(
+        "get_train_dataloader _get_dataloader _remove_unused_columns _get_collator_with_removed_columns "
+        "_set_signature_columns_if_needed",
+        "the engine draws, plans and packs global batches itself; choose rows and their order with "
+        "_get_train_sampler(), and put what else it computes into train_dataset",
+    ),
+    Refusal("_get_eval_sampler", "rows are evaluated in the order of eval_dataset; select them there"),
+    *each(
+        "get_batch_samples _get_num_items_in_batch _prepare_input _prepare_inputs _prepare_context_parallel_inputs",
+        "batches never pass through the Trainer; put what it computes into train_dataset",
+    ),
+    Refusal(
+        "create_optimizer_and_scheduler",
+        "DeepSpeed asks for each by itself; override create_optimizer() and create_scheduler()",
+    ),
+    *each(
+        "training_step compute_loss compute_loss_context_manager autocast_smart_context_manager", _LOSS_IN_LAST_STAGE
+    ),
+    Refusal(
+        "get_total_train_batch_size",
+        "hydra.tokens_per_iteration decides how many sequences there are in one; leave it out",
+    ),
+)  # fmt: skip
+"""Methods of transformers 5 that a run does not call; a test compares them with the calls of its
+Trainer.
+"""
 
 _STOCK = dict(vars(Trainer))
 
 
 def check_overrides(
-    trainer: Any, not_called: Mapping[str, str] = NOT_CALLED, others: Iterable[str] = ()
+    trainer: Any, not_called: Sequence[Refusal] = NOT_CALLED, others: Iterable[str] = ()
 ) -> None:
     """Raise HydraConfigError where `trainer` has its own version of something that is not called;
     `others` are problems of the same kind.
 
     A method may come from a subclass, or have been set on the trainer or on transformers.Trainer.
     """
-    problems = [
-        f"{name}(): {why}" for name, why in not_called.items() if is_overridden(trainer, name)
-    ]
-    problems += [*_find_shadowed(trainer, not_called), *others]
-    if problems:
-        raise HydraConfigError(
-            "\n  ".join([f"{type(trainer).__name__} overrides what would not be used:", *problems])
-        )
+    overridden = [row for row in not_called if is_overridden(trainer, row.name)]
+    problems = [f"{row.name}(): {row.text}" for row in overridden]
+    problems += [*_find_shadowed(trainer, {row.name for row in not_called}), *others]
+    refuse_all(f"{type(trainer).__name__} overrides what would not be used:", problems)
 
 
 def is_overridden(trainer: Any, *names: str) -> bool:
@@ -494,7 +507,7 @@ def _is_known(kind: type) -> bool:
     return kind in Trainer.__mro__ or kind.__module__.partition(".")[0] in ("ds_hydra", "trl")
 
 
-def _find_shadowed(trainer: Any, not_called: Mapping[str, str]) -> Iterator[str]:
+def _find_shadowed(trainer: Any, not_called: Collection[str]) -> Iterator[str]:
     """Methods of the user's that stand behind those of ds_hydra among the bases, and that these
     replace.
     """

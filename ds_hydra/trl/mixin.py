@@ -45,6 +45,7 @@ from ds_hydra.engine.model.held_models import check_free
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import no_bars_in_files
+from ds_hydra.refusals import Refusal, each
 from ds_hydra.sampler.data.dataset import check_dataset_columns
 from ds_hydra.sampler.data.sft import OF_OTHER_TOOLS, check_counts, render_chat
 from ds_hydra.trainer.arguments import (
@@ -483,7 +484,7 @@ class HydraGRPOTrainer(HydraMixin, GRPOTrainer):
 
 OF_THE_LOOP = frozenset(
     (
-        "gradient_accumulation_steps", "per_device_train_batch_size",
+        "gradient_accumulation_steps", "per_device_train_batch_size", "train_sampling_strategy",
         "average_tokens_across_devices", "dataloader_drop_last", "dataloader_num_workers",
         "dataloader_prefetch_factor", "dataloader_persistent_workers",
         "dataloader_multiprocessing_context", "dataloader_in_order",
@@ -491,12 +492,21 @@ OF_THE_LOOP = frozenset(
 )  # fmt: skip
 """Arguments of transformers that HydraTrainer refuses or reports, and that are honoured here."""
 
-_REFUSED = {
-    "activation_offloading": "set gradient_checkpointing=True (hydra.activation_checkpointing) instead",
-    "use_weighting": "its weights need the sum of squared probabilities, which is not computed; leave it out",
-    "cast_lm_head_to_fp32": "log-probabilities are computed in fp32 from the logits of the model's dtype; leave it out",
-}
-"""Fields of TRL's configurations that would change training, with advice."""
+REFUSED = (
+    Refusal(
+        "activation_offloading",
+        "layers are checkpointed; set gradient_checkpointing=True (hydra.activation_checkpointing) instead",
+    ),
+    Refusal(
+        "use_weighting",
+        "its weights need the sum of squared probabilities, which is not computed; leave it out",
+    ),
+    Refusal(
+        "cast_lm_head_to_fp32",
+        "log-probabilities are computed in fp32 from the logits of the model's dtype; leave it out",
+    ),
+)
+"""Fields of TRL's configurations that would change training."""
 
 DS_CONFIG = {
     "zero_optimization": {"stage": 3},
@@ -565,29 +575,20 @@ def check_trainer(kind: type) -> None:
         )
 
 
-_IN_THE_ENGINE = (
-    "passes of training run inside the engine, in the dtype of the DeepSpeed JSON; leave it out"
+NOT_CALLED_OF_TRL = (
+    *each(
+        "compute_loss_context_manager autocast_smart_context_manager _prepare_context_parallel_inputs",
+        "passes of training run inside the engine, in the dtype of the DeepSpeed JSON; leave it out",
+    ),
+    *(row for row in NOT_CALLED if row.name == "create_optimizer_and_scheduler"),
 )
-NOT_CALLED_OF_TRL = {
-    "compute_loss_context_manager": _IN_THE_ENGINE,
-    "autocast_smart_context_manager": _IN_THE_ENGINE,
-    "_prepare_context_parallel_inputs": _IN_THE_ENGINE,
-    "create_optimizer_and_scheduler": NOT_CALLED["create_optimizer_and_scheduler"],
-}
-"""Names of transformers 5 that stock trainers of TRL call in training and those on HydraMixin do
-not, with advice.
-"""
+"""Methods that stock trainers of TRL call in training and those on HydraMixin do not."""
 
 
 def check_trl_arguments(args: TrainingArguments, note: Note) -> None:
     """Raise HydraConfigError for settings not honoured; `note` those without effect."""
-    check_common_arguments(args, note, problems=_find_refused(args), honoured=OF_THE_LOOP)
-
-
-def _find_refused(args: TrainingArguments) -> Iterator[str]:
-    for name, why in _REFUSED.items():
-        if value := getattr(args, name, None):
-            yield f"{name}={value!r}: {why}"
+    problems = (row.find_problem(getattr(args, row.name, None)) for row in REFUSED)
+    check_common_arguments(args, note, problems=filter(None, problems), honoured=OF_THE_LOOP)
 
 
 _READ = ("seq_lengths",)

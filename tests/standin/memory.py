@@ -135,7 +135,7 @@ def measured_profile() -> dict[str, Any]:
         hydra={
             "context_length": 64,
             "strategies": ["2x<1,1>", "1x<1,2>"],
-            "profiling": {"repeats": 1, "warmup": 0, "lengths": [16, 32, 64]},
+            "profiling": {"repeats": 1, "lengths": [16, 32, 64]},
             "tokens_per_iteration": 4096,
         },
     )

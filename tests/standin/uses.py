@@ -122,7 +122,7 @@ def trainer() -> dict[str, Any]:
         logged = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
         return logged, resumed
 
-    profiling = {"repeats": 1, "warmup": 0, "lengths": [16, 32, 64]}
+    profiling = {"repeats": 1, "lengths": [16, 32, 64]}
     with environment, known:
         hydra = {"profile": None, "strategies": None, "profiling": profiling, "context_length": 64}
         measured, _ = losses(save_strategy="no", save_steps=9, hydra=hydra)

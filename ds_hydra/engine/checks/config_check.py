@@ -254,26 +254,20 @@ class _Budget:
             )
 
     def _check_paths(self) -> None:
-        folder = self._hydra.run_dir
-        if (
+        folder, tokenizer, found = self._hydra.run_dir, self._hydra.tokenizer, self._report.problems
+        if folder is not None and Path(folder).is_file():
+            found.append(f"hydra.run_dir is {folder!r}, which is a file; name a folder")
+        elif (
             folder is not None
             and Path(folder).exists()
             and not os.access(folder, os.W_OK | os.X_OK)
         ):
-            self._report.problems.append(
+            found.append(
                 f"hydra.run_dir is {folder!r}, which is no folder that can be written; name another one"
             )
-        if folder is not None and Path(folder).is_file():
-            self._report.problems.append(
-                f"hydra.run_dir is {folder!r}, which is a file; name a folder"
-            )
-        tokenizer = self._hydra.tokenizer
-        if (
-            tokenizer is not None
-            and tokenizer.startswith((".", "/"))
-            and not Path(tokenizer).exists()
-        ):
-            self._report.problems.append(
+        is_path = tokenizer is not None and tokenizer.startswith((".", "/"))
+        if is_path and not Path(str(tokenizer)).exists():
+            found.append(
                 f"hydra.tokenizer is {tokenizer!r}, which does not exist; name a folder with a tokenizer or a hub id"
             )
 

@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ds_hydra.engine.model.adapters import SUMMED, split_style
 from ds_hydra.engine.parallel import tensor_parallel
 from ds_hydra.errors import UnsupportedModelError
+from ds_hydra.refusals import Refusal, each
 from ds_hydra.zero_link import ParamSpec, Slicing
 
 
@@ -194,6 +195,23 @@ def with_holders(
     return [*modules, *holders]
 
 
+CONFIG_REFUSED = (
+    Refusal("is_encoder_decoder", "a decoder's sequences are what is planned; use a decoder-only model"),
+    Refusal(
+        "return_dict", "outputs are read by their names; set model.config.return_dict to True", False, True,
+        lambda value: value is False,
+    ),
+    *each(
+        "expert_capacity capacity_factor",
+        "which tokens an expert drops would depend on the strategy; set it to None in model.config, or use a model "
+        "that drops none", 64,
+    ),
+    Refusal(
+        "use_bidirectional_attention", "attention is causal; set it to None in model.config", "all",
+        applies=lambda value: value in (True, "all"),
+    ),
+)  # fmt: skip
+"""Values of a model's configuration."""
 _OF_OTHER_HEADS = ("summary_", "classifier_")
 _NOISE = ("dropout", "pdrop", "drop_path", "drop_prob", "layerdrop", "jitter")
 """Words in the names of settings for the strength of a model's noise."""
@@ -218,26 +236,17 @@ def check_supported(model: nn.Module) -> None:
 
 
 def _problems(model: nn.Module, config: Any, base_config: Any) -> Iterator[str]:
-    if getattr(config, "is_encoder_decoder", False):
-        yield "encoder-decoder models are not supported; use a decoder-only model"
+    for known in {id(c): c for c in (config, base_config)}.values():
+        for row in CONFIG_REFUSED:
+            yield from filter(None, [row.find_problem(getattr(known, row.name, None))])
     if problem := find_other_inputs(config):
         yield problem
-    if vars(config).get("return_dict", True) is False:
-        yield "return_dict is false in its configuration; set model.config.return_dict to True"
     try:
         DecoderParts.find(model)
     except LookupError as error:
         yield str(error)
-    for key, value in vars(base_config).items():
-        if key in ("expert_capacity", "capacity_factor") and value:
-            yield (
-                f"{key} = {value}: which tokens an expert drops would depend on the strategy; set it to None in "
-                "model.config, or use a model that drops none"
-            )
     if problem := _find_noise(model, base_config):
         yield problem
-    if getattr(base_config, "use_bidirectional_attention", None) in (True, "all"):
-        yield "bidirectional attention is not supported; set use_bidirectional_attention to None"
     if problem := find_loss_problem(model):
         yield problem
     streams = getattr(base_config, "ngram", 1) if hasattr(base_config, "disable_ngram_loss") else 1

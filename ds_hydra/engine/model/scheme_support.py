@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -17,7 +17,7 @@ from ds_hydra.engine.model.stage_model import ModelAbilities, StageModel
 from ds_hydra.engine.parallel.tensor_parallel import GATHERED, SPLIT, STYLES
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme
-from ds_hydra.zero_link import ParamSpec, Slicing
+from ds_hydra.zero_link import Slicing
 
 
 def check_context(abilities: ModelAbilities, config: Any, context_length: int) -> None:
@@ -52,70 +52,18 @@ def can_run(of: StageModel, scheme: Scheme) -> bool:
 
 def check_scheme(of: StageModel, scheme: Scheme) -> None:
     """Raise HydraConfigError where the model `of` a stage model cannot run under `scheme`, naming
-    degrees that work.
+    degrees that work; UnsupportedModelError where no other degree would.
     """
     scheme.check_layers(of.num_layers)
-    name = type(of.model).__name__
-    _check_abilities(scheme, of.abilities, name)
-    if scheme.gather:
-        _check_layers_gathered(scheme, of, name)
-    if scheme.ckpt:
-        _check_checkpointing(scheme, of, name)
-    if scheme.pp > 1 and of.no_pp_because:
-        raise UnsupportedModelError(
-            f"scheme {scheme}: the layers of {name} cannot be split into stages, because {of.no_pp_because}; use PP 1 "
-            "in hydra.strategies"
-        )
+    for kind, found in (
+        (UnsupportedModelError, _find_of_layers(scheme, of)),
+        (UnsupportedModelError, _find_of_tensor_parallel(scheme, of)),
+        (HydraConfigError, _find_degrees(scheme, of)),
+    ):
+        for problem in found:
+            raise kind(f"scheme {scheme}: {problem} in hydra.strategies")
     if scheme.tp > 1:
-        _check_tensor_parallel(scheme, of, name)
-    if scheme.sp > 1:
-        _check_sequence_parallel(scheme, of.config)
-    if scheme.ep > 1:
-        _check_expert_parallel(scheme, name, of.specs)
-
-
-def _check_abilities(scheme: Scheme, abilities: ModelAbilities, name: str) -> None:
-    """Refuse more than whole layers where sequences run one after the other, or states pass from
-    token to token.
-    """
-    if abilities.boundaries_because and (scheme.tp > 1 or scheme.sp > 1 or scheme.cp > 1):
-        raise UnsupportedModelError(
-            f"scheme {scheme}: states pass from token to token in {name}, because {abilities.boundaries_because}; use "
-            "TP 1, SP 1 and CP 1 in hydra.strategies"
-        )
-    if abilities.one_by_one_because and (scheme.tp > 1 or scheme.sp > 1 or scheme.cp > 1):
-        raise UnsupportedModelError(
-            f"scheme {scheme}: {name} runs the sequences of a micro-batch one after the other, because "
-            f"{abilities.one_by_one_because}; use TP 1, SP 1 and CP 1 in hydra.strategies"
-        )
-
-
-def _check_layers_gathered(scheme: Scheme, of: StageModel, name: str) -> None:
-    """Refuse layers that cannot come and go as `gather` wants it: each is read once in forward and
-    once in backward.
-    """
-    because = of.abilities.no_gather_because or (NOT_ONCE if of.no_pp_because == NOT_ONCE else "")
-    if of.abilities.one_by_one_because:
-        because = f"it runs sequences one after the other ({of.abilities.one_by_one_because})"
-    elif not of.has_plain_embedding:
-        because = because or "it has more than an embedding before its layers"
-    if because:
-        raise UnsupportedModelError(
-            f"scheme {scheme}: the layers of {name} cannot come and go, because {because}; leave gather out "
-            "of hydra.strategies"
-        )
-
-
-def _check_sequence_parallel(scheme: Scheme, config: Any) -> None:
-    """Refuse degrees that do not divide the heads."""
-    heads = config.num_attention_heads
-    if heads % (scheme.sp * scheme.tp):
-        works = [d for d in range(1, heads + 1) if heads % (d * scheme.tp) == 0]
-        raise HydraConfigError(
-            f"scheme {scheme}: SP {scheme.sp} x TP {scheme.tp} = {scheme.sp * scheme.tp} does not divide the "
-            f"model's {heads} attention heads; use SP {', '.join(map(str, works))} with TP {scheme.tp} in "
-            "hydra.strategies"
-        )
+        of.float8.check_scheme(scheme)
 
 
 def check_context_parallel(scheme: Scheme, context_length: int) -> None:
@@ -127,104 +75,97 @@ def check_context_parallel(scheme: Scheme, context_length: int) -> None:
         )
 
 
-def _check_tensor_parallel(scheme: Scheme, of: StageModel, name: str) -> None:
-    """Refuse degrees that do not divide the heads, and layers that the tp plan does not slice."""
-    model = of.model
-    if not of.after_head.splits_by_column:
-        raise UnsupportedModelError(
-            f"scheme {scheme}: what {name} makes of its head's output depends on more than each of its columns, which "
-            "TP splits: on others, on a parameter or on a buffer; use TP 1 in hydra.strategies"
+def _find_of_layers(scheme: Scheme, of: StageModel) -> Iterator[str]:
+    """Find reasons, each with advice, that layers of the model cannot run as a scheme wants it."""
+    name, abilities = type(of.model).__name__, of.abilities
+    is_shared = scheme.tp > 1 or scheme.sp > 1 or scheme.cp > 1
+    one_by_one = abilities.one_by_one_because
+    if abilities.boundaries_because and is_shared:
+        yield (
+            f"states pass from token to token in {name}, because {abilities.boundaries_because}; use TP 1, SP 1 and "
+            "CP 1"
         )
-    if not tp_plan(model):
-        raise UnsupportedModelError(
-            f"scheme {scheme}: transformers ships no base_model_tp_plan for {name}, which would say how its layers "
-            "are sliced; use TP 1 in hydra.strategies"
+    if one_by_one and is_shared:
+        yield (
+            f"{name} runs the sequences of a micro-batch one after the other, because {one_by_one}; use TP 1, SP 1 and "
+            "CP 1"
         )
-    if any(getattr(model.base_model.config, "activation_sparsity_pattern", None) or ()):
-        raise UnsupportedModelError(
-            f"scheme {scheme}: activations of {name} depend on all features of a layer "
-            "(activation_sparsity_pattern), which TP cuts; use TP 1 in hydra.strategies"
-        )
-    _check_heads(scheme, model.base_model.config)
-    _check_equal_layers(scheme, model)
-    _check_features(scheme, model.base_model)
-    _check_linears(scheme, model.base_model)
-    _check_widths(scheme, of.specs)
-    if of.unplanned:
-        raise UnsupportedModelError(
-            f"scheme {scheme}: parameters {', '.join(of.unplanned[:3])} are used between sliced layers, but "
-            f"the tp plan of {name} does not say how; use TP 1 in hydra.strategies"
-        )
-    refused = [f"{m} ({s})" for m, s in tp_plan(model).items() if s not in STYLES]
-    if refused:
-        raise UnsupportedModelError(
-            f"scheme {scheme}: the tp plan of {name} has styles that ds_hydra does not run, "
-            f"as for fused weights: {', '.join(refused)}; use TP 1 in hydra.strategies"
-        )
-    of.float8.check_scheme(scheme)
+    if scheme.gather and (because := _not_gathered_because(of)):
+        yield f"the layers of {name} cannot come and go, because {because}; leave gather out"
+    if scheme.ckpt and not all(
+        isinstance(layer, GradientCheckpointingLayer) for layer in of.layers
+    ):
+        yield f"transformers cannot checkpoint the layers of {name}; leave ckpt out"
+    if scheme.pp > 1 and of.no_pp_because:
+        yield f"the layers of {name} cannot be split into stages, because {of.no_pp_because}; use PP 1"
+    if scheme.ep > 1 and not any(spec.num_experts for spec in of.specs):
+        yield f"{name} has no experts that its ep plan shares; leave ep out"
 
 
-def _check_heads(scheme: Scheme, config: Any) -> None:
-    heads, kv_heads = config.num_attention_heads, num_kv_heads(config)
-    divisors = [d for d in range(1, heads + 1) if heads % d == 0]
-    if heads % scheme.tp:
-        raise HydraConfigError(
-            f"scheme {scheme}: TP {scheme.tp} does not divide the model's {heads} attention heads; "
-            f"use TP {', '.join(map(str, divisors))} in hydra.strategies"
-        )
-    if kv_heads % scheme.tp and scheme.tp % kv_heads:
-        works = [d for d in divisors if kv_heads % d == 0 or d % kv_heads == 0]
-        raise HydraConfigError(
-            f"scheme {scheme}: TP {scheme.tp} and the model's {kv_heads} key-value heads do not divide "
-            f"each other; use TP {', '.join(map(str, works))} in hydra.strategies"
-        )
-
-
-def _check_equal_layers(scheme: Scheme, model: nn.Module) -> None:
-    """Refuse key-value heads whose number differs between layers: the configuration has one."""
-    widths = {
-        module.out_features
-        for module, (style, name) in module_styles(model.base_model)
-        if style == "colwise" and name == "k_proj"
-    }
-    if len(widths) > 1:
-        raise UnsupportedModelError(
-            f"scheme {scheme}: layers of {type(model).__name__} have keys of {', '.join(map(str, sorted(widths)))} "
-            "features, and TP cuts those of all layers alike; use TP 1 in hydra.strategies"
-        )
-
-
-def _check_features(scheme: Scheme, base: nn.Module) -> None:
-    """Refuse features that are gathered or split in unequal parts."""
-    for module, (style, name) in module_styles(base):
-        if style not in (GATHERED, SPLIT):
-            continue
-        width = module.out_features if style == GATHERED else module.in_features
-        if width % scheme.tp:
-            raise HydraConfigError(
-                f"scheme {scheme}: TP {scheme.tp} does not divide the {width} features that the tp plan of "
-                f"{type(base).__name__} exchanges whole at {name}; use TP that does in hydra.strategies"
-            )
-
-
-def _check_linears(scheme: Scheme, base: nn.Module) -> None:
-    """Refuse cut linear layers whose forward is neither torch's nor of the family that the tp plan
-    is for: what they make of a slice need not be a part of what they make of the whole.
+def _not_gathered_because(of: StageModel) -> str:
+    """Reason that layers cannot come and go as `gather` wants it: each is read once in forward and
+    once in backward.
     """
-    for module, (style, name) in module_styles(base):
-        if style not in STYLES or not STYLES[style].side:
-            continue
+    abilities = of.abilities
+    if abilities.one_by_one_because:
+        return f"it runs sequences one after the other ({abilities.one_by_one_because})"
+    once = NOT_ONCE if of.no_pp_because == NOT_ONCE else ""
+    more = "" if of.has_plain_embedding else "it has more than an embedding before its layers"
+    return abilities.no_gather_because or once or more
+
+
+def _find_of_tensor_parallel(scheme: Scheme, of: StageModel) -> Iterator[str]:
+    """Find reasons that the model's layers cannot be cut, whatever the degree."""
+    if scheme.tp == 1:
+        return
+    for reason in _find_uncut(of, tp_plan(of.model), of.model.base_model):
+        yield f"{reason}; use TP 1"
+
+
+def _find_uncut(of: StageModel, plan: Mapping[str, str], base: nn.Module) -> Iterator[str]:
+    name = type(of.model).__name__
+    if not of.after_head.splits_by_column:
+        yield (
+            f"what {name} makes of its head's output depends on more than each of its columns, which TP splits: on "
+            "others, on a parameter or on a buffer"
+        )
+    if not plan:
+        yield f"transformers ships no base_model_tp_plan for {name}, which would say how its layers are sliced"
+    if any(getattr(base.config, "activation_sparsity_pattern", None) or ()):
+        yield (
+            f"activations of {name} depend on all features of a layer (activation_sparsity_pattern), which TP cuts"
+        )
+    modules = list(module_styles(base))
+    # The configuration has one number of key-value heads
+    keys = {m.out_features for m, style in modules if style == ("colwise", "k_proj")}
+    if len(keys) > 1:
+        yield (
+            f"layers of {name} have keys of {', '.join(map(str, sorted(keys)))} features, and TP cuts those of all "
+            "layers alike"
+        )
+    for module, (style, part) in modules:
         linear = module.base_layer if is_lora(module) else module
-        if isinstance(linear, nn.Linear) and _has_foreign_forward(linear):
+        is_cut = style in STYLES and STYLES[style].side and isinstance(linear, nn.Linear)
+        # What it makes of a slice need not be a part of what it makes of the whole
+        if is_cut and _has_foreign_forward(linear):
             kind = type(linear)
-            raise UnsupportedModelError(
-                f"scheme {scheme}: {name} of {type(base).__name__} is a {kind.__name__} of {kind.__module__} with a "
-                "forward of its own, which on a slice of its features may compute another number, as scales of "
-                "quantisation are; use TP 1 in hydra.strategies"
+            yield (
+                f"{part} of {type(base).__name__} is a {kind.__name__} of {kind.__module__} with a forward of its own, "
+                "which on a slice of its features may compute another number, as scales of quantisation are"
             )
+    if of.unplanned:
+        yield (
+            f"parameters {', '.join(of.unplanned[:3])} are used between sliced layers, but the tp plan of {name} does "
+            "not say how"
+        )
+    if refused := [f"{m} ({s})" for m, s in plan.items() if s not in STYLES]:
+        yield (
+            f"the tp plan of {name} has styles that ds_hydra does not run, as for fused weights: {', '.join(refused)}"
+        )
 
 
 def _has_foreign_forward(linear: nn.Linear) -> bool:
+    """Whether a forward is neither torch's nor of the family that the tp plan is for."""
     if isinstance(vars(linear).get("forward"), MethodType | partial):  # set by a user
         return True
     owner = next(kind for kind in type(linear).__mro__ if "forward" in vars(kind))
@@ -232,44 +173,60 @@ def _has_foreign_forward(linear: nn.Linear) -> bool:
     return not owner.__module__.startswith(known)
 
 
-def _check_widths(scheme: Scheme, specs: Sequence[ParamSpec]) -> None:
-    """Refuse a TP group in which a rank would have nothing of a parameter."""
-    for spec in specs:
-        if scheme.ep > 1 and spec.num_experts:  # whole ones
-            continue
-        if spec.slicing is Slicing.ROWWISE and scheme.tp > spec.num_steps:
-            raise HydraConfigError(
-                f"scheme {scheme}: {spec.fqn} of width {spec.shape[spec.cut_dim] // spec.num_packed} is cut into at "
-                f"most {spec.num_steps} parts, fewer than TP {scheme.tp}; use TP {spec.num_steps} or less in "
-                "hydra.strategies"
+def _find_degrees(scheme: Scheme, of: StageModel) -> Iterator[str]:
+    """Find degrees that do not divide what they share, with those that do."""
+    tp, sp, ep, config = scheme.tp, scheme.sp, scheme.ep, of.model.base_model.config
+    if scheme.ckpt and any(of.always_checkpointed):
+        yield (
+            "hydra.activation_checkpointing, or the model's own gradient checkpointing, checkpoints layers under every "
+            "scheme; turn it off, or leave ckpt out"
+        )
+    if tp > 1:
+        heads, kv_heads = config.num_attention_heads, num_kv_heads(config)
+        divisors = _divisors(heads, of=sp) or _divisors(heads)
+        works = [d for d in divisors if kv_heads % d == 0 or d % kv_heads == 0]
+        if heads % tp:
+            yield f"TP {tp} does not divide the model's {heads} attention heads; use TP {_listed(divisors)}"
+        if kv_heads % tp and tp % kv_heads:
+            yield (
+                f"TP {tp} and the model's {kv_heads} key-value heads do not divide each other; use TP {_listed(works)}"
+            )
+        yield from _find_odd_widths(scheme, of)
+    if sp > 1 and (heads := of.config.num_attention_heads) % (sp * tp):
+        yield (
+            f"SP {sp} x TP {tp} = {sp * tp} does not divide the model's {heads} attention heads; use SP "
+            f"{_listed(_divisors(heads, of=tp))} with TP {tp}"
+        )
+    for number in {spec.num_experts for spec in of.specs if spec.num_experts}:
+        if number % ep:
+            yield f"ep {ep} does not divide the {number} experts of a layer; use ep {_listed(_divisors(number))}"
+
+
+def _find_odd_widths(scheme: Scheme, of: StageModel) -> Iterator[str]:
+    """Find features that are gathered or split in unequal parts, and parameters of which a rank
+    would have nothing.
+    """
+    base = of.model.base_model
+    for module, (style, part) in module_styles(base):
+        width = {GATHERED: "out_features", SPLIT: "in_features"}.get(style)
+        if width and getattr(module, width) % scheme.tp:
+            yield (
+                f"TP {scheme.tp} does not divide the {getattr(module, width)} features that the tp plan of "
+                f"{type(base).__name__} exchanges whole at {part}; use TP that does"
+            )
+    for spec in of.specs:
+        is_whole = scheme.ep > 1 and spec.num_experts
+        if spec.slicing is Slicing.ROWWISE and scheme.tp > spec.num_steps and not is_whole:
+            yield (
+                f"{spec.fqn} of width {spec.shape[spec.cut_dim] // spec.num_packed} is cut into at most "
+                f"{spec.num_steps} parts, fewer than TP {scheme.tp}; use TP {spec.num_steps} or less"
             )
 
 
-def _check_expert_parallel(scheme: Scheme, name: str, specs: Sequence[ParamSpec]) -> None:
-    """Refuse models without experts that ranks may share, and degrees that do not divide them."""
-    numbers = {spec.num_experts for spec in specs} - {0}
-    if not numbers:
-        raise UnsupportedModelError(
-            f"scheme {scheme}: {name} has no experts that its ep plan shares; leave ep out of hydra.strategies"
-        )
-    for number in numbers:
-        if number % scheme.ep:
-            works = [d for d in range(1, number + 1) if number % d == 0]
-            raise HydraConfigError(
-                f"scheme {scheme}: ep {scheme.ep} does not divide the {number} experts of a layer; use ep "
-                f"{', '.join(map(str, works))} in hydra.strategies"
-            )
+def _divisors(number: int, of: int = 1) -> list[int]:
+    """Numbers whose product with `of` divides `number`."""
+    return [d for d in range(1, number + 1) if number % (d * of) == 0]
 
 
-def _check_checkpointing(scheme: Scheme, of: StageModel, name: str) -> None:
-    """Refuse `ckpt` where it says nothing, because layers are checkpointed anyway, or cannot be."""
-    if any(of.always_checkpointed):
-        raise HydraConfigError(
-            f"scheme {scheme}: hydra.activation_checkpointing, or the model's own gradient checkpointing, "
-            "checkpoints layers under every scheme; turn it off, or leave ckpt out of hydra.strategies"
-        )
-    if not all(isinstance(layer, GradientCheckpointingLayer) for layer in of.layers):
-        raise UnsupportedModelError(
-            f"scheme {scheme}: transformers cannot checkpoint the layers of {name}; leave "
-            "ckpt out of hydra.strategies"
-        )
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +99,10 @@ class SinceStart:
 
     def check(self) -> None:
         """Raise UnsupportedModelError for changes that training cannot follow."""
+        for problem in self._find_changes():
+            raise UnsupportedModelError(problem)
+
+    def _find_changes(self) -> Iterator[str]:
         has_wrappers = "peft" in sys.modules
         for known in self._modules:
             module = known.module
@@ -108,17 +112,15 @@ class SinceStart:
                 or has_wrappers
                 or (module._parameters and not known.is_as_it_was())
             ):
-                self._check_module(known)
+                yield from self._find_changes_of(known)
                 known.remember()
         for name, module, key in self._rates:
-            rate = vars(module).get(key)
-            if rate:
-                raise UnsupportedModelError(
+            if rate := vars(module).get(key):
+                yield (
                     f"{name}.{key} was 0 at the start and is {rate} now: noise of the model itself would depend on "
                     "the strategy; set it back to 0"
                 )
-        if problem := find_loss_problem(self._model):
-            raise UnsupportedModelError(problem)
+        yield from filter(None, [find_loss_problem(self._model)])
 
     def take_changes_outside(self) -> bool:
         """Whether an attribute of a module outside the layers, or of its configuration, or a buffer
@@ -139,55 +141,49 @@ class SinceStart:
             if key not in _SET_BY_LIBRARIES and not key.startswith("ds_")
         ]
 
-    def _check_module(self, known: _Module) -> None:
-        name, module = known.name, known.module
+    def _find_changes_of(self, known: _Module) -> Iterator[str]:
+        name, module, held = known.name, known.module, known.module._parameters
         if module._modules != known.children:
-            raise UnsupportedModelError(
+            yield (
                 f"{name} has other modules than at the start; add or replace modules and adapters before "
                 "ds_hydra.initialize"
             )
-        held = module._parameters
         for key in held.keys() | known.params.keys():
-            if held.get(key) is not known.params.get(key):
-                raise UnsupportedModelError(
+            if (param := held.get(key)) is not known.params.get(key):
+                yield (
                     f"{name}.{key} is another parameter than at the start, which training would not see; tie, "
                     "add, replace or remove parameters before ds_hydra.initialize"
                 )
-            if (param := held[key]) is not None:
-                self._check_param(name, key, param)
+            if param is None:
+                continue
+            before = self._dtypes.setdefault((name, key), param.dtype)
+            if before is not param.dtype:  # a cast of the model does not reach shards
+                yield (
+                    f"{name}.{key} was {before} in the iteration before and is {param.dtype} now; training goes "
+                    "on in the dtype in which it has begun: load the model anew to change it"
+                )
         if find_saved_in_use(module) != known.saved_in_use:
-            raise UnsupportedModelError(
+            yield (
                 f"{name} is in modules_to_save, and training runs what adapter {known.saved_in_use!r} had of it "
                 "at the start: adapters cannot be switched off or set later; where a reference without adapters is "
                 "needed, as in DPO, pass it as a model of its own (ref_model)"
             )
-        check_hooks(name, module)
-
-    def _check_param(self, name: str, key: str, param: nn.Parameter) -> None:
-        """A cast of the model does not reach shards."""
-        before = self._dtypes.setdefault((name, key), param.dtype)
-        if before is not param.dtype:
-            raise UnsupportedModelError(
-                f"{name}.{key} was {before} in the iteration before and is {param.dtype} now; training goes "
-                "on in the dtype in which it has begun: load the model anew to change it"
-            )
+        yield from find_hooks(name, module)
 
 
-def check_hooks(name: str, module: nn.Module) -> None:
-    """Raise UnsupportedModelError for hooks on parameters of `module`, whose slices are others, and
-    for transformers' noise.
-    """
+def find_hooks(name: str, module: nn.Module) -> Iterator[str]:
+    """Find hooks on parameters of `module`, whose slices are others, and transformers' noise."""
     for key, param in module._parameters.items():
         for kind in _TENSOR_HOOKS if param is not None else ():
             for hook in (getattr(param, kind, None) or {}).values():
                 if not _origin_of(hook).startswith("deepspeed."):
-                    raise UnsupportedModelError(
+                    yield (
                         f"{name}.{key} has a hook, {_name_of(hook)}: passes run on slices of it, whose gradients no "
                         "hook of the whole sees; remove it (handle.remove())"
                     )
     for hook in module._forward_hooks.values():
         if _origin_of(hook) == _NOISE:
-            raise UnsupportedModelError(
+            yield (
                 f"{name} has a hook, {_name_of(hook)} of {_NOISE}, whose noise would depend on the strategy; remove "
                 "it (handle.remove()), and set hydra.neftune_noise_alpha"
             )

@@ -43,7 +43,7 @@ from ds_hydra.engine.model.decoder_parts import (
 from ds_hydra.engine.model.experts import ExpertBalance, ExpertParallel, hook_dispatch
 from ds_hydra.engine.model.float8 import Float8Layers, use_plain_head
 from ds_hydra.engine.model.in_place import InPlace
-from ds_hydra.engine.model.since_start import SinceStart, check_hooks
+from ds_hydra.engine.model.since_start import SinceStart, find_hooks
 from ds_hydra.engine.model.stage_forward import (
     AfterHead,
     StageForward,
@@ -119,7 +119,8 @@ class StageModel:
         named = list(model.named_parameters())
         meta_of = {id(p): decoder_parts.on_meta(p) for _, p in named}
         for name, module in model.named_modules():
-            check_hooks(name or type(model).__name__, module)
+            for problem in find_hooks(name or type(model).__name__, module):
+                raise UnsupportedModelError(problem)
         self._in_place, self._stays = InPlace(model, meta_of), False
         # Each part reads what those before it have found; a module's hooks run in the order in
         # which they are set here.

@@ -147,6 +147,8 @@ _QUIET_ITERATIONS = 100
 the logarithm of a run.
 """
 _OBSERVATIONS_FOR_DRIFT = 8
+_DRIFT = 0.15
+"""Median relative error of predictions above which to warn: above usual noise."""
 _LONGEST_MS = 3_600_000.0
 """A pipeline that took longer was suspended, or a clock was set."""
 _OUTSIDE_RATE = 0.2
@@ -320,13 +322,12 @@ class LatencyTracker:
             and errors[0][0] > iteration - _QUIET_ITERATIONS
         }
         worst = max(drifts, key=lambda scheme: drifts[scheme], default=None)
-        threshold = self._planner.drift_threshold
-        if worst is None or drifts[worst] <= threshold:  # faster than predicted alarms nobody
+        if worst is None or drifts[worst] <= _DRIFT:  # faster than predicted alarms nobody
             return None
         self._errors[worst].clear()
         return (
             f"measured times of scheme {worst} are off the predicted ones by {drifts[worst]:+.0%} over the last "
-            f"{_OBSERVATIONS_FOR_DRIFT} pipelines (threshold {threshold:.0%}); profile again, "
+            f"{_OBSERVATIONS_FOR_DRIFT} pipelines (threshold {_DRIFT:.0%}); profile again, "
             "or look for a slow or shared device"
         )
 
