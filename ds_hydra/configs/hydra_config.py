@@ -278,6 +278,19 @@ class FaultsConfig(_Section):
     """
 
 
+class CheckpointConfig(_Section):
+    """`hydra.checkpoint`: how checkpoints are written."""
+
+    asynchronous: bool = False
+    """Whether checkpoints are written beside training: `save_checkpoint` returns when the states
+    are copied into the host's memory, and a thread of each rank writes them. One is under way at
+    most.
+
+    Off: a script may read a checkpoint as soon as `save_checkpoint` has returned; with it that
+    takes `engine.wait_for_checkpoint()`. The copies, as many bytes as the states, stay in memory
+    from one checkpoint to the next. """
+
+
 class LinkConfig(_Section):
     """`hydra.link`: how slices and gradients travel between ZeRO-3's shards and propagation."""
 
@@ -463,6 +476,9 @@ class HydraConfig(_Section):
     faults: FaultsConfig = FaultsConfig()
     """Reaction to a rank that is lost or told to stop."""
 
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Writing of checkpoints."""
+
     @classmethod
     def parse(cls, section: object) -> HydraConfig:
         """The validated section; raises HydraConfigError listing every problem with its key and
@@ -514,6 +530,7 @@ _SECTIONS: dict[Location, type[BaseModel]] = {
     ("profiling",): ProfilingConfig,
     ("moe",): MoeConfig,
     ("faults",): FaultsConfig,
+    ("checkpoint",): CheckpointConfig,
 }
 
 
