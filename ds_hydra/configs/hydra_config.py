@@ -397,6 +397,12 @@ class HydraConfig(_Section):
     shuffle: bool = True
     """Whether every epoch has an order of its own; false keeps the order of the dataset."""
 
+    stream_window: Effort = 8
+    """Iterations' worth of tokens of a stream (`datasets.IterableDataset`) that are read ahead,
+    shuffled with each other where `shuffle` is true, and kept in checkpoints until they are
+    trained; 8 take some MB.
+    """
+
     activation_checkpointing: bool = False
     """Recompute each decoder layer in backward: 1/3 more time, far less memory; off: short contexts
     fit, and strategies checkpoint as many layers as they need (`ckpt`).
