@@ -68,6 +68,8 @@ def streams():
     yield "interleaved", mixed, len(list(mixed))
     yield "concatenated", datasets.concatenate_datasets(halves), NUM_ROWS
     yield "shuffled", generated().shuffle(seed=5, buffer_size=40), NUM_ROWS
+    inside = generated().shuffle(seed=5, buffer_size=40).map(dict).filter(lambda row: True)
+    yield "shuffled inside", datasets.concatenate_datasets([inside]), NUM_ROWS
     yield "mapped", generated().map(dict).filter(lambda row: True), NUM_ROWS
     files = datasets.IterableDataset.from_generator(shards, gen_kwargs={"names": [0, 1, 2]})
     yield "shards", files.shuffle(seed=1, buffer_size=1), NUM_ROWS

@@ -361,11 +361,12 @@ def _own(stream: datasets.IterableDataset) -> datasets.IterableDataset:
 def _keeps_state(stream: datasets.IterableDataset) -> bool:
     """Whether the stream's own state leads to the next row exactly."""
     found = [stream._ex_iterable]
-    for inner in found:
+    for inner in found:  # which grows meanwhile
         if type(inner).__name__ == "BufferShuffledExamplesIterable":
             return False
-        found += [getattr(inner, "ex_iterable", None), *getattr(inner, "ex_iterables", ())]
-        found = [one for one in found if one is not None]
+        found += getattr(inner, "ex_iterables", ())
+        if hasattr(inner, "ex_iterable"):
+            found.append(inner.ex_iterable)
     return True
 
 
