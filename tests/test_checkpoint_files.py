@@ -107,6 +107,10 @@ def watch_events(seen, limit=None):
 
 @pytest.mark.parametrize("tag", ["step2", "step1"], ids=["new tag", "same tag"])
 def test_a_crash_at_any_moment_leaves_the_checkpoint_before_or_the_new_one(tmp_path, tag):
+    check_every_moment(tmp_path, tag)
+
+
+def check_every_moment(tmp_path, tag):
     save(tmp_path / "count", "step1", 1.0)
 
     def count():
@@ -137,6 +141,10 @@ def test_a_crash_at_any_moment_leaves_the_checkpoint_before_or_the_new_one(tmp_p
 
 
 def test_a_crash_at_a_random_time_leaves_a_checkpoint(tmp_path):
+    check_random_times(tmp_path)
+
+
+def check_random_times(tmp_path):
     save(tmp_path, "step0", 0.0, numel=200_000)
     generator = random.Random(7)
     codes = []

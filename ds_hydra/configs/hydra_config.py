@@ -239,6 +239,19 @@ class FaultsConfig(_Section):
     """
 
 
+class CheckpointConfig(_Section):
+    """`hydra.checkpoint`: how checkpoints are written."""
+
+    asynchronous: bool = False
+    """Whether checkpoints are written beside training: `save_checkpoint` returns when the states
+    are copied into the host's memory, and a thread of each rank writes them. One is under way at
+    most.
+
+    Off: a script may read a checkpoint as soon as `save_checkpoint` has returned; with it that
+    takes `engine.wait_for_checkpoint()`. The copies, as many bytes as the states, stay in memory
+    from one checkpoint to the next. """
+
+
 class LinkConfig(_Section):
     """`hydra.link`: how slices and gradients travel between ZeRO-3's shards and propagation."""
 
@@ -340,6 +353,12 @@ class HydraConfig(_Section):
     shuffle: bool = True
     """Whether every epoch has an order of its own; false keeps the order of the dataset."""
 
+    stream_window: Effort = 8
+    """Iterations' worth of tokens of a stream (`datasets.IterableDataset`) that are read ahead,
+    shuffled with each other where `shuffle` is true, and kept in checkpoints until they are
+    trained; 8 take some MB.
+    """
+
     activation_checkpointing: bool = False
     """Recompute each decoder layer in backward: 1/3 more time, far less memory; off: short contexts
     fit, and strategies checkpoint as many layers as they need (`ckpt`).
@@ -419,6 +438,9 @@ class HydraConfig(_Section):
     faults: FaultsConfig = FaultsConfig()
     """Reaction to a rank that is lost or told to stop."""
 
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Writing of checkpoints."""
+
     @classmethod
     def parse(cls, section: object) -> HydraConfig:
         """The validated section; raises HydraConfigError listing every problem with its key and
@@ -463,6 +485,7 @@ _SECTIONS: dict[Location, type[BaseModel]] = {
     ("profiling",): ProfilingConfig,
     ("moe",): MoeConfig,
     ("faults",): FaultsConfig,
+    ("checkpoint",): CheckpointConfig,
 }
 
 

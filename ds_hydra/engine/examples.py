@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import datasets
 import deepspeed
 import numpy as np
 import torch
@@ -17,12 +18,13 @@ from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.micro_batches import Example
-from ds_hydra.engine.ranks.agreement import check_same_numbers, run_together
+from ds_hydra.engine.ranks.agreement import check_alike, check_same_numbers, run_together
 from ds_hydra.engine.ranks.turns import first_on_node
 from ds_hydra.errors import HydraConfigError, HydraDataError
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
+from ds_hydra.sampler.data.stream import TokenStream
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 
 logger = logging.getLogger(__name__)
@@ -33,12 +35,25 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def read_data(dataset: Any, config: HydraConfig, device: torch.device) -> TokenDataset:
-    """Token lengths of `dataset`; rank 0 of each node tokenises, the others find its cache.
+def read_data(
+    dataset: Any, config: HydraConfig, device: torch.device
+) -> TokenDataset | TokenStream:
+    """Token lengths of `dataset`; rank 0 of each node tokenises, the others find its cache. A
+    stream is not read yet.
 
     Collective over all ranks; what one rank's data or tokenizer raise is raised on all.
     """
     tokenize = run_together(functools.partial(_load_tokenizer, config.tokenizer), device)
+    is_stream = isinstance(dataset, datasets.IterableDataset)
+    check_alike({"whether the training data is a stream": is_stream}, device)
+    if is_stream:
+        return TokenStream(
+            stream=dataset,
+            context_length=config.context_length,
+            over_length=config.over_length,
+            text_column=config.text_column,
+            tokenize=tokenize,
+        )
 
     def read() -> TokenDataset:
         with first_on_node("tokenising the training data"):

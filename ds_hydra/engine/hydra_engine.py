@@ -291,6 +291,8 @@ class HydraEngine(CheckpointingEngine):
             stamps = Stamps(begin=begin, step=step, end=clock.stamp())
             self._report(iteration, outcomes, outcome, stamps, value)
             self._num_trained += 1
+            self._reserve_copies()
+            self._settle_saving(waits=False)
             if self._num_trained % _FREEZES_EVERY == _SETTLED_AFTER:
                 freeze_gc()
         self._stop_if(outcomes.is_stop_requested)
@@ -456,10 +458,16 @@ class HydraEngine(CheckpointingEngine):
         engine of a process wait for the other ranks to come here, and end the watchdog. The model
         stays partitioned, and another engine may start on it.
 
-        Raises RankLostError where one of them is lost. In an `except` or `finally` that an error
-        has led to, no rank is waited for.
+        Raises RankLostError where one of them is lost, CheckpointError where a checkpoint that was
+        written beside training is not complete. In an `except` or `finally` that an error has led
+        to, no rank is waited for.
         """
-        self._end(waits=sys.exc_info()[0] is None)
+        waits = sys.exc_info()[0] is None
+        try:
+            if waits and not self.is_destroyed:
+                self.wait_for_checkpoint()
+        finally:
+            self._end(waits=waits)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # it may be half made
@@ -641,6 +649,7 @@ class HydraEngine(CheckpointingEngine):
         """End this process, whose checkpoint in `save_dir` is written. Collective over all
         ranks.
         """
+        self.wait_for_checkpoint()
         if self.global_rank == 0:
             logger.info(f"SIGTERM: saved step {self.global_steps} in {save_dir}, ending")
         with SIGTERM.answering():

@@ -100,9 +100,9 @@ def initialize(
     `deepspeed.initialize` otherwise.
 
     `config` (or `args.deepspeed_config`) is the DeepSpeed JSON with a "hydra" section.
-    `training_data` is a `datasets.Dataset` with `input_ids`, or with a text column and
-    `hydra.tokenizer`. Collective over all ranks. Raises HydraConfigError, on all ranks, for what
-    must be edited.
+    `training_data` is a `datasets.Dataset`, or a `datasets.IterableDataset`, with `input_ids`, or
+    with a text column and `hydra.tokenizer`. Collective over all ranks. Raises HydraConfigError, on
+    all ranks, for what must be edited.
     """
     from_args = getattr(args, "deepspeed_config", None)
     in_call = config if config is not None else config_params

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -36,13 +37,15 @@ from ds_hydra.engine.ranks.agreement import (
     restore_error,
     run_together,
 )
+from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.engine.ranks.watchdog import CALL_BYTES, call_together
 from ds_hydra.engine.transfer.link_thread import LinkThread
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler, budget_of
-from ds_hydra.sampler.data.dataset import TokenDataset
+from ds_hydra.sampler.data.dataset import SizeArray, TokenDataset
 from ds_hydra.sampler.data.examples import to_examples
+from ds_hydra.sampler.data.stream import StreamReader, StreamSampler, TokenStream
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.planner import plan_task
 from ds_hydra.sampler.planner_settings import PlanningTask
@@ -72,7 +75,7 @@ class IterationSource:
         self._config, self._propagator = config, propagator
         self.candidates = EngineCandidates(config, propagator)
         self._stage_model, self._device = propagator.stage_model, propagator.device
-        self.data: TokenDataset | None = None
+        self.data: TokenDataset | TokenStream | None = None
         self.sampler: TokenBudgetSampler | None = None
         self._feed: PlanFeed | None = None
         self._prefetcher = RowPrefetcher(self._device)
@@ -87,8 +90,11 @@ class IterationSource:
         `iterate_examples`, holds as long as the sampler is at the first one.
         """
 
-    def attach(self, data: TokenDataset) -> None:
+    def attach(self, data: TokenDataset | TokenStream) -> None:
         """Draw global batches from `data` from now on."""
+        if isinstance(data, TokenStream):
+            self._attach_stream(data)
+            return
 
         def make_sampler() -> TokenBudgetSampler:
             data.check_vocabulary(self._stage_model.vocab_size, self._stage_model.num_logits)
@@ -111,11 +117,50 @@ class IterationSource:
 
         sampler = run_together(make_sampler, self._device)
         check_same_data(sampler, self._device)
+        self._use(data, sampler, data.lengths)
+
+    def _attach_stream(self, data: TokenStream) -> None:
+        """Let rank 0 read `data`; all learn the lengths of its first window."""
+        config, model = self._config, self._stage_model
+        budget = config.tokens_per_iteration
+
+        def make_sampler() -> tuple[StreamSampler, list[int]]:
+            if self._propagator.rank != 0:
+                return StreamSampler(None, budget), []
+            reader = StreamReader(
+                data.stream,
+                data.reading(model.vocab_size, model.num_logits),
+                window_tokens=config.stream_window * budget,
+                seed=config.seed,
+                shuffle=config.shuffle,
+            )
+            sampler = StreamSampler(reader, budget)
+            lengths = [len(input_ids) for input_ids, _ in sampler.first_window()]
+            logger.info(
+                f"training data: a stream, whose first {len(lengths):,} sequences have {sum(lengths):,} tokens, "
+                f"longest {max(lengths):,}"
+            )
+            return sampler, lengths
+
+        sampler, first = run_together(make_sampler, self._device)
+        payload = broadcast_bytes(np.array(first, np.int32).tobytes(), 0, self._device)
+        # Nobody knows the longest to come: a candidate has to fit what the context admits
+        lengths = np.append(np.frombuffer(payload, np.int32), np.int32(config.context_length))
+        self._use(data, sampler, lengths)
+
+    def _use(
+        self, data: TokenDataset | TokenStream, sampler: TokenBudgetSampler, lengths: SizeArray
+    ) -> None:
         self.close_feed()
+        self._close_stream()
         self.data, self.sampler = data, sampler
         self._given = None
-        self.candidates.lengths = data.lengths
+        self.candidates.lengths = lengths
         self._take_position()
+
+    def _close_stream(self) -> None:
+        if isinstance(self.sampler, StreamSampler):
+            self.sampler.close()
 
     def next(self, problem: Exception | None = None, loss: Loss | None = None) -> Iteration:
         """The next global batch of this engine's own sampler, planned, for a `loss` of tokens that
@@ -138,10 +183,11 @@ class IterationSource:
         plan = planned.plan
         # Before a rank can fail on its own: all stand at the same sequence afterwards.
         self.sampler.advance(len(plan.lengths))
-        examples: Rows = {}
+        examples: Rows = self._share(plan) if isinstance(self.sampler, StreamSampler) else {}
         try:
             self._stage_model.check_unchanged()
-            examples = self._fetch(plan) if fetched is None else fetched.result()
+            if not examples:
+                examples = self._fetch(plan) if fetched is None else fetched.result()
         except Exception as caught:  # whatever the user's data raise, the other ranks wait
             problem = problem or caught
         self._propagator.check_plan(plan, problem=problem)
@@ -154,10 +200,22 @@ class IterationSource:
 
     def _fetch(self, plan: IterationPlan) -> Rows:
         """The rows of `plan` that this rank needs; not collective."""
-        assert self.data is not None
+        assert isinstance(self.data, TokenDataset)
         mine = plan.on_rank(self._propagator.rank)
         needed = [position for phase in mine if phase.reads_tokens for position in phase.positions]
         return fetch_examples(self.data, plan, needed)
+
+    def _share(self, plan: IterationPlan) -> Rows:
+        """The rows of `plan`, which rank 0 has read, on every rank. Collective over all ranks."""
+        assert isinstance(self.sampler, StreamSampler)
+        tokens = torch.zeros(2, sum(plan.lengths), dtype=torch.int32)
+        if self._propagator.rank == 0:
+            pairs = zip(*(self.sampler[index] for index in plan.sample_indices), strict=True)
+            tokens = torch.from_numpy(np.stack([np.concatenate(column) for column in pairs]))
+        tokens = to_device(tokens, self._device)
+        dist.broadcast(tokens, src=0)
+        parts = tokens.cpu().long().split(list(plan.lengths), dim=1)
+        return {position: (part[0], part[1]) for position, part in enumerate(parts)}
 
     def start(self) -> PlanFeed:
         """Plan the global batches to come, on rank 0's host, if that is not under way; measures a
@@ -174,7 +232,7 @@ class IterationSource:
                 self.candidates.track().corrections_for,
                 self._config.planner,
                 # Where the host computes, reading rows beside it would only take its time.
-                tells_next=self._device.type != "cpu",
+                tells_next=self._device.type != "cpu" and isinstance(self.data, TokenDataset),
             )
         return self._feed
 
@@ -265,7 +323,11 @@ class IterationSource:
         next iterator goes on after it.
         """
         assert self.sampler is not None
-        assert self.data is not None
+        if not isinstance(self.data, TokenDataset):
+            raise HydraConfigError(
+                "the training data is a stream, which rank 0 alone reads: call engine.train_batch() without a batch, "
+                "in place of a loop over global batches"
+            )
         state = self._after_given() or self.sampler.state
         while True:
             batch, state = self.sampler.draw(state)
@@ -277,6 +339,8 @@ class IterationSource:
         """
         if examples is None:
             self._next_iteration = plan.iteration + 1
+            if isinstance(self.sampler, StreamSampler):
+                self.sampler.forget_before(plan.iteration + 1)
         elif isinstance(examples, _ReadBatch) and examples.data is self.data:
             assert self.sampler is not None
             self._given = self.sampler.state, examples.after
@@ -336,6 +400,7 @@ class IterationSource:
     def close(self) -> None:
         """Stop planning and fetching ahead. Safe to call twice; not collective."""
         self.close_feed()
+        self._close_stream()
         self._prefetcher.close()
 
 
@@ -387,6 +452,7 @@ class PlanFeed:
         self._sampler = sampler
         self._lookahead = config.lookahead
         self._ahead = sampler.state
+        self._failure: Exception | None = None
         self._corrections_for, self._tells_next = corrections_for, tells_next
         # Only a stalled worker gets there; plans that depend on timing are not reproducible
         self._deadline_s = _FIRST_DEADLINE_S if config.refit == "log" else 10.0
@@ -401,7 +467,10 @@ class PlanFeed:
     def get(self, iteration: int) -> PlannedIteration:
         """The plan of the next iteration; keeps the lookahead filled."""
         assert self._planner is not None, "only rank 0 plans"
-        self._submit_until(iteration + self._lookahead)
+        self._submit_until(iteration + self._lookahead, needed=iteration + 1)
+        if iteration >= self._ahead.iteration:
+            assert self._failure is not None
+            raise self._failure
         planned = self._planner.get(iteration)
         self._planner.deadline_s = self._deadline_s
         return planned
@@ -410,9 +479,16 @@ class PlanFeed:
         """The document of a plan that is made and not yet asked for by `get`, else None."""
         return self._planner.peek(iteration) if self._planner and self._tells_next else None
 
-    def _submit_until(self, iteration: int) -> None:
+    def _submit_until(self, iteration: int, needed: int = 0) -> None:
+        """Submit the global batches before `iteration`; waits for a stream before `needed` only."""
         while self._planner is not None and self._ahead.iteration < iteration:
-            batch, self._ahead = self._sampler.draw(self._ahead)
+            if self._ahead.iteration >= needed and not self._sampler.can_draw(self._ahead):
+                return
+            try:
+                batch, self._ahead = self._sampler.draw(self._ahead)
+            except Exception as error:  # whatever a stream raises: on all ranks when its turn comes
+                self._failure = error
+                return
             self._planner.submit(batch, self._corrections_for(batch.iteration))
 
     def close(self) -> None:

@@ -315,9 +315,9 @@ def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
         dataset, "__len__"
     ):
         raise HydraConfigError(
-            f"{name} is a {type(dataset).__name__}, a stream whose lengths are not known in advance, but "
-            "global batches are planned ahead; take a part of it: "
-            "datasets.Dataset.from_list(list(stream.take(100_000)))"
+            f"{name} is a {type(dataset).__name__}, a stream whose lengths are not known in advance, but the Trainer "
+            "counts its rows and epochs; take a part of it: datasets.Dataset.from_list(list(stream.take(100_000))), or "
+            "train the whole by ds_hydra.initialize(training_data=stream)"
         )
     for kind, instead in _NO_ROWS.items():
         if any(kind == base.__name__ for base in type(dataset).__mro__):

@@ -498,6 +498,7 @@ class EngineMixin:
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> Any:
         self.engine.look_for_sigterm()  # before the best weights are loaded
         self._end_if_asked()
+        self.engine.wait_for_checkpoint()
         steps = self.state.global_step - self._initial_global_step
         exact = self._trained.num_sequences * max(self.state.max_steps, 1) / max(steps, 1)
         output = super()._finalize_training(trial, exact, start_time)
@@ -533,6 +534,7 @@ class EngineMixin:
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Override of transformers, written aside: `checkpoint-N` appears when complete."""
         self._call_together("saving a checkpoint of the Trainer")
+        self.engine.wait_for_checkpoint()
         state, args = self.state, self.args
         parent = self._stop_dir or self._get_output_dir(trial)
         folder = Path(parent, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
@@ -542,17 +544,23 @@ class EngineMixin:
             best = folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
             if best == folder or best.exists():
                 state.best_model_checkpoint = str(best)
-        with written_aside(folder, commits=args.should_save, device=args.device) as aside:
-            self._write_checkpoint(str(aside))
+        rotate = functools.partial(
+            rotate_checkpoints,
+            output_dir=str(folder.parent),
+            save_total_limit=args.save_total_limit if self._stop_dir is None else None,
+            best_model_checkpoint=state.best_model_checkpoint,
+            use_mtime=True,
+        )
+        aside = written_aside(
+            folder, self.engine, rotate, commits=args.should_save, device=args.device
+        )
+        with aside as written:
+            self._write_checkpoint(str(written))
+            if args.save_on_each_node != self.engine.use_node_local_storage():
+                self.engine.wait_for_checkpoint()  # other ranks commit there than here
         if args.push_to_hub:
+            self.engine.wait_for_checkpoint()
             self._push_from_checkpoint(str(folder))
-        if args.should_save and self._stop_dir is None:
-            rotate_checkpoints(
-                output_dir=str(folder.parent),
-                save_total_limit=args.save_total_limit,
-                best_model_checkpoint=state.best_model_checkpoint,
-                use_mtime=True,
-            )
 
     def _write_checkpoint(self, folder: str) -> None:
         self.save_model(folder, _internal_call=True)
@@ -613,27 +621,50 @@ class EngineMixin:
 
 
 @contextlib.contextmanager
-def written_aside(folder: Path, *, commits: bool, device: torch.device) -> Iterator[Path]:
-    """The folder to write to in place of `folder`, which it becomes when all ranks have written.
+def written_aside(
+    folder: Path,
+    engine: HydraEngine,
+    rotate: Callable[[], object],
+    *,
+    commits: bool,
+    device: torch.device,
+) -> Iterator[Path]:
+    """The folder to write to in place of `folder`, which it becomes when all ranks have written,
+    also what `engine` writes beside training; then older ones are removed by `rotate`.
 
     Collective over all ranks; those that `commits` make and rename it: one on each file system.
     Errors of writing are raised on all ranks as CheckpointError, and then nothing has changed.
     """
     aside = folder.with_name(f"_saving-{folder.name}")
-    with contextlib.ExitStack() as held:
-        do_together(lambda: held.enter_context(made_anew(aside)) if commits else None, device)
-        error: Exception | None = None
-        try:
-            yield aside
-        except Exception as caught:
-            error = caught
-        try:
-            raise_together(error, device)
-            do_together(lambda: put_in_place(aside, folder) if commits else None, device)
-        except Exception:
-            if commits:
+
+    def finish(error: Exception | None) -> None:
+        with held:
+            try:
+                if error is None:
+                    put_in_place(aside, folder)
+                    rotate()
+            finally:
                 shutil.rmtree(aside, ignore_errors=True)
-            raise
+
+    with contextlib.ExitStack() as opened:
+        do_together(lambda: opened.enter_context(made_anew(aside)) if commits else None, device)
+        held = opened.pop_all()
+    error: Exception | None = None
+    try:
+        yield aside
+    except Exception as caught:
+        error = caught
+    except BaseException:
+        held.close()
+        raise
+    try:
+        raise_together(error, device)
+    except Exception as caught:
+        failure = caught
+        if commits:
+            engine.after_checkpoint(lambda _: finish(failure))
+        raise
+    do_together(lambda: engine.after_checkpoint(finish) if commits else None, device)
 
 
 def check_checkpoint(path: str | Path | bool, output_dir: str = "") -> None:

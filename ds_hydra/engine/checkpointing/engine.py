@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
 
 from ds_hydra.engine.checkpointing import files
+from ds_hydra.engine.checkpointing.beside import HostCopies, SavingBeside
 from ds_hydra.engine.checkpointing.reshard import (
     check_same_optimizer,
     check_same_scheduler,
@@ -53,6 +55,10 @@ class CheckpointingEngine(DeepSpeedEngine):
     Methods are collective: all ranks call them with the same arguments.
     """
 
+    _beside: SavingBeside | None = None
+    """The checkpoint that is written beside training, until all ranks know how that has ended."""
+    _copies: HostCopies | None = None
+
     @property
     def hydra(self) -> HydraRuntime:
         """The collaborator whose state goes into the checkpoint beside DeepSpeed's own."""
@@ -72,10 +78,15 @@ class CheckpointingEngine(DeepSpeedEngine):
         Its client state also holds the position in the data, the cost model and the configuration.
         Raises CheckpointError on all ranks where one of them could not write, was given other
         arguments, or another job is saving to `save_dir`; then the checkpoint before it stays.
+        With `hydra.checkpoint.asynchronous` it returns when the states are copied, and what fails
+        later is raised by the next `train_batch`, `save_checkpoint`, `load_checkpoint` or
+        `destroy`.
         """
         with watch("saving"):
             call_together("save_checkpoint()", self.device)
+            self._settle_saving(waits=True)
             self._together(lambda: files.check_client_state(client_state or {}))
+            is_beside = self.hydra.config.checkpoint.asynchronous
             tag = f"global_step{self.global_steps}" if tag is None else _as_name(tag)
             saving = files.Saving(save_dir, tag, self._agree_on_saving(save_dir, tag))
             state = {**(client_state or {}), _CLIENT_STATE_KEY: self.hydra.state_dict()}
@@ -90,9 +101,25 @@ class CheckpointingEngine(DeepSpeedEngine):
             )
             try:
                 self._together(saving.begin if commits else None)
+                self._together(saving.check_shared)
                 folder = str(saving.folder)
+                if is_beside:
+                    self._find_copies().begin()
+                    self.checkpoint_engine.hold = self._find_copies().take
                 with saving_shards():
                     super().save_checkpoint(folder, tag, state, False, exclude_frozen_parameters)
+                if is_beside:
+                    writer = self.checkpoint_engine.detach()
+                    raise_together(writer.take_error(), self.device)
+                    self._beside = SavingBeside(
+                        saving,
+                        writer,
+                        self.global_rank,
+                        self.device,
+                        ranks=sharing,
+                        commit=commit if commits else None,
+                    )
+                    return True
                 self.checkpoint_engine.write_digests(saving.folder, self.global_rank)
                 raise_together(self.checkpoint_engine.take_error(), self.device)
                 # Every rank's files are there: until here the checkpoint before is the latest one.
@@ -102,8 +129,58 @@ class CheckpointingEngine(DeepSpeedEngine):
                     saving.abort()
                 raise
             finally:
-                saving.unlock()
+                self.checkpoint_engine.detach()
+                if self._beside is None:  # which does so itself
+                    saving.unlock()
         return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the checkpoint that is written beside training, if any, is in its place; its
+        error is raised on all ranks.
+        """
+        if self._beside is not None:
+            with watch("saving"):
+                call_together("wait_for_checkpoint()", self.device)
+                self._settle_saving(waits=True)
+
+    def after_checkpoint(self, action: Callable[[Exception | None], None]) -> None:
+        """Run `action` with the error, if any, of the checkpoint that is being written, when that
+        is over: on its thread, at once where there is none. Not collective.
+        """
+        action(None) if self._beside is None else self._beside.then(action)
+
+    def _settle_saving(self, *, waits: bool) -> None:
+        """Forget the checkpoint that is written beside training, where it is complete or has
+        failed; wait for that where it `waits`. Raises its error on all ranks.
+        """
+        saving = self._beside
+        if saving is None:
+            return
+        try:
+            if not (saving.wait() if waits else saving.look()):
+                return
+        except CheckpointError:  # after anything else the thread goes on
+            self._beside = None
+            raise
+        self._beside = None
+
+    def _find_copies(self) -> HostCopies:
+        """The memory for copies of this rank's states."""
+        if self._copies is None:
+            beside = self.hydra.propagator.hosts.ranks_beside(self.global_rank)
+            self._copies = HostCopies(self.device, len(beside))
+        return self._copies
+
+    def _reserve_copies(self) -> None:
+        """Allocate memory for the first checkpoint's copies, which takes several times as long as
+        they do, beside training. Not collective.
+        """
+        if self._copies is None and self.hydra.config.checkpoint.asynchronous:
+            of_params = self.optimizer.optimizer.state.values()
+            states = (value for state in of_params for value in state.values())
+            tensors = [value for value in states if isinstance(value, Tensor)]
+            tensors += self.optimizer.fp32_partitioned_groups_flat
+            self._find_copies().reserve(tensors)
 
     def _agree_on_saving(self, save_dir: Any, tag: Any) -> str:
         """The id of a saving whose arguments are valid and equal on all ranks."""
@@ -161,6 +238,7 @@ class CheckpointingEngine(DeepSpeedEngine):
             )
         with watch("loading"):
             call_together("load_checkpoint()", self.device)
+            self._settle_saving(waits=True)
             universal = self.load_universal_checkpoint()
             tag = self._agree_on_tag(load_dir, tag, "latest_universal" if universal else "latest")
             if tag is None:

@@ -24,6 +24,7 @@ checkpoint and a name of its own: it takes no lock, so that jobs that share a fo
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import fcntl
 import functools
@@ -35,6 +36,7 @@ import os
 import pickle
 import secrets
 import shutil
+import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
@@ -62,6 +64,7 @@ _SAVING, _DIGESTS = ".saving-", "digests"
 _ENDING = "_states.pt"
 """Ending of the names of all files of a DeepSpeed checkpoint."""
 _BLOCK_BYTES = 1 << 22
+_POLL_S = 0.05
 _MAX_MANIFEST_BYTES = 1 << 26
 
 _SHARE = (
@@ -107,12 +110,15 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
 
     Errors of writing are kept until `take_error`, because DeepSpeed's ranks still meet in barriers.
     `handed` maps the ending of a file name to content that is given to DeepSpeed in place of the
-    file's.
+    file's. `hold`, where it is set, gives a copy of a file's content that is written later, by
+    `write_held`; None writes the file at once.
     """
 
     def __init__(self) -> None:
         super().__init__(None)
         self.handed: dict[str, Any] = {}
+        self.hold: Callable[[Any], Any] | None = None
+        self._held: list[tuple[Any, str]] = []
         self._digests: dict[str, dict[str, Any]] = {}
         self._error: OSError | RuntimeError | None = None
         self._path_of_error = ""
@@ -123,11 +129,30 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file to the disk (not only to the page cache), with its digest remembered."""
-        self.keep_error(lambda: self._save(state_dict, path), path)
+        copied = None if self.hold is None else self.hold(state_dict)
+        if copied is not None:
+            self._held.append((copied, path))
+        else:
+            self.keep_error(lambda: self._save(state_dict, path), path)
 
-    def _save(self, state_dict: Any, path: str) -> None:
+    def detach(self) -> HydraCheckpointEngine:
+        """The writer of the files so far, for another thread; this one begins anew."""
+        detached = copy.copy(self)
+        self.hold, detached.hold = None, None
+        self._held, self._digests, self._error = [], {}, None
+        return detached
+
+    def write_held(self, check: Callable[[], None]) -> None:
+        """Write what is held. An error is kept; one of `check`, which is asked on the way, is
+        raised.
+        """
+        while self._held and self._error is None:
+            state_dict, path = self._held.pop(0)
+            self.keep_error(functools.partial(self._save, state_dict, path, check), path)
+
+    def _save(self, state_dict: Any, path: str, check: Callable[[], None] = lambda: None) -> None:
         with open(path, "wb") as file:
-            digesting = _DigestingFile(file)
+            digesting = _DigestingFile(file, check)
             torch.save(state_dict, digesting)
             file.flush()
             sync(file.fileno())
@@ -174,22 +199,28 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
             if Path(path).is_relative_to(folder)
         }
         self._digests.clear()
-        self.keep_error(lambda: _write_json(folder / _DIGESTS / f"{rank}.json", digests))
+        # Whole or not there: another process may wait for it.
+        path = folder / _DIGESTS / f"{rank}.json"
+        self.keep_error(lambda: _replace_text(path, json.dumps(digests, indent=1)))
 
 
 class _DigestingFile:
     """A file that is written from front to back (as torch's zip writer does), hashed on the way."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, file: BinaryIO, check: Callable[[], None]) -> None:
+        self._file, self._check = file, check
         self._hash = hashlib.sha256()
         self._num_bytes = 0
 
     def write(self, data: Any) -> int:
-        self._file.write(data)
-        self._hash.update(data)
-        self._num_bytes += len(data)
-        return len(data)
+        whole = memoryview(data)
+        for begin in range(0, len(whole), _BLOCK_BYTES):
+            self._check()
+            block = whole[begin : begin + _BLOCK_BYTES]
+            self._file.write(block)
+            self._hash.update(block)
+        self._num_bytes += len(whole)
+        return len(whole)
 
     def flush(self) -> None:
         self._file.flush()
@@ -199,7 +230,8 @@ class _DigestingFile:
 
 
 class Saving:
-    """One checkpoint on its way to `save_dir/tag`. All methods are for the committing rank.
+    """One checkpoint on its way to `save_dir/tag`. Methods are for the committing rank but for
+    `check_shared`.
 
     Whenever the process dies, `save_dir` holds the checkpoint before or the new one, whole, and
     `latest` names one that is there. `saving_id` is equal on all ranks, and of this saving alone.
@@ -210,6 +242,8 @@ class Saving:
         self._save_dir = Path(save_dir)
         self._tag = tag
         self._lock: int | None = None
+        self.target = self._save_dir / tag
+        """Place of the checkpoint when it is whole."""
         self.folder = self._save_dir / f"{_SAVING}{tag}-{saving_id}"
         """Folder that DeepSpeed saves to, in place of `save_dir`."""
 
@@ -218,7 +252,7 @@ class Saving:
         self._save_dir.mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(self._save_dir)
         restore_replaced(self._save_dir)
-        target = self._save_dir / self._tag
+        target = self.target
         if target.is_symlink():
             logger.warning(
                 "%s is a link to %s: the checkpoint takes the place of the link, and what it points to stays as it is. "
@@ -234,9 +268,29 @@ class Saving:
             shutil.rmtree(leftover)
         (self.folder / _DIGESTS).mkdir(parents=True)
 
+    def check_shared(self) -> None:
+        """Raise CheckpointError where this rank does not see the folder that `begin` has made."""
+        if not (self.folder / _DIGESTS).is_dir():
+            raise CheckpointError(
+                f"there is no folder {self.folder} here, which another rank has made. {_SHARE}"
+            )
+
+    def wait_for(self, ranks: Iterable[int], check: Callable[[], None]) -> None:
+        """Return once `ranks` have written; what `check` raises meanwhile is raised."""
+        for rank in ranks:
+            path = self.folder / _DIGESTS / f"{rank}.json"
+            while not path.exists():
+                try:
+                    check()
+                except CheckpointError:
+                    if path.exists():  # written before whatever ends the wait
+                        break
+                    raise
+                time.sleep(_POLL_S)
+
     def commit(self, *, world_size: int, save_latest: bool, ranks: Iterable[int]) -> None:
         """Put the checkpoint, to which `ranks` have written, in its place and `latest` on it."""
-        written, target = self.folder / self._tag, self._save_dir / self._tag
+        written, target = self.folder / self._tag, self.target
         _write_manifest(written, self._read_digests(ranks), world_size)
         if save_latest:
             (written / LATEST_MARK).touch()

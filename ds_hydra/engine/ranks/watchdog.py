@@ -244,10 +244,10 @@ class Watchdog:
         self._tell(Verdict(self._rank, _ENGINE_DESTROYED, is_orderly=True))
         with self._changed:
             self._changed.wait_for(
-                lambda: self._have_all_left() or self._find_loss() is not None,
+                lambda: self._have_all_left() or self.find_loss() is not None,
                 self._silence_s + self._grace_s,
             )
-            loss = self._find_loss()
+            loss = self.find_loss()
         self.close()
         if loss is not None and not self._has_raised:
             raise self._error_of(loss)
@@ -257,7 +257,8 @@ class Watchdog:
         peers = list(self._peers.values())
         return not peers or (self._rank == 0 and all(peer.has_left for peer in peers))
 
-    def _find_loss(self) -> Verdict | None:
+    def find_loss(self) -> Verdict | None:
+        """The loss of a rank that has not told that it leaves, if any is known."""
         is_loss = self._verdict is not None and self._verdict.kind == LOST
         return self._verdict if is_loss else None
 
@@ -482,6 +483,11 @@ def raise_loss() -> None:
     """Raise RankLostError where this process' watchdog, if it has one, knows of a lost rank."""
     if _watchdog is not None:
         _watchdog.raise_loss()
+
+
+def is_rank_lost() -> bool:
+    """Whether this process' watchdog, if it has one, knows of a rank that will not come back."""
+    return _watchdog is not None and _watchdog.find_loss() is not None
 
 
 def call_together(call: str, device: torch.device, problem: Exception | None = None) -> None:

@@ -134,6 +134,10 @@ class TokenBudgetSampler:
             self._past_states.popitem(last=False)
         self._state = self._after(self._state, num_sequences)
 
+    def can_draw(self, state: SamplerState) -> bool:
+        """Whether `draw` would not wait."""
+        return True
+
     def draw(self, state: SamplerState) -> tuple[GlobalBatch, SamplerState]:
         """The batch at `state` and the state after it. Leaves the stream of `__next__` where it
         is.
@@ -194,6 +198,12 @@ class TokenBudgetSampler:
         """Continue where `state_dict` was taken. Raises HydraConfigError if it belongs to another
         order.
         """
+        if state_dict.get("stream"):
+            raise HydraConfigError(
+                "the checkpoint was taken with a stream (datasets.IterableDataset), and the training data is a "
+                "datasets.Dataset; give the stream, or begin the data anew: load_checkpoint(..., "
+                "load_data_position=False)"
+            )
         changes = [
             f"{key} {state_dict[key]} (now {value})"
             for key, value in self.identity.items()

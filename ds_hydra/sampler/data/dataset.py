@@ -539,20 +539,25 @@ def _check_token_ids(
             if is_wrong.any():
                 place = int(np.argmax(is_wrong))
                 row = first_row + int(np.searchsorted(offsets, place, side="right")) - 1
-                raise HydraConfigError(_describe_outside(row, name, int(ids[place]), vocab_size))
+                raise HydraConfigError(describe_outside(row, name, int(ids[place]), vocab_size))
         largest = max(largest, int(ids.max()))
     return largest
 
 
-def _describe_outside(row: int, name: str, token_id: int, vocab_size: int) -> str:
+def describe_outside(
+    row: int, name: str, token_id: int, vocab_size: int, what: str = "dataset"
+) -> str:
+    """Text of the error that `row` of the data has a token id, or label, outside of the
+    vocabulary.
+    """
     ignored = f", or {IGNORED_LABEL} where nothing is predicted" if name == "labels" else ""
     if token_id < 0:
         return (
-            f"row {row} of the dataset has {token_id} in its {name}, expected token ids of 0 or "
+            f"row {row} of the {what} has {token_id} in its {name}, expected token ids of 0 or "
             f"more{ignored}"
         )
     return (
-        f"row {row} of the dataset has {token_id} in its {name}, the model's vocabulary has "
+        f"row {row} of the {what} has {token_id} in its {name}, the model's vocabulary has "
         f"{vocab_size} tokens; use the model's tokenizer (hydra.tokenizer) or call "
         "model.resize_token_embeddings"
     )
