@@ -193,9 +193,8 @@ class Phases:
         if best.time_ms > (1 + _NESTED_GAP) * _bound_ms(planning, [*crossing, *on_nodes]):
             for left_out in fewer:
                 best.compose(_alike([one for one in fewer if one is not left_out], number))
-            for alone in (*crossing, *on_nodes):  # those that are no candidate
-                has_place = number % alone.scheme.num_devices == 0
-                if has_place and Strategy.alike(alone.scheme, number) not in self.strategies:
+            for alone in (*crossing, *on_nodes):
+                if number % alone.scheme.num_devices == 0:
                     best.compose([[GroupMenu((alone,))]])
             best.compose(_alike(_roomiest(crossing), number))
             best.compose(_alike(_roomiest(on_nodes), number))
