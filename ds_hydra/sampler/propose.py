@@ -16,7 +16,7 @@ import numpy as np
 
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.candidate import Phases, find_menus
+from ds_hydra.sampler.planner.candidate import Phases, find_menus
 from ds_hydra.sampler.sample_bench import (
     CandidateSettings,
     SampleBench,

@@ -36,8 +36,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ds_hydra.sampler.group_steps import GroupStep, MixedGroups, plan_steps
-from ds_hydra.sampler.phase_plan import PhasePlan, PlanningProblem
+from ds_hydra.sampler.planner.group_steps import GroupStep, MixedGroups, plan_steps
+from ds_hydra.sampler.planner.phase_plan import PhasePlan, PlanningProblem
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.profiles.profile import LatencyModel, LinkTimes, Profile
 from ds_hydra.strategy.schemes.enumeration import is_power_of_two
