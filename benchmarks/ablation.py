@@ -25,7 +25,8 @@ from ds_hydra.errors import HydraError
 from ds_hydra.lab.simulator.cases import Workload, load_case
 from ds_hydra.lab.simulator.compare import compare
 from ds_hydra.lab.simulator.systems import Settings
-from ds_hydra.sampler import candidate, planner
+from ds_hydra.sampler.planner import candidate
+from ds_hydra.sampler.planner import iteration as planner
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies

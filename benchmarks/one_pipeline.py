@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_hydra.sampler.bounds import PipelineCost, pipeline_bound_ms
-from ds_hydra.sampler.packing import THOROUGH, pack_micro_batches, solve_packing
-from ds_hydra.sampler.problem import EPSILON, SolverLimits
+from ds_hydra.sampler.planner.bounds import PipelineCost, pipeline_bound_ms
+from ds_hydra.sampler.planner.packing import THOROUGH, pack_micro_batches, solve_packing
+from ds_hydra.sampler.planner.problem import EPSILON, SolverLimits
 from ds_hydra.sampler.schedule import balance_micro_batches
 from ds_hydra.strategy.profiles.profile import LatencyModel
 from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION

@@ -24,11 +24,11 @@ from packers import MicroBatches, balanced, batch_rebalance, fixed_length
 
 from ds_hydra.errors import InfeasiblePlanError
 from ds_hydra.sampler.background import BackgroundPlanner
-from ds_hydra.sampler.dispatch import dispatch_sequences
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.planner_settings import PlannerSettings, PlanningTask
-from ds_hydra.sampler.problem import PipelineKind, SolverLimits
+from ds_hydra.sampler.planner.dispatch import dispatch_sequences
+from ds_hydra.sampler.planner.iteration import plan_iteration
+from ds_hydra.sampler.planner.planner_settings import PlannerSettings, PlanningTask
+from ds_hydra.sampler.planner.problem import PipelineKind, SolverLimits
 from ds_hydra.sampler.schedule import one_f_one_b_ms
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile

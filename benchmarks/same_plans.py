@@ -31,8 +31,8 @@ def serve() -> None:
     from ds_hydra.configs.hydra_config import HydraConfig
     from ds_hydra.lab.simulator.cases import draw_batches, load_case
     from ds_hydra.sampler.candidate_set import decide_candidates
-    from ds_hydra.sampler.planner import plan_iteration
-    from ds_hydra.sampler.planner_settings import PlannerSettings
+    from ds_hydra.sampler.planner.iteration import plan_iteration
+    from ds_hydra.sampler.planner.planner_settings import PlannerSettings
     from ds_hydra.sampler.sample_bench import CandidateSettings
     from ds_hydra.sampler.warm_up import warm_up
     from ds_hydra.strategy.cost_models.cluster import try_cluster

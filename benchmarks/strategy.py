@@ -28,7 +28,7 @@ from ds_hydra.lab.whole_iteration import (
 )
 from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.plan import GlobalBatch
-from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.planner.iteration import plan_iteration
 from ds_hydra.sampler.propose import propose_strategies
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme

@@ -25,7 +25,7 @@ from ds_hydra.lab.simulator.compare import compare
 from ds_hydra.lab.simulator.results import Planned
 from ds_hydra.lab.simulator.scenario import Scenario, bound_of
 from ds_hydra.lab.simulator.systems import DS_HYDRA, PLAIN, Settings
-from ds_hydra.sampler.problem import SolverLimits, make_model
+from ds_hydra.sampler.planner.problem import SolverLimits, make_model
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.schemes.scheme import Scheme

@@ -136,8 +136,8 @@ def _plan(
 ) -> tuple[IterationPlan, float]:
     """The plan, and the time that planning took without loading compiled code."""
     from ds_hydra.sampler.plan import GlobalBatch
-    from ds_hydra.sampler.planner import plan_iteration
-    from ds_hydra.sampler.planner_settings import PlannerSettings
+    from ds_hydra.sampler.planner.iteration import plan_iteration
+    from ds_hydra.sampler.planner.planner_settings import PlannerSettings
     from ds_hydra.sampler.warm_up import warm_up
     from ds_hydra.strategy.schemes.scheme import schemes_of
 

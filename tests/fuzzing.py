@@ -29,8 +29,8 @@ from ds_hydra.report.page import describe_runs, render_runs
 from ds_hydra.report.run_folder import load_run
 from ds_hydra.report.timelines import trace_run
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.planner.iteration import plan_iteration
+from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.enumeration import strategies_from_json

@@ -11,10 +11,10 @@ from random import Random
 
 from reference import make_batch, make_profile
 
-from ds_hydra.sampler.candidate import OneStrategy
-from ds_hydra.sampler.phase_plan import PlanningProblem
-from ds_hydra.sampler.planner import plan_with_time
-from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.planner.candidate import OneStrategy
+from ds_hydra.sampler.planner.iteration import plan_with_time
+from ds_hydra.sampler.planner.phase_plan import PlanningProblem
+from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.strategy.profiles.learned import Corrections
 from ds_hydra.strategy.profiles.profile import LinkTimes, Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.planner.iteration import plan_iteration
+from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies

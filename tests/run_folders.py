@@ -13,8 +13,8 @@ from ds_hydra.records.metrics import METRICS_FILE, METRICS_SCHEMA
 from ds_hydra.records.timeline import Event, EventKind, Timeline
 from ds_hydra.report.run_folder import predict_timeline
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.planner.iteration import plan_iteration
+from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.strategy import Profile
 from ds_hydra.strategy.schemes.scheme import parse_strategies
 

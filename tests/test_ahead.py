@@ -14,7 +14,7 @@ from ds_hydra.engine import planning
 from ds_hydra.engine.planning import RowPrefetcher
 from ds_hydra.errors import HydraError
 from ds_hydra.sampler.background import PlannedIteration
-from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.planner.iteration import plan_iteration
 from ds_hydra.strategy.schemes.scheme import parse_strategies
 
 PROFILE = make_profile({"<1,1>": (0.01, 1.0, 3.0)})

@@ -22,7 +22,7 @@ from shared_data import REPOSITORY
 
 from ds_hydra.errors import InfeasiblePlanError
 from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
-from ds_hydra.sampler.planner_settings import PlanningTask
+from ds_hydra.sampler.planner.planner_settings import PlanningTask
 from ds_hydra.strategy.schemes.scheme import parse_strategies
 
 PROFILE = make_profile(

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_hydra.sampler.bounds import is_impossible, strategy_bound_ms
-from ds_hydra.sampler.dispatch import dispatch_trials, fit_trials
-from ds_hydra.sampler.problem import PipelineKind, make_problem
-from ds_hydra.sampler.refine import improve_dispatch, pack_pipelines, refine_pipelines
+from ds_hydra.sampler.planner.bounds import is_impossible, strategy_bound_ms
+from ds_hydra.sampler.planner.dispatch import dispatch_trials, fit_trials
+from ds_hydra.sampler.planner.problem import PipelineKind, make_problem
+from ds_hydra.sampler.planner.refine import improve_dispatch, pack_pipelines, refine_pipelines
 from ds_hydra.strategy.profiles.profile import LatencyModel
 
 MUCH_MS = 1e6

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_data import shared_json
 
-from ds_hydra.sampler.dispatch import dispatch_sequences
-from ds_hydra.sampler.problem import PipelineKind, SolverLimits, make_problem
-from ds_hydra.sampler.refine import count_loads, estimate_after_ms
+from ds_hydra.sampler.planner.dispatch import dispatch_sequences
+from ds_hydra.sampler.planner.problem import PipelineKind, SolverLimits, make_problem
+from ds_hydra.sampler.planner.refine import count_loads, estimate_after_ms
 from ds_hydra.strategy.profiles.profile import LatencyModel
 
 kinds = st.builds(

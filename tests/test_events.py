@@ -12,7 +12,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.events import PipelineWork, simulate_iteration, simulate_plan
 from ds_hydra.records.timeline import EventKind, Timeline
 from ds_hydra.sampler.plan import GlobalBatch
-from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.planner.iteration import plan_iteration
 from ds_hydra.sampler.schedule import one_f_one_b_ms
 from ds_hydra.strategy.profiles.profile import LinkTimes
 from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme, Strategy

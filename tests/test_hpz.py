@@ -29,10 +29,10 @@ from ds_hydra.lab.simulator.ulysses import (
     rank_tokens,
     zero3_traffic_ms,
 )
-from ds_hydra.sampler.candidate import Phases
-from ds_hydra.sampler.phase_plan import PlanningProblem
-from ds_hydra.sampler.planner import plan_with_time, profiled_times
-from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.planner.candidate import Phases
+from ds_hydra.sampler.planner.iteration import plan_with_time, profiled_times
+from ds_hydra.sampler.planner.phase_plan import PlanningProblem
+from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.sampler.sample_bench import FastEstimator
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs, World

@@ -20,8 +20,8 @@ from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker, StragglerF
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.background import BackgroundPlanner
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.planner_settings import PlannerSettings, PlanningTask
+from ds_hydra.sampler.planner.iteration import plan_iteration
+from ds_hydra.sampler.planner.planner_settings import PlannerSettings, PlanningTask
 from ds_hydra.strategy import Scheme
 from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS, Corrections
 from ds_hydra.strategy.schemes.scheme import parse_strategies

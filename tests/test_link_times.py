@@ -20,9 +20,9 @@ from ds_hydra.configs.files import find_profile
 from ds_hydra.engine.candidates import EngineCandidates, planner_settings
 from ds_hydra.records.events import simulate_iteration, simulate_plan
 from ds_hydra.sampler.candidate_set import gradient_bytes
-from ds_hydra.sampler.phase_plan import PlanningProblem
-from ds_hydra.sampler.planner import plan_with_time
-from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.planner.iteration import plan_with_time
+from ds_hydra.sampler.planner.phase_plan import PlanningProblem
+from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.sampler.propose import propose_strategies
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.sampler.schedule import linked_ms

@@ -34,7 +34,7 @@ from ds_hydra.engine.ranks.hosts import (
 )
 from ds_hydra.engine.transfer.schedule import Kind
 from ds_hydra.sampler.plan import GlobalBatch
-from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.planner.iteration import plan_iteration
 from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.cost_models.topology import LayerShape, StageParts, Topology, stage_ms
 

@@ -13,8 +13,8 @@ from shared_data import shared_json
 
 from benchmarks.one_pipeline import pack_sequences
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.bounds import min_num_micro_batches
-from ds_hydra.sampler.problem import SolverLimits, make_model
+from ds_hydra.sampler.planner.bounds import min_num_micro_batches
+from ds_hydra.sampler.planner.problem import SolverLimits, make_model
 from ds_hydra.sampler.schedule import makespan_ms
 from ds_hydra.strategy.profiles.profile import LatencyModel
 

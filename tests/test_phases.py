@@ -13,13 +13,13 @@ from reference import make_batch, make_profile
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.events import simulate_plan
-from ds_hydra.sampler import candidate as candidate_module
-from ds_hydra.sampler.candidate import OneStrategy, Phases, find_menus
-from ds_hydra.sampler.group_steps import MAX_CUTS, find_cuts
-from ds_hydra.sampler.phase_plan import PhasePlan, PlanningProblem
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
-from ds_hydra.sampler.planner import fastest, plan_iteration, plan_with_time
-from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.planner import candidate as candidate_module
+from ds_hydra.sampler.planner.candidate import OneStrategy, Phases, find_menus
+from ds_hydra.sampler.planner.group_steps import MAX_CUTS, find_cuts
+from ds_hydra.sampler.planner.iteration import fastest, plan_iteration, plan_with_time
+from ds_hydra.sampler.planner.phase_plan import PhasePlan, PlanningProblem
+from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.sampler.propose import GroupLimits, propose_phases
 from ds_hydra.sampler.sample_bench import CandidateSettings, SampleBench
 from ds_hydra.strategy.profiles.learned import Corrections

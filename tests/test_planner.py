@@ -19,10 +19,10 @@ from shared_data import shared_json
 
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.records.events import simulate_plan
-from ds_hydra.sampler.candidate import OneStrategy
-from ds_hydra.sampler.phase_plan import PlanningProblem
-from ds_hydra.sampler.planner import plan_iteration, profiled_times
-from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.planner.candidate import OneStrategy
+from ds_hydra.sampler.planner.iteration import plan_iteration, profiled_times
+from ds_hydra.sampler.planner.phase_plan import PlanningProblem
+from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.sampler.schedule import makespan_ms
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
@@ -306,7 +306,7 @@ def test_settings_round_trip_through_json():
 
 def test_planning_imports_neither_torch_nor_deepspeed():
     code = (
-        "import sys; import ds_hydra.sampler.planner, ds_hydra.sampler.background;"
+        "import sys; import ds_hydra.sampler.planner.iteration, ds_hydra.sampler.background;"
         "assert not {'torch', 'deepspeed', 'transformers', 'mip'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

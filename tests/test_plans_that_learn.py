@@ -14,9 +14,9 @@ from reference import make_batch, make_profile
 
 from ds_hydra.configs.hydra_config import PlannerConfig
 from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker, StragglerFinder
-from ds_hydra.sampler.phase_plan import PlanningProblem
-from ds_hydra.sampler.planner import plan_iteration, profiled_times, times_alone
-from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.planner.iteration import plan_iteration, profiled_times, times_alone
+from ds_hydra.sampler.planner.phase_plan import PlanningProblem
+from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.strategy.profiles.learned import Corrections
 from ds_hydra.strategy.schemes.scheme import parse_strategies
 

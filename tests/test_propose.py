@@ -19,7 +19,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.cases import load_case
 from ds_hydra.sampler import propose as propose_module
 from ds_hydra.sampler.candidate_set import check_longest, decide_candidates
-from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.planner.iteration import plan_iteration
 from ds_hydra.sampler.propose import (
     ForPhases,
     GroupLimits,

@@ -33,7 +33,7 @@ from ds_hydra.lab.simulator.ulysses import (
     sharded_ms,
     zero3_traffic_ms,
 )
-from ds_hydra.sampler.group_steps import (
+from ds_hydra.sampler.planner.group_steps import (
     Cuts,
     MixedGroups,
     find_cuts,

@@ -10,11 +10,11 @@ from spaces import with_moving_weights
 from ds_hydra.configs import find_file
 from ds_hydra.sampler import sample_bench
 from ds_hydra.sampler.candidate_set import decide_candidates
-from ds_hydra.sampler.dispatch import dispatch_trials
-from ds_hydra.sampler.phase_plan import PlanningProblem
-from ds_hydra.sampler.planner import plan_with_time, times_alone
-from ds_hydra.sampler.planner_settings import PlannerSettings
-from ds_hydra.sampler.problem import PipelineKind, make_problem
+from ds_hydra.sampler.planner.dispatch import dispatch_trials
+from ds_hydra.sampler.planner.iteration import plan_with_time, times_alone
+from ds_hydra.sampler.planner.phase_plan import PlanningProblem
+from ds_hydra.sampler.planner.planner_settings import PlannerSettings
+from ds_hydra.sampler.planner.problem import PipelineKind, make_problem
 from ds_hydra.sampler.sample_bench import (
     UNEVEN_STEPS,
     CandidateSettings,

@@ -10,7 +10,7 @@ from reference import make_batch, make_profile
 
 from benchmarks import whole_pipelines as bench
 from ds_hydra.lab.simulator.scenario import Scenario, bound_of
-from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.planner.iteration import plan_iteration
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.cost_models.costs import Costs
 

@@ -17,8 +17,8 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from ds_hydra.configs import find_file
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.planner.iteration import plan_iteration
+from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.strategy import Profile, Scheme, parse_strategies
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 

@@ -45,7 +45,7 @@ from ds_hydra.engine.ranks.hosts import Hosts, find_hosts
 from ds_hydra.engine.ranks.process import can_overlap, leave_out_shared_memory
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.planner.iteration import plan_iteration
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.analytic import Hardware

@@ -45,7 +45,7 @@ from ds_hydra.sampler.candidate_set import (
     proposes,
 )
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.sampler.planner_settings import PlannerSettings, PlanningTask
+from ds_hydra.sampler.planner.planner_settings import PlannerSettings, PlanningTask
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster

@@ -47,8 +47,8 @@ from ds_hydra.sampler.data.dataset import SizeArray, TokenDataset
 from ds_hydra.sampler.data.examples import to_examples
 from ds_hydra.sampler.data.stream import StreamReader, StreamSampler, TokenStream
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.sampler.planner import plan_task
-from ds_hydra.sampler.planner_settings import PlanningTask
+from ds_hydra.sampler.planner.iteration import plan_task
+from ds_hydra.sampler.planner.planner_settings import PlanningTask
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS, Corrections
 

@@ -64,8 +64,8 @@ def main() -> None:
 
     from ds_hydra.errors import HydraError
     from ds_hydra.sampler.plan import GlobalBatch
-    from ds_hydra.sampler.planner import plan_task
-    from ds_hydra.sampler.planner_settings import PlanningTask
+    from ds_hydra.sampler.planner.iteration import plan_task
+    from ds_hydra.sampler.planner.planner_settings import PlanningTask
     from ds_hydra.sampler.warm_up import warm_up
     from ds_hydra.strategy.profiles.learned import Corrections
 

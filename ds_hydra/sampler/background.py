@@ -26,8 +26,8 @@ import ds_hydra
 from ds_hydra import errors
 from ds_hydra.sampler._worker import read_message, write_message
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.planner import plan_task
-from ds_hydra.sampler.planner_settings import PlanningTask
+from ds_hydra.sampler.planner.iteration import plan_task
+from ds_hydra.sampler.planner.planner_settings import PlanningTask
 from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS, Corrections
 
 logger = logging.getLogger(__name__)

@@ -25,12 +25,12 @@ from ds_hydra.configs.files import (
     read_json_object,
 )
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
-from ds_hydra.sampler.bounds import min_num_micro_batches
-from ds_hydra.sampler.packing import fewest_micro_batches, fill_targets
 from ds_hydra.sampler.plan import GlobalBatch
-from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.planner_settings import PlannerSettings
-from ds_hydra.sampler.problem import EPSILON
+from ds_hydra.sampler.planner.bounds import min_num_micro_batches
+from ds_hydra.sampler.planner.iteration import plan_iteration
+from ds_hydra.sampler.planner.packing import fewest_micro_batches, fill_targets
+from ds_hydra.sampler.planner.planner_settings import PlannerSettings
+from ds_hydra.sampler.planner.problem import EPSILON
 from ds_hydra.sampler.schedule import FloatArray, IntArray, steps_ms
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.cost_models.analytic import Hardware, predict_latency

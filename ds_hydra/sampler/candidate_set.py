@@ -14,7 +14,7 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.propose import GroupLimits, KeptStrategy, Proposal, propose_among
 from ds_hydra.sampler.sample_bench import CandidateSettings, TellProgress
-from ds_hydra.strategy.cost_models.costs import Costs
+from ds_hydra.strategy.cost_models.costs import Costs, World
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import check_context, usable_schemes
@@ -82,30 +82,26 @@ def decide_candidates(
     Raises HydraConfigError where nothing fits the longest of the lengths, or the model runs no
     scheme.
     """
-    extended = None if profile is None or settings.given else _extended(profile, settings)
-    if profile is not None and histogram is not None:
-        check_longest(profile, settings, extended)
+    world = None if profile is None else settings.world(profile)
+    extended = None if world is None or settings.given else _extended(world, settings)
+    if world is not None and histogram is not None:
+        _check_longest(world, settings, extended)
     if settings.given:
-        known = profile and settings.world(profile).costs.extended(schemes_of(settings.given))
+        known = None if world is None else world.costs.extended(schemes_of(settings.given))
         return Candidates(strategies=settings.given, profile=known)
     start = _without_lengths(profile, settings)
-    if (
-        profile is None
-        or extended is None
-        or histogram is None
-        or not proposes(profile, settings, extended)
-    ):
-        if not start and extended is not None:  # nothing plain has room: what shares more, alone
-            start = _within_limits(_of_one_scheme(_allowed(extended, settings), settings), settings)
-            known = profile and settings.world(profile).costs.extended(schemes_of(start))
-            return _checked(start, known, settings)
+    if world is None or extended is None or histogram is None or not _proposes(extended, settings):
+        if not start and world is not None and extended is not None:  # nothing plain has room
+            allowed = usable_schemes(extended, settings.space)  # what shares more, alone
+            start = _within_limits(_of_one_scheme(allowed, settings), settings)
+            return _checked(start, world.costs.extended(schemes_of(start)), settings)
         return _checked(start, profile, settings)
-    gathered = extended
+    gathered = extended.profile
     if settings.space == "full":
         # Phases are put together of schemes without checkpointed layers, dominated or not
-        world = settings.world(profile).measured
-        on_nodes = (scheme for scheme in world.profile.latency if scheme.hpz)
-        gathered = world.costs.table((*unpruned_schemes(world, 0.0), *on_nodes))
+        measured = world.measured
+        on_nodes = (scheme for scheme in measured.profile.latency if scheme.hpz)
+        gathered = measured.costs.table((*unpruned_schemes(measured, 0.0), *on_nodes))
     staying = () if settings.is_enumerated else settings.staying or start
     max_groups_of_rank = MAX_GROUPS_OF_RANK - LINK_GROUPS
     proposal = propose_among(
@@ -120,39 +116,44 @@ def decide_candidates(
         progress=progress,
         gathered=gathered,
     )
-    known = settings.world(profile).costs.extended(schemes_of(proposal.strategies))
+    known = world.costs.extended(schemes_of(proposal.strategies))
     return Candidates(strategies=proposal.strategies, profile=known, proposal=proposal)
 
 
-def proposes(
-    profile: Profile, settings: CandidateSettings, extended: Profile | None = None
-) -> bool:
+def proposes(profile: Profile, settings: CandidateSettings) -> bool:
     """Whether the lengths of the data decide: on many devices, or where there are schemes beside
-    <TP,PP>. `extended`: `profile` with all that a proposal may derive, where that is known.
+    <TP,PP>.
     """
-    if settings.given:
-        return False
+    if settings.given or not settings.is_enumerated:
+        return not settings.given
+    return _proposes(_extended(settings.world(profile), settings), settings)
+
+
+def _proposes(extended: World, settings: CandidateSettings) -> bool:
+    """The same with all that a proposal may derive."""
     if not settings.is_enumerated:
         return True
-    allowed = _allowed(extended or _extended(profile, settings), settings)
+    allowed = usable_schemes(extended, settings.space)
     return not (allowed and all(scheme.is_plain for scheme in allowed))
 
 
-def check_longest(
-    profile: Profile, settings: CandidateSettings, extended: Profile | None = None
-) -> None:
+def check_longest(profile: Profile, settings: CandidateSettings) -> None:
     """Raise HydraConfigError where no scheme of any candidate fits a sequence of the context."""
+    world = settings.world(profile)
+    _check_longest(world, settings, None if settings.given else _extended(world, settings))
+
+
+def _check_longest(world: World, settings: CandidateSettings, extended: World | None) -> None:
+    """The same with all that a proposal may derive; None where strategies are given."""
     schemes = schemes_of(settings.given)
-    known, is_full = settings.world(profile).costs.extended(schemes), False
-    if not settings.given:
-        extended = extended or _extended(profile, settings)
-    if extended is not None and proposes(profile, settings, extended):
-        schemes = set(_allowed(extended, settings))
+    known, is_full = world.costs.extended(schemes), False
+    if extended is not None and _proposes(extended, settings):
+        schemes = set(usable_schemes(extended, settings.space))
         is_full = settings.space == "full"
-    elif not settings.given:
-        schemes = set(_usable(profile, settings).latency)
+    elif extended is not None:
+        schemes = set(_usable(world.profile, settings).latency)
     check_context(
-        settings.world(known),
+        world.knowing(known),
         schemes,
         advises_full=not settings.given and not is_full,
         is_full=is_full,
@@ -220,16 +221,12 @@ def _usable(profile: Profile, settings: CandidateSettings) -> Profile:
     return Costs(profile).table(usable)
 
 
-def _extended(profile: Profile, settings: CandidateSettings) -> Profile:
-    """Usable part of `profile` and of all that a proposal may derive from it. Schemes too large for
-    memory are kept as sources: their T still serves to derive others.
+def _extended(world: World, settings: CandidateSettings) -> World:
+    """The world of the usable part of its profile and of all that a proposal may derive from it.
+    Schemes too large for memory are kept as sources: their T still serves to derive others.
     """
     if settings.space != "full":
-        return _usable(profile, settings)
-    world = settings.world(profile).measured
-    schemes = candidate_schemes(world, settings.space, settings.num_tokens)
-    return _usable(world.costs.table(schemes), settings)
-
-
-def _allowed(extended: Profile, settings: CandidateSettings) -> tuple[Scheme, ...]:
-    return usable_schemes(settings.world(extended), settings.space)
+        return world.knowing(_usable(world.profile, settings))
+    measured = world.measured
+    schemes = candidate_schemes(measured, settings.space, settings.num_tokens)
+    return world.knowing(_usable(measured.costs.table(schemes), settings))

@@ -16,7 +16,7 @@ import numpy as np
 
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.candidate import Phases, find_menus
+from ds_hydra.sampler.planner.candidate import Phases, find_menus
 from ds_hydra.sampler.sample_bench import (
     CandidateSettings,
     SampleBench,
@@ -170,17 +170,19 @@ def propose_strategies(
     gathered ones where the cluster says how fast layers move. Strategies `given` stay, and others
     come on top.
     """
+    world = settings.world(profile)
     if settings.space == "full":
-        world = settings.world(profile).measured
-        profile = world.costs.table(candidate_schemes(world, settings.space, settings.num_tokens))
+        measured = world.measured
+        schemes = candidate_schemes(measured, settings.space, settings.num_tokens)
+        world = world.knowing(measured.costs.table(schemes))
     limits = GroupLimits(settings.group_limit)
     return propose_among(
-        profile, histogram, settings, start=settings.given, limits=limits, progress=progress
+        world, histogram, settings, start=settings.given, limits=limits, progress=progress
     )
 
 
 def propose_among(
-    profile: Profile,
+    world: World,
     histogram: LengthHistogram,
     settings: CandidateSettings,
     *,
@@ -193,14 +195,14 @@ def propose_among(
 
     It begins with strategies of <TP,PP>. The best static one always stays, so that every sequence
     of the context has a place and the set is never slower than static training. Or the strategies
-    of `start` stay in its place. Then strategies of the other schemes of `profile` come on top
+    of `start` stay in its place. Then strategies of the other schemes of `world` come on top
     where they make the sampled global batches faster. Finally, gathered schemes of `gathered`
-    (None: of `profile`) are added that phases can be composed from.
+    (None: of `world`) are added that phases can be composed from.
 
     Raises HydraConfigError if no scheme of the space holds the context, or if the best static
     strategy alone needs more communicators than allowed.
     """
-    world, space = settings.world(profile).linked_by(None), settings.space
+    world, space = world.linked_by(None), settings.space
     histogram = histogram.limit(settings.context_length)
     is_extended = not all(scheme.is_plain for scheme in usable_schemes(world, space))
     plain_fits = bool(homogeneous_strategies(world)) or not is_extended
@@ -221,8 +223,7 @@ def propose_among(
             choice.table[strategy] = bench.times_ms(strategy)
         choice.grow()
         plain = choice.chosen if each == "plain" else plain
-    gathered = profile if gathered is None else gathered
-    for_phases = _with_phases(bench, choice, gathered)
+    for_phases = _with_phases(bench, choice, gathered or world.profile)
     return _describe(bench, choice, plain, proposed, for_phases)
 
 

@@ -12,13 +12,13 @@ from math import ceil
 import numpy as np
 
 from ds_hydra.configs.hydra_config import HydraConfig, Space
-from ds_hydra.sampler.candidate import Phases
-from ds_hydra.sampler.dispatch import dispatch_trials
-from ds_hydra.sampler.phase_plan import PlanningProblem
 from ds_hydra.sampler.plan import GlobalBatch
-from ds_hydra.sampler.planner import fastest, times_alone
-from ds_hydra.sampler.planner_settings import PlannerSettings
-from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
+from ds_hydra.sampler.planner.candidate import Phases
+from ds_hydra.sampler.planner.dispatch import dispatch_trials
+from ds_hydra.sampler.planner.iteration import fastest, times_alone
+from ds_hydra.sampler.planner.phase_plan import PlanningProblem
+from ds_hydra.sampler.planner.planner_settings import PlannerSettings
+from ds_hydra.sampler.planner.problem import DispatchProblem, PipelineKind, make_problem
 from ds_hydra.sampler.schedule import BoolArray, FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.cost_models.cluster import Cluster

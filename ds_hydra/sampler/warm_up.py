@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_hydra.sampler.bounds import is_impossible, pipeline_bound_ms, strategy_bound_ms
-from ds_hydra.sampler.candidate import GroupMenu, MenuEntry
 from ds_hydra.sampler.cuts import cut_micro_batch
-from ds_hydra.sampler.dispatch import dispatch_trials, fit_trials
-from ds_hydra.sampler.group_steps import plan_steps
 from ds_hydra.sampler.plan import GlobalBatch
-from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.planner_settings import PlannerSettings
-from ds_hydra.sampler.problem import PipelineKind, make_problem
-from ds_hydra.sampler.refine import (
+from ds_hydra.sampler.planner.bounds import is_impossible, pipeline_bound_ms, strategy_bound_ms
+from ds_hydra.sampler.planner.candidate import GroupMenu, MenuEntry
+from ds_hydra.sampler.planner.dispatch import dispatch_trials, fit_trials
+from ds_hydra.sampler.planner.group_steps import plan_steps
+from ds_hydra.sampler.planner.iteration import plan_iteration
+from ds_hydra.sampler.planner.planner_settings import PlannerSettings
+from ds_hydra.sampler.planner.problem import PipelineKind, make_problem
+from ds_hydra.sampler.planner.refine import (
     improve_dispatch,
     iteration_ms,
     order_micro_batches,

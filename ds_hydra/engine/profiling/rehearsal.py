@@ -28,8 +28,8 @@ from ds_hydra.engine.profiling.profile_document import Measurements
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.agreement import broadcast_text, gather_by_hosts, run_together
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.planner.iteration import plan_iteration
+from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
 
 _HALVINGS = 6

@@ -25,8 +25,8 @@ from typing import Any
 from ds_hydra.configs.hydra_config import PlannerConfig
 from ds_hydra.records.metrics import PipelineMetrics
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.sampler.planner import profiled_times
-from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.planner.iteration import profiled_times
+from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.profiles.learned import (
     NO_CORRECTIONS,

@@ -30,7 +30,7 @@ from ds_hydra.lab.simulator.ulysses import (
     sharded_ms,
 )
 from ds_hydra.records.events import Scatter
-from ds_hydra.sampler.group_steps import GroupStep, MixedGroups, find_cuts, plan_steps
+from ds_hydra.sampler.planner.group_steps import GroupStep, MixedGroups, find_cuts, plan_steps
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.cost_models.analytic import key_values_ms
 from ds_hydra.strategy.profiles.profile import LatencyModel

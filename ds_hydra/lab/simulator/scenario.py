@@ -26,8 +26,8 @@ from ds_hydra.records.events import (
     simulate_plan,
 )
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.planner.iteration import plan_iteration
+from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.profiles.profile import NO_LINKS, LatencyModel, LinkTimes

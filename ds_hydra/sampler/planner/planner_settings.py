@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ds_hydra.sampler.problem import SolverLimits
+from ds_hydra.sampler.planner.problem import SolverLimits
 from ds_hydra.strategy.profiles.profile import LinkTimes, Profile
 from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme, Strategy, parse_strategies
 

@@ -13,10 +13,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
-from ds_hydra.sampler.candidate import Candidate, OneStrategy, Phases
-from ds_hydra.sampler.phase_plan import PhasePlan, PlanningProblem
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
-from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings, PlanningTask
+from ds_hydra.sampler.planner.candidate import Candidate, OneStrategy, Phases
+from ds_hydra.sampler.planner.phase_plan import PhasePlan, PlanningProblem
+from ds_hydra.sampler.planner.planner_settings import (
+    DEFAULT_SETTINGS,
+    PlannerSettings,
+    PlanningTask,
+)
 from ds_hydra.sampler.schedule import FloatArray, ends_ms, makespan_ms
 from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS, Corrections
 from ds_hydra.strategy.profiles.profile import Profile

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.sampler.bounds import PipelineCost
-from ds_hydra.sampler.packing import SearchBudget, pack_micro_batches
-from ds_hydra.sampler.problem import EPSILON, DispatchProblem, shuffled_order
+from ds_hydra.sampler.planner.bounds import PipelineCost
+from ds_hydra.sampler.planner.packing import SearchBudget, pack_micro_batches
+from ds_hydra.sampler.planner.problem import EPSILON, DispatchProblem, shuffled_order
 from ds_hydra.sampler.schedule import (
     MAX_BALANCED_MICRO_BATCHES,
     FloatArray,

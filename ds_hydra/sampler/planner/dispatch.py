@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds_hydra.errors import InfeasiblePlanError
-from ds_hydra.sampler.bounds import strategy_bound_ms
-from ds_hydra.sampler.problem import (
+from ds_hydra.sampler.planner.bounds import strategy_bound_ms
+from ds_hydra.sampler.planner.problem import (
     EPSILON,
     DispatchProblem,
     PipelineKind,
@@ -25,7 +25,7 @@ from ds_hydra.sampler.problem import (
     sift_down,
     solve_dispatch,
 )
-from ds_hydra.sampler.refine import estimate_ms, improve_dispatch
+from ds_hydra.sampler.planner.refine import estimate_ms, improve_dispatch
 from ds_hydra.sampler.schedule import IntArray
 from ds_hydra.strategy.compiled import compiled
 

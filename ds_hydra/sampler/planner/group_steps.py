@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.sampler.problem import EPSILON, DispatchProblem, sift_down
-from ds_hydra.sampler.refine import improve_dispatch
+from ds_hydra.sampler.planner.problem import EPSILON, DispatchProblem, sift_down
+from ds_hydra.sampler.planner.refine import improve_dispatch
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.schemes.enumeration import cuts, is_power_of_two, num_cuts

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.sampler.problem import EPSILON, DispatchProblem
+from ds_hydra.sampler.planner.problem import EPSILON, DispatchProblem
 from ds_hydra.sampler.schedule import (
     MAX_BALANCED_MICRO_BATCHES,
     FloatArray,

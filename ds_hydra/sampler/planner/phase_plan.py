@@ -12,21 +12,21 @@ from itertools import groupby
 import numpy as np
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.bounds import is_impossible, pipeline_bound_ms, strategy_bound_ms
 from ds_hydra.sampler.cuts import cut_micro_batches
-from ds_hydra.sampler.dispatch import dispatch_sequences, dispatch_trials, fit_trials
-from ds_hydra.sampler.group_steps import Cuts, MixedGroups, plan_steps
-from ds_hydra.sampler.packing import solve_packing
 from ds_hydra.sampler.plan import GlobalBatch, PipelinePlan
-from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings
-from ds_hydra.sampler.problem import (
+from ds_hydra.sampler.planner.bounds import is_impossible, pipeline_bound_ms, strategy_bound_ms
+from ds_hydra.sampler.planner.dispatch import dispatch_sequences, dispatch_trials, fit_trials
+from ds_hydra.sampler.planner.group_steps import Cuts, MixedGroups, plan_steps
+from ds_hydra.sampler.planner.packing import solve_packing
+from ds_hydra.sampler.planner.planner_settings import DEFAULT_SETTINGS, PlannerSettings
+from ds_hydra.sampler.planner.problem import (
     EPSILON,
     DispatchProblem,
     PipelineKind,
     SolverLimits,
     make_problem,
 )
-from ds_hydra.sampler.refine import (
+from ds_hydra.sampler.planner.refine import (
     improve_dispatch,
     iteration_ms,
     order_micro_batches,

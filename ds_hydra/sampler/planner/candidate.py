@@ -22,7 +22,7 @@ It costs memory, so it is tried where a step waits for weights, or where times w
 
 A search that goes step by step may end slower with more schemes. So it is made again among those
 that a plan uses, and where that leaves the plan far above its bound, without each of these, with
-each alone, and with those that hold most.
+each scheme alone, and with those that hold most.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ds_hydra.sampler.group_steps import GroupStep, MixedGroups, plan_steps
-from ds_hydra.sampler.phase_plan import PhasePlan, PlanningProblem
+from ds_hydra.sampler.planner.group_steps import GroupStep, MixedGroups, plan_steps
+from ds_hydra.sampler.planner.phase_plan import PhasePlan, PlanningProblem
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.profiles.profile import LatencyModel, LinkTimes, Profile
 from ds_hydra.strategy.schemes.enumeration import is_power_of_two
@@ -47,9 +47,9 @@ from ds_hydra.strategy.schemes.scheme import MAX_PHASES, Scheme, Strategy
 _MANY = 16
 """Equal sequences of a full micro-batch, for which a second menu is put together."""
 
-_NESTED_GAP = 0.05
+_NESTED_GAP, _NESTED_MOST = 0.05, 2**16
 """Share above its lower bound by which a plan may be slower than one with fewer schemes, so that
-these are looked at.
+these are looked at, and sequences times devices up to which there is time to.
 """
 
 
@@ -188,12 +188,13 @@ class Phases:
         used = {scheme for phase in best.phases for scheme in phase.strategy.schemes}
         fewer = [entry for entry in (*crossing, *on_nodes) if entry.scheme in used]
         best.compose(_alike(fewer, number))
+        if planning.lengths.size * number > _NESTED_MOST:
+            return best.phases
         if best.time_ms > (1 + _NESTED_GAP) * _bound_ms(planning, [*crossing, *on_nodes]):
             for left_out in fewer:
                 best.compose(_alike([one for one in fewer if one is not left_out], number))
-            for alone in fewer:  # those that are no candidate
-                has_place = number % alone.scheme.num_devices == 0
-                if has_place and Strategy.alike(alone.scheme, number) not in self.strategies:
+            for alone in (*crossing, *on_nodes):
+                if number % alone.scheme.num_devices == 0:
                     best.compose([[GroupMenu((alone,))]])
             best.compose(_alike(_roomiest(crossing), number))
             best.compose(_alike(_roomiest(on_nodes), number))

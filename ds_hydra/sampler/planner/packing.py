@@ -15,8 +15,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.sampler.bounds import PipelineCost, micro_batch_count_bound_ms, min_num_micro_batches
-from ds_hydra.sampler.problem import EPSILON, SolverLimits, shuffled_order, solve_micro_batches
+from ds_hydra.sampler.planner.bounds import (
+    PipelineCost,
+    micro_batch_count_bound_ms,
+    min_num_micro_batches,
+)
+from ds_hydra.sampler.planner.problem import (
+    EPSILON,
+    SolverLimits,
+    shuffled_order,
+    solve_micro_batches,
+)
 from ds_hydra.sampler.schedule import MAX_BALANCED_MICRO_BATCHES, FloatArray, IntArray, makespan_ms
 from ds_hydra.strategy.compiled import compiled
 
