@@ -175,7 +175,7 @@ NAMES = {
     """,
     "hydra": """
         planner.dispatch planner.objective planner.num_trials planner.gap_tolerance planner.time_limit_ms
-        planner.deadline_ms planner.drift_threshold profiling.warmup link.keep_frozen
+        planner.deadline_ms planner.drift_threshold link.keep_frozen
         link.routes tp_sequence_parallel link.repull_layers link.gradient_dtype
     """,
     "models": """

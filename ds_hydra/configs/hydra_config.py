@@ -211,6 +211,9 @@ class ProfilingConfig(_Section):
     measured while training correct it.
     """
 
+    warmup: Annotated[Index, Field(le=MAX_EFFORT)] = 1
+    """Untimed runs before them; 1 pays for allocation and kernel selection."""
+
 
 class FaultsConfig(_Section):
     """`hydra.faults`: what happens when a rank is lost or told to stop."""
@@ -499,7 +502,7 @@ Sections: TypeAlias = Mapping[Location, type[BaseModel]]
 REMOVED = (
     *each(
         "planner.dispatch planner.objective planner.num_trials planner.gap_tolerance planner.time_limit_ms "
-        "planner.deadline_ms planner.drift_threshold profiling.warmup link.keep_frozen",
+        "planner.deadline_ms planner.drift_threshold link.keep_frozen",
         "one value serves everybody; leave the key out",
     ),
     Refusal(
