@@ -104,9 +104,10 @@ class CheckedFiles(IndexDataCacheFile):
             return {}
         if not content.startswith(version) or not _is_whole(content[len(version) :]):
             return {}
-        index: dict[Any, str] = {}
-        with contextlib.suppress(ImportError):  # types of a module that has moved since
-            index = super()._load_index()
+        try:
+            index: dict[Any, str] = super()._load_index()
+        except ImportError:  # it names types of a module that has moved since
+            return {}
         return index
 
     def _load_data(self, name: str) -> Any:
