@@ -81,6 +81,8 @@ def measure(folder: str, gb: float, num_saves: int) -> dict[str, Any]:
             while engine._beside is not None:
                 train("iteration beside")
             engine.wait_for_checkpoint()
+            if dist.get_rank() == 0:  # so that an interrupted run has measured something
+                print(json.dumps(found), flush=True)
             shutil.rmtree(f"{folder}/{kind}", ignore_errors=True) if dist.get_rank() == 0 else None
     engine.destroy()
     return found
@@ -95,7 +97,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.saves:
         with tempfile.TemporaryDirectory() as folder:
-            found = run_distributed(measure, args.ranks, folder, args.gb, args.saves)[0]
+            arguments = (args.ranks, folder, args.gb, args.saves)
+            found = run_distributed(measure, *arguments, timeout_s=3600)[0]
         print(json.dumps(found))
         waiting, beside = (statistics.median(found[kind]) for kind in ("waiting", "beside"))
         plain, slow = (statistics.median(found[k]) for k in ("iteration", "iteration beside"))
