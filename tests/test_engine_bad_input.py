@@ -310,10 +310,11 @@ def test_a_row_of_a_rank_gives_back_what_it_was_made_of():
         loss_sum=loss_sum, balance_loss=balance_loss, passes=(), clock=None, recorder=None
     )
     flags = {"has_problem": True, "is_stop_requested": False, "settings": float(2**48 - 1)}
-    for squares in ((), (7.0,), (7.0, 8.0)):
-        row = RankReport.row_of(outcome, torch.tensor(squares, dtype=torch.float64), **flags)
-        told = dict(flags, loss_sum=3.5, balance_loss=0.25, squares=squares)
-        assert RankReport.from_row(row.tolist())._asdict() == told
+    for squares, times in (((), ()), ((7.0,), ()), ((7.0, 8.0), (9.0, 10.0, 11.0))):
+        squares_G = torch.tensor(squares, dtype=torch.float64)
+        row = RankReport.row_of(outcome, squares_G, **flags, times=times)
+        told = dict(flags, loss_sum=3.5, balance_loss=0.25, squares=squares, times=times)
+        assert RankReport.from_row(row.tolist(), len(squares))._asdict() == told
     names = [field.name for field in fields(RankTimes) if field.name != "phase_ms"]
     times = RankTimes(**{n: float(i) for i, n in enumerate(names)}, phase_ms=(7.0, 8.0))
     assert RankTimes.from_row(times.to_row()) == times

@@ -64,11 +64,14 @@ class RankReport(NamedTuple):
     """Squared norm of the gradients that it owns of each group that ZeRO-3 steps at once, NaN or
     Inf where one is; none in evaluation.
     """
+    times: tuple[float, ...] = ()
+    """Row of its `RankTimes`; none where a device must reach the end of its passes first."""
 
     @classmethod
-    def from_row(cls, row: Sequence[float]) -> RankReport:
+    def from_row(cls, row: Sequence[float], num_squares: int) -> RankReport:
         """Read a row of `row_of`."""
-        return cls(*row[:5], squares=tuple(row[5:]))
+        told, squares, times = row[:5], row[5 : 5 + num_squares], row[5 + num_squares :]
+        return cls(*told, squares=tuple(squares), times=tuple(times))
 
     @classmethod
     def row_of(
@@ -79,11 +82,14 @@ class RankReport(NamedTuple):
         has_problem: bool,
         is_stop_requested: bool,
         settings: float,
+        times: Sequence[float] = (),
     ) -> Tensor:
         """[n] fp64 on the device of `squares`: the numbers one after another."""
-        known = torch.tensor([has_problem, is_stop_requested, settings], dtype=torch.float64)
+        known = [has_problem, is_stop_requested, settings]
+        known, last = (torch.tensor(x, dtype=torch.float64) for x in (known, times))
         of_passes = torch.stack([outcome.loss_sum, outcome.balance_loss])
-        return torch.cat([to_device(known, squares.device), of_passes, squares])
+        own = [to_device(known, squares.device), of_passes, squares]
+        return torch.cat([*own, last] if times else own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,23 +139,25 @@ class HydraRuntime:
         """
         problem = self.propagator.problem
         settings = dict(numbers_in(settings_of_groups(groups), "optimizer.param_groups"))
+        trains, has_streams = squares is not None, self.propagator.clock.has_streams
+        if squares is None:
+            squares = torch.zeros(0, dtype=torch.float64, device=self._device)
         mine_N = RankReport.row_of(
             outcome,
-            torch.zeros(0, dtype=torch.float64, device=self._device)
-            if squares is None
-            else squares,
+            squares,
             has_problem=problem is not None,
             is_stop_requested=SIGTERM.is_asked(self),
             settings=digest_of_numbers(settings.items()) if groups else 0.0,
+            times=outcome.times().to_row() if trains and not has_streams else (),
         )
         rows = gather_rows(mine_N)
         balance, read = self.stage_model.balance, [rows]
-        if squares is not None and balance.layers:
+        if trains and balance.layers:
             dist.all_reduce(balance.counts_LE)
             read.append(balance.counts_LE.double())
         told = torch.cat([x.flatten() for x in read]).cpu()
         table, counts = told[: rows.numel()].view_as(rows), told[rows.numel() :]
-        ranks = [RankReport.from_row(row) for row in table.tolist()]
+        ranks = [RankReport.from_row(row, len(squares)) for row in table.tolist()]
         if any(rank.has_problem for rank in ranks):
             raise_together(problem, self._device)
         if len({rank.settings for rank in ranks}) > 1:
@@ -191,9 +193,12 @@ class HydraRuntime:
         plan, planned, candidates = iteration.plan, iteration.planned, self.source.candidates
         profile, tracker = candidates.profile, candidates.find_tracker()
         strategies = candidates.strategies
-        # All ranks' passes are over on their devices; their steps run beside this.
-        row = torch.tensor(outcome.times().to_row(), dtype=torch.float64)
-        times = [RankTimes.from_row(r) for r in gather_by_hosts(row, self._device).tolist()]
+        rows: Sequence[Sequence[float]] = [rank.times for rank in outcomes.ranks]
+        if self.propagator.clock.has_streams:
+            # All ranks' passes are over on their devices; their steps run beside this.
+            row = torch.tensor(outcome.times().to_row(), dtype=torch.float64)
+            rows = gather_by_hosts(row, self._device).tolist()
+        times = [RankTimes.from_row(row) for row in rows]
         metrics = measure_passes(
             plan,
             times,

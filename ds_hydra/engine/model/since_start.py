@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,13 +102,12 @@ class SinceStart:
             raise UnsupportedModelError(problem)
 
     def _find_changes(self) -> Iterator[str]:
-        has_wrappers = "peft" in sys.modules
         for known in self._modules:
             module = known.module
             if (
                 module._modules != known.children
                 or module._forward_hooks != known.forward_hooks
-                or has_wrappers
+                or known.saved_in_use is not None
                 or (module._parameters and not known.is_as_it_was())
             ):
                 yield from self._find_changes_of(known)
