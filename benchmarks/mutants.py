@@ -1,16 +1,21 @@
-"""Faults put into the engine by hand, one at a time: which test notices which.
+"""Faults put into the package by hand, one at a time: which test notices which.
 
-`python -m benchmarks.mutants` copies the tree, puts in each fault in turn, and runs rows of the
-parity table that could notice it until one fails, or the tests that are named beside the fault. A
-fault that is not noticed is printed and makes the exit code 1.
+`python -m benchmarks.mutants` copies the tree, puts in each fault of `mutants.txt` in turn, and
+runs rows of the parity table that could notice it until one fails, or the test files that are named
+for it. What was tried, and what noticed, is kept in `docs/benchmarks/mutants.json`; the page beside
+it is made of that. A fault that is not noticed is printed and makes the exit code 1.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import json
 import multiprocessing
 import os
+import queue
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -22,6 +27,8 @@ import typer
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ds_hydra"
+RECORD = ROOT / "docs/benchmarks/mutants.json"
+TABLE = "parity table"
 TIMEOUT_S = 240
 """Of a start of ranks; of a collective a quarter."""
 ROWS_AT_ONCE = 5
@@ -32,6 +39,8 @@ NO_FAULTS = (
     "peft",
     "pytest",
     "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+    "trl",
 )
 """Loaded once; what may have a fault is loaded anew for each."""
 
@@ -40,449 +49,68 @@ class Mutant(NamedTuple):
     """`old`, which occurs once in `file` of the package, is replaced by `new`."""
 
     name: str
+    room: str
     file: str
     old: str
     new: str
     families: tuple[str, ...] = ("llama", "qwen2")
     """Of the table: their rows are run until one fails."""
-    values: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
     """Rows that have one of these alone; all if empty."""
     tests: tuple[str, ...] = ()
-    """Run instead of the table: what it cannot see."""
+    """Run instead of the table, one after another."""
+    equivalent: str = ""
+    """Reason for which nothing can notice it."""
 
 
-_TP = "engine/parallel/tensor_parallel.py"
-_LINEAR = "engine/parallel/linear.py"
-_CUTS = "engine/parallel/token_cuts.py"
-_EP = "engine/model/experts.py"
-_CROSS = "engine/parallel/logits.py"
-_ATTENTION = "engine/model/attention.py"
-_RUNNING = "engine/model/current_micro_batch.py"
-_ROWS = "engine/model/micro_batches.py"
-_BALANCE = "engine/model/experts.py"
-_PLACES = "strategy/schemes/placement.py"
-_RUN = "engine/propagation.py"
-_WEIGHTS = "engine/transfer/stage_weights.py"
-_SCHEDULE = "engine/transfer/schedule.py"
-
-MUTANTS = (
-    Mutant(
-        "a column-wise layer's input has one rank's gradient",
-        _TP,
-        "summed, wait = _post_sum_over(grad, ctx.group, may_write=may_write)",
-        "summed, wait = grad, lambda: None",
-        values=("tp2", "tp4", "tp2pp2"),
-    ),
-    Mutant(
-        "a row-wise layer's output is one rank's part",
-        _TP,
-        "summed, wait = _post_sum_over(part, group)",
-        "summed, wait = part.clone(), lambda: None",
-        values=("tp2", "tp4", "tp2pp2"),
-    ),
-    Mutant(
-        "a sum over a TP group is written where somebody reads the part",
-        _TP,
-        "if not (may_write and part.is_contiguous() and _is_alone(part)):",
-        "if not part.is_contiguous():",
-        tests=("tests/test_tensor_parallel.py",),
-    ),
-    Mutant(
-        "parts of the vocabulary in the other order of ranks",
-        _TP,
-        "return self.rank * num_rows // self.size",
-        "return (self.size - 1 - self.rank) * num_rows // self.size",
-        values=("tp2", "tp4"),
-    ),
-    Mutant(
-        "gathered features: the neighbour's gradient",
-        _TP,
-        "functools.partial(_own_features, size=tp.size, rank=tp.rank)",
-        "functools.partial(_own_features, size=tp.size, rank=tp.rank - 1)",
-        ("phi3", "olmo2"),
-        values=("tp2", "tp4"),
-    ),
-    Mutant(
-        "split features: the neighbour's",
-        _TP,
-        "_own_features(whole, tp.size, tp.rank).contiguous()",
-        "_own_features(whole, tp.size, tp.rank - 1).contiguous()",
-        ("phi3", "olmo2"),
-        values=("tp2", "tp4"),
-    ),
-    Mutant(
-        "the key beside latent attention has one rank's gradient",
-        _TP,
-        "_CopyToGroup.apply(key, tp.group)",
-        "key",
-        tests=(
-            "tests/test_engine_parity.py::test_other_structures_have_the_gradients_of_one_process",
-        ),
-    ),
-    Mutant(
-        "routers' weights have one rank's gradient",
-        _TP,
-        "_CopyToGroup.apply(weights, tp.group)",
-        "weights",
-        ("qwen3_moe", "mixtral", "qwen2_moe"),
-        values=("tp2", "tp4", "tp2pp2", "cp2tp2"),
-    ),
-    Mutant(
-        "compiled: products that a repeated pass postpones are never made",
-        _TP,
-        "                again.run()\n",
-        "                pass\n",
-        tests=(
-            "tests/test_compilation.py::test_gradients_of_layers_that_run_again_wait_for_the_exchange_that_runs",
-        ),
-    ),
-    Mutant(
-        "shards of a TP group: a sum without the first rank",
-        _TP,
-        "torch.sum(parts.unflatten(0, (self.size, -1)), dim=0, out=shard)",
-        "torch.sum(parts.unflatten(0, (self.size, -1))[1:], dim=0, out=shard)",
-    ),
-    Mutant(
-        "a bias has the mean of its gradients",
-        _LINEAR,
-        "grad_bias = grad_TO.sum(dim=0) if ctx.trains_bias",
-        "grad_bias = grad_TO.mean(dim=0) if ctx.trains_bias",
-        ("llama_bias", "qwen2"),
-    ),
-    Mutant(
-        "a gradient made in the product is that of the last micro-batch",
-        _WEIGHTS,
-        "adds=not is_first()",
-        "adds=is_first() and False",
-        values=("dp",),
-    ),
-    Mutant(
-        "a gradient is told to be complete before its postponed product",
-        _WEIGHTS,
-        "self._is_passed = bool(self._num_expected)",
-        "self._is_passed = False",
-        tests=("tests/test_weight_gradients.py",),
-    ),
-    Mutant(
-        "norms under shards of a TP group are pushed by its first rank",
-        "engine/model/decoder_parts.py",
-        "Slicing.REPLICATED_PARTIAL_GRAD if cuts_micro_batches else Slicing.REPLICATED",
-        "Slicing.REPLICATED",
-    ),
-    Mutant(
-        "the bias of a row-wise layer is added by every rank",
-        "zero_link/layout.py",
-        "if self.slicing is Slicing.FIRST_RANK and tp_rank > 0:",
-        "if self.slicing is Slicing.FIRST_RANK and tp_rank > 1:",
-        ("llama_bias",),
-        values=("tp2", "tp4", "sp2tp2"),
-    ),
-    Mutant(
-        "a parameter that all ranks have is pushed by all of them",
-        "zero_link/layout.py",
-        "return tp_rank == 0 or self.slicing not in (Slicing.REPLICATED, Slicing.FIRST_RANK)",
-        "return tp_rank == 0 or self.slicing is not Slicing.FIRST_RANK",
-        values=("tp2", "tp4", "sp2tp2"),
-    ),
-    Mutant(
-        "Ulysses: keys repeated in another order",
-        _CUTS,
-        "key_BKtD = key_BKtD.repeat_interleave(copies, dim=1)",
-        "key_BKtD = key_BKtD.repeat(1, copies, 1, 1)",
-        values=("sp2", "sp4", "sp2tp2", "sp2pp2", "sp2cp2", "with_sp"),
-    ),
-    Mutant(
-        "Ulysses: nothing is exchanged in backward",
-        _CUTS,
-        "back, wait = _post_all_to_all(grad, ctx.group)",
-        "back, wait = grad, nothing",
-        values=("sp2", "sp4", "sp2tp2", "sp2pp2", "sp2cp2", "with_sp"),
-    ),
-    Mutant(
-        "Ulysses: the neighbour's shard",
-        _CUTS,
-        ".chunk(self.size)[self.rank]",
-        ".chunk(self.size)[self.rank - 1]",
-        values=("sp2", "sp4", "sp2tp2", "sp2pp2", "sp2cp2", "with_sp"),
-    ),
-    Mutant(
-        "Ulysses: the first rank's sinks",
-        _ATTENTION,
-        "sinks_H = sinks_H.chunk(layout.size)[layout.rank]",
-        "sinks_H = sinks_H.chunk(layout.size)[0]",
-        ("gpt_oss",),
-        values=("sp2", "sp4", "sp2tp2", "sp2pp2", "sp2cp2", "with_sp"),
-    ),
-    Mutant(
-        "the ranks of an SP group in another order",
-        _PLACES,
-        "return self.shard % self.scheme.sp",
-        "return (self.shard + 1) % self.scheme.sp",
-        values=("sp2", "sp4", "sp2tp2", "sp2pp2"),
-    ),
-    Mutant(
-        "the rows of a CP group in another order",
-        _PLACES,
-        "return self.shard // self.scheme.sp",
-        "return self.scheme.cp - 1 - self.shard // self.scheme.sp",
-        values=("cp2", "cp4"),
-    ),
-    Mutant(
-        "places in a group that shares experts, TP first",
-        _PLACES,
-        "return self.sp_rank * self.scheme.tp + self.tp_rank",
-        "return self.tp_rank * self.scheme.sp + self.sp_rank",
-        ("deepseek_v3", "mixtral", "glm4_moe", "dots1"),
-        values=("sp2tp2",),
-    ),
-    Mutant(
-        "CP: every piece begins at position 0",
-        _RUNNING,
-        "*(torch.arange(segment.begin, segment.end) for segment in segments)",
-        "*(torch.arange(0, segment.end - segment.begin) for segment in segments)",
-        values=("cp2", "cp4", "sp2cp2", "cp2tp2"),
-    ),
-    Mutant(
-        "CP: pieces of a sequence in the order of ranks",
-        _CUTS,
-        "sorted(found, key=lambda part: part[0])",
-        "found",
-        values=("cp2", "cp4", "sp2cp2", "cp2tp2"),
-    ),
-    Mutant(
-        "CP: a second piece's gradient replaces the first's",
-        _CUTS,
-        "whole.index_copy_(0, places_n, whole.index_select(0, places_n).add_(values))",
-        "whole.index_copy_(0, places_n, values)",
-        values=("cp2", "cp4", "sp2cp2", "cp2tp2"),
-    ),
-    Mutant(
-        "CP: gradients of sent keys are forgotten",
-        _CUTS,
-        "_add_at(row, self.sent_S[: self.num_sent], own[0, : self.num_sent])",
-        "own[0, : self.num_sent]",
-        values=("cp2", "cp4", "sp2cp2", "cp2tp2"),
-    ),
-    Mutant(
-        "CP: sinks of the first heads for every part of the heads",
-        _ATTENTION,
-        "sinks_H=None if sinks_H is None else sinks_H[heads]",
-        "sinks_H=None if sinks_H is None else sinks_H[: heads.stop - heads.start]",
-        ("gpt_oss",),
-        values=("cp2", "cp4", "sp2cp2", "cp2tp2"),
-    ),
-    Mutant(
-        "labels are shifted inside a piece",
-        _ROWS,
-        "shift_labels(labels)[part]",
-        "shift_labels(labels[part])",
-        values=("cp2", "cp4", "cp2pp2"),
-    ),
-    Mutant(
-        "a window one token wider",
-        _ATTENTION,
-        "Scoring(scale, sliding_window, softcap, s_aux)",
-        "Scoring(scale, sliding_window and sliding_window + 1, softcap, s_aux)",
-        ("gemma2", "gemma3"),
-    ),
-    Mutant(
-        "the labels of tokens that the head is not asked about",
-        _ROWS,
-        "targets = to_device(targets[predicting], device)",
-        "targets = to_device(targets[: len(targets[predicting])], device)",
-        values=("few_labels",),
-    ),
-    Mutant(
-        "the gradient of the loss without its scale",
-        _RUN,
-        "return PLAIN(tokens) * scale",
-        "return PLAIN(tokens)",
-    ),
-    Mutant(
-        "the largest logit of this rank's part of the vocabulary alone",
-        _CROSS,
-        "            dist.all_reduce(max_T, op=dist.ReduceOp.MAX, group=tp.group)\n            factor_T =",
-        "            factor_T =",
-        values=("tp2", "tp4"),
-    ),
-    Mutant(
-        "every TP rank counts the loss",
-        _RUN,
-        "if not losses or role.tp_rank > 0:",
-        "if not losses:",
-        values=("tp2", "tp4"),
-    ),
-    Mutant(
-        "gradients are pushed one micro-batch early",
-        "engine/parallel/one_f_one_b.py",
-        "if index == len(micro_batch_tokens) - 1:",
-        "if index == max(0, len(micro_batch_tokens) - 2):",
-    ),
-    Mutant(
-        "gradients are pushed after the first phase",
-        _RUN,
-        "is_last = number == busy[-1]",
-        "is_last = number == busy[0]",
-        ("llama", "qwen2", "qwen3", "mistral"),
-        values=("then",),
-    ),
-    Mutant(
-        "a rank has its first phase's role in all of them",
-        "sampler/plan.py",
-        "Role.find(phase.strategy, rank)) for phase",
-        "Role.find(self.in_turn[0].strategy, rank)) for phase",
-        ("llama", "qwen2", "qwen3", "mistral"),
-        values=("then",),
-    ),
-    Mutant(
-        "a layer arrives in its slot one use early",
-        _SCHEDULE,
-        "transfers.append(Transfer(Kind.PULL, bucket, last_use[slot], number))",
-        "transfers.append(Transfer(Kind.PULL, bucket, max(AT_ONCE, last_use[slot] - 1), number))",
-        values=("gather",),
-    ),
-    Mutant(
-        "a gathered layer's second micro-batch adds to the first",
-        _WEIGHTS,
-        "            state = self._states[index]\n            state.without_gradient.update(state.gradients)\n",
-        "            pass\n",
-        values=("gather",),
-    ),
-    Mutant(
-        "an iteration's gradients add to those of the one before",
-        _WEIGHTS,
-        "        for state in self._states:\n            state.without_gradient.update(state.gradients)\n",
-        "        for state in self._states:\n",
-        tests=("tests/test_weight_gradients.py",),
-    ),
-    Mutant(
-        "the second iteration does not say when a bucket's gradients are complete",
-        _WEIGHTS,
-        "            state.missing.update(state.trained)\n",
-        "",
-        tests=("tests/test_weight_gradients.py",),
-    ),
-    Mutant(
-        "backward of a gathered layer does not wait for the push before",
-        _SCHEDULE,
-        "transfers.append(Transfer(Kind.PUSH, before, left, number))",
-        "transfers.append(Transfer(Kind.PUSH, before, left))",
-        tests=("tests/test_transfer_schedule.py",),
-    ),
-    Mutant(
-        "computation does not wait for what a use needs",
-        "engine/transfer/session.py",
-        "if self._use in self._needed:",
-        "if False:",
-        tests=("tests/test_transfer_session.py",),
-    ),
-    Mutant(
-        "a rank comes to its next phase while others are in the one before",
-        "engine/transfer/session.py",
-        "while self._use + 1 < self._schedule.phases[number]:",
-        "while False:",
-        tests=("tests/test_transfer_session.py",),
-    ),
-    Mutant(
-        "without overlap kept weights are pushed inside backward passes",
-        _SCHEDULE,
-        "is_early = overlap and num_buckets > 0",
-        "is_early = num_buckets > 0",
-        tests=("tests/test_transfer_schedule.py",),
-    ),
-    Mutant(
-        "the first bucket is not pushed",
-        _SCHEDULE,
-        "for bucket in reversed(range(num_rounds)) if pushes else ():",
-        "for bucket in reversed(range(1, num_rounds)) if pushes else ():",
-    ),
-    Mutant(
-        "a slice's columns come from the parameter's beginning",
-        "zero_link/plan.py",
-        "offset += blocks.start % row_len - asks.slice_col[ask]",
-        "offset += blocks.start % row_len",
-        values=("tp2", "tp4"),
-    ),
-    Mutant(
-        "what a node needs twice comes for the second need",
-        "zero_link/plan.py",
-        "rounds.append(min(want.round for want in readers))",
-        "rounds.append(max(want.round for want in readers))",
-        ("llama", "qwen2", "llama_bias", "qwen3", "gemma2"),
-        values=("tied",),
-    ),
-    Mutant(
-        "frozen slices stay when the strategy changes",
-        _WEIGHTS,
-        "is_same = self._key == key",
-        "is_same = self._key is not None",
-        ("gemma3", "phi3"),
-        values=("frozen",),
-    ),
-    Mutant(
-        "experts of other ranks' tokens: padding on the other side",
-        _EP,
-        "F.pad(own_TH, (0, 0, first, num_tokens - end))",
-        "F.pad(own_TH, (0, 0, num_tokens - end, first))",
-        ("qwen3_moe", "mixtral", "glm4_moe"),
-        values=("ep2", "ep4"),
-    ),
-    Mutant(
-        "what experts send back stays in their order",
-        _EP,
-        "rows_SH[inverse_S]",
-        "rows_SH",
-        ("qwen3_moe", "mixtral"),
-        values=("ep2", "ep4"),
-    ),
-    Mutant(
-        "rows for experts go to the neighbours in the other order",
-        _EP,
-        "= sent_E.view(-1, each)",
-        "= sent_E.view(-1, each).flip(0)",
-        ("qwen3_moe", "mixtral", "glm4_moe"),
-        values=("ep2",),
-    ),
-    Mutant(
-        "balance: counts of this row of a CP group",
-        _BALANCE,
-        "        if keys is not None:\n            dist.all_reduce",
-        "        if False:\n            dist.all_reduce",
-        ("qwen3_moe", "mixtral", "qwen2_moe"),
-        values=("cp2", "cp4", "sp2cp2", "cp2tp2"),
-    ),
-    Mutant(
-        "balance: layers that run again count twice",
-        _BALANCE,
-        "return has_own_tokens and not is_computed_again()",
-        "return has_own_tokens",
-        ("qwen3_moe", "mixtral", "qwen2_moe"),
-        values=("ckpt_all", "ckpt"),
-    ),
-)  # fmt: skip
+def read_mutants(text: str) -> Iterator[Mutant]:
+    """The faults of `mutants.txt`, whose form its first lines say."""
+    for part in text.split("\n# ")[1:]:
+        head, *bodies = part.split("\n## ")
+        room, *rest = head.splitlines()
+        of_room = next((line[7:].split() for line in rest if line.startswith("tests: ")), [])
+        for body in bodies:
+            name, *lines = body.rstrip().splitlines()
+            found: dict[str, Any] = {"tests": of_room}
+            for line in lines:
+                key, _, value = line.partition(": ")
+                if line[0] in "-+":
+                    key, value = {"-": "old", "+": "new"}[line[0]], line[1:]
+                    value = f"{found[key]}\n{value}" if key in found else value
+                found[key] = value
+            for key in {"families", "rows", "tests"} & found.keys():
+                values = found[key].split() if isinstance(found[key], str) else found[key]
+                found[key] = tuple(values)
+            found["file"] = found.pop("in")
+            yield Mutant(name, room, **{"new": "", **found})
 
 
-def put_in(mutant: Mutant, package: Path) -> str:
-    """Write the fault into the copy of the package; the text that was there."""
-    file = package / mutant.file
-    text = file.read_text()
-    assert text.count(mutant.old) == 1, (
-        f"{mutant.name}: {text.count(mutant.old)} places in {mutant.file}"
-    )
-    file.write_text(text.replace(mutant.old, mutant.new))
-    return text
+MUTANTS = tuple(read_mutants((Path(__file__).parent / "mutants.txt").read_text()))
 
 
-def find_in_table(mutant: Mutant) -> Iterator[str]:
-    """What notices the fault: a row and its error. Runs in a process of its own."""
+def file_of(mutant: Mutant, package: Path = PACKAGE) -> Path:
+    """The file of the package that the fault goes into, where its text occurs once; AssertionError
+    without one.
+    """
+    every = {path: path.read_text().count(mutant.old) for path in package.rglob("*.py")}
+    named = {p: n for p, n in every.items() if f"/{p.as_posix()}".endswith(f"/{mutant.file}")}
+    for counts in (named, every):
+        found = [path for path, count in counts.items() if count]
+        if len(found) == 1 and counts[found[0]] == 1:
+            return found[0]
+    raise AssertionError(f"{mutant.name}: {sum(named.values())} places in {mutant.file}")
+
+
+def rows_that_notice(mutant: Mutant) -> Iterator[str]:
+    """Rows of the parity table that notice the fault, with errors. In a process of its own."""
     import test_parity_table as table
     from distributed import run_distributed
 
     for family in mutant.families:
         of_family = (n for n in table.read_table() if table.row_of(n)["family"] == family)
         names = [name for name in of_family if not table.is_compiled(name)]  # which take long
-        if mutant.values:
-            names = [n for n in names if set(table.row_of(n).values()) & {*mutant.values}]
+        if mutant.rows:
+            names = [n for n in names if set(table.row_of(n).values()) & {*mutant.rows}]
         for begin in range(0, len(names), ROWS_AT_ONCE):
             some = names[begin : begin + ROWS_AT_ONCE]
             try:
@@ -495,26 +123,51 @@ def find_in_table(mutant: Mutant) -> Iterator[str]:
                     yield f"{name}: gradient {error:.0e}, loss {loss_error:.0e}"
 
 
-def find_in_tests(mutant: Mutant, tree: Path) -> Iterator[str]:
-    """The same, of the named tests."""
+class FirstFailure:
+    """Plugin of pytest that keeps the name of the first test, or file, that fails."""
+
+    name = ""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Look at a test."""
+        if report.failed:
+            self.name = self.name or report.nodeid.partition("::")[2]
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """Look at a file."""
+        if report.failed:
+            self.name = self.name or "collection"
+
+
+def tests_that_notice(test: str, tree: Path) -> Iterator[str]:
+    """The same of the tests of a file, or of one of them."""
     import pytest
 
-    chosen = [str(tree / test) for test in mutant.tests]
-    if pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--rootdir", str(tree), *chosen]):
-        yield mutant.tests[0]
+    first = FirstFailure()
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not nightly", "--rootdir", str(tree)]
+    code = pytest.main([*options, str(tree / "tests" / test)], plugins=[first])
+    if code:
+        yield (
+            first.name
+            if code in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED)
+            else "..."
+        )
 
 
-def look(mutant: Mutant, tree: Path, queue: Any) -> None:
-    """Put the first thing that notices the fault into `queue`, or nothing."""
+def look(mutant: Mutant, test: str, tree: Path, found: Any) -> None:
+    """Put the first thing that notices the fault into `found`, or nothing."""
+    os.setsid()  # so that ranks of a hanging test end with it
     sys.path[:] = [str(tree), str(tree / "tests"), *(p for p in sys.path if not is_of_root(p))]
+    os.environ["PYTHONPATH"] = str(tree)
+    os.chdir(tree)
     with (tree / "output").open("w") as output:
         for stream in (1, 2):  # of ranks, too
             os.dup2(output.fileno(), stream)
-        found = find_in_tests(mutant, tree) if mutant.tests else find_in_table(mutant)
+        noticing = rows_that_notice(mutant) if test == TABLE else tests_that_notice(test, tree)
         try:
-            queue.put(next(found, ""))
+            found.put(next(noticing, ""))
         except BaseException as error:
-            queue.put(repr(error))
+            found.put(repr(error))
 
 
 def is_of_root(path: str) -> bool:
@@ -522,35 +175,114 @@ def is_of_root(path: str) -> bool:
     return Path(path or ".").resolve() in (ROOT, ROOT / "tests")
 
 
+def try_out(mutant: Mutant, test: str, tree: Path, limit_s: float) -> str:
+    """What notices the fault in `test`; "" for nothing, "..." where that is not known in time."""
+    context = multiprocessing.get_context("fork")
+    found = context.Queue()
+    process = context.Process(target=look, args=(mutant, test, tree, found))
+    process.start()
+    try:
+        return found.get(timeout=limit_s)
+    except queue.Empty:
+        return "..."
+    finally:
+        process.join(5)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+
+
+def page_of(record: dict[str, dict[str, str]]) -> str:
+    """The page that says what notices each fault."""
+    rooms = list(dict.fromkeys(mutant.room for mutant in MUTANTS))
+    noticed = {name for name, tried in record.items() if is_noticed(tried)}
+    lines = [
+        "# Faults put in by hand",
+        "",
+        "`python -m benchmarks.mutants` puts each of these faults into a copy of the package and runs what could",
+        "notice it, cheapest first, until something does.",
+        "",
+        "| Room | Faults | Tried | Noticed | By |",
+        "|---|---|---|---|---|",
+    ]
+    for room in rooms:
+        of_room = [mutant for mutant in MUTANTS if mutant.room == room]
+        own = [mutant for mutant in of_room if mutant.name in record]
+        by: dict[str, int] = {}
+        for mutant in own:
+            for test, said in record[mutant.name].items():
+                if said.strip("."):
+                    by[test] = by.get(test, 0) + 1
+        files = ", ".join(
+            f"{test} {count}" for test, count in sorted(by.items(), key=lambda b: -b[1])
+        )
+        counts = f"{len(of_room)} | {len(own)} | {sum(m.name in noticed for m in own)}"
+        lines.append(f"| {room} | {counts} | {files} |")
+    for room in dict.fromkeys(mutant.room for mutant in MUTANTS if mutant.name in record):
+        lines += ["", f"## {room}", "", "| Fault | Noticed by | After |", "|---|---|---|"]
+        for mutant in MUTANTS:
+            if mutant.room != room or mutant.name not in record:
+                continue
+            tried = record[mutant.name]
+            nothing = "nothing in time" if "..." in tried.values() else "nothing"
+            said = next((f"{t}: `{s}`" for t, s in tried.items() if s.strip(".")), nothing)
+            if mutant.equivalent:
+                said = f"nothing: {mutant.equivalent}"
+            before = ", ".join(test for test, found in tried.items() if not found.strip("."))
+            lines.append(f"| {mutant.name} | {said} | {before} |")
+    return "\n".join(lines).replace("|  |", "| |") + "\n"
+
+
+def is_noticed(tried: dict[str, str]) -> bool:
+    """Whether something has noticed the fault."""
+    return any(said.strip(".") for said in tried.values())
+
+
 def main(
     only: Annotated[str, typer.Option(help="Faults whose names hold this text")] = "",
+    room: Annotated[str, typer.Option(help="Faults of rooms that hold this text")] = "",
+    tests: Annotated[str, typer.Option(help="Test files to run in place of those named")] = "",
+    all_tests: Annotated[bool, typer.Option(help="Run every file, also after one noticed")] = False,
+    limit_s: Annotated[float, typer.Option(help="Seconds for a test file")] = 2 * TIMEOUT_S,
+    record: Annotated[Path, typer.Option(help="Where to keep what was tried")] = RECORD,
+    new: Annotated[bool, typer.Option(help="Only faults that were not noticed before")] = False,
 ) -> None:
     """Put in each fault and say what notices it."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    for module in NO_FAULTS:
+    known: dict[str, dict[str, str]] = json.loads(record.read_text()) if record.exists() else {}
+    known = {m.name: known[m.name] for m in MUTANTS if m.name in known}
+    chosen = [m for m in MUTANTS if only in m.name and room in m.room]
+    chosen = [
+        m for m in chosen if not m.equivalent and not (new and is_noticed(known.get(m.name, {})))
+    ]
+    for module in NO_FAULTS if chosen else ():
         importlib.import_module(module)
 
     survivors = []
-    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
-        for part in ("ds_hydra", "tests"):
+        for part in ("ds_hydra", "tests", "benchmarks", "docs", "examples"):
             shutil.copytree(ROOT / part, tree / part)  # with bytecode and the compiled planner
-        shutil.copy2(ROOT / "setup.cfg", tree / "setup.cfg")
-        for mutant in MUTANTS:
-            if only not in mutant.name:
-                continue
-            file = tree / "ds_hydra" / mutant.file
-            text, begin = put_in(mutant, tree / "ds_hydra"), time.monotonic()
-            queue = context.Queue()
-            process = context.Process(target=look, args=(mutant, tree, queue))
-            process.start()
-            said = queue.get()
-            process.join()
+        for path in ROOT.glob("[!.]*"):
+            if path.is_file():
+                shutil.copy2(path, tree)
+        for mutant in chosen:
+            file, begin = file_of(mutant, tree / "ds_hydra"), time.monotonic()
+            text = file.read_text()
+            file.write_text(text.replace(mutant.old, mutant.new))
+            tried = known[mutant.name] = dict(known.get(mutant.name, {})) if tests else {}
+            for test in tests.split() or mutant.tests or (TABLE,):
+                tried[test] = try_out(mutant, test, tree, limit_s)
+                if tried[test].strip(".") and not all_tests:
+                    break
             file.write_text(text)
-            survivors += [] if said else [mutant.name]
-            word = "noticed" if said else "SURVIVES"
-            typer.echo(f"{word}  {mutant.name}  ({time.monotonic() - begin:.0f} s)  {said:.300}")
+            noticed = is_noticed(tried)
+            survivors += [] if noticed else [mutant.name]
+            word = "noticed" if noticed else "SURVIVES"
+            typer.echo(f"{word}  {mutant.name}  ({time.monotonic() - begin:.0f} s)  {tried!s:.300}")
+            ordered = {m.name: known[m.name] for m in MUTANTS if m.name in known}
+            record.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
+    record.with_suffix(".md").write_text(page_of(known))
     typer.echo(f"{len(survivors)} survive")
     raise typer.Exit(bool(survivors))
 

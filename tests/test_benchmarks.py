@@ -116,9 +116,18 @@ def test_a_tiny_run_measures_valid_micro_batches(tmp_path):
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
 def test_every_fault_can_be_put_in(mutant):
     """CI runs what notices it: rows of a family that is not left to the night, or tests."""
-    assert (mutants.PACKAGE / mutant.file).read_text().count(mutant.old) == 1
+    assert mutants.file_of(mutant).read_text().count(mutant.old) == 1
+    assert mutant.new != mutant.old
     assert set(mutant.families) - set(NIGHTLY)
-    assert all((mutants.ROOT / test.partition("::")[0]).is_file() for test in mutant.tests)
+    for file, _, name in (test.partition("::") for test in mutant.tests):
+        assert f"def {name}" in (mutants.ROOT / "tests" / file).read_text()
+
+
+def test_the_record_is_of_faults_that_are_there_and_its_page_shows_it():
+    """Faults that are new are put in by python -m benchmarks.mutants --new."""
+    record = json.loads(mutants.RECORD.read_text())
+    assert record.keys() <= {mutant.name for mutant in mutants.MUTANTS}
+    assert mutants.RECORD.with_suffix(".md").read_text() == mutants.page_of(record)
 
 
 RECORDINGS = learned_times.read_recordings(learned_times.RECORDED)

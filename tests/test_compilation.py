@@ -1,5 +1,5 @@
 """`hydra.compile_layers`: one graph of a layer for all lengths, few launches beside products and
-attention; gradients of compiled layers under schemes are in test_engine_parity.
+attention; gradients of compiled layers under schemes are in test_parity_table.
 """
 
 from __future__ import annotations

@@ -12,10 +12,8 @@ from test_engine_parity import assert_parity, check_gradients
 from test_sequence_parallel import (
     CPU,
     MODULE,
-    assert_training,
     attend,
     lay_out,
-    train_everywhere,
     worst_error,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -165,22 +163,6 @@ def test_attention_over_rows_equals_attention_over_the_micro_batch():
 def keys_in_parts(monkeypatch):
     """As those of large micro-batches travel."""
     monkeypatch.setattr(token_cuts, "LEAST_PART_BYTES", 1)
-
-
-TRAINED = (
-    ("1x<cp4,1>", "1x<sp2,cp2,1>", "1x<cp2,2,1>", "1x<cp2,1,2>", "1x<cp3,1;gather> + 1x<1,1;gather>",
-     "1x<cp2,1> + 1x<sp2,1>", "1x<cp2,sp2,1>"),
-    ["1x<cp2,1> + 2x<1,1>", "1x<cp4,1>"],
-    "1x<sp2,cp2,1>",
-)  # fmt: skip
-
-
-@pytest.mark.nightly
-@pytest.mark.distributed
-def test_training_follows_stock_deepspeed_and_repeats_itself():
-    found = run_distributed(train_everywhere, 4, *TRAINED)[0]
-    assert_training(found)
-    assert found["profiled"] == ["<1,1>", "<cp2,1>", "<cp4,1>"]
 
 
 def layers_in_two_lists():

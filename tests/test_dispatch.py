@@ -94,6 +94,10 @@ def test_long_sequences_go_where_they_fit():
     found = dispatch_sequences([20, 11, 9, 9, 9], [small, large])
     assert found.assignment[:2] == (3, 3)
     assert sorted(found.assignment[2:]) == [0, 1, 2]
+    alone = small._replace(num_pipelines=1)
+    found = dispatch_sequences([20, 9, 9], [alone, large, alone])  # which stand apart
+    assert found.assignment[0] == 1
+    assert sorted(found.assignment[1:]) == [0, 2]
 
 
 @given(kind_lists, length_lists)

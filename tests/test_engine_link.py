@@ -340,12 +340,6 @@ def test_overlap_changes_no_bit_of_random_sequences_of_strategies(results):
         assert result["different"] == [], f"rank {rank}"
 
 
-@pytest.mark.nightly
-@pytest.mark.distributed
-def test_overlap_changes_no_bit_of_200_random_sequences_of_strategies():
-    assert run_distributed(gradients_with_and_without_overlap, 4, 200) == [[]] * 4
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_an_exchange_holds_what_the_plan_states_and_soon_allocates_nothing(results):

@@ -7,13 +7,11 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import shutil
 import types
 
 import kernels_apart
 import pytest
 import torch
-import torch._dynamo.utils
 import torch.distributed as dist
 from distributed import run_distributed
 from engines import loss_and_gradients, start_hydra
@@ -337,34 +335,6 @@ def check_patched():
 @pytest.mark.distributed
 def test_forwards_bound_to_instances_are_those_of_the_copy():
     assert_parity(run_distributed(check_patched, 2)[0])
-
-
-def check_compiled(family, runs):
-    errors, graphs = {}, []
-    for strategy, hydra in runs:
-        errors |= check_gradients(family, (strategy,), {"compile_layers": True, **hydra})
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    return errors, graphs
-
-
-@pytest.mark.nightly
-@pytest.mark.distributed
-@pytest.mark.timeout(1000)
-@pytest.mark.skipif(
-    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs"
-)
-def test_compiled_layers_give_the_same_gradients():
-    """Under TP, whose collectives cut a layer into most pieces; compiling is slow.
-
-    With slices that come and go, and with shards of a row and a layer that runs again.
-    """
-    runs = (
-        ("1x<2,1;gather>", {}),
-        ("1x<2,1;ckpt=1>", {}),
-    )
-    worst, graphs = run_distributed(check_compiled, 2, "llama", runs, timeout_s=900)[0]
-    assert_parity(worst)
-    assert 0 < graphs[0] < graphs[1], "nothing was compiled"
 
 
 @st.composite

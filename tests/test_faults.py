@@ -166,35 +166,6 @@ def one_rank_fails(folder, how, weights):
         time.sleep(3600)
 
 
-@pytest.mark.distributed
-@pytest.mark.timeout(700)
-@pytest.mark.parametrize(
-    ("how", "weights"),
-    [
-        *(
-            pytest.param(how, "kept", marks=pytest.mark.slow)
-            for how in ("stopped", "failed", "ctrl-c", "aborted", "torn down")
-        ),
-        *(
-            pytest.param(how, "gathered", marks=pytest.mark.nightly)
-            for how in ("stopped", "failed", "torn down")
-        ),
-    ],
-)
-def test_a_silent_or_failed_rank_is_named(tmp_path, how, weights):
-    """Whatever ends the others: an error, the watchdog (75), or a monitor like NCCL's before it."""
-    ended = run_until_end(one_rank_fails, 3, tmp_path, str(tmp_path), how, weights, victim=1)
-    told = {
-        "stopped": "rank 1 is silent for 8 s",
-        "failed": "rank 1 failed in propagation: MemoryError: no room left, on purpose",
-        "ctrl-c": "rank 1 was interrupted by its user between two calls of the engine",
-    }.get(how, "rank 1 is gone: its process ended")
-    for rank in (0, 2):
-        expected = (-signal.SIGABRT,) if how == "torn down" else (1, 75)
-        assert ended[rank].exit_code in expected, ended[rank].stderr
-        assert told in ended[rank].stderr
-
-
 def lost_in_the_middle(folder, where, number, passes):
     """An iteration of two micro-batches a rank, in the middle of whose gathered layers one ends,
     stops or fails.
@@ -207,43 +178,6 @@ def lost_in_the_middle(folder, where, number, passes):
     plan, plain = hand_plan("2x<1,1;gather>", data_of(1)), engine.hydra.propagator.train
     engine.hydra.propagator.train = lambda _, load, *rest: plain(plan, load, *rest)
     engine.train_batch(data_of(1), strategy=plan.strategy)
-
-
-@pytest.mark.distributed
-@pytest.mark.timeout(700)
-@pytest.mark.parametrize(
-    ("where", "number", "passes"),
-    [
-        ("pull", signal.SIGKILL, 8),  # for the backward pass
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in (
-                ("pull", signal.SIGSTOP, 3),  # beside the forward pass
-                ("forward", signal.SIGSTOP, 1),  # after the first micro-batch
-                ("backward", signal.SIGSTOP, 1),
-                ("push", signal.SIGSTOP, 2),  # beside the backward pass
-                ("push", signal.SIGKILL, 6),
-                ("pull", None, 8),
-                ("forward", None, 1),
-                ("backward", None, 0),
-                ("push", None, 2),
-            )
-        ),
-    ],
-)
-def test_a_rank_lost_in_the_middle_of_gathered_layers_is_named(tmp_path, where, number, passes):
-    arguments = (str(tmp_path), where, number, passes)
-    other, victim = run_until_end(lost_in_the_middle, 2, tmp_path, *arguments, victim=1)
-    assert other.exit_code in (1, 75), other.stderr
-    told = {
-        signal.SIGSTOP: "rank 1 is silent for 6 s",
-        signal.SIGKILL: "rank 1 is gone: its process ended",
-        None: "rank 1 failed in propagation: MemoryError: no room left, on purpose",
-    }[number]
-    assert told in other.stderr
-    assert (tmp_path / "fault").exists(), "it came there"
-    if number is None:
-        assert "MemoryError: no room left, on purpose" in victim.stderr
 
 
 def start_with_data(folder, *, hydra=None, model=None, rows=None, **sections):
@@ -289,23 +223,6 @@ def whole_life(folder, where=None, victim=None, number=signal.SIGKILL):
     engine.destroy()
 
 
-@pytest.mark.distributed
-@pytest.mark.timeout(700)
-@pytest.mark.parametrize(
-    ("where", "number"),
-    [
-        ("join", signal.SIGKILL),
-        ("profile", signal.SIGSTOP),
-        ("save 16 bit", signal.SIGKILL),
-        ("destroy", signal.SIGKILL),
-    ],
-)
-def test_a_rank_lost_outside_an_iteration_is_named(tmp_path, where, number):
-    other, _ = run_until_end(whole_life, 2, tmp_path, str(tmp_path), where, 1, number, victim=1)
-    assert other.exit_code in (1, 75), other.stderr
-    assert "rank 1 is silent" in other.stderr or "rank 1 is gone" in other.stderr
-
-
 def life_between_calls(folder, where=None, victim=None, number=signal.SIGKILL):
     """Training whose victim ends, or stops, outside of the engine's calls; then the others come to
     a collective that is not the engine's.
@@ -326,18 +243,70 @@ def life_between_calls(folder, where=None, victim=None, number=signal.SIGKILL):
         dist.all_reduce(torch.ones(1))
 
 
+KILL, STOP, FAIL = signal.SIGKILL, signal.SIGSTOP, None
+TOLD = {
+    KILL: "rank 1 is gone: its process ended",
+    STOP: "rank 1 is silent for",
+    FAIL: "rank 1 failed in propagation: MemoryError: no room left, on purpose",
+}
+ERROR, WATCHDOG, MONITOR = 1, 75, -signal.SIGABRT
+"""Ends of the others: an error, the watchdog, or a monitor like NCCL's before it."""
+BETWEEN = "rank 0 was between two calls of the engine"
+
+
+def losses():
+    """Cases: what the ranks do, how many they are, the fault of rank 1, ends of the others, what
+    each of these says.
+    """
+
+    def case(life, num_ranks, fault, told, ends=(ERROR, WATCHDOG), marks=()):
+        words = [life.__name__, *(getattr(word, "name", str(word)) for word in fault)]
+        return pytest.param(life, num_ranks, fault, ends, told, marks=marks, id=" ".join(words))
+
+    slow, nightly = (pytest.mark.slow,), (pytest.mark.nightly,)
+    of_ctrl_c = "rank 1 was interrupted by its user between two calls of the engine"
+    hows = {"stopped": TOLD[STOP], "failed": TOLD[FAIL], "ctrl-c": of_ctrl_c, "aborted": TOLD[KILL]}
+    for weights, names in (("kept", hows), ("gathered", ("stopped", "failed"))):
+        marks = slow if weights == "kept" else nightly
+        for how in names:
+            yield case(one_rank_fails, 3, (how, weights), [hows[how]], marks=marks)
+        yield case(one_rank_fails, 3, ("torn down", weights), [TOLD[KILL]], (MONITOR,), marks)
+    for where, number, passes in (
+        ("pull", KILL, 8),  # for the backward pass
+        ("pull", STOP, 3),  # beside the forward pass
+        ("forward", STOP, 1),  # after the first micro-batch
+        ("backward", STOP, 1),
+        ("push", STOP, 2),  # beside the backward pass
+        ("push", KILL, 6),
+        ("pull", FAIL, 8),
+        ("forward", FAIL, 1),
+        ("backward", FAIL, 0),
+        ("push", FAIL, 2),
+    ):
+        marks = () if (where, number) == ("pull", KILL) else nightly
+        yield case(lost_in_the_middle, 2, (where, number, passes), [TOLD[number]], marks=marks)
+    for where, number, told in (
+        ("join", KILL, "rank 1 is gone"),
+        ("profile", STOP, TOLD[STOP]),
+        ("save 16 bit", KILL, TOLD[KILL]),
+        ("destroy", KILL, TOLD[KILL]),
+    ):
+        yield case(whole_life, 2, (where, 1, number), [told])
+    for where, number, end in (("own collective", KILL, ERROR), ("own handle", STOP, WATCHDOG)):
+        yield case(life_between_calls, 2, (where, 1, number), [TOLD[number], BETWEEN], (end,))
+
+
 @pytest.mark.distributed
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize(
-    ("where", "number"), [("own collective", signal.SIGKILL), ("own handle", signal.SIGSTOP)]
-)
-def test_a_rank_lost_between_two_calls_is_named(tmp_path, where, number):
-    other, _ = run_until_end(
-        life_between_calls, 2, tmp_path, str(tmp_path), where, 1, number, victim=1
-    )
-    assert other.exit_code == (75 if number == signal.SIGSTOP else 1)
-    assert "rank 1 is silent" in other.stderr or "rank 1 is gone" in other.stderr
-    assert "rank 0 was between two calls of the engine" in other.stderr
+@pytest.mark.parametrize(("life", "num_ranks", "fault", "ends", "told"), losses())
+def test_a_lost_rank_is_named(tmp_path, life, num_ranks, fault, ends, told):
+    ended = run_until_end(life, num_ranks, tmp_path, str(tmp_path), *fault, victim=1)
+    assert (tmp_path / "fault").exists(), "it came there"
+    for rank in {*range(num_ranks)} - {1}:
+        assert ended[rank].exit_code in ends, ended[rank].stderr
+        assert all(text in ended[rank].stderr for text in told), ended[rank].stderr
+    if life is lost_in_the_middle and FAIL in fault:
+        assert "MemoryError: no room left, on purpose" in ended[1].stderr
 
 
 def weights_of(engine):

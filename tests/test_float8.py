@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from unittest import mock
 
 import pytest
 import torch
@@ -204,24 +203,6 @@ def test_strategies_agree_beside_experts():
     assert max(apart) < LARGEST_DIFFERENCE[ROWWISE]
     # q, k, v and o of two layers; gate_up and down of both
     assert f"float8: 8 linear layers, {ROWWISE}; 4 weights of experts stay in 16 bit" in said
-
-
-def check_compiled(strategies):
-    """Casts between exchanges are graphs of their own."""
-    graphs = functools.partial(torch.compile, backend="aot_eager")
-    with mock.patch("torch.compile", graphs):
-        found, _ = check_strategies(ROWWISE, {"compile_layers": True}, strategies)
-    frames = torch._dynamo.utils.counters["frames"]
-    return found, torch._dynamo.utils.counters["stats"]["unique_graphs"], dict(frames)
-
-
-@pytest.mark.nightly
-@pytest.mark.distributed
-def test_strategies_agree_in_compiled_layers():
-    found, graphs, frames = run_distributed(check_compiled, 2, ("2x<1,1>", "1x<2,1>"))[0]
-    assert_agreement(found)
-    assert graphs > 10
-    assert frames["ok"] == frames["total"]
 
 
 @pytest.mark.distributed

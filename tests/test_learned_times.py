@@ -71,6 +71,14 @@ def test_a_disturbed_iteration_moves_little():
     assert np.median(found) == pytest.approx(1.0, abs=0.1)
 
 
+def test_what_all_pipelines_have_in_common_surprises_the_machine_alone():
+    learned = train(LearnedTimes(), [MIXED], 40)
+    train(learned, [MIXED], 1, machine=1.6, seed=1)
+    surprise = dict(zip(learned.names, learned.surprise_F, strict=True))
+    assert surprise.pop("machine") > 0.5
+    assert max(map(abs, surprise.values())) < 0.2
+
+
 @pytest.mark.parametrize("level", [2.0, 0.5])
 def test_a_new_level_is_learned_within_eight_iterations(level):
     learned = train(LearnedTimes(), [SINGLES, PAIRS], 100)

@@ -5,10 +5,7 @@ layers; its Triton kernels run in Triton's interpreter.
 from __future__ import annotations
 
 import functools
-import json
 import logging
-from importlib.util import find_spec
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -178,7 +175,7 @@ def check_trainer(folder):
         args = test_trainer.training_arguments(
             folder, hydra={"strategies": ["1x<1,1>"]}, output_dir=folder, max_steps=2, **settings
         )
-        model = tiny("llama", num_hidden_layers=4)
+        model = test_trainer.small_model()
         trainer = ds_hydra.HydraTrainer(model=model, args=args, train_dataset=data)
         trainer.train()
         losses.append([x["loss"] for x in trainer.state.log_history if "loss" in x])
@@ -195,36 +192,6 @@ def test_use_liger_kernel_of_training_arguments(tmp_path):
     torch.testing.assert_close(torch.tensor(fused), torch.tensor(plain), rtol=1e-4, atol=0)
     assert models == [False, True]
     assert not has_rope  # as liger_kernel_config says
-
-
-def histories_of_trl(kind, folder, world, use_liger):
-    """The log of two steps of TRL's SFT, and whether Liger's layers have run."""
-    triton_interpreter.use()
-    import test_trl
-    from liger_kernel.ops import LigerSiLUMulFunction
-
-    calls = mock.Mock(side_effect=LigerSiLUMulFunction.forward)
-    LigerSiLUMulFunction.forward = calls
-    settings = {"use_liger_kernel": use_liger, "max_steps": 2}
-    test_trl.CASES["liger"] = {"data": test_trl.texts, "arguments": settings}
-    return test_trl.histories(kind, folder, world, ["liger"])["liger"], calls.call_count > 0
-
-
-@pytest.mark.nightly  # TRL and Liger have tests of their own
-@pytest.mark.distributed
-@pytest.mark.skipif(find_spec("trl") is None, reason="needs TRL")
-def test_sft_of_trl_with_liger_logs_what_it_logs_without(tmp_path):
-    from test_trl import compare, save_model, small_profile
-
-    folder = str(tmp_path)
-    save_model(folder)
-    profile = small_profile(6_000_000, num_layers=4)
-    Path(folder, "profile.json").write_text(json.dumps(profile))
-    ((stock, is_patched),) = run_distributed(histories_of_trl, 1, "stock", folder, 1, False)
-    assert not is_patched
-    runs = run_distributed(histories_of_trl, 2, "hydra", folder, 2, True, timeout_s=900)
-    assert [has_run for _, has_run in runs] == [True, True]
-    compare(stock, runs[0][0])
 
 
 def test_liger_does_not_know_the_model_or_a_setting():

@@ -150,7 +150,7 @@ def wanted_of(name, model, examples):
 
 
 def checks():
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=2)
     reference = copy.deepcopy(model)
     names = [name for name, _ in model.named_parameters()]
     examples = all_examples = examples_with_fields()

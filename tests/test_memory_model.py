@@ -469,6 +469,19 @@ def test_sums_in_one_order_take_copies_of_the_gradient_of_queries(text, copies, 
     assert alone[0].rank_bytes(scheme, 8, 32768) == alone[1].rank_bytes(scheme, 8, 32768)
 
 
+def test_keys_of_all_rows_and_what_a_row_sends_of_them():
+    """32 heads in parts of 2, 4, 9 and 17 in place of one: all parts are there, and one has its
+    gradient; half as much again of a row is sent, comes back and is its own.
+    """
+    memory = replace(of_7b().memory, num_heads=32)
+    assert memory.key_value_parts(Scheme(1, 1, cp=2)) == [2, 4, 9, 17]
+    in_one = replace(memory, num_heads=1)
+    for cp in (2, 4):
+        found = (m.rank_bytes(Scheme(1, 1, cp=cp), 8, 1000) for m in (in_one, memory))
+        more = next(found) - next(found)
+        assert more == pytest.approx(1000 * 2 * 4096 * 2 * (1 - 17 / 32) * (1 + 1.5 / cp))
+
+
 @pytest.mark.parametrize(("measured", "name", "asked", "counted"), [
     (False, "A800", True, 132), (True, "A800", True, 0), (False, "cpu", True, 0),
     (False, "A800", False, 0),

@@ -13,7 +13,7 @@ from distributed import run_distributed
 from engines import full_states, start_hydra
 from models import MIXTURES_OF_EXPERTS, VOCAB_SIZE, tiny
 from single_process import random_examples
-from test_engine_parity import LENGTHS, assert_parity, check_gradients
+from test_engine_parity import LENGTHS, check_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import families
@@ -86,20 +86,14 @@ def test_tokens_travel_to_experts_with_one_wait_for_the_device(monkeypatch):
     assert travel._received_P == [6, 6]
 
 
-def with_shared_experts():
-    strategies = ("1x<2,1>", "1x<1,2;ckpt=2>", "1x<sp2,1;ep=2;gather>", "1x<2,1;ep=2;gather>")
+def without_balance():
     off = {"moe": {"aux_loss": "off"}}
-    return (
-        check_gradients("qwen2_moe", strategies, overrides=BALANCED),
-        check_gradients("qwen2_moe", strategies[:1], hydra=off, overrides=BALANCED),
-    )
+    return check_gradients("qwen2_moe", ("1x<2,1>",), hydra=off, overrides=BALANCED)
 
 
 @pytest.mark.distributed
-def test_shared_experts_and_their_balance_have_the_gradients_of_one_process():
-    balanced, off = run_distributed(with_shared_experts, 2)[0]
-    assert_parity(balanced)
-    assert min(off.values())[0] > 0.1
+def test_the_loss_of_balance_can_be_left_out():
+    assert min(run_distributed(without_balance, 2)[0].values())[0] > 0.1
 
 
 def routed_tokens(model, examples):

@@ -36,6 +36,7 @@ from ds_hydra.lab.simulator.ulysses import (
 from ds_hydra.sampler.planner.group_steps import (
     Cuts,
     MixedGroups,
+    cut_for_deadline,
     find_cuts,
     plan_steps,
     sizes_used,
@@ -238,7 +239,9 @@ def test_no_exchange_fills_a_group_above_its_max_len():
     groups = MixedGroups(2, [1, 1], [60, 60], [1.0, 100.0], sequences_ms, cuts=Cuts.all([[1, 1]]))
     table = groups.table_ms(lengths)
     placed = groups.step(0, lengths, table, np.arange(3))
-    assert groups.improved(lengths, table, placed).group_of.tolist() == [0, 1, 0]
+    improved = groups.improved(lengths, table, placed)
+    assert improved.group_of.tolist() == [0, 1, 0]
+    assert (improved.slowest_ms, improved.device_ms) == (115, 7 + 115)
 
 
 @pytest.mark.parametrize("most", [4000, 1])
@@ -252,6 +255,19 @@ def test_groups_of_three_ranks_end_before_those_of_powers_of_two(most):
     found = groups.step(0, lengths, groups.table_ms(lengths), np.arange(2))
     assert found.slowest_ms == pytest.approx(20)
     assert found.counts.tolist() == [0, 0, 2, 0]
+
+
+def test_groups_that_meet_a_deadline_are_no_more_than_there_are_ranks():
+    """Three sequences of 8: on 4 ranks they take 2 ms, on 2 of 8 ranks 4; two of four ranks are one
+    group more.
+    """
+    lengths, sizes = np.array([8, 8, 8]), np.array([1, 2, 4])
+    known = lengths / sizes[:, None], np.zeros(3), sizes, np.array([100, 100, 100])
+    for deadline, num_ranks, wanted in ((2, 8, None), (2, 12, [0, 0, 3]), (4, 8, [0, 4, 0])):
+        counts = np.zeros(3, dtype=np.int64)
+        is_met = cut_for_deadline(lengths, *known, deadline, num_ranks, counts)
+        assert is_met == (wanted is not None)
+        assert not is_met or counts.tolist() == wanted
 
 
 def test_fcp_is_no_slower_than_flexsp_without_interconnects():

@@ -4,7 +4,6 @@ attention, gradients, training.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import time
 from dataclasses import replace
@@ -14,10 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from engines import losses_under, start_hydra, start_stock, stock_step
-from models import tiny
 from spaces import priced
-from test_engine_training import batches
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -26,7 +22,6 @@ from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, running
 from ds_hydra.engine.parallel import recomputation, token_cuts
 from ds_hydra.engine.parallel.tensor_parallel import TokenShards
 from ds_hydra.engine.parallel.token_cuts import TokenLayout
-from ds_hydra.engine.profiling.profiler import token_bytes
 from ds_hydra.lab.simulator.ulysses import ShardedGroup
 from ds_hydra.sampler.cuts import cut_micro_batch
 from ds_hydra.strategy import LatencyModel, Profile, Scheme
@@ -38,7 +33,7 @@ from ds_hydra.strategy.cost_models.analytic import (
 )
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.cost_models.costs import Costs
-from ds_hydra.strategy.profiles.memory_model import SP_ACTIVATIONS, SP_ACTIVATIONS_REPEATED
+from ds_hydra.strategy.profiles.memory_model import SP_ACTIVATIONS
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, load_profile
 
 CPU = torch.device("cpu")
@@ -154,78 +149,6 @@ def test_a_micro_batch_is_cut_into_equal_pieces():
     assert set(lengths) == {(5, 2, 1)}
     assert begins[0] == [0, 5, 7, 8]
     assert set(dtypes) == {"torch.bfloat16"}
-
-
-def train_everywhere(forced, candidates, in_bf16):
-    """Losses of `forced` strategies that change in every iteration, twice; of stock DeepSpeed; of
-    the engine's own choice among `candidates`; in bf16; and what else the engine knows.
-    """
-    model = tiny("llama_tied")
-    data = batches(len(forced))
-    stock = start_stock(copy.deepcopy(model))
-    wanted = [stock_step(stock, examples) for examples in data]
-    curves = []
-    for _ in range(2):
-        engine = start_hydra(copy.deepcopy(model))
-        curves.append(losses_under(engine, data, forced))
-    hydra = {
-        "strategies": candidates,
-        "profiling": {"lengths": [8, 32, 64], "repeats": 1},
-    }
-    engine = start_hydra(copy.deepcopy(model), hydra=hydra)
-    before = float(engine.eval_batch(data[0]))
-    chosen = [float(engine.train_batch(b)) for b in data]
-    half = start_hydra(copy.deepcopy(model), bf16={"enabled": True})
-    in_bf16 = [float(half.train_batch(b, strategy=in_bf16)) for b in data]
-    return {
-        "wanted": wanted,
-        "curves": curves,
-        "eval": before,
-        "chosen": chosen,
-        "bf16": in_bf16,
-        "profiled": [
-            str(scheme)
-            for scheme in sorted(engine.hydra.source.candidates.ensure_profile().latency)
-        ],
-        "bytes": [
-            float(token_bytes(engine.hydra.propagator, s, 64))
-            for s in engine.hydra.source.candidates.strategies
-        ],
-        "max_len": [
-            engine.hydra.source.candidates.ensure_profile().max_len_tokens(Scheme(1, 1, sp=sp), 4)
-            for sp in (1, 2, 4)
-        ],
-    }
-
-
-def assert_training(found):
-    """The losses are those of stock DeepSpeed, and repeat to the bit."""
-    wanted = found["wanted"]
-    torch.testing.assert_close(found["curves"][0], wanted, rtol=1e-5, atol=0)
-    assert found["curves"][0] == found["curves"][1]
-    torch.testing.assert_close(found["chosen"], wanted, rtol=1e-5, atol=0)
-    assert found["eval"] == pytest.approx(wanted[0], rel=1e-5)
-    torch.testing.assert_close(found["bf16"], wanted, rtol=5e-3, atol=0)
-
-
-TRAINED = (
-    ("1x<sp4,1>", "1x<sp2,2,1>", "1x<sp2,2>", "1x<sp2,1> + 2x<1,1>", "1x<sp2,1> + 1x<2,1>", "2x<2,1>"),
-    ["1x<sp2,1> + 2x<1,1>", "1x<sp4,1>"],
-    "1x<sp2,2,1>",
-)  # fmt: skip
-
-
-@pytest.mark.nightly
-@pytest.mark.distributed
-def test_training_follows_stock_deepspeed_and_repeats_itself():
-    found = run_distributed(train_everywhere, 4, *TRAINED)[0]
-    assert_training(found)
-    assert found["profiled"] == ["<1,1>", "<sp2,1>", "<sp4,1>"]
-    uncut, cut = found["bytes"]  # of a rank with whole micro-batches, and of one with quarters
-    assert uncut / 4 < cut < uncut / 4 * SP_ACTIVATIONS_REPEATED * 1.02
-    one, two, four = found["max_len"]
-    assert two * SP_ACTIVATIONS_REPEATED == pytest.approx(2 * one, rel=1e-3)
-    assert four * SP_ACTIVATIONS_REPEATED == pytest.approx(4 * one, rel=1e-3)
 
 
 PROFILE = {

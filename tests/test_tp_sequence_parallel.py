@@ -25,6 +25,7 @@ from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.cost_models.topology import LayerShape, StageParts, Topology
 from ds_hydra.strategy.cost_models.topology import stage_ms as composed_stage_ms
+from ds_hydra.strategy.profiles.memory_model import SP_ACTIVATIONS_REPEATED
 from ds_hydra.zero_link.layout import Slicing
 
 SHORT_ROWS = (2, 2, 3, 1, 1, 2, 1)
@@ -53,7 +54,7 @@ def memory():
     engine = start_hydra(tiny("llama", hidden_size=64, intermediate_size=176))
     propagator = engine.hydra.propagator
     found = {}
-    for text in ("4x<1,1>", "2x<2,1>", "1x<4,1>", "4x<1,1;ckpt=4>", "1x<4,1;ckpt=4>"):
+    for text in ("4x<1,1>", "2x<2,1>", "1x<4,1>", "1x<sp4,1>", "4x<1,1;ckpt=4>", "1x<4,1;ckpt=4>"):
         strategy = Strategy.parse(text)
         propagator.prepare([strategy])
         kept = token_bytes(propagator, strategy, 256)
@@ -68,7 +69,7 @@ def test_gradients_of_other_blocks_equal_one_process():
 
 
 @pytest.mark.distributed
-def test_activations_fall_with_tp():
+def test_activations_fall_with_tp_and_sp():
     """What is kept is divided by TP, also where layers run again in backward."""
     found = run_distributed(memory, 4)[0]
     grad = 64 * 4  # before the head: made in forward, and whole on every rank until backward
@@ -79,6 +80,8 @@ def test_activations_fall_with_tp():
         # Of a recomputed layer, what gloo releases late decides
         assert part or peak_of_four < 0.6 * peak
     assert found["4x<1,1>"][0] / 2 <= found["2x<2,1>"][0] < 0.6 * found["4x<1,1>"][0]
+    quarter = found["4x<1,1>"][0] / 4  # under SP, where key-value heads are repeated
+    assert quarter < found["1x<sp4,1>"][0] < SP_ACTIVATIONS_REPEATED * 1.02 * quarter
 
 
 def document(**more):

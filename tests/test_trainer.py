@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from distributed import run_distributed
-from engines import ds_config, refused, write_profile
+from engines import ds_config, refused, small_profile, write_json
 from models import VOCAB_SIZE, tiny
 from single_process import summed_loss
 from torch.utils.data import SubsetRandomSampler
@@ -76,6 +76,10 @@ def rows():
         lengths = 2 + generator.multinomial(BUDGET - 2 * PER_BATCH, np.ones(PER_BATCH) / PER_BATCH)
         result += [{"input_ids": generator.integers(0, VOCAB_SIZE, n).tolist()} for n in lengths]
     return [{**row, "labels": row["input_ids"]} for row in result]
+
+
+def small_model(**more):
+    return tiny("llama", num_hidden_layers=2, **more)
 
 
 def pad(examples):
@@ -146,7 +150,7 @@ def make(
         folder, sections, hydra, is_stock=is_stock, output_dir=f"{folder}/{run}", **settings
     )
     if model is None and model_init is None:
-        model = tiny("llama")
+        model = small_model()
     return base(
         model=model,
         args=args,
@@ -162,7 +166,7 @@ def make(
 def prepare(folder):
     deepspeed.utils.logger.setLevel("ERROR")
     transformers.logging.set_verbosity_error()
-    write_profile(folder)
+    write_json(f"{folder}/profile.json", small_profile(3_000_000))
     return datasets.Dataset.from_list(rows())
 
 
@@ -324,7 +328,7 @@ def test_log_keys_are_those_of_transformers_and_four_more(both):
     assert mine[0] == theirs[0]
     assert mine[1] == pytest.approx(theirs[1], rel=1e-5)
     assert mine[2] == theirs[2]
-    flops = count_flops(StageModel(tiny("llama")))
+    flops = count_flops(StageModel(small_model()))
     two_epochs = 2 * flops.of(len(row["input_ids"]) for row in rows())
     assert both[1]["hydra"]["flos"] == pytest.approx(two_epochs)
 
@@ -384,7 +388,7 @@ def resumed(folder):
     curves = {}
     for step in (2, epochs[0], epochs[0] + 1):
         # Other weights: everything must come from the checkpoint
-        again = start("again", model=tiny("llama", seed=1))
+        again = start("again", model=small_model(seed=1))
         again.train(resume_from_checkpoint=f"{folder}/whole/checkpoint-{step}")
         curves[step] = without_times(again.state.log_history)
     save = functools.partial(whole.model.save_pretrained, max_shard_size="30KB")
@@ -458,7 +462,7 @@ def trained_again(folder):
 
     result = {}
     for name in ("alone", "one"):
-        model = tiny("llama")
+        model = small_model()
         if name == "one":
             failing = start("failing", model, strategies=["1x<2,1>", "7x<1,1>"])
             result["error"] = error_of(failing.train)
@@ -679,7 +683,7 @@ def refused_before_a_step(folder):
         return mock.patch.object(files, "_write_text", fails)
 
     def unsavable():
-        model = tiny("llama")
+        model = small_model()
         model.generation_config.temperature, model.generation_config.do_sample = 0.5, False
         return model
 
@@ -817,7 +821,7 @@ def other_uses(folder):
     data = prepare(folder)
     result = {}
     if dist.get_rank() == 0:
-        tiny("llama").save_pretrained(f"{folder}/model")
+        small_model().save_pretrained(f"{folder}/model")
     dist.barrier()
 
     args = training_arguments(folder, output_dir=f"{folder}/init", max_steps=2)
@@ -876,7 +880,7 @@ def test_partitioned_models_evaluation_alone_and_metrics_on_logits(tmp_path):
     result = run_distributed(other_uses, 2, str(tmp_path))[0]
     assert result["is_partitioned"]
     examples = [{key: torch.tensor(value) for key, value in row.items()} for row in rows()]
-    model = tiny("llama")
+    model = small_model()
     with torch.no_grad():
         losses = [float(summed_loss(model, example)) for example in examples]
     num_tokens = [len(example["input_ids"]) - 1 for example in examples]
@@ -953,7 +957,7 @@ def customised(folder):
 
     def start(base, run, **given):
         if "model" not in given:
-            given["model_init"] = lambda: tiny("llama")
+            given["model_init"] = lambda: small_model()
         run = f"{base.__name__}-{run}"
         return make(folder, run, base, data=data, eval_dataset=data, **given)
 
@@ -1044,14 +1048,14 @@ def customised(folder):
     streamed.model.requires_grad_(False)
     errors["frozen"] = error_of(streamed.train)
 
-    model = tiny("llama")
+    model = small_model()
     some = torch.optim.AdamW(list(model.parameters())[:3])
     config = training_arguments(folder, output_dir=folder).hf_deepspeed_config.config
     config = {k: v for k, v in config.items() if v != "auto"}
     start_engine = functools.partial(ds_hydra.initialize, config=config)
     errors["optimizer"] = error_of(start_engine, model=model, optimizer=some)
     args = training_arguments(folder, output_dir=f"{folder}/plain", max_steps=1)
-    plain = transformers.Trainer(tiny("llama"), args, train_dataset=data)
+    plain = transformers.Trainer(small_model(), args, train_dataset=data)
     errors["plain"] = error_of(plain.train)
     return result
 
@@ -1108,7 +1112,7 @@ def with_adapters(folder):
             modules_to_save=["lm_head", "norm"],
             task_type="CAUSAL_LM",
         )
-        model = peft.get_peft_model(tiny("llama").bfloat16(), config)
+        model = peft.get_peft_model(small_model().bfloat16(), config)
         return make(
             folder,
             "lora",
@@ -1146,7 +1150,7 @@ def test_adapters_train_resume_and_are_saved_alone(tmp_path):
     assert dtypes == {"torch.bfloat16"}
     assert (tmp_path / "adapter/adapter_model.safetensors").exists()
     assert not (tmp_path / "adapter/model.safetensors").exists()
-    model = peft.PeftModel.from_pretrained(tiny("llama"), tmp_path / "adapter")
+    model = peft.PeftModel.from_pretrained(small_model(), tmp_path / "adapter")
     total, count = 0.0, 0
     with torch.no_grad():
         for row in rows():
@@ -1195,12 +1199,12 @@ def around_training(folder):
     trainer = start("plain", sections=of_json)
     trainer.train()
     result["plain"] = outcome(trainer)
-    trainer = start("evaluated", sections=of_json, model_init=lambda: tiny("llama"))
+    trainer = start("evaluated", sections=of_json, model_init=lambda: small_model())
     trainer.evaluate()
     trainer.train()
     result["evaluated"] = outcome(trainer)
     # As an error advises
-    trainer = HydraTrainer(tiny("llama"), trainer.args, train_dataset=data)
+    trainer = HydraTrainer(small_model(), trainer.args, train_dataset=data)
     trainer.train()
     result["same arguments"] = outcome(trainer)
 
@@ -1286,7 +1290,7 @@ def started_by_init(folder):
     """Losses of two iterations; arguments come before the model, which DeepSpeed then partitions
     while it is made.
     """
-    shape = tiny("llama").config
+    shape = small_model().config
     shape.save_pretrained(folder)
     config, _ = start_config(folder, "cpu", 1, 64, BUDGET, trainer=True)
     args = TrainingArguments(

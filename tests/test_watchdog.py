@@ -263,7 +263,9 @@ def test_a_rank_that_waits_long_for_others_to_call_the_same_says_so_once(pair, c
 
 
 def test_strangers_do_not_hold_the_start(monkeypatch):
-    """Silent ones, talkative ones, one that claims another rank with the right token."""
+    """Silent ones, talkative ones, one that claims another rank with the right token, one that says
+    it is rank 1 with another token.
+    """
     monkeypatch.setattr(watchdog, "_MOST_SILENT", 3)
     strangers = []
 
@@ -273,15 +275,18 @@ def test_strangers_do_not_hold_the_start(monkeypatch):
             stranger = socket.create_connection((host, int(port)), 30)
             stranger.sendall(hello)
             strangers.append(stranger)
-        wrong = socket.create_connection((host, int(port)), 30)
-        wrong.sendall(bytes.fromhex(token) + struct.pack("!i", 7))
-        strangers.append(wrong)
+        for own, rank in ((bytes.fromhex(token), 7), (bytes(len(token) // 2), 1)):
+            wrong = socket.create_connection((host, int(port)), 30)
+            wrong.sendall(own + struct.pack("!i", rank))
+            strangers.append(wrong)
         return told
 
     begin = time.monotonic()
     with connected(greet) as both:
         assert time.monotonic() - begin < 30.0, "each stranger was waited for"
         assert [list(one._peers) for one in both] == [[1], [0]]
+        both[1].close()
+        wait_until(lambda: both[0].is_left)  # heard of rank 1 itself
     for stranger in strangers:
         stranger.close()
 
