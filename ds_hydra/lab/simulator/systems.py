@@ -262,7 +262,7 @@ SYSTEMS = {
     ),
     "flexsp": System("FlexSP", partial(_on_zero3, flexsp), needs_of_shares),
     "flexsp_hidden": System(
-        "FlexSP, layers and exchanges as ours",
+        "FlexSP, our layers and exchanges",
         partial(_on_zero3, flexsp, hides_exchanges=True),
         needs_of_shares,
         has_own_layers=True,
