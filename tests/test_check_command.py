@@ -449,7 +449,7 @@ def test_init_leaves_recomputation_to_the_schemes_that_need_it(tmp_path):
         {**started, "hydra": hydra}, model=str(tmp_path), num_devices=32, device="h100"
     )
     (warning,) = [text for text in report.warnings if "TP groups" in text]
-    assert "only <32,1> fit hydra.context_length = 131072" in warning
+    assert "only <16,1>, <16,2>, <32,1> fit hydra.context_length = 131072" in warning
     assert "wider than a node of 8" in warning
 
 

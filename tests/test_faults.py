@@ -345,15 +345,15 @@ def faults_that_ranks_survive(folder):
         1
     ]
 
-    class Broken:
-        def __getitem__(self, index):
-            if index == broken:
-                raise OSError("bad block")
-            return data[index]
+    read = type(data).__getitem__
 
-    engine.hydra.source.data = Broken()
-    outcome["data"] = (broken, raised_by(engine.train_batch))
-    engine.hydra.source.data = data
+    def read_unless_broken(self, index):
+        if index == broken:
+            raise OSError("bad block")
+        return read(self, index)
+
+    with mock.patch.object(type(data), "__getitem__", read_unless_broken):
+        outcome["data"] = (broken, raised_by(engine.train_batch))
 
     # Plans that differ, on either rank: nothing is exchanged.
     from ds_hydra.engine import planning

@@ -37,7 +37,7 @@ def frozen_objects():
     counts["both"] = train(second, 5)
     second.destroy()
     counts["destroyed"] = gc.get_freeze_count()
-    with mock.patch.object(hydra_engine, "_SPARES_EVERY", 7):
+    with mock.patch.object(hydra_engine, "_FREEZES_EVERY", 7):
         counts["too early"], counts["again"] = train(first, 5), train(first, 1)
     gc.disable()
     third = start_hydra(tiny("llama"))

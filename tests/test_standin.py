@@ -158,7 +158,11 @@ def test_few_kernels_are_launched_for_pull_and_push():
     for size, text, found in iterations():
         num_buckets = {"small": 4, "large": 8}[size] + 2
         if "cp" not in text:
-            assert 40 < found["num_outside"] <= max_launches(text, num_buckets), (size, text)
+            # At least some for each bucket: none would say that nothing was counted
+            assert 4 * num_buckets < found["num_outside"] <= max_launches(text, num_buckets), (
+                size,
+                text,
+            )
 
 
 def test_messages_of_pipelines_make_no_communicators_that_were_not_counted():

@@ -301,7 +301,9 @@ class EngineCandidates:
         collective.
         """
         if self.config.profile is not None:
-            self._given_document = load_profile(self.config.profile).document
+            self._given_document = load_profile(
+                self.config.profile, compiled=self.config.compile_layers
+            ).document
             self.profile = self._fitted(self._given_document)
             self.profile.check_model(**model_facts(self.stage_model))
             self.profile.check_config(

@@ -339,7 +339,7 @@ class _Budget:
         report, hydra = self._report, self._hydra
         name = self._request.profile or hydra.profile
         if name is not None:
-            known = load_profile(name)
+            known = load_profile(name, compiled=hydra.compile_layers)
             report.profile = f"{name}: {known.document.get('source', 'of unknown source')}"
             if self._stage_model is not None:
                 known.check_model(**model_facts(self._stage_model))

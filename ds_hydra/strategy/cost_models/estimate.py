@@ -64,7 +64,10 @@ def estimate_from_config(
             "activation_bytes_per_token_per_layer_per_hidden": {
                 str(tp): shape.fused_activation_bytes(tp) for tp in {s.tp for s in schemes}
             },
-            ENGINE_ACTIVATIONS: shape.activation_bytes(),
+            ENGINE_ACTIVATIONS: {
+                "compiled": shape.activation_bytes(),
+                "eager": shape.activation_bytes(compiled=False),
+            },
             **engine_states(params, _ELEMENT_BYTES),
             **expert_memory(means.expert_params / means.params),
         },

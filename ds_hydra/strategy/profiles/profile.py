@@ -631,9 +631,11 @@ _TABLES = 2
 _STATES = "states"
 _ACTIVATIONS = "activation_bytes_per_token_per_layer_per_hidden"
 ENGINE_ACTIVATIONS = "engine_activation_bytes_per_token_per_layer_per_hidden"
-"""Key of the engine's A of App. B.1 under any TP, beside that of the system that was measured: of
-layers that are compiled, with TP in shards of the sequence (docs/cost-model.md).
+"""Key of the engine's A of App. B.1 beside that of the system that was measured: of "compiled" and
+of "eager" layers, with TP in shards of the sequence (docs/cost-model.md).
 """
+_EAGER_BYTES_OF_TP = 0.1
+"""What eager layers keep besides for each TP rank: whole rotary embeddings."""
 _PUBLISHED = "published"
 """Value of `_STATES` in the memory of a profile whose bytes of states are those of the paper."""
 
@@ -672,16 +674,18 @@ def has_published_states(profile: Profile) -> bool:
     return bool(profile.document["memory"].get(_STATES) == _PUBLISHED)
 
 
-def with_engine_memory(profile: Profile) -> Profile:
-    """`profile` with the engine's bytes of states and activations in place of those of other
-    systems; as it is where they are the engine's already.
+def with_engine_memory(profile: Profile, *, compiled: bool = True) -> Profile:
+    """`profile` with the engine's bytes of states and activations, of layers that are `compiled` or
+    not, in place of those of other systems; as it is where they are the engine's already.
     """
     memory = profile.document["memory"]
     found: dict[str, Any] = {}
     if ENGINE_ACTIVATIONS in memory:
-        own = read_number(memory, ENGINE_ACTIVATIONS)
+        known = read_object(memory, ENGINE_ACTIVATIONS)
+        own = read_number(known, "compiled" if compiled else "eager")
+        of_tp = 0.0 if compiled else _EAGER_BYTES_OF_TP
         memory = {name: value for name, value in memory.items() if name != ENGINE_ACTIVATIONS}
-        found[_ACTIVATIONS] = {str(tp): own for tp in profile.memory.activation_bytes}
+        found[_ACTIVATIONS] = {str(tp): own + of_tp * tp for tp in profile.memory.activation_bytes}
     if has_published_states(profile):
         found |= _engine_states(profile)
     if not found:
@@ -706,6 +710,6 @@ def _engine_states(profile: Profile) -> dict[str, Any]:
     }
 
 
-def load_profile(name_or_path: str) -> Profile:
+def load_profile(name_or_path: str, *, compiled: bool = True) -> Profile:
     """The profile of that path, or the shipped one of that name, with the engine's memory."""
-    return with_engine_memory(Profile.load(find_profile(name_or_path)))
+    return with_engine_memory(Profile.load(find_profile(name_or_path)), compiled=compiled)
