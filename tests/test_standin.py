@@ -159,7 +159,7 @@ def test_few_kernels_are_launched_for_pull_and_push():
         num_buckets = {"small": 4, "large": 8}[size] + 2
         if "cp" not in text:
             # At least some for each bucket: none would say that nothing was counted
-            assert 4 * num_buckets < found["num_outside"] <= max_launches(text, num_buckets), (
+            assert 2 * num_buckets < found["num_outside"] <= max_launches(text, num_buckets), (
                 size,
                 text,
             )

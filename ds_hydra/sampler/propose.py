@@ -367,7 +367,8 @@ def propose_phases(
     chosen: tuple[Strategy, ...] = ()
     are_refused, taken = False, groups_of_all(beside)
     for _ in range(_MAX_MENUS):
-        tried = {number: Phases((*chosen, *own)) for number, own in menus.items()}
+        # Menus may share strategies
+        tried = {n: Phases(tuple(dict.fromkeys((*chosen, *own)))) for n, own in menus.items()}
         times = {
             number: bench.with_phases_ms(phases, best, profile)
             for number, phases in tried.items()
