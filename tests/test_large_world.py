@@ -88,8 +88,8 @@ def test_256_ranks_have_groups_for_gathered_layers():
 
 
 def test_links_count_for_everyone_who_decides(tmp_path):
-    """`propose`, `check` and an engine of 32 ranks get the same candidates, and others without
-    links.
+    """`propose`, `check` and an engine of 32 ranks get the same candidates of compiled layers, and
+    others without links.
     """
     profile = load_profile("a800_llama2_32b")
     histogram = LengthHistogram.load(find_file("lengths", "github"))
@@ -106,7 +106,7 @@ def test_links_count_for_everyone_who_decides(tmp_path):
     report = check_config(
         CheckRequest(
             config=ds_config(
-                hydra={**hydra, "profile": "a800_llama2_32b"},
+                hydra={**hydra, "profile": "a800_llama2_32b", "compile_layers": True},
                 bf16={"enabled": True},
                 communication_data_type="bf16",
             ),
