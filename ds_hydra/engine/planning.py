@@ -37,7 +37,6 @@ from ds_hydra.engine.ranks.agreement import (
     restore_error,
     run_together,
 )
-from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.engine.ranks.watchdog import CALL_BYTES, call_together
 from ds_hydra.engine.transfer.link_thread import LinkThread
 from ds_hydra.errors import HydraConfigError
@@ -208,13 +207,13 @@ class IterationSource:
     def _share(self, plan: IterationPlan) -> Rows:
         """The rows of `plan`, which rank 0 has read, on every rank. Collective over all ranks."""
         assert isinstance(self.sampler, StreamSampler)
-        tokens = torch.zeros(2, sum(plan.lengths), dtype=torch.int32)
+        payload = b""
         if self._propagator.rank == 0:
             pairs = zip(*(self.sampler[index] for index in plan.sample_indices), strict=True)
-            tokens = torch.from_numpy(np.stack([np.concatenate(column) for column in pairs]))
-        tokens = to_device(tokens, self._device)
-        dist.broadcast(tokens, src=0)
-        parts = tokens.cpu().long().split(list(plan.lengths), dim=1)
+            payload = np.stack([np.concatenate(column) for column in pairs]).tobytes()
+        payload = broadcast_bytes(payload, 0, self._device)
+        tokens = torch.frombuffer(bytearray(payload), dtype=torch.int32).view(2, -1)
+        parts = tokens.long().split(list(plan.lengths), dim=1)
         return {position: (part[0], part[1]) for position, part in enumerate(parts)}
 
     def start(self) -> PlanFeed:

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ds_hydra.engine.checkpointing.files import HydraCheckpointEngine, Saving
-from ds_hydra.engine.ranks.agreement import gather_rows, raise_known
-from ds_hydra.engine.ranks.memory import available_bytes, to_device
+from ds_hydra.engine.ranks.agreement import gather_by_hosts, raise_known
+from ds_hydra.engine.ranks.memory import available_bytes
 from ds_hydra.engine.ranks.watchdog import is_rank_lost
 from ds_hydra.errors import CheckpointError
 
@@ -200,8 +200,7 @@ class SavingBeside:
         """Whether all ranks are through. Raises, on all, the error of one of them. Collective over
         all ranks.
         """
-        state = to_device(torch.tensor([self._state()]), self._device)
-        states = gather_rows(state).flatten().tolist()
+        states = gather_by_hosts(torch.tensor([self._state()]), self._device).flatten().tolist()
         if _FAILED in states:
             self._is_given_up.set()
             self._thread.join()

@@ -1,4 +1,4 @@
-"""From the lengths of a global batch to its plan: strategies and phases, dispatch, packing."""
+"""Planner of a global batch by its lengths: strategies and phases, dispatch, packing."""
 
 from ds_hydra.sampler.planner.iteration import plan_iteration
 

@@ -635,7 +635,7 @@ ENGINE_ACTIVATIONS = "engine_activation_bytes_per_token_per_layer_per_hidden"
 of "eager" layers, with TP in shards of the sequence (docs/cost-model.md).
 """
 _EAGER_BYTES_OF_TP = 0.1
-"""What eager layers keep besides for each TP rank: whole rotary embeddings."""
+"""Bytes that eager layers keep besides for each TP rank, of whole rotary embeddings."""
 _PUBLISHED = "published"
 """Value of `_STATES` in the memory of a profile whose bytes of states are those of the paper."""
 
