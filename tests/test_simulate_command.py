@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
+import multiprocessing
 import re
 import sys
+import time
 from html import escape
 
 import numpy as np
@@ -18,6 +21,9 @@ from ds_hydra.commands import common
 from ds_hydra.records.timeline import Timeline
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.scheme import Strategy, schemes_of
+
+# The package has a function of this name.
+simulate = importlib.import_module("ds_hydra.lab.commands.simulate")
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +142,35 @@ def test_strategies_with_checkpointed_layers_fit_what_no_other_scheme_does(files
     assert all(float(needed) >= float(there) for _, needed, there in left_out)
 
 
+NUM_SHOWN = multiprocessing.get_context("fork").Value("i", -1)
+"""Steps that the last line shown says have ended; -1 before the first line."""
+
+
+def describe_and_note(num_steps, show, describe=simulate._describe_inside):
+    text = describe(num_steps, show)
+    NUM_SHOWN.value = int(text.split()[0])
+    return text
+
+
+def run_between_lines(run, *arguments, count=simulate._count):
+    """Run a step that begins after the first line and ends after a line has counted a step."""
+    wait_for(lambda: NUM_SHOWN.value >= 0)
+    found = count(run, *arguments)
+    wait_for(lambda: NUM_SHOWN.value >= 1)
+    return found
+
+
+def wait_for(is_met, limit_s=60.0):
+    end = time.monotonic() + limit_s
+    while not is_met() and time.monotonic() < end:
+        time.sleep(0.005)
+
+
 def test_how_far_it_is_is_said_from_the_first_second_on(files, monkeypatch):
     monkeypatch.setattr(common, "_FIRST_AFTER_S", 0.0)
     monkeypatch.setattr(common, "_LINE_EVERY_S", 0.02)
+    monkeypatch.setattr(simulate, "_describe_inside", describe_and_note)
+    monkeypatch.setattr(simulate, "_count", run_between_lines)
     result = accepted("simulate", *arguments(files), "--systems", "megatron,plain", "--no-spread")
     steps = re.findall(r"simulating: (\d) of 3 steps, (?:candidates|global batches)", result.stderr)
     assert steps[0] == "0"
