@@ -54,10 +54,9 @@ NIGHTLY = (
 gemma3's windows, llama_bias' biases, qwen3_moe's attention and olmo2's norms with other names;
 caps of logits, which gemma2 has, are in `test_engine_parity.py`.
 """
-COMPILED_IN_CI = ("kept", "hpz")
-"""Where the weights are in rows of compiled layers that CI runs, of LLaMA alone, with biases or
-without: to trace a layer takes each rank seconds. `hpz` gathers, too, and what is frozen is the
-base of adapters, too.
+COMPILED_IN_CI = {"cp2pp2": "kept", "sp2tp2": "hpz"}
+"""Kinds of rows of compiled layers that CI runs, and where the weights are, of LLaMA alone, with
+biases or without: to trace a layer takes each rank seconds. `hpz` gathers, too.
 """
 
 LENGTHS_OF = {
@@ -208,7 +207,8 @@ def rows_to_run():
         family = row_of(name)["family"]
         in_ci = family not in NIGHTLY
         if is_compiled(name):
-            in_ci = family.startswith("llama") and row_of(name)["weights"] in COMPILED_IN_CI
+            where = COMPILED_IN_CI.get(row_of(name)["kind"])
+            in_ci = family.startswith("llama") and row_of(name)["weights"] == where
         mark = pytest.mark.slow if in_ci else pytest.mark.nightly
         in_minutes = family in IN_MINUTES and not is_compiled(name)
         yield pytest.param(name, marks=() if in_minutes else (mark,))
@@ -237,6 +237,8 @@ def test_the_table_is_what_the_generator_writes():
 def test_every_family_has_rows():
     assert {*parity_rows.DENSE, "llama_tied"} == set(FAMILIES)  # which is llama with what is tied
     assert {*parity_rows.EXPERTS} == set(MIXTURES_OF_EXPERTS)
+    compiled = [p for p in rows_to_run() if is_compiled(p.values[0])]
+    assert sum(pytest.mark.slow in p.marks for p in compiled) == len(COMPILED_IN_CI)
 
 
 def test_every_pair_that_can_meet_is_in_a_row():
