@@ -284,7 +284,7 @@ def test_computation_waits_until_a_gathered_layer_is_there(thread):
 
         def begin(transfer):
             if transfer.bucket == 2:
-                has_come.wait(10)
+                has_come.wait(TIMEOUT_S)
             return begin_pull(transfer)
 
         def come(number):
