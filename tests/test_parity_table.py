@@ -28,12 +28,12 @@ from parity_rows import (
     read_table,
     row_of,
 )
-from single_process import random_examples, token_mean_gradients
+from single_process import random_examples
 from test_engine_parity import (
     LENGTHS,
     RELATIVE_TOLERANCE,
-    found_once,
     hand_plan,
+    run_alone,
     worst_errors,
 )
 
@@ -157,22 +157,15 @@ def check_engine(rows, wanted_of):
     model = model_of(rows[0][1])
     reference = copy.deepcopy(model)
     engine = engine_for(model, rows[0][1])
-    name_of = {id(p): name for name, p in model.named_parameters()}
-    names = [name_of[id(p)] for p in engine.hydra.stage_model.params]
-    order = [name for name, _ in reference.named_parameters()]
     found = {}
     for row_name, row in rows:
         examples = examples_of(row["lengths"])
         key = tuple(row[factor] for factor in ("family", "trained", "balance", "lengths"))
         if key not in wanted_of:
-            run_alone = functools.partial(token_mean_gradients, reference, examples)
-            wanted_of[key] = found_once(run_alone)
-        wanted_loss, gradients = wanted_of[key]
-        by_name = dict(zip(order, gradients, strict=True))
+            wanted_of[key] = run_alone(reference, examples)
         strategy = Strategy.parse(parity_rows.strategy_of(row))
         plan = hand_plan(strategy, examples, empty_pipeline=row["lengths"] == "empty_pipeline")
-        wanted = {name: by_name[name] for name in names}
-        found[row_name] = worst_errors(engine, plan, examples, wanted_loss, wanted)
+        found[row_name] = worst_errors(engine, plan, examples, *wanted_of[key])
     engine.destroy()
     return found
 
