@@ -1,7 +1,7 @@
 """How often planning problems break what the planner promises.
 
-Command: python benchmarks/planner_properties.py    (`--number`, `--first` of random ones; `--cases`:
-those of the simulator instead)
+Command: python benchmarks/planner_properties.py    (`--number`, `--first` of random ones, or
+`--cases`)
 
 No plan is faster than its lower bound. No superset of candidates gives a plan that is slower by
 more than the search's tolerance. `tests/planner_instances.py` makes the random problems. A case is
@@ -19,8 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 from planner_instances import TOLERANCE, Problem, random_problem, slower_with_more, wrong_bounds
 
@@ -33,6 +32,8 @@ from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS
 from ds_hydra.strategy.profiles.profile import with_engine_memory
 from ds_hydra.strategy.schemes.scheme import parse_strategies
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def case_problem(name: str, candidates: list[str]) -> Problem:
