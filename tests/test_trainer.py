@@ -142,6 +142,7 @@ def make(
     eval_dataset=None,
     compute_metrics=None,
     callbacks=(),
+    processing_class=None,
     **settings,
 ):
     """A trainer of `data` that writes to the folder `run`; `settings` of its arguments."""
@@ -154,6 +155,7 @@ def make(
     return base(
         model=model,
         args=args,
+        processing_class=processing_class,
         data_collator=pad if is_stock else None,
         train_dataset=data,
         eval_dataset=eval_dataset,
@@ -696,6 +698,7 @@ def refused_before_a_step(folder):
         ("denied", failing(errno.EACCES, 1), {}),
         ("full", failing(errno.ENOSPC, 0), {}),
         ("generation", contextlib.nullcontext(), {"model": unsavable()}),
+        ("tokenizer", contextlib.nullcontext(), {"processing_class": object()}),
         ("sigterm", no_renames(), sigterm),
     ):
         trainer = start(name, **settings)
@@ -719,8 +722,10 @@ def refused_before_a_step(folder):
         no_renames(),
         mock.patch.object(HydraTrainer, "_warn", lambda self, text: said.append(text)),
     ):
-        start("nothing", model=unsavable(), save_strategy="no").train()
-    return errors, os.listdir(f"{folder}/weights"), [text for text in said if "generation" in text]
+        model, tokenizer = unsavable(), object()
+        start("nothing", model=model, processing_class=tokenizer, save_strategy="no").train()
+    said = [text for text in said if "cannot be saved" in text]
+    return errors, os.listdir(f"{folder}/weights"), said
 
 
 @pytest.mark.distributed
@@ -736,10 +741,11 @@ def test_what_only_the_first_checkpoint_would_find_is_found_before_the_first_ste
             assert reason in errors[name]
         assert errors["denied"].startswith("rank 1: " if rank == 0 else "output_dir")
         assert "model.generation_config cannot be saved" in errors["generation"]
+        assert "processing_class cannot be saved" in errors["tokenizer"]
         assert f"hydra.faults.save_on_sigterm is '{tmp_path}/stopped'" in errors["sigterm"]
         assert "use_node_local_storage" in errors["apart"]
         assert weights == ["checkpoint-1"]
-        assert len(said) == (rank == 0)
+        assert len(said) == 2 * (rank == 0)
     assert f"output_dir is '{tmp_path}/file', which is no folder" in results[0][0]["file"]
 
 
