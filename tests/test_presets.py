@@ -190,7 +190,17 @@ def check_preset(name, **hydra):
     return check_config(CheckRequest(config=document, model=model, num_devices=number))
 
 
-@pytest.mark.parametrize("name", list_files("deepspeed"))
+TIGHTEST = ("llama2_7b_8gpus", "llama2_13b_8gpus", "llama2_32b_16gpus", "llama2_32b_zero3")
+"""Of the configurations of a model: fewest devices; and the most communicators."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in TIGHTEST else pytest.mark.nightly)
+        for name in list_files("deepspeed")
+    ],
+)
 def test_ready_configs_fit_the_devices_they_name(name):
     """With what the engine holds: 24 bytes a parameter, traced activations, communicators."""
     report = check_preset(name)

@@ -65,6 +65,9 @@ STRATEGIES = {
 OTHERS = ("1x<sp2,1;gather>", "1x<cp2,1>", "1x<cp2,1;gather>")
 """Further ones of two ranks."""
 
+OF_LARGE = ("1x<1,2>", "1x<2,1>", "2x<1,1;gather>", "1x<cp2,1>")
+"""Those in which more layers and micro-batches are more of everything that an iteration has."""
+
 SHORT = STRATEGIES[2][:5]
 
 layout.SINGLE_NUMEL = buffers.SINGLE_NUMEL = 64  # tiny models send in place, too
@@ -151,16 +154,18 @@ def iteration() -> dict[str, Any]:
     """Whole iterations, optimizer step included, of small and of large models and global batches:
     races, host waits, and kernels outside the model's layers and the optimizer.
 
-    [name of the size][strategy]; uneven stages in the small one only.
+    [name of the size][strategy].
     """
     results: dict[str, Any] = {}
-    for size, num_layers, lengths in (("small", 4, LENGTHS), ("large", 8, LENGTHS * 4)):
+    every = (*STRATEGIES[2], *OTHERS)
+    for size, num_layers, lengths, strategies in (
+        ("small", 4, LENGTHS, every),
+        ("large", 8, LENGTHS * 4, OF_LARGE),
+    ):
         engine = start("llama", num_layers)
         examples = random_examples(lengths, VOCAB_SIZE, seed=1)
         with _layers_elsewhere():
-            for text in (*STRATEGIES[2], *OTHERS):
-                if num_layers != 4 and "stages" in text:
-                    continue
+            for text in strategies:
                 engine.train_batch(examples, strategy=text)
                 process_group.lone_messages.clear()
                 with observed() as found:

@@ -38,8 +38,8 @@ occupies_device = False
 they run until the other ranks have joined.
 """
 
-HANG_S = 15
-"""Limit of one wait in a synchronise."""
+HANG_S = 120
+"""Limit of one wait in a synchronise, as of a collective."""
 
 lone_messages: list[str] = []
 """Where messages were sent or received outside a batch: NCCL makes a communicator for each pair of
