@@ -37,7 +37,6 @@ VALID = (
     "--iterations 1 --systems two_stage",
     "check ds.json --model llama2_7b --devices 8",
     "init --model llama2_7b --device a800 --devices 8 --context 4096 --out out.json",
-    "link --strategy 2x<1,1> --model llama2_7b --devices 2",
     "search --profile a800_llama2_7b --devices 4 --memory-gb 80 --max-batch 4",
     "report run",
     "fit --points points.json",

@@ -158,16 +158,6 @@ def command(*arguments: object) -> str:
     return done.stdout
 
 
-def predict_link(folder: Path, name: str, strategy: str) -> float:
-    """Milliseconds of pull and push by `ds-hydra link` and the topology file."""
-    text = command(
-        "link", "--strategy", strategy, "--model", folder / "model", "--devices", 2, "--topology",
-        folder / f"{name}.json", "--dtype", "fp32", "--json",
-    )  # fmt: skip
-    document = json.loads(text)
-    return sum(document[direction]["direct"]["predicted_ms"] for direction in ("pull", "push"))
-
-
 def plan_from_topology(folder: Path, name: str) -> dict[str, float]:
     """Predicted milliseconds of each spanning strategy, from TP slices on one device and a topology
     file.
@@ -213,8 +203,7 @@ def measure_slow(folder: Path, repeats: int) -> str:
         for strategy in (*SPANNING, "2x<1,1>"):
             measured, link, iteration = found["medians"][strategy]
             wanted = f"{predicted[strategy]:,.0f}" if strategy in predicted else ""
-            wanted_link = predict_link(folder, name, strategy)
-            times = [f"{value:,.0f}" for value in (measured, wanted_link, link, iteration)]
+            times = [f"{value:,.0f}" for value in (measured, link, iteration)]
             rows.append([name, f"`{strategy}`", wanted, *times])
         fastest = min(SPANNING, key=lambda s: found["medians"][s][2])
         best = min(predicted, key=predicted.get)
@@ -230,13 +219,12 @@ def measure_slow(folder: Path, repeats: int) -> str:
             choices,
         ),
         table(
-            ["network", "strategy", "propagation predicted", "measured", "pull + push predicted", "measured",
+            ["network", "strategy", "propagation predicted", "measured", "pull + push measured",
              "whole iteration"],
             rows,
         ),
         "The whole iteration has pull, push and step in it, which no choice here counts: on a slow network "
-        "`2x<1,1>`, whose ranks pull the whole model, is fast in propagation and slow as a whole. "
-        "`ds-hydra link --topology` says what that costs before anything runs.",
+        "`2x<1,1>`, whose ranks pull the whole model, is fast in propagation and slow as a whole.",
     )  # fmt: skip
 
 

@@ -106,13 +106,6 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("hardware.json", "model/config.json"),
         ("--model model --device hardware.json --devices 4 --context 64 --out out.json --force",),
     ),
-    "link": (
-        ("topology.json", "hardware.json", "model/config.json"),
-        (
-            "--strategy 1x<2,1>+2x<1,1> --model model --devices 4 --topology topology.json --json",
-            "--strategy 2x<2,1> --model model --devices 4 --topology hardware.json --json",
-        ),
-    ),
     "search": (
         ("layers.json", "profile.json", "hardware.json"),
         (

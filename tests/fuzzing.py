@@ -25,7 +25,7 @@ from run_folders import write_run_folder
 from ds_hydra.configs.ds_config import read_ds_config
 from ds_hydra.engine.checkpointing.files import MANIFEST_SCHEMA, verify
 from ds_hydra.errors import HydraError
-from ds_hydra.report.page import describe_runs, render_runs
+from ds_hydra.report.documents import describe_runs
 from ds_hydra.report.run_folder import load_run
 from ds_hydra.report.timelines import trace_run
 from ds_hydra.sampler.plan import IterationPlan
@@ -305,7 +305,6 @@ def read_run_folder(folder: Path) -> str:
     """All that `ds-hydra report --perfetto --json` does with it: "accepted" or "refused"."""
     try:
         run = load_run(folder)
-        render_runs([run])
         json.dumps(describe_runs([run]))
         if run.traces.keys() & {record.iteration for record in run.records}:
             json.dumps(trace_run(run))

@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from link_cases import World, crop, crop_of, decoder_specs, random_link, strategy_buckets
 
-from ds_hydra.lab.traffic import LinkAccounts, exchange_s
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.cost_models.topology import Interconnects
 from ds_hydra.zero_link import BucketEntry, ParamSpec, Region, Slicing, plan_link
 from ds_hydra.zero_link.plan import cut_cells
 
@@ -114,25 +112,13 @@ def test_a_push_of_ones_counts_the_contributors(link, routes):
 
 @given(random_link(), st.integers(1, 5), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_bytes_across_nodes_equal_the_lower_bound_and_the_accounts_those_of_all_plans(
-    link, ranks_per_node, gradients
-):
+def test_bytes_across_nodes_equal_the_lower_bound(link, ranks_per_node, gradients):
     specs, _, rank_buckets = link
     plans = plans_of(specs, rank_buckets, gradients=gradients, ranks_per_node=ranks_per_node)
     least = least_elements_across_nodes(specs, rank_buckets, ranks_per_node, gradients)
     assert elements_across_nodes(plans, ranks_per_node) == least
     direct = plans_of(specs, rank_buckets, gradients=gradients)
     assert elements_across_nodes(direct, ranks_per_node) >= least
-    accounts = LinkAccounts(specs, rank_buckets, ranks_per_node, gradients=gradients)
-    assert accounts.least_across_nodes() == least
-    for traffic, of_ranks in ((accounts.direct(), direct), (accounts.node_aware(), plans)):
-        for plan in of_ranks:
-            row = traffic.pairs[plan.rank]
-            assert {peer: n for peer, n in enumerate(row.tolist()) if n} == plan.sent_elements
-        if traffic.ranks_per_node is None:
-            assert traffic.local.tolist() == [plan.local_elements for plan in of_ranks]
-        across = traffic.across_nodes(accounts.nodes)
-        assert across.sum() - np.trace(across) == elements_across_nodes(of_ranks, ranks_per_node)
 
 
 def link_of(text, num_ranks, **options):
@@ -277,27 +263,3 @@ def test_idle_ranks_serve_their_shards(num_ranks):
     plans = plans_of(specs, rank_buckets)
     assert all(sum(p.received_elements.values()) == 0 for p in plans[1:])
     assert all(set(p.sent_elements) == {0} for p in plans[1:])
-
-
-def test_groups_that_need_the_same_are_found():
-    def found(text, num_ranks=4):
-        specs, rank_buckets = link_of(text, num_ranks)
-        cases = LinkAccounts(specs, rank_buckets, num_ranks).special_cases()
-        return [(case.describe(False), case.ranks, case.num_rounds) for case in cases]
-
-    everyone = ("all-gather", (0, 1, 2, 3))
-    assert found("4x<1,1>") == [(*everyone, 6)]
-    # The last bucket holds the final norm only, which all ranks need whole.
-    assert found("1x<2,1> + 2x<1,1>") == [("broadcast", (2, 3), 5), (*everyone, 1)]
-    assert found("2x<2,1>") == [("broadcast", (0, 2), 5), ("broadcast", (1, 3), 5), (*everyone, 1)]
-    assert found("1x<1,4>") == []
-    assert found("3x<1,1>") == [("broadcast", (0, 1, 2), 6)], (
-        "an idle rank owns shards and needs nothing"
-    )
-
-
-def test_an_exchange_lasts_as_long_as_its_busiest_device():
-    links = Interconnects(latency_s=np.full((3, 3), 1.0), bytes_per_s=np.full((3, 3), 10.0))
-    assert exchange_s(links, np.zeros((3, 3), dtype=np.int64)) == 0
-    assert exchange_s(links, np.array([[0, 20, 30], [0, 0, 0], [0, 0, 0]])) == (1 + 2) + (1 + 3)
-    assert exchange_s(links, np.array([[0, 20, 0], [0, 0, 0], [0, 40, 0]])) == (1 + 2) + (1 + 4)

@@ -26,7 +26,7 @@ from ds_hydra.sampler.candidate_set import decide_candidates, gradient_bytes
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.cluster import try_cluster
-from ds_hydra.strategy.profiles.profile import LatencyModel, with_engine_memory
+from ds_hydra.strategy.profiles.profile import LatencyModel, with_engine_layers
 
 MODELS = ("llama2_13b", "llama2_32b", "llama2_7b")
 OTHERS = ("llama3_1_70b", "llama3_1_8b", "qwen3_8b")
@@ -329,7 +329,7 @@ def default_strategies(name: str) -> list[str]:
         device=torch.device("meta"),
         num_ranks=workload.num_devices,
     )
-    profile = with_engine_memory(workload.profile)
+    profile = with_engine_layers(workload.profile)
     settings = CandidateSettings.of(
         config,
         num_devices=workload.num_devices,

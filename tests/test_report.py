@@ -1,19 +1,14 @@
-"""The report without a browser: what is read, computed and written."""
+"""The report: what is read, computed and written."""
 
 import itertools
 import json
-import math
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from colors import VISION, contrast, difference
 from command_line import accepted, document_of, invoke, refused
-from hypothesis import given
-from hypothesis import strategies as st
 from run_folders import (
     NUM_RANKS,
     PROFILE,
@@ -25,16 +20,12 @@ from run_folders import (
 )
 from test_run_report import make_record, write_run
 
-from ds_hydra import report
-from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.metrics import METRICS_FILE, IterationMetrics
 from ds_hydra.records.timeline import EventKind
-from ds_hydra.report import svg
-from ds_hydra.report.charts import scheme_errors
-from ds_hydra.report.page import describe_runs, render_runs, render_simulation
+from ds_hydra.report.documents import describe_runs
 from ds_hydra.report.run_folder import load_run, predict_timeline, rank_memory
-from ds_hydra.report.run_report import divide_time, find_slowest
-from ds_hydra.report.timelines import align, draw_gantt, trace_run, trace_timelines
+from ds_hydra.report.run_report import divide_time, find_slowest, scheme_errors
+from ds_hydra.report.timelines import align, trace_run, trace_timelines
 from ds_hydra.sampler.schedule import one_f_one_b_ms
 from ds_hydra.strategy import Scheme
 
@@ -42,53 +33,6 @@ from ds_hydra.strategy import Scheme
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     return write_run_folder(tmp_path_factory.mktemp("runs") / "full")
-
-
-# Axes
-
-
-@given(low=st.floats(-1e6, 1e6), span=st.floats(1e-3, 1e6), num_ticks=st.integers(2, 9))
-def test_ticks_are_round_within_the_axis_and_neither_few_nor_many(low, span, num_ticks):
-    axis = svg.linear_axis(low, low + span, num_ticks=num_ticks)
-    places = [tick for tick, _ in axis.ticks]
-    slack = 1e-6 * max(span, abs(low))
-    assert all(low - slack <= place <= low + span + slack for place in places)
-    assert num_ticks / 2 - 1 <= len(places) <= 2 * num_ticks + 1
-    assert len({text for _, text in axis.ticks}) == len(places)
-
-
-def test_places_on_axes():
-    axis = svg.linear_axis(0.0, 50.0)
-    assert [axis.percent(value) for value in (-5, 0, 20, 50, 60)] == [0, 0, 40, 100, 100]
-    assert [text for _, text in axis.ticks] == ["0", "10", "20", "30", "40", "50"]
-    assert [text for _, text in svg.linear_axis(0, 1).ticks] == [
-        "0.0", "0.2", "0.4", "0.6", "0.8", "1.0",
-    ]  # fmt: skip
-    logarithmic = svg.log_axis(16, 1024)
-    assert [logarithmic.percent(value) for value in (4, 16, 128, 1024)] == [0, 0, 50, 100]
-    assert [text for _, text in logarithmic.ticks] == [
-        "16", "32", "64", "128", "256", "512", "1,024",
-    ]  # fmt: skip
-    assert svg.linear_axis(3.0, 3.0).percent(3.0) == 50
-
-
-def test_a_long_line_keeps_its_peaks():
-    points = [(float(x), math.sin(x)) for x in range(100_000)]
-    points[54_321] = (54_321.0, 99.0)
-    points[77_777] = (77_777.0, math.nan)
-    thinned = svg.thin_line(points)
-    assert len(thinned) <= 1200
-    assert (54_321.0, 99.0) in thinned
-    assert thinned == sorted(thinned)
-
-
-def test_a_line_is_interrupted_where_there_is_no_value():
-    x, y = svg.linear_axis(0, 4), svg.linear_axis(0, 1)
-    drawn = svg.line([(0, 0.5), (1, 0.5), (2, math.nan), (3, 0.5), (4, 0.5)], x, y, "f0")
-    assert drawn.count("M") == 2
-    assert "nan" not in drawn
-    alone = svg.line([(0, 0.5), (1, math.nan)], x, y, "f0")
-    assert "<use" in alone
 
 
 # Predicted timelines
@@ -240,9 +184,6 @@ def test_a_whole_folder(run_dir):
     )
     assert replace(run, records=None).num_ranks == NUM_RANKS  # all of them for each rank took long
     assert run.max_len()[Scheme(4, 1)] == PROFILE.max_len_tokens(Scheme(4, 1), NUM_RANKS)
-    assert sorted(run.lengths()) == sorted(
-        length for plan in run.plans.values() for length in plan.lengths
-    )
     memory = rank_memory(run)
     assert [m.measured_bytes for m in memory] == [
         int(3e10 + 1e9 * rank) for rank in range(NUM_RANKS)
@@ -304,17 +245,15 @@ def damage(folder, **files):
         ),
     ],
 )
-def test_a_run_without_a_part_has_a_page_that_says_so(run_dir, tmp_path, files, note):
+def test_a_run_without_a_part_has_a_report_that_says_so(run_dir, tmp_path, files, note):
     folder = shutil.copytree(run_dir, tmp_path / "damaged")
     damage(folder, **files)
     result = accepted("report", folder)
     assert note in result.stderr
-    page = (folder / "report.html").read_text()
-    assert note.split("'")[0] in page
-    assert "Loss" in page
+    assert "14 iterations" in result.stdout
 
 
-def test_a_run_with_metrics_only_has_a_page(tmp_path):
+def test_a_run_with_metrics_only_has_a_report(tmp_path):
     folder = write_run(
         tmp_path / "old", [make_record(0, "2x<1,1>", loss=3.0)], tail='{"iteration": 1, "lo'
     )
@@ -325,7 +264,7 @@ def test_a_run_with_metrics_only_has_a_page(tmp_path):
     assert run["slowest"][0]["causes"] == [
         {"excess_ms": 0.0, "text": "too few iterations to say what is usual (1)"}
     ]
-    assert Path(document["page"]).read_text().count("<section") == 10
+    assert Path(run["picture"]).stat().st_size > 10_000
 
 
 def test_a_killed_run_loses_its_last_line_only(run_dir, tmp_path):
@@ -335,7 +274,7 @@ def test_a_killed_run_loses_its_last_line_only(run_dir, tmp_path):
         (folder / name).write_text(text[: len(text) - 200])
     run = load_run(folder)
     assert (len(run.records), len(run.traces), run.notes) == (13, 13, ())
-    assert render_runs([run])
+    assert describe_runs([run])
 
 
 def test_a_bad_byte_loses_its_line_only(run_dir, tmp_path):
@@ -357,13 +296,10 @@ def test_a_loss_that_is_no_number(run_dir, tmp_path):
     for line in lines[6:]:
         line["loss"] = None
     (folder / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = load_run(folder)
-    page = render_runs([run])
-    assert "8 of 14 iterations have a loss that is not a number" in page
-    assert "nan%" not in page
-    document = describe_runs([run])
+    document = describe_runs([load_run(folder)])
     assert document["runs"][0]["last_loss"] is None
     json.dumps(document, allow_nan=False)
+    assert "-> nan" in accepted("report", folder).stdout
 
 
 def test_a_run_of_another_format_is_refused_by_name(tmp_path):
@@ -379,8 +315,7 @@ def test_a_run_of_another_format_is_refused_by_name(tmp_path):
     ("arguments", "message"),
     [
         (["none"], "cannot read none/metrics.jsonl: No such file or directory"),
-        (["one", "two"], "2 run folders were given, expected 1; give one, or two with --compare"),
-        (["--compare", "one"], "1 run folders were given, expected 2; give two runs"),
+        (["one", "two", "--out", "x"], "--out x is a folder for one run, 2 were given"),
     ],
 )
 def test_mistakes_on_the_command_line(arguments, message, monkeypatch, tmp_path):
@@ -388,80 +323,36 @@ def test_mistakes_on_the_command_line(arguments, message, monkeypatch, tmp_path)
     assert message in refused("report", *arguments)
 
 
-def test_a_page_that_cannot_be_written(run_dir):
-    said = refused("report", run_dir, "--out", run_dir / "none" / "page.html")
+def test_a_picture_that_cannot_be_written(run_dir):
+    said = refused("report", run_dir, "--out", run_dir / "none")
     assert "cannot write" in said
-    assert "name a file with --out" in said
+    assert "name a folder with --out" in said
 
 
-# The page
-
-
-def test_the_page_needs_nothing_else(run_dir):
-    page = render_runs([load_run(run_dir)])
-    assert "http" not in page.replace("http-equiv", "")
-    assert not re.search(r"<(link|img|iframe|script)[^>]*(src|href)=\"(?!data:)", page)
-    assert "@import" not in page
-    assert "nan" not in re.sub(r"[A-Za-z]*nan[a-z]+", "", page.lower())
-
-
-def test_names_of_folders_are_text_and_not_markup(run_dir, tmp_path):
-    folder = shutil.copytree(run_dir, tmp_path / "<b>run & co")
-    page = render_runs([load_run(folder)])
-    assert "&lt;b&gt;run &amp; co" in page
-    assert "<b>run" not in page
-
-
-def test_two_runs_share_their_axes(run_dir, tmp_path):
+def test_two_runs_follow_each_other(run_dir, tmp_path):
     folder = shutil.copytree(run_dir, tmp_path / "other")
-    lines = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
-    for line in lines:
-        line["loss"] += 100
-    (folder / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    document = document_of(
-        "report", "--compare", run_dir, folder, "--out", tmp_path / "compare.html", "--json"
-    )
-    assert [run["name"] for run in document["runs"]] == ["full", "other"]
-    page = (tmp_path / "compare.html").read_text()
-    (loss,) = re.findall(r'<section id="loss">.*?</section>', page, re.DOTALL)
-    first, second = re.findall(r'<div class="ys">(.*?)</div>', loss)
-    assert first == second
-    assert "1.00 x" in page
+    printed = accepted("report", run_dir, folder).stdout
+    first, second = printed.split("\n\nrun other\n")
+    assert first.startswith("run full\n")
+    assert str(folder / "report.png") in second
+    assert f"time            plan_wait {14 / 1e3 / load_run(folder).summary.total_s:.1%}" in second
+    lines = [line for line in second.splitlines() if line.startswith("slow ")]
+    assert "iteration 5 (" in lines[0]
+    assert len(lines) == 3, "of those that were slower than usual"
+    usual = write_run(tmp_path / "usual", [make_record(i, "1x<1,1>") for i in range(3)])
+    assert "slow " not in accepted("report", usual).stdout
 
 
-def test_ten_thousand_iterations_make_a_page_of_readable_size(tmp_path):
-    lines = [
-        make_record(
-            i, ["4x<1,1>", "2x<2,1>", "1x<4,1>"][i % 3], (100.0 + i % 7,), loss=5 - i / 3000
-        )
-        for i in range(10_000)
-    ]
-    page = render_runs([load_run(write_run(tmp_path / "long", lines))])
-    assert len(page) < 1_500_000
-
-
-def test_a_simulated_case_has_strip_and_gantt():
-    plans = [make_plan(iteration) for iteration in range(15)]
-    timelines = [predict_timeline(plan, PROFILE, forward_fraction=1 / 3) for plan in plans]
-    page = render_simulation(timelines, title="paper/case", subtitle="8 devices")
-    assert page.count("<option") == 12
-    assert page.count('class="gantt"') == 12
-    assert 'class="strip over"' in page
-    with pytest.raises(HydraConfigError, match="no timelines"):
-        render_simulation([], title="none")
-
-
-def test_a_file_of_timelines_becomes_a_page_and_a_trace(tmp_path):
+def test_a_file_of_timelines_becomes_a_trace(tmp_path):
     plans = [make_plan(iteration) for iteration in range(3)]
     timelines = [predict_timeline(plan, PROFILE, forward_fraction=1 / 3) for plan in plans]
     path = tmp_path / "case.jsonl"
     path.write_text("".join(json.dumps(timeline.to_json()) + "\n" for timeline in timelines))
-    document = document_of("report", path, "--perfetto", "--json")
+    document = document_of("report", path, "--json")
     assert [line["duration_ms"] for line in document["iterations"]] == [
         t.duration_ms for t in timelines
     ]
-    assert (tmp_path / "case.html").read_text().count('class="gantt"') == 3
-    check_trace_events(json.loads((tmp_path / "case.perfetto.json").read_text()))
+    check_trace_events(json.loads(Path(document["perfetto"]).read_text()))
     assert "3 timelines of 3 iterations" in invoke("report", path).stdout
 
 
@@ -482,86 +373,12 @@ def test_a_file_of_something_else(tmp_path, text, message):
     assert message in refused("report", tmp_path / "case.jsonl")
 
 
-def test_a_gantt_of_a_large_cluster_shows_slowest_and_fastest_pipelines():
-    timeline = predict_timeline(make_plan(2, "1x<4,1> + 1x<2,2>"), PROFILE, forward_fraction=1 / 3)
-    many = 50
-    large = replace(
-        timeline,
-        pipelines=timeline.pipelines * many,
-        events=tuple(
-            replace(
-                event,
-                pipeline=event.pipeline + 2 * copy,
-                start_ms=event.start_ms * (1 + copy),
-                end_ms=event.end_ms * (1 + copy),
-            )
-            for event in timeline.events
-            for copy in range(many)
-        ),
-        duration_ms=timeline.duration_ms * many,
-    )
-    drawn = draw_gantt([large])
-    assert drawn.count("<b>") <= 64
-    left_out = int(re.search(r"(\d+) more pipelines are not drawn", drawn)[1])
-    assert 2 * many - left_out == len(re.findall(r"<b>&lt;[^s]*(?: s0)?</b>", drawn))
-    slowest = max(event.end_ms for event in large.events)
-    assert f"{slowest:,.1f} ms" in drawn
-
-
-def test_an_overlapped_link_is_drawn_beside_the_passes():
-    timeline = measure(make_plan(1, "1x<4,1> + 2x<2,1>"))
-    overlapped = replace(
-        timeline,
-        events=tuple(
-            replace(e, start_ms=0.0) if e.kind is EventKind.PUSH and e.pipeline == 0 else e
-            for e in timeline.events
-        ),
-    )
-    assert draw_gantt([timeline]).count("narrow") == 0
-    assert draw_gantt([overlapped]).count('class="push narrow"') == 1
-
-
 def test_only_the_visible_part_of_an_overlapped_link_counts():
     line = make_record(0, "1x<1,1>", (150.0,)) | {"pull_ms": 90.0, "push_ms": 80.0}
     hidden = line | {"visible_pull_ms": 9.0, "visible_push_ms": 8.0}
     assert (divide_time([IterationMetrics.from_json(line)]).pull) == 90
     shares = divide_time([IterationMetrics.from_json(hidden)])
     assert (shares.pull, shares.push) == (9, 8)
-
-
-def test_blocks_say_what_they_are():
-    plan = make_plan(1, "1x<4,1> + 2x<2,1>")
-    drawn = draw_gantt([measure(plan)], plan)
-    row = plan.micro_batch_lengths(plan.pipelines[0].micro_batches[0])
-    assert f"{sum(row):,} tokens in {len(row)} sequences, longest {max(row):,}" in drawn
-    for text in ("forward", "backward", "pull", "push", "optimizer step", "idle"):
-        assert f"<span>{text}</span>" in drawn
-
-
-# Colours
-
-
-def palettes():
-    css = (Path(report.__file__).parent / "templates/report.css").read_text()
-    light, dark = css.split("@media (prefers-color-scheme: dark)")
-    return [
-        dict(re.findall(r"--([\w-]+): (#\w{6});", part)) for part in (light, dark.split("* {")[0])
-    ]
-
-
-@pytest.mark.parametrize("palette", palettes(), ids=["light", "dark"])
-def test_colours_can_be_told_apart_by_everyone(palette):
-    for vision in VISION:
-        for one, other in itertools.combinations([palette[f"c{i}"] for i in range(8)], 2):
-            assert difference(one, other, vision) > 12, f"{one} and {other} under {vision}"
-        drawn_together = [palette[name] for name in ("c0", "c1", "idle-ground")]
-        for one, other in itertools.combinations(drawn_together, 2):
-            assert difference(one, other, vision) > 25, f"{one} and {other} under {vision}"
-    for ground in (palette["paper"], palette["card"]):
-        assert min(contrast(palette[name], ground) for name in ("ink", "soft", "warn")) > 4.5
-    assert min(contrast(palette[f"c{i}"], palette["paper"]) for i in range(8)) > 2
-    assert contrast(palette["on-fwd"], palette["c0"]) > 4.5
-    assert contrast(palette["on-bwd"], palette["c1"]) > 4.5
 
 
 # Perfetto
@@ -664,28 +481,24 @@ def test_the_trace_of_simulated_iterations_with_overlapping_links_follows_the_fo
         check_trace_events(trace_timelines(events))
 
 
-def test_tokens_of_experts_are_drawn_where_there_are_experts(tmp_path):
+def test_tokens_of_experts_are_read_where_there_are_experts(tmp_path):
     folder = write_run_folder(tmp_path / "run", 3)
-    assert "Tokens of each expert" not in render_runs([load_run(folder)])
     trace_experts(folder, {"layers": [1, 3], "tokens": [[20, 20], [30, 10]]})
-    html = render_runs([load_run(folder)])
-    assert "layer 3, expert 0: 30 tokens, 1.50 of the mean" in html
-    assert "layer 1, expert 1: 20 tokens, 1.00 of the mean" in html
+    assert load_run(folder).traces[2].expert_tokens == {1: (20, 20), 3: (30, 10)}
     trace_experts(folder, {"layers": [1, 3], "tokens": [[20, 20]]})
     assert any("2 layers and tokens of 1" in note for note in load_run(folder).notes)
 
 
-def test_what_was_learned_is_drawn_where_something_was(tmp_path):
+def test_what_was_learned_is_told_where_something_was(tmp_path):
     folder = write_run_folder(tmp_path / "run", 14)
-    assert "What was learned" not in render_runs([load_run(folder)])
-    assert "error of the profile alone" not in render_runs([load_run(folder)])
+    printed = accepted("report", folder).stdout
+    assert "learned   " not in printed
+    assert "the profile alone by" not in printed
     learn_from(folder)
     run = load_run(folder)
-    html = render_runs([run])
-    assert "scheme &lt;2,1&gt;: 0.90" in html
-    assert "machine: 1.13" in html
-    assert "by the profile alone, not corrected" in html
-    assert "error of the profile alone" in html
+    printed = accepted("report", folder).stdout
+    assert "learned         machine 1.13, scheme <2,1> 0.90" in printed
+    assert "the profile alone by" in printed
     # Twice as long as a profile says that has <4,1> half of what the planner knew
     worst, *others = scheme_errors(run.records)
     assert worst.scheme == Scheme(4, 1)
@@ -694,8 +507,7 @@ def test_what_was_learned_is_drawn_where_something_was(tmp_path):
     (described,) = describe_runs([run])["runs"]
     assert described["schemes"][0]["scheme"] == "<4,1>"
     assert described["profile_error"] > described["absolute_error"]
-    result = invoke("report", folder)
-    assert "the profile is most wrong about <4,1>, whose pipelines took 2.0" in result.stdout
+    assert "most wrong about <4,1>, whose pipelines took 2.0" in printed
 
 
 @pytest.mark.parametrize("factor", [0, -1, float("inf"), "x"])
@@ -717,27 +529,5 @@ def test_of_two_iterations_none_is_usual(tmp_path):
             "too few iterations to say what is usual (2)"
         ]
     printed = invoke("report", write_run(tmp_path / "two", records)).stdout
-    assert "too few iterations" in printed
+    assert "slow " not in printed
     assert "most wrong" not in printed
-
-
-def test_memory_of_processes_is_not_compared_with_that_of_tensors(run_dir, tmp_path):
-    folder = shutil.copytree(run_dir, tmp_path / "on_cpu")
-    facts = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps({**facts, "device": "cuda"}))
-    assert "memory model (App. B.1)" in render_runs([load_run(folder)])
-    (folder / "run.json").write_text(json.dumps({**facts, "device": "cpu"}))
-    page = render_runs([load_run(folder)])
-    assert "memory model (App. B.1)" not in page
-    assert "On CPU ranks a process grows by more than its tensors" in page
-
-
-@pytest.mark.parametrize(("profiled", "paid"), [(100.0, False), (50.0, True)])
-def test_the_page_says_what_both_errors_are(tmp_path, profiled, paid):
-    records = [make_record(i, "1x<1,1>", (104.0,), predicted=100 if paid else 90) for i in range(4)]
-    for record in records:
-        record["pipelines"][0]["profiled_ms"] = profiled
-        record["learned"] = {"machine": 1.1}
-    page = render_runs([load_run(write_run(tmp_path, records))])
-    assert "Plans use the profile" in page
-    assert ("The corrections did not pay here" in page) is not paid

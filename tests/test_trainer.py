@@ -5,8 +5,8 @@ not in its wheel), as far as they apply. Left out, with the reason:
 
 - batch size finding, gradient accumulation, group_by_length: refused or ignored
   (tests/test_trainer_arguments.py)
-- DataLoader workers, samplers, drop_last, IterableDataset: the engine draws the global batches
-  (tests/test_batches.py)
+- DataLoader workers, samplers, drop_last: the engine draws the global batches
+  (tests/test_batches.py); streams: tests/test_trainer_stream.py
 - NEFTune, custom loss functions: refused; Liger kernels: tests/test_liger.py
 - fp16/bf16 full evaluation, torch_compile, DataParallel, FSDP, SageMaker, TPU: refused or another
   launcher
@@ -143,6 +143,7 @@ def make(
     eval_dataset=None,
     compute_metrics=None,
     callbacks=(),
+    processing_class=None,
     **settings,
 ):
     """A trainer of `data` that writes to the folder `run`; `settings` of its arguments."""
@@ -155,6 +156,7 @@ def make(
     return base(
         model=model,
         args=args,
+        processing_class=processing_class,
         data_collator=pad if is_stock else None,
         train_dataset=data,
         eval_dataset=eval_dataset,
@@ -662,6 +664,7 @@ def refused_before_a_step(folder):
         ("denied", failing(errno.EACCES, 1), {}),
         ("full", failing(errno.ENOSPC, 0), {}),
         ("generation", contextlib.nullcontext(), {"model": unsavable()}),
+        ("tokenizer", contextlib.nullcontext(), {"processing_class": object()}),
         ("sigterm", no_renames(), sigterm),
     ):
         trainer = start(name, **settings)
@@ -685,8 +688,10 @@ def refused_before_a_step(folder):
         no_renames(),
         mock.patch.object(HydraTrainer, "_warn", lambda self, text: said.append(text)),
     ):
-        start("nothing", model=unsavable(), save_strategy="no").train()
-    return errors, os.listdir(f"{folder}/weights"), [text for text in said if "generation" in text]
+        model, tokenizer = unsavable(), object()
+        start("nothing", model=model, processing_class=tokenizer, save_strategy="no").train()
+    said = [text for text in said if "cannot be saved" in text]
+    return errors, os.listdir(f"{folder}/weights"), said
 
 
 @pytest.mark.distributed
@@ -702,10 +707,11 @@ def test_what_only_the_first_checkpoint_would_find_is_found_before_the_first_ste
             assert reason in errors[name]
         assert errors["denied"].startswith("rank 1: " if rank == 0 else "output_dir")
         assert "model.generation_config cannot be saved" in errors["generation"]
+        assert "processing_class cannot be saved" in errors["tokenizer"]
         assert f"hydra.faults.save_on_sigterm is '{tmp_path}/stopped'" in errors["sigterm"]
         assert "use_node_local_storage" in errors["apart"]
         assert weights == ["checkpoint-1"]
-        assert len(said) == (rank == 0)
+        assert len(said) == 2 * (rank == 0)
     assert f"output_dir is '{tmp_path}/file', which is no folder" in results[0][0]["file"]
 
 
@@ -996,21 +1002,21 @@ def customised(folder):
     result["shown"] = [batch["attention_mask"].sum(1).tolist() for batch in shown], drawn
     result["min_lr"] = numbers(late.state.log_history, "learning_rate")[-1]
 
-    streamed = start(HydraTrainer, "stream", eval_strategy="epoch")
-    streamed.eval_dataset = {"a": data, "b": data.to_iterable_dataset()}
-    errors["eval stream"] = error_of(streamed.train)
-    result["steps before"] = streamed.state.global_step, streamed.deepspeed is None
-    streamed.eval_dataset = data
-    streamed.optimizer = torch.optim.SGD(streamed.model.parameters(), lr=0.1)
-    errors["own optimizer"] = error_of(streamed.train)
-    streamed.optimizer = None
+    generating = start(HydraTrainer, "generator", eval_strategy="epoch")
+    generating.eval_dataset = {"a": data, "b": (row for row in data)}
+    errors["eval generator"] = error_of(generating.train)
+    result["steps before"] = generating.state.global_step, generating.deepspeed is None
+    generating.eval_dataset = data
+    generating.optimizer = torch.optim.SGD(generating.model.parameters(), lr=0.1)
+    errors["own optimizer"] = error_of(generating.train)
+    generating.optimizer = None
     problem = on_all_ranks(HydraConfigError("the first start fails"))
     with mock.patch.object(ds_hydra.HydraEngine, "_start", side_effect=problem):
-        errors["first start"] = error_of(streamed.train)
-    result["after a failed start"] = streamed.optimizer, streamed.lr_scheduler
-    streamed.model_init = None
-    streamed.model.requires_grad_(False)
-    errors["frozen"] = error_of(streamed.train)
+        errors["first start"] = error_of(generating.train)
+    result["after a failed start"] = generating.optimizer, generating.lr_scheduler
+    generating.model_init = None
+    generating.model.requires_grad_(False)
+    errors["frozen"] = error_of(generating.train)
 
     model = small_model()
     some = torch.optim.AdamW(list(model.parameters())[:3])
@@ -1051,7 +1057,7 @@ def test_what_users_override_is_honoured_or_refused(tmp_path):
         "distributed": "draws 12 rows on rank 0 and others on ranks [1]",
         "late": "compute_loss_func is <built-in function print>",
         "optimizer": "the optimizer has 3 of ",
-        "eval stream": "eval_dataset['b'] is a IterableDataset, a stream",
+        "eval generator": "eval_dataset['b'] is a generator, which has neither a length nor is a stream",
         "first start": "the first start fails",
         "own optimizer": "optimizer is a SGD that was given or made before train()",
         "frozen": "this LlamaForCausalLM requires gradients, so there is nothing to train",

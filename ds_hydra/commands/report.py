@@ -1,4 +1,4 @@
-"""`ds-hydra report`: what a run did, as an HTML page, a trace for Perfetto, and one JSON
+"""`ds-hydra report`: what runs did, as text, a picture, a trace for Perfetto, and one JSON
 document.
 """
 
@@ -14,8 +14,11 @@ from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
     from ds_hydra.records.timeline import Timeline
+    from ds_hydra.report.run_folder import Run
 
-PAGE, TRACE = "report.html", "perfetto.json"
+PICTURE, TRACE = "report.png", "perfetto.json"
+_MAX_SLOWEST = 3
+"""Slow iterations that the summary explains; the document has ten."""
 
 
 def report(
@@ -23,13 +26,12 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN_DIR",
-            help="The hydra.run_dir of a run, or a file of timelines; two runs with --compare.",
+            help="The hydra.run_dir of a run, of several runs to compare, or a file of timelines.",
         ),
     ],
-    compare: Annotated[bool, typer.Option("--compare", help="Put two runs side by side.")] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="The page; RUN_DIR/report.html, or compare.html here, if not given."),
+        typer.Option(help="Folder of the picture and the trace of one run, if not RUN_DIR."),
     ] = None,
     perfetto: Annotated[
         bool,
@@ -37,75 +39,70 @@ def report(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the page of a run: loss, strategies, predicted and measured times, memory, slowest
-    iterations.
+    """Print what runs did: strategies, predicted and measured times, where the time went, slowest
+    iterations and why; draw RUN_DIR/report.png.
 
-    The page needs no network and no other file. What the folder does not hold is left out and
-    named.
+    What the folder does not hold is left out and named.
 
     Example: ds-hydra report runs/20260101-120000 --perfetto
 
-    Example: ds-hydra report --compare runs/before runs/after --out compare.html
+    Example: ds-hydra report runs/before runs/after
 
-    A file of ds_hydra.timeline/1 documents, one a line, as a simulation gives them, becomes a page
-    of strategies and timelines.
+    A file of ds_hydra.timeline/1 documents, one a line, as a simulation gives them, becomes a trace
+    for ui.perfetto.dev.
     """
     with errors_to_stderr():
-        _check_number(run_dirs, compare)
         if len(run_dirs) == 1 and run_dirs[0].is_file():
-            document = _write_simulation(
-                run_dirs[0], out or run_dirs[0].with_suffix(".html"), perfetto
-            )
+            document, text = _report_simulation(run_dirs[0])
         else:
-            page = run_dirs[0] / PAGE if len(run_dirs) == 1 else Path("compare.html")
-            document = _write(run_dirs, out or page, perfetto)
-    print_json(document) if as_json else print(_describe(document))
+            document, text = _report_runs(run_dirs, out, perfetto)
+    print_json(document) if as_json else print(text)
 
 
-def _check_number(run_dirs: list[Path], compare: bool) -> None:
-    wanted = 2 if compare else 1
-    if len(run_dirs) == wanted:
-        return
-    hint = "give two runs" if compare else "give one, or two with --compare"
-    raise HydraConfigError(f"{len(run_dirs)} run folders were given, expected {wanted}; {hint}")
-
-
-def _write(run_dirs: list[Path], page: Path, perfetto: bool) -> dict[str, Any]:
-    """Write the files; returns the document that names them."""
-    from ds_hydra.report.page import describe_runs, render_runs, write_page
+def _report_runs(
+    run_dirs: list[Path], out: Path | None, perfetto: bool
+) -> tuple[dict[str, Any], str]:
+    """Write the files of all runs; returns the document that names them, and the text."""
+    from ds_hydra.report.documents import describe_runs
+    from ds_hydra.report.plots import plot_records
     from ds_hydra.report.run_folder import load_run
     from ds_hydra.report.timelines import trace_run, write_trace
 
+    if out is not None and len(run_dirs) > 1:
+        raise HydraConfigError(f"--out {out} is a folder for one run, {len(run_dirs)} were given")
     runs = [load_run(run_dir) for run_dir in run_dirs]
-    for run in runs:
+    document, texts = describe_runs(runs), []
+    for run, run_dir, described in zip(runs, run_dirs, document["runs"], strict=True):
+        folder = out or run_dir
         for note in run.notes:
             log(f"{run.name}: {note}")
-    write_page(render_runs(runs), page)
-    document = {**describe_runs(runs), "page": str(page)}
-    if perfetto:
-        traces = [run_dir / TRACE for run_dir in run_dirs]
-        for run, trace in zip(runs, traces, strict=True):
-            write_trace(trace_run(run), trace)
-        document["perfetto"] = [str(trace) for trace in traces]
-    return document
+        plot_records(run.records, folder / PICTURE)
+        described["picture"] = str(folder / PICTURE)
+        lines = [f"run {run.name}", *_describe(run)] if len(runs) > 1 else _describe(run)
+        lines.append(f"picture         {folder / PICTURE}")
+        if perfetto:
+            write_trace(trace_run(run), folder / TRACE)
+            described["perfetto"] = str(folder / TRACE)
+            lines.append(f"trace           {folder / TRACE} ({_VIEWERS})")
+        texts.append("\n".join(lines))
+    return document, "\n\n".join(texts)
 
 
-def _write_simulation(path: Path, page: Path, perfetto: bool) -> dict[str, Any]:
-    """Page and trace of the timelines in `path`."""
-    from ds_hydra.report.page import describe_timelines, render_simulation, write_page
+_VIEWERS = "open it in ui.perfetto.dev or chrome://tracing"
+
+
+def _report_simulation(path: Path) -> tuple[dict[str, Any], str]:
+    """Write the trace of the timelines in `path`; returns the document that names it, and the
+    text.
+    """
+    from ds_hydra.report.documents import describe_timelines
     from ds_hydra.report.timelines import trace_timelines, write_trace
 
-    timelines = _read_timelines(path)
-    num_devices = timelines[0].num_devices
-    write_page(
-        render_simulation(timelines, title=path.stem, subtitle=f"{num_devices} devices"), page
-    )
-    document = {**describe_timelines(timelines), "page": str(page)}
-    if perfetto:
-        trace = path.with_suffix(".perfetto.json")
-        write_trace(trace_timelines(timelines), trace)
-        document["perfetto"] = [str(trace)]
-    return document
+    timelines, trace = _read_timelines(path), path.with_suffix(".perfetto.json")
+    write_trace(trace_timelines(timelines), trace)
+    document = {**describe_timelines(timelines), "perfetto": str(trace)}
+    count = f"{document['timelines']} timelines of {document['num_iterations']} iterations"
+    return document, f"{count}\ntrace           {trace} ({_VIEWERS})"
 
 
 def _read_timelines(path: Path) -> list[Timeline]:
@@ -124,28 +121,26 @@ def _read_timelines(path: Path) -> list[Timeline]:
     return timelines
 
 
-def _describe(document: dict[str, Any]) -> str:
-    from ds_hydra.report.charts import FEWEST
+def _describe(run: Run) -> list[str]:
+    from ds_hydra.report.run_report import FEWEST, divide_time, find_slowest, scheme_errors
 
-    lines = [f"page: {document['page']}"]
+    shares = divide_time(run.records)
+    total_ms = sum(getattr(shares, name) for name in shares.__slots__) or 1.0
+    parts = (f"{name} {getattr(shares, name) / total_ms:.1%}" for name in shares.__slots__)
+    lines = [str(run.summary), f"time            {', '.join(parts)}"]
+    if learned := run.records[-1].learned:
+        lines.append(f"learned         {', '.join(f'{n} {v:.2f}' for n, v in learned.items())}")
+    errors = scheme_errors(run.records)
+    if errors and errors[0].num_pipelines >= FEWEST:
+        worst = errors[0]
+        lines.append(
+            f"profile         most wrong about {worst.scheme}, whose pipelines took "
+            f"{worst.measured_over_profiled:.2f} times what it says ({worst.num_pipelines} of them)"
+        )
     lines += [
-        f"trace: {path} (open it in ui.perfetto.dev or chrome://tracing)"
-        for path in document.get("perfetto", [])
+        f"slow            iteration {slow.record.iteration} ({slow.record.iteration_ms:,.0f} ms): "
+        f"{slow.causes[0].text}"
+        for slow in find_slowest(run.records, count=_MAX_SLOWEST)
+        if slow.times_median > 1
     ]
-    if "timelines" in document:
-        lines.append(
-            f"{document['timelines']} timelines of {document['num_iterations']} iterations"
-        )
-    for run in document.get("runs", []):
-        slow = run["slowest"][0]
-        lines.append(
-            f"{run['name']}: {run['num_iterations']} iterations, {run['tokens_per_s']:,.0f} tokens/s (median); slowest "
-            f"is iteration {slow['iteration']} ({slow['iteration_ms']:,.0f} ms): {slow['causes'][0]['text']}"
-        )
-        if run["schemes"] and run["schemes"][0]["num_pipelines"] >= FEWEST:
-            worst = run["schemes"][0]
-            lines.append(
-                f"{run['name']}: the profile is most wrong about {worst['scheme']}, whose pipelines took "
-                f"{worst['measured_over_profiled']:.2f} times what it says ({worst['num_pipelines']} of them)"
-            )
-    return "\n".join(lines)
+    return lines

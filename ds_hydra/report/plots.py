@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.report.run_report import read_metrics
 from ds_hydra.strategy import Scheme
@@ -42,7 +43,11 @@ def plot_run(run_dir: str | Path, out_png: str | Path) -> None:
     """Write a PNG of the run in `run_dir`; raises HydraConfigError where there is no readable
     run.
     """
-    records = read_metrics(run_dir)
+    plot_records(read_metrics(run_dir), out_png)
+
+
+def plot_records(records: Sequence[IterationMetrics], out_png: str | Path) -> None:
+    """Write a PNG of these iterations; raises HydraConfigError where the file cannot be written."""
     figure = Figure(figsize=(13, 8.5), layout="constrained", dpi=130)
     FigureCanvasAgg(figure)
     strategy_axes, time_axes, loss_axes = figure.subplots(
@@ -54,7 +59,12 @@ def plot_run(run_dir: str | Path, out_png: str | Path) -> None:
     _draw_loss(loss_axes, records)
     _tidy(time_axes)
     _tidy(loss_axes)
-    figure.savefig(out_png)
+    try:
+        figure.savefig(out_png)
+    except OSError as error:
+        raise HydraConfigError(
+            f"cannot write {out_png}: {error.strerror}; name a folder with --out"
+        ) from error
 
 
 def choose_colors(schemes: Sequence[Scheme]) -> Colors:
@@ -67,7 +77,7 @@ def choose_colors(schemes: Sequence[Scheme]) -> Colors:
     return colors
 
 
-def _draw_strategies(axes: Axes, records: list[IterationMetrics], colors: Colors) -> None:
+def _draw_strategies(axes: Axes, records: Sequence[IterationMetrics], colors: Colors) -> None:
     """Ranks (downwards) by iterations, coloured by the scheme of the rank's pipeline."""
     image = paint_ranks(records, colors)
     num_ranks = len(image)
@@ -97,7 +107,7 @@ def paint_ranks(records: Sequence[IterationMetrics], colors: Colors) -> npt.NDAr
     return image
 
 
-def _frame_pipelines(axes: Axes, records: list[IterationMetrics], num_ranks: int) -> None:
+def _frame_pipelines(axes: Axes, records: Sequence[IterationMetrics], num_ranks: int) -> None:
     for record in records:
         left = record.iteration - 0.5
         for pipeline in record.pipelines:
@@ -130,9 +140,12 @@ def _idle_ranks(record: IterationMetrics, num_ranks: int) -> list[int]:
     return [rank for rank in range(num_ranks) if rank not in busy]
 
 
-def _draw_times(axes: Axes, records: list[IterationMetrics], colors: Colors) -> None:
-    """A bar per pipeline, side by side in its iteration: the lower ones waited for the highest."""
-    frame = 0.4 if len(records) <= _MAX_FRAMED_ITERATIONS else 0
+def _draw_times(axes: Axes, records: Sequence[IterationMetrics], colors: Colors) -> None:
+    """A bar per pipeline, side by side in its iteration: the lower ones waited for the highest.
+
+    A long run has a dot in place of each bar, which takes a hundredth of the time to draw.
+    """
+    is_long = len(records) > _MAX_FRAMED_ITERATIONS
     bars = defaultdict(list)
     for record in records:
         width = 0.86 / len(record.pipelines)
@@ -141,6 +154,9 @@ def _draw_times(axes: Axes, records: list[IterationMetrics], colors: Colors) -> 
             bars[pipeline.scheme].append((left, pipeline.measured_ms, width))
     for scheme, scheme_bars in bars.items():
         lefts, heights, widths = zip(*scheme_bars, strict=True)
+        if is_long:
+            axes.plot(lefts, heights, ".", markersize=2, color=colors[scheme])
+            continue
         axes.bar(
             lefts,
             heights,
@@ -148,7 +164,7 @@ def _draw_times(axes: Axes, records: list[IterationMetrics], colors: Colors) -> 
             align="edge",
             color=colors[scheme],
             edgecolor="white",
-            linewidth=frame,
+            linewidth=0.4,
         )
     iterations = np.array([r.iteration for r in records])
     predicted = axes.hlines(
@@ -163,7 +179,7 @@ def _draw_times(axes: Axes, records: list[IterationMetrics], colors: Colors) -> 
     _head(axes, "Measured time of each pipeline", [predicted])
 
 
-def _draw_loss(axes: Axes, records: list[IterationMetrics]) -> None:
+def _draw_loss(axes: Axes, records: Sequence[IterationMetrics]) -> None:
     iterations = [r.iteration for r in records]
     losses = [r.loss for r in records]
     axes.plot(

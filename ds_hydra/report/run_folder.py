@@ -19,7 +19,7 @@ from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy import Profile, Scheme
 
 _MAX_PLANS = 2000
-"""Plans that are read of a long run, evenly spread; lengths and memory need no more."""
+"""Plans that are read of a long run, evenly spread; memory needs no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,9 @@ def _read_expert_tokens(experts: Mapping[str, Any]) -> dict[int, tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Facts of `run.json` about the run as a whole; None or empty where it does not have them."""
+    """Facts of `run.json` about the run as a whole; None where it does not have them."""
 
     num_ranks: int | None = None
-    device: str = ""
-    started: str = ""
-    model_type: str = ""
-    num_parameters: int = 0
     recomputes: bool = False
     """Whether every layer runs forward again in backward."""
     memory_limit_bytes: int | None = None
@@ -70,7 +66,6 @@ class RunFacts:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> RunFacts:
         """The facts in the document; raises HydraConfigError for values of another kind."""
-        model = files.check_object(document.get("model", {}), "model")
         hydra = files.check_object(document.get("hydra", {}), "hydra")
         given: dict[str, Any] = {"recomputes": hydra.get("activation_checkpointing") is True}
         if "num_ranks" in document:
@@ -80,14 +75,6 @@ class RunFacts:
         if hydra.get("memory_limit_bytes") is not None:
             given["memory_limit_bytes"] = files.read_count(
                 hydra, "memory_limit_bytes", most=1 << 62
-            )
-        given |= {
-            key: files.read_text(document, key) for key in ("device", "started") if key in document
-        }
-        if model:
-            given["model_type"] = files.read_text({"type": "model", **model}, "type")
-            given["num_parameters"] = files.read_count(
-                {"num_parameters": 0, **model}, "num_parameters"
             )
         return cls(**given)
 
@@ -122,10 +109,6 @@ class Run:
             (rank for record in self.records for p in record.pipelines for rank in p.ranks),
             default=0,
         )
-
-    def lengths(self) -> list[int]:
-        """Tokens of all sequences in the plans at hand."""
-        return [length for plan in self.plans.values() for length in plan.lengths]
 
     def max_len(self) -> dict[Scheme, int]:
         """MaxLen of every scheme that the run used and the profile knows."""
@@ -199,8 +182,8 @@ def _read_plans(
         notes.append(f"{len(damaged)} plans cannot be read, the first is {damaged[0]}.")
     if not plans:
         notes.append(
-            "No plans in the folder (hydra.save_plans was off, or they were removed): lengths, predicted "
-            "timelines and the memory model are left out."
+            "No plans in the folder (hydra.save_plans was off, or they were removed): predicted timelines and "
+            "the memory model are left out."
         )
     return plans
 

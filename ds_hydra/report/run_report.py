@@ -8,7 +8,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import isnan, nan
+from math import isfinite, isnan, log, nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from ds_hydra.configs import files
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.metrics import METRICS_FILE, IterationMetrics, PipelineMetrics, describe_flops
-from ds_hydra.strategy import Strategy
+from ds_hydra.strategy import Scheme, Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -268,8 +268,40 @@ class Cause:
     text: str
 
 
-_FEWEST = 3
-"""Least number of iterations for a median: of two each would be as far from it."""
+FEWEST = 3
+"""Least number of values for a median: of two each would be as far from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemeError:
+    """Error of the profile for one scheme.
+
+    `measured_over_profiled`: median over `num_pipelines` of what a pipeline took and what the
+    profile alone says; where a run did not keep that, what the plan said.
+    """
+
+    scheme: Scheme
+    num_pipelines: int
+    measured_over_profiled: float
+
+
+def scheme_errors(records: Sequence[IterationMetrics]) -> list[SchemeError]:
+    """Errors of all schemes that ran, the largest first; schemes of less than three pipelines
+    last.
+    """
+    ratios: dict[Scheme, list[float]] = {}
+    for pipeline in (p for record in records for p in record.pipelines):
+        said_ms = pipeline.profiled_ms if isfinite(pipeline.profiled_ms) else pipeline.predicted_ms
+        if said_ms > 0 and pipeline.measured_ms > 0:
+            ratios.setdefault(pipeline.scheme, []).append(pipeline.measured_ms / said_ms)
+    errors = [
+        SchemeError(scheme=s, num_pipelines=len(found), measured_over_profiled=median(found))
+        for s, found in ratios.items()
+    ]
+    return sorted(
+        errors,
+        key=lambda e: (e.num_pipelines < FEWEST, -abs(log(e.measured_over_profiled)), e.scheme),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +319,7 @@ def find_slowest(records: Sequence[IterationMetrics], *, count: int = 10) -> lis
     """The `count` longest iterations, longest first."""
     usual = _Usual(records)
     few = (Cause(0.0, f"too few iterations to say what is usual ({len(records)})"),)
-    is_known = len(records) >= _FEWEST
+    is_known = len(records) >= FEWEST
     slowest = sorted(records, key=lambda r: (-r.iteration_ms, r.iteration))[:count]
     return [
         SlowIteration(

@@ -263,18 +263,6 @@ class ShardTable:
             self._known[key] = self._find_blocks(regions, owners)
         return self._known[key]
 
-    def owned_elements(self, regions: Regions) -> IntArray:
-        """[num_ranks] elements of all `regions` together in each rank's shards.
-
-        >>> spec = ParamSpec(fqn="w", shape=(4, 4))
-        >>> ShardTable([spec], 2).owned_elements(Regions.of([(0, Region(0, 3, 1, 2))])).tolist()
-        [4, 2]
-        """
-        blocks = self.mutual_blocks(regions, np.arange(self.num_ranks))
-        owner = blocks.item // max(len(regions.param), 1)
-        counts = np.bincount(owner, blocks.rows * blocks.cols, minlength=self.num_ranks)
-        return counts.astype(np.int64)
-
     def _find_blocks(self, regions: Regions, owners: IntArray) -> Blocks:
         size = (len(owners), len(regions.param))
 

@@ -100,13 +100,11 @@ def main() -> None:
     engine.destroy()
     if is_first_rank:
         # Only one rank pays for matplotlib
-        from ds_hydra.report import load_run, plot_run, render_runs, summarize_run, write_page
+        from ds_hydra.report import plot_run, summarize_run
 
         print(summarize_run(args.run_dir))
-        plot_run(args.run_dir, args.run_dir / "strategies.png")
-        write_page(render_runs([load_run(args.run_dir)]), args.run_dir / "report.html")
-        print(f"run folder: {args.run_dir} (metrics.jsonl, plans/, trace.jsonl, strategies.png)")
-        print(f"report: {args.run_dir / 'report.html'}")
+        plot_run(args.run_dir, args.run_dir / "report.png")
+        print(f"run folder: {args.run_dir} (metrics.jsonl, plans/, trace.jsonl, report.png)")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ds_hydra.lab.commands.fit import fit
-from ds_hydra.lab.commands.link import link
 from ds_hydra.lab.commands.search import search
 from ds_hydra.lab.commands.simulate import simulate
 
-COMMANDS = (link, fit, simulate, search)
+COMMANDS = (fit, simulate, search)

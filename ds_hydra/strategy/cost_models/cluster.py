@@ -7,8 +7,8 @@ direction; transfers of different nodes do not disturb each other. Left out: cas
 latency of single messages in pull and push.
 
 Elements of a pull are counted by shares of the model, for thousands of strategies of models that
-nobody has loaded. `zero_link/traffic.py` counts the blocks of one strategy's plans; both agree
-where a node needs whole parameters; where TP spans nodes this one may be above.
+nobody has loaded. Plans of the link agree where a node needs whole parameters; where
+TP spans nodes this one may be above.
 """
 
 from __future__ import annotations
