@@ -324,9 +324,10 @@ class HydraConfig(_Section):
     A pipeline is `<TP,PP>`, or `<spN,TP,PP>` (`<spN,PP>`) where N ranks share its micro-batches by
     sequence parallelism, `<cpN,TP,PP>` by context parallelism, `<spM,cpN,TP,PP>` by both, or
     `<cpN,spM,TP,PP>` where the ranks of CP are to be the neighbours. Options may follow:
-    `<2,4;ckpt=12;stages=9,8,8,7>` (checkpointed layers, layers of each stage), `<1,1;gather>`
-    (layers gathered for every pass), `<1,1;hpz>` (gathered, with weights of other nodes kept on the
-    node), `<sp4,1;ep=4>` (four ranks of an SP x TP group share a layer's experts).
+    `<2,4;ckpt=12;stages=9,8,8,7>` (checkpointed layers, layers of each stage),
+    `<1,1;ckpt=8;offload>` (what they keep is in the host's memory), `<1,1;gather>` (layers gathered
+    for every pass), `<1,1;hpz>` (gathered, with weights of other nodes kept on the node),
+    `<sp4,1;ep=4>` (four ranks of an SP x TP group share a layer's experts).
     """
 
     profile: PathText | None = None

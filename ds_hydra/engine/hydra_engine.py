@@ -70,6 +70,7 @@ from ds_hydra.engine.ranks.process import (
     find_restart_problem,
     leave_out_shared_memory,
     let_collectives_end_at_exit,
+    offloads_optimizer,
     remove_stale_locks,
 )
 from ds_hydra.engine.ranks.settings import check_same_settings
@@ -197,6 +198,7 @@ class HydraEngine(CheckpointingEngine):
         run_together(lambda: remove_stale_locks(local_rank() == 0), self.device)
         # Before DeepSpeed hooks the model's modules: what a stage changes of them is found here.
         config = self._hydra_config
+        document = getattr(engine_kwargs.get("config_class"), "_param_dict", None) or {}
         run_together(lambda: _check_dtypes(model, engine_kwargs.get("config_class")), self.device)
         make_stage_model = functools.partial(
             build_stage_model,
@@ -208,6 +210,7 @@ class HydraEngine(CheckpointingEngine):
             attention_kernel=config.attention,
             float8=config.float8,
             float8_exclude=config.float8_exclude,
+            offloads_optimizer=offloads_optimizer(document),
         )
         stage_model = run_together(make_stage_model, self.device)
         check_context(stage_model.abilities, stage_model.config, config.context_length)

@@ -45,7 +45,7 @@ from ds_hydra.engine.profiling.profile_document import (
     model_facts,
 )
 from ds_hydra.engine.profiling.profiler import default_lengths
-from ds_hydra.engine.ranks.process import NO_COMPILER, compiles_adam
+from ds_hydra.engine.ranks.process import NO_COMPILER, compiles_adam, offloads_optimizer
 from ds_hydra.errors import HydraConfigError, HydraError
 from ds_hydra.sampler.candidate_set import (
     check_longest,
@@ -112,6 +112,8 @@ class ConfigReport:
     strategies: list[str] = field(default_factory=list)
     strategies_source: str = ""
     communicators: dict[str, int] = field(default_factory=dict)
+    offloaded: str = ""
+    """Sentence on what has to be in the host's memory; empty where nothing has to."""
     known_profile: Profile | None = field(default=None, repr=False)
     """Profile that the rows of `schemes` were made of; not in the document."""
 
@@ -209,6 +211,7 @@ class _Budget:
     ):
         self._request, self._hydra, self._report = request, hydra, report
         self._dtype: torch.dtype = getattr(torch, dtype_name(ds_config))
+        self._offloads_optimizer = offloads_optimizer(ds_config)
         self._stage_model: StageModel | None = None
         self._profile: Profile | None = None
         self._started_with: Sequence[Strategy] = ()
@@ -304,6 +307,7 @@ class _Budget:
                 activation_checkpointing=self._hydra.activation_checkpointing,
                 float8=self._hydra.float8,
                 float8_exclude=self._hydra.float8_exclude,
+                offloads_optimizer=self._offloads_optimizer,
             )
         self._report.parameters = count_parameters(self._stage_model).to_json()
         check_context(self._stage_model.abilities, config, self._hydra.context_length)
@@ -450,17 +454,25 @@ class _Budget:
             )
         self._warn_of_wide_tp(profile, fitting)
         try:
-            check_longest(profile, self._settings())
+            holding = check_longest(profile, self._settings())
         except HydraConfigError as error:
             limited = self._hydra.memory_limit_bytes is not None
             advice = ", or raise hydra.memory_limit_bytes" if limited else ""
             raise HydraConfigError(f"hydra.context_length: {error}{advice}") from error
         longest = max((row["max_len_tokens"] for row in report.schemes), default=0)
         if not self._given and longest < context:
+            named = "" if holding is None else f", such as {holding}"
             report.assumed.append(
-                f"none of these schemes fits hydra.context_length = {context}; others of the full space do, whose "
-                "times and memory follow from theirs (--histogram shows the candidates)"
+                f"none of these schemes fits hydra.context_length = {context}; others of the full space do{named}, "
+                "whose times and memory follow from theirs (--histogram shows the candidates)"
             )
+        if holding is not None and holding.offload:
+            kept = context * memory.offloaded_bytes(holding) / (1 << 30)
+            report.offloaded = (
+                f"a sequence of {context} tokens fits because checkpointed layers of {holding} keep their input, and "
+                f"what attention returns, in the host's memory: {kept:.0f} GiB for each device, which has to be there"
+            )
+            report.assumed.append(report.offloaded)
 
     def _warn_of_wide_tp(self, profile: Profile, schemes: Sequence[Scheme]) -> None:
         """Say so where TP groups of what fits the context leave a node, all of them."""
