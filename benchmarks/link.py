@@ -130,7 +130,7 @@ class Case:
         self.ranks_per_node = {"direct": None} | (
             {"node": ranks_per_node} if ranks_per_node else {}
         )
-        groups = GroupPool(64, self.device)
+        groups = GroupPool(None, self.device)
         keys = link_groups(dist.get_world_size(), ranks_per_node)
         groups.create(keys)
         rank = dist.get_rank()

@@ -231,7 +231,7 @@ def test_where_a_split_fails_on_one_rank_all_make_groups_one_by_one():
         assert sums
         assert all(value == sum(ranks) for (_, ranks), value in sums.items())
         assert num_splits == 2
-        assert num_groups == count_groups(map(Strategy.parse, MANY))
+        assert num_groups == len(communicators(groups_of_all(map(Strategy.parse, MANY))))
 
 
 @pytest.mark.parametrize("num_devices", [8, 32])
@@ -252,7 +252,7 @@ def test_groups_inside_of_stages_share_communicators_and_none_of_a_strategy_is_s
         keys = groups_of(strategy)
         assert len(communicators(keys)) == len(keys), str(strategy)
     keys = groups_of_all(strategies)
-    assert count_groups(strategies) == len(communicators(keys)) < 0.8 * len(keys)
+    assert len(communicators(keys)) < 0.8 * len(keys) == 0.8 * count_groups(strategies)
     assert most_multicast_objects(keys, 8) <= 2 * len(communicators(keys))
 
 

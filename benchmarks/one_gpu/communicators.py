@@ -111,7 +111,7 @@ def main() -> None:
     if not HAS_GPU:
         say("split_group", skipped="gloo")
     hydra_groups._FEW_GROUPS = 0
-    pool = hydra_groups.GroupPool(256, device, 256)
+    pool = hydra_groups.GroupPool(None, device)
     texts = {
         2: ["2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>"],
         4: ["1x<2,2>", "1x<sp2,2,1>", "1x<1,4>", "1x<sp4,1>", "1x<cp2,2,1>", "1x<2,1> + 2x<1,1>"],

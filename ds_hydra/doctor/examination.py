@@ -36,7 +36,7 @@ from ds_hydra.doctor.findings import Finding, Report, Status
 from ds_hydra.doctor.hang_monitor import HangMonitor
 from ds_hydra.engine.model.meta_model import make_model
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.parallel.groups import BLOCKS, GroupPool
+from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.profiling.profile_document import nominal_profile
 from ds_hydra.engine.profiling.profile_run import join_ranks, use_device
 from ds_hydra.engine.propagation import Propagator
@@ -51,7 +51,7 @@ from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.analytic import Hardware
 from ds_hydra.strategy.schemes.enumeration import load_strategies
-from ds_hydra.strategy.schemes.placement import groups_of, groups_of_all, link_groups
+from ds_hydra.strategy.schemes.placement import groups_of_all, link_groups
 
 _COMPILE_S = 900.0
 """Seconds, far more than the planner takes to compile on cores that do other things too."""
@@ -184,7 +184,7 @@ class Examination:
             mine += findings.check_compiler(device, self._ds_config)
             self._add_worst(device, mine)
         everyone = range(dist.get_world_size())
-        groups = GroupPool(1 + len(BLOCKS), device)
+        groups = GroupPool(None, device)
         with monitor.step("connecting all ranks"):
             groups.create([("doctor", everyone)])
         with monitor.step("rates of links"):
@@ -429,11 +429,9 @@ def open_propagator(
     model: SmallModel, strategies: Sequence[Strategy], *, overlap: bool
 ) -> Propagator:
     """Collective over all ranks; the caller closes it."""
-    num_groups = len(set().union(*map(groups_of, strategies))) + 4
     propagator = Propagator(
         model.stage_model,
         device=model.wanted_P[0].device,
-        max_groups=num_groups,
         link_config=LinkConfig(overlap=overlap),
     )
     propagator.prepare(strategies)

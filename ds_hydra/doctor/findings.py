@@ -616,7 +616,7 @@ def check_profile_point(device: torch.device, hardware: Hardware | None) -> list
     )
     strategy = Strategy.alike(Scheme(tp=1, pp=1), dist.get_world_size())
     micro_batch = ProbeMicroBatch(probe.num_tokens)
-    with closing(Propagator(stage_model, device=device, max_groups=4)) as propagator:
+    with closing(Propagator(stage_model, device=device)) as propagator:
         times_ms = [
             measure_stage_ms(propagator, strategy, micro_batch) for _ in range(1 + _REPEATS)
         ]

@@ -38,6 +38,7 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import (
     MAX_MULTICAST_OBJECTS,
     check_groups_of_rank,
+    check_num_groups,
     describe_multicast,
 )
 from ds_hydra.engine.profiling.memory import as_the_engine_needs, is_of_another_system
@@ -578,8 +579,8 @@ class _Budget:
     def _check_communicators(self, strategies: Sequence[Strategy]) -> None:
         number = self._report.num_devices
         limit = group_limit(number, self._hydra.max_process_groups)
-        keys = [*groups_of_all(strategies), *self._link_groups()]
-        total, objects = len(communicators(keys)), most_multicast_objects(keys, self._per_node)
+        keys = communicators([*groups_of_all(strategies), *self._link_groups()])
+        total, objects = len(keys), most_multicast_objects(keys, self._per_node)
         self._report.communicators = {
             "total": total,
             "most_on_one_rank": most_groups_of_rank(keys),
@@ -588,9 +589,5 @@ class _Budget:
         }
         if objects > MAX_MULTICAST_OBJECTS:
             self._report.warnings.append(describe_multicast(objects))
-        if total > limit:
-            raise HydraConfigError(
-                f"the strategies need {total} process groups, more than hydra.max_process_groups = {limit}; raise "
-                f"it to {total} (each costs communicator memory) or list fewer strategies in hydra.strategies"
-            )
+        check_num_groups(total, limit)
         check_groups_of_rank(keys)

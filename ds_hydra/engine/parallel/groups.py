@@ -125,16 +125,23 @@ def describe_groups(keys: Iterable[GroupKey], rank: int, is_nccl: bool) -> str:
     return text
 
 
-def check_groups_of_rank(
-    keys: Iterable[GroupKey], max_groups_of_rank: int = MAX_GROUPS_OF_RANK
-) -> None:
+def check_num_groups(total: int, most: int) -> None:
+    """Raise HydraConfigError where there would be more groups than `most`, on all ranks alike."""
+    if total > most:
+        raise HydraConfigError(
+            f"the strategies need {total} process groups, more than hydra.max_process_groups = {most}; raise it to "
+            f"{total} (each costs communicator memory) or list fewer strategies in hydra.strategies"
+        )
+
+
+def check_groups_of_rank(keys: Iterable[GroupKey]) -> None:
     """Raise HydraConfigError where one rank would be in more groups than a device has queues for;
     the same on all ranks.
     """
     most = most_groups_of_rank(keys)
-    if most > max_groups_of_rank:
+    if most > MAX_GROUPS_OF_RANK:
         raise HydraConfigError(
-            f"the strategies put one rank into {most} process groups, more than the {max_groups_of_rank} that a "
+            f"the strategies put one rank into {most} process groups, more than the {MAX_GROUPS_OF_RANK} that a "
             "device has queues for; list fewer strategies in hydra.strategies, or some of fewer distinct sizes"
         )
 
@@ -222,11 +229,9 @@ class GroupPool:
     that creates groups is collective over all ranks.
     """
 
-    def __init__(
-        self, max_groups: int, device: torch.device, max_groups_of_rank: int = MAX_GROUPS_OF_RANK
-    ):
-        self._max_groups, self._max_groups_of_rank = max_groups, max_groups_of_rank
-        self._device = device
+    def __init__(self, max_groups: int | None, device: torch.device):
+        """`max_groups`: None for as many as are asked for, on a rank, too."""
+        self._max_groups, self._device = max_groups, device
         self._keys: dict[GroupKey, None] = {}
         self._groups: dict[GroupKey, dist.ProcessGroup | None] = {}
         """Communicators; None where this rank is not in them."""
@@ -256,13 +261,9 @@ class GroupPool:
         keys = list(keys)
         new = [key for key in communicators(keys) if key not in self._groups]
         total = len(self._groups) + len(new)
-        if total > self._max_groups:
-            raise HydraConfigError(
-                f"the strategies need {total} process groups, more than hydra.max_process_groups = "
-                f"{self._max_groups}; raise it to {total} (each group costs communicator memory) or list "
-                "fewer strategies in hydra.strategies"
-            )
-        check_groups_of_rank([*self._groups, *new], self._max_groups_of_rank)
+        if self._max_groups is not None:
+            check_num_groups(total, self._max_groups)
+            check_groups_of_rank([*self._groups, *new])
         begin, rank = time.perf_counter(), dist.get_rank()
         with _naming_multicast(total):
             self._groups |= self._make(new)

@@ -161,18 +161,17 @@ def link_groups(num_ranks: int, ranks_per_node: int | None) -> list[GroupKey]:
 
 
 def count_groups(strategies: Iterable[Strategy]) -> int:
-    """Communicators that `strategies` need together; those with the same ranks are shared."""
-    return len(communicators(groups_of_all(strategies)))
+    """Process groups that `strategies` need together; those with the same ranks are shared."""
+    return len(groups_of_all(strategies))
 
 
 def most_groups_of_rank(keys: Iterable[GroupKey]) -> int:
-    """The largest number of communicators that one rank is in.
+    """The largest number of groups that one rank is in.
 
     >>> most_groups_of_rank([("tp", range(2)), ("tp", range(4)), ("tp", range(2, 4))])
     2
     """
-    of_ranks = Counter(rank for _, ranks in communicators(keys) for rank in ranks)
-    return max(of_ranks.values(), default=0)
+    return max(Counter(rank for _, ranks in keys for rank in ranks).values(), default=0)
 
 
 def most_multicast_objects(keys: Iterable[GroupKey], ranks_per_node: int) -> int:
