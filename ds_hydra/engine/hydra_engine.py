@@ -78,6 +78,7 @@ from ds_hydra.engine.ranks.sigterm import SIGTERM
 from ds_hydra.engine.ranks.watchdog import join_watchdog, leave_watchdog, watch
 from ds_hydra.engine.runtime import HydraRuntime, Stamps
 from ds_hydra.engine.telemetry.trace import MemoryWatch
+from ds_hydra.environment import is_first_on_host
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
 from ds_hydra.progress import say_once, show_notes
 from ds_hydra.records.metrics import IterationMetrics
@@ -195,7 +196,7 @@ class HydraEngine(CheckpointingEngine):
         self, args: Any, model: nn.Module, engine_args: Any, engine_kwargs: Mapping[str, Any]
     ) -> None:
         open_host_group(self.device)
-        run_together(lambda: remove_stale_locks(local_rank() == 0), self.device)
+        run_together(lambda: remove_stale_locks(is_first_on_host()), self.device)
         # Before DeepSpeed hooks the model's modules: what a stage changes of them is found here.
         config = self._hydra_config
         document = getattr(engine_kwargs.get("config_class"), "_param_dict", None) or {}

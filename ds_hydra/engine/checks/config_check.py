@@ -35,7 +35,12 @@ from ds_hydra.engine.model.scheme_support import (
     find_unseen_positions,
 )
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.parallel.groups import check_groups_of_rank
+from ds_hydra.engine.parallel.groups import (
+    MAX_MULTICAST_OBJECTS,
+    check_groups_of_rank,
+    check_num_groups,
+    describe_multicast,
+)
 from ds_hydra.engine.profiling.memory import as_the_engine_needs, is_of_another_system
 from ds_hydra.engine.profiling.profile_document import (
     count_flops,
@@ -65,7 +70,15 @@ from ds_hydra.strategy.schemes.enumeration import (
     load_strategies,
     measured_beside,
 )
-from ds_hydra.strategy.schemes.placement import group_limit, groups_of_all, most_groups_of_rank
+from ds_hydra.strategy.schemes.placement import (
+    GroupKey,
+    communicators,
+    group_limit,
+    groups_of_all,
+    link_groups,
+    most_groups_of_rank,
+    most_multicast_objects,
+)
 from ds_hydra.strategy.schemes.scheme import schemes_of
 
 logger = logging.getLogger(__name__)
@@ -520,7 +533,7 @@ class _Budget:
             given=self._given,
             can_run=self._can_run,
             cluster=cluster,
-            num_link_groups=len(self._link_purposes()),
+            num_link_groups=len(self._link_groups()),
         )
 
     def _candidates(self) -> Sequence[Strategy]:
@@ -561,28 +574,32 @@ class _Budget:
             return found.strategies
         return start
 
-    def _link_purposes(self) -> list[str]:
-        """Groups of all ranks that pull and push use, as the propagator does."""
-        of_nodes = ["pull_node", "push_node"] if self._are_nodes else []
-        return ["pull", "push", *of_nodes]
+    def _link_groups(self) -> list[GroupKey]:
+        """Groups of pull and push, as the propagator has them."""
+        per_node = self._per_node if self._are_nodes else None
+        return link_groups(self._report.num_devices, per_node)
+
+    @property
+    def _per_node(self) -> int:
+        return self._hydra.link.devices_per_node or DEFAULT_DEVICES
 
     @property
     def _are_nodes(self) -> bool:
         """Whether ranks relay data from other nodes."""
-        per_node = self._hydra.link.devices_per_node or DEFAULT_DEVICES
-        return 1 < per_node < self._report.num_devices
+        return 1 < self._per_node < self._report.num_devices
 
     def _check_communicators(self, strategies: Sequence[Strategy]) -> None:
         number = self._report.num_devices
         limit = group_limit(number, self._hydra.max_process_groups)
-        everyone = range(number)
-        purposes = self._link_purposes()
-        keys = groups_of_all(strategies) | {(purpose, everyone) for purpose in purposes}
-        most = most_groups_of_rank(keys)
-        self._report.communicators = {"total": len(keys), "most_on_one_rank": most, "limit": limit}
-        if len(keys) > limit:
-            raise HydraConfigError(
-                f"the strategies need {len(keys)} process groups, more than hydra.max_process_groups = {limit}; raise "
-                f"it to {len(keys)} (each costs communicator memory) or list fewer strategies in hydra.strategies"
-            )
+        keys = communicators([*groups_of_all(strategies), *self._link_groups()])
+        total, objects = len(keys), most_multicast_objects(keys, self._per_node)
+        self._report.communicators = {
+            "total": total,
+            "most_on_one_rank": most_groups_of_rank(keys),
+            "limit": limit,
+            "multicast_objects": objects,
+        }
+        if objects > MAX_MULTICAST_OBJECTS:
+            self._report.warnings.append(describe_multicast(objects))
+        check_num_groups(total, limit)
         check_groups_of_rank(keys)

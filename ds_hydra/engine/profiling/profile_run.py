@@ -64,7 +64,6 @@ from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.cost_models.topology import LayerShape, StageParts, Topology, stage_ms
 from ds_hydra.strategy.schemes.enumeration import fitting_schemes
-from ds_hydra.strategy.schemes.placement import LINK_GROUPS, count_groups
 
 _OVERLAP_TOKENS = 4096
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -179,12 +178,9 @@ def _profile_ranks(
     strategies += side_by_side(schemes, num_ranks)
     config = config.model_copy(update={"tokens_per_iteration": num_ranks * config.context_length})
     config = overlap_where_safe(config, device)
-    num_groups = count_groups(strategies) + LINK_GROUPS
     propagator = Propagator(
         stage_model,
         device=device,
-        max_groups=num_groups,
-        max_groups_of_rank=num_groups,
         link_config=config.link,
     )
     with closing(propagator):
@@ -508,7 +504,7 @@ def _measure_slice(
             float8_exclude=config.float8_exclude,
             simulated_tp_size=tp,
         )
-        propagators[Slice(tp, num_layers)] = Propagator(stage_model, device=device, max_groups=2)
+        propagators[Slice(tp, num_layers)] = Propagator(stage_model, device=device)
     try:
         num_bytes = _token_bytes(model_config, propagators, config, known, dtype)
         lengths = _lengths_that_fit(num_bytes, many, config)
