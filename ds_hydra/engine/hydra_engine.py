@@ -23,10 +23,8 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.constants import ROUTE_TRAIN
-from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils.logging import log_levels
 from torch import Tensor, nn
 
@@ -575,12 +573,6 @@ class HydraEngine(CheckpointingEngine):
         if self._bias_correction is not None and self.was_step_applied():
             assert outcomes.expert_tokens_LE is not None
             self._bias_correction.update(outcomes.expert_tokens_LE)
-
-    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
-        """DeepSpeed's, which imports Muon, and torch's compiler with it, before it looks."""
-        if type(basic_optimizer) in ZERO_SUPPORTED_OPTIMIZERS:
-            return ZERO_OPTIMIZATION
-        return super()._do_optimizer_sanity_check(basic_optimizer)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         super()._configure_optimizer(client_optimizer, model_parameters)
