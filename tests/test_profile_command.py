@@ -51,7 +51,7 @@ def request_for(model, *, context=64, repeats=2, topology=None, tp=None, pp=None
         {
             "context_length": context,
             "tokens_per_iteration": context,
-            "profiling": {"lengths": [8, 32, 64], "repeats": repeats, "warmup": 0},
+            "profiling": {"lengths": [8, 32, 64], "repeats": repeats},
             **hydra,
         }
     )
