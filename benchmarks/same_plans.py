@@ -37,12 +37,12 @@ def serve() -> None:
     from ds_hydra.sampler.warm_up import warm_up
     from ds_hydra.strategy.cost_models.cluster import try_cluster
     from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS, Corrections
-    from ds_hydra.strategy.profiles.profile import with_engine_memory
+    from ds_hydra.strategy.profiles.profile import with_engine_layers
     from ds_hydra.strategy.schemes.scheme import parse_strategies
 
     def answer(name: str, texts: list[str] | None) -> dict[str, Any]:
         workload = load_case(name).workload
-        profile, number = with_engine_memory(workload.profile), workload.num_devices
+        profile, number = with_engine_layers(workload.profile), workload.num_devices
         cluster = try_cluster(profile, number, 2.0)
         config = HydraConfig(
             context_length=workload.context_length,

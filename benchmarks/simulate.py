@@ -29,7 +29,7 @@ from ds_hydra.lab.simulator.spread import with_spread
 from ds_hydra.lab.simulator.systems import Settings
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy.cost_models.cluster import find_cluster
-from ds_hydra.strategy.profiles.profile import Profile, with_engine_memory
+from ds_hydra.strategy.profiles.profile import Profile, with_engine_layers
 
 
 def eager_profile(workload: Workload) -> Profile:
@@ -52,7 +52,7 @@ def eager_profile(workload: Workload) -> Profile:
         num_ranks=workload.num_devices,
     )
     found = as_the_engine_needs(
-        with_engine_memory(workload.profile), stage_model, config, workload.num_devices
+        with_engine_layers(workload.profile), stage_model, config, workload.num_devices
     )
     return replace(found, ranks_per_core=1.0)
 

@@ -83,9 +83,9 @@ def load_what_ranks_use() -> None:
     warm_up()
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """Return once it is so, which other threads or processes bring about."""
-    end = time.monotonic() + 30
+def wait_until(is_so: Callable[[], bool], limit_s: float = TIMEOUT_S) -> None:
+    """Return once it is so, which others bring about; `limit_s` is for hangs."""
+    end = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < end, "it does not come"
         time.sleep(0.005)

@@ -36,8 +36,8 @@ from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.enumeration import strategies_from_json
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
-SLOWEST_S = 1.0
-"""Of CPU time, which other processes do not lengthen."""
+SLOWEST_S = 10.0
+"""CPU time, s, of a reader that hangs: the slowest takes 0.2, more on a machine that is shared."""
 
 
 WITH_OPTIONS = ("<1,2;ckpt=3;stages=3,1>", "<cp2,1;ckpt=1>")
@@ -138,17 +138,8 @@ def targets(folder: Path) -> dict[str, tuple[Callable[[Any], None], Any]]:
     }
 
 
-def check(reader: Callable[[Any], None], value: Any, slowest_s: float = SLOWEST_S) -> str:
+def check(reader: Callable[[Any], None], value: Any) -> str:
     """ "accepted" or "refused"; raises AssertionError for any other outcome."""
-    outcome, seconds = _read(reader, value)
-    if seconds >= slowest_s:  # perhaps a garbage collection of the fuzzer's own objects
-        outcome, seconds = _read(reader, value)
-    assert seconds < slowest_s, f"slow: {json.dumps(value)[:2000]}"
-    return outcome
-
-
-def _read(reader: Callable[[Any], None], value: Any) -> tuple[str, float]:
-    """What came of it, and CPU seconds."""
     start = time.process_time()
     try:
         if isinstance(value, dict) or not _wants_object(reader):
@@ -160,7 +151,8 @@ def _read(reader: Callable[[Any], None], value: Any) -> tuple[str, float]:
         raise AssertionError(
             f"{type(error).__name__}: {error} for {json.dumps(value)[:2000]}"
         ) from error
-    return outcome, time.process_time() - start
+    assert time.process_time() - start < SLOWEST_S, f"slow: {json.dumps(value)[:2000]}"
+    return outcome
 
 
 def _wants_object(reader: Callable[[Any], None]) -> bool:
@@ -321,9 +313,7 @@ def read_run_folder(folder: Path) -> str:
     return "accepted"
 
 
-def fuzz_run_folders(
-    folder: Path, num_folders: int, seed: int = 1, slowest_s: float = 4 * SLOWEST_S
-) -> dict[str, float]:
+def fuzz_run_folders(folder: Path, num_folders: int, seed: int = 1) -> dict[str, float]:
     """Damaged run folders, read; raises AssertionError naming the damage where one is not read or
     refused in time.
     """
@@ -339,7 +329,7 @@ def fuzz_run_folders(
         except Exception as error:
             raise AssertionError(f"folder {seed}-{number}, {damage}: {error!r}") from error
         seconds = time.process_time() - begin
-        assert seconds < slowest_s, f"folder {seed}-{number}, {damage}: {seconds:.1f} s"
+        assert seconds < SLOWEST_S, f"folder {seed}-{number}, {damage}: {seconds:.1f} s"
         slowest = max(slowest, seconds)
     return {"inputs": num_folders, **outcomes, "slowest_ms": 1e3 * slowest}
 

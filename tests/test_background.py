@@ -13,10 +13,10 @@ import subprocess
 import sys
 import termios
 import textwrap
-import time
 from dataclasses import replace
 
 import pytest
+from distributed import wait_until
 from reference import make_batch, make_profile
 from shared_data import REPOSITORY
 
@@ -61,24 +61,14 @@ def is_alive(pid):
 def stop(pid):
     """Returns when the process has stopped, which is some time after the signal."""
     os.kill(pid, signal.SIGSTOP)
-    assert wait_until(lambda: state_of(pid) == "T")
+    wait_until(lambda: state_of(pid) == "T")
 
 
 def submit_to_stopped(planner, batch):
     """Returns when the batch is in the pipe of the only worker, which is stopped."""
     planner.submit(batch)
     pipe = planner._workers[0]._process.stdin.fileno()
-    assert wait_until(
-        lambda: struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"    "))[0] > 0
-    )
-
-
-def wait_until(condition, timeout_s=LONG_S):
-    """Waits for what another process does; returns whether it happened."""
-    end = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
+    wait_until(lambda: struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"    "))[0] > 0)
 
 
 def plan_all(planner, batches=BATCHES):
@@ -144,7 +134,7 @@ def test_a_pool_that_is_gone_comes_back(inline_plans):
         first = plan_all(planner, BATCHES[:3])
         for pid in planner.worker_pids:
             os.kill(pid, signal.SIGKILL)
-        assert wait_until(lambda: not planner.worker_pids)
+        wait_until(lambda: not planner.worker_pids)
         results = first + plan_all(planner, BATCHES[3:])
     assert [result.plan for result in results] == inline_plans
     assert {result.source for result in results} == {"worker"}
@@ -177,8 +167,8 @@ def test_a_hung_worker_is_late_once_and_replaced(times, inline_plans, caplog):
             assert late.waited_ms >= 200
             assert late.plan.iteration == 2 * hang + 1
             assert planner.num_late == hang + 1
-            assert wait_until(lambda pid=victim: not is_alive(pid))
-        assert wait_until(lambda: planner.num_restarts == times)
+            wait_until(lambda pid=victim: not is_alive(pid))
+        wait_until(lambda: planner.num_restarts == times)
     assert "iteration 1: no plan after 0.2 s" in caplog.text
     assert "starting another one" in caplog.text
 
@@ -186,7 +176,7 @@ def test_a_hung_worker_is_late_once_and_replaced(times, inline_plans, caplog):
 def test_a_worker_that_still_starts_is_late_and_kept(caplog):
     with make_planner(num_workers=1, deadline_s=0.1) as planner:
         planner.submit(BATCHES[0])
-        assert wait_until(lambda: planner.worker_pids)
+        wait_until(lambda: planner.worker_pids)
         pids = planner.worker_pids
         stop(*pids)  # or it might be there in time
         assert planner.get(0).source == "deadline"
@@ -320,4 +310,4 @@ def test_no_process_is_left_and_nothing_hangs(end, kill):
     elif kill is not None:
         process.send_signal(kill)
     process.communicate(timeout=LONG_S)
-    assert wait_until(lambda: not any(is_alive(pid) for pid in pids))
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))

@@ -74,23 +74,6 @@ def test_resume_equals_the_uninterrupted_stream(lengths, budget, seed, shuffle, 
     assert [next(resumed) for _ in range(5)] == expected
 
 
-def test_same_seed_same_batches_other_seed_other_batches():
-    lengths = list(range(1, 60))
-    first, second, other = (
-        make_sampler(lengths, 99, 1),
-        make_sampler(lengths, 99, 1),
-        make_sampler(lengths, 99, 2),
-    )
-    batches = [next(first) for _ in range(30)]
-    assert batches == [next(second) for _ in range(30)]
-    assert batches != [next(other) for _ in range(30)]
-
-
-def test_every_epoch_has_an_order_of_its_own():
-    sampler = make_sampler([1] * 50, 50)
-    assert next(sampler).sample_indices != next(sampler).sample_indices
-
-
 def test_order_is_pinned():
     """A change of the order would break the resume of every checkpoint that exists."""
     sampler = make_sampler([5, 3, 8, 2, 7, 4], 11, seed=42)
@@ -136,16 +119,6 @@ def test_a_rank_that_does_not_draw_stands_where_the_others_do():
         assert following.state_dict(1) == drawing.state_dict(1)
 
 
-def test_a_sequence_above_the_budget_comes_alone():
-    sampler = make_sampler([2, 30, 3], 10, shuffle=False)
-    assert [next(sampler).sample_indices for _ in range(4)] == [(0,), (1,), (2, 0), (1,)]
-
-
-def test_a_budget_of_several_epochs():
-    batch = next(make_sampler([2, 3], 13, shuffle=False))
-    assert batch.sample_indices == (0, 1, 0, 1, 0)
-
-
 def test_draw_leaves_the_stream_alone():
     sampler = make_sampler([2, 3, 4], 5, shuffle=False)
     before = sampler.state_dict()
@@ -169,10 +142,6 @@ def test_it_is_an_endless_iterator_and_its_own_batch_sampler():
 def test_unusable_data_is_a_config_error(lengths, budget, message):
     with pytest.raises(HydraConfigError, match=message):
         make_sampler(lengths, budget)
-
-
-def test_the_advised_budget_works():
-    assert next(make_sampler([3, 7], 7)).num_tokens <= 7
 
 
 def test_arguments_that_contradict_each_other():

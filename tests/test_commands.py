@@ -102,7 +102,7 @@ def test_results_are_written_through_links_and_into_pipes(files):
     wanted = json.loads(target.read_text())
     reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
     accepted(*propose_arguments(files, "--context", 50, "--tokens", 60, "--out", pipe))
-    assert json.loads(reader.communicate(timeout=60)[0]) == wanted
+    assert json.loads(reader.communicate(timeout=600)[0]) == wanted
     assert pipe.is_fifo()
 
 

@@ -107,7 +107,7 @@ def test_one_graph_of_a_layer_serves_all_lengths(traced, kernel):
         compile_each(layers.layers)
         compilations = Compilations()
         compilations.watch()
-        for lengths in micro_batches(48):
+        for lengths in micro_batches(16):
             layers.run(lengths)
             segments = LongSegment.of(lengths, lengths)
             attention_kernels.load_kernel(kernel).prepare(

@@ -279,18 +279,6 @@ def test_lengths_cannot_be_changed():
         from_ids([[1, 2]]).lengths[0] = 5
 
 
-def test_a_selected_and_shuffled_dataset():
-    rows = (
-        Dataset.from_dict({"input_ids": [[i] * (i + 2) for i in range(10)]})
-        .shuffle(seed=3)
-        .select(range(4))
-    )
-    dataset = TokenDataset.from_dataset(rows, context_length=99)
-    for index in range(4):
-        assert_row(dataset[index], rows[index]["input_ids"])
-        assert dataset.lengths[index] == len(rows[index]["input_ids"])
-
-
 def test_more_rows_than_one_read(monkeypatch):
     monkeypatch.setattr("ds_hydra.sampler.data.dataset._ROWS_PER_READ", 3)
     dataset = from_ids([[1] * length for length in range(2, 10)], context_length=99)

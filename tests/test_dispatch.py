@@ -82,12 +82,6 @@ def test_dispatch_is_near_brute_force(kinds, lengths, is_ideal):
     assert found.objective_ms <= optimum * (1 + 1e-6 if is_ideal else 1.25)
 
 
-def test_one_sequence_goes_to_the_fastest_pipeline():
-    slow = PipelineKind(1, 1, 100, LatencyModel(quadratic_ms=0.0, linear_ms=2.0, constant_ms=0.0))
-    fast = PipelineKind(1, 1, 100, LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=0.0))
-    assert dispatch_sequences([10], [slow, fast]).assignment == (1,)
-
-
 def test_long_sequences_go_where_they_fit():
     small = PipelineKind(3, 1, 10, LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=0.0))
     large = PipelineKind(1, 1, 20, LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=0.0))

@@ -99,14 +99,16 @@ def relative_errors(got, wanted, names):
     }
 
 
-def worst_errors(engine, plan, examples, wanted_loss, wanted):
-    """Of the passes of `plan`, against gradients by name in the order of the engine's: the largest
-    error of a gradient, its name, and the error of the loss.
+def worst_errors(engine, plan, examples, wanted_loss, gradients):
+    """Of the passes of `plan`, against the gradients of one process by name: the largest error of a
+    gradient, its name, and the error of the loss.
     """
-    loss, got = loss_and_gradients(engine, plan, load_of(examples))
-    errors = relative_errors(got, wanted.values(), wanted)
-    name = max(errors, key=errors.get)
     stage_model = engine.hydra.stage_model
+    name_of = {id(p): name for name, p in engine.module.named_parameters()}
+    names = [name_of[id(p)] for p in stage_model.params]
+    loss, got = loss_and_gradients(engine, plan, load_of(examples))
+    errors = relative_errors(got, [gradients[name] for name in names], names)
+    name = max(errors, key=errors.get)
     bindings = [b for unit in stage_model.units for b in unit.bindings]
     own = (b.module._parameters[b.attribute] is stage_model.params[b.param] for b in bindings)
     assert all(own), f"{plan.strategy}: the model has other parameters than before"
@@ -122,6 +124,13 @@ def found_once(find):
     return found[0]
 
 
+def run_alone(reference, examples):
+    """Loss, and gradients by name, of one process."""
+    loss, gradients = found_once(lambda: token_mean_gradients(reference, examples))
+    names = [name for name, _ in reference.named_parameters()]
+    return loss, dict(zip(names, gradients, strict=True))
+
+
 def check_gradients(
     family, strategies, hydra=None, overrides=None, lengths=LENGTHS, unlabelled=0.0, **sections
 ):
@@ -129,21 +138,18 @@ def check_gradients(
     linear.LEAST_NUMEL.clear()  # gradients add up in products, as those of large weights
     model = family if isinstance(family, torch.nn.Module) else tiny(family, **(overrides or {}))
     reference = copy.deepcopy(model)
-    names = [name for name, _ in reference.named_parameters()]
     examples = random_examples(lengths, VOCAB_SIZE, seed=1)
     for example in examples if unlabelled else ():
         length = len(example["labels"])
         example["labels"][: length if length == max(lengths) else int(length * unlabelled)] = -100
-    wanted_loss, wanted = found_once(lambda: token_mean_gradients(reference, examples))
+    wanted = run_alone(reference, examples)
     engine = start_hydra(model, hydra=hydra, **sections)
     worst = {}
     for text in strategies:
         strategy = Strategy.parse(text)
         for empty_pipeline in (False, True) if len(strategy.schemes) > 1 else (False,):
             plan = hand_plan(strategy, examples, empty_pipeline=empty_pipeline)
-            worst[text, empty_pipeline] = worst_errors(
-                engine, plan, examples, wanted_loss, dict(zip(names, wanted, strict=True))
-            )
+            worst[text, empty_pipeline] = worst_errors(engine, plan, examples, *wanted)
     engine.destroy()  # its threads look for messages a hundred times in a second
     return worst
 
@@ -302,16 +308,19 @@ LENGTHS_BY_TURNS = (20, 5, 33, 15, 64, 9, 65, 12, 3)
 """One process remembers the longest sequence; each long one is longer than those before."""
 
 
-def check_rope(rope):
-    overrides = {"rope_parameters": ROPES[rope], "max_position_embeddings": 16}
+def check_ropes():
     strategies = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<cp2,1>", "1x<1,1>")
-    return check_gradients("llama", strategies, None, overrides, LENGTHS_BY_TURNS)
+    worst = {}
+    for rope, parameters in ROPES.items():
+        overrides = {"rope_parameters": parameters, "max_position_embeddings": 16}
+        found = check_gradients("llama", strategies, None, overrides, LENGTHS_BY_TURNS)
+        worst |= {(rope, *case): value for case, value in found.items()}
+    return worst
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("rope", ROPES)
-def test_rotary_embeddings_follow_the_length_of_each_sequence(rope):
-    assert_parity(run_distributed(check_rope, 2, rope)[0])
+def test_rotary_embeddings_follow_the_length_of_each_sequence():
+    assert_parity(run_distributed(check_ropes, 2)[0])
 
 
 def check_patched():
@@ -366,20 +375,17 @@ def check_planned_cases(cases):
     model = tiny("llama_tied")
     reference = copy.deepcopy(model)
     exact = copy.deepcopy(model).double()
-    names = [name for name, _ in reference.named_parameters()]
     engine = start_hydra(model)
     worst = {}
     for seed, (text, lengths) in enumerate(cases):
         examples = random_examples(lengths, VOCAB_SIZE, seed=seed)
-        run_alone = functools.partial(token_mean_gradients, examples=examples)
-        (wanted_loss, wanted), (_, exactly) = found_once(
-            lambda run=run_alone: (run(reference), run(exact))
-        )
+        (wanted_loss, wanted), (_, exactly) = (run_alone(m, examples) for m in (reference, exact))
         iteration = engine.hydra.source.plan(examples, Strategy.parse(text), 0)
         error, name, loss_error = worst_errors(
-            engine, iteration.plan, examples, wanted_loss, dict(zip(names, wanted, strict=True))
+            engine, iteration.plan, examples, wanted_loss, wanted
         )
-        own = max(relative_errors([w.double() for w in wanted], exactly, names).values())
+        in_double = [gradient.double() for gradient in wanted.values()]
+        own = max(relative_errors(in_double, exactly.values(), wanted).values())
         allowed = max(1.0, 4 * own / RELATIVE_TOLERANCE)
         worst[text, tuple(lengths)] = (error / allowed, name, loss_error)
     return worst

@@ -108,8 +108,7 @@ def test_a_huge_count_takes_no_memory_and_no_time(tmp_path):
     for text in ("999999999x<1,1>", "1x<99999,99999>", " + ".join(["99999x<4,4>"] * 3)):
         with pytest.raises(HydraConfigError, match="more than 262144 ranks"):
             load_strategies([text])
-    # The most there may be takes 0.2 s; a slow machine has 10.
-    assert check(targets(tmp_path)["strategy"][0], "262144x<1,1>", slowest_s=10) == "accepted"
+    assert check(targets(tmp_path)["strategy"][0], "262144x<1,1>") == "accepted"
     with pytest.raises(HydraConfigError, match="cannot read"):
         load_strategies([json.dumps("9" * 5000)])
 
@@ -117,13 +116,12 @@ def test_a_huge_count_takes_no_memory_and_no_time(tmp_path):
 @pytest.mark.parametrize("num_inputs", [8, pytest.param(100, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_damaged_documents_of_commands_are_carried_out_or_refused(tmp_path, command, num_inputs):
-    # A slow machine has 10 s
-    assert fuzz_command(command, tmp_path, num_inputs, seed=5, slowest_s=10)["failures"] == []
+    assert fuzz_command(command, tmp_path, num_inputs, seed=5)["failures"] == []
 
 
 @pytest.mark.parametrize("num_inputs", [60, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_hostile_configurations_are_carried_out_or_refused(tmp_path, num_inputs):
-    counts = fuzz_configurations(tmp_path, num_inputs, seed=2001, slowest_s=10)
+    counts = fuzz_configurations(tmp_path, num_inputs, seed=2001)
     assert counts["failures"] == []
     assert counts["carried_out"] > 0
 

@@ -19,13 +19,14 @@ from passing_layers import (
     losses_with_frozen_layers,
     repeats,
 )
-from single_process import load_of, random_examples, token_mean_gradients
+from single_process import load_of, random_examples
 from test_engine_parity import (
     LENGTHS,
     RELATIVE_TOLERANCE,
     found_once,
     hand_plan,
     relative_errors,
+    run_alone,
 )
 from test_parity_table import engine_for, model_of
 
@@ -54,13 +55,11 @@ def passes_on_two_nodes():
     model = model_of(row)
     reference = copy.deepcopy(model)
     examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
-    loss, gradients = found_once(lambda: token_mean_gradients(reference, examples))
+    loss, by_name = run_alone(reference, examples)
     scores = found_once(lambda: [scores_of(reference, example) for example in examples])
     engine = engine_for(model, row)
     name_of = {id(p): name for name, p in model.named_parameters()}
     names = [name_of[id(p)] for p in engine.hydra.stage_model.params]
-    order = [name for name, _ in reference.named_parameters()]
-    by_name = dict(zip(order, gradients, strict=True))
     propagator, found = engine.hydra.propagator, {}
     for text in IN_PHASES:
         parsed = Strategy.parse(text)

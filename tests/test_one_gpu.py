@@ -16,12 +16,15 @@ from pathlib import Path
 import psutil
 import pytest
 import transformers
+from distributed import wait_until
 
 from benchmarks.one_gpu import ceilings, page, prepare, ranks, run
 from benchmarks.one_gpu.trim_fatbin import MAGIC, trim
 from ds_hydra.environment import WANTED
 
 ROOT = Path(__file__).parent.parent
+LONG_S = 300
+"""Only what hangs takes so long."""
 
 
 def read(folder):
@@ -75,43 +78,52 @@ def test_ranks_talk_without_nccl():
 HANGS = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-print("child", child.pid, flush=True)
-time.sleep(100)
+print("child", child.pid, flush=True); time.sleep(100)
 """
 
 
-def test_a_step_that_hangs_or_fails_stops_no_other(tmp_path):
+def test_a_step_that_hangs_or_fails_stops_no_other(tmp_path, monkeypatch):
     told = '{"case": "sum", "found": 2, "wanted": "2", "is_well": true}'
     steps = [
         run.Step(name="hangs", arguments=("-c", HANGS), limit_s=2),
         run.Step(
-            name="fails", arguments=("-c", f"print('{told}'); raise OSError('no')"), limit_s=30
+            name="fails", arguments=("-c", f"print('{told}'); raise OSError('no')"), limit_s=LONG_S
         ),
         run.Step(
-            name="ends", arguments=("-c", f"print('{told}'); print('{told[:30]}')"), limit_s=30
+            name="ends", arguments=("-c", f"print('{told}'); print('{told[:30]}')"), limit_s=LONG_S
         ),
     ]
-    one = run.Run(tmp_path, has_gpu=True, seconds=60, site=None, nccl="")
-    assert [one.try_step(s, time.monotonic() + 60, "") for s in steps] == [False, False, True]
+    one = run.Run(tmp_path, has_gpu=True, seconds=LONG_S, site=None, nccl="")
+    output, wait = Path(one._temporary.name, "hangs.out"), subprocess.Popen.wait
+
+    def wait_for_words(process, timeout=None):
+        if timeout == 2:  # however long it takes to come so far
+            wait_until(lambda: "child" in output.read_text())
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_for_words)
+    until = time.monotonic() + LONG_S
+    assert [one.try_step(s, until, "") for s in steps] == [False, False, True]
     assert not one.try_step(steps[2], time.monotonic() + 1, "")  # no time is left
     ends = {r["step"]: r for r in read(tmp_path) if "end" in r}
     assert [r["end"] for r in ends.values()] == ["hung", "exit code 1", "ended"]
     assert "OSError: no" in ends["fails"]["last_words"]
-    assert 'File "<string>", line 5' in ends["hangs"]["last_words"]
+    assert 'File "<string>", line 4' in ends["hangs"]["last_words"]
     assert [r["step"] for r in read(tmp_path) if r.get("case") == "sum"] == ["fails", "ends"]
     child = int(ends["hangs"]["last_words"].split()[1])
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
 def test_who_ends_a_run_ends_its_steps(tmp_path):
-    one = run.Run(tmp_path, has_gpu=True, seconds=60, site=None, nccl="")
-    step = run.Step(name="waits", arguments=("-c", "import time; time.sleep(50)"), limit_s=40)
-    lane = threading.Thread(target=one._run_lane, args=((step, step), time.monotonic() + 60, ()))
+    one = run.Run(tmp_path, has_gpu=True, seconds=LONG_S, site=None, nccl="")
+    waits = ("-c", f"import time; time.sleep({2 * LONG_S})")
+    step = run.Step(name="waits", arguments=waits, limit_s=LONG_S)
+    until = time.monotonic() + LONG_S
+    lane = threading.Thread(target=one._run_lane, args=((step, step), until, ()))
     lane.start()
-    while not one._running:
-        time.sleep(0.01)
+    wait_until(lambda: one._running)
     one.stop()
-    lane.join(20)
+    lane.join()
     assert [r["end"] for r in read(tmp_path)] == ["exit code -15"]
 
 

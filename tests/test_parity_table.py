@@ -28,12 +28,12 @@ from parity_rows import (
     read_table,
     row_of,
 )
-from single_process import random_examples, token_mean_gradients
+from single_process import random_examples
 from test_engine_parity import (
     LENGTHS,
     RELATIVE_TOLERANCE,
-    found_once,
     hand_plan,
+    run_alone,
     worst_errors,
 )
 
@@ -54,10 +54,9 @@ NIGHTLY = (
 gemma3's windows, llama_bias' biases, qwen3_moe's attention and olmo2's norms with other names;
 caps of logits, which gemma2 has, are in `test_engine_parity.py`.
 """
-COMPILED_IN_CI = ("kept", "hpz")
-"""Where the weights are in rows of compiled layers that CI runs, of LLaMA alone, with biases or
-without: to trace a layer takes each rank seconds. `hpz` gathers, too, and what is frozen is the
-base of adapters, too.
+COMPILED_IN_CI = {"cp2pp2": "kept", "sp2tp2": "hpz"}
+"""Kinds of rows of compiled layers that CI runs, and where the weights are, of LLaMA alone, with
+biases or without: to trace a layer takes each rank seconds. `hpz` gathers, too.
 """
 
 LENGTHS_OF = {
@@ -158,22 +157,15 @@ def check_engine(rows, wanted_of):
     model = model_of(rows[0][1])
     reference = copy.deepcopy(model)
     engine = engine_for(model, rows[0][1])
-    name_of = {id(p): name for name, p in model.named_parameters()}
-    names = [name_of[id(p)] for p in engine.hydra.stage_model.params]
-    order = [name for name, _ in reference.named_parameters()]
     found = {}
     for row_name, row in rows:
         examples = examples_of(row["lengths"])
         key = tuple(row[factor] for factor in ("family", "trained", "balance", "lengths"))
         if key not in wanted_of:
-            run_alone = functools.partial(token_mean_gradients, reference, examples)
-            wanted_of[key] = found_once(run_alone)
-        wanted_loss, gradients = wanted_of[key]
-        by_name = dict(zip(order, gradients, strict=True))
+            wanted_of[key] = run_alone(reference, examples)
         strategy = Strategy.parse(parity_rows.strategy_of(row))
         plan = hand_plan(strategy, examples, empty_pipeline=row["lengths"] == "empty_pipeline")
-        wanted = {name: by_name[name] for name in names}
-        found[row_name] = worst_errors(engine, plan, examples, wanted_loss, wanted)
+        found[row_name] = worst_errors(engine, plan, examples, *wanted_of[key])
     engine.destroy()
     return found
 
@@ -208,7 +200,8 @@ def rows_to_run():
         family = row_of(name)["family"]
         in_ci = family not in NIGHTLY
         if is_compiled(name):
-            in_ci = family.startswith("llama") and row_of(name)["weights"] in COMPILED_IN_CI
+            where = COMPILED_IN_CI.get(row_of(name)["kind"])
+            in_ci = family.startswith("llama") and row_of(name)["weights"] == where
         mark = pytest.mark.slow if in_ci else pytest.mark.nightly
         in_minutes = family in IN_MINUTES and not is_compiled(name)
         yield pytest.param(name, marks=() if in_minutes else (mark,))
@@ -237,6 +230,8 @@ def test_the_table_is_what_the_generator_writes():
 def test_every_family_has_rows():
     assert {*parity_rows.DENSE, "llama_tied"} == set(FAMILIES)  # which is llama with what is tied
     assert {*parity_rows.EXPERTS} == set(MIXTURES_OF_EXPERTS)
+    compiled = [p for p in rows_to_run() if is_compiled(p.values[0])]
+    assert sum(pytest.mark.slow in p.marks for p in compiled) == len(COMPILED_IN_CI)
 
 
 def test_every_pair_that_can_meet_is_in_a_row():

@@ -16,7 +16,7 @@ from ds_hydra.records.events import simulate_plan
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
 from ds_hydra.sampler.planner import candidate as candidate_module
 from ds_hydra.sampler.planner.candidate import OneStrategy, Phases, find_menus
-from ds_hydra.sampler.planner.group_steps import MAX_CUTS, find_cuts
+from ds_hydra.sampler.planner.group_steps import MAX_CUTS, Cuts, MixedGroups, find_cuts, plan_steps
 from ds_hydra.sampler.planner.iteration import fastest, plan_iteration, plan_with_time
 from ds_hydra.sampler.planner.phase_plan import PhasePlan, PlanningProblem
 from ds_hydra.sampler.planner.planner_settings import PlannerSettings
@@ -69,17 +69,16 @@ def test_a_plan_has_no_more_phases_than_can_be_read(monkeypatch):
 
 
 def test_one_strategy_in_lockstep_is_planned_by_its_steps():
-    """T(l) = 0.005 l^2 + 0.5 l + 2, at most 50 tokens. 33 tokens take 23.945 ms, and 17 + 17 beside
-    them 21.89; a second step of 17 + 2 + 1 beside 7 takes 12.97. By slowest pipelines alone one
-    group would have one micro-batch of 50 tokens, and all would wait for the other's second.
+    """T(l) = 0.005 l^2 + 0.5 l + 2, at most 49 tokens. 33 tokens take 23.945 ms, and 17 + 10 beside
+    them less; a second step of 17 beside 17 takes 11.945. By slowest pipelines alone one group
+    would have one micro-batch of 43 tokens, and all would wait for the other's second.
     """
     profile = make_profile({"<sp2,1;gather>": (5e-3, 0.5, 2)})
     scheme = Scheme(1, 1, sp=2, gather=True)
-    settings = replace(SETTINGS, max_len_override={scheme: 50})
+    settings = replace(SETTINGS, max_len_override={scheme: 49})
     found, time_ms = plan([33, 17, 17, 17, 7, 2, 1], GATHERED[1:2], settings, profile)
     assert [len(pipeline.micro_batches) for pipeline in found.pipelines] == [2, 2]
-    assert time_ms == found.makespan_ms
-    assert time_ms <= 23.945 + 12.97
+    assert time_ms == found.makespan_ms == pytest.approx(23.945 + 11.945)
 
 
 def test_steps_are_valued_by_the_objective_in_use():
@@ -365,12 +364,31 @@ def test_sizes_that_do_not_divide_each_other_are_in_menus_of_their_own():
     assert sorted([s.cp for s in menu.schemes] for menu in found) == [[1, 2, 6], [1, 3, 6]]
 
 
-def test_a_step_without_sequences_ends():
-    powers = [Scheme(1, 1, cp=2**k, gather=True) for k in range(8)]
-    groups = widest_menu(128, powers).groups_of_step(128)
-    lengths, nothing = np.array([5, 4]), np.zeros(0, dtype=np.int64)
-    assert groups._cuts.exchanges.size
-    assert groups.step(0, lengths, groups.table_ms(lengths), nothing).slowest_ms == 0
+def test_a_sequence_goes_where_there_is_room_when_the_earliest_group_is_full():
+    """Where a step takes the same with any sequences, the earliest of two groups stays so; where
+    9 takes longer than 5 and 5 do, the group of 9 ends later and has room for 2.
+    """
+    for sequences_ms, lengths in (
+        (lambda lengths: 0.0 * lengths, [5] * 4),
+        (lambda lengths: 1.0 * lengths**2, [9, 5, 5, 2]),
+    ):
+        own = np.array(lengths)
+        pair = MixedGroups(2, [1], [11], [1.0], [sequences_ms], Cuts.all([[2]]))
+        step = pair.step(0, own, pair.table_ms(own), np.arange(own.size))
+        assert np.bincount(step.group_of, own).max() <= 11
+
+
+def test_steps_end_with_the_last_sequence(monkeypatch):
+    """Where not all are looked at together, what fills the first of two steps is all of them."""
+    lengths = np.array([6, 6, 4, 4])
+    pair = MixedGroups(2, [1], [10], [1.0], [lambda lengths: 0.0 * lengths], Cuts.all([[2]]))
+    step = pair.step
+    monkeypatch.setattr(
+        pair, "step", lambda *args: step(*args) if args[3].size < lengths.size else None
+    )
+    (found,) = plan_steps([pair], lengths, lambda slowest: float(slowest.sum()))
+    assert found.members.size == lengths.size
+    assert plan_steps([pair], lengths[:0], lambda slowest: float(slowest.sum())) == []
 
 
 def test_sizes_that_do_not_divide_the_ranks_are_in_no_menu():

@@ -26,7 +26,7 @@ from ds_hydra.sampler.candidate_set import decide_candidates, gradient_bytes
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.cluster import try_cluster
-from ds_hydra.strategy.profiles.profile import LatencyModel, with_engine_memory
+from ds_hydra.strategy.profiles.profile import LatencyModel, with_engine_layers
 
 MODELS = ("llama2_13b", "llama2_32b", "llama2_7b")
 OTHERS = ("llama3_1_70b", "llama3_1_8b", "qwen3_8b")
@@ -190,7 +190,17 @@ def check_preset(name, **hydra):
     return check_config(CheckRequest(config=document, model=model, num_devices=number))
 
 
-@pytest.mark.parametrize("name", list_files("deepspeed"))
+TIGHTEST = ("llama2_7b_8gpus", "llama2_13b_8gpus", "llama2_32b_16gpus", "llama2_32b_zero3")
+"""Of the configurations of a model: fewest devices; and the most communicators."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in TIGHTEST else pytest.mark.nightly)
+        for name in list_files("deepspeed")
+    ],
+)
 def test_ready_configs_fit_the_devices_they_name(name):
     """With what the engine holds: 24 bytes a parameter, traced activations, communicators."""
     report = check_preset(name)
@@ -319,7 +329,7 @@ def default_strategies(name: str) -> list[str]:
         device=torch.device("meta"),
         num_ranks=workload.num_devices,
     )
-    profile = with_engine_memory(workload.profile)
+    profile = with_engine_layers(workload.profile)
     settings = CandidateSettings.of(
         config,
         num_devices=workload.num_devices,

@@ -32,7 +32,7 @@ from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.cost_models.estimate import estimate_from_config
-from ds_hydra.strategy.profiles.profile import load_profile, with_engine_memory
+from ds_hydra.strategy.profiles.profile import load_profile, with_engine_layers
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
 from ds_hydra.strategy.proposal.space import unpruned_schemes
@@ -146,7 +146,7 @@ def test_progress_is_reported(github):
 def candidates_of_case(name, *, num_batches, compiled=True, **changes):
     """Those of the full space, with the engine's memory."""
     workload = dataclasses.replace(load_case(name).workload, **changes)
-    profile = with_engine_memory(workload.profile, compiled=compiled)
+    profile = with_engine_layers(workload.profile, compiled=compiled)
     settings = CandidateSettings(
         num_devices=workload.num_devices,
         context_length=workload.context_length,

@@ -85,10 +85,6 @@ def test_closed_form_is_never_faster(micro_batches, num_stages, fraction):
     ) * (1 + 1e-12)
 
 
-def test_one_stage_takes_the_sum_of_its_micro_batches():
-    assert one_f_one_b_ms(np.array([5.0, 1.0, 3.0]), 1, 1 / 3) == 9.0
-
-
 def test_example_by_hand():
     # Stage 1: F0 1..2, B0 2..4, F1 4..5, B1 5..7; stage 0 then runs B1 7..9.
     assert one_f_one_b_ms(np.array([3.0, 3.0]), 2, 1 / 3) == pytest.approx(9.0)

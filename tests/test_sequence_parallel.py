@@ -5,14 +5,13 @@ attention, gradients, training.
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
+from distributed import run_distributed, wait_until
 from spaces import priced
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -307,13 +306,12 @@ class Noted(torch.autograd.Function):
 
 @pytest.mark.distributed
 def test_a_checkpointed_layer_keeps_nothing_that_was_exchanged():
-    kept = run_distributed(check_what_stays, 2)
-    assert kept == [([], [], [])] * 2
+    run_distributed(check_what_stays, 2)
 
 
 def check_what_stays():
-    """Buffers of exchanges, and rows of keys, that are alive when a checkpointed layer has run, and
-    once gradients of layers are there.
+    """Return once no buffer of an exchange and no row of keys is alive: when a checkpointed layer
+    has run, and once gradients of a layer are there.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
     group = dist.new_group([*range(size)])
@@ -337,7 +335,6 @@ def check_what_stays():
     in_rows = TokenLayout(rows=TokenShards(group, size), row=rank)
     keys = token_cuts.KeysOfRow.find(rows, in_rows, CPU)
     token_cuts._post_all_to_all, token_cuts._Part.__init__ = watched, watched_part
-    found = []
     for layer, is_checkpointed in (
         (lambda *heads: token_cuts.attend_to_all_tokens(*heads, layout, attend_to), True),
         (lambda *heads: token_cuts.attend_to_all_rows(*heads, keys, attend_to), True),
@@ -354,15 +351,10 @@ def check_what_stays():
             for one in heads:
                 one.grad = None
         assert buffers
-        for _ in range(100):  # Gloo's threads hold what has just ended a little longer
-            alive = [index for index, one in enumerate(buffers) if not one.expired()]
-            if not alive:
-                break
-            time.sleep(0.02)
-        found.append(alive)
+        # Gloo's threads hold what has just ended a little longer
+        wait_until(lambda: all(one.expired() for one in buffers), limit_s=60)
         if is_checkpointed:
             loss.backward()
-    return tuple(found)
 
 
 def test_heads_travel_beside_attention_to_those_before(monkeypatch):

@@ -8,10 +8,10 @@ import json
 import multiprocessing
 import re
 import sys
-import time
 
 import pytest
 from command_line import accepted, document_of, invoke, refused
+from distributed import wait_until
 from test_simulator import HISTOGRAM, checkpointing_document, small_profile
 
 from ds_hydra.cli import main
@@ -107,16 +107,10 @@ def describe_and_note(num_steps, show, describe=simulate._describe_inside):
 
 def run_between_lines(run, *arguments, count=simulate._count):
     """Run a step that begins after the first line and ends after a line has counted a step."""
-    wait_for(lambda: NUM_SHOWN.value >= 0)
+    wait_until(lambda: NUM_SHOWN.value >= 0)
     found = count(run, *arguments)
-    wait_for(lambda: NUM_SHOWN.value >= 1)
+    wait_until(lambda: NUM_SHOWN.value >= 1)
     return found
-
-
-def wait_for(is_met, limit_s=60.0):
-    end = time.monotonic() + limit_s
-    while not is_met() and time.monotonic() < end:
-        time.sleep(0.005)
 
 
 def test_how_far_it_is_is_said_from_the_first_second_on(files, monkeypatch):

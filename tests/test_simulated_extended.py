@@ -19,7 +19,7 @@ from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs, World
-from ds_hydra.strategy.profiles.profile import Profile, with_engine_memory
+from ds_hydra.strategy.profiles.profile import Profile, with_engine_layers
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.space import unpruned_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
@@ -181,7 +181,7 @@ def candidates_of_the_engine(workload, cluster, seed=0):
         cluster=cluster,
         seed=seed,
     )
-    return decide_candidates(with_engine_memory(workload.profile), workload.histogram, settings)
+    return decide_candidates(with_engine_layers(workload.profile), workload.histogram, settings)
 
 
 def test_simulated_candidates_are_those_of_the_engine():
@@ -200,7 +200,7 @@ def test_simulated_candidates_are_those_of_the_engine():
 def test_schemes_that_do_not_fit_still_say_what_others_take():
     """LLaMA 13B on 16 A800: <1,1> was profiled, does not fit, and is what <1,1;gather> takes."""
     workload = load_case("paper/github-13b-16gpu-f2").workload
-    profile = with_engine_memory(workload.profile)
+    profile = with_engine_layers(workload.profile)
     cluster = find_cluster(profile, workload.num_devices)
     assert profile.max_len_tokens(Scheme(1, 1), workload.num_devices) < 0
     known = candidates_of_the_engine(workload, cluster).profile

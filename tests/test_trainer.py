@@ -5,8 +5,8 @@ not in its wheel), as far as they apply. Left out, with the reason:
 
 - batch size finding, gradient accumulation, group_by_length: refused or ignored
   (tests/test_trainer_arguments.py)
-- DataLoader workers, samplers, drop_last, IterableDataset: the engine draws the global batches
-  (tests/test_batches.py)
+- DataLoader workers, samplers, drop_last: the engine draws the global batches
+  (tests/test_batches.py); streams: tests/test_trainer_stream.py
 - NEFTune, custom loss functions: refused; Liger kernels: tests/test_liger.py
 - fp16/bf16 full evaluation, torch_compile, DataParallel, FSDP, SageMaker, TPU: refused or another
   launcher
@@ -36,6 +36,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from as_stock import TIMED, assert_as_stock
 from distributed import run_distributed
 from engines import ds_config, refused, small_profile, write_json
 from models import VOCAB_SIZE, tiny
@@ -142,6 +143,7 @@ def make(
     eval_dataset=None,
     compute_metrics=None,
     callbacks=(),
+    processing_class=None,
     **settings,
 ):
     """A trainer of `data` that writes to the folder `run`; `settings` of its arguments."""
@@ -154,6 +156,7 @@ def make(
     return base(
         model=model,
         args=args,
+        processing_class=processing_class,
         data_collator=pad if is_stock else None,
         train_dataset=data,
         eval_dataset=eval_dataset,
@@ -177,8 +180,7 @@ def error_of(function, *args, **kwargs):
 
 
 def without_times(history):
-    timed = ("runtime", "per_second", "flos", "flops", "imbalance")
-    return [{k: v for k, v in entry.items() if not any(t in k for t in timed)} for entry in history]
+    return [{k: v for k, v in entry.items() if not any(t in k for t in TIMED)} for entry in history]
 
 
 def side_by_side(folder):
@@ -248,12 +250,12 @@ def side_by_side(folder):
                 trainer.state.best_metric,
             ),
             "final": final["eval_loss"],
-            "flos": trainer.state.total_flos,
-            "output": (output.global_step, output.training_loss, sorted(output.metrics)),
+            "output": (output.global_step, output.training_loss, output.metrics),
             "config": {
                 key: trainer.deepspeed.config[key]
                 for key in ("gradient_clipping", "optimizer", "scheduler")
             },
+            "flos": trainer.state.total_flos,
         }
         stopped = start(
             f"{name}-stopped",
@@ -278,89 +280,55 @@ def side_by_side(folder):
     return result
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("both")
-    return folder, run_distributed(side_by_side, 2, str(folder))[0]
-
-
 def numbers(history, key):
     return [entry[key] for entry in history if key in entry]
 
 
-@pytest.mark.distributed
-def test_losses_norms_and_rates_equal_those_of_transformers(both):
-    for run in ("history", "stopped"):
-        mine, theirs = (both[1][name][run] for name in ("hydra", "stock"))
-        if run == "stopped":
-            (mine, my_steps), (theirs, their_steps) = mine, theirs
-            assert my_steps == their_steps
-        for key in ("loss", "grad_norm", "eval_loss", "train_loss"):
-            assert numbers(theirs, key), (run, key)
-            torch.testing.assert_close(numbers(mine, key), numbers(theirs, key), rtol=1e-5, atol=0)
-        for key in ("learning_rate", "epoch", "step"):
-            assert numbers(mine, key) == numbers(theirs, key), (run, key)
-    assert both[1]["clips"] == 0.5  # max_grad_norm, where the JSON says nothing
-    losses = numbers(both[1]["hydra"]["history"], "loss")
-    assert len(losses) == 2 * NUM_BATCHES
-    assert losses[-1] < losses[0]
+ADDED = {
+    "loss": {"tokens_per_second", "tflops_per_device", "imbalance"},
+    "eval_loss": {"eval_perplexity"},
+}
+"""What ds_hydra logs beside what transformers does."""
 
 
 @pytest.mark.distributed
-def test_events_come_in_the_order_of_transformers(both):
-    mine, theirs = (both[1][name]["events"] for name in ("hydra", "stock"))
-    assert mine == theirs
-    told = {"on_evaluate 4", "on_save 12", "on_prediction_step 2", "on_epoch_end 6"}
-    assert {f"{event} evaluating" for event in told} <= set(mine)
-
-
-@pytest.mark.distributed
-def test_log_keys_are_those_of_transformers_and_four_more(both):
-    for entry, stock in zip(
-        *(both[1][name]["history"] for name in ("hydra", "stock")), strict=True
-    ):
-        more = {"tokens_per_second", "tflops_per_device", "imbalance"} if "loss" in stock else set()
-        more |= {"eval_perplexity"} if "eval_loss" in stock else set()
-        assert set(entry) == set(stock) | more
-        if "eval_loss" in entry:
-            assert entry["eval_perplexity"] == pytest.approx(math.exp(entry["eval_loss"]))
-    mine, theirs = (both[1][name]["output"] for name in ("hydra", "stock"))
-    assert mine[0] == theirs[0]
-    assert mine[1] == pytest.approx(theirs[1], rel=1e-5)
-    assert mine[2] == theirs[2]
-    flops = count_flops(StageModel(small_model()))
-    two_epochs = 2 * flops.of(len(row["input_ids"]) for row in rows())
-    assert both[1]["hydra"]["flos"] == pytest.approx(two_epochs)
-
-
-@pytest.mark.distributed
-def test_files_checkpoints_and_best_model_are_those_of_transformers(both):
-    folder, found = both
-    mine, theirs = found["hydra"], found["stock"]
-    for key in ("files", "checkpoints", "saved", "alone"):
-        assert mine[key] == theirs[key], key
-    assert len([name for name in mine["checkpoints"] if name.startswith("checkpoint")]) == 2
-    assert mine["best"][0] == theirs["best"][0]
-    assert mine["best"][1] == pytest.approx(theirs["best"][1], rel=1e-5)
-    assert mine["final"] == pytest.approx(mine["best"][1], rel=1e-6)
-    saved = [
-        torch.load(folder / f"{n}-saved/training_args.bin", weights_only=False)
-        for n in ("hydra", "stock")
-    ]
-    assert saved[0].learning_rate == saved[1].learning_rate
+def test_a_run_is_that_of_transformers(tmp_path):
+    """Losses, norms and rates; events in their order; files, checkpoints, the best model; what is
+    filled in for "auto".
+    """
+    found = run_distributed(side_by_side, 2, str(tmp_path))[0]
+    mine, stock = (found[name] for name in ("hydra", "stock"))
+    exact = ("learning_rate", "epoch", "step")
+    assert_as_stock(mine, stock, exact=exact, added=ADDED)
     models = [
-        AutoModelForCausalLM.from_pretrained(folder / f"{n}-saved") for n in ("hydra", "stock")
+        AutoModelForCausalLM.from_pretrained(tmp_path / f"{n}-saved") for n in ("hydra", "stock")
     ]
     for (name, a), (_, b) in zip(*(m.named_parameters() for m in models), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=name)
-
-
-@pytest.mark.distributed
-def test_auto_values_are_filled_in_as_transformers_does(both):
-    mine, theirs = (both[1][name]["config"] for name in ("hydra", "stock"))
-    assert mine == theirs
-    assert mine["scheduler"]["params"]["total_num_steps"] == 12
-    assert mine["scheduler"]["params"]["warmup_num_steps"] == 3
+    saved = [
+        torch.load(tmp_path / f"{n}-saved/training_args.bin", weights_only=False)
+        for n in ("hydra", "stock")
+    ]
+    assert saved[0].learning_rate == saved[1].learning_rate
+    assert found["clips"] == 0.5  # max_grad_norm, where the JSON says nothing
+    losses = numbers(mine["history"], "loss")
+    assert len(losses) == 2 * NUM_BATCHES
+    assert losses[-1] < losses[0]
+    for history in (mine["history"], mine["stopped"][0]):
+        for key in ("loss", "grad_norm", "eval_loss", "train_loss"):
+            assert numbers(history, key), key
+        for entry in history:
+            if "eval_loss" in entry:
+                assert entry["eval_perplexity"] == pytest.approx(math.exp(entry["eval_loss"]))
+    told = {"on_evaluate 4", "on_save 12", "on_prediction_step 2", "on_epoch_end 6"}
+    assert {f"{event} evaluating" for event in told} <= set(mine["events"])
+    assert len([name for name in mine["checkpoints"] if name.startswith("checkpoint")]) == 2
+    assert mine["final"] == pytest.approx(mine["best"][1], rel=1e-6)
+    schedule = mine["config"]["scheduler"]["params"]
+    assert (schedule["total_num_steps"], schedule["warmup_num_steps"]) == (12, 3)
+    flops = count_flops(StageModel(small_model()))
+    two_epochs = 2 * flops.of(len(row["input_ids"]) for row in rows())
+    assert mine["flos"] == pytest.approx(two_epochs)
 
 
 def resumed(folder):
@@ -696,6 +664,7 @@ def refused_before_a_step(folder):
         ("denied", failing(errno.EACCES, 1), {}),
         ("full", failing(errno.ENOSPC, 0), {}),
         ("generation", contextlib.nullcontext(), {"model": unsavable()}),
+        ("tokenizer", contextlib.nullcontext(), {"processing_class": object()}),
         ("sigterm", no_renames(), sigterm),
     ):
         trainer = start(name, **settings)
@@ -719,8 +688,10 @@ def refused_before_a_step(folder):
         no_renames(),
         mock.patch.object(HydraTrainer, "_warn", lambda self, text: said.append(text)),
     ):
-        start("nothing", model=unsavable(), save_strategy="no").train()
-    return errors, os.listdir(f"{folder}/weights"), [text for text in said if "generation" in text]
+        model, tokenizer = unsavable(), object()
+        start("nothing", model=model, processing_class=tokenizer, save_strategy="no").train()
+    said = [text for text in said if "cannot be saved" in text]
+    return errors, os.listdir(f"{folder}/weights"), said
 
 
 @pytest.mark.distributed
@@ -736,10 +707,11 @@ def test_what_only_the_first_checkpoint_would_find_is_found_before_the_first_ste
             assert reason in errors[name]
         assert errors["denied"].startswith("rank 1: " if rank == 0 else "output_dir")
         assert "model.generation_config cannot be saved" in errors["generation"]
+        assert "processing_class cannot be saved" in errors["tokenizer"]
         assert f"hydra.faults.save_on_sigterm is '{tmp_path}/stopped'" in errors["sigterm"]
         assert "use_node_local_storage" in errors["apart"]
         assert weights == ["checkpoint-1"]
-        assert len(said) == (rank == 0)
+        assert len(said) == 2 * (rank == 0)
     assert f"output_dir is '{tmp_path}/file', which is no folder" in results[0][0]["file"]
 
 
@@ -856,12 +828,12 @@ def other_uses(folder):
         odd = [{"input_ids": ids, "labels": [-100] * len(ids)} for ids in ([5], [6, 7, 8])]
         odd = [*rows()[:2], *odd, {"input_ids": above, "labels": above}]
         predicted = trainer.predict(datasets.Dataset.from_list(odd))
-        result[f"metrics {name}"] = (
-            metrics["eval_accuracy"],
-            metrics["eval_loss"],
-            predicted.predictions.shape,
-            predicted.label_ids.tolist(),
-        )
+        result[f"metrics {name}"] = {
+            "accuracy": metrics["eval_accuracy"],
+            "loss": metrics["eval_loss"],
+            "predicted": predicted.predictions.shape,
+            "labels": predicted.label_ids.tolist(),
+        }
     result["loaders kept"] = len(trainer.accelerator._dataloaders)
     result["buffers"] = {str(buffer.dtype) for buffer in trainer.model.buffers()}
     trainer.accelerator.even_batches = False
@@ -891,10 +863,8 @@ def test_partitioned_models_evaluation_alone_and_metrics_on_logits(tmp_path):
     assert result["before"]["eval_b_perplexity"] == pytest.approx(
         math.exp(losses[0] / num_tokens[0]), rel=1e-5
     )
-    assert result["metrics hydra"][0] == pytest.approx(result["metrics stock"][0], abs=1e-3)
-    assert result["metrics hydra"][1] == pytest.approx(result["metrics stock"][1], rel=1e-5)
-    assert result["metrics hydra"][2] == result["metrics stock"][2] == (5, 139, VOCAB_SIZE)
-    assert result["metrics hydra"][3] == result["metrics stock"][3]
+    assert_as_stock(result["metrics hydra"], result["metrics stock"], absolute={"accuracy": 1e-3})
+    assert result["metrics hydra"]["predicted"] == (5, 139, VOCAB_SIZE)
     assert result["loaders kept"] == 0
     assert result["buffers"] == {"torch.float32"}
     assert result["full eval"] is True
@@ -1032,21 +1002,21 @@ def customised(folder):
     result["shown"] = [batch["attention_mask"].sum(1).tolist() for batch in shown], drawn
     result["min_lr"] = numbers(late.state.log_history, "learning_rate")[-1]
 
-    streamed = start(HydraTrainer, "stream", eval_strategy="epoch")
-    streamed.eval_dataset = {"a": data, "b": data.to_iterable_dataset()}
-    errors["eval stream"] = error_of(streamed.train)
-    result["steps before"] = streamed.state.global_step, streamed.deepspeed is None
-    streamed.eval_dataset = data
-    streamed.optimizer = torch.optim.SGD(streamed.model.parameters(), lr=0.1)
-    errors["own optimizer"] = error_of(streamed.train)
-    streamed.optimizer = None
+    generating = start(HydraTrainer, "generator", eval_strategy="epoch")
+    generating.eval_dataset = {"a": data, "b": (row for row in data)}
+    errors["eval generator"] = error_of(generating.train)
+    result["steps before"] = generating.state.global_step, generating.deepspeed is None
+    generating.eval_dataset = data
+    generating.optimizer = torch.optim.SGD(generating.model.parameters(), lr=0.1)
+    errors["own optimizer"] = error_of(generating.train)
+    generating.optimizer = None
     problem = on_all_ranks(HydraConfigError("the first start fails"))
     with mock.patch.object(ds_hydra.HydraEngine, "_start", side_effect=problem):
-        errors["first start"] = error_of(streamed.train)
-    result["after a failed start"] = streamed.optimizer, streamed.lr_scheduler
-    streamed.model_init = None
-    streamed.model.requires_grad_(False)
-    errors["frozen"] = error_of(streamed.train)
+        errors["first start"] = error_of(generating.train)
+    result["after a failed start"] = generating.optimizer, generating.lr_scheduler
+    generating.model_init = None
+    generating.model.requires_grad_(False)
+    errors["frozen"] = error_of(generating.train)
 
     model = small_model()
     some = torch.optim.AdamW(list(model.parameters())[:3])
@@ -1064,9 +1034,7 @@ def customised(folder):
 @pytest.mark.distributed
 def test_what_users_override_is_honoured_or_refused(tmp_path):
     result = run_distributed(customised, 2, str(tmp_path))[0]
-    for mine, theirs in zip(result["hydra"][:3], result["stock"][:3], strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=0)
-    assert result["hydra"][3:] == result["stock"][3:]
+    assert_as_stock(result["hydra"], result["stock"])
     assert result["hydra"][3] == NUM_BATCHES
     assert result["hydra"][4] == 3
     assert result["sequences"] == 12
@@ -1089,7 +1057,7 @@ def test_what_users_override_is_honoured_or_refused(tmp_path):
         "distributed": "draws 12 rows on rank 0 and others on ranks [1]",
         "late": "compute_loss_func is <built-in function print>",
         "optimizer": "the optimizer has 3 of ",
-        "eval stream": "eval_dataset['b'] is a IterableDataset, a stream",
+        "eval generator": "eval_dataset['b'] is a generator, which has neither a length nor is a stream",
         "first start": "the first start fails",
         "own optimizer": "optimizer is a SGD that was given or made before train()",
         "frozen": "this LlamaForCausalLM requires gradients, so there is nothing to train",
@@ -1274,7 +1242,7 @@ def test_what_comes_before_and_after_training_is_as_transformers_has_it(tmp_path
     assert result["falls"] == [1e-3]
     assert result["stands still"] == [pytest.approx(1e-4)]
     assert "the schedule is ReduceLROnPlateau, whose step() needs a metric" in result["by name"]
-    torch.testing.assert_close(result["smooth hydra"], result["smooth stock"], rtol=1e-5, atol=0)
+    assert_as_stock(result["smooth hydra"], result["smooth stock"])
     assert "in a Trainer TrainingArguments(ignore_data_skip=True)" in result["other data"]
     state, stepped = result["next"]
     assert (state["iteration"], state["epoch"], state["position"]) == (4, 0, 2 * PER_BATCH)

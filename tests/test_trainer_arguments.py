@@ -623,10 +623,7 @@ PART = Subset(datasets.Dataset.from_list([FIRST] * 4).with_transform(lambda rows
         (COLUMNS, "rows is a dict; pass .*from_dict"),
         (pandas.DataFrame(COLUMNS), "rows is a DataFrame; pass .*from_pandas"),
         (datasets.Dataset.from_dict(COLUMNS).data.table, r"rows is a .*; pass .*datasets\.Dataset\("),
-        (
-            datasets.Dataset.from_list([FIRST]).to_iterable_dataset(),
-            r"rows is a IterableDataset.*from_list\(list\(stream\.take",
-        ),
+        ((row for row in [FIRST]), r"rows is a generator.*IterableDataset\.from_generator"),
         (
             Computed(lambda index, _: FIRST if index < 2 else {}["gone"], length=3),
             "row 2 of rows cannot be read: KeyError",
@@ -842,7 +839,7 @@ def test_a_trainer_without_a_launcher_says_how_to_start(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     with pytest.raises(HydraConfigError, match="torchrun --nproc-per-node N"):
-        HydraTrainer._read(None, [], "train_dataset")
+        HydraTrainer._begin_reading(None, "train_dataset")
 
 
 def test_schedules_that_want_a_metric_are_known_by_their_step():

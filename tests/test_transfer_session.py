@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from distributed import wait_until
+from distributed import TIMEOUT_S, wait_until
 
 from ds_hydra.engine.transfer import link_thread
 from ds_hydra.engine.transfer.link_thread import DeviceClock, LinkThread
@@ -130,7 +130,7 @@ def test_a_failed_computation_posts_no_push(thread):
         session.await_all()
         raise ZeroDivisionError
     assert [kind for kind, *_ in posted] == ["pull"] * 3
-    thread.submit(lambda: None).result(timeout=5)
+    thread.submit(lambda: None).result(timeout=TIMEOUT_S)
 
 
 def test_on_a_device_the_computing_thread_posts_a_pull_ahead_of_the_layers(thread):
@@ -284,7 +284,7 @@ def test_computation_waits_until_a_gathered_layer_is_there(thread):
 
         def begin(transfer):
             if transfer.bucket == 2:
-                has_come.wait(10)
+                has_come.wait(TIMEOUT_S)
             return begin_pull(transfer)
 
         def come(number):
@@ -372,7 +372,7 @@ def test_a_failed_pass_posts_no_round_that_waits_for_it(thread):
         session.await_bucket(1)
         raise ZeroDivisionError
     assert all(kind != "push" for kind, *_ in posted)
-    thread.submit(lambda: None).result(timeout=5)
+    thread.submit(lambda: None).result(timeout=TIMEOUT_S)
 
 
 def test_a_layer_out_of_the_order_of_the_plan_is_refused(thread):

@@ -7,6 +7,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+from as_stock import TIMED
 from models import tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -130,8 +131,8 @@ def arguments(folder: str | Path, num_ranks: int, **settings: Any) -> dict[str, 
 
 def without_times(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The entries of a log that say what was trained."""
-    timed = ("runtime", "per_second", "flos", "flops", "imbalance", "train_loss", "step_time")
-    return [{k: v for k, v in entry.items() if not any(t in k for t in timed)} for entry in history]
+    other = (*TIMED, "train_loss")
+    return [{k: v for k, v in entry.items() if not any(t in k for t in other)} for entry in history]
 
 
 def life_with_callback(folder: str, _where: str, victim: int, number: int) -> None:

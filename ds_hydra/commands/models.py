@@ -46,7 +46,7 @@ def load_costs(
     """
     from ds_hydra.strategy.cost_models.cluster import find_cluster
     from ds_hydra.strategy.cost_models.costs import Costs
-    from ds_hydra.strategy.profiles.profile import load_profile, with_engine_memory
+    from ds_hydra.strategy.profiles.profile import load_profile, with_engine_layers
 
     if (profile is None) == (model is None):
         raise HydraConfigError("give --profile, or --model with --hardware: one of them")
@@ -59,7 +59,7 @@ def load_costs(
     assert model is not None
     assert hardware is not None
     estimated = estimate_profile(model, hardware, num_devices, context_length)
-    estimated = with_engine_memory(estimated)
+    estimated = with_engine_layers(estimated)
     return Costs(estimated, find_cluster(estimated, num_devices, hardware))
 
 

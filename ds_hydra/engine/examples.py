@@ -15,6 +15,7 @@ import deepspeed
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.micro_batches import Example
@@ -24,7 +25,7 @@ from ds_hydra.errors import HydraConfigError, HydraDataError
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
-from ds_hydra.sampler.data.stream import TokenStream
+from ds_hydra.sampler.data.stream import RowReading, TokenStream
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 
 logger = logging.getLogger(__name__)
@@ -44,16 +45,9 @@ def read_data(
     Collective over all ranks; what one rank's data or tokenizer raise is raised on all.
     """
     tokenize = run_together(functools.partial(_load_tokenizer, config.tokenizer), device)
-    is_stream = isinstance(dataset, datasets.IterableDataset)
-    check_alike({"whether the training data is a stream": is_stream}, device)
-    if is_stream:
-        return TokenStream(
-            stream=dataset,
-            context_length=config.context_length,
-            over_length=config.over_length,
-            text_column=config.text_column,
-            tokenize=tokenize,
-        )
+    stream = find_stream(dataset, device)
+    if stream is not None:
+        return TokenStream(stream, reading_of(config, tokenize))
 
     def read() -> TokenDataset:
         with first_on_node("tokenising the training data"):
@@ -69,6 +63,28 @@ def read_data(
     if deepspeed.comm.get_rank() == 0:
         logger.info(f"training data: {data.report}")
     return data
+
+
+def find_stream(dataset: Any, device: torch.device) -> datasets.IterableDataset | None:
+    """The stream that `dataset` is, of `datasets` or of torch; None where it has rows by number.
+    Raises on all ranks where they differ in that. Collective over all ranks.
+    """
+    is_stream = isinstance(dataset, IterableDataset)  # those of `datasets` are torch's, too
+    check_alike({"whether the training data is a stream": is_stream}, device)
+    if is_stream and not isinstance(dataset, datasets.IterableDataset):
+        return datasets.IterableDataset.from_generator(dataset.__iter__)
+    return dataset if is_stream else None
+
+
+def reading_of(config: HydraConfig, tokenize: Any, convert: Any = None) -> RowReading:
+    """Settings that make sequences of a stream's rows."""
+    return RowReading(
+        context_length=config.context_length,
+        over_length=config.over_length,
+        text_column=config.text_column,
+        tokenize=tokenize,
+        convert=convert,
+    )
 
 
 def refuse_by_hand(what: str) -> NoReturn:

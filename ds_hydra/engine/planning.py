@@ -126,9 +126,12 @@ class IterationSource:
         def make_sampler() -> tuple[StreamSampler, list[int]]:
             if self._propagator.rank != 0:
                 return StreamSampler(None, budget), []
+            reading = replace(
+                data.reading, num_inputs=model.vocab_size, num_labels=model.num_logits
+            )
             reader = StreamReader(
                 data.stream,
-                data.reading(model.vocab_size, model.num_logits),
+                reading,
                 window_tokens=config.stream_window * budget,
                 seed=config.seed,
                 shuffle=config.shuffle,

@@ -28,13 +28,15 @@ from torch.utils.data import (
 )
 
 from ds_hydra.configs import HydraConfig
+from ds_hydra.engine.examples import find_stream, reading_of
 from ds_hydra.engine.ranks.agreement import check_same_numbers, gather_rows, run_together
 from ds_hydra.engine.ranks.turns import first_on_node
 from ds_hydra.errors import HydraConfigError, HydraDataError
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset, check_stored, select_shown
 from ds_hydra.sampler.data.examples import IGNORED_LABEL, find_unread
-from ds_hydra.sampler.data.sft import to_labels
+from ds_hydra.sampler.data.sft import make_row_conversion, to_labels
+from ds_hydra.sampler.data.stream import TokenStream
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +153,21 @@ def _on_first_rank(count: Callable[[], int], device: torch.device | None) -> int
     counted = torch.tensor(count() if dist.get_rank() == 0 else 0, device=device)
     dist.broadcast(counted, src=0)
     return int(counted)
+
+
+class StreamEpochs(Epochs):
+    """All `max_steps` iterations of a stream as one epoch, whose rows nobody counts.
+
+    >>> epochs = StreamEpochs(5)
+    >>> epochs.num_iterations(0), epochs.find(3), epochs.find(5)
+    (5, (0, 3), (1, 0))
+    """
+
+    def __init__(self, max_steps: int):
+        self.num_sequences = self._max_steps = max_steps
+
+    def _begin(self, epoch: int) -> int:
+        return epoch * self._max_steps
 
 
 class Iterations(IterableDataset):
@@ -303,21 +320,20 @@ def losses_of_rows(logits_NTV: Tensor, labels_NT: Tensor, smoothing: float) -> T
 
 
 def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
-    """`dataset` (of `datasets`, of torch, or a list of examples) as a `datasets.Dataset`; `name` is
-    for errors.
+    """`dataset` (of `datasets`, of torch, or a list of examples) as a `datasets.Dataset`; a stream
+    is read to its end. `name` is for errors.
     """
     if isinstance(dataset, datasets.DatasetDict):
         return dataset
     if isinstance(dataset, datasets.Dataset):
         check_stored(dataset, name)
         return select_shown(dataset)
-    if isinstance(dataset, datasets.IterableDataset | IterableDataset) or not hasattr(
-        dataset, "__len__"
-    ):
+    if isinstance(dataset, IterableDataset):
+        dataset = list(dataset)
+    elif not hasattr(dataset, "__len__"):
         raise HydraConfigError(
-            f"{name} is a {type(dataset).__name__}, a stream whose lengths are not known in advance, but the Trainer "
-            "counts its rows and epochs; take a part of it: datasets.Dataset.from_list(list(stream.take(100_000))), or "
-            "train the whole by ds_hydra.initialize(training_data=stream)"
+            f"{name} is a {type(dataset).__name__}, which has neither a length nor is a stream; give a dataset, or "
+            "datasets.IterableDataset.from_generator(...) of what gives its rows"
         )
     for kind, instead in _NO_ROWS.items():
         if any(kind == base.__name__ for base in type(dataset).__mro__):
@@ -422,6 +438,40 @@ class DatasetReader:
         # With the tokenizer, so that nobody else gets its number
         self._tokens_of: OrderedDict[tuple[Any, ...], tuple[TokenDataset, Any]] = OrderedDict()
         self._of_processor: tuple[Any, Any] | None = None
+        self._rows_of: dict[int, tuple[Any, datasets.Dataset]] = {}
+        """Streams, and their rows, by the number of the stream."""
+
+    def find_stream(self, dataset: Any, what: str, tokenizer: Any) -> TokenStream | None:
+        """`dataset` where it is a stream, without an end: transformers, too, begins one again until
+        max_steps. Collective over all ranks.
+        """
+        stream = find_stream(dataset, self._args.device)
+        if stream is None:
+            return None
+        tokenizer = self._complete(tokenizer)
+        convert = make_row_conversion(
+            tokenizer,
+            self.config.text_column,
+            completion_only_loss=self._completion_only_loss,
+            assistant_only_loss=self._assistant_only_loss,
+            warn=lambda text: self._warn(f"{what}: {text}"),
+        )
+        return TokenStream(stream.repeat(None), reading_of(self.config, tokenizer, convert))
+
+    def _rows(self, dataset: Any, what: str) -> datasets.Dataset:
+        if not isinstance(dataset, IterableDataset):
+            return as_datasets(dataset, what)
+        if id(dataset) not in self._rows_of:
+            self._rows_of[id(dataset)] = dataset, as_datasets(dataset, what)
+        return self._rows_of[id(dataset)][1]
+
+    def _complete(self, tokenizer: Any) -> Any:
+        """The tokenizer inside of a processor, or that of hydra.tokenizer where there is none."""
+        if isinstance(tokenizer, transformers.ProcessorMixin):
+            return self._inside(tokenizer)
+        if tokenizer is None and self.config.tokenizer is not None:
+            return transformers.AutoTokenizer.from_pretrained(self.config.tokenizer)
+        return tokenizer
 
     def read(
         self, dataset: Any, what: str, tokenizer: Any, *, every_row: bool = False
@@ -432,7 +482,7 @@ class DatasetReader:
         device = self._args.device
         if isinstance(tokenizer, transformers.ProcessorMixin):
             tokenizer = self._inside(tokenizer)
-        rows = run_together(lambda: as_datasets(dataset, what), device)
+        rows = run_together(lambda: self._rows(dataset, what), device)
         # By content: a list may have other rows than when it was read before, and a tokenizer or
         # its chat template be another one
         if isinstance(rows, datasets.DatasetDict):
@@ -479,8 +529,7 @@ class DatasetReader:
         names = getattr(dataset, "column_names", ())  # of a DatasetDict those of each split
         if isinstance(names, list) and (unread := find_unread(names, config.text_column)):
             self._warn(f"{what} has columns that nothing reads: {', '.join(unread)}")
-        if tokenizer is None and config.tokenizer is not None:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(config.tokenizer)
+        tokenizer = self._complete(tokenizer)
         labelled = to_labels(
             dataset,
             tokenizer,

@@ -30,6 +30,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import say_once
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler, budget_of
 from ds_hydra.sampler.data.dataset import TokenDataset
+from ds_hydra.sampler.data.stream import TokenStream
 from ds_hydra.trainer import arguments, data
 from ds_hydra.trainer.mixin import EngineMixin, say_nothing
 
@@ -38,7 +39,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     """A `transformers.Trainer` that trains with a parallel strategy chosen for every iteration.
 
     Takes `TrainingArguments(deepspeed=...)` with a DeepSpeed JSON that has a "hydra" section, and a
-    `train_dataset` whose lengths can be known: input_ids (with labels, `assistant_masks` or
+    `train_dataset`, or a stream and `max_steps`, of input_ids (with labels, `assistant_masks` or
     `completion_mask`), texts, chats (`messages`), or `prompt` and `completion`. One optimizer step
     trains on hydra.tokens_per_iteration tokens; batch sizes of TrainingArguments have no meaning.
 
@@ -47,7 +48,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     would not be honoured.
     """
 
-    _train_tokens: TokenDataset
+    _train_tokens: TokenDataset | TokenStream
     """Training data, from `get_train_dataloader` on, as `_epochs`."""
     _epochs: data.Epochs
     _row_losses: list[Tensor]
@@ -94,12 +95,19 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     # ---- Data
 
     def get_train_dataloader(self) -> DataLoader:
-        """Global batches of the first epoch to look at, padded, each of all ranks. The engine draws
-        and packs them itself.
+        """Global batches of the first epoch to look at, padded, each of all ranks; of a stream
+        empty ones. The engine draws and packs them itself.
         """
         if self.train_dataset is None:
             raise HydraConfigError("train() needs a train_dataset; pass it to HydraTrainer")
-        tokens = self._train_tokens = self._read(self._choose_rows(), "train_dataset")
+        what = "train_dataset"
+        self._begin_reading(what)
+        stream = self._reader.find_stream(self.train_dataset, what, self.processing_class)
+        if stream is not None:
+            self._train_tokens, self._epochs = stream, data.StreamEpochs(self.args.max_steps)
+            return DataLoader(data.Iterations(), batch_size=None)
+        tokens = self._reader.read(self._choose_rows(), what, self.processing_class)
+        self._train_tokens = tokens
         config = self.hydra_config
         sampler = TokenBudgetSampler(
             tokens.lengths,
@@ -174,17 +182,24 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         return data.pad_examples(examples, pad_token_id)
 
     def _read(self, dataset: Any, what: str, *, every_row: bool = False) -> TokenDataset:
+        self._begin_reading(what)
+        return self._reader.read(dataset, what, self.processing_class, every_row=every_row)
+
+    def _begin_reading(self, what: str) -> None:
         if "RANK" not in os.environ and not dist.is_initialized():
             raise no_launcher()
         kind = "train" if what == "train_dataset" else "eval"
         self._call_together(f"get_{kind}_dataloader()")  # scripts look at it on one rank
         self._reader.config = self.hydra_config
-        return self._reader.read(dataset, what, self.processing_class, every_row=every_row)
 
     # ---- Training
 
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple[Any, ...]:
-        """Override of transformers: iterations are counted by drawing the global batches ahead."""
+        """Override of transformers: iterations are counted by drawing the global batches ahead; of
+        a stream max_steps is their number.
+        """
+        if isinstance(self._train_tokens, TokenStream) and args.max_steps <= 0:
+            return super().set_initial_training_values(args, dataloader)  # which says so
         return self._epochs.training_values(args.max_steps, args.num_train_epochs)
 
     def _init_training_state(

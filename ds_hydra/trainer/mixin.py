@@ -392,7 +392,7 @@ class EngineMixin:
         if isinstance(model, PreTrainedModel) and model.can_generate():
             parts["model.generation_config"] = model.generation_config.save_pretrained
         if tokenizer is not None:
-            parts["processing_class"] = tokenizer.save_pretrained
+            parts["processing_class"] = lambda folder: tokenizer.save_pretrained(folder)
         for name, save in parts.items():
             try:
                 with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,11 +24,11 @@ from test_engine_parity import LENGTHS, hand_plan, relative_errors
 
 from ds_hydra.engine import HydraEngine, propagation
 from ds_hydra.engine.parallel import linear, token_cuts
-from ds_hydra.engine.transfer import stage_weights
+from ds_hydra.engine.transfer import session, stage_weights
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import buffers, layout
-from ds_hydra.zero_link.exchange import Link
+from ds_hydra.zero_link.exchange import Link, RoundUnderWay
 from standin import process_group
 from standin.streams import elsewhere, observer
 
@@ -64,6 +64,9 @@ STRATEGIES = {
 
 OTHERS = ("1x<sp2,1;gather>", "1x<cp2,1>", "1x<cp2,1;gather>")
 """Further ones of two ranks."""
+
+OF_LARGE = ("1x<1,2>", "1x<2,1>", "2x<1,1;gather>", "1x<cp2,1>")
+"""Those in which more layers and micro-batches are more of everything that an iteration has."""
 
 SHORT = STRATEGIES[2][:5]
 
@@ -151,16 +154,18 @@ def iteration() -> dict[str, Any]:
     """Whole iterations, optimizer step included, of small and of large models and global batches:
     races, host waits, and kernels outside the model's layers and the optimizer.
 
-    [name of the size][strategy]; uneven stages in the small one only.
+    [name of the size][strategy].
     """
     results: dict[str, Any] = {}
-    for size, num_layers, lengths in (("small", 4, LENGTHS), ("large", 8, LENGTHS * 4)):
+    every = (*STRATEGIES[2], *OTHERS)
+    for size, num_layers, lengths, strategies in (
+        ("small", 4, LENGTHS, every),
+        ("large", 8, LENGTHS * 4, OF_LARGE),
+    ):
         engine = start("llama", num_layers)
         examples = random_examples(lengths, VOCAB_SIZE, seed=1)
         with _layers_elsewhere():
-            for text in (*STRATEGIES[2], *OTHERS):
-                if num_layers != 4 and "stages" in text:
-                    continue
+            for text in strategies:
                 engine.train_batch(examples, strategy=text)
                 process_group.lone_messages.clear()
                 with observed() as found:
@@ -287,9 +292,63 @@ def late_reports() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
+def full_allocator(share: float = 1.0) -> Iterator[None]:
+    """That `share` of allocations wait until the device has nothing to do, as where an allocator
+    must give cached memory back first.
+    """
+    chance = random.Random(dist.get_rank())
+    process_group.hangs.clear()
+    process_group.occupies_device = True
+    observer.at_allocation = lambda: chance.random() < share and torch.standin.synchronize()
+    try:
+        yield
+    finally:
+        process_group.occupies_device, observer.at_allocation = False, None
+
+
+@contextlib.contextmanager
+def _rounds_under_way() -> Iterator[None]:
+    """Rounds end where computation comes to them, not where they are posted: on a device nobody
+    waits there.
+    """
+    rounds: list[tuple[RoundUnderWay, int, Callable[[int], None]]] = []
+
+    def leave(window: session.RoundWindow, count: int) -> None:
+        while len(window._on_wire) > count:
+            index = next(iter(window._on_wire))
+            rounds.append((window._on_wire.pop(index), index, window._is_over))
+
+    def end(of: session.TransferSession, last: int) -> None:
+        with of._clock.beside():
+            while rounds and rounds[0][1] <= last:
+                finish, index, is_over = rounds.pop(0)
+                finish()
+                is_over(index)
+
+    wait_for, join = session.TransferSession._wait_for, session.TransferSession._join_streams
+
+    def wait_for_ended(of: session.TransferSession, number: int) -> None:
+        if of._next <= number:
+            of._catch_up(number + 1)
+        end(of, number)
+        wait_for(of, number)
+
+    def join_ended(of: session.TransferSession) -> None:
+        end(of, len(of._over))
+        join(of)
+
+    with (
+        mock.patch.object(session.RoundWindow, "_finish_all_but", leave),
+        mock.patch.object(session.TransferSession, "_wait_for", wait_for_ended),
+        mock.patch.object(session.TransferSession, "_join_streams", join_ended),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def _synchronising() -> Iterator[None]:
     """Launches here and there, other ones on each rank, wait until the device has nothing to do, as
-    where cuBLAS first uses a kernel, or an allocator runs full; and some threads are late.
+    where cuBLAS first uses a kernel; so do some allocations; and some threads are late.
     """
     chance = random.Random(dist.get_rank())
 
@@ -311,32 +370,42 @@ def _synchronising() -> Iterator[None]:
             owner, name, run if owner is not linear._Linear else staticmethod(run)
         )
 
-    process_group.occupies_device = True
-    try:
-        with (
-            patched(propagation.Propagator, "_forward_micro_batch"),
-            patched(linear._Linear, "forward"),
-            patched(linear._Linear, "backward"),
-            patched(stage_weights, "multiply_into"),
-            mock.patch.object(Link, "begin_pull", late(Link.begin_pull)),
-            mock.patch.object(Link, "begin_push", late(Link.begin_push)),
-        ):
-            yield
-    finally:
-        process_group.occupies_device = False
+    with (
+        full_allocator(0.05),
+        _rounds_under_way(),
+        patched(propagation.Propagator, "_forward_micro_batch"),
+        patched(linear._Linear, "forward"),
+        patched(linear._Linear, "backward"),
+        patched(stage_weights, "multiply_into"),
+        mock.patch.object(Link, "begin_pull", late(Link.begin_pull)),
+        mock.patch.object(Link, "begin_push", late(Link.begin_push)),
+    ):
+        yield
 
 
-def device_wide_synchronise() -> list[float]:
-    """Losses of iterations in which the device is synchronised, all orders compared."""
+def device_wide_synchronise() -> dict[str, Any]:
+    """Losses of iterations in which the device is synchronised, all orders compared, and what was
+    under way there.
+    """
     engine = start("llama")
     examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
     process_group.checks_order = True
+    process_group.waited_for.clear()
     try:
         with _synchronising():
             strategies = (*STRATEGIES[2], "1x<sp2,1;gather>", "1x<cp2,1;gather>") * 2
-            return [float(engine.train_batch(examples, strategy=s)) for s in strategies]
+            losses = [float(engine.train_batch(examples, strategy=s)) for s in strategies]
     finally:
         process_group.checks_order = False
+    waited_for = dict(process_group.waited_for)
+    return {"losses": losses, "waited_for": waited_for, "hangs": process_group.hangs[:]}
+
+
+def parity_of_full_allocators(case: str) -> dict[str, Any]:
+    """`parity` of pipelines where all memory that is taken waits for the whole device."""
+    with full_allocator():
+        found = parity(case, ("1x<1,2>", "1x<1,2;ckpt=3>"))
+    return {**found, "hangs": process_group.hangs[:]}
 
 
 def who_posts() -> list[list[str]]:

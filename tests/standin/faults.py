@@ -12,9 +12,10 @@ from single_process import random_examples
 from test_engine_parity import LENGTHS
 
 from ds_hydra.engine import propagation
+from ds_hydra.engine.parallel.one_f_one_b import PipelineStage
 from ds_hydra.engine.transfer import link_thread
 from standin import process_group
-from standin.checks import observed, start
+from standin.checks import full_allocator, observed, start
 from standin.streams import Stream, stream
 
 
@@ -59,6 +60,26 @@ def items() -> dict[str, int]:
     ):
         engine.train_batch(examples, strategy="2x<1,1>")
     return {"without": found["num_waits"], "with": with_items["num_waits"], "read": count}
+
+
+def memory_between_messages() -> list[str]:
+    """Where two stages wait for each other that take memory between a send and a receive, and whose
+    allocators wait for the whole device.
+    """
+    engine = start("llama")
+    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+    receive = PipelineStage._receive
+
+    def receive_anew(stage: PipelineStage, like: torch.Tensor, *more: Any) -> torch.Tensor:
+        return receive(stage, torch.empty_like(like), *more)
+
+    with (
+        mock.patch.object(process_group, "HANG_S", 2),
+        mock.patch.object(PipelineStage, "_receive", receive_anew),
+        full_allocator(),
+    ):
+        engine.train_batch(examples, strategy="1x<1,2>")
+    return process_group.hangs[:]
 
 
 def swapped_collectives() -> str:

@@ -1,7 +1,9 @@
 """Collectives of the stand-in: gloo's on the same memory, ordered on a stream of each communicator.
 
-`Work.wait` lets the current stream go on after the collective and does not block the host, as
-NCCL's. What NCCL refuses is refused: tensors of the CPU, and tensors that are not contiguous.
+`Work.wait` lets the current stream go on after the collective, as NCCL's; what it brings must be
+there, so it blocks the host, too. A communicator's collectives and messages run one after another,
+in a thread of its own; a batch of several messages is one. What NCCL refuses is refused: tensors of
+the CPU, and tensors that are not contiguous.
 Every communicator keeps the list of its collectives, which all of its ranks must agree on.
 """
 
@@ -9,11 +11,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import datetime
 import itertools
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -38,13 +40,19 @@ occupies_device = False
 they run until the other ranks have joined.
 """
 
-HANG_S = 15
-"""Limit of one wait in a synchronise."""
+HANG_S = 120
+"""Limit of one wait in a synchronise, as of a collective."""
+
+hangs: list[str] = []
+"""Where one ran into that limit: an allocation cannot raise."""
 
 lone_messages: list[str] = []
 """Where messages were sent or received outside a batch: NCCL makes a communicator for each pair of
 ranks then.
 """
+
+waited_for: collections.Counter[str] = collections.Counter()
+"""Names of what was under way where the device was synchronised."""
 
 _under_way: set[_Work] = set()
 
@@ -60,32 +68,32 @@ def drain() -> None:
     if not occupies_device:
         return
     with _launching:
-        while _under_way:
-            with contextlib.suppress(KeyError):
-                next(iter(set(_under_way))).finish(datetime.timedelta(seconds=HANG_S))
+        works = set(_under_way)
+        waited_for.update(work.name for work in works)
+        for work in works:
+            work.finish(HANG_S)
 
 
 class _Work(dist._Work):
-    """A collective under way. Its host part runs in a thread; its device part is `event`."""
+    """A collective under way: `host` is its host part, `event` its device part."""
 
-    def __init__(self, run: Callable[[], Any], stream: Stream, tensors: Sequence[Tensor]):
+    def __init__(self, name: str, host: Future[None], stream: Stream, tensors: Sequence[Tensor]):
         super().__init__()
+        self.name = name
         self._tensors: Sequence[Tensor] | None = tensors
         self.event = Event()
         self.event.record(stream)
-        self._inner = run()
-        self._is_done = threading.Event()
-        self._lock = threading.Lock()
+        self._host = host
         _under_way.add(self)
+        host.add_done_callback(lambda _: _under_way.discard(self))
 
-    def finish(self, limit: datetime.timedelta | None = None) -> None:
+    def finish(self, limit_s: float | None = None) -> None:
         """The collective has ended on the device; where that cannot be known, wait for it."""
-        with self._lock:
-            if self._inner is not None:
-                _ = self._inner.wait() if limit is None else self._inner.wait(limit)
-            self._inner = None
-        self._is_done.set()
-        _under_way.discard(self)
+        try:
+            self._host.result(limit_s)
+        except TimeoutError:
+            hangs.append(f"{self.name} has not ended after {limit_s} s, at {where()}")
+            raise TimeoutError(hangs[-1]) from None
 
     def wait(self, timeout: Any = None) -> bool:
         self.finish()
@@ -94,13 +102,19 @@ class _Work(dist._Work):
         return True
 
     def is_completed(self) -> bool:
-        return self._is_done.is_set()
+        return self._host.done()
 
     def get_future(self) -> torch.futures.Future:
         self.wait()
         future: torch.futures.Future = torch.futures.Future()
         future.set_result([])
         return future
+
+
+def _run_to_its_end(run: Callable[[], Any]) -> None:
+    work = run()
+    if work is not None:
+        work.wait()
 
 
 class StandInGroup(dist.ProcessGroup):
@@ -110,6 +124,7 @@ class StandInGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._stream = Stream()
+        self._queue, self._batch = ThreadPoolExecutor(1), ThreadPoolExecutor(size)
         self._as_host = as_host
         self._backend_name = name
         self._store = store
@@ -135,6 +150,7 @@ class StandInGroup(dist.ProcessGroup):
         writes: Sequence[Tensor],
         run: Callable[[], Any],
         opts: Any = None,
+        queue: ThreadPoolExecutor | None = None,
     ) -> _Work:
         for tensor in (*reads, *writes):
             if tensor.device.type != self._backend_name:
@@ -163,7 +179,8 @@ class StandInGroup(dist.ProcessGroup):
             ]
             observer.kernel(name, accesses, stream.id)
         with _launching if occupies_device else contextlib.nullcontext():
-            work = _Work(run, stream, (*reads, *writes))
+            host = (queue or self._queue).submit(_run_to_its_end, run)
+            work = _Work(name, host, stream, (*reads, *writes))
         if not is_async:
             work.wait()
         return work
@@ -180,7 +197,10 @@ class StandInGroup(dist.ProcessGroup):
                 f"rank {self.rank()}: {order} {self._counts[order]} is {call!r}, on another rank {first!r}"
             )
 
-    def _agree_on_message(self, source: int, to: int, tensors: Sequence[Tensor]) -> None:
+    def _agree_on_message(
+        self, source: int, to: int, tensors: Sequence[Tensor]
+    ) -> ThreadPoolExecutor:
+        """Where the message runs: beside the others of a batch."""
         sizes = [tensor.numel() for tensor in tensors]
         self._agree(f"message from {source} to {to}", f"{sizes} elements")
         frame = sys._getframe()
@@ -188,6 +208,8 @@ class StandInGroup(dist.ProcessGroup):
             frame = frame.f_back  # type: ignore[assignment]
         if frame is None:
             lone_messages.append(where())
+        is_one_of_several = frame is not None and len(frame.f_locals["p2p_op_list"]) > 1
+        return self._batch if is_one_of_several else self._queue
 
     def _hosts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self._as_host(tensor) for tensor in tensors]
@@ -245,18 +267,21 @@ class StandInGroup(dist.ProcessGroup):
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> _Work:
         hosts = self._hosts(tensors)
-        self._agree_on_message(self.rank(), to, tensors)
-        return self._run("send", tensors, [], lambda: self._gloo.send(hosts, to, tag))
+        queue = self._agree_on_message(self.rank(), to, tensors)
+        run = lambda: self._gloo.send(hosts, to, tag)  # noqa: E731
+        return self._run("send", tensors, [], run, queue=queue)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> _Work:
         hosts = self._hosts(tensors)
-        self._agree_on_message(source, self.rank(), tensors)
-        return self._run("recv", [], tensors, lambda: self._gloo.recv(hosts, source, tag))
+        queue = self._agree_on_message(source, self.rank(), tensors)
+        run = lambda: self._gloo.recv(hosts, source, tag)  # noqa: E731
+        return self._run("recv", [], tensors, run, queue=queue)
 
     def barrier(self, opts: Any = None) -> _Work:
         self._calls.append("barrier")
         observer.wait("barrier")
-        work = _Work(self._gloo.barrier, current_stream(), ())
+        host = self._queue.submit(_run_to_its_end, self._gloo.barrier)
+        work = _Work("barrier", host, current_stream(), ())
         work.wait()
         return work
 

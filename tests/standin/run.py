@@ -41,6 +41,7 @@ def find_check(text: str) -> Callable[[], Any]:
 def run_rank(rank: int, world: int, folder: str, port: int, names: list[str], queue: Any) -> None:
     from distributed import rank_environment
 
+    parent = os.getppid()
     os.environ.update(rank_environment(rank, world, port))
     import torch.distributed as dist
 
@@ -58,7 +59,8 @@ def run_rank(rank: int, world: int, folder: str, port: int, names: list[str], qu
         queue.put((rank, {name: find_check(name)() for name in names}))
     except BaseException:
         queue.put((rank, {"error": traceback.format_exc()}))
-    time.sleep(2.0)  # another rank may still read from this one's connections
+    while os.getppid() == parent:  # another rank may still read from this one's connections
+        time.sleep(0.05)
     os._exit(0)
 
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,8 @@ class Observer:
     is_on: bool = False
     num_starts: int = 0
     races: list[str] = field(default_factory=list)
+    at_allocation: Callable[[], None] | None = None
+    """What happens first where memory is taken, observed or not."""
     waits: Counter[str] = field(default_factory=Counter)
     waited_for: dict[str, int] = field(default_factory=dict)
     """Fewest kernels that a wait at a place was for."""
@@ -105,6 +107,8 @@ class Observer:
         self.is_on = False
 
     def __call__(self, kind: str, name: str, accesses: list[tuple[int, int, int, bool]]) -> None:
+        if kind == "allocate" and self.at_allocation is not None:
+            self.at_allocation()
         if not self.is_on:
             return
         if kind == "wait":

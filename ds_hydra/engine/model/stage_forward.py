@@ -494,6 +494,12 @@ _MOST_THREADS = 32
 """torch's own number of processes that compile, of one rank."""
 
 
+LEAST_KEPT = {"ban_recompute_materialized_backward": False}
+"""Settings of torch's partitioner by which backward computes outputs of norms and the product of
+gate and up again, in kernels that read their inputs anyway.
+"""
+
+
 class Compilations:
     """Counter of torch's compilations in this process since `watch`, and of their seconds."""
 
@@ -542,6 +548,8 @@ def compile_each(layers: Iterable[nn.Module]) -> None:
     dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_VARIANTS)
     # Otherwise a micro-batch of as many tokens as hidden units is a layer of its own.
     torch.fx.experimental._config.use_duck_shape = False
+    for name, value in LEAST_KEPT.items():
+        setattr(torch._functorch.config, name, value)
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # torch counts on the host for itself
         ranks = count_ranks_here() if dist.is_initialized() else 1
         cores = len(os.sched_getaffinity(0)) // ranks

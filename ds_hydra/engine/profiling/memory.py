@@ -25,12 +25,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.attention_choice import keeps_copies
 from ds_hydra.engine.model.decoder_parts import module_sides
 from ds_hydra.engine.model.meta_model import make_model
+from ds_hydra.engine.model.stage_forward import LEAST_KEPT
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel import tensor_parallel
 from ds_hydra.engine.parallel.groups import NCCL_GROUP_BYTES, NCCL_PAIR_BYTES
@@ -188,8 +189,10 @@ def trace_layer_memory(
     whole on each rank, or with `tp_sequence_parallel` a shard of the tokens, padded to a multiple
     of `tp`. Raises UnsupportedModelError if the shapes do not divide by `tp`.
 
-    A `compiled` layer keeps what torch's partitioner leaves for backward: products and attention,
-    and few of the numbers between them, which its kernels compute again.
+    A `compiled` layer keeps what torch's partitioner leaves for backward: inputs of norms, results
+    of products, and attention. Its kernels compute the numbers between them again, but for those
+    that leave one of its graphs: under TP what goes in and out of each module, else the input of
+    attention, which runs outside where ranks share a sequence.
 
     Experts are traced in bf16, of which alone torch knows the shapes of grouped products; other
     types count by their size, which is not less than what they hold.
@@ -202,7 +205,7 @@ def trace_layer_memory(
     num_shards = tp if tp_sequence_parallel else 1
     num_tokens += -num_tokens % num_shards
     with FakeTensorMode(), _default_dtype(dtype):
-        layer, rotary = _one_layer(sliced, num_shards)
+        model, layer, rotary = _one_layer(sliced, num_shards)
         hidden = torch.empty(1, num_tokens // num_shards, config.hidden_size, requires_grad=True)
         positions = rotary(hidden, torch.arange(num_tokens)[None])
         tracker = MemTracker()
@@ -214,6 +217,7 @@ def trace_layer_memory(
             output.sum().backward()
         kept_bytes = kept.num_bytes
         if compiled and not checkpointing:
+            _cut_graph(layer, module_sides(model) if tp > 1 else None)
             kept_bytes = min(kept_bytes, _partitioned_bytes(layer, hidden, positions))
         return LayerMemory(
             num_tokens=num_tokens,
@@ -276,9 +280,11 @@ def slice_config(
     return sliced
 
 
-def _one_layer(config: PretrainedConfig, num_shards: int) -> tuple[nn.Module, Callable[..., Any]]:
-    """A layer, which runs on one of `num_shards` shards of a micro-batch, and what computes its
-    rotary embeddings.
+def _one_layer(
+    config: PretrainedConfig, num_shards: int
+) -> tuple[PreTrainedModel, nn.Module, Callable[..., Any]]:
+    """A model, its first layer, which runs on one of `num_shards` shards of a micro-batch, and what
+    computes its rotary embeddings.
     """
     try:
         # Else that of the configuration, which says how the checkpoint is stored
@@ -295,7 +301,7 @@ def _one_layer(config: PretrainedConfig, num_shards: int) -> tuple[nn.Module, Ca
         rotary = functools.partial(rotary, layer_type=config.layer_types[0])
     if num_shards > 1:
         _cut_micro_batches(model, layer, num_shards)
-    return layer, rotary
+    return model, layer, rotary
 
 
 def _cut_micro_batches(model: nn.Module, layer: nn.Module, num_shards: int) -> None:
@@ -338,6 +344,41 @@ class _Kept:
         return sum(tensor.untyped_storage().nbytes() for tensor in self._storages.values())
 
 
+@torch.library.custom_op("ds_hydra::outside", mutates_args=())
+def _outside(tensor: Tensor) -> Tensor:
+    """`tensor`, which a graph ends with and another one begins with."""
+    return tensor.clone()
+
+
+_outside.register_fake(torch.empty_like)
+_outside.register_autograd(lambda _, grad: grad)
+
+
+def _cut_graph(layer: nn.Module, sides: Mapping[nn.Module, str] | None) -> None:
+    """Let the graph of `layer` end where the engine leaves it: before attention, or where TP cuts
+    modules (`sides`) after each module without others inside, and before the last one of an MLP.
+    """
+
+    def before(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = {k: _outside(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+        return tuple(map(_outside, args)), given
+
+    def after(_module: nn.Module, _args: Any, output: Any) -> Any:
+        return _outside(output) if isinstance(output, Tensor) else None
+
+    attention = [m for m in layer.modules() if "Attention" in type(m).__name__]
+    if sides is None:
+        read = attention
+    else:
+        read = {m for m in layer.modules() if sides.get(m) == tensor_parallel.ROW}
+        read -= {part for module in attention for part in module.modules()}
+        for module in layer.modules():
+            if not any(module.children()):
+                module.register_forward_hook(after)
+    for module in read:
+        module.register_forward_pre_hook(before, with_kwargs=True)
+
+
 def _partitioned_bytes(layer: nn.Module, hidden: Tensor, positions: tuple[Tensor, Tensor]) -> float:
     """Bytes that forward leaves for backward where torch.compile cuts the graph of both in two;
     infinite where the layer is no such graph. Rotary embeddings, which all layers share, count not.
@@ -367,7 +408,8 @@ def _partitioned_bytes(layer: nn.Module, hidden: Tensor, positions: tuple[Tensor
         partition_fn=min_cut_rematerialization_partition,
     )
     try:
-        traced(list(named.values()), hidden, *positions)
+        with torch._functorch.config.patch(LEAST_KEPT):
+            traced(list(named.values()), hidden, *positions)
     except Exception as error:  # torch has no common one for what it cannot trace
         logger.info("a compiled layer counts as an eager one, which torch traces: %s", error)
     return left

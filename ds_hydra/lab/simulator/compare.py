@@ -36,7 +36,7 @@ from ds_hydra.strategy.cost_models.costs import CanRun
 from ds_hydra.strategy.profiles.profile import (
     Profile,
     has_published_states,
-    with_engine_memory,
+    with_engine_layers,
 )
 from ds_hydra.strategy.proposal.program import (
     check_context,
@@ -74,7 +74,7 @@ def compare(
     workload = workload.knowing(replace(workload.profile, ranks_per_core=1.0))
     is_plain = settings.space == "plain" or bool(workload.strategies)
     start = replace(settings, iterations=0).scenario(workload)
-    own = start.knowing(workload.own_profile or with_engine_memory(workload.profile))
+    own = start.knowing(workload.own_profile or with_engine_layers(workload.profile))
     own = replace(own, can_run=workload.can_run)
     if known is None:
         if not (is_plain or own.statics() or _fits_extended(workload, own)):
@@ -98,7 +98,7 @@ def compare(
     others = [name for name in settings.systems if name not in OUR_SYSTEMS]
     kept = own.profile.memory.activation_bytes
     memory = replace(scenario.profile.memory, activation_bytes=kept)
-    alike = scenario.knowing(replace(scenario.profile, memory=memory))
+    alike = scenario.knowing(replace(scenario.profile, memory=memory, latency=own.profile.latency))
     for name in others:
         system = SYSTEMS[name]
         each = alike if system.has_own_layers else scenario

@@ -21,7 +21,7 @@ from ds_hydra.configs.files import parse_json
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import no_bars_in_files
 from ds_hydra.sampler.data.dataset import check_dataset_columns, map_rows, without_second_begin
-from ds_hydra.sampler.data.examples import IGNORED_LABEL
+from ds_hydra.sampler.data.examples import IGNORED_LABEL, find_unread
 
 Row: TypeAlias = Mapping[str, Any]
 TokenRow: TypeAlias = dict[str, Any]
@@ -43,6 +43,15 @@ _NEEDED = {
     "assistant_only_loss": (("assistant_masks", *OF_OTHER_TOOLS), "'messages'"),
 }
 """The columns that tell which tokens an argument means: beside `input_ids`, or instead of them."""
+_UNTRAINED_END = (
+    "the chat template has {token!r} after the assistant's turn outside of {{% generation %}}, so that the model is "
+    "not trained to stop; put it before {{% endgeneration %}} in the tokenizer's chat_template"
+)
+_OTHER_PREFIX = (
+    "the chat template renders the prompts of {rows} differently when the completion follows (such as <think> after "
+    "the assistant's name); their completions begin where both part, so that the end of the prompt that inference "
+    "gives is not trained"
+)
 
 
 class ChatTokenizer(Protocol):
@@ -103,19 +112,50 @@ def to_labels(
         return dataset
     check_dataset_columns(dataset)
     if assistant_only_loss and (token := _find_untrained_end(tokenizer)):
-        warn(
-            f"the chat template has {token!r} after the assistant's turn outside of {{% generation %}}, so that the "
-            "model is not trained to stop; put it before {% endgeneration %} in the tokenizer's chat_template"
-        )
+        warn(_UNTRAINED_END.format(token=token))
     made = map_rows(dataset, convert, _FEATURES, num_proc, with_indices=True, desc="tokenising")
     differing = len(made) - (pa.compute.sum(made.data.column("is_prefix")).as_py() or 0)
     if differing:
-        warn(
-            f"the chat template renders the prompts of {differing} of {len(made)} rows differently when the "
-            "completion follows (such as <think> after the assistant's name); their completions begin where both "
-            "part, so that the end of the prompt that inference gives is not trained"
-        )
+        warn(_OTHER_PREFIX.format(rows=f"{differing} of {len(made)} rows"))
     return made.remove_columns("is_prefix")
+
+
+def make_row_conversion(
+    tokenizer: ChatTokenizer | None,
+    text_column: str,
+    *,
+    completion_only_loss: bool | None = None,
+    assistant_only_loss: bool = False,
+    warn: Callable[[str], None] = logger.warning,
+) -> Callable[[Row, int], Row]:
+    """A function that does to each row of a stream, and its number, what `to_labels` does to a
+    dataset; `warn` is told each thing once.
+    """
+    wanted: dict[str, Any] = {
+        "completion_only_loss": completion_only_loss,
+        "assistant_only_loss": assistant_only_loss,
+    }
+    find_end = functools.cache(lambda: _find_untrained_end(tokenizer))
+    say = functools.cache(warn)
+
+    def convert(row: Row, index: int) -> Row:
+        columns = list(row)
+        check_wanted(columns, **wanted)
+        if unread := find_unread(columns, text_column):
+            say(f"the stream has columns that nothing reads: {', '.join(unread)}")
+        if "input_ids" in columns and completion_only_loss is False:
+            return {name: row[name] for name in columns if name != "completion_mask"}
+        make = find_conversion(columns, tokenizer, **wanted)
+        if make is None:
+            return row
+        if assistant_only_loss and (token := find_end()):
+            say(_UNTRAINED_END.format(token=token))
+        made = make(row, index)
+        if not made["is_prefix"]:
+            say(_OTHER_PREFIX.format(rows="some rows"))
+        return made
+
+    return convert
 
 
 def find_conversion(

@@ -21,9 +21,9 @@ import queue
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import datasets
 import numpy as np
@@ -87,15 +87,21 @@ class RowReading:
     over_length: OverLength
     text_column: str
     tokenize: Tokenize | None
-    num_inputs: int
+    convert: Callable[[Mapping[str, Any], int], Mapping[str, Any]] | None = None
+    """Function that makes `input_ids` and `labels` of a row, given its number, where it can."""
+    num_inputs: int = 0
     """Rows of the embedding; token ids are below."""
-    num_labels: int
+    num_labels: int = 0
     """Rows of the output head."""
 
     def read(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[TokenPair]:
         """The sequences of `rows`, of which the first is row `first` of the stream; without those
         that predict nothing. Raises HydraConfigError naming a row that cannot be used.
         """
+        if rows and "input_ids" not in rows[0]:
+            check_columns(rows[0], lambda name: isinstance(rows[0][name], list), "the stream")
+        if self.convert is not None:
+            rows = [self.convert(row, index) for index, row in enumerate(rows, start=first)]
         if rows and "input_ids" not in rows[0]:
             rows = self._tokenize(rows, first)
         sequences = []
@@ -125,7 +131,6 @@ class RowReading:
 
     def _tokenize(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[dict[str, Any]]:
         columns = ", ".join(map(str, rows[0]))
-        check_columns(rows[0], lambda name: isinstance(rows[0][name], list), "the stream")
         for index, row in enumerate(rows, start=first):
             if not isinstance(row.get(self.text_column), str):
                 advice = hint_for(list(row), "set hydra.text_column to one of them")
@@ -149,26 +154,12 @@ def count_predicted(labels: npt.NDArray[Any]) -> int:
     return int((labels[1:] != IGNORED_LABEL).sum())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenStream:
+class TokenStream(NamedTuple):
     """Training data that is a stream, with the settings that make sequences of its rows."""
 
     stream: datasets.IterableDataset
-    context_length: int
-    over_length: OverLength
-    text_column: str
-    tokenize: Tokenize | None
-
-    def reading(self, num_inputs: int, num_labels: int) -> RowReading:
-        """How rows are read for a model of this vocabulary."""
-        return RowReading(
-            context_length=self.context_length,
-            over_length=self.over_length,
-            text_column=self.text_column,
-            tokenize=self.tokenize,
-            num_inputs=num_inputs,
-            num_labels=num_labels,
-        )
+    reading: RowReading
+    """Settings, without those of the model."""
 
 
 class StreamReader:
@@ -183,6 +174,11 @@ class StreamReader:
         seed: int,
         shuffle: bool,
     ) -> None:
+        if stream._distributed is not None and stream._distributed.world_size > 1:
+            raise HydraConfigError(
+                f"the stream is the part of rank {stream._distributed.rank} of {stream._distributed.world_size} "
+                "(split_dataset_by_node), but rank 0 alone reads, for all ranks; give the whole stream"
+            )
         if stream.features is not None:
             check_dataset_columns(stream)
         self._stream, self._reading = _own(stream), reading

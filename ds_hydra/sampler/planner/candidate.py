@@ -325,12 +325,7 @@ def _compose(
 
     def between_ms(before: GroupStep, step: GroupStep) -> float:
         """Return what of pull and push is seen between steps with other slices."""
-        is_run = before.members.size and step.members.size
-        if (
-            has_one_tp
-            or not is_run
-            or menus[before.kind].slices_of(before) == menus[step.kind].slices_of(step)
-        ):
+        if has_one_tp or menus[before.kind].slices_of(before) == menus[step.kind].slices_of(step):
             return 0.0
         return max(least_ms, link_ms - before.slowest_ms - step.slowest_ms)
 
@@ -338,8 +333,7 @@ def _compose(
     num_tokens = int(planning.lengths.sum())
     if min(kind.fewest(num_tokens) for kind in kinds) > MAX_PHASES:
         return []
-    found = plan_steps(kinds, planning.lengths, total_ms, limit_ms, between_ms)
-    steps = [step for step in found if step.members.size]
+    steps = plan_steps(kinds, planning.lengths, total_ms, limit_ms, between_ms)
     if len(steps) > MAX_PHASES:  # each is a phase
         return []
     return _gathered_phases(planning, menus, steps)

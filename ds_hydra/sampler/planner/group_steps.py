@@ -209,7 +209,7 @@ class MixedGroups:
         """
         first, exchanges = self._cuts
         best = self._step_of(first, kind, lengths, table, members, limit)
-        if best is None or not exchanges.size or not members.size:
+        if best is None or not exchanges.size:
             return best
         own, costs = lengths[members], np.ascontiguousarray(table[:, members])
         least_ms = (1 - _ROUNDING) * (self.start_ms + float(self.work_ms(costs).sum()))
@@ -250,21 +250,19 @@ class MixedGroups:
     ) -> GroupStep | None:
         """The same of the `tried` cuts."""
         group_of, times_ms = np.zeros(members.size, dtype=np.int64), np.zeros(2)
-        cut = 0
-        if members.size:
-            cut = solve_step(
-                lengths[members],
-                np.ascontiguousarray(table[:, members]),
-                self._constants,
-                self._sizes,
-                self._max_len,
-                tried,
-                *(self._of_first if tried is self._cuts.first else sizes_used(tried)),
-                self.num_ranks,
-                limit,
-                times_ms,
-                group_of,
-            )
+        cut = solve_step(
+            lengths[members],
+            np.ascontiguousarray(table[:, members]),
+            self._constants,
+            self._sizes,
+            self._max_len,
+            tried,
+            *(self._of_first if tried is self._cuts.first else sizes_used(tried)),
+            self.num_ranks,
+            limit,
+            times_ms,
+            group_of,
+        )
         if cut < 0:
             return None
         slowest_ms, device_ms = times_ms.tolist()
@@ -320,6 +318,8 @@ def plan_steps(
     of the slowest groups, a convex function of their times, and `between_ms` of neighbours are
     least together; none where that is not below `limit`.
     """
+    if not lengths.size:
+        return []
     tables = [kind.table_ms(lengths) for kind in kinds]
     work_ms = np.min([kind.work_ms(table) for kind, table in zip(kinds, tables)], axis=0)
     start_ms = min(kind.start_ms for kind in kinds)
@@ -366,12 +366,14 @@ def plan_steps(
                 if room.fewest(left) > rest:
                     step = None
                     break
-                ms = seen_ms + bound(slowest, len(steps), left_ms)
+                ends = slowest if left.size else slowest[: len(steps)]
+                ms = seen_ms + bound(ends, len(steps), left_ms)
                 # Rounding of the sums must not decide that an equal plan is carried on.
                 if ms >= least * (1 - EPSILON):
                     break
-            else:
-                best, least = steps, ms
+                if not left.size:  # what the step took besides may be all of the later ones
+                    best, least = steps, ms
+                    break
             is_found |= step is not None
         num_tried += is_found
         if num_tried > MORE_STEPS and count >= max(fewest):
@@ -382,10 +384,7 @@ def plan_steps(
         num_failed = 0 if is_found else num_failed + 1
         stride = 1 + num_failed // _FAILED_A_STRIDE
         count += stride
-    return [
-        kinds[step.kind].improved(lengths, tables[step.kind], step) if step.members.size else step
-        for step in best
-    ]
+    return [kinds[step.kind].improved(lengths, tables[step.kind], step) for step in best]
 
 
 class _Room(NamedTuple):
@@ -401,8 +400,7 @@ class _Room(NamedTuple):
     @classmethod
     def of(cls, kinds: Sequence[MixedGroups], lengths: IntArray) -> _Room:
         """Return the room of a step of any of `kinds`."""
-        last = max(0, lengths.size - 1)
-        places = np.unique(np.linspace(0, last, _NUM_PLACES).astype(np.int64))[: lengths.size]
+        places = np.unique(np.linspace(0, lengths.size - 1, _NUM_PLACES).astype(np.int64))
         most = np.max([kind.most_sequences(lengths[places]) for kind in kinds], axis=0)
         return cls(places, np.maximum(most, 1))
 
@@ -434,7 +432,7 @@ def _best_step(
 
 def _first_of(lengths: IntArray, left: IntArray, count: int, share: float) -> IntArray:
     """Sequences of `left` that the next one of `count` steps takes first, by one of `_SHARES`."""
-    if count == 1 or share == _EVERY or not left.size:
+    if count == 1 or share == _EVERY:
         return left[::count]
     ends = np.cumsum(lengths[left])
     most = share * float(ends[-1]) / count
@@ -567,11 +565,19 @@ def _place(
     slowest = 0.0
     for i in range(lengths.size):
         # `end` begins at the limit: a cut that cannot win is left at its first sequence.
-        end, chosen = limit, -1
+        end, chosen, place = limit, -1, 0
         for n in range(num_kinds):
-            own_ms = top_ms[n] + table[kinds[n], i]
-            if own_ms < end and top_filled[n] + lengths[i] <= max_len[kinds[n]]:
-                end, chosen = own_ms, n
+            kind = kinds[n]
+            if top_ms[n] + table[kind, i] >= end:
+                continue
+            if top_filled[n] + lengths[i] <= max_len[kind]:
+                end, chosen, place = top_ms[n] + table[kind, i], n, 0
+                continue
+            for later in range(1, cut[kind]):  # the earliest is full
+                group = heap[begin[n] + later]
+                own_ms = ends[group] + table[kind, i]
+                if own_ms < end and filled[group] + lengths[i] <= max_len[kind]:
+                    end, chosen, place = own_ms, n, later
         if chosen < 0:
             return np.inf
         kind, top = kinds[chosen], begin[chosen]
@@ -579,10 +585,10 @@ def _place(
         if spare_ms < 0.0:
             return np.inf
         slowest = max(slowest, end)
-        group = heap[top]
+        group = heap[top + place]
         placed[i], ends[group] = group, end
         filled[group] += lengths[i]
-        sift_down(heap[top : top + cut[kind]], ends)
+        sift_down(heap[top : top + cut[kind]], ends, place)
         group = heap[top]
         top_ms[chosen], top_filled[chosen] = ends[group], filled[group]
     return slowest

@@ -107,11 +107,10 @@ def shuffled_order(lengths: IntArray, spread: float, seed: int) -> IntArray:
 
 
 @compiled
-def sift_down(heap: IntArray, value: FloatArray) -> None:
+def sift_down(heap: IntArray, value: FloatArray, parent: int = 0) -> None:
     """Restores the order of a heap of positions in `value`, the smallest value on top, after the
-    value of the top one has grown.
+    value at `parent` has grown.
     """
-    parent = 0
     while 2 * parent + 1 < heap.size:
         child = 2 * parent + 1
         if child + 1 < heap.size and value[heap[child + 1]] < value[heap[child]]:

@@ -281,31 +281,45 @@ class ModelShape:
         """
         return self.kept_bytes + 1.5 * tp
 
-    def activation_bytes(self, *, compiled: bool = True, copies: int = 1) -> float:
+    def activation_bytes(self, tp: int = 1, *, compiled: bool = True, copies: int = 1) -> float:
         """A of App. B.1 in 16 bit: bytes that a token leaves for each layer and hidden unit of 1/TP
-        of a micro-batch, under any TP whose ranks have shards of the micro-batch between products;
+        of a micro-batch, under TP whose ranks have shards of the micro-batch between products;
         where they have `copies` of it, each keeps all numbers of norms.
 
-        A layer keeps queries, keys, values and attention's output, and the operands of its
-        products. Where it is `compiled` it keeps two numbers for a norm, what goes in and what
-        comes out, and three for each unit of an MLP; else both in fp32 too, and four.
+        A layer keeps queries, keys, values and attention's output. Where it is `compiled` it keeps
+        the inputs of norms, the output of the one before attention, and gate and up of an MLP.
+        Under TP, whose collectives part its graph, it keeps outputs of norms, of the activation
+        and of the product too. An eager layer keeps norms in fp32 besides.
 
         >>> sizes = {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000}
         >>> shape = ModelShape(num_layers=32, **sizes)
-        >>> shape.activation_bytes(), shape.activation_bytes(compiled=False)
-        (32.125, 45.5)
+        >>> shape.activation_bytes(), shape.activation_bytes(2)
+        (24.75, 37.5)
+        >>> shape.activation_bytes(compiled=False)
+        45.5
         """
         means, hidden = self.means, self.hidden_size
-        of_norm, of_unit = (4, 6) if compiled else (8, 8)
         share = means.mixer_share
+        of_norm, of_unit = (4, 8) if compiled else (8, 8)
         mixed = max(means.attention_width / hidden, share)
         rows = self.experts.layer_share * self.experts.chosen if self.experts is not None else 0.0
-        return (
+        kept = (
             of_norm * (1 + share) * copies
             + 4 * (1 + self.key_value_share) * mixed
             + of_unit * means.kept_width / hidden
             + _KEPT_OF_EXPERTS * rows
         )
+        if compiled and tp == 1:
+            kept -= 2 + 4 * means.kept_width / hidden
+        return kept
+
+    @property
+    def bytes_again(self) -> float:
+        """Bytes for each token, layer and hidden unit that backward of compiled layers without TP
+        writes once more, in kernels that read what they come from anyway: outputs of the norm
+        before the MLP, and products of gate and up.
+        """
+        return 2 + 2 * self.means.kept_width / self.hidden_size
 
     def to_json(self) -> dict[str, Any]:
         """The "model" section of a profile, beside the model's name."""

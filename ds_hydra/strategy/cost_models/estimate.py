@@ -12,7 +12,7 @@ from ds_hydra.strategy.cost_models.analytic import Hardware, predict_latency, pr
 from ds_hydra.strategy.cost_models.decoder import read_decoder
 from ds_hydra.strategy.cost_models.flops import ModelFlops, describe_config, expert_parallel_schemes
 from ds_hydra.strategy.profiles.profile import (
-    ENGINE_ACTIVATIONS,
+    ENGINE_LAYERS,
     Profile,
     engine_states,
     expert_memory,
@@ -64,10 +64,6 @@ def estimate_from_config(
             "activation_bytes_per_token_per_layer_per_hidden": {
                 str(tp): shape.fused_activation_bytes(tp) for tp in {s.tp for s in schemes}
             },
-            ENGINE_ACTIVATIONS: {
-                "compiled": shape.activation_bytes(),
-                "eager": shape.activation_bytes(compiled=False),
-            },
             **engine_states(params, _ELEMENT_BYTES),
             **expert_memory(means.expert_params / means.params),
         },
@@ -75,6 +71,12 @@ def estimate_from_config(
         expert_skew=expert_skew,
         float8=float8,
     )
+    document[ENGINE_LAYERS] = {
+        "compiled_bytes": shape.activation_bytes(),
+        "compiled_bytes_of_tp": shape.activation_bytes(2),
+        "eager_bytes": shape.activation_bytes(compiled=False),
+        "compiled_ms": 1e3 * shape.hidden_size * shape.bytes_again / hardware.memory_rate,
+    }
     document["float8"] = "rowwise" if float8 else None
     document["tp_sequence_parallel"] = True
     document["model"]["flops"] = ModelFlops.of_decoder(decoder).to_json()
@@ -88,7 +90,8 @@ def estimate_from_config(
         f"{reached['attention']:.0%} in attention ({described.get('source', 'no source given')})",
         "MFU: those shares are a ceiling of it; left out are P2P between stages, imbalance of experts without ep, slow "
         "devices, contention and loading of data, so that a run has less",
-        f"memory: {shape.activation_bytes():.3g} bytes a token, layer and hidden unit, as compiled layers keep "
+        f"memory: {shape.activation_bytes():.3g} bytes a token, layer and hidden unit, as compiled layers "
+        f"keep, which write {shape.bytes_again:.3g} once more in backward "
         f"({shape.activation_bytes(compiled=False):.3g} without hydra.compile_layers), in other systems "
         f"{shape.kept_bytes:.3g} + 1.5 TP, of recomputed layers inputs in shards of TP groups, the engine's states, an "
         "eighth left free",

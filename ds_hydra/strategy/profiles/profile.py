@@ -186,6 +186,10 @@ class LatencyModel:
             constant_ms=self.constant_ms + more.constant_ms,
         )
 
+    def plus_linear(self, more_ms: float) -> LatencyModel:
+        """T with `more_ms` more for each token."""
+        return replace(self, linear_ms=self.linear_ms + more_ms)
+
     @property
     def on_nodes(self) -> LatencyModel:
         """T of gathered layers whose weights stay on the node."""
@@ -630,9 +634,10 @@ _TABLES = 2
 
 _STATES = "states"
 _ACTIVATIONS = "activation_bytes_per_token_per_layer_per_hidden"
-ENGINE_ACTIVATIONS = "engine_activation_bytes_per_token_per_layer_per_hidden"
-"""Key of the engine's A of App. B.1 beside that of the system that was measured: of "compiled" and
-of "eager" layers, with TP in shards of the sequence (docs/cost-model.md).
+ENGINE_LAYERS = "engine_layers"
+"""Key of the engine's layers in the profile of another system (docs/cost-model.md): A of App. B.1
+of compiled ones without TP and with it, whose ranks have shards of the sequence, and of eager ones;
+and the milliseconds beyond T for each token of what compiled ones without TP compute again.
 """
 _EAGER_BYTES_OF_TP = 0.1
 """Bytes that eager layers keep besides for each TP rank, of whole rotary embeddings."""
@@ -674,23 +679,32 @@ def has_published_states(profile: Profile) -> bool:
     return bool(profile.document["memory"].get(_STATES) == _PUBLISHED)
 
 
-def with_engine_memory(profile: Profile, *, compiled: bool = True) -> Profile:
-    """`profile` with the engine's bytes of states and activations, of layers that are `compiled` or
-    not, in place of those of other systems; as it is where they are the engine's already.
+def with_engine_layers(profile: Profile, *, compiled: bool = True) -> Profile:
+    """`profile` with the engine's layers, which are `compiled` or not, and its bytes of states in
+    place of another system's; as it is where they are the engine's already.
     """
-    memory = profile.document["memory"]
-    found: dict[str, Any] = {}
-    if ENGINE_ACTIVATIONS in memory:
-        known = read_object(memory, ENGINE_ACTIVATIONS)
-        own = read_number(known, "compiled" if compiled else "eager")
-        of_tp = 0.0 if compiled else _EAGER_BYTES_OF_TP
-        memory = {name: value for name, value in memory.items() if name != ENGINE_ACTIVATIONS}
-        found[_ACTIVATIONS] = {str(tp): own + of_tp * tp for tp in profile.memory.activation_bytes}
-    if has_published_states(profile):
-        found |= _engine_states(profile)
-    if not found:
+    document = dict(profile.document)
+    layers: Any = document.pop(ENGINE_LAYERS, None)
+    if layers is None and not has_published_states(profile):
         return profile
-    return Profile.from_json({**profile.document, "memory": {**memory, **found}})
+    memory = dict(document["memory"])
+    if has_published_states(profile):
+        memory |= _engine_states(profile)
+    if layers is not None:
+        of_tp = {tp: _layer_bytes(layers, tp, compiled) for tp in profile.memory.activation_bytes}
+        memory[_ACTIVATIONS] = {str(tp): size for tp, size in of_tp.items()}
+        again_ms = read_number(layers, "compiled_ms") * profile.memory.num_layers * compiled
+        document["schemes"] = [
+            {**s.to_json(), **t.plus_linear(again_ms / s.num_devices * (s.tp == 1)).to_json()}
+            for s, t in profile.latency.items()
+        ]
+    return Profile.from_json({**document, "memory": memory})
+
+
+def _layer_bytes(layers: Mapping[str, Any], tp: int, compiled: bool) -> float:
+    if compiled:
+        return read_number(layers, "compiled_bytes" if tp == 1 else "compiled_bytes_of_tp")
+    return read_number(layers, "eager_bytes") + _EAGER_BYTES_OF_TP * tp
 
 
 def _engine_states(profile: Profile) -> dict[str, Any]:
@@ -712,4 +726,4 @@ def _engine_states(profile: Profile) -> dict[str, Any]:
 
 def load_profile(name_or_path: str, *, compiled: bool = True) -> Profile:
     """The profile of that path, or the shipped one of that name, with the engine's memory."""
-    return with_engine_memory(Profile.load(find_profile(name_or_path)), compiled=compiled)
+    return with_engine_layers(Profile.load(find_profile(name_or_path)), compiled=compiled)
