@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -200,8 +200,6 @@ class Examination:
         self.findings.append(findings.check_communicators(keys, here, device))
         with monitor.step("speed of ranks"):
             self.findings.append(findings.check_speed_of_ranks(device))
-        with monitor.step("a point of a profile"):
-            self.findings += findings.check_profile_point(device, hardware)
         self._try_small_model(monitor, device)
 
     def _compare_ranks(self, device: torch.device, hosts: Hosts) -> None:
@@ -250,8 +248,18 @@ class Examination:
                 self.findings.append(check_hangs(model, propagator, monitor, left_s, name))
             propagator.close()
         overlap = ways[-1]
-        self.findings.append(check_halves(device, monitor, overlap=overlap))
-        self.findings.append(check_gathered(model, monitor, overlap=overlap))
+        with monitor.step("one process alone, bf16"):
+            halves = SmallModel(device, torch.bfloat16)
+        gathered = Strategy.alike(Scheme(tp=1, pp=1, gather=True), dist.get_world_size())
+        # Gathered twice: the first time nothing is posted beside computation
+        for tried, name, of in (
+            (halves, "bf16", strategies[:3]),
+            (model, "gathered", (gathered, gathered)),
+        ):
+            with monitor.step(f"connecting groups, {name}"):
+                propagator = open_propagator(tried, of, overlap=overlap)
+            self.findings.append(check_parity(tried, propagator, monitor, name, of))
+            propagator.close()
 
     def _left_s(self, max_over_ranks: Callable[[float], float]) -> float:
         gone = max_over_ranks(time.monotonic() - self.begin)
@@ -436,37 +444,6 @@ def open_propagator(
     )
     propagator.prepare(strategies)
     return propagator
-
-
-def check_halves(device: torch.device, monitor: HangMonitor, *, overlap: bool) -> Finding:
-    """Gradients in bf16, which the kernels that train compute, under data, tensor and pipeline
-    parallelism. Collective over all ranks.
-    """
-    with monitor.step("one process alone, bf16"):
-        model = SmallModel(device, torch.bfloat16)
-    return _check_apart(model, monitor, pick_strategies(dist.get_world_size())[:3], "bf16", overlap)
-
-
-def check_gathered(model: SmallModel, monitor: HangMonitor, *, overlap: bool) -> Finding:
-    """Gradients where layers are gathered for every pass. Collective over all ranks."""
-    gathered = Strategy.alike(Scheme(tp=1, pp=1, gather=True), dist.get_world_size())
-    # The first time nothing is posted beside computation
-    found = _check_apart(model, monitor, [gathered, gathered], "gathered", overlap)
-    return replace(found, check="gathered layers")
-
-
-def _check_apart(
-    model: SmallModel,
-    monitor: HangMonitor,
-    strategies: Sequence[Strategy],
-    name: str,
-    overlap: bool,
-) -> Finding:
-    with monitor.step(f"connecting groups, {name}"):
-        propagator = open_propagator(model, strategies, overlap=overlap)
-    found = check_parity(model, propagator, monitor, name, strategies)
-    propagator.close()
-    return found
 
 
 def check_parity(

@@ -206,7 +206,6 @@ class HydraEngine(CheckpointingEngine):
             model,
             activation_checkpointing=config.activation_checkpointing,
             compile_layers=config.compile_layers,
-            aux_loss=config.moe.aux_loss == "sequence",
             neftune_noise_alpha=config.neftune_noise_alpha,
             attention_kernel=config.attention,
             float8=config.float8,

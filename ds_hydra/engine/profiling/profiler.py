@@ -249,8 +249,7 @@ def measure_in_rounds(
     with Progress(total=total, desc="profiling", disable=not show_progress) as progress:
         for subject, micro_batch in warmed_up:
             progress.set_postfix_str(f"{subject} warm-up")
-            for _ in range(config.profiling.warmup):
-                measure_ms(subject, micro_batch)
+            measure_ms(subject, micro_batch)
             progress.update()
         for run in repeats:
             for subject, micro_batch in cases:

@@ -214,7 +214,7 @@ class Profile:
     """
     overlap_slowdown: float | None = None
     """Slowdown of computation and gradient synchronisation beside each other; None: not
-    measured.
+    known.
     """
     ranks_per_core: float = 1.0
     """Ranks that shared a core while it was measured (`sampler.schedule.ends_ms`)."""
