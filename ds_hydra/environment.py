@@ -46,6 +46,10 @@ _OVERLAP_FORBIDS = {
 _OLD_NAMES = {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF",)}
 
 
+_TASKS = "SLURM_STEP_TASKS_PER_NODE"
+"""Slurm's variable for the tasks of each node, such as "8(x4)"."""
+
+
 def _of_slurm(name: str) -> str | None:
     """Slurm's variable where plain srun has started this process, and neither torchrun nor
     DeepSpeed, which tell more.
@@ -61,17 +65,21 @@ def is_first_on_host() -> bool:
     return (_of_slurm("SLURM_LOCALID") or os.environ.get("LOCAL_RANK", "0")) == "0"
 
 
+def count_ranks_here(num_ranks: int) -> int:
+    """Ranks of this host, all `num_ranks` where no launcher says."""
+    launched = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    tasks = _of_slurm(_TASKS)
+    return int(launched or (tasks and re.findall(r"\d+", tasks)[0]) or num_ranks)
+
+
 def count_own_cores(num_ranks: int) -> int:
     """Cores for this process alone, 1 or more: those that it may use over the ranks of its host,
     `num_ranks` where no launcher says; all of them where Slurm gives each task its own.
     """
     cores = len(os.sched_getaffinity(0))
-    tasks = _of_slurm("SLURM_STEP_TASKS_PER_NODE")  # such as "8(x4)"
-    if tasks and cores < (os.cpu_count() or cores):
+    if _of_slurm(_TASKS) and cores < (os.cpu_count() or cores):
         return cores
-    launched = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    sharing = launched or (tasks and re.findall(r"\d+", tasks)[0]) or num_ranks
-    return max(1, cores // int(sharing))
+    return max(1, cores // count_ranks_here(num_ranks))
 
 
 def has_read(name: str) -> bool:

@@ -31,11 +31,11 @@ from ds_hydra.engine.profiling.profile_document import (
 from ds_hydra.engine.profiling.profiler import measure_profile
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.agreement import broadcast_text, check_alike, run_together
-from ds_hydra.engine.ranks.hosts import count_ranks_here
 from ds_hydra.engine.ranks.memory import available_bytes, naming_memory_limit
 from ds_hydra.engine.ranks.watchdog import watch
 from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker, StragglerFinder
 from ds_hydra.engine.telemetry.metrics import RunLog
+from ds_hydra.environment import count_ranks_here
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError, UnsupportedModelError
 from ds_hydra.progress import Progress
 from ds_hydra.records.metrics import IterationMetrics
@@ -138,7 +138,8 @@ class EngineCandidates:
         self._host: dict[str, float] = {}
         """Bytes of the host that each of its ranks may fill, where that is not the device."""
         if propagator.device.type != "cpu":
-            share = _HOST_SHARE * available_bytes() / count_ranks_here()
+            num_ranks = count_ranks_here(propagator.num_ranks)
+            share = _HOST_SHARE * available_bytes() / num_ranks
             if (least := -propagator.max_over_ranks(-share)) < math.inf:
                 self._host = {"host_bytes": least}
         self._num_link_groups = len(propagator.groups)
