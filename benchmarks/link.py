@@ -29,9 +29,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_hydra
 from ds_hydra.engine.model.meta_model import load_stage_model
+from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.transfer.session import RoundWindow
 from ds_hydra.engine.transfer.stage_weights import SlicePool, StageWeights
 from ds_hydra.strategy import Strategy
+from ds_hydra.strategy.schemes.placement import link_groups
 from ds_hydra.zero_link import LinkPlan, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
 from ds_hydra.zero_link.exchange import Link, RoundUnderWay
@@ -128,11 +130,24 @@ class Case:
         self.ranks_per_node = {"direct": None} | (
             {"node": ranks_per_node} if ranks_per_node else {}
         )
-        everyone = list(range(dist.get_world_size()))
-        groups = [dist.new_group(everyone) for _ in range(4)]
+        groups = GroupPool(None, self.device)
+        keys = link_groups(dist.get_world_size(), ranks_per_node)
+        groups.create(keys)
+        rank = dist.get_rank()
+        mine = {purpose: groups.get(purpose, ranks) for purpose, ranks in keys if rank in ranks}
         buffers = ExchangeBuffers(self.device)
-        self.pull_link = Link(groups[0], self.device, buffers=buffers, node_group=groups[1])
-        self.push_link = Link(groups[2], self.device, buffers=buffers, node_group=groups[3])
+        self.links = {
+            (routes, is_push): Link(
+                mine["push" if is_push else "pull"],
+                self.device,
+                buffers=buffers,
+                node_group=mine.get("push_node" if is_push else "pull_node")
+                if routes == "node"
+                else None,
+            )
+            for routes in self.ranks_per_node
+            for is_push in (False, True)
+        }
         self.pool = SlicePool(self.device)
         self.plans: dict[tuple, LinkPlan] = {}
 
@@ -153,26 +168,24 @@ class Case:
             dist.get_rank()
         ]
         slices = StageWeights(self.stage_model.specs, buckets, self.pool, self.shards_P[0].dtype)
-        plan = self.plan(strategy, routes, gradients=False)
+        plan, link = self.plan(strategy, routes, gradients=False), self.links[routes, False]
 
         def begin(index: int) -> RoundUnderWay:
-            return self.pull_link.begin_pull(
-                plan, index, self.shards_P, _bucket(slices.bucket_S, index)
-            )
+            return link.begin_pull(plan, index, self.shards_P, _bucket(slices.bucket_S, index))
 
-        with RoundWindow(begin, self.pull_link.abandon) as rounds:
+        with RoundWindow(begin, link.abandon) as rounds:
             for index in range(len(plan.rounds)):
                 rounds.post(index)
         return slices
 
     def push(self, strategy: Strategy, slices: StageWeights, routes: str = "direct") -> None:
-        plan = self.plan(strategy, routes, gradients=True)
+        plan, link = self.plan(strategy, routes, gradients=True), self.links[routes, True]
 
         def begin(index: int) -> RoundUnderWay:
             grads = _bucket(slices.grad_bucket_S, index)
-            return self.push_link.begin_push(plan, index, grads, self.grads_P)
+            return link.begin_push(plan, index, grads, self.grads_P)
 
-        with RoundWindow(begin, self.push_link.abandon) as rounds:
+        with RoundWindow(begin, link.abandon) as rounds:
             for index in reversed(range(len(plan.rounds))):
                 rounds.post(index)
 

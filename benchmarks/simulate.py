@@ -25,7 +25,7 @@ from benchmarks.simulate_tables import document, results
 from ds_hydra.lab.simulator.cases import Workload, list_cases, load_case
 from ds_hydra.lab.simulator.compare import compare
 from ds_hydra.lab.simulator.results import our_figure
-from ds_hydra.lab.simulator.sweep import with_spread
+from ds_hydra.lab.simulator.spread import with_spread
 from ds_hydra.lab.simulator.systems import Settings
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy.cost_models.cluster import find_cluster

@@ -9,6 +9,7 @@ import functools
 import importlib.metadata
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
 
@@ -43,6 +44,42 @@ _OVERLAP_FORBIDS = {
     "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
 }
 _OLD_NAMES = {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF",)}
+
+
+_TASKS = "SLURM_STEP_TASKS_PER_NODE"
+"""Slurm's variable for the tasks of each node, such as "8(x4)"."""
+
+
+def _of_slurm(name: str) -> str | None:
+    """Slurm's variable where plain srun has started this process, and neither torchrun nor
+    DeepSpeed, which tell more.
+    """
+    is_launched = "LOCAL_WORLD_SIZE" in os.environ or "LOCAL_SIZE" in os.environ
+    return None if is_launched else os.environ.get(name)
+
+
+def is_first_on_host() -> bool:
+    """Whether this process goes first among those of its host. Where srun gives each task a device
+    all of them may have LOCAL_RANK 0.
+    """
+    return (_of_slurm("SLURM_LOCALID") or os.environ.get("LOCAL_RANK", "0")) == "0"
+
+
+def count_ranks_here(num_ranks: int) -> int:
+    """Ranks of this host, all `num_ranks` where no launcher says."""
+    launched = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    tasks = _of_slurm(_TASKS)
+    return int(launched or (tasks and re.findall(r"\d+", tasks)[0]) or num_ranks)
+
+
+def count_own_cores(num_ranks: int) -> int:
+    """Cores for this process alone, 1 or more: those that it may use over the ranks of its host,
+    `num_ranks` where no launcher says; all of them where Slurm gives each task its own.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if _of_slurm(_TASKS) and cores < (os.cpu_count() or cores):
+        return cores
+    return max(1, cores // count_ranks_here(num_ranks))
 
 
 def has_read(name: str) -> bool:

@@ -33,7 +33,6 @@ from transformers.integrations import HfDeepSpeedConfig
 import ds_hydra
 from ds_hydra.configs import load_model_preset, read_ds_config
 from ds_hydra.progress import Progress
-from ds_hydra.report.run_report import summarize_run
 
 TINY = {
     "model_type": "llama",
@@ -241,6 +240,9 @@ def train(
             progress.update()
     engine.destroy()
     if is_first_rank:
+        # Only one rank pays for matplotlib
+        from ds_hydra.report import summarize_run
+
         print(summarize_run(args.run_dir))
         print(f"run folder: {args.run_dir}")
     dist.barrier()

@@ -90,7 +90,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("profile.json", "hist.json", "strategies.json", "hardware.json", "model.json"),
         (
             f"--profile profile.json --histogram hist.json {_TRY} --iterations 1 --systems two_stage --no-spread "
-            "--strategies strategies.json --hardware hardware.json --out out.json --timeline line.json --json",
+            "--strategies strategies.json --hardware hardware.json --out out.json --json",
             f"--model model.json --hardware hardware.json --histogram hist.json {_TRY} --iterations 1 "
             "--systems megatron --no-spread --json",
         ),
@@ -113,7 +113,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "--profile profile.json --hardware hardware.json --devices 4 --memory-gb 80 --max-batch 4 --json",
         ),
     ),
-    "report": (("run",), ("run --perfetto --json", "run/trace.jsonl --json")),
+    "report": (("run",), ("run --perfetto --json",)),
     "fit": (("points.json",), ("--points points.json --out out.json --json",)),
     "lengths": (
         ("data.jsonl", "tokenizer.json"),

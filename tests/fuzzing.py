@@ -94,7 +94,7 @@ def read_strategy(text: Any) -> None:
         strategy.place()
 
 
-HYDRA = {"context_length": 4096, "tokens_per_iteration": 65536, "planner": {"lookahead": 2}}
+HYDRA = {"context_length": 4096, "tokens_per_iteration": 65536, "planner": {"num_workers": 2}}
 
 
 def targets(folder: Path) -> dict[str, tuple[Callable[[Any], None], Any]]:

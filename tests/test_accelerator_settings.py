@@ -22,7 +22,13 @@ from ds_hydra.engine.propagation import Propagator, Task
 from ds_hydra.engine.ranks import memory, process
 from ds_hydra.engine.ranks.process import can_overlap, overlap_where_safe
 from ds_hydra.engine.telemetry.trace import Recorder
-from ds_hydra.environment import WANTED, missing_for_overlap, set_accelerator_environment
+from ds_hydra.environment import (
+    WANTED,
+    count_own_cores,
+    is_first_on_host,
+    missing_for_overlap,
+    set_accelerator_environment,
+)
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.schemes.scheme import Strategy
 
@@ -284,3 +290,32 @@ def test_packages_of_other_versions_are_told(monkeypatch, caplog):
     monkeypatch.setenv("RANK", "0")
     settings.warn_of_versions()
     assert "numpy 1.25.0 (wanted: >=1.26)" in caplog.messages[0]
+
+
+TORCHRUN = {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}
+SRUN = {"SLURM_LOCALID": "3", "SLURM_STEP_TASKS_PER_NODE": "8(x4)", "LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("launched", "num_cores", "is_first", "own"),
+    [
+        ({}, 64, True, 2),  # no launcher says more than that there are 32 ranks
+        (TORCHRUN, 64, False, 8),
+        (SRUN, 64, False, 8),  # nobody is bound
+        (SRUN, 12, False, 12),  # each task has its own
+        ({**SRUN, "SLURM_LOCALID": "0"}, 12, True, 12),
+        ({**SRUN, **TORCHRUN, "SLURM_LOCALID": "0"}, 64, False, 8),  # one torchrun on each node
+        ({**SRUN, **TORCHRUN, "LOCAL_RANK": "0"}, 4, True, 1),
+    ],
+)
+def test_places_and_cores_of_a_host_are_those_of_the_launcher(
+    monkeypatch, launched, num_cores, is_first, own
+):
+    for name in {*SRUN, *TORCHRUN, "LOCAL_SIZE"}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(num_cores))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert is_first_on_host() == is_first
+    assert count_own_cores(num_ranks=32) == own

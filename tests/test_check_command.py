@@ -468,7 +468,7 @@ def test_what_could_not_be_judged_is_said_and_init_names_the_command_that_judges
 @pytest.mark.slow
 def test_the_longest_context_that_is_advised_is_accepted(tmp_path):
     request = ("init", "--model", "qwen3_8b", "--hardware", "h100", "--devices", 8, "--context")
-    (advised,) = re.findall(r"lower the context to (\d+)", refused(*request, 1 << 20))
-    # Layers that run again, and logits of some tokens at a time
-    assert int(advised) > 870_000
+    (advised,) = re.findall(r"lower the context to (\d+)", refused(*request, 1 << 24))
+    # Layers that run again, and keep on the host what they need; logits of some tokens at a time
+    assert int(advised) > 1 << 20
     accepted(*request, advised, "--out", tmp_path / "ds_config.json")

@@ -74,7 +74,6 @@ def test_a_full_section_round_trips_through_json():
         "run_dir": "runs/1",
         "save_plans": False,
         "planner": {
-            "lookahead": 2,
             "num_workers": 0,
             "solver": "highs",
         },
@@ -131,8 +130,8 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
     ("changes", "message"),
     [
         ({"context_lenght": 1}, "hydra.context_lenght is not a key; did you mean hydra.context_length?"),
-        ({"planner": {"lookahed": 2}}, "hydra.planner.lookahed is not a key; did you mean hydra.planner.lookahead?"),
-        ({"lookahead": 2}, "hydra.lookahead is not a key here; write hydra.planner.lookahead"),
+        ({"planner": {"solvr": 2}}, "hydra.planner.solvr is not a key; did you mean hydra.planner.solver?"),
+        ({"num_workers": 2}, "hydra.num_workers is not a key here; write hydra.planner.num_workers"),
         ({"profiling": {"zzz": 2}}, "hydra.profiling.zzz is not a key; hydra.profiling has lengths, repeats"),
         ({"seed": -1}, "hydra.seed is -1: it should be greater than or equal to 0"),
         ({"context_length": 1}, "hydra.context_length is 1: it should be greater than or equal to 2"),
@@ -158,7 +157,7 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
         ({"float8_exclude": "gate"}, 'hydra.float8_exclude is "gate": write a list: ["gate"]'),
         ({"seed": "auto"}, 'hydra.seed is "auto", which the Trainer fills in for DeepSpeed\'s keys only'),
         ({"tokenizer": "auto"}, 'hydra.tokenizer is "auto"'),
-        ({"planner": {"lookahead": "auto"}}, 'hydra.planner.lookahead is "auto", which the Trainer'),
+        ({"planner": {"num_workers": "auto"}}, 'hydra.planner.num_workers is "auto", which the Trainer'),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_named_with_its_key_and_what_is_wanted(changes, message):
@@ -166,9 +165,9 @@ def test_a_wrong_value_is_named_with_its_key_and_what_is_wanted(changes, message
 
 
 def test_all_problems_are_listed():
-    text = section_problem(seed=-1, shufle=True, planner={"solver": "auto", "lookahead": 0})
+    text = section_problem(seed=-1, shufle=True, planner={"solver": "auto", "num_workers": -1})
     assert text.startswith('the "hydra" section has 4 problems:\n')
-    for key in ("hydra.seed", "hydra.shufle", "hydra.planner.solver", "hydra.planner.lookahead"):
+    for key in ("hydra.seed", "hydra.shufle", "hydra.planner.solver", "hydra.planner.num_workers"):
         assert f"\n  {key} is " in text
 
 

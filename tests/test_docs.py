@@ -380,7 +380,7 @@ def test_the_example_of_a_simulation_has_columns_and_systems_of_the_command():
             }
         ],
     }  # fmt: skip
-    printed = describe_simulation([document], {}).splitlines()
+    printed = describe_simulation(document).splitlines()
     header = next(line for line in printed if "iteration, ms" in line)
     for name in names:
         assert name in header, name

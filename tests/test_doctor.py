@@ -17,6 +17,7 @@ from distributed import run_distributed
 from ds_hydra.doctor import examination, findings
 from ds_hydra.doctor.examination import Examination, Request, describe
 from ds_hydra.doctor.findings import REPORT_SCHEMA, Finding, Report, Status
+from ds_hydra.engine.parallel import groups as groups_of_engine
 from ds_hydra.engine.parallel import tensor_parallel
 from ds_hydra.engine.profiling import profile_run
 from ds_hydra.errors import HydraConfigError
@@ -24,7 +25,7 @@ from ds_hydra.strategy.cost_models.analytic import Hardware
 
 CHECKS = {
     "ranks", "versions", "attention", "planner", "shared memory", "open files", "host", "all-reduce",
-    "links inside a host", "speed of ranks", "profile point", "memory", "gradients", "hangs", "gathered layers",
+    "all-to-all", "communicators", "links inside a host", "speed of ranks", "gradients", "hangs",
 }  # fmt: skip
 
 
@@ -59,16 +60,15 @@ def test_ranks_that_are_well_and_sums_that_are_missing():
     assert set(found) == CHECKS
     assert found["hangs"]["figures"]["iterations"] > 3
     gradients = [f for f in well["findings"] if f["check"] == "gradients"]
-    assert [len(f["figures"]["errors"]) for f in gradients] == [5, 5, 3]
-    assert all(e <= 1e-5 for f in gradients[:2] for e in f["figures"]["errors"].values())
+    assert [len(f["figures"]["errors"]) for f in gradients] == [5, 5, 3, 2]
+    assert all(
+        e <= 1e-5 for f in (*gradients[:2], gradients[3]) for e in f["figures"]["errors"].values()
+    )
     in_bf16 = gradients[2]["figures"]["errors"].values()
     assert all(1e-4 < e < 5e-2 for e in in_bf16), in_bf16  # half of what is allowed
-    assert list(found["gathered layers"]["figures"]["errors"]) == [
-        "2x<1,1;gather>",
-        "2x<1,1;gather>, again",
-    ]
+    assert list(gradients[3]["figures"]["errors"]) == ["2x<1,1;gather>", "2x<1,1;gather>, again"]
     assert not wrong["is_well"]
-    bad = [f for f in wrong["findings"] if f["check"] == "gradients"]
+    bad = [f for f in wrong["findings"] if f["check"] == "gradients"][:3]
     assert all(f["status"] == "problem" and "wrong: 1x<2,1>" in f["text"] for f in bad)
     assert all(f["advice"] for f in bad)
 
@@ -213,6 +213,45 @@ def test_slow_links_are_told(rate, status):
     assert finding.status is status
     assert "rank 2 to 3" in finding.text
     assert bool(finding.advice) == (status is Status.WARNING)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "status"), [({4: 2, 8: 1.0, 16: 0.5, 24: 0.6}, "warning"), ({}, "ok")]
+)
+def test_blocks_by_which_all_to_alls_are_faster_are_told(monkeypatch, seconds, status):
+    """As pulls have them, on communicators of 4 to 24 thread blocks."""
+    made = []
+    times = iter([1e-3 * seconds.get(blocks, 1.0) for blocks in (4, 8, 16, 24)])
+    groups = types.SimpleNamespace(create=made.extend, get=lambda *_: None)
+    monkeypatch.setattr(findings.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(findings, "_median_s", lambda *_: next(times))
+    monkeypatch.setattr(findings.torch, "ones", lambda n, device: torch.zeros(n))
+    hardware = Hardware.load("h100")
+    hosts = types.SimpleNamespace(names=("a",), of_rank=(0, 0, 0, 0))
+    found = findings.check_all_to_all(torch.device("cuda"), hosts, hardware, groups)
+    assert [most for purpose, _ in made for most in (groups_of_engine._MOST_CTAS[purpose],)] == [
+        4,
+        8,
+        16,
+        24,
+    ]
+    assert found.status.value == status or not seconds
+    assert ("NCCL_MAX_CTAS=16" in found.advice) == bool(seconds)
+    assert "by 16" in found.text
+
+
+def test_communicators_are_counted_beside_the_objects_of_a_node(monkeypatch):
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    keys = [(f"purpose {i}", range(8)) for i in range(65)]
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    found = findings.check_communicators(keys, 8, cuda)
+    assert found.status is Status.WARNING
+    assert found.figures == {"multicast_objects": 130, "communicators": 65}
+    assert "NCCL_NVLS_ENABLE=0" in found.advice
+    assert findings.check_communicators(keys[1:], 8, cuda).status is Status.OK
+    assert findings.check_communicators(keys, 8, cpu).status is Status.OK
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    assert findings.check_communicators(keys, 8, cuda).status is Status.OK
 
 
 def test_table_says_what_to_do():

@@ -244,9 +244,9 @@ def test_ranks_may_have_other_places_of_files_and_a_key_of_a_section_is_named():
 
     first = values("/node0/saved", num_workers=4)
     assert values("/node1/saved", num_workers=2) == first
-    second = values(None, lookahead=7)
+    second = values(None, solver="none")
     differing = {key for key in first if first[key] != second[key]}
-    assert differing == {"hydra.faults.save_on_sigterm", "hydra.planner.lookahead"}
+    assert differing == {"hydra.faults.save_on_sigterm", "hydra.planner.solver"}
 
 
 def test_what_only_one_rank_shows_may_differ():

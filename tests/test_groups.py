@@ -28,10 +28,13 @@ from ds_hydra.strategy.schemes.placement import (
     LINK_GROUPS,
     MAX_GROUPS_OF_RANK,
     Role,
+    communicators,
     count_groups,
     groups_of,
     groups_of_all,
+    link_groups,
     most_groups_of_rank,
+    most_multicast_objects,
 )
 
 EVERYONE = range(4)
@@ -45,7 +48,8 @@ KEYS = [
 def test_groups_are_counted_by_purpose_and_for_the_rank_that_asks():
     text = describe_groups(KEYS, rank=1, is_nccl=False)
     assert (
-        text == "5 process groups (1 pull, 1 push, 1 pp_down, 1 pp_up, 1 tp), 3 of them on rank 1"
+        text
+        == "5 process groups (1 pull, 1 push, 1 pp_down, 1 pp_up, 1 stage), 3 of them on rank 1"
     )
 
 
@@ -176,20 +180,26 @@ def test_groups_that_share_no_rank_are_made_together():
         assert len({purpose for purpose, _ in own}) == 1
 
 
-def make_many_groups(is_split):
+MANY = ("1x<2,1> + 1x<1,2>", "1x<sp2,2,1>", "1x<4,1>", "1x<sp4,1>")
+
+
+def make_many_groups(is_split, fails_at=0):
     """Sums of the ranks of each group, made one by one or by splits, of which torch has none for
-    gloo: in their place all groups of a split are made, and each rank gets its own.
+    gloo: in their place all groups of a split are made, and each rank gets its own. Split
+    `fails_at` fails on rank 1.
     """
     num_splits = 0
 
-    def split_group(*, split_ranks, timeout, pg_options):
+    def split_group(parent, split_ranks, *, timeout, pg_options):
         nonlocal num_splits
         num_splits += 1
         found = [dist.new_group(ranks, timeout=timeout) for ranks in split_ranks]
+        if num_splits == fails_at and dist.get_rank() == 1:
+            raise RuntimeError("no split")
         mine = [g for g, ranks in zip(found, split_ranks, strict=True) if dist.get_rank() in ranks]
         return mine[0] if mine else None
 
-    strategies = [Strategy.parse(text) for text in ("1x<2,1> + 1x<1,2>", "1x<sp2,2,1>", "1x<4,1>")]
+    strategies = [Strategy.parse(text) for text in MANY]
     with (
         mock.patch.object(groups, "_FEW_GROUPS", 1),
         mock.patch.object(groups, "_can_split", return_value=is_split),
@@ -213,6 +223,50 @@ def test_split_or_not_each_rank_has_its_groups(is_split):
         assert sums
         assert all(value == sum(ranks) for (_, ranks), value in sums.items())
         assert 1 < num_splits < num_groups if is_split else num_splits == 0
+
+
+@pytest.mark.distributed
+def test_where_a_split_fails_on_one_rank_all_make_groups_one_by_one():
+    for sums, num_splits, num_groups in run_distributed(make_many_groups, 4, True, 2):
+        assert sums
+        assert all(value == sum(ranks) for (_, ranks), value in sums.items())
+        assert num_splits == 2
+        assert num_groups == len(communicators(groups_of_all(map(Strategy.parse, MANY))))
+
+
+@pytest.mark.parametrize("num_devices", [8, 32])
+def test_groups_inside_of_stages_share_communicators_and_none_of_a_strategy_is_shared(num_devices):
+    texts = [
+        f"{num_devices // (n * m)}x<{scheme}>"
+        for n in (1, 2, 4)
+        for m in (1, 2)
+        for scheme in (
+            f"{n},{m}",
+            f"sp{n},{m}" if n > 1 else f"1,{m}",
+            f"cp{n},{m},1" if n * m > 3 else f"{n},{m}",
+        )
+        if f"cp{n},{m},1" != "cp4,1,1"
+    ]
+    strategies = [Strategy.parse(text) for text in (*texts, "1x<sp2,2,1;ep=4>", "1x<sp2,cp2,2,1>")]
+    for strategy in strategies:
+        keys = groups_of(strategy)
+        assert len(communicators(keys)) == len(keys), str(strategy)
+    keys = groups_of_all(strategies)
+    assert len(communicators(keys)) < 0.8 * len(keys) == 0.8 * count_groups(strategies)
+    assert most_multicast_objects(keys, 8) <= 2 * len(communicators(keys))
+
+
+def test_multicast_objects_are_counted_on_the_node_that_has_most():
+    keys = [("tp", range(2)), ("sp", range(2)), ("pull", range(16)), ("tp", range(0, 16, 8))]
+    assert most_multicast_objects(keys, 8) == 4  # one of two ranks, and pull
+    assert most_multicast_objects([("pull_node", range(8)), ("pull_node", range(8, 16))], 8) == 2
+
+
+def test_second_hops_of_the_link_have_groups_of_nodes():
+    assert link_groups(4, None) == [("pull", range(4)), ("push", range(4))]
+    nodes = [range(0, 2), range(2, 4), range(4, 5)]
+    of_nodes = [(purpose, node) for purpose in ("pull_node", "push_node") for node in nodes]
+    assert link_groups(5, 2) == [("pull", range(5)), ("push", range(5)), *of_nodes]
 
 
 def test_few_groups_are_not_split(made):

@@ -42,7 +42,7 @@ def plan_of(iteration, corrections=NO_CORRECTIONS):
 
 
 def make_tracker(state=None, *, profile=PROFILE, strategies=STRATEGIES, **changes):
-    planner = PlannerConfig(**{"lookahead": 3} | changes)
+    planner = PlannerConfig(**changes)
     return LatencyTracker(profile, strategies, planner, PlannerSettings(), StragglerFinder(), state)
 
 
@@ -121,12 +121,12 @@ def test_a_scheme_whose_time_is_constant_is_learned():
 def test_corrections_hold_from_the_first_iteration_that_is_not_planned_yet():
     tracker = make_tracker()
     used, warnings = train(tracker, range(24))
-    # Three are always planned ahead, and the first iteration of a run tells nothing.
-    assert used[:4] == [NO_CORRECTIONS] * 4
-    assert all(used[i] != used[i - 1] for i in range(4, 24))
+    # Four are always planned ahead, and the first iteration of a run tells nothing.
+    assert used[:5] == [NO_CORRECTIONS] * 5
+    assert all(used[i] != used[i - 1] for i in range(5, 24))
     assert plan_of(23, used[23]).makespan_ms == pytest.approx(2 * plan_of(23).makespan_ms, rel=0.03)
     assert not any(warnings)
-    assert len(tracker._schedule) <= 4
+    assert len(tracker._schedule) <= 5
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 8])
@@ -203,7 +203,7 @@ def test_the_keys_are_checked():
 
 
 def train_and_resume(folder):
-    """Ten iterations, and two of them again from a checkpoint."""
+    """Twelve iterations, and four of them again from a checkpoint."""
     folder = Path(folder)
     if dist.get_rank() == 0:  # a profile that is 1,000 times too fast
         document = small_profile(6_000_000, num_layers=4)
@@ -221,19 +221,19 @@ def train_and_resume(folder):
             "strategies": ["4x<1,1>", "1x<2,1> + 2x<1,1>", "2x<2,1>"],
             "tokens_per_iteration": 150,
             "run_dir": str(folder / run_dir),
-            "planner": {"refit": "plan", "lookahead": 2, "num_workers": 1},
+            "planner": {"refit": "plan", "num_workers": 1},
         }
         return start_hydra(tiny("llama"), hydra=hydra, training_data=data)
 
     engine = start("run")
     losses = [float(engine.train_batch()) for _ in range(4)]
     engine.save_checkpoint(str(folder))
-    losses += [float(engine.train_batch()) for _ in range(6)]
+    losses += [float(engine.train_batch()) for _ in range(8)]
     metrics = engine.last_metrics
     engine.destroy()
     resumed = start("resumed")
     resumed.load_checkpoint(str(folder))
-    rest = [float(resumed.train_batch()) for _ in range(2)]
+    rest = [float(resumed.train_batch()) for _ in range(4)]
     resumed.destroy()
     return losses, rest, [p.prediction_error for p in metrics.pipelines]
 
@@ -244,16 +244,16 @@ def test_an_engine_corrects_its_plans_and_repeats_them_after_a_resume(tmp_path):
     results = run_distributed(train_and_resume, 4, str(tmp_path))
     losses, rest, _ = results[0]
     assert all(result == results[0] for result in results)
-    assert rest == losses[4:6]
+    assert rest == losses[4:8]
 
     def logged(run, iteration):
         path = tmp_path / run / f"plans/iteration_{iteration:06d}.json"
         return IterationPlan.from_json(json.loads(path.read_text()))
 
-    # Corrected after iteration 2 for 4, after 3 for 5: both from the checkpoint.
-    assert [logged("resumed", i) for i in (4, 5)] == [logged("run", i) for i in (4, 5)]
-    assert logged("run", 2).makespan_ms < 0.1 < 1 < logged("run", 3).makespan_ms
-    assert logged("run", 4).makespan_ms != logged("run", 6).makespan_ms
+    # Corrected after iteration 1 for 5, after 3 for 7: from the checkpoint.
+    assert [logged("resumed", i) for i in range(4, 8)] == [logged("run", i) for i in range(4, 8)]
+    assert logged("run", 4).makespan_ms < 0.1 < 1 < logged("run", 5).makespan_ms
+    assert logged("run", 6).makespan_ms != logged("run", 8).makespan_ms
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert all(p["prediction_error"] > 10 for p in lines[0]["pipelines"] if p["num_micro_batches"])
     for pipeline in lines[-1]["pipelines"]:

@@ -146,3 +146,15 @@ def test_the_readme_names_every_file():
     text = (LAUNCH / "README.md").read_text()
     for path in LAUNCH.iterdir():
         assert path.name == "README.md" or f"`{path.name}`" in text
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_ranks_have_cores_of_their_own_where_the_launcher_can_give_them(script):
+    text = script.read_text()
+    options = {"torchrun": "--numa-binding=node", "deepspeed": "--bind_cores_to_rank"}
+    started = [
+        name for name in options if re.search(rf"^(srun .*|exec .*|.*\(){name} ", text, re.M)
+    ]
+    assert started
+    assert all(options[name] in text for name in started)
+    assert "command -v numactl" in text

@@ -95,13 +95,29 @@ class Case:
         return shards_of(self.specs, sums, self.num_ranks)[self.rank]
 
 
-def links(dtype=torch.float32):
-    everyone = list(range(dist.get_world_size()))
-    groups = [dist.new_group(everyone) for _ in range(4)]
-    cpu = torch.device("cpu")
-    return Link(groups[0], cpu, node_group=groups[1]), Link(
-        groups[2], cpu, dtype, node_group=groups[3]
-    )
+def group_of_node(ranks_per_node):
+    """This rank's node of that many ranks, of which the last one may have fewer; None without."""
+    if ranks_per_node is None:
+        return None
+    found, everyone = None, range(dist.get_world_size())
+    for begin in everyone[::ranks_per_node]:
+        node = everyone[begin : begin + ranks_per_node]
+        group = dist.new_group(list(node))  # of all nodes, on all ranks
+        found = group if dist.get_rank() in node else found
+    return found
+
+
+def links(dtype=torch.float32, **more):
+    """(pull, push) by the number of ranks of a node."""
+    cpu, found = torch.device("cpu"), {}
+    for ranks_per_node in (None, 2, 3):
+        groups = [dist.new_group(list(range(dist.get_world_size()))) for _ in range(2)]
+        nodes = [group_of_node(ranks_per_node) for _ in range(2)]
+        found[ranks_per_node] = (
+            Link(groups[0], cpu, node_group=nodes[0], **more),
+            Link(groups[1], cpu, dtype, node_group=nodes[1], **more),
+        )
+    return found
 
 
 def pull(link, plan, shards_P, bucket_S):
@@ -131,11 +147,12 @@ def check_all_routes(hidden, single_numel, fused):
     from ds_hydra.zero_link import buffers, layout
 
     layout.SINGLE_NUMEL = buffers.SINGLE_NUMEL = single_numel
-    pull_link, push_link = links()
+    by_node = links()
     specs = decoder_specs(hidden, NUM_LAYERS, tied=hidden > 2, frozen=hidden > 2, fused=fused)
     for text in STRATEGIES:
         case = Case(specs, text, torch.bfloat16)
         for routes in ROUTES:
+            pull_link, push_link = by_node[routes.get("ranks_per_node")]
             slices = case.empty_slices()
             pull(pull_link, case.plan(**routes), case.shards_P, slices)
             torch.testing.assert_close(
@@ -175,20 +192,16 @@ def count_all_to_alls(run, *arguments):
 
 def check_packed_rounds():
     """One all-to-all for each hop of a round: the same bits as messages, in slices and sums."""
-    group, node_group = (dist.new_group(list(range(dist.get_world_size()))) for _ in range(2))
-    cpu = torch.device("cpu")
     num_classes = set()
     for fused, gradient_dtype in ((False, torch.float32), (True, torch.bfloat16)):
-        messages, packed = (
-            Link(group, cpu, gradient_dtype, node_group=node_group, packs=packs)
-            for packs in (False, True)
-        )
+        ways = [links(gradient_dtype, packs=packs) for packs in (False, True)]
         specs = decoder_specs(5, NUM_LAYERS, tied=True, frozen=True, fused=fused)
         for text, routes in itertools.product(STRATEGIES, ROUTES):
+            (_, messages), (pulls, packed) = (way[routes.get("ranks_per_node")] for way in ways)
             case = Case(specs, text, torch.bfloat16)
             pull_plan, push_plan = case.plan(**routes), case.plan(gradients=True, **routes)
             slices, results = case.empty_slices(), []
-            calls = count_all_to_alls(pull, packed, pull_plan, case.shards_P, slices)
+            calls = count_all_to_alls(pull, pulls, pull_plan, case.shards_P, slices)
             assert calls == sum(len(round_.hops) for round_ in pull_plan.rounds)
             torch.testing.assert_close(slices, case.expected_slices(), rtol=0, atol=0, msg=text)
             for link in (messages, packed, packed):
@@ -216,10 +229,11 @@ def test_packed_rounds_give_the_same_bits():
 
 def check_interleavings():
     """Ranks begin and finish rounds at different times; the order of each is the same on all."""
-    pull_link, push_link = links()
+    by_node = links()
     case = Case(decoder_specs(5, NUM_LAYERS, tied=True), "1x<1,2> + 2x<1,1>")
     window = 1 + case.rank
     for routes in ROUTES:
+        pull_link, push_link = by_node[routes.get("ranks_per_node")]
         slices, grads_P = case.empty_slices(), case.empty_shards()
         plan = case.plan(**routes)
         order = range(len(plan.rounds))
@@ -235,13 +249,15 @@ def check_interleavings():
 
         run(
             order,
-            lambda i, p=plan, s=slices: pull_link.begin_pull(p, i, case.shards_P, bucket_of(s, i)),
+            lambda i, p=plan, s=slices, link=pull_link: link.begin_pull(
+                p, i, case.shards_P, bucket_of(s, i)
+            ),
         )
         torch.testing.assert_close(slices, case.expected_slices(), rtol=0, atol=0)
         push_plan, grads = case.plan(gradients=True, **routes), case.gradients()
         run(
             reversed(order),
-            lambda i, p=push_plan, g=grads, t=grads_P: push_link.begin_push(
+            lambda i, p=push_plan, g=grads, t=grads_P, link=push_link: link.begin_push(
                 p, i, bucket_of(g, i), t
             ),
         )
@@ -257,7 +273,7 @@ def test_ranks_may_keep_different_numbers_of_rounds_under_way():
 
 
 def check_independent_rounds_run_alone():
-    pull_link, _ = links()
+    pull_link, _ = links()[2]
     case = Case(decoder_specs(5, NUM_LAYERS, tied=True), "1x<1,2> + 2x<1,1>")
     plan = case.plan(ranks_per_node=2, independent_rounds=True)
     slices = case.empty_slices()

@@ -18,7 +18,7 @@ import pytest
 import transformers
 from distributed import wait_until
 
-from benchmarks.one_gpu import ceilings, page, prepare, ranks, run
+from benchmarks.one_gpu import ceilings, launches, page, prepare, ranks, run
 from benchmarks.one_gpu.trim_fatbin import MAGIC, trim
 from ds_hydra.environment import WANTED
 
@@ -156,8 +156,60 @@ def test_the_page_shows_what_was_measured_and_what_is_wrong():
     assert "| times | skipped |" in text
 
 
+def test_answered_questions_are_left_out_until_their_files_change(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    file = tmp_path / "rests.py"
+    file.write_text("1")
+    told = '{"case": "sum", "found": 2, "wanted": "2", "is_well": true}'
+    step = run.Step(
+        name="asks", arguments=("-c", f"print('{told}')"), limit_s=30, rests_on=("*.py",)
+    )
+    other = run.Step(name="asks anew", arguments=step.arguments, limit_s=30)
+
+    def ask(answered):
+        folder = tmp_path / "out"
+        folder.mkdir(exist_ok=True)
+        one = run.Run(folder, has_gpu=True, seconds=60, site=None, nccl="", answered=answered)
+        one._run_lane((step, other), time.monotonic() + 60, ())
+        return read(folder), run.read_answers(folder / "results.jsonl")
+
+    records, answered = ask({})
+    assert [r["step"] for r in records if r.get("end") == "ended"] == ["asks", "asks anew"]
+    assert answered == {"asks": step.digest()}
+    records, _ = ask(answered)
+    assert [r["step"] for r in records if "skipped" in r] == ["asks"]
+    file.write_text("2")
+    records, _ = ask(answered)
+    assert not [r for r in records if "skipped" in r]
+    assert run.read_answers(run.ANSWERS) == {}  # lines of earlier runs have no digests
+
+
+def test_calls_of_half_an_hour_fit_and_faults_come_first():
+    assert [steps[0].name for steps in run.CALLS] == ["soak of 4 ranks", "launches", "growth"]
+    names = [step.name for steps in run.CALLS for step in steps]
+    assert len(names) == len(set(names))
+    for steps in run.CALLS:
+        assert sum(step.limit_s for step in steps) <= 1.15 * run.MOST_S
+    ends = [
+        lane for _, lanes in run.STEPS[:-1] for lane in lanes for s in lane if "memory" in s.name
+    ]
+    assert not ends  # what measures memory runs alone
+    for step in (s for _, lanes in run.STEPS for lane in lanes for s in lane):
+        assert all([*run.ROOT.glob(text)] for text in step.rests_on), step.name
+
+
+def test_phases_that_launches_marks_are_there(monkeypatch):
+    """It wraps methods of the engine and of ZeRO-3 by their names."""
+    marked = []
+    monkeypatch.setattr(launches, "mark", lambda owner, name, _: marked.append((owner, name)))
+    launches.mark_phases(None)
+    assert all(hasattr(owner, name) for owner, name in marked)
+    assert len(marked) > 15
+
+
 def test_modules_of_all_steps_can_be_imported():
     steps = [s for _, lanes in run.STEPS for lane in lanes for s in lane]
+    steps += [s for call in run.CALLS for s in call]
     for first, second in {step.arguments[:2] for step in steps}:
         if first == "-m":
             assert callable(importlib.import_module(second).main)

@@ -207,7 +207,8 @@ def test_ready_configs_fit_the_devices_they_name(name):
     assert report.problems == []
     assert any("was measured with Hetu" in line for line in report.assumed)
     longest = max(row["max_len_tokens"] for row in report.schemes)
-    assert longest >= report.context_length
+    others_fit = any("others of the full space do" in text for text in report.assumed)
+    assert longest >= report.context_length or others_fit
     fitting = [row for row in report.schemes if row["max_len_tokens"] > 0]
     assert all(row["total_bytes"] <= report.memory_bytes for row in fitting)
     assert report.memory_bytes < 75 << 30  # of 79: the rest is contexts, communicators and margin

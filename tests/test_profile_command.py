@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 from types import SimpleNamespace
 from unittest import mock
@@ -51,7 +52,7 @@ def request_for(model, *, context=64, repeats=2, topology=None, tp=None, pp=None
         {
             "context_length": context,
             "tokens_per_iteration": context,
-            "profiling": {"lengths": [8, 32, 64], "repeats": repeats, "warmup": 0},
+            "profiling": {"lengths": [8, 32, 64], "repeats": repeats},
             **hydra,
         }
     )
@@ -64,16 +65,20 @@ class Interrupted(Exception):
 
 @contextlib.contextmanager
 def counting(stop_after=None):
-    """Notes what is timed, and fails after `stop_after` of it, as a killed run would."""
-    seen, original = [], profiler.measure_stage_ms
+    """Notes the cases that are measured, and fails after `stop_after`, as a killed run would."""
+    seen, original = [], Measurements.get
 
-    def counted(propagator, strategy, length):
-        if stop_after is not None and len(seen) == stop_after:
-            raise Interrupted
-        seen.append((str(strategy), length))
-        return original(propagator, strategy, length)
+    def counted(self, name, measure):
+        def noted():
+            if re.search(r" tokens, run \d+$| bytes per token$", name):
+                if stop_after is not None and len(seen) == stop_after:
+                    raise Interrupted
+                seen.append(name)
+            return measure()
 
-    with mock.patch.object(profiler, "measure_stage_ms", counted):
+        return original(self, name, noted)
+
+    with mock.patch.object(Measurements, "get", counted):
         yield seen
 
 
@@ -89,31 +94,8 @@ def count_rehearsals():
     return seen
 
 
-def count_waits():
-    """[all-reduces started to be overlapped, those waited for] from now on."""
-    counts = [0, 0]
-    start = dist.all_reduce
-
-    class Counted:
-        def __init__(self, work):
-            self.work = work
-
-        def wait(self):
-            counts[1] += 1
-            self.work.wait()
-
-    def all_reduce(*args, async_op=False, **more):
-        work = start(*args, async_op=async_op, **more)
-        counts[0] += async_op
-        return Counted(work) if async_op else work
-
-    profile_run.dist = SimpleNamespace(**{**vars(dist), "all_reduce": all_reduce})
-    return counts
-
-
 def on_ranks(model, folder):
     """Everything that needs ranks, in one start of them."""
-    waits = count_waits()
     resume = folder / "p.json.partial"
     request = request_for(model)
     with counting(stop_after=9) as first, pytest.raises(Interrupted):
@@ -154,7 +136,6 @@ def on_ranks(model, folder):
         "rehearsed_again": rehearsed[num_rehearsed:],
         "is_same": same == document,
         "document": document,
-        "waits": waits,
     }
 
 
@@ -219,8 +200,6 @@ def test_schemes_of_four_ranks_are_measured_once_even_if_interrupted(tmp_path):
     ] * 6
     assert all(micro_batch["time_ms"] > 0 for micro_batch in packed)
     assert document["model"]["hidden_size"] == 32
-    assert profile.overlap_slowdown == document["hardware"].get("overlap_slowdown")
-    assert all(started == waited > 0 for started, waited in (r["waits"] for r in results))
     # Memory of three TP degrees; six schemes, three lengths and a packed micro-batch, two runs
     num_cases = 3 + 6 * 4 * 2
     assert (first["num_first"], first["found"]) == (9, 9)
@@ -231,8 +210,8 @@ def test_schemes_of_four_ranks_are_measured_once_even_if_interrupted(tmp_path):
     alone = {"4x<1,1>", "2x<2,1>", "2x<1,2>", "1x<4,1>", "1x<2,2>", "1x<1,4>"}
     assert len(beside) == 2  # of three schemes on half of the ranks
     assert {*first["rehearsed"]} == alone | beside
-    # Once more what is first, and what shows a scheme that nothing else does
-    assert len(first["rehearsed"]) == len(alone | beside) + 1 + 3
+    # Once more what shows a scheme that nothing else does
+    assert len(first["rehearsed"]) == len(alone | beside) + 3
     assert first["rehearsed"].count("1x<4,1>") == first["rehearsed"].count("1x<2,2>") == 2
     assert first["rehearsed_again"] == []
     for entry in document["schemes"]:
@@ -245,58 +224,6 @@ def test_schemes_of_four_ranks_are_measured_once_even_if_interrupted(tmp_path):
     assert "hidden_size 32 instead of 64" in first["errors"]["model"]
     for result in results:
         assert all("p.json.partial" in text for text in result["errors"].values())
-
-
-@pytest.mark.parametrize(
-    ("message_ms", "num_messages", "wanted"), [(1.0, 100, 1.6), (0.001, 4096, 0.0)]
-)
-def test_overlap_slowdown_is_of_a_micro_batch_beside_all_reduces_that_take_as_long(
-    monkeypatch, message_ms, num_messages, wanted
-):
-    """A micro-batch of 100 ms, 160 ms with all-reduces beside it, 9 s the first time; or
-    all-reduces too short to tell.
-    """
-    sent, beside_a_micro_batch = [], []
-
-    def all_reduce(message, group, async_op):
-        sent.append(message)
-        return SimpleNamespace(wait=lambda: None)
-
-    def stage_ms(propagator, strategy, micro_batch, beside=tuple):
-        works = list(beside())
-        sent.clear()
-        beside_a_micro_batch.append(len(works))
-        return 9_000.0 if len(beside_a_micro_batch) == 1 else 160.0 if works else 100.0
-
-    class Clock:
-        def __init__(self, device):
-            pass
-
-        def stamp(self):
-            return len(sent)
-
-        def settle(self, stamp):
-            pass
-
-        def ms_between(self, begin, end):
-            return message_ms * (end - begin)
-
-    fake = {
-        "new_group": lambda: None,
-        "barrier": lambda: None,
-        "destroy_process_group": lambda _: None,
-    }
-    monkeypatch.setattr(profile_run, "dist", SimpleNamespace(**fake, all_reduce=all_reduce))
-    monkeypatch.setattr(profile_run, "measure_stage_ms", stage_ms)
-    monkeypatch.setattr(profile_run, "DeviceClock", Clock)
-    monkeypatch.setattr(profile_run, "layer_params", lambda stage_model: 8)
-    propagator = SimpleNamespace(
-        stage_model=SimpleNamespace(params=[torch.zeros(1)]), max_over_ranks=lambda value: value
-    )
-    strategy = Strategy.parse("2x<1,1>")
-    found = profile_run.measure_overlap_slowdown(propagator, strategy, 64, device=CPU, repeats=3)
-    assert beside_a_micro_batch == [0, 0, *[0, num_messages] * 3]
-    assert found == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("value", [0.5, -1, float("nan"), "1.5", True, [1]])
@@ -326,24 +253,27 @@ def test_ranks_of_a_core_are_counted_on_the_fullest_host():
     assert find_ranks_per_core(Hosts(("a",), (0,)), torch.device("cuda")) == 1.0
 
 
-@pytest.mark.parametrize("each", [False, True])
-def test_every_micro_batch_is_warmed_up_where_its_length_matters(each):
+@pytest.mark.parametrize(
+    ("device", "each", "warmed_up"),
+    [("cuda", False, [1, 3]), ("cuda", True, [0, 1, 2, 3]), ("cpu", False, [0, 1, 2])],
+)
+def test_what_is_touched_or_compiled_for_the_first_time_is_warmed_up(
+    monkeypatch, device, each, warmed_up
+):
+    """Memory of a CPU is the process's, so that one long micro-batch has touched it for all."""
+    monkeypatch.setattr(profiler, "has_device_memory", lambda: device != "cpu")
     config = HydraConfig.parse(
         {"context_length": 64, "tokens_per_iteration": 64} | {"profiling": {"repeats": 2}}
     )
-    cases = [
-        ("a", profiler.ProbeMicroBatch(8)),
-        ("a", profiler.ProbeMicroBatch(64)),
-        ("b", profiler.ProbeMicroBatch(64)),
-    ]
+    lengths = [("a", 8), ("a", 64), ("b", 16), ("b", 64)]
+    cases = [(name, profiler.ProbeMicroBatch(length)) for name, length in lengths]
     seen = []
     times = profiler.measure_in_rounds(
         cases, lambda *case: seen.append(case) or 1.0, config, Measurements(), show_progress=False,
         warms_up_each=each,
     )  # fmt: skip
     assert set(times) == set(cases)
-    warmed_up = cases if each else cases[1:]
-    assert sorted(seen) == sorted([*warmed_up, *cases * 2])
+    assert sorted(seen) == sorted([*(cases[n] for n in warmed_up), *cases * 2])
 
 
 def two_ways(model):

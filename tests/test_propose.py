@@ -286,8 +286,11 @@ def test_a_model_that_no_plain_scheme_holds_is_proposed_for(tmp_path):
             more = dataclasses.replace(narrow, tokens_per_iteration=tokens)
             assert decide_candidates(profile, LengthHistogram.from_counts({context: 1}), more)
     longer = dataclasses.replace(settings, context_length=65_536)
-    with pytest.raises(HydraConfigError, match=r"lower the context to 5\d{4}, or use 16 devices"):
-        decide_candidates(profile, LengthHistogram.from_counts({65_536: 1}), longer)
+    kept = decide_candidates(profile, LengthHistogram.from_counts({65_536: 1}), longer).strategies
+    assert all(scheme.offload for scheme in schemes_of(kept)), "the host keeps what has no room"
+    longest = dataclasses.replace(settings, context_length=131_072)
+    with pytest.raises(HydraConfigError, match=r"lower the context to 8\d{4}, or use 16 devices"):
+        decide_candidates(profile, LengthHistogram.from_counts({131_072: 1}), longest)
     measured_so = Profile.from_json({**profile.document, "activation_checkpointing": True})
     with pytest.raises(HydraConfigError, match=r"lower the context to \d+, or use") as caught:
         decide_candidates(measured_so, LengthHistogram.from_counts({65_536: 1}), longer)

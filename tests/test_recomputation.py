@@ -46,6 +46,11 @@ def check_engine(family, strategies, hydra=None, overrides=None):
 
 RUNS = {
     "options": (2, "llama", ("2x<1,1;ckpt=2>", "1x<2,1;ckpt=1>", "1x<1,2;ckpt=3>", "2x<1,1;gather;ckpt=2>"), {}),
+    "offloaded": (
+        2, "llama",
+        ("2x<1,1;ckpt=2;offload>", "1x<2,1;ckpt=4;offload>", "1x<1,2;ckpt=3;offload>", "2x<1,1;gather;ckpt=4;offload>",
+         "1x<sp2,1;ckpt=4;offload>", "1x<cp2,1;ckpt=4;offload;gather>"), {},
+    ),
     "cut": (2, "llama", ("1x<sp2,1;ckpt=1>", "1x<cp2,1;ckpt=1>", "1x<cp2,1;gather;ckpt=2>"), {}),
     "both cuts": (4, "llama", ("1x<sp2,cp2,1;ckpt=2>", "1x<cp2,sp2,1;ckpt=1>"), {}),
     "compiled": (1, "llama", ("1x<1,1;ckpt=2>",), {"compile_layers": True}),

@@ -25,7 +25,7 @@ from ds_hydra.records.timeline import EventKind
 from ds_hydra.report.documents import describe_runs
 from ds_hydra.report.run_folder import load_run, predict_timeline, rank_memory
 from ds_hydra.report.run_report import divide_time, find_slowest, scheme_errors
-from ds_hydra.report.timelines import align, trace_run, trace_timelines
+from ds_hydra.report.timelines import align, describe_timelines, trace_run
 from ds_hydra.sampler.schedule import one_f_one_b_ms
 from ds_hydra.strategy import Scheme
 
@@ -343,36 +343,6 @@ def test_two_runs_follow_each_other(run_dir, tmp_path):
     assert "slow " not in accepted("report", usual).stdout
 
 
-def test_a_file_of_timelines_becomes_a_trace(tmp_path):
-    plans = [make_plan(iteration) for iteration in range(3)]
-    timelines = [predict_timeline(plan, PROFILE, forward_fraction=1 / 3) for plan in plans]
-    path = tmp_path / "case.jsonl"
-    path.write_text("".join(json.dumps(timeline.to_json()) + "\n" for timeline in timelines))
-    document = document_of("report", path, "--json")
-    assert [line["duration_ms"] for line in document["iterations"]] == [
-        t.duration_ms for t in timelines
-    ]
-    check_trace_events(json.loads(Path(document["perfetto"]).read_text()))
-    assert "3 timelines of 3 iterations" in invoke("report", path).stdout
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "is empty; expected a ds_hydra.timeline/1 document on each line"),
-        ("{\n", "line 1 is not JSON"),
-        ("[]\n", "line 1 holds a JSON list, expected an object"),
-        (
-            '{"schema": "ds_hydra.plan/1"}\n',
-            "line 1: schema is 'ds_hydra.plan/1', expected 'ds_hydra.timeline/1'",
-        ),
-    ],
-)
-def test_a_file_of_something_else(tmp_path, text, message):
-    (tmp_path / "case.jsonl").write_text(text)
-    assert message in refused("report", tmp_path / "case.jsonl")
-
-
 def test_only_the_visible_part_of_an_overlapped_link_counts():
     line = make_record(0, "1x<1,1>", (150.0,)) | {"pull_ms": 90.0, "push_ms": 80.0}
     hidden = line | {"visible_pull_ms": 9.0, "visible_push_ms": 8.0}
@@ -459,26 +429,25 @@ def test_the_command_writes_the_trace(run_dir, tmp_path):
     assert "set hydra.trace_every to 1 or more" in refused("report", folder, "--perfetto")
 
 
-def test_the_trace_of_simulated_iterations_with_overlapping_links_follows_the_format():
+def test_the_trace_of_overlapping_links_follows_the_format():
     timelines = [measure(make_plan(iteration)) for iteration in range(3)]
     overlapping = [
         replace(
             timeline,
             events=tuple(
-                replace(e, start_ms=0.0) if e.kind is EventKind.PUSH else e for e in timeline.events
+                replace(e, start_ms=0.0) if e.kind is EventKind.PUSH else e
+                for e in timeline.events
+                if e.kind is not EventKind.PULL
             ),
         )
         for timeline in timelines
     ]
     predicted = [replace(timeline, source="predicted") for timeline in timelines]
-    for events in (
-        timelines + predicted,
-        [
-            replace(t, events=tuple(e for e in t.events if e.kind is not EventKind.PULL))
-            for t in overlapping
-        ],
+    for found in (
+        zip(timelines, predicted, strict=True),
+        zip(overlapping),
     ):
-        check_trace_events(trace_timelines(events))
+        check_trace_events(describe_timelines([(list(group), None, None) for group in found]))
 
 
 def test_tokens_of_experts_are_read_where_there_are_experts(tmp_path):

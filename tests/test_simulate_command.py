@@ -8,9 +8,7 @@ import json
 import multiprocessing
 import re
 import sys
-from html import escape
 
-import numpy as np
 import pytest
 from command_line import accepted, document_of, invoke, refused
 from distributed import wait_until
@@ -18,7 +16,6 @@ from test_simulator import HISTOGRAM, checkpointing_document, small_profile
 
 from ds_hydra.cli import main
 from ds_hydra.commands import common
-from ds_hydra.records.timeline import Timeline
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.scheme import Strategy, schemes_of
 
@@ -42,8 +39,8 @@ def arguments(files, *, devices=4, context=100, tokens=400):
 
 
 def test_one_document_on_stdout_and_the_same_in_the_file(files):
-    out, timeline = files / "out.json", files / "timeline.json"
-    options = ("--json", "--out", out, "--timeline", timeline, "--price-per-gpu-hour", 2)
+    out = files / "out.json"
+    options = ("--json", "--out", out, "--price-per-gpu-hour", 2)
     result = accepted("simulate", *arguments(files), *options)
     document = json.loads(result.stdout)
     assert document == json.loads(out.read_text())
@@ -51,8 +48,6 @@ def test_one_document_on_stdout_and_the_same_in_the_file(files):
     assert document["systems"][0]["name"] == "ds_hydra"
     assert document["systems"][0]["dollars_per_billion_tokens"] > 0
     assert "communication counts nothing" in result.stderr
-    events = Timeline.from_json(json.loads(timeline.read_text()))
-    assert events.duration_ms > 0
 
 
 def test_results_are_spelled_out_where_stdout_knows_ascii_alone(files, monkeypatch):
@@ -69,48 +64,6 @@ def test_results_are_spelled_out_where_stdout_knows_ascii_alone(files, monkeypat
     assert end.value.code == 0, text
     assert re.search(r"ds_hydra +[\d,]+ \+- \d", text), text
     assert r"l\xe4ngen.json" in text
-
-
-def test_all_iterations_become_a_page_with_strip_and_gantt(files):
-    path = files / "case.jsonl"
-    accepted("simulate", *arguments(files), "--timeline", path)
-    timelines = [Timeline.from_json(json.loads(line)) for line in path.read_text().splitlines()]
-    assert [t.iteration for t in timelines] == [0, 1, 2, 3]
-    result = accepted("report", path, "--perfetto")
-    assert "4 timelines of 4 iterations" in result.stdout
-    html = path.with_suffix(".html").read_text()
-    assert "Strategy of each iteration" in html
-    assert escape(timelines[0].strategy) in html
-
-
-def test_timeline_of_both_spaces(files):
-    """Its iterations differ from those of ds_hydra as soon as one of them has a scheme with SP."""
-    lengths = files / "long.json"
-    lengths.write_text(
-        json.dumps(LengthHistogram.from_counts({5: 400, 200: 60}, name="long").to_json())
-    )
-    options = [*arguments(files, context=200), "--histogram", lengths, "--systems", "plain"]
-    found = {}
-    for system in ("ds_hydra", "plain"):
-        path = files / f"{system}.jsonl"
-        result = accepted("simulate", *options, "--timeline", path, "--timeline-of", system)
-        assert "ds_hydra, <TP,PP> alone" in result.stdout
-        assert "T under SP and of gathered layers is estimated" in result.stdout
-        found[system] = [
-            Timeline.from_json(json.loads(line)) for line in path.read_text().splitlines()
-        ]
-    assert not any("sp" in timeline.strategy for timeline in found["plain"])
-    assert any("<sp" in timeline.strategy for timeline in found["ds_hydra"])
-    assert (
-        "it is not among --systems megatron"
-        in invoke(
-            "simulate", *arguments(files), "--systems", "megatron", "--timeline-of", "plain"
-        ).stderr
-    )
-    assert (
-        "choose ds_hydra or no_tp"
-        in invoke("simulate", *arguments(files), "--timeline-of", "static").stderr
-    )
 
 
 def test_strategies_with_checkpointed_layers_fit_what_no_other_scheme_does(files):
@@ -201,31 +154,6 @@ def test_text_has_bound_speedups_and_prices(files):
         assert text in result.stdout
 
 
-def test_sweep_writes_points_and_a_picture(files):
-    plot = files / "sweep.png"
-    document = document_of(
-        "simulate",
-        *arguments(files, devices="4,8"),
-        "--json",
-        "--plot",
-        plot,
-        "--systems",
-        "megatron,two_stage",
-    )
-    assert document["schema"] == "ds_hydra.sweep/1"
-    assert [point["num_devices"] for point in document["points"]] == [4, 8]
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    from PIL import Image
-
-    with Image.open(plot) as image:
-        pixels = np.asarray(image.convert("RGB")).astype(int)
-    for half in np.split(pixels[:, : pixels.shape[1] // 2 * 2], 2, axis=1):
-        is_colored = half.max(axis=2) - half.min(axis=2) > 60
-        is_colored[: len(half) // 4] = False  # the legend
-        rows = np.flatnonzero(is_colored.any(axis=1))
-        assert rows.size > len(half) // 10, "the lines of one of the two plots are not seen"
-
-
 def test_list_cases():
     assert "paper/link-overhead" in invoke("simulate", "--list-cases").stdout.split()
     assert "paper/case-study" in document_of("simulate", "--list-cases", "--json")["cases"]
@@ -236,15 +164,10 @@ def test_list_cases():
     [
         (["--devices", 1], "use 2 devices"),
         (["--context", 1000], "no scheme fits a micro-batch of 1000 tokens"),
-        (["--devices", "4,x"], "--devices '4,x': expected whole numbers"),
-        (["--devices", "0"], "--devices '0': expected whole numbers"),
-        (["--context", "32,768"], "--context 32,768 would sweep 32 and 768 tokens; write 32768"),
         (["--systems", "megatorn"], "system 'megatorn' is not known"),
         (["--strategies", "missing.json"], "cannot read missing.json"),
         (["--hardware", "h10"], "did you mean 'h100'"),
         (["--float8"], "--float8 goes with --model and --hardware"),
-        (["--plot", "x.png"], "--plot shows a sweep"),
-        (["--devices", "4,8", "--timeline", "x.json"], "--timeline shows one workload"),
         (["--case", "paper/case-study"], "leave those options out"),
         (["--out", "missing/out.json"], "--out is missing/out.json, whose folder does not exist"),
     ],

@@ -17,7 +17,6 @@ from ds_hydra.lab.simulator.compare import compare
 from ds_hydra.lab.simulator.mixed_groups import dynamic_cp
 from ds_hydra.lab.simulator.results import Ratio, our_figure
 from ds_hydra.lab.simulator.scenario import Scenario, bound_of
-from ds_hydra.lab.simulator.sweep import Axes, sweep
 from ds_hydra.lab.simulator.systems import (
     SYSTEMS,
     Settings,
@@ -255,31 +254,6 @@ def test_unknown_system():
         match="system 'alpa' is not known; choose among no_tp, plain, paper, megatron",
     ):
         Settings(systems=("megatron", "alpa"))
-
-
-def test_sweep_checks_every_point_before_the_first():
-    seen = []
-    with pytest.raises(HydraConfigError, match="no scheme fits"):
-        sweep(
-            make_workload(), Axes(devices=(4,), contexts=(100, 1000)), Settings(iterations=1),
-            progress=lambda *done: seen.append(done),
-        )  # fmt: skip
-    assert seen == []
-
-
-def test_sweep_scales_the_budget_with_the_cluster():
-    axes = Axes(devices=(4, 8), contexts=(100,))
-    assert list(axes.points()) == [(4, 100, 6250), (8, 100, 12500)]
-    assert list(Axes(devices=(4,), contexts=(100,), tokens=(7, 8)).points()) == [
-        (4, 100, 7),
-        (4, 100, 8),
-    ]
-    found = sweep(
-        make_workload(), Axes(devices=(4, 8), contexts=(100,), tokens=(400,)),
-        Settings(iterations=3, systems=("megatron",)),
-    )  # fmt: skip
-    assert [c.workload.num_devices for c in found] == [4, 8]
-    assert found[1].tokens_per_s(found[1].results[0]) > found[0].tokens_per_s(found[0].results[0])
 
 
 def test_large_global_batches_are_fewer():

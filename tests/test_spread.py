@@ -11,7 +11,7 @@ from test_cluster import make_cluster
 from test_simulator import make_workload
 
 from ds_hydra.lab.simulator.compare import compare
-from ds_hydra.lab.simulator.sweep import with_spread
+from ds_hydra.lab.simulator.spread import with_spread
 from ds_hydra.lab.simulator.systems import Settings
 
 

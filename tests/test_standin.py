@@ -95,8 +95,8 @@ def check_parity(found, num_strategies):
 def test_gradients_are_those_of_one_process_and_nothing_races(check):
     for rank in run_checks(2, DENSE):
         # Where all layers are checkpointed, strategies that checkpoint some are refused
-        num_refused = 2 * ("activation_checkpointing" in check)
-        check_parity(rank[check], 3 if "others" in check else 10 - num_refused)
+        num_refused = 4 * ("activation_checkpointing" in check)
+        check_parity(rank[check], 3 if "others" in check else 12 - num_refused)
 
 
 @nightly
@@ -328,7 +328,7 @@ def test_the_doctor_examines_a_device():
     for report in (first, second):
         assert report["is_well"], report
         by_check = {finding["check"]: finding for finding in report["findings"]}
-        assert {"gradients", "hangs", "memory", "links inside a host"} <= set(by_check)
+        assert {"gradients", "hangs", "links inside a host"} <= set(by_check)
         assert by_check["hangs"]["figures"]["iterations"] > 3
     gradients = [f for f in first["findings"] if f["check"] == "gradients"]
     for finding in gradients:

@@ -14,8 +14,6 @@ SHARED = (
     "host",
     "links",
     "speed of ranks",
-    "profile point",
-    "memory",
     "shared memory",
     "open files",
 )

@@ -61,8 +61,6 @@ def open_rank(
     propagator = Propagator(
         stage_model,
         device=device,
-        max_groups=256,
-        max_groups_of_rank=256,
         link_config=LinkConfig(devices_per_node=min(8, dist.get_world_size())),
     )
     propagator.prepare([strategy])

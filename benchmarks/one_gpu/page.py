@@ -19,8 +19,11 @@ Lines = Sequence[dict[str, Any]]
 _WELL = {True: "yes", False: "**no**", None: ""}
 _HOW = (
     "Made by `python -m benchmarks.one_gpu.page`; CONTRIBUTING says how a GPU is measured. Steps stand in the order "
-    "in which they are run."
+    "in which they are run. Shares are of a large bf16 product's rate in the same step; MFU is of 989 TFLOP/s, the "
+    "vendor's dense bf16 rate of H100 and H200, also for products in 8 bits."
 )
+_PEAK_TFLOPS = 989.0
+_PRODUCT, _SHARE = "a large product, TFLOP/s", "share_of_product"
 
 
 def make(lines: Iterable[str]) -> str:
@@ -74,6 +77,8 @@ def _skipped(steps: dict[str, list[dict[str, Any]]]) -> str:
 
 def _section(name: str, own: Lines, is_dry: bool) -> str:
     shown = [r for r in own if "found" in r and (not is_dry or r["is_well"] is not None)]
+    product = next((r["found"] for r in shown if r["case"] == _PRODUCT), None)
+    shown = [{**r, "found": _with_mfu(r["found"], product)} for r in shown]
     if is_dry:
         shown = [r for r in shown if not r["is_well"] or isinstance(r["found"], float)]
     rows = [(r["case"], _text(r["found"]), r["wanted"], _WELL[r["is_well"]]) for r in shown]
@@ -90,6 +95,19 @@ def _section(name: str, own: Lines, is_dry: bool) -> str:
             texts.append(f"{record['end']} after {record['seconds']} s, last words:")
             texts.append("\n".join(f"    {line}" for line in record["last_words"].splitlines()))
     return "\n\n".join([f"## {name[0].upper()}{name[1:]}", *texts]) if texts else ""
+
+
+def _with_mfu(found: Any, product_tflops: float | None) -> Any:
+    """`found`, with the MFU behind each share of a product of that rate."""
+    if product_tflops is None or not isinstance(found, dict):
+        return found
+    more: dict[str, Any] = {}
+    for key, value in found.items():
+        more[key] = value
+        if key.startswith(_SHARE):
+            mfu = value * product_tflops / _PEAK_TFLOPS
+            more[key.replace(_SHARE, "MFU")] = float(f"{mfu:.3g}")
+    return more
 
 
 def _text(found: Any) -> str:

@@ -2,17 +2,22 @@
 
     python3 -m benchmarks.one_gpu.run --out runs/one_gpu             # a GPU, no network
     python3 -m benchmarks.one_gpu.run --out runs/one_gpu --dry-run   # tiny models, CPU ranks
+    python3 -m benchmarks.one_gpu.run --out runs/call_1 --call 1     # of three, in half an hour
 
 Wheels of `prepare.py` are installed beside what the machine has. Every step is a process with a
 limit of its own; one that fails or hangs is ended with its processes, its last words are kept, and
 the next begins. Steps that time nothing run side by side, the others alone. Findings are written as
 they come, to results.jsonl, steps' output to log.txt, and one_gpu.md is made of them at the end.
+A question that docs/benchmarks/one_gpu.jsonl has an answer to is left out as long as the files that
+it rests on are as they were; `--again` asks anew.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
+import importlib.metadata
 import itertools
 import json
 import lzma
@@ -34,6 +39,7 @@ from benchmarks.one_gpu import page
 from benchmarks.one_gpu.prepare import FOLDER, NCCL_FILE, ROOT
 from benchmarks.one_gpu.telling import START
 
+ANSWERS = ROOT / "docs" / "benchmarks" / "one_gpu.jsonl"
 MOST_S = 530.0
 """Of ten minutes, in which the machine also starts and sends its files."""
 _LAST_WORDS = 4000
@@ -58,6 +64,22 @@ class Step:
     gpu_only: str = ""
     """Why there is nothing to do without a GPU."""
     environment: Mapping[str, str] = field(default_factory=lambda: DESIGN)
+    rests_on: tuple[str, ...] = ()
+    """Patterns of the files that decide what is found; of no file where it is found anew each
+    time.
+    """
+
+    def digest(self) -> str:
+        """Equal as long as those files are, the step's own, what it is called with, and torch."""
+        if not self.rests_on:
+            return ""
+        of_arguments = [f"{name.replace('.', '/')}.py" for name in self.arguments]
+        paths = {path for text in (*self.rests_on, *of_arguments) for path in ROOT.glob(text)}
+        digest = hashlib.sha256(importlib.metadata.version("torch").encode())
+        digest.update(repr((self.arguments, self.ranks, sorted(self.environment.items()))).encode())
+        for path in sorted(paths):
+            digest.update(path.read_bytes())
+        return digest.hexdigest()[:16]
 
 
 def _step(name: str, module: str, *arguments: str, **options: Any) -> Step:
@@ -65,6 +87,12 @@ def _step(name: str, module: str, *arguments: str, **options: Any) -> Step:
     return Step(name=name, arguments=words, **options)
 
 
+_THREADS = ("ds_hydra/environment.py", "ds_hydra/engine/transfer/link_thread.py")
+_ATTENTION = ("ds_hydra/engine/model/attention*.py",)
+_ORDERS = (
+    "ds_hydra/engine/propagation.py", "ds_hydra/engine/transfer/*.py", "ds_hydra/engine/parallel/*.py",
+    "ds_hydra/zero_link/*.py",
+)  # fmt: skip
 _QUEUES, _FOUR = "a CPU has no queues", "gloo is the same for two"
 _SHOWN = "tests run the examples on CPU ranks"
 _TESTED, _NO_KERNELS = "tests have them on CPU ranks", "a CPU loads no kernels"
@@ -76,9 +104,10 @@ STEPS: tuple[tuple[float, tuple[tuple[Step, ...], ...]], ...] = (
         0.17,
         (
             (
-                _step("queues as designed", "queues", limit_s=25, gpu_only=_QUEUES),
-                _step("queues by default", "queues", limit_s=25, gpu_only=_QUEUES, environment={}),
-                _step("queues set late", "queues", "--late", limit_s=25, gpu_only=_QUEUES, environment={}),
+                _step("queues as designed", "queues", limit_s=25, gpu_only=_QUEUES, rests_on=_THREADS),
+                _step("queues by default", "queues", limit_s=25, gpu_only=_QUEUES, environment={}, rests_on=_THREADS),
+                _step("queues set late", "queues", "--late", limit_s=25, gpu_only=_QUEUES, environment={},
+                      rests_on=_THREADS),
                 PROBE,
             ),
         ),
@@ -100,17 +129,13 @@ STEPS: tuple[tuple[float, tuple[tuple[Step, ...], ...]], ...] = (
                 _step(
                     "races", "parity", "--races", ranks=2, limit_s=90,
                     gpu_only="the sanitizer of torch sees CUDA streams alone",
-                    environment={**DESIGN, "TORCH_CUDA_SANITIZER": "1"},
+                    environment={**DESIGN, "TORCH_CUDA_SANITIZER": "1"}, rests_on=_ORDERS,
                 ),
                 _step("probe of 4 ranks", "probe", ranks=4, limit_s=45, gpu_only=_FOUR),
             ),
             (
-                _step("attention", "attention", limit_s=60),
+                _step("attention", "attention", limit_s=60, rests_on=_ATTENTION),
                 _step("parity of 1 rank", "parity", ranks=1, limit_s=110),
-                _step("memory of one of 8", "memory", "8", limit_s=110),
-                _step("memory of one of 8, large vocabulary", "memory", "8", "128K", limit_s=80,
-                      gpu_only="on a CPU every model is the tiny one"),
-                _step("memory of one of 64", "memory", "64", limit_s=60),
             ),
         ),
     ),
@@ -121,15 +146,48 @@ STEPS: tuple[tuple[float, tuple[tuple[Step, ...], ...]], ...] = (
                 _step("speed", "speed", limit_s=150),
                 _step("times of a profile", "times", limit_s=90),
                 _step("loss and optimizer", "parts", limit_s=60),
-                _step("first uses", "first_uses", limit_s=70, gpu_only=_NO_KERNELS),
+                _step("first uses", "first_uses", limit_s=70, gpu_only=_NO_KERNELS,
+                      rests_on=(*_ATTENTION, "ds_hydra/engine/parallel/linear.py")),
                 _step("planner beside", "planner", ranks=1, limit_s=60),
+                _step("memory of one of 8", "memory", "8", limit_s=110),
+                _step("memory of one of 8, large vocabulary", "memory", "8", "128K", limit_s=80,
+                      gpu_only="on a CPU every model is the tiny one"),
+                _step("memory of one of 64", "memory", "64", limit_s=60),
             ),
         ),
     ),
 )  # fmt: skip
 """Each phase ends at this share of the time, and has lanes of steps that run side by side. What
 finds faults comes first. One lane alone has several ranks: where more than four share a device,
-each waits for its turn behind the others' kernels that wait for messages.
+each waits for its turn behind the others' kernels that wait for messages. What measures memory runs
+alone, as what takes times does.
+"""
+
+CALLS: tuple[tuple[Step, ...], ...] = (
+    (
+        _step("soak of 4 ranks", "soak", "--seconds", "120", "--late", "0.08", ranks=4, limit_s=170),
+        _step("communicators of 4 ranks", "communicators", "--groups", "6", ranks=4, limit_s=80),
+        _step("soak of 2 nodes", "soak", "--seconds", "60", "--nodes", "2", "--seed", "2", ranks=4, limit_s=100),
+        _step("soak of experts", "soak", "--seconds", "60", "--moe", "--seed", "3", ranks=4, limit_s=100),
+    ),
+    (
+        _step("launches", "launches", ranks=1, limit_s=60),
+        _step("launches, compiled", "launches", "--compile", ranks=1, limit_s=75),
+        _step("exposed link of one of 8", "exposed", limit_s=90),
+        _step("beside FSDP2, torch.compile and Liger", "versus", "--limit", "75", ranks=1, limit_s=300),
+        _step("attention", "attention", limit_s=60, rests_on=_ATTENTION),
+    ),
+    (
+        _step("growth", "growth", "--compile", ranks=1, limit_s=150),
+        _step("growth of 2 ranks", "growth", ranks=2, limit_s=150),
+        _step(
+            "soak of a full device", "soak", "--seconds", "50", "--full", "--between", ranks=2, limit_s=90,
+            environment={**DESIGN, "PYTORCH_ALLOC_CONF": "expandable_segments:False"},
+        ),
+    ),
+)  # fmt: skip
+"""Half an hour of a machine, a call of nine minutes each: whether anything hangs or is wrong, then
+times, each step alone, then what grows.
 """
 
 
@@ -142,7 +200,18 @@ def _without_phases() -> tuple[tuple[float, tuple[tuple[Step, ...], ...]], ...]:
 class Run:
     """The steps of one run, on what machine this is."""
 
-    def __init__(self, out: Path, *, has_gpu: bool, seconds: float, site: Path | None, nccl: str):
+    def __init__(
+        self,
+        out: Path,
+        *,
+        has_gpu: bool,
+        seconds: float,
+        site: Path | None,
+        nccl: str,
+        answered: Mapping[str, str] | None = None,
+    ):
+        """`answered`: digests of steps that have run before."""
+        self._answered = answered or {}
         self._out, self._has_gpu = out, has_gpu
         self._slack = 1 if has_gpu else _SLACK
         self._seconds = seconds * self._slack
@@ -161,9 +230,10 @@ class Run:
         with self._lock, (self._out / "results.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, **line}) + "\n")
 
-    def run(self, only: Sequence[str]) -> None:
-        """All phases, or the steps that begin with one of `only`."""
-        for share, lanes in STEPS if self._has_gpu else _without_phases():
+    def run(self, only: Sequence[str], call: int | None = None) -> None:
+        """All phases, or the steps that begin with one of `only`; those of one of `CALLS`."""
+        phases = STEPS if self._has_gpu else _without_phases()
+        for share, lanes in phases if call is None else ((1.0, (CALLS[call - 1],)),):
             until = self._begin + share * self._seconds
             threads = [
                 threading.Thread(target=self._run_lane, args=(lane, until, only)) for lane in lanes
@@ -181,6 +251,9 @@ class Run:
                 continue
             if step.gpu_only and not self._has_gpu:
                 self.note(step.name, skipped=step.gpu_only)
+                continue
+            if (digest := step.digest()) and self._answered.get(step.name) == digest:
+                self.note(step.name, skipped="answered before, and its files are as they were")
                 continue
             if step is PROBE and self._has_gpu:
                 self._choose_way(step, until)
@@ -220,6 +293,7 @@ class Run:
         seconds = round(time.monotonic() - begin, 1)
         end = "hung" if code is None else f"exit code {code}" if code else "ended"
         more = {"way": way} if step.ranks else {}
+        more |= {"digest": step.digest()} if step.rests_on else {}
         last_words = words[-_LAST_WORDS:] if code != 0 else ""
         self.note(step.name, end=end, seconds=seconds, last_words=last_words, **more)
         print(
@@ -354,6 +428,17 @@ def _end(process: subprocess.Popen[Any]) -> None:
     process.wait()
 
 
+def read_answers(path: Path) -> dict[str, str]:
+    """Digests of the steps in a results file that ended by themselves and found nothing wrong."""
+    records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    wrong = {record["step"] for record in records if record.get("is_well") is False}
+    return {
+        record["step"]: record["digest"]
+        for record in records
+        if record.get("digest") and record["end"] == "ended" and record["step"] not in wrong
+    }
+
+
 def has_gpu() -> bool:
     """Whether torch sees a CUDA device; in a process of its own."""
     code = "import torch, sys; sys.exit(not torch.cuda.is_available())"
@@ -416,6 +501,8 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="CPU ranks, also where a GPU is")
     parser.add_argument("--seconds", type=float, default=MOST_S, help="for all steps")
     parser.add_argument("--only", nargs="+", default=(), help="steps that begin so")
+    parser.add_argument("--call", type=int, choices=(1, 2, 3), help="one of three in half an hour")
+    parser.add_argument("--again", action="store_true", help="also what is answered")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, too
@@ -433,11 +520,14 @@ def main() -> None:
         is_gpu = not options.dry_run and has_gpu()
         nccl = unpack_nccl(options.wheels, Path(temporary)) if is_gpu else ""
         left_s = options.seconds - (time.monotonic() - begin)
-        run = Run(options.out, has_gpu=is_gpu, seconds=left_s, site=site, nccl=nccl)
+        answered = {} if options.again or not is_gpu else read_answers(ANSWERS)
+        run = Run(
+            options.out, has_gpu=is_gpu, seconds=left_s, site=site, nccl=nccl, answered=answered
+        )
         compiling = compile_beside(run.environment(), has_gpu=is_gpu)
         try:
             run.try_step(_step("machine", "machine", limit_s=60), begin + options.seconds, "")
-            run.run(options.only)
+            run.run(options.only, options.call)
         finally:
             run.stop()
             for process in compiling:

@@ -261,7 +261,7 @@ def measure_layers(
         config, dtype=DTYPE, device=device, num_ranks=1,
         compile_layers=bool(way), float8="rowwise" if way == "8 bits" else None,
     )  # fmt: skip
-    propagator = Propagator(stage_model, device=device, max_groups=4)
+    propagator = Propagator(stage_model, device=device)
     propagator.prepare([ALONE])
     try:
         flops = count_flops(stage_model)

@@ -111,7 +111,8 @@ def describe_report(report: ConfigReport) -> str:
     if report.communicators:
         counts = report.communicators
         lines.append(
-            f"communicators: {counts['total']} of at most {counts['limit']}, {counts['most_on_one_rank']} on one rank"
+            f"communicators: {counts['total']} of at most {counts['limit']}, {counts['most_on_one_rank']} on one rank, "
+            f"up to {counts['multicast_objects']} NVLink multicast objects on a node"
         )
     for title in ("profiled", "assumed", "filled_in", "warnings"):
         lines += [

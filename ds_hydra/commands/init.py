@@ -131,6 +131,8 @@ def start_config(
     if report.problems:
         raise HydraConfigError("; ".join(report.problems))
     common.log(f"model: {ModelSize(**report.parameters)}")
+    if report.offloaded:
+        common.log(report.offloaded)
     return config, reasons
 
 

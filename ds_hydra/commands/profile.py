@@ -243,10 +243,6 @@ def _describe(document: dict[str, Any], request: ProfileRequest) -> str:
         lines.append(
             f"{scheme!s:>{width}} {max(longest, 0):>10,} {time_ms:>14,.1f} {rate:>16,.0f} {entry['r_squared']:>8.4f}"
         )
-    if slowdown := document["hardware"].get("overlap_slowdown"):
-        lines.append(
-            f"computation and gradient synchronisation slow each other down {slowdown:.2f} times"
-        )
     return "\n".join(lines)
 
 

@@ -13,7 +13,6 @@ from ds_hydra.commands.common import AsJson, errors_to_stderr, log, print_json
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
-    from ds_hydra.records.timeline import Timeline
     from ds_hydra.report.run_folder import Run
 
 PICTURE, TRACE = "report.png", "perfetto.json"
@@ -26,7 +25,7 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN_DIR",
-            help="The hydra.run_dir of a run, of several runs to compare, or a file of timelines.",
+            help="The hydra.run_dir of a run, or of several to compare.",
         ),
     ],
     out: Annotated[
@@ -47,15 +46,9 @@ def report(
     Example: ds-hydra report runs/20260101-120000 --perfetto
 
     Example: ds-hydra report runs/before runs/after
-
-    A file of ds_hydra.timeline/1 documents, one a line, as a simulation gives them, becomes a trace
-    for ui.perfetto.dev.
     """
     with errors_to_stderr():
-        if len(run_dirs) == 1 and run_dirs[0].is_file():
-            document, text = _report_simulation(run_dirs[0])
-        else:
-            document, text = _report_runs(run_dirs, out, perfetto)
+        document, text = _report_runs(run_dirs, out, perfetto)
     print_json(document) if as_json else print(text)
 
 
@@ -83,42 +76,9 @@ def _report_runs(
         if perfetto:
             write_trace(trace_run(run), folder / TRACE)
             described["perfetto"] = str(folder / TRACE)
-            lines.append(f"trace           {folder / TRACE} ({_VIEWERS})")
+            lines.append(f"trace           {folder / TRACE} (open it in ui.perfetto.dev)")
         texts.append("\n".join(lines))
     return document, "\n\n".join(texts)
-
-
-_VIEWERS = "open it in ui.perfetto.dev or chrome://tracing"
-
-
-def _report_simulation(path: Path) -> tuple[dict[str, Any], str]:
-    """Write the trace of the timelines in `path`; returns the document that names it, and the
-    text.
-    """
-    from ds_hydra.report.documents import describe_timelines
-    from ds_hydra.report.timelines import trace_timelines, write_trace
-
-    timelines, trace = _read_timelines(path), path.with_suffix(".perfetto.json")
-    write_trace(trace_timelines(timelines), trace)
-    document = {**describe_timelines(timelines), "perfetto": str(trace)}
-    count = f"{document['timelines']} timelines of {document['num_iterations']} iterations"
-    return document, f"{count}\ntrace           {trace} ({_VIEWERS})"
-
-
-def _read_timelines(path: Path) -> list[Timeline]:
-    from ds_hydra.configs.files import read_json_lines
-    from ds_hydra.records.timeline import Timeline
-
-    timelines = []
-    for number, document in read_json_lines(path):
-        if isinstance(document, HydraConfigError):
-            raise document
-        timelines.append(Timeline.from_json(document, source=f"{path}, line {number}"))
-    if not timelines:
-        raise HydraConfigError(
-            f"{path} is empty; expected a ds_hydra.timeline/1 document on each line"
-        )
-    return timelines
 
 
 def _describe(run: Run) -> list[str]:

@@ -252,7 +252,11 @@ WITHOUT_EFFECT = (
         "prescale_gradients gradient_predivide_factor",
         "gradients are divided by the number of label tokens, in fp32", 64,
     ),
-    Refusal("activation_checkpointing", "layers are ds_hydra's; use hydra.activation_checkpointing", {"enabled": True}),
+    Refusal(
+        "activation_checkpointing",
+        "layers are ds_hydra's; use hydra.activation_checkpointing, and in place of cpu_checkpointing schemes such as "
+        "<1,1;ckpt=8;offload> in hydra.strategies, which are proposed where nothing else fits", {"enabled": True},
+    ),
     Refusal(
         "comms_logger",
         "it counts collectives of deepspeed.comm, through which neither pull, push nor pipelines go; metrics.jsonl and "

@@ -134,7 +134,7 @@ DAY_S = 86_400
 MAX_SEED = (1 << 63) - 1
 """Compiled planning and torch hold a seed in 64 bits, with a sign."""
 MAX_EFFORT = 1024
-"""Maximum of trials, repeats and plans ahead: hundreds of times the defaults. More of them change
+"""Maximum of repeats and iterations read ahead: hundreds of times the defaults. More of them change
 nothing and only take time.
 """
 MAX_WORKERS = 256
@@ -174,11 +174,6 @@ class PlannerConfig(_Section):
     estimated (SP from TP, a checkpointed layer takes a third more); rank 0 logs which, and measured
     iterations correct it. """
 
-    lookahead: Effort = 4
-    """Iterations planned ahead of training; 4 absorb a slow plan now and then at no cost but some
-    KB.
-    """
-
     num_workers: Annotated[Index, Field(le=MAX_WORKERS)] = 1
     """Planning processes beside rank 0; 1 will do unless planning is slower than training, 0 is
     none.
@@ -210,9 +205,6 @@ class ProfilingConfig(_Section):
     """Most timed runs of each length, of which the median counts; 1 at the start, because times
     measured while training correct it.
     """
-
-    warmup: Annotated[Index, Field(le=MAX_EFFORT)] = 1
-    """Untimed runs before them; 1 pays for allocation and kernel selection."""
 
 
 class FaultsConfig(_Section):
@@ -287,13 +279,9 @@ class LinkConfig(_Section):
 
 
 class MoeConfig(_Section):
-    """`hydra.moe`: how experts are kept balanced."""
-
-    aux_loss: Literal["sequence", "off"] = "sequence"
-    """Loss of balance of a model with `output_router_logits`: of each sequence by itself, or none
-    ("off").
-
-    transformers' own is over a micro-batch and would depend on the strategy. """
+    """`hydra.moe`: how experts are kept balanced, beside the loss that a model asks for by
+    `output_router_logits`.
+    """
 
     bias_update_rate: float = Field(default=0.0, ge=0, lt=1)
     """Step by which the bias of routers (`e_score_correction_bias`) follows the tokens of each
@@ -324,9 +312,10 @@ class HydraConfig(_Section):
     A pipeline is `<TP,PP>`, or `<spN,TP,PP>` (`<spN,PP>`) where N ranks share its micro-batches by
     sequence parallelism, `<cpN,TP,PP>` by context parallelism, `<spM,cpN,TP,PP>` by both, or
     `<cpN,spM,TP,PP>` where the ranks of CP are to be the neighbours. Options may follow:
-    `<2,4;ckpt=12;stages=9,8,8,7>` (checkpointed layers, layers of each stage), `<1,1;gather>`
-    (layers gathered for every pass), `<1,1;hpz>` (gathered, with weights of other nodes kept on the
-    node), `<sp4,1;ep=4>` (four ranks of an SP x TP group share a layer's experts).
+    `<2,4;ckpt=12;stages=9,8,8,7>` (checkpointed layers, layers of each stage),
+    `<1,1;ckpt=8;offload>` (what they keep is in the host's memory), `<1,1;gather>` (layers gathered
+    for every pass), `<1,1;hpz>` (gathered, with weights of other nodes kept on the node),
+    `<sp4,1;ep=4>` (four ranks of an SP x TP group share a layer's experts).
     """
 
     profile: PathText | None = None
@@ -502,12 +491,16 @@ Sections: TypeAlias = Mapping[Location, type[BaseModel]]
 REMOVED = (
     *each(
         "planner.dispatch planner.objective planner.num_trials planner.gap_tolerance planner.time_limit_ms "
-        "planner.deadline_ms planner.drift_threshold link.keep_frozen",
+        "planner.deadline_ms planner.drift_threshold planner.lookahead profiling.warmup link.keep_frozen",
         "one value serves everybody; leave the key out",
     ),
     Refusal(
         "link.routes", "a slice enters a node once and spreads there; where every rank shall read for itself, set "
         "hydra.link.devices_per_node to 1",
+    ),
+    Refusal(
+        "moe.aux_loss", "the model says whether it has a loss of balance: model.config.output_router_logits = False "
+        "leaves it out",
     ),
     Refusal("tp_sequence_parallel", "TP is sequence-parallel wherever the model allows it; leave the key out"),
     Refusal(

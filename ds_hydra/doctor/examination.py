@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,13 +43,15 @@ from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.agreement import broadcast_text
 from ds_hydra.engine.ranks.hosts import Hosts, find_hosts
 from ds_hydra.engine.ranks.process import can_overlap, leave_out_shared_memory
+from ds_hydra.environment import is_first_on_host
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner.iteration import plan_iteration
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.analytic import Hardware
-from ds_hydra.strategy.schemes.placement import groups_of
+from ds_hydra.strategy.schemes.enumeration import load_strategies
+from ds_hydra.strategy.schemes.placement import groups_of_all, link_groups
 
 _COMPILE_S = 900.0
 """Seconds, far more than the planner takes to compile on cores that do other things too."""
@@ -122,7 +124,7 @@ class Examination:
         )
         limit_s = 2 * self.request.limit_s + 30 + _COMPILE_S
         device = join_ranks(timeout=datetime.timedelta(seconds=limit_s))
-        self._compile_planner(is_first=os.environ.get("LOCAL_RANK", "0") == "0")
+        self._compile_planner(is_first=is_first_on_host())
         monitor = HangMonitor(
             dist.distributed_c10d._get_default_store(),
             dist.get_rank(),
@@ -181,19 +183,23 @@ class Examination:
             mine = findings.check_settings(device) + findings.check_system(here)
             mine += findings.check_compiler(device, self._ds_config)
             self._add_worst(device, mine)
-        groups = GroupPool(1, device)
+        everyone = range(dist.get_world_size())
+        groups = GroupPool(None, device)
         with monitor.step("connecting all ranks"):
-            everyone = tuple(range(dist.get_world_size()))
             groups.create([("doctor", everyone)])
         with monitor.step("rates of links"):
             self.findings += findings.check_links(
                 device, hosts, hardware, groups.get("doctor", everyone)
             )
+        with monitor.step("rates of all-to-alls"):
+            self.findings.append(findings.check_all_to_all(device, hosts, hardware, groups))
         groups.destroy()
+        given = self._ds_config.get("hydra", {}).get("strategies")
+        tried = load_strategies(given) if given else pick_strategies(len(everyone))
+        keys = [*groups_of_all(tried), *link_groups(len(everyone), None)]
+        self.findings.append(findings.check_communicators(keys, here, device))
         with monitor.step("speed of ranks"):
             self.findings.append(findings.check_speed_of_ranks(device))
-        with monitor.step("a point of a profile"):
-            self.findings += findings.check_profile_point(device, hardware)
         self._try_small_model(monitor, device)
 
     def _compare_ranks(self, device: torch.device, hosts: Hosts) -> None:
@@ -242,8 +248,18 @@ class Examination:
                 self.findings.append(check_hangs(model, propagator, monitor, left_s, name))
             propagator.close()
         overlap = ways[-1]
-        self.findings.append(check_halves(device, monitor, overlap=overlap))
-        self.findings.append(check_gathered(model, monitor, overlap=overlap))
+        with monitor.step("one process alone, bf16"):
+            halves = SmallModel(device, torch.bfloat16)
+        gathered = Strategy.alike(Scheme(tp=1, pp=1, gather=True), dist.get_world_size())
+        # Gathered twice: the first time nothing is posted beside computation
+        for tried, name, of in (
+            (halves, "bf16", strategies[:3]),
+            (model, "gathered", (gathered, gathered)),
+        ):
+            with monitor.step(f"connecting groups, {name}"):
+                propagator = open_propagator(tried, of, overlap=overlap)
+            self.findings.append(check_parity(tried, propagator, monitor, name, of))
+            propagator.close()
 
     def _left_s(self, max_over_ranks: Callable[[float], float]) -> float:
         gone = max_over_ranks(time.monotonic() - self.begin)
@@ -421,46 +437,13 @@ def open_propagator(
     model: SmallModel, strategies: Sequence[Strategy], *, overlap: bool
 ) -> Propagator:
     """Collective over all ranks; the caller closes it."""
-    num_groups = len(set().union(*map(groups_of, strategies))) + 4
     propagator = Propagator(
         model.stage_model,
         device=model.wanted_P[0].device,
-        max_groups=num_groups,
         link_config=LinkConfig(overlap=overlap),
     )
     propagator.prepare(strategies)
     return propagator
-
-
-def check_halves(device: torch.device, monitor: HangMonitor, *, overlap: bool) -> Finding:
-    """Gradients in bf16, which the kernels that train compute, under data, tensor and pipeline
-    parallelism. Collective over all ranks.
-    """
-    with monitor.step("one process alone, bf16"):
-        model = SmallModel(device, torch.bfloat16)
-    return _check_apart(model, monitor, pick_strategies(dist.get_world_size())[:3], "bf16", overlap)
-
-
-def check_gathered(model: SmallModel, monitor: HangMonitor, *, overlap: bool) -> Finding:
-    """Gradients where layers are gathered for every pass. Collective over all ranks."""
-    gathered = Strategy.alike(Scheme(tp=1, pp=1, gather=True), dist.get_world_size())
-    # The first time nothing is posted beside computation
-    found = _check_apart(model, monitor, [gathered, gathered], "gathered", overlap)
-    return replace(found, check="gathered layers")
-
-
-def _check_apart(
-    model: SmallModel,
-    monitor: HangMonitor,
-    strategies: Sequence[Strategy],
-    name: str,
-    overlap: bool,
-) -> Finding:
-    with monitor.step(f"connecting groups, {name}"):
-        propagator = open_propagator(model, strategies, overlap=overlap)
-    found = check_parity(model, propagator, monitor, name, strategies)
-    propagator.close()
-    return found
 
 
 def check_parity(

@@ -1,19 +1,20 @@
 """Findings of an examination, as values. Those about a rank's own machine (versions, kernels,
 limits of the system) wait for no other rank. Then come measurements of all ranks beside what would
-be expected: links between them, one point of a profile, and the memory of its micro-batch.
+be expected: links between them, and the speed of each.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import json
 import os
 import platform
 import resource
 import shutil
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -22,28 +23,28 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.utils import cpp_extension
-from transformers import LlamaConfig
 
 from ds_hydra.engine.model.attention_choice import Choice, choose, has_kernels
 from ds_hydra.engine.model.attention_contract import Demand
-from ds_hydra.engine.model.meta_model import build_random_stage_model
-from ds_hydra.engine.profiling.memory import trace_layer_memory
-from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch
-from ds_hydra.engine.profiling.profiler import measure_stage_ms, token_bytes
-from ds_hydra.engine.propagation import Propagator
+from ds_hydra.engine.parallel.groups import (
+    BLOCKS,
+    MAX_MULTICAST_OBJECTS,
+    GroupPool,
+    describe_groups,
+    describe_multicast,
+)
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.engine.ranks.hosts import Hosts
 from ds_hydra.engine.ranks.memory import available_bytes
 from ds_hydra.engine.ranks.process import NO_COMPILER, compiles_adam, find_overlap_problem
 from ds_hydra.engine.transfer.link_thread import DeviceClock
 from ds_hydra.environment import WANTED
-from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.compiled import HAS_NUMBA
-from ds_hydra.strategy.cost_models.analytic import (
-    Hardware,
-    ModelShape,
-    find_shipped_hardware,
-    predict_latency,
+from ds_hydra.strategy.cost_models.analytic import Hardware, find_shipped_hardware
+from ds_hydra.strategy.schemes.placement import (
+    GroupKey,
+    communicators,
+    most_multicast_objects,
 )
 
 REPORT_SCHEMA = "ds_hydra.doctor/1"
@@ -329,6 +330,8 @@ def _check_host(num_ranks_here: int) -> Finding:
 
 CPU_NAME = "one CPU core"
 _LINK_REPEATS = 5
+_MUCH_FASTER = 1.2
+"""All-to-alls by other thread blocks over those by as many as pulls take, from which it is said."""
 _LEAST_SHARE = 0.5
 """Least share of the described rate. Below it plans count on links that are not there."""
 _DEVICE_BYTES, _HOST_BYTES = 64 << 20, 4 << 20
@@ -348,8 +351,8 @@ def find_hardware(name: str | None, device: torch.device, device_name: str) -> H
 def check_links(
     device: torch.device, hosts: Hosts, hardware: Hardware | None, pairs: dist.ProcessGroup
 ) -> list[Finding]:
-    """Rates of all-reduces of all ranks, and of messages between neighbours of a host and of two
-    hosts. Collective over all ranks.
+    """Rates of all-reduces of all ranks, and of messages between neighbours of a host and between
+    all ranks of two hosts. Collective over all ranks.
 
     `pairs` is a group of all ranks that nothing else uses.
     """
@@ -369,23 +372,84 @@ def check_links(
             rates = _message_rates(clock, chosen, message, pairs, device)
             rate, slowest = min(zip(rates, chosen))
             is_across = name.endswith("hosts")
-            findings.append(_judge(name, rate, hardware, across=is_across, slowest=slowest))
+            found = _judge(name, rate, hardware, across=is_across, slowest=slowest)
+            if is_across:  # the row of a hardware file for what was measured, all pairs at once
+                per_pair = len(hosts.names) // 2
+                row = {"inter_node_bytes_per_s": round(sum(rates) / per_pair)}
+                found = replace(
+                    found,
+                    text=f"{found.text}; a hardware file of this machine has {json.dumps(row)[1:-1]}",
+                    figures={**found.figures, **row},
+                )
+            findings.append(found)
     return findings
 
 
+def check_all_to_all(
+    device: torch.device, hosts: Hosts, hardware: Hardware | None, groups: GroupPool
+) -> Finding:
+    """Rate of all-to-alls of all ranks as pulls make them, by the thread blocks that NCCL may take
+    for them. Collective over all ranks.
+    """
+    clock, world = DeviceClock(device), dist.get_world_size()
+    if world == 1:
+        return Finding(check="all-to-all", status=Status.SKIPPED, text="one rank has no links")
+    nbytes = _HOST_BYTES if device.type == "cpu" else _DEVICE_BYTES
+    sent = torch.ones(nbytes // 4 // world * world, device=device)
+    received = torch.empty_like(sent)
+    # Without NCCL one is like the other
+    tried = BLOCKS if device.type == "cuda" else {"pull by 8 blocks": 8}
+    rates = {}
+    for purpose, blocks in tried.items():
+        groups.create([(purpose, range(world))])
+        group = groups.get(purpose, range(world))
+        run = functools.partial(dist.all_to_all_single, received, sent, group=group)
+        rates[blocks] = (world - 1) / world * nbytes / _median_s(clock, run)
+    finding = _judge("all-to-all", rates[8], hardware, across=len(hosts.names) > 1)
+    best = max(rates, key=rates.__getitem__)
+    by_blocks = ", ".join(f"{rate / 1e9:.0f} by {blocks}" for blocks, rate in rates.items())
+    is_well = rates[best] < _MUCH_FASTER * rates[8]
+    advice = f"NCCL_MAX_CTAS={best} in the environment of all ranks lets pull and push take {best} thread blocks"
+    return replace(
+        finding,
+        status=finding.status if is_well else Status.WARNING,
+        text=f"{finding.text}; GB/s by thread blocks: {by_blocks}"
+        if len(rates) > 1
+        else finding.text,
+        advice=finding.advice if is_well else advice,
+        figures={**finding.figures, "bytes_per_s_by_blocks": rates},
+    )
+
+
+def check_communicators(
+    keys: Iterable[GroupKey], ranks_per_node: int, device: torch.device
+) -> Finding:
+    """How many communicators strategies need, beside what the switches of a node have."""
+    objects, is_nccl = most_multicast_objects(keys, ranks_per_node), device.type == "cuda"
+    is_asked = is_nccl and os.environ.get("NCCL_NVLS_ENABLE") != "0"
+    text = describe_groups(keys, 0, is_nccl)
+    return Finding.judge(
+        "communicators",
+        f"{text}; up to {objects} NVLink multicast objects on a node" if is_asked else text,
+        is_well=not is_asked or objects <= MAX_MULTICAST_OBJECTS,
+        advice=describe_multicast(objects),
+        figures={"multicast_objects": objects, "communicators": len(communicators(keys))},
+    )
+
+
 def neighbours(host_of: Sequence[int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Pairs of ranks that talk at once: rank 2i and 2i + 1 of a host; and the first rank of each
-    host with that of the next, for every second host.
+    """Pairs of ranks that talk at once: rank 2i and 2i + 1 of a host; and each rank of a host with
+    that of the next in its place, for every second host.
 
     >>> neighbours([0, 0, 0, 1, 1, 1])
-    ([(0, 1), (3, 4)], [(0, 3)])
+    ([(0, 1), (3, 4)], [(0, 3), (1, 4), (2, 5)])
     """
     ranks_of: dict[int, list[int]] = {}
     for rank, host in enumerate(host_of):
         ranks_of.setdefault(host, []).append(rank)
     inside = [pair for ranks in ranks_of.values() for pair in zip(ranks[::2], ranks[1::2])]
-    firsts = [ranks[0] for ranks in ranks_of.values()]
-    return inside, list(zip(firsts[::2], firsts[1::2]))
+    hosts = [*ranks_of.values()]
+    return inside, [pair for two in zip(hosts[::2], hosts[1::2]) for pair in zip(*two)]
 
 
 def _median_s(clock: DeviceClock, run: Callable[[], object]) -> float:
@@ -459,46 +523,9 @@ def _judge(
     )
 
 
-_MOST_SLOWER = 2.0
-"""Measured over estimated time, above which something is wrong rather than estimated."""
-_MOST_ABOVE = 1.3
-"""Measured over estimated bytes of a token, above which plans would not fit."""
 _MOST_BEHIND = 1.3
 """Slowest rank over the median one: all others wait for it in every iteration."""
 _REPEATS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeModel:
-    """Some layers of a model, random, and the micro-batch that is timed."""
-
-    name: str
-    config: LlamaConfig
-    dtype: torch.dtype
-    num_tokens: int
-
-    @classmethod
-    def of(cls, device: torch.device) -> ProbeModel:
-        """Two layers of LLaMA 7B in bf16 for an accelerator, small ones in fp32 for a CPU."""
-        if device.type == "cuda":
-            config = LlamaConfig(num_hidden_layers=2)
-            return cls(
-                name="2 layers of LLaMA 7B, bf16",
-                config=config,
-                dtype=torch.bfloat16,
-                num_tokens=4096,
-            )
-        config = LlamaConfig(
-            hidden_size=256,
-            intermediate_size=688,
-            num_hidden_layers=2,
-            num_attention_heads=8,
-            num_key_value_heads=8,
-            vocab_size=512,
-        )
-        return cls(
-            name="2 layers of width 256, fp32", config=config, dtype=torch.float32, num_tokens=512
-        )
 
 
 def check_speed_of_ranks(device: torch.device) -> Finding:
@@ -525,76 +552,5 @@ def check_speed_of_ranks(device: torch.device) -> Finding:
         text,
         is_well=ratio <= _MOST_BEHIND,
         advice="look at clocks, temperature and other processes of that device; a second run tells noise from damage",
-        figures=figures,
-    )
-
-
-def check_profile_point(device: torch.device, hardware: Hardware | None) -> list[Finding]:
-    """Time and memory of a micro-batch under <1,1> on all ranks at once, beside estimates.
-    Collective over all ranks.
-    """
-    probe = ProbeModel.of(device)
-    stage_model = build_random_stage_model(
-        probe.config, dtype=probe.dtype, device=device, num_ranks=dist.get_world_size()
-    )
-    strategy = Strategy.alike(Scheme(tp=1, pp=1), dist.get_world_size())
-    micro_batch = ProbeMicroBatch(probe.num_tokens)
-    with closing(Propagator(stage_model, device=device, max_groups=4)) as propagator:
-        times_ms = [
-            measure_stage_ms(propagator, strategy, micro_batch) for _ in range(1 + _REPEATS)
-        ]
-        num_bytes = token_bytes(propagator, strategy, probe.num_tokens)
-    return [
-        _judge_time(probe, statistics.median(times_ms[1:]), hardware),
-        _judge_memory(probe, num_bytes),
-    ]
-
-
-def _judge_time(probe: ProbeModel, measured_ms: float, hardware: Hardware | None) -> Finding:
-    config = probe.config
-    layer_params = 4 * config.hidden_size**2 + 3 * config.hidden_size * config.intermediate_size
-    params = layer_params * config.num_hidden_layers + config.hidden_size * config.vocab_size
-    rate = 6 * params * probe.num_tokens / (measured_ms / 1e3)
-    text = (
-        f"{probe.name}, {probe.num_tokens} tokens: {measured_ms:.1f} ms ({rate / 1e12:.3g} TFLOP/s)"
-    )
-    figures: dict[str, object] = {"measured_ms": measured_ms, "flops": rate}
-    if hardware is None:
-        return Finding.of_unknown_hardware("profile point", text, figures)
-    shape = ModelShape(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
-    )
-    latency = predict_latency(shape, hardware, Scheme(tp=1, pp=1))
-    expected_ms = latency.micro_batch_ms([probe.num_tokens])
-    text += f", estimated {expected_ms:.1f} for {hardware.name}"
-    figures |= {"estimated_ms": expected_ms, "hardware": hardware.name}
-    return Finding.judge(
-        "profile point",
-        text,
-        is_well=measured_ms <= _MOST_SLOWER * expected_ms,
-        advice="measure a profile (ds-hydra profile) instead of planning with estimates for this hardware",
-        figures=figures,
-    )
-
-
-def _judge_memory(probe: ProbeModel, measured: float) -> Finding:
-    config = probe.config
-    layer = trace_layer_memory(config, num_tokens=probe.num_tokens, dtype=probe.dtype)
-    # Logits and their gradient, as in the memory model; hidden states around the last norm.
-    head = (
-        2 * config.vocab_size * probe.dtype.itemsize + 4 * config.hidden_size * probe.dtype.itemsize
-    )
-    expected = config.num_hidden_layers * config.hidden_size * layer.activation_bytes + head
-    ratio = measured / expected
-    text = f"a token takes {measured:,.0f} bytes, {ratio:.2f} x what the memory model counts"
-    figures = {"measured_bytes": measured, "expected_bytes": expected}
-    return Finding.judge(
-        "memory",
-        text,
-        is_well=ratio <= _MOST_ABOVE,
-        advice="measure a profile here (ds-hydra profile), or lower hydra.memory_limit_bytes by that share",
         figures=figures,
     )

@@ -1,5 +1,5 @@
-"""Watch for ranks that keep the others waiting: every rank tells where it is, and rank 0 judges
-steps that do not end.
+"""Watch for ranks that keep the others waiting. Where a step does not end, every rank tells where
+it is, and rank 0 judges.
 
 Through the store that the ranks met in, in a thread of its own: it speaks while the rank is stuck
 in a collective, whatever the backend.
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 _BEAT_S = 0.5
 _SILENCE_S = 6.0
-"""Seconds without a sign of life after which a rank counts as gone."""
+"""Seconds in which every rank that lives says where it is."""
 _FAREWELL_S = 10.0
 """Seconds that other ranks wait for the report of rank 0."""
 _PACKAGE = "ds_hydra"
@@ -29,7 +29,7 @@ _PACKAGE = "ds_hydra"
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """State of a rank when it last spoke."""
+    """State of a rank when a step did not end."""
 
     rank: int
     step: int
@@ -41,7 +41,7 @@ class State:
 
     def __str__(self) -> str:
         if self.is_gone:
-            return f"rank {self.rank} is gone; last in {self.text!r}"
+            return f"rank {self.rank} is gone"
         where = f" at {', '.join(self.places)}" if self.places else ""
         if self.error:
             return f"rank {self.rank} failed in {self.text!r}: {self.error}"
@@ -91,7 +91,6 @@ class HangMonitor:
         self._step, self._text, self._since = 0, "start", time.monotonic()
         self._error = ""
         self._is_over = threading.Event()
-        self._beats: dict[int, tuple[int, float]] = {}
         self._thread = threading.Thread(target=self._serve, name="ds_hydra monitor", daemon=True)
         self._thread.start()
 
@@ -112,38 +111,36 @@ class HangMonitor:
         self._thread.join()
 
     def _serve(self) -> None:
-        beat = 0
         while not self._is_over.wait(_BEAT_S):
-            beat += 1
             late = time.monotonic() - self._since > self._limit_s
             try:
-                self._speak(beat)
                 if late or self._error:
                     self._store.set("doctor/alarm", "1")
-                is_alarmed = self._store.check(["doctor/alarm"])
+                if self._store.check(["doctor/alarm"]):
+                    self._conclude()
+                    return
             except RuntimeError as error:  # the store is in the process of rank 0 or its launcher
                 if self._rank == 0 or late:
                     self._end(f"the store of rank 0 is gone: {str(error)[:200]}")
                     return
-                continue
-            if is_alarmed:
-                self._conclude(beat)
-                return
 
-    def _conclude(self, beat: int) -> None:
-        end = time.monotonic() + (_SILENCE_S if self._rank == 0 else _SILENCE_S + _FAREWELL_S)
-        with contextlib.suppress(RuntimeError):
-            while time.monotonic() < end:
-                beat += 1
-                self._speak(beat)
-                if self._rank and self._store.check(["doctor/told"]):
-                    break
-                if not self._rank:
-                    self._read_states()
+    def _conclude(self) -> None:
+        """Say where this rank is; rank 0 waits for the others and ends, which they wait for."""
+        state = [
+            self._step,
+            self._text,
+            time.monotonic() - self._since,
+            self._places(),
+            self._error,
+        ]
+        keys = [f"doctor/state/{rank}" for rank in range(self._num_ranks)]
+        waited_for = ["doctor/told"] if self._rank else keys
+        end = time.monotonic() + _SILENCE_S + (_FAREWELL_S if self._rank else 0.0)
+        with contextlib.suppress(RuntimeError):  # the store ends with rank 0
+            self._store.set(keys[self._rank], json.dumps(state))
+            while time.monotonic() < end and not self._store.check(waited_for):
                 time.sleep(_BEAT_S)
-            self._end(judge(self._read_states()) if self._rank == 0 else "")
-            return
-        self._end("the store of rank 0 is gone")
+        self._end("" if self._rank else judge([*map(self._read_state, range(self._num_ranks))]))
 
     def _end(self, text: str) -> None:
         self._is_over.set()
@@ -154,40 +151,17 @@ class HangMonitor:
                 with contextlib.suppress(RuntimeError):
                     self._store.set("doctor/told", "1")
 
-    def _speak(self, beat: int) -> None:
-        state = {
-            "beat": beat,
-            "step": self._step,
-            "text": self._text,
-            "seconds": time.monotonic() - self._since,
-            "places": self._places(),
-            "error": self._error,
-        }
-        self._store.set(f"doctor/state/{self._rank}", json.dumps(state))
-
     def _places(self) -> list[str]:
         """The innermost line of this package in each thread that runs it."""
         frames = sys._current_frames()
         del frames[threading.get_ident()]
         return find_places(frames)
 
-    def _read_states(self) -> list[State]:
-        now = time.monotonic()
-        states = []
-        for rank in range(self._num_ranks):
-            key = f"doctor/state/{rank}"
-            if not self._store.check([key]):
-                states.append(State(rank, 0, "start", 0.0, (), "", is_gone=True))
-                continue
-            said = json.loads(self._store.get(key))
-            beat, since = self._beats.get(rank, (-1, now))
-            if said["beat"] != beat:
-                beat, since = said["beat"], now
-            self._beats[rank] = beat, since
-            is_gone = now - since > _SILENCE_S - 2 * _BEAT_S
-            told = (said[name] for name in ("step", "text", "seconds", "places", "error"))
-            states.append(State(rank, *told, is_gone))  # type: ignore[call-arg]
-        return states
+    def _read_state(self, rank: int) -> State:
+        key = f"doctor/state/{rank}"
+        if not self._store.check([key]):
+            return State(rank, 0, "start", 0.0, (), "", is_gone=True)
+        return State(rank, *json.loads(self._store.get(key)))
 
 
 def find_places(frames: Mapping[int, Any]) -> list[str]:

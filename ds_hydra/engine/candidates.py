@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,10 +31,11 @@ from ds_hydra.engine.profiling.profile_document import (
 from ds_hydra.engine.profiling.profiler import measure_profile
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.agreement import broadcast_text, check_alike, run_together
-from ds_hydra.engine.ranks.memory import naming_memory_limit
+from ds_hydra.engine.ranks.memory import available_bytes, naming_memory_limit
 from ds_hydra.engine.ranks.watchdog import watch
 from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker, StragglerFinder
 from ds_hydra.engine.telemetry.metrics import RunLog
+from ds_hydra.environment import count_ranks_here
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError, UnsupportedModelError
 from ds_hydra.progress import Progress
 from ds_hydra.records.metrics import IterationMetrics
@@ -101,6 +103,12 @@ def planner_settings(
     )
 
 
+_HOST_SHARE = 0.5
+"""Share of a host's free memory that layers may offload: torch rounds each pinned tensor up to a
+power of two.
+"""
+
+
 class EngineCandidates:
     """Candidates and profile on one rank. Methods are collective over all ranks where they say
     so.
@@ -127,6 +135,13 @@ class EngineCandidates:
             lambda schemes: Profile.from_json(nominal_profile(self.stage_model, schemes))
         )
         self._given: tuple[Strategy, ...] = ()
+        self._host: dict[str, float] = {}
+        """Bytes of the host that each of its ranks may fill, where that is not the device."""
+        if propagator.device.type != "cpu":
+            num_ranks = count_ranks_here(propagator.num_ranks)
+            share = _HOST_SHARE * available_bytes() / num_ranks
+            if (least := -propagator.max_over_ranks(-share)) < math.inf:
+                self._host = {"host_bytes": least}
         self._num_link_groups = len(propagator.groups)
         self._at_start: tuple[Strategy, ...] = ()
         self._given_document: Mapping[str, Any] | None = None
@@ -311,6 +326,13 @@ class EngineCandidates:
                 dtype_of(self.stage_model),
                 cuts_micro_batches=self.stage_model.tp.cuts_micro_batches,
             )
+            if self.profile.document.get("offload_optimizer") and not (
+                self.stage_model.offloads_optimizer
+            ):
+                raise HydraConfigError(
+                    f"profile {self.profile.name!r} was measured with zero_optimization.offload_optimizer, without "
+                    "which less memory is left for micro-batches; set it, or measure anew (remove hydra.profile)"
+                )
             self.profile = as_the_engine_needs(
                 self.profile, self.stage_model, self.config, self.num_ranks
             )
@@ -360,7 +382,7 @@ class EngineCandidates:
 
     def _on_these_hosts(self, document: Mapping[str, Any]) -> dict[str, Any]:
         """`document` of a profile, which may have seen one node or others, with those of here."""
-        nodes = {"devices_per_node": self.propagator.links.devices_per_node}
+        nodes = {"devices_per_node": self.propagator.links.devices_per_node} | self._host
         return {**document, "hardware": {**document["hardware"], **nodes}}
 
     def _cluster(self, profile: Profile) -> Cluster | None:

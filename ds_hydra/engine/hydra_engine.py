@@ -70,6 +70,7 @@ from ds_hydra.engine.ranks.process import (
     find_restart_problem,
     leave_out_shared_memory,
     let_collectives_end_at_exit,
+    offloads_optimizer,
     remove_stale_locks,
 )
 from ds_hydra.engine.ranks.settings import check_same_settings
@@ -77,6 +78,7 @@ from ds_hydra.engine.ranks.sigterm import SIGTERM
 from ds_hydra.engine.ranks.watchdog import join_watchdog, leave_watchdog, watch
 from ds_hydra.engine.runtime import HydraRuntime, Stamps
 from ds_hydra.engine.telemetry.trace import MemoryWatch
+from ds_hydra.environment import is_first_on_host
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
 from ds_hydra.progress import say_once, show_notes
 from ds_hydra.records.metrics import IterationMetrics
@@ -194,20 +196,21 @@ class HydraEngine(CheckpointingEngine):
         self, args: Any, model: nn.Module, engine_args: Any, engine_kwargs: Mapping[str, Any]
     ) -> None:
         open_host_group(self.device)
-        run_together(lambda: remove_stale_locks(local_rank() == 0), self.device)
+        run_together(lambda: remove_stale_locks(is_first_on_host()), self.device)
         # Before DeepSpeed hooks the model's modules: what a stage changes of them is found here.
         config = self._hydra_config
+        document = getattr(engine_kwargs.get("config_class"), "_param_dict", None) or {}
         run_together(lambda: _check_dtypes(model, engine_kwargs.get("config_class")), self.device)
         make_stage_model = functools.partial(
             build_stage_model,
             model,
             activation_checkpointing=config.activation_checkpointing,
             compile_layers=config.compile_layers,
-            aux_loss=config.moe.aux_loss == "sequence",
             neftune_noise_alpha=config.neftune_noise_alpha,
             attention_kernel=config.attention,
             float8=config.float8,
             float8_exclude=config.float8_exclude,
+            offloads_optimizer=offloads_optimizer(document),
         )
         stage_model = run_together(make_stage_model, self.device)
         check_context(stage_model.abilities, stage_model.config, config.context_length)

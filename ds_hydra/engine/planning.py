@@ -40,7 +40,7 @@ from ds_hydra.engine.ranks.agreement import (
 from ds_hydra.engine.ranks.watchdog import CALL_BYTES, call_together
 from ds_hydra.engine.transfer.link_thread import LinkThread
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
+from ds_hydra.sampler.background import LOOKAHEAD, BackgroundPlanner, PlannedIteration
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler, budget_of
 from ds_hydra.sampler.data.dataset import SizeArray, TokenDataset
 from ds_hydra.sampler.data.examples import to_examples
@@ -432,7 +432,7 @@ def _is_plain(loss: Loss) -> bool:
 
 
 class PlanFeed:
-    """Plans of the sampler's batches, `lookahead` iterations ahead of the one that trains; rank 0
+    """Plans of the sampler's batches, `LOOKAHEAD` iterations ahead of the one that trains; rank 0
     only works.
 
     The sampler's own stream stays where training is: the feed draws ahead with
@@ -452,7 +452,6 @@ class PlanFeed:
         asked for when it is submitted. `tells_next`: whether `peek` tells anything.
         """
         self._sampler = sampler
-        self._lookahead = config.lookahead
         self._ahead = sampler.state
         self._failure: Exception | None = None
         self._corrections_for, self._tells_next = corrections_for, tells_next
@@ -461,15 +460,14 @@ class PlanFeed:
         self._planner = task and BackgroundPlanner(
             task,
             num_workers=config.num_workers,
-            lookahead=config.lookahead,
             deadline_s=_FIRST_DEADLINE_S,
         )
-        self._submit_until(self._ahead.iteration + self._lookahead)
+        self._submit_until(self._ahead.iteration + LOOKAHEAD)
 
     def get(self, iteration: int) -> PlannedIteration:
         """The plan of the next iteration; keeps the lookahead filled."""
         assert self._planner is not None, "only rank 0 plans"
-        self._submit_until(iteration + self._lookahead, needed=iteration + 1)
+        self._submit_until(iteration + LOOKAHEAD, needed=iteration + 1)
         if iteration >= self._ahead.iteration:
             assert self._failure is not None
             raise self._failure

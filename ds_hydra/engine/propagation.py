@@ -45,7 +45,7 @@ from ds_hydra.engine.transfer.session import MeasuredLinkTimes, SessionSpans, Tr
 from ds_hydra.errors import HydraConfigError, PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan, RankPhase
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.schemes.placement import MAX_GROUPS_OF_RANK, Role, slices_key
+from ds_hydra.strategy.schemes.placement import Role, slices_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +131,7 @@ class Propagator:
         stage_model: StageModel,
         *,
         device: torch.device,
-        max_groups: int,
-        max_groups_of_rank: int = MAX_GROUPS_OF_RANK,
+        max_groups: int | None = None,
         link_config: LinkConfig | None = None,
         seed: int = 0,
         memory_limit_bytes: int | None = None,
@@ -146,7 +145,7 @@ class Propagator:
             # Autograd's thread has no context before its first kernel, and cuBLAS would warn of it.
             with torch.inference_mode(False), torch.enable_grad():
                 torch.ones(1, device=device, requires_grad=True).exp().backward()
-        self.groups = GroupPool(max_groups, device, max_groups_of_rank)
+        self.groups = GroupPool(max_groups, device)
         self.hosts = find_hosts(device)
         self.links = StrategyLinks(
             stage_model, self.groups, self.hosts, link_config or LinkConfig(), device

@@ -29,7 +29,7 @@ from ds_hydra.engine.transfer.stage_weights import FrozenKeeper, SlicePool, Stag
 from ds_hydra.errors import PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan, RankPhase
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.schemes.placement import slices_key
+from ds_hydra.strategy.schemes.placement import link_groups, slices_key
 from ds_hydra.zero_link import LinkPlan, RankBuckets, Relayed, keep_only, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
 from ds_hydra.zero_link.exchange import Link
@@ -73,23 +73,27 @@ class StrategyLinks:
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
         self.hosts, self._device = hosts, device
-        everyone = range(self.num_ranks)
         if self.rank == 0 and config.devices_per_node is None:
             warn_of_placement(hosts.of_rank)
         self.devices_per_node = devices_per_node(config, hosts.of_rank)
         self.ranks_per_node = find_ranks_per_node(config, hosts.of_rank)
         """Ranks of a node; None where no rank relays data from other nodes."""
-        purposes = ["pull", "push"] + (["pull_node", "push_node"] if self.ranks_per_node else [])
-        groups.create([(purpose, everyone) for purpose in purposes])
+        keys = link_groups(self.num_ranks, self.ranks_per_node)
+        groups.create(keys)
         # A group each: one rank may push while another has not ended its pull.
-        pull, push, *of_nodes = (groups.get(purpose, everyone) for purpose in purposes)
-        pull_node, push_node = of_nodes or (None, None)
+        mine = {
+            purpose: groups.get(purpose, ranks) for purpose, ranks in keys if self.rank in ranks
+        }
         self._dtype: torch.dtype = stage_model.params[0].ds_tensor.dtype  # type: ignore[attr-defined]
         self._gradient_dtype = GRADIENT_DTYPES[config.gradient_dtype]
         self.buffers = ExchangeBuffers(device)
         self.pool = SlicePool(device)
-        self.pull_link = Link(pull, device, buffers=self.buffers, node_group=pull_node)
-        self.push_link = Link(push, device, self._gradient_dtype, self.buffers, push_node)
+        self.pull_link = Link(
+            mine["pull"], device, buffers=self.buffers, node_group=mine.get("pull_node")
+        )
+        self.push_link = Link(
+            mine["push"], device, self._gradient_dtype, self.buffers, mine.get("push_node")
+        )
         self.clock = DeviceClock(device)
         self.thread = LinkThread(overlap=config.overlap)
         self._frozen: FrozenKeeper | None = None

@@ -1,4 +1,4 @@
-"""Numbers of runs and of timelines as one JSON document, `ds_hydra.report/1`."""
+"""Numbers of runs as one JSON document, `ds_hydra.report/1`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from math import isfinite, isnan
 from statistics import median
 from typing import Any
 
-from ds_hydra.records.timeline import Timeline
 from ds_hydra.report.run_folder import Run, rank_memory
 from ds_hydra.report.run_report import divide_time, find_slowest, scheme_errors
 
@@ -18,22 +17,6 @@ REPORT_SCHEMA = "ds_hydra.report/1"
 def describe_runs(runs: Sequence[Run]) -> dict[str, Any]:
     """Describe each run. What is unknown is null."""
     return {"schema": REPORT_SCHEMA, "runs": [_describe(run) for run in runs]}
-
-
-def describe_timelines(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Describe simulated iterations."""
-    return {
-        "schema": REPORT_SCHEMA,
-        "timelines": len(timelines),
-        "num_iterations": len({timeline.iteration for timeline in timelines}),
-        "iterations": [
-            {
-                name: getattr(timeline, name)
-                for name in ("iteration", "source", "strategy", "duration_ms", "bubble")
-            }
-            for timeline in timelines
-        ],
-    }
 
 
 def _describe(run: Run) -> dict[str, Any]:

@@ -55,23 +55,13 @@ def trace_run(run: Run) -> dict[str, Any]:
         raise HydraConfigError(
             f"run {run.name} has no traced iteration for --perfetto; set hydra.trace_every to 1 or more"
         )
-    return _document(groups)
+    return describe_timelines(groups)
 
 
 def _timelines_of(run: Run, iteration: int) -> list[Timeline]:
     """Measured and predicted timeline of a traced iteration, as far as the run has them."""
     measured, predicted = run.traces[iteration].timeline, run.predicted(iteration)
     return [measured] if predicted is None else [measured, align(predicted, measured)]
-
-
-def trace_timelines(timelines: Iterable[Timeline]) -> dict[str, Any]:
-    """The trace of simulated (or any) timelines; those of one iteration are shown at the same
-    time.
-    """
-    groups: dict[int, list[Timeline]] = {}
-    for timeline in timelines:
-        groups.setdefault(timeline.iteration, []).append(timeline)
-    return _document([(group, None, None) for _, group in sorted(groups.items())])
 
 
 def write_trace(document: dict[str, Any], out: Path) -> None:
@@ -82,9 +72,10 @@ def write_trace(document: dict[str, Any], out: Path) -> None:
         raise HydraConfigError(f"cannot write {out}: {error.strerror}") from error
 
 
-def _document(
+def describe_timelines(
     groups: Iterable[tuple[list[Timeline], IterationPlan | None, IterationMetrics | None]],
 ) -> dict[str, Any]:
+    """The trace of the timelines of iterations, one after the other, with what is known of each."""
     events: list[TraceEvent] = []
     threads: dict[tuple[int, int], str] = {(_ITERATIONS, _ITERATIONS * _THREADS): "iteration"}
     start_ms = 0.0

@@ -32,6 +32,8 @@ from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS, Corrections
 
 logger = logging.getLogger(__name__)
 
+LOOKAHEAD = 4
+"""Iterations planned ahead of training: they absorb a slow plan now and then, and cost some KB."""
 _MAX_ATTEMPTS = 3
 """Workers that one iteration may lose before it is planned in line (where an exception has a
 traceback), and iterations in a row that may lose as many before all that come are.
@@ -105,7 +107,7 @@ class BackgroundPlanner:
         task: PlanningTask,
         *,
         num_workers: int = 1,
-        lookahead: int = 4,
+        lookahead: int = LOOKAHEAD,
         deadline_s: float = 30.0,
     ) -> None:
         self.task = task
@@ -201,7 +203,7 @@ class BackgroundPlanner:
             self._end_hung_workers()
             logger.warning(
                 "iteration %d: no plan after %.1f s, training with the heuristic plan; raise "
-                "hydra.planner.num_workers or hydra.planner.lookahead",
+                "hydra.planner.num_workers",
                 job.batch.iteration,
                 self.deadline_s,
             )

@@ -137,10 +137,21 @@ def _proposes(extended: World, settings: CandidateSettings) -> bool:
     return not (allowed and all(scheme.is_plain for scheme in allowed))
 
 
-def check_longest(profile: Profile, settings: CandidateSettings) -> None:
-    """Raise HydraConfigError where no scheme of any candidate fits a sequence of the context."""
+def check_longest(profile: Profile, settings: CandidateSettings) -> Scheme | None:
+    """Raise HydraConfigError where no scheme of any candidate fits a sequence of the context. The
+    scheme that takes least for one; None where strategies are given.
+    """
     world = settings.world(profile)
-    _check_longest(world, settings, None if settings.given else _extended(world, settings))
+    extended = None if settings.given else _extended(world, settings)
+    _check_longest(world, settings, extended)
+    if extended is None:
+        return None
+    context, known = settings.context_length, usable_schemes(extended, settings.space)
+    return min(
+        (scheme for scheme in known if extended.max_len_tokens(scheme) >= context),
+        key=lambda scheme: extended.costs.latency(scheme).micro_batch_ms([context]),
+        default=None,
+    )
 
 
 def _check_longest(world: World, settings: CandidateSettings, extended: World | None) -> None:

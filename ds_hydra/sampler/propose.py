@@ -431,7 +431,9 @@ def groups_of_gathered(
     gathered = [s for s in used if s.gather and s.ep == 1 and num_devices % s.num_devices == 0]
     if gathered:
         widest = max(gathered, key=lambda scheme: scheme.num_devices)
-        gathered += [replace(scheme, ckpt=widest.ckpt) for scheme in gathered]
+        gathered += [
+            replace(scheme, ckpt=widest.ckpt, offload=widest.offload) for scheme in gathered
+        ]
     for scheme in dict.fromkeys(gathered):
         strategy = Strategy.alike(scheme, num_devices)
         alike.setdefault(scheme.ckpt, {})[strategy] = scheme.num_devices

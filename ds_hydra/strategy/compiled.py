@@ -27,6 +27,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
+from ds_hydra.environment import is_first_on_host
+
 logger = logging.getLogger(__name__)
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -35,8 +37,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 @functools.cache
 def _say_once(name: str) -> None:
     """Log the first compilation; on one rank of a host, as all wait for the same files."""
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    level = logging.WARNING if is_first and not _has_said else logging.DEBUG
+    level = logging.WARNING if is_first_on_host() and not _has_said else logging.DEBUG
     _has_said.append(name)
     text = (
         "compiling %s and what it calls, once after an installation (the planner: up to a minute)"
@@ -53,7 +54,7 @@ _SAID_UNCACHED = "DS_HYDRA_SAID_UNCACHED"
 
 def say_uncached() -> None:
     """Warn once that every start compiles anew; on one rank of a host."""
-    if os.environ.get("LOCAL_RANK", "0") == "0" and _SAID_UNCACHED not in os.environ:
+    if is_first_on_host() and _SAID_UNCACHED not in os.environ:
         os.environ[_SAID_UNCACHED] = "1"
         logger.warning(
             "no folder for compiled code can be written, so every process compiles the planner anew (up to a minute); "

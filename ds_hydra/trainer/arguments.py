@@ -80,7 +80,7 @@ WITHOUT_EFFECT = (
     Refusal("average_tokens_across_devices", f"{_OWN_LOSS} of all ranks", False),
     Refusal("dataloader_drop_last", NO_LAST_BATCH),
     Refusal("dataloader_num_workers", f"{_OWN_DATA}; hydra.planner.num_workers plan beside training", 2),
-    Refusal("dataloader_prefetch_factor", f"{_OWN_DATA}; hydra.planner.lookahead is how far ahead", 2),
+    Refusal("dataloader_prefetch_factor", f"{_OWN_DATA}; plans are made four iterations ahead", 2),
     *each("dataloader_persistent_workers dataloader_multiprocessing_context", _OWN_DATA, "spawn"),
     Refusal("dataloader_in_order", _OWN_DATA, False),
     Refusal(

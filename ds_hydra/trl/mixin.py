@@ -229,7 +229,7 @@ class HydraMixin(ReferenceMixin):
             super().__init__(*args, **kwargs)
         remove_fused_head(self.model)
         self._find_reference()
-        # The engine adds the loss of balance of experts (hydra.moe.aux_loss). If the configuration
+        # The engine adds the loss of balance of experts. If the configuration
         # asked for it, generation would add one, too, of masks that do not fit
         is_set = getattr(self.args, "router_aux_loss_coef", None) is not None
         if is_set or getattr(self, "aux_loss_enabled", False):

@@ -58,6 +58,12 @@ RoundUnderWay = Callable[[], None]
 """A round in flight: waits for it and writes the received elements. Holds the round's buffers."""
 
 
+def _members(group: dist.ProcessGroup | None) -> slice:
+    """Neighbouring ranks that `group` consists of, None of all ranks."""
+    ranks = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
+    return slice(ranks[0], ranks[-1] + 1)
+
+
 class Link:
     """The LNK operator (§5.2) between ZeRO-3 shards and the slices of one iteration.
 
@@ -77,14 +83,16 @@ class Link:
     ):
         """`buffers` may be shared by links that one thread runs one after the other.
 
-        `node_group` carries the second hop of node-aware plans, which is posted when a round is
-        finished: with a group of its own its order does not depend on how many rounds were begun
-        before. It spans all ranks. `packs`: one all-to-all for each hop of a round; by default on
-        accelerators, where the host would pay for every message.
+        `node_group` carries the second hop of node-aware plans: ranks of this rank's node, in
+        order. One hop is posted when a round begins, the other one when it is finished: with a
+        group of its own the order of neither depends on how many rounds were begun before.
+        `packs`: one all-to-all for each hop of a round; by default on accelerators, where the host
+        would pay for every message.
         """
         self._packs = device.type != "cpu" if packs is None else packs
         self._packed: dict[int, tuple[Round, tuple[PackedHop, ...]]] = {}
         self._groups = (group, group if node_group is None else node_group)
+        self._members = tuple(_members(group) for group in self._groups)
         self._buffers = ExchangeBuffers(device) if buffers is None else buffers
         self._gradient_dtype = gradient_dtype
         self._relayed: dict[int, Tensor] = {}
@@ -168,13 +176,13 @@ class Link:
                 sums = self._buffers.take(other.relayed_numel, torch.float32)
                 self._relayed[first] = sums.zero_()
 
-        def post(number: int, group: int) -> _Posted:
+        def post(number: int) -> _Posted:
             hop = round_.hops[number]
             if packed is not None:
                 side = packed[number]
-                return self._post_packed(side.slices, side.shards, stores, dtype, group)
+                return self._post_packed(side.slices, side.shards, stores, dtype, number)
             # Not in place: an owner adds what arrives to what is there.
-            return self._post(hop.incoming, hop.outgoing, stores, dtype, group, in_place=False)
+            return self._post(hop.incoming, hop.outgoing, stores, dtype, number, in_place=False)
 
         def add(number: int, posted: _Posted) -> None:
             if packed is not None:
@@ -183,14 +191,13 @@ class Link:
                 self._accumulate(plan.rank, round_.hops[number], posted, stores)
 
         *earlier, last = range(len(round_.hops))
-        # The group says when a hop is posted, not which it is: a push begins with the last one.
-        posted = post(last, 0)
+        posted = post(last)
 
         def finish() -> None:
             add(last, posted)
             # The node's sums are complete now, and go on to the ranks that own them.
             for number in reversed(earlier):
-                add(number, post(number, 1))
+                add(number, post(number))
             if index in self._relayed:
                 self._buffers.give_back(self._relayed.pop(index))
 
@@ -227,16 +234,16 @@ class Link:
         receive: PackedBuffer,
         stores: Stores,
         dtype: torch.dtype,
-        group: int,
+        hop: int,
     ) -> _Posted:
         outgoing, incoming = (self._buffers.take(side.numel, dtype) for side in (send, receive))
         run_pairs(packed_views(outgoing, send.copies), stored_views(stores, send.copies))
         work = dist.all_to_all_single(
             incoming,
             outgoing,
-            list(receive.splits),
-            list(send.splits),
-            group=self._groups[group],
+            list(receive.splits[self._members[hop]]),
+            list(send.splits[self._members[hop]]),
+            group=self._groups[hop],
             async_op=True,
         )
         return _Posted(works=[work], buffers=[outgoing, incoming])
@@ -302,7 +309,7 @@ class Link:
         receive: Sequence[Batch],
         stores: Stores,
         dtype: torch.dtype,
-        group: int,
+        hop: int,
         *,
         in_place: bool,
     ) -> _Posted:
@@ -325,7 +332,7 @@ class Link:
                     else:
                         target, space = cut_off(space, message)
                         posted.received.append((peer, batch, message, target))
-                    operations.append(dist.P2POp(dist.irecv, target, peer, self._groups[group]))
+                    operations.append(dist.P2POp(dist.irecv, target, peer, self._groups[hop]))
 
         def is_sent_from_its_place(batch: Batch, message: Message) -> bool:
             if not is_one_run(message):
@@ -343,7 +350,7 @@ class Link:
                     for piece, place in places_in(source, message):
                         place.copy_(stores.view(batch, piece))
                 for peer in batch.peers:
-                    operations.append(dist.P2POp(dist.isend, source, peer, self._groups[group]))
+                    operations.append(dist.P2POp(dist.isend, source, peer, self._groups[hop]))
         if operations:
             # One batch: sends and receives one by one would have to be in an order that suits all
             # ranks.

@@ -12,5 +12,7 @@ export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-eth0} # the interface that reach
 
 ds-hydra check "$config" --model llama2_7b --devices 16
 
-exec deepspeed --hostfile examples/launch/hostfile --master_port 29500 \
+# Each rank on its share of the cores, for which DeepSpeed needs numactl.
+exec deepspeed $(command -v numactl > /dev/null && echo --bind_cores_to_rank) \
+  --hostfile examples/launch/hostfile --master_port 29500 \
   examples/llama2_github/train.py --model llama2-7b --data hub --ds_config "$config" "$@"

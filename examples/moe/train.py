@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     common.start(args)
     data = prepare(args.cache_dir, unit="definition")
     config = common.read_json(args.ds_config)
-    config["hydra"] |= {"tokenizer": str(data.tokenizer_dir), "moe": {"aux_loss": args.aux_loss}}
+    config["hydra"] |= {"tokenizer": str(data.tokenizer_dir)}
+    common.TINY_MOE["output_router_logits"] = args.aux_loss == "sequence"
     if dist.get_world_size() == 2:  # those of the file are for 4 ranks
         config["hydra"]["strategies"] = ["2x<1,1>", "1x<sp2,1;ep=2>"]
     return common.train(args, config, data.dataset, len(data.tokenizer))

@@ -42,6 +42,8 @@ STRATEGIES = {
         "1x<1,2;stages=3,1>",
         "1x<2,1;ckpt=2>",
         "1x<1,2;ckpt=3>",
+        "1x<2,1;ckpt=3;offload>",
+        "1x<1,2;ckpt=3;offload>",
         "2x<1,1;gather>",
         "1x<2,1;gather>",
     ),

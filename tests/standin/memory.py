@@ -40,7 +40,8 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 STRATEGIES = (
     "2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<1,1>", "2x<1,1;ckpt=8>", "1x<2,1;ckpt=8>",
-    "1x<1,2;ckpt=8>", "2x<1,1;gather>", "1x<2,1;gather>", "1x<sp2,1;gather>",
+    "1x<1,2;ckpt=8>", "2x<1,1;ckpt=16;offload>", "1x<1,2;ckpt=8;offload>", "1x<sp2,1;ckpt=16;offload>",
+    "2x<1,1;gather>", "1x<2,1;gather>", "1x<sp2,1;gather>",
 )  # fmt: skip
 
 _per_sequence = attention.attention_per_sequence

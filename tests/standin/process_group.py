@@ -102,6 +102,8 @@ class _Work(dist._Work):
         return True
 
     def is_completed(self) -> bool:
+        if self._host.done() and self.event.clock is not None:
+            observer.settle(self.event.clock)
         return self._host.done()
 
     def get_future(self) -> torch.futures.Future:

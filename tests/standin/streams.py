@@ -132,8 +132,13 @@ class Observer:
                 self.waited_for[place] = min(num_kernels, self.waited_for.get(place, num_kernels))
                 if clock is None:
                     self._settled_all = self.num_kernels
-                for stream, number in (clock or {}).items():
-                    self._settled[stream] = max(self._settled.get(stream, -1), number)
+                self.settle(clock or {})
+
+    def settle(self, clock: dict[int, int]) -> None:
+        """The host knows that what `clock` stands for is over."""
+        with self._lock:
+            for stream, number in clock.items():
+                self._settled[stream] = max(self._settled.get(stream, -1), number)
 
     def has_settled(self, clock: dict[int, int] | None) -> bool:
         """Whether the host has waited for all kernels that an event stands for."""

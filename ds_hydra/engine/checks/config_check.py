@@ -35,7 +35,12 @@ from ds_hydra.engine.model.scheme_support import (
     find_unseen_positions,
 )
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.parallel.groups import check_groups_of_rank
+from ds_hydra.engine.parallel.groups import (
+    MAX_MULTICAST_OBJECTS,
+    check_groups_of_rank,
+    check_num_groups,
+    describe_multicast,
+)
 from ds_hydra.engine.profiling.memory import as_the_engine_needs, is_of_another_system
 from ds_hydra.engine.profiling.profile_document import (
     count_flops,
@@ -45,7 +50,7 @@ from ds_hydra.engine.profiling.profile_document import (
     model_facts,
 )
 from ds_hydra.engine.profiling.profiler import default_lengths
-from ds_hydra.engine.ranks.process import NO_COMPILER, compiles_adam
+from ds_hydra.engine.ranks.process import NO_COMPILER, compiles_adam, offloads_optimizer
 from ds_hydra.errors import HydraConfigError, HydraError
 from ds_hydra.sampler.candidate_set import (
     check_longest,
@@ -65,7 +70,15 @@ from ds_hydra.strategy.schemes.enumeration import (
     load_strategies,
     measured_beside,
 )
-from ds_hydra.strategy.schemes.placement import group_limit, groups_of_all, most_groups_of_rank
+from ds_hydra.strategy.schemes.placement import (
+    GroupKey,
+    communicators,
+    group_limit,
+    groups_of_all,
+    link_groups,
+    most_groups_of_rank,
+    most_multicast_objects,
+)
 from ds_hydra.strategy.schemes.scheme import schemes_of
 
 logger = logging.getLogger(__name__)
@@ -112,6 +125,8 @@ class ConfigReport:
     strategies: list[str] = field(default_factory=list)
     strategies_source: str = ""
     communicators: dict[str, int] = field(default_factory=dict)
+    offloaded: str = ""
+    """Sentence on what has to be in the host's memory; empty where nothing has to."""
     known_profile: Profile | None = field(default=None, repr=False)
     """Profile that the rows of `schemes` were made of; not in the document."""
 
@@ -209,6 +224,7 @@ class _Budget:
     ):
         self._request, self._hydra, self._report = request, hydra, report
         self._dtype: torch.dtype = getattr(torch, dtype_name(ds_config))
+        self._offloads_optimizer = offloads_optimizer(ds_config)
         self._stage_model: StageModel | None = None
         self._profile: Profile | None = None
         self._started_with: Sequence[Strategy] = ()
@@ -304,6 +320,7 @@ class _Budget:
                 activation_checkpointing=self._hydra.activation_checkpointing,
                 float8=self._hydra.float8,
                 float8_exclude=self._hydra.float8_exclude,
+                offloads_optimizer=self._offloads_optimizer,
             )
         self._report.parameters = count_parameters(self._stage_model).to_json()
         check_context(self._stage_model.abilities, config, self._hydra.context_length)
@@ -450,17 +467,25 @@ class _Budget:
             )
         self._warn_of_wide_tp(profile, fitting)
         try:
-            check_longest(profile, self._settings())
+            holding = check_longest(profile, self._settings())
         except HydraConfigError as error:
             limited = self._hydra.memory_limit_bytes is not None
             advice = ", or raise hydra.memory_limit_bytes" if limited else ""
             raise HydraConfigError(f"hydra.context_length: {error}{advice}") from error
         longest = max((row["max_len_tokens"] for row in report.schemes), default=0)
         if not self._given and longest < context:
+            named = "" if holding is None else f", such as {holding}"
             report.assumed.append(
-                f"none of these schemes fits hydra.context_length = {context}; others of the full space do, whose "
-                "times and memory follow from theirs (--histogram shows the candidates)"
+                f"none of these schemes fits hydra.context_length = {context}; others of the full space do{named}, "
+                "whose times and memory follow from theirs (--histogram shows the candidates)"
             )
+        if holding is not None and holding.offload:
+            kept = context * memory.offloaded_bytes(holding) / (1 << 30)
+            report.offloaded = (
+                f"a sequence of {context} tokens fits because checkpointed layers of {holding} keep their input, and "
+                f"what attention returns, in the host's memory: {kept:.0f} GiB for each device, which has to be there"
+            )
+            report.assumed.append(report.offloaded)
 
     def _warn_of_wide_tp(self, profile: Profile, schemes: Sequence[Scheme]) -> None:
         """Say so where TP groups of what fits the context leave a node, all of them."""
@@ -508,7 +533,7 @@ class _Budget:
             given=self._given,
             can_run=self._can_run,
             cluster=cluster,
-            num_link_groups=len(self._link_purposes()),
+            num_link_groups=len(self._link_groups()),
         )
 
     def _candidates(self) -> Sequence[Strategy]:
@@ -549,28 +574,32 @@ class _Budget:
             return found.strategies
         return start
 
-    def _link_purposes(self) -> list[str]:
-        """Groups of all ranks that pull and push use, as the propagator does."""
-        of_nodes = ["pull_node", "push_node"] if self._are_nodes else []
-        return ["pull", "push", *of_nodes]
+    def _link_groups(self) -> list[GroupKey]:
+        """Groups of pull and push, as the propagator has them."""
+        per_node = self._per_node if self._are_nodes else None
+        return link_groups(self._report.num_devices, per_node)
+
+    @property
+    def _per_node(self) -> int:
+        return self._hydra.link.devices_per_node or DEFAULT_DEVICES
 
     @property
     def _are_nodes(self) -> bool:
         """Whether ranks relay data from other nodes."""
-        per_node = self._hydra.link.devices_per_node or DEFAULT_DEVICES
-        return 1 < per_node < self._report.num_devices
+        return 1 < self._per_node < self._report.num_devices
 
     def _check_communicators(self, strategies: Sequence[Strategy]) -> None:
         number = self._report.num_devices
         limit = group_limit(number, self._hydra.max_process_groups)
-        everyone = range(number)
-        purposes = self._link_purposes()
-        keys = groups_of_all(strategies) | {(purpose, everyone) for purpose in purposes}
-        most = most_groups_of_rank(keys)
-        self._report.communicators = {"total": len(keys), "most_on_one_rank": most, "limit": limit}
-        if len(keys) > limit:
-            raise HydraConfigError(
-                f"the strategies need {len(keys)} process groups, more than hydra.max_process_groups = {limit}; raise "
-                f"it to {len(keys)} (each costs communicator memory) or list fewer strategies in hydra.strategies"
-            )
+        keys = communicators([*groups_of_all(strategies), *self._link_groups()])
+        total, objects = len(keys), most_multicast_objects(keys, self._per_node)
+        self._report.communicators = {
+            "total": total,
+            "most_on_one_rank": most_groups_of_rank(keys),
+            "limit": limit,
+            "multicast_objects": objects,
+        }
+        if objects > MAX_MULTICAST_OBJECTS:
+            self._report.warnings.append(describe_multicast(objects))
+        check_num_groups(total, limit)
         check_groups_of_rank(keys)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.engine.model.attention_operator import Boundaries, count_on_host
 from ds_hydra.engine.parallel import recomputation
+from ds_hydra.engine.parallel.offload import OffloadedLayer
 from ds_hydra.engine.parallel.token_cuts import KeysOfRow, TokenLayout
 from ds_hydra.engine.ranks.memory import to_device
 
@@ -197,18 +198,23 @@ def _compile(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @torch.compiler.disable(recursive=False)
-def checkpointed(layer: Callable[..., Any], *args: Any, keeps: bool = True) -> Any:
+def checkpointed(
+    layer: Callable[..., Any], *args: Any, keeps: bool = True, offloads: bool = False
+) -> Any:
     """`layer(*args)`, computed again in backward with the same current micro-batch, but for its
-    attention where it `keeps` what that returns.
+    attention where it `keeps` what that returns; where it `offloads` that and its input are in the
+    host's memory meanwhile.
     """
     run = functools.partial(_run_again, current_micro_batch(), _compiled(layer))
-    return checkpoint(
-        run,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=False,  # see [Note: Noise by counting]
-        context_fn=functools.partial(recomputation.contexts, keeps=keeps),
-    )
+    offloaded = OffloadedLayer() if offloads and torch.is_grad_enabled() else None
+    with nullcontext() if offloaded is None else offloaded.keeping_input():
+        return checkpoint(
+            run,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,  # see [Note: Noise by counting]
+            context_fn=functools.partial(recomputation.contexts, keeps=keeps, offloaded=offloaded),
+        )
 
 
 def _run_again(micro_batch: PackedMicroBatch, layer: Callable[..., Any], *args: Any) -> Any:

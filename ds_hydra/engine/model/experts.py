@@ -117,7 +117,7 @@ class BalanceLoss:
         )
         return (
             f"loss of balance of each sequence in each layer, mean over tokens and layers, times {self.key} = "
-            f'{self.coefficient:g} ({meant}; hydra.moe.aux_loss = "off" leaves it out)'
+            f"{self.coefficient:g} ({meant}; output_router_logits = False leaves it out)"
         )
 
     def scores(self, logits_TE: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class ExpertBalance:
             raise UnsupportedModelError(
                 f"{type(model).__name__} asks for a loss of balance (output_router_logits, {self.loss.key} = "
                 f"{self.loss.coefficient:g}), and {len(routers)} routers and {len(found)} experts are found of it, "
-                'which have to belong together; without that loss: hydra.moe.aux_loss = "off"'
+                "which have to belong together; without that loss: output_router_logits = False"
             )
         for router, index in routers.items():
             self._hook_router(router, index)

@@ -43,7 +43,7 @@ from ds_hydra.engine.model.decoder_parts import (
 )
 from ds_hydra.engine.parallel.logit_transform import LogitTransform
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, hook_colwise
-from ds_hydra.engine.ranks.hosts import count_ranks_here
+from ds_hydra.environment import count_own_cores
 from ds_hydra.errors import HydraConfigError
 
 NOT_ONCE = "it calls a layer more than once, or not at all"
@@ -551,9 +551,8 @@ def compile_each(layers: Iterable[nn.Module]) -> None:
     for name, value in LEAST_KEPT.items():
         setattr(torch._functorch.config, name, value)
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # torch counts on the host for itself
-        ranks = count_ranks_here() if dist.is_initialized() else 1
-        cores = len(os.sched_getaffinity(0)) // ranks
-        torch._inductor.config.compile_threads = max(1, min(cores, _MOST_THREADS))
+        cores = count_own_cores(dist.get_world_size() if dist.is_initialized() else 1)
+        torch._inductor.config.compile_threads = min(cores, _MOST_THREADS)
     compilations.watch()
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)

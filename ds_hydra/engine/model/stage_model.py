@@ -104,12 +104,15 @@ class StageModel:
         attention_kernel: str = "auto",
         float8: str | None = None,
         float8_exclude: Sequence[str] = (),
+        offloads_optimizer: bool = False,
     ):
         model = unwrap_adapters(model)
         decoder_parts.check_supported(model)
         self.model = model
         """The model, without what PEFT wraps it in."""
         self.abilities = abilities or ModelAbilities()
+        self.offloads_optimizer = offloads_optimizer
+        """Whether masters and moments of its parameters are in the host's memory."""
         self.tp = TensorParallel(simulated_tp_size=simulated_tp_size)
         self.ep = ExpertParallel(self.tp)
         self._attention_kernel = attention_kernel
@@ -384,12 +387,14 @@ class StageModel:
         self._embedding.padding_idx = self._local_padding_idx(self._embedding.weight.shape[0])
         own = scheme.stage_layers(self.num_layers, stage)
         # All of them are checkpointed for memory, and then attention runs again, too
-        keeps = not all(self.always_checkpointed) and scheme.ckpt < self.num_layers
+        keeps = not all(self.always_checkpointed) and scheme.keeps_attention(self.num_layers)
         for index in own:
             checkpoints = self.always_checkpointed[index] or index < scheme.ckpt
             layer: Any = self.layers[index]
             layer.gradient_checkpointing = checkpoints
-            layer._gradient_checkpointing_func = partial(checkpointed, keeps=keeps)
+            layer._gradient_checkpointing_func = partial(
+                checkpointed, keeps=keeps, offloads=scheme.offload
+            )
         self._forward.show_layers(own)
 
     @contextlib.contextmanager

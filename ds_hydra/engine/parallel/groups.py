@@ -7,29 +7,32 @@ in sorted order.
 
 Under NCCL each group is a split of all ranks, one after another. Where there are many, those of a
 purpose that share no rank are made by one split (`torch.distributed.split_group`). Few are made one
-by one: that is what a GPU has run.
+by one: that is what a GPU has run. Where a split fails on one rank, all make their groups one by
+one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ds_hydra.engine.ranks.agreement import find_timeout
+from ds_hydra.engine.ranks.agreement import find_timeout, gather_by_hosts
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.schemes.placement import (
     MAX_GROUPS_OF_RANK,
     GroupKey,
+    communicators,
     groups_of_all,
     most_groups_of_rank,
 )
@@ -43,7 +46,13 @@ and NCCL's default buffers (NVIDIA/nccl issue 964). It is allocated at a communi
 and falls with NCCL_BUFFSIZE and NCCL_MAX_NCHANNELS; other topologies need other amounts."""
 
 
-_MOST_CTAS = {"pull": 8, "push": 8, "pull_node": 8, "push_node": 8, "pp_down": 4, "pp_up": 4}
+BLOCKS = {f"pull by {most} blocks": most for most in (4, 8, 16, 24)}
+"""Purposes of groups like that of a pull, and the thread blocks that their kernels may take: the
+doctor measures them.
+"""
+_MOST_CTAS = {
+    **BLOCKS, "pull": 8, "push": 8, "pull_node": 8, "push_node": 8, "pp_down": 4, "pp_up": 4
+}  # fmt: skip
 """Thread blocks, of a multiprocessor each, that a kernel of NCCL may take for a purpose: those that
 run beside computation leave it most of a device, and all of a rank's at once fit one. TP, SP, CP
 and `ep`, for which computation waits, have what NCCL chooses. NCCL_MAX_CTAS in the environment
@@ -102,11 +111,11 @@ def _can_split(device: torch.device) -> bool:
 
 def describe_groups(keys: Iterable[GroupKey], rank: int, is_nccl: bool) -> str:
     """Number of groups by purpose, and the cost of those of `rank`."""
-    keys = list(keys)
-    mine = [ranks for _, ranks in keys if rank in ranks and len(ranks) > 1]
-    purposes = Counter(purpose for purpose, _ in keys)
+    made = communicators(keys)
+    mine = [ranks for _, ranks in made if rank in ranks and len(ranks) > 1]
+    purposes = Counter(purpose for purpose, _ in made)
     counts = ", ".join(f"{count} {purpose}" for purpose, count in purposes.items())
-    text = f"{len(keys)} process groups ({counts}), {len(mine)} of them on rank {rank}"
+    text = f"{len(made)} process groups ({counts}), {len(mine)} of them on rank {rank}"
     if is_nccl:
         total = sum(NCCL_PAIR_BYTES if len(ranks) == 2 else NCCL_GROUP_BYTES for ranks in mine)
         return (
@@ -116,16 +125,23 @@ def describe_groups(keys: Iterable[GroupKey], rank: int, is_nccl: bool) -> str:
     return text
 
 
-def check_groups_of_rank(
-    keys: Iterable[GroupKey], max_groups_of_rank: int = MAX_GROUPS_OF_RANK
-) -> None:
+def check_num_groups(total: int, most: int) -> None:
+    """Raise HydraConfigError where there would be more groups than `most`, on all ranks alike."""
+    if total > most:
+        raise HydraConfigError(
+            f"the strategies need {total} process groups, more than hydra.max_process_groups = {most}; raise it to "
+            f"{total} (each costs communicator memory) or list fewer strategies in hydra.strategies"
+        )
+
+
+def check_groups_of_rank(keys: Iterable[GroupKey]) -> None:
     """Raise HydraConfigError where one rank would be in more groups than a device has queues for;
     the same on all ranks.
     """
     most = most_groups_of_rank(keys)
-    if most > max_groups_of_rank:
+    if most > MAX_GROUPS_OF_RANK:
         raise HydraConfigError(
-            f"the strategies put one rank into {most} process groups, more than the {max_groups_of_rank} that a "
+            f"the strategies put one rank into {most} process groups, more than the {MAX_GROUPS_OF_RANK} that a "
             "device has queues for; list fewer strategies in hydra.strategies, or some of fewer distinct sizes"
         )
 
@@ -148,13 +164,26 @@ def _communicator_options(purpose: str, timeout: datetime.timedelta, device: tor
 
 
 _MULTICAST = ("nvls", "nvlink sharp", "multicast")
+_WITHOUT_MULTICAST = (
+    "set NCCL_NVLS_ENABLE=0 in the environment of all ranks, or lower hydra.max_process_groups"
+)
+MAX_MULTICAST_OBJECTS = 128
+"""NVLink multicast objects (NVLS) that the switches of a node have. From 2.29.7 on NCCL ends the
+start where it gets none for a communicator.
+"""
+
+
+def describe_multicast(num_objects: int) -> str:
+    """A warning of more objects than a node has."""
+    return (
+        f"NCCL may make {num_objects} NVLink multicast objects (NVLS) on a node, which has {MAX_MULTICAST_OBJECTS}, "
+        f"and from 2.29.7 on ends the start where it gets none: {_WITHOUT_MULTICAST}"
+    )
 
 
 @contextlib.contextmanager
 def _naming_multicast(num_groups: int) -> Iterator[None]:
-    """Say how to go on where NCCL cannot have a multicast object for a communicator: from 2.29.7 on
-    it ends the start there, and a switch of NVLink has 128.
-    """
+    """Say how to go on where NCCL cannot have a multicast object for a communicator."""
     try:
         yield
     except RuntimeError as error:
@@ -162,8 +191,7 @@ def _naming_multicast(num_groups: int) -> Iterator[None]:
             raise
         raise HydraConfigError(
             f"NCCL found no NVLink multicast object (NVLS) for one of {num_groups} communicators, each of which "
-            "takes one of a node: set NCCL_NVLS_ENABLE=0 in the environment of all ranks, or lower "
-            f"hydra.max_process_groups: {error!s:.300}"
+            f"takes one of a node: {_WITHOUT_MULTICAST}: {error!s:.300}"
         ) from error
 
 
@@ -197,16 +225,16 @@ def _use_first(purpose: str, group: dist.ProcessGroup, device: torch.device) -> 
 
 
 class GroupPool:
-    """Process groups keyed by purpose and ranks. Every method that creates groups is collective
-    over all ranks.
+    """Process groups keyed by purpose and ranks, on communicators that may be shared. Every method
+    that creates groups is collective over all ranks.
     """
 
-    def __init__(
-        self, max_groups: int, device: torch.device, max_groups_of_rank: int = MAX_GROUPS_OF_RANK
-    ):
-        self._max_groups, self._max_groups_of_rank = max_groups, max_groups_of_rank
-        self._device = device
+    def __init__(self, max_groups: int | None, device: torch.device):
+        """`max_groups`: None for as many as are asked for, on a rank, too."""
+        self._max_groups, self._device = max_groups, device
+        self._keys: dict[GroupKey, None] = {}
         self._groups: dict[GroupKey, dist.ProcessGroup | None] = {}
+        """Communicators; None where this rank is not in them."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -220,7 +248,7 @@ class GroupPool:
         """Create the groups of all `strategies` that do not exist yet; raises HydraConfigError
         beyond the bounds.
         """
-        wanted = groups_of_all(strategies) - self._groups.keys()
+        wanted = groups_of_all(strategies) - self._keys.keys()
         # A set may have another order on each rank, and ranges compare only as tuples.
         self.create(sorted(wanted, key=lambda key: (key[0], tuple(key[1]))))
 
@@ -231,43 +259,67 @@ class GroupPool:
         point-to-point messages that not all of them join is undefined.
         """
         keys = list(keys)
-        total = len(self._groups) + len(keys)
-        if total > self._max_groups:
-            raise HydraConfigError(
-                f"the strategies need {total} process groups, more than hydra.max_process_groups = "
-                f"{self._max_groups}; raise it to {total} (each group costs communicator memory) or list "
-                "fewer strategies in hydra.strategies"
-            )
-        check_groups_of_rank([*self._groups, *keys], self._max_groups_of_rank)
-        begin, timeout, rank = time.perf_counter(), find_timeout(self._device), dist.get_rank()
-        # The same answer on all ranks: a split and `new_group` are different collectives.
-        is_split = len(keys) > _FEW_GROUPS and _can_split(self._device)
-        for own in disjoint_rounds(keys) if is_split else [[key] for key in keys]:
-            options = _communicator_options(own[0][0], timeout, self._device)
-            each = [list(ranks) for _, ranks in own]
-            with _naming_multicast(total):
-                if is_split:
-                    group = dist.split_group(split_ranks=each, timeout=timeout, pg_options=options)
-                else:
-                    group = dist.new_group(each[0], timeout=timeout, pg_options=options)
-                for key in own:
-                    # Ranks outside a group have nothing to communicate with.
-                    self._groups[key] = group if rank in key[1] else None
-                if any(rank in ranks for ranks in each):
-                    _use_first(own[0][0], group, self._device)
-        if len(keys) > _FEW_GROUPS and rank == 0:
+        new = [key for key in communicators(keys) if key not in self._groups]
+        total = len(self._groups) + len(new)
+        if self._max_groups is not None:
+            check_num_groups(total, self._max_groups)
+            check_groups_of_rank([*self._groups, *new])
+        begin, rank = time.perf_counter(), dist.get_rank()
+        with _naming_multicast(total):
+            self._groups |= self._make(new)
+            for purpose, ranks in keys:
+                if rank in ranks:
+                    _use_first(purpose, self.get(purpose, ranks), self._device)
+        self._keys |= dict.fromkeys(keys)
+        if len(new) > _FEW_GROUPS and rank == 0:
             seconds = time.perf_counter() - begin
-            logger.info("%d process groups were made in %.1f s", len(keys), seconds)
+            logger.info("%d process groups were made in %.1f s", len(new), seconds)
+
+    def _make(self, new: list[GroupKey]) -> dict[GroupKey, dist.ProcessGroup | None]:
+        """Communicators `new`; None where this rank is not in them."""
+        timeout = find_timeout(self._device)
+
+        def take(own: list[GroupKey], make: Callable[..., Any], of: Any) -> None:
+            options = _communicator_options(own[0][0], timeout, self._device)
+            group = make(of, timeout=timeout, pg_options=options)
+            # Ranks outside a group have nothing to communicate with.
+            made.update({key: group if dist.get_rank() in key[1] else None for key in own})
+
+        made: dict[GroupKey, dist.ProcessGroup | None] = {}
+        # The same answer on all ranks: a split and `new_group` are different collectives.
+        if len(new) > _FEW_GROUPS and _can_split(self._device):
+            split = functools.partial(dist.split_group, None)
+            for own in disjoint_rounds(new):
+                has_failed = False
+                try:
+                    take(own, split, [list(ranks) for _, ranks in own])
+                except (RuntimeError, ValueError, TypeError) as error:  # NCCL's, torch's
+                    logger.warning("torch splits no groups here (%.300s): made one by one", error)
+                    has_failed = True
+                if gather_by_hosts(torch.tensor([has_failed]).long(), self._device).any():
+                    break
+            else:
+                return made
+            _destroy(made.values())
+        for key in new:
+            take([key], dist.new_group, list(key[1]))
+        return made
 
     def get(self, purpose: str, ranks: range) -> dist.ProcessGroup:
         """The group of `ranks` for `purpose`; this rank must be a member."""
-        group = self._groups[purpose, ranks]
+        (key,) = communicators([(purpose, ranks)])
+        group = self._groups[key]
         assert group is not None, f"rank {dist.get_rank()} is not in {purpose} group {ranks}"
         return group
 
     def destroy(self) -> None:
         """Destroy all groups (releases their threads and descriptors)."""
-        for group in self._groups.values():
-            if group is not None and dist.is_initialized():
-                dist.destroy_process_group(group)
+        _destroy(self._groups.values())
         self._groups.clear()
+        self._keys.clear()
+
+
+def _destroy(groups: Iterable[dist.ProcessGroup | None]) -> None:
+    for group in groups:
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)

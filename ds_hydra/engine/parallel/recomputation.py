@@ -2,8 +2,9 @@
 
 [Note: Attention runs once]
 A checkpointed layer keeps its input and, of each call of attention by a kernel, the output and the
-log-sum-exp of rows; its input alone where all layers of the model are checkpointed, which is for
-memory. When backward runs the layer again everything else is computed anew, and
+log-sum-exp of rows; its input alone where all layers of the model are checkpointed on the device,
+which is for memory. Offloaded layers keep all of it in the host's (offload.py). When backward runs
+the layer again everything else is computed anew, and
 attention returns what it has kept, which with the queries, keys and values of the second pass is
 all that a kernel's backward reads. The calls of both passes are the same, in the same order.
 Exchanges around attention (SP, CP) run again, in their order on all ranks. Nobody reads what they
@@ -19,9 +20,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ds_hydra.engine.parallel.offload import OffloadedLayer
 
 Outputs = tuple[Tensor, Tensor]
 """Output of attention, and log-sum-exp of its rows."""
@@ -30,8 +34,21 @@ Outputs = tuple[Tensor, Tensor]
 class _Layer:
     """A checkpointed layer that is being computed, for the second time where it runs `again`."""
 
-    def __init__(self, kept: deque[Outputs], *, keeps: bool, again: bool):
-        self.kept, self.keeps, self.again = kept, keeps, again
+    def __init__(
+        self, kept: deque[Any], *, keeps: bool, again: bool, offloaded: OffloadedLayer | None
+    ):
+        self.kept, self.keeps, self.again, self.offloaded = kept, keeps, again, offloaded
+
+    def keep(self, outputs: Outputs) -> None:
+        put = Tensor.detach if self.offloaded is None else self.offloaded.put
+        # Outputs themselves would hold the graph, which holds what is kept.
+        self.kept.append(tuple(map(put, outputs)))
+
+    def take(self) -> Outputs:
+        first, second = self.kept.popleft()
+        if self.offloaded is not None:
+            first, second = self.offloaded.get(first), self.offloaded.get(second)
+        return first, second
 
 
 _layer: _Layer | None = None
@@ -44,11 +61,15 @@ def is_checkpointed() -> bool:
 
 
 def contexts(
-    *, keeps: bool = True
+    *, keeps: bool = True, offloaded: OffloadedLayer | None = None
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of both passes, for `torch.utils.checkpoint`. `keeps`: what attention returns."""
-    kept: deque[Outputs] = deque()
-    first, second = (_Layer(kept, keeps=keeps, again=again) for again in (False, True))
+    """Contexts of both passes, for `torch.utils.checkpoint`. `keeps`: what attention returns, where
+    the layer is `offloaded` in the host's memory.
+    """
+    kept: deque[Any] = deque()
+    first, second = (
+        _Layer(kept, keeps=keeps, again=again, offloaded=offloaded) for again in (False, True)
+    )
     return _running(first), _running(second)
 
 
@@ -70,12 +91,11 @@ def run_once(run: Callable[[], Outputs], *, keeps: bool) -> Outputs:
     """
     layer = _layer if keeps and _layer is not None and _layer.keeps else None
     if layer is not None and layer.again and layer.kept:
-        return layer.kept.popleft()
+        return layer.take()
     settle()
     out, lse = run()
     if layer is not None and not layer.again:
-        # Outputs themselves would hold the graph, which holds what is kept.
-        layer.kept.append((out.detach(), lse.detach()))
+        layer.keep((out, lse))
     return out, lse
 
 

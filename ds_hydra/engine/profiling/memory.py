@@ -78,6 +78,8 @@ def as_the_engine_needs(
     counted = state_memory(stage_model)
     pairs = [_split(memory), _split(counted)]
     sharded, held = (max(parts) for parts in zip(*pairs, strict=True))
+    if stage_model.offloads_optimizer:
+        sharded = pairs[1][0]
     memory |= {
         "state_bytes_per_layer_per_hidden2": sharded + held,
         "sharded_fraction": sharded / (sharded + held),

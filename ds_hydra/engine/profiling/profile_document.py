@@ -221,6 +221,7 @@ def describe_measured(
         "compile_layers": config.compile_layers,
         "deterministic": config.deterministic,
         "float8": config.float8,
+        "offload_optimizer": stage_model.offloads_optimizer,
         "memory": {**memory, **state_memory(stage_model)},
     }
 
@@ -444,7 +445,11 @@ def state_memory(stage_model: StageModel) -> dict[str, float]:
     tables = sum(stage_model.specs[param].numel for param in ends) / table
     return {
         "vocabulary_tables": round(tables, 2),
-        **engine_states(params / stage_model.hidden_size**2, element),
+        **engine_states(
+            params / stage_model.hidden_size**2,
+            element,
+            offloads_optimizer=stage_model.offloads_optimizer,
+        ),
         **expert_memory(experts / stage_model.num_layers / params),
     }
 

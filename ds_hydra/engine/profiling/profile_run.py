@@ -1,6 +1,5 @@
 """Steps of `ds-hydra profile` on every rank: join the ranks, build a random model, measure, return
-the profile. Also the slowdown of computation and gradient synchronisation beside each other
-(Galvatron-BMW, §V).
+the profile.
 
 On one device the compute of every TP slice is measured, and communication is computed. A slice is
 the model as one rank of a TP group sees it: its shard of hidden states between blocks (all of them
@@ -15,8 +14,7 @@ import datetime
 import functools
 import os
 import re
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,9 +36,7 @@ from ds_hydra.engine.profiling import profile_document
 from ds_hydra.engine.profiling.memory import check_slices, slice_config, trace_layer_memory
 from ds_hydra.engine.profiling.profile_document import (
     Measurements,
-    ProbeMicroBatch,
     fit_memory,
-    layer_params,
 )
 from ds_hydra.engine.profiling.profiler import (
     default_lengths,
@@ -59,14 +55,11 @@ from ds_hydra.engine.ranks.process import (
     prepare_accelerator,
     use_deterministic_kernels,
 )
-from ds_hydra.engine.transfer.link_thread import DeviceClock
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.cost_models.topology import LayerShape, StageParts, Topology, stage_ms
 from ds_hydra.strategy.schemes.enumeration import fitting_schemes
-from ds_hydra.strategy.schemes.placement import LINK_GROUPS, count_groups
 
-_OVERLAP_TOKENS = 4096
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -179,40 +172,13 @@ def _profile_ranks(
     strategies += side_by_side(schemes, num_ranks)
     config = config.model_copy(update={"tokens_per_iteration": num_ranks * config.context_length})
     config = overlap_where_safe(config, device)
-    num_groups = count_groups(strategies) + LINK_GROUPS
     propagator = Propagator(
         stage_model,
         device=device,
-        max_groups=num_groups,
-        max_groups_of_rank=num_groups,
         link_config=config.link,
     )
-    with closing(propagator):
-        with naming_memory_limit(config.memory_limit_bytes):
-            document = measure_profile(propagator, strategies, config, known)
-        if num_ranks > 1:
-            slowdown = known.get(
-                "overlap slowdown", lambda: _overlap_slowdown(propagator, document, config, device)
-            )
-            if slowdown:
-                document["hardware"]["overlap_slowdown"] = round(slowdown, 3)
-    return document
-
-
-def _overlap_slowdown(
-    propagator: Propagator, document: Mapping[str, Any], config: HydraConfig, device: torch.device
-) -> float:
-    """Slowdown of the scheme with the fewest ranks, for its longest measured micro-batch that
-    leaves memory for the all-reduces.
-    """
-    entry = min(document["schemes"], key=lambda e: Scheme.from_json(e).num_devices)
-    scheme, lengths = Scheme.from_json(entry), entry["measured"]["lengths"]
-    most = min(_OVERLAP_TOKENS, max(lengths) // 2)
-    length = max((n for n in lengths if n <= most), default=min(lengths))
-    strategy = Strategy.alike(scheme, propagator.num_ranks)
-    return measure_overlap_slowdown(
-        propagator, strategy, length, device=device, repeats=config.profiling.repeats
-    )
+    with closing(propagator), naming_memory_limit(config.memory_limit_bytes):
+        return measure_profile(propagator, strategies, config, known)
 
 
 def _prepare(
@@ -316,81 +282,6 @@ def _identity(
         "accelerator": str(get_accelerator().device_name()),
         "measured": "schemes" if request.topology is None else "TP slices",
     }
-
-
-_MESSAGE_BYTES = 25 << 20
-"""Most bytes in one all-reduce, as in the buckets of torch's DDP."""
-_MAX_MESSAGES = 4096
-_LEAST_SHARE = 0.2
-"""Least duration of the shorter one as a share of the longer one. Below it the slowdown is a small
-difference of long times.
-"""
-
-
-def overlap_slowdown(compute_ms: float, collective_ms: float, both_ms: float) -> float:
-    """Slowdown of computation and a collective while both run, at least 1.
-
-    They begin together, and the longer one ends alone. 0.0 where one is too short to tell.
-
-    >>> round(overlap_slowdown(compute_ms=100, collective_ms=60, both_ms=60 * 1.3 + 40), 3)
-    1.3
-    >>> overlap_slowdown(compute_ms=100, collective_ms=10, both_ms=103)
-    0.0
-    """
-    together, longer = sorted((compute_ms, collective_ms))
-    if together < _LEAST_SHARE * longer:
-        return 0.0
-    return max(1.0, (both_ms - (longer - together)) / together)
-
-
-def measure_overlap_slowdown(
-    propagator: Propagator, strategy: Strategy, length: int, *, device: torch.device, repeats: int
-) -> float:
-    """The slowdown of a micro-batch of `length` tokens under `strategy` beside all-reduces of about
-    as many milliseconds.
-
-    Medians of `repeats` rounds that time each alone and both; 0.0 where even thousands of
-    all-reduces are too short beside the micro-batch. Collective over all ranks, equal on all. The
-    all-reduces have a process group of their own, besides those of the propagator, so that they
-    wait for nothing else, and one buffer: nobody reads what is in it.
-    """
-    stage_model = propagator.stage_model
-    dtype = stage_model.params[0].dtype
-    most = _MESSAGE_BYTES // dtype.itemsize
-    message = torch.zeros(min(most, int(layer_params(stage_model))), dtype=dtype, device=device)
-    group = dist.new_group()
-    clock = DeviceClock(device)
-    count = 1
-
-    def synchronize() -> list[dist.Work]:
-        return [dist.all_reduce(message, group=group, async_op=True) for _ in range(count)]
-
-    def collective_ms() -> float:
-        dist.barrier()
-        begin = clock.stamp()
-        for work in synchronize():
-            work.wait()
-        end = clock.stamp()
-        clock.settle(end)
-        return propagator.max_over_ranks(clock.ms_between(begin, end))
-
-    def micro_batch_ms(beside: Callable[[], Iterable[dist.Work]] = tuple) -> float:
-        passes = 2 * strategy.schemes[0].pp - 1
-        return passes * measure_stage_ms(
-            propagator, strategy, ProbeMicroBatch(length), beside=beside
-        )
-
-    try:
-        micro_batch_ms()  # compiles and allocates
-        collective_ms()  # connects the ranks
-        count = max(1, min(_MAX_MESSAGES, round(micro_batch_ms() / collective_ms())))
-        rounds = [
-            (micro_batch_ms(), collective_ms(), micro_batch_ms(beside=synchronize))
-            for _ in range(repeats)
-        ]
-    finally:
-        dist.destroy_process_group(group)
-    return overlap_slowdown(*map(statistics.median, zip(*rounds, strict=True)))
 
 
 _MOST_LAYERS = 4
@@ -508,7 +399,7 @@ def _measure_slice(
             float8_exclude=config.float8_exclude,
             simulated_tp_size=tp,
         )
-        propagators[Slice(tp, num_layers)] = Propagator(stage_model, device=device, max_groups=2)
+        propagators[Slice(tp, num_layers)] = Propagator(stage_model, device=device)
     try:
         num_bytes = _token_bytes(model_config, propagators, config, known, dtype)
         lengths = _lengths_that_fit(num_bytes, many, config)

@@ -135,7 +135,8 @@ def measure_profile(
     }
     rehearsed = choose_rehearsals([*homogeneous.values(), *strategies], lengths_of)
     profile = fit_memory(document, config)
-    found = rehearse(propagator, rehearsed, profile, config, known)
+    is_warm = not has_device_memory()  # a CPU's memory is the process's, which has run probes
+    found = rehearse(propagator, rehearsed, profile, config, known, is_warm=is_warm)
     if has_device_memory():
         # Communicators have had a message in each direction by now, gradients have been pushed
         document["hardware"] |= _reserved(propagator, document["hardware"])
@@ -233,20 +234,22 @@ def measure_in_rounds(
     In rounds over all cases, so that a disturbance of some seconds hits every subject alike. A case
     of which two runs agree is not run again: the median of more would lie between them or be as
     good. Warmed up is the longest micro-batch of each subject, whose memory is touched for the
-    first time; with `warms_up_each` every micro-batch.
+    first time; with `warms_up_each` every micro-batch. On CPUs, whose memory is the process's, it
+    is the longest of all, and the shortest of each subject.
     """
     repeats = range(config.profiling.repeats)
     names = {case: [f"{case[0]} {case[1]} tokens, run {run}" for run in repeats] for case in cases}
     open_cases = [case for case in cases if not _is_known(names[case], known)]
-    longest = dict(sorted(open_cases, key=lambda case: case[1]))
-    warmed_up = open_cases if warms_up_each else list(longest.items())
+    by_length = sorted(open_cases, key=lambda case: case[1], reverse=not has_device_memory())
+    last_of_each = dict(by_length).items()
+    of_process = by_length[:1] if not has_device_memory() else []
+    warmed_up = open_cases if warms_up_each else [*dict.fromkeys([*of_process, *last_of_each])]
     total = len(warmed_up) + len(cases) * len(repeats)
     runs_ms: dict[tuple[_Subject, ProbeMicroBatch], list[float]] = {case: [] for case in cases}
     with Progress(total=total, desc="profiling", disable=not show_progress) as progress:
         for subject, micro_batch in warmed_up:
             progress.set_postfix_str(f"{subject} warm-up")
-            for _ in range(config.profiling.warmup):
-                measure_ms(subject, micro_batch)
+            measure_ms(subject, micro_batch)
             progress.update()
         for run in repeats:
             for subject, micro_batch in cases:

@@ -93,19 +93,21 @@ def rehearse(
     profile: Profile,
     config: HydraConfig,
     known: Measurements,
+    *,
+    is_warm: bool,
 ) -> dict[Scheme, list[dict[str, Any]]]:
     """Time the pipelines of each scheme: {strategy, run, predicted_ms, measured_ms}, one for each
     of them. Collective over all ranks; equal on all.
 
     Every strategy runs one global batch, of a context a rank or what an iteration has if that is
-    less, without a step of the optimizer; gradients are thrown away. The first one is run once
-    before, for memory that is touched for the first time, and those of schemes that no other
-    strategy has twice, where probes are repeated too. What `known` knows is not measured again.
+    less, without a step of the optimizer; gradients are thrown away. Unless `is_warm` the first one
+    is run once before, for memory that is touched for the first time, and those of schemes that no
+    other strategy has twice, where probes are repeated too. What `known` knows is not measured
+    again.
     """
     found: dict[Scheme, list[dict[str, Any]]] = {}
     num_tokens = min(config.tokens_per_iteration, propagator.num_ranks * config.context_length)
     uses = Counter(scheme for strategy in strategies for scheme in set(strategy.schemes))
-    is_warm = False
     for strategy in strategies:
         longest = max(profile.max_len_tokens(s, propagator.num_ranks) for s in strategy.schemes)
         lengths = made_lengths(min(longest, config.context_length), num_tokens)

@@ -17,7 +17,6 @@ from math import gcd
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.ranks.agreement import gather_ragged
@@ -84,14 +83,6 @@ def find_ranks_per_core(hosts: Hosts, device: torch.device) -> float:
         threads[host] += int(row[0])
         cores[host] |= set(row[1:].tolist())
     return max(1.0, *(threads[host] / len(cores[host]) for host in threads))
-
-
-def count_ranks_here() -> int:
-    """Ranks of this host as the launcher tells them (torchrun, DeepSpeed), else all; not
-    collective.
-    """
-    launched = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    return int(launched) if launched else dist.get_world_size()
 
 
 def ranks_per_node(host_of: Sequence[int]) -> int:

@@ -205,15 +205,20 @@ def leave_out_shared_memory() -> None:
     backend.build_shm_op = lambda: None
 
 
+def offloads_optimizer(ds_config: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed keeps the optimizer's states in the host's memory."""
+    device = find_key(ds_config, "zero_optimization.offload_optimizer.device")
+    return device not in (None, "none")
+
+
 def compiles_adam(ds_config: Mapping[str, Any]) -> bool:
     """Whether DeepSpeed, as it is installed here, builds its FusedAdam with nvcc for `ds_config` at
     the first start of an engine on GPUs.
     """
-    offload = find_key(ds_config, "zero_optimization.offload_optimizer.device")
     return (
         str(find_key(ds_config, "optimizer.type")).lower() in ("adam", "adamw")
         and not find_key(ds_config, "optimizer.params.torch_adam")
-        and offload in (None, "none")
+        and not offloads_optimizer(ds_config)
         and not installed_ops.get("fused_adam")
     )
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from ds_hydra.engine.ranks.agreement import TICK_S
 from ds_hydra.engine.ranks.watchdog import raise_loss
+from ds_hydra.environment import is_first_on_host
 from ds_hydra.errors import RankLostError
 
 _SILENT_S = 1800.0
@@ -32,7 +32,7 @@ def first_on_node(what: str) -> Iterator[None]:
     """
     key = f"ds_hydra/turns/{next(_turns)}"
     store = dist.distributed_c10d._get_default_store()
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if not is_first_on_host():
         wait_for_all(store, key, what)
         yield
         return

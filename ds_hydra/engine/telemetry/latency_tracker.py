@@ -24,6 +24,7 @@ from typing import Any
 
 from ds_hydra.configs.hydra_config import PlannerConfig
 from ds_hydra.records.metrics import PipelineMetrics
+from ds_hydra.sampler.background import LOOKAHEAD
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.planner.iteration import profiled_times
 from ds_hydra.sampler.planner.planner_settings import PlannerSettings
@@ -158,7 +159,7 @@ _OUTSIDE_RATE = 0.2
 class LatencyTracker:
     """Corrections of a profile by measured iterations. Nothing is collective.
 
-    With `refit` "plan" what is known after iteration k holds for iteration k + `lookahead`: the
+    With `refit` "plan" what is known after iteration k holds for iteration k + `LOOKAHEAD`: the
     first that is not planned yet. So what an iteration is planned with does not depend on when a
     plan is made, and a checkpoint that holds `state_dict` continues with the very same corrections.
     """
@@ -307,7 +308,7 @@ class LatencyTracker:
             self._outside_ms[name] = old + _OUTSIDE_RATE * (outside_ms - old)
 
     def _correct(self, iteration: int) -> None:
-        begin = iteration + self._planner.lookahead + self._is_late
+        begin = iteration + LOOKAHEAD + self._is_late
         self._schedule.append((begin, self.corrections_now(self._strategies)))
         # What is due before the next iteration is only needed in its last version.
         while len(self._schedule) > 1 and self._schedule[1][0] <= iteration + 1:

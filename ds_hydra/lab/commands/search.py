@@ -18,7 +18,6 @@ from ds_hydra.commands.common import (
     log_size,
     print_json,
     write_document,
-    writing,
 )
 from ds_hydra.configs import find_file
 from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS
@@ -75,20 +74,17 @@ def search(
         bool,
         typer.Option(help="Whether stages may have different numbers of layers (Galvatron-BMW)."),
     ] = True,
-    plot: Annotated[Path | None, typer.Option(help="Where to draw the plan, PNG.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write ds_hydra.search/1.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Search the best static plan, layer by layer (Galvatron-BMW).
 
     Example: ds-hydra search --profile a800_llama2_7b --devices 8 --memory-gb 40 --sequence 4096
-    --plot plan.png
     """
     from ds_hydra.lab.search import GalvatronSearch, SearchSettings, layer_strategies
 
     with errors_to_stderr():
         check_folder(out)
-        check_folder(plot, "--plot")
         if max_batch is not None and max_batch < (batch_step or devices):
             raise HydraConfigError(
                 f"--max-batch is {max_batch}, below --batch-step ({batch_step or devices}), so that no batch would be "
@@ -111,11 +107,6 @@ def search(
             plan = GalvatronSearch(given, settings, strategies).best(show)
         document = {**plan.to_json(), "overlap_slowdown": given.overlap_slowdown}
         write_document(document, out)
-        if plot is not None:
-            from ds_hydra.lab.plots import plot_search
-
-            with writing(plot):
-                plot_search(plan, plot)
     print_json(document) if as_json else print(describe(plan, given.overlap_slowdown))
 
 

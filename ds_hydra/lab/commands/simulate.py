@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -29,8 +28,6 @@ from ds_hydra.commands.common import (
     print_json,
     progress_bar,
     write_document,
-    write_documents,
-    writing,
 )
 from ds_hydra.commands.models import ModelOption, ask_engine, estimate_profile
 from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS, MAX_TOKENS_PER_ITERATION
@@ -40,7 +37,6 @@ from ds_hydra.errors import HydraConfigError
 if TYPE_CHECKING:
     from ds_hydra.lab.simulator.cases import Case, Workload
     from ds_hydra.lab.simulator.results import Comparison
-    from ds_hydra.lab.simulator.sweep import Axes
     from ds_hydra.lab.simulator.systems import Settings
     from ds_hydra.strategy.profiles.profile import Profile
 
@@ -74,15 +70,17 @@ def simulate(
         typer.Option(min=1, max=MAX_DEVICES, help="With --model, nodes in place of --devices."),
     ] = None,
     devices: Annotated[
-        str | None, typer.Option(help="Devices; several, e.g. 64,128,256, sweep.")
+        int | None, typer.Option(min=1, max=MAX_DEVICES, help="Devices of the cluster.")
     ] = None,
     context: Annotated[
-        str | None, typer.Option(help="Longest sequence in tokens; several sweep.")
+        int | None, typer.Option(min=1, max=MAX_LENGTH_TOKENS, help="Longest sequence in tokens.")
     ] = None,
     tokens: Annotated[
-        str | None,
+        int | None,
         typer.Option(
-            help="Tokens of one iteration; several sweep. 100K for every 64 devices if not given."
+            min=1,
+            max=MAX_TOKENS_PER_ITERATION,
+            help="Tokens of one iteration; 100K for every 64 devices if not given.",
         ),
     ] = None,
     iterations: Annotated[
@@ -106,8 +104,7 @@ def simulate(
     space: Annotated[
         SimulatedSpace,
         typer.Option(
-            help="Schemes of ds_hydra: <TP,PP>, SP, CP, gathered and checkpointed layers, or <TP,PP> alone; a sweep "
-            "has <TP,PP> alone."
+            help="Schemes of ds_hydra: <TP,PP>, SP, CP, gathered and checkpointed layers, or <TP,PP> alone."
         ),
     ] = "full",
     hardware: Annotated[
@@ -128,7 +125,7 @@ def simulate(
         bool,
         typer.Option(
             help="Also how each speed-up moves if T, interconnects or attention are 20% off, and with 69% of all "
-            "transfers seen; not in a sweep."
+            "transfers seen."
         ),
     ] = True,
     expert_skew: Annotated[
@@ -147,19 +144,6 @@ def simulate(
         ),
     ] = False,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the global batches.")] = 1,
-    plot: Annotated[Path | None, typer.Option(help="PNG of a sweep.")] = None,
-    timeline_of: Annotated[
-        str,
-        typer.Option(
-            help="System of --timeline: ds_hydra, or plain, which has schemes <TP,PP> alone."
-        ),
-    ] = "ds_hydra",
-    timeline: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the events of the first iteration, or of all into a .jsonl file; `ds-hydra report` shows them."
-        ),
-    ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write the JSON document.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -179,8 +163,7 @@ def simulate(
         print_json({"cases": list(names)}) if as_json else print("\n".join(names))
         return
     with errors_to_stderr():
-        for option, path in (("--out", out), ("--timeline", timeline), ("--plot", plot)):
-            check_folder(path, option)
+        check_folder(out)
         _refuse(
             model is None and expert_skew != 1.0,
             f"--expert-skew {expert_skew:g} goes with --model and --hardware: times of a profile are those it was "
@@ -191,7 +174,6 @@ def simulate(
             "--float8 goes with --model and --hardware: times of a profile are those it was measured with",
         )
         settings = _settings(iterations, systems, overlap, seed, space)
-        _check_timeline(timeline_of, settings)
         loaded = None
         if case is not None:
             others = (
@@ -202,7 +184,7 @@ def simulate(
                 "--case brings profile, histogram, devices, context, tokens and strategies; leave those options out",
             )
             loaded = load_case(case)
-            workload, axes = loaded.workload, None
+            workload = loaded.workload
         else:
             estimated = None
             if model is not None:
@@ -213,64 +195,25 @@ def simulate(
             _refuse(
                 model is None and nodes is not None, "--nodes goes with --model; give --devices"
             )
-            workload, axes = _workload(
+            workload = _workload(
                 profile, histogram, devices, context, tokens, strategies, estimated
             )
             if model is not None:
                 workload = replace(workload, can_run=ask_engine(model))
         log_size(workload.profile)
-        if axes is not None:
-            _refuse(
-                timeline is not None, "--timeline shows one workload; give one value for each axis"
-            )
-            found = _sweep(workload, axes, settings, hardware, systems is not None)
-        else:
-            _refuse(
-                plot is not None,
-                "--plot shows a sweep; give several --devices, --context or --tokens",
-            )
-            if loaded is None:
-                sized = settings.sized(workload.tokens_per_iteration)
-                settings = replace(sized, iterations=iterations or sized.iterations)
-            found = [_compare(workload, settings, hardware, spread)]
-        documents = [comparison.to_json(price_per_gpu_hour) for comparison in found]
-        document = documents[0] if axes is None else {
-            "schema": "ds_hydra.sweep/1", "points": documents,
-        }  # fmt: skip
+        if loaded is None:
+            sized = settings.sized(workload.tokens_per_iteration)
+            settings = replace(sized, iterations=iterations or sized.iterations)
+        found = _compare(workload, settings, hardware, spread)
+        document = found.to_json(price_per_gpu_hour)
         _add_expected(document, loaded, found)
         write_document(document, out)
-        if timeline is not None:
-            count = len(found[0].plans) if timeline.suffix.lower() == ".jsonl" else 1
-            write_documents(
-                (
-                    found[0].simulate(position, timeline_of).timeline().to_json()
-                    for position in range(count)
-                ),
-                timeline,
-            )
-        if plot is not None:
-            from ds_hydra.lab.plots import plot_sweep
-
-            with writing(plot):
-                plot_sweep(found, plot)
-    print_json(document) if as_json else print(describe_simulation(documents, document))
+    print_json(document) if as_json else print(describe_simulation(document))
 
 
 def _refuse(is_wrong: bool, message: str) -> None:
     if is_wrong:
         raise HydraConfigError(message)
-
-
-def _check_timeline(system: str, settings: Settings) -> None:
-    from ds_hydra.lab.simulator.systems import OUR_SYSTEMS
-
-    _refuse(
-        system not in OUR_SYSTEMS, f"--timeline-of {system!r}: choose {' or '.join(OUR_SYSTEMS)}"
-    )
-    _refuse(
-        system not in ("ds_hydra", *settings.systems),
-        f"--timeline-of {system}: it is not among --systems {','.join(settings.systems)}; add it there",
-    )
 
 
 def read_systems(text: str) -> list[str]:
@@ -318,20 +261,20 @@ def _settings(
 def _workload(
     profile: str | None,
     histogram: str | None,
-    devices: str | None,
-    context: str | None,
-    tokens: str | None,
+    devices: int | None,
+    context: int | None,
+    tokens: int | None,
     strategies: Path | None,
     estimated: Profile | None,
-) -> tuple[Workload, Axes | None]:
-    """The first workload, and the axes of a sweep."""
+) -> Workload:
+    """The workload of these options; raises HydraConfigError where one is missing."""
     from ds_hydra.configs import find_file
     from ds_hydra.configs.files import find_profile
     from ds_hydra.lab.simulator.cases import Workload
-    from ds_hydra.lab.simulator.sweep import Axes
     from ds_hydra.strategy.cost_models.costs import Costs
     from ds_hydra.strategy.profiles.profile import Profile
     from ds_hydra.strategy.proposal.histogram import LengthHistogram
+    from ds_hydra.strategy.proposal.program import default_tokens_per_iteration
     from ds_hydra.strategy.schemes.enumeration import load_strategies
     from ds_hydra.strategy.schemes.scheme import schemes_of
 
@@ -345,27 +288,21 @@ def _workload(
     _refuse(
         bool(missing), f"{', '.join(missing)} missing; give --case, or all of {', '.join(given)}"
     )
-    texts = {name: value for name, value in given.items() if value is not None}
-    profile, histogram = texts["--profile"], texts["--histogram"]
-    axes = Axes(
-        devices=_numbers("--devices", texts["--devices"], MAX_DEVICES),
-        contexts=_numbers("--context", texts["--context"], MAX_LENGTH_TOKENS),
-        tokens=_numbers("--tokens", tokens, MAX_TOKENS_PER_ITERATION) if tokens is not None else (),
-    )
-    num_devices, context_length, tokens_per_iteration = next(axes.points())
+    assert histogram is not None
+    assert devices is not None
+    assert context is not None
     candidates = load_strategies(str(strategies)) if strategies else ()
-    given_profile = estimated or Profile.load(find_profile(profile))
-    known = Costs.of(given_profile, num_devices).extended(schemes_of(candidates))
-    workload = Workload(
-        name=f"{profile}, {histogram}",
+    known_profile = estimated or Profile.load(find_profile(profile or ""))
+    known = Costs.of(known_profile, devices).extended(schemes_of(candidates))
+    return Workload(
+        name=f"{estimated.name if estimated else profile}, {histogram}",
         costs=Costs(known),
         histogram=LengthHistogram.load(find_file("lengths", histogram)),
-        num_devices=num_devices,
-        context_length=context_length,
-        tokens_per_iteration=tokens_per_iteration,
+        num_devices=devices,
+        context_length=context,
+        tokens_per_iteration=tokens or default_tokens_per_iteration(devices, context),
         strategies=candidates,
     )
-    return workload, axes if axes.is_sweep else None
 
 
 def _estimate(
@@ -373,11 +310,11 @@ def _estimate(
     hardware: str | None,
     histogram: str | None,
     nodes: int | None,
-    devices: str | None,
-    context: str | None,
+    devices: int | None,
+    context: int | None,
     expert_skew: float,
     float8: bool,
-) -> tuple[str, str, str, Profile]:
+) -> tuple[str, int, int, Profile]:
     """Histogram, devices and context, with defaults, and the profile of `model` by a roofline; says
     what it assumes.
     """
@@ -387,39 +324,19 @@ def _estimate(
     assert hardware is not None
     _refuse((nodes is None) == (devices is None), "with --model give --nodes or --devices")
     if nodes is not None:
-        devices = str(nodes * Hardware.load(hardware).devices_per_node)
+        devices = nodes * Hardware.load(hardware).devices_per_node
     assert devices is not None
     assumed = []
     if context is None:
-        context = str(DEFAULT_CONTEXT)
+        context = DEFAULT_CONTEXT
         assumed.append(f"context: {DEFAULT_CONTEXT}, as --context is not given")
     if histogram is None:
         histogram = DEFAULT_HISTOGRAM
         assumed.append(f"lengths: those of {DEFAULT_HISTOGRAM}, as --histogram is not given")
-    most = max(_numbers("--devices", devices, MAX_DEVICES))
-    longest = max(_numbers("--context", context, MAX_LENGTH_TOKENS))
-    profile = estimate_profile(model, hardware, most, longest, expert_skew, float8=float8)
+    profile = estimate_profile(model, hardware, devices, context, expert_skew, float8=float8)
     for sentence in assumed:
         log(f"assumed: {sentence}")
     return histogram, devices, context, profile
-
-
-def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:
-    """Positive whole numbers separated by commas; 1_000 and 1000 are the same."""
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1 or max(numbers) > most:
-        raise HydraConfigError(
-            f"{option} {text!r:.80}: expected whole numbers of 1 or more up to {most}, e.g. 64 or "
-            "64,128,256"
-        )
-    if option != "--devices" and re.fullmatch(r"\d{1,3}(,\d{3})+", text):
-        raise HydraConfigError(
-            f"{option} {text} would sweep {' and '.join(text.split(','))} tokens; write {text.replace(',', '')}"
-        )
-    return numbers
 
 
 _INSIDE = multiprocessing.get_context("fork").Array("i", 3)
@@ -452,7 +369,7 @@ def _compare(
     workload: Workload, settings: Settings, hardware: str | None, spread: bool
 ) -> Comparison:
     from ds_hydra.lab.simulator.compare import compare
-    from ds_hydra.lab.simulator.sweep import NUM_VARIANTS, with_spread
+    from ds_hydra.lab.simulator.spread import NUM_VARIANTS, with_spread
     from ds_hydra.lab.simulator.systems import LABELS
     from ds_hydra.strategy.cost_models.cluster import find_cluster
 
@@ -478,32 +395,20 @@ def _compare(
         return with_spread(found, run_each) if spread else found
 
 
-def _sweep(
-    workload: Workload, axes: Axes, settings: Settings, hardware: str | None, is_chosen: bool
-) -> list[Comparison]:
-    from ds_hydra.lab.simulator.sweep import SWEEP_SYSTEMS, sweep
-
-    with progress_bar("simulating", "point") as show:
-        chosen = settings if is_chosen else replace(settings, systems=SWEEP_SYSTEMS)
-        return sweep(workload, axes, chosen, hardware, show)
-
-
-def _add_expected(document: dict[str, Any], case: Case | None, found: list[Comparison]) -> None:
+def _add_expected(document: dict[str, Any], case: Case | None, found: Comparison) -> None:
     from ds_hydra.lab.simulator.results import our_figure
 
     if case is not None:
         document["figure"] = case.figure
         document["published"] = [
-            {"what": e.what, "paper": e.paper, "ours": our_figure(found[0], e.metric)}
+            {"what": e.what, "paper": e.paper, "ours": our_figure(found, e.metric)}
             for e in case.expected
         ]
 
 
-def describe_simulation(documents: list[dict[str, Any]], document: dict[str, Any]) -> str:
-    """Text of simulated workloads for users; `document` is that of a case, or holds them all."""
-    lines = []
-    for point in documents:
-        lines += [_head(point), *_system_lines(point), ""]
+def describe_simulation(document: dict[str, Any]) -> str:
+    """Text of a simulated workload, or of a case, for users."""
+    lines = [_head(document), *_system_lines(document), ""]
     if "published" in document:
         lines.append(f"published ({document['figure']}) and simulated here:")
         lines += [

@@ -1,3 +1,1 @@
-"""Simulation of iterations on any cluster: event simulation of plans, baselines, paper cases,
-what-if sweeps.
-"""
+"""Simulation of iterations on any cluster: event simulation of plans, baselines, paper cases."""

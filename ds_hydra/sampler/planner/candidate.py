@@ -241,9 +241,9 @@ def _roomiest(entries: Iterable[MenuEntry]) -> list[MenuEntry]:
     """Return the entry of most tokens for each number of ranks and of checkpointed layers: it may
     hold one sequence more than that which is fastest for a full micro-batch.
     """
-    found: dict[tuple[int, int], MenuEntry] = {}
+    found: dict[tuple[int, int, bool], MenuEntry] = {}
     for entry in entries:
-        key = (entry.scheme.num_devices, entry.scheme.ckpt)
+        key = (entry.scheme.num_devices, entry.scheme.ckpt, entry.scheme.offload)
         found[key] = max(found.get(key, entry), entry, key=lambda one: one.max_len_tokens)
     return list(found.values())
 
@@ -425,11 +425,11 @@ def _menu_entries(
 
 def _menus_of(entries: Iterable[MenuEntry], num_devices: int) -> list[GroupMenu]:
     """Return the menus of `find_menus` out of `entries`."""
-    of_kind: dict[tuple[bool, int, int], dict[int, MenuEntry]] = {}
+    of_kind: dict[tuple[bool, int, bool, int], dict[int, MenuEntry]] = {}
     for one in entries:
         scheme = one.scheme
         for count in (1, _MANY):
-            of_size = of_kind.setdefault((scheme.hpz, scheme.ckpt, count), {})
+            of_size = of_kind.setdefault((scheme.hpz, scheme.ckpt, scheme.offload, count), {})
             other = of_size.get(scheme.num_devices)
             if other is None or one.cost_of(count) < other.cost_of(count):
                 of_size[scheme.num_devices] = one

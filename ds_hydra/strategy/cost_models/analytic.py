@@ -100,6 +100,8 @@ class Hardware:
     """
     iteration_overhead_ms: float = 0.0
     """Time of the host in an iteration, beside passes and step."""
+    host_rate: float = 0.0
+    """Bytes per second from a device to its host, or back; 0 where the file does not say."""
     peak_flops: float | None = None
     """FLOP/s that the vendor states, dense and in 16 bit."""
     float8_flops: float | None = None
@@ -127,6 +129,7 @@ class Hardware:
                 for name in ("matmul", "attention", "memory", "interconnect")
             }
             float8 = document.get("peak_float8_flops") is not None
+            host = "host_bytes_per_s"
             optional = {"pieces_overhead_ms": 0.0, "iteration_overhead_ms": 0.0, **document}
             return cls(
                 name=read_text(document, "name"),
@@ -143,6 +146,9 @@ class Hardware:
                 collective_overhead_ms=read_time(document, "collective_overhead_ms"),
                 pieces_overhead_ms=read_time(optional, "pieces_overhead_ms"),
                 iteration_overhead_ms=read_time(optional, "iteration_overhead_ms"),
+                host_rate=_read_rate(document, host) * share["interconnect"]
+                if host in document
+                else 0.0,
                 peak_flops=peak,
                 float8_flops=_read_rate(document, "peak_float8_flops") * share["matmul"]
                 if float8

@@ -28,7 +28,12 @@ from ds_hydra.strategy.cost_models.analytic import (
 from ds_hydra.strategy.cost_models.cluster import GRADIENT_BYTES, Cluster, try_cluster
 from ds_hydra.strategy.profiles.memory_model import MOST_KEY_VALUE_PARTS, key_value_parts
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
-from ds_hydra.strategy.schemes.scheme import Scheme, slowest_stage_ratios
+from ds_hydra.strategy.schemes.scheme import (
+    FORWARD_FRACTION,
+    Scheme,
+    slowest_stage_ratios,
+    stage_layers,
+)
 
 CanRun = Callable[[Scheme], bool]
 
@@ -168,13 +173,23 @@ class Costs:
 
     def _of_stages(self, scheme: Scheme) -> Price | None:
         """Computation of uneven stages and checkpointed layers is that of the slowest stage; what
-        attention takes does not run again.
+        attention takes does not run again. What is offloaded travels to the host beside forward,
+        and back beside backward, which take as long at least.
         """
         source = replace(scheme, stages=(), ckpt=0)
         if (base := self.find(source)) is None:
             return None
         ratios = slowest_stage_ratios(scheme, self.profile.memory.num_layers)
-        return Price(base.latency.scaled(*ratios), "derived", (source,))
+        latency = base.latency.scaled(*ratios)
+        if scheme.offload and self.cluster is not None and self.cluster.hardware.host_rate:
+            memory, rate = self.profile.memory, self.cluster.hardware.host_rate
+            most = max(s.num_checkpointed for s in stage_layers(scheme, memory.num_layers))
+            moved_ms = 1e3 * most * memory.checkpointed_bytes(scheme) / rate
+            forward_ms = FORWARD_FRACTION * base.latency.linear_ms
+            passes_ms = (forward_ms, latency.linear_ms - forward_ms)
+            linear_ms = sum(max(pass_ms, moved_ms) for pass_ms in passes_ms)
+            latency = replace(latency, linear_ms=linear_ms)
+        return Price(latency, "derived", (source,))
 
     def _of_moving_weights(self, scheme: Scheme) -> Price | None:
         """Price of the scheme whose weights stay, or of one rank with the exchanges of SP and CP
@@ -453,6 +468,11 @@ class World:
     def has_room(self, scheme: Scheme) -> bool:
         """Whether `scheme` can be here (`Profile.has_room`)."""
         return self.profile.has_room(scheme, self.num_devices)
+
+    @property
+    def can_offload(self) -> bool:
+        """Whether it is known what it takes to keep something in the host's memory."""
+        return self.cluster is not None and self.cluster.hardware.host_rate > 0
 
     @property
     def measured(self) -> Self:

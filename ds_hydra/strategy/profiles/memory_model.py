@@ -4,6 +4,7 @@ Hydraulis, and what it leaves out. Lengths are tokens, sizes bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +22,8 @@ OPTIMIZER_BYTES = 4 + 8 + 4
 
 GRADIENT_BYTES = 4
 """Bytes per element of a pulled slice, and of a ZeRO-3 shard: its fp32 gradient."""
+OFFLOAD_WINDOW = 2
+"""Offloaded layers whose input, and what attention has returned, are on the device at any time."""
 GATHER_WINDOW = 2
 """Gathered layers that are with a rank at any time: the one that runs and the next one."""
 
@@ -139,7 +142,9 @@ class MemoryModel:
 
     with i = `input_bytes` of an element of a hidden state, which every rank of a TP group has whole
     (1 / TP of it with `tp_sequence_parallel`), and K = `attention_bytes`, attention's output and
-    log-sum-exp, which do not run again (0 where all layers are checkpointed); logits and their
+    log-sum-exp, which do not run again (0 where all layers are checkpointed). Of layers that
+    `offload` the host has these, `host_bytes` of a rank, and the device those of
+    two. Logits and their
     gradient, for which other layers no longer leave room, come on top. MaxLen is that of the
     tightest stage. A of a TP degree already accounts for which activations TP shards.
 
@@ -180,6 +185,8 @@ class MemoryModel:
     attention_width: float = 0.0
     """Features of all attention heads; 0: the hidden size."""
     logit_chunk_bytes: float = 0.0
+    host_bytes: float = math.inf
+    """Memory of the host that a rank may fill with what layers offload."""
     forward_only: bool = False
 
     def __post_init__(self) -> None:
@@ -265,7 +272,25 @@ class MemoryModel:
             in_several = int((budget - states - self.logit_chunk_bytes) // per_token)
             # Of two bounds of a sum with a minimum in it the larger one holds
             found.append(max(in_one, in_several))
+        if scheme.offload and self.host_bytes < math.inf and not self.forward_only:
+            found.append(int(self.host_bytes // self.offloaded_bytes(scheme)))
         return min(found)
+
+    def offloaded_bytes(self, scheme: Scheme) -> float:
+        """Bytes per token that a rank keeps in the host's memory, of the stage with most."""
+        if not scheme.offload:
+            return 0.0
+        stages = stage_layers(scheme, self.num_layers)
+        most = max(stage.micro_batches_in_flight * stage.num_checkpointed for stage in stages)
+        return most * self.checkpointed_bytes(scheme)
+
+    def checkpointed_bytes(self, scheme: Scheme) -> float:
+        """Bytes per token that a checkpointed layer keeps, wherever."""
+        num_ranks = scheme.ranks_per_stage if self.tp_sequence_parallel else scheme.num_shards
+        kept = self.hidden_size / num_ranks * self.input_bytes
+        if scheme.keeps_attention(self.num_layers):
+            kept += self.attention_bytes / scheme.ranks_per_stage
+        return kept
 
     def _stages(self, scheme: Scheme, num_devices: int) -> list[tuple[float, float]]:
         """Bytes of states, and per token, of each stage that could be the tightest."""
@@ -306,18 +331,17 @@ class MemoryModel:
                 "input_bytes_per_token_per_layer_per_hidden to its memory (2 where hidden states are 16 bit), or "
                 "measure it anew"
             )
-        num_ranks = scheme.ranks_per_stage if self.tp_sequence_parallel else scheme.num_shards
-        kept = self.hidden_size / num_ranks * self.input_bytes
-        if scheme.ckpt < self.num_layers:
-            kept += self.attention_bytes / scheme.ranks_per_stage
+        kept = self.checkpointed_bytes(scheme)
         again = self._logit_bytes(scheme, self.input_bytes)
+        on_device = 0.0 if scheme.offload else kept
         stages = []
         for stage in stage_layers(scheme, self.num_layers):
             whole = stage.num_layers - stage.num_checkpointed
             per_token = stage.micro_batches_in_flight * (
-                whole * layer + stage.num_checkpointed * kept
+                whole * layer + stage.num_checkpointed * on_device
             )
-            per_token += layer if stage.num_checkpointed else 0.0
+            if stage.num_checkpointed:
+                per_token += layer + (OFFLOAD_WINDOW * kept if scheme.offload else 0.0)
             per_token += self._in_one_layer_bytes(scheme)
             per_token += again if stage.is_last else 0.0
             stages.append((self._state_bytes(scheme, num_devices, stage.num_layers), per_token))

@@ -214,7 +214,7 @@ class Profile:
     """
     overlap_slowdown: float | None = None
     """Slowdown of computation and gradient synchronisation beside each other; None: not
-    measured.
+    known.
     """
     ranks_per_core: float = 1.0
     """Ranks that shared a core while it was measured (`sampler.schedule.ends_ms`)."""
@@ -377,7 +377,7 @@ class Profile:
         error.
         """
         with reading(document, PROFILE_SCHEMA, source):
-            hardware = {"devices_per_node": 8, **read_object(document, "hardware")}
+            hardware = {"devices_per_node": 8, "host_bytes": 0, **read_object(document, "hardware")}
             model = read_object(document, "model")
             memory = {**_OPTIONAL_MEMORY, **read_object(document, "memory")}
             per_tp = read_object(memory, "activation_bytes_per_token_per_layer_per_hidden")
@@ -410,6 +410,7 @@ class Profile:
                 num_heads=model.get("num_attention_heads") or 0,
                 attention_width=_read_attention_width(model),
                 logit_chunk_bytes=read_number(memory, "logit_chunk_bytes"),
+                host_bytes=read_number(hardware, "host_bytes") or inf,
             )
             return cls(
                 name=f"{model['name']} on {hardware['name']}",
@@ -645,11 +646,13 @@ _PUBLISHED = "published"
 """Value of `_STATES` in the memory of a profile whose bytes of states are those of the paper."""
 
 
-def engine_states(params_per_hidden2: float, element_bytes: float) -> dict[str, float]:
+def engine_states(
+    params_per_hidden2: float, element_bytes: float, *, offloads_optimizer: bool = False
+) -> dict[str, float]:
     """B and alpha of App. B.1, and the needs of gathered and checkpointed layers, of a layer with
-    so many parameters per hidden size squared.
+    so many parameters per hidden size squared. Of an optimizer on the host the gradient stays.
     """
-    sharded = element_bytes + OPTIMIZER_BYTES
+    sharded = element_bytes + (GRADIENT_BYTES if offloads_optimizer else OPTIMIZER_BYTES)
     held = element_bytes + GRADIENT_BYTES
     return {
         "state_bytes_per_layer_per_hidden2": params_per_hidden2 * (sharded + held),

@@ -21,6 +21,7 @@ Both are what the planner is for; a proposal only says which strategies it shoul
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -187,13 +188,17 @@ def check_context(
     """
     profile, number, context_length = world.profile, world.num_devices, world.context_length
     known = [s for s in (profile.latency if schemes is None else schemes) if world.can_run(s)]
-    longest = _longest_micro_batch(world, known)
+    longest, again = _longest_micro_batch(world, known), known
     if longest >= context_length:
         return
     if is_full:  # layers are checkpointed where that lets a context fit
         all_layers = 0 if profile.is_checkpointed else profile.memory.num_layers
         moved = unpruned_schemes(world, 0.0)
-        again = [replace(s, ckpt=all_layers, stages=()) for s in (*known, *moved) if s.pp == 1]
+        again = [
+            replace(s, ckpt=all_layers, stages=(), offload=world.can_offload)
+            for s in (*known, *moved)
+            if s.pp == 1
+        ]
         longest = max(longest, _longest_micro_batch(world, filter(world.can_run, again)))
     remedies = [f"lower the context to {longest}"] if longest > 0 else []
 
@@ -209,9 +214,29 @@ def check_context(
     why = f"the longest that fits has {longest}"
     if longest <= 0:
         why = _describe_states(world, known)
+    elif text := _describe_host(world, again):
+        why, remedies = text, [f"lower the context to {longest}", "give the host more memory"]
     raise HydraConfigError(
         f"profile {profile.name!r}: no scheme fits a micro-batch of {context_length} tokens on {number} devices, "
         f"{why}; {', or '.join(remedies)}"
+    )
+
+
+def _describe_host(world: World, schemes: Iterable[Scheme]) -> str:
+    """Describe the host's memory that a sequence of the context needs and that is not there; empty
+    where something else is lacking.
+    """
+    memory, context = world.profile.memory, world.context_length
+    on_devices = replace(memory, host_bytes=math.inf)
+    fitting = (s for s in schemes if s.offload and s.num_devices <= world.num_devices)
+    enough = (s for s in fitting if on_devices.max_len_tokens(s, world.num_devices) >= context)
+    found = min(enough, key=memory.offloaded_bytes, default=None)
+    if found is None:
+        return ""
+    needed = context * memory.offloaded_bytes(found)
+    return (
+        f"layers of {found} would keep {needed / 1e9:.3g} GB of each device in the host's memory, which has "
+        f"{memory.host_bytes / 1e9:.3g} GB left for each"
     )
 
 

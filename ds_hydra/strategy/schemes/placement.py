@@ -21,7 +21,7 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 Ranks = TypeVar("Ranks", tuple[int, ...], range)
 
 GroupKey = tuple[str, range]
-"""(purpose, ranks): groups with equal ranks but another purpose never share a communicator."""
+"""(purpose, ranks)"""
 
 MAX_GROUPS_OF_RANK = 27
 """Groups that one rank may be in. Each has a stream of its own, and a CUDA device 32 queues: the
@@ -132,6 +132,34 @@ def groups_of(strategy: Strategy) -> frozenset[GroupKey]:
     return frozenset(keys)
 
 
+def communicators(keys: Iterable[GroupKey]) -> list[GroupKey]:
+    """Process groups that carry `keys`, in their order. Groups inside of stages share one where
+    their ranks are equal: no strategy has two of them, and strategies follow each other alike on
+    all ranks. Two directions of a pipeline, pull and push may be under way at once.
+
+    >>> communicators([("sp", range(2)), ("tp", range(2)), ("pp_up", range(2))])
+    [('stage', range(0, 2)), ('pp_up', range(0, 2))]
+    """
+    inside = ("tp", "sp", "cp", "ep")
+    return [*dict.fromkeys(("stage" if of in inside else of, ranks) for of, ranks in keys)]
+
+
+def link_groups(num_ranks: int, ranks_per_node: int | None) -> list[GroupKey]:
+    """Groups of pull and push; where ranks of a node relay, their second hops have groups of the
+    node's ranks.
+    """
+    nodes = (
+        [
+            range(num_ranks)[begin : begin + ranks_per_node]
+            for begin in range(0, num_ranks, ranks_per_node)
+        ]
+        if ranks_per_node
+        else []
+    )
+    everyone: list[GroupKey] = [("pull", range(num_ranks)), ("push", range(num_ranks))]
+    return everyone + [(purpose, node) for purpose in ("pull_node", "push_node") for node in nodes]
+
+
 def count_groups(strategies: Iterable[Strategy]) -> int:
     """Process groups that `strategies` need together; those with the same ranks are shared."""
     return len(groups_of_all(strategies))
@@ -144,6 +172,17 @@ def most_groups_of_rank(keys: Iterable[GroupKey]) -> int:
     2
     """
     return max(Counter(rank for _, ranks in keys for rank in ranks).values(), default=0)
+
+
+def most_multicast_objects(keys: Iterable[GroupKey], ranks_per_node: int) -> int:
+    """The largest number of NVLink multicast objects that NCCL makes on one node: for each
+    communicator with several ranks there, one at its start and one when it first sums.
+    """
+    nodes = Counter[int]()
+    for _, ranks in communicators(keys):
+        of_nodes = Counter(rank // ranks_per_node for rank in ranks)
+        nodes.update(node for node, count in of_nodes.items() if count > 1)
+    return 2 * max(nodes.values(), default=0)
 
 
 def groups_of_all(strategies: Iterable[Strategy]) -> frozenset[GroupKey]:

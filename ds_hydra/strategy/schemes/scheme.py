@@ -21,7 +21,7 @@ _DEGREES = re.compile(
 )
 _OPTION = re.compile(r"\s*([a-z_]{1,20})\s*(?:=\s*(\d{1,9}(?:\s*,\s*\d{1,9})*)\s*)?")
 _COUNTED = ("ckpt", "stages", "ep")
-_FLAGS = ("gather", "hpz")
+_FLAGS = ("gather", "hpz", "offload")
 
 MAX_LAYERS = 1 << 20
 """Layers that an option of a scheme may name: far above any model."""
@@ -69,6 +69,10 @@ def read_notation(body: str) -> dict[str, Any]:
             flags[name] = True
     if "hpz" in flags:
         flags["gather"] = True
+    if "offload" in flags and "ckpt" not in options:
+        raise HydraConfigError(
+            f"scheme {'<' + body[:80] + '>'!r}: offload is for checkpointed layers; say how many, as in ckpt=8;offload"
+        )
     stages = options.pop("stages", ())
     for option, counts in options.items():
         if len(counts) != 1 or counts[0] < 1:
@@ -142,6 +146,10 @@ class Scheme:
     end of the iteration, cut over its ranks (hpZ of ZeRO++, arXiv:2306.10209), so that they cross
     once.
     """
+    offload: bool = False
+    """Whether checkpointed layers keep their input, and what attention returns, in the host's
+    memory until backward. False where none is checkpointed.
+    """
     _hash: int = field(init=False, repr=False, compare=False)
     """Schemes are looked up often."""
 
@@ -182,9 +190,15 @@ class Scheme:
                 "write ;gather in place of ;hpz, or leave ep out"
             )
         self._check_order()
+        if type(self.offload) is not bool:
+            raise HydraConfigError(
+                f"scheme {str(self)[:80]}: offload is {self.offload!r:.80}, expected true or false"
+            )
+        if not self.ckpt:
+            object.__setattr__(self, "offload", False)
         degrees_and_options = (
             self.tp, self.pp, self.stages, self.ckpt, self.sp, self.gather, self.ep, self.cp, self.context_first,
-            self.hpz,
+            self.hpz, self.offload,
         )  # fmt: skip
         object.__setattr__(self, "_hash", hash(degrees_and_options))
 
@@ -302,6 +316,12 @@ class Scheme:
         has_options = self.stages or self.ckpt or self.gather
         return not has_options and self.num_shards == 1
 
+    def keeps_attention(self, num_layers: int) -> bool:
+        """Whether attention of checkpointed layers does not run again. Where all of `num_layers`
+        are checkpointed memory is what counts: only the host's is used for that.
+        """
+        return self.offload or self.ckpt < num_layers
+
     def without_options(self) -> Scheme:
         """The same degrees with even stages and nothing checkpointed or gathered."""
         return replace(self, stages=(), ckpt=0, gather=False, hpz=False)
@@ -340,7 +360,7 @@ class Scheme:
         cp = f"cp{self.cp}," if self.cp > 1 else ""
         tp = f"{self.tp}," if self.tp > 1 or not (sp or cp) else ""
         degrees = f"{cp}{sp}{tp}{self.pp}" if self.context_first else f"{sp}{cp}{tp}{self.pp}"
-        ckpt = f";ckpt={self.ckpt}" if self.ckpt else ""
+        ckpt = f";ckpt={self.ckpt}{';offload' * self.offload}" if self.ckpt else ""
         stages = f";stages={','.join(map(str, self.stages))}" if self.stages else ""
         gathers = ";hpz" if self.hpz else ";gather" if self.gather else ""
         ep = f";ep={self.ep}" if self.ep > 1 else ""
@@ -349,6 +369,7 @@ class Scheme:
 
 _DEFAULTS = {
     "sp": 1, "cp": 1, "context_first": False, "ep": 1, "ckpt": 0, "stages": [], "gather": False, "hpz": False,
+    "offload": False,
 }  # fmt: skip
 """Default values of the options, as documents have them."""
 
@@ -650,14 +671,15 @@ def slowest_stage_ratios(scheme: Scheme, num_layers: int) -> tuple[float, float]
     T is that of a stage of ceil(L / PP) layers; its share of embedding and head grows with the
     layers as T does.
 
-    Attention runs again where all layers are checkpointed alone.
+    Attention runs again where all layers are checkpointed and keep their input alone.
 
     >>> [slowest_stage_ratios(Scheme(1, 2, **o), 8) for o in ({"stages": (5, 3)}, {"ckpt": 4})]
     [(1.25, 1.25), (1.3333333333333333, 1.0)]
-    >>> slowest_stage_ratios(Scheme(1, 2, ckpt=8), 8)
-    (1.3333333333333333, 1.3333333333333333)
+    >>> [slowest_stage_ratios(Scheme(1, 2, ckpt=8, offload=o), 8)[1] for o in (False, True)]
+    [1.3333333333333333, 1.0]
     """
     stages, even = stage_layers(scheme, num_layers), -(-num_layers // scheme.pp)
     work = max(stage.work for stage in stages)
-    of_attention = max(stage.num_layers for stage in stages) if scheme.ckpt < num_layers else work
+    once = scheme.keeps_attention(num_layers)
+    of_attention = max(stage.num_layers for stage in stages) if once else work
     return work / even, of_attention / even
