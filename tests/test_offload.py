@@ -16,6 +16,7 @@ from test_check_command import report_on
 from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.commands.init import start_config
+from ds_hydra.engine.model.current_micro_batch import checkpointed
 from ds_hydra.engine.parallel import recomputation
 from ds_hydra.engine.parallel.offload import OffloadedLayer, _Kept
 from ds_hydra.errors import HydraConfigError
@@ -99,6 +100,19 @@ def test_what_is_offloaded_is_as_it_was():
     OffloadedLayer()
     tensor.fill_(0.0)
     assert torch.equal(layer.get(kept), wanted)
+
+
+def test_a_layer_offloads_where_it_is_asked_to_and_backward_comes():
+    hidden = torch.randn(1000, requires_grad=True)
+    output = checkpointed(torch.sin, hidden, offloads=True)
+    layer = OffloadedLayer._latest()
+    assert [kept.host.tolist() for kept in layer._kept] == [hidden.tolist()]
+    with torch.no_grad():
+        checkpointed(torch.sin, hidden, offloads=True)
+    checkpointed(torch.sin, hidden)
+    assert OffloadedLayer._latest() is layer
+    output.sum().backward()
+    assert torch.equal(hidden.grad, hidden.detach().cos())
 
 
 @pytest.fixture(scope="module")

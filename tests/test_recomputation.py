@@ -19,6 +19,7 @@ from ds_hydra.engine.model.attention_contract import Demand, Scoring
 from ds_hydra.engine.model.attention_kernels import load_kernel
 from ds_hydra.engine.model.attention_operator import KernelUse, attend, count_on_host
 from ds_hydra.engine.parallel import recomputation, token_cuts
+from ds_hydra.engine.parallel.offload import OffloadedLayer
 
 KERNEL = "flash_attention_2"
 
@@ -33,13 +34,21 @@ def use_standin(config, _device, dtype, **_):
 
 def check_engine(family, strategies, hydra=None, overrides=None):
     """Errors, and calls of the kernel in each pass of backward and forward."""
+    num_put, put = [], OffloadedLayer.put
+
+    def counting(layer, tensor):
+        num_put.append(1)
+        return put(layer, tensor)
+
     with (
         installed(KERNEL) as calls,
+        mock.patch.object(OffloadedLayer, "put", counting),
         mock.patch("ds_hydra.engine.model.stage_model.select_kernels", use_standin),
         mock.patch.object(token_cuts, "LEAST_PART_BYTES", 1),
         mock.patch("torch.compile", functools.partial(torch.compile, backend="aot_eager")),
     ):
         worst = check_gradients(family, strategies, hydra, overrides)
+    assert bool(num_put) == any("offload" in text for text in strategies)
     passes = [call["pass"] for call in calls[KERNEL]]
     return worst, passes.count("forward"), passes.count("backward")
 
