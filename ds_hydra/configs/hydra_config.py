@@ -499,8 +499,8 @@ REMOVED = (
         "hydra.link.devices_per_node to 1",
     ),
     Refusal(
-        "moe.aux_loss", "the model says whether it has a loss of balance: model.config.output_router_logits = False "
-        "leaves it out",
+        "moe.aux_loss", "the model says whether it has a loss of balance; leave it out by "
+        "model.config.output_router_logits = False",
     ),
     Refusal("tp_sequence_parallel", "TP is sequence-parallel wherever the model allows it; leave the key out"),
     Refusal(
