@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,16 @@ def rows_of(lengths: Sequence[int], vocab: int, seed: int) -> list[dict[str, tor
     random = torch.Generator().manual_seed(seed)
     rows = [torch.randint(1, vocab, (n,), generator=random) for n in lengths]
     return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def prepare_kernels(lengths: Sequence[int]) -> None:
+    """Let kernels of attention make their plans for sequences of these `lengths`, as they do once
+    enough has been computed.
+    """
+    from ds_hydra.engine.model import attention_choice
+    from ds_hydra.engine.model.attention_contract import LongSegment
+
+    attention_choice.prepare_kernels(LongSegment.of(lengths, lengths), math.inf)
 
 
 def llama(

@@ -144,7 +144,7 @@ def measure(propagator, strategy, world, tokens, micro, grads_P, links):
         _sync()
         times.append((time.perf_counter() - begin) * 1e3)
         hosts.append((time.thread_time() - cpu) * 1e3)
-    last = outcomes[-1]
+    last = outcomes[-1].times()
     return {
         "iteration_ms": statistics.median(times[1:]),
         "own_cpu_ms": statistics.median(hosts[1:]),

@@ -25,7 +25,7 @@ from collections import Counter, defaultdict
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.one_gpu.common import engine_of, llama, rows_of, say
+from benchmarks.one_gpu.common import engine_of, llama, prepare_kernels, rows_of, say
 from benchmarks.one_gpu.device import DTYPE, HAS_GPU, SECTIONS, join
 
 
@@ -217,8 +217,6 @@ def main() -> None:
         **SECTIONS,
     )
     strategy = "1x<1,1;gather>" if options.gather else "1x<1,1>"
-    from ds_hydra.engine.model.attention_choice import prepare_kernels
-
     prepared = []
     for text in rows:
         length, _, count = text.partition("x")
@@ -228,7 +226,7 @@ def main() -> None:
     for text, examples in prepared:
         for _ in range(3):
             engine.train_batch(examples, strategy=strategy)
-            prepare_kernels(everything=True)
+            prepare_kernels([len(row["input_ids"]) for row in examples])
         times = []
         for _ in range(5):
             begin = time.perf_counter()

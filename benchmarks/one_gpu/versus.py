@@ -25,7 +25,7 @@ import time
 
 import torch
 
-from benchmarks.one_gpu.common import engine_of, llama, rows_of, say
+from benchmarks.one_gpu.common import engine_of, llama, prepare_kernels, rows_of, say
 from benchmarks.one_gpu.device import DTYPE, HAS_GPU, SECTIONS, join
 
 SIZES = (
@@ -95,8 +95,6 @@ def hydra(kind: str, rows: list[str]) -> None:
         hydra={"compile_layers": kind.endswith("compiled")},
         **SECTIONS,
     )
-    from ds_hydra.engine.model.attention_choice import prepare_kernels
-
     for text in rows:
         examples = rows_of(lengths_of(text), SIZES["vocab"], 1)
 
@@ -104,7 +102,7 @@ def hydra(kind: str, rows: list[str]) -> None:
             engine.train_batch(examples, strategy="1x<1,1>")
 
         run()
-        prepare_kernels(everything=True)
+        prepare_kernels(lengths_of(text))
         ms, peak = timed(run)
         m = engine.last_metrics
         say(
