@@ -431,7 +431,7 @@ OF_7B = "--profile a800_llama2_7b --histogram github --context 4096"
         (PLAN, DEEP, "is not JSON"),
         (PLAN, f"[{2**63}]", "length 0 is"),
         ("check {file}", DEEP, "is not JSON"),
-        ("report {file}", DEEP + "\n", "is not JSON"),
+        ("report {folder}", DEEP + "\n", "metrics.jsonl"),
         (f"simulate {OF_7B} --devices 8 --tokens 1000000000000", "", "--tokens"),
         (f"simulate {OF_7B} --devices 1000000", "", "--devices"),
         (f"propose {OF_7B} --devices 1000000", "", "--devices"),
@@ -455,7 +455,8 @@ def test_hostile_values_are_refused_by_name(tmp_path, command, content, named):
     file.write_text(content)
     document = {"schema": "ds_hydra.strategies/1", "num_devices": 2, "strategies": ["2x<1,1>"]}
     good.write_text(json.dumps(document))
-    filled = command.format(file=file, good=good).split()
+    (tmp_path / "metrics.jsonl").write_text(content)
+    filled = command.format(file=file, good=good, folder=tmp_path).split()
     result = invoke(*filled)
     assert result.exit_code != 0
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception

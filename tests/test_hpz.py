@@ -165,7 +165,7 @@ def test_the_last_node_has_fewer_ranks_and_each_of_them_more(num_ranks, per_node
 def check_links():
     """Slices by the routes that keep what they relay, twice, as messages and packed."""
     specs = decoder_specs(8, 3, tied=True)
-    link, _ = links()
+    link, _ = links()[2]
     for packs in (False, True):
         link._packs = packs
         for text in ("4x<1,1;hpz>", "1x<2,1;hpz> + 1x<1,1;hpz>"):

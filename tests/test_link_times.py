@@ -223,7 +223,7 @@ def test_an_engine_counts_on_nodes_of_its_hosts():
     _, config = read_ds_config({"zero_optimization": {"stage": 3}, "hydra": HYDRA})
     links = SimpleNamespace(devices_per_node=4)
     given = {"propagator": SimpleNamespace(links=links), "num_ranks": 8, "config": config}
-    engine = SimpleNamespace(**given, _are_nodes=True)
+    engine = SimpleNamespace(**given, _are_nodes=True, _host={})
     strategy = Strategy.parse("1x<8,1>")
     of_hosts = EngineCandidates._cluster(engine, A800).link_times(strategy)
     assert of_hosts.pull_ms > 2 * try_cluster(A800, 8).link_times(strategy).pull_ms

@@ -54,7 +54,7 @@ NIGHTLY = (
 gemma3's windows, llama_bias' biases, qwen3_moe's attention and olmo2's norms with other names;
 caps of logits, which gemma2 has, are in `test_engine_parity.py`.
 """
-COMPILED_IN_CI = {"cp2pp2": "kept", "sp2tp2": "hpz"}
+COMPILED_IN_CI = {"sp2pp2": "kept", "tp4": "hpz"}
 """Kinds of rows of compiled layers that CI runs, and where the weights are, of LLaMA alone, with
 biases or without: to trace a layer takes each rank seconds. `hpz` gathers, too.
 """

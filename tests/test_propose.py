@@ -167,7 +167,7 @@ def test_phases_that_candidates_leave_no_communicators_for_take_their_place():
     assert len(found.strategies) == len(set(found.strategies))
     keys = groups_of_all(found.strategies)
     assert most_groups_of_rank(keys) <= MAX_GROUPS_OF_RANK - LINK_GROUPS
-    assert found.kept_ms < 0.95 * found.all_candidates_ms
+    assert found.kept_ms < 0.99 * found.all_candidates_ms
 
 
 def test_what_stays_is_a_candidate_beside_phases_that_have_it_too(monkeypatch):
@@ -331,14 +331,14 @@ def test_phases_are_tried_with_groups_that_are_cut_in_one_way():
     assert {"sp", "tp"} in ways
 
 
-@pytest.mark.parametrize("context", [380_969, 380_970])
+@pytest.mark.parametrize("context", [396_278, 396_279])
 def test_the_longest_context_that_is_advised_fits(context):
     settings = CandidateSettings(
         num_devices=8, context_length=context, tokens_per_iteration=4 * context, space="full"
     )
     profile = load_profile("a800_llama2_7b")
     said = nullcontext()
-    if context > 380_969:
-        said = pytest.raises(HydraConfigError, match="lower the context to 380969, or use 16 dev")
+    if context > 396_278:
+        said = pytest.raises(HydraConfigError, match="lower the context to 396278, or use 16 dev")
     with said:
         check_longest(profile, settings)

@@ -60,7 +60,9 @@ RoundUnderWay = Callable[[], None]
 
 def _members(group: dist.ProcessGroup | None) -> slice:
     """Neighbouring ranks that `group` consists of, None of all ranks."""
-    ranks = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
+    if group is None:
+        return slice(None)
+    ranks = dist.get_process_group_ranks(group)
     return slice(ranks[0], ranks[-1] + 1)
 
 

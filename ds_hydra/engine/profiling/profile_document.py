@@ -497,7 +497,7 @@ def estimate_profile(
 
     def activation_bytes(tp: int) -> float:
         copies = 1 if stage_model.tp.cuts_micro_batches else tp
-        kept = shape.activation_bytes(compiled=hydra.compile_layers, copies=copies)
+        kept = shape.activation_bytes(tp, compiled=hydra.compile_layers, copies=copies)
         return 2.0 * copies + kept / layers if hydra.activation_checkpointing else kept
 
     document = predict_profile(
