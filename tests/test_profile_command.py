@@ -465,10 +465,10 @@ def test_memory_of_a_token_is_that_of_the_passes_after_the_pull(monkeypatch, tot
         max_memory_allocated=lambda: peak[-1],
     )
 
-    def stage_ms(propagator, strategy, micro_batch, *, beside=tuple):
+    def stage_ms(propagator, strategy, micro_batch, *, at_begin):
         lengths.append(micro_batch.length)
         peak[-1] = max(peak[-1], weights + pull)
-        assert beside() == ()
+        assert at_begin() is None
         peak[-1] = max(peak[-1], weights + of_token * micro_batch.length)
 
     monkeypatch.setattr(profiler, "get_accelerator", lambda: accelerator)

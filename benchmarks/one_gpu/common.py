@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+from engines import ds_config
 
 from benchmarks.one_gpu.telling import tell
 
@@ -77,21 +83,15 @@ def engine_of(
         warm_up()  # numba compiles the planner for a minute, once a checkout
     if dist.is_initialized():
         dist.barrier()
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "gradient_clipping": 1.0,
-        **sections,
-        "hydra": {
+    config = ds_config(
+        hydra={
             "context_length": context,
             "tokens_per_iteration": tokens,
             **(hydra or {}),
-            "planner": {"num_workers": 0, "refit": "log"},
+            "planner": {"num_workers": 0},
         },
-    }
+        **{"gradient_clipping": 1.0, **sections},
+    )
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0, fused=True)
     return ds_hydra.initialize(model=model, optimizer=optimizer, config=config)[0]

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from benchmarks.one_gpu import fake_world
 from benchmarks.one_gpu.common import say
 from benchmarks.one_gpu.device import HAS_GPU
+from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch
+from ds_hydra.engine.profiling.profiler import probe_plan
 from ds_hydra.engine.profiling.rehearsal import probe_example
-from ds_hydra.sampler.cuts import cut_micro_batches
-from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import exchange
 
@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def measure(propagator, strategy, world, tokens, micro, grads_P, links):
-    plan = plan_of(strategy, world, tokens, micro)
+    plan = probe_plan(strategy, world, ProbeMicroBatch(tokens), micro)
     example = probe_example(propagator.stage_model.vocab_size, tokens)
     times, hosts, outcomes = [], [], []
     for _ in range(5 if HAS_GPU else 2):
@@ -156,35 +156,6 @@ def measure(propagator, strategy, world, tokens, micro, grads_P, links):
         "visible_push_ms": last.visible_push_ms,
         "busy_ms": last.busy_ms,
     }
-
-
-def plan_of(strategy, world, tokens, micro):
-    """Every pipeline runs `micro` micro-batches of one sequence."""
-    pipelines, count = [], 0
-    for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
-        batches = tuple((position,) for position in range(count, count + micro))
-        count += micro
-        pipelines.append(
-            PipelinePlan(
-                scheme=scheme,
-                ranks=ranks,
-                micro_batches=batches,
-                makespan_ms=0.0,
-                lower_bound_ms=0.0,
-                rows=cut_micro_batches(batches, [tokens] * count, scheme.cp),
-            )
-        )
-    return IterationPlan(
-        iteration=0,
-        num_devices=world,
-        strategy=strategy,
-        sample_indices=tuple(range(count)),
-        lengths=(tokens,) * count,
-        num_label_tokens=(tokens - 1) * count,
-        pipelines=tuple(pipelines),
-        makespan_ms=0.0,
-        lower_bound_ms=0.0,
-    )
 
 
 def _sync():

@@ -424,7 +424,7 @@ def check_all_to_all(
 def check_communicators(
     keys: Iterable[GroupKey], ranks_per_node: int, device: torch.device
 ) -> Finding:
-    """How many communicators strategies need, beside what the switches of a node have."""
+    """Count the communicators that strategies need, beside what the switches of a node have."""
     objects, is_nccl = most_multicast_objects(keys, ranks_per_node), device.type == "cuda"
     is_asked = is_nccl and os.environ.get("NCCL_NVLS_ENABLE") != "0"
     text = describe_groups(keys, 0, is_nccl)

@@ -312,14 +312,12 @@ class Propagator:
         plan: IterationPlan,
         load: LoadExample,
         *,
-        beside: Callable[[], Iterable[dist.Work]] = tuple,
+        at_begin: Callable[[], None] | None = None,
     ) -> float:
         """Milliseconds of the slowest rank in one forward + backward of `plan`; gradients are
         thrown away.
 
-        `beside` starts work that runs at the same time and counts until its end: the same
-        collectives in the same order on all ranks, in a group that nothing else uses. Collective
-        over all ranks.
+        `at_begin` is called once all slices are there. Collective over all ranks.
         """
         prepare_kernels(long_segments(plan), math.inf)
         (phase,) = phases = plan.on_rank(self.rank)
@@ -330,10 +328,9 @@ class Propagator:
             session.await_all()
             dist.barrier()
             begin = self.clock.stamp()
-            others = beside()
+            if at_begin is not None:
+                at_begin()
             self._propagate(phase, session, Task(load, None, 1.0, self._noise_seed))
-            for other in others:
-                other.wait()
             end = self.clock.stamp()
             session.finish()
         self.links.keep_for_reuse(session.weights)

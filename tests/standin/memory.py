@@ -22,9 +22,14 @@ from ds_hydra.engine.parallel.tensor_parallel import TokenShards
 from ds_hydra.engine.parallel.token_cuts import KeysOfRow, TokenLayout, attend_to_all_rows
 from ds_hydra.engine.profiling import profiler
 from ds_hydra.engine.profiling.memory import trace_layer_memory
-from ds_hydra.engine.profiling.profile_document import Measurements, layer_params, nominal_profile
+from ds_hydra.engine.profiling.profile_document import (
+    Measurements,
+    ProbeMicroBatch,
+    layer_params,
+    nominal_profile,
+)
 from ds_hydra.sampler.cuts import cut_micro_batch
-from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
+from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.profiles.memory_model import MemoryModel, key_value_parts
 from ds_hydra.strategy.schemes.scheme import Scheme
@@ -85,27 +90,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scoring: Any, lengths: Any, *_: Any
 
 
 def _full_pipelines(strategy: Strategy, num_tokens: int = NUM_TOKENS) -> IterationPlan:
-    """As many micro-batches of one sequence as a pipeline has stages."""
-    pipelines, num_sequences = [], 0
-    for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
-        rows = tuple((num_sequences + index,) for index in range(scheme.pp))
-        num_sequences += scheme.pp
-        pipelines.append(
-            PipelinePlan(
-                scheme=scheme, ranks=ranks, micro_batches=rows, makespan_ms=0, lower_bound_ms=0
-            )
-        )
-    return IterationPlan(
-        iteration=0,
-        num_devices=dist.get_world_size(),
-        strategy=strategy,
-        sample_indices=tuple(range(num_sequences)),
-        lengths=(num_tokens,) * num_sequences,
-        num_label_tokens=(num_tokens - 1) * num_sequences,
-        pipelines=tuple(pipelines),
-        makespan_ms=0,
-        lower_bound_ms=0,
-    )
+    """Plan in which a pipeline has as many micro-batches of one sequence as stages."""
+    return profiler.probe_plan(strategy, dist.get_world_size(), ProbeMicroBatch(num_tokens))
 
 
 def _formula_bytes(
@@ -118,7 +104,12 @@ def _formula_bytes(
     """Of the tightest rank, with traced activations and the exchange buffers of a layer."""
     scheme = strategy.schemes[0]
     document = nominal_profile(stage_model, [scheme])
-    layer = trace_layer_memory(stage_model.config, num_tokens=NUM_TOKENS, tp=scheme.tp)
+    layer = trace_layer_memory(
+        stage_model.config,
+        num_tokens=NUM_TOKENS,
+        tp=scheme.tp,
+        tp_sequence_parallel=stage_model.tp.cuts_micro_batches,
+    )
     document["memory"] |= {
         "activation_bytes_per_token_per_layer_per_hidden": {str(scheme.tp): layer.activation_bytes},
         "exchange_bytes": 4 * 4 * layer_params(stage_model),

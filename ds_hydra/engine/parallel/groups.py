@@ -32,6 +32,7 @@ from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.schemes.placement import (
     MAX_GROUPS_OF_RANK,
     GroupKey,
+    communicator,
     communicators,
     groups_of_all,
     most_groups_of_rank,
@@ -307,8 +308,7 @@ class GroupPool:
 
     def get(self, purpose: str, ranks: range) -> dist.ProcessGroup:
         """The group of `ranks` for `purpose`; this rank must be a member."""
-        (key,) = communicators([(purpose, ranks)])
-        group = self._groups[key]
+        group = self._groups[communicator((purpose, ranks))]
         assert group is not None, f"rank {dist.get_rank()} is not in {purpose} group {ranks}"
         return group
 

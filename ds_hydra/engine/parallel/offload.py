@@ -58,7 +58,9 @@ class _Kept:
 
 
 class OffloadedLayer:
-    """What one checkpointed layer keeps of one micro-batch, and the layer that ran before it."""
+    """Tensors that one checkpointed layer keeps of one micro-batch, and the layer that ran before
+    it.
+    """
 
     _latest: weakref.ref[OffloadedLayer] | None = None
 
@@ -78,7 +80,9 @@ class OffloadedLayer:
         return self._kept[-1]
 
     def get(self, kept: _Kept) -> Tensor:
-        """What `put` has kept, on its device; and begin to fetch that of the layer before."""
+        """Return the tensor that `put` has kept, on its device, and begin to fetch those of the
+        layer before.
+        """
         if not self._is_read:
             self._is_read = True
             before = self._before and self._before()

@@ -196,7 +196,7 @@ def _fill_memory(
     num_tokens = max(2, longest[scheme])
     num_sequences = -(-num_tokens // config.context_length)
     micro_batch = ProbeMicroBatch(num_tokens // num_sequences, num_sequences)
-    plan = _probe_plan(homogeneous[scheme], num_ranks, micro_batch)
+    plan = probe_plan(homogeneous[scheme], num_ranks, micro_batch)
 
     def fill() -> float:
         accelerator = get_accelerator()
@@ -399,18 +399,22 @@ def _probe_micro_batches(lengths: Sequence[int]) -> list[ProbeMicroBatch]:
     return [*map(ProbeMicroBatch, lengths), *packed]
 
 
-def _probe_plan(strategy: Strategy, num_ranks: int, micro_batch: ProbeMicroBatch) -> IterationPlan:
-    """Every pipeline runs PP times `micro_batch`."""
+def probe_plan(
+    strategy: Strategy,
+    num_ranks: int,
+    micro_batch: ProbeMicroBatch,
+    num_micro_batches: int | None = None,
+) -> IterationPlan:
+    """The plan in which every pipeline runs `num_micro_batches` (PP if None) like `micro_batch`."""
     pipelines = []
     count = 0
     for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
-        begins = range(
-            count, count + scheme.pp * micro_batch.num_sequences, micro_batch.num_sequences
-        )
+        num_sequences = (num_micro_batches or scheme.pp) * micro_batch.num_sequences
+        begins = range(count, count + num_sequences, micro_batch.num_sequences)
         micro_batches = tuple(
             tuple(range(begin, begin + micro_batch.num_sequences)) for begin in begins
         )
-        count += scheme.pp * micro_batch.num_sequences
+        count += num_sequences
         pipelines.append(
             PipelinePlan(
                 scheme=scheme,
@@ -439,14 +443,14 @@ def measure_stage_ms(
     strategy: Strategy,
     micro_batch: ProbeMicroBatch,
     *,
-    beside: Callable[[], Iterable[dist.Work]] = tuple,
+    at_begin: Callable[[], None] | None = None,
 ) -> float:
-    """Milliseconds of a stage, of the slowest rank, for one `micro_batch`; `beside` as in
+    """Milliseconds of a stage, of the slowest rank, for one `micro_batch`; `at_begin` as in
     `Propagator.time_propagation`.
     """
-    plan = _probe_plan(strategy, propagator.num_ranks, micro_batch)
+    plan = probe_plan(strategy, propagator.num_ranks, micro_batch)
     example = probe_example(propagator.stage_model.vocab_size, micro_batch.length)
-    total_ms = propagator.time_propagation(plan, lambda _: example, beside=beside)
+    total_ms = propagator.time_propagation(plan, lambda _: example, at_begin=at_begin)
     return total_ms / (2 * strategy.schemes[0].pp - 1)
 
 
@@ -509,12 +513,12 @@ def _peak_bytes(propagator: Propagator, strategy: Strategy, length: int) -> floa
     """Peak bytes of the passes alone: buffers of a pull exceed those of a short micro-batch."""
     accelerator = get_accelerator()
     accelerator.empty_cache()
-
-    def begin() -> tuple[dist.Work, ...]:
-        accelerator.reset_peak_memory_stats()
-        return ()
-
-    measure_stage_ms(propagator, strategy, ProbeMicroBatch(length), beside=begin)
+    measure_stage_ms(
+        propagator,
+        strategy,
+        ProbeMicroBatch(length),
+        at_begin=accelerator.reset_peak_memory_stats,
+    )
     return propagator.max_over_ranks(float(accelerator.max_memory_allocated()))
 
 

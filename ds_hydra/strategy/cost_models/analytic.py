@@ -306,18 +306,17 @@ class ModelShape:
         """
         means, hidden = self.means, self.hidden_size
         share = means.mixer_share
-        of_norm, of_unit = (4, 8) if compiled else (8, 8)
+        is_whole = compiled and tp == 1
+        of_norm, of_unit = 4 if compiled else 8, 4 if is_whole else 8
         mixed = max(means.attention_width / hidden, share)
         rows = self.experts.layer_share * self.experts.chosen if self.experts is not None else 0.0
-        kept = (
+        return (
             of_norm * (1 + share) * copies
+            - 2 * is_whole  # the output of the norm before the MLP
             + 4 * (1 + self.key_value_share) * mixed
             + of_unit * means.kept_width / hidden
             + _KEPT_OF_EXPERTS * rows
         )
-        if compiled and tp == 1:
-            kept -= 2 + 4 * means.kept_width / hidden
-        return kept
 
     @property
     def bytes_again(self) -> float:

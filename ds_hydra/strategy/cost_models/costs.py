@@ -441,6 +441,8 @@ class World:
     num_devices: int
     context_length: int
     can_run: CanRun = runs_all
+    offloads: bool = False
+    """Whether checkpointed layers that are proposed keep what they need in the host's memory."""
 
     @classmethod
     def of(

@@ -186,10 +186,6 @@ class LatencyModel:
             constant_ms=self.constant_ms + more.constant_ms,
         )
 
-    def plus_linear(self, more_ms: float) -> LatencyModel:
-        """T with `more_ms` more for each token."""
-        return replace(self, linear_ms=self.linear_ms + more_ms)
-
     @property
     def on_nodes(self) -> LatencyModel:
         """T of gathered layers whose weights stay on the node."""
@@ -696,11 +692,12 @@ def with_engine_layers(profile: Profile, *, compiled: bool = True) -> Profile:
     if layers is not None:
         of_tp = {tp: _layer_bytes(layers, tp, compiled) for tp in profile.memory.activation_bytes}
         memory[_ACTIVATIONS] = {str(tp): size for tp, size in of_tp.items()}
-        again_ms = read_number(layers, "compiled_ms") * profile.memory.num_layers * compiled
-        document["schemes"] = [
-            {**s.to_json(), **t.plus_linear(again_ms / s.num_devices * (s.tp == 1)).to_json()}
-            for s, t in profile.latency.items()
-        ]
+        again_ms = profile.memory.num_layers * read_number(layers, "compiled_ms")
+        latency = dict(profile.latency)
+        for scheme in (s for s in latency if compiled and s.tp == 1):
+            linear_ms = latency[scheme].linear_ms + again_ms / scheme.num_devices
+            latency[scheme] = replace(latency[scheme], linear_ms=linear_ms)
+        document["schemes"] = [{**s.to_json(), **t.to_json()} for s, t in latency.items()]
     return Profile.from_json({**document, "memory": memory})
 
 

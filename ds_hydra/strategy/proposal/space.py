@@ -30,11 +30,7 @@ all, all, and with room for uneven lengths.
 
 
 def candidate_schemes(
-    world: World,
-    space: Space,
-    tokens_per_iteration: float | None = None,
-    *,
-    offload: bool = False,
+    world: World, space: Space, tokens_per_iteration: float | None = None
 ) -> tuple[Scheme, ...]:
     """Every scheme of `space` that may make an iteration shorter: measured <TP,PP> ("plain"), all
     that was measured, or all that may win ("full").
@@ -45,33 +41,28 @@ def candidate_schemes(
     dominates (`undominated`), unless it was measured. Entries that the profile has derived before
     are made anew, so a second call changes nothing. Where all of that holds no sequence of the
     context, layers are gathered for the tokens of one; and where none does then, what checkpointed
-    layers keep is kept by the host (`offload`), if the rate of its link is known.
+    layers keep is kept by the host (`World.offloads`), if the rate of its link is known.
     """
     if space != "full":
         known = (scheme for scheme in world.profile.latency if not scheme.hpz)
         return tuple(scheme for scheme in known if scheme.is_plain or space != "plain")
     world = world.measured
-    measured, unpruned = (
-        world.profile.latency,
-        unpruned_schemes(world, tokens_per_iteration, offload=offload),
-    )
-    kept = dict.fromkeys(pruned_schemes(world, unpruned, offload=offload))
+    measured, unpruned = world.profile.latency, unpruned_schemes(world, tokens_per_iteration)
+    kept = dict.fromkeys(pruned_schemes(world, unpruned))
     first = [scheme for scheme in unpruned if scheme in measured or scheme in kept]
     found = (*first, *sorted(kept.keys() - {*unpruned}))
     context = world.context_length
     holds = any(_can_move(world, s) and world.max_len_tokens(s) >= context for s in found)
-    if holds or offload:
+    if holds or world.offloads:
         return found
     if (tokens_per_iteration or 0) > context:
         return candidate_schemes(world, space, context)
     if not world.can_offload:
         return found
-    return candidate_schemes(world, space, tokens_per_iteration, offload=True)
+    return candidate_schemes(replace(world, offloads=True), space, tokens_per_iteration)
 
 
-def unpruned_schemes(
-    world: World, tokens_per_iteration: float | None = None, *, offload: bool = False
-) -> tuple[Scheme, ...]:
+def unpruned_schemes(world: World, tokens_per_iteration: float | None = None) -> tuple[Scheme, ...]:
     """All of the full space but for checkpointed layers of schemes that do not gather, dominated
     or not, whether they fit or not: what has a price and `world.can_run`.
 
@@ -91,9 +82,7 @@ def unpruned_schemes(
     found |= dict.fromkeys(_with_context_parallelism(world))
     found |= dict.fromkeys(_with_expert_parallelism(world, tuple(found)))
     if tokens_per_iteration is not None:
-        found |= dict.fromkeys(
-            _with_moving_weights(world, tuple(found), tokens_per_iteration, offload)
-        )
+        found |= dict.fromkeys(_with_moving_weights(world, tuple(found), tokens_per_iteration))
     return tuple(found)
 
 
@@ -155,7 +144,7 @@ def _with_expert_parallelism(world: World, known: Sequence[Scheme]) -> list[Sche
 
 
 def _with_moving_weights(
-    world: World, known: Sequence[Scheme], tokens_per_iteration: float, offload: bool
+    world: World, known: Sequence[Scheme], tokens_per_iteration: float
 ) -> Iterator[Scheme]:
     """Schemes with moving weights: each <SP,TP,1> of `known`, and <spN,1> and <cpN,1> for each N, a
     power of two or all devices, that divides the heads or that the devices allow. Several nodes of
@@ -184,7 +173,7 @@ def _with_moving_weights(
         if world.cluster is None and scheme not in world.profile.latency:
             continue  # how long its weights travel is not known
         if tokens_per_iteration:
-            yield from _that_hold(world, scheme, tokens_per_iteration, offload)
+            yield from _that_hold(world, scheme, tokens_per_iteration)
         else:
             yield scheme
 
@@ -195,13 +184,13 @@ def _can_move(world: World, scheme: Scheme) -> bool:
     return is_small and world.max_len_tokens(scheme) > 0 and world.can_run(scheme)
 
 
-def _that_hold(world: World, scheme: Scheme, tokens: float, offload: bool) -> list[Scheme]:
+def _that_hold(world: World, scheme: Scheme, tokens: float) -> list[Scheme]:
     """`scheme` with the fewest checkpointed layers with which all its pipelines together hold
     `tokens`, in one micro-batch each, because further ones cost time in lockstep; with room for
     uneven lengths; and, where `tokens` are of one sequence, with which one pipeline holds it.
     """
     counts = range(1 if world.profile.is_checkpointed else world.profile.memory.num_layers + 1)
-    variants = [replace(scheme, ckpt=ckpt, offload=offload) for ckpt in counts]
+    variants = [replace(scheme, ckpt=ckpt, offload=world.offloads) for ckpt in counts]
 
     def held(variant: Scheme) -> int:
         return world.num_devices // scheme.num_devices * world.max_len_tokens(variant)
@@ -216,9 +205,7 @@ def _that_hold(world: World, scheme: Scheme, tokens: float, offload: bool) -> li
     ]
 
 
-def pruned_schemes(
-    world: World, schemes: Iterable[Scheme], *, offload: bool = False
-) -> tuple[Scheme, ...]:
+def pruned_schemes(world: World, schemes: Iterable[Scheme]) -> tuple[Scheme, ...]:
     """Return those of `schemes` that fit, and with checkpointed layers those that fit more
     with less device time; without what another one dominates.
     """
@@ -230,13 +217,13 @@ def pruned_schemes(
         extended
         for scheme in stretchable
         if not (scheme.ckpt or scheme.stages or scheme.gather)
-        for extended in _stretch(world, scheme, offload)
+        for extended in _stretch(world, scheme)
         if _is_cheapest(world, extended, whole)
     ]
     return undominated(world, [*whole, *dict.fromkeys(stretched)])
 
 
-def _stretch(world: World, scheme: Scheme, offload: bool) -> Iterator[Scheme]:
+def _stretch(world: World, scheme: Scheme) -> Iterator[Scheme]:
     """Yield `scheme` with the checkpointed layers that take least time for each class of lengths
     beyond its own MaxLen.
     """
@@ -250,7 +237,7 @@ def _stretch(world: World, scheme: Scheme, offload: bool) -> Iterator[Scheme]:
     memory = world.profile.memory
     layers = memory.num_layers
     counts = {-(-layers * k // _NUM_CKPT_STEPS) for k in range(1, _NUM_CKPT_STEPS + 1)}
-    variants = (replace(scheme, ckpt=ckpt, offload=offload) for ckpt in sorted(counts))
+    variants = (replace(scheme, ckpt=ckpt, offload=world.offloads) for ckpt in sorted(counts))
     known = filter(memory.knows, variants)
     for extended in sorted(known, key=lambda variant: costs.latency(variant).linear_ms):
         longest = world.max_len_tokens(extended)

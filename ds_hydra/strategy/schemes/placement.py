@@ -132,16 +132,22 @@ def groups_of(strategy: Strategy) -> frozenset[GroupKey]:
     return frozenset(keys)
 
 
+def communicator(key: GroupKey) -> GroupKey:
+    """Process group that carries `key`. Groups inside of stages share one where their ranks are
+    equal: no strategy has two of them, and strategies follow each other alike on all ranks. Two
+    directions of a pipeline, pull and push may be under way at once.
+    """
+    purpose, ranks = key
+    return ("stage" if purpose in ("tp", "sp", "cp", "ep") else purpose), ranks
+
+
 def communicators(keys: Iterable[GroupKey]) -> list[GroupKey]:
-    """Process groups that carry `keys`, in their order. Groups inside of stages share one where
-    their ranks are equal: no strategy has two of them, and strategies follow each other alike on
-    all ranks. Two directions of a pipeline, pull and push may be under way at once.
+    """Process groups that carry `keys`, in their order.
 
     >>> communicators([("sp", range(2)), ("tp", range(2)), ("pp_up", range(2))])
     [('stage', range(0, 2)), ('pp_up', range(0, 2))]
     """
-    inside = ("tp", "sp", "cp", "ep")
-    return [*dict.fromkeys(("stage" if of in inside else of, ranks) for of, ranks in keys)]
+    return [*dict.fromkeys(map(communicator, keys))]
 
 
 def link_groups(num_ranks: int, ranks_per_node: int | None) -> list[GroupKey]:
