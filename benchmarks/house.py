@@ -1,6 +1,7 @@
 """How large the package is, and how much of it training loads.
 
-Command: python benchmarks/house.py    (`--root` counts another checkout)
+Commands: python benchmarks/house.py           (`--root` counts another checkout)
+          python benchmarks/house.py --bill    which clause of decision 052 keeps which part
 
 Lines are all lines of a file, docstrings and empty ones too. An import's lines are those of its
 statement, wherever it stands; a comment's are those that hold nothing else.
@@ -14,9 +15,61 @@ import os
 import subprocess
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+_PURPOSE, _WORTH, _STOCK, _NONE = "(a) purpose", "(b) worth", "(c) stock", "none"
+BILL: tuple[tuple[str, str, str], ...] = (
+    ("engine/", _PURPOSE, "engine subclass: iterations, stages, plans carried out"),
+    ("engine/transfer/", _PURPOSE, "pull and push beside computation"),
+    ("engine/strategy_links.py", _PURPOSE, "pull and push beside computation"),
+    ("zero_link/", _PURPOSE, "ZeRO-3 link"),
+    ("engine/parallel/", _PURPOSE, "TP, PP, SP, CP inside a pipeline"),
+    ("engine/parallel/float8_products.py", _WORTH, "8-bit products: passes 1.08 to 1.12"),
+    ("engine/model/float8.py", _WORTH, "8-bit products: passes 1.08 to 1.12"),
+    ("engine/parallel/log", _WORTH, "head and loss in chunks: no logits of a whole micro-batch"),
+    ("engine/parallel/offload.py", _STOCK, "contexts that TRL trains: activations in host memory"),
+    ("engine/model/attention", _WORTH, "attention kernels: 1.7 to 2.0 of varlen on Hopper"),
+    ("engine/model/experts.py", _STOCK, "mixtures of experts"),
+    ("engine/model/adapters.py", _STOCK, "LoRA, dropout of adapters, NEFTune"),
+    ("engine/model/liger.py", _STOCK, "models that Liger has patched"),
+    ("engine/model/decoder_parts.py", _STOCK, "model types of transformers: 176 of 196"),
+    ("engine/model/packing_probe.py", _STOCK, "model types of transformers: 176 of 196"),
+    ("engine/model/since_start.py", _STOCK, "model types of transformers: 176 of 196"),
+    ("engine/losses/", _STOCK, "losses of one's own, DPO and GRPO through TRL"),
+    ("engine/profiling/", _PURPOSE, "profiles"),
+    (
+        "engine/checkpointing/",
+        _STOCK,
+        "checkpoints of stock ZeRO-3, other numbers of ranks, beside training",
+    ),
+    ("engine/ranks/", _STOCK, "errors on all ranks, lost ranks, signals, hosts"),
+    ("engine/telemetry/", _PURPOSE, "metrics, learned times, traces"),
+    ("engine/checks/", _STOCK, "the DeepSpeed JSON as DeepSpeed reads it; `check`"),
+    ("sampler/", _PURPOSE, "proposal and planning beside training"),
+    ("sampler/planner/", _PURPOSE, "dispatch, packing, MIP, phases, bounds"),
+    ("sampler/data/", _PURPOSE, "datasets sampler"),
+    ("sampler/data/stream.py", _STOCK, "streams (IterableDataset)"),
+    ("sampler/data/sft.py", _STOCK, "chats, prompts with completions"),
+    ("sampler/balance.py", _NONE, "rows for other trainers"),
+    ("strategy/", _PURPOSE, "schemes, profiles, cost models, program of Eq. (4)"),
+    ("trainer/", _PURPOSE, "HF Trainer"),
+    ("trl/", _STOCK, "SFT, DPO, GRPO and RLOO of TRL"),
+    ("configs/", _PURPOSE, 'the "hydra" section, presets'),
+    ("commands/", _PURPOSE, "propose, plan, profile, check, init without ranks"),
+    ("lab/search/", _PURPOSE, "Galvatron-BMW's search"),
+    ("lab/whole_iteration.py", _PURPOSE, "Rubick's fitted model"),
+    ("lab/alpha_beta.py", _PURPOSE, "HexiScale's alpha-beta"),
+    ("lab/", _NONE, "simulator: every claim against other systems"),
+    ("doctor/", _NONE, "examination of a cluster in its first hour"),
+    ("report/", _NONE, "summary, picture and traces of a run"),
+    ("records/", _NONE, "metrics' schema, timelines"),
+    ("", _PURPOSE, "names of the package, errors, command line"),
+)
+"""Parts of the package by the beginning of their paths (the longest one holds), the clause of the
+rule that keeps them, and what they are for.
+"""
 LOADED = """
 import sys
 import ds_hydra.engine, ds_hydra.trainer
@@ -57,11 +110,31 @@ def loaded_by_training(root: Path) -> list[Path]:
     return [path for path in paths if path.is_relative_to(package)]
 
 
+def print_bill(root: Path, package: Iterable[Path]) -> None:
+    """Print lines of each part in a Markdown table, the largest first."""
+    lines: Counter[tuple[str, str]] = Counter()
+    for path in package:
+        name = path.relative_to(root).as_posix()
+        _, clause, what = max(row for row in BILL if name.startswith(row[0]))
+        lines[clause, what] += num_lines([path])
+    print("| kept by | lines | part |\n|---|--:|---|")
+    for (clause, what), number in lines.most_common():
+        print(f"| {clause} | {number:,} | {what} |")
+    for clause in (_PURPOSE, _WORTH, _STOCK, _NONE):
+        number = sum(n for (of, _), n in lines.items() if of == clause)
+        print(f"| **{clause}** | **{number:,}** | **{number / lines.total():.0%}** |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1], help="a checkout")
-    root = parser.parse_args().root.resolve()
+    parser.add_argument("--bill", action="store_true", help="lines of each part")
+    options = parser.parse_args()
+    root = options.root.resolve()
     package = sorted((root / "ds_hydra").rglob("*.py"))
+    if options.bill:
+        print_bill(root / "ds_hydra", package)
+        return
     core = [path for path in package if not path.is_relative_to(root / "ds_hydra/lab")]
     loaded = loaded_by_training(root)
     total = num_lines(package)
