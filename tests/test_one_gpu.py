@@ -143,6 +143,13 @@ def test_the_page_shows_what_was_measured_and_what_is_wrong():
             "wanted": "",
             "is_well": None,
         },
+        {
+            "step": "parity of 2 ranks",
+            "case": "llama fp32, 1x<2,1>",
+            "found": 2e-06,
+            "wanted": "",
+            "is_well": True,
+        },
         {"step": "speed", "case": "loss", "found": "nan", "wanted": "at most 1", "is_well": False},
         {"step": "speed", "end": "hung", "seconds": 9.0, "last_words": "waiting"},
         {"step": "times", "skipped": "no time was left"},
@@ -150,6 +157,9 @@ def test_the_page_shows_what_was_measured_and_what_is_wrong():
     text = page.make(map(json.dumps, records))
     assert text.startswith("# One GPU\n\nMeasured on NVIDIA H100.")
     assert "| speed | hung | 9.0 | 2 | **1** |" in text
+    assert "| error of gradients against one process, fp32 | 2e-06 at most, of 1 |" in text
+    assert "| host waits of an iteration | not asked |" in text
+    assert text.index("## Results") < text.index("## Steps")
     assert "| 8x&lt;1,1> | passes ms 1.5 |  |  |" in text
     assert "| loss | nan | at most 1 | **no** |" in text
     assert "hung after 9.0 s, last words:\n\n    waiting" in text
@@ -185,7 +195,11 @@ def test_answered_questions_are_left_out_until_their_files_change(tmp_path, monk
 
 
 def test_calls_of_half_an_hour_fit_and_faults_come_first():
-    assert [steps[0].name for steps in run.CALLS] == ["soak of 4 ranks", "launches", "growth"]
+    assert [steps[0].name for steps in run.CALLS] == [
+        "soak of 4 ranks",
+        "launches",
+        "iteration of 7B",
+    ]
     names = [step.name for steps in run.CALLS for step in steps]
     assert len(names) == len(set(names))
     for steps in run.CALLS:

@@ -175,9 +175,11 @@ CALLS: tuple[tuple[Step, ...], ...] = (
         _step("launches, compiled", "launches", "--compile", ranks=1, limit_s=75),
         _step("exposed link of one of 8", "exposed", limit_s=90),
         _step("beside FSDP2, torch.compile and Liger", "versus", "--limit", "75", ranks=1, limit_s=300),
-        _step("attention", "attention", limit_s=60, rests_on=_ATTENTION),
+        _step("TP, SP and CP of one of 8", "one_of_eight", limit_s=75, rests_on=_ORDERS),
     ),
     (
+        _step("iteration of 7B", "speed", "--iteration", limit_s=110),
+        _step("attention of short rows", "short_rows", limit_s=45, rests_on=_ATTENTION),
         _step("growth", "growth", "--compile", ranks=1, limit_s=150),
         _step("growth of 2 ranks", "growth", ranks=2, limit_s=150),
         _step(

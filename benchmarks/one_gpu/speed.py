@@ -1,5 +1,7 @@
 """Speed of one rank: a model of a billion parameters and layers of 7B, eager and compiled, beside
 plain transformers on the same rows and the bare products and attention of their layers.
+
+`--iteration`: whole iterations of LLaMA 2 7B in place of all that.
 """
 
 from __future__ import annotations
@@ -7,14 +9,15 @@ from __future__ import annotations
 import gc
 import itertools
 import statistics
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import transformers
 from engines import start_hydra
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from benchmarks.one_gpu import ceilings
 from benchmarks.one_gpu.device import DTYPE, HAS_GPU, SECTIONS, join, median_ms
@@ -49,6 +52,10 @@ else:
     LAYERS, LAYER_TOKENS, WHOLE_TOKENS = 1, 64, 32
 
 
+STATES_OF_7B_BYTES = 150 << 30
+"""18 bytes a parameter (weights, gradients, fp32 weights, Adam states), layers' activations."""
+
+
 def model_config(vocab_size: int) -> LlamaConfig:
     """A billion parameters, beside embedding and head."""
     return LlamaConfig(
@@ -62,6 +69,9 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     peak = ceilings.matmul_flops()
     tell("a large product, TFLOP/s", peak / 1e12, wanted="790 to 798 of an H100")
+    if "--iteration" in sys.argv[1:]:
+        measure_iteration_of_7b(device, peak)
+        return
     tell("a copy, TB/s", ceilings.copy_bytes_per_s() / 1e12, wanted="3.0 of an H100")
     with trying("bare operations"):
         measure_floor()
@@ -96,8 +106,27 @@ def _try_engine(vocabulary: int, way: str, device: torch.device, peak: float) ->
         skip(name, _WHY_NOT[way])
         return
     with trying(name):
-        measure_engine(name, vocabulary, way, device, peak)
+        measure_engine(name, model_config(vocabulary), ROWS, way, device, peak)
     _clean()
+
+
+def measure_iteration_of_7b(device: torch.device, peak: float) -> None:
+    """Iterations of LLaMA 2 7B, optimizer's step included; of half of its layers where memory holds
+    no more states.
+    """
+    config = load_model_config("llama2_7b") if HAS_GPU else model_config(VOCABULARIES[0])
+    rows = {"4 x 4096": (4096,) * 4, "32 x 512": (512,) * 32} if HAS_GPU else {"4 x 64": (64,) * 4}
+    name = "LLaMA 2 7B, iteration"
+    if HAS_GPU and torch.cuda.get_device_properties(device).total_memory < STATES_OF_7B_BYTES:
+        config.num_hidden_layers //= 2
+        name += " of half of its layers"
+    for way in ("compiled", ""):
+        if way and not HAS_GPU:
+            skip(_name(name, way), _WHY_NOT[way])
+            continue
+        with trying(_name(name, way)):
+            measure_engine(_name(name, way), config, rows, way, device, peak)
+        _clean()
 
 
 _WHY_NOT = {
@@ -118,10 +147,10 @@ def _clean() -> None:
         torch.cuda.empty_cache()
 
 
-def _build(vocab_size: int, device: torch.device) -> Any:
+def _build(config: PretrainedConfig, device: torch.device) -> Any:
     torch.manual_seed(0)
     with device:
-        return AutoModelForCausalLM.from_config(model_config(vocab_size), dtype=DTYPE)
+        return AutoModelForCausalLM.from_config(config, dtype=DTYPE)
 
 
 def _examples(lengths: Sequence[int], vocab_size: int) -> list[dict[str, torch.Tensor]]:
@@ -129,24 +158,31 @@ def _examples(lengths: Sequence[int], vocab_size: int) -> list[dict[str, torch.T
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def measure_engine(name: str, vocab_size: int, way: str, device: torch.device, peak: float) -> None:
-    """Whole iterations of the engine."""
-    compiled, model = way.endswith("compiled"), _build(vocab_size, device)
+def measure_engine(
+    name: str,
+    config: PretrainedConfig,
+    rows: Mapping[str, Sequence[int]],
+    way: str,
+    device: torch.device,
+    peak: float,
+) -> None:
+    """Whole iterations of the engine on each of the rows."""
+    compiled, model = way.endswith("compiled"), _build(config, device)
     if way.startswith("Liger"):
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model)
     hydra = {
         "context_length": CONTEXT,
-        "tokens_per_iteration": sum(ROWS[next(iter(ROWS))]),
+        "tokens_per_iteration": sum(rows[next(iter(rows))]),
         "compile_layers": compiled,
         "planner": {"solver": "none", "num_workers": 0},
     }
     engine = start_hydra(model, hydra=hydra, **SECTIONS)
     try:
         flops = count_flops(engine.hydra.stage_model)
-        for row, lengths in ROWS.items():
-            examples = _examples(lengths, vocab_size)
+        for row, lengths in rows.items():
+            examples = _examples(lengths, config.vocab_size)
             found = []
             for _ in range(2):  # heads are met in the first one
                 engine.train_batch(examples, strategy="1x<1,1>")
@@ -177,7 +213,7 @@ def measure_plain(vocab_size: int, device: torch.device, peak: float) -> None:
     single row, a varlen kernel for the packed ones.
     """
     transformers.AttentionInterface.register(PLAIN_ATTENTION, _packed_attention)
-    model = _build(vocab_size, device)
+    model = _build(model_config(vocab_size), device)
     stage_model = build_random_stage_model(
         model.config, dtype=DTYPE, device=torch.device("meta"), num_ranks=1
     )
