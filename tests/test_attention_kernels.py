@@ -10,7 +10,6 @@ import math
 import os
 import re
 import types
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -509,18 +508,6 @@ def test_the_doctor_tries_the_widths_that_models_have(flash_2_on_a_device, monke
     assert "not flash_attention_3: flash-attn-3 is not installed" in found.text
 
 
-def test_a_torch_without_a_kernel_is_named(caplog):
-    with installed():
-        select_kernels(PLAIN, CPU, torch.float32)
-        assert not caplog.messages
-        select_kernels(PLAIN, CPU, HALF)
-    (warning,) = caplog.messages
-    assert (
-        "not cudnn: it is left out; not flash_attention_2: flash-attn is not installed; not varlen: it is"
-        in warning
-    )
-
-
 def test_softcap_without_a_kernel_is_refused_on_a_device():
     with installed("flash_attention_2"):
         assert select_kernels(CAPPED, CPU, HALF)[0].name == "flash_attention_2"
@@ -540,16 +527,6 @@ def test_copies_of_gradients_are_counted_where_the_kernel_makes_them():
             select_kernels(PLAIN, CPU, HALF)
             found = attention_choice.keeps_copies("auto")
             assert found == (package in ("flash_attention_2", VARLEN))
-
-
-def test_a_kernel_says_what_it_takes():
-    with installed(*ALL):
-        for package in ALL:
-            kernel = load_kernel(name_of(package))
-            assert dataclasses.is_dataclass(kernel)
-            assert kernel.padded_widths(20, 12) == (
-                (24, 16) if name_of(package)[-1] == "4" else (24, 24)
-            )
 
 
 def apart(calls):
@@ -803,21 +780,6 @@ def test_padded_lengths_are_few():
         assert on_grid(head).stride() == (4352 * 8, 8, 8, 1)
     head = torch.empty(1, 4352 + 5, 8)[:, 5:].transpose(0, 1)
     assert on_grid(head).stride() == (4352 * 8, 8, 8, 1)
-
-
-def test_the_trial_of_cudnn_has_padded_long_segments_beside_short_ones():
-    with installed(CUDNN, VARLEN) as calls:
-        (choice,) = select_kernels(PLAIN, CPU, HALF)
-        assert (choice.name, choice.failed) == (CUDNN, ())
-        assert 0 < choice.error < 2e-2
-        num_calls = len(calls[CUDNN])
-        plan([LONG_TOKENS])
-        assert len(calls[CUDNN]) == num_calls, "heads of the trial are none of the model's"
-    # A sequence of 105 is a square of 128; 30 queries of 196 keys are 30 of 128 keys, and a square
-    # of 68, which is one of 128. Plans of a square and of the block, then all of them.
-    assert Counter(apart(calls[CUDNN])) == {("forward", 128): 2 * 2 + 3, ("backward", 128): 2 + 3}
-    # Each case twice forward: by varlen alone, then beside what runs apart
-    assert Counter(call["pass"] for call in calls[VARLEN]) == {"forward": 10, "backward": 5}
 
 
 def wrong_tail(_forward, backward):

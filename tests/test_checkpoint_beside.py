@@ -26,7 +26,7 @@ from engines import raised_by
 from faults import append_json, die, read_json_lines, run_until_end
 from models import tiny
 from test_checkpoint import start, train
-from test_checkpoint_files import FILES, check_every_moment, check_random_times
+from test_checkpoint_files import FILES, check_every_moment
 from test_trainer import make, prepare
 
 from ds_hydra.engine.checkpointing import beside, files
@@ -268,11 +268,6 @@ def save(save_dir, tag, value, *, numel=2000):
 def test_a_crash_at_any_moment_leaves_the_one_before_or_the_new_one(tmp_path, monkeypatch, tag):
     monkeypatch.setattr(test_checkpoint_files, "save", save)
     check_every_moment(tmp_path, tag)
-
-
-def test_a_crash_at_a_random_time_leaves_a_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(test_checkpoint_files, "save", save)
-    check_random_times(tmp_path)
 
 
 def end_after_saving(folder, how):

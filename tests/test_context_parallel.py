@@ -89,37 +89,6 @@ def check_attention():
     return worst, max(alive), alike, num_gathered, travels(group, rank)
 
 
-def check_both_degrees():
-    """The worst error of outputs and gradients where two ranks share each of two rows by heads, in
-    parts of these, with sinks and without.
-    """
-    rank, worst = dist.get_rank(), 0.0
-    rows = [dist.new_group([n, n + 2]) for n in range(2)][rank % 2]
-    own = [dist.new_group([n, n + 1]) for n in (0, 2)][rank // 2]
-    for options in ({}, {"s_aux": torch.linspace(-1, 1, 8)}):
-        for lengths in MICRO_BATCHES:
-            torch.manual_seed(0)
-            tensors = [torch.randn(1, n, sum(lengths), 6) for n in (8, 4, 4)]
-            weight = torch.randn(1, sum(lengths), 8, 6)
-            wanted, leaves = attend(PackedMicroBatch.build(lengths, CPU), tensors, options)
-            (wanted * weight).sum().backward()
-            packed, there = own_row(
-                TokenShards(rows, 2), rank // 2, lengths, group=own, size=2, rank=rank % 2
-            )
-            shard = slice(rank % 2 * packed.num_tokens, (rank % 2 + 1) * packed.num_tokens)
-            there = there[shard]
-            mine, own_weight = lay_out(packed, there, tensors, weight)
-            got, own_leaves = attend(packed, mine, options)
-            (got * own_weight).sum().backward()
-            worst = max(worst, worst_error(got, own_leaves, wanted, leaves, there))
-    return worst
-
-
-@pytest.mark.distributed
-def test_attention_over_shards_of_rows_equals_attention_over_the_micro_batch():
-    assert max(run_distributed(check_both_degrees, 4)) < 1e-5
-
-
 def travels(group, rank):
     """Tokens that each rank sends of a long sequence and short ones, and of short ones alone; and
     what happens first in backward: a layer's MLP, or a gather of its keys.

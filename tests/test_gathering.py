@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import tempfile
 
 import pytest
-import torch
 from distributed import run_distributed
-from engines import gather_gradients, long_on_four_ranks, refused, start_hydra, train_plan
+from engines import long_on_four_ranks, refused, start_hydra
 from models import VOCAB_SIZE, tiny
-from parity_rows import row_of
 from passing_layers import (
     check_frozen,
     check_memory,
@@ -19,80 +16,10 @@ from passing_layers import (
     losses_with_frozen_layers,
     repeats,
 )
-from single_process import load_of, random_examples
-from test_engine_parity import (
-    LENGTHS,
-    RELATIVE_TOLERANCE,
-    found_once,
-    hand_plan,
-    relative_errors,
-    run_alone,
-)
-from test_parity_table import engine_for, model_of
+from single_process import random_examples
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.records.timeline import EventKind
 from ds_hydra.strategy import Scheme, Strategy
-
-IN_PHASES = (
-    "1x<2,1;gather> + 2x<1,1;gather>",
-    "3x<1,1;gather>",
-    "4x<1,1;gather> then 1x<sp4,1;gather> then 1x<sp2,1;gather> + 2x<1,1;gather>",
-    "3x<1,1;hpz>",
-    "4x<1,1;hpz> then 1x<sp4,1;hpz> then 1x<sp2,1;gather> + 2x<1,1;gather> then 2x<cp2,1;hpz>",
-)
-"""A rank without work, or phases; pipelines with fewer micro-batches than others in both. Weights
-that stay on the node, and phases after which they do not. Other families, and what else is trained,
-have rows of the parity table.
-"""
-
-
-def passes_on_two_nodes():
-    """Worst relative errors of gradients, of trained and evaluated losses, and worst error of
-    scores; two nodes of two ranks, as far as routes go.
-    """
-    row = row_of("llama.dp.gather.nodes_of_2.tied")
-    model = model_of(row)
-    reference = copy.deepcopy(model)
-    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
-    loss, by_name = run_alone(reference, examples)
-    scores = found_once(lambda: [scores_of(reference, example) for example in examples])
-    engine = engine_for(model, row)
-    name_of = {id(p): name for name, p in model.named_parameters()}
-    names = [name_of[id(p)] for p in engine.hydra.stage_model.params]
-    propagator, found = engine.hydra.propagator, {}
-    for text in IN_PHASES:
-        parsed = Strategy.parse(text)
-        plan = hand_plan(parsed, examples)
-        trains, grads_P = train_plan(engine, plan, load_of(examples))
-        recorder = propagator.recorder
-        for phase in range(len(parsed.in_turn)):
-            kinds = {s[0] for s, own in zip(recorder.read(), recorder.phases) if own == phase}
-            assert kinds >= {EventKind.PULL, EventKind.PUSH}, (text, phase)
-        errors = relative_errors(
-            gather_gradients(engine, grads_P), [by_name[name] for name in names], names
-        )
-        evaluates = propagator.evaluate(plan, load_of(examples))
-        losses = [engine.hydra.gather_outcomes(o).loss(plan) for o in (trains, evaluates)]
-        found[text] = [
-            max(errors.values()),
-            *(abs(own / loss - 1) for own in losses),
-            max(score_errors(engine, scores, examples, text) if " then " not in text else [0]),
-        ]
-    engine.destroy()
-    return found
-
-
-def scores_of(reference, example):
-    ids = example["input_ids"]
-    with torch.no_grad():
-        logits = reference(input_ids=ids[None], use_cache=False).logits[0, :-1]
-    return logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-
-
-def score_errors(engine, scores, examples, strategy):
-    for wanted, found in zip(scores, engine.score(examples, strategy).log_probs, strict=True):
-        yield float((found[1:] - wanted).abs().max())
 
 
 def checks():
@@ -136,14 +63,6 @@ def phases_by_the_planner():
 @pytest.fixture(scope="module")
 def results():
     return run_distributed(checks, world_size=4)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_gradients_losses_and_scores_equal_one_process():
-    for of_rank in run_distributed(passes_on_two_nodes, world_size=4):
-        for strategy, errors in of_rank.items():
-            assert max(errors) <= RELATIVE_TOLERANCE, (strategy, errors)
 
 
 @pytest.mark.distributed

@@ -60,10 +60,6 @@ def test_nccl_memory_is_that_of_the_ranks_own_groups():
     assert "hydra.max_process_groups" in text
 
 
-def test_groups_of_one_rank_cost_nothing():
-    assert "0.0 GiB" in describe_groups([("pull", range(1))], rank=0, is_nccl=True)
-
-
 @pytest.mark.parametrize("text", ["<sp3,cp2,2,2>", "<cp2,sp3,2,2>", "<cp4,sp2,1>", "<sp2,cp4,1>"])
 def test_neighbours_are_those_of_the_group_that_is_written_first(text):
     strategy = Strategy.parse(text)
@@ -315,12 +311,6 @@ def test_what_nccl_does_not_know_is_not_set(made, monkeypatch):
     GroupPool(9, torch.device("cpu")).create([("pull", range(2))])
     (options, _), *_ = made.values()
     assert vars(options.config) == {}
-
-
-def test_other_backends_get_no_options_of_nccl(made, monkeypatch):
-    monkeypatch.setattr(groups, "_is_nccl", lambda _: False)
-    GroupPool(9, torch.device("cpu")).create([("pull", range(2))])
-    assert [options for options, _ in made.values()] == [None]
 
 
 class Registered:

@@ -1,7 +1,6 @@
 """Mixtures of experts: gradients of one process, and what is refused."""
 
 import copy
-import math
 import re
 from types import SimpleNamespace
 
@@ -10,8 +9,8 @@ import pytest
 import torch
 import transformers
 from distributed import run_distributed
-from engines import full_states, start_hydra
-from models import MIXTURES_OF_EXPERTS, VOCAB_SIZE, tiny
+from engines import start_hydra
+from models import VOCAB_SIZE, tiny
 from single_process import random_examples
 from test_engine_parity import LENGTHS
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +19,7 @@ from benchmarks import families
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model import experts as expert_layers
 from ds_hydra.engine.model.experts import BalanceLoss, BiasCorrection, ExpertParallel
-from ds_hydra.engine.model.packing_probe import build_stage_model, try_small_copy
+from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.scheme_support import check_scheme
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
@@ -167,56 +166,6 @@ def test_biases_that_cannot_follow_are_refused(family, dtype, message):
         BiasCorrection(tiny(family).to(dtype), 0.001, rank=0)
 
 
-def crowd(num_iterations, num_chosen, strategies):
-    """Losses where all tokens choose the same experts, of 3 ranks one idle; weights at the end."""
-    model = tiny("mixtral", num_experts_per_tok=num_chosen)
-    for name, param in model.named_parameters():
-        if name.endswith("mlp.gate.weight"):
-            param.data.zero_()
-            param.requires_grad_(False)
-    engine = start_hydra(model)
-    lengths = torch.randint(1, 12, (num_iterations, 3), generator=torch.Generator().manual_seed(3))
-    losses = [
-        float(
-            engine.train_batch(
-                random_examples(row.tolist(), VOCAB_SIZE, seed=i),
-                strategy=strategies[i % len(strategies)],
-            )
-        )
-        for i, row in enumerate(lengths + 1)
-    ]
-    reached = engine.last_metrics.expert_imbalance
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return losses, [state["param"] for state in full_states(engine, trained)], reached
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("num_chosen", "num_iterations"),
-    [
-        pytest.param(1, 20, marks=pytest.mark.slow),
-        pytest.param(1, 200, marks=pytest.mark.nightly),
-        pytest.param(2, 200, marks=pytest.mark.nightly),
-    ],
-)
-def test_experts_that_every_token_chooses_repeat_bit_for_bit(num_chosen, num_iterations):
-    """One expert: the other rank, of ep, has none of the tokens in any iteration."""
-    strategies = ("1x<sp2,1;ep=2>", "1x<2,1;ep=2>")
-    first, second = (
-        run_distributed(crowd, 3, num_iterations, num_chosen, strategies)[0] for _ in range(2)
-    )
-    assert first[0] == second[0]
-    assert all(map(math.isfinite, first[0]))
-    for mine, other in zip(first[1], second[1], strict=True):
-        assert torch.equal(mine, other)
-    assert first[2] == 4 / num_chosen - 1  # of 4 experts
-
-
-@pytest.mark.parametrize("family", MIXTURES_OF_EXPERTS)
-def test_the_probe_lets_them_pass(family):
-    try_small_copy(tiny(family))
-
-
 def test_experts_are_cut_where_grouped_products_allow():
     """40 features: eight of them, 16 bytes or more in any dtype, are not cut further."""
     stage_model = StageModel(tiny("qwen3_moe"))
@@ -270,22 +219,6 @@ def test_a_profile_of_a_dense_model_is_refused():
     with pytest.raises(HydraConfigError, match="another model: num_experts 0 instead of 8"):
         dense.check_model(**facts, num_experts=8)
     assert model_facts(StageModel(tiny("mixtral")))["num_experts"] == 4
-
-
-@pytest.mark.parametrize(
-    ("family", "setting", "value", "message"),
-    [
-        (
-            "mixtral",
-            "router_jitter_noise",
-            0.1,
-            "router_jitter_noise = 0.1.*set each of these to 0",
-        ),
-    ],
-)
-def test_what_would_depend_on_the_strategy_is_refused(family, setting, value, message):
-    with pytest.raises(UnsupportedModelError, match=message):
-        try_small_copy(tiny(family, **{setting: value}))
 
 
 def routers_in_fp32():
