@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import time
+from random import Random
+
 import pytest
 import torch
+import torch.distributed as dist
 from engines import start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
@@ -13,11 +18,30 @@ from ds_hydra.engine.transfer.stage_weights import SlicePool
 from ds_hydra.strategy import Strategy
 
 
+def delay_rounds(links):
+    """Make every round of this rank begin up to 2 ms late, so that threads and ranks meet in many
+    orders.
+    """
+    random = Random(dist.get_rank())
+    for link in (links.pull_link, links.push_link):
+        for name in ("begin_pull", "begin_push"):
+
+            def late(begin, *arguments):
+                time.sleep(random.random() * 2e-3)
+                return begin(*arguments)
+
+            setattr(link, name, functools.partial(late, getattr(link, name)))
+
+
 def repeats(text):
-    """Whether losses and weights of three iterations repeat, with and without overlap."""
+    """Whether losses and weights of three iterations repeat, with overlap, of late rounds and
+    others, and without.
+    """
     found = []
-    for overlap in (True, False, True):
+    for overlap, is_late in ((True, False), (False, False), (True, True)):
         engine = start_hydra(tiny("llama_tied"), hydra={"link": {"overlap": overlap}})
+        if is_late:
+            delay_rounds(engine.hydra.propagator.links)
         losses = [
             float(
                 engine.train_batch(

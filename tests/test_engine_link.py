@@ -4,18 +4,14 @@ computation.
 
 from __future__ import annotations
 
-import functools
-import time
-from random import Random
-
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from engines import start_hydra, train_plan
+from engines import start_hydra
 from models import VOCAB_SIZE, tiny
-from single_process import load_of, random_examples
+from single_process import random_examples
 from test_engine_parity import RELATIVE_TOLERANCE, check_gradients, hand_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,79 +27,6 @@ BF16_TOLERANCE = 2**-8
 def gradients_sent_in_bf16():
     strategies = ("4x<1,1>", "1x<2,1> + 1x<1,2>", "1x<2,2>")
     return check_gradients("llama", strategies, communication_data_type="bf16")
-
-
-SCHEMES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
-
-
-def random_strategy(random):
-    """Schemes that fill 4 ranks or leave some idle."""
-    schemes, free = [], 4
-    while free and (not schemes or random.random() < 0.75):
-        scheme = random.choice([s for s in SCHEMES if s[0] * s[1] <= free])
-        schemes.append(scheme)
-        free -= scheme[0] * scheme[1]
-    return Strategy.parse(" + ".join(f"1x<{tp},{pp}>" for tp, pp in schemes))
-
-
-def random_cases(num_sequences, seed):
-    """(number, plan, examples) of sequences of two strategies with one random global batch each."""
-    random = Random(seed)
-    for number in range(num_sequences):
-        strategies = [random_strategy(random) for _ in range(2)]
-        lengths = [random.randint(2, 24) for _ in range(random.randint(1, 6))]
-        examples = random_examples(lengths, VOCAB_SIZE, seed=number)
-        for strategy in strategies:
-            yield number, hand_plan(strategy, examples, empty_pipeline=number % 4 == 0), examples
-
-
-def delay_rounds(propagator, random):
-    """Make every round of this rank begin up to 2 ms late, so that threads and ranks meet in many
-    orders.
-    """
-    for link in (propagator.links.pull_link, propagator.links.push_link):
-        for name in ("begin_pull", "begin_push"):
-
-            def late(begin, *arguments):
-                time.sleep(random.random() * 2e-3)
-                return begin(*arguments)
-
-            setattr(link, name, functools.partial(late, getattr(link, name)))
-
-
-def check_times(measured, overlap):
-    """Without overlap computation waits for all of pull and push."""
-    times = (measured.pull_ms, measured.push_ms, measured.visible_pull_ms, measured.visible_push_ms)
-    assert min(*times, *measured.phase_ms) >= 0
-    assert min(times[:2]) > 0
-    if not overlap:
-        assert measured.visible_pull_ms >= measured.pull_ms
-        assert measured.visible_push_ms >= measured.push_ms
-
-
-def gradients_with_and_without_overlap(num_sequences):
-    """Cases in which a sequence of strategies gives other bits with overlap than without."""
-    engines = {
-        overlap: start_hydra(
-            tiny("llama_tied", num_hidden_layers=2), hydra={"link": {"overlap": overlap}}
-        )
-        for overlap in (True, False)
-    }
-    mine = Random(dist.get_rank())
-    delay_rounds(engines[True].hydra.propagator, mine)
-    different = []
-    for number, plan, examples in random_cases(num_sequences, seed=0):
-        bits = {}
-        for overlap, engine in engines.items():
-            outcome, grads_P = train_plan(engine, plan, load_of(examples))
-            bits[overlap] = (outcome.loss_sum, grads_P)
-            check_times(outcome.times(), overlap)
-        same = bits[True][0] == bits[False][0] and all(
-            map(torch.equal, bits[True][1], bits[False][1])
-        )
-        if not same or not all(g.isfinite().all() for g in bits[True][1]):
-            different.append((number, str(plan.strategy), plan.lengths))
-    return different
 
 
 class NewMemory(TorchDispatchMode):
@@ -307,7 +230,6 @@ def failures():
 def link_checks(folder):
     return {
         "bf16": gradients_sent_in_bf16(),
-        "different": gradients_with_and_without_overlap(20),
         "exchanges": memory_of_exchanges(),
         "held": memory_over_iterations(),
         "frozen": frozen_slices(folder),
@@ -331,13 +253,6 @@ def test_gradients_sent_in_bf16_differ_by_rounding_only(results):
             f"{case}: gradient of {name} is off by {error:.1e}"
         )
         assert loss_error <= RELATIVE_TOLERANCE, case
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_overlap_changes_no_bit_of_random_sequences_of_strategies(results):
-    for rank, result in enumerate(results):
-        assert result["different"] == [], f"rank {rank}"
 
 
 @pytest.mark.slow

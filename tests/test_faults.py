@@ -132,10 +132,10 @@ def test_a_killed_rank_is_named_and_restarts_give_the_same_curve(tmp_path, weigh
     assert len(seen) > NUM_ITERATIONS, "some iterations were lost and trained again"
 
 
-def one_rank_fails(folder, how, weights):
+def one_rank_fails(folder, how):
     faults = {"silence_s": 8, "grace_s": 60 if how == "torn down" else 1}
     engine = start_hydra(tiny("llama_tied", num_hidden_layers=3), hydra={"faults": faults})
-    engine.train_batch(data_of(0), strategy=STRATEGIES[weights][0])
+    engine.train_batch(data_of(0), strategy=STRATEGIES["kept"][0])
     if dist.get_rank() == 1:
         mark_fault(folder)
         if how == "stopped":
@@ -160,7 +160,7 @@ def one_rank_fails(folder, how, weights):
             threading.Timer(5, os.abort).start() or time.sleep(3600)
         )
     try:
-        engine.train_batch(data_of(1), strategy=STRATEGIES[weights][0])
+        engine.train_batch(data_of(1), strategy=STRATEGIES["kept"][0])
     except MemoryError:
         # A script that catches the error: the process stays, its connections stay open
         time.sleep(3600)
@@ -266,11 +266,9 @@ def losses():
     slow, nightly = (pytest.mark.slow,), (pytest.mark.nightly,)
     of_ctrl_c = "rank 1 was interrupted by its user between two calls of the engine"
     hows = {"stopped": TOLD[STOP], "failed": TOLD[FAIL], "ctrl-c": of_ctrl_c, "aborted": TOLD[KILL]}
-    for weights, names in (("kept", hows), ("gathered", ("stopped", "failed"))):
-        marks = slow if weights == "kept" else nightly
-        for how in names:
-            yield case(one_rank_fails, 3, (how, weights), [hows[how]], marks=marks)
-        yield case(one_rank_fails, 3, ("torn down", weights), [TOLD[KILL]], (MONITOR,), marks)
+    for how, told in hows.items():
+        yield case(one_rank_fails, 3, (how,), [told], marks=slow)
+    yield case(one_rank_fails, 3, ("torn down",), [TOLD[KILL]], (MONITOR,), slow)
     for where, number, passes in (
         ("pull", KILL, 8),  # for the backward pass
         ("pull", STOP, 3),  # beside the forward pass
@@ -291,9 +289,15 @@ def losses():
         ("save 16 bit", KILL, TOLD[KILL]),
         ("destroy", KILL, TOLD[KILL]),
     ):
-        yield case(whole_life, 2, (where, 1, number), [told])
-    for where, number, end in (("own collective", KILL, ERROR), ("own handle", STOP, WATCHDOG)):
-        yield case(life_between_calls, 2, (where, 1, number), [TOLD[number], BETWEEN], (end,))
+        marks = slow if where in ("profile", "save 16 bit") else ()
+        yield case(whole_life, 2, (where, 1, number), [told], marks=marks)
+    for where, number, end, marks in (
+        ("own collective", KILL, ERROR, ()),
+        ("own handle", STOP, WATCHDOG, slow),
+    ):
+        yield case(
+            life_between_calls, 2, (where, 1, number), [TOLD[number], BETWEEN], (end,), marks
+        )
 
 
 @pytest.mark.distributed
@@ -418,19 +422,6 @@ def faults_that_ranks_survive(folder):
         os.close(lock)
     outcome["untouched"] = sorted(p.name for p in Path(checkpoints).iterdir())
 
-    # The whole job is suspended for longer than a silence, and continued.
-    pids = [torch.empty(1, dtype=torch.int64) for _ in range(2)]
-    dist.all_gather(pids, torch.tensor([os.getpid()]))
-    if rank == 0 and os.fork() == 0:
-        for number, pause_s in ((signal.SIGSTOP, 13), (signal.SIGCONT, 0)):
-            for pid in pids:
-                os.kill(int(pid), number)
-            time.sleep(pause_s)
-        os._exit(0)
-    begin = time.monotonic()
-    while time.monotonic() - begin < 12:
-        time.sleep(0.05)
-    time.sleep(2)  # for the watchdogs to say what they think of it
     outcome["goes on"] = float(engine.train_batch())
     return outcome
 

@@ -24,7 +24,7 @@ from ds_hydra.strategy import Scheme, Strategy
 
 def checks():
     return {
-        "repeats": repeats("1x<2,1;gather> + 1x<cp2,1;gather>"),
+        "repeats": repeats("1x<2,1;gather> + 1x<cp2,1;gather>") + repeats("1x<2,1> + 1x<1,2>"),
         "frozen": losses_with_frozen_layers(
             ("4x<1,1;gather>", "1x<2,2>", "2x<2,1;gather>", "1x<2,2>", "4x<1,1>")
         ),

@@ -272,9 +272,6 @@ def test_a_measured_profile_leaves_free_what_is_outside_of_torch_and_tries_its_l
         assert found["longest"] == 64
 
 
-USES = ("evaluation", "checkpoints", "doctor")
-
-
 def test_rows_of_an_iteration_are_fetched_beside_the_one_before():
     for rank in run_checks(2, ITERATIONS):
         found = rank["rows_ahead"]
@@ -287,7 +284,7 @@ def test_rows_of_an_iteration_are_fetched_beside_the_one_before():
 
 @nightly
 def test_what_else_is_done_with_an_engine():
-    for rank in run_checks(2, USES):
+    for rank in run_checks(2, ("evaluation", "checkpoints")):
         evaluation, checkpoints = rank["evaluation"], rank["checkpoints"]
         assert evaluation["losses"] == pytest.approx([evaluation["wanted"]] * 5, rel=1e-5)
         assert checkpoints["loaded"] == checkpoints["saved"]
@@ -310,28 +307,3 @@ def test_hydra_trainer_trains_resumes_and_evaluates():
         assert 0 < sum(own.values()) <= MAX_HOST_WAITS, own
         of_trainer = {place: n for place, n in last.items() if "at transformers" in place}
         assert sum(of_trainer.values()) <= 3, of_trainer  # NaN, Inf and the loss, which is logged
-
-
-@nightly
-def test_adapters_of_lora():
-    pytest.importorskip("peft", reason="the extra ds_hydra[peft] is not installed")
-    for rank in run_checks(2, ("adapters",)):
-        found = rank["adapters"]
-        assert found["losses"][0] == pytest.approx(found["wanted"], rel=1e-5)
-        assert found["losses"][-1] < found["losses"][0]
-        assert found["num_races"] == 0, found["races"]
-
-
-@nightly
-def test_the_doctor_examines_a_device():
-    first, second = (rank["doctor"] for rank in run_checks(2, USES))
-    for report in (first, second):
-        assert report["is_well"], report
-        by_check = {finding["check"]: finding for finding in report["findings"]}
-        assert {"gradients", "hangs", "links inside a host"} <= set(by_check)
-        assert by_check["hangs"]["figures"]["iterations"] > 3
-    gradients = [f for f in first["findings"] if f["check"] == "gradients"]
-    for finding in gradients:
-        most = 1e-1 if "bf16" in finding["text"] else 1e-4
-        assert all(e <= most for e in finding["figures"]["errors"].values()), finding
-    assert any("bf16" in finding["text"] for finding in gradients)
