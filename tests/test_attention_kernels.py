@@ -925,6 +925,7 @@ def check_engine_with_cudnn():
     return first, again, passes, events
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_strategies_have_one_gradient_where_long_sequences_run_apart():
     first, again, passes, events = run_distributed(check_engine_with_cudnn, 2)[0]

@@ -141,6 +141,7 @@ def resume_with_other_strategies(folder):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_goes_on_with_other_strategies_than_its_profile_was_measured_for(tmp_path):
     for found in run_distributed(resume_with_other_strategies, 2, str(tmp_path)):

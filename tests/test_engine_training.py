@@ -15,6 +15,7 @@ import os
 import random
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -40,6 +41,7 @@ from single_process import random_examples, token_mean_gradients
 
 import ds_hydra
 from ds_hydra.engine import HydraEngine
+from ds_hydra.engine.losses.loss import HeadLoss
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.one_f_one_b import one_forward_one_backward
 from ds_hydra.engine.profiling.profile_document import count_flops
@@ -182,7 +184,7 @@ IN_A_ROW = (
     ("family", "strategies"),
     [
         ("llama", STRATEGIES_OF_4),
-        ("llama", IN_A_ROW),
+        pytest.param("llama", IN_A_ROW, marks=pytest.mark.slow),
         pytest.param("mixtral", WITH_EXPERTS, marks=pytest.mark.slow),
     ],
 )
@@ -494,42 +496,30 @@ def check_timeline(timeline, line):
 
 
 def what_is_held():
-    """Rows of logits that reach the loss under TP 4; slices alive after a good iteration and after
-    a failing one; what a rank holds before and after 40 iterations of random strategies.
+    """Slices alive after a good iteration and after a failing one; what a rank holds before and
+    after 40 iterations of random strategies.
     """
-    import weakref
-
-    from ds_hydra.engine.losses.loss import HeadLoss
 
     engine = start_hydra(tiny("llama"))
     examples = batches(1)[0]
-    widths, alive, survivors = [], [], []
-    bind, loss_of = engine.hydra.stage_model.bind, HeadLoss.of_chunk
+    alive, survivors = [], []
+    bind = engine.hydra.stage_model.bind
 
     def watching_bind(scheme, stage, leaves, *callbacks):
         alive.extend(weakref.ref(leaf) for leaf in leaves.values())
         bind(scheme, stage, leaves, *callbacks)
 
-    def watching_loss(head_loss, outputs_TV, *arguments, **how):
-        widths.append(outputs_TV.shape[-1])
-        return loss_of(head_loss, outputs_TV, *arguments, **how)
-
-    def failing_loss(*_arguments, **_how):
-        raise RuntimeError("broken on purpose")
-
     gc.disable()  # slices must not wait for it
     engine.hydra.stage_model.bind = watching_bind
-    HeadLoss.of_chunk = watching_loss
     engine.train_batch(examples, strategy="1x<4,1>")
     trained = list(alive)
     assert all(ref() is not None for ref in trained), "they wait for an iteration of the same kind"
     engine.eval_batch(examples, strategy="1x<4,1>")
     survivors.append(sum(ref() is not None for ref in trained))
     gc.enable()
-    HeadLoss.of_chunk = failing_loss
-    with contextlib.suppress(RuntimeError):
+    fails = mock.patch.object(HeadLoss, "of_chunk", side_effect=RuntimeError("on purpose"))
+    with contextlib.suppress(RuntimeError), fails:
         engine.train_batch(examples, strategy="1x<4,1>")
-    HeadLoss.of_chunk = loss_of
     gc.collect()
     survivors.append(sum(ref() is not None for ref in alive))
     engine.hydra.stage_model.bind = bind
@@ -548,14 +538,13 @@ def what_is_held():
     after = Holdings.of(engine)
     gc.enable()
     dist.barrier()  # ranks that leave close connections
-    return max(widths), len(alive), survivors, before.counts, after.counts
+    return len(alive), survivors, before.counts, after.counts
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_logits_stay_split_and_nothing_of_an_iteration_stays():
-    for widest, num_seen, survivors, before, after in run_distributed(what_is_held, 4):
-        assert widest <= -(-VOCAB_SIZE // 4)
+def test_nothing_of_an_iteration_stays():
+    for num_seen, survivors, before, after in run_distributed(what_is_held, 4):
         assert num_seen > 0
         assert survivors == [0, 0], (
             "once others took their place, without the garbage collector; after a failed iteration"

@@ -76,8 +76,7 @@ def check_patched(family, strategies=STRATEGIES, hydra=None):
 @pytest.mark.parametrize(
     "family",
     [
-        "llama",
-        pytest.param("qwen3", marks=pytest.mark.slow),
+        *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen3")),
         pytest.param("mixtral", marks=pytest.mark.nightly),  # minutes of products by numpy
     ],
 )
