@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from distributed import run_distributed, wait_until
-from engines import raised_by
+from engines import raised_by, refused
 from faults import append_json, die, read_json_lines, run_until_end
 from models import tiny
 from test_checkpoint import start, train
@@ -32,6 +32,7 @@ from test_trainer import make, prepare
 from ds_hydra.engine.checkpointing import beside, files
 from ds_hydra.engine.checkpointing.beside import HostCopies, SavingBeside
 from ds_hydra.engine.checkpointing.files import HydraCheckpointEngine, Saving
+from ds_hydra.errors import CheckpointError
 
 BESIDE = {"checkpoint": {"asynchronous": True}}
 HOST = torch.device("cpu")
@@ -147,40 +148,35 @@ def save_and_go_on(folder):
         engine.save_checkpoint(f"{folder}/waiting", tag="first")
         engine.wait_for_checkpoint()
     save_dir = Path(folder, "beside")
-    found = {}
+    log = logging.getLogger("ds_hydra.engine.checkpointing.beside")
     with Gate() as gate:
         engine.save_checkpoint(str(save_dir), tag="first")
-        found["losses"] = train(engine, 2)[0]
-        found["early"] = sorted(path.name[:8] for path in save_dir.iterdir())
-        found["threads"] = sum(t.name == "ds_hydra-checkpoint" for t in threading.enumerate())
-        log = logging.getLogger("ds_hydra.engine.checkpointing.beside")
+        losses = train(engine, 2)[0]
+        assert [path.name[:8] for path in save_dir.iterdir()] == [".saving-"]
+        assert sum(t.name == "ds_hydra-checkpoint" for t in threading.enumerate()) == 1
         with mock.patch.object(log, "info") as said:
-            threading.Timer(0.3, gate.opened.set).start()
+            said.side_effect = lambda *_: gate.opened.set()  # that it waits
+            if dist.get_rank() != 0:
+                gate.opened.set()
             engine.save_checkpoint(str(save_dir), tag="second")
-        found["said"] = [str(call.args[0] % call.args[1:]) for call in said.call_args_list]
-        found["first"] = (save_dir / "latest").read_text()
+        waits = f"waiting for {folder}/beside/first, which is written beside training"
+        told = [str(call.args[0] % call.args[1:]) for call in said.call_args_list]
+        assert (waits in told) == (dist.get_rank() == 0)
+        assert (save_dir / "latest").read_text() == "first"
     engine.load_checkpoint(str(save_dir))  # the second one, for which it waits
-    found["second"] = engine.global_steps, (save_dir / "latest").read_text()
+    assert (engine.global_steps, (save_dir / "latest").read_text()) == (4, "second")
     engine.load_checkpoint(str(save_dir), tag="first")
-    found["again"] = train(engine, 2)[0]
+    assert train(engine, 2)[0] == losses
     engine.save_checkpoint(str(save_dir), tag="last")
     engine.destroy()
-    found["left"] = sorted(path.name for path in save_dir.iterdir())
-    return found
+    left = {path.name for path in save_dir.iterdir()}
+    assert left >= {"first", "last", "latest", "second"}
+    assert not [name for name in left if name.startswith(".")]
 
 
 @pytest.mark.distributed
 def test_what_is_written_beside_training_is_what_was_copied(tmp_path):
-    for rank, found in enumerate(run_distributed(save_and_go_on, 2, str(tmp_path))):
-        assert found["losses"] == found["again"]
-        assert found["early"] == [".saving-"]
-        assert found["threads"] == 1
-        assert found["first"] == "first"
-        assert found["second"] == (4, "second")
-        waits = f"waiting for {tmp_path}/beside/first, which is written beside training"
-        assert (waits in found["said"]) == (rank == 0)
-        assert set(found["left"]) >= {"first", "last", "latest", "second"}
-        assert not [name for name in found["left"] if name.startswith(".")]
+    run_distributed(save_and_go_on, 2, str(tmp_path))
     names = sorted(path.name for path in (tmp_path / "waiting" / "first").glob("*.pt"))
     assert len(names) == 4
     for name in names:
@@ -206,8 +202,6 @@ def fail_on_rank_1(folder):
             raise OSError(28, "No space left on device")
         plain(writer, state, path, *check)
 
-    found = []
-
     def train_until_told():
         while True:  # the error ends it
             engine.train_batch()
@@ -221,26 +215,20 @@ def fail_on_rank_1(folder):
     ):
         with mock.patch.object(HydraCheckpointEngine, "_save", fail):
             engine.save_checkpoint(str(save_dir), tag="bad")
-            kind, text = raised_by(call)
-        left = [path.name for path in save_dir.iterdir() if path.name.startswith(".saving")]
-        found.append((kind.__name__, text, left, (save_dir / "latest").read_text()))
+            text = refused(call, CheckpointError)
+        assert f"{folder}/saved/bad, written beside training: " in text
+        assert "No space left on device" in text
+        assert not [path for path in save_dir.iterdir() if path.name.startswith(".saving")]
+        assert (save_dir / "latest").read_text() == "good"
         if call != engine.destroy:
             engine.save_checkpoint(str(save_dir), tag="good")
             engine.wait_for_checkpoint()
-    return found, engine.is_destroyed
+    assert engine.is_destroyed
 
 
 @pytest.mark.distributed
 def test_what_a_rank_cannot_write_is_raised_on_all_and_the_one_before_stays(tmp_path):
-    for found, is_destroyed in run_distributed(fail_on_rank_1, 2, str(tmp_path)):
-        assert len(found) == 5
-        for kind, text, left, latest in found:
-            assert kind == "CheckpointError"
-            assert f"{tmp_path}/saved/bad, written beside training: " in text
-            assert "No space left on device" in text
-            assert left == []
-            assert latest == "good"
-        assert is_destroyed
+    run_distributed(fail_on_rank_1, 2, str(tmp_path))
     files.verify(tmp_path / "saved" / "good")
 
 
