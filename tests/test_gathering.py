@@ -1,111 +1,131 @@
-"""Layers gathered for every pass: gradients of one process, equal bits, memory of two layers."""
+"""Layers gathered for every pass: equal bits, evaluation, phases by the planner, memory of two
+layers. Gradients of one process are rows of the parity table.
+"""
 
 from __future__ import annotations
 
-import json
-import tempfile
+import functools
+import time
+from pathlib import Path
+from random import Random
 
 import pytest
+import torch
+import torch.distributed as dist
 from distributed import run_distributed
-from engines import long_on_four_ranks, refused, start_hydra
+from engines import long_on_four_ranks, refused, start_hydra, write_json
 from models import VOCAB_SIZE, tiny
-from passing_layers import (
-    check_frozen,
-    check_memory,
-    link_memory,
-    losses_with_frozen_layers,
-    repeats,
-)
 from single_process import random_examples
 
+from benchmarks.link_memory import link_memory
+from ds_hydra.engine.transfer.stage_weights import SlicePool
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Scheme, Strategy
 
 
-def checks():
-    return {
-        "repeats": repeats("1x<2,1;gather> + 1x<cp2,1;gather>") + repeats("1x<2,1> + 1x<1,2>"),
-        "frozen": losses_with_frozen_layers(
-            ("4x<1,1;gather>", "1x<2,2>", "2x<2,1;gather>", "1x<2,2>", "4x<1,1>")
-        ),
-        "memory": link_memory(("4x<1,1>", "4x<1,1;gather>", "2x<2,1;gather>")),
-        "phases": phases_by_the_planner(),
-    }
-
-
-def phases_by_the_planner():
-    """An engine with three strategies that gather, under a profile by which a long sequence wants
-    all ranks and short ones a rank each: what it did, and what strategies by hand give.
+def delay_rounds(links):
+    """Make every round of this rank begin up to 2 ms late, so that threads and ranks meet in many
+    orders.
     """
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(long_on_four_ranks(gather=True), file)
-        file.flush()
-        strategies = ["4x<1,1;gather>", "2x<sp2,1;gather>", "1x<sp4,1;gather>"]
-        engine = start_hydra(
-            tiny("llama"),
-            hydra={"strategies": strategies, "profile": file.name, "planner": {"refit": "log"}},
-        )
+    random = Random(dist.get_rank())
+    for link in (links.pull_link, links.push_link):
+        for name in ("begin_pull", "begin_push"):
+
+            def late(begin, *arguments):
+                time.sleep(random.random() * 2e-3)
+                return begin(*arguments)
+
+            setattr(link, name, functools.partial(late, getattr(link, name)))
+
+
+def repeats(text):
+    """Losses and weights of three iterations are the same with overlap, of late rounds and others,
+    and without.
+    """
+    found = []
+    for overlap, is_late in ((True, False), (False, False), (True, True)):
+        engine = start_hydra(tiny("llama_tied"), hydra={"link": {"overlap": overlap}})
+        if is_late:
+            delay_rounds(engine.hydra.propagator.links)
+        data = [random_examples((9, 17, 30, 5, 40, 3), VOCAB_SIZE, seed=seed) for seed in range(3)]
+        losses = [float(engine.train_batch(examples, strategy=text)) for examples in data]
+        found.append((losses, [p.ds_tensor.clone() for p in engine.hydra.stage_model.params]))
+        engine.destroy()
+    for losses, weights in found[1:]:
+        assert losses == found[0][0]
+        assert all(map(torch.equal, weights, found[0][1]))
+
+
+def frozen_layers(texts):
+    """Evaluated and trained losses do not depend on the strategy; embedding and two layers are
+    frozen.
+    """
+    model = tiny("llama", num_hidden_layers=4)
+    for param in (*model.model.embed_tokens.parameters(), *model.model.layers[:2].parameters()):
+        param.requires_grad_(False)
+    engine = start_hydra(model)
+    examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
+    evaluated = [float(engine.eval_batch(examples, strategy=text)) for text in texts]
+    trained = [float(engine.train_batch(examples, strategy=text)) for text in texts]
+    assert evaluated == pytest.approx([evaluated[0]] * len(texts), rel=1e-6)
+    assert trained[0] == pytest.approx(evaluated[0], rel=1e-6)
+    assert trained == sorted(trained, reverse=True), "nothing was trained"
+
+
+def memory(texts):
+    """What was stated is what was held, and a rank holds two layers of those that are gathered."""
+    engine = start_hydra(tiny("llama", num_hidden_layers=8))
+    links = engine.hydra.propagator.links
+    examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
+    found = {}
+    for text in texts:
+        links.pool = SlicePool(torch.device("cpu"), exact=True)
+        engine.train_batch(examples, strategy=text)
+        stated = found[text] = link_memory(links, Strategy.parse(text))
+        assert links.pool.nbytes == stated.slice_bytes + stated.gradient_bytes, text
+    whole, gathered = found["4x<1,1>"], found["4x<1,1;gather>"]
+    assert gathered.slice_bytes < 0.4 * whole.slice_bytes
+    assert gathered.gradient_bytes < 0.4 * whole.gradient_bytes
+
+
+def phases_by_the_planner(folder):
+    """An engine with three strategies that gather, under a profile by which a long sequence wants
+    all ranks and short ones a rank each, beside strategies by hand.
+    """
+    profile = write_json(Path(folder, "profile.json"), long_on_four_ranks(gather=True))
+    strategies = ["4x<1,1;gather>", "2x<sp2,1;gather>", "1x<sp4,1;gather>"]
+    hydra = {"strategies": strategies, "profile": profile, "planner": {"refit": "log"}}
+    engine = start_hydra(tiny("llama"), hydra=hydra)
     examples = random_examples((99, *[33] * 12), VOCAB_SIZE, seed=0)
     by_hand = [float(engine.eval_batch(examples, strategy=s)) for s in [*strategies[2:], "1x<4,1>"]]
     evaluated = float(engine.eval_batch(examples))
+    assert by_hand == pytest.approx([evaluated] * 2, rel=1e-6)
     scores = [engine.score(examples, s).log_probs for s in (None, "1x<4,1>")]
+    torch.testing.assert_close(*scores, rtol=0, atol=1e-5)
     trained = [float(engine.train_batch(examples)) for _ in range(3)]
+    assert trained[0] == pytest.approx(evaluated, rel=1e-6)
+    assert trained == sorted(trained, reverse=True)
     metrics = engine.last_metrics
-    return {
-        "losses": (by_hand, evaluated, trained),
-        "scores": max(float((a - b).abs().max()) for a, b in zip(*scores, strict=True)),
-        "metrics": metrics,
-        "links": len(engine.hydra.propagator.links._links),
-        "refused": refused(lambda: engine.train_batch(examples, "1x<4,1> then 4x<1,1>")),
-    }
+    assert metrics.strategy.startswith("1x<sp4,1;gather> then 4x<1,1;gather> then")
+    assert len(metrics.pipelines) == 1 + 4 * metrics.strategy.count(" then ")
+    times = [pipeline.measured_ms for pipeline in metrics.pipelines]
+    slowest = [times[0], *(max(times[n : n + 4]) for n in range(1, len(times), 4))]
+    assert metrics.measured_ms == pytest.approx(sum(slowest))
+    assert len(engine.hydra.propagator.links._links) == 2  # of all that gather, and of <4,1>
+    assert "2 phases" in refused(lambda: engine.train_batch(examples, "1x<4,1> then 4x<1,1>"))
 
 
-@pytest.fixture(scope="module")
-def results():
-    return run_distributed(checks, world_size=4)
-
-
-@pytest.mark.distributed
-def test_equal_bits(results):
-    assert all(all(result["repeats"]) for result in results)
-
-
-@pytest.mark.distributed
-def test_frozen_layers_and_evaluation(results):
-    for result in results:
-        check_frozen(*result["frozen"])
+def checks(folder):
+    repeats("1x<2,1;gather> + 1x<cp2,1;gather>")
+    repeats("1x<2,1> + 1x<1,2>")
+    frozen_layers(("4x<1,1;gather>", "1x<2,2>", "2x<2,1;gather>", "1x<2,2>", "4x<1,1>"))
+    memory(("4x<1,1>", "4x<1,1;gather>", "2x<2,1;gather>"))
+    phases_by_the_planner(folder)
 
 
 @pytest.mark.distributed
-def test_the_planner_puts_phases_together(results):
-    for result in results:
-        found = result["phases"]
-        by_hand, evaluated, trained = found["losses"]
-        assert by_hand == pytest.approx([evaluated] * 2, rel=1e-6)
-        assert trained[0] == pytest.approx(evaluated, rel=1e-6)
-        assert trained == sorted(trained, reverse=True)
-        assert found["scores"] < 1e-5
-        metrics = found["metrics"]
-        assert metrics.strategy.startswith("1x<sp4,1;gather> then 4x<1,1;gather> then")
-        phases = metrics.strategy.split(" then ")
-        assert len(metrics.pipelines) == 1 + 4 * (len(phases) - 1)
-        slowest = [metrics.pipelines[0].measured_ms] + [
-            max(p.measured_ms for p in metrics.pipelines[n : n + 4])
-            for n in range(1, len(metrics.pipelines), 4)
-        ]
-        assert metrics.measured_ms == pytest.approx(sum(slowest))
-        assert found["links"] == 2  # one for all that gather, one for <4,1>
-        assert "2 phases" in found["refused"]
-
-
-@pytest.mark.distributed
-def test_a_rank_holds_two_layers(results):
-    for result in results:
-        found = result["memory"]
-        check_memory(found)
-        (whole, _), (gathered, _) = found["4x<1,1>"], found["4x<1,1;gather>"]
-        assert gathered.slice_bytes < 0.4 * whole.slice_bytes
-        assert gathered.gradient_bytes < 0.4 * whole.gradient_bytes
+def test_bits_evaluation_memory_and_phases_of_gathered_layers(tmp_path):
+    run_distributed(checks, 4, str(tmp_path))
 
 
 def test_what_gather_is_for():

@@ -1,5 +1,5 @@
 """Gathered weights that stay on the node (`;hpz`): what crosses nodes, what it costs in memory, and
-when the planner chooses it. Gradients and losses are in `test_gathering.py` and the parity table.
+when the planner chooses it. Gradients are rows of the parity table.
 """
 
 from __future__ import annotations
