@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 import re
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from distributed import run_distributed
-from engines import loss_and_gradients, small_profile, start_hydra
+from engines import loss_and_gradients, refused, small_profile, start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
 from test_engine_parity import RELATIVE_TOLERANCE, relative_errors
@@ -22,7 +23,12 @@ from ds_hydra import losses
 from ds_hydra.engine.iteration import linearised
 from ds_hydra.engine.losses.loss import WEIGHT
 from ds_hydra.engine.losses.objective import Objective
-from ds_hydra.errors import HydraConfigError, HydraError, InfeasiblePlanError
+from ds_hydra.errors import (
+    HydraConfigError,
+    HydraError,
+    InfeasiblePlanError,
+    PlanMismatchError,
+)
 
 LENGTHS = (9, 17, 30, 1, 5, 40, 3, 24)
 STRATEGIES = ("4x<1,1>", "1x<4,1>", "1x<2,1> + 1x<1,2>", "1x<sp2,2,1>", "1x<cp2,2,1>", "2x<cp2,1>",
@@ -150,7 +156,6 @@ def checks():
     names = [name for name, _ in model.named_parameters()]
     examples = all_examples = examples_with_fields()
     engine = start_hydra(model)
-    errors = {}
 
     def compare(name, examples, strategies):
         reference.zero_grad()
@@ -166,30 +171,27 @@ def checks():
             if examples is not all_examples:  # nearly all of what attends to two tokens is rounding
                 got, gradients = ([torch.cat([*map(torch.flatten, g)])] for g in (got, gradients))
             worst = max(relative_errors(got, gradients, names[: len(got)]).values())
-            errors[name, strategy, len(examples)] = worst, abs(found / float(wanted) - 1)
+            assert worst <= RELATIVE_TOLERANCE, (name, strategy, len(examples))
+            assert abs(found / float(wanted) - 1) <= RELATIVE_TOLERANCE, (name, strategy)
 
     for name in CASES:
         is_everywhere = name in ("cross entropy", "grpo", "distillation", "dpo")
         compare(name, examples, STRATEGIES if is_everywhere else STRATEGIES[2:3])
         for strategy, lengths in FEW_TOKENS if is_everywhere else ():
             compare(name, examples_with_fields(lengths), [strategy])
-    return {
-        "errors": errors,
-        "evaluated": [
-            float(engine.eval_batch(examples, "1x<2,2>", loss=losses.DPO())),
-            float(engine.eval_batch(examples, "4x<1,1>", loss=losses.DPO())),
-        ],
-        "scores": scores(engine, reference, examples),
-        "steps": [
-            float(engine.train_batch(examples, strategy=s, loss=CASES["dpo"])) for s in STRATEGIES
-        ],
-        "raised": what_is_raised(engine, examples),
-    }
+    evaluated = [
+        float(engine.eval_batch(examples, s, losses.DPO())) for s in ("1x<1,2>", "4x<1,1>")
+    ]
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5)
+    check_scores(engine, reference, examples)
+    steps = [float(engine.train_batch(examples, strategy=s, loss=CASES["dpo"])) for s in STRATEGIES]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[0] > steps[-1] > 0
+    check_refused(engine, examples)
 
 
-def scores(engine, reference, examples):
-    """Largest error of log-probabilities, entropies and mean logits."""
-    errors = []
+def check_scores(engine, reference, examples):
+    """Log-probabilities, entropies and mean logits are those of one process."""
     for strategy, lengths in FEW_TOKENS:
         one_each = [{"input_ids": [5]} for _ in lengths]
         assert [s.tolist() for s in engine.score(one_each, strategy).log_probs] == [[0.0]] * 2
@@ -198,15 +200,14 @@ def scores(engine, reference, examples):
         for example, log_probs, entropy, is_top1, mean in zip(examples, *found, strict=True):
             ids = example["input_ids"]
             logits, log_p, wanted = reference_log_probs(reference, ids)
-            assert log_probs[0] == entropy[0] == 0
-            assert len(log_probs) == len(ids)
-            errors.append((log_probs[1:] - wanted).abs().max().item() if len(ids) > 1 else 0.0)
             of_entropy = -(log_p.exp() * log_p).sum(-1)
-            errors.append((entropy[1:] - of_entropy).abs().max().item() if len(ids) > 1 else 0.0)
-            errors.append((mean[1:] - logits.mean(-1)).abs().max().item() if len(ids) > 1 else 0.0)
+            of_rest = [tensor[1:] for tensor in (log_probs, entropy, mean)]
+            torch.testing.assert_close(
+                of_rest, [wanted, of_entropy, logits.mean(-1)], rtol=0, atol=1e-4, check_dtype=False
+            )
+            assert len(log_probs) == len(ids)
+            assert log_probs[0] == entropy[0] == is_top1[0] == mean[0] == 0
             assert is_top1[1:].bool().tolist() == (logits.argmax(-1) == ids[1:]).tolist()
-            assert is_top1[0] == mean[0] == 0
-    return max(errors)
 
 
 class Wrong(losses.Loss):
@@ -296,7 +297,7 @@ def refused_cases(examples, rank):
         ),
         "no weight": (importance(lambda x: x * 0), *weighted, "loss CrossEntropy is divided by 0.0"),
         "shape": (examples, *wrong(lambda of: of.log_probs_T), r"loss Wrong returned \[9\], expected one number"),
-        "nan": (examples, *of_nan, "HydraDataError: loss Wrong is not finite in the micro-batch of examples"),
+        "nan": (examples, *of_nan, "loss Wrong is not finite in the micro-batch of examples"),
         "raises": (examples, *wrong(lambda of: of.fields["missing"]), "loss Wrong raised KeyError for example 0"),
         "alone": (examples[:-1], losses.DPO(), "2x<2,1>", "example 6 is alone in pair 3"),
         "no loss": (*alike("dpo"), "loss is 'dpo', expected an object of a subclass of"),
@@ -344,71 +345,51 @@ def refused_cases(examples, rank):
     }  # fmt: skip
 
 
-def what_is_raised(engine, examples):
-    """The loss of each of `refused_cases`, or what was raised, after which no step counts; training
-    goes on.
-    """
-    found = {}
-    for name, (batch, loss, strategy, _) in refused_cases(examples, dist.get_rank()).items():
+OF_ALL_RANKS = ("advantages", "old_log_probs", "beta", "class", "without", "array", "class attribute",
+                "normaliser", "of sequences")  # fmt: skip
+"""Cases in which ranks differ."""
+
+
+def check_refused(engine, examples):
+    """Each of `refused_cases` is named on this rank, and no step counts; training goes on."""
+    for name, (batch, loss, strategy, said) in refused_cases(examples, dist.get_rank()).items():
         before = engine.global_steps
-        try:
-            found[name] = float(engine.train_batch(batch, strategy=strategy, loss=loss))
-        except HydraError as error:
-            found[name] = f"{type(error).__name__}: {error}"
-            assert engine.global_steps == before
+        train = functools.partial(engine.train_batch, batch, strategy=strategy, loss=loss)
+        if not said:
+            assert math.isfinite(train()), name
+            continue
+        text = refused(train, PlanMismatchError if name in OF_ALL_RANKS else HydraError)
+        assert re.search(said, text), (name, text)
+        assert engine.global_steps == before
     zero = [e | {"advantages": 0.0} for e in examples]
-    found["all 0"] = float(engine.train_batch(zero, strategy="4x<1,1>", loss=losses.GRPO()))
-    return found
-
-
-@pytest.fixture(scope="module")
-def results():
-    return run_distributed(checks, 4, timeout_s=600)
+    assert float(engine.train_batch(zero, strategy="4x<1,1>", loss=losses.GRPO())) == 0.0
 
 
 @pytest.mark.distributed
-def test_gradients_of_every_loss_equal_one_process(results):
-    for case, (error, loss_error) in results[0]["errors"].items():
-        assert error <= RELATIVE_TOLERANCE, case
-        assert loss_error <= RELATIVE_TOLERANCE, case
-
-
-@pytest.mark.distributed
-def test_evaluation_scores_and_steps(results):
-    for result in results:
-        assert result["evaluated"][0] == pytest.approx(result["evaluated"][1], rel=1e-5)
-        assert result["scores"] < 1e-4
-        assert result["steps"] == sorted(result["steps"], reverse=True)
-        assert result["steps"][0] > result["steps"][-1] > 0
+def test_losses_scores_and_mistakes_on_four_ranks():
+    run_distributed(checks, 4, timeout_s=600)
 
 
 def longer_than_training_holds(profile):
-    """What training says of a sequence above its MaxLen; errors of its scores and loss; the longest
-    micro-batch of the plan of the scores.
-    """
+    """A sequence above the MaxLen of training is scored and evaluated."""
     model = tiny("llama")
     examples = random_examples((120, 30, 9, 60), VOCAB_SIZE, seed=3)
     reference = copy.deepcopy(model)
     engine = start_hydra(model, hydra={"profile": profile, "strategies": ["2x<1,1>", "1x<2,1>"]})
-    with pytest.raises(InfeasiblePlanError) as refused:
-        engine.train_batch(examples)
-    wanted = [-reference_log_probs(reference, e["input_ids"])[2] for e in examples]
-    errors = [
-        float((-found[1:] - own).abs().max())
-        for found, own in zip(engine.score(examples).log_probs, wanted, strict=True)
-    ]
+    said = refused(lambda: engine.train_batch(examples), InfeasiblePlanError)
+    assert "has 120 tokens, the largest MaxLen over all candidate strategies is 52" in said
+    wanted = [reference_log_probs(reference, e["input_ids"])[2] for e in examples]
+    found = [values[1:] for values in engine.score(examples).log_probs]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4, check_dtype=False)
     counted = [own[e["labels"][1:] != -100] for own, e in zip(wanted, examples, strict=True)]
-    mean = float(torch.cat(counted).mean())
+    assert float(engine.eval_batch(examples)) == pytest.approx(
+        -float(torch.cat(counted).mean()), rel=1e-5
+    )
     plan = engine.hydra.source.plan(examples, None, 0, forward_only=True).plan
     longest = max(sum(plan.lengths[p] for p in m) for x in plan.pipelines for m in x.micro_batches)
-    return {
-        "refused": str(refused.value),
-        "scores": max(errors),
-        "loss": abs(float(engine.eval_batch(examples)) / mean - 1),
-        "longest": longest,
-        "strategy": str(plan.strategy),
-        "trained": float(engine.train_batch(examples[1:3])),
-    }
+    assert str(plan.strategy) == "1x<2,1>"  # <1,1> holds 75
+    assert 120 <= longest <= 149
+    assert 0 < float(engine.train_batch(examples[1:3])) < 10
 
 
 def reference_log_probs(model, ids):
@@ -425,31 +406,7 @@ def reference_log_probs(model, ids):
 def test_what_training_does_not_hold_is_scored_and_evaluated(tmp_path):
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(small_profile(400_000, num_layers=4)))
-    for found in run_distributed(longer_than_training_holds, 2, str(path)):
-        assert (
-            "has 120 tokens, the largest MaxLen over all candidate strategies is 52"
-            in (found["refused"])
-        )
-        assert found["scores"] < 1e-4
-        assert found["loss"] < 1e-5
-        assert found["strategy"] == "1x<2,1>"  # <1,1> holds 75
-        assert 120 <= found["longest"] <= 149
-        assert 0 < found["trained"] < 10
-
-
-@pytest.mark.distributed
-def test_mistakes_and_objectives_that_differ_are_named_on_every_rank(results):
-    kinds = {"advantages", "old_log_probs", "beta", "class", "without", "array", "class attribute"}
-    kinds |= {"normaliser", "of sequences"}
-    for result in results:
-        found = result["raised"]
-        assert found.pop("all 0") == 0.0
-        for name, (*_, said) in refused_cases(examples_with_fields(), 0).items():
-            if said:
-                assert re.search(said, found[name]), (name, found[name])
-                assert found[name].startswith("PlanMismatchError") == (name in kinds)
-            else:
-                assert math.isfinite(found[name]), (name, found[name])
+    run_distributed(longer_than_training_holds, 2, str(path))
 
 
 @pytest.mark.parametrize(
