@@ -71,7 +71,7 @@ def resume_everywhere(folder, num_workers, precision):
     """Two epochs in one go, and in three parts; candidates are left to the planner."""
     save_dir = f"{folder}/saved"
     engine = start(folder, tiny("llama_tied"), **precision)
-    whole = train(engine, 14)
+    losses, consumed = train(engine, 14)
     engine.destroy()
     engine = start(folder, tiny("llama_tied"), **precision)
     parts = [train(engine, 3)]
@@ -81,13 +81,21 @@ def resume_everywhere(folder, num_workers, precision):
     engine.load_checkpoint(save_dir)
     parts.append(train(engine, 2))
     engine.save_checkpoint(save_dir)
-    parts.append(train(engine, 4))
+    assert train(engine, 4)[0] == losses[5:9]
     engine.destroy()
     # The last four iterations are lost and trained once more.
     engine = start(folder, tiny("llama_tied", seed=2), **precision)
     engine.load_checkpoint(save_dir)
-    again = train(engine, 9)
-    return whole, parts, again, engine.global_steps
+    parts.append(train(engine, 9))
+    assert [loss for own, _ in parts for loss in own] == losses
+    assert [rows for _, own in parts for rows in own] == consumed
+    assert engine.global_steps == 14
+    order = [row for drawn in consumed for row in drawn]
+    assert len(order) >= 2 * NUM_SEQUENCES
+    for epoch in range(2):
+        once = order[epoch * NUM_SEQUENCES : (epoch + 1) * NUM_SEQUENCES]
+        assert sorted(once) == list(range(NUM_SEQUENCES)), epoch
+    assert Path(save_dir, "latest").read_text() == "global_step5"
 
 
 @pytest.mark.distributed
@@ -99,22 +107,11 @@ def resume_everywhere(folder, num_workers, precision):
 def test_resume_is_bit_identical_and_every_sequence_is_trained_once_an_epoch(
     tmp_path, num_workers, precision
 ):
-    result = run_distributed(resume_everywhere, 4, str(tmp_path), num_workers, precision)[0]
-    (losses, consumed), parts, (again_losses, again_consumed), steps = result
-    assert parts[0][0] + parts[1][0] + parts[2][0] == losses[:9]
-    assert parts[0][0] + parts[1][0] + again_losses == losses
-    assert parts[0][1] + parts[1][1] + again_consumed == consumed
-    assert steps == 14
-    order = [row for drawn in parts[0][1] + parts[1][1] + again_consumed for row in drawn]
-    assert len(order) >= 2 * NUM_SEQUENCES
-    for epoch in range(2):
-        once = order[epoch * NUM_SEQUENCES : (epoch + 1) * NUM_SEQUENCES]
-        assert sorted(once) == list(range(NUM_SEQUENCES)), epoch
-    assert (tmp_path / "saved/latest").read_text() == "global_step5"
+    run_distributed(resume_everywhere, 4, str(tmp_path), num_workers, precision)
 
 
 def resume_with_other_strategies(folder):
-    """What is planned with after a run of `1x<2,1>` whose profile was measured for that alone."""
+    """A run of `1x<2,1>` goes on, whose profile was measured for that alone."""
     from ds_hydra.engine import candidates
 
     def measure(_propagator, strategies, _config, **_options):
@@ -123,31 +120,31 @@ def resume_with_other_strategies(folder):
         own = [s for s in document["schemes"] if (s["tp"], s["pp"]) in degrees]
         return document | {"schemes": own}
 
-    candidates.measure_profile = measure
-    engine = start(folder, tiny("llama"), hydra={"profile": None, "strategies": ["1x<2,1>"]})
-    engine.train_batch()
-    engine.save_checkpoint(f"{folder}/saved")
-    engine.destroy()
-    found = []
-    both = ["2x<1,1>", "1x<2,1>"]
-    for strategies in (["1x<2,1>"], ["2x<1,1>"], None, both, ["1x<sp2,1>"]):
+    def planned(strategies, *, loads=True, saves=False):
         engine = start(folder, tiny("llama"), hydra={"profile": None, "strategies": strategies})
-        engine.load_checkpoint(f"{folder}/saved")
+        if loads:
+            engine.load_checkpoint(f"{folder}/saved")
         engine.train_batch()
-        found.append(sorted(map(str, engine.hydra.source.candidates.strategies)))
-        if strategies is both:  # from which follow times of <sp2,1>
+        found = sorted(map(str, engine.hydra.source.candidates.strategies))
+        if saves:
             engine.save_checkpoint(f"{folder}/saved")
         engine.destroy()
-    return found
+        return found
+
+    with mock.patch.object(candidates, "measure_profile", measure):
+        planned(["1x<2,1>"], loads=False, saves=True)
+        for strategies in (["1x<2,1>"], ["2x<1,1>"]):
+            assert planned(strategies) == strategies
+        assert set(planned(None)) >= {"1x<2,1>", "2x<1,1>"}
+        both = ["1x<2,1>", "2x<1,1>"]
+        assert planned(both, saves=True) == both
+        assert planned(["1x<sp2,1>"]) == ["1x<sp2,1>"]  # whose times follow from both
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_goes_on_with_other_strategies_than_its_profile_was_measured_for(tmp_path):
-    for found in run_distributed(resume_with_other_strategies, 2, str(tmp_path)):
-        assert found[:2] == [["1x<2,1>"], ["2x<1,1>"]]
-        assert set(found[2]) >= {"1x<2,1>", "2x<1,1>"}
-        assert found[3:] == [["1x<2,1>", "2x<1,1>"], ["1x<sp2,1>"]]
+    run_distributed(resume_with_other_strategies, 2, str(tmp_path))
 
 
 def frozen(model):
@@ -406,12 +403,15 @@ def test_weights_between_checkpoints_and_another_optimizer(tmp_path):
 
 
 def given_by_the_loader(folder):
-    """First tokens of the global batches that a loop over DeepSpeed's loader trains, and of those
-    that follow a resume.
+    """A loop over DeepSpeed's loader goes on where it was left, as told by first tokens of global
+    batches.
     """
 
-    def first_tokens(examples):
-        return [int(example["input_ids"][0]) for example in examples]
+    def first_tokens(batches, number):
+        return [
+            [int(example["input_ids"][0]) for example in examples]
+            for examples, _ in zip(batches, range(number))
+        ]
 
     engine, trained = start(folder, tiny("llama")), []
     for _ in range(3):  # the loader has no end, so that each loop is left
@@ -419,22 +419,20 @@ def given_by_the_loader(folder):
             if number == 2:
                 break
             engine.train_batch(examples)
-            trained.append(first_tokens(examples))
+            trained += first_tokens([examples], 1)
     engine.save_checkpoint(f"{folder}/given")
-    wanted = [first_tokens(b) for b, _ in zip(engine.hydra.source.iterate_examples(), range(2))]
+    wanted = first_tokens(engine.hydra.source.iterate_examples(), 2)
     engine.destroy()
     engine = start(folder, tiny("llama"))
-    whole = [first_tokens(b) for b, _ in zip(engine.training_dataloader, range(8))]
+    whole = first_tokens(engine.training_dataloader, 8)
+    assert whole == trained + wanted
     engine.load_checkpoint(f"{folder}/given")
-    found = [first_tokens(b) for b, _ in zip(engine.training_dataloader, range(2))]
-    return trained, wanted, found, whole
+    assert first_tokens(engine.training_dataloader, 2) == wanted
 
 
 @pytest.mark.distributed
 def test_a_loop_over_the_loader_goes_on_where_it_was_left(tmp_path):
-    for trained, wanted, found, whole in run_distributed(given_by_the_loader, 2, str(tmp_path)):
-        assert trained == whole[:6]
-        assert wanted == found == whole[6:]
+    run_distributed(given_by_the_loader, 2, str(tmp_path))
 
 
 def test_optimizers_are_told_apart_by_what_they_keep():
@@ -470,11 +468,11 @@ def test_schedulers_are_told_apart_by_where_they_keep_their_position():
 
 
 def save_what_is_empty(folder):
-    """How often each way to save was said to save nothing."""
+    """Weights that are saved empty are announced, once and by rank 0."""
     model = tiny("llama")
     engine = start_hydra(model)
     engine.train_batch(batches(1)[0])
-    counts = []
+    is_first = dist.get_rank() == 0
     with mock.patch.object(held_models.logger, "warning") as warn:
         for save in (
             lambda: model.save_pretrained(f"{folder}/{dist.get_rank()}"),
@@ -483,18 +481,15 @@ def save_what_is_empty(folder):
             lambda: engine.save_16bit_model(f"{folder}/weights"),
         ):
             save()
-            counts.append(warn.call_count)
+            assert warn.call_count == is_first
         with deepspeed.zero.GatheredParameters([*model.parameters()]):
             model.state_dict()
         engine.destroy()
         held_models._told_of_empty.discard(model)
         model.state_dict()  # still in shards
-        counts.append(warn.call_count)
-    return counts
+        assert warn.call_count == 2 * is_first
 
 
 @pytest.mark.distributed
 def test_weights_that_are_saved_empty_are_announced(tmp_path):
-    on_rank_0, on_rank_1 = run_distributed(save_what_is_empty, 2, str(tmp_path))
-    assert on_rank_0 == [1, 1, 1, 1, 2]
-    assert not any(on_rank_1)
+    run_distributed(save_what_is_empty, 2, str(tmp_path))
