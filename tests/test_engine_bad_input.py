@@ -230,48 +230,39 @@ def test_what_only_one_rank_shows_may_differ():
     assert compared == {"deepspeed.gradient_clipping"}
 
 
-GROUPS_OF_RANKS = {
+GROUPS_OF_RANKS = (
     # Two groups, of one weighted sum, mean and maximum
-    "lr": ([2e-4, 1e-4], [1e-4, 2e-4]),
-    "betas": ([(0.9, 0.99), (0.8, 0.9)], [(0.9, 0.99), (0.8, 0.95)]),
-    "eps": ([1e-12, 1e-12], [1e-12, 1e-13]),
-    "weight_decay": ([np.float32(0.1), 0.0], [np.float32(0.2), 0.0]),
-    "lr of a tensor": ([torch.tensor(0.1), 0.1], [torch.tensor(0.1), 0.2]),
-    "last digit": ([1e-3, 1e-20], [1e-3 * (1 + 1e-7), 0.0]),
-}
+    ("lr", [2e-4, 1e-4], [1e-4, 2e-4], "[0].lr is 0.0001, and 0.0002 on rank 0"),
+    ("betas", [(0.9, 0.99), (0.8, 0.9)], [(0.9, 0.99), (0.8, 0.95)], "[1].betas[1] is 0.95, and 0.9 on rank 0"),
+    ("eps", [1e-12, 1e-12], [1e-12, 1e-13], "[1].eps is 1e-13, and 1e-12 on rank 0"),
+    ("weight_decay", [np.float32(0.1), 0.0], [np.float32(0.2), 0.0], "[0].weight_decay is 0.2"),
+    ("lr", [torch.tensor(0.1), 0.1], [torch.tensor(0.1), 0.2], "[1].lr is 0.2, and 0.1 on rank 0"),
+    ("lr", [1e-3, 1e-20], [1e-3 * (1 + 1e-7), 0.0], None),  # as of hosts with other libraries
+)  # fmt: skip
 
 
 def set_groups_of_ranks():
-    """(type, message) of the error of an iteration in which ranks have other groups, by key."""
+    """Every number of the optimizer's groups is compared between ranks."""
     model = two_layers()
     bands = [[p for p in model.parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (0, 1)]
     optimizer = torch.optim.AdamW([{"params": band} for band in bands], lr=1e-3)
     engine, *_ = ds_hydra.initialize(model=model, optimizer=optimizer, config=ds_config(hydra={}))
-    raised = {}
-    for name, of_ranks in GROUPS_OF_RANKS.items():
-        key = name.split()[0] if name != "last digit" else "lr"
-        before = [group[key] for group in engine.optimizer.param_groups]
-        for group, value in zip(engine.optimizer.param_groups, of_ranks[dist.get_rank()]):
+    for key, *of_ranks, said in GROUPS_OF_RANKS:
+        groups = engine.optimizer.param_groups
+        before = [group[key] for group in groups]
+        for group, value in zip(groups, of_ranks[dist.get_rank()], strict=True):
             group[key] = value
-        raised[name] = error_of(lambda: train(engine))
-        for group, value in zip(engine.optimizer.param_groups, before):
+        if said is None:
+            train(engine)
+        else:
+            check(lambda: train(engine), PlanMismatchError, f"optimizer.param_groups{said}")
+        for group, value in zip(groups, before, strict=True):
             group[key] = value
-    return raised
 
 
 @pytest.mark.distributed
 def test_every_number_of_the_optimizers_groups_is_compared_between_ranks():
-    for raised in run_distributed(set_groups_of_ranks, 2):
-        assert raised.pop("last digit")[0] is None  # as of hosts with other libraries
-        assert {kind for kind, _ in raised.values()} == {PlanMismatchError}
-        for name, named in (
-            ("lr", "[0].lr is 0.0001, and 0.0002 on rank 0"),
-            ("betas", "[1].betas[1] is 0.95, and 0.9 on rank 0"),
-            ("eps", "[1].eps is 1e-13, and 1e-12 on rank 0"),
-            ("weight_decay", "[0].weight_decay is 0.2"),
-            ("lr of a tensor", "[1].lr is 0.2, and 0.1 on rank 0"),
-        ):
-            assert f"optimizer.param_groups{named}" in raised[name][1]
+    run_distributed(set_groups_of_ranks, 2)
 
 
 def test_a_row_of_a_rank_gives_back_what_it_was_made_of():
@@ -409,8 +400,8 @@ def numbers_of(engine, examples):
 
 
 def run_under_other_defaults():
-    """Numbers under default types of the user's, and under torch's; what is left as the default;
-    the error of scores that fail on a rank.
+    """Numbers under default types of the user's are those under torch's, which stay; scores that
+    fail on a rank are an error on all.
     """
     model, examples = two_layers(), random_examples([7, 9], VOCAB_SIZE)
     for example in examples:
@@ -419,27 +410,21 @@ def run_under_other_defaults():
     torch.set_default_device("meta")
     engine = start_hydra(model)
     under_others = numbers_of(engine, examples)
-    left = torch.get_default_dtype(), torch.get_default_device().type
+    assert (torch.get_default_dtype(), torch.get_default_device().type) == (torch.bfloat16, "meta")
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
-    wanted = numbers_of(engine, examples)
+    torch.testing.assert_close(under_others, numbers_of(engine, examples), rtol=0, atol=0)
     record = TokenScoreRecorder.__call__
     fails = mock.Mock(side_effect=RuntimeError("no memory"))
-    with mock.patch.object(
-        TokenScoreRecorder, "__call__", fails if dist.get_rank() == 1 else record
-    ):
-        error = error_of(lambda: engine.score(examples, "2x<1,1>"))
-    return under_others, wanted, left, error
+    fails_here = fails if dist.get_rank() == 1 else record
+    with mock.patch.object(TokenScoreRecorder, "__call__", fails_here):
+        said = "TokenScoreRecorder raised RuntimeError", "no memory"
+        check(lambda: engine.score(examples, "2x<1,1>"), HydraConfigError, *said)
 
 
 @pytest.mark.distributed
 def test_default_types_of_the_user_change_no_number():
-    for under_others, wanted, left, (kind, message) in run_distributed(run_under_other_defaults, 2):
-        torch.testing.assert_close(under_others, wanted, rtol=0, atol=0)
-        assert left == (torch.bfloat16, "meta")
-        assert kind is HydraConfigError
-        assert "TokenScoreRecorder raised RuntimeError" in message
-        assert "no memory" in message
+    run_distributed(run_under_other_defaults, 2)
 
 
 SCRIPT = """

@@ -52,62 +52,39 @@ def dataset_runs(folder):
 
 
 def refusals():
-    """What every rank says of schemes that this model or engine cannot run."""
+    """Every rank says why this model or engine cannot run a scheme."""
     examples = random_examples((9, 17), VOCAB_SIZE, seed=0)
     engine = start_hydra(tiny("llama", num_hidden_layers=NUM_LAYERS))
     everywhere = start_hydra(
         tiny("llama", num_hidden_layers=NUM_LAYERS), hydra={"activation_checkpointing": True}
     )
-    found = []
-    for refusing, text in (
-        (engine, "1x<1,2;stages=4,3>"),
-        (engine, "4x<1,1;ckpt=7>"),
-        (everywhere, "4x<1,1;ckpt=2>"),
+    both = "hydra.activation_checkpointing, or the model's own gradient checkpointing, checkpoints layers"
+    for refusing, text, said in (
+        (
+            engine,
+            "1x<1,2;stages=4,3>",
+            "its stages have 7 layers, the model has 6; make them sum to 6",
+        ),
+        (engine, "4x<1,1;ckpt=7>", "ckpt=7 is above the model's 6 layers"),
+        (everywhere, "4x<1,1;ckpt=2>", both),
     ):
-        found.append(refused(functools.partial(refusing.train_batch, examples, text)))
+        assert said in refused(functools.partial(refusing.train_batch, examples, text))
     assert float(engine.train_batch(examples, strategy="4x<1,1;ckpt=2>")) > 0  # usable as before
-    return found
 
 
 def checks(folder):
-    return {
-        "refusals": refusals(),
-        "runs": dataset_runs(folder),
-    }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where the ranks leave run folders."""
-    return tmp_path_factory.mktemp("schemes")
-
-
-@pytest.fixture(scope="module")
-def results(folder):
-    """What `checks` found on each of 4 ranks, started once."""
-    return run_distributed(checks, 4, str(folder), timeout_s=900)
+    refusals()
+    dataset_runs(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_parts_that_do_not_fit_are_refused_on_all_ranks(results):
-    for result in results:
-        stages, ckpt, both = result["refusals"]
-        assert "its stages have 7 layers, the model has 6; make them sum to 6" in stages
-        assert "ckpt=7 is above the model's 6 layers" in ckpt
-        assert (
-            "hydra.activation_checkpointing, or the model's own gradient checkpointing, checkpoints layers"
-            in both
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_candidates_with_parts_train_from_a_dataset(results, folder):
+def test_candidates_with_parts_train_from_a_dataset(tmp_path):
     """With times derived from the given profile, or measured; and the run folder can be read."""
+    run_distributed(checks, 4, str(tmp_path), timeout_s=900)
     wide = [Scheme.parse(text) for text in ("<1,1;ckpt=4>", "<1,2;stages=3,1>")]
     for name in ("given", "measured"):
-        run = load_run(folder / name)
+        run = load_run(tmp_path / name)
         assert len(run.records) == 3
         assert {str(r.strategy) for r in run.records} <= {
             str(Strategy.parse(text)) for text in CANDIDATES
@@ -115,6 +92,6 @@ def test_candidates_with_parts_train_from_a_dataset(results, folder):
         assert all(str(run.plans[r.iteration].strategy) == r.strategy for r in run.records)
         assert all(run.predicted(r.iteration) is not None for r in run.records)
         assert run.notes == ()
-    measured, given = (load_run(folder / name).profile for name in ("measured", "given"))
+    measured, given = (load_run(tmp_path / name).profile for name in ("measured", "given"))
     assert set(wide) <= set(measured.latency) - measured.assumed
     assert set(wide) <= given.assumed
