@@ -76,24 +76,24 @@ SOME = ("1x<4,1>", "1x<1,2> + 1x<2,1>", "1x<sp2,1;gather> + 1x<2,1;gather>")
 
 
 def saved_modules(family):
-    """Errors of loss and gradients where `modules_to_save` train; what a step has changed, which is
-    all that the optimizer has states of.
+    """`modules_to_save` train, whose states alone the optimizer has, and what they stand for does
+    not.
     """
     model = adapted(family, target_modules=["q_proj", "v_proj"], modules_to_save=SAVED[family])
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     assert sum("modules_to_save" in name for name in names) >= len(SAVED[family])
     engine, errors = errors_under(model, SOME)
+    assert_parity(errors)
     num_states = sum(group.numel() for group in engine.optimizer.fp32_partitioned_groups_flat)
     assert num_states == sum(p.ds_tensor.numel() for p in model.parameters() if p.requires_grad)
     examples = random_examples(LENGTHS, VOCAB_SIZE)
     before = {name: p.ds_tensor.clone() for name, p in model.named_parameters()}
     engine.train_batch(examples, strategy="2x<2,1>")
-    changed = {
-        name for name, p in model.named_parameters() if not torch.equal(p.ds_tensor, before[name])
-    }
-    with pytest.raises(UnsupportedModelError) as raised, model.disable_adapter():
+    said = "is in modules_to_save, and training runs what adapter 'default' had"
+    with pytest.raises(UnsupportedModelError, match=said), model.disable_adapter():
         engine.eval_batch(examples)
-    return errors, changed, names, str(raised.value)
+    after = {name: p.ds_tensor for name, p in model.named_parameters()}
+    return {name for name in after if not torch.equal(after[name], before[name])}, names
 
 
 @pytest.mark.distributed
@@ -101,12 +101,8 @@ def saved_modules(family):
     "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama_tied", "qwen3"))]
 )
 def test_modules_to_save_train_and_what_they_stand_for_does_not(family):
-    found = run_distributed(saved_modules, 4, family)
-    changed = set().union(*(names for _, names, _, _ in found))
-    for errors, _, names, said in found:
-        assert_parity(errors)
-        assert changed == set(names)
-        assert "is in modules_to_save, and training runs what adapter 'default' had" in said
+    changed, trained = zip(*run_distributed(saved_modules, 4, family), strict=True)
+    assert set().union(*changed) == {*trained[0]}
 
 
 def test_modules_that_are_saved_are_the_only_ones_that_are_pulled():
@@ -119,8 +115,8 @@ def test_modules_that_are_saved_are_the_only_ones_that_are_pulled():
 
 
 def later_states():
-    """Losses with adapters off, on again, scaled anew and of the second adapter, each beside one
-    process's; what is said of a module that one rank replaces.
+    """Losses with adapters off, on again, scaled anew and of the second adapter are one process's;
+    a module that one rank replaces is named.
     """
     examples = random_examples([5, 30, 12, 7], VOCAB_SIZE)
     model = adapted()
@@ -136,8 +132,10 @@ def later_states():
         with torch.no_grad():
             summed = sum(float(summed_loss(reference, example)) for example in examples)
         wanted = summed / num_label_tokens(examples)
+        losses.append(round(wanted, 4))
         for strategy in ("2x<1,1>", "1x<2,1>"):
-            losses.append((float(engine.eval_batch(examples, strategy=strategy)), wanted))
+            found = float(engine.eval_batch(examples, strategy=strategy))
+            assert found == pytest.approx(wanted, rel=1e-5)
 
     compare()
     with model.disable_adapter(), reference.disable_adapter():
@@ -154,19 +152,16 @@ def later_states():
     if dist.get_rank() == 1:  # the other rank hears of it
         mlp.act_fn = torch.nn.Identity()
     evaluate = functools.partial(engine.eval_batch, examples, strategy="2x<1,1>")
-    error = refused(evaluate, UnsupportedModelError)
+    named = "model.layers.1.mlp has other modules than at the start"
+    assert named in refused(evaluate, UnsupportedModelError)
     mlp.act_fn = plain
     compare()
-    return losses, error
+    assert len({*losses}) == 4
 
 
 @pytest.mark.distributed
 def test_state_set_after_the_start_is_taken_over_or_refused():
-    for losses, error in run_distributed(later_states, 2):
-        for loss, wanted in losses:
-            assert abs(loss / wanted - 1) < 1e-5, losses
-        assert len({round(wanted, 4) for _, wanted in losses}) == 4
-        assert "model.layers.1.mlp has other modules than at the start" in error
+    run_distributed(later_states, 2)
 
 
 def of_whole_features():

@@ -71,7 +71,7 @@ RUNS = {
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "run", [pytest.param(r, marks=pytest.mark.slow if r == "compiled" else ()) for r in RUNS]
+    "run", [pytest.param(r, marks=() if r == "options" else pytest.mark.slow) for r in RUNS]
 )
 def test_attention_of_a_checkpointed_layer_runs_once(run):
     size, family, strategies, hydra = RUNS[run]
@@ -84,7 +84,12 @@ def test_attention_of_a_checkpointed_layer_runs_once(run):
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("strategies", "hydra"),
-    [(("1x<2,1>", "1x<cp2,1>"), {"activation_checkpointing": True}), (("1x<2,1;ckpt=4>",), {})],
+    [
+        pytest.param(
+            ("1x<2,1>", "1x<cp2,1>"), {"activation_checkpointing": True}, marks=pytest.mark.slow
+        ),
+        (("1x<2,1;ckpt=4>",), {}),
+    ],
 )
 def test_attention_runs_again_where_all_layers_are_checkpointed(strategies, hydra):
     """They are so for memory."""
