@@ -59,10 +59,12 @@ def tensor(*shape, seed):
 
 
 def check_layer(is_compiled):
-    """Output, gradients of input and weight of a layer that two ranks cut, against torchao's."""
+    """Output, gradients of input and weight of a layer that two ranks cut are torchao's: a scale of
+    one part alone is off by 1e-2 here.
+    """
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     torch._dynamo.utils.counters.clear()  # a test before may have compiled in the parent process
-    rank, errors = dist.get_rank(), {}
+    rank = dist.get_rank()
     tp = TensorParallel()
     tp.enter(dist.group.WORLD, 2, rank)
     products = float8._import_products(None)
@@ -95,21 +97,15 @@ def check_layer(is_compiled):
                 dist.all_reduce(got[0])
                 parts = [wanted[0], wanted[1].chunk(2, dim=-1)[rank]]
             parts.append(wanted[2].chunk(2, dim=cut)[rank])
-            errors[recipe, side] = [
-                float((g - w).norm() / w.norm()) for g, w in zip(got, parts, strict=True)
-            ]
-    return errors, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            for g, w in zip(got, parts, strict=True):
+                assert (g - w).norm() < 1e-6 * w.norm(), (recipe, side)
+    assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0) == is_compiled
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_ranks_of_a_tp_group_agree_on_scales(is_compiled):
-    """A scale of one part alone is off by 1e-2 here."""
-    for errors, graphs in run_distributed(check_layer, 2, is_compiled):
-        assert len(errors) == 6
-        assert (graphs > 0) == is_compiled
-        for case, found in errors.items():
-            assert max(found) < 1e-6, (case, found)
+    run_distributed(check_layer, 2, is_compiled)
 
 
 def gradients_of_strategies(model, strategies, hydra):
