@@ -105,7 +105,13 @@ def watch_events(seen, limit=None):
     files._DigestingFile.write = counting_write
 
 
-@pytest.mark.parametrize("tag", ["step2", "step1"], ids=["new tag", "same tag"])
+@pytest.mark.parametrize(
+    "tag",
+    [
+        pytest.param("step2", marks=pytest.mark.slow, id="new tag"),
+        pytest.param("step1", id="same tag"),
+    ],
+)
 def test_a_crash_at_any_moment_leaves_the_checkpoint_before_or_the_new_one(tmp_path, tag):
     check_every_moment(tmp_path, tag)
 

@@ -103,7 +103,7 @@ def check_layer(is_compiled):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_of_a_tp_group_agree_on_scales(is_compiled):
     run_distributed(check_layer, 2, is_compiled)
 
@@ -201,6 +201,7 @@ def test_adapters_stay_beside_layers_that_multiply_in_8_bits(converted):
     assert "float8: 14 linear layers" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe", [ROWWISE, pytest.param("tensorwise_emulated", marks=pytest.mark.nightly)]
 )
