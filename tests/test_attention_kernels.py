@@ -17,7 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from flash_standin import CUDNN, LONG_TOKENS, PACKAGES, VARLEN, forget, installed
+from flash_standin import (
+    CUDNN,
+    LONG_TOKENS,
+    PACKAGES,
+    VARLEN,
+    engine_uses,
+    forget,
+    installed,
+)
 from models import tiny
 from operators import Watching
 from test_engine_parity import assert_parity, check_gradients
@@ -851,13 +859,6 @@ def test_heads_that_come_too_late_for_a_trial_run_by_a_kernel_that_needs_none():
         assert kernel_for(32, 32, HALF, False).name == VARLEN
 
 
-def use_cudnn(config, _device, dtype, **_):
-    """What `select_kernels` does, in fp32."""
-    (widths,) = attention_choice.head_widths(config)
-    attention_choice._in_use[(*widths, dtype, False)] = KernelUse(CUDNN, *widths)
-    return []
-
-
 def noted(events, word, run):
     def run_and_note(*arguments, **options):
         events.append(word)
@@ -872,7 +873,7 @@ def check_engine_with_cudnn():
     build, opens = attention_cudnn._Plans.build, StrategyLinks.open
     with (
         installed(CUDNN) as calls,
-        mock.patch("ds_hydra.engine.model.stage_model.select_kernels", use_cudnn),
+        engine_uses(CUDNN),
         mock.patch.object(attention_contract, "LONG_TOKENS", 8),
         mock.patch.object(attention_cudnn, "_GRID_TOKENS", 2),
         mock.patch.object(attention_cudnn, "_WORTH_FLOPS", 0),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from distributed import run_distributed
-from flash_standin import CUDNN, installed
+from flash_standin import CUDNN, engine_uses, installed
 from models import tiny
 from test_engine_parity import assert_parity, check_gradients
 
@@ -174,20 +174,12 @@ def test_a_compiled_layer_launches_little_beside_products_and_attention(family):
     torch.testing.assert_close([first, second], wanted, rtol=1e-5, atol=1e-5)
 
 
-def use_standin(config, _device, dtype, **_):
-    """What `select_kernels` does, with a kernel that takes fp32."""
-    (widths,) = attention_choice.head_widths(config)
-    key = (*widths, dtype, False)
-    attention_choice._in_use[key] = KernelUse("flash_attention_2", *widths)
-    return []
-
-
 def check_engine():
     traces = functools.partial(torch.compile, backend="aot_eager")
     multiply = mock.Mock(side_effect=linear.multiply_into)
     with (
         installed("flash_attention_2") as calls,
-        mock.patch("ds_hydra.engine.model.stage_model.select_kernels", use_standin),
+        engine_uses("flash_attention_2"),
         mock.patch("ds_hydra.engine.transfer.stage_weights.multiply_into", multiply),
         mock.patch("torch.compile", traces),
     ):

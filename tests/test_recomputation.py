@@ -9,27 +9,17 @@ from unittest import mock
 import pytest
 import torch
 from distributed import run_distributed
-from flash_standin import installed
+from flash_standin import engine_uses, installed
 from test_engine_parity import assert_parity, check_gradients
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from ds_hydra.engine.model import attention_choice
-from ds_hydra.engine.model.attention_contract import Demand, Scoring
-from ds_hydra.engine.model.attention_kernels import load_kernel
+from ds_hydra.engine.model.attention_contract import Scoring
 from ds_hydra.engine.model.attention_operator import KernelUse, attend, count_on_host
 from ds_hydra.engine.parallel import recomputation, token_cuts
 from ds_hydra.engine.parallel.offload import OffloadedLayer
 
 KERNEL = "flash_attention_2"
-
-
-def use_standin(config, _device, dtype, **_):
-    """What `select_kernels` does, with a kernel that takes fp32."""
-    for widths in attention_choice.head_widths(config):
-        use = KernelUse.of(load_kernel(KERNEL), Demand(*widths, dtype))
-        attention_choice._in_use[(*widths, dtype, False)] = use
-    return []
 
 
 def check_engine(family, strategies, hydra=None, overrides=None):
@@ -43,7 +33,7 @@ def check_engine(family, strategies, hydra=None, overrides=None):
     with (
         installed(KERNEL) as calls,
         mock.patch.object(OffloadedLayer, "put", counting),
-        mock.patch("ds_hydra.engine.model.stage_model.select_kernels", use_standin),
+        engine_uses(KERNEL),
         mock.patch.object(token_cuts, "LEAST_PART_BYTES", 1),
         mock.patch("torch.compile", functools.partial(torch.compile, backend="aot_eager")),
     ):
