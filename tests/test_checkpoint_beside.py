@@ -251,7 +251,9 @@ def save(save_dir, tag, value, *, numel=2000):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tag", ["step2", "step1"], ids=["new tag", "same tag"])
+@pytest.mark.parametrize(
+    "tag", [pytest.param("step2", marks=pytest.mark.nightly, id="new tag"), pytest.param("step1", id="same tag")]
+)  # fmt: skip
 def test_a_crash_at_any_moment_leaves_the_one_before_or_the_new_one(tmp_path, monkeypatch, tag):
     monkeypatch.setattr(test_checkpoint_files, "save", save)
     check_every_moment(tmp_path, tag)

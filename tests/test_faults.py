@@ -410,7 +410,6 @@ def faults_that_ranks_survive(folder):
     assert engine.train_batch() > 0
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_faults_that_leave_all_ranks_able_to_train(tmp_path):
     run_distributed(faults_that_ranks_survive, 2, str(tmp_path))

@@ -38,12 +38,14 @@ def delay_rounds(links):
             setattr(link, name, functools.partial(late, getattr(link, name)))
 
 
-def repeats(text):
-    """Losses and weights of three iterations are the same with overlap, of late rounds and others,
-    and without.
-    """
+LATE, EARLY, WITHOUT = (True, True), (True, False), (False, False)
+"""Whether pull and push overlap, and whether rounds are late."""
+
+
+def repeats(text, *ways):
+    """Losses and weights of three iterations are the same in all ways."""
     found = []
-    for overlap, is_late in ((True, False), (False, False), (True, True)):
+    for overlap, is_late in ways:
         engine = start_hydra(tiny("llama_tied"), hydra={"link": {"overlap": overlap}})
         if is_late:
             delay_rounds(engine.hydra.propagator.links)
@@ -116,8 +118,8 @@ def phases_by_the_planner(folder):
 
 
 def checks(folder):
-    repeats("1x<2,1;gather> + 1x<cp2,1;gather>")
-    repeats("1x<2,1> + 1x<1,2>")
+    repeats("1x<2,1;gather> + 1x<cp2,1;gather>", EARLY, WITHOUT, LATE)
+    repeats("1x<2,1> + 1x<1,2>", WITHOUT, LATE)
     frozen_layers(("4x<1,1;gather>", "1x<2,2>", "2x<2,1;gather>", "1x<2,2>", "4x<1,1>"))
     memory(("4x<1,1>", "4x<1,1;gather>", "2x<2,1;gather>"))
     phases_by_the_planner(folder)
