@@ -268,7 +268,7 @@ def losses():
     of_ctrl_c = "rank 1 was interrupted by its user between two calls of the engine"
     hows = {"stopped": TOLD[STOP], "failed": TOLD[FAIL], "ctrl-c": of_ctrl_c, "aborted": TOLD[KILL]}
     for how, told in hows.items():
-        yield case(one_rank_fails, 3, (how,), [told], marks=slow)
+        yield case(one_rank_fails, 3, (how,), [told], marks=nightly if how == "aborted" else slow)
     yield case(one_rank_fails, 3, ("torn down",), [TOLD[KILL]], (MONITOR,), slow)
     for where, number, passes in (
         ("pull", KILL, 8),  # for the backward pass

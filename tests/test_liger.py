@@ -76,7 +76,8 @@ def check_patched(family, strategies=STRATEGIES, hydra=None):
 @pytest.mark.parametrize(
     "family",
     [
-        *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen3")),
+        pytest.param("llama", marks=pytest.mark.slow),
+        pytest.param("qwen3", marks=pytest.mark.nightly),
         pytest.param("mixtral", marks=pytest.mark.nightly),  # minutes of products by numpy
     ],
 )

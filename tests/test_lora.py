@@ -98,7 +98,8 @@ def saved_modules(family):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama_tied", "qwen3"))]
+    "family",
+    ["llama", *(pytest.param(f, marks=pytest.mark.nightly) for f in ("llama_tied", "qwen3"))],
 )
 def test_modules_to_save_train_and_what_they_stand_for_does_not(family):
     changed, trained = zip(*run_distributed(saved_modules, 4, family), strict=True)

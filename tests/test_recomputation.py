@@ -57,11 +57,16 @@ RUNS = {
     "padded heads": (2, "deepseek_v3", ("1x<1,1;ckpt=2>", "1x<sp2,1;ckpt=2>"), {}),
     "sinks": (2, "gpt_oss", ("1x<1,1;ckpt=2>", "1x<sp2,1;ckpt=1>"), {}),
 }  # fmt: skip
+MARKS = {
+    "options": (),
+    **dict.fromkeys(("offloaded", "cut", "compiled", "sinks"), pytest.mark.slow),
+}
+"""Of others gradients are rows of the parity table, whose attention is another one."""
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "run", [pytest.param(r, marks=() if r == "options" else pytest.mark.slow) for r in RUNS]
+    "run", [pytest.param(r, marks=MARKS.get(r, pytest.mark.nightly)) for r in RUNS]
 )
 def test_attention_of_a_checkpointed_layer_runs_once(run):
     size, family, strategies, hydra = RUNS[run]
