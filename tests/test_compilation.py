@@ -99,7 +99,9 @@ def micro_batches(num_iterations):
         yield from filter(lambda part: sum(part) > 1, (lengths[:half], lengths[half:]))
 
 
-@pytest.mark.parametrize("kernel", ["flash_attention_2", CUDNN])
+@pytest.mark.parametrize(
+    "kernel", ["flash_attention_2", pytest.param(CUDNN, marks=pytest.mark.slow)]
+)
 def test_one_graph_of_a_layer_serves_all_lengths(traced, kernel):
     with installed(kernel) as calls, mock.patch.object(attention_contract, "LONG_TOKENS", 30):
         layers = Layers(kernel=kernel)
@@ -125,6 +127,7 @@ def test_one_graph_of_a_layer_serves_all_lengths(traced, kernel):
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_sinks_windows_and_padded_heads_are_in_the_graph(traced):
     """gpt-oss: layers with a window and without are two kinds."""
     with installed("flash_attention_2"):
