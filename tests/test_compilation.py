@@ -186,27 +186,23 @@ def check_engine():
         mock.patch("ds_hydra.engine.transfer.stage_weights.multiply_into", multiply),
         mock.patch("torch.compile", traces),
     ):
-        worst = check_gradients("llama", ("1x<1,1>", "1x<1,1;ckpt=1>"), {"compile_layers": True})
+        strategies = ("1x<1,1>", "1x<1,1;ckpt=1>")
+        assert_parity(check_gradients("llama", strategies, {"compile_layers": True}))
     counters = torch._dynamo.utils.counters
-    passes = {call["pass"] for call in calls["flash_attention_2"]}
-    graphs, breaks = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-    return worst, graphs, breaks, passes, multiply.call_count
+    assert counters["stats"]["unique_graphs"] == 2, "of a layer, and of one that runs again"
+    others = [why for why in counters["graph_break"] if "function checkpointed" not in why]
+    assert not others, "\n".join(others)
+    assert {call["pass"] for call in calls["flash_attention_2"]} == {"forward", "backward"}
+    micro_batches, linears = 4, 4 * 7
+    added = "gradients of weights add up in products"
+    assert multiply.call_count == 2 * micro_batches * linears, added
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_layer_of_the_engine_is_one_graph():
     """With its hooks, slices that come and go, and where it runs again in backward."""
-    ((worst, graphs, breaks, passes, num_products),) = run_distributed(
-        check_engine, 1, timeout_s=600
-    )
-    assert_parity(worst)
-    assert graphs == 2, "of a layer, and of one that runs again"
-    others = [reason for reason in breaks if "function checkpointed" not in reason]
-    assert not others, "\n".join(others)
-    assert passes == {"forward", "backward"}
-    micro_batches, linears = 4, 4 * 7
-    assert num_products == 2 * micro_batches * linears, "gradients of weights add up in products"
+    run_distributed(check_engine, 1, timeout_s=600)
 
 
 def check_layers_that_run_again():

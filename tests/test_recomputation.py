@@ -23,7 +23,9 @@ KERNEL = "flash_attention_2"
 
 
 def check_engine(family, strategies, hydra=None, overrides=None):
-    """Errors, and calls of the kernel in each pass of backward and forward."""
+    """Calls of the kernel in forward and in backward passes, whose gradients are those of one
+    process.
+    """
     num_put, put = [], OffloadedLayer.put
 
     def counting(layer, tensor):
@@ -37,10 +39,10 @@ def check_engine(family, strategies, hydra=None, overrides=None):
         mock.patch.object(token_cuts, "LEAST_PART_BYTES", 1),
         mock.patch("torch.compile", functools.partial(torch.compile, backend="aot_eager")),
     ):
-        worst = check_gradients(family, strategies, hydra, overrides)
+        assert_parity(check_gradients(family, strategies, hydra, overrides))
     assert bool(num_put) == any("offload" in text for text in strategies)
     passes = [call["pass"] for call in calls[KERNEL]]
-    return worst, passes.count("forward"), passes.count("backward")
+    return passes.count("forward"), passes.count("backward")
 
 
 RUNS = {
@@ -71,8 +73,7 @@ MARKS = {
 def test_attention_of_a_checkpointed_layer_runs_once(run):
     size, family, strategies, hydra = RUNS[run]
     found = run_distributed(check_engine, size, family, strategies, hydra, timeout_s=600)
-    assert_parity(found[0][0])
-    for _, num_forward, num_backward in found:
+    for num_forward, num_backward in found:
         assert num_forward == num_backward > 0
 
 
@@ -89,8 +90,7 @@ def test_attention_of_a_checkpointed_layer_runs_once(run):
 def test_attention_runs_again_where_all_layers_are_checkpointed(strategies, hydra):
     """They are so for memory."""
     found = run_distributed(check_engine, 2, "llama", strategies, hydra, timeout_s=600)
-    assert_parity(found[0][0])
-    for _, num_forward, num_backward in found:
+    for num_forward, num_backward in found:
         assert num_forward == 2 * num_backward > 0
 
 
