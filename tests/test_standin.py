@@ -31,8 +31,8 @@ ITERATIONS = (
     "iteration", "times_of_the_step", "collectives", "device_wide_synchronise", "waits_of_phases",
     "norm_of_the_step", "who_posts", "rows_ahead", "late_reports", "parity_of_full_allocators:llama",
     # Faults put in on purpose, last
-    "without_the_wait_for_slices", "mixed_devices", "a_block_freed_early", "items", "a_tensor_of_the_cpu",
-    "memory_between_messages", "swapped_collectives", "swapped_messages",
+    "without_the_wait_for_slices", "tensors_of_the_cpu", "a_block_freed_early", "items", "memory_between_messages",
+    "swapped_calls",
 )  # fmt: skip
 """What one start of two ranks checks."""
 MEMORY = ("peaks:llama", "peaks:qwen3", "peaks:qwen2")
@@ -218,18 +218,18 @@ def test_faults_are_seen():
     for rank in ranks:
         assert rank["without_the_wait_for_slices"] > 0
         assert rank["a_block_freed_early"] > 0
-        assert "same device" in rank["mixed_devices"]
+        in_collective, beside_others = rank["tensors_of_the_cpu"]
+        assert "tensor on cpu" in in_collective
+        assert "same device" in beside_others
         assert rank["items"]["with"] == rank["items"]["without"] + rank["items"]["read"]
         assert rank["items"]["read"] > 0
-        assert "tensor on cpu" in rank["a_tensor_of_the_cpu"]
     hangs = [text for rank in ranks for text in rank["memory_between_messages"]]
     assert any("one_f_one_b" in text for text in hangs)
 
 
 def test_faults_that_only_some_rank_can_see():
     ranks = run_checks(2, ITERATIONS)
-    for check in ("swapped_collectives", "swapped_messages"):
-        found = [rank[check] for rank in ranks]
+    for found in zip(*(rank["swapped_calls"] for rank in ranks), strict=True):
         assert any("on another rank" in text for text in found), found
 
 
