@@ -94,6 +94,7 @@ def test_a_huge_count_takes_no_memory_and_no_time(tmp_path):
         load_strategies([json.dumps("9" * 5000)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_inputs", [8, pytest.param(100, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_damaged_documents_of_commands_are_carried_out_or_refused(tmp_path, command, num_inputs):
