@@ -190,6 +190,13 @@ def test_the_head_is_asked_about_labelled_tokens_alone():
     assert asked[-5:] == [1, 2 + 8, 1, 4 + 2, 10 + 8 + 3]
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_sequences_run_one_by_one_are_asked_about_labelled_tokens_alone():
+    worst, _ = run_distributed(check_prompts, 2, "bloom", ("2x<1,1>", "1x<1,2>"))[0]
+    assert_parity(worst)
+
+
 def check_chunks():
     """Head and loss five tokens at a time, by half of the vocabulary."""
     losses._CHUNK_ELEMENTS["cpu"] = 5 * (VOCAB_SIZE // 2 + 1)

@@ -16,7 +16,7 @@ from ds_hydra.records.events import simulate_plan
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
 from ds_hydra.sampler.planner import candidate as candidate_module
 from ds_hydra.sampler.planner.candidate import OneStrategy, Phases, find_menus
-from ds_hydra.sampler.planner.group_steps import MAX_CUTS, Cuts, MixedGroups, plan_steps
+from ds_hydra.sampler.planner.group_steps import MAX_CUTS, Cuts, MixedGroups, find_cuts, plan_steps
 from ds_hydra.sampler.planner.iteration import fastest, plan_iteration, plan_with_time
 from ds_hydra.sampler.planner.phase_plan import PhasePlan, PlanningProblem
 from ds_hydra.sampler.planner.planner_settings import PlannerSettings
@@ -403,6 +403,15 @@ def test_sizes_that_do_not_divide_the_ranks_are_in_no_menu():
     found, time_ms = plan([200, 28], strategies, settings, profile, 8)
     assert str(found.strategy) == "1x<cp7,1;gather> + 1x<1,1;gather>", "as it is written"
     assert time_ms == pytest.approx(200 / 7)
+
+
+def test_the_widest_group_of_96_ranks_is_there():
+    """Sizes that divide the ranks, of which 96 is no power of two."""
+    sizes = (1, 2, 4, 8, 16, 32, 96)
+    assert num_cuts(96, sizes) > MAX_CUTS
+    first = find_cuts(96, sizes).first
+    assert 0 < len(first) <= MAX_CUTS
+    assert [0, 0, 0, 0, 0, 0, 1] in first.tolist()
 
 
 def held_profile():
