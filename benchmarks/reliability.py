@@ -53,7 +53,7 @@ import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra
 from example_runs import measure_examples
-from fuzzing import check, fuzz_run_folders, fuzz_with_coverage, inputs_like, targets
+from fuzzing import check, fuzz_run_folders, inputs_like, targets
 from holdings import Holdings, train_random_iteration
 from lost_ranks import measure_between, measure_gathered, measure_kills, measure_phases
 from models import tiny
@@ -287,22 +287,15 @@ def without_failures(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_fuzz(records: Records, num_inputs: int) -> None:
-    """Every reader under hypothesis and under a coverage-guided fuzzer; raises where one crashes,
-    or is slow.
-    """
+    """Every reader under hypothesis; raises where one crashes, or is slow."""
     folder = records.folder / "fuzz"
     folder.mkdir(exist_ok=True)
     gc.collect()
     gc.freeze()  # collecting the libraries' objects takes a quarter of a second, for which no reader is to blame
     readers = targets(folder)
-    for name in readers:
-        keys = {"reader": name, "fuzzer": "coverage", "num": num_inputs}
-        records.measure(
-            "fuzz", keys, lambda name=name: fuzz_with_coverage(name, num_inputs, folder)
-        )
     for piece in range(-(-num_inputs // HYPOTHESIS_PIECE)):
         for name, (reader, valid) in readers.items():
-            keys = {"reader": name, "fuzzer": "hypothesis", "piece": piece}
+            keys = {"reader": name, "piece": piece}
             records.measure(
                 "fuzz", keys, lambda r=reader, v=valid, piece=piece: run_hypothesis(r, v, piece)
             )
@@ -352,7 +345,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=500, help="damaged, of each command")
     parser.add_argument("--configurations", type=int, default=10_000, help="hostile ones")
     parser.add_argument("--rounds", type=int, default=2, help="of all examples")
-    parser.add_argument("--inputs", type=int, default=100_000, help="per reader and fuzzer")
+    parser.add_argument("--inputs", type=int, default=100_000, help="per reader")
     options = parser.parse_args()
     if unknown := set(options.parts) - PARTS.keys():
         parser.error(f"unknown part {sorted(unknown)}, expected some of {', '.join(PARTS)}")

@@ -342,33 +342,22 @@ def describe_configurations(records: list[dict[str, Any]]) -> str:
     )
 
 
-FUZZERS = ("hypothesis", "coverage")
-
-
 def describe_fuzz(records: list[dict[str, Any]]) -> str:
     rows = []
     for name in dict.fromkeys(r["reader"] for r in records):
-        for fuzzer in FUZZERS:
-            mine = [r for r in records if (r["reader"], r["fuzzer"]) == (name, fuzzer)]
-            if mine:
-                total = [sum(r[key] for r in mine) for key in ("inputs", "accepted")]
-                slowest = max(r["slowest_ms"] for r in mine)
-                growth = max(r["rss_growth_mib"] for r in mine)
-                rows.append(
-                    [name, fuzzer, f"{total[0]:,}", f"{total[1]:,}", 0, f"{slowest:.1f}", f"{growth:.1f}",
-                     mine[0].get("edges", "")]
-                )  # fmt: skip
-    num_readers = len({r["reader"] for r in records})
-    totals = [sum(r["inputs"] for r in records if r["fuzzer"] == fuzzer) for fuzzer in FUZZERS]
-    is_complete = min(totals) >= num_readers * 100_000
+        mine = [r for r in records if r["reader"] == name]
+        total = [sum(r[key] for r in mine) for key in ("inputs", "accepted")]
+        slowest = max(r["slowest_ms"] for r in mine)
+        growth = max(r["rss_growth_mib"] for r in mine)
+        rows.append([name, f"{total[0]:,}", f"{total[1]:,}", 0, f"{slowest:.1f}", f"{growth:.1f}"])
+    is_complete = sum(r["inputs"] for r in records) >= len(rows) * 100_000
     return paragraphs(
         "Each input is read, or refused with an error of ds_hydra; anything else, or more than 1 s of CPU time, "
-        "ends the benchmark. `hypothesis` draws valid documents with changed places and any JSON value in any "
-        "first-level place; `coverage` is libFuzzer (atheris) with a mutator that keeps inputs JSON: what reaches "
-        "new code of a reader is kept and changed further."
+        "ends the benchmark. hypothesis draws valid documents with changed places and any JSON value in any "
+        "first-level place."
         + ("" if is_complete else " Not complete: the same command continues up to 100,000 inputs a row."),
         table(
-            ["reader", "fuzzer", "inputs", "accepted", "other errors", "slowest ms", "RSS growth MiB", "edges"],
+            ["reader", "inputs", "accepted", "other errors", "slowest ms", "RSS growth MiB"],
             rows,
         ),
     )  # fmt: skip

@@ -95,12 +95,6 @@ def stock_step(engine: Any, examples: Examples) -> float:
     return float(loss) / total
 
 
-def losses_under(engine: Any, data: Sequence[Examples], strategies: Sequence[str]) -> list[float]:
-    """Of one iteration for each global batch of `data`, under the strategy at its place."""
-    pairs = zip(data, strategies, strict=True)
-    return [float(engine.train_batch(batch, strategy=strategy)) for batch, strategy in pairs]
-
-
 def full_states(engine: Any, params: Sequence[nn.Parameter]) -> list[dict[str, Tensor]]:
     """fp32 master weight and Adam moments of every parameter, gathered."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state

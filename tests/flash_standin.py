@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import types
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 
@@ -19,6 +20,8 @@ from ds_hydra.engine.model import (
     attention_cudnn,
     attention_kernels,
 )
+from ds_hydra.engine.model.attention_contract import Demand
+from ds_hydra.engine.model.attention_operator import KernelUse
 
 
 def _scores(query, key, scale, window, softcap, num_before):
@@ -454,6 +457,18 @@ def installed(*names):
         attention_choice._in_use.update(before[1])
         for library in libraries:
             library._destroy()
+
+
+def engine_uses(name):
+    """While open, engines attend by the kernel of that name, in whatever type they compute."""
+
+    def select(config, _device, dtype, **_):
+        for widths in attention_choice.head_widths(config):
+            use = KernelUse.of(attention_kernels.load_kernel(name), Demand(*widths, dtype))
+            attention_choice._in_use[(*widths, dtype, False)] = use
+        return []
+
+    return mock.patch("ds_hydra.engine.model.stage_model.select_kernels", select)
 
 
 def forget():

@@ -8,10 +8,7 @@ import copy
 import json
 import logging
 import random
-import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -332,32 +329,3 @@ def fuzz_run_folders(folder: Path, num_folders: int, seed: int = 1) -> dict[str,
         assert seconds < SLOWEST_S, f"folder {seed}-{number}, {damage}: {seconds:.1f} s"
         slowest = max(slowest, seconds)
     return {"inputs": num_folders, **outcomes, "slowest_ms": 1e3 * slowest}
-
-
-def broken(document: Any) -> None:
-    """A reader with a mistake that random changes hardly find: what a fuzzer is tried on."""
-    if document.get("depth") == 7:
-        count = document.get("count")
-        if type(count) is int and count > 1 << 39:
-            text = document.get("text")
-            if isinstance(text, str) and "<" in text:
-                document["ratio"] = 1 // (len(text) - len(text))
-
-
-BROKEN = broken, {"depth": 0, "count": 3, "text": "abc"}
-
-
-def fuzz_with_coverage(name: str, num_inputs: int, folder: Path, seed: int = 1) -> dict[str, float]:
-    """What `fuzz_coverage.py` counts, run in a process of its own; raises CalledProcessError where
-    it fails.
-    """
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("fuzz_coverage.py")),
-        name,
-        str(num_inputs),
-    ]
-    ended = subprocess.run([*command, str(folder), str(seed)], capture_output=True, text=True)
-    ended.check_returncode()
-    counts = json.loads((folder / f"{name}.json").read_text())
-    return counts | {"edges": int(re.findall(r"DONE +cov: (\d+)", ended.stderr)[-1])}

@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,6 @@ class Hosts:
         self._wire = wire
         self._holders: list[subprocess.Popen[str]] = []
         self._inits: list[int] = []
-        self._jobs: list[subprocess.Popen[str]] = []
         self._as_root = os.geteuid() == 0
 
     def __enter__(self) -> Hosts:
@@ -115,34 +114,12 @@ class Hosts:
         """End all hosts with everything that runs in them."""
         for holder in reversed(self._holders):
             holder.kill()
-        for job in [*self._holders, *self._jobs]:
+        for job in self._holders:
             job.wait()
             for pipe in (job.stdin, job.stdout):
                 if pipe is not None:
                     pipe.close()
-        self._holders, self._jobs, self._inits = [], [], []
-
-    def start(
-        self,
-        host: int,
-        command: Sequence[str],
-        *,
-        folder: str | Path,
-        log: str | Path,
-        env: Mapping[str, str] | None = None,
-    ) -> subprocess.Popen[str]:
-        """Start `command` on a host, in `folder`; its output goes to the file `log`."""
-        line = f"cd {shlex.quote(str(folder))} && exec {shlex.join(map(str, command))}"
-        with open(log, "w") as file:
-            job = subprocess.Popen(
-                [*self._enter(self._inits[host]), "sh", "-c", line],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
-                text=True,
-            )
-        self._jobs.append(job)
-        return job
+        self._holders, self._inits = [], []
 
     def run(self, host: int, command: str) -> str:
         """What a shell command prints on a host."""

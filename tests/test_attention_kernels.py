@@ -10,7 +10,6 @@ import math
 import os
 import re
 import types
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -18,7 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from flash_standin import CUDNN, LONG_TOKENS, PACKAGES, VARLEN, forget, installed
+from flash_standin import (
+    CUDNN,
+    LONG_TOKENS,
+    PACKAGES,
+    VARLEN,
+    engine_uses,
+    forget,
+    installed,
+)
 from models import tiny
 from operators import Watching
 from test_engine_parity import assert_parity, check_gradients
@@ -509,18 +516,6 @@ def test_the_doctor_tries_the_widths_that_models_have(flash_2_on_a_device, monke
     assert "not flash_attention_3: flash-attn-3 is not installed" in found.text
 
 
-def test_a_torch_without_a_kernel_is_named(caplog):
-    with installed():
-        select_kernels(PLAIN, CPU, torch.float32)
-        assert not caplog.messages
-        select_kernels(PLAIN, CPU, HALF)
-    (warning,) = caplog.messages
-    assert (
-        "not cudnn: it is left out; not flash_attention_2: flash-attn is not installed; not varlen: it is"
-        in warning
-    )
-
-
 def test_softcap_without_a_kernel_is_refused_on_a_device():
     with installed("flash_attention_2"):
         assert select_kernels(CAPPED, CPU, HALF)[0].name == "flash_attention_2"
@@ -540,16 +535,6 @@ def test_copies_of_gradients_are_counted_where_the_kernel_makes_them():
             select_kernels(PLAIN, CPU, HALF)
             found = attention_choice.keeps_copies("auto")
             assert found == (package in ("flash_attention_2", VARLEN))
-
-
-def test_a_kernel_says_what_it_takes():
-    with installed(*ALL):
-        for package in ALL:
-            kernel = load_kernel(name_of(package))
-            assert dataclasses.is_dataclass(kernel)
-            assert kernel.padded_widths(20, 12) == (
-                (24, 16) if name_of(package)[-1] == "4" else (24, 24)
-            )
 
 
 def apart(calls):
@@ -661,35 +646,6 @@ def test_what_backward_by_another_kernel_reads_by_its_address_is_contiguous():
     assert lse.is_contiguous()
 
 
-@pytest.mark.parametrize(
-    ("lengths", "long"),
-    [
-        ([5, 130, 7, 101, 100, 3, 1], [256, 128, 128]),  # behind others, side by side
-        ([110, 4], [128]),
-        ([4, 110], [128]),
-        ([128], [128]),  # nothing to pad, and nothing beside it
-        ([110], [128]),
-        ([100, 300], [128, 384]),
-        ([99, 5], []),
-    ],
-)
-@pytest.mark.parametrize("lse_dims", [3, 4])
-def test_long_sequences_run_apart_by_cudnn(lengths, long, lse_dims):
-    inputs, weight = packed_inputs(lengths)
-    with installed(CUDNN) as calls:
-        calls[CUDNN].lse_dims = lse_dims
-        found = attend_planned(calls[CUDNN], inputs, weight, lengths)
-    torch.testing.assert_close(found, attend_one_by_one(inputs, weight, lengths), **EXACT)
-    rest = min(lengths) < LONG_TOKENS
-    passes = [(call["pass"], call.get("tokens")) for call in calls[CUDNN]]
-    assert passes == [
-        *(("forward", tokens) for tokens in long),
-        *[("forward", None)] * rest,
-        *(("backward", tokens) for tokens in long),
-        *[("backward", None)] * rest,
-    ]
-
-
 @pytest.mark.parametrize("window", [None, 9, 130])
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_windows_that_hide_something_and_sinks_are_not_for_cudnn(window, has_sinks):
@@ -716,8 +672,19 @@ def test_as_many_long_sequences_run_apart_as_have_a_place():
     assert len(boundaries[2]) == len(PackedMicroBatch.build([3], CPU).boundaries[2])
 
 
-PIECES = (
-    # (sequence's length, begin, end), and calls as (padded queries, keys)
+def whole(*lengths):
+    return [(length, 0, length) for length in lengths]
+
+
+APART = (
+    # Segments as (sequence's length, begin, end), and calls as (padded queries, keys)
+    (whole(5, 130, 7, 101, 100, 3, 1), [(256, 256), (128, 128), (128, 128)]),  # behind others, side by side
+    (whole(110, 4), [(128, 128)]),
+    (whole(4, 110), [(128, 128)]),
+    (whole(128), [(128, 128)]),  # nothing to pad, and nothing beside it
+    (whole(110), [(128, 128)]),
+    (whole(100, 300), [(128, 128), (512, 512)]),
+    (whole(99, 5), []),
     ([(400, 300, 400)], [(128, 288), (128, 128)]),  # 12 keys go to the square
     ([(600, 540, 570), (30, 0, 30), (300, 0, 300)], [(32, 528), (64, 64), (512, 512)]),
     ([(300, 10, 300)], [(512, 512)]),  # too few keys before for a block
@@ -725,17 +692,17 @@ PIECES = (
     ([(5, 2, 5), (900, 700, 900), (7, 0, 7)], [(256, 688), (256, 256)]),
     ([(90, 60, 90), (12, 3, 12)], []),
     ([(4000, 3990, 4000)], []),  # too few queries to fill a device
-)
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("pieces", "apart"), PIECES)
+@pytest.mark.parametrize(("segments", "apart"), APART)
 @pytest.mark.parametrize("lse_dims", [3, 4])
-def test_pieces_of_sequences_run_apart_by_cudnn(pieces, apart, lse_dims, monkeypatch):
-    """Over the first keys without a mask, and as a causal square over the others."""
+def test_long_segments_run_apart_by_cudnn(segments, apart, lse_dims, monkeypatch):
+    """Pieces over the first keys without a mask, and as a causal square over the others."""
     monkeypatch.setattr(attention_cudnn, "_GRID_TOKENS", 16)
     monkeypatch.setattr(attention_cudnn, "_GRID_STEPS", 1)
-    segments = [Segment(n, *piece) for n, piece in enumerate(pieces)]
-    sequence_lengths = [length for length, _, _ in pieces]
+    sequence_lengths = [length for length, _, _ in segments]
+    segments = [Segment(n, *segment) for n, segment in enumerate(segments)]
     lengths, key_lengths = [s.end - s.begin for s in segments], [s.end for s in segments]
     inputs, weight = packed_inputs(lengths, key_lengths)
     wanted = attend_one_by_one(inputs, weight, lengths, key_lengths)
@@ -796,77 +763,41 @@ def test_padded_lengths_are_few():
         assert length <= padded < length * 17 / 16
         found.add(padded)
     assert len(found) == 4 * 16 + 1
-    fits = torch.empty(4352, 2, 8)
-    assert on_grid(fits).data_ptr() == fits.data_ptr(), "nothing is copied"
-    for tokens in (4300, 4310):  # of one head, whose stride is no matter elsewhere
-        head = torch.empty(1, tokens, 8).transpose(0, 1)
-        assert on_grid(head).stride() == (4352 * 8, 8, 8, 1)
-    head = torch.empty(1, 4352 + 5, 8)[:, 5:].transpose(0, 1)
-    assert on_grid(head).stride() == (4352 * 8, 8, 8, 1)
 
 
-def test_the_trial_of_cudnn_has_padded_long_segments_beside_short_ones():
-    with installed(CUDNN, VARLEN) as calls:
-        (choice,) = select_kernels(PLAIN, CPU, HALF)
-        assert (choice.name, choice.failed) == (CUDNN, ())
-        assert 0 < choice.error < 2e-2
-        num_calls = len(calls[CUDNN])
-        plan([LONG_TOKENS])
-        assert len(calls[CUDNN]) == num_calls, "heads of the trial are none of the model's"
-    # A sequence of 105 is a square of 128; 30 queries of 196 keys are 30 of 128 keys, and a square
-    # of 68, which is one of 128. Plans of a square and of the block, then all of them.
-    assert Counter(apart(calls[CUDNN])) == {("forward", 128): 2 * 2 + 3, ("backward", 128): 2 + 3}
-    # Each case twice forward: by varlen alone, then beside what runs apart
-    assert Counter(call["pass"] for call in calls[VARLEN]) == {"forward": 10, "backward": 5}
+def raises(error):
+    def fault(*_):
+        raise error
+
+    return fault
 
 
-def wrong_tail(_forward, backward):
-    def differentiate(*inputs):
-        grads = backward(*inputs)
-        ends = inputs[6]
-        if ends.long:
-            grads[1][ends.long[-1].last - 20 :] *= 1.3  # dk of the last keys of the long sequence
-        return grads
-
-    return {"backward": differentiate}
-
-
-def nan_output(forward, _backward):
-    def attend(*inputs):
-        out, lse = forward(*inputs)
-        return (out * float("nan"), lse) if inputs[3].long else (out, lse)
-
-    return {"forward": attend}
-
-
-def raises(error, way):
-    def build(forward, backward):
-        def run(*inputs):
-            ends = inputs[3 if way == "forward" else 6]
-            if ends.long:
-                raise error
-            return (forward if way == "forward" else backward)(*inputs)
-
-        return {way: run}
-
-    return build
+def wrong_tail(grads, ends):
+    grads[1][ends.long[-1].last - 20 :] *= 1.3  # dk of the last keys of the long sequence
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"),
+    ("way", "fault", "reason"),
     [
-        (wrong_tail, r"it is off by \d\.\de-\d\d, at most 0.02 is expected"),
-        (nan_output, "it is off by nan, at most 0.02 is expected"),
-        (raises(RuntimeError("no plan\nmore"), "forward"), "it refuses: no plan"),
-        (raises(RuntimeError("no engine"), "backward"), "it refuses: no engine"),
-        (raises(KeyError("lse"), "backward"), "it refuses: 'lse'"),
+        ("backward", wrong_tail, r"it is off by \d\.\de-\d\d, at most 0.02 is expected"),
+        ("forward", lambda outputs, _: outputs[0].fill_(math.nan), "it is off by nan, at most 0.02 is expected"),
+        ("forward", raises(RuntimeError("no plan\nmore")), "it refuses: no plan"),
+        ("backward", raises(RuntimeError("no engine")), "it refuses: no engine"),
+        ("backward", raises(KeyError("lse")), "it refuses: 'lse'"),
     ],
 )  # fmt: skip
-def test_cudnn_that_fails_its_trial_leaves_attention_to_varlen(fault, reason, caplog):
+def test_cudnn_that_fails_its_trial_leaves_attention_to_varlen(way, fault, reason, caplog):
     with installed(CUDNN, VARLEN):
         kernel = load_kernel(CUDNN)
-        broken = dataclasses.replace(kernel, **fault(kernel.forward, kernel.backward))
-        attention_kernels._loaded[CUDNN] = broken
+        run = getattr(kernel, way)
+
+        def run_wrong(*inputs):
+            found, ends = run(*inputs), inputs[3 if way == "forward" else 6]
+            if ends.long:
+                fault(found, ends)
+            return found
+
+        attention_kernels._loaded[CUDNN] = dataclasses.replace(kernel, **{way: run_wrong})
         (choice,) = select_kernels(PLAIN, CPU, HALF)
         assert (choice.name, choice.failed) == (VARLEN, (CUDNN,))
         assert kernel_for(64, 64, HALF, False).name == VARLEN
@@ -928,13 +859,6 @@ def test_heads_that_come_too_late_for_a_trial_run_by_a_kernel_that_needs_none():
         assert kernel_for(32, 32, HALF, False).name == VARLEN
 
 
-def use_cudnn(config, _device, dtype, **_):
-    """What `select_kernels` does, in fp32."""
-    (widths,) = attention_choice.head_widths(config)
-    attention_choice._in_use[(*widths, dtype, False)] = KernelUse(CUDNN, *widths)
-    return []
-
-
 def noted(events, word, run):
     def run_and_note(*arguments, **options):
         events.append(word)
@@ -949,7 +873,7 @@ def check_engine_with_cudnn():
     build, opens = attention_cudnn._Plans.build, StrategyLinks.open
     with (
         installed(CUDNN) as calls,
-        mock.patch("ds_hydra.engine.model.stage_model.select_kernels", use_cudnn),
+        engine_uses(CUDNN),
         mock.patch.object(attention_contract, "LONG_TOKENS", 8),
         mock.patch.object(attention_cudnn, "_GRID_TOKENS", 2),
         mock.patch.object(attention_cudnn, "_WORTH_FLOPS", 0),
@@ -963,6 +887,7 @@ def check_engine_with_cudnn():
     return first, again, passes, events
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_strategies_have_one_gradient_where_long_sequences_run_apart():
     first, again, passes, events = run_distributed(check_engine_with_cudnn, 2)[0]

@@ -71,7 +71,7 @@ def resume_everywhere(folder, num_workers, precision):
     """Two epochs in one go, and in three parts; candidates are left to the planner."""
     save_dir = f"{folder}/saved"
     engine = start(folder, tiny("llama_tied"), **precision)
-    whole = train(engine, 14)
+    losses, consumed = train(engine, 14)
     engine.destroy()
     engine = start(folder, tiny("llama_tied"), **precision)
     parts = [train(engine, 3)]
@@ -81,13 +81,21 @@ def resume_everywhere(folder, num_workers, precision):
     engine.load_checkpoint(save_dir)
     parts.append(train(engine, 2))
     engine.save_checkpoint(save_dir)
-    parts.append(train(engine, 4))
+    assert train(engine, 4)[0] == losses[5:9]
     engine.destroy()
     # The last four iterations are lost and trained once more.
     engine = start(folder, tiny("llama_tied", seed=2), **precision)
     engine.load_checkpoint(save_dir)
-    again = train(engine, 9)
-    return whole, parts, again, engine.global_steps
+    parts.append(train(engine, 9))
+    assert [loss for own, _ in parts for loss in own] == losses
+    assert [rows for _, own in parts for rows in own] == consumed
+    assert engine.global_steps == 14
+    order = [row for drawn in consumed for row in drawn]
+    assert len(order) >= 2 * NUM_SEQUENCES
+    for epoch in range(2):
+        once = order[epoch * NUM_SEQUENCES : (epoch + 1) * NUM_SEQUENCES]
+        assert sorted(once) == list(range(NUM_SEQUENCES)), epoch
+    assert Path(save_dir, "latest").read_text() == "global_step5"
 
 
 @pytest.mark.distributed
@@ -99,22 +107,11 @@ def resume_everywhere(folder, num_workers, precision):
 def test_resume_is_bit_identical_and_every_sequence_is_trained_once_an_epoch(
     tmp_path, num_workers, precision
 ):
-    result = run_distributed(resume_everywhere, 4, str(tmp_path), num_workers, precision)[0]
-    (losses, consumed), parts, (again_losses, again_consumed), steps = result
-    assert parts[0][0] + parts[1][0] + parts[2][0] == losses[:9]
-    assert parts[0][0] + parts[1][0] + again_losses == losses
-    assert parts[0][1] + parts[1][1] + again_consumed == consumed
-    assert steps == 14
-    order = [row for drawn in parts[0][1] + parts[1][1] + again_consumed for row in drawn]
-    assert len(order) >= 2 * NUM_SEQUENCES
-    for epoch in range(2):
-        once = order[epoch * NUM_SEQUENCES : (epoch + 1) * NUM_SEQUENCES]
-        assert sorted(once) == list(range(NUM_SEQUENCES)), epoch
-    assert (tmp_path / "saved/latest").read_text() == "global_step5"
+    run_distributed(resume_everywhere, 4, str(tmp_path), num_workers, precision)
 
 
 def resume_with_other_strategies(folder):
-    """What is planned with after a run of `1x<2,1>` whose profile was measured for that alone."""
+    """A run of `1x<2,1>` goes on, whose profile was measured for that alone."""
     from ds_hydra.engine import candidates
 
     def measure(_propagator, strategies, _config, **_options):
@@ -123,30 +120,31 @@ def resume_with_other_strategies(folder):
         own = [s for s in document["schemes"] if (s["tp"], s["pp"]) in degrees]
         return document | {"schemes": own}
 
-    candidates.measure_profile = measure
-    engine = start(folder, tiny("llama"), hydra={"profile": None, "strategies": ["1x<2,1>"]})
-    engine.train_batch()
-    engine.save_checkpoint(f"{folder}/saved")
-    engine.destroy()
-    found = []
-    both = ["2x<1,1>", "1x<2,1>"]
-    for strategies in (["1x<2,1>"], ["2x<1,1>"], None, both, ["1x<sp2,1>"]):
+    def planned(strategies, *, loads=True, saves=False):
         engine = start(folder, tiny("llama"), hydra={"profile": None, "strategies": strategies})
-        engine.load_checkpoint(f"{folder}/saved")
+        if loads:
+            engine.load_checkpoint(f"{folder}/saved")
         engine.train_batch()
-        found.append(sorted(map(str, engine.hydra.source.candidates.strategies)))
-        if strategies is both:  # from which follow times of <sp2,1>
+        found = sorted(map(str, engine.hydra.source.candidates.strategies))
+        if saves:
             engine.save_checkpoint(f"{folder}/saved")
         engine.destroy()
-    return found
+        return found
+
+    with mock.patch.object(candidates, "measure_profile", measure):
+        planned(["1x<2,1>"], loads=False, saves=True)
+        for strategies in (["1x<2,1>"], ["2x<1,1>"]):
+            assert planned(strategies) == strategies
+        assert set(planned(None)) >= {"1x<2,1>", "2x<1,1>"}
+        both = ["1x<2,1>", "2x<1,1>"]
+        assert planned(both, saves=True) == both
+        assert planned(["1x<sp2,1>"]) == ["1x<sp2,1>"]  # whose times follow from both
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_goes_on_with_other_strategies_than_its_profile_was_measured_for(tmp_path):
-    for found in run_distributed(resume_with_other_strategies, 2, str(tmp_path)):
-        assert found[:2] == [["1x<2,1>"], ["2x<1,1>"]]
-        assert set(found[2]) >= {"1x<2,1>", "2x<1,1>"}
-        assert found[3:] == [["1x<2,1>", "2x<1,1>"], ["1x<sp2,1>"]]
+    run_distributed(resume_with_other_strategies, 2, str(tmp_path))
 
 
 def frozen(model):
@@ -195,50 +193,34 @@ def save_all(folder):
     return continued
 
 
-def load_all(folder, old_world):
-    continued, differing = {}, []
+def load_all(folder, old_world, continued):
+    """The same state, and training goes on as in `continued`."""
     for kind, sections in SETTINGS.items():
         save_dir = f"{folder}/{kind}_{old_world}"
-        candidates = {"strategies": ["2x<1,1>", "1x<2,1>"]} if kind == "fp32" else None
-        engine = start(folder, make(kind, seed=3), hydra=candidates, **sections)
+        own = {"strategies": ["2x<1,1>", "1x<2,1>"]} if kind == "fp32" else None
+        engine = start(folder, make(kind, seed=3), hydra=own, **sections)
         _, client_state = engine.load_checkpoint(save_dir)
-        states, weights, counts = gathered(engine)
         expected = torch.load(f"{save_dir}/expected.pt", weights_only=True)
-        for mine, theirs in zip(states, expected[0], strict=True):
-            differing += [(kind, key) for key in mine if not torch.equal(mine[key], theirs[key])]
-        differing += [
-            (kind, name) for name in weights if not torch.equal(weights[name], expected[1][name])
-        ]
-        if counts != expected[2]:
-            differing.append((kind, counts))
-        if client_state.get("mine") != [1, "two"]:
-            differing.append((kind, client_state))
-        continued[kind] = train(engine, 3)
+        torch.testing.assert_close(gathered(engine)[:2], expected[:2], rtol=0, atol=0)
+        assert gathered(engine)[2] == expected[2], kind
+        assert client_state.get("mine") == [1, "two"], kind
+        losses, consumed = train(engine, 3)
+        wanted_losses, wanted_consumed = continued[kind]
+        assert consumed == wanted_consumed, kind
+        tolerance = 5e-3 if kind == "bf16" else 1e-5  # another strategy sums in another order
+        assert losses == pytest.approx(wanted_losses, rel=tolerance), kind
         engine.destroy()
-    return differing, continued
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Checkpoints of 2 and of 4 ranks, and how training went on from them."""
-    folder = tmp_path_factory.mktemp("saved")
-    return folder, {world: run_distributed(save_all, world, str(folder))[0] for world in (2, 4)}
-
-
-@pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("old_world", "new_world"), [pytest.param(4, 2, marks=pytest.mark.nightly), (2, 4), (4, 3)]
+    ("old_world", "new_world"),
+    [(4, 3), *(pytest.param(*worlds, marks=pytest.mark.nightly) for worlds in ((4, 2), (2, 4)))],
 )
-def test_resume_on_another_number_of_ranks(saved, old_world, new_world):
-    folder, continued = saved
-    for differing, curves in run_distributed(load_all, new_world, str(folder), old_world):
-        assert not differing
-        for kind, (losses, consumed) in curves.items():
-            wanted_losses, wanted_consumed = continued[old_world][kind]
-            assert consumed == wanted_consumed, kind
-            tolerance = 5e-3 if kind == "bf16" else 1e-5  # another strategy sums in another order
-            assert losses == pytest.approx(wanted_losses, rel=tolerance), kind
+def test_resume_on_another_number_of_ranks(tmp_path, old_world, new_world):
+    continued = run_distributed(save_all, old_world, str(tmp_path))[0]
+    run_distributed(load_all, new_world, str(tmp_path), old_world, continued)
 
 
 def exchange_with_stock(folder):
@@ -246,7 +228,6 @@ def exchange_with_stock(folder):
     alone.
     """
     data = batches(6)
-    outcome = {}
     model = tiny("llama_tied")
     stock = start_stock(copy.deepcopy(model))
     engine = start_hydra(model)
@@ -255,35 +236,29 @@ def exchange_with_stock(folder):
         engine.train_batch(examples, strategy="2x<2,1>")
     stock.save_checkpoint(f"{folder}/stock")
     engine.save_checkpoint(f"{folder}/ours")
-    outcome["uninterrupted"] = [stock_step(stock, e) for e in data[3:]]
-    stock = start_stock(tiny("llama_tied", seed=1))
-    stock.load_checkpoint(f"{folder}/ours")
-    outcome["stock from ours"] = [stock_step(stock, e) for e in data[3:]]
-    ours = start_hydra(tiny("llama_tied", seed=1))
-    ours.load_checkpoint(f"{folder}/stock")
-    outcome["ours from stock"] = [float(ours.train_batch(e, strategy="1x<1,4>")) for e in data[3:]]
+    wanted = [stock_step(stock, e) for e in data[3:]]
+
+    def check(start, of, step, **sections):
+        other = start(tiny("llama_tied", seed=1), **sections)
+        other.load_checkpoint(f"{folder}/{of}")
+        losses = [float(step(other, examples)) for examples in data[3:]]
+        torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=0)
+        assert other.global_steps == 6
+
+    check(start_stock, "ours", stock_step)
+    check(start_hydra, "stock", lambda e, batch: e.train_batch(batch, strategy="1x<1,4>"))
     if dist.get_rank() == 0:
         convert_to_universal(Path(folder, "ours"))
     dist.barrier()
-    ours = start_hydra(tiny("llama_tied", seed=1), checkpoint={"load_universal": True})
-    ours.load_checkpoint(f"{folder}/ours")
-    outcome["ours from universal"] = [
-        float(ours.train_batch(e, strategy="4x<1,1>")) for e in data[3:]
-    ]
-    outcome["steps"] = (ours.global_steps, stock.global_steps)
-    outcome["trained"] = float(engine.eval_batch(data[5], strategy="4x<1,1>"))
-    for option in ({"load_module_only": True}, {"load_optimizer_states": False}):
+    universal = {"checkpoint": {"load_universal": True}}
+    check(start_hydra, "ours", lambda e, b: e.train_batch(b, strategy="4x<1,1>"), **universal)
+    trained = float(engine.eval_batch(data[5], strategy="4x<1,1>"))
+    for option, num_steps in (("load_module_only", 0), ("load_optimizer_states", 3)):
         fresh = start_hydra(tiny("llama_tied", seed=1))
-        fresh.load_checkpoint(f"{folder}/ours", **option)
-        steps = {float(s["step"]) for s in fresh.optimizer.optimizer.state.values()}
+        fresh.load_checkpoint(f"{folder}/ours", **{option: num_steps == 0})
         moments = [s["exp_avg"].abs().max() for s in fresh.optimizer.optimizer.state.values()]
-        outcome[next(iter(option))] = (
-            float(fresh.eval_batch(data[5], strategy="4x<1,1>")),
-            fresh.global_steps,
-            steps,
-            float(max(moments, default=0)),
-        )
-    return outcome
+        assert float(fresh.eval_batch(data[5], strategy="4x<1,1>")) == trained
+        assert (fresh.global_steps, float(max(moments, default=0))) == (num_steps, 0)
 
 
 def convert_to_universal(folder):
@@ -307,18 +282,7 @@ def convert_to_universal(folder):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_files_are_exchanged_with_stock_deepspeed(tmp_path):
-    outcome = run_distributed(exchange_with_stock, 4, str(tmp_path))[0]
-    for way in ("stock from ours", "ours from stock", "ours from universal"):
-        torch.testing.assert_close(
-            outcome[way], outcome["uninterrupted"], rtol=1e-5, atol=0, msg=way
-        )
-    assert outcome["steps"] == (6, 6)
-    loss, steps, _, momentum = outcome["load_module_only"]
-    assert loss == outcome["trained"]
-    assert (steps, momentum) == (0, 0.0)
-    loss, steps, _, momentum = outcome["load_optimizer_states"]
-    assert loss == outcome["trained"]
-    assert (steps, momentum) == (3, 0.0)
+    run_distributed(exchange_with_stock, 4, str(tmp_path))
 
 
 SHAPES = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 5)), min_size=1, max_size=6)
@@ -423,12 +387,15 @@ def test_weights_between_checkpoints_and_another_optimizer(tmp_path):
 
 
 def given_by_the_loader(folder):
-    """First tokens of the global batches that a loop over DeepSpeed's loader trains, and of those
-    that follow a resume.
+    """A loop over DeepSpeed's loader goes on where it was left, as told by first tokens of global
+    batches.
     """
 
-    def first_tokens(examples):
-        return [int(example["input_ids"][0]) for example in examples]
+    def first_tokens(batches, number):
+        return [
+            [int(example["input_ids"][0]) for example in examples]
+            for examples, _ in zip(batches, range(number))
+        ]
 
     engine, trained = start(folder, tiny("llama")), []
     for _ in range(3):  # the loader has no end, so that each loop is left
@@ -436,22 +403,20 @@ def given_by_the_loader(folder):
             if number == 2:
                 break
             engine.train_batch(examples)
-            trained.append(first_tokens(examples))
+            trained += first_tokens([examples], 1)
     engine.save_checkpoint(f"{folder}/given")
-    wanted = [first_tokens(b) for b, _ in zip(engine.hydra.source.iterate_examples(), range(2))]
+    wanted = first_tokens(engine.hydra.source.iterate_examples(), 2)
     engine.destroy()
     engine = start(folder, tiny("llama"))
-    whole = [first_tokens(b) for b, _ in zip(engine.training_dataloader, range(8))]
+    whole = first_tokens(engine.training_dataloader, 8)
+    assert whole == trained + wanted
     engine.load_checkpoint(f"{folder}/given")
-    found = [first_tokens(b) for b, _ in zip(engine.training_dataloader, range(2))]
-    return trained, wanted, found, whole
+    assert first_tokens(engine.training_dataloader, 2) == wanted
 
 
 @pytest.mark.distributed
 def test_a_loop_over_the_loader_goes_on_where_it_was_left(tmp_path):
-    for trained, wanted, found, whole in run_distributed(given_by_the_loader, 2, str(tmp_path)):
-        assert trained == whole[:6]
-        assert wanted == found == whole[6:]
+    run_distributed(given_by_the_loader, 2, str(tmp_path))
 
 
 def test_optimizers_are_told_apart_by_what_they_keep():
@@ -487,11 +452,11 @@ def test_schedulers_are_told_apart_by_where_they_keep_their_position():
 
 
 def save_what_is_empty(folder):
-    """How often each way to save was said to save nothing."""
+    """Weights that are saved empty are announced, once and by rank 0."""
     model = tiny("llama")
     engine = start_hydra(model)
     engine.train_batch(batches(1)[0])
-    counts = []
+    is_first = dist.get_rank() == 0
     with mock.patch.object(held_models.logger, "warning") as warn:
         for save in (
             lambda: model.save_pretrained(f"{folder}/{dist.get_rank()}"),
@@ -500,18 +465,15 @@ def save_what_is_empty(folder):
             lambda: engine.save_16bit_model(f"{folder}/weights"),
         ):
             save()
-            counts.append(warn.call_count)
+            assert warn.call_count == is_first
         with deepspeed.zero.GatheredParameters([*model.parameters()]):
             model.state_dict()
         engine.destroy()
         held_models._told_of_empty.discard(model)
         model.state_dict()  # still in shards
-        counts.append(warn.call_count)
-    return counts
+        assert warn.call_count == 2 * is_first
 
 
 @pytest.mark.distributed
 def test_weights_that_are_saved_empty_are_announced(tmp_path):
-    on_rank_0, on_rank_1 = run_distributed(save_what_is_empty, 2, str(tmp_path))
-    assert on_rank_0 == [1, 1, 1, 1, 2]
-    assert not any(on_rank_1)
+    run_distributed(save_what_is_empty, 2, str(tmp_path))

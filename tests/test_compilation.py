@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from distributed import run_distributed
-from flash_standin import CUDNN, installed
+from flash_standin import CUDNN, engine_uses, installed
 from models import tiny
 from test_engine_parity import assert_parity, check_gradients
 
@@ -99,7 +99,9 @@ def micro_batches(num_iterations):
         yield from filter(lambda part: sum(part) > 1, (lengths[:half], lengths[half:]))
 
 
-@pytest.mark.parametrize("kernel", ["flash_attention_2", CUDNN])
+@pytest.mark.parametrize(
+    "kernel", ["flash_attention_2", pytest.param(CUDNN, marks=pytest.mark.slow)]
+)
 def test_one_graph_of_a_layer_serves_all_lengths(traced, kernel):
     with installed(kernel) as calls, mock.patch.object(attention_contract, "LONG_TOKENS", 30):
         layers = Layers(kernel=kernel)
@@ -125,6 +127,7 @@ def test_one_graph_of_a_layer_serves_all_lengths(traced, kernel):
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_sinks_windows_and_padded_heads_are_in_the_graph(traced):
     """gpt-oss: layers with a window and without are two kinds."""
     with installed("flash_attention_2"):
@@ -174,44 +177,32 @@ def test_a_compiled_layer_launches_little_beside_products_and_attention(family):
     torch.testing.assert_close([first, second], wanted, rtol=1e-5, atol=1e-5)
 
 
-def use_standin(config, _device, dtype, **_):
-    """What `select_kernels` does, with a kernel that takes fp32."""
-    (widths,) = attention_choice.head_widths(config)
-    key = (*widths, dtype, False)
-    attention_choice._in_use[key] = KernelUse("flash_attention_2", *widths)
-    return []
-
-
 def check_engine():
     traces = functools.partial(torch.compile, backend="aot_eager")
     multiply = mock.Mock(side_effect=linear.multiply_into)
     with (
         installed("flash_attention_2") as calls,
-        mock.patch("ds_hydra.engine.model.stage_model.select_kernels", use_standin),
+        engine_uses("flash_attention_2"),
         mock.patch("ds_hydra.engine.transfer.stage_weights.multiply_into", multiply),
         mock.patch("torch.compile", traces),
     ):
-        worst = check_gradients("llama", ("1x<1,1>", "1x<1,1;ckpt=1>"), {"compile_layers": True})
+        strategies = ("1x<1,1>", "1x<1,1;ckpt=1>")
+        assert_parity(check_gradients("llama", strategies, {"compile_layers": True}))
     counters = torch._dynamo.utils.counters
-    passes = {call["pass"] for call in calls["flash_attention_2"]}
-    graphs, breaks = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-    return worst, graphs, breaks, passes, multiply.call_count
+    assert counters["stats"]["unique_graphs"] == 2, "of a layer, and of one that runs again"
+    others = [why for why in counters["graph_break"] if "function checkpointed" not in why]
+    assert not others, "\n".join(others)
+    assert {call["pass"] for call in calls["flash_attention_2"]} == {"forward", "backward"}
+    micro_batches, linears = 4, 4 * 7
+    added = "gradients of weights add up in products"
+    assert multiply.call_count == 2 * micro_batches * linears, added
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_layer_of_the_engine_is_one_graph():
     """With its hooks, slices that come and go, and where it runs again in backward."""
-    ((worst, graphs, breaks, passes, num_products),) = run_distributed(
-        check_engine, 1, timeout_s=600
-    )
-    assert_parity(worst)
-    assert graphs == 2, "of a layer, and of one that runs again"
-    others = [reason for reason in breaks if "function checkpointed" not in reason]
-    assert not others, "\n".join(others)
-    assert passes == {"forward", "backward"}
-    micro_batches, linears = 4, 4 * 7
-    assert num_products == 2 * micro_batches * linears, "gradients of weights add up in products"
+    run_distributed(check_engine, 1, timeout_s=600)
 
 
 def check_layers_that_run_again():

@@ -5,9 +5,7 @@ alone.
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
-import types
 
 import kernels_apart
 import pytest
@@ -15,8 +13,6 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from engines import loss_and_gradients, start_hydra
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from models import VOCAB_SIZE, tiny
 from single_process import (
     Examples,
@@ -194,6 +190,13 @@ def test_the_head_is_asked_about_labelled_tokens_alone():
     assert asked[-5:] == [1, 2 + 8, 1, 4 + 2, 10 + 8 + 3]
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_sequences_run_one_by_one_are_asked_about_labelled_tokens_alone():
+    worst, _ = run_distributed(check_prompts, 2, "bloom", ("2x<1,1>", "1x<1,2>"))[0]
+    assert_parity(worst)
+
+
 def check_chunks():
     """Head and loss five tokens at a time, by half of the vocabulary."""
     losses._CHUNK_ELEMENTS["cpu"] = 5 * (VOCAB_SIZE // 2 + 1)
@@ -206,30 +209,19 @@ def check_chunks():
         return chunks
 
     losses.HeadLoss.chunks = counting
-    worst = {}
     of_both = ("1x<2,1>", "1x<1,2>", "2x<1,1;gather>")
     capped = (*of_both, "1x<sp2,1>", "1x<cp2,1>")
     for family, strategies in (("llama_tied", of_both), ("gemma2", capped)):
-        found = check_gradients(family, strategies)
-        worst |= {(family, *case): value for case, value in found.items()}
-    return worst, max(numbers)
+        assert_parity(check_gradients(family, strategies))
+    assert max(numbers) > 10 or dist.get_rank() == 0
 
 
 @pytest.mark.distributed
 def test_head_and_loss_in_chunks_have_the_gradients_of_one_process():
-    worst, most_chunks = run_distributed(check_chunks, 2)[1]
-    assert_parity(worst)
-    assert most_chunks > 10
-
-
-@pytest.mark.distributed
-def test_sequences_run_one_by_one_are_asked_about_labelled_tokens_alone():
-    worst, _ = run_distributed(check_prompts, 2, "bloom", ("2x<1,1>", "1x<1,2>"))[0]
-    assert_parity(worst)
+    run_distributed(check_chunks, 2)
 
 
 def check_structures():
-    worst = {}
     for family, schemes in {
         "gpt2": ("2x<1,1>", "1x<1,2>", "1x<sp2,1>", "1x<1,2;ckpt=1>"),
         "gpt_neox": ("1x<2,1>", "1x<1,2>"),
@@ -240,40 +232,34 @@ def check_structures():
         "prophetnet": ("2x<1,1>",),
         "olmo_hybrid": ("1x<1,2>",),
     }.items():
-        found = check_gradients(family, schemes)
-        worst |= {(family, *case): value for case, value in found.items()}
-    return worst
+        assert_parity(check_gradients(family, schemes))
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_other_structures_have_the_gradients_of_one_process():
-    assert_parity(run_distributed(check_structures, 2)[0])
+    run_distributed(check_structures, 2)
 
 
 def check_boundaries():
     """Layers with states in packed micro-batches, where kernels keep sequences apart."""
     told = kernels_apart.install(modeling_olmo_hybrid)
     strategies = ("2x<1,1>", "1x<1,2>", "1x<1,2;ckpt=1>", "2x<1,1;gather>")
-    worst = check_gradients("olmo_hybrid", strategies)
+    assert_parity(check_gradients("olmo_hybrid", strategies))
     assert any(len(lengths) > 2 for lengths in told)
-    return worst
 
 
 @pytest.mark.distributed
 def test_kernels_that_keep_sequences_apart_have_the_gradients_of_one_process():
-    assert_parity(run_distributed(check_boundaries, 2)[0])
+    run_distributed(check_boundaries, 2)
 
 
 def check_resized():
     """Embedding and head of different row counts, the padding token among the rows."""
-    worst = {}
     for part, more in (("embed_tokens", 9), ("lm_head", 9), ("lm_head", 2)):
         model = tiny("llama")
         resize(model, part, more)
-        found = check_gradients(model, ("1x<2,1>", "1x<1,2>"))
-        worst |= {(part, more, *case): value for case, value in found.items()}
-    return worst
+        assert_parity(check_gradients(model, ("1x<2,1>", "1x<1,2>")))
 
 
 def resize(model, part, more):
@@ -288,9 +274,10 @@ def resize(model, part, more):
     setattr(owner, part, new)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_embedding_and_head_may_have_different_numbers_of_rows():
-    assert_parity(run_distributed(check_resized, 2)[0])
+    run_distributed(check_resized, 2)
 
 
 ROPES = {
@@ -310,90 +297,11 @@ LENGTHS_BY_TURNS = (20, 5, 33, 15, 64, 9, 65, 12, 3)
 
 def check_ropes():
     strategies = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<cp2,1>", "1x<1,1>")
-    worst = {}
-    for rope, parameters in ROPES.items():
+    for parameters in ROPES.values():
         overrides = {"rope_parameters": parameters, "max_position_embeddings": 16}
-        found = check_gradients("llama", strategies, None, overrides, LENGTHS_BY_TURNS)
-        worst |= {(rope, *case): value for case, value in found.items()}
-    return worst
+        assert_parity(check_gradients("llama", strategies, None, overrides, LENGTHS_BY_TURNS))
 
 
 @pytest.mark.distributed
 def test_rotary_embeddings_follow_the_length_of_each_sequence():
-    assert_parity(run_distributed(check_ropes, 2)[0])
-
-
-def check_patched():
-    """A forward that the user bound to the model scales logits, and one of a layer its MLP."""
-    model = tiny("llama")
-
-    def scaled(self, *args, labels=None, **kwargs):
-        output = type(self).forward(self, *args, **kwargs)
-        output.logits = output.logits * 0.5
-        return output
-
-    def doubled(module, x):
-        return 2 * type(module).forward(module, x)
-
-    model.forward = types.MethodType(scaled, model)
-    mlp = model.model.layers[1].mlp
-    mlp.forward = functools.partial(doubled, mlp)
-    return check_gradients(model, ("2x<1,1>", "1x<2,1>", "1x<1,2>"))
-
-
-@pytest.mark.distributed
-def test_forwards_bound_to_instances_are_those_of_the_copy():
-    assert_parity(run_distributed(check_patched, 2)[0])
-
-
-@st.composite
-def random_case(draw):
-    """A strategy of at most 4 ranks and a global batch; some pipelines and ranks may stay without
-    work.
-    """
-    schemes, free = [], 4
-    while free and (not schemes or draw(st.booleans())):
-        scheme = draw(st.sampled_from([s for s in SCHEMES if s[0] * s[1] <= free]))
-        schemes.append(scheme)
-        free -= scheme[0] * scheme[1]
-    lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=9))
-    lengths[0] = max(lengths[0], 2)  # at least one token must be predicted
-    gathers = all(pp == 1 for _, pp in schemes) and draw(st.booleans())
-    return " + ".join(f"1x<{tp},{pp}{';gather' * gathers}>" for tp, pp in schemes), lengths
-
-
-SCHEMES = ((1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (1, 4), (2, 2))
-
-
-def check_planned_cases(cases):
-    """The planner's own placement of random global batches under random strategies.
-
-    The gradients of a row of two tokens cancel so far that the single process itself is up to 5e-5
-    off the same process in double precision, as another order of sums is. There, and only there,
-    four times that is allowed.
-    """
-    model = tiny("llama_tied")
-    reference = copy.deepcopy(model)
-    exact = copy.deepcopy(model).double()
-    engine = start_hydra(model)
-    worst = {}
-    for seed, (text, lengths) in enumerate(cases):
-        examples = random_examples(lengths, VOCAB_SIZE, seed=seed)
-        (wanted_loss, wanted), (_, exactly) = (run_alone(m, examples) for m in (reference, exact))
-        iteration = engine.hydra.source.plan(examples, Strategy.parse(text), 0)
-        error, name, loss_error = worst_errors(
-            engine, iteration.plan, examples, wanted_loss, wanted
-        )
-        in_double = [gradient.double() for gradient in wanted.values()]
-        own = max(relative_errors(in_double, exactly.values(), wanted).values())
-        allowed = max(1.0, 4 * own / RELATIVE_TOLERANCE)
-        worst[text, tuple(lengths)] = (error / allowed, name, loss_error)
-    return worst
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@settings(max_examples=3, deadline=None)
-@given(cases=st.lists(random_case(), min_size=12, max_size=12))
-def test_gradients_of_random_batches_and_strategies_equal_one_process(cases):
-    assert_parity(run_distributed(check_planned_cases, 4, cases)[0])
+    run_distributed(check_ropes, 2)

@@ -59,10 +59,12 @@ def tensor(*shape, seed):
 
 
 def check_layer(is_compiled):
-    """Output, gradients of input and weight of a layer that two ranks cut, against torchao's."""
+    """Output, gradients of input and weight of a layer that two ranks cut are torchao's: a scale of
+    one part alone is off by 1e-2 here.
+    """
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     torch._dynamo.utils.counters.clear()  # a test before may have compiled in the parent process
-    rank, errors = dist.get_rank(), {}
+    rank = dist.get_rank()
     tp = TensorParallel()
     tp.enter(dist.group.WORLD, 2, rank)
     products = float8._import_products(None)
@@ -95,21 +97,15 @@ def check_layer(is_compiled):
                 dist.all_reduce(got[0])
                 parts = [wanted[0], wanted[1].chunk(2, dim=-1)[rank]]
             parts.append(wanted[2].chunk(2, dim=cut)[rank])
-            errors[recipe, side] = [
-                float((g - w).norm() / w.norm()) for g, w in zip(got, parts, strict=True)
-            ]
-    return errors, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            for g, w in zip(got, parts, strict=True):
+                assert (g - w).norm() < 1e-6 * w.norm(), (recipe, side)
+    assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0) == is_compiled
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_of_a_tp_group_agree_on_scales(is_compiled):
-    """A scale of one part alone is off by 1e-2 here."""
-    for errors, graphs in run_distributed(check_layer, 2, is_compiled):
-        assert len(errors) == 6
-        assert (graphs > 0) == is_compiled
-        for case, found in errors.items():
-            assert max(found) < 1e-6, (case, found)
+    run_distributed(check_layer, 2, is_compiled)
 
 
 def gradients_of_strategies(model, strategies, hydra):
@@ -186,25 +182,7 @@ def test_strategies_agree(recipe, hydra):
     assert f"float8: 14 linear layers, {recipe}" in said
 
 
-def check_experts():
-    """Of layers whose experts are one parameter of three dimensions, and stay in 16 bit."""
-    sizes = {**SIZES, "intermediate_size": 96}
-    strategies = ("2x<1,1>", "1x<2,1>", "1x<sp2,1;ep=2>")
-    gradients, said = gradients_of_strategies(
-        tiny("mixtral", **sizes), strategies, {"float8": ROWWISE}
-    )
-    return [total_error(got, gradients["2x<1,1>"]) for got in gradients.values()], said
-
-
 @pytest.mark.slow
-@pytest.mark.distributed
-def test_strategies_agree_beside_experts():
-    apart, said = run_distributed(check_experts, 2)[0]
-    assert max(apart) < LARGEST_DIFFERENCE[ROWWISE]
-    # q, k, v and o of two layers; gate_up and down of both
-    assert f"float8: 8 linear layers, {ROWWISE}; 4 weights of experts stay in 16 bit" in said
-
-
 @pytest.mark.distributed
 def test_a_model_that_torchao_has_converted_trains():
     strategies = ("2x<1,1>", "1x<2,1>", "2x<1,1;gather>")
@@ -213,6 +191,7 @@ def test_a_model_that_torchao_has_converted_trains():
     assert "float8: 14 linear layers, as torchao converted them" in said
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("converted", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_adapters_stay_beside_layers_that_multiply_in_8_bits(converted):
@@ -222,6 +201,7 @@ def test_adapters_stay_beside_layers_that_multiply_in_8_bits(converted):
     assert "float8: 14 linear layers" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe", [ROWWISE, pytest.param("tensorwise_emulated", marks=pytest.mark.nightly)]
 )
@@ -263,7 +243,8 @@ def multiplied(stage_model):
 
 def test_the_first_lines_say_what_of_experts_stays_in_16_bit():
     said = StageModel(tiny("mixtral", **SIZES), float8=ROWWISE).float8.describe()
-    assert said.endswith("linear layers, rowwise_emulated; 4 weights of experts stay in 16 bit")
+    # q, k, v and o of two layers; gate_up and down of both
+    assert said == f"float8: 8 linear layers, {ROWWISE}; 4 weights of experts stay in 16 bit"
 
 
 def test_kernels_of_convolutions_are_no_weights_of_experts():
@@ -377,45 +358,3 @@ def test_the_key():
         HydraConfigError, match=r'float8_exclude is "gate": write a list: \["gate"\]'
     ):
         HydraConfig.parse({**section, "float8": "rowwise", "float8_exclude": "gate"})
-
-
-def bigram_examples(seed, count, length=48, alphabet=32):
-    """Sequences by a table of next tokens that all seeds share."""
-    table = torch.rand(alphabet, alphabet, generator=torch.Generator().manual_seed(0)) ** 20
-    generator = torch.Generator().manual_seed(1000 + seed)
-    tokens = [torch.randint(0, alphabet, (count,), generator=generator)]
-    for _ in range(length - 1):
-        tokens.append(torch.multinomial(table[tokens[-1]], 1, generator=generator)[:, 0])
-    return [{"input_ids": row, "labels": row} for row in torch.stack(tokens, dim=1)]
-
-
-def losses_of_50_steps(seeds):
-    """By recipe (None: bf16) and seed, of weights and data: the mean loss of steps 41 to 50."""
-    found = {}
-    for recipe in (None, ROWWISE, "tensorwise_emulated"):
-        for seed in seeds:
-            model = tiny("llama", seed=seed, **SIZES).bfloat16()
-            hydra = {"strategies": ["1x<1,1>"], "float8": recipe}
-            engine = start_hydra(model, hydra=hydra, bf16={"enabled": True})
-            examples = bigram_examples(seed, 50 * 8)
-            steps = [
-                float(engine.train_batch(examples[8 * s : 8 * s + 8], strategy="1x<1,1>"))
-                for s in range(50)
-            ]
-            found[recipe, seed] = (steps[0], sum(steps[40:]) / 10)
-            engine.destroy()
-    return found
-
-
-@pytest.mark.nightly
-@pytest.mark.distributed
-def test_losses_of_50_steps_are_within_the_noise_of_bf16():
-    seeds = range(5)
-    (found,) = run_distributed(losses_of_50_steps, 1, seeds)
-    plain = torch.tensor([found[None, seed][1] for seed in seeds])
-    first = torch.tensor([found[None, seed][0] for seed in seeds])
-    assert plain.mean() < first.mean() - 1, "nothing was learnt"
-    for recipe in (ROWWISE, "tensorwise_emulated"):
-        apart = torch.tensor([found[recipe, seed][1] for seed in seeds]) - plain
-        assert apart.abs().max() > 0
-        assert abs(apart.mean()) < plain.std(), (recipe, plain, apart)

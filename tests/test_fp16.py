@@ -41,11 +41,10 @@ def train_in_fp16(folder):
     """Overflows, good iterations, an Inf on one rank and a resume, beside stock DeepSpeed on the
     same data.
     """
-    outcome = {}
     accelerator = get_accelerator()
     accelerator.is_fp16_supported = lambda: False
     start = functools.partial(start_hydra, tiny("llama_tied"), fp16=FP16)
-    outcome["refused"] = refused(start, ValueError)
+    assert refused(start, ValueError) == "Type fp16 is not supported on your device."
     # DeepSpeed asks whether the CPU computes in fp16 by itself; where it does not, torch emulates
     # it.
     accelerator.is_fp16_supported = lambda: True
@@ -53,48 +52,55 @@ def train_in_fp16(folder):
     data = batches(12)
     model = tiny("llama_tied")
     stock, engine = start_stock(copy.deepcopy(model), fp16=FP16), start_hydra(model, fp16=FP16)
+
+    def step(iteration):
+        """Losses of stock and of ours."""
+        theirs = stock_step(stock, data[iteration])
+        return theirs, float(engine.train_batch(data[iteration], STRATEGIES[iteration % 3]))
+
     before = weights_of(engine)
-    overflows, curves = [], []
     for iteration in range(3):
-        stock_step(stock, data[iteration])
-        engine.train_batch(data[iteration], strategy=STRATEGIES[iteration])
-        overflows.append((state_of(engine), state_of(stock), engine.last_metrics.skipped_steps))
-    outcome["overflows"] = overflows
-    outcome["unchanged by overflow"] = is_same(before, weights_of(engine))
+        step(iteration)
+        count = iteration + 1
+        assert state_of(engine) == state_of(stock) == (2.0 ** (30 - count), count, count)
+        assert engine.last_metrics.skipped_steps == count
+    assert is_same(before, weights_of(engine)), "changed by overflow"
 
     for each in (stock, engine):
         each.optimizer.loss_scale = 1024.0  # where nothing overflows
     for iteration in range(3, 8):
-        curves.append((stock_step(stock, data[iteration]),
-                       float(engine.train_batch(data[iteration], strategy=STRATEGIES[iteration % 3]))))  # fmt: skip
-    outcome["curves"] = curves
-    outcome["after good ones"] = state_of(engine), state_of(stock)
-    outcome["changed by good ones"] = not is_same(before, weights_of(engine))
-    outcome["norms"] = float(stock.get_global_grad_norm()), float(engine.get_global_grad_norm())
+        theirs, mine = step(iteration)
+        assert mine == pytest.approx(theirs, rel=2e-3)  # activations have 11 bits
+    assert state_of(engine) == state_of(stock)
+    assert engine.optimizer.loss_scale > 1024
+    assert not is_same(before, weights_of(engine))
+    norms = [float(each.get_global_grad_norm()) for each in (stock, engine)]
+    assert norms[1] == pytest.approx(norms[0], rel=2e-2)
 
     before, scale = weights_of(engine), float(engine.optimizer.loss_scale)
     with gradient_on_rank_1(engine, float("inf")):
         engine.train_batch(data[8], strategy=STRATEGIES[0])
-    outcome["inf on one rank"] = is_same(before, weights_of(engine)), scale, state_of(engine)
+    assert is_same(before, weights_of(engine))
+    assert state_of(engine) == (scale / 2, 4, 9)
 
     engine.save_checkpoint(folder)
     resumed = start_hydra(tiny("llama_tied", seed=1), fp16=FP16)
     resumed.load_checkpoint(folder)
-    outcome["resumed"] = state_of(resumed), state_of(engine)
-    outcome["other precisions"] = norms_in_other_precisions(folder, data[9])
-    outcome["continued"] = [
+    assert state_of(resumed) == state_of(engine)
+    norms = norms_in_other_precisions(folder, data[9])
+    first, again = (
         [
-            (
-                float(e.train_batch(batch, strategy=s)),
-                state_of(e),
-                float(e.get_global_grad_norm()),
-            )
+            (float(e.train_batch(batch, strategy=s)), state_of(e), float(e.get_global_grad_norm()))
             for batch, s in zip(data[9:], STRATEGIES)
         ]
         for e in (engine, resumed)
-    ]
-    outcome["from fp32"] = scale_after_fp32(folder, data[9])
-    return outcome
+    )
+    assert first == again
+    assert first[-1][1][1] == 4, "nothing more is skipped"
+    for norm, scale in norms:
+        assert scale == 1
+        assert norm == pytest.approx(first[0][2], rel=0.05)
+    assert scale_after_fp32(folder, data[9]) == 2.0**30
 
 
 def norms_in_other_precisions(folder, batch):
@@ -124,32 +130,4 @@ def scale_after_fp32(folder, batch):
 
 @pytest.mark.distributed
 def test_the_loss_scale_follows_stock_deepspeed_and_is_resumed(tmp_path):
-    for outcome in run_distributed(train_in_fp16, 2, str(tmp_path)):
-        assert outcome["refused"] == "Type fp16 is not supported on your device."
-        assert [mine for mine, _, _ in outcome["overflows"]] == [
-            (2.0**29, 1, 1), (2.0**28, 2, 2), (2.0**27, 3, 3),
-        ]  # fmt: skip
-        assert [theirs for _, theirs, _ in outcome["overflows"]] == [
-            mine for mine, _, _ in outcome["overflows"]
-        ]
-        assert [counted for _, _, counted in outcome["overflows"]] == [1, 2, 3]
-        assert outcome["unchanged by overflow"]
-        for theirs, mine in outcome["curves"]:
-            assert mine == pytest.approx(theirs, rel=2e-3)  # activations have 11 bits
-        mine, theirs = outcome["after good ones"]
-        assert mine == theirs
-        assert mine[0] > 1024
-        assert outcome["changed by good ones"]
-        assert outcome["norms"][1] == pytest.approx(outcome["norms"][0], rel=2e-2)
-        unchanged, scale, state = outcome["inf on one rank"]
-        assert unchanged
-        assert state == (scale / 2, 4, 9)
-        for norm, scale in outcome["other precisions"]:
-            assert scale == 1
-            assert norm == pytest.approx(outcome["continued"][0][0][2], rel=0.05)
-        assert outcome["from fp32"] == 2.0**30
-        resumed, saved = outcome["resumed"]
-        assert resumed == saved
-        first, again = outcome["continued"]
-        assert first == again
-        assert first[-1][1][1] == 4, "nothing more is skipped"
+    run_distributed(train_in_fp16, 2, str(tmp_path))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import random
-import subprocess
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from command_documents import (
     fuzz_configurations,
     run_command,
 )
-from fuzzing import check, fuzz_run_folders, fuzz_with_coverage, inputs_like, mutate, targets
+from fuzzing import check, fuzz_run_folders, inputs_like, mutate, targets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,27 +68,9 @@ def test_any_value_in_any_place_is_read_or_refused(tmp_path_factory, data):
     check(reader, data.draw(inputs_like(valid)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["profile", pytest.param("plan", marks=pytest.mark.nightly)])
-def test_coverage_guided_input_is_read_or_refused(tmp_path, name):
-    pytest.importorskip("atheris", reason="no wheel for this platform")
-    assert fuzz_with_coverage(name, 4000, tmp_path)["inputs"] == 4000
-
-
 def test_damaged_run_folders_are_read_or_refused(tmp_path):
     counts = fuzz_run_folders(tmp_path, 60)
     assert counts["accepted"] > counts["refused"]
-
-
-@pytest.mark.slow
-def test_a_reader_that_crashes_is_found(tmp_path):
-    """A comparison deep inside is found by its coverage; the input that does it is kept."""
-    pytest.importorskip("atheris", reason="no wheel for this platform")
-    with pytest.raises(subprocess.CalledProcessError) as caught:
-        fuzz_with_coverage("a broken reader", 200_000, tmp_path)
-    output = f"{caught.value}\n{caught.value.stdout}\n{caught.value.stderr[-2000:]}"
-    assert "ZeroDivisionError" in output, output
-    assert list(tmp_path.glob("crash-*")), output
 
 
 @pytest.mark.parametrize(
@@ -113,6 +94,7 @@ def test_a_huge_count_takes_no_memory_and_no_time(tmp_path):
         load_strategies([json.dumps("9" * 5000)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_inputs", [8, pytest.param(100, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_damaged_documents_of_commands_are_carried_out_or_refused(tmp_path, command, num_inputs):

@@ -1,192 +1,137 @@
-"""Layers gathered for every pass: gradients of one process, equal bits, memory of two layers."""
+"""Layers gathered for every pass: equal bits, evaluation, phases by the planner, memory of two
+layers. Gradients of one process are rows of the parity table.
+"""
 
 from __future__ import annotations
 
-import copy
-import json
-import tempfile
+import functools
+import time
+from pathlib import Path
+from random import Random
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run_distributed
-from engines import gather_gradients, long_on_four_ranks, refused, start_hydra, train_plan
+from engines import long_on_four_ranks, refused, start_hydra, write_json
 from models import VOCAB_SIZE, tiny
-from parity_rows import row_of
-from passing_layers import (
-    check_frozen,
-    check_memory,
-    link_memory,
-    losses_with_frozen_layers,
-    repeats,
-)
-from single_process import load_of, random_examples
-from test_engine_parity import (
-    LENGTHS,
-    RELATIVE_TOLERANCE,
-    found_once,
-    hand_plan,
-    relative_errors,
-    run_alone,
-)
-from test_parity_table import engine_for, model_of
+from single_process import random_examples
 
+from benchmarks.link_memory import link_memory
+from ds_hydra.engine.transfer.stage_weights import SlicePool
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.records.timeline import EventKind
 from ds_hydra.strategy import Scheme, Strategy
 
-IN_PHASES = (
-    "1x<2,1;gather> + 2x<1,1;gather>",
-    "3x<1,1;gather>",
-    "4x<1,1;gather> then 1x<sp4,1;gather> then 1x<sp2,1;gather> + 2x<1,1;gather>",
-    "3x<1,1;hpz>",
-    "4x<1,1;hpz> then 1x<sp4,1;hpz> then 1x<sp2,1;gather> + 2x<1,1;gather> then 2x<cp2,1;hpz>",
-)
-"""A rank without work, or phases; pipelines with fewer micro-batches than others in both. Weights
-that stay on the node, and phases after which they do not. Other families, and what else is trained,
-have rows of the parity table.
-"""
 
-
-def passes_on_two_nodes():
-    """Worst relative errors of gradients, of trained and evaluated losses, and worst error of
-    scores; two nodes of two ranks, as far as routes go.
+def delay_rounds(links):
+    """Make every round of this rank begin up to 2 ms late, so that threads and ranks meet in many
+    orders.
     """
-    row = row_of("llama.dp.gather.nodes_of_2.tied")
-    model = model_of(row)
-    reference = copy.deepcopy(model)
-    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
-    loss, by_name = run_alone(reference, examples)
-    scores = found_once(lambda: [scores_of(reference, example) for example in examples])
-    engine = engine_for(model, row)
-    name_of = {id(p): name for name, p in model.named_parameters()}
-    names = [name_of[id(p)] for p in engine.hydra.stage_model.params]
-    propagator, found = engine.hydra.propagator, {}
-    for text in IN_PHASES:
-        parsed = Strategy.parse(text)
-        plan = hand_plan(parsed, examples)
-        trains, grads_P = train_plan(engine, plan, load_of(examples))
-        recorder = propagator.recorder
-        for phase in range(len(parsed.in_turn)):
-            kinds = {s[0] for s, own in zip(recorder.read(), recorder.phases) if own == phase}
-            assert kinds >= {EventKind.PULL, EventKind.PUSH}, (text, phase)
-        errors = relative_errors(
-            gather_gradients(engine, grads_P), [by_name[name] for name in names], names
-        )
-        evaluates = propagator.evaluate(plan, load_of(examples))
-        losses = [engine.hydra.gather_outcomes(o).loss(plan) for o in (trains, evaluates)]
-        found[text] = [
-            max(errors.values()),
-            *(abs(own / loss - 1) for own in losses),
-            max(score_errors(engine, scores, examples, text) if " then " not in text else [0]),
-        ]
-    engine.destroy()
-    return found
+    random = Random(dist.get_rank())
+    for link in (links.pull_link, links.push_link):
+        for name in ("begin_pull", "begin_push"):
+
+            def late(begin, *arguments):
+                time.sleep(random.random() * 2e-3)
+                return begin(*arguments)
+
+            setattr(link, name, functools.partial(late, getattr(link, name)))
 
 
-def scores_of(reference, example):
-    ids = example["input_ids"]
-    with torch.no_grad():
-        logits = reference(input_ids=ids[None], use_cache=False).logits[0, :-1]
-    return logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+LATE, EARLY, WITHOUT = (True, True), (True, False), (False, False)
+"""Whether pull and push overlap, and whether rounds are late."""
 
 
-def score_errors(engine, scores, examples, strategy):
-    for wanted, found in zip(scores, engine.score(examples, strategy).log_probs, strict=True):
-        yield float((found[1:] - wanted).abs().max())
+def repeats(text, *ways):
+    """Losses and weights of three iterations are the same in all ways."""
+    found = []
+    for overlap, is_late in ways:
+        engine = start_hydra(tiny("llama_tied"), hydra={"link": {"overlap": overlap}})
+        if is_late:
+            delay_rounds(engine.hydra.propagator.links)
+        data = [random_examples((9, 17, 30, 5, 40, 3), VOCAB_SIZE, seed=seed) for seed in range(3)]
+        losses = [float(engine.train_batch(examples, strategy=text)) for examples in data]
+        found.append((losses, [p.ds_tensor.clone() for p in engine.hydra.stage_model.params]))
+        if not overlap:  # computation waits for all of both
+            metrics = engine.last_metrics
+            assert 0 < metrics.pull_ms <= metrics.visible_pull_ms
+            assert 0 < metrics.push_ms <= metrics.visible_push_ms
+        engine.destroy()
+    for losses, weights in found[1:]:
+        assert losses == found[0][0]
+        assert all(map(torch.equal, weights, found[0][1]))
 
 
-def checks():
-    return {
-        "repeats": repeats("1x<2,1;gather> + 1x<cp2,1;gather>"),
-        "frozen": losses_with_frozen_layers(
-            ("4x<1,1;gather>", "1x<2,2>", "2x<2,1;gather>", "1x<2,2>", "4x<1,1>")
-        ),
-        "memory": link_memory(("4x<1,1>", "4x<1,1;gather>", "2x<2,1;gather>")),
-        "phases": phases_by_the_planner(),
-    }
+def frozen_layers(texts):
+    """Evaluated and trained losses do not depend on the strategy; embedding and two layers are
+    frozen.
+    """
+    model = tiny("llama", num_hidden_layers=4)
+    for param in (*model.model.embed_tokens.parameters(), *model.model.layers[:2].parameters()):
+        param.requires_grad_(False)
+    engine = start_hydra(model)
+    examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
+    evaluated = [float(engine.eval_batch(examples, strategy=text)) for text in texts]
+    trained = [float(engine.train_batch(examples, strategy=text)) for text in texts]
+    assert evaluated == pytest.approx([evaluated[0]] * len(texts), rel=1e-6)
+    assert trained[0] == pytest.approx(evaluated[0], rel=1e-6)
+    assert trained == sorted(trained, reverse=True), "nothing was trained"
 
 
-def phases_by_the_planner():
+def memory(texts):
+    """What was stated is what was held, and a rank holds two layers of those that are gathered."""
+    engine = start_hydra(tiny("llama", num_hidden_layers=8))
+    links = engine.hydra.propagator.links
+    examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
+    found = {}
+    for text in texts:
+        links.pool = SlicePool(torch.device("cpu"), exact=True)
+        engine.train_batch(examples, strategy=text)
+        stated = found[text] = link_memory(links, Strategy.parse(text))
+        assert links.pool.nbytes == stated.slice_bytes + stated.gradient_bytes, text
+    whole, gathered = found["4x<1,1>"], found["4x<1,1;gather>"]
+    assert gathered.slice_bytes < 0.4 * whole.slice_bytes
+    assert gathered.gradient_bytes < 0.4 * whole.gradient_bytes
+
+
+def phases_by_the_planner(folder):
     """An engine with three strategies that gather, under a profile by which a long sequence wants
-    all ranks and short ones a rank each: what it did, and what strategies by hand give.
+    all ranks and short ones a rank each, beside strategies by hand.
     """
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(long_on_four_ranks(gather=True), file)
-        file.flush()
-        strategies = ["4x<1,1;gather>", "2x<sp2,1;gather>", "1x<sp4,1;gather>"]
-        engine = start_hydra(
-            tiny("llama"),
-            hydra={"strategies": strategies, "profile": file.name, "planner": {"refit": "log"}},
-        )
+    profile = write_json(Path(folder, "profile.json"), long_on_four_ranks(gather=True))
+    strategies = ["4x<1,1;gather>", "2x<sp2,1;gather>", "1x<sp4,1;gather>"]
+    hydra = {"strategies": strategies, "profile": profile, "planner": {"refit": "log"}}
+    engine = start_hydra(tiny("llama"), hydra=hydra)
     examples = random_examples((99, *[33] * 12), VOCAB_SIZE, seed=0)
     by_hand = [float(engine.eval_batch(examples, strategy=s)) for s in [*strategies[2:], "1x<4,1>"]]
     evaluated = float(engine.eval_batch(examples))
+    assert by_hand == pytest.approx([evaluated] * 2, rel=1e-6)
     scores = [engine.score(examples, s).log_probs for s in (None, "1x<4,1>")]
+    torch.testing.assert_close(*scores, rtol=0, atol=1e-5)
     trained = [float(engine.train_batch(examples)) for _ in range(3)]
+    assert trained[0] == pytest.approx(evaluated, rel=1e-6)
+    assert trained == sorted(trained, reverse=True)
     metrics = engine.last_metrics
-    return {
-        "losses": (by_hand, evaluated, trained),
-        "scores": max(float((a - b).abs().max()) for a, b in zip(*scores, strict=True)),
-        "metrics": metrics,
-        "links": len(engine.hydra.propagator.links._links),
-        "refused": refused(lambda: engine.train_batch(examples, "1x<4,1> then 4x<1,1>")),
-    }
+    assert metrics.strategy.startswith("1x<sp4,1;gather> then 4x<1,1;gather> then")
+    assert len(metrics.pipelines) == 1 + 4 * metrics.strategy.count(" then ")
+    times = [pipeline.measured_ms for pipeline in metrics.pipelines]
+    slowest = [times[0], *(max(times[n : n + 4]) for n in range(1, len(times), 4))]
+    assert metrics.measured_ms == pytest.approx(sum(slowest))
+    assert len(engine.hydra.propagator.links._links) == 2  # of all that gather, and of <4,1>
+    assert "2 phases" in refused(lambda: engine.train_batch(examples, "1x<4,1> then 4x<1,1>"))
 
 
-@pytest.fixture(scope="module")
-def results():
-    return run_distributed(checks, world_size=4)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_gradients_losses_and_scores_equal_one_process():
-    for of_rank in run_distributed(passes_on_two_nodes, world_size=4):
-        for strategy, errors in of_rank.items():
-            assert max(errors) <= RELATIVE_TOLERANCE, (strategy, errors)
+def checks(folder):
+    repeats("1x<2,1;gather> + 1x<cp2,1;gather>", EARLY, WITHOUT, LATE)
+    repeats("1x<2,1> + 1x<1,2>", WITHOUT, LATE)
+    frozen_layers(("4x<1,1;gather>", "1x<2,2>", "2x<2,1;gather>", "1x<2,2>", "4x<1,1>"))
+    memory(("4x<1,1>", "4x<1,1;gather>", "2x<2,1;gather>"))
+    phases_by_the_planner(folder)
 
 
 @pytest.mark.distributed
-def test_equal_bits(results):
-    assert all(all(result["repeats"]) for result in results)
-
-
-@pytest.mark.distributed
-def test_frozen_layers_and_evaluation(results):
-    for result in results:
-        check_frozen(*result["frozen"])
-
-
-@pytest.mark.distributed
-def test_the_planner_puts_phases_together(results):
-    for result in results:
-        found = result["phases"]
-        by_hand, evaluated, trained = found["losses"]
-        assert by_hand == pytest.approx([evaluated] * 2, rel=1e-6)
-        assert trained[0] == pytest.approx(evaluated, rel=1e-6)
-        assert trained == sorted(trained, reverse=True)
-        assert found["scores"] < 1e-5
-        metrics = found["metrics"]
-        assert metrics.strategy.startswith("1x<sp4,1;gather> then 4x<1,1;gather> then")
-        phases = metrics.strategy.split(" then ")
-        assert len(metrics.pipelines) == 1 + 4 * (len(phases) - 1)
-        slowest = [metrics.pipelines[0].measured_ms] + [
-            max(p.measured_ms for p in metrics.pipelines[n : n + 4])
-            for n in range(1, len(metrics.pipelines), 4)
-        ]
-        assert metrics.measured_ms == pytest.approx(sum(slowest))
-        assert found["links"] == 2  # one for all that gather, one for <4,1>
-        assert "2 phases" in found["refused"]
-
-
-@pytest.mark.distributed
-def test_a_rank_holds_two_layers(results):
-    for result in results:
-        found = result["memory"]
-        check_memory(found)
-        (whole, _), (gathered, _) = found["4x<1,1>"], found["4x<1,1;gather>"]
-        assert gathered.slice_bytes < 0.4 * whole.slice_bytes
-        assert gathered.gradient_bytes < 0.4 * whole.gradient_bytes
+def test_bits_evaluation_memory_and_phases_of_gathered_layers(tmp_path):
+    run_distributed(checks, 4, str(tmp_path))
 
 
 def test_what_gather_is_for():

@@ -60,10 +60,6 @@ def test_nccl_memory_is_that_of_the_ranks_own_groups():
     assert "hydra.max_process_groups" in text
 
 
-def test_groups_of_one_rank_cost_nothing():
-    assert "0.0 GiB" in describe_groups([("pull", range(1))], rank=0, is_nccl=True)
-
-
 @pytest.mark.parametrize("text", ["<sp3,cp2,2,2>", "<cp2,sp3,2,2>", "<cp4,sp2,1>", "<sp2,cp4,1>"])
 def test_neighbours_are_those_of_the_group_that_is_written_first(text):
     strategy = Strategy.parse(text)
@@ -216,22 +212,20 @@ def make_many_groups(is_split, fails_at=0):
     return sums, num_splits, len(pool)
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("is_split", [True, False])
-def test_split_or_not_each_rank_has_its_groups(is_split):
-    for sums, num_splits, num_groups in run_distributed(make_many_groups, 4, is_split):
-        assert sums
-        assert all(value == sum(ranks) for (_, ranks), value in sums.items())
-        assert 1 < num_splits < num_groups if is_split else num_splits == 0
+def make_in_all_ways():
+    """Of groups that are split, made one by one, and made so after a split has failed."""
+    return [make_many_groups(is_split, fails) for is_split, fails in ((1, 0), (0, 0), (1, 2))]
 
 
 @pytest.mark.distributed
-def test_where_a_split_fails_on_one_rank_all_make_groups_one_by_one():
-    for sums, num_splits, num_groups in run_distributed(make_many_groups, 4, True, 2):
-        assert sums
-        assert all(value == sum(ranks) for (_, ranks), value in sums.items())
-        assert num_splits == 2
-        assert num_groups == len(communicators(groups_of_all(map(Strategy.parse, MANY))))
+def test_split_or_not_each_rank_has_its_groups():
+    for split, one_by_one, failed in run_distributed(make_in_all_ways, 4):
+        for sums, _, num_groups in (split, one_by_one, failed):
+            assert sums
+            assert all(value == sum(ranks) for (_, ranks), value in sums.items())
+            assert num_groups == len(communicators(groups_of_all(map(Strategy.parse, MANY))))
+        assert 1 < split[1] < split[2]
+        assert (one_by_one[1], failed[1]) == (0, 2)
 
 
 @pytest.mark.parametrize("num_devices", [8, 32])
@@ -315,12 +309,6 @@ def test_what_nccl_does_not_know_is_not_set(made, monkeypatch):
     GroupPool(9, torch.device("cpu")).create([("pull", range(2))])
     (options, _), *_ = made.values()
     assert vars(options.config) == {}
-
-
-def test_other_backends_get_no_options_of_nccl(made, monkeypatch):
-    monkeypatch.setattr(groups, "_is_nccl", lambda _: False)
-    GroupPool(9, torch.device("cpu")).create([("pull", range(2))])
-    assert [options for options, _ in made.values()] == [None]
 
 
 class Registered:

@@ -1,5 +1,5 @@
 """Gathered weights that stay on the node (`;hpz`): what crosses nodes, what it costs in memory, and
-when the planner chooses it. Gradients and losses are in `test_gathering.py` and the parity table.
+when the planner chooses it. Gradients are rows of the parity table.
 """
 
 from __future__ import annotations
@@ -8,15 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from distributed import run_distributed
 from hypothesis import given
 from hypothesis import strategies as st
 from link_cases import World as Memories
 from link_cases import decoder_specs, random_link, strategy_buckets
 from reference import make_batch, make_profile
 from test_cluster import PARAMS, make_cluster
-from test_link_exchange import Case, links, pull
 from test_link_plan import elements_across_nodes, fill_shards, plans_of
 
 from ds_hydra.configs import find_file
@@ -160,35 +157,6 @@ def test_the_last_node_has_fewer_ranks_and_each_of_them_more(num_ranks, per_node
     # Owners of one place more go to some of the ranks
     assert alone or max(held) <= 1.25 * counted
     assert max(held) <= counted * (1 + 0.25 * (not alone))
-
-
-def check_links():
-    """Slices by the routes that keep what they relay, twice, as messages and packed."""
-    specs = decoder_specs(8, 3, tied=True)
-    link, _ = links()[2]
-    for packs in (False, True):
-        link._packs = packs
-        for text in ("4x<1,1;hpz>", "1x<2,1;hpz> + 1x<1,1;hpz>"):
-            case = Case(specs, text, torch.bfloat16)
-            options = {"ranks_per_node": 2, "independent_rounds": True}
-            first = case.plan(**options, relayed=Relayed.STAYS)
-            again = case.plan(**options, relayed=Relayed.IS_THERE)
-            link.reserve(first, case.shards_P)
-            for plan in (first, again, again):
-                slices = case.empty_slices()
-                pull(link, plan, case.shards_P, slices)
-                torch.testing.assert_close(slices, case.expected_slices(), rtol=0, atol=0)
-            assert sum(t.numel() for t in link._relayed.values()) == first.relayed_elements
-            # Of the second node one rank alone has work, to which shards go straight
-            assert first.relayed_elements > 0 or (text.startswith("1x") and case.rank > 1)
-            link.forget_relayed()
-            assert not link._relayed
-    return True
-
-
-@pytest.mark.distributed
-def test_slices_are_the_same_bit_by_bit():
-    assert all(run_distributed(check_links, 4))
 
 
 STRATEGIES = parse_strategies(["8x<1,1;gather>", "4x<sp2,1;gather>"])

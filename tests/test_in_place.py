@@ -22,39 +22,35 @@ def twice(_module, _args, output):
     return 2 * output
 
 
-def worst(engine, reference, examples, strategies=STRATEGIES):
-    wanted = run_alone(reference, examples)
-    plans = {text: hand_plan(text, examples) for text in strategies}
-    return {text: worst_errors(engine, plan, examples, *wanted) for text, plan in plans.items()}
-
-
 def changed_later():
-    """Worst errors of gradients after each change of model and reference, and outputs of
-    DeepSpeed's forward and of generation beside the reference's.
+    """Gradients, DeepSpeed's forward and generation are the reference's after each change of model
+    and reference.
     """
     model = tiny("llama")
     reference = copy.deepcopy(model)
-    engine = start_hydra(model)
+    engine, both = start_hydra(model), (model, reference)
     examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
     ids = torch.arange(3, 20).view(1, -1)
-    errors, outputs, lengths = [], [], []
+    how = {"max_new_tokens": 4, "do_sample": False, "synced_gpus": True}
 
     def compare():
         engine.eval()
         with torch.no_grad():
-            pairs = [one(input_ids=ids, use_cache=False).logits for one in (engine, reference)]
-            texts = [
-                one.generate(ids, max_new_tokens=4, do_sample=False, synced_gpus=True)
-                for one in (engine.module, reference)
-            ]
+            mine, theirs = (
+                one(input_ids=ids, use_cache=False).logits for one in (engine, reference)
+            )
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+            assert torch.equal(engine.module.generate(ids, **how), reference.generate(ids, **how))
         engine.train()
-        outputs.append((float((pairs[0] - pairs[1]).abs().max()), torch.equal(*texts)))
-        errors.append(worst(engine, reference, examples))
+        wanted = run_alone(reference, examples)
+        plans = {text: hand_plan(text, examples) for text in STRATEGIES}
+        assert_parity(
+            {t: worst_errors(engine, plan, examples, *wanted) for t, plan in plans.items()}
+        )
 
     compare()
-    for one in (model, reference):
+    for one in both:
         one.model.layers[1].mlp.register_forward_hook(twice)
-    both = (model, reference)
     handles = [m.model.layers[0].self_attn.o_proj.register_forward_hook(twice) for m in both]
     compare()
     for handle in handles:
@@ -64,29 +60,25 @@ def changed_later():
         one.model.norm.variance_epsilon = 0.1
     compare()
     seen = []
-    handle = model.model.layers[2].register_forward_pre_hook(
-        lambda module, args: seen.append(args[0].shape)
-    )
+    handle = model.model.layers[2].register_forward_pre_hook(lambda _, args: seen.append(1))
     compare()
     handle.remove()
-    lengths.append(len(seen))
-    before = len(seen)
+    assert seen
+    seen.clear()
     compare()
-    return errors, outputs, lengths[0], len(seen) == before
+    assert not seen
 
 
 @pytest.mark.distributed
 def test_what_is_set_later_is_trained_and_evaluated():
-    for errors, outputs, num_seen, stays in run_distributed(changed_later, 2, timeout_s=600):
-        for of_strategy in errors:
-            assert_parity(of_strategy)
-        assert all(error < 1e-5 and is_same for error, is_same in outputs), outputs
-        assert num_seen > 0
-        assert stays
+    run_distributed(changed_later, 2, timeout_s=600)
 
 
 def failing():
-    model = tiny("llama")
+    """An error in a pass gives the modules back; DeepSpeed's backward hooks, which blocks of
+    experts have, too, are out while passes run.
+    """
+    model = tiny("mixtral")
     engine = start_hydra(model)
     held = {name: module._parameters for name, module in model.named_modules()}
     hooks = {name: [*module._forward_hooks] for name, module in model.named_modules()}
@@ -101,25 +93,11 @@ def failing():
     assert hooks == {name: [*module._forward_hooks] for name, module in model.named_modules()}
     assert all(hasattr(param, "ds_tensor") for param in model.parameters())
     assert engine.hydra.stage_model.forward_stage == forward
-    loss = float(engine.train_batch(examples, strategy="1x<1,1>"))
+    assert 0 < float(engine.train_batch(examples, strategy="1x<1,1>")) < 20
     engine.destroy()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    return loss
 
 
 @pytest.mark.distributed
 def test_an_error_in_a_pass_gives_the_modules_back():
-    (loss,) = run_distributed(failing, 1)
-    assert loss > 0
-
-
-def leaf_of_deepspeed():
-    """Loss of a step of a mixture of experts, whose blocks DeepSpeed hooks in backward, too."""
-    engine = start_hydra(tiny("mixtral"))
-    return float(engine.train_batch(random_examples(LENGTHS, VOCAB_SIZE, seed=1), "1x<1,1>"))
-
-
-@pytest.mark.distributed
-def test_backward_hooks_of_deepspeed_are_out_while_passes_run():
-    (loss,) = run_distributed(leaf_of_deepspeed, 1)
-    assert 0 < loss < 20
+    run_distributed(failing, 1)

@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks import families
 from ds_hydra.engine.losses import loss as losses
-from ds_hydra.engine.losses.loss import PLAIN, CrossEntropy, Distillation, HeadLoss, Loss
+from ds_hydra.engine.losses.loss import PLAIN, CrossEntropy, HeadLoss, Loss
 from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.scheme_support import check_scheme
 from ds_hydra.engine.parallel import logits as passes
@@ -264,21 +264,6 @@ def test_a_micro_batch_without_labels_has_no_loss_and_no_gradient():
     loss, *grads = run(make_loss(targets).of_hidden, hidden, head)
     assert float(loss) == 0.0
     assert not any(grad.any() for grad in grads)
-
-
-@pytest.mark.parametrize("loss", [CrossEntropy(label_smoothing=0.1, z_loss=1e-2), Distillation()])
-def test_shipped_losses_are_the_same_in_chunks(monkeypatch, loss):
-    hidden, head, targets = make_case()
-    generator = torch.Generator().manual_seed(1)
-    fields = {
-        "teacher_ids": torch.randint(0, VOCABULARY, (NUM_TOKENS, 2), generator=generator),
-        "teacher_log_probs": -torch.rand(NUM_TOKENS, 2, generator=generator),
-    }
-    wanted = run(make_loss(targets, loss, fields).of_hidden, hidden, head)
-    monkeypatch.setitem(losses._CHUNK_ELEMENTS, "cpu", 5 * VOCABULARY)
-    found = run(make_loss(targets, loss, fields).of_hidden, hidden, head)
-    assert_same(found, wanted)
-    assert wanted[1].norm() > 0
 
 
 @pytest.mark.parametrize(

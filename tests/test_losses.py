@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 import re
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from distributed import run_distributed
-from engines import loss_and_gradients, small_profile, start_hydra
+from engines import loss_and_gradients, refused, small_profile, start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
 from test_engine_parity import RELATIVE_TOLERANCE, relative_errors
@@ -24,7 +25,7 @@ from ds_hydra.engine.losses.loss import WEIGHT
 from ds_hydra.engine.losses.objective import Objective
 from ds_hydra.errors import (
     HydraConfigError,
-    HydraDataError,
+    HydraError,
     InfeasiblePlanError,
     PlanMismatchError,
 )
@@ -155,7 +156,6 @@ def checks():
     names = [name for name, _ in model.named_parameters()]
     examples = all_examples = examples_with_fields()
     engine = start_hydra(model)
-    errors = {}
 
     def compare(name, examples, strategies):
         reference.zero_grad()
@@ -171,32 +171,27 @@ def checks():
             if examples is not all_examples:  # nearly all of what attends to two tokens is rounding
                 got, gradients = ([torch.cat([*map(torch.flatten, g)])] for g in (got, gradients))
             worst = max(relative_errors(got, gradients, names[: len(got)]).values())
-            errors[name, strategy, len(examples)] = worst, abs(found / float(wanted) - 1)
+            assert worst <= RELATIVE_TOLERANCE, (name, strategy, len(examples))
+            assert abs(found / float(wanted) - 1) <= RELATIVE_TOLERANCE, (name, strategy)
 
     for name in CASES:
         is_everywhere = name in ("cross entropy", "grpo", "distillation", "dpo")
         compare(name, examples, STRATEGIES if is_everywhere else STRATEGIES[2:3])
         for strategy, lengths in FEW_TOKENS if is_everywhere else ():
             compare(name, examples_with_fields(lengths), [strategy])
-    return {
-        "errors": errors,
-        "evaluated": [
-            float(engine.eval_batch(examples, "1x<2,2>", loss=losses.DPO())),
-            float(engine.eval_batch(examples, "4x<1,1>", loss=losses.DPO())),
-        ],
-        "scores": scores(engine, reference, examples),
-        "steps": [
-            float(engine.train_batch(examples, strategy=s, loss=CASES["dpo"])) for s in STRATEGIES
-        ],
-        "mistakes": mistakes(engine, examples),
-        "later": later_mistakes(engine, examples),
-        "differing": differing(engine, examples),
-    }
+    evaluated = [
+        float(engine.eval_batch(examples, s, losses.DPO())) for s in ("1x<1,2>", "4x<1,1>")
+    ]
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5)
+    check_scores(engine, reference, examples)
+    steps = [float(engine.train_batch(examples, strategy=s, loss=CASES["dpo"])) for s in STRATEGIES]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[0] > steps[-1] > 0
+    check_refused(engine, examples)
 
 
-def scores(engine, reference, examples):
-    """Largest error of log-probabilities, entropies and mean logits."""
-    errors = []
+def check_scores(engine, reference, examples):
+    """Log-probabilities, entropies and mean logits are those of one process."""
     for strategy, lengths in FEW_TOKENS:
         one_each = [{"input_ids": [5]} for _ in lengths]
         assert [s.tolist() for s in engine.score(one_each, strategy).log_probs] == [[0.0]] * 2
@@ -205,28 +200,14 @@ def scores(engine, reference, examples):
         for example, log_probs, entropy, is_top1, mean in zip(examples, *found, strict=True):
             ids = example["input_ids"]
             logits, log_p, wanted = reference_log_probs(reference, ids)
-            assert log_probs[0] == entropy[0] == 0
-            assert len(log_probs) == len(ids)
-            errors.append((log_probs[1:] - wanted).abs().max().item() if len(ids) > 1 else 0.0)
             of_entropy = -(log_p.exp() * log_p).sum(-1)
-            errors.append((entropy[1:] - of_entropy).abs().max().item() if len(ids) > 1 else 0.0)
-            errors.append((mean[1:] - logits.mean(-1)).abs().max().item() if len(ids) > 1 else 0.0)
+            of_rest = [tensor[1:] for tensor in (log_probs, entropy, mean)]
+            torch.testing.assert_close(
+                of_rest, [wanted, of_entropy, logits.mean(-1)], rtol=0, atol=1e-4, check_dtype=False
+            )
+            assert len(log_probs) == len(ids)
+            assert log_probs[0] == entropy[0] == is_top1[0] == mean[0] == 0
             assert is_top1[1:].bool().tolist() == (logits.argmax(-1) == ids[1:]).tolist()
-            assert is_top1[0] == mean[0] == 0
-    return max(errors)
-
-
-def train_each(engine, cases, strategy, errors):
-    """The loss of each of `cases` (batch, loss), or what was raised, after which no step counts."""
-    found = {}
-    for name, (batch, loss) in cases.items():
-        before = engine.global_steps
-        try:
-            found[name] = float(engine.train_batch(batch, strategy=strategy, loss=loss))
-        except errors as error:
-            found[name] = f"{type(error).__name__}: {error}"
-            assert engine.global_steps == before
-    return found
 
 
 class Wrong(losses.Loss):
@@ -241,63 +222,15 @@ class Wrong(losses.Loss):
         return self.make(tokens)
 
 
-def mistakes(engine, examples):
-    """What each rank raises for typical mistakes; training goes on afterwards."""
-    without = [
-        {k: v for k, v in e.items() if k != "importance"} if n == 4 else e
-        for n, e in enumerate(examples)
-    ]
-    short = [
-        e | {"importance": e["importance"][:-1]} if n == 2 else e for n, e in enumerate(examples)
-    ]
-    no_number = [
-        e | {"importance": ["a"] * len(e["input_ids"])} if n == 5 else e
-        for n, e in enumerate(examples)
-    ]
-    nan = [
-        e | {"importance": e["importance"] * float("nan")} if n == 5 else e
-        for n, e in enumerate(examples)
-    ]
-    alone = examples[:-1]
-    weighted = losses.CrossEntropy(weights="importance")
-    wrong_shape = Wrong(lambda tokens: tokens.log_probs_T)
-    of_nan = Wrong(
-        lambda tokens: (tokens.log_probs_T + tokens.fields["importance"] - 1e9).sqrt().sum()
-    )
-    cases = {
-        "lacks": (without, weighted), "short": (short, weighted), "text": (no_number, weighted),
-        "shape": (examples, wrong_shape), "nan": (examples, of_nan),
-        "nan field": (nan, weighted), "alone": (alone, losses.DPO()),
-        "raises": (examples, Wrong(lambda tokens: tokens.fields["missing"])),
-        "no loss": (examples, "dpo"),
-        "no weight": ([e | {"importance": e["importance"] * 0} for e in examples], weighted),
-    }  # fmt: skip
-    raised = train_each(engine, cases, "2x<2,1>", (HydraConfigError, HydraDataError))
-    zero = [e | {"advantages": 0.0} for e in examples]
-    raised["all 0"] = float(engine.train_batch(zero, strategy="4x<1,1>", loss=losses.GRPO()))
-    return raised
+def at_example_5(otherwise):
+    """A loss that goes wrong on one rank in the middle of an iteration."""
 
+    def make(tokens):
+        if (tokens.fields["importance"] * tokens.counts_T).sum() > 0:
+            return otherwise(tokens)
+        return tokens.log_probs_T.sum()
 
-def later_mistakes(engine, examples):
-    """What each rank raises where a loss goes wrong on one rank in the middle of an iteration."""
-    marked = [e | {"importance": e["importance"] * 0 + (n == 5)} for n, e in enumerate(examples)]
-
-    def at_example_5(otherwise):
-        def make(tokens):
-            if (tokens.fields["importance"] * tokens.counts_T).sum() > 0:
-                return otherwise(tokens)
-            return tokens.log_probs_T.sum()
-
-        return make
-
-    cases = {
-        "detached": lambda tokens: tokens.log_probs_T.detach().sum(),
-        "raises": lambda tokens: [][0],
-        "shape": lambda tokens: tokens.log_probs_T,
-        "constant": lambda tokens: torch.zeros(()),
-    }
-    cases = {name: (marked, Wrong(at_example_5(make))) for name, make in cases.items()}
-    return train_each(engine, cases, "2x<1,2>", HydraConfigError)
+    return Wrong(make)
 
 
 class OfRank(losses.SequenceLoss):
@@ -318,77 +251,145 @@ class Scaled(losses.Loss):
         return self._divided_by
 
 
-def differing(engine, examples):
-    """What each rank raises where ranks do not have the same objective."""
-    rank = dist.get_rank()
+WHERE = r"the micro-batch of examples (\d, )*5(, \d)*"
+
+
+def refused_cases(examples, rank):
+    """(global batch, loss, strategy, what each rank raises) by name, on `rank`; the loss is a
+    number where that is "".
+    """
+
+    def importance(make, numbers=range(8)):
+        return [
+            e | {"importance": make(e["importance"])} if n in numbers else e
+            for n, e in enumerate(examples)
+        ]
+
+    def wrong(make):
+        return Wrong(make), "2x<2,1>"
+
+    def later(make):
+        return at_example_5(make), "1x<1,2>"
+
+    lacking = [dict(e) for e in examples]
+    del lacking[4]["importance"]
+    marked = importance(lambda x: x * 0)
+    marked[5] = marked[5] | {"importance": marked[5]["importance"] + 1}
+    weighted = losses.CrossEntropy(weights="importance"), "2x<2,1>"
     is_last = int(rank == 3)
     own = [e | {"advantages": e["advantages"] + is_last * (n == 2)} for n, e in enumerate(examples)]
     at_token = [e | {"old_log_probs": e["old_log_probs"] - is_last} for e in examples]
-    cases = {
-        "advantages": (own, losses.GRPO()),
-        "old_log_probs": (at_token, losses.GRPO()),
-        "unread": (at_token, losses.CrossEntropy(z_loss=0.1)),
-        "beta": (examples, losses.DPO(beta=0.1 + 0.1 * is_last)),
-        "class": (examples, losses.DPO() if rank else losses.GRPO()),
-        "without": (examples, losses.GRPO() if rank else None),
-        "array": (examples, Scaled(torch.tensor([1.0, is_last]), 0)),
-        "class attribute": (examples, type("Odd", (Scaled,), {"odd": rank})(1.0, 0)),
-        "normaliser": (examples, Scaled(1.0, 0, divided_by=2.0 + is_last)),
-        "rounded": (examples, Scaled(1.0, 0, divided_by=2.0 + rank * 2**-51)),
-        "of its own": (examples, Scaled(1.0, own=rank)),
-        "of sequences": (examples, OfRank()),
-    }
-    return train_each(engine, cases, "2x<2,1>", PlanMismatchError)
+    of_nan = wrong(lambda of: (of.log_probs_T + of.fields["importance"] - 1e9).sqrt().sum())
+
+    def alike(loss):
+        return examples, loss, "2x<2,1>"
+
+    return {
+        "lacks": (lacking, *weighted, "CrossEntropy reads 'importance', which example 4 of the global batch lacks"),
+        "short": (importance(lambda x: x[:-1], [2]), *weighted, "example 2.*expected 30 values"),
+        "text": (
+            importance(lambda x: ["a"] * len(x), [5]), *weighted,
+            "example 5 of the global batch has as what cannot be read",
+        ),
+        "nan field": (
+            importance(lambda x: x * math.nan, [5]), *weighted,
+            "CrossEntropy reads 'importance', which example 5 of the global batch has with NaN at 0",
+        ),
+        "no weight": (importance(lambda x: x * 0), *weighted, "loss CrossEntropy is divided by 0.0"),
+        "shape": (examples, *wrong(lambda of: of.log_probs_T), r"loss Wrong returned \[9\], expected one number"),
+        "nan": (examples, *of_nan, "loss Wrong is not finite in the micro-batch of examples"),
+        "raises": (examples, *wrong(lambda of: of.fields["missing"]), "loss Wrong raised KeyError for example 0"),
+        "alone": (examples[:-1], losses.DPO(), "2x<2,1>", "example 6 is alone in pair 3"),
+        "no loss": (*alike("dpo"), "loss is 'dpo', expected an object of a subclass of"),
+        # On one rank in the middle of an iteration
+        "detached later": (
+            marked, *later(lambda of: of.log_probs_T.detach().sum()),
+            rf"Wrong returned a number that does not .* \(in {WHERE}\)",
+        ),
+        "raises later": (
+            marked, *later(lambda of: [][0]), rf"loss Wrong raised IndexError for {WHERE}: list index",
+        ),
+        "shape later": (
+            marked, *later(lambda of: of.log_probs_T), rf"loss Wrong returned \[\d+\], .* \(in {WHERE}\)",
+        ),
+        "constant later": (marked, *later(lambda of: torch.zeros(())), ""),
+        # Where ranks do not have the same objective
+        "advantages": (
+            own, losses.GRPO(), "2x<2,1>",
+            r"'advantages' of example 2 of the global batch is .* on rank 0 and .* on rank 3 \(1 of 4 ranks differ\)",
+        ),
+        "old_log_probs": (
+            at_token, losses.GRPO(), "2x<2,1>", r"'old_log_probs' of example 0 of the global batch is \[9\] values",
+        ),
+        "unread": (at_token, losses.CrossEntropy(z_loss=0.1), "2x<2,1>", ""),
+        "beta": (
+            *alike(losses.DPO(beta=0.1 + 0.1 * is_last)), "beta of loss DPO is 0.1 on rank 0 and 0.2 on rank 3",
+        ),
+        "class": (
+            *alike(losses.DPO() if rank else losses.GRPO()), r"the loss is GRPO on rank 0 and DPO on rank 1 \(3 of 4",
+        ),
+        "without": (
+            *alike(losses.GRPO() if rank else None), "the loss is the mean cross entropy on rank 0 and GRPO on",
+        ),
+        "array": (*alike(Scaled(torch.tensor([1.0, is_last]), 0)), r"by of loss Scaled is \[2\] values"),
+        "class attribute": (
+            *alike(type("Odd", (Scaled,), {"odd": rank})(1.0, 0)), "odd of loss Odd is 0 on rank 0 and 1 on rank 1",
+        ),
+        "normaliser": (
+            *alike(Scaled(1.0, 0, divided_by=2.0 + is_last)),
+            "what loss Scaled is divided by is 2.0 on rank 0 and 3.0",
+        ),
+        "rounded": (*alike(Scaled(1.0, 0, divided_by=2.0 + rank * 2**-51)), ""),
+        "of its own": (*alike(Scaled(1.0, own=rank)), ""),
+        "of sequences": (*alike(OfRank()), "loss OfRank of the global batch is "),
+    }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def results():
-    return run_distributed(checks, 4, timeout_s=600)
+OF_ALL_RANKS = ("advantages", "old_log_probs", "beta", "class", "without", "array", "class attribute",
+                "normaliser", "of sequences")  # fmt: skip
+"""Cases in which ranks differ."""
+
+
+def check_refused(engine, examples):
+    """Each of `refused_cases` is named on this rank, and no step counts; training goes on."""
+    for name, (batch, loss, strategy, said) in refused_cases(examples, dist.get_rank()).items():
+        before = engine.global_steps
+        train = functools.partial(engine.train_batch, batch, strategy=strategy, loss=loss)
+        if not said:
+            assert math.isfinite(train()), name
+            continue
+        text = refused(train, PlanMismatchError if name in OF_ALL_RANKS else HydraError)
+        assert re.search(said, text), (name, text)
+        assert engine.global_steps == before
+    zero = [e | {"advantages": 0.0} for e in examples]
+    assert float(engine.train_batch(zero, strategy="4x<1,1>", loss=losses.GRPO())) == 0.0
 
 
 @pytest.mark.distributed
-def test_gradients_of_every_loss_equal_one_process(results):
-    for case, (error, loss_error) in results[0]["errors"].items():
-        assert error <= RELATIVE_TOLERANCE, case
-        assert loss_error <= RELATIVE_TOLERANCE, case
-
-
-@pytest.mark.distributed
-def test_evaluation_scores_and_steps(results):
-    for result in results:
-        assert result["evaluated"][0] == pytest.approx(result["evaluated"][1], rel=1e-5)
-        assert result["scores"] < 1e-4
-        assert result["steps"] == sorted(result["steps"], reverse=True)
-        assert result["steps"][0] > result["steps"][-1] > 0
+def test_losses_scores_and_mistakes_on_four_ranks():
+    run_distributed(checks, 4, timeout_s=600)
 
 
 def longer_than_training_holds(profile):
-    """What training says of a sequence above its MaxLen; errors of its scores and loss; the longest
-    micro-batch of the plan of the scores.
-    """
+    """A sequence above the MaxLen of training is scored and evaluated."""
     model = tiny("llama")
     examples = random_examples((120, 30, 9, 60), VOCAB_SIZE, seed=3)
     reference = copy.deepcopy(model)
     engine = start_hydra(model, hydra={"profile": profile, "strategies": ["2x<1,1>", "1x<2,1>"]})
-    with pytest.raises(InfeasiblePlanError) as refused:
-        engine.train_batch(examples)
-    wanted = [-reference_log_probs(reference, e["input_ids"])[2] for e in examples]
-    errors = [
-        float((-found[1:] - own).abs().max())
-        for found, own in zip(engine.score(examples).log_probs, wanted, strict=True)
-    ]
+    said = refused(lambda: engine.train_batch(examples), InfeasiblePlanError)
+    assert "has 120 tokens, the largest MaxLen over all candidate strategies is 52" in said
+    wanted = [reference_log_probs(reference, e["input_ids"])[2] for e in examples]
+    found = [values[1:] for values in engine.score(examples).log_probs]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4, check_dtype=False)
     counted = [own[e["labels"][1:] != -100] for own, e in zip(wanted, examples, strict=True)]
-    mean = float(torch.cat(counted).mean())
+    assert float(engine.eval_batch(examples)) == pytest.approx(
+        -float(torch.cat(counted).mean()), rel=1e-5
+    )
     plan = engine.hydra.source.plan(examples, None, 0, forward_only=True).plan
     longest = max(sum(plan.lengths[p] for p in m) for x in plan.pipelines for m in x.micro_batches)
-    return {
-        "refused": str(refused.value),
-        "scores": max(errors),
-        "loss": abs(float(engine.eval_batch(examples)) / mean - 1),
-        "longest": longest,
-        "strategy": str(plan.strategy),
-        "trained": float(engine.train_batch(examples[1:3])),
-    }
+    assert str(plan.strategy) == "1x<2,1>"  # <1,1> holds 75
+    assert 120 <= longest <= 149
+    assert 0 < float(engine.train_batch(examples[1:3])) < 10
 
 
 def reference_log_probs(model, ids):
@@ -405,75 +406,7 @@ def reference_log_probs(model, ids):
 def test_what_training_does_not_hold_is_scored_and_evaluated(tmp_path):
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(small_profile(400_000, num_layers=4)))
-    for found in run_distributed(longer_than_training_holds, 2, str(path)):
-        assert (
-            "has 120 tokens, the largest MaxLen over all candidate strategies is 52"
-            in (found["refused"])
-        )
-        assert found["scores"] < 1e-4
-        assert found["loss"] < 1e-5
-        assert found["strategy"] == "1x<2,1>"  # <1,1> holds 75
-        assert 120 <= found["longest"] <= 149
-        assert 0 < found["trained"] < 10
-
-
-@pytest.mark.distributed
-def test_mistakes_are_named_on_every_rank(results):
-    for result in results:
-        found = result["mistakes"]
-        assert (
-            "CrossEntropy reads 'importance', which example 4 of the global batch lacks"
-            in found["lacks"]
-        )
-        assert "example 2" in found["short"]
-        assert "expected 30 values" in found["short"]
-        assert "example 5 of the global batch has as what cannot be read" in found["text"]
-        assert "loss Wrong returned [9], expected one number" in found["shape"]
-        assert "HydraDataError" in found["nan"]
-        assert "loss Wrong is not finite in the micro-batch of examples" in found["nan"]
-        assert (
-            "CrossEntropy reads 'importance', which example 5 of the global batch has with NaN at 0"
-            in found["nan field"]
-        )
-        assert "example 6 is alone in pair 3" in found["alone"]
-        assert "loss Wrong raised KeyError for example 0" in found["raises"]
-        assert "loss is 'dpo', expected an object of a subclass of" in found["no loss"]
-        assert "loss CrossEntropy is divided by 0.0" in found["no weight"]
-        assert found["all 0"] == 0.0
-
-
-@pytest.mark.distributed
-def test_mistakes_of_one_rank_in_the_middle_are_named_on_every_rank(results):
-    for result in results:
-        found = result["later"]
-        where = r"the micro-batch of examples (\d, )*5(, \d)*"
-        assert re.search(
-            rf"Wrong returned a number that does not .* \(in {where}\)", found["detached"]
-        )
-        assert re.search(rf"loss Wrong raised IndexError for {where}: list index", found["raises"])
-        assert re.search(rf"loss Wrong returned \[\d+\], .* \(in {where}\)", found["shape"])
-        assert math.isfinite(found["constant"])
-
-
-@pytest.mark.distributed
-def test_objectives_that_differ_between_ranks_are_named_on_every_rank(results):
-    for result in results:
-        found = result["differing"]
-        assert "'advantages' of example 2 of the global batch is " in found["advantages"]
-        assert " on rank 0 and " in found["advantages"]
-        assert " on rank 3 (1 of 4 ranks differ)" in found["advantages"]
-        assert (
-            "'old_log_probs' of example 0 of the global batch is [9] values"
-            in found["old_log_probs"]
-        )
-        assert "beta of loss DPO is 0.1 on rank 0 and 0.2 on rank 3" in found["beta"]
-        assert "the loss is GRPO on rank 0 and DPO on rank 1 (3 of 4" in found["class"]
-        assert "the loss is the mean cross entropy on rank 0 and GRPO on" in found["without"]
-        assert "by of loss Scaled is [2] values" in found["array"]
-        assert "odd of loss Odd is 0 on rank 0 and 1 on rank 1" in found["class attribute"]
-        assert "what loss Scaled is divided by is 2.0 on rank 0 and 3.0" in found["normaliser"]
-        assert "loss OfRank of the global batch is " in found["of sequences"]
-        assert all(math.isfinite(found[name]) for name in ("unread", "rounded", "of its own"))
+    run_distributed(longer_than_training_holds, 2, str(path))
 
 
 @pytest.mark.parametrize(

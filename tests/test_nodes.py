@@ -1,23 +1,18 @@
-"""Several nodes as a user has them: hosts with own addresses, both launchers, lost hosts, bytes on
-the wire.
-"""
+"""Several nodes as a user has them: hosts with own addresses, lost hosts, bytes on the wire."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import sys
 from pathlib import Path
 
-import nodes_script
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import wait_until
 from engines import raised_by, small_profile, start_hydra
-from faults import kill_in, read_json_lines
+from faults import kill_in
 from models import VOCAB_SIZE, tiny
 from nodes import PRIVATE_FOLDER, Counters, hosts_or_skip, run_on_hosts
 from single_process import random_examples, token_mean_gradients
@@ -376,70 +371,6 @@ def test_two_hosts_of_two_ranks(tmp_path, cut):
         assert re.search(
             rf"rank \d is silent for 15 s \(host {re.escape(lost)} cut off", ended[rank].stderr
         )
-
-
-SCRIPT = Path(__file__).parent / "nodes_script.py"
-
-
-def start_everywhere(hosts, folder, command_of):
-    """Start a launcher on every host; exit codes, and what each wrote."""
-    env = {
-        "PYTHONPATH": os.pathsep.join(
-            [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        )
-    }
-    jobs = [
-        hosts.start(host, command_of(host), folder=folder, log=folder / f"host_{host}.log", env=env)
-        for host in range(len(hosts.names))
-    ]
-    codes = [job.wait() for job in jobs]
-    return codes, [(folder / f"host_{host}.log").read_text() for host in range(len(hosts.names))]
-
-
-@pytest.mark.nightly
-@pytest.mark.distributed
-@pytest.mark.timeout(1800)
-def test_launchers_on_two_hosts_and_a_process_of_the_other_host_killed(tmp_path):
-    """torchrun restarts both hosts; DeepSpeed's launcher goes on from their checkpoint; the curve
-    is one host's.
-    """
-    alone, folder = tmp_path / "alone", tmp_path / "two"
-    alone.mkdir()
-    folder.mkdir()
-    (folder / "hostfile").write_text("node-0 slots=1\nnode-1 slots=1\n")
-    with hosts_or_skip(2) as hosts:
-        run_on_hosts(nodes_script.train, None, [2], alone, str(alone), 8)
-        wanted = {iteration: loss for iteration, loss, _ in read_json_lines(alone / "losses")}
-        restarts = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"  # else torchrun's restarts may hang
-        torchrun = ["env", restarts, sys.executable, "-m", "torch.distributed.run"]
-        torchrun += ["--nnodes", 2, "--nproc-per-node", 1]
-        torchrun += ["--max-restarts", 2, "--rdzv-backend", "c10d", "--rdzv-id", "run"]
-        torchrun += ["--rdzv-endpoint", f"{hosts.names[0]}:29400"]
-        codes, logs = start_everywhere(
-            hosts, folder, lambda _: [*torchrun, SCRIPT, folder, 4, 1, 3]
-        )
-        assert codes == [0, 0], "\n".join(logs)
-        killed = next(host for host, log in enumerate(logs) if "exitcode: -9" in log)
-        assert (
-            f"rank 1 is gone: its process ended on host node-{killed} (rank 1)" in logs[1 - killed]
-        )
-        deepspeed = [
-            sys.executable,
-            "-m",
-            "deepspeed.launcher.runner",
-            "--hostfile",
-            "hostfile",
-            "--no_ssh",
-        ]
-        deepspeed += ["--master_addr", hosts.names[0], "--no_local_rank"]
-        codes, logs = start_everywhere(
-            hosts, folder, lambda host: [*deepspeed, "--node_rank", host, SCRIPT, folder, 8]
-        )
-        assert codes == [0, 0], "\n".join(logs)
-    seen = read_json_lines(folder / "losses")
-    assert len({start for _, _, start in seen}) == 3, "torchrun twice, DeepSpeed's launcher once"
-    assert all(wanted[iteration] == loss for iteration, loss, _ in seen)
-    assert [iteration for iteration, _, _ in seen] == [0, 1, 2, 2, 3, 4, 5, 6, 7]
 
 
 def save_where_no_other_host_reads(engine, strategies):

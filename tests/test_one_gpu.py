@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import struct
 import subprocess
 import sys
-import threading
 import time
 import zipfile
 from pathlib import Path
@@ -18,9 +16,7 @@ import pytest
 import transformers
 from distributed import wait_until
 
-from benchmarks.one_gpu import ceilings, launches, page, prepare, ranks, run
-from benchmarks.one_gpu.trim_fatbin import MAGIC, trim
-from ds_hydra.environment import WANTED
+from benchmarks.one_gpu import ceilings, launches, page, prepare, run
 
 ROOT = Path(__file__).parent.parent
 LONG_S = 300
@@ -29,17 +25,6 @@ LONG_S = 300
 
 def read(folder):
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.nightly
-def test_memory_is_compared_with_the_formula(tmp_path):
-    """The step that calls most of the planner: it had failed unseen on the first GPU."""
-    command = [sys.executable, "-m", "benchmarks.one_gpu.run", "--dry-run", "--no-install"]
-    options = ["--only", "memory of one of 8", "--out", str(tmp_path)]
-    subprocess.run([*command, *options], cwd=ROOT, check=True)
-    found = [r for r in read(tmp_path) if r["step"] == "memory of one of 8" and "found" in r]
-    assert len(found) == 9
-    assert all(r["found"]["formula_gb"] > 0 for r in found)
 
 
 @pytest.mark.nightly
@@ -114,19 +99,6 @@ def test_a_step_that_hangs_or_fails_stops_no_other(tmp_path, monkeypatch):
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-def test_who_ends_a_run_ends_its_steps(tmp_path):
-    one = run.Run(tmp_path, has_gpu=True, seconds=LONG_S, site=None, nccl="")
-    waits = ("-c", f"import time; time.sleep({2 * LONG_S})")
-    step = run.Step(name="waits", arguments=waits, limit_s=LONG_S)
-    until = time.monotonic() + LONG_S
-    lane = threading.Thread(target=one._run_lane, args=((step, step), until, ()))
-    lane.start()
-    wait_until(lambda: one._running)
-    one.stop()
-    lane.join()
-    assert [r["end"] for r in read(tmp_path)] == ["exit code -15"]
-
-
 def test_the_page_shows_what_was_measured_and_what_is_wrong():
     records = [
         {
@@ -166,52 +138,6 @@ def test_the_page_shows_what_was_measured_and_what_is_wrong():
     assert "| times | skipped |" in text
 
 
-def test_answered_questions_are_left_out_until_their_files_change(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "ROOT", tmp_path)
-    file = tmp_path / "rests.py"
-    file.write_text("1")
-    told = '{"case": "sum", "found": 2, "wanted": "2", "is_well": true}'
-    step = run.Step(
-        name="asks", arguments=("-c", f"print('{told}')"), limit_s=30, rests_on=("*.py",)
-    )
-    other = run.Step(name="asks anew", arguments=step.arguments, limit_s=30)
-
-    def ask(answered):
-        folder = tmp_path / "out"
-        folder.mkdir(exist_ok=True)
-        one = run.Run(folder, has_gpu=True, seconds=60, site=None, nccl="", answered=answered)
-        one._run_lane((step, other), time.monotonic() + 60, ())
-        return read(folder), run.read_answers(folder / "results.jsonl")
-
-    records, answered = ask({})
-    assert [r["step"] for r in records if r.get("end") == "ended"] == ["asks", "asks anew"]
-    assert answered == {"asks": step.digest()}
-    records, _ = ask(answered)
-    assert [r["step"] for r in records if "skipped" in r] == ["asks"]
-    file.write_text("2")
-    records, _ = ask(answered)
-    assert not [r for r in records if "skipped" in r]
-    assert run.read_answers(run.ANSWERS) == {}  # lines of earlier runs have no digests
-
-
-def test_calls_of_half_an_hour_fit_and_faults_come_first():
-    assert [steps[0].name for steps in run.CALLS] == [
-        "soak of 4 ranks",
-        "launches",
-        "iteration of 7B",
-    ]
-    names = [step.name for steps in run.CALLS for step in steps]
-    assert len(names) == len(set(names))
-    for steps in run.CALLS:
-        assert sum(step.limit_s for step in steps) <= 1.15 * run.MOST_S
-    ends = [
-        lane for _, lanes in run.STEPS[:-1] for lane in lanes for s in lane if "memory" in s.name
-    ]
-    assert not ends  # what measures memory runs alone
-    for step in (s for _, lanes in run.STEPS for lane in lanes for s in lane):
-        assert all([*run.ROOT.glob(text)] for text in step.rests_on), step.name
-
-
 def test_phases_that_launches_marks_are_there(monkeypatch):
     """It wraps methods of the engine and of ZeRO-3 by their names."""
     marked = []
@@ -224,27 +150,12 @@ def test_phases_that_launches_marks_are_there(monkeypatch):
 def test_modules_of_all_steps_can_be_imported():
     steps = [s for _, lanes in run.STEPS for lane in lanes for s in lane]
     steps += [s for call in run.CALLS for s in call]
+    assert all([*run.ROOT.glob(text)] for step in steps for text in step.rests_on)
     for first, second in {step.arguments[:2] for step in steps}:
         if first == "-m":
             assert callable(importlib.import_module(second).main)
         else:  # an example, which other tests run
             assert (run.ROOT / first).is_file()
-
-
-def test_steps_run_under_the_settings_of_training():
-    assert WANTED == run.DESIGN
-    steps = [s for _, lanes in run.STEPS for lane in lanes for s in lane]
-    others = [s.name for s in steps if not s.environment.items() >= WANTED.items()]
-    assert others == ["queues by default", "queues set late"]
-
-
-def test_ranks_are_hosts_of_their_own_for_nccl():
-    own = [ranks.environment(rank, 2, 1234, "hostid") for rank in (0, 1)]
-    assert [e["NCCL_HOSTID"] for e in own] == ["rank0", "rank1"]
-    assert {e["LOCAL_RANK"] for e in own} == {"0"}
-    shared = ranks.environment(1, 2, 1234, "multirank", "/a/libnccl.so.2")
-    assert "NCCL_HOSTID" not in shared
-    assert shared["LD_PRELOAD"] == "/a/libnccl.so.2"
 
 
 def test_what_a_wheel_needs_is_carried_or_there(tmp_path):
@@ -255,24 +166,6 @@ def test_what_a_wheel_needs_is_carried_or_there(tmp_path):
         wheel.writestr("a-1.dist-info/METADATA", f"Name: a\n{needs}\n")
     with pytest.raises(SystemExit, match=r"lost-one \(a-1-py3-none-any.whl\); add them to CARRIED"):
         prepare.check_requirements(tmp_path)
-
-
-def test_device_code_of_other_architectures_is_blanked(tmp_path):
-    def entry(kind, architecture, size):
-        return (
-            struct.pack("<HHIQ", kind, 1, 64, size).ljust(28)
-            + struct.pack("<I", architecture)
-            + bytes(32)
-        )
-
-    parts = [(2, 80, b"a" * 100), (2, 90, b"b" * 50), (1, 90, b"c" * 30)]
-    body = b"".join(entry(kind, arch, len(code)) + code for kind, arch, code in parts)
-    library = b"head" + struct.pack("<IHHQ", MAGIC, 1, 16, len(body)) + body + b"tail"
-    (tmp_path / "library").write_bytes(library)
-    found = trim(tmp_path / "library", tmp_path / "out", {90})
-    assert found == {(80, False): 100, (90, True): 50, (90, False): 30}
-    out = (tmp_path / "out").read_bytes()
-    assert out == library.replace(b"a" * 100, bytes(100)).replace(b"c" * 30, bytes(30))
 
 
 def test_bare_attention_is_called_as_a_stage_calls_it():

@@ -44,7 +44,7 @@ HAS_PEFT = importlib.util.find_spec("peft") is not None
 if HAS_PEFT:
     import test_lora  # before ranks are forked: its imports are paid once
 
-IN_MINUTES = ("llama", "gemma3", "deepseek_v3")
+IN_MINUTES = ("llama", "deepseek_v3")
 """Families of which `make test` runs the rows; the others are slow, or nightly."""
 NIGHTLY = (
     "mixtral", "glm4_moe", "dots1", "ernie4_5_moe", "granitemoe", "granite_swa", "mistral", "qwen2", "qwen2_moe",

@@ -445,9 +445,6 @@ def test_proposed_where_they_make_global_batches_faster():
     assert refused.are_refused
 
 
-IN_FIVE = "1x<sp4,1;gather>" + 4 * " then 4x<1,1;gather>"
-
-
 def test_time_outside_of_propagation_is_not_counted_for_every_phase():
     corrections = Corrections(outside_ms=dict.fromkeys(GATHERED, 50.0))
     batch = make_batch(LONG_AND_SHORT)

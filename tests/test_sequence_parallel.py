@@ -113,41 +113,9 @@ def check_attention():
     return worst
 
 
-def check_sequence_shards():
-    """Positions and cuts of a micro-batch of 5 + 2 tokens on 4 ranks; 16-bit heads travel as they
-    are.
-    """
-    size, rank = dist.get_world_size(), dist.get_rank()
-    layout = TokenLayout(dist.new_group(list(range(size))), size, rank)
-    micro_batch = PackedMicroBatch.build([5, 2], CPU, layout)
-    cut = layout.cut(torch.arange(7), fill=-100).tolist()
-    query, key = (torch.randn(1, heads, 2, 8, dtype=torch.bfloat16) for heads in (4, 2))
-    with running(micro_batch):
-        out, _ = hydra_varlen(MODULE, query, key, key, None)
-    return (
-        micro_batch.position_ids[0].tolist(),
-        cut,
-        micro_batch.lengths,
-        micro_batch.cu_seqlens.tolist(),
-        str(out.dtype),
-    )
-
-
 @pytest.mark.distributed
 def test_attention_over_pieces_equals_attention_over_the_micro_batch():
     assert max(run_distributed(check_attention, 4)) < 1e-5
-
-
-@pytest.mark.distributed
-def test_a_micro_batch_is_cut_into_equal_pieces():
-    positions, cuts, lengths, begins, dtypes = zip(
-        *run_distributed(check_sequence_shards, 4), strict=True
-    )
-    assert positions == ([0, 1], [2, 3], [4, 0], [1, 0])
-    assert cuts == ([0, 1], [2, 3], [4, 5], [6, -100])
-    assert set(lengths) == {(5, 2, 1)}
-    assert begins[0] == [0, 5, 7, 8]
-    assert set(dtypes) == {"torch.bfloat16"}
 
 
 PROFILE = {

@@ -11,7 +11,6 @@ from distributed import run_distributed
 from engines import small_profile, start_hydra
 from holdings import peak_bytes
 from models import tiny
-from test_engine_parity import assert_parity, check_gradients
 from torch import nn
 
 from ds_hydra.configs.hydra_config import HydraConfig
@@ -28,26 +27,6 @@ from ds_hydra.strategy.cost_models.topology import stage_ms as composed_stage_ms
 from ds_hydra.strategy.profiles.memory_model import SP_ACTIVATIONS_REPEATED
 from ds_hydra.zero_link.layout import Slicing
 
-SHORT_ROWS = (2, 2, 3, 1, 1, 2, 1)
-"""Micro-batches of 2 to 5 tokens: fewer than ranks, or not a multiple of them."""
-
-FEATURES = [
-    ("glm4", ("1x<2,1>",), (22, 5, 3)),
-    ("phi3", ("1x<2,1>",), SHORT_ROWS),
-    ("ernie4_5_moe", ("1x<2,1>",), (9, 5)),
-]
-"""MLPs and attention whose features are whole outside of linears; shared experts that see tokens
-without a micro-batch.
-"""
-
-
-def families(cases):
-    return {
-        (family, *key): value
-        for family, strategies, lengths in cases
-        for key, value in check_gradients(family, strategies, lengths=lengths).items()
-    }
-
 
 def memory():
     """(bytes kept for each token, peak bytes of a micro-batch) by strategy."""
@@ -61,11 +40,6 @@ def memory():
         run = functools.partial(measure_stage_ms, propagator, strategy, ProbeMicroBatch(512))
         found[text] = kept, peak_bytes(run)
     return found
-
-
-@pytest.mark.distributed
-def test_gradients_of_other_blocks_equal_one_process():
-    assert_parity(run_distributed(families, 2, FEATURES)[0])
 
 
 @pytest.mark.distributed

@@ -12,11 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-from distributed import run_distributed
-from engines import gather_gradients, start_hydra
-from models import VOCAB_SIZE, tiny
-from single_process import load_of, random_examples, token_mean_gradients
-from test_engine_parity import LENGTHS, hand_plan, relative_errors
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,7 +26,6 @@ from ds_hydra.engine.parallel.tensor_parallel import (
     hook_linear,
 )
 from ds_hydra.engine.transfer.stage_weights import SlicePool, StageWeights, _Gradient
-from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import BucketEntry, ParamSpec
 
 CPU = torch.device("cpu")
@@ -348,44 +342,3 @@ def test_slices_are_let_go_with_the_iteration():
         assert weights() is None
     finally:
         gc.enable()
-
-
-def errors_in_bf16():
-    """Errors of gradients in bf16 against fp32 math on the same weights, of four micro-batches:
-    without products in fp32, with them, and with them again.
-    """
-    model = tiny("llama").bfloat16()
-    names = [name for name, _ in model.named_parameters()]
-    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
-    _, wanted = token_mean_gradients(tiny("llama").bfloat16().float(), examples)
-    engine = start_hydra(model, bf16={"enabled": True})
-    strategy = Strategy.parse("1x<1,1>")
-    engine.hydra.propagator.prepare([strategy])
-    plan = hand_plan(strategy, examples)
-    params = engine.hydra.stage_model.params
-    shapes = {tuple(p.ds_shape) for name, p in zip(names, params, strict=True) if "_proj" in name}
-    shapes |= {shape[::-1] for shape in shapes}
-
-    def measure():
-        engine.hydra.propagator.links._kept = None  # whose gradients know what products there are
-        grads_P = engine._zero_gradient_shards()
-        with Passes(*shapes) as passes:
-            engine.hydra.propagator.train(plan, load_of(examples), grads_P, 1.0)
-        found = gather_gradients(engine, grads_P)
-        return passes.counts, relative_errors(found, wanted, names), torch.cat(list(grads_P))
-
-    without = measure()
-    with products_into_fp32():
-        return names, without, measure(), measure()
-
-
-@pytest.mark.distributed
-def test_gradients_in_16_bit_are_nearer_to_fp32():
-    names, without, fused, again = run_distributed(errors_in_bf16, 1)[0]
-    linears = [name for name in names if "_proj" in name]
-    total = [sum(errors[name] for name in linears) for _, errors, _ in (without, fused)]
-    assert total[1] <= total[0]
-    assert torch.equal(fused[2], again[2]), "the same bits"
-    assert without[0]["add_"] == len(linears) * 3, "all micro-batches but the first"
-    assert not fused[0]["add_"]
-    assert not fused[0]["copy_"]

@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from engines import raised_by
 from models import VOCAB_SIZE
 from single_process import random_examples
 from test_engine_parity import LENGTHS
@@ -82,56 +83,36 @@ def memory_between_messages() -> list[str]:
     return process_group.hangs[:]
 
 
-def swapped_collectives() -> str:
-    """What two collectives in another order on one rank lead to."""
-    group = dist.new_group([0, 1])
+def swapped_calls() -> list[str]:
+    """What two collectives, and two messages of a pair, in another order on one rank lead to."""
+    rank = dist.get_rank()
     small, large = torch.ones(3, device="standin"), torch.ones(5, device="standin")
-    process_group.checks_order = True
-    try:
-        for tensor in (small, large) if dist.get_rank() else (large, small):
-            dist.all_reduce(tensor, group=group, async_op=True)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        process_group.checks_order = False
-    return "nothing"
+    said = []
+    for is_message in (False, True):
+        group = dist.new_group([0, 1])
+        process_group.checks_order = True
+        try:
+            for tensor in (small, large) if rank else (large, small):
+                if not is_message:
+                    dist.all_reduce(tensor, group=group, async_op=True)
+                elif rank:
+                    dist.irecv(tensor, 0, group)
+                else:
+                    dist.isend(tensor, 1, group)
+            said.append("nothing")
+        except RuntimeError as error:
+            said.append(str(error))
+        finally:
+            process_group.checks_order = False
+    return said
 
 
-def swapped_messages() -> str:
-    """What two messages of a pair, received in another order than sent, lead to."""
-    group = dist.new_group([0, 1])
-    small, large = torch.ones(3, device="standin"), torch.ones(5, device="standin")
-    process_group.checks_order = True
-    try:
-        if dist.get_rank():
-            dist.irecv(large, 0, group)
-            dist.irecv(small, 0, group)
-        else:
-            dist.isend(small, 1, group)
-            dist.isend(large, 1, group)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        process_group.checks_order = False
-    return "nothing"
-
-
-def a_tensor_of_the_cpu() -> str:
-    """What a collective over a tensor that was left on the CPU leads to."""
-    try:
-        dist.all_reduce(torch.ones(2))
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
-
-
-def mixed_devices() -> str:
-    """What a tensor that was left on the CPU leads to."""
-    try:
-        torch.ones(2, device="standin") + torch.ones(2)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+def tensors_of_the_cpu() -> list[str]:
+    """What tensors that were left on the CPU lead to, in a collective and beside others."""
+    return [
+        raised_by(lambda: dist.all_reduce(torch.ones(2)))[1],
+        raised_by(lambda: torch.ones(2, device="standin") + torch.ones(2))[1],
+    ]
 
 
 def a_block_freed_early() -> int:

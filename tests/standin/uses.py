@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import shutil
 import tempfile
 import threading
@@ -19,9 +18,7 @@ import torch.distributed as dist
 from engines import small_profile, start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import (
-    num_label_tokens,
     random_examples,
-    summed_loss,
     token_mean_gradients,
 )
 from test_engine_parity import LENGTHS
@@ -63,21 +60,6 @@ def checkpoints() -> dict[str, Any]:
         second.load_checkpoint(folder)
         found["loaded"] = [float(second.train_batch(examples, strategy=s)) for s in SHORT]
     return found
-
-
-def adapters() -> dict[str, Any]:
-    """Losses of a model with LoRA adapters, which alone are trained."""
-    from test_lora import adapted  # which needs peft
-
-    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
-    model = adapted()
-    with torch.no_grad():
-        loss = sum(float(summed_loss(model, example)) for example in examples)
-    wanted = loss / num_label_tokens(examples)
-    engine = start_hydra(model.to("standin"))
-    with observed() as found:
-        found["losses"] = [float(engine.train_batch(examples, strategy=s)) for s in SHORT]
-    return {**found, "wanted": wanted}
 
 
 def trainer() -> dict[str, Any]:
@@ -187,23 +169,3 @@ def rows_ahead() -> dict[str, Any]:
                 break
             found["wanted"].append(float(given.train_batch(drawn[number])))
     return {**found, "fetchers": fetchers, "num_races": len(seen["races"]), "races": seen["races"]}
-
-
-class _Generator(torch.Generator):
-    """The CPU's: the device has none of its own."""
-
-    def __new__(cls, device: Any = None) -> _Generator:
-        return super().__new__(cls)
-
-
-def doctor() -> dict[str, Any]:
-    """The document of an examination."""
-    from ds_hydra.doctor.examination import Examination, Request
-
-    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    examination = Examination(Request(seconds=10), ended.put)
-    with mock.patch.object(torch, "Generator", _Generator):
-        threading.Thread(target=lambda: ended.put(examination.run()), daemon=True).start()
-        report = ended.get()
-    assert report is not None
-    return report.to_json()
