@@ -33,7 +33,6 @@ from ds_hydra.lab.commands.simulate import describe_simulation
 from ds_hydra.lab.simulator.systems import LABELS
 from ds_hydra.report import summarize_run
 from ds_hydra.strategy import Profile
-from ds_hydra.strategy.cost_models.topology import Topology
 from ds_hydra.strategy.schemes.enumeration import strategies_from_json
 
 ROOT = Path(__file__).parents[1]
@@ -235,7 +234,6 @@ def test_added_lines_of_diffs_are_python_with_names_that_exist(block):
 READERS = {
     "ds_hydra.profile/1": Profile.from_json,
     "ds_hydra.strategies/1": strategies_from_json,
-    "ds_hydra.topology/1": Topology.from_json,
 }
 
 

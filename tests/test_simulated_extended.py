@@ -88,18 +88,6 @@ def test_the_extended_space_is_faster_and_its_strategies_are_named(comparison):
     assert "<sp" not in ours.result.strategy
 
 
-def test_without_tp_no_group_has_any():
-    """Where it may have some, <2,1> is the only scheme of two ranks that is measured."""
-    workload = make_workload(histogram=LONG, context_length=200, tokens_per_iteration=400)
-    found = compare(workload, Settings(iterations=3, systems=("no_tp",)))
-    used = {s for plan in found.planned["no_tp"].plans for s in plan.strategy.schemes}
-    assert {s.tp for s in used} == {1}
-    assert max(s.num_devices for s in used) > 1
-    assert found.speedup("no_tp").value >= 0.999
-    alone = compare(workload, Settings(iterations=3, systems=("no_tp",), space="plain"))
-    assert alone.get("no_tp") is None
-
-
 def test_document_names_the_space_and_keeps_the_rest_as_it_was(comparison):
     document = comparison.to_json()
     assert [s["name"] for s in document["systems"]] == [
@@ -130,7 +118,7 @@ def test_other_systems_do_not_see_the_extended_space(comparison):
     )
 
 
-def test_events_of_both_planned_systems(comparison):
+def test_plans_of_both_planned_systems(comparison):
     for system in ("ds_hydra", "plain"):
         found = [comparison.simulate(i, system).propagation_ms for i in range(3)]
         assert found == pytest.approx(comparison.get(system).propagation_ms[:3])

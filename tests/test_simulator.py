@@ -197,22 +197,17 @@ def test_bound_by_hand():
 
 def test_all_systems_are_there_and_none_static_is_faster(comparison):
     holding = [name for name in SYSTEMS if name != "zero3"]  # one rank holds 60 of 100 tokens
-    assert [r.name for r in comparison.results] == ["ds_hydra", "no_tp", "plain", *holding]
+    assert [r.name for r in comparison.results] == ["ds_hydra", "plain", *holding]
     for name in SYSTEMS:
         if name not in OTHER_SCHEMES:
             assert comparison.speedup(name, of_propagation=True).value >= 0.999, name
     assert comparison.speedup("ds_hydra").value == 1
 
 
-def test_document_and_prices(comparison):
-    document = json.loads(json.dumps(comparison.to_json(price_per_gpu_hour=2.0)))
+def test_the_document(comparison):
+    document = json.loads(json.dumps(comparison.to_json()))
     assert document["schema"] == "ds_hydra.simulation/1"
-    ours = document["systems"][0]
-    # tokens/s on 4 devices at 2 an hour
-    expected = 1e9 / ours["tokens_per_s"] / 3600 * 4 * 2
-    assert ours["dollars_per_billion_tokens"] == pytest.approx(expected)
     assert document["systems"][1]["speedup_95"][0] <= document["systems"][1]["speedup"]
-    assert comparison.simulate(0).timeline().iteration == 0
 
 
 def test_the_same_seed_gives_the_same_figures(comparison):
