@@ -64,7 +64,7 @@ def compare(
     workload = workload.knowing(replace(workload.profile, ranks_per_core=1.0))
     is_plain = settings.space == "plain" or bool(workload.strategies)
     start = replace(settings, iterations=0).scenario(workload)
-    own = start.knowing(workload.own_profile or with_engine_layers(workload.profile))
+    own = start.knowing(with_engine_layers(workload.profile))
     own = replace(own, can_run=workload.can_run)
     if known is None:
         if not (is_plain or own.statics() or _fits_extended(workload, own)):
