@@ -101,11 +101,10 @@ def _means(cases: list[dict[str, Any]]) -> list[str]:
         lines.append(f"| {' | '.join(cells)} |")
     ours = [_systems(case)[OURS] for case in cases]
     imbalance = np.mean([system["imbalance"] for system in ours])
-    least = np.mean([case["imbalance_of_bound"] for case in cases])
     above = np.mean([case["distance_to_bound"] for case in cases])
     lines += [
         "",
-        f"Imbalance of ds_hydra {imbalance:.3f} on average, of perfect balance {least:.3f}; propagation {above:.1%} "
+        f"Imbalance of ds_hydra {imbalance:.3f} on average; propagation {above:.1%} "
         "above the bound of perfect balance.",
     ]
     return lines
@@ -236,12 +235,9 @@ def _case_lines(case: dict[str, Any]) -> list[str]:
         "",
         f"{case['profile']}, {case['histogram']}, {case['num_devices']} devices, context {case['context_length']:,}, "
         f"{case['tokens_per_iteration']:,} tokens per iteration. ds_hydra chose {case['systems'][0]['strategy']}; its "
-        f"propagation is {case['distance_to_bound']:.1%} above the bound; {case['decided_by_longest']:.0%} of the "
-        "global batches last as long as their longest sequence alone; perfect balance has imbalance "
-        f"{case['imbalance_of_bound']:.2f}."
+        f"propagation is {case['distance_to_bound']:.1%} above the bound."
         + "".join(
-            f" {label}: {case[name]['distance_to_bound']:.1%} above the bound of that space, "
-            f"{case[name]['decided_by_longest']:.0%}, imbalance {case[name]['imbalance_of_bound']:.2f}."
+            f" {label}: {case[name]['distance_to_bound']:.1%} above the bound of that space."
             for name, label in (("plain", "<TP,PP> alone"), (PAPER, "With the paper's memory"))
             if name in case
         ),

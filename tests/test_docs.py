@@ -367,7 +367,7 @@ def test_the_example_of_a_simulation_has_columns_and_systems_of_the_command():
     names = re.split(r"\s{2,}", columns.strip())
     document = {
         "name": "x", "num_devices": 8, "context_length": 1, "tokens_per_iteration": 1, "iterations": 1,
-        "distance_to_bound": 0.1, "perfect_balance_ms": 1.0, "imbalance_of_bound": 0.0, "space": "full",
+        "distance_to_bound": 0.1, "perfect_balance_ms": 1.0, "space": "full",
         "flops_unknown": None,
         "systems": [
             {

@@ -16,7 +16,7 @@ from ds_hydra.lab.simulator.cases import Workload, list_cases, load_case
 from ds_hydra.lab.simulator.compare import compare
 from ds_hydra.lab.simulator.mixed_groups import dynamic_cp
 from ds_hydra.lab.simulator.results import Ratio, our_figure
-from ds_hydra.lab.simulator.scenario import Scenario, bound_of
+from ds_hydra.lab.simulator.scenario import Scenario, perfect_balance_ms
 from ds_hydra.lab.simulator.systems import (
     SYSTEMS,
     Settings,
@@ -173,14 +173,13 @@ def test_what_a_profile_knows_of_sp_changes_neither_baselines_nor_proposals():
 def test_bound_holds_for_every_system(comparison):
     for result in comparison.results:
         if result.name not in OTHER_SCHEMES:
-            is_full = result.name in ("ds_hydra", "no_tp")
-            space = comparison.planned["ds_hydra" if is_full else "plain"]
+            space = comparison.planned["ds_hydra" if result.name == "ds_hydra" else "plain"]
             assert (result.propagation_ms >= space.perfect_balance_ms - 1e-9).all()
     assert all(planned.distance_to_bound >= 0 for planned in comparison.planned.values())
 
 
 def bound_of_plain(scenario):
-    return bound_of(scenario, scenario.batches[0], usable_schemes(scenario))
+    return perfect_balance_ms(scenario, scenario.batches[0], usable_schemes(scenario))
 
 
 def test_bound_by_hand():
@@ -189,10 +188,10 @@ def test_bound_by_hand():
     """
     scenario = make_scenario([100])
     t = scenario.profile.get_latency(Scheme(4, 1))
-    assert bound_of_plain(scenario).perfect_balance_ms == pytest.approx(t.micro_batch_ms([100]))
+    assert bound_of_plain(scenario) == pytest.approx(t.micro_batch_ms([100]))
     many = make_scenario([10] * 40)
     device_ms = 40 * (1e-3 * 100 + 10 + 2 * 10 / 60)
-    assert bound_of_plain(many).perfect_balance_ms == pytest.approx(device_ms / 4)
+    assert bound_of_plain(many) == pytest.approx(device_ms / 4)
 
 
 def test_all_systems_are_there_and_none_static_is_faster(comparison):
@@ -246,7 +245,7 @@ def test_workloads_without_a_meaning(changes, message):
 def test_unknown_system():
     with pytest.raises(
         HydraConfigError,
-        match="system 'alpa' is not known; choose among no_tp, plain, paper, megatron",
+        match="system 'alpa' is not known; choose among plain, paper, megatron",
     ):
         Settings(systems=("megatron", "alpa"))
 

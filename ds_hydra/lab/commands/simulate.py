@@ -364,7 +364,7 @@ def _head(point: dict[str, Any]) -> str:
         f"{point['tokens_per_iteration']:,} tokens per iteration, {point['iterations']} global batches\n"
         f"ds_hydra: {ours['strategy']}\n"
         f"propagation {point['distance_to_bound']:.1%} above the perfect-balance bound of "
-        f"{point['perfect_balance_ms']:,.0f} ms; perfect balance has imbalance {point['imbalance_of_bound']:.2f}"
+        f"{point['perfect_balance_ms']:,.0f} ms"
         + (_plain_head(point["plain"]) if "plain" in point else "")
         + ("\nT under SP and of gathered layers is estimated" if point["space"] == "full" else "")
         + (
@@ -386,7 +386,7 @@ def _rate(system: dict[str, Any]) -> str:
 def _plain_head(plain: dict[str, Any]) -> str:
     return (
         f"\n<TP,PP> alone: {plain['distance_to_bound']:.1%} above the bound of that space, "
-        f"{plain['perfect_balance_ms']:,.0f} ms (imbalance {plain['imbalance_of_bound']:.2f})"
+        f"{plain['perfect_balance_ms']:,.0f} ms"
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.lab.simulator.cases import Workload, check_workload
 from ds_hydra.lab.simulator.results import Comparison, Planned
-from ds_hydra.lab.simulator.scenario import Scenario, bound_of
+from ds_hydra.lab.simulator.scenario import Scenario, perfect_balance_ms
 from ds_hydra.lab.simulator.systems import (
     DS_HYDRA,
     LABELS,
@@ -178,7 +178,9 @@ def _run_strategies(
         profile=scenario.profile,
         strategies=tuple(strategies),
         plans=tuple(plans),
-        bounds=tuple(bound_of(scenario, batch, schemes) for batch in scenario.batches),
+        perfect_balance_ms=np.array(
+            [perfect_balance_ms(scenario, batch, schemes) for batch in scenario.batches]
+        ),
     )
 
 
@@ -199,7 +201,6 @@ def _propose(
             space=space,
             cluster=scenario.cluster,
             can_run=scenario.can_run,
-            max_groups=settings.max_communicators,
             # Of <TP,PP> alone what suits the lengths: each of all pairs would be planned at length
             max_enumerated=0 if space == "plain" else MAX_ENUMERATED_RANKS,
             num_batches=settings.num_proposal_batches,

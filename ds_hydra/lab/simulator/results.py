@@ -15,12 +15,11 @@ from math import isnan
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.cases import Workload
 from ds_hydra.lab.simulator.events import Simulation, simulate_plan
-from ds_hydra.lab.simulator.scenario import Bound, SystemResult
+from ds_hydra.lab.simulator.scenario import SystemResult
 from ds_hydra.lab.simulator.systems import DS_HYDRA, LABELS, PAPER, Settings
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.schedule import FloatArray
@@ -32,9 +31,6 @@ from ds_hydra.strategy.schemes.scheme import Strategy
 SIMULATION_SCHEMA = "ds_hydra.simulation/1"
 
 _NUM_RESAMPLES = 1000
-_HARDLY = 0.02
-
-BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +75,7 @@ class Planned:
     profile: Profile
     strategies: tuple[Strategy, ...]
     plans: tuple[IterationPlan, ...]
-    bounds: tuple[Bound, ...]
-
-    @property
-    def perfect_balance_ms(self) -> FloatArray:
-        """`Bound.perfect_balance_ms` of every global batch."""
-        return np.array([bound.perfect_balance_ms for bound in self.bounds])
+    perfect_balance_ms: FloatArray
 
     @property
     def distance_to_bound(self) -> float:
@@ -93,26 +84,12 @@ class Planned:
         """
         return float(self.result.propagation_ms.sum() / self.perfect_balance_ms.sum() - 1)
 
-    @property
-    def is_decided_by_longest(self) -> BoolArray:
-        """Global batches that take hardly longer (2%) than their longest sequence alone.
-
-        Nothing can shorten these, so their other pipelines wait, whatever the plan.
-        """
-        alone_ms = np.array([bound.longest_alone_ms for bound in self.bounds])
-        is_decided: BoolArray = self.result.propagation_ms <= (1 + _HARDLY) * alone_ms
-        return is_decided
-
     def to_json(self) -> dict[str, Any]:
-        """Candidates, bounds, and how far they explain the imbalance."""
-        imbalance = self.result.imbalance[~self.is_decided_by_longest]
+        """Candidates and bounds."""
         return {
             "strategies": [str(strategy) for strategy in self.strategies],
             "perfect_balance_ms": float(self.perfect_balance_ms.mean()),
             "distance_to_bound": self.distance_to_bound,
-            "decided_by_longest": float(self.is_decided_by_longest.mean()),
-            "imbalance_otherwise": float(imbalance.mean()) if imbalance.size else None,
-            "imbalance_of_bound": float(np.mean([bound.imbalance for bound in self.bounds])),
         }
 
 

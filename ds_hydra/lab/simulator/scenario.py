@@ -254,31 +254,22 @@ def priced(scenario: Scenario, schemes: Iterable[Scheme]) -> tuple[Scenario, tup
     return wider, tuple(s for s in found if wider.has_room(s))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
-    """Lower bound of all strategies of some schemes and all placements.
+def perfect_balance_ms(
+    scenario: Scenario, batch: GlobalBatch, schemes: Collection[Scheme]
+) -> float:
+    """Lower bound of the propagation of `batch` with all strategies of `schemes`, however placed.
 
-    `perfect_balance_ms`: propagation where every sequence runs on the scheme that uses least device
-    time for it, of those that gather or of the others, all devices are always busy, and a
-    micro-batch's constant is spread over a full micro-batch; with gathers as long as their layers
-    travel for so many steps as hold all tokens. Or `longest_alone_ms`, if that is longer.
-    `longest_alone_ms`: the longest sequence alone in a micro-batch, through all stages of the
-    fastest pipeline that fits it. `imbalance`: of perfect balance, that pipeline against the
-    others, which share the rest evenly; 0.0 where it is not the slowest.
+    Every sequence runs on the scheme that uses least device time for it, of those that gather or of
+    the others, all devices are always busy, and a micro-batch's constant is spread over a full
+    micro-batch; with gathers as long as their layers travel for so many steps as hold all tokens.
+    Or the longest sequence alone in a micro-batch, through all stages of the fastest pipeline that
+    fits it, if that is longer.
     """
-
-    perfect_balance_ms: float
-    longest_alone_ms: float
-    imbalance: float
-
-
-def bound_of(scenario: Scenario, batch: GlobalBatch, schemes: Collection[Scheme]) -> Bound:
-    """The bound of `batch` over every strategy of `schemes`."""
     lengths = np.array(batch.lengths, dtype=np.float64)
     longest = max(batch.lengths, default=0)
     least_of = {gathers: np.full(lengths.size, np.inf) for gathers in (False, True)}
     most_held, least_traffic_ms = 1.0, np.inf  # of a step of gathered layers, on all devices
-    alone_ms, alone_devices = np.inf, scenario.num_devices
+    alone_ms = np.inf
     for scheme in schemes:
         t, max_len = scenario.profile.get_latency(scheme), scenario.max_len_tokens(scheme)
         work = t.sequences_ms(lengths)
@@ -288,21 +279,10 @@ def bound_of(scenario: Scenario, batch: GlobalBatch, schemes: Collection[Scheme]
         if scheme.gather:
             most_held = max(most_held, max_len * scenario.num_devices / scheme.num_devices)
             least_traffic_ms = min(least_traffic_ms, t.hpz_traffic_ms or t.traffic_ms)
-        time_ms = scheme.pp * t.micro_batch_ms([longest])
-        if longest <= max_len and time_ms < alone_ms:
-            alone_ms, alone_devices = time_ms, scheme.num_devices
-    alone_ms = 0.0 if np.isinf(alone_ms) else alone_ms
+        if longest <= max_len:
+            alone_ms = min(alone_ms, scheme.pp * t.micro_batch_ms([longest]))
     balanced_ms = {g: float(of.sum()) / scenario.num_devices for g, of in least_of.items()}
     if np.isfinite(least_traffic_ms):
         num_steps = np.ceil(lengths.sum() / most_held)
         balanced_ms[True] = max(balanced_ms[True], float(num_steps) * least_traffic_ms)
-    best = min(balanced_ms, key=balanced_ms.__getitem__)
-    least = least_of[best]
-    others_ms = float(least.sum() - least[lengths.argmax()]) if lengths.size else 0.0
-    num_others = scenario.num_devices - alone_devices
-    others_ms = others_ms / num_others if num_others else 0.0  # nobody waits
-    return Bound(
-        perfect_balance_ms=max(balanced_ms[best], alone_ms),
-        longest_alone_ms=alone_ms,
-        imbalance=max(0.0, alone_ms / others_ms - 1) if others_ms > 0 else 0.0,
-    )
+    return max(min(balanced_ms.values()), 0.0 if np.isinf(alone_ms) else alone_ms)

@@ -274,9 +274,8 @@ class Settings:
 
     `systems` other than ds_hydra; `num_proposal_batches` global batches, drawn apart from those of
     the comparison, decide about ds_hydra's candidates. `overlap` of pull and push with propagation.
-    `max_communicators`: process groups that there may be, as in the engine's configuration. `space`
-    of ds_hydra, where the workload has no strategies: that of the engine's default ("full"), or
-    <TP,PP> ("plain").
+    `space` of ds_hydra, where the workload has no strategies: that of the engine's default
+    ("full"), or <TP,PP> ("plain").
     """
 
     iterations: int = 100
@@ -284,7 +283,6 @@ class Settings:
     overlap: bool = True
     seed: int = 1
     num_proposal_batches: int = 32
-    max_communicators: int | None = None
     space: Literal["full", "plain"] = "full"
 
     def sized(self, tokens_per_iteration: int) -> Settings:
