@@ -22,7 +22,6 @@ from typing import Any
 
 import datasets
 import deepspeed
-import rollout_contenders
 import torch
 import torch.distributed as dist
 import transformers
@@ -116,10 +115,6 @@ def run_contender(name: str, task: Task, turns: Turns) -> None:
     """Run `name` until the driver says stop."""
     if name in STOCK:
         run_stock(task, turns, stock=STOCK[name])
-    elif name in rollout_contenders.STOCK_ROWS:
-        rollout_contenders.run_stock(task, turns, stock=rollout_contenders.STOCK_ROWS[name])
-    elif name == "rollouts_hydra":
-        rollout_contenders.run_hydra(task, turns)
     elif name == "profile":
         measure_profile(task, turns)
     elif name == "explored":

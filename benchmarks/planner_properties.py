@@ -30,7 +30,7 @@ from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS
-from ds_hydra.strategy.profiles.profile import with_engine_memory
+from ds_hydra.strategy.profiles.profile import with_engine_layers
 from ds_hydra.strategy.schemes.scheme import parse_strategies
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def case_problem(name: str, candidates: list[str]) -> Problem:
     """Return a global batch of the case `name`; without `candidates` with those proposed for it."""
     workload = load_case(name).workload
-    profile, number = with_engine_memory(workload.profile), workload.num_devices
+    profile, number = with_engine_layers(workload.profile), workload.num_devices
     cluster = try_cluster(profile, number, 2.0)
     config = HydraConfig(
         context_length=workload.context_length, tokens_per_iteration=workload.tokens_per_iteration

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.records.events import PipelineWork, Simulation, simulate_iteration
+from ds_hydra.lab.simulator.events import PipelineWork, Simulation, simulate_iteration
 from ds_hydra.records.timeline import Event, EventKind, Timeline
 from ds_hydra.report import load_run
 from ds_hydra.strategy.profiles.profile import LinkTimes
@@ -74,7 +74,6 @@ def replay(measured: Timeline) -> Simulation:
         links=links,
         overlap=is_overlapped,
         num_layers=len(pushes),
-        iteration=measured.iteration,
     )
 
 
@@ -98,7 +97,6 @@ def _work(measured: Timeline, number: int, is_overlapped: bool) -> PipelineWork:
         forward_ms=times[EventKind.FORWARD],
         backward_ms=times[EventKind.BACKWARD],
         hop_ms=np.zeros(shape[1]),
-        tp_ms=np.zeros(shape[1]),
         begin_ms=begin_ms if is_overlapped else 0.0,
     )
 

@@ -4,20 +4,18 @@
     [--repeats 5]
 
 Sections of parts that are not measured stay in the page. Parts: `bytes` (what a strategy sends
-between hosts, by plan and on the interface), `slow` (the planner's choice from a topology file and
-from measured profiles, and measured iterations, on a fast and on a slow network), `cut` (seconds
-until all processes have ended after a host was cut off, or a process killed). Needs what
-tests/nodes.py needs; `slow` needs /dev/net/tun. Uses the helpers of the tests.
+between hosts, by plan and on the interface), `slow` (the planner's choice from measured profiles,
+and measured iterations, on a fast and on a slow network), `cut` (seconds until all processes have
+ended after a host was cut off, or a process killed). Needs what tests/nodes.py needs; `slow` needs
+/dev/net/tun. Uses the helpers of the tests.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,8 +40,6 @@ LENGTHS = (512, 256)
 SPANNING = ("1x<2,1>", "1x<1,2>")
 """Candidates on two hosts of one rank: TP across the hosts, or a pipeline across them."""
 WIRES = {"fast": None, "slow": Wire(10e6, 0.002, mtu=9000)}
-LINKS = {"fast": (5e-5, 1e9), "slow": (0.002, 10e6)}
-"""Latency in seconds and bytes per second of `between_nodes` in the topology file."""
 
 
 def model(num_heads: int = 6):
@@ -148,52 +144,9 @@ def time_strategies(repeats: int) -> dict:
     }
 
 
-def command(*arguments: object) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "ds_hydra.cli", *map(str, arguments)],
-        capture_output=True, text=True, check=False, cwd=ROOT,
-    )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"ds-hydra {arguments}: {done.stderr}")
-    return done.stdout
-
-
-def plan_from_topology(folder: Path, name: str) -> dict[str, float]:
-    """Predicted milliseconds of each spanning strategy, from TP slices on one device and a topology
-    file.
-    """
-    latency_s, bytes_per_s = LINKS[name]
-    node = {"count": 2, "num_devices": 1, "device": "cpu", "latency_s": 0, "bytes_per_s": 1e10}
-    between = {"latency_s": latency_s, "bytes_per_s": bytes_per_s}
-    topology = {"schema": "ds_hydra.topology/1", "nodes": [node], "between_nodes": between}
-    (folder / f"{name}.json").write_text(json.dumps(topology))
-    model().config.save_pretrained(folder / "model")
-    profile = folder / f"profile_{name}.json"
-    command(
-        "profile", "--model", folder / "model", "--context", max(LENGTHS), "--lengths", "64,256,512",
-        "--tp", "1,2", "--pp", "1,2", "--topology", folder / f"{name}.json", "--out", profile,
-    )  # fmt: skip
-    (folder / "lengths.json").write_text(json.dumps(LENGTHS))
-    predicted = {}
-    for strategy in SPANNING:
-        document = {
-            "schema": "ds_hydra.strategies/1",
-            "num_devices": 2,
-            "context_length": max(LENGTHS),
-        }
-        (folder / "strategies.json").write_text(json.dumps({**document, "strategies": [strategy]}))
-        plan = command(
-            "plan", "--profile", profile, "--strategies", folder / "strategies.json",
-            "--lengths", folder / "lengths.json", "--json",
-        )  # fmt: skip
-        predicted[strategy] = json.loads(plan)["makespan_ms"]
-    return predicted
-
-
 def measure_slow(folder: Path, repeats: int) -> str:
     rows, choices = [], []
     for name, wire in WIRES.items():
-        predicted = plan_from_topology(folder, name)
         with Hosts(2, wire=wire) as hosts:
             ended = run_on_hosts(
                 time_strategies, hosts, [1, 1], folder / name, repeats, limit_s=600
@@ -202,25 +155,21 @@ def measure_slow(folder: Path, repeats: int) -> str:
         found = ended[0].value
         for strategy in (*SPANNING, "2x<1,1>"):
             measured, link, iteration = found["medians"][strategy]
-            wanted = f"{predicted[strategy]:,.0f}" if strategy in predicted else ""
             times = [f"{value:,.0f}" for value in (measured, link, iteration)]
-            rows.append([name, f"`{strategy}`", wanted, *times])
+            rows.append([name, f"`{strategy}`", *times])
         fastest = min(SPANNING, key=lambda s: found["medians"][s][2])
-        best = min(predicted, key=predicted.get)
-        choices.append([name, *(f"`{strategy}`" for strategy in (best, found["chosen"], fastest))])
+        choices.append([name, f"`{found['chosen']}`", f"`{fastest}`"])
     return paragraphs(
         f"Two hosts of one rank, {num_parameters()} in fp32, a global batch of "
         f"{' and '.join(f'{length:,}' for length in LENGTHS)} tokens. Fast: the bridge as it is; slow: "
-        "10 MB/s in each direction of a host's link and 2 ms, by a process that forwards packets late. Topology: "
-        "`ds-hydra profile --topology` on one device, then `ds-hydra plan`; ranks: the profile that the engine "
-        f"measures at its start over that very network. Medians of {repeats}, alternated, ms.",
+        "10 MB/s in each direction of a host's link and 2 ms, by a process that forwards packets late. Ranks: the "
+        f"profile that the engine measures at its start over that very network. Medians of {repeats}, alternated, ms.",
         table(
-            ["network", "chosen from the topology file", "from the ranks' own profile", "fastest iteration measured"],
+            ["network", "chosen from the ranks' own profile", "fastest iteration measured"],
             choices,
         ),
         table(
-            ["network", "strategy", "propagation predicted", "measured", "pull + push measured",
-             "whole iteration"],
+            ["network", "strategy", "propagation measured", "pull + push", "whole iteration"],
             rows,
         ),
         "The whole iteration has pull, push and step in it, which no choice here counts: on a slow network "

@@ -6,17 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.wlb_table import FITTED_ATTENTION, packing_table
-from ds_hydra.configs import find_file
-from ds_hydra.strategy.proposal.histogram import LengthHistogram
-
-OURS, NO_TP, PAPER = "ds_hydra", "no_tp", "paper"
-VARIANTS = (OURS, NO_TP)
-"""ds_hydra itself, which is no rival."""
+OURS, PAPER = "ds_hydra", "paper"
 NOISE = 0.002
 """By less than that nothing is slower: the planner does not look for it."""
 COLUMNS = (
-    NO_TP, PAPER, "deepspeed_balanced", "deepspeed_degrees", "flexsp", "flexsp_hidden", "fcp", "dynamic_cp",
+    PAPER, "deepspeed_balanced", "deepspeed_degrees", "flexsp", "flexsp_hidden", "fcp", "dynamic_cp",
     "hotspa", "two_stage",
 )  # fmt: skip
 """Systems of the table of cases."""
@@ -27,9 +21,8 @@ def results(cases: list[dict[str, Any]]) -> str:
     lines = [
         f"{len(cases)} cases, {cases[0]['iterations']} global batches each. Simulated "
         "from published or estimated coefficients; nothing was measured on a GPU. Speed-ups of ds_hydra with "
-        "all its schemes and the engine's memory, in whole iterations unless said otherwise. *69% seen*: that share "
-        "of all transfers on top of propagation, for every system. A dash: the system cannot run the case, or is "
-        "younger than the figures of the case.",
+        "all its schemes and the engine's memory, in whole iterations unless said otherwise. A dash: the system cannot "
+        "run the case, or is younger than the figures of the case.",
         "",
     ]
     for group in dict.fromkeys(map(_group, cases)):
@@ -87,15 +80,15 @@ def geometric_mean(values: list[float]) -> float:
 
 def _means(cases: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| speed-up over | cases | geometric mean | smallest | largest | 69% seen | smallest | propagation |",
-        "|---" * 8 + "|",
+        "| speed-up over | cases | geometric mean | smallest | largest | propagation |",
+        "|---" * 6 + "|",
     ]
     labels = {s["name"]: s["label"] for case in cases for s in case["systems"]}
     for name, label in labels.items():
         found = [s[name] for case in cases if name in (s := _systems(case))]
         if name == OURS:
             continue
-        whole, seen = [s["speedup"] for s in found], [s["speedup_69_percent_seen"] for s in found]
+        whole = [s["speedup"] for s in found]
         propagation = [s["speedup_of_propagation"] for s in found]
         cells = [
             label,
@@ -103,18 +96,15 @@ def _means(cases: list[dict[str, Any]]) -> list[str]:
             f"{geometric_mean(whole):.3f}",
             f"{min(whole):.3f}",
             f"{max(whole):.2f}",
-            f"{geometric_mean(seen):.3f}",
-            f"{min(seen):.3f}",
             f"{geometric_mean(propagation):.3f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     ours = [_systems(case)[OURS] for case in cases]
     imbalance = np.mean([system["imbalance"] for system in ours])
-    least = np.mean([case["imbalance_of_bound"] for case in cases])
     above = np.mean([case["distance_to_bound"] for case in cases])
     lines += [
         "",
-        f"Imbalance of ds_hydra {imbalance:.3f} on average, of perfect balance {least:.3f}; propagation {above:.1%} "
+        f"Imbalance of ds_hydra {imbalance:.3f} on average; propagation {above:.1%} "
         "above the bound of perfect balance.",
     ]
     return lines
@@ -125,20 +115,18 @@ def _cases(cases: list[dict[str, Any]]) -> list[str]:
     columns = [name for name in COLUMNS if name in labels]
     heads = " | ".join(labels[name] for name in columns)
     lines = [
-        f"| case | iteration, ms | {heads} | best of others if 20% off | above the bound |",
+        f"| case | iteration, ms | {heads} | best of others | above the bound |",
         "|---" * (len(columns) + 4) + "|",
     ]
     for case in cases:
         found = _systems(case)
-        others = [s for name, s in found.items() if name not in VARIANTS]
-        closest = min(others, key=lambda s: float(s["speedup"]))
-        low, high = closest["speedup_20_percent_off"]
+        closest = min(float(s["speedup"]) for name, s in found.items() if name != OURS)
         ours = found[OURS]
         cells = [
             case["name"],
             f"{ours['iteration_ms']:,.0f} ± {ours['iteration_ms_standard_error']:,.0f}",
             *(f"{found[n]['speedup']:.2f}" if n in found else "-" for n in columns),
-            f"{closest['speedup']:.2f}; {low:.2f}-{high:.2f}",
+            f"{closest:.2f}",
             f"{case['distance_to_bound']:.1%}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -149,11 +137,9 @@ def _not_ahead(cases: list[dict[str, Any]]) -> list[str]:
     lines = []
     for case in cases:
         slower = [
-            f"{s['label']} {s['speedup']:.3f} ({s['speedup_20_percent_off'][0]:.2f}-"
-            f"{s['speedup_20_percent_off'][1]:.2f} if coefficients are 20% off; {s['speedup_69_percent_seen']:.2f} at "
-            f"69% seen; propagation {s['speedup_of_propagation']:.2f})"
+            f"{s['label']} {s['speedup']:.3f} (propagation {s['speedup_of_propagation']:.2f})"
             for s in case["systems"]
-            if s["name"] not in VARIANTS and s["speedup"] < 1 - NOISE
+            if s["name"] != OURS and s["speedup"] < 1 - NOISE
         ]
         if slower:
             lines.append(f"- {case['name']}: {'; '.join(slower)}")
@@ -206,35 +192,6 @@ NOT_SIMULATED = (
 """What of the paper has no simulated figure, and why."""
 
 
-def _packing_lines() -> list[str]:
-    """WLB-LLM's Table 2."""
-    histogram = LengthHistogram.load(find_file("lengths", "github"))
-    fitted, free = (
-        packing_table(histogram, attention_cost=cost) for cost in (FITTED_ATTENTION, 1.0)
-    )
-    rows = (
-        ("original packing", "1.44", "original"),
-        ("fixed length, greedy (integer program: 1.40)", "1.41", "fixed_greedy"),
-        ("variable length", "1.24", "variable"),
-        ("two queues of outliers", "1.05", "queued"),
-        ("mean delay of a token with these, iterations", "0.5", "mean_delay"),
-    )
-    return [
-        "## WLB-LLM, Table 2",
-        "",
-        "Imbalance of four micro-batches of 128K tokens, LLaMA2-7B, by FLOPs alone (`benchmarks/wlb_table.py`). "
-        f"Fitted: a FLOP of attention costs {FITTED_ATTENTION:g} of a matmul's. Lengths: the shipped GitHub "
-        "histogram cut at 125,000 (99th percentile 28,042, the paper's 26K; mean 2,428, the paper's 3,962). Where its "
-        "queues begin the paper does not say: at 72K and 104K here, fitted to the mean delay (at 32K and 64K: "
-        "imbalance 1.01, delay 0.36). 200 global batches.",
-        "",
-        "| packing | paper | here, fitted | here, not fitted |",
-        "|---|---|---|---|",
-        *(f"| {t} | {p} | {getattr(fitted, n):.2f} | {getattr(free, n):.2f} |" for t, p, n in rows),
-        "",
-    ]
-
-
 def document(cases: list[dict[str, Any]], iterations: int) -> str:
     """docs/reproduction.md."""
     lines = [
@@ -264,7 +221,6 @@ def document(cases: list[dict[str, Any]], iterations: int) -> str:
         for case in mine:
             lines += [*_case_lines(case), ""]
     lines += [
-        *_packing_lines(),
         "## Not simulated",
         "",
         *(f"- {line}" for line in NOT_SIMULATED),
@@ -279,12 +235,9 @@ def _case_lines(case: dict[str, Any]) -> list[str]:
         "",
         f"{case['profile']}, {case['histogram']}, {case['num_devices']} devices, context {case['context_length']:,}, "
         f"{case['tokens_per_iteration']:,} tokens per iteration. ds_hydra chose {case['systems'][0]['strategy']}; its "
-        f"propagation is {case['distance_to_bound']:.1%} above the bound; {case['decided_by_longest']:.0%} of the "
-        "global batches last as long as their longest sequence alone; perfect balance has imbalance "
-        f"{case['imbalance_of_bound']:.2f}."
+        f"propagation is {case['distance_to_bound']:.1%} above the bound."
         + "".join(
-            f" {label}: {case[name]['distance_to_bound']:.1%} above the bound of that space, "
-            f"{case[name]['decided_by_longest']:.0%}, imbalance {case[name]['imbalance_of_bound']:.2f}."
+            f" {label}: {case[name]['distance_to_bound']:.1%} above the bound of that space."
             for name, label in (("plain", "<TP,PP> alone"), (PAPER, "With the paper's memory"))
             if name in case
         ),
@@ -293,17 +246,15 @@ def _case_lines(case: dict[str, Any]) -> list[str]:
         "|---|---|---|",
         *(f"| {e['what']} | {e['paper']} | {e['ours']} |" for e in case["published"]),
         "",
-        "| system | strategy | iteration, ms | ds_hydra is faster by | if 20% off | 69% seen | in propagation "
-        "| imbalance | bubble |",
-        "|---" * 9 + "|",
+        "| system | strategy | iteration, ms | ds_hydra is faster by | in propagation | imbalance | bubble |",
+        "|---" * 7 + "|",
     ]
     for system in case["systems"]:
-        (low, high), (least, most) = system["speedup_95"], system["speedup_20_percent_off"]
+        low, high = system["speedup_95"]
         strategy = "" if system["name"] == "ds_hydra" else system["strategy"]
         lines.append(
             f"| {system['label']} | {strategy} | {system['iteration_ms']:,.0f} ± "
             f"{system['iteration_ms_standard_error']:,.0f} | {system['speedup']:.2f} ({low:.2f}-{high:.2f}) | "
-            f"{least:.2f}-{most:.2f} | {system['speedup_69_percent_seen']:.2f} | "
             f"{system['speedup_of_propagation']:.2f} | {system['imbalance']:.2f} | {system['bubble']:.0%} |"
         )
     return lines

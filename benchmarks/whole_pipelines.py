@@ -23,7 +23,7 @@ from benchmarks.pages import put_section
 from ds_hydra.lab.simulator.cases import list_cases, load_case
 from ds_hydra.lab.simulator.compare import compare
 from ds_hydra.lab.simulator.results import Planned
-from ds_hydra.lab.simulator.scenario import Scenario, bound_of
+from ds_hydra.lab.simulator.scenario import Scenario, perfect_balance_ms
 from ds_hydra.lab.simulator.systems import DS_HYDRA, PLAIN, Settings
 from ds_hydra.sampler.planner.problem import SolverLimits, make_model
 from ds_hydra.sampler.warm_up import warm_up
@@ -122,8 +122,9 @@ def above_bound(planned: Planned, scenario: Scenario) -> tuple[float, float]:
     families = [[s for s in schemes if s.gather], [s for s in schemes if not s.gather]]
     perfect, whole = [], []
     for batch, taken in zip(scenario.batches, planned.result.propagation_ms.tolist()):
-        found = [bound_of(scenario, batch, own) if own else None for own in families]
-        gathered, other = (np.inf if b is None else b.perfect_balance_ms for b in found)
+        gathered, other = (
+            perfect_balance_ms(scenario, batch, own) if own else np.inf for own in families
+        )
         perfect.append(taken / min(gathered, other))
         if other < min(gathered, taken) and families[1]:
             program = WholePipelines(scenario, batch.lengths, families[1])

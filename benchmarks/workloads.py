@@ -7,6 +7,7 @@ arguments.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -14,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_hydra.lab.simulator.fixed_length import balanced_groups
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
@@ -219,8 +219,16 @@ def karmarkar_karp(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     >>> sorted(sum([8, 7, 6, 5, 4][i] for i in part) for part in karmarkar_karp([8, 7, 6, 5, 4], 2))
     [14, 16]
     """
-    parts = balanced_groups(np.asarray(costs, dtype=np.float64), num_parts)
-    return [part.tolist() for part in parts]
+    # Largest spread first, of equal ones the first: (-spread, number, parts from light to heavy)
+    empty: list[tuple[float, list[int]]] = [(0.0, [])] * (num_parts - 1)
+    heap = [(-cost, i, [*empty, (cost, [i])]) for i, cost in enumerate(costs)]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, number, heavy), (_, _, light) = heapq.heappop(heap), heapq.heappop(heap)
+        both = zip(heavy, reversed(light))
+        merged = sorted((a + b, [*own, *other]) for (a, own), (b, other) in both)
+        heapq.heappush(heap, (merged[0][0] - merged[-1][0], number, merged))
+    return [part for _, part in heap[0][2]] if heap else [[] for _ in range(num_parts)]
 
 
 def imbalance(batch: Batch, placement: Placement, shape: Shape) -> float:

@@ -49,27 +49,6 @@ POINTS = [
     for dp in (1, 2, 8)
     for forward in (10.0, 70.0, 90.0)
 ]
-TOPOLOGY = {
-    "schema": "ds_hydra.topology/1",
-    "nodes": [
-        {"count": 2, "num_devices": 2, "device": "A800", "latency_s": 1e-5, "bytes_per_s": 2e11}
-    ],
-    "between_nodes": {"latency_s": 2e-5, "bytes_per_s": 2.5e10},
-}
-LAYER = {
-    "name": "decoder", "count": 4, "forward_ms": 5.0, "weight_mb": 300.0, "states_mb": 2400.0,
-    "activation_mb": {"1": 500.0, "2": 300.0, "4": 200.0}, "boundary_mb": {"1": 32.0, "2": 32.0, "4": 32.0},
-    "message_mb": 32.0,
-}  # fmt: skip
-LAYERS = {
-    "schema": "ds_hydra.layers/1", "layers": [LAYER], "num_devices": 4,
-    "all_reduce_ms_per_mb": {
-        "1": {"2": 0.01, "2_strided": 0.02, "4": 0.02, "4_strided": 0.02}, "2": {"2": 0.01, "2_strided": 0.02}, "4": {},
-    },
-    "point_to_point_ms_per_mb": {"1": 0.01, "2": 0.01, "4": 0.01}, "embedding": {"states_mb": 10.0},
-    "head": {"states_mb": 10.0, "activation_mb": 4.0}, "context_mb": 500.0,
-}  # fmt: skip
-
 _TRY = "--devices 4 --context 64 --tokens 256"
 COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "plan": (
@@ -89,10 +68,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "simulate": (
         ("profile.json", "hist.json", "strategies.json", "hardware.json", "model.json"),
         (
-            f"--profile profile.json --histogram hist.json {_TRY} --iterations 1 --systems two_stage --no-spread "
+            f"--profile profile.json --histogram hist.json {_TRY} --iterations 1 --systems two_stage "
             "--strategies strategies.json --hardware hardware.json --out out.json --json",
             f"--model model.json --hardware hardware.json --histogram hist.json {_TRY} --iterations 1 "
-            "--systems megatron --no-spread --json",
+            "--systems megatron --json",
         ),
     ),
     "check": (
@@ -107,10 +86,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--model model --device hardware.json --devices 4 --context 64 --out out.json --force",),
     ),
     "search": (
-        ("layers.json", "profile.json", "hardware.json"),
+        ("profile.json", "hardware.json"),
         (
-            "--layers layers.json --devices 4 --memory-gb 20 --max-batch 4 --out out.json --json",
-            "--profile profile.json --hardware hardware.json --devices 4 --memory-gb 80 --max-batch 4 --json",
+            "--profile profile.json --hardware hardware.json --devices 4 --memory-gb 80 --max-batch 4 "
+            "--out out.json --json",
         ),
     ),
     "report": (("run",), ("run --perfetto --json",)),
@@ -120,11 +99,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--dataset data.jsonl --tokenizer tokenizer.json --out out.json --json",),
     ),
     "profile": (
-        ("topology.json", "model/config.json"),
-        (
-            "--model model --context 16 --lengths 4,8,16 --repeats 1 --tp 1 --pp 1 "
-            "--topology topology.json --out out.json --json",
-        ),
+        ("model/config.json",),
+        ("--model model --context 16 --lengths 4,8,16 --repeats 1 --tp 1 --pp 1 --out out.json --json",),
     ),
 }  # fmt: skip
 """Command -> its documents, and lines that read them. `doctor` reads hardware, as `init` does."""
@@ -149,8 +125,6 @@ def _contents() -> dict[str, Any]:
         "model.json": MODEL,
         "model/config.json": MODEL,
         "ds.json": DS_CONFIG,
-        "topology.json": TOPOLOGY,
-        "layers.json": LAYERS,
         "points.json": {"points": POINTS},
         "tokenizer.json": tokenizer,
     }

@@ -16,7 +16,6 @@ import torch
 
 from ds_hydra import environment as settings
 from ds_hydra.configs.hydra_config import HydraConfig, LinkConfig
-from ds_hydra.doctor.findings import check_settings
 from ds_hydra.engine import candidates, hydra_engine_class
 from ds_hydra.engine.propagation import Propagator, Task
 from ds_hydra.engine.ranks import memory, process
@@ -253,15 +252,6 @@ def test_training_and_profiling_name_the_limit(monkeypatch):
         Propagator._run(propagator, plan, Task(None, None, 1.0, None), [])
     with pytest.raises(HydraConfigError, match="memory_limit_bytes to 900"):
         candidates.EngineCandidates.ensure_profile(known)
-
-
-def test_the_doctor_tells_of_settings_that_came_too_late(nothing_chosen):
-    assert check_settings(torch.device("cpu")) == []
-    (late,) = check_settings(CUDA)
-    assert late.status.value == "warning"
-    assert "export CUDA_DEVICE_MAX_CONNECTIONS=32" in late.text
-    os.environ.update(WANTED)
-    assert check_settings(CUDA)[0].status.value == "ok"
 
 
 def test_packages_of_other_versions_are_told(monkeypatch, caplog):

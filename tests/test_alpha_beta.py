@@ -11,17 +11,15 @@ import pytest
 from shared_data import shared_json
 
 from ds_hydra.lab.alpha_beta import (
+    Interconnects,
+    LayerShape,
     compute_s,
     data_parallel_s,
     memory_bytes,
     pipeline_columns_s,
+    pipeline_hop_s,
     pipeline_s,
     released_pipeline_hop_s,
-)
-from ds_hydra.strategy.cost_models.topology import (
-    Interconnects,
-    LayerShape,
-    pipeline_hop_s,
     tensor_parallel_s,
 )
 

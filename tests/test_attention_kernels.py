@@ -359,7 +359,7 @@ def test_a_kernel_that_computes_something_else_is_passed_over_or_an_error(caplog
         )
         assert warning.endswith(", at most 0.02 is expected")
         monkeypatch.setattr(findings, "_WIDTHS", ((64, 64),))
-        found = findings._check_attention(CPU)
+        found = findings.check_attention(CPU)
         assert found.status.value == "warning"
         assert "not flash_attention_3: it is off by" in found.text
         assert "reinstall flash_attention_3" in found.advice
@@ -509,7 +509,7 @@ def test_kernels_of_the_hub_have_both_passes(monkeypatch):
 
 
 def test_the_doctor_tries_the_widths_that_models_have(flash_2_on_a_device, monkeypatch):
-    found = findings._check_attention(CPU)
+    found = findings.check_attention(CPU)
     assert found.status.value == "ok", found
     assert set(found.figures["relative_errors"]) == {"64", "128", "192/128", "256"}
     assert "flash_attention_2" in found.text

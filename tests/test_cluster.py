@@ -115,14 +115,11 @@ def test_uneven_stages_count_with_their_layers():
     assert uneven[0] == pytest.approx(0.7 / 4 * PARAMS * 7 / 8 * 2 / 1e3), "no replica: only inside"
 
 
-def test_activations_and_collectives():
+def test_activations_between_stages():
     cluster = make_cluster(8)
     assert cluster.hop_ms(Scheme(1, 2), 50) == pytest.approx(1 + 50 * 10 * 2 / 1e3)
     # Between nodes the 4 ranks of a node share 100 bytes in a ms.
     assert cluster.hop_ms(Scheme(4, 2), 50) == pytest.approx(2 + 50 * 10 * 2 / 25)
-    assert cluster.tp_ms(Scheme(1, 4), 50) == 0
-    assert cluster.tp_ms(Scheme(2, 1), 50) == pytest.approx(10 * 2 * 2 * 0.5 * 1000 / 1e3)
-    assert cluster.tp_ms(Scheme(8, 1), 50) == pytest.approx(10 * 2 * 2 * 7 / 8 * 1000 / 100)
 
 
 def test_the_optimizer_reads_and_writes_its_shard():

@@ -33,7 +33,6 @@ from ds_hydra.lab.commands.simulate import describe_simulation
 from ds_hydra.lab.simulator.systems import LABELS
 from ds_hydra.report import summarize_run
 from ds_hydra.strategy import Profile
-from ds_hydra.strategy.cost_models.topology import Topology
 from ds_hydra.strategy.schemes.enumeration import strategies_from_json
 
 ROOT = Path(__file__).parents[1]
@@ -235,7 +234,6 @@ def test_added_lines_of_diffs_are_python_with_names_that_exist(block):
 READERS = {
     "ds_hydra.profile/1": Profile.from_json,
     "ds_hydra.strategies/1": strategies_from_json,
-    "ds_hydra.topology/1": Topology.from_json,
 }
 
 
@@ -369,7 +367,7 @@ def test_the_example_of_a_simulation_has_columns_and_systems_of_the_command():
     names = re.split(r"\s{2,}", columns.strip())
     document = {
         "name": "x", "num_devices": 8, "context_length": 1, "tokens_per_iteration": 1, "iterations": 1,
-        "distance_to_bound": 0.1, "perfect_balance_ms": 1.0, "imbalance_of_bound": 0.0, "space": "full",
+        "distance_to_bound": 0.1, "perfect_balance_ms": 1.0, "space": "full",
         "flops_unknown": None,
         "systems": [
             {

@@ -24,8 +24,8 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import Hardware
 
 CHECKS = {
-    "ranks", "versions", "attention", "planner", "shared memory", "open files", "host", "all-reduce",
-    "all-to-all", "communicators", "links inside a host", "speed of ranks", "gradients", "hangs",
+    "ranks", "versions", "attention", "shared memory", "open files", "host", "all-reduce",
+    "all-to-all", "links inside a host", "speed of ranks", "gradients", "hangs",
 }  # fmt: skip
 
 
@@ -177,22 +177,6 @@ def test_versions_of_ranks_are_compared():
     assert "torch: 2.12.0 and 2.13.0" in other.text
 
 
-def test_a_compiler_is_asked_for_where_the_optimizer_needs_one(monkeypatch):
-    def check(device="cuda", **params):
-        config = {"optimizer": {"type": "AdamW", "params": params}}
-        return findings.check_compiler(torch.device(device), config)
-
-    monkeypatch.setattr(findings.shutil, "which", lambda name: None)
-    monkeypatch.setattr(findings.cpp_extension, "CUDA_HOME", None)
-    (missing,) = check(lr=1e-3)
-    assert missing.status is Status.PROBLEM
-    assert '"torch_adam": true' in missing.advice
-    assert check(lr=1e-3, torch_adam=True, fused=True) == check("cpu", lr=1e-3) == []
-    assert findings.check_compiler(torch.device("cuda"), {}) == []
-    monkeypatch.setattr(findings.shutil, "which", lambda name: "/usr/local/cuda/bin/nvcc")
-    assert check(lr=1e-3)[0].status is Status.OK
-
-
 def test_hardware_is_found_by_the_device():
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert findings.find_hardware(None, cuda, "NVIDIA A800-SXM4-80GB").name == "A800-80GB"
@@ -240,20 +224,6 @@ def test_blocks_by_which_all_to_alls_are_faster_are_told(monkeypatch, seconds, s
     assert "by 16" in found.text
 
 
-def test_communicators_are_counted_beside_the_objects_of_a_node(monkeypatch):
-    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
-    keys = [(f"purpose {i}", range(8)) for i in range(65)]
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    found = findings.check_communicators(keys, 8, cuda)
-    assert found.status is Status.WARNING
-    assert found.figures == {"multicast_objects": 130, "communicators": 65}
-    assert "NCCL_NVLS_ENABLE=0" in found.advice
-    assert findings.check_communicators(keys[1:], 8, cuda).status is Status.OK
-    assert findings.check_communicators(keys, 8, cpu).status is Status.OK
-    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
-    assert findings.check_communicators(keys, 8, cuda).status is Status.OK
-
-
 def test_table_says_what_to_do():
     bad = Finding(check="links", status=Status.WARNING, text="slow", advice="do this")
     lines = describe(Report(findings=(bad,), seconds=3.0)).splitlines()
@@ -265,7 +235,6 @@ def test_table_says_what_to_do():
     ("arguments", "environment_of_rank", "message"),
     [
         (["--device", "a900"], {}, "a900"),
-        (["--config", "missing.json"], {}, "missing.json"),
         (["--out", "missing/doctor.json"], {}, "whose folder does not exist"),
         ([], {"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not: start with deepspeed"),
     ],

@@ -185,7 +185,7 @@ def test_models_that_cannot_be_described(changes, words):
 def test_simulate_counts_flops_or_says_why_not(tmp_path, changes, unknown):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**CONFIG, **changes}))
-    options = ["--hardware", "h100", "--devices", 2, "--iterations", 1, "--no-spread"]
+    options = ["--hardware", "h100", "--devices", 2, "--iterations", 1]
     options += ["--systems", "ds_hydra", "--space", "plain", "--context", 1024, "--out"]
     result = accepted("simulate", "--model", path, *options, tmp_path / "out.json")
     document = json.loads((tmp_path / "out.json").read_text())
@@ -204,7 +204,7 @@ def test_simulate_counts_flops_or_says_why_not(tmp_path, changes, unknown):
 
 
 def test_simulate_answers_for_a_mixture():
-    options = ["--hardware", "h100", "--devices", 16, "--iterations", 1, "--no-spread"]
+    options = ["--hardware", "h100", "--devices", 16, "--iterations", 1]
     options += ["--systems", "megatron", "--context", 8192, "--tokens", 50000]
     result = accepted(
         "simulate", "--model", "gpt_oss_20b", *options, "--expert-skew", 1.5, "--json"
@@ -216,7 +216,7 @@ def test_simulate_answers_for_a_mixture():
 def test_simulate_takes_a_config_json(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**load_model_preset("llama2_7b"), "num_hidden_layers": 4}))
-    options = ["--hardware", "h100", "--devices", 8, "--iterations", 1, "--no-spread"]
+    options = ["--hardware", "h100", "--devices", 8, "--iterations", 1]
     options += ["--systems", "megatron", "--space", "plain"]
     result = accepted("simulate", "--model", path, *options, "--json")
     assert json.loads(result.stdout)["num_devices"] == 8

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from reference import make_profile
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.records.events import PipelineWork, simulate_iteration, simulate_plan
-from ds_hydra.records.timeline import EventKind, Timeline
+from ds_hydra.lab.simulator.events import PipelineWork, simulate_iteration, simulate_plan
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner.iteration import plan_iteration
 from ds_hydra.sampler.schedule import one_f_one_b_ms
@@ -30,7 +29,6 @@ def make_work(forward_ms, backward_ms, *, tp=1, first_rank=0, hop_ms=0.0):
         forward_ms=forward,
         backward_ms=np.array(backward_ms, dtype=float),
         hop_ms=np.full(forward.shape[1], hop_ms),
-        tp_ms=np.zeros(forward.shape[1]),
     )
 
 
@@ -38,13 +36,12 @@ def simulate_one(work, **more):
     return simulate_iteration([work], num_devices=work.scheme.num_devices, **more)
 
 
-def spans(simulation, kind, pipeline=0):
-    """(stage, micro-batch, start, end) of the events of one kind."""
-    events = simulation.timeline().events
+def spans(work):
+    """(start, end) of the forwards of each stage, and of its backwards."""
+    starts_f, ends_f, starts_b, ends_b = work.passes_ms().tolist()
     return [
-        (e.stage, e.micro_batch, e.start_ms, e.end_ms)
-        for e in events
-        if e.kind is kind and e.pipeline == pipeline
+        [list(zip(*own)) for own in zip(starts, ends)]
+        for starts, ends in ((starts_f, ends_f), (starts_b, ends_b))
     ]
 
 
@@ -69,23 +66,21 @@ def test_two_stages_three_unequal_micro_batches_by_hand():
     """
     work = make_work([[1, 4, 2]] * 2, [[2, 8, 4]] * 2)
     simulation = simulate_one(work)
-    assert spans(simulation, EventKind.FORWARD) == [
-        (0, 0, 0, 1), (0, 1, 1, 5), (0, 2, 7, 9), (1, 0, 1, 2), (1, 1, 5, 9), (1, 2, 17, 19),
-    ]  # fmt: skip
-    assert spans(simulation, EventKind.BACKWARD) == [
-        (0, 0, 5, 7), (0, 1, 17, 25), (0, 2, 25, 29), (1, 0, 2, 4), (1, 1, 9, 17), (1, 2, 19, 23),
-    ]  # fmt: skip
+    assert spans(work) == [
+        [[(0, 1), (1, 5), (7, 9)], [(1, 2), (5, 9), (17, 19)]],
+        [[(5, 7), (17, 25), (25, 29)], [(2, 4), (9, 17), (19, 23)]],
+    ]
     assert simulation.propagation_ms == 29
 
 
 def test_transfers_delay_the_receiver_only():
     """One micro-batch, two stages, a hop of 10 ms each way: F 0-1, F 11-12, B 12-14, B 24-26."""
-    simulation = simulate_one(make_work([[1]] * 2, [[2]] * 2, hop_ms=10))
-    assert spans(simulation, EventKind.P2P) == [(0, 0, 1, 11), (1, 0, 14, 24)]
-    assert simulation.propagation_ms == 26
+    one = make_work([[1]] * 2, [[2]] * 2, hop_ms=10)
+    assert spans(one) == [[[(0, 1)], [(11, 12)]], [[(24, 26)], [(12, 14)]]]
+    assert simulate_one(one).propagation_ms == 26
     # Stage 0 sends micro-batch 0 and computes micro-batch 1 at once.
-    two_micro_batches = simulate_one(make_work([[1, 1]] * 2, [[2, 2]] * 2, hop_ms=10))
-    assert spans(two_micro_batches, EventKind.FORWARD)[:2] == [(0, 0, 0, 1), (0, 1, 1, 2)]
+    two = make_work([[1, 1]] * 2, [[2, 2]] * 2, hop_ms=10)
+    assert spans(two)[0][0] == [(0, 1), (1, 2)]
 
 
 def test_stages_may_differ():
@@ -110,8 +105,6 @@ def test_equals_the_planners_recurrence(micro_batch_ms, num_stages):
     assert simulation.propagation_ms == pytest.approx(
         one_f_one_b_ms(micro_batches, num_stages, FORWARD_FRACTION)
     )
-    assert simulation.timeline().propagation_ms == pytest.approx(simulation.propagation_ms)
-    assert simulation.timeline().bubble == pytest.approx(simulation.bubble, abs=1e-9)
 
 
 LINKS = LinkTimes(pull_ms=12.0, push_ms=24.0, step_ms=5.0)
@@ -123,11 +116,6 @@ def test_without_overlap_everything_adds_up():
     simulation = simulate_iteration([slow, fast], num_devices=3, links=LINKS)
     assert simulation.iteration_ms == 12 + 18 + 24 + 5
     assert (simulation.propagation_ms, simulation.exposed_link_ms) == (18, 36)
-    # The fast pipeline pushes when the slow one is ready; rank 2 computes nothing and takes part in
-    # the rest.
-    assert spans(simulation, EventKind.PUSH, 1) == [(0, -1, 30, 54)]
-    assert spans(simulation, EventKind.PULL, -1) == [(0, -1, 0, 12)]
-    assert spans(simulation, EventKind.STEP, -1) == [(0, -1, 54, 59)]
     assert simulation.imbalance == pytest.approx(2.0)
 
 
@@ -183,9 +171,6 @@ def test_a_plan_takes_what_the_planner_says():
     assert simulation.propagation_ms == pytest.approx(plan.makespan_ms)
     assert simulation.pipeline_ms == pytest.approx([p.makespan_ms for p in plan.pipelines])
     assert simulation.imbalance == pytest.approx(plan.imbalance)
-    timeline = simulation.timeline()
-    assert timeline.iteration == 7
-    assert Timeline.from_json(timeline.to_json()) == timeline
 
 
 def test_an_iteration_without_micro_batches():
@@ -200,5 +185,5 @@ def test_times_of_another_shape_are_refused():
     with pytest.raises(HydraConfigError, match=r"expected \[stages, micro-batches\] = \(2, 1\)"):
         PipelineWork(
             scheme=Scheme(1, 2), ranks=(0, 1), forward_ms=np.ones((1, 1)), backward_ms=np.ones((2, 1)),
-            hop_ms=np.zeros(1), tp_ms=np.zeros(1),
+            hop_ms=np.zeros(1),
         )  # fmt: skip

@@ -13,7 +13,7 @@ from test_cluster import PARAMS, make_cluster
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.records.events import simulate_plan
+from ds_hydra.lab.simulator.events import simulate_plan
 from ds_hydra.sampler.planner.phase_plan import PhasePlan, PlanningProblem
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs, World

@@ -18,7 +18,7 @@ from test_planner import MAX_LEN, PROFILE, STRATEGIES
 from ds_hydra.configs.ds_config import read_ds_config
 from ds_hydra.configs.files import find_profile
 from ds_hydra.engine.candidates import EngineCandidates, planner_settings
-from ds_hydra.records.events import simulate_iteration, simulate_plan
+from ds_hydra.lab.simulator.events import simulate_iteration, simulate_plan
 from ds_hydra.sampler.candidate_set import gradient_bytes
 from ds_hydra.sampler.planner.iteration import plan_with_time
 from ds_hydra.sampler.planner.phase_plan import PlanningProblem

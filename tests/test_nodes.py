@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import wait_until
-from engines import raised_by, small_profile, start_hydra
+from engines import raised_by, start_hydra
 from faults import kill_in
 from models import VOCAB_SIZE, tiny
 from nodes import PRIVATE_FOLDER, Counters, hosts_or_skip, run_on_hosts
@@ -19,7 +19,6 @@ from single_process import random_examples, token_mean_gradients
 from test_engine_parity import hand_plan
 
 from ds_hydra.configs.hydra_config import LinkConfig
-from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch, scheme_entry
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.hosts import (
     Hosts,
@@ -28,10 +27,7 @@ from ds_hydra.engine.ranks.hosts import (
     warn_of_placement,
 )
 from ds_hydra.engine.transfer.schedule import Kind
-from ds_hydra.sampler.plan import GlobalBatch
-from ds_hydra.sampler.planner.iteration import plan_iteration
-from ds_hydra.strategy import Profile, Strategy
-from ds_hydra.strategy.cost_models.topology import LayerShape, StageParts, Topology, stage_ms
+from ds_hydra.strategy import Strategy
 
 
 @pytest.mark.parametrize(
@@ -77,65 +73,6 @@ def test_places_are_named_where_there_are_several():
     assert Hosts(("a", "b"), (0, 0, 1)).describe_place(2) == "host b (rank 2)"
     assert Hosts(("a", "b"), (0,) * 9 + (1,)).describe_place(3) == "host a (ranks 0, 1 ... 8)"
     assert Hosts(("a",), (0, 0)).describe_place(1) == ""
-
-
-def choice_on(between_nodes, lengths):
-    """The strategy that the planner takes on two nodes of two devices for sequences of
-    `lengths`.
-    """
-    topology = Topology.from_json(
-        {
-            "schema": "ds_hydra.topology/1",
-            "nodes": [
-                {
-                    "count": 2,
-                    "num_devices": 2,
-                    "device": "A",
-                    "latency_s": 1e-5,
-                    "bytes_per_s": 1e11,
-                }
-            ],
-            "between_nodes": between_nodes,
-        }
-    )
-    candidates = [Strategy.parse(text) for text in ("1x<4,1>", "1x<2,2>", "1x<1,4>")]
-    measured = (256, 1024, 4096)
-    entries = []
-    for (scheme,) in (candidate.schemes for candidate in candidates):
-        times = {}
-        for tokens in measured:
-            shape = LayerShape(hidden_size=1024, num_tokens=tokens)
-            parts = StageParts(layer_ms=tokens / 100 / scheme.tp, ends_ms=tokens / 200 / scheme.tp)
-            times[ProbeMicroBatch(tokens)] = stage_ms(
-                scheme, parts, topology.interconnects(), shape, num_layers=8, passes=8
-            )
-        entries.append(scheme_entry(scheme, times))
-    profile = small_profile(10**12, num_layers=8) | {"schemes": entries}
-    profile["memory"]["activation_bytes_per_token_per_layer_per_hidden"] = {
-        "1": 100,
-        "2": 100,
-        "4": 100,
-    }
-    batch = GlobalBatch(
-        iteration=0,
-        sample_indices=tuple(range(len(lengths))),
-        lengths=lengths,
-        num_label_tokens=sum(lengths) - len(lengths),
-    )
-    plan = plan_iteration(
-        batch, strategies=candidates, profile=Profile.from_json(profile), num_devices=4
-    )
-    return str(plan.strategy)
-
-
-def test_the_planner_keeps_tp_inside_the_nodes_of_a_slow_network():
-    one_row, many_rows = (4096,), (4096,) * 12
-    fast, slow = {"latency_s": 1e-5, "bytes_per_s": 1e11}, {"latency_s": 2e-3, "bytes_per_s": 1e8}
-    assert choice_on(fast, one_row) == "1x<4,1>", "no bubble"
-    assert choice_on(slow, one_row) == "1x<2,2>"
-    assert choice_on(slow, many_rows) == "1x<2,2>"
-    only_late = {"latency_s": 0.1, "bytes_per_s": 1e11}
-    assert choice_on(only_late, one_row) == "1x<2,2>", "latency counts too"
 
 
 STRATEGIES = (

@@ -18,7 +18,7 @@ from reference import STRATEGIES_32B_64, make_batch, make_plan, make_profile, pa
 from shared_data import shared_json
 
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
-from ds_hydra.records.events import simulate_plan
+from ds_hydra.lab.simulator.events import simulate_plan
 from ds_hydra.sampler.planner.candidate import OneStrategy
 from ds_hydra.sampler.planner.iteration import plan_iteration, profiled_times
 from ds_hydra.sampler.planner.phase_plan import PlanningProblem

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from command_line import invoke, refused
 from distributed import run_distributed
 from engines import small_profile
-from transformers import LlamaConfig, Qwen2Config
+from transformers import LlamaConfig
 
 from ds_hydra.configs import find_file
 from ds_hydra.configs.hydra_config import HydraConfig
@@ -30,14 +30,8 @@ from ds_hydra.engine.ranks import memory
 from ds_hydra.engine.ranks.hosts import Hosts, find_ranks_per_core
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme, Strategy
-from ds_hydra.strategy.cost_models.topology import Topology
 
 CPU = torch.device("cpu")
-TOPOLOGY = {
-    "schema": "ds_hydra.topology/1",
-    "nodes": [{"count": 2, "num_devices": 4, "device": "A", "latency_s": 1e-4, "bytes_per_s": 1e9}],
-    "between_nodes": {"latency_s": 1e-3, "bytes_per_s": 1e8},
-}
 
 
 def save_model(folder, **changes):
@@ -47,7 +41,7 @@ def save_model(folder, **changes):
     return str(folder)
 
 
-def request_for(model, *, context=64, repeats=2, topology=None, tp=None, pp=None, **hydra):
+def request_for(model, *, context=64, repeats=2, tp=None, pp=None, **hydra):
     config = HydraConfig.parse(
         {
             "context_length": context,
@@ -56,7 +50,7 @@ def request_for(model, *, context=64, repeats=2, topology=None, tp=None, pp=None
             **hydra,
         }
     )
-    return ProfileRequest(model=model, config=config, topology=topology, tp=tp, pp=pp)
+    return ProfileRequest(model=model, config=config, tp=tp, pp=pp)
 
 
 class Interrupted(Exception):
@@ -124,8 +118,6 @@ def on_ranks(model, folder):
     dist.barrier()
     with pytest.raises(HydraConfigError, match="remove it to measure from the start"):
         run_profile(request, CPU, resume)
-    with pytest.raises(HydraConfigError, match="leave it out to measure them, or start one"):
-        run_profile(request_for(model, topology=Topology.from_json(TOPOLOGY)), CPU, None)
     return {
         "found": found,
         "errors": errors,
@@ -276,63 +268,6 @@ def test_what_is_touched_or_compiled_for_the_first_time_is_warmed_up(
     assert sorted(seen) == sorted([*(cases[n] for n in warmed_up), *cases * 2])
 
 
-def two_ways(model):
-    """The same small profile of one device, its communication free and dear."""
-    free = dict(TOPOLOGY, nodes=[TOPOLOGY["nodes"][0] | {"latency_s": 0.0, "bytes_per_s": 1e15}])
-    free["between_nodes"] = {"latency_s": 0.0, "bytes_per_s": 1e15}
-    known = Measurements()
-    documents = []
-    profile_run.Measurements = SimpleNamespace(open=lambda *_: known)  # equal compute in both
-    for topology in (free, TOPOLOGY):
-        request = request_for(
-            model, topology=Topology.from_json(topology), tp=(1, 2, 4), pp=(1, 2, 4)
-        )
-        documents.append(run_profile(request, CPU, None))
-    with pytest.raises(
-        HydraConfigError, match="TP 8 does not divide the model's 4 attention heads"
-    ):
-        run_profile(request_for(model, topology=Topology.from_json(TOPOLOGY), tp=(8,)), CPU, None)
-    mixed = dict(TOPOLOGY, nodes=[*TOPOLOGY["nodes"], TOPOLOGY["nodes"][0] | {"device": "B"}])
-    with pytest.raises(HydraConfigError, match=r"different devices \(A, B\)"):
-        run_profile(request_for(model, topology=Topology.from_json(mixed)), CPU, None)
-    return documents
-
-
-@pytest.mark.distributed
-def test_one_device_measures_slices_and_adds_the_clusters_communication(tmp_path):
-    Qwen2Config(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=251, pad_token_id=250,
-    ).save_pretrained(tmp_path)  # fmt: skip
-    ((free, dear),) = run_distributed(two_ways, 1, str(tmp_path))
-    times = [
-        {(e["tp"], e["pp"]): e["measured"]["times_ms"] for e in document["schemes"]}
-        for document in (free, dear)
-    ]
-    assert set(times[0]) == {(t, p) for t in (1, 2, 4) for p in (1, 2, 4) if t * p <= 8}
-    assert times[0][1, 1] == times[1][1, 1]
-    # <2,1>: 8 passes a layer (Eq. 1) and 2 that gather its two blocks again in backward; one
-    # all-reduce, 2 passes, after the embedding, and half of one more for the head.
-    for length, cheap, costly in zip((8, 32, 64), times[0][2, 1], times[1][2, 1], strict=True):
-        pass_ms = 1e3 * (1e-4 + length * 32 * 4 / 2 / 1e9)
-        assert costly - cheap == pytest.approx((6 * 10 + 2 + 3) * pass_ms, abs=2e-3)
-    # <4,2> fills both nodes: each stage is inside one, the hop between them goes through the slow
-    # interconnect.
-    for length, cheap, costly in zip((8, 32, 64), times[0][4, 2], times[1][4, 2], strict=True):
-        pass_ms = 1e3 * 3 * (1e-4 + length * 32 * 4 / 4 / 1e9)
-        hop_ms = 1e3 * 2 * (1e-3 + length / 4 * 32 * 4 / 1e8)  # a shard of the micro-batch
-        first, last = (3 * 10 + 2) * pass_ms + hop_ms, (3 * 10 + 3) * pass_ms
-        # T = (slowest stage + both) / 3, and either stage may be the slowest.
-        assert (2 * last + first) / 3 - 2e-3 <= costly - cheap <= (2 * first + last) / 3 + 2e-3
-    assert dear["memory"]["activation_bytes_per_token_per_layer_per_hidden"].keys() == {
-        "1",
-        "2",
-        "4",
-    }
-    assert dear["model"]["num_layers"] == 6
-    assert Profile.from_json(dear).max_len_tokens(Scheme(2, 1), 8) > 0
-
-
 @pytest.mark.distributed
 def test_the_command_alone_says_what_would_fit_the_context(tmp_path):
     """One process, one device, one small memory; also: the example of the help and the one
@@ -376,7 +311,6 @@ def run_profile_of(model, limit):
         (["--lengths", "8,16,128"], "--lengths has 128, more than --context 64"),
         (["--tp", "0,1"], "--tp is '0,1', expected whole numbers of 1 or more"),
         (["--out", "no/such/folder/p.json"], "whose folder does not exist"),
-        (["--topology", "missing.json"], "cannot read missing.json"),
     ],
 )
 def test_the_command_refuses_before_any_rank_starts(arguments, message):
@@ -396,59 +330,6 @@ def test_unknown_models_are_refused_with_the_names_of_presets(tmp_path):
         HydraConfigError, match=r"a shipped preset .gpt_oss_20b, llama2_13b, llama2_32b, llama2_7b"
     ):
         profile_run.load_model_config(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"schema": "x"}, "schema is 'x', expected 'ds_hydra.topology/1'"),
-        ({"nodes": []}, "there is no node"),
-        ({"nodes": [{"num_devices": 4}]}, "KeyError\\('device'\\)"),
-        (
-            {"nodes": [TOPOLOGY["nodes"][0] | {"num_devices": 0}]},
-            "num_devices is 0, expected a whole number from 1",
-        ),
-        (
-            {"between_nodes": {"latency_s": -1, "bytes_per_s": 1e9}},
-            "latency_s is -1, expected a number from 0",
-        ),
-        ({"between_nodes": {"latency_s": 0, "bytes_per_s": float("nan")}}, "bytes_per_s is nan"),
-        ({"between_nodes": None}, "between_nodes holds a JSON NoneType, expected an object"),
-    ],
-)
-def test_topologies_that_cannot_be_are_refused(change, message):
-    with pytest.raises(HydraConfigError, match=f"t.json: .*{message}"):
-        Topology.from_json(TOPOLOGY | change, source="t.json")
-
-
-def test_nodes_may_have_links_of_different_speed():
-    fast, slow = (
-        TOPOLOGY["nodes"][0] | {"count": 1},
-        {**TOPOLOGY["nodes"][0], "count": 1, "bytes_per_s": 1e8},
-    )
-    interconnects = Topology.from_json(dict(TOPOLOGY, nodes=[fast, slow])).interconnects()
-    assert interconnects.bytes_per_s[0, 1] == 1e9
-    assert interconnects.bytes_per_s[4, 5] == interconnects.bytes_per_s[3, 4] == 1e8
-    assert (interconnects.latency_s[4, 5], interconnects.latency_s[3, 4]) == (1e-4, 1e-3)
-
-
-def slices_in_shards(model):
-    """Activations of TP slices of one device, as a rank of the group would hold them."""
-    profile_run.Measurements = SimpleNamespace(open=lambda *_: Measurements())
-    request = request_for(
-        model, topology=Topology.from_json(TOPOLOGY), tp=(1, 2, 4), pp=(1,), repeats=1
-    )
-    document = run_profile(request, CPU, None)
-    per_tp = document["memory"]["activation_bytes_per_token_per_layer_per_hidden"]
-    return document["tp_sequence_parallel"], per_tp
-
-
-@pytest.mark.distributed
-def test_slices_keep_the_shards_of_their_ranks_under_tp(tmp_path):
-    ((is_cut, shards),) = run_distributed(slices_in_shards, 1, save_model(tmp_path))
-    assert is_cut
-    # The gradient of hidden states before the head is whole on every rank until its backward
-    assert 0.95 * shards["1"] < shards["2"] < shards["4"] < 1.25 * shards["1"]
 
 
 @pytest.mark.parametrize(("total", "longest"), [(80 << 30, 4096), (3 << 30, 512)])

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from run_folders import timeline_of
 from test_events import LINKS, make_work
 
 from benchmarks.replay import replay
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.records.events import simulate_iteration
+from ds_hydra.lab.simulator.events import simulate_iteration
 from ds_hydra.records.timeline import Event, EventKind, Timeline, Track
 from ds_hydra.strategy.schemes.scheme import Scheme
 
@@ -27,20 +28,14 @@ def make_timeline():
         make_work(random.uniform(1, 9, (1, 4)), random.uniform(1, 9, (1, 4)), first_rank=3),
         make_work(np.zeros((1, 0)), np.zeros((1, 0)), first_rank=4),
     ]
-    return simulate_iteration(works, num_devices=6, links=LINKS, iteration=9).timeline()
+    return timeline_of(simulate_iteration(works, num_devices=6, links=LINKS), iteration=9)
 
 
-def test_a_replay_has_the_same_events():
+def test_a_replay_takes_as_long():
     timeline = make_timeline()
-    again = replay(timeline).timeline()
-    assert again.iteration == 9
-    assert again.duration_ms == pytest.approx(timeline.duration_ms)
-    assert [(e.pipeline, e.stage, e.kind, e.micro_batch) for e in again.events] == [
-        (e.pipeline, e.stage, e.kind, e.micro_batch) for e in timeline.events
-    ]
-    assert [e.start_ms for e in again.events] == pytest.approx(
-        [e.start_ms for e in timeline.events]
-    )
+    again = replay(timeline)
+    assert again.iteration_ms == pytest.approx(timeline.duration_ms)
+    assert again.links == LINKS
 
 
 RECORDED = [
@@ -56,7 +51,9 @@ def test_a_recorded_run_of_the_demo_takes_as_long_as_its_replay(measured):
     """
     again = replay(measured)
     assert again.iteration_ms == pytest.approx(measured.duration_ms, rel=0.1)
-    assert again.propagation_ms == pytest.approx(measured.propagation_ms, rel=0.1)
+    passes = measured.passes()
+    taken = max(e.end_ms for e in passes) - min(e.start_ms for e in passes)
+    assert again.propagation_ms == pytest.approx(taken, rel=0.1)
     assert again.overlap
 
 
@@ -76,7 +73,7 @@ def test_rounds_beside_passes_are_not_counted_twice():
     ]  # fmt: skip
     is_pass = {EventKind.FORWARD, EventKind.BACKWARD}
     measured = Timeline(
-        iteration=0, source="measured", strategy="1x<1,1>", num_devices=1, duration_ms=26,
+        iteration=0, strategy="1x<1,1>", num_devices=1, duration_ms=26,
         pipelines=(Track(scheme=Scheme(1, 1), ranks=(0,), num_micro_batches=1),),
         events=tuple(
             Event(pipeline=0, stage=0, kind=kind, start_ms=start, end_ms=end,

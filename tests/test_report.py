@@ -1,162 +1,27 @@
 """The report: what is read, computed and written."""
 
-import itertools
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from command_line import accepted, document_of, invoke, refused
-from run_folders import (
-    NUM_RANKS,
-    PROFILE,
-    learn_from,
-    make_plan,
-    measure,
-    trace_experts,
-    write_run_folder,
-)
+from command_line import accepted, document_of, refused
+from run_folders import NUM_RANKS, learn_from, trace_experts, write_run_folder
 from test_run_report import make_record, write_run
 
 from ds_hydra.records.metrics import METRICS_FILE, IterationMetrics
 from ds_hydra.records.timeline import EventKind
 from ds_hydra.report.documents import describe_runs
-from ds_hydra.report.run_folder import load_run, predict_timeline, rank_memory
-from ds_hydra.report.run_report import divide_time, find_slowest, scheme_errors
-from ds_hydra.report.timelines import align, describe_timelines, trace_run
-from ds_hydra.sampler.schedule import one_f_one_b_ms
+from ds_hydra.report.run_folder import load_run
+from ds_hydra.report.run_report import divide_time, scheme_errors
+from ds_hydra.report.timelines import trace_run
 from ds_hydra.strategy import Scheme
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     return write_run_folder(tmp_path_factory.mktemp("runs") / "full")
-
-
-# Predicted timelines
-
-
-@pytest.mark.parametrize("strategy", ["1x<4,1> + 2x<2,1>", "2x<2,2>", "1x<1,8>"])
-def test_the_predicted_timeline_is_that_of_the_planner(strategy):
-    plan = make_plan(3, strategy)
-    timeline = predict_timeline(plan, PROFILE, forward_fraction=1 / 3)
-    assert timeline.duration_ms == pytest.approx(plan.makespan_ms)
-    for index, pipeline in enumerate(plan.pipelines):
-        model = PROFILE.latency[pipeline.scheme]
-        rows = np.array(
-            [model.micro_batch_ms(plan.micro_batch_lengths(row)) for row in pipeline.micro_batches]
-        )
-        wanted = one_f_one_b_ms(rows, pipeline.scheme.pp, 1 / 3)
-        events = [e for e in timeline.events if e.pipeline == index]
-        assert (
-            max(e.end_ms for e in events)
-            == pytest.approx(wanted)
-            == pytest.approx(pipeline.makespan_ms)
-        )
-        assert len(events) == 2 * len(rows) * pipeline.scheme.pp
-        for event in events:
-            share = 1 / 3 if event.kind is EventKind.FORWARD else 2 / 3
-            assert event.duration_ms == pytest.approx(share * rows[event.micro_batch])
-        check_order(events, pipeline.scheme.pp)
-
-
-def test_a_plan_of_other_coefficients_is_stretched_to_what_it_says():
-    plan = make_plan(3, "2x<2,2>")
-    slower = [replace(p, makespan_ms=2 * p.makespan_ms) for p in plan.pipelines]
-    refitted = replace(plan, pipelines=tuple(slower), makespan_ms=2 * plan.makespan_ms)
-    usual = predict_timeline(plan, PROFILE, forward_fraction=1 / 4)
-    timeline = predict_timeline(refitted, PROFILE, forward_fraction=1 / 4)
-    for one, other in zip(usual.events, timeline.events, strict=True):
-        assert other.end_ms == pytest.approx(2 * one.end_ms)
-
-
-def check_order(events, num_stages):
-    """Passes wait for their neighbours, and no stage does two things at a time."""
-    ends = {(e.kind, e.stage, e.micro_batch): e.end_ms for e in events}
-    for event in events:
-        before = None
-        if event.kind is EventKind.FORWARD and event.stage > 0:
-            before = (EventKind.FORWARD, event.stage - 1, event.micro_batch)
-        if event.kind is EventKind.BACKWARD and event.stage < num_stages - 1:
-            before = (EventKind.BACKWARD, event.stage + 1, event.micro_batch)
-        assert before is None or ends[before] <= event.start_ms + 1e-9
-    for one, two in itertools.pairwise(events):
-        assert one.stage != two.stage or one.end_ms <= two.start_ms + 1e-9
-
-
-def test_a_prediction_without_pull_begins_with_the_first_measured_forward():
-    plan = make_plan(1)
-    measured = measure(plan, 1.5)
-    promised = predict_timeline(plan, PROFILE, forward_fraction=1 / 3)
-    assert min(e.start_ms for e in align(promised, measured).events) == pytest.approx(40.0)
-    with_pull = replace(measured, source="predicted")
-    assert align(with_pull, measured) is with_pull
-
-
-# Why iterations were slow
-
-
-def records(*changes):
-    """Twenty usual iterations, and one that is changed."""
-    usual = [make_record(i, "2x<1,1>", (100.0, 90.0)) | {"longest_tokens": 400} for i in range(20)]
-    slow = usual[0] | {"iteration": 20, "iteration_ms": 500.0}
-    for change in changes:
-        slow |= change
-    return [IterationMetrics.from_json(line) for line in [*usual, slow]]
-
-
-def pipelines(*measured):
-    return [make_record(20, "2x<1,1>", measured)["pipelines"][i] for i in range(2)]
-
-
-@pytest.mark.parametrize(
-    ("change", "text", "excess"),
-    [
-        ({"waited_ms": 300.0}, "waited 300 ms for its plan", 300),
-        ({"push_ms": 301.0}, "push took 301 ms, usual 1", 300),
-        ({"pull_ms": 301.0}, "pull took 301 ms, usual 1", 300),
-        ({"step_ms": 301.0}, "optimizer step took 301 ms, usual 1", 300),
-        (
-            {"predicted_ms": 400.0, "measured_ms": 400.0, "longest_tokens": 4000},
-            "planned to take 400 ms, usual 100 (its longest sequence has 4,000 tokens, usual 400)",
-            300,
-        ),
-        (
-            {"predicted_ms": 400.0, "measured_ms": 400.0, "num_tokens": 3000},
-            "planned to take 400 ms, usual 100 (it has 3,000 tokens, usual 1,000)",
-            300,
-        ),
-        (
-            {"measured_ms": 400.0, "pipelines": pipelines(100.0, 400.0)},
-            "<1,1> on rank 1 took longer than planned (4.00 x, usual 1.00 x)",
-            300,
-        ),
-        (
-            {"measured_ms": 400.0, "pipelines": pipelines(390.0, 400.0)},
-            "every pipeline took longer than planned (4.00 x, usual 1.00 x)",
-            300,
-        ),
-        ({}, "outside of what is measured: data loading, logging, other processes", 300),
-    ],
-)
-def test_the_cause_of_a_slow_iteration(change, text, excess):
-    slowest = find_slowest(records(change), count=3)
-    assert slowest[0].record.iteration == 20
-    assert slowest[0].times_median == pytest.approx(2.5)
-    assert slowest[0].causes[0].text == text
-    assert slowest[0].causes[0].excess_ms == pytest.approx(excess)
-    assert [slow.record.iteration for slow in slowest[1:]] == [0, 1]
-
-
-def test_several_causes_come_largest_first():
-    causes = find_slowest(records({"waited_ms": 100.0, "push_ms": 201.0}))[0].causes
-    assert [round(cause.excess_ms) for cause in causes] == [200, 100]
-
-
-def test_an_iteration_like_all_others_needs_no_reason():
-    assert find_slowest(records())[1].causes[0].text == "no slower than usual"
 
 
 def test_time_is_divided_without_rest():
@@ -176,36 +41,9 @@ def test_time_is_divided_without_rest():
 def test_a_whole_folder(run_dir):
     run = load_run(run_dir)
     assert run.notes == ()
-    assert (run.num_ranks, len(run.records), len(run.plans), len(run.traces)) == (
-        NUM_RANKS,
-        14,
-        14,
-        14,
-    )
-    assert replace(run, records=None).num_ranks == NUM_RANKS  # all of them for each rank took long
-    assert run.max_len()[Scheme(4, 1)] == PROFILE.max_len_tokens(Scheme(4, 1), NUM_RANKS)
-    memory = rank_memory(run)
-    assert [m.measured_bytes for m in memory] == [
-        int(3e10 + 1e9 * rank) for rank in range(NUM_RANKS)
-    ]
-    longest = max(
-        PROFILE.memory.rank_bytes(
-            p.scheme, NUM_RANKS, max(sum(plan.micro_batch_lengths(r)) for r in p.micro_batches)
-        )
-        for plan in run.plans.values()
-        for p in plan.pipelines
-        if 0 in p.ranks
-    )
-    assert memory[0].model_bytes == pytest.approx(longest)
-
-
-def test_the_memory_limit_of_the_run_counts(run_dir, tmp_path):
-    folder = shutil.copytree(run_dir, tmp_path / "limited")
-    facts = json.loads((folder / "run.json").read_text())
-    facts["hydra"]["memory_limit_bytes"] = 30 * 2**30
-    (folder / "run.json").write_text(json.dumps(facts))
-    limited, free = load_run(folder).max_len(), load_run(run_dir).max_len()
-    assert all(limited[scheme] < free[scheme] for scheme in free)
+    assert (run.num_ranks, len(run.records), len(run.traces)) == (NUM_RANKS, 14, 14)
+    (described,) = describe_runs([run])["runs"]
+    assert described["peak_bytes"] == [int(3e10 + 1e9 * rank) for rank in range(NUM_RANKS)]
 
 
 def damage(folder, **files):
@@ -221,9 +59,6 @@ def damage(folder, **files):
 @pytest.mark.parametrize(
     ("files", "note"),
     [
-        ({"plans": None}, "No plans in the folder"),
-        ({"profile__json": None}, "No profile.json in the folder"),
-        ({"profile__json": '{"schema": "ds_hydra.profile/9"}'}, "schema is 'ds_hydra.profile/9'"),
         ({"trace__jsonl": None}, "No trace.jsonl in the folder"),
         (
             {"trace__jsonl": '{"schema": "ds_hydra.timeline/9"}\n'},
@@ -234,15 +69,7 @@ def damage(folder, **files):
             {"run__json": '{"num_ranks": 1000000000000000000}'},
             "run.json cannot be read (num_ranks is 1",
         ),
-        (
-            {"run__json": '{"hydra": {"memory_limit_bytes": "80GB"}}'},
-            "memory_limit_bytes is '80GB'",
-        ),
         ({"run__json": "[" * 100_000}, "run.json is not JSON"),
-        (
-            {"plans/iteration_000003__json": "{}"},
-            "1 plans cannot be read, the first is iteration_000003.json",
-        ),
     ],
 )
 def test_a_run_without_a_part_has_a_report_that_says_so(run_dir, tmp_path, files, note):
@@ -259,11 +86,8 @@ def test_a_run_with_metrics_only_has_a_report(tmp_path):
     )
     document = document_of("report", folder, "--json")
     (run,) = document["runs"]
-    assert (run["num_iterations"], run["bubble"], run["max_len_tokens"]) == (1, None, {})
-    assert len(run["notes"]) == 3
-    assert run["slowest"][0]["causes"] == [
-        {"excess_ms": 0.0, "text": "too few iterations to say what is usual (1)"}
-    ]
+    assert (run["num_iterations"], run["bubble"], run["peak_bytes"]) == (1, None, [])
+    assert (run["num_ranks"], len(run["notes"])) == (2, 1)
     assert Path(run["picture"]).stat().st_size > 10_000
 
 
@@ -336,11 +160,6 @@ def test_two_runs_follow_each_other(run_dir, tmp_path):
     assert first.startswith("run full\n")
     assert str(folder / "report.png") in second
     assert f"time            plan_wait {14 / 1e3 / load_run(folder).summary.total_s:.1%}" in second
-    lines = [line for line in second.splitlines() if line.startswith("slow ")]
-    assert "iteration 5 (" in lines[0]
-    assert len(lines) == 3, "of those that were slower than usual"
-    usual = write_run(tmp_path / "usual", [make_record(i, "1x<1,1>") for i in range(3)])
-    assert "slow " not in accepted("report", usual).stdout
 
 
 def test_only_the_visible_part_of_an_overlapped_link_counts():
@@ -402,22 +221,20 @@ def test_the_trace_of_a_run_follows_the_format(run_dir):
     names = {
         e["pid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"
     }
-    assert names == {1: "iterations", 2: "predicted", 3: "measured"}
+    assert names == {1: "iterations", 2: "measured"}
     first = json.loads((run_dir / "trace.jsonl").read_text().splitlines()[0])
     passes = [row for row in first["events"] if row[2] in ("fwd", "bwd")]
-    for process in (2, 3):
-        mine = [e for e in slices if e["pid"] == process and e["ts"] < first["duration_ms"] * 1000]
-        assert sum(e["cat"] in ("fwd", "bwd") for e in mine) == len(passes)
+    mine = [e for e in slices if e["pid"] == 2 and e["ts"] < first["duration_ms"] * 1000]
+    assert sum(e["cat"] in ("fwd", "bwd") for e in mine) == len(passes)
     busy_us = sum(
         e["dur"]
         for e in slices
-        if e["pid"] == 3 and e["cat"] in ("fwd", "bwd") and e["ts"] < 1e3 * first["duration_ms"]
+        if e["pid"] == 2 and e["cat"] in ("fwd", "bwd") and e["ts"] < 1e3 * first["duration_ms"]
     )
     assert busy_us == pytest.approx(
         1e3 * sum(row[5] - row[4] for row in passes), abs=2 * len(passes)
     )
     assert sum(e["cat"] == "iteration" for e in slices) == 14
-    assert any(e["args"].get("lengths") for e in slices)
 
 
 def test_the_command_writes_the_trace(run_dir, tmp_path):
@@ -429,25 +246,23 @@ def test_the_command_writes_the_trace(run_dir, tmp_path):
     assert "set hydra.trace_every to 1 or more" in refused("report", folder, "--perfetto")
 
 
-def test_the_trace_of_overlapping_links_follows_the_format():
-    timelines = [measure(make_plan(iteration)) for iteration in range(3)]
-    overlapping = [
-        replace(
-            timeline,
-            events=tuple(
-                replace(e, start_ms=0.0) if e.kind is EventKind.PUSH else e
-                for e in timeline.events
-                if e.kind is not EventKind.PULL
+def test_the_trace_of_overlapping_links_follows_the_format(run_dir):
+    run = load_run(run_dir)
+    overlapping = {
+        iteration: replace(
+            trace,
+            timeline=replace(
+                trace.timeline,
+                events=tuple(
+                    replace(e, start_ms=0.0) if e.kind is EventKind.PUSH else e
+                    for e in trace.timeline.events
+                    if e.kind is not EventKind.PULL
+                ),
             ),
         )
-        for timeline in timelines
-    ]
-    predicted = [replace(timeline, source="predicted") for timeline in timelines]
-    for found in (
-        zip(timelines, predicted, strict=True),
-        zip(overlapping),
-    ):
-        check_trace_events(describe_timelines([(list(group), None, None) for group in found]))
+        for iteration, trace in run.traces.items()
+    }
+    check_trace_events(trace_run(replace(run, traces=overlapping)))
 
 
 def test_tokens_of_experts_are_read_where_there_are_experts(tmp_path):
@@ -489,14 +304,3 @@ def test_a_factor_that_cannot_be_is_left_out_with_its_line(tmp_path, factor):
     run = load_run(folder)
     assert len(run.records) == 2
     assert any("1 line of metrics.jsonl" in note for note in run.notes)
-
-
-def test_of_two_iterations_none_is_usual(tmp_path):
-    records = [make_record(0, "1x<1,1>", (100.0,)), make_record(1, "1x<1,1>", (150.0,))]
-    for slow in find_slowest([IterationMetrics.from_json(record) for record in records]):
-        assert [cause.text for cause in slow.causes] == [
-            "too few iterations to say what is usual (2)"
-        ]
-    printed = invoke("report", write_run(tmp_path / "two", records)).stdout
-    assert "slow " not in printed
-    assert "most wrong" not in printed

@@ -12,26 +12,23 @@ from reference import make_batch
 from test_cluster import make_cluster
 from test_simulator import checkpointing_document, make_scenario, small_profile
 
-from benchmarks.wlb_table import FITTED_ATTENTION, cut, packing_table
-from ds_hydra.configs import find_file
 from ds_hydra.lab.simulator.cases import draw_batches, load_case
 from ds_hydra.lab.simulator.fixed_length import pack_evenly
 from ds_hydra.lab.simulator.mixed_groups import ContextParallel, fcp, flexsp
-from ds_hydra.lab.simulator.scenario import PARTIAL, Noise, Scenario
+from ds_hydra.lab.simulator.scenario import PARTIAL, Scenario
 from ds_hydra.lab.simulator.systems import (
     SYSTEMS,
     Settings,
     fixed_length,
     megatron_choices,
-    why_left_out,
 )
 from ds_hydra.lab.simulator.ulysses import (
     balanced_ulysses,
     packed_zero3,
+    rank_tokens,
     recomputed,
     sharded_groups,
     sharded_ms,
-    zero3_traffic_ms,
 )
 from ds_hydra.sampler.planner.group_steps import (
     Cuts,
@@ -47,7 +44,6 @@ from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.cost_models.estimate import estimate_from_config
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.enumeration import cuts
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
@@ -328,19 +324,6 @@ def test_plain_zero3_has_no_groups_and_no_balance():
     assert packed_zero3(make_scenario([900], context=900), name="c") is None
 
 
-@pytest.mark.parametrize("run", [flexsp, fcp, balanced_ulysses])
-def test_noise_lengthens_what_waits_for_the_slowest(run):
-    """Narrow groups side by side; all choose as without noise. Where ranks are slow, too, more."""
-    short = [[length for length in batch if length <= 50] * 3 for batch in BATCHES]
-    quiet = make_scenario(*5 * short, context=50).linked_by(make_cluster(4))
-    loud = dataclasses.replace(quiet, noise=Noise(of_micro_batch=0.1))
-    slow = dataclasses.replace(quiet, noise=Noise(of_micro_batch=0.1, of_rank=0.2))
-    times = [run(each, name="a").iteration_ms.sum() for each in (quiet, loud, slow)]
-    assert 1.01 * times[0] < times[1] < times[2] < 1.5 * times[0]
-    none = dataclasses.replace(quiet, noise=Noise())
-    assert run(none, name="a").iteration_ms == pytest.approx(run(quiet, name="a").iteration_ms)
-
-
 def test_flexsp_checkpoints_as_much_as_each_global_batch_needs():
     """Not as much as the context would: Ulysses, whose groups are alike, chooses so, too."""
     workload = load_case("flexsp/commoncrawl-7b-384k").workload
@@ -382,16 +365,13 @@ def scenario_of(model, num_devices, context):
     ("model", "num_devices", "context"),
     [("llama3_1_70b", 64, 2**17), ("llama2_7b", 8, 2**17), ("llama2_7b", 4, 2**19)],
 )
-def test_what_is_left_out_needs_more_memory_than_there_is_and_nothing_else_does(
-    model, num_devices, context
-):
+def test_a_system_runs_where_one_of_its_shares_of_a_sequence_fits(model, num_devices, context):
     scenario = scenario_of(model, num_devices, context)
-    there = scenario.profile.memory.usable_bytes
-    for name, system in SYSTEMS.items():
-        found = system.run(scenario, name=name)
-        least = min(system.needs(scenario)).num_bytes
-        assert (found is None) == (least > there), name
-        assert found or "GiB are there" in why_left_out(name, scenario)
+    heads = scenario.profile.memory.num_heads
+    most = max(rank_tokens(scenario, share, exchanges=True) for share in PARTIAL)
+    for name in ("deepspeed", "deepspeed_balanced", "deepspeed_degrees", "flexsp"):
+        found = SYSTEMS[name].run(scenario, name=name)
+        assert (found is not None) == (min(num_devices, heads) * most >= context), name
 
 
 def test_megatron_fits_70b_at_128k_on_64_devices_and_cuts_sequences_where_nothing_else_fits():
@@ -417,34 +397,13 @@ def test_ring_hides_behind_attention():
     assert ring.max_len == 2 * scenario.max_len_tokens(Scheme(1, 1))
 
 
-def test_what_is_seen_of_the_gathers_comes_on_top():
+def test_gathers_hide_but_for_a_first_and_a_last_layer():
     scenario = make_scenario([100])
     linked = scenario.linked_by(make_cluster(4))
     times = np.array([1e6, 2e6])
     hidden = sharded_ms(linked, times)
-    seen = sharded_ms(dataclasses.replace(linked, seen=0.5), times)
     ends = linked.links(Strategy.alike(Scheme(1, 1, gather=True), 4))
     layers = linked.profile.memory.num_layers
     assert hidden == pytest.approx(3e6 + (ends.pull_ms + ends.push_ms) / layers)
-    assert seen == 3e6 + 2 * 0.5 * zero3_traffic_ms(linked) > 3e6
     assert sharded_ms(linked, times[:0]) == 0.0
     assert small_profile().latency.keys() == scenario.profile.latency.keys()
-
-
-def test_packing_table_is_that_of_the_paper():
-    """Table 2 of WLB-LLM: within 3%, and in its order without the fit."""
-    histogram = LengthHistogram.load(find_file("lengths", "github"))
-    fitted = packing_table(histogram, attention_cost=FITTED_ATTENTION)
-    assert fitted.original == pytest.approx(1.44, rel=0.03)
-    assert fitted.fixed_greedy == pytest.approx(1.41, rel=0.03)
-    assert fitted.variable == pytest.approx(1.24, rel=0.03)
-    assert fitted.queued == pytest.approx(1.05, rel=0.03)
-    assert fitted.mean_delay == pytest.approx(0.5, rel=0.03)
-    free = packing_table(histogram, attention_cost=1.0)
-    assert free.original > free.fixed_greedy > free.variable > free.queued >= 1
-
-
-def test_documents_are_cut_where_a_micro_batch_is_full():
-    pieces, micro_batch = cut(np.array([100_000, 100_000, 400_000]))
-    assert pieces.tolist() == [100_000, 31_072, 68_928, 62_144, 131_072, 131_072]
-    assert micro_batch.tolist() == [0, 0, 1, 1, 2, 3]

@@ -7,12 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 from test_cluster import SHAPE, make_cluster
-from test_simulator import checkpointing_document, make_scenario, make_workload, small_profile
+from test_simulator import checkpointing_document, make_workload, small_profile
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.cases import load_case
 from ds_hydra.lab.simulator.compare import compare
-from ds_hydra.lab.simulator.scenario import bound_of
 from ds_hydra.lab.simulator.systems import Settings
 from ds_hydra.lab.simulator.ulysses import balance_micro_batches_by_time
 from ds_hydra.sampler.candidate_set import decide_candidates
@@ -88,18 +87,6 @@ def test_the_extended_space_is_faster_and_its_strategies_are_named(comparison):
     assert "<sp" not in ours.result.strategy
 
 
-def test_without_tp_no_group_has_any():
-    """Where it may have some, <2,1> is the only scheme of two ranks that is measured."""
-    workload = make_workload(histogram=LONG, context_length=200, tokens_per_iteration=400)
-    found = compare(workload, Settings(iterations=3, systems=("no_tp",)))
-    used = {s for plan in found.planned["no_tp"].plans for s in plan.strategy.schemes}
-    assert {s.tp for s in used} == {1}
-    assert max(s.num_devices for s in used) > 1
-    assert found.speedup("no_tp").value >= 0.999
-    alone = compare(workload, Settings(iterations=3, systems=("no_tp",), space="plain"))
-    assert alone.get("no_tp") is None
-
-
 def test_document_names_the_space_and_keeps_the_rest_as_it_was(comparison):
     document = comparison.to_json()
     assert [s["name"] for s in document["systems"]] == [
@@ -130,28 +117,12 @@ def test_other_systems_do_not_see_the_extended_space(comparison):
     )
 
 
-def test_events_of_both_planned_systems(comparison):
+def test_plans_of_both_planned_systems(comparison):
     for system in ("ds_hydra", "plain"):
         found = [comparison.simulate(i, system).propagation_ms for i in range(3)]
         assert found == pytest.approx(comparison.get(system).propagation_ms[:3])
     used = {s for plan in comparison.planned["ds_hydra"].plans for s in plan.strategy.schemes}
     assert any(scheme.sp > 1 for scheme in used)
-
-
-def test_imbalance_of_the_bound_by_hand():
-    """100 tokens take 44 + 2 on all of <4,1>; on <2,1> 66 + 2 while two devices share 8 sequences
-    of 5.
-    """
-    scenario = make_scenario([100, *[5] * 8])
-    t = scenario.profile.get_latency(Scheme(2, 1))
-    bound = bound_of(scenario, scenario.batches[0], [Scheme(1, 1), Scheme(2, 1)])
-    others_ms = 8 * (1e-3 * 25 + 5 + 2 * 5 / 60) / 2
-    assert bound.longest_alone_ms == pytest.approx(t.micro_batch_ms([100]))
-    assert bound.imbalance == pytest.approx(t.micro_batch_ms([100]) / others_ms - 1)
-    alone = make_scenario([100, 5])  # fastest on all four devices: nobody waits for it
-    assert bound_of(alone, alone.batches[0], [Scheme(4, 1)]).imbalance == 0
-    even = make_scenario([10] * 40)
-    assert bound_of(even, even.batches[0], [Scheme(1, 1), Scheme(2, 1)]).imbalance == 0
 
 
 def test_context_that_only_checkpointed_layers_fit():

@@ -16,7 +16,7 @@ from ds_hydra.lab.simulator.cases import Workload, list_cases, load_case
 from ds_hydra.lab.simulator.compare import compare
 from ds_hydra.lab.simulator.mixed_groups import dynamic_cp
 from ds_hydra.lab.simulator.results import Ratio, our_figure
-from ds_hydra.lab.simulator.scenario import Scenario, bound_of
+from ds_hydra.lab.simulator.scenario import Scenario, perfect_balance_ms
 from ds_hydra.lab.simulator.systems import (
     SYSTEMS,
     Settings,
@@ -173,14 +173,13 @@ def test_what_a_profile_knows_of_sp_changes_neither_baselines_nor_proposals():
 def test_bound_holds_for_every_system(comparison):
     for result in comparison.results:
         if result.name not in OTHER_SCHEMES:
-            is_full = result.name in ("ds_hydra", "no_tp")
-            space = comparison.planned["ds_hydra" if is_full else "plain"]
+            space = comparison.planned["ds_hydra" if result.name == "ds_hydra" else "plain"]
             assert (result.propagation_ms >= space.perfect_balance_ms - 1e-9).all()
     assert all(planned.distance_to_bound >= 0 for planned in comparison.planned.values())
 
 
 def bound_of_plain(scenario):
-    return bound_of(scenario, scenario.batches[0], usable_schemes(scenario))
+    return perfect_balance_ms(scenario, scenario.batches[0], usable_schemes(scenario))
 
 
 def test_bound_by_hand():
@@ -189,30 +188,25 @@ def test_bound_by_hand():
     """
     scenario = make_scenario([100])
     t = scenario.profile.get_latency(Scheme(4, 1))
-    assert bound_of_plain(scenario).perfect_balance_ms == pytest.approx(t.micro_batch_ms([100]))
+    assert bound_of_plain(scenario) == pytest.approx(t.micro_batch_ms([100]))
     many = make_scenario([10] * 40)
     device_ms = 40 * (1e-3 * 100 + 10 + 2 * 10 / 60)
-    assert bound_of_plain(many).perfect_balance_ms == pytest.approx(device_ms / 4)
+    assert bound_of_plain(many) == pytest.approx(device_ms / 4)
 
 
 def test_all_systems_are_there_and_none_static_is_faster(comparison):
     holding = [name for name in SYSTEMS if name != "zero3"]  # one rank holds 60 of 100 tokens
-    assert [r.name for r in comparison.results] == ["ds_hydra", "no_tp", "plain", *holding]
+    assert [r.name for r in comparison.results] == ["ds_hydra", "plain", *holding]
     for name in SYSTEMS:
         if name not in OTHER_SCHEMES:
             assert comparison.speedup(name, of_propagation=True).value >= 0.999, name
     assert comparison.speedup("ds_hydra").value == 1
 
 
-def test_document_and_prices(comparison):
-    document = json.loads(json.dumps(comparison.to_json(price_per_gpu_hour=2.0)))
+def test_the_document(comparison):
+    document = json.loads(json.dumps(comparison.to_json()))
     assert document["schema"] == "ds_hydra.simulation/1"
-    ours = document["systems"][0]
-    # tokens/s on 4 devices at 2 an hour
-    expected = 1e9 / ours["tokens_per_s"] / 3600 * 4 * 2
-    assert ours["dollars_per_billion_tokens"] == pytest.approx(expected)
     assert document["systems"][1]["speedup_95"][0] <= document["systems"][1]["speedup"]
-    assert comparison.simulate(0).timeline().iteration == 0
 
 
 def test_the_same_seed_gives_the_same_figures(comparison):
@@ -251,7 +245,7 @@ def test_workloads_without_a_meaning(changes, message):
 def test_unknown_system():
     with pytest.raises(
         HydraConfigError,
-        match="system 'alpa' is not known; choose among no_tp, plain, paper, megatron",
+        match="system 'alpa' is not known; choose among plain, paper, megatron",
     ):
         Settings(systems=("megatron", "alpa"))
 

@@ -27,7 +27,6 @@ def make_timeline(**changes):
     events.append(Event(pipeline=-1, stage=0, kind=EventKind.PULL, start_ms=0, end_ms=1))
     arguments = {
         "iteration": 3,
-        "source": "predicted",
         "strategy": "1x<2,1> + 1x<1,2>",
         "num_devices": 5,
         "duration_ms": 8.0,
@@ -49,23 +48,6 @@ def test_events_are_ordered_whatever_their_order_was():
     timeline = make_timeline()
     assert make_timeline(events=timeline.events[::-1]) == timeline
     assert [e.pipeline for e in timeline.events] == [-1, 0, 0, 1, 1, 1, 1]
-
-
-def test_bubble_counts_every_device():
-    timeline = make_timeline()
-    assert timeline.propagation_ms == 6
-    assert timeline.bubble == pytest.approx(1 - (2 * 6 + 1 * 4) / (5 * 6))
-
-
-def test_without_micro_batches():
-    empty = make_timeline(events=())
-    assert (empty.propagation_ms, empty.bubble) == (0.0, 0.0)
-
-
-def test_shift_moves_every_event():
-    moved = make_timeline().shift(1.0)
-    assert (moved.duration_ms, moved.propagation_ms) == (7.0, 6.0)
-    assert moved.passes()[0].start_ms == 0
 
 
 @pytest.mark.parametrize(

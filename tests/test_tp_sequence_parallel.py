@@ -22,8 +22,6 @@ from ds_hydra.engine.profiling.profiler import measure_stage_ms, token_bytes
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.costs import Costs
-from ds_hydra.strategy.cost_models.topology import LayerShape, StageParts, Topology
-from ds_hydra.strategy.cost_models.topology import stage_ms as composed_stage_ms
 from ds_hydra.strategy.profiles.memory_model import SP_ACTIVATIONS_REPEATED
 from ds_hydra.zero_link.layout import Slicing
 
@@ -97,45 +95,6 @@ def test_inputs_of_checkpointed_layers_are_shared_by_a_tp_group():
             for memory in (off, on)
         )
         assert token_off - token_on == pytest.approx(2 * 32 * 4 * (1 - 1 / num_ranks))
-
-
-def test_collectives_of_a_stage_by_hand():
-    """Free computation, 2 layers, head and embedding on one stage: 2 (10 - 8) / 2 + 1 / 2 more
-    all-reduces.
-    """
-    node = {"num_devices": 4, "device": "A", "latency_s": 0.0, "bytes_per_s": 1e9}
-    topology = Topology.from_json(
-        {
-            "schema": "ds_hydra.topology/1",
-            "nodes": [node],
-            "between_nodes": {"latency_s": 0, "bytes_per_s": 1e9},
-        }
-    )
-    shape = LayerShape(hidden_size=64, num_tokens=1000)
-
-    def time_ms(scheme, *, cuts_micro_batches):
-        parts = StageParts(layer_ms=0.0, ends_ms=0.0)
-        return composed_stage_ms(
-            scheme,
-            parts,
-            topology.interconnects(),
-            shape,
-            num_layers=2,
-            passes=10 if cuts_micro_batches else 8,
-            cuts_micro_batches=cuts_micro_batches,
-        )
-
-    whole, cut = (
-        time_ms(Scheme(4, 1), cuts_micro_batches=cuts_micro_batches)
-        for cuts_micro_batches in (False, True)
-    )
-    assert cut / whole == pytest.approx(12.5 / 10)
-    assert time_ms(Scheme(1, 1), cuts_micro_batches=True) == 0
-    hop, cut_hop = (
-        time_ms(Scheme(1, 2), cuts_micro_batches=cuts_micro_batches)
-        for cuts_micro_batches in (False, True)
-    )
-    assert hop == cut_hop > 0
 
 
 def test_norms_push_from_every_rank_and_biases_from_one():

@@ -9,7 +9,7 @@ import pytest
 from reference import make_batch, make_profile
 
 from benchmarks import whole_pipelines as bench
-from ds_hydra.lab.simulator.scenario import Scenario, bound_of
+from ds_hydra.lab.simulator.scenario import Scenario, perfect_balance_ms
 from ds_hydra.sampler.planner.iteration import plan_iteration
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.cost_models.costs import Costs
@@ -28,7 +28,7 @@ def test_half_a_pipeline_on_the_last_device_is_no_pipeline():
     profile = make_profile({"<2,1>": (0.0, 1.0, 0.0)})
     lengths = [10, 10]
     scenario = make_scenario(profile, lengths, 3)
-    perfect = bound_of(scenario, scenario.batches[0], list(profile.latency)).perfect_balance_ms
+    perfect = perfect_balance_ms(scenario, scenario.batches[0], list(profile.latency))
     assert perfect == pytest.approx(20 * 2 / 3)
     program = bench.WholePipelines(scenario, lengths, list(profile.latency))
     assert program.bound_ms(perfect, 100.0) == pytest.approx(20, rel=5e-3)
@@ -45,7 +45,7 @@ def test_bounds_are_in_order(seed):
     lengths = sorted(rng.integers(3, 90, 12).tolist(), reverse=True)
     scenario = make_scenario(profile, lengths, 4)
     schemes = list(profile.latency)
-    perfect = bound_of(scenario, scenario.batches[0], schemes).perfect_balance_ms
+    perfect = perfect_balance_ms(scenario, scenario.batches[0], schemes)
     strategies = [Strategy.parse(t) for t in ("4x<1,1>", "2x<2,1>", "1x<4,1>", "1x<2,1> + 2x<1,1>")]
     found = plan_iteration(
         scenario.batches[0], strategies=strategies, profile=profile, num_devices=4

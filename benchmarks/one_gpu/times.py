@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from tempfile import mkdtemp
 
 import torch
 from transformers import LlamaConfig
@@ -20,22 +21,15 @@ from ds_hydra.engine.profiling.profile_run import ProfileRequest, run_profile
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.analytic import Hardware, predict_latency
 from ds_hydra.strategy.cost_models.cluster import model_shape
-from ds_hydra.strategy.cost_models.topology import Topology
 
 HARDWARE = "h100" if HAS_GPU else "cpu"
-MODEL, CONTEXT, TP, PP = (
-    ("llama2_7b", 16_384, (1, 2, 4, 8), (1, 2, 4)) if HAS_GPU else ("tiny", 64, (1, 2), (1, 2))
-)
+CONTEXT = 16_384 if HAS_GPU else 64
+NUM_LAYERS = 4
+"""Layers of LLaMA 7B whose times are measured: with all of them it does not fit."""
 TINY = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 160,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512,
 }  # fmt: skip
-NODE = {"count": 1, "num_devices": 8, "device": "H100", "latency_s": 1e-5, "bytes_per_s": 4.05e11}
-TOPOLOGY = {
-    "schema": "ds_hydra.topology/1",
-    "nodes": [NODE],
-    "between_nodes": {"latency_s": 2e-5, "bytes_per_s": 1.8e11},
-}
 
 
 def main() -> None:
@@ -48,23 +42,18 @@ def main() -> None:
 
 def measure_times(device: torch.device) -> None:
     """Every scheme and length: measured over estimated."""
-    model = MODEL
-    if not HAS_GPU:
-        from tempfile import mkdtemp
-
-        model = f"{mkdtemp()}/config.json"
-        with open(model, "w") as file:
-            json.dump(TINY, file)
-    config = HydraConfig.model_validate(
+    config = load_model_config("llama2_7b").to_dict() | {"num_hidden_layers": NUM_LAYERS}
+    model = f"{mkdtemp()}/config.json"
+    with open(model, "w") as file:
+        json.dump(config if HAS_GPU else TINY, file)
+    hydra = HydraConfig.model_validate(
         {
             "context_length": CONTEXT,
             "tokens_per_iteration": 8 * CONTEXT,
             "profiling": {"repeats": 3 if HAS_GPU else 1},
         }
     )
-    request = ProfileRequest(
-        model=model, config=config, tp=TP, pp=PP, topology=Topology.from_json(TOPOLOGY)
-    )
+    request = ProfileRequest(model=model, config=hydra)
     document = run_profile(request, device, None)
     profile, hardware = Profile.from_json(document), Hardware.load(HARDWARE)
     shape = model_shape(profile)

@@ -24,12 +24,6 @@ def doctor(
             "if not given.",
         ),
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="The DeepSpeed JSON that will train: whether its optimizer can be built here."
-        ),
-    ] = None,
     seconds: Annotated[
         float,
         typer.Option(
@@ -74,7 +68,7 @@ def doctor(
                         _print(report, out, as_json, file)
                 os._exit(1)
 
-            request = Request(device=device, config=config, seconds=seconds, limit_s=timeout)
+            request = Request(device=device, seconds=seconds, limit_s=timeout)
             report = Examination(request, on_hang).run()
             is_first_rank = common.leave_ranks() == 0
         if is_first_rank:

@@ -13,7 +13,6 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.cost_models.decoder import find_size
-from ds_hydra.strategy.cost_models.topology import Topology
 from ds_hydra.strategy.proposal.program import check_context
 
 if TYPE_CHECKING:
@@ -89,20 +88,13 @@ def profile(
         int | None,
         typer.Option(min=1, help="Bytes one rank may use; the device's memory if not given."),
     ] = None,
-    topology: Annotated[
-        Path | None,
-        typer.Option(
-            help="ds_hydra.topology/1: measure TP slices on this one device and compute the communication of "
-            "that cluster."
-        ),
-    ] = None,
     as_json: common.AsJson = False,
     local_rank: common.LocalRank = None,
 ) -> None:
     """Measure time and memory of a model under every scheme <TP,PP> that fits the launched ranks.
 
-    Run it under a launcher on the cluster that will train, or alone on one device with --topology.
-    A run that was interrupted continues when it is started again with the same options. Without
+    Run it under a launcher on the cluster that will train, or alone on one device. A run that was
+    interrupted continues when it is started again with the same options. Without
     "--log_level error" the launcher of DeepSpeed logs to stdout too.
 
     Example: deepspeed --log_level error --no_local_rank --no_python ds-hydra profile --model
@@ -112,9 +104,6 @@ def profile(
     Example: torchrun --nproc-per-node 8 --no-python ds-hydra profile --model llama2_7b --context
     32768
     --out profile.json
-
-    Example: ds-hydra profile --model llama2_7b --context 32768 --tp 1,2,4,8 --pp 1,2,4
-    --topology cluster.json --out profile.json
     """
     with common.errors_to_stderr(), common.stdout_to_stderr():
         config = _config(
@@ -132,7 +121,6 @@ def profile(
                 },
             }
         )
-        known_topology = None if topology is None else Topology.load(topology)
         degrees = {
             "tp": _numbers("--tp", tp),
             "pp": _numbers("--pp", pp),
@@ -147,7 +135,6 @@ def profile(
             model=model,
             config=config,
             dtype=dtype,
-            topology=known_topology,
             **degrees,
         )
         document, is_first_rank = _measure(request, out)
@@ -189,7 +176,7 @@ def _measure(request: ProfileRequest, out: Path | None) -> tuple[dict[str, Any],
 def _num_devices(request: ProfileRequest) -> int:
     import torch.distributed as dist
 
-    return dist.get_world_size() if request.topology is None else request.topology.num_devices
+    return dist.get_world_size()
 
 
 def _warn_of_context(document: dict[str, Any], request: ProfileRequest) -> None:

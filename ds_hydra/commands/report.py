@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ds_hydra.report.run_folder import Run
 
 PICTURE, TRACE = "report.png", "perfetto.json"
-_MAX_SLOWEST = 3
-"""Slow iterations that the summary explains; the document has ten."""
 
 
 def report(
@@ -38,8 +36,8 @@ def report(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print what runs did: strategies, predicted and measured times, where the time went, slowest
-    iterations and why; draw RUN_DIR/report.png.
+    """Print what runs did: strategies, predicted and measured times, where the time went; draw
+    RUN_DIR/report.png.
 
     What the folder does not hold is left out and named.
 
@@ -82,7 +80,7 @@ def _report_runs(
 
 
 def _describe(run: Run) -> list[str]:
-    from ds_hydra.report.run_report import FEWEST, divide_time, find_slowest, scheme_errors
+    from ds_hydra.report.run_report import FEWEST, divide_time, scheme_errors
 
     shares = divide_time(run.records)
     total_ms = sum(getattr(shares, name) for name in shares.__slots__) or 1.0
@@ -97,10 +95,4 @@ def _describe(run: Run) -> list[str]:
             f"profile         most wrong about {worst.scheme}, whose pipelines took "
             f"{worst.measured_over_profiled:.2f} times what it says ({worst.num_pipelines} of them)"
         )
-    lines += [
-        f"slow            iteration {slow.record.iteration} ({slow.record.iteration_ms:,.0f} ms): "
-        f"{slow.causes[0].text}"
-        for slow in find_slowest(run.records, count=_MAX_SLOWEST)
-        if slow.times_median > 1
-    ]
     return lines

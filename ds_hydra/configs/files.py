@@ -33,9 +33,6 @@ floats and squares finite."""
 MAX_DEVICES = 1 << 18
 """Ranks that a strategy may name: far above any cluster, and small enough to list."""
 
-MAX_PAIRED_DEVICES = 1 << 12
-"""Ranks where each two have a number of their own: 2^24 pairs, 128 MiB for each kind of number."""
-
 MAX_LENGTH_TOKENS = (1 << 31) - 1
 """Longest sequence: positions are 32 bit in kernels, and l^2 stays exact in 64."""
 

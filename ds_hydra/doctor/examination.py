@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,7 +28,6 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from ds_hydra.configs.files import read_json_object
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.doctor import findings
 from ds_hydra.doctor.findings import Finding, Report, Status
@@ -50,8 +48,6 @@ from ds_hydra.sampler.planner.iteration import plan_iteration
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.analytic import Hardware
-from ds_hydra.strategy.schemes.enumeration import load_strategies
-from ds_hydra.strategy.schemes.placement import groups_of_all, link_groups
 
 _COMPILE_S = 900.0
 """Seconds, far more than the planner takes to compile on cores that do other things too."""
@@ -62,12 +58,11 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """`device`: name or file of a hardware description. `config`: the DeepSpeed JSON that will
-    train. `seconds`: for all checks. `limit_s`: a step that takes longer hangs.
+    """`device`: name or file of a hardware description. `seconds`: for all checks. `limit_s`: limit
+    of a step, which hangs beyond it.
     """
 
     device: str | None = None
-    config: Path | None = None
     seconds: float = 180.0
     limit_s: float = 60.0
 
@@ -103,7 +98,6 @@ class Examination:
     on_hang: Callable[[Report | None], None]
     findings: list[Finding] = field(default_factory=list)
     begin: float = field(default_factory=time.monotonic)
-    _ds_config: dict[str, Any] = field(default_factory=dict)
 
     @_errors_alone()
     def run(self) -> Report:
@@ -112,8 +106,6 @@ class Examination:
         """
         transformers.logging.set_verbosity_error()
         leave_out_shared_memory()
-        if self.request.config is not None:
-            self._ds_config = read_json_object(self.request.config)
         use_device()  # first: what asks the device for anything starts it
         accelerator = get_accelerator()
         name = str(accelerator.device_name())
@@ -179,10 +171,8 @@ class Examination:
             self._compare_ranks(device, hosts)
         here = len(hosts.ranks_beside(dist.get_rank()))
         with monitor.step("kernels and limits of the system"):
-            self.findings += findings.check_kernels(device)
-            mine = findings.check_settings(device) + findings.check_system(here)
-            mine += findings.check_compiler(device, self._ds_config)
-            self._add_worst(device, mine)
+            self.findings.append(findings.check_attention(device))
+            self._add_worst(device, findings.check_system(here))
         everyone = range(dist.get_world_size())
         groups = GroupPool(None, device)
         with monitor.step("connecting all ranks"):
@@ -194,10 +184,6 @@ class Examination:
         with monitor.step("rates of all-to-alls"):
             self.findings.append(findings.check_all_to_all(device, hosts, hardware, groups))
         groups.destroy()
-        given = self._ds_config.get("hydra", {}).get("strategies")
-        tried = load_strategies(given) if given else pick_strategies(len(everyone))
-        keys = [*groups_of_all(tried), *link_groups(len(everyone), None)]
-        self.findings.append(findings.check_communicators(keys, here, device))
         with monitor.step("speed of ranks"):
             self.findings.append(findings.check_speed_of_ranks(device))
         self._try_small_model(monitor, device)

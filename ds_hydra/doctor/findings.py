@@ -13,7 +13,7 @@ import platform
 import resource
 import shutil
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -22,30 +22,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch.utils import cpp_extension
 
 from ds_hydra.engine.model.attention_choice import Choice, choose, has_kernels
 from ds_hydra.engine.model.attention_contract import Demand
 from ds_hydra.engine.parallel.groups import (
     BLOCKS,
-    MAX_MULTICAST_OBJECTS,
     GroupPool,
-    describe_groups,
-    describe_multicast,
 )
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.engine.ranks.hosts import Hosts
 from ds_hydra.engine.ranks.memory import available_bytes
-from ds_hydra.engine.ranks.process import NO_COMPILER, compiles_adam, find_overlap_problem
 from ds_hydra.engine.transfer.link_thread import DeviceClock
 from ds_hydra.environment import WANTED
-from ds_hydra.strategy.compiled import HAS_NUMBA
 from ds_hydra.strategy.cost_models.analytic import Hardware, find_shipped_hardware
-from ds_hydra.strategy.schemes.placement import (
-    GroupKey,
-    communicators,
-    most_multicast_objects,
-)
 
 REPORT_SCHEMA = "ds_hydra.doctor/1"
 
@@ -188,56 +177,8 @@ def compare_environments(environments: Sequence[Mapping[str, Any]]) -> Finding:
     )
 
 
-def check_settings(device: torch.device) -> list[Finding]:
-    """Whether exchanges may run beside computation on this device; a CPU needs no settings."""
-    if device.type != "cuda":
-        return []
-    problem = find_overlap_problem(device)
-    found = Finding.judge(
-        "settings",
-        problem or "the device started with what exchanges beside computation need",
-        is_well=not problem,
-        advice="export them in what starts the ranks, as examples/launch does",
-        figures={name: os.environ.get(name) for name in WANTED},
-    )
-    return [found]
-
-
-def check_compiler(device: torch.device, ds_config: Mapping[str, Any]) -> list[Finding]:
-    """Whether DeepSpeed can build the optimizer of `ds_config` for GPUs here; nothing where it
-    builds none.
-    """
-    if device.type != "cuda" or not compiles_adam(ds_config):
-        return []
-    nvcc = shutil.which("nvcc") or (cpp_extension.CUDA_HOME or "")
-    found = Finding.judge(
-        "compiler",
-        f"DeepSpeed builds FusedAdam with {nvcc} at the first start"
-        if nvcc
-        else "there is no nvcc, which DeepSpeed builds FusedAdam with at the first start",
-        is_well=bool(nvcc),
-        otherwise=Status.PROBLEM,
-        advice=NO_COMPILER,
-        figures={"nvcc": nvcc},
-    )
-    return [found]
-
-
-def check_kernels(device: torch.device) -> list[Finding]:
-    """Report the attention and the planner that run here, and try attention of a packed
-    micro-batch.
-    """
-    planner = Finding.judge(
-        "planner",
-        "compiled by numba" if HAS_NUMBA else "numba does not work here: planning runs in Python",
-        is_well=HAS_NUMBA,
-        advice="pip install numba; without it large global batches are planned some 10 to 100 times slower",
-        figures={},
-    )
-    return [_check_attention(device), planner]
-
-
-def _check_attention(device: torch.device) -> Finding:
+def check_attention(device: torch.device) -> Finding:
+    """Report the attention that runs here, and try it on packed micro-batches."""
     if not has_kernels(device):
         return Finding(
             check="attention",
@@ -418,22 +359,6 @@ def check_all_to_all(
         else finding.text,
         advice=finding.advice if is_well else advice,
         figures={**finding.figures, "bytes_per_s_by_blocks": rates},
-    )
-
-
-def check_communicators(
-    keys: Iterable[GroupKey], ranks_per_node: int, device: torch.device
-) -> Finding:
-    """Count the communicators that strategies need, beside what the switches of a node have."""
-    objects, is_nccl = most_multicast_objects(keys, ranks_per_node), device.type == "cuda"
-    is_asked = is_nccl and os.environ.get("NCCL_NVLS_ENABLE") != "0"
-    text = describe_groups(keys, 0, is_nccl)
-    return Finding.judge(
-        "communicators",
-        f"{text}; up to {objects} NVLink multicast objects on a node" if is_asked else text,
-        is_well=not is_asked or objects <= MAX_MULTICAST_OBJECTS,
-        advice=describe_multicast(objects),
-        figures={"multicast_objects": objects, "communicators": len(communicators(keys))},
     )
 
 

@@ -1,16 +1,13 @@
-"""Timeline of one iteration: the events of every stage of every pipeline, predicted or
-measured.
-
-The same value comes out of the simulator and out of a run, and is what Gantt charts and traces are
-drawn from.
+"""Timeline of one iteration as measured: the events of every stage of every pipeline, which traces
+are drawn from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from ds_hydra.configs.files import (
     MAX_DEVICES,
@@ -23,24 +20,18 @@ from ds_hydra.configs.files import (
     reading,
 )
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy.schemes.placement import read_ranks
 from ds_hydra.strategy.schemes.scheme import Scheme
 
 TIMELINE_SCHEMA = "ds_hydra.timeline/1"
 
-Source: TypeAlias = Literal["predicted", "measured"]
-
 
 class EventKind(str, Enum):
-    """Kind of a stage's event. P2P is the transfer to a neighbouring stage; it does not keep the
-    stage busy.
-    """
+    """Kind of a stage's event."""
 
     PULL = "pull"
     FORWARD = "fwd"
     BACKWARD = "bwd"
-    P2P = "p2p"
     PUSH = "push"
     STEP = "step"
 
@@ -52,8 +43,7 @@ class Event:
 
     `pipeline` and `stage` are positions in `Timeline.pipelines` and in that pipeline; `pipeline` -1
     stands for the ranks in no pipeline, which take part in pull, push and step. `micro_batch` is
-    the packed micro-batch of forward, backward and P2P events, -1 for the others. `tp_ms` is the
-    part of it that is spent in TP collectives, 0.0 where that is not known. A pull or push may
+    the packed micro-batch of forward and backward events, -1 for the others. A pull or push may
     overlap forwards and backwards.
     """
 
@@ -63,7 +53,6 @@ class Event:
     start_ms: float
     end_ms: float
     micro_batch: int = -1
-    tp_ms: float = 0.0
 
     @property
     def duration_ms(self) -> float:
@@ -91,7 +80,6 @@ class Timeline:
     """
 
     iteration: int
-    source: Source
     strategy: str
     num_devices: int
     pipelines: tuple[Track, ...]
@@ -119,50 +107,16 @@ class Timeline:
             0 <= event.stage < track.scheme.pp and -1 <= event.micro_batch < track.num_micro_batches
         )
 
-    def follows(self, plan: IterationPlan) -> bool:
-        """Whether this can be the timeline of `plan`: the same pipelines and micro-batches."""
-        micro_batches = [(track.scheme, track.num_micro_batches) for track in self.pipelines]
-        return micro_batches == [(p.scheme, len(p.micro_batches)) for p in plan.pipelines]
-
-    @property
-    def propagation_ms(self) -> float:
-        """Milliseconds from the first forward to the last backward of any pipeline; 0.0 without
-        micro-batches.
-        """
-        passes = self.passes()
-        return max((e.end_ms for e in passes), default=0.0) - min(
-            (e.start_ms for e in passes), default=0.0
-        )
-
     def passes(self) -> tuple[Event, ...]:
         """Forward and backward events only."""
         return tuple(e for e in self.events if e.kind in (EventKind.FORWARD, EventKind.BACKWARD))
-
-    @property
-    def bubble(self) -> float:
-        """Share of the rank time between first forward and last backward in which ranks neither run
-        a forward nor a backward; ranks outside every pipeline count as idle.
-        """
-        available = self.propagation_ms * self.num_devices
-        busy = sum(
-            e.duration_ms * self.pipelines[e.pipeline].scheme.ranks_per_stage for e in self.passes()
-        )
-        return 1.0 - busy / available if available > 0 else 0.0
-
-    def shift(self, start_ms: float) -> Timeline:
-        """The same, with `start_ms` of this timeline as time 0."""
-        moved = (
-            replace(e, start_ms=e.start_ms - start_ms, end_ms=e.end_ms - start_ms)
-            for e in self.events
-        )
-        return replace(self, events=tuple(moved), duration_ms=self.duration_ms - start_ms)
 
     def to_json(self) -> dict[str, Any]:
         """The `ds_hydra.timeline/1` document; an event is a list in the order of `columns`."""
         return {
             "schema": TIMELINE_SCHEMA,
             "iteration": self.iteration,
-            "source": self.source,
+            "source": "measured",
             "strategy": self.strategy,
             "num_devices": self.num_devices,
             "duration_ms": self.duration_ms,
@@ -186,7 +140,6 @@ class Timeline:
         with reading(document, TIMELINE_SCHEMA, source):
             return cls(
                 iteration=read_count(document, "iteration"),
-                source=_read_source(document),
                 strategy=read_text(document, "strategy"),
                 num_devices=read_count(document, "num_devices", least=1, most=MAX_DEVICES),
                 duration_ms=read_time(document, "duration_ms"),
@@ -203,7 +156,7 @@ class Timeline:
             )
 
 
-_COLUMNS = ("pipeline", "stage", "kind", "micro_batch", "start_ms", "end_ms", "tp_ms")
+_COLUMNS = ("pipeline", "stage", "kind", "micro_batch", "start_ms", "end_ms")
 
 
 def _event_row(event: Event) -> list[Any]:
@@ -212,15 +165,6 @@ def _event_row(event: Event) -> list[Any]:
 
 _OF_ALL_RANKS = (EventKind.PULL, EventKind.PUSH, EventKind.STEP)
 """Events of all ranks, also of those in no pipeline."""
-
-
-def _read_source(document: Mapping[str, Any]) -> Source:
-    if document["source"] not in ("predicted", "measured"):
-        raise HydraConfigError(
-            f"source is {document['source']!r:.80}, expected 'predicted' or 'measured'"
-        )
-    source: Source = document["source"]
-    return source
 
 
 def _read_track(document: Mapping[str, Any]) -> Track:
@@ -234,7 +178,7 @@ def _read_track(document: Mapping[str, Any]) -> Track:
 
 def _events_from_rows(columns: Iterable[Any], rows: Iterable[Any]) -> Iterable[Event]:
     for row in rows:
-        fields = {"micro_batch": -1, "tp_ms": 0.0, **dict(zip(columns, row, strict=True))}
+        fields = {"micro_batch": -1, **dict(zip(columns, row, strict=True))}
         yield Event(
             pipeline=read_count(fields, "pipeline", least=-1),
             stage=read_count(fields, "stage"),
@@ -242,5 +186,4 @@ def _events_from_rows(columns: Iterable[Any], rows: Iterable[Any]) -> Iterable[E
             start_ms=read_number(fields, "start_ms"),
             end_ms=read_number(fields, "end_ms"),
             micro_batch=read_count(fields, "micro_batch", least=-1),
-            tp_ms=read_time(fields, "tp_ms"),
         )

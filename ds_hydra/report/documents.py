@@ -8,8 +8,8 @@ from math import isfinite, isnan
 from statistics import median
 from typing import Any
 
-from ds_hydra.report.run_folder import Run, rank_memory
-from ds_hydra.report.run_report import divide_time, find_slowest, scheme_errors
+from ds_hydra.report.run_folder import Run
+from ds_hydra.report.run_report import divide_time, scheme_errors
 
 REPORT_SCHEMA = "ds_hydra.report/1"
 
@@ -31,18 +31,7 @@ def _describe(run: Run) -> dict[str, Any]:
         "strategies": [{**_fields(u), "strategy": str(u.strategy)} for u in summary.strategies],
         "schemes": [{**_fields(e), "scheme": str(e.scheme)} for e in scheme_errors(run.records)],
         "learned": run.records[-1].learned,
-        "max_len_tokens": {str(scheme): tokens for scheme, tokens in run.max_len().items()},
-        "memory": [asdict(memory) for memory in rank_memory(run)],
-        "slowest": [
-            {
-                "iteration": slow.record.iteration,
-                "iteration_ms": slow.record.iteration_ms,
-                "times_median": slow.times_median,
-                "strategy": slow.record.strategy,
-                "causes": [_fields(cause) for cause in slow.causes],
-            }
-            for slow in find_slowest(run.records)
-        ],
+        "peak_bytes": list(run.traces[max(run.traces)].peak_bytes) if run.traces else [],
         "traced_iterations": sorted(run.traces),
         "notes": list(run.notes),
     }

@@ -183,7 +183,7 @@ def linked_ms(
     computes, where the rest of it waits for gathered layers. Example: one micro-batch of 3 ms, one
     stage, 10 layers, pull 2 ms, push 4 ms: the forward ends at 2.1 ms instead of 1 ms, the push at
     6.3 ms.
-    `records/events.py` says when each of it happens.
+    `lab/simulator/events.py` has the same of stages that differ.
     """
     if micro_batch_ms.size == 0:
         return 0.0

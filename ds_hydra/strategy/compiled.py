@@ -1,10 +1,9 @@
-"""Compilation of the hot loops of planner and proposal: by numba where it is installed, plain
-Python otherwise.
+"""Compilation of the hot loops of planner and proposal by numba.
 
-A function marked `compiled` uses only scalars, numpy arrays and loops, so both ways give the same
-numbers (no fast-math, no threads). Compiled code is cached beside the source. It is compiled anew
-where a file of what it calls or a constant that it reads has changed; numba alone checks only the
-file of the function itself.
+A function marked `compiled` uses only scalars, numpy arrays and loops, so plain Python would give
+the same numbers (no fast-math, no threads). Compiled code is cached beside the source. It is
+compiled anew where a file of what it calls or a constant that it reads has changed; numba alone
+checks only the file of the function itself.
 
 [Note: A cache that heals]
 numba unpickles whatever its cache holds, and would run garbled machine code. So every cached file
@@ -25,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
+from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 from ds_hydra.environment import is_first_on_host
@@ -146,21 +146,12 @@ def _is_whole(content: bytes) -> bool:
     return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
 
 
-try:
-    from numba import njit
-
-    HAS_NUMBA = True
-except ImportError:  # the planner is then slow, and still right
-    HAS_NUMBA = False
-
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
 def compiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """`function`, compiled at its first call."""
-    if not HAS_NUMBA:
-        return function
     dispatcher = njit(nogil=True)(function)
     try:
         dispatcher._cache = HealingCache(function)  # type: ignore[attr-defined]

@@ -100,7 +100,6 @@ class StageModel:
         compile_layers: bool = False,
         aux_loss: bool = True,
         neftune_noise_alpha: float = 0.0,
-        simulated_tp_size: int = 1,
         attention_kernel: str = "auto",
         float8: str | None = None,
         float8_exclude: Sequence[str] = (),
@@ -113,7 +112,7 @@ class StageModel:
         self.abilities = abilities or ModelAbilities()
         self.offloads_optimizer = offloads_optimizer
         """Whether masters and moments of its parameters are in the host's memory."""
-        self.tp = TensorParallel(simulated_tp_size=simulated_tp_size)
+        self.tp = TensorParallel()
         self.ep = ExpertParallel(self.tp)
         self._attention_kernel = attention_kernel
         self._asked_attention = getattr(model.config, "_attn_implementation", None)

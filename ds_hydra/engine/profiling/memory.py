@@ -238,7 +238,7 @@ def check_slices(config: PretrainedConfig) -> None:
         if style in (tensor_parallel.GATHERED, tensor_parallel.SPLIT):
             raise UnsupportedModelError(
                 f"every rank of a TP group has all features of {config.model_type} at {name} ({style}), which one "
-                "device that stands for the rank does not show; measure on ranks (torchrun, without --topology), or "
+                "device that stands for the rank does not show; measure on ranks (torchrun), or "
                 "leave TP above 1 out (--tp 1)"
             )
 

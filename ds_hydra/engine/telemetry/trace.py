@@ -175,7 +175,6 @@ def gather_timeline(recorder: Recorder, plan: IterationPlan, device: torch.devic
     ]
     return Timeline(
         iteration=plan.iteration,
-        source="measured",
         strategy=str(plan.strategy),
         num_devices=plan.num_devices,
         pipelines=tuple(

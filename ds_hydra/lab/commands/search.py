@@ -25,7 +25,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import Progress
 
 if TYPE_CHECKING:
-    from ds_hydra.lab.search import SearchInput, SearchPlan
+    from ds_hydra.lab.search import SearchPlan
 
 
 def search(
@@ -35,23 +35,19 @@ def search(
     memory_gb: Annotated[
         float, typer.Option(min=0.001, max=1e6, help="Memory of a device in GB (2^30 bytes).")
     ],
-    layers: Annotated[
-        Path | None, typer.Option(help="Layer costs and interconnects, ds_hydra.layers/1.")
-    ] = None,
     profile: Annotated[
-        str | None,
-        typer.Option(help="Instead: a ds_hydra.profile/1 file, or the name of a shipped one."),
-    ] = None,
+        str, typer.Option(help="A ds_hydra.profile/1 file, or the name of a shipped one.")
+    ],
     hardware: Annotated[
         str,
         typer.Option(
             *HARDWARE,
-            help="With --profile: whose interconnects, a ds_hydra.hardware/1 file or a shipped name.",
+            help="Whose interconnects, a ds_hydra.hardware/1 file or a shipped name.",
         ),
     ] = "a800",
     sequence: Annotated[
         int,
-        typer.Option(min=1, max=MAX_LENGTH_TOKENS, help="With --profile: tokens of one sample."),
+        typer.Option(min=1, max=MAX_LENGTH_TOKENS, help="Tokens of one sample."),
     ] = 4096,
     max_batch: Annotated[
         int | None,
@@ -81,7 +77,9 @@ def search(
 
     Example: ds-hydra search --profile a800_llama2_7b --devices 8 --memory-gb 40 --sequence 4096
     """
-    from ds_hydra.lab.search import GalvatronSearch, SearchSettings, layer_strategies
+    from ds_hydra.lab.search import GalvatronSearch, SearchInput, SearchSettings, layer_strategies
+    from ds_hydra.strategy import Profile
+    from ds_hydra.strategy.cost_models.analytic import Hardware
 
     with errors_to_stderr():
         check_folder(out)
@@ -90,7 +88,14 @@ def search(
                 f"--max-batch is {max_batch}, below --batch-step ({batch_step or devices}), so that no batch would be "
                 "tried; give a smaller step, or more"
             )
-        given = _read(layers, profile, hardware, devices, sequence)
+        known = Profile.load(find_file("profiles", profile))
+        log_size(known)
+        given = SearchInput.from_profile(
+            known,
+            Hardware.load(hardware),
+            num_devices=devices,
+            sequence_tokens=sequence,
+        )
         settings = SearchSettings(
             memory_mb=1024 * memory_gb,
             max_batch=max_batch,
@@ -135,30 +140,3 @@ def describe(plan: SearchPlan, overlap_slowdown: float) -> str:
         f"computation and gradient synchronisation slow each other down {overlap_slowdown:g} times{source}"
     )
     return "\n".join(lines)
-
-
-def _read(
-    layers: Path | None, profile: str | None, hardware: str, devices: int, sequence: int
-) -> SearchInput:
-    from ds_hydra.lab.search import SearchInput
-    from ds_hydra.strategy import Profile
-    from ds_hydra.strategy.cost_models.analytic import Hardware
-
-    if (layers is None) == (profile is None):
-        raise HydraConfigError("give either --layers or --profile, one of them")
-    if profile is None:
-        assert layers is not None
-        given = SearchInput.load(layers)
-        if given.num_devices != devices:
-            raise HydraConfigError(
-                f"{layers} describes {given.num_devices} devices, --devices is {devices}; make them agree"
-            )
-        return given
-    known = Profile.load(find_file("profiles", profile))
-    log_size(known)
-    return SearchInput.from_profile(
-        known,
-        Hardware.load(hardware),
-        num_devices=devices,
-        sequence_tokens=sequence,
-    )

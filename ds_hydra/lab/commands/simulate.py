@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,7 +19,6 @@ from ds_hydra.commands.common import (
     HARDWARE,
     MAX_BATCHES,
     AsJson,
-    Show,
     check_folder,
     errors_to_stderr,
     log,
@@ -97,8 +95,7 @@ def simulate(
     systems: Annotated[
         str | None,
         typer.Option(
-            help="What to compare with: names (megatron,flexsp) or rows of the table (FlexSP,FCP); all if not given, "
-            "none with ds_hydra alone."
+            help="What to compare with, as megatron,flexsp; all if not given, none with ds_hydra alone."
         ),
     ] = None,
     space: Annotated[
@@ -115,19 +112,6 @@ def simulate(
         ),
     ] = None,
     overlap: Annotated[bool, typer.Option(help="Overlap pull and push with propagation.")] = True,
-    price_per_gpu_hour: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0, max=1e6, help="Price of one device and hour, for the cost of 10^9 tokens."
-        ),
-    ] = None,
-    spread: Annotated[
-        bool,
-        typer.Option(
-            help="Also how each speed-up moves if T, interconnects or attention are 20% off, and with 69% of all "
-            "transfers seen."
-        ),
-    ] = True,
     expert_skew: Annotated[
         float,
         typer.Option(
@@ -204,8 +188,8 @@ def simulate(
         if loaded is None:
             sized = settings.sized(workload.tokens_per_iteration)
             settings = replace(sized, iterations=iterations or sized.iterations)
-        found = _compare(workload, settings, hardware, spread)
-        document = found.to_json(price_per_gpu_hour)
+        found = _compare(workload, settings, hardware)
+        document = found.to_json()
         _add_expected(document, loaded, found)
         write_document(document, out)
     print_json(document) if as_json else print(describe_simulation(document))
@@ -214,25 +198,6 @@ def simulate(
 def _refuse(is_wrong: bool, message: str) -> None:
     if is_wrong:
         raise HydraConfigError(message)
-
-
-def read_systems(text: str) -> list[str]:
-    """Return the names of systems in a list with commas that has names or labels of the table.
-
-    >>> read_systems("flexsp, Megatron-LM, tuned, FCP")
-    ['flexsp', 'megatron', 'fcp']
-    """
-    from ds_hydra.lab.simulator.systems import LABELS
-
-    known = {label.casefold(): name for name, label in LABELS.items()}
-    longest_first = sorted(known, key=len, reverse=True)
-    names, rest = [], text.strip(" ,")
-    while rest:
-        found = next((t for t in longest_first if f"{rest.casefold()},".startswith(f"{t},")), "")
-        found = found or rest.partition(",")[0]
-        names.append(known.get(found.casefold(), found.strip()))
-        rest = rest[len(found) :].strip(" ,")
-    return names
 
 
 def _settings(
@@ -246,7 +211,7 @@ def _settings(
 
     chosen: dict[str, Any] = {}
     if systems is not None:
-        names = read_systems(systems)
+        names = [name.strip() for name in systems.split(",")]
         # It is always simulated, so that naming it alone leaves out all others
         chosen = {"systems": tuple(name for name in dict.fromkeys(names) if name != "ds_hydra")}
     return Settings(
@@ -339,37 +304,8 @@ def _estimate(
     return histogram, devices, context, profile
 
 
-_INSIDE = multiprocessing.get_context("fork").Array("i", 3)
-"""Done and total of the choice of candidates, the longest step, and steps that have ended, told by
-the processes that do them.
-"""
-
-
-def _tell(done: int, total: int) -> None:
-    _INSIDE[:2] = [done, total]
-
-
-def _describe_inside(num_steps: int, show: Show) -> str:
-    done, total, num_ended = _INSIDE[:]
-    show(num_ended, num_steps)
-    if done < total or not total:
-        found = f", {done} of {total} rounds" if total else ""
-        return f"{num_ended} of {num_steps} steps, candidates of ds_hydra are chosen{found}"
-    return f"{num_ended} of {num_steps} steps, global batches are planned"
-
-
-def _count(run: Callable[..., Any], *arguments: Any) -> Any:
-    found = run(*arguments)
-    with _INSIDE.get_lock():
-        _INSIDE[2] += 1
-    return found
-
-
-def _compare(
-    workload: Workload, settings: Settings, hardware: str | None, spread: bool
-) -> Comparison:
+def _compare(workload: Workload, settings: Settings, hardware: str | None) -> Comparison:
     from ds_hydra.lab.simulator.compare import compare
-    from ds_hydra.lab.simulator.spread import NUM_VARIANTS, with_spread
     from ds_hydra.lab.simulator.systems import LABELS
     from ds_hydra.strategy.cost_models.cluster import find_cluster
 
@@ -378,21 +314,25 @@ def _compare(
         log(
             "the profile's hardware has no description: communication counts nothing; see --hardware"
         )
-    fork, processes = multiprocessing.get_context("fork"), len(os.sched_getaffinity(0))
-    _INSIDE[:] = [0, 0, 0]  # before processes fork
-    num_steps = 1 + len(settings.systems) + NUM_VARIANTS * spread
+    processes = len(os.sched_getaffinity(0))
+    fork = multiprocessing.get_context("fork")
     with (
         ProcessPoolExecutor(processes, mp_context=fork) as pool,
-        progress_bar("simulating", "step", inside=partial(_describe_inside, num_steps)),
+        progress_bar("simulating", "system") as tell,
     ):
-
-        def run_each(run: Callable[..., Any], *arguments: Iterable[Any]) -> Iterable[Any]:
-            return (pool.map if processes > 1 else map)(partial(_count, run), *arguments)
-
-        found = compare(workload, settings, run_each=run_each, inside=_tell)
-        for name, why in found.left_out.items():
-            log(f"left out: {LABELS[name]} {why}")
-        return with_spread(found, run_each) if spread else found
+        num_ended, num_systems = itertools.count(), 1 + len(settings.systems)
+        found = compare(
+            workload,
+            settings,
+            progress=lambda _: tell(next(num_ended), num_systems),
+            run_each=pool.map if processes > 1 else map,
+        )
+    for name in found.left_out:
+        log(
+            f"left out: {LABELS[name]} cannot run a sequence of {workload.context_length} tokens on "
+            f"{workload.num_devices} devices"
+        )
+    return found
 
 
 def _add_expected(document: dict[str, Any], case: Case | None, found: Comparison) -> None:
@@ -424,7 +364,7 @@ def _head(point: dict[str, Any]) -> str:
         f"{point['tokens_per_iteration']:,} tokens per iteration, {point['iterations']} global batches\n"
         f"ds_hydra: {ours['strategy']}\n"
         f"propagation {point['distance_to_bound']:.1%} above the perfect-balance bound of "
-        f"{point['perfect_balance_ms']:,.0f} ms; perfect balance has imbalance {point['imbalance_of_bound']:.2f}"
+        f"{point['perfect_balance_ms']:,.0f} ms"
         + (_plain_head(point["plain"]) if "plain" in point else "")
         + ("\nT under SP and of gathered layers is estimated" if point["space"] == "full" else "")
         + (
@@ -446,40 +386,28 @@ def _rate(system: dict[str, Any]) -> str:
 def _plain_head(plain: dict[str, Any]) -> str:
     return (
         f"\n<TP,PP> alone: {plain['distance_to_bound']:.1%} above the bound of that space, "
-        f"{plain['perfect_balance_ms']:,.0f} ms (imbalance {plain['imbalance_of_bound']:.2f})"
+        f"{plain['perfect_balance_ms']:,.0f} ms"
     )
 
 
 def _system_lines(point: dict[str, Any]) -> list[str]:
     ours, *_ = point["systems"]
-    has_price, has_spread = "dollars_per_billion_tokens" in ours, "speedup_69_percent_seen" in ours
     lines = [
         f"{'':34}{'iteration, ms':>18}{'tokens/s':>12}{'TFLOP/s, MFU':>14}{'speed-up (95%)':>20}"
-        + (f"{'20% off':>13}{'69% seen':>10}" if has_spread else "")
-        + f"{'propagation':>13}{'imbalance':>11}{'bubble':>8}{'$/10^9 tokens' if has_price else '':>15}  strategy"
+        + f"{'propagation':>13}{'imbalance':>11}{'bubble':>8}  strategy"
     ]
     for s in point["systems"]:
         low, high = s["speedup_95"]
-        price = f"{s['dollars_per_billion_tokens']:,.0f}" if has_price else ""
         strategy = "" if s["name"] == "ds_hydra" else s["strategy"]
-        spread = ""
-        if has_spread:
-            least, most = s["speedup_20_percent_off"]
-            spread = f"{f'{least:.2f}-{most:.2f}':>13}{s['speedup_69_percent_seen']:>10.2f}"
         lines.append(
             f"{s['label']:34}{s['iteration_ms']:>10,.0f} ± {s['iteration_ms_standard_error']:<5,.0f}"
-            f"{s['tokens_per_s']:>12,.0f}{_rate(s):>14}{s['speedup']:>8.2f} ({low:.2f}-{high:.2f}){spread}"
-            f"{s['speedup_of_propagation']:>13.2f}{s['imbalance']:>11.2f}{s['bubble']:>8.0%}{price:>15}  {strategy}"
+            f"{s['tokens_per_s']:>12,.0f}{_rate(s):>14}{s['speedup']:>8.2f} ({low:.2f}-{high:.2f})"
+            f"{s['speedup_of_propagation']:>13.2f}{s['imbalance']:>11.2f}{s['bubble']:>8.0%}  {strategy}"
         )
     if ours["tflops_per_device"] is not None:
         lines.append(
             "TFLOP/s of each device: what the model needs for the sequences' own lengths, causal attention half, "
             "recomputation not counted, over the whole iteration; MFU: its share of the device's peak in 16 bit, a "
             "ceiling for runs, as what slows them down by chance is left out"
-        )
-    if has_spread:
-        lines.append(
-            "20% off: smallest and largest speed-up if T, interconnects or attention are 20% slower or faster; "
-            "69% seen: with that share of all transfers on top of propagation"
         )
     return lines

@@ -33,8 +33,6 @@ class Workload(World):
     """Candidates of ds_hydra, proposed from the histogram where empty."""
     plain_strategies: tuple[Strategy, ...] = ()
     """Strategies that a paper names, of <TP,PP>, for the rows of <TP,PP> alone."""
-    own_profile: Profile | None = None
-    """Profile of ds_hydra in place of `profile`, if not the same with the engine's states."""
 
 
 def check_workload(workload: Workload, *, is_plain: bool = True) -> None:

@@ -12,29 +12,24 @@ import numpy as np
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.lab.simulator.cases import Workload, check_workload
 from ds_hydra.lab.simulator.results import Comparison, Planned
-from ds_hydra.lab.simulator.scenario import Scenario, bound_of
+from ds_hydra.lab.simulator.scenario import Scenario, perfect_balance_ms
 from ds_hydra.lab.simulator.systems import (
     DS_HYDRA,
     LABELS,
-    NO_TP,
     OUR_SYSTEMS,
     PAPER,
     PLAIN,
     SYSTEMS,
     Settings,
     dynamic,
-    why_left_out,
 )
 from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.sample_bench import (
     HEURISTIC,
     MAX_ENUMERATED_RANKS,
     CandidateSettings,
-    TellProgress,
 )
-from ds_hydra.strategy.cost_models.costs import CanRun
 from ds_hydra.strategy.profiles.profile import (
-    Profile,
     has_published_states,
     with_engine_layers,
 )
@@ -49,9 +44,6 @@ from ds_hydra.strategy.proposal.space import (
 )
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of
 
-_OPTIONAL = (PAPER, NO_TP)
-"""Systems that a workload may lack for another reason than memory."""
-
 
 def compare(
     workload: Workload,
@@ -59,7 +51,6 @@ def compare(
     known: Comparison | None = None,
     progress: Callable[[str], None] = lambda _: None,
     run_each: Callable[..., Iterable[Any]] = map,
-    inside: TellProgress | None = None,
 ) -> Comparison:
     """Simulate ds_hydra and `settings.systems` on the same global batches of `workload`.
 
@@ -67,14 +58,13 @@ def compare(
     Systems that cannot run the context are left out. `known`: a comparison whose candidates are
     taken over instead of proposed; bounds are then those of the candidates. `progress` is told the
     label of each system as it begins, or is waited for. `run_each`: `map`, or that of a pool of
-    processes, where `inside` is told how far the candidates of ds_hydra are. Raises
-    HydraConfigError where no scheme of ds_hydra fits the context.
+    processes. Raises HydraConfigError where no scheme of ds_hydra fits the context.
     """
     # A profile of ranks that shared cores is of a machine for trials; clusters have devices
     workload = workload.knowing(replace(workload.profile, ranks_per_core=1.0))
     is_plain = settings.space == "plain" or bool(workload.strategies)
     start = replace(settings, iterations=0).scenario(workload)
-    own = start.knowing(workload.own_profile or with_engine_layers(workload.profile))
+    own = start.knowing(with_engine_layers(workload.profile))
     own = replace(own, can_run=workload.can_run)
     if known is None:
         if not (is_plain or own.statics() or _fits_extended(workload, own)):
@@ -84,13 +74,8 @@ def compare(
     own = replace(own, batches=scenario.batches)
     given = {name: p.strategies for name, p in known.planned.items()} if known else {}
     jobs: dict[str, Callable[[], Any]] = {
-        DS_HYDRA: partial(
-            _run_in_space, DS_HYDRA, workload, own, settings, given.get(DS_HYDRA), inside
-        )
+        DS_HYDRA: partial(_run_in_space, DS_HYDRA, workload, own, settings, given.get(DS_HYDRA))
     }
-    if NO_TP in settings.systems and not is_plain:
-        candidates = given.get(NO_TP)
-        jobs[NO_TP] = partial(_run_without_tp, NO_TP, workload, own, settings, candidates)
     for name, each in ((PLAIN, own), (PAPER, scenario)):
         # Where the profile has the engine's memory already, PAPER would be PLAIN again
         if name in settings.systems and (name == PLAIN or has_published_states(each.profile)):
@@ -107,15 +92,14 @@ def compare(
     planned = {n: found[n] for n in OUR_SYSTEMS if found.get(n) is not None}
     found |= {name: each.result for name, each in planned.items()}
     results = [found.get(name) for name in settings.systems]
-    missing = [n for n, own in zip(settings.systems, results) if own is None and n not in _OPTIONAL]
-    left_out = {n: why_left_out(n, own if n == PLAIN else scenario) for n in missing}
+    missing = [n for n, own in zip(settings.systems, results) if own is None and n != PAPER]
     return Comparison(
         workload=workload,
         settings=settings,
         num_tokens=np.array([batch.num_tokens for batch in scenario.batches], dtype=np.float64),
         results=(planned[DS_HYDRA].result, *(result for result in results if result is not None)),
         planned=planned,
-        left_out=left_out,
+        left_out=tuple(missing),
     )
 
 
@@ -150,58 +134,19 @@ def _run_in_space(
     own: Scenario,
     settings: Settings,
     candidates: tuple[Strategy, ...] | None,
-    inside: TellProgress | None = None,
 ) -> Planned:
     """ds_hydra in the space of the settings, with these `candidates` if there are any."""
     if workload.strategies or settings.space == "plain":
         if not workload.strategies:
             check_context(own)
-        strategies = (
-            workload.strategies or candidates or _propose(workload, own, settings, "plain", inside)
-        )
+        strategies = workload.strategies or candidates or _propose(workload, own, settings, "plain")
         return _run_strategies(name, own, strategies, usable_schemes(own))
     world = own.measured
     unpruned = unpruned_schemes(world, 0.0)
     schemes = () if candidates else pruned_schemes(world, unpruned)
-    strategies = candidates or _propose(workload, own, settings, "full", inside)
+    strategies = candidates or _propose(workload, own, settings, "full")
     known = (*unpruned, *schemes, *sorted(schemes_of(strategies)))
-    if own.seen is not None:  # of weights that stay on the node less is seen
-        known += tuple(scheme.staying for scheme in known)
-    profile = _with_seen_traffic(world.costs.table(known), own.seen)
-    return _run_strategies(name, own.knowing(profile), strategies, schemes)
-
-
-def _run_without_tp(
-    name: str,
-    workload: Workload,
-    own: Scenario,
-    settings: Settings,
-    candidates: tuple[Strategy, ...] | None,
-) -> Planned | None:
-    """ds_hydra in the full space of a model that no TP group runs, None where that does not fit the
-    context.
-    """
-    own = replace(own, can_run=partial(_is_without_tp, own.can_run))
-    if candidates is None and not _fits_extended(workload, own):
-        return None
-    return _run_in_space(name, workload, own, settings, candidates)
-
-
-def _is_without_tp(can_run: CanRun, scheme: Scheme) -> bool:
-    return scheme.tp == 1 and can_run(scheme)
-
-
-def _with_seen_traffic(profile: Profile, share: float | None) -> Profile:
-    """`profile` with `share` of the traffic of gathered layers on top of their computation."""
-    if share is None:
-        return profile
-    return profile.with_latency(
-        {
-            scheme: replace(model, constant_ms=model.constant_ms + share * model.traffic_ms)
-            for scheme, model in profile.latency.items()
-            if model.traffic_ms
-        }
-    )
+    return _run_strategies(name, own.knowing(world.costs.table(known)), strategies, schemes)
 
 
 def _run_plain(
@@ -233,7 +178,9 @@ def _run_strategies(
         profile=scenario.profile,
         strategies=tuple(strategies),
         plans=tuple(plans),
-        bounds=tuple(bound_of(scenario, batch, schemes) for batch in scenario.batches),
+        perfect_balance_ms=np.array(
+            [perfect_balance_ms(scenario, batch, schemes) for batch in scenario.batches]
+        ),
     )
 
 
@@ -242,7 +189,6 @@ def _propose(
     scenario: Scenario,
     settings: Settings,
     space: Space,
-    inside: TellProgress | None = None,
 ) -> tuple[Strategy, ...]:
     """Candidates that the engine and `ds-hydra propose` would choose among."""
     found = decide_candidates(
@@ -255,14 +201,11 @@ def _propose(
             space=space,
             cluster=scenario.cluster,
             can_run=scenario.can_run,
-            max_groups=settings.max_communicators,
             # Of <TP,PP> alone what suits the lengths: each of all pairs would be planned at length
             max_enumerated=0 if space == "plain" else MAX_ENUMERATED_RANKS,
             num_batches=settings.num_proposal_batches,
-            num_rounds=settings.num_proposal_rounds,
             seed=settings.seed + 1,
             planner=replace(HEURISTIC, overlaps_links=settings.overlap),
         ),
-        inside,
     )
     return found.strategies

@@ -18,7 +18,6 @@ from ds_hydra.lab.simulator.scenario import (
     Scenario,
     SystemResult,
     best_of,
-    neighbours,
     recomputing,
     summarize,
 )
@@ -29,7 +28,6 @@ from ds_hydra.lab.simulator.ulysses import (
     sharded_groups,
     sharded_ms,
 )
-from ds_hydra.records.events import Scatter
 from ds_hydra.sampler.planner.group_steps import GroupStep, MixedGroups, find_cuts, plan_steps
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.cost_models.analytic import key_values_ms
@@ -149,14 +147,10 @@ def _in_steps(scenario: Scenario, choices: Sequence[MixedGroups], name: str) -> 
             if steps:
                 chosen[number], least[number] = (mixed, steps), total_ms(_times_ms(steps)[:, 0])
     outcomes = []
-    for number, found in enumerate(chosen):
+    for found in chosen:
         if found is None:
             return None
         each = _times_ms(found[1])
-        if scenario.noise is not None:
-            scatter = scenario.noise.drawn(number, scenario.num_devices)
-            slowest = _scattered_ms(scatter, scenario.lengths[number], *found)
-            each = np.stack([slowest, each[:, 1]], axis=1)
         propagation = float(each[:, 0].sum())
         busy = float(each[:, 1].sum()) / scenario.num_devices
         outcomes.append(
@@ -168,18 +162,6 @@ def _in_steps(scenario: Scenario, choices: Sequence[MixedGroups], name: str) -> 
             )
         )
     return summarize(name, "groups for each micro-batch", outcomes)
-
-
-def _scattered_ms(
-    scatter: Scatter, lengths: IntArray, mixed: MixedGroups, steps: Sequence[GroupStep]
-) -> FloatArray:
-    """The slowest group of each step, as times turn out."""
-    slowest = []
-    for step in steps:
-        times, sizes = mixed.groups_of(lengths, step)
-        found = scatter(np.split(times, times.size), neighbours(sizes.tolist()))
-        slowest.append(max(float(own[0]) for own in found))
-    return np.array(slowest)
 
 
 def dynamic_cp(scenario: Scenario, *, name: str) -> SystemResult | None:

@@ -9,19 +9,18 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isnan
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.cases import Workload
-from ds_hydra.lab.simulator.scenario import Bound, SystemResult
+from ds_hydra.lab.simulator.events import Simulation, simulate_plan
+from ds_hydra.lab.simulator.scenario import SystemResult
 from ds_hydra.lab.simulator.systems import DS_HYDRA, LABELS, PAPER, Settings
-from ds_hydra.records.events import Simulation, simulate_plan
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.strategy.cost_models.cluster import Cluster
@@ -32,9 +31,6 @@ from ds_hydra.strategy.schemes.scheme import Strategy
 SIMULATION_SCHEMA = "ds_hydra.simulation/1"
 
 _NUM_RESAMPLES = 1000
-_HARDLY = 0.02
-
-BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,17 +65,6 @@ class Ratio:
         return cls(value=float(times.sum() / reference.sum()), low=float(low), high=float(high))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """A speed-up of whole iterations where coefficients are 20% off, from `low` to `high`, and
-    where transfers are `seen` as the paper saw them (`with_spread`).
-    """
-
-    low: float
-    high: float
-    seen: float
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Planned:
     """ds_hydra on all global batches, its candidates and the lower bound of all plans in their
@@ -90,12 +75,7 @@ class Planned:
     profile: Profile
     strategies: tuple[Strategy, ...]
     plans: tuple[IterationPlan, ...]
-    bounds: tuple[Bound, ...]
-
-    @property
-    def perfect_balance_ms(self) -> FloatArray:
-        """`Bound.perfect_balance_ms` of every global batch."""
-        return np.array([bound.perfect_balance_ms for bound in self.bounds])
+    perfect_balance_ms: FloatArray
 
     @property
     def distance_to_bound(self) -> float:
@@ -104,26 +84,12 @@ class Planned:
         """
         return float(self.result.propagation_ms.sum() / self.perfect_balance_ms.sum() - 1)
 
-    @property
-    def is_decided_by_longest(self) -> BoolArray:
-        """Global batches that take hardly longer (2%) than their longest sequence alone.
-
-        Nothing can shorten these, so their other pipelines wait, whatever the plan.
-        """
-        alone_ms = np.array([bound.longest_alone_ms for bound in self.bounds])
-        is_decided: BoolArray = self.result.propagation_ms <= (1 + _HARDLY) * alone_ms
-        return is_decided
-
     def to_json(self) -> dict[str, Any]:
-        """Candidates, bounds, and how far they explain the imbalance."""
-        imbalance = self.result.imbalance[~self.is_decided_by_longest]
+        """Candidates and bounds."""
         return {
             "strategies": [str(strategy) for strategy in self.strategies],
             "perfect_balance_ms": float(self.perfect_balance_ms.mean()),
             "distance_to_bound": self.distance_to_bound,
-            "decided_by_longest": float(self.is_decided_by_longest.mean()),
-            "imbalance_otherwise": float(imbalance.mean()) if imbalance.size else None,
-            "imbalance_of_bound": float(np.mean([bound.imbalance for bound in self.bounds])),
         }
 
 
@@ -138,9 +104,8 @@ class Comparison:
     num_tokens: FloatArray
     results: tuple[SystemResult, ...]
     planned: Mapping[str, Planned]
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    """Systems that run nothing of the workload, and why."""
-    spreads: Mapping[str, Spread] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    """Systems that cannot run a sequence of the context."""
 
     @property
     def cluster(self) -> Cluster | None:
@@ -192,13 +157,8 @@ class Comparison:
         """Peak FLOP/s of a device in 16 bit, None where its hardware is not described."""
         return self.cluster.hardware.peak_flops if self.cluster else None
 
-    def dollars_per_billion_tokens(self, result: SystemResult, price_per_gpu_hour: float) -> float:
-        """Dollars for 10^9 tokens at a price for one device and hour."""
-        hours = 1e9 / self.tokens_per_s(result) / 3600
-        return hours * self.workload.num_devices * price_per_gpu_hour
-
     def simulate(self, position: int, system: str = DS_HYDRA) -> Simulation:
-        """Iteration number `position` of `system`, one of `planned`, with all its events."""
+        """Iteration number `position` of `system`, one of `planned`."""
         planned = self.planned[system]
         scenario = replace(self.settings, iterations=0).scenario(self.workload)
         scenario = scenario.knowing(planned.profile).linked_by(self.cluster)
@@ -209,7 +169,7 @@ class Comparison:
         scenario, strategies = self.settings.scenario(self.workload), [Strategy.parse(strategy)]
         return tuple(scenario.plan(batch, strategies) for batch in scenario.batches)
 
-    def to_json(self, price_per_gpu_hour: float | None = None) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The `ds_hydra.simulation/1` document."""
         return {
             "schema": SIMULATION_SCHEMA,
@@ -226,12 +186,12 @@ class Comparison:
             "peak_flops": self.peak_flops,
             "flops_unknown": self.flops.unknown or None,
             **self.ours.to_json(),
-            "systems": [self._system(result, price_per_gpu_hour) for result in self.results],
+            "systems": [self._system(result) for result in self.results],
             "space": self.settings.space,
             **{n: found.to_json() for n, found in self.planned.items() if n != DS_HYDRA},
         }
 
-    def _system(self, result: SystemResult, price: float | None) -> dict[str, Any]:
+    def _system(self, result: SystemResult) -> dict[str, Any]:
         iteration, propagation = Figure.of(result.iteration_ms), Figure.of(result.propagation_ms)
         tflops, peak = self.tflops_per_device(result), self.peak_flops
         document: dict[str, Any] = {
@@ -253,11 +213,6 @@ class Comparison:
             assert ratio is not None
             document[key] = ratio.value
             document[f"{key}_95"] = [ratio.low, ratio.high]
-        if (spread := self.spreads.get(result.name)) is not None:
-            document["speedup_20_percent_off"] = [spread.low, spread.high]
-            document["speedup_69_percent_seen"] = spread.seen
-        if price is not None:
-            document["dollars_per_billion_tokens"] = self.dollars_per_billion_tokens(result, price)
         return document
 
 

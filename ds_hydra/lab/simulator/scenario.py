@@ -2,8 +2,6 @@
 
 All systems see the same global batches, the same T, memory model, interconnects and overlap.
 Micro-batches have varlen attention everywhere.
-
-Times may scatter (`Noise`): of single micro-batches, and of ranks for a whole iteration.
 """
 
 from __future__ import annotations
@@ -11,20 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.lab.simulator.fixed_length import MicroBatches
-from ds_hydra.records.events import (
+from ds_hydra.lab.simulator.events import (
     PipelineWork,
-    Scatter,
     Simulation,
     of_stages,
     simulate_iteration,
     simulate_plan,
 )
+from ds_hydra.lab.simulator.fixed_length import MicroBatches
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner.iteration import plan_iteration
 from ds_hydra.sampler.planner.planner_settings import PlannerSettings
@@ -33,44 +28,6 @@ from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.profiles.profile import NO_LINKS, LatencyModel, LinkTimes
 from ds_hydra.strategy.proposal.program import homogeneous_strategies, usable_schemes
 from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme, Strategy
-
-_LEAST = 0.2
-"""Least factor of a time, however far it was drawn from the mean."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Noise:
-    """Standard deviations of factors of times, normal around 1: of each micro-batch of a group of
-    ranks, and of each rank in an iteration, of which the slowest of a group counts.
-    """
-
-    of_micro_batch: float = 0.0
-    of_rank: float = 0.0
-    seed: int = 0
-
-    def drawn(self, iteration: int, num_devices: int) -> Scatter:
-        """Scatter of the times of one iteration, step by step."""
-        generator = np.random.Generator(np.random.PCG64([self.seed, iteration]))
-        of_ranks = 1 + self.of_rank * generator.standard_normal(num_devices)
-
-        def scatter(
-            times_ms: Sequence[FloatArray], ranks: Sequence[Sequence[int]]
-        ) -> list[FloatArray]:
-            found = []
-            for own, of_group in zip(times_ms, ranks, strict=True):
-                each = 1 + self.of_micro_batch * generator.standard_normal(own.size)
-                slowest = of_ranks[list(of_group)].max()
-                found.append(own * np.maximum(_LEAST, slowest * each))
-            return found
-
-        return scatter
-
-
-def neighbours(sizes: Iterable[int]) -> list[range]:
-    """Ranks of groups of these sizes side by side."""
-    ends = [0, *accumulate(sizes)]
-    return [range(*pair) for pair in pairwise(ends)]
-
 
 WITHOUT_PROGRAMS = PlannerSettings(solver="none")
 """The planner without integer programs: seconds less for each plan, and the same for every planned
@@ -106,16 +63,12 @@ class SystemResult:
 class Scenario(World):
     """Common inputs of all systems: the global batches and where they run.
 
-    `seen`: share of pull and push, and of ZeRO-3's gathers, that nothing hides, for all systems; as
-    much as the overlap leaves if None. `noise`: how times scatter, for all systems, which choose
-    without knowing it. `hpz`: systems on ZeRO-3 keep weights that
-    have crossed between nodes (`zero_hpz_partition_size` of DeepSpeed).
+    `overlap`: whether pull and push hide behind propagation, layer by layer. `hpz`: systems on
+    ZeRO-3 keep weights that have crossed between nodes (`zero_hpz_partition_size` of DeepSpeed).
     """
 
     batches: tuple[GlobalBatch, ...] = ()
     overlap: bool = True
-    seen: float | None = None
-    noise: Noise | None = None
     hpz: bool = False
     forward_fraction: float = FORWARD_FRACTION
     settings: PlannerSettings = WITHOUT_PROGRAMS
@@ -158,23 +111,13 @@ class Scenario(World):
         if self.cluster is None:
             return self.settings
         times = {strategy: self.links(strategy) for strategy in strategies}
-        return replace(self.settings, link_times=times, overlaps_links=self.overlaps)
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether pull and push hide behind propagation, layer by layer."""
-        return self.overlap and self.seen is None
+        return replace(self.settings, link_times=times, overlaps_links=self.overlap)
 
     def links(self, strategy: Strategy, *, is_fully_sharded: bool = True) -> LinkTimes:
-        """Pull and push of `strategy` as far as they can be seen."""
+        """Pull and push of `strategy`; nothing where interconnects are not known."""
         if self.cluster is None:
             return NO_LINKS
-        times = self.cluster.link_times(strategy, is_fully_sharded=is_fully_sharded)
-        if self.seen is None:
-            return times
-        # Where layers are gathered, on top of every micro-batch already
-        share = 0.0 if strategy.gathers else self.seen
-        return replace(times, pull_ms=share * times.pull_ms, push_ms=share * times.push_ms)
+        return self.cluster.link_times(strategy, is_fully_sharded=is_fully_sharded)
 
     def simulate(self, plan: IterationPlan) -> Simulation:
         """The iteration that carries out `plan`."""
@@ -183,9 +126,8 @@ class Scenario(World):
             self.profile,
             self.cluster,
             links_of=self.links,
-            overlap=self.overlaps,
+            overlap=self.overlap,
             forward_fraction=self.forward_fraction,
-            scatter=self.noise.drawn(plan.iteration, self.num_devices) if self.noise else None,
         )
 
     def run_micro_batches(
@@ -229,7 +171,7 @@ class Scenario(World):
             ],
             num_devices=self.num_devices,
             links=self.links(strategy, is_fully_sharded=False),
-            overlap=self.overlaps and overlap,
+            overlap=self.overlap and overlap,
             num_layers=self.profile.memory.num_layers,
         )
         return outcome_of(simulation)
@@ -245,7 +187,6 @@ class Scenario(World):
             forward_ms=of_stages(times_ms * self.forward_fraction, scheme),
             backward_ms=of_stages(times_ms * (1 - self.forward_fraction), scheme),
             hop_ms=np.array(hops, dtype=np.float64),
-            tp_ms=np.zeros(len(tokens)),
         )
 
 
@@ -303,46 +244,6 @@ def _recomputed(scenario: Scenario, schemes: Iterable[Scheme]) -> Iterator[Schem
     return (replace(scheme, ckpt=n) for scheme in schemes for n in counts)
 
 
-class Need(NamedTuple):
-    """Bytes that a rank needs for a sequence of the context, and under which scheme."""
-
-    num_bytes: float
-    scheme: str
-
-
-def needs_of_pipelines(scenario: Scenario) -> Iterator[Need]:
-    """Needs of every <TP,PP>, layers recomputed, with as many ranks as there are for a share of the
-    experts and for CP.
-    """
-    experts = scenario.cluster.shape.experts if scenario.cluster else None
-    for plain in _recomputed(scenario, _plain_schemes(scenario)):
-        cp = 1 << (scenario.num_devices // plain.num_devices).bit_length() - 1
-        ep = math.gcd(cp, experts.num) if experts else 1
-        scheme, cp = replace(plain, sp=ep, ep=ep), cp // ep
-        suffix = f" CP{cp}" if cp > 1 else ""
-        yield from need_of(scenario, scheme, math.ceil(scenario.context_length / cp), suffix)
-
-
-def needs_of_statics(scenario: Scenario) -> Iterator[Need]:
-    """Needs of every <TP,PP> as it is."""
-    for scheme in _plain_schemes(scenario):
-        yield from need_of(scenario, scheme, scenario.context_length)
-
-
-def _plain_schemes(scenario: Scenario) -> Iterator[Scheme]:
-    """Also those that have no room."""
-    known = (s for s in scenario.profile.latency if s.is_plain and scenario.can_run(s))
-    return (scheme for scheme in known if scheme.num_devices <= scenario.num_devices)
-
-
-def need_of(scenario: Scenario, scheme: Scheme, tokens: int, suffix: str = "") -> Iterator[Need]:
-    """That of a micro-batch of so many tokens; none where the profile does not say."""
-    memory = scenario.profile.memory
-    if memory.knows(scheme):
-        num_bytes = memory.rank_bytes(scheme, scenario.num_devices, tokens)
-        yield Need(num_bytes, f"{scheme}{suffix}")
-
-
 def priced(scenario: Scenario, schemes: Iterable[Scheme]) -> tuple[Scenario, tuple[Scheme, ...]]:
     """Price those of `schemes` that fit the devices. Returns a scenario that knows their prices,
     and the schemes that have one.
@@ -353,31 +254,22 @@ def priced(scenario: Scenario, schemes: Iterable[Scheme]) -> tuple[Scenario, tup
     return wider, tuple(s for s in found if wider.has_room(s))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
-    """Lower bound of all strategies of some schemes and all placements.
+def perfect_balance_ms(
+    scenario: Scenario, batch: GlobalBatch, schemes: Collection[Scheme]
+) -> float:
+    """Lower bound of the propagation of `batch` with all strategies of `schemes`, however placed.
 
-    `perfect_balance_ms`: propagation where every sequence runs on the scheme that uses least device
-    time for it, of those that gather or of the others, all devices are always busy, and a
-    micro-batch's constant is spread over a full micro-batch; with gathers as long as their layers
-    travel for so many steps as hold all tokens. Or `longest_alone_ms`, if that is longer.
-    `longest_alone_ms`: the longest sequence alone in a micro-batch, through all stages of the
-    fastest pipeline that fits it. `imbalance`: of perfect balance, that pipeline against the
-    others, which share the rest evenly; 0.0 where it is not the slowest.
+    Every sequence runs on the scheme that uses least device time for it, of those that gather or of
+    the others, all devices are always busy, and a micro-batch's constant is spread over a full
+    micro-batch; with gathers as long as their layers travel for so many steps as hold all tokens.
+    Or the longest sequence alone in a micro-batch, through all stages of the fastest pipeline that
+    fits it, if that is longer.
     """
-
-    perfect_balance_ms: float
-    longest_alone_ms: float
-    imbalance: float
-
-
-def bound_of(scenario: Scenario, batch: GlobalBatch, schemes: Collection[Scheme]) -> Bound:
-    """The bound of `batch` over every strategy of `schemes`."""
     lengths = np.array(batch.lengths, dtype=np.float64)
     longest = max(batch.lengths, default=0)
     least_of = {gathers: np.full(lengths.size, np.inf) for gathers in (False, True)}
     most_held, least_traffic_ms = 1.0, np.inf  # of a step of gathered layers, on all devices
-    alone_ms, alone_devices = np.inf, scenario.num_devices
+    alone_ms = np.inf
     for scheme in schemes:
         t, max_len = scenario.profile.get_latency(scheme), scenario.max_len_tokens(scheme)
         work = t.sequences_ms(lengths)
@@ -387,21 +279,10 @@ def bound_of(scenario: Scenario, batch: GlobalBatch, schemes: Collection[Scheme]
         if scheme.gather:
             most_held = max(most_held, max_len * scenario.num_devices / scheme.num_devices)
             least_traffic_ms = min(least_traffic_ms, t.hpz_traffic_ms or t.traffic_ms)
-        time_ms = scheme.pp * t.micro_batch_ms([longest])
-        if longest <= max_len and time_ms < alone_ms:
-            alone_ms, alone_devices = time_ms, scheme.num_devices
-    alone_ms = 0.0 if np.isinf(alone_ms) else alone_ms
+        if longest <= max_len:
+            alone_ms = min(alone_ms, scheme.pp * t.micro_batch_ms([longest]))
     balanced_ms = {g: float(of.sum()) / scenario.num_devices for g, of in least_of.items()}
     if np.isfinite(least_traffic_ms):
         num_steps = np.ceil(lengths.sum() / most_held)
         balanced_ms[True] = max(balanced_ms[True], float(num_steps) * least_traffic_ms)
-    best = min(balanced_ms, key=balanced_ms.__getitem__)
-    least = least_of[best]
-    others_ms = float(least.sum() - least[lengths.argmax()]) if lengths.size else 0.0
-    num_others = scenario.num_devices - alone_devices
-    others_ms = others_ms / num_others if num_others else 0.0  # nobody waits
-    return Bound(
-        perfect_balance_ms=max(balanced_ms[best], alone_ms),
-        longest_alone_ms=alone_ms,
-        imbalance=max(0.0, alone_ms / others_ms - 1) if others_ms > 0 else 0.0,
-    )
+    return max(min(balanced_ms.values()), 0.0 if np.isinf(alone_ms) else alone_ms)

@@ -25,13 +25,9 @@ from ds_hydra.lab.simulator.scenario import (
     NO_WORK,
     NUM_FINALISTS,
     NUM_TRIAL_BATCHES,
-    Need,
-    Noise,
     Scenario,
     SystemResult,
     best_of,
-    needs_of_pipelines,
-    needs_of_statics,
     outcome_of,
     priced,
     recomputing,
@@ -40,7 +36,6 @@ from ds_hydra.lab.simulator.scenario import (
 from ds_hydra.lab.simulator.ulysses import (
     balanced_ulysses,
     deepspeed_ulysses,
-    needs_of_shares,
     packed_zero3,
 )
 from ds_hydra.sampler.plan import IterationPlan
@@ -209,10 +204,9 @@ def dynamic(
     return summarize(name, "; ".join(shares), outcomes), plans
 
 
-DS_HYDRA, NO_TP, PLAIN, PAPER = "ds_hydra", "no_tp", "plain", "paper"
+DS_HYDRA, PLAIN, PAPER = "ds_hydra", "plain", "paper"
 OUR_SYSTEMS = {
     DS_HYDRA: "ds_hydra",
-    NO_TP: "ds_hydra without TP",
     PLAIN: "ds_hydra, <TP,PP> alone",
     PAPER: "the same, memory of the paper",
 }
@@ -232,63 +226,40 @@ def _on_zero3(
 
 class System(NamedTuple):
     """`label`: what users see. `run` is given a scenario and the name of the result, which is None
-    where nothing fits. `needs`: bytes of a rank under each of its choices. With
-    `has_own_layers` its layers keep as many bytes as ds_hydra's.
+    where nothing fits. With `has_own_layers` its layers keep as many bytes as ds_hydra's.
     """
 
     label: str
     run: Callable[..., SystemResult | None]
-    needs: Callable[[Scenario], Iterable[Need]] = needs_of_pipelines
     has_own_layers: bool = False
 
 
 SYSTEMS = {
     "megatron": System("Megatron-LM, tuned", fixed_length),
-    "zero3": System(
-        "ZeRO-3 / FSDP, packed",
-        partial(_on_zero3, packed_zero3),
-        partial(needs_of_shares, shares_sequences=False),
-    ),
-    "deepspeed": System(
-        "DeepSpeed ZeRO-3 + Ulysses", partial(_on_zero3, deepspeed_ulysses), needs_of_shares
-    ),
+    "zero3": System("ZeRO-3 / FSDP, packed", partial(_on_zero3, packed_zero3)),
+    "deepspeed": System("DeepSpeed ZeRO-3 + Ulysses", partial(_on_zero3, deepspeed_ulysses)),
     "deepspeed_balanced": System(
-        "DeepSpeed + Ulysses, by time", partial(_on_zero3, balanced_ulysses), needs_of_shares
+        "DeepSpeed + Ulysses, by time", partial(_on_zero3, balanced_ulysses)
     ),
     "deepspeed_degrees": System(
         "DeepSpeed + Ulysses, degree too",
         partial(_on_zero3, balanced_ulysses, chooses_degree=True),
-        needs_of_shares,
     ),
-    "flexsp": System("FlexSP", partial(_on_zero3, flexsp), needs_of_shares),
+    "flexsp": System("FlexSP", partial(_on_zero3, flexsp)),
     "flexsp_hidden": System(
         "FlexSP, our layers and exchanges",
         partial(_on_zero3, flexsp, hides_exchanges=True),
-        needs_of_shares,
         has_own_layers=True,
     ),
-    "fcp": System("FCP", partial(_on_zero3, fcp), partial(needs_of_shares, exchanges=False)),
+    "fcp": System("FCP", partial(_on_zero3, fcp)),
     "dynamic_cp": System("Megatron-Core, dynamic CP", dynamic_cp),
     "hotspa": System("HotSPa", hotspa),
-    "two_stage": System("homogeneous, two-stage", two_stage, needs_of_statics),
+    "two_stage": System("homogeneous, two-stage", two_stage),
 }
 """All that ds_hydra is compared with, in the order they are shown."""
 
 LABELS = {**OUR_SYSTEMS, **{name: system.label for name, system in SYSTEMS.items()}}
 """Systems in the order they are shown, with their labels for users."""
-
-
-def why_left_out(name: str, scenario: Scenario) -> str:
-    """Why the system `name` runs nothing of `scenario`, in a clause."""
-    needs = SYSTEMS[name].needs if name in SYSTEMS else needs_of_statics
-    there = scenario.profile.memory.usable_bytes
-    least = min(needs(scenario), default=None)
-    if least is None or least.num_bytes <= there:
-        return "has no time in the profile of what would fit the context"
-    return (
-        f"needs {least.num_bytes / 2**30:,.1f} GiB on a device ({least.scheme}), {there / 2**30:,.1f} "
-        "GiB are there"
-    )
 
 
 TOKENS_PER_POINT = 20_000_000
@@ -302,22 +273,16 @@ class Settings:
     """Settings of a simulated comparison.
 
     `systems` other than ds_hydra; `num_proposal_batches` global batches, drawn apart from those of
-    the comparison, decide about ds_hydra's candidates. `overlap` of pull and push with propagation;
-    `seen`, `noise`: see `Scenario`. `num_proposal_rounds`: see `CandidateSettings`.
-    `max_communicators`: process groups that there may be, as in the engine's configuration. `space`
-    of ds_hydra, where the workload has no strategies: that of the engine's default ("full"), or
-    <TP,PP> ("plain").
+    the comparison, decide about ds_hydra's candidates. `overlap` of pull and push with propagation.
+    `space` of ds_hydra, where the workload has no strategies: that of the engine's default
+    ("full"), or <TP,PP> ("plain").
     """
 
     iterations: int = 100
     systems: tuple[str, ...] = tuple(name for name in LABELS if name != DS_HYDRA)
     overlap: bool = True
-    seen: float | None = None
-    noise: Noise | None = None
     seed: int = 1
     num_proposal_batches: int = 32
-    num_proposal_rounds: int = 1
-    max_communicators: int | None = None
     space: Literal["full", "plain"] = "full"
 
     def sized(self, tokens_per_iteration: int) -> Settings:
@@ -348,8 +313,6 @@ class Settings:
                 self.seed,
             ),
             overlap=self.overlap,
-            seen=self.seen,
-            noise=self.noise,
         )
 
     def __post_init__(self) -> None:

@@ -7,9 +7,8 @@ lasts as long as on the rank with most heads (DeepSpeed's `uneven_heads_all2all`
 divide), and its exchanges cost what ds_hydra's own do (`sequence_parallel_latency`). All ranks
 gather every layer for every micro-batch, forward and backward, and reduce its gradients, which is
 charged as ds_hydra's own gathered layers are: one takes the longer of its computation and this
-traffic, which assumes perfect prefetching, unless `Scenario.seen` says what share of the traffic
-nothing hides. With `Scenario.hpz` weights cross between nodes once for a micro-batch, and a share
-of them stays on each rank.
+traffic, which assumes perfect prefetching. With `Scenario.hpz` weights cross between nodes once for
+a micro-batch, and a share of them stays on each rank.
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ import numpy as np
 from ds_hydra.lab.simulator.fixed_length import MicroBatches, pack_evenly, pack_fixed_length
 from ds_hydra.lab.simulator.scenario import (
     PARTIAL,
-    Need,
     Outcome,
     Scenario,
     SystemResult,
-    neighbours,
     packed_ms,
     summarize,
 )
@@ -141,28 +138,6 @@ def sharded_groups(
             )
 
 
-def needs_of_shares(
-    scenario: Scenario, *, exchanges: bool = True, shares_sequences: bool = True
-) -> Iterator[Need]:
-    """Bytes that a rank needs for its share of a sequence of the context, in the largest group, or
-    alone unless the system `shares_sequences`.
-    """
-    number, size = scenario.num_devices, 1
-    if shares_sequences and exchanges:
-        heads = scenario.profile.document["model"].get("num_attention_heads", number)
-        size = max(
-            n for n in (2**k for k in range(number.bit_length())) if n <= heads and not number % n
-        )
-    elif shares_sequences:
-        size = number
-    if 1 in scenario.profile.memory.activation_bytes:
-        for checkpointed in PARTIAL:
-            fixed, each = _rank_bytes(scenario, checkpointed, exchanges=exchanges and size > 1)
-            recomputed = f", {checkpointed:.0%} of the layers recomputed" if checkpointed else ""
-            tokens = -(-scenario.context_length // size)
-            yield Need(fixed + each * tokens, f"SP{size}{recomputed}")
-
-
 def rank_tokens(scenario: Scenario, checkpointed: float, *, exchanges: bool) -> int:
     """Tokens of a micro-batch for each of its ranks, see `_rank_bytes`."""
     memory = scenario.profile.memory
@@ -206,8 +181,6 @@ def sharded_ms(scenario: Scenario, computed_ms: FloatArray) -> float:
     traffic_ms = zero3_traffic_ms(scenario)
     if not computed_ms.size:
         return 0.0
-    if scenario.seen is not None:
-        return float(computed_ms.sum() + computed_ms.size * scenario.seen * traffic_ms)
     links = scenario.links(Strategy.alike(_GATHERED, scenario.num_devices))
     return linked_ms(
         np.maximum(computed_ms, traffic_ms),
@@ -215,7 +188,7 @@ def sharded_ms(scenario: Scenario, computed_ms: FloatArray) -> float:
         scenario.forward_fraction,
         links.pull_ms,
         links.push_ms,
-        scenario.profile.memory.num_layers if scenario.overlaps else 0,
+        scenario.profile.memory.num_layers if scenario.overlap else 0,
         float(computed_ms[0]),
     )
 
@@ -297,10 +270,9 @@ _Place = Callable[[ShardedGroup, IntArray], list[Sequence[MicroBatches]]]
 
 
 class _Chosen(NamedTuple):
-    """Times of the micro-batches of each group, and of the global batch with them."""
+    """Groups, and what a global batch takes with them."""
 
     group: ShardedGroup
-    times_ms: list[FloatArray]
     outcome: Outcome
 
 
@@ -318,14 +290,7 @@ def _tuned(
 
     def best(group: ShardedGroup, lengths: IntArray) -> _Chosen:
         placed = (group.times_ms(lengths, each) for each in place(group, lengths))
-        return min((_Chosen(group, t, in_lockstep(group, t)) for t in placed), key=_iteration_ms)
-
-    def finish(number: int, chosen: _Chosen) -> Outcome:
-        if scenario.noise is None:
-            return chosen.outcome
-        group, times_ms, _ = chosen
-        scatter = scenario.noise.drawn(number, scenario.num_devices)
-        return in_lockstep(group, scatter(times_ms, neighbours([group.size] * len(times_ms))))
+        return min((_Chosen(group, in_lockstep(group, t)) for t in placed), key=_iteration_ms)
 
     groups = [
         group
@@ -340,12 +305,11 @@ def _tuned(
             min((best(g, lengths) for g in groups if g.max_len >= lengths.max()), key=_iteration_ms)
             for lengths in scenario.lengths
         ]
-        outcomes = [finish(number, chosen) for number, chosen in enumerate(each)]
+        outcomes = [chosen.outcome for chosen in each]
         return summarize(name, "a degree for each global batch", outcomes)
     of_group = [[best(group, lengths) for lengths in scenario.lengths] for group in holding]
     found = min(of_group, key=lambda own: sum(map(_iteration_ms, own)))
-    outcomes = [finish(number, chosen) for number, chosen in enumerate(found)]
-    return summarize(name, str(found[0].group), outcomes)
+    return summarize(name, str(found[0].group), [chosen.outcome for chosen in found])
 
 
 def _iteration_ms(chosen: _Chosen) -> float:

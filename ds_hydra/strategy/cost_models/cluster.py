@@ -162,21 +162,6 @@ class Cluster:
         tokens = 1e3 * micro_batch_tokens / scheme.num_shards
         return latency + tokens * self.shape.hidden_size * _PARAM_BYTES / rate
 
-    def tp_ms(self, scheme: Scheme, micro_batch_tokens: int) -> float:
-        """TP collectives in the forward pass of one stage (the backward pass has as many): ring
-        all-reduces.
-
-        Two per layer, of 2 (TP-1)/TP times the rank's part of the micro-batch each. Profiled T
-        contains them already.
-        """
-        if scheme.tp == 1:
-            return 0.0
-        rate = self.hardware.group_rate(scheme.tp)
-        shard_tokens = micro_batch_tokens / scheme.num_shards
-        micro_batch_bytes = shard_tokens * self.shape.hidden_size * _PARAM_BYTES
-        layers = self.shape.num_layers / scheme.pp
-        return 1e3 * layers * 2 * 2 * (scheme.tp - 1) / scheme.tp * micro_batch_bytes / rate
-
 
 Slice = tuple[int, int, float, float]
 """(tp, TP slice, begin and end of the stage as shares of the model) that some rank of a node

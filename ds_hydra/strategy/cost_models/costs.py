@@ -383,9 +383,7 @@ class Costs:
 
     def _seen_and_hidden(self, scheme: Scheme, travels_ms: float) -> tuple[float, float]:
         """Visible time of keys and values that travel `travels_ms` for a token in all exchanges of
-        CP, and the time of attention that hides the rest. Nothing of one part is hidden. Attention
-        as long as all that travels is too short for a part that is larger than the one before by
-        the difference.
+        CP, and the time of attention that hides the rest. Nothing of one part is hidden.
 
         Attention as long as all that travels is too short for a part that is larger than the one
         before by the difference.

@@ -8,7 +8,7 @@ gives it the same ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise, product
@@ -103,11 +103,6 @@ def _ep_groups(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
     """
     size = scheme.sp * scheme.tp
     return [ranks[begin : begin + size] for begin in range(0, len(ranks), size)]
-
-
-def stage_hops(scheme: Scheme, ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(rank, rank of the next stage with the same place in it), all of a pipeline."""
-    return zip(ranks, ranks[scheme.ranks_per_stage :])
 
 
 @lru_cache(maxsize=4096)

@@ -518,13 +518,10 @@ class Strategy:
 
     @property
     def blocks(self) -> tuple[range, ...]:
-        """Consecutive ranks of each pipeline of a phase, one after another from rank 0 on. Where
-        layers are gathered and the ranks are no multiple of each size, a block begins at a multiple
-        of its size rounded up to a power of two, if all have room: so that many strategies have the
-        same blocks, and none has ranks of more nodes than it needs.
+        """Consecutive ranks of each pipeline of a phase, one after another from rank 0 on.
 
-        >>> Strategy.parse("2x<cp3,1;gather> + 2x<1,1;gather>").blocks
-        (range(0, 3), range(4, 7), range(3, 4), range(7, 8))
+        >>> Strategy.parse("1x<2,1> + 2x<1,1>").blocks
+        (range(0, 2), range(2, 3), range(3, 4))
         """
         return _blocks(self)
 
@@ -537,34 +534,7 @@ class Strategy:
 @lru_cache(maxsize=4096)
 def _blocks(strategy: Strategy) -> tuple[range, ...]:
     sizes = [scheme.num_devices for scheme in strategy.schemes]
-    begins = None
-    if strategy.gathers and any(sum(sizes) % size for size in sizes):
-        begins = aligned_begins(sizes)
-    if begins is None:
-        begins = [0, *accumulate(sizes[:-1])]
-    return tuple(range(begin, begin + size) for begin, size in zip(begins, sizes))
-
-
-def aligned_begins(sizes: Sequence[int]) -> list[int] | None:
-    """Begins of groups of `sizes` ranks, the largest first, in as many ranks: each at the first
-    free multiple of its size, rounded up to a power of two. None where one has no room.
-
-    >>> aligned_begins([5, 2, 1]), aligned_begins([3, 3, 2])
-    ([0, 6, 5], None)
-    """
-    num_ranks = sum(sizes)
-    is_taken, begins = [False] * num_ranks, []
-    for size in sizes:
-        step = 1 << (size - 1).bit_length()
-        places = (
-            p for p in range(0, num_ranks - size + 1, step) if not any(is_taken[p : p + size])
-        )
-        begin = next(places, None)
-        if begin is None:
-            return None
-        is_taken[begin : begin + size] = [True] * size
-        begins.append(begin)
-    return begins
+    return tuple(range(end - size, end) for end, size in zip(accumulate(sizes), sizes))
 
 
 def _runs(schemes: Iterable[Scheme]) -> list[tuple[Scheme, int]]:
