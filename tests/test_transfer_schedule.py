@@ -13,8 +13,7 @@ from ds_hydra.engine.transfer.schedule import (
     GATHER_WINDOW,
     Kind,
     Window,
-    plan_gathered,
-    plan_kept,
+    plan_transfers,
 )
 
 num_micro_batches, num_layers = st.integers(0, 6), st.integers(2, 9)
@@ -28,10 +27,15 @@ def window_of(num_kept, num_layers, first_trained):
     )
 
 
+def plan_gathered(window, num_buckets, counts):
+    options = {"training": True, "pushes": True, "overlap": True}
+    return plan_transfers(window, num_buckets, num_buckets, counts, **options)
+
+
 @given(num_micro_batches, num_layers, first_trained, num_kept)
 def test_gathered_layers_are_there_when_they_are_used(micro_batches, layers, trained, kept):
     window = window_of(kept, layers, trained)
-    schedule = plan_gathered(window, kept + layers, [micro_batches], training=True, pushes=True)
+    schedule = plan_gathered(window, kept + layers, [micro_batches])
     uses = window.uses([Pass.FORWARD, Pass.BACKWARD] * micro_batches)
     assert list(schedule.uses) == [window.buckets[use.position] for use in uses]
     with_gradients = [b for b, t in zip(window.buckets, window.has_backward, strict=True) if t]
@@ -49,11 +53,9 @@ def test_gathered_layers_are_there_when_they_are_used(micro_batches, layers, tra
 def test_phases_of_gathered_layers_begin_where_all_ranks_meet(counts, layers, trained):
     """Whatever a rank has done of the phase before; and their layers come as in one phase."""
     window = window_of(0, layers, trained)
-    options = {"training": True, "pushes": True}
-    schedule = plan_gathered(window, layers, counts, **options)
-    assert schedule == replace(
-        plan_gathered(window, layers, [sum(counts)], **options), phases=schedule.phases
-    )
+    schedule = plan_gathered(window, layers, counts)
+    in_one = plan_gathered(window, layers, [sum(counts)])
+    assert schedule == replace(in_one, phases=schedule.phases)
     assert schedule.phases[0] == 0
     of_one = [Pass.FORWARD, Pass.BACKWARD]
     for number, begin in enumerate(schedule.phases):
@@ -70,7 +72,7 @@ def test_phases_of_gathered_layers_begin_where_all_ranks_meet(counts, layers, tr
 @given(num_micro_batches, num_layers, first_trained)
 def test_the_next_layer_comes_while_one_computes_and_no_third_is_there(count, layers, trained):
     window = window_of(0, layers, trained)
-    schedule = plan_gathered(window, layers, [count], training=True, pushes=True)
+    schedule = plan_gathered(window, layers, [count])
     slots = [window.slot_of[bucket] for bucket in schedule.uses]
     for transfer in schedule.transfers:
         if transfer.kind is not Kind.PULL:
@@ -128,7 +130,12 @@ def test_kept_weights_are_pulled_first_and_pushed_when_their_gradients_are_there
     num_rounds, data, overlap
 ):
     num_buckets = data.draw(st.integers(0, num_rounds))
-    schedule = plan_kept(num_rounds, num_buckets, pushes=True, overlap=overlap)
+
+    def plan_kept(*, pushes):
+        options = {"training": True, "pushes": pushes, "overlap": overlap}
+        return plan_transfers(Window(), num_buckets, num_rounds, [1], **options)
+
+    schedule = plan_kept(pushes=True)
     pulls, pushes = schedule.transfers[:num_rounds], schedule.transfers[num_rounds:]
     assert [(t.kind, t.bucket, t.after) for t in pulls] == [
         (Kind.PULL, bucket, AT_ONCE) for bucket in range(num_rounds)
@@ -142,5 +149,4 @@ def test_kept_weights_are_pulled_first_and_pushed_when_their_gradients_are_there
             assert push.after == schedule.end
         else:
             assert push.after == min(push.bucket, num_buckets - 1)
-    forward_only = plan_kept(num_rounds, num_buckets, pushes=False, overlap=overlap)
-    assert forward_only.transfers == pulls
+    assert plan_kept(pushes=False).transfers == pulls
