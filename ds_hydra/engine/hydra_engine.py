@@ -11,7 +11,6 @@ import functools
 import inspect
 import logging
 import math
-import os
 import sys
 import warnings
 import weakref
@@ -67,22 +66,20 @@ from ds_hydra.engine.ranks.memory import (
 )
 from ds_hydra.engine.ranks.process import (
     end_with_the_sentence,
-    find_restart_problem,
     leave_out_shared_memory,
     let_collectives_end_at_exit,
     offloads_optimizer,
-    remove_stale_locks,
 )
 from ds_hydra.engine.ranks.settings import check_same_settings
 from ds_hydra.engine.ranks.sigterm import SIGTERM
 from ds_hydra.engine.ranks.watchdog import join_watchdog, leave_watchdog, watch
 from ds_hydra.engine.runtime import HydraRuntime, Stamps
 from ds_hydra.engine.telemetry.trace import MemoryWatch
-from ds_hydra.environment import is_first_on_host
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
 from ds_hydra.progress import say_once, show_notes
 from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.records.timeline import EventKind
+from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy import Strategy
 
 leave_out_shared_memory()
@@ -165,11 +162,12 @@ class HydraEngine(CheckpointingEngine):
         """Callback in place of saving and ending: a Trainer has more to save."""
         self.last_scores: Scores | None = None
         self._last_metrics: IterationMetrics | None = None
+        self._ended_metrics: IterationMetrics | None = None
+        self.last_plan: IterationPlan | None = None
+        """Plan of the last iteration."""
         place = local_rank()
         get_accelerator().set_device(place)
         self.device = torch.device(get_accelerator().device_name(place))
-        if deepspeed.comm.get_rank() == 0 and (problem := find_restart_problem(os.environ)):
-            logger.warning(problem)
         with _torch_defaults():
             join_watchdog(hydra_config.faults, self.device)
         self._is_watched = True
@@ -196,7 +194,6 @@ class HydraEngine(CheckpointingEngine):
         self, args: Any, model: nn.Module, engine_args: Any, engine_kwargs: Mapping[str, Any]
     ) -> None:
         open_host_group(self.device)
-        run_together(lambda: remove_stale_locks(is_first_on_host()), self.device)
         # Before DeepSpeed hooks the model's modules: what a stage changes of them is found here.
         config = self._hydra_config
         document = getattr(engine_kwargs.get("config_class"), "_param_dict", None) or {}
@@ -239,10 +236,18 @@ class HydraEngine(CheckpointingEngine):
     @property
     def last_metrics(self) -> IterationMetrics | None:
         """Metrics of the last iteration; equal on all ranks but for this rank's own iteration and
-        step time. On an accelerator the host waits for the step.
+        step time. Where an accelerator may still run the step, the host waits for its end when one
+        of these is read: `iteration_ms`, `step_ms`, `tokens_per_s`, `tflops_per_device`, `mfu`,
+        `grad_norm`.
         """
-        late = None if self._hydra is None else self._hydra.last_metrics()
-        return late or self._last_metrics
+        return self._last_metrics
+
+    @property
+    def ended_metrics(self) -> IterationMetrics | None:
+        """Metrics of the last iteration that nothing has to wait for: on an accelerator the one
+        before the last.
+        """
+        return self._ended_metrics
 
     @_in_own_modes
     def train_batch(
@@ -290,6 +295,7 @@ class HydraEngine(CheckpointingEngine):
             step = clock.stamp()
             with watch("step"):
                 self._step_or_skip(iteration, outcomes)
+            self.last_plan = iteration.plan
             source.mark_trained(iteration.plan, batch)
             stamps = Stamps(begin=begin, step=step, end=clock.stamp())
             self._report(iteration, outcomes, outcome, stamps, value)
@@ -672,11 +678,11 @@ class HydraEngine(CheckpointingEngine):
             grad_norm = self._global_grad_norm = torch.tensor(float(grad_norm))
 
         def take(metrics: IterationMetrics) -> None:
-            self._last_metrics = metrics
+            self._last_metrics = self._ended_metrics = metrics
             if self.monitor.enabled and self.global_rank == 0:
                 self.monitor.write_events(metrics.monitor_events(num_samples))
 
-        self.hydra.report(
+        self._last_metrics = self.hydra.report(
             iteration,
             outcomes,
             outcome,
