@@ -143,8 +143,18 @@ def memory_of_exchanges():
         strategy = Strategy.parse(text)
         engine.hydra.propagator.prepare([strategy])
         phases = hand_plan(strategy, examples).on_rank(propagator.rank)
-        propagator.links.buffers.peak_bytes = 0
-        allocated = []
+        buffers, in_use, allocated = propagator.links.buffers, [0], []
+
+        def take(*arguments, buffers=buffers, in_use=in_use):
+            taken = type(buffers).take(buffers, *arguments)
+            in_use.append(in_use[-1] + -(-taken.nbytes // 64) * 64)
+            return taken
+
+        def give_back(tensor, buffers=buffers, in_use=in_use):
+            type(buffers).give_back(buffers, tensor)
+            in_use.append(in_use[-1] - -(-tensor.nbytes // 64) * 64)
+
+        buffers.take, buffers.give_back = take, give_back
         for _ in range(3):
             with NewMemory() as new:
                 session = propagator.links.open(phases, training=True, grads_P=grads_P)
@@ -152,13 +162,8 @@ def memory_of_exchanges():
                     session.finish()
             allocated.append(new.nbytes)
         memory = link_memory(propagator.links, strategy)
-        buffers = propagator.links.buffers
-        result[text] = (
-            memory,
-            propagator.links.pool.nbytes,
-            (buffers.peak_bytes, buffers.nbytes),
-            allocated,
-        )
+        sizes = max(in_use), buffers.nbytes
+        result[text] = memory, propagator.links.pool.nbytes, sizes, allocated
     return result
 
 
@@ -175,7 +180,7 @@ def memory_over_iterations():
         shards_P = engine._zero_gradient_shards()
         tensors = [
             *propagator.links.pool._held.values(),
-            *(slab.memory for slab in propagator.links.buffers._slabs),
+            *propagator.links.buffers._free,
             *shards_P,
         ]
         held.append(sorted((tensor.data_ptr(), tensor.nbytes) for tensor in tensors))
