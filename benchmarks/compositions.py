@@ -361,7 +361,7 @@ def train(
     outcome = engine.hydra.propagator.train(
         iteration.plan, iteration.load, grads_P, 1.0, iteration.objective
     )
-    loss = engine.hydra.gather_outcomes(outcome).loss(plan, iteration.objective)
+    loss = engine.hydra.gather_outcomes(outcome).loss()
     has_empty_rows = any(
         sum(case.lengths[i] for i in micro_batch) < pipeline.scheme.cp
         for pipeline in plan.pipelines

@@ -161,9 +161,8 @@ def test_engines_on_cuda_devices_alone_are_started_with_it(
 def test_overlap_is_off_with_one_warning_where_any_rank_was_late(
     monkeypatch, nothing_chosen, caplog
 ):
-    problems = [[[0], [1]], [[0], [0]], [[1], [1]]]
-    monkeypatch.setattr(process, "gather_rows", lambda mine: torch.tensor(problems.pop(0)))
-    monkeypatch.setattr(process, "to_device", lambda tensor, _: tensor)
+    problems = [[False, True], [False, False], [True, True]]
+    monkeypatch.setattr(process, "gather_flags", lambda *_: problems.pop(0))
     monkeypatch.setattr(process.dist, "get_rank", lambda: 0)
     config = HydraConfig(
         context_length=64, tokens_per_iteration=64, link=LinkConfig(devices_per_node=2)

@@ -73,7 +73,7 @@ def passes_on_two_nodes():
             gather_gradients(engine, grads_P), [by_name[name] for name in names], names
         )
         evaluates = propagator.evaluate(plan, load_of(examples))
-        losses = [engine.hydra.gather_outcomes(o).loss(plan) for o in (trains, evaluates)]
+        losses = [engine.hydra.gather_outcomes(o).loss() for o in (trains, evaluates)]
         found[text] = [
             max(errors.values()),
             *(abs(own / loss - 1) for own in losses),

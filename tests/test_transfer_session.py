@@ -9,8 +9,9 @@ import pytest
 import torch
 from distributed import TIMEOUT_S, wait_until
 
-from ds_hydra.engine.transfer import link_thread
-from ds_hydra.engine.transfer.link_thread import DeviceClock, LinkThread
+from ds_hydra.engine.telemetry import trace
+from ds_hydra.engine.telemetry.trace import DeviceClock, Recorder
+from ds_hydra.engine.transfer.link_thread import LinkThread
 from ds_hydra.engine.transfer.schedule import Window, plan_transfers
 from ds_hydra.engine.transfer.session import LinkCarrier, TransferSession
 
@@ -86,7 +87,7 @@ def open_session(thread, posted, num_buckets, num_rounds, clock=None, schedule=N
     )
     return TransferSession(
         thread,
-        clock or DeviceClock(torch.device("cpu")),
+        Recorder(clock),
         schedule or plan(num_buckets, num_rounds, overlap=thread.overlap),
         LinkCarrier((link, of_link), (link, of_link), [], [], weights),
         weights,
@@ -416,7 +417,7 @@ def test_a_stream_of_cuda_is_made_once(monkeypatch):
     accelerator = SimpleNamespace(
         Event=lambda enable_timing: Event(), current_stream=lambda: Stream()
     )
-    monkeypatch.setattr(link_thread, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(trace, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda index: current[index], raising=False
     )

@@ -37,7 +37,7 @@ from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.engine.ranks.hosts import Hosts
 from ds_hydra.engine.ranks.memory import available_bytes
 from ds_hydra.engine.ranks.process import NO_COMPILER, compiles_adam, find_overlap_problem
-from ds_hydra.engine.transfer.link_thread import DeviceClock
+from ds_hydra.engine.telemetry.trace import DeviceClock
 from ds_hydra.environment import WANTED
 from ds_hydra.strategy.compiled import HAS_NUMBA
 from ds_hydra.strategy.cost_models.analytic import Hardware, find_shipped_hardware

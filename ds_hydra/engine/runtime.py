@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.candidates import naming_run_dir
-from ds_hydra.engine.iteration import Iteration, Outcomes, RankReport
+from ds_hydra.engine.iteration import Outcomes, RankReport
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import IterationSource
 from ds_hydra.engine.profiling.profile_document import count_flops
@@ -56,6 +56,7 @@ from ds_hydra.engine.telemetry.metrics import (
 )
 from ds_hydra.engine.telemetry.trace import MemoryWatch, TraceChoice, gather_timeline
 from ds_hydra.records.metrics import IterationMetrics
+from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy.cost_models.flops import find_peak_flops
 from ds_hydra.strategy.schemes.placement import group_limit
@@ -161,6 +162,7 @@ class HydraRuntime:
             mine = torch.tensor([outcome.find_nonfinite()])
             positions = gather_by_hosts(mine, self._device).flatten().tolist()
         return Outcomes(
+            own=outcome,
             ranks=ranks,
             nonfinite_position=next((p for p in positions if p >= 0), -1),
             expert_tokens_LE=counts.view_as(balance.counts_LE).long() if len(read) > 1 else None,
@@ -168,38 +170,34 @@ class HydraRuntime:
 
     def report(
         self,
-        iteration: Iteration,
+        planned: PlannedIteration,
         outcomes: Outcomes,
-        outcome: RankOutcome,
         stamps: Stamps,
         *,
-        loss: float,
-        lr: float,
-        skipped_steps: int,
         grad_norm: Any,
         take: Callable[[IterationMetrics], None],
+        **given: Any,
     ) -> IterationMetrics:
         """Measure an iteration and return its metrics. The candidates learn from them, the run
         folder gets them, and `take`: now where the host computes; where a device may still run the
-        step, in the next iteration, or before a checkpoint or the end.
+        step, in the next iteration, or before a checkpoint or the end. `given` are metrics that the
+        engine knows.
         """
         self.end_report()
-        plan, planned, candidates = iteration.plan, iteration.planned, self.source.candidates
+        plan, candidates = planned.plan, self.source.candidates
         clock = self.propagator.clock
         profile, tracker = candidates.profile, candidates.find_tracker()
         strategies = candidates.strategies
         rows: Sequence[Sequence[float]] = [rank.times for rank in outcomes.ranks]
         if clock.has_streams:
             # All ranks' passes are over on their devices; their steps run beside this.
-            row = torch.tensor(outcome.times().to_row(), dtype=torch.float64)
+            row = torch.tensor(outcomes.own.times().to_row(), dtype=torch.float64)
             rows = gather_by_hosts(row, self._device).tolist()
         times = [RankTimes.from_row(row) for row in rows]
         metrics = measure_passes(
             plan,
             times,
-            loss=loss,
-            lr=lr,
-            skipped_steps=skipped_steps,
+            **given,
             balance_loss=outcomes.balance_loss,
             expert_imbalance=expert_imbalance(outcomes.expert_tokens_LE),
             strategy_index=strategies.index(plan.strategy) if plan.strategy in strategies else -1,

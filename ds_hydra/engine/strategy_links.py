@@ -22,7 +22,8 @@ from ds_hydra.engine.ranks.hosts import (
     find_ranks_per_node,
     warn_of_placement,
 )
-from ds_hydra.engine.transfer.link_thread import DeviceClock, LinkThread
+from ds_hydra.engine.telemetry.trace import DeviceClock, Recorder
+from ds_hydra.engine.transfer.link_thread import LinkThread
 from ds_hydra.engine.transfer.schedule import Window, plan_transfers
 from ds_hydra.engine.transfer.session import LinkCarrier, TransferSession
 from ds_hydra.engine.transfer.stage_weights import SlicePool, StageWeights
@@ -88,7 +89,7 @@ class StrategyLinks:
         self.push_link = Link(
             mine["push"], device, self._gradient_dtype, self.buffers, mine.get("push_node")
         )
-        self.clock = DeviceClock(device)
+        self.recorder = Recorder(DeviceClock(device))
         self.thread = LinkThread(overlap=config.overlap)
         self._links: dict[Hashable, StrategyLink] = {}
         self._kept: StageWeights | None = None
@@ -170,7 +171,7 @@ class StrategyLinks:
             weights,
             pull_again=link.pull_again,
         )
-        return TransferSession(self.thread, self.clock, schedule, carrier, weights)
+        return TransferSession(self.thread, self.recorder, schedule, carrier, weights)
 
     def keep_for_reuse(self, weights: StageWeights) -> None:
         """All passes on `weights` are over, and nothing of them is under way."""

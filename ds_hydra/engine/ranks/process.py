@@ -51,8 +51,7 @@ from deepspeed.git_version_info import installed_ops
 
 from ds_hydra.configs.ds_config import find_key
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.ranks.agreement import gather_rows, is_raised_on_all, rank_that_says
-from ds_hydra.engine.ranks.memory import to_device
+from ds_hydra.engine.ranks.agreement import gather_flags, is_raised_on_all, rank_that_says
 from ds_hydra.engine.ranks.watchdog import find_loss_behind
 from ds_hydra.environment import (
     in_the_way_of_overlap,
@@ -151,10 +150,10 @@ def can_overlap(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     problem = find_overlap_problem(device)
-    rows = gather_rows(to_device(torch.tensor([bool(problem)]).long(), device)).flatten().tolist()
-    if any(rows) and dist.get_rank() == rows.index(1):
+    flags = gather_flags(bool(problem), device)
+    if True in flags and dist.get_rank() == flags.index(True):
         logger.warning("link.overlap is off: rank %d: %s", dist.get_rank(), problem)
-    return not any(rows)
+    return True not in flags
 
 
 def overlap_where_safe(config: HydraConfig, device: torch.device) -> HydraConfig:

@@ -52,11 +52,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from ds_hydra.engine.parallel.one_f_one_b import Pass
+from ds_hydra.records.timeline import EventKind
 from ds_hydra.strategy.profiles.memory_model import GATHER_WINDOW
 
 AT_ONCE = -1
@@ -65,19 +65,12 @@ NEVER = -1
 """Use of a transfer that no use of the window needs."""
 
 
-class Kind(str, Enum):
-    """Kind of a transfer."""
-
-    PULL = "pull"
-    """Shards of all ranks to slices: a round of a link."""
-    PUSH = "push"
-    """Gradients to the shards of all ranks: a round of a link."""
-
-
 class Transfer(NamedTuple):
-    """One transfer of `bucket`, carried out once event `after` is recorded."""
+    """One transfer of `bucket`, carried out once event `after` is recorded: a round of a link, of
+    shards to slices (`PULL`) or of gradients to shards (`PUSH`).
+    """
 
-    kind: Kind
+    kind: EventKind
     bucket: int
     after: int = AT_ONCE
     needed_by: int = NEVER
@@ -180,13 +173,13 @@ def plan_transfers(
     stays = [bucket for bucket in range(num_rounds) if bucket not in window.buckets]
     # A rank without a pipeline has no gradients to wait for; its computation is over at once.
     is_early = overlap and not takes_turns and num_buckets > 0
-    transfers = [Transfer(Kind.PULL, bucket) for bucket in stays]
+    transfers = [Transfer(EventKind.PULL, bucket) for bucket in stays]
     transfers += _take_turns(window, uses, pushes=pushes)
     # Backward completes the last bucket first. A round beyond a rank's buckets waits for the last
     # one: a receive would occupy the device before.
     for bucket in reversed(stays) if pushes else ():
         own = min(bucket, num_buckets - 1)
-        transfers.append(Transfer(Kind.PUSH, bucket, own if is_early else end))
+        transfers.append(Transfer(EventKind.PUSH, bucket, own if is_early else end))
     before = accumulate(num_micro_batches[:-1], initial=0)
     # A phase begins in the use in which the one before ends where both are of the same layer.
     begins = [len(window.uses([*passes * n, Pass.FORWARD])) - len(window.buckets) for n in before]
@@ -218,19 +211,19 @@ def _take_turns(window: Window, uses: Sequence[Use], *, pushes: bool) -> list[Tr
         # The slot is free once computation has left the layer that was in it.
         if content[slot] != position:
             content[slot] = position
-            transfers.append(Transfer(Kind.PULL, bucket, last_use[slot], number))
+            transfers.append(Transfer(EventKind.PULL, bucket, last_use[slot], number))
         if use.ends_backward and pushes:
             # The gradient before in this slot has to be gone when backward writes the next one.
             if slot in gradient_of:
                 left = gradient_of[slot]
                 before = window.buckets[uses[left].position]
-                transfers.append(Transfer(Kind.PUSH, before, left, number))
+                transfers.append(Transfer(EventKind.PUSH, before, left, number))
             gradient_of[slot] = number
         last_use[slot] = number
     if pushes:
         transfers += [
-            Transfer(Kind.PUSH, window.buckets[uses[left].position], left)
+            Transfer(EventKind.PUSH, window.buckets[uses[left].position], left)
             for left in gradient_of.values()
         ]
     # A layer before a gradient: computation waits for the layer first. The sort is stable.
-    return sorted(transfers, key=lambda t: (t.after, t.kind is Kind.PUSH))
+    return sorted(transfers, key=lambda t: (t.after, t.kind is EventKind.PUSH))
