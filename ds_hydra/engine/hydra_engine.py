@@ -65,9 +65,9 @@ from ds_hydra.engine.ranks.memory import (
     unfreeze_gc,
 )
 from ds_hydra.engine.ranks.process import (
-    end_with_the_sentence,
     leave_out_shared_memory,
     let_collectives_end_at_exit,
+    let_one_rank_speak,
     offloads_optimizer,
 )
 from ds_hydra.engine.ranks.settings import check_same_settings
@@ -84,7 +84,7 @@ from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy import Strategy
 
 leave_out_shared_memory()
-end_with_the_sentence()
+let_one_rank_speak()
 # DeepSpeed calls them, and who reads a log cannot change it.
 warnings.filterwarnings(
     "ignore",

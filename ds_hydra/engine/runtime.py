@@ -42,7 +42,6 @@ from ds_hydra.engine.ranks.settings import (
     digest_of_numbers,
     numbers_in,
     settings_of_groups,
-    warn_of_other_kernels,
 )
 from ds_hydra.engine.ranks.sigterm import SIGTERM
 from ds_hydra.engine.telemetry.metrics import (
@@ -93,7 +92,6 @@ class HydraRuntime:
         if config.deterministic:
             use_deterministic_kernels(device)
         run_together(lambda: stage_model.to_device(device), device)
-        warn_of_other_kernels([choice.name for choice in stage_model.attention_choices], device)
         self._device = device
         self.propagator = Propagator(
             stage_model,

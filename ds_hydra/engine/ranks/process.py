@@ -8,13 +8,12 @@ rank would compile it and keep 66 MiB in /dev/shm, beyond its end; in a containe
 rank dies of it while the others spin for ever. So it is left out from the import of the engine on,
 and gloo carries all there is.
 
-[Note: The sentence comes last]
+[Note: One rank speaks]
 An error of ds_hydra says in one sentence what to change. Raised on 64 ranks it would stand among 64
-tracebacks, through libraries in which its reader has nothing to look for. So one rank prints the
-lines of the user's own code and the sentence, and ends; the others end after it without a word, or
-by their launcher. Only a rank that cannot know whether the others fail alike speaks after a pause.
-Who has lost a rank says so on every rank, after its lines of the user's code: hosts have logs of
-their own. Of Ctrl-C the first rank alone shows where it was.
+tracebacks. So one rank prints it and ends; the others end after it without a word, or by their
+launcher. Only a rank that cannot know whether the others fail alike speaks after a pause. Who has
+lost a rank says so on every rank: hosts have logs of their own. Of Ctrl-C the first rank alone
+shows where it was.
 
 [Note: Work that outlives its wait]
 torch's gloo threads drop the tensors of a collective after its `wait` has returned, and need
@@ -30,17 +29,12 @@ import contextlib
 import functools
 import importlib
 import io
-import json
 import logging
 import os
 import signal
-import site
 import sys
-import sysconfig
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -196,20 +190,11 @@ def compiles_adam(ds_config: Mapping[str, Any]) -> bool:
 _PATIENCE_S = 5.0
 """Seconds until a rank speaks itself; launchers end the others within a second of a failure."""
 
-_LIBRARIES = tuple(
-    str(path)
-    for path in (
-        Path(__file__).parents[2],
-        *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
-        *site.getsitepackages(),
-        site.getusersitepackages(),
-    )
-)
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 @functools.cache
-def end_with_the_sentence() -> None:
+def let_one_rank_speak() -> None:
     """Let an uncaught error of ds_hydra, or a lost rank, end this process as the note above says.
     Repeating it changes nothing.
     """
@@ -217,70 +202,35 @@ def end_with_the_sentence() -> None:
 
 
 def _end(
-    otherwise: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    otherwise: Hook, _kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     if (loss := find_loss_behind(error)) is not None:
         error = loss.with_traceback(trace)
-    is_ours = isinstance(error, HydraError)
-    # A terminal interrupts all ranks, and the others would say the same
-    if not is_ours and (own_rank() == 0 or not isinstance(error, KeyboardInterrupt)):
-        otherwise(kind, error, trace)
+    own, speaker = own_rank(), own_rank()
+    if isinstance(error, KeyboardInterrupt):  # a terminal interrupts all ranks
+        speaker = 0
+    elif isinstance(error, HydraError) and not isinstance(error, RankLostError):
+        speaker = rank_that_says(error)
+        if own:
+            error.args = (f"rank {own}: {error}",)
+    said = type(error), error, error.__traceback__
+    if own == speaker:
+        otherwise(*said)
         return
-    # A tracker files the run as failed; the traceback that it prints would hide the sentence
+    # A tracker files the run as failed; what it prints is what another rank says
     with contextlib.redirect_stderr(io.StringIO()):
-        otherwise(type(error), error, error.__traceback__)
-    if not isinstance(error, HydraError):
-        return
-    speaker = own_rank() if isinstance(error, RankLostError) else rank_that_says(error)
-    if own_rank() != speaker:
+        otherwise(*said)
+    if isinstance(error, HydraError):
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_PATIENCE_S)
-        if is_raised_on_all(error):
-            return
-        speaker = own_rank()
-    names_itself = not speaker or isinstance(error, RankLostError)
-    text = describe_error(error, "" if names_itself else f"rank {speaker}: ")
-    print(text, file=sys.stderr, flush=True)
-    _tell_torchrun(text.splitlines()[-1])
+        if not is_raised_on_all(error):
+            sys.__excepthook__(*said)
 
 
 def own_rank() -> int:
     """Rank in the process group, or the launcher's rank before there is a group."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-
-
-def describe_error(error: HydraError, who: str = "") -> str:
-    """The user's own lines that led to `error`, also those of what caused it; then its sentence."""
-    causes: list[BaseException] = [error]
-    while causes[-1].__cause__ is not None and not isinstance(error, RankLostError):
-        causes.append(causes[-1].__cause__)
-    parts = []
-    for one in reversed(causes):
-        lines = [
-            frame
-            for frame in traceback.extract_tb(one.__traceback__)
-            if not frame.filename.startswith((*_LIBRARIES, "<frozen"))
-        ]
-        if lines:
-            parts += ["Traceback (most recent call last, lines of libraries left out):\n"]
-            parts += traceback.format_list(lines)
-        if lines and one is not error:
-            parts += [*traceback.format_exception_only(one), "\n"]
-    return "".join([*parts, f"{type(error).__name__}: {who}{error}"])
-
-
-def _tell_torchrun(sentence: str) -> None:
-    """torchrun ends with a table in which this file of its own takes the place of "enable
-    traceback".
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path and not Path(path).exists():
-        extra = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(
-                json.dumps({"message": {"message": sentence, "extraInfo": extra}})
-            )
 
 
 _PAUSE_S = 0.2
