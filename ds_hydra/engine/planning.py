@@ -588,7 +588,8 @@ def _from_first_rank(make: Callable[[], dict[str, Any]], device: torch.device) -
     """Return the document that rank 0 makes, on every rank. An error of rank 0 is raised on every
     rank.
     """
-    document, error = {}, None
+    document: dict[str, Any] = {}
+    error = None
     if dist.get_rank() == 0:
         try:
             document = make()
