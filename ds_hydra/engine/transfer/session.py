@@ -126,11 +126,6 @@ class LinkCarrier:
         self._pull_again = pull_again
         self._on_nodes: set[int] = set()
 
-    @property
-    def has_sums(self) -> bool:
-        """Whether this iteration's gradients go to the shards."""
-        return self._grads_P is not None
-
     def open(self) -> None:
         """Make room for weights that stay on the node."""
         if self._pull_again is not None:
