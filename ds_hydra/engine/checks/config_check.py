@@ -380,7 +380,7 @@ def _find_profile(request: CheckRequest, run: _Run, report: ConfigReport) -> Pro
     """The profile that the run would have, or an estimate; None where nothing is known."""
     hydra, model = run.hydra, run.model
     name = request.profile or hydra.profile
-    if hydra.profile is None and name is None:
+    if hydra.profile is None:
         report.profiled.append(_describe_profiling(run))
     if name is not None:
         known = _load_profile(request, name, run, report)
@@ -419,8 +419,6 @@ def _load_profile(request: CheckRequest, name: str, run: _Run, report: ConfigRep
         )
     if request.device is not None:
         report.warnings.append(f"--hardware {request.device} is not used: profile {name} is known")
-    if hydra.profile is None:
-        report.profiled.append(_describe_profiling(run))
     if hydra.activation_checkpointing and "activation_checkpointing" not in known.document:
         report.assumed.append(
             f"profile {name} was measured with hydra.activation_checkpointing as well"
