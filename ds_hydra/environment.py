@@ -1,19 +1,15 @@
 """Settings that CUDA, its allocator and NCCL read from the environment when they start; set when
-ds_hydra is imported, and without importing torch. Versions of the packages that ds_hydra needs.
+ds_hydra is imported, and without importing torch.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import importlib.metadata
 import logging
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
-
-logger = logging.getLogger(__name__)
 
 WANTED = {
     # Kernels of the link's stream and of communicators could queue behind computation with fewer;
@@ -31,8 +27,6 @@ WANTED = {
 }
 """Variables set where the user has not chosen; measured in docs/benchmarks/one_gpu.md."""
 
-_EXTRAS = ("flash", "float8", "highs", "peft", "tensorboard", "trl")
-"""Extras of setup.cfg that training uses."""
 _OVERLAP_NEEDS = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING")
 _OVERLAP_FORBIDS = {
     # A message would wait for an exchange that was launched before it, and so for other stages.
@@ -144,45 +138,14 @@ def in_the_way_of_overlap(environment: Mapping[str, str]) -> list[str]:
     return [f"{n}={value}" for n, value in _OVERLAP_FORBIDS.items() if environment.get(n) == value]
 
 
-@functools.cache
-def find_unmet_requirements() -> tuple[str, ...]:
-    """Requirements of the installed ds_hydra that are missing or of another version, as "deepspeed
-    0.19.0 (wanted: >=0.19.8,<0.20)"; of extras those packages that are here. Nothing of a copy that
-    was not installed.
-    """
-    # ds_hydra is imported where it is installed, too, before what it needs
-    from packaging.requirements import Requirement
-    from packaging.version import InvalidVersion
-
-    try:
-        texts = importlib.metadata.requires("ds_hydra") or []
-    except importlib.metadata.PackageNotFoundError:
-        return ()
-    unmet = []
-    for wanted in map(Requirement, texts):
-        marker = wanted.marker
-        is_needed = marker is None or marker.evaluate({"extra": ""})
-        of_extras = marker is not None and any(marker.evaluate({"extra": e}) for e in _EXTRAS)
-        if not (is_needed or of_extras):
-            continue
-        try:
-            version = importlib.metadata.version(wanted.name)
-            is_met = wanted.specifier.contains(version, prereleases=True)
-        except importlib.metadata.PackageNotFoundError:
-            version, is_met = "missing", not is_needed
-        except InvalidVersion:
-            is_met = False
-        if not is_met:
-            unmet.append(f"{wanted.name} {version} (wanted: {wanted.specifier})")
-    return tuple(unmet)
-
-
-def warn_of_versions() -> None:
-    """Say on the first rank which packages are not those that ds_hydra needs."""
-    if os.environ.get("RANK", "0") == "0" and (unmet := find_unmet_requirements()):
-        logger.warning("packages of other versions than ds_hydra needs: %s", ", ".join(unmet))
-
-
 def prepare() -> None:
     """Set up the process for `import ds_hydra`: nothing harms where no CUDA device is used."""
     set_accelerator_environment(os.environ)
+    logging.getLogger("torch.utils._pytree").addFilter(_is_of_use)
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Whether a user can do anything about a warning: not of classes of torchao, which transformers
+    and PEFT import.
+    """
+    return "is an Enum subclass" not in record.getMessage()

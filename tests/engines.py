@@ -172,7 +172,7 @@ def gather_gradients(engine, grads_P):
 def loss_and_gradients(engine, plan, load, objective=None):
     """Loss and full gradients of the passes of `plan`."""
     outcome, grads_P = train_plan(engine, plan, load, objective)
-    loss = engine.hydra.gather_outcomes(outcome).loss(plan, objective)
+    loss = engine.hydra.gather_outcomes(outcome).loss()
     return loss, gather_gradients(engine, grads_P)
 
 

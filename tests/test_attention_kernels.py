@@ -5,7 +5,6 @@ fp64 through stand-ins with their signatures, and chosen by what was asked and w
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import os
 import re
@@ -15,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed import run_distributed
 from flash_standin import (
     CUDNN,
@@ -53,7 +51,6 @@ from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment,
 from ds_hydra.engine.model.micro_batches import long_segments
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.ranks.process import use_deterministic_kernels
-from ds_hydra.engine.ranks.settings import warn_of_other_kernels
 from ds_hydra.engine.strategy_links import StrategyLinks
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.sampler.cuts import cut_micro_batch
@@ -898,23 +895,3 @@ def test_strategies_have_one_gradient_where_long_sequences_run_apart():
     # By varlen, whole sequences and squares, keys before those of a piece (CP)
     kinds = (False, False), (True, False), (True, True)
     assert passes == {(way, *kind) for way in ("forward", "backward") for kind in kinds}
-
-
-def other_kernels():
-    texts = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())
-    logging.getLogger("ds_hydra").addHandler(handler)
-    name = "varlen" if dist.get_rank() == 1 else "flash_attention_3"
-    warn_of_other_kernels(["per_sequence", name], CPU)
-    return texts
-
-
-@pytest.mark.distributed
-def test_a_rank_with_other_kernels_says_so():
-    first, other = run_distributed(other_kernels, 2)
-    assert first == []
-    assert other == [
-        "attention runs by per_sequence, varlen on rank 1, by per_sequence, flash_attention_3 on rank 0; install "
-        "the same packages on all hosts, or set hydra.attention"
-    ]

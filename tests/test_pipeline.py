@@ -98,13 +98,14 @@ class Mark:
 class DeviceRecorder(Recorder):
     """Of passes that end when the host waits for them; those before them have ended, too."""
 
+    most_under_way = 0
+
     def __init__(self):
-        self.most_under_way = 0
-        super().__init__()
-        self._on_device = True
+        settle = Mark.synchronize
+        super().__init__(SimpleNamespace(has_streams=True, stamp=self._mark, settle=settle))
 
     def _mark(self):
-        ends = [end.is_over for *_, end in self._spans]
+        ends = [end.is_over for end in getattr(self, "_pass_ends", ())]
         over = len(ends) - ends[::-1].index(True) if True in ends else 0
         self.most_under_way = max(self.most_under_way, len(ends) - over + 1)
         return Mark()

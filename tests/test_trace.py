@@ -6,6 +6,7 @@ import itertools
 import mmap
 import socket
 import time
+from dataclasses import MISSING, fields, replace
 
 import numpy as np
 import pytest
@@ -14,10 +15,24 @@ import torch.distributed as dist
 from distributed import run_distributed
 
 from ds_hydra.engine.telemetry import trace
-from ds_hydra.engine.telemetry.trace import MemoryWatch, Recorder, TraceChoice, gather_timeline
+from ds_hydra.engine.telemetry.metrics import LateMetrics
+from ds_hydra.engine.telemetry.trace import (
+    DeviceClock,
+    MemoryWatch,
+    Recorder,
+    TraceChoice,
+    gather_timeline,
+)
+from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.records.timeline import EventKind
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Strategy
+
+REQUIRED_OF_METRICS = [
+    field.name
+    for field in fields(IterationMetrics)
+    if field.default is MISSING and field.default_factory is MISSING and field.name != "num_tokens"
+]
 
 
 def test_spans_of_a_cpu_rank():
@@ -34,6 +49,21 @@ def test_spans_of_a_cpu_rank():
     assert start >= 0
     assert start + 4 <= end <= step[2] <= step[3]
     assert recorder.busy_ms() == pytest.approx(end - start)
+
+
+def test_metrics_of_a_step_that_a_device_still_runs_wait_only_where_its_times_are_read():
+    waits = []
+    known = IterationMetrics(**dict.fromkeys(REQUIRED_OF_METRICS, 1.0), num_tokens=8)
+
+    def complete(metrics):
+        waits.append(metrics.num_tokens)
+        return replace(metrics, iteration_ms=5.0)
+
+    late = LateMetrics(known, complete)
+    assert (late.loss, late.num_tokens, late.strategy, late.measured_ms) == (1.0, 8, 1.0, 1.0)
+    assert not waits
+    assert (late.iteration_ms, late.step_ms) == (5.0, 0.0)
+    assert waits == [8], "the end is waited for once"
 
 
 def test_a_block_that_raises_is_not_recorded():
@@ -77,7 +107,7 @@ class FakeDevice:
         device = self
 
         class Event:
-            def record(self):
+            def record(self, stream):
                 device.now_ms += 10
                 self.time_ms = device.now_ms
 
@@ -86,6 +116,9 @@ class FakeDevice:
 
         return Event()
 
+    def current_stream(self):
+        return None
+
     def synchronize(self):
         raise AssertionError("recording must not wait for the device")
 
@@ -93,7 +126,7 @@ class FakeDevice:
 def test_an_accelerator_is_asked_by_events_and_never_waited_for(monkeypatch):
     device = FakeDevice()
     monkeypatch.setattr(trace, "get_accelerator", lambda: device)
-    recorder = Recorder()
+    recorder = Recorder(DeviceClock(torch.device("cuda")))
     recorder.begin()
     with recorder.span(EventKind.FORWARD, 0):
         pass

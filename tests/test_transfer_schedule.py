@@ -8,14 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hydra.engine.parallel.one_f_one_b import Pass
-from ds_hydra.engine.transfer.schedule import (
-    AT_ONCE,
-    GATHER_WINDOW,
-    Kind,
-    Window,
-    plan_gathered,
-    plan_kept,
-)
+from ds_hydra.engine.transfer.schedule import AT_ONCE, GATHER_WINDOW, Window, plan_transfers
+from ds_hydra.records.timeline import EventKind
 
 num_micro_batches, num_layers = st.integers(0, 6), st.integers(2, 9)
 first_trained, num_kept = st.integers(0, 3), st.integers(0, 1)
@@ -28,10 +22,15 @@ def window_of(num_kept, num_layers, first_trained):
     )
 
 
+def plan_gathered(window, num_buckets, counts):
+    options = {"training": True, "pushes": True, "overlap": True}
+    return plan_transfers(window, num_buckets, num_buckets, counts, **options)
+
+
 @given(num_micro_batches, num_layers, first_trained, num_kept)
 def test_gathered_layers_are_there_when_they_are_used(micro_batches, layers, trained, kept):
     window = window_of(kept, layers, trained)
-    schedule = plan_gathered(window, kept + layers, [micro_batches], training=True, pushes=True)
+    schedule = plan_gathered(window, kept + layers, [micro_batches])
     uses = window.uses([Pass.FORWARD, Pass.BACKWARD] * micro_batches)
     assert list(schedule.uses) == [window.buckets[use.position] for use in uses]
     with_gradients = [b for b, t in zip(window.buckets, window.has_backward, strict=True) if t]
@@ -40,8 +39,8 @@ def test_gathered_layers_are_there_when_they_are_used(micro_batches, layers, tra
         assert sorted(pushed) == sorted(with_gradients * micro_batches)
     of_kept = [t for t in schedule.transfers if t.bucket not in window.buckets]
     assert [(t.kind, t.bucket, t.after) for t in of_kept] == [
-        *((Kind.PULL, bucket, AT_ONCE) for bucket in range(kept)),
-        *((Kind.PUSH, bucket, schedule.end) for bucket in range(kept)),
+        *((EventKind.PULL, bucket, AT_ONCE) for bucket in range(kept)),
+        *((EventKind.PUSH, bucket, schedule.end) for bucket in range(kept)),
     ]
 
 
@@ -49,11 +48,9 @@ def test_gathered_layers_are_there_when_they_are_used(micro_batches, layers, tra
 def test_phases_of_gathered_layers_begin_where_all_ranks_meet(counts, layers, trained):
     """Whatever a rank has done of the phase before; and their layers come as in one phase."""
     window = window_of(0, layers, trained)
-    options = {"training": True, "pushes": True}
-    schedule = plan_gathered(window, layers, counts, **options)
-    assert schedule == replace(
-        plan_gathered(window, layers, [sum(counts)], **options), phases=schedule.phases
-    )
+    schedule = plan_gathered(window, layers, counts)
+    in_one = plan_gathered(window, layers, [sum(counts)])
+    assert schedule == replace(in_one, phases=schedule.phases)
     assert schedule.phases[0] == 0
     of_one = [Pass.FORWARD, Pass.BACKWARD]
     for number, begin in enumerate(schedule.phases):
@@ -70,10 +67,10 @@ def test_phases_of_gathered_layers_begin_where_all_ranks_meet(counts, layers, tr
 @given(num_micro_batches, num_layers, first_trained)
 def test_the_next_layer_comes_while_one_computes_and_no_third_is_there(count, layers, trained):
     window = window_of(0, layers, trained)
-    schedule = plan_gathered(window, layers, [count], training=True, pushes=True)
+    schedule = plan_gathered(window, layers, [count])
     slots = [window.slot_of[bucket] for bucket in schedule.uses]
     for transfer in schedule.transfers:
-        if transfer.kind is not Kind.PULL:
+        if transfer.kind is not EventKind.PULL:
             continue
         own = window.slot_of[transfer.bucket]
         left = [use for use in range(transfer.needed_by) if slots[use] == own]
@@ -84,7 +81,7 @@ def test_the_next_layer_comes_while_one_computes_and_no_third_is_there(count, la
         assert transfer.after <= max(AT_ONCE, transfer.needed_by - (1 if begins_anew else 2))
     # Where forward turns into backward, and back, the layers used last are there
     if not trained and count:
-        num_pulls = sum(t.kind is Kind.PULL for t in schedule.transfers)
+        num_pulls = sum(t.kind is EventKind.PULL for t in schedule.transfers)
         assert num_pulls == layers + (2 * count - 1) * (layers - GATHER_WINDOW)
 
 
@@ -100,7 +97,7 @@ def carry_out(schedule, *, is_early):
     def post(transfer):
         left.remove(transfer)
         slot = buckets.index(transfer.bucket) % GATHER_WINDOW
-        if transfer.kind is Kind.PUSH:
+        if transfer.kind is EventKind.PUSH:
             assert grads.pop(slot) == transfer.bucket
             pushed.append(transfer.bucket)
         else:
@@ -115,7 +112,9 @@ def carry_out(schedule, *, is_early):
                 post(transfer)
         slot = buckets.index(bucket) % GATHER_WINDOW
         assert slots[slot] == bucket
-        if any(t.kind is Kind.PUSH and t.after == use and t.bucket == bucket for t in transfers):
+        if any(
+            t.kind is EventKind.PUSH and t.after == use and t.bucket == bucket for t in transfers
+        ):
             assert slot not in grads, "a gradient that was not pushed"
             grads[slot] = bucket
     for transfer in list(left):
@@ -128,19 +127,23 @@ def test_kept_weights_are_pulled_first_and_pushed_when_their_gradients_are_there
     num_rounds, data, overlap
 ):
     num_buckets = data.draw(st.integers(0, num_rounds))
-    schedule = plan_kept(num_rounds, num_buckets, pushes=True, overlap=overlap)
+
+    def plan_kept(*, pushes):
+        options = {"training": True, "pushes": pushes, "overlap": overlap}
+        return plan_transfers(Window(), num_buckets, num_rounds, [1], **options)
+
+    schedule = plan_kept(pushes=True)
     pulls, pushes = schedule.transfers[:num_rounds], schedule.transfers[num_rounds:]
     assert [(t.kind, t.bucket, t.after) for t in pulls] == [
-        (Kind.PULL, bucket, AT_ONCE) for bucket in range(num_rounds)
+        (EventKind.PULL, bucket, AT_ONCE) for bucket in range(num_rounds)
     ]
     # The same rounds in the same order on every rank, whatever it has
     assert [(t.kind, t.bucket) for t in pushes] == [
-        (Kind.PUSH, bucket) for bucket in reversed(range(num_rounds))
+        (EventKind.PUSH, bucket) for bucket in reversed(range(num_rounds))
     ]
     for push in pushes:
         if not overlap or not num_buckets:
             assert push.after == schedule.end
         else:
             assert push.after == min(push.bucket, num_buckets - 1)
-    forward_only = plan_kept(num_rounds, num_buckets, pushes=False, overlap=overlap)
-    assert forward_only.transfers == pulls
+    assert plan_kept(pushes=False).transfers == pulls

@@ -9,9 +9,10 @@ import pytest
 import torch
 from distributed import TIMEOUT_S, wait_until
 
-from ds_hydra.engine.transfer import link_thread
-from ds_hydra.engine.transfer.link_thread import DeviceClock, LinkThread
-from ds_hydra.engine.transfer.schedule import Window, plan_gathered, plan_kept
+from ds_hydra.engine.telemetry import trace
+from ds_hydra.engine.telemetry.trace import DeviceClock, Recorder
+from ds_hydra.engine.transfer.link_thread import LinkThread
+from ds_hydra.engine.transfer.schedule import Window, plan_transfers
 from ds_hydra.engine.transfer.session import LinkCarrier, TransferSession
 
 
@@ -68,9 +69,14 @@ class NotedClock(DeviceClock):
         return 0.0
 
 
+def plan(num_buckets, num_rounds, window=None, counts=(), overlap=True):
+    options = {"training": True, "pushes": True, "overlap": overlap}
+    return plan_transfers(window or Window(), num_buckets, num_rounds, counts, **options)
+
+
 def open_session(thread, posted, num_buckets, num_rounds, clock=None, schedule=None, link=None):
     link = link or NotedLink(posted, clock)
-    plan = SimpleNamespace(rounds=[None] * num_rounds)
+    of_link = SimpleNamespace(rounds=[None] * num_rounds)
     weights = SimpleNamespace(
         bucket_S=list(range(num_buckets)),
         grad_bucket_S=[f"gradients {i}" for i in range(num_buckets)],
@@ -79,12 +85,11 @@ def open_session(thread, posted, num_buckets, num_rounds, clock=None, schedule=N
         prepare=lambda index: posted.append(("prepared", index)),
         expect_next=lambda index: posted.append(("pushed", index)),
     )
-    kept = plan_kept(num_rounds, num_buckets, pushes=True, overlap=thread.overlap)
     return TransferSession(
         thread,
-        clock or DeviceClock(torch.device("cpu")),
-        schedule or kept,
-        LinkCarrier((link, plan), (link, plan), [], [], weights),
+        Recorder(clock),
+        schedule or plan(num_buckets, num_rounds, overlap=thread.overlap),
+        LinkCarrier((link, of_link), (link, of_link), [], [], weights),
         weights,
     )
 
@@ -185,9 +190,8 @@ def test_on_a_device_gathered_layers_come_where_computation_leaves_others(thread
 @pytest.mark.parametrize("num_kept", [1, 5, 8])
 def test_on_a_device_the_first_gathered_layer_comes_after_all_kept_buckets(thread, num_kept):
     window = Window(buckets=(num_kept, num_kept + 1), has_backward=(True, True))
-    schedule = plan_gathered(window, num_kept + 2, [1], training=True, pushes=True)
-    posted = []
-    num = num_kept + 2
+    posted, num = [], num_kept + 2
+    schedule = plan(num, num, window, [1])
     with open_session(thread, posted, num, num, NotedClock(), schedule=schedule) as session:
         session.await_bucket(num_kept)
         assert pulls_of(posted) >= num_kept + 1
@@ -242,7 +246,7 @@ def test_an_error_of_a_push_is_raised_when_computation_is_over(thread):
 def gathered_session(thread, posted, clock=None):
     """Two layers that take turns with no other, and a bucket that stays, in one micro-batch."""
     window = Window(buckets=(1, 2), has_backward=(True, True))
-    schedule = plan_gathered(window, 3, [1], training=True, pushes=True)
+    schedule = plan(3, 3, window, [1])
     return open_session(thread, posted, 3, 3, clock, schedule=schedule)
 
 
@@ -308,7 +312,7 @@ FOUR_LAYERS = Window(buckets=(0, 1, 2, 3), has_backward=(True,) * 4)
 
 def of_two_phases(thread, posted):
     """Four layers in two slots; each phase has one micro-batch on some rank."""
-    schedule = plan_gathered(FOUR_LAYERS, 4, [1, 1], training=True, pushes=True)
+    schedule = plan(4, 4, FOUR_LAYERS, [1, 1])
     return open_session(thread, posted, 4, 4, schedule=schedule)
 
 
@@ -413,7 +417,7 @@ def test_a_stream_of_cuda_is_made_once(monkeypatch):
     accelerator = SimpleNamespace(
         Event=lambda enable_timing: Event(), current_stream=lambda: Stream()
     )
-    monkeypatch.setattr(link_thread, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(trace, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda index: current[index], raising=False
     )

@@ -29,7 +29,7 @@ def join() -> torch.device:
 
 def median_ms(run: Callable[[], object], repeats: int = 5, warmup: int = 2) -> float:
     """Median milliseconds of `run` by the device's own clock."""
-    from ds_hydra.engine.transfer.link_thread import DeviceClock
+    from ds_hydra.engine.telemetry.trace import DeviceClock
 
     clock = DeviceClock(DEVICE)
     times = []

@@ -32,7 +32,7 @@ from ds_hydra.engine.parallel.groups import (
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.engine.ranks.hosts import Hosts
 from ds_hydra.engine.ranks.memory import available_bytes
-from ds_hydra.engine.transfer.link_thread import DeviceClock
+from ds_hydra.engine.telemetry.trace import DeviceClock
 from ds_hydra.environment import WANTED
 from ds_hydra.strategy.cost_models.analytic import Hardware, find_shipped_hardware
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -37,7 +36,6 @@ from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker, StragglerF
 from ds_hydra.engine.telemetry.metrics import RunLog
 from ds_hydra.environment import count_ranks_here
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError, UnsupportedModelError
-from ds_hydra.progress import Progress
 from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.sampler.candidate_set import (
     Candidates,
@@ -220,17 +218,10 @@ class EngineCandidates:
         return None if self.profile is None else self.track()
 
     def learn(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
-        """Take in the time of each pipeline, equal on all ranks. Warns on rank 0 of drift. Not
-        collective.
-        """
-        if (tracker := self.find_tracker()) is None:
-            return
-        measured_ms = [pipeline.measured_ms for pipeline in metrics.pipelines]
-        run_ms = metrics.iteration_ms - metrics.waited_ms
-        warning = tracker.observe(plan, measured_ms, run_ms)
-        if warning is not None and self.is_first_rank:
-            with Progress.external_write_mode(file=sys.stderr):  # not on top of a bar
-                logger.warning("iteration %d: %s", plan.iteration, warning)
+        """Take in the time of each pipeline, equal on all ranks. Not collective."""
+        if (tracker := self.find_tracker()) is not None:
+            measured_ms = [pipeline.measured_ms for pipeline in metrics.pipelines]
+            tracker.observe(plan, measured_ms, metrics.iteration_ms - metrics.waited_ms)
 
     def state_dict(self) -> dict[str, Any]:
         """The cost model, as a checkpoint keeps it; not collective."""

@@ -19,8 +19,12 @@ from torch.utils.data import IterableDataset
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.micro_batches import Example
-from ds_hydra.engine.ranks.agreement import check_alike, check_same_numbers, run_together
-from ds_hydra.engine.ranks.turns import first_on_node
+from ds_hydra.engine.ranks.agreement import (
+    check_alike,
+    check_same_numbers,
+    first_on_node,
+    run_together,
+)
 from ds_hydra.errors import HydraConfigError, HydraDataError
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset
@@ -50,7 +54,7 @@ def read_data(
         return TokenStream(stream, reading_of(config, tokenize))
 
     def read() -> TokenDataset:
-        with first_on_node("tokenising the training data"):
+        with first_on_node(device):
             return TokenDataset.from_dataset(
                 dataset,
                 context_length=config.context_length,

@@ -11,11 +11,11 @@ import functools
 import inspect
 import logging
 import math
-import os
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -58,35 +58,33 @@ from ds_hydra.engine.model.scheme_support import check_context, find_unseen_posi
 from ds_hydra.engine.model.stage_forward import compilations
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import ExampleLike
-from ds_hydra.engine.propagation import RankOutcome
-from ds_hydra.engine.ranks.agreement import gather_by_hosts, open_host_group, run_together
+from ds_hydra.engine.ranks.agreement import gather_flags, open_host_group, run_together
 from ds_hydra.engine.ranks.memory import (
     freeze_gc,
     to_device,
     unfreeze_gc,
 )
 from ds_hydra.engine.ranks.process import (
-    end_with_the_sentence,
-    find_restart_problem,
     leave_out_shared_memory,
     let_collectives_end_at_exit,
+    let_one_rank_speak,
     offloads_optimizer,
-    remove_stale_locks,
 )
 from ds_hydra.engine.ranks.settings import check_same_settings
 from ds_hydra.engine.ranks.sigterm import SIGTERM
 from ds_hydra.engine.ranks.watchdog import join_watchdog, leave_watchdog, watch
 from ds_hydra.engine.runtime import HydraRuntime, Stamps
 from ds_hydra.engine.telemetry.trace import MemoryWatch
-from ds_hydra.environment import is_first_on_host
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
 from ds_hydra.progress import say_once, show_notes
 from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.records.timeline import EventKind
+from ds_hydra.sampler.background import PlannedIteration
+from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy import Strategy
 
 leave_out_shared_memory()
-end_with_the_sentence()
+let_one_rank_speak()
 # DeepSpeed calls them, and who reads a log cannot change it.
 warnings.filterwarnings(
     "ignore",
@@ -165,11 +163,12 @@ class HydraEngine(CheckpointingEngine):
         """Callback in place of saving and ending: a Trainer has more to save."""
         self.last_scores: Scores | None = None
         self._last_metrics: IterationMetrics | None = None
+        self._ended_metrics: IterationMetrics | None = None
+        self.last_plan: IterationPlan | None = None
+        """Plan of the last iteration."""
         place = local_rank()
         get_accelerator().set_device(place)
         self.device = torch.device(get_accelerator().device_name(place))
-        if deepspeed.comm.get_rank() == 0 and (problem := find_restart_problem(os.environ)):
-            logger.warning(problem)
         with _torch_defaults():
             join_watchdog(hydra_config.faults, self.device)
         self._is_watched = True
@@ -196,7 +195,6 @@ class HydraEngine(CheckpointingEngine):
         self, args: Any, model: nn.Module, engine_args: Any, engine_kwargs: Mapping[str, Any]
     ) -> None:
         open_host_group(self.device)
-        run_together(lambda: remove_stale_locks(is_first_on_host()), self.device)
         # Before DeepSpeed hooks the model's modules: what a stage changes of them is found here.
         config = self._hydra_config
         document = getattr(engine_kwargs.get("config_class"), "_param_dict", None) or {}
@@ -239,10 +237,18 @@ class HydraEngine(CheckpointingEngine):
     @property
     def last_metrics(self) -> IterationMetrics | None:
         """Metrics of the last iteration; equal on all ranks but for this rank's own iteration and
-        step time. On an accelerator the host waits for the step.
+        step time. Where an accelerator may still run the step, the host waits for its end when one
+        of these is read: `iteration_ms`, `step_ms`, `tokens_per_s`, `tflops_per_device`, `mfu`,
+        `grad_norm`.
         """
-        late = None if self._hydra is None else self._hydra.last_metrics()
-        return late or self._last_metrics
+        return self._last_metrics
+
+    @property
+    def ended_metrics(self) -> IterationMetrics | None:
+        """Metrics of the last iteration that nothing has to wait for: on an accelerator the one
+        before the last.
+        """
+        return self._ended_metrics
 
     @_in_own_modes
     def train_batch(
@@ -285,27 +291,21 @@ class HydraEngine(CheckpointingEngine):
                 given = (batch, strategy, self.global_steps, problem, loss)
                 iteration = source.plan(*given, call="train_batch(batch)")
             with watch("propagation"):
-                iteration, outcome, outcomes = self._propagate(iteration, keep_scores)
-            value = outcomes.loss(iteration.plan, iteration.objective)
+                outcomes = self._propagate(iteration, keep_scores)  # below nothing is decided
+            value = outcomes.loss()
             step = clock.stamp()
             with watch("step"):
-                self._step_or_skip(iteration, outcomes)
-            source.mark_trained(iteration.plan, batch)
+                self._step_or_skip(outcomes)
+            source.mark_trained(iteration.plan, batch)  # a checkpoint continues after it
             stamps = Stamps(begin=begin, step=step, end=clock.stamp())
-            self._report(iteration, outcomes, outcome, stamps, value)
-            self._num_trained += 1
-            self._reserve_copies()
-            self._settle_saving(waits=False)
-            if self._num_trained % _FREEZES_EVERY == _SETTLED_AFTER:
-                freeze_gc()
+            self._report(iteration.planned, outcomes, stamps, value)
+            self._look_after_memory()
         self._stop_if(outcomes.is_stop_requested)
         return to_device(torch.tensor(value, dtype=torch.float32), self.device)
 
-    def _propagate(
-        self, iteration: Iteration, keep_scores: bool
-    ) -> tuple[Iteration, RankOutcome, Outcomes]:
-        """Add the gradients of `iteration` to the shards: the iteration with the objective that was
-        trained, this rank's results, and what all ranks report.
+    def _propagate(self, iteration: Iteration, keep_scores: bool) -> Outcomes:
+        """Pull, run and push: add the gradients of `iteration` to the shards, and gather what all
+        ranks report.
         """
         propagator = self.hydra.propagator
         iteration = linearised(iteration, propagator)
@@ -315,12 +315,25 @@ class HydraEngine(CheckpointingEngine):
         scale = float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
         outcome = propagator.train(iteration.plan, iteration.load, grads_P, scale, objective)
         outcomes = self.hydra.gather_outcomes(
-            outcome, self._gradients.squares(), self.optimizer.param_groups
+            # Errors name the caller's loss, not the recorder around it.
+            replace(outcome, objective=iteration.objective),
+            self._gradients.squares(),
+            self.optimizer.param_groups,
         )
         self._gradients.tell(outcomes.squares)
         if recorder is not None:
             self.last_scores = gather_scores(iteration, recorder, propagator)
-        return iteration, outcome, outcomes
+        return outcomes
+
+    def _look_after_memory(self) -> None:
+        """Count an iteration; what is done beside some: copies for checkpoints, and the collector
+        of garbage.
+        """
+        self._num_trained += 1
+        self._reserve_copies()
+        self._settle_saving(waits=False)
+        if self._num_trained % _FREEZES_EVERY == _SETTLED_AFTER:
+            freeze_gc()
 
     @_in_own_modes
     def eval_batch(
@@ -343,10 +356,9 @@ class HydraEngine(CheckpointingEngine):
                 forward_only=True,
             )
             iteration = linearised(iteration, self.hydra.propagator)
-            plan, objective = iteration.plan, iteration.objective
-            outcome = self.hydra.propagator.evaluate(plan, iteration.load, objective)
-            outcomes = self.hydra.gather_outcomes(outcome)
-            value = outcomes.loss(plan, objective)
+            given = iteration.plan, iteration.load, iteration.objective
+            outcomes = self.hydra.gather_outcomes(self.hydra.propagator.evaluate(*given))
+            value = outcomes.loss()
         self._stop_if(outcomes.is_stop_requested)
         return to_device(torch.tensor(value, dtype=torch.float32), self.device)
 
@@ -549,17 +561,17 @@ class HydraEngine(CheckpointingEngine):
             self._gradients = GradientShards(self.optimizer, params, self.device)
         return self._gradients.zeroed()
 
-    def _step_or_skip(self, iteration: Iteration, outcomes: Outcomes) -> None:
+    def _step_or_skip(self, outcomes: Outcomes) -> None:
         if outcomes.nonfinite_ranks and not self.fp16_enabled():
-            self._skip_step(iteration, outcomes.nonfinite_ranks)
+            self._skip_step(outcomes.own.plan, outcomes.nonfinite_ranks)
             return
         with self.hydra.propagator.recorder.span(EventKind.STEP):
             self._gradients.deposit()
-            self._step(iteration, outcomes)
+            self._step(outcomes)
 
-    def _step(self, iteration: Iteration, outcomes: Outcomes) -> None:
+    def _step(self, outcomes: Outcomes) -> None:
         # DeepSpeed counts train_batch_size() samples per step; monitors shall see what was trained.
-        more = len(iteration.plan.lengths) - self.train_batch_size()
+        more = len(outcomes.own.plan.lengths) - self.train_batch_size()
         self.global_samples += more
         self.set_gradient_accumulation_boundary(True)
         self.optimizer.overflow = False
@@ -595,7 +607,7 @@ class HydraEngine(CheckpointingEngine):
         finally:
             self.lr_scheduler = scheduler
 
-    def _skip_step(self, iteration: Iteration, ranks: Sequence[int]) -> None:
+    def _skip_step(self, plan: IterationPlan, ranks: Sequence[int]) -> None:
         """Count an iteration without changing a weight, as DeepSpeed does after an overflow in
         fp16.
 
@@ -604,10 +616,10 @@ class HydraEngine(CheckpointingEngine):
         """
         if self.global_rank == 0:
             logger.warning(
-                f"iteration {iteration.plan.iteration}: NaN or Inf among the gradients of ranks {list(ranks)}; "
+                f"iteration {plan.iteration}: NaN or Inf among the gradients of ranks {list(ranks)}; "
                 f"no weight was changed ({self.skipped_steps + 1} steps skipped so far)"
             )
-        self.global_samples += len(iteration.plan.lengths)
+        self.global_samples += len(plan.lengths)
         self.global_steps += 1
         self.micro_steps += 1
         self.skipped_steps += 1
@@ -631,8 +643,7 @@ class HydraEngine(CheckpointingEngine):
         Collective over all ranks.
         """
         if SIGTERM.is_watching(self.hydra):
-            asked = torch.tensor([SIGTERM.is_asked(self.hydra)]).long()
-            self._stop_if(bool(gather_by_hosts(asked, self.device).any()))
+            self._stop_if(any(gather_flags(SIGTERM.is_asked(self.hydra), self.device)))
 
     def leave_sigterm(self) -> None:
         """Restore the handler of SIGTERM from before this engine watched it. Not collective."""
@@ -661,25 +672,24 @@ class HydraEngine(CheckpointingEngine):
 
     def _report(
         self,
-        iteration: Iteration,
+        planned: PlannedIteration,
         outcomes: Outcomes,
-        outcome: RankOutcome,
         stamps: Stamps,
         loss: float,
     ) -> None:
+        self.last_plan = planned.plan
         grad_norm, num_samples = self.get_global_grad_norm(), self.global_samples
         if self.device.type == "cpu" and grad_norm is not None:
             grad_norm = self._global_grad_norm = torch.tensor(float(grad_norm))
 
         def take(metrics: IterationMetrics) -> None:
-            self._last_metrics = metrics
+            self._last_metrics = self._ended_metrics = metrics
             if self.monitor.enabled and self.global_rank == 0:
                 self.monitor.write_events(metrics.monitor_events(num_samples))
 
-        self.hydra.report(
-            iteration,
+        self._last_metrics = self.hydra.report(
+            planned,
             outcomes,
-            outcome,
             stamps,
             loss=loss,
             lr=float(self.get_lr()[0] or 0.0),
@@ -690,7 +700,7 @@ class HydraEngine(CheckpointingEngine):
         graphs, seconds = compilations.take()
         if graphs and self.global_rank == 0:
             logger.info(
-                f"iteration {iteration.plan.iteration}: torch compiled {graphs} kinds of decoder layers or pieces of "
+                f"iteration {planned.plan.iteration}: torch compiled {graphs} kinds of decoder layers or pieces of "
                 f"them in {seconds:.1f} s of this rank"
             )
 

@@ -22,7 +22,6 @@ from ds_hydra.engine.hydra_engine import HydraEngine, needs_metric
 from ds_hydra.engine.model.adapters import check_trains
 from ds_hydra.engine.model.held_models import check_free
 from ds_hydra.engine.ranks.process import prepare_accelerator
-from ds_hydra.environment import warn_of_versions
 from ds_hydra.errors import HydraConfigError
 
 logger = logging.getLogger(__name__)
@@ -120,7 +119,6 @@ def initialize(
         args.deepspeed_config = None  # DeepSpeed would read the file again, "hydra" section and all
     if model is None:
         raise HydraConfigError("no model: pass model=, e.g. a LlamaForCausalLM")
-    warn_of_versions()
     check_free(model)
     ds_config, hydra_config = read_ds_config(given)
     refuse_auto(ds_config)

@@ -96,6 +96,8 @@ class RankReport(NamedTuple):
 class Outcomes:
     """Reports of all ranks in one iteration."""
 
+    own: RankOutcome
+    """Results of this rank."""
     ranks: list[RankReport]
     nonfinite_position: int = -1
     """Position of a sequence in a micro-batch with a NaN or Inf loss; -1 without one."""
@@ -122,10 +124,12 @@ class Outcomes:
         """The loss of balance of experts."""
         return sum(r.balance_loss for r in self.ranks)
 
-    def loss(self, plan: IterationPlan, objective: Objective | None = None) -> float:
-        """Mean over the label tokens of `plan`, or over the divisor of `objective`, and the loss of
-        balance. Raises HydraDataError, on all ranks, where the loss of `objective` is not finite.
+    def loss(self) -> float:
+        """Mean over the label tokens of the plan, or over the divisor of the objective, and the
+        loss of balance. Raises HydraDataError, on all ranks, where the loss of an objective is not
+        finite.
         """
+        plan, objective = self.own.plan, self.own.objective
         loss_sum = sum(r.loss_sum for r in self.ranks)
         if objective is None:
             return loss_sum / plan.num_label_tokens + self.balance_loss

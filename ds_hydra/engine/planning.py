@@ -557,16 +557,8 @@ class _Prefetched(NamedTuple):
 def broadcast_plan(make: Callable[[], PlannedIteration], device: torch.device) -> PlannedIteration:
     """Make a plan on rank 0 and return it on every rank; an error of rank 0 is raised on every
     rank. Collective over all ranks.
-
-    Collective over all ranks.
     """
-
-    def make_both() -> tuple[PlannedIteration, dict[str, Any]]:
-        planned = make()
-        return planned, planned.to_json()
-
-    planned, document = _broadcast(make_both, device)
-    return PlannedIteration.from_json(document) if planned is None else planned
+    return PlannedIteration.from_json(_from_first_rank(lambda: make().to_json(), device))
 
 
 def broadcast_plans(
@@ -581,39 +573,34 @@ def broadcast_plans(
     Collective over all ranks.
     """
 
-    def make() -> tuple[PlannedIteration, dict[str, Any]]:
+    def make() -> dict[str, Any]:
         planned = feed.get(iteration)
         this = planned.to_json() if known is None else {"waited_ms": planned.waited_ms}
-        return planned, {"this": this, "next": feed.peek(iteration + 1)}
+        return {"this": this, "next": feed.peek(iteration + 1)}
 
-    planned, document = _broadcast(make, device)
-    if planned is None:
-        this = document["this"]
-        planned = PlannedIteration.from_json(this) if known is None else replace(known(), **this)
+    document = _from_first_rank(make, device)
+    this = document["this"]
+    planned = PlannedIteration.from_json(this) if known is None else replace(known(), **this)
     return planned, document["next"]
 
 
-def _broadcast(
-    make: Callable[[], tuple[PlannedIteration, dict[str, Any]]], device: torch.device
-) -> tuple[PlannedIteration | None, dict[str, Any]]:
-    """Return the results of `make` on rank 0, None and its document on the others. An error of rank
-    0 is raised on every rank.
+def _from_first_rank(make: Callable[[], dict[str, Any]], device: torch.device) -> dict[str, Any]:
+    """Return the document that rank 0 makes, on every rank. An error of rank 0 is raised on every
+    rank.
     """
-    planned, error = None, None
     document: dict[str, Any] = {}
+    error = None
     if dist.get_rank() == 0:
         try:
-            planned, document = make()
+            document = make()
         except Exception as caught:  # whatever it is, the other ranks wait for it
             error = caught
             document = {"error": [type(error).__name__, str(error)]}
     received = broadcast_bytes(json.dumps(document, separators=(",", ":")).encode(), 0, device)
     if error is not None:
         raise on_all_ranks(error)
-    if planned is not None:
-        return planned, document
     document = json.loads(received)
     if "error" in document:
         name, text = document["error"]
         raise on_all_ranks(restore_error(name, f"rank 0: {text}"))
-    return None, document
+    return document

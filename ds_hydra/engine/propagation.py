@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -40,18 +40,27 @@ from ds_hydra.engine.ranks.hosts import find_hosts
 from ds_hydra.engine.ranks.memory import naming_memory_limit
 from ds_hydra.engine.strategy_links import StrategyLinks
 from ds_hydra.engine.telemetry.trace import Recorder
-from ds_hydra.engine.transfer.link_thread import DeviceClock
-from ds_hydra.engine.transfer.session import MeasuredLinkTimes, SessionSpans, TransferSession
+from ds_hydra.engine.transfer.session import TransferSession
 from ds_hydra.errors import HydraConfigError, PlanMismatchError
+from ds_hydra.records.timeline import EventKind
 from ds_hydra.sampler.plan import IterationPlan, RankPhase
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.schemes.placement import Role, slices_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankTimes(MeasuredLinkTimes):
-    """Milliseconds of one rank in one iteration."""
+class RankTimes:
+    """Milliseconds of one rank in one iteration.
 
+    `pull_ms` and `push_ms` are the link's own: packing, transport, unpacking or summing, and
+    waiting for other ranks in it, but not for this rank's gradients. `visible_*` is the part that
+    computation waited for.
+    """
+
+    pull_ms: float
+    push_ms: float
+    visible_pull_ms: float
+    visible_push_ms: float
     phase_ms: tuple[float, ...]
     """Forward and backward of each phase, without waiting for slices."""
     busy_ms: float
@@ -71,36 +80,30 @@ class RankTimes(MeasuredLinkTimes):
 _SINGLE_TIMES = [field.name for field in fields(RankTimes) if field.name != "phase_ms"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Passes:
-    """Passes of phases that ran on the same slices; on an accelerator they may still run."""
-
-    transfers: SessionSpans
-    spans: list[tuple[Any, Any]]
-    """Begin and end of each phase."""
-    losses: list[tuple[RankPhase, Tensor]]
-    """Phases with labelled tokens of this rank, and the loss sum of each micro-batch."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutcome:
     """Results of one rank's passes, for which nobody has waited."""
 
+    plan: IterationPlan
+    objective: Objective | None
+    """Objective that was evaluated; None for the mean cross entropy."""
     loss_sum: Tensor
     """0-dim fp64: sum over labelled tokens, each on exactly one rank; 0 on ranks without any."""
     balance_loss: Tensor
     """0-dim fp64: this rank's part of the loss of balance of experts, as it is added to the
     mean.
     """
-    passes: Sequence[_Passes]
-    clock: DeviceClock
+    spans: Sequence[tuple[Any, Any]]
+    """Begin and end of each phase; on an accelerator its passes may still run."""
+    losses: Sequence[tuple[RankPhase, Tensor]]
+    """Phases with labelled tokens of this rank, and the loss sum of each micro-batch."""
     recorder: Recorder
 
     def find_nonfinite(self) -> int:
         """Position of a sequence in the first micro-batch with a NaN or Inf loss; -1 without one.
         The host waits for the device.
         """
-        for phase, losses in (pair for passes in self.passes for pair in passes.losses):
+        for phase, losses in self.losses:
             for micro_batch, loss in zip(phase.micro_batches, losses.tolist()):
                 if not math.isfinite(loss):
                     return micro_batch[0]
@@ -108,16 +111,19 @@ class RankOutcome:
 
     def times(self) -> RankTimes:
         """Times of all passes; the device has reached their end."""
-        links = [asdict(passes.transfers.measure()) for passes in self.passes]
-        phase_ms = [
-            self.clock.ms_between(*span) - passes.transfers.waited_ms(number)
-            for passes in self.passes
-            for number, span in enumerate(passes.spans)
-        ]
+        recorder = self.recorder
+        phase_ms = (
+            recorder.clock.ms_between(*span) - recorder.waited_ms(number)
+            for number, span in enumerate(self.spans)
+        )
+        push_ms = recorder.total_ms(EventKind.PUSH)
         return RankTimes(
             phase_ms=tuple(max(0.0, ms) for ms in phase_ms),
-            busy_ms=self.recorder.busy_ms(),
-            **{name: sum(link[name] for link in links) for name in links[0]},
+            busy_ms=recorder.busy_ms(),
+            pull_ms=recorder.total_ms(EventKind.PULL),
+            push_ms=push_ms,
+            visible_pull_ms=recorder.waited_ms(),
+            visible_push_ms=recorder.rested_ms() if push_ms else 0.0,
         )
 
 
@@ -150,9 +156,9 @@ class Propagator:
         self.links = StrategyLinks(
             stage_model, self.groups, self.hosts, link_config or LinkConfig(), device
         )
-        self.clock = self.links.clock
+        self.recorder = self.links.recorder
+        self.clock = self.recorder.clock
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
-        self.recorder = Recorder()
         self.problem: HydraConfigError | None = None
         """Error of a given loss on this rank in the last run of a plan."""
         self.temperature = 1.0
@@ -255,57 +261,56 @@ class Propagator:
         # Here, where no round is posted: building a plan waits until the device has nothing to do.
         prepare_kernels(long_segments(plan), self.stage_model.flops_of_pair / plan.num_devices)
         self.stage_model.balance.begin(self.device, task.loss_scale, plan.num_tokens)
-        passes: list[_Passes] = []
-        first = 0
+        spans: list[tuple[Any, Any]] = []
+        losses: list[tuple[RankPhase, Tensor]] = []
         with naming_memory_limit(self._memory_limit_bytes), self.stage_model.staying():
             mine = plan.on_rank(self.rank)
             for _, alike in itertools.groupby(mine, lambda own: slices_key(own.plan.strategy)):
-                phases = list(alike)
-                passes.append(self._run_phases(phases, first, task, grads_P))
-                first += len(phases)
-        of_phases = [losses.sum() for own in passes for _, losses in own.losses]
+                self._run_phases(list(alike), task, grads_P, spans, losses)
+        of_phases = [of_phase.sum() for _, of_phase in losses]
         return RankOutcome(
+            plan=plan,
+            objective=task.objective,
             loss_sum=torch.stack([self._zero, *of_phases]).sum(),
             balance_loss=self._zero + self.stage_model.balance.value,
-            passes=passes,
-            clock=self.clock,
+            spans=spans,
+            losses=losses,
             recorder=self.recorder,
         )
 
     def _run_phases(
         self,
         phases: Sequence[RankPhase],
-        first: int,
         task: Task,
         grads_P: Sequence[Tensor] | None,
-    ) -> _Passes:
-        """Phases that need the same slices, one after another, from number `first` on: one session
-        pulls and pushes for all. Where slices stay, ranks go on to their next phase without waiting
-        for others.
+        spans: list[tuple[Any, Any]],
+        losses: list[tuple[RankPhase, Tensor]],
+    ) -> None:
+        """Phases that need the same slices, one after another: one session pulls and pushes for
+        all. Where slices stay, ranks go on to their next phase without waiting for others. Adds to
+        `spans` and `losses` of the outcome.
         """
+        self.recorder.phase = len(spans)
         # Before the session opens: what it waits for is taken off when times are read.
         begin = self.clock.stamp()
         session = self.links.open(phases, training=task.is_training, grads_P=grads_P)
         busy = [number for number, phase in enumerate(phases) if phase.micro_batches]
-        passes = _Passes(session.spans, [], [])
         with session:
             for number, phase in enumerate(phases):
-                self.recorder.phase = first + number
                 if number:
                     session.begin_phase(number)
                     begin = self.clock.stamp()
+                    self.recorder.phase = len(spans)
                 if number in busy:
                     # Kept gradients add up over phases: only this rank's last one completes them.
                     is_last = number == busy[-1]
-                    losses = self._propagate(phase, session, task, completes_gradients=is_last)
-                    if losses is not None:
-                        passes.losses.append((phase, losses))
-                passes.spans.append((begin, self.clock.stamp()))
+                    found = self._propagate(phase, session, task, completes_gradients=is_last)
+                    if found is not None:
+                        losses.append((phase, found))
+                spans.append((begin, self.clock.stamp()))
             session.finish()
         # Only now: what an error has left may serve no other iteration.
         self.links.keep_for_reuse(session.weights)
-        session.record(self.recorder, first)
-        return passes
 
     def time_propagation(
         self,

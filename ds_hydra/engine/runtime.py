@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.candidates import naming_run_dir
-from ds_hydra.engine.iteration import Iteration, Outcomes, RankReport
+from ds_hydra.engine.iteration import Outcomes, RankReport
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import IterationSource
 from ds_hydra.engine.profiling.profile_document import count_flops
@@ -42,10 +42,10 @@ from ds_hydra.engine.ranks.settings import (
     digest_of_numbers,
     numbers_in,
     settings_of_groups,
-    warn_of_other_kernels,
 )
 from ds_hydra.engine.ranks.sigterm import SIGTERM
 from ds_hydra.engine.telemetry.metrics import (
+    LateMetrics,
     RunLog,
     describe_run,
     expert_imbalance,
@@ -55,6 +55,7 @@ from ds_hydra.engine.telemetry.metrics import (
 )
 from ds_hydra.engine.telemetry.trace import MemoryWatch, TraceChoice, gather_timeline
 from ds_hydra.records.metrics import IterationMetrics
+from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy.cost_models.flops import find_peak_flops
 from ds_hydra.strategy.schemes.placement import group_limit
@@ -71,18 +72,6 @@ class Stamps:
     begin: Any
     step: Any
     end: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Unfinished:
-    """An iteration whose step the device may still run."""
-
-    plan: IterationPlan
-    metrics: IterationMetrics
-    """Metrics without the times of iteration and step."""
-    grad_norm: Any
-    stamps: Stamps
-    take: Callable[[IterationMetrics], None]
 
 
 class HydraRuntime:
@@ -103,7 +92,6 @@ class HydraRuntime:
         if config.deterministic:
             use_deterministic_kernels(device)
         run_together(lambda: stage_model.to_device(device), device)
-        warn_of_other_kernels([choice.name for choice in stage_model.attention_choices], device)
         self._device = device
         self.propagator = Propagator(
             stage_model,
@@ -120,7 +108,12 @@ class HydraRuntime:
         if device.type == "cuda" and stage_model.params[0].dtype.itemsize == 2:
             self.peak_flops = find_peak_flops(torch.cuda.get_device_name(device))
         self.log: RunLog | None = None
-        self._unfinished: _Unfinished | None = None
+        self._unfinished: tuple[LateMetrics, Stamps, Callable[[IterationMetrics], None]] | None = (
+            None
+        )
+        """Metrics of an iteration whose step the device may still run, its points, and what is
+        done with all of them.
+        """
         self._memory = memory
         self._traces = TraceChoice(config.trace_every if config.run_dir is not None else 0)
         run_together(self._open_log, device)
@@ -167,6 +160,7 @@ class HydraRuntime:
             mine = torch.tensor([outcome.find_nonfinite()])
             positions = gather_by_hosts(mine, self._device).flatten().tolist()
         return Outcomes(
+            own=outcome,
             ranks=ranks,
             nonfinite_position=next((p for p in positions if p >= 0), -1),
             expert_tokens_LE=counts.view_as(balance.counts_LE).long() if len(read) > 1 else None,
@@ -174,37 +168,34 @@ class HydraRuntime:
 
     def report(
         self,
-        iteration: Iteration,
+        planned: PlannedIteration,
         outcomes: Outcomes,
-        outcome: RankOutcome,
         stamps: Stamps,
         *,
-        loss: float,
-        lr: float,
-        skipped_steps: int,
         grad_norm: Any,
         take: Callable[[IterationMetrics], None],
-    ) -> None:
-        """Measure an iteration. The candidates learn from its metrics, the run folder gets them,
-        and `take`: now where the host computes; where a device may still run the step, in the next
-        iteration, or before a checkpoint or the end.
+        **given: Any,
+    ) -> IterationMetrics:
+        """Measure an iteration and return its metrics. The candidates learn from them, the run
+        folder gets them, and `take`: now where the host computes; where a device may still run the
+        step, in the next iteration, or before a checkpoint or the end. `given` are metrics that the
+        engine knows.
         """
         self.end_report()
-        plan, planned, candidates = iteration.plan, iteration.planned, self.source.candidates
+        plan, candidates = planned.plan, self.source.candidates
+        clock = self.propagator.clock
         profile, tracker = candidates.profile, candidates.find_tracker()
         strategies = candidates.strategies
         rows: Sequence[Sequence[float]] = [rank.times for rank in outcomes.ranks]
-        if self.propagator.clock.has_streams:
+        if clock.has_streams:
             # All ranks' passes are over on their devices; their steps run beside this.
-            row = torch.tensor(outcome.times().to_row(), dtype=torch.float64)
+            row = torch.tensor(outcomes.own.times().to_row(), dtype=torch.float64)
             rows = gather_by_hosts(row, self._device).tolist()
         times = [RankTimes.from_row(row) for row in rows]
         metrics = measure_passes(
             plan,
             times,
-            loss=loss,
-            lr=lr,
-            skipped_steps=skipped_steps,
+            **given,
             balance_loss=outcomes.balance_loss,
             expert_imbalance=expert_imbalance(outcomes.expert_tokens_LE),
             strategy_index=strategies.index(plan.strategy) if plan.strategy in strategies else -1,
@@ -218,43 +209,39 @@ class HydraRuntime:
             profiled_ms=tracker.profiled_ms(plan) if tracker else [None] * len(plan.pipelines),
             learned=tracker.learned.factors() if tracker else {},
         )
-        self._unfinished = _Unfinished(
-            plan=plan, metrics=metrics, grad_norm=grad_norm, stamps=stamps, take=take
-        )
-        self._trace(metrics, plan, outcomes.expert_tokens_LE)
-        if not self.propagator.clock.has_streams:
-            self.end_report()
 
-    def last_metrics(self) -> IterationMetrics | None:
-        """Metrics of the last iteration, for whose step the host waits; None where `take` has them.
-        Not collective.
-        """
-        if (late := self._unfinished) is None:
-            return None
-        clock, stamps = self.propagator.clock, late.stamps
-        clock.settle(stamps.end)
-        return with_times(
-            late.metrics,
-            late.plan,
-            iteration_ms=clock.ms_between(stamps.begin, stamps.end),
-            step_ms=clock.ms_between(stamps.step, stamps.end),
-            grad_norm=math.nan if late.grad_norm is None else float(late.grad_norm),
-            flops=self.flops,
-            peak_flops=self.peak_flops,
-        )
+        def complete(known: IterationMetrics) -> IterationMetrics:
+            clock.settle(stamps.end)
+            return with_times(
+                known,
+                plan,
+                iteration_ms=clock.ms_between(stamps.begin, stamps.end),
+                step_ms=clock.ms_between(stamps.step, stamps.end),
+                grad_norm=math.nan if grad_norm is None else float(grad_norm),
+                flops=self.flops,
+                peak_flops=self.peak_flops,
+            )
+
+        def end(whole: IterationMetrics) -> None:
+            candidates.learn(whole, plan)
+            if self.log is not None:
+                self.log.write(whole, plan)
+            take(whole)
+
+        late = LateMetrics(metrics, complete)
+        self._unfinished = late, stamps, end
+        self._trace(metrics, plan, outcomes.expert_tokens_LE)
+        if not clock.has_streams:
+            self.end_report()
+        return cast(IterationMetrics, late if clock.has_streams else late.whole)
 
     def end_report(self) -> None:
         """Complete the report of the last iteration, if a device still ran its step. Not
         collective.
         """
-        if (metrics := self.last_metrics()) is None:
-            return
-        assert self._unfinished is not None
-        late, self._unfinished = self._unfinished, None
-        self.source.candidates.learn(metrics, late.plan)
-        if self.log is not None:
-            self.log.write(metrics, late.plan)
-        late.take(metrics)
+        if self._unfinished is not None:
+            (late, _, end), self._unfinished = self._unfinished, None
+            end(late.whole)
 
     def _trace(
         self, metrics: IterationMetrics, plan: IterationPlan, expert_tokens_LE: Tensor | None
@@ -315,7 +302,7 @@ class HydraRuntime:
         that a device still runs is reported if this `waits`.
         """
         late, clock = self._unfinished, self.propagator.clock
-        if late is not None and (waits or clock.is_reached(late.stamps.end)):
+        if late is not None and (waits or clock.is_reached(late[1].end)):
             self.end_report()
         self._unfinished = None
         self.source.close()

@@ -5,7 +5,7 @@ Legend: tensors ending in `_P` are flat ZeRO-3 shards.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,22 +15,23 @@ from torch import Tensor
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
-from ds_hydra.engine.ranks.agreement import gather_by_hosts, max_over_ranks, on_all_ranks
+from ds_hydra.engine.ranks.agreement import gather_by_hosts, on_all_ranks
 from ds_hydra.engine.ranks.hosts import (
     Hosts,
     devices_per_node,
     find_ranks_per_node,
     warn_of_placement,
 )
-from ds_hydra.engine.transfer.link_thread import DeviceClock, LinkThread
-from ds_hydra.engine.transfer.schedule import TransferSchedule, plan_gathered, plan_kept
+from ds_hydra.engine.telemetry.trace import DeviceClock, Recorder
+from ds_hydra.engine.transfer.link_thread import LinkThread
+from ds_hydra.engine.transfer.schedule import Window, plan_transfers
 from ds_hydra.engine.transfer.session import LinkCarrier, TransferSession
-from ds_hydra.engine.transfer.stage_weights import FrozenKeeper, SlicePool, StageWeights
+from ds_hydra.engine.transfer.stage_weights import SlicePool, StageWeights
 from ds_hydra.errors import PlanMismatchError
-from ds_hydra.sampler.plan import IterationPlan, RankPhase
+from ds_hydra.sampler.plan import RankPhase
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.schemes.placement import link_groups, slices_key
-from ds_hydra.zero_link import LinkPlan, RankBuckets, Relayed, keep_only, plan_link
+from ds_hydra.zero_link import LinkPlan, RankBuckets, Relayed, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
 from ds_hydra.zero_link.exchange import Link
 
@@ -44,15 +45,9 @@ class StrategyLink:
 
     buckets: RankBuckets
     pull: LinkPlan
-    pull_trained: LinkPlan
-    """The pull without frozen parameters; the same object as `pull` where none is frozen."""
     push: LinkPlan
     pull_again: LinkPlan | None = None
     """The pull of weights that were pulled before, where they stay on the nodes."""
-
-
-_SessionParts = tuple[TransferSchedule, LinkCarrier, StageWeights]
-"""Parts of a session: the transfers, their carrier, and the memory that they fill."""
 
 
 class StrategyLinks:
@@ -94,13 +89,8 @@ class StrategyLinks:
         self.push_link = Link(
             mine["push"], device, self._gradient_dtype, self.buffers, mine.get("push_node")
         )
-        self.clock = DeviceClock(device)
+        self.recorder = Recorder(DeviceClock(device))
         self.thread = LinkThread(overlap=config.overlap)
-        self._frozen: FrozenKeeper | None = None
-        if not all(spec.requires_grad for spec in stage_model.specs):
-            self._frozen = FrozenKeeper(
-                self._frozen_P, lambda changed: max_over_ranks(float(changed), device) > 0
-            )
         self._links: dict[Hashable, StrategyLink] = {}
         self._kept: StageWeights | None = None
         """Weights of the last passes, if these have not failed, and their key."""
@@ -121,12 +111,7 @@ class StrategyLinks:
         if key not in self._links:
             rank_buckets = self.stage_model.strategy_buckets(strategy, self.num_ranks)
 
-            def plan(
-                rank_buckets: Sequence[RankBuckets],
-                *,
-                gradients: bool,
-                relayed: Relayed = Relayed.LEAVES,
-            ) -> LinkPlan:
+            def plan(*, gradients: bool = False, relayed: Relayed = Relayed.LEAVES) -> LinkPlan:
                 return plan_link(
                     self.stage_model.specs,
                     rank_buckets,
@@ -137,26 +122,17 @@ class StrategyLinks:
                     relayed=relayed,
                 )
 
-            pulls = (
-                [Relayed.STAYS, Relayed.IS_THERE] if strategy.keeps_on_nodes else [Relayed.LEAVES]
-            )
-            pull, *again = (plan(rank_buckets, gradients=False, relayed=each) for each in pulls)
-            push = plan(rank_buckets, gradients=True)
-            pull_trained = pull
-            # Gathered layers take turns in memory, so nothing frozen could stay there.
-            if self._frozen is not None and not strategy.gathers:
-                specs = self.stage_model.specs
-                trained = keep_only(rank_buckets, lambda param: specs[param].requires_grad)
-                pull_trained = plan(trained, gradients=False)
-            # Before anything is exchanged: ranks with different plans would hang, not fail.
-            check_link_plans(strategy, (pull, pull_trained, push, *again), self._device)
-            self._links[key] = StrategyLink(
+            stays = strategy.keeps_on_nodes
+            link = StrategyLink(
                 buckets=rank_buckets[self.rank],
-                pull=pull,
-                pull_trained=pull_trained,
-                push=push,
-                pull_again=again[0] if again else None,
+                pull=plan(relayed=Relayed.STAYS if stays else Relayed.LEAVES),
+                push=plan(gradients=True),
+                pull_again=plan(relayed=Relayed.IS_THERE) if stays else None,
             )
+            # Before anything is exchanged: ranks with different plans would hang, not fail.
+            plans = [link.pull, link.push] + ([link.pull_again] if link.pull_again else [])
+            check_link_plans(strategy, plans, self._device)
+            self._links[key] = link
         return self._links[key]
 
     def open(
@@ -174,68 +150,36 @@ class StrategyLinks:
         self.pull_link.forget_relayed()
         self.push_link.forget_relayed()
         strategy = phases[0].plan.strategy
-        if self._frozen is not None and strategy.gathers:
-            self._frozen.forget()  # layers are about to take turns in the pool's memory
-        if strategy.gathers:
-            parts = self._gathered_parts([phase.plan for phase in phases], training, grads_P)
-        else:
-            parts = self._kept_parts(strategy, training, grads_P)
-        return TransferSession(self.thread, self.clock, *parts)
-
-    def _kept_parts(
-        self, strategy: Strategy, training: bool, grads_P: Sequence[Tensor] | None
-    ) -> _SessionParts:
         link = self.link_for(strategy)
-        pull = link.pull
-        if self._frozen is not None:
-            pull = self._frozen.choose(slices_key(strategy), link.pull, link.pull_trained)
-        schedule = plan_kept(
-            len(pull.rounds),
+        window = self.stage_model.gather_window() if strategy.gathers else Window()
+        schedule = plan_transfers(
+            window,
             len(link.buckets),
+            len(link.pull.rounds),
+            # Rounds are those of the pipeline with the most micro-batches, on every rank.
+            [max(len(p.micro_batches) for p in phase.plan.pipelines) for phase in phases],
+            training=training,
             pushes=grads_P is not None,
             overlap=self.thread.overlap,
         )
-        weights = self._weights(link.buckets, training=training)
-        return schedule, self._link_carrier(pull, link.push, grads_P, weights), weights
-
-    def _gathered_parts(
-        self, plans: Sequence[IterationPlan], training: bool, grads_P: Sequence[Tensor] | None
-    ) -> _SessionParts:
-        strategy = plans[0].strategy
-        link = self.link_for(strategy)
-        window = self.stage_model.gather_window()
-        # Rounds are those of the pipeline with the most micro-batches, on every rank.
-        schedule = plan_gathered(
-            window,
-            len(self.stage_model.units),
-            [max(len(pipeline.micro_batches) for pipeline in plan.pipelines) for plan in plans],
-            training=training,
-            pushes=grads_P is not None,
+        weights = self._weights(link.buckets, window, training=training)
+        carrier = LinkCarrier(
+            (self.pull_link, link.pull),
+            (self.push_link, link.push),
+            self.shards_P(),
+            grads_P,
+            weights,
+            pull_again=link.pull_again,
         )
-        weights = self._weights(
-            link.buckets,
-            training=training,
-            slot_of=window.slot_of if link.buckets else {},
-        )
-        carrier = self._link_carrier(link.pull, link.push, grads_P, weights, link.pull_again)
-        return schedule, carrier, weights
+        return TransferSession(self.thread, self.recorder, schedule, carrier, weights)
 
     def keep_for_reuse(self, weights: StageWeights) -> None:
         """All passes on `weights` are over, and nothing of them is under way."""
         self._kept = weights
-        if self._frozen is not None:
-            self._frozen.mark_arrived()
 
-    def _weights(
-        self,
-        buckets: RankBuckets,
-        *,
-        training: bool,
-        slot_of: Mapping[int, int] | None = None,
-    ) -> StageWeights:
+    def _weights(self, buckets: RankBuckets, window: Window, *, training: bool) -> StageWeights:
         """Weights of an iteration: the last one's where it needed the same and succeeded."""
-        slots = tuple((slot_of or {}).items())
-        key = id(buckets), training, slots  # links keep buckets alive
+        key = id(buckets), training  # links keep buckets alive, and say which are gathered
         known, self._kept = self._kept, None
         if known is not None and self._key_of_kept == key:
             return known.begin_again()
@@ -247,27 +191,12 @@ class StrategyLinks:
             self.pool,
             self._dtype,
             training=training,
-            slot_of=slot_of,
+            slot_of=window.slot_of if buckets else {},
         )
-
-    def _link_carrier(
-        self,
-        pull: LinkPlan,
-        push: LinkPlan,
-        grads_P: Sequence[Tensor] | None,
-        weights: StageWeights,
-        pull_again: LinkPlan | None = None,
-    ) -> LinkCarrier:
-        parts = (self.pull_link, pull), (self.push_link, push), self.shards_P(), grads_P, weights
-        return LinkCarrier(*parts, pull_again=pull_again)
 
     def shards_P(self) -> list[Tensor]:
         """This rank's ZeRO-3 shards."""
         return [p.ds_tensor.detach() for p in self.stage_model.params]  # type: ignore[attr-defined]
-
-    def _frozen_P(self) -> list[Tensor]:
-        specs = self.stage_model.specs
-        return [s for s, spec in zip(self.shards_P(), specs, strict=True) if not spec.requires_grad]
 
 
 def check_link_plans(strategy: Strategy, plans: Sequence[LinkPlan], device: torch.device) -> None:

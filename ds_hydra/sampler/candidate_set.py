@@ -137,15 +137,17 @@ def _proposes(extended: World, settings: CandidateSettings) -> bool:
     return not (allowed and all(scheme.is_plain for scheme in allowed))
 
 
-def check_longest(profile: Profile, settings: CandidateSettings) -> Scheme | None:
-    """Raise HydraConfigError where no scheme of any candidate fits a sequence of the context. The
-    scheme that takes least for one; None where strategies are given.
-    """
+def check_longest(profile: Profile, settings: CandidateSettings) -> None:
+    """Raise HydraConfigError where no scheme of any candidate fits a sequence of the context."""
     world = settings.world(profile)
-    extended = None if settings.given else _extended(world, settings)
-    _check_longest(world, settings, extended)
-    if extended is None:
-        return None
+    _check_longest(world, settings, None if settings.given else _extended(world, settings))
+
+
+def find_cheapest_holding(profile: Profile, settings: CandidateSettings) -> Scheme | None:
+    """The scheme that takes least time for a sequence of the context, of those that may be
+    proposed; None where none fits.
+    """
+    extended = _extended(settings.world(profile), settings)
     context, known = settings.context_length, usable_schemes(extended, settings.space)
     return min(
         (scheme for scheme in known if extended.max_len_tokens(scheme) >= context),

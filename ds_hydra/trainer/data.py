@@ -29,8 +29,12 @@ from torch.utils.data import (
 
 from ds_hydra.configs import HydraConfig
 from ds_hydra.engine.examples import find_stream, reading_of
-from ds_hydra.engine.ranks.agreement import check_same_numbers, gather_rows, run_together
-from ds_hydra.engine.ranks.turns import first_on_node
+from ds_hydra.engine.ranks.agreement import (
+    check_same_numbers,
+    first_on_node,
+    gather_rows,
+    run_together,
+)
 from ds_hydra.errors import HydraConfigError, HydraDataError
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset, check_stored, select_shown
@@ -496,7 +500,7 @@ class DatasetReader:
         key = content, cut, every_row, id(tokenizer), size, template
         is_new = torch.tensor([key not in self._tokens_of], device=device)
         if gather_rows(is_new).any():
-            with first_on_node(f"reading {what}"):
+            with first_on_node(device):
                 try:
                     tokens = self._read_now(rows, tokenizer, what, every_row)
                 except (HydraConfigError, HydraDataError) as error:

@@ -60,7 +60,6 @@ from ds_hydra.engine.model.adapters import check_trains, unify_adapter_dtype, un
 from ds_hydra.engine.model.liger import complete_settings
 from ds_hydra.engine.ranks.agreement import raise_together, run_together
 from ds_hydra.engine.ranks.watchdog import call_together, names_losses
-from ds_hydra.environment import warn_of_versions
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import Progress, is_terminal, no_bars_in_files
 from ds_hydra.records.metrics import IterationMetrics, describe_flops
@@ -157,7 +156,6 @@ class EngineMixin:
         """Override of transformers: reads and validates the "hydra" section, and fills in what
         ds_hydra needs around it.
         """
-        warn_of_versions()
         self._check_arguments()
         if self.args.should_save:  # as transformers does next, without a word of the key
             make_folder(Path(self.args.output_dir), "output_dir")
@@ -249,7 +247,7 @@ class EngineMixin:
     def _show_strategy_in_progress_bar(self) -> None:
         shown = self.callback_handler.pop_callback(ProgressCallback)
         if shown is not None and type(shown) is ProgressCallback:
-            shown = StrategyProgressCallback(lambda: self.deepspeed and self.engine.last_metrics)
+            shown = StrategyProgressCallback(lambda: self.deepspeed and self.engine.ended_metrics)
         if shown is not None:
             self.callback_handler.add_callback(shown)
 
@@ -606,8 +604,8 @@ class EngineMixin:
         """FLOPs of the iteration (`flops.py`), this rank's share (transformers sums over ranks); 0
         where they are not counted.
         """
-        metrics = self.engine.last_metrics
-        flops = metrics.tflops_per_device * metrics.iteration_ms * 1e9
+        plan = self.engine.last_plan
+        flops = self.engine.hydra.flops.of(plan.lengths) / plan.num_devices
         return 0.0 if math.isnan(flops) else flops
 
     def store_flos(self) -> None:
@@ -711,11 +709,11 @@ def made_anew(aside: Path) -> Iterator[None]:
 
 
 class StrategyProgressCallback(ProgressCallback):
-    """transformers' progress bar; `last_metrics()` gives the iteration that it shows."""
+    """transformers' progress bar; `ended_metrics()` gives the iteration that it shows."""
 
-    def __init__(self, last_metrics: Callable[[], IterationMetrics | None]):
+    def __init__(self, ended_metrics: Callable[[], IterationMetrics | None]):
         super().__init__()
-        self._last_metrics = last_metrics
+        self._ended_metrics = ended_metrics
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Override of transformers: without a terminal some lines in place of the bar."""
@@ -729,9 +727,9 @@ class StrategyProgressCallback(ProgressCallback):
             super().on_prediction_step(args, state, control, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Show the iteration that has just ended."""
+        """Show the last iteration whose end nobody has to wait for."""
         super().on_step_end(args, state, control, **kwargs)
-        metrics = self._last_metrics()
+        metrics = self._ended_metrics()
         if state.is_world_process_zero and metrics is not None:
             parts = [metrics.strategy, f"{metrics.tokens_per_s:,.0f} tokens/s"]
             if isfinite(metrics.tflops_per_device):
@@ -746,19 +744,29 @@ class Counters:
     def __init__(self) -> None:
         self.num_iterations = self.num_sequences = self.num_tokens = 0
         self._ms = self._imbalance = self._tflop = self._mfu_ms = 0.0
+        self._last: IterationMetrics | None = None
 
     def add(self, metrics: IterationMetrics) -> None:
-        """Count one iteration."""
+        """Count one iteration, whose step an accelerator may still run."""
+        self._add_times()
+        self._last = metrics
         self.num_iterations += 1
         self.num_sequences += metrics.num_sequences
         self.num_tokens += metrics.num_tokens
-        self._ms += metrics.iteration_ms
         self._imbalance += metrics.imbalance
+
+    def _add_times(self) -> None:
+        """Count the times of the last iteration, for which the host waits."""
+        if (metrics := self._last) is None:
+            return
+        self._last = None
+        self._ms += metrics.iteration_ms
         self._tflop += metrics.tflops_per_device * metrics.iteration_ms
         self._mfu_ms += metrics.mfu * metrics.iteration_ms
 
     def summary(self) -> dict[str, float]:
         """Numbers for the log; without those that are not known."""
+        self._add_times()
         numbers = {
             "tokens_per_second": round(self.num_tokens / self._ms * 1e3, 1),
             "tflops_per_device": float(f"{self._tflop / self._ms:.4g}"),

@@ -8,7 +8,6 @@ from ds_hydra.zero_link.layout import (
     RankBuckets,
     Region,
     Slicing,
-    keep_only,
 )
 from ds_hydra.zero_link.plan import Relayed, plan_link
 
@@ -21,6 +20,5 @@ __all__ = [
     "Region",
     "Relayed",
     "Slicing",
-    "keep_only",
     "plan_link",
 ]

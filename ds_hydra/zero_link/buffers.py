@@ -18,7 +18,7 @@ slices.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -295,103 +295,46 @@ def run_pairs(
         run(*runs)
 
 
-@dataclass(slots=True)
-class _Slab:
-    """One piece of memory and the free ranges [begin, end) in it, in order, none adjacent to the
-    next.
-    """
-
-    memory: Tensor
-    free: list[tuple[int, int]] = field(default_factory=list)
-
-    def find(self, nbytes: int) -> int | None:
-        """Take the first free range that is large enough; its begin."""
-        for index, (begin, end) in enumerate(self.free):
-            if end - begin >= nbytes:
-                self.free[index : index + 1] = (
-                    [(begin + nbytes, end)] if end - begin > nbytes else []
-                )
-                return begin
-        return None
-
-    def release(self, begin: int, nbytes: int) -> None:
-        ranges = sorted([*self.free, (begin, begin + nbytes)])
-        self.free = ranges[:1]
-        for low, high in ranges[1:]:
-            if low == self.free[-1][1]:
-                self.free[-1] = (self.free[-1][0], high)
-            else:
-                self.free.append((low, high))
-
-
 class ExchangeBuffers:
     """Packed send and receive buffers of one thread's rounds, taken when a round begins and given
     back when it ends.
 
-    On the CPU they are cut out of one slab, as large as the most that was in use at once and the
-    gaps between them, because touching memory for the first time is slow there. Elsewhere the
-    device's caching allocator does the same.
+    On the CPU they are kept for the rounds to come, because touching memory for the first time is
+    slow there: as many as were in use at once, none larger than the largest that was wanted.
+    Elsewhere the device's caching allocator does the same.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
         self._caches = device.type == "cpu"
-        self._slabs: list[_Slab] = []
-        self._taken: dict[int, tuple[_Slab, int, int]] = {}
-        self._in_use_bytes = 0
-        self.peak_bytes = 0
-        """The most that was in use at once."""
+        self._free: list[Tensor] = []
+        self._taken: dict[int, Tensor] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes held, in use or not."""
-        return sum(slab.memory.numel() for slab in self._slabs)
+        return sum(memory.numel() for memory in (*self._free, *self._taken.values()))
 
     def forget_failed(self) -> None:
         """Release buffers that failed rounds did not give back; call when no round is under way."""
-        if self._taken:  # a message may still write to it
-            self._taken.clear()
-            self._slabs.clear()
-            self._in_use_bytes = 0
+        self._taken.clear()  # a message may still write to them
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor [numel] of unknown content."""
         nbytes = -(-numel * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if not nbytes or not self._caches:
             return torch.empty(numel, dtype=dtype, device=self._device)
-        self._in_use_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self._in_use_bytes)
-        slab, begin = self._cut(nbytes)
-        tensor = slab.memory[begin : begin + numel * dtype.itemsize].view(dtype)
-        self._taken[tensor.data_ptr()] = (slab, begin, nbytes)
-        return tensor
+        self._free.sort(key=Tensor.numel)
+        index = next((i for i, m in enumerate(self._free) if m.numel() >= nbytes), -1)
+        # The smallest one that has room; else the largest one goes, before a larger one is made.
+        memory = self._free.pop(index) if self._free else torch.empty(0, dtype=torch.uint8)
+        if memory.numel() < nbytes:
+            del memory
+            memory = torch.empty(nbytes, dtype=torch.uint8)
+        self._taken[memory.data_ptr()] = memory
+        return memory[: numel * dtype.itemsize].view(dtype)
 
     def give_back(self, tensor: Tensor) -> None:
         """Let later rounds use the memory of `tensor`, which `take` returned."""
-        if not tensor.numel() or not self._caches:
-            return
-        slab, begin, nbytes = self._taken.pop(tensor.data_ptr())
-        slab.release(begin, nbytes)
-        self._in_use_bytes -= nbytes
-        # Only while nothing is in use: rounds hold views of slabs, which cannot move.
-        if not self._taken and len(self._slabs) > 1:
-            # One slab for the peak; where one of that size was not enough, gaps between buffers
-            # need the rest.
-            gaps = self._slabs[0].memory.numel() >= self.peak_bytes
-            merged = self.nbytes if gaps else self.peak_bytes
-            self._slabs.clear()
-            self._add_slab(merged)
-
-    def _cut(self, nbytes: int) -> tuple[_Slab, int]:
-        for slab in self._slabs:
-            begin = slab.find(nbytes)
-            if begin is not None:
-                return slab, begin
-        slab = self._add_slab(nbytes)
-        slab.free = []
-        return slab, 0
-
-    def _add_slab(self, nbytes: int) -> _Slab:
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._slabs.append(_Slab(memory, [(0, nbytes)]))
-        return self._slabs[-1]
+        if tensor.numel() and self._caches:
+            self._free.append(self._taken.pop(tensor.data_ptr()))

@@ -24,8 +24,8 @@ are fewer blocks than ranks (grouped-query attention) neighbouring ranks hold th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import cached_property
 from math import prod
@@ -345,24 +345,6 @@ class BucketEntry:
 Bucket = tuple[BucketEntry, ...]
 RankBuckets = tuple[Bucket, ...]
 """The buckets of one rank in the order in which propagation needs them; empty for an idle rank."""
-
-
-def keep_only(
-    rank_buckets: Sequence[RankBuckets], keeps: Callable[[int], bool]
-) -> list[RankBuckets]:
-    """`rank_buckets` with an empty region in place of the slices of a parameter that `keeps` says
-    no of, so that slots keep their numbers. Equal buckets that are one object stay one.
-    """
-    nothing = Region(0, 0, 0, 0)
-    kept: dict[int, RankBuckets] = {}
-    for buckets in rank_buckets:
-        # By identity, because hashing a bucket is dear; the caller holds all of them meanwhile.
-        if id(buckets) not in kept:
-            kept[id(buckets)] = tuple(
-                tuple(e if keeps(e.param) else replace(e, region=nothing) for e in bucket)
-                for bucket in buckets
-            )
-    return [kept[id(buckets)] for buckets in rank_buckets]
 
 
 class Store(IntEnum):

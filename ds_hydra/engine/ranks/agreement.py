@@ -32,6 +32,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ds_hydra import errors
 from ds_hydra.engine.ranks.memory import to_device
+from ds_hydra.environment import is_first_on_host
 from ds_hydra.errors import HydraError, PlanMismatchError, RankLostError
 
 _all_gather: Callable[..., object] = (
@@ -88,8 +89,7 @@ def open_host_group(device: torch.device) -> None:
             "in every iteration; name the network's interface in GLOO_SOCKET_IFNAME",
             str(error)[:300],
         )
-    lacking = gather_rows(to_device(torch.tensor([group is None]).long(), device)).any()
-    _hosts = (None, None) if lacking else (world, group)
+    _hosts = (None, None) if any(gather_flags(group is None, device)) else (world, group)
 
 
 def meeting_place(device: torch.device) -> torch.device:
@@ -119,6 +119,13 @@ def gather_by_hosts(mine: Tensor, device: torch.device) -> Tensor:
     return gather_rows(to_device(mine, meeting_place(device))).cpu()
 
 
+def gather_flags(mine: bool, device: torch.device) -> list[bool]:
+    """The flag of each rank, on every rank: more than a sum, it says who speaks for all. Collective
+    over all ranks.
+    """
+    return gather_by_hosts(torch.tensor([mine]).long(), device).flatten().bool().tolist()
+
+
 def gather_ragged(
     mine: Sequence[Tensor], dtype: torch.dtype, device: torch.device
 ) -> list[list[Tensor]]:
@@ -146,9 +153,7 @@ def raise_together(error: Exception | None, device: torch.device) -> None:
     A rank that brings one raises its own; the others raise that of the lowest failing rank, naming
     it.
     """
-    # A row of each rank and no sum: it says at once who speaks for all.
-    brings = gather_by_hosts(torch.tensor([error is not None]).long(), device)
-    raise_known(error, brings.flatten().bool().tolist(), device)
+    raise_known(error, gather_flags(error is not None, device), device)
 
 
 def raise_known(error: Exception | None, brings: Sequence[bool], device: torch.device) -> None:
@@ -191,8 +196,6 @@ def rank_that_says(error: BaseException) -> int:
 def run_together(action: Callable[[], Result], device: torch.device) -> Result:
     """Run `action`, which waits for no other rank, and return its result. An error is raised on all
     ranks. Collective over all ranks.
-
-    Collective over all ranks.
     """
     result, error = None, None
     try:
@@ -203,6 +206,21 @@ def run_together(action: Callable[[], Result], device: torch.device) -> Result:
         error = caught
     raise_together(error, device)
     return result  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def first_on_node(device: torch.device) -> Iterator[None]:
+    """Run the block on rank 0 of each node first, on the others when all of these have ended it:
+    what one reads or tokenises the others find in a cache. Collective over all ranks.
+    """
+    is_first, arrived = is_first_on_host(), torch.zeros(1, dtype=torch.int64)
+    try:
+        if not is_first:
+            gather_by_hosts(arrived, device)
+        yield
+    finally:
+        if is_first:
+            gather_by_hosts(arrived, device)
 
 
 def check_alike(values: Mapping[str, Any], device: torch.device, *, rel_tol: float = 0.0) -> None:

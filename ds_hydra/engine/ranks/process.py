@@ -8,13 +8,12 @@ rank would compile it and keep 66 MiB in /dev/shm, beyond its end; in a containe
 rank dies of it while the others spin for ever. So it is left out from the import of the engine on,
 and gloo carries all there is.
 
-[Note: The sentence comes last]
+[Note: One rank speaks]
 An error of ds_hydra says in one sentence what to change. Raised on 64 ranks it would stand among 64
-tracebacks, through libraries in which its reader has nothing to look for. So one rank prints the
-lines of the user's own code and the sentence, and ends; the others end after it without a word, or
-by their launcher. Only a rank that cannot know whether the others fail alike speaks after a pause.
-Who has lost a rank says so on every rank, after its lines of the user's code: hosts have logs of
-their own. Of Ctrl-C the first rank alone shows where it was.
+tracebacks. So one rank prints it and ends; the others end after it without a word, or by their
+launcher. Only a rank that cannot know whether the others fail alike speaks after a pause. Who has
+lost a rank says so on every rank: hosts have logs of their own. Of Ctrl-C the first rank alone
+shows where it was.
 
 [Note: Work that outlives its wait]
 torch's gloo threads drop the tensors of a collective after its `wait` has returned, and need
@@ -30,18 +29,12 @@ import contextlib
 import functools
 import importlib
 import io
-import json
 import logging
 import os
 import signal
-import site
 import sys
-import sysconfig
-import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -49,12 +42,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import installed_ops
-from torch.utils import cpp_extension
 
 from ds_hydra.configs.ds_config import find_key
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.ranks.agreement import gather_rows, is_raised_on_all, rank_that_says
-from ds_hydra.engine.ranks.memory import to_device
+from ds_hydra.engine.ranks.agreement import gather_flags, is_raised_on_all, rank_that_says
 from ds_hydra.engine.ranks.watchdog import find_loss_behind
 from ds_hydra.environment import (
     in_the_way_of_overlap,
@@ -153,10 +144,10 @@ def can_overlap(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     problem = find_overlap_problem(device)
-    rows = gather_rows(to_device(torch.tensor([bool(problem)]).long(), device)).flatten().tolist()
-    if any(rows) and dist.get_rank() == rows.index(1):
+    flags = gather_flags(bool(problem), device)
+    if True in flags and dist.get_rank() == flags.index(True):
         logger.warning("link.overlap is off: rank %d: %s", dist.get_rank(), problem)
-    return not any(rows)
+    return True not in flags
 
 
 def overlap_where_safe(config: HydraConfig, device: torch.device) -> HydraConfig:
@@ -169,33 +160,6 @@ def overlap_where_safe(config: HydraConfig, device: torch.device) -> HydraConfig
 
 NO_COMPILER = 'set "torch_adam": true, "fused": true in optimizer.params for torch\'s fused AdamW'
 """Advice that needs no nvcc."""
-
-QUIET_S = 120.0
-"""A lock counts as left behind when its folder has not changed for so long, which no compiler needs
-for one file, and no process of this host has it open; one of another host may share the folder.
-"""
-
-
-def find_restart_problem(environment: Mapping[str, str]) -> str | None:
-    """Reason that a restart by this launcher would not come up, or None. Looks at torchrun's
-    variables only.
-
-    torchrun's ranks meet in a store of its agent, which outlives them: a restarted rank finds the
-    address of one that is gone and waits for it (pytorch issue 135712, again so in torch 2.13).
-    """
-    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if restarts == "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    if environment.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
-        return (
-            f"torchrun --max-restarts {restarts} with --master-port (or --node-rank alone) shares a store with ranks "
-            "whatever TORCH_DISABLE_SHARE_RDZV_TCP_STORE says, and restarted ones hang in it; start with --standalone, "
-            "or with --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
-        )
-    return (
-        f"torchrun --max-restarts {restarts} shares a store with the ranks in which restarted ones find the "
-        "addresses of lost ones and hang; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
-    )
 
 
 def leave_out_shared_memory() -> None:
@@ -223,82 +187,14 @@ def compiles_adam(ds_config: Mapping[str, Any]) -> bool:
     )
 
 
-def remove_stale_locks(is_first: bool) -> None:
-    """Remove the locks of compilers that were killed, under which a later start would wait for
-    ever; for all ranks to call, of which the first one of a host works.
-    """
-    if is_first:
-        for lock in sorted(_find_locks()):
-            _remove_if_stale(lock)
-
-
-def _find_locks() -> Iterator[Path]:
-    """Locks of torch's folder of compiled extensions, as torch names them."""
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-    yield from root.glob("*/lock")
-    yield from root.glob("*/*/lock")
-
-
-def _remove_if_stale(lock: Path) -> None:
-    is_told = False
-    try:
-        while not _is_open_here(lock):
-            idle_s = _idle_s(lock)
-            if abs(idle_s) >= QUIET_S:  # a date ahead is of a clock that was set back
-                lock.unlink()
-                logger.warning("removed %s, the lock of a compiler that is gone", lock)
-                return
-            if not is_told:
-                logger.warning(
-                    "waiting up to %.0f s for %s: no process of this host holds this lock of a compiler; remove it if "
-                    "no other host compiles there",
-                    QUIET_S - idle_s,
-                    lock,
-                )
-                is_told = True
-            time.sleep(min(1.0, QUIET_S))
-    except FileNotFoundError:
-        return  # whoever compiled has finished
-    except OSError as error:
-        logger.warning("%s: %s; remove it if nobody compiles there", lock, error)
-
-
-def _idle_s(lock: Path) -> float:
-    """Return the seconds since something was written beside `lock`, by its file system's clock."""
-    written = max(path.stat().st_mtime for path in (lock, *lock.parent.iterdir()))
-    with tempfile.TemporaryFile(dir=lock.parent) as now:
-        return os.fstat(now.fileno()).st_mtime - written
-
-
-def _is_open_here(path: Path) -> bool:
-    """Whether a process of this host that may be looked at has `path` open."""
-    wanted = path.stat()
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if os.path.samestat(link.stat(), wanted):
-                return True
-        except OSError:
-            continue  # the process, or its file, is gone or another user's
-    return False
-
-
 _PATIENCE_S = 5.0
 """Seconds until a rank speaks itself; launchers end the others within a second of a failure."""
 
-_LIBRARIES = tuple(
-    str(path)
-    for path in (
-        Path(__file__).parents[2],
-        *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
-        *site.getsitepackages(),
-        site.getusersitepackages(),
-    )
-)
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 @functools.cache
-def end_with_the_sentence() -> None:
+def let_one_rank_speak() -> None:
     """Let an uncaught error of ds_hydra, or a lost rank, end this process as the note above says.
     Repeating it changes nothing.
     """
@@ -306,70 +202,35 @@ def end_with_the_sentence() -> None:
 
 
 def _end(
-    otherwise: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    otherwise: Hook, _kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     if (loss := find_loss_behind(error)) is not None:
         error = loss.with_traceback(trace)
-    is_ours = isinstance(error, HydraError)
-    # A terminal interrupts all ranks, and the others would say the same
-    if not is_ours and (own_rank() == 0 or not isinstance(error, KeyboardInterrupt)):
-        otherwise(kind, error, trace)
+    own, speaker = own_rank(), own_rank()
+    if isinstance(error, KeyboardInterrupt):  # a terminal interrupts all ranks
+        speaker = 0
+    elif isinstance(error, HydraError) and not isinstance(error, RankLostError):
+        speaker = rank_that_says(error)
+        if own:
+            error.args = (f"rank {own}: {error}",)
+    said = type(error), error, error.__traceback__
+    if own == speaker:
+        otherwise(*said)
         return
-    # A tracker files the run as failed; the traceback that it prints would hide the sentence
+    # A tracker files the run as failed; what it prints is what another rank says
     with contextlib.redirect_stderr(io.StringIO()):
-        otherwise(type(error), error, error.__traceback__)
-    if not isinstance(error, HydraError):
-        return
-    speaker = own_rank() if isinstance(error, RankLostError) else rank_that_says(error)
-    if own_rank() != speaker:
+        otherwise(*said)
+    if isinstance(error, HydraError):
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_PATIENCE_S)
-        if is_raised_on_all(error):
-            return
-        speaker = own_rank()
-    names_itself = not speaker or isinstance(error, RankLostError)
-    text = describe_error(error, "" if names_itself else f"rank {speaker}: ")
-    print(text, file=sys.stderr, flush=True)
-    _tell_torchrun(text.splitlines()[-1])
+        if not is_raised_on_all(error):
+            sys.__excepthook__(*said)
 
 
 def own_rank() -> int:
     """Rank in the process group, or the launcher's rank before there is a group."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-
-
-def describe_error(error: HydraError, who: str = "") -> str:
-    """The user's own lines that led to `error`, also those of what caused it; then its sentence."""
-    causes: list[BaseException] = [error]
-    while causes[-1].__cause__ is not None and not isinstance(error, RankLostError):
-        causes.append(causes[-1].__cause__)
-    parts = []
-    for one in reversed(causes):
-        lines = [
-            frame
-            for frame in traceback.extract_tb(one.__traceback__)
-            if not frame.filename.startswith((*_LIBRARIES, "<frozen"))
-        ]
-        if lines:
-            parts += ["Traceback (most recent call last, lines of libraries left out):\n"]
-            parts += traceback.format_list(lines)
-        if lines and one is not error:
-            parts += [*traceback.format_exception_only(one), "\n"]
-    return "".join([*parts, f"{type(error).__name__}: {who}{error}"])
-
-
-def _tell_torchrun(sentence: str) -> None:
-    """torchrun ends with a table in which this file of its own takes the place of "enable
-    traceback".
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path and not Path(path).exists():
-        extra = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(
-                json.dumps({"message": {"message": sentence, "extraInfo": extra}})
-            )
 
 
 _PAUSE_S = 0.2

@@ -1,26 +1,19 @@
-"""Comparison of settings between ranks: configuration, optimizer and schedule, attention's
-kernels.
-"""
+"""Comparison of settings between ranks: configuration, optimizer and schedule."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.ranks.agreement import broadcast_text, check_alike, run_together
-
-logger = logging.getLogger(__name__)
+from ds_hydra.engine.ranks.agreement import check_alike, run_together
 
 _PATHS = ("run_dir", "profile", "tokenizer", "strategies", "faults.save_on_sigterm")
 
@@ -97,16 +90,3 @@ def digest_of_numbers(numbers: Iterable[tuple[str, float]]) -> float:
     texts = [(name, f"{n:.7g}" if isinstance(n, float) else str(n)) for name, n in numbers]
     text = json.dumps(texts)
     return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little"))
-
-
-def warn_of_other_kernels(names: Sequence[str], device: torch.device) -> None:
-    """Say where attention runs by other kernels than on rank 0: of hosts with other packages one
-    may be slower than all others. Collective over all ranks.
-    """
-    of_first = broadcast_text(list(names), 0, device)
-    if of_first != list(names):
-        logger.warning(
-            "attention runs by %s on rank %d, by %s on rank 0; install the same packages on all hosts, or set "
-            "hydra.attention",
-            ", ".join(names), dist.get_rank(), ", ".join(of_first),
-        )  # fmt: skip

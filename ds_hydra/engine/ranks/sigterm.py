@@ -24,8 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_hydra.engine.ranks.agreement import gather_rows
-from ds_hydra.engine.ranks.memory import to_device
+from ds_hydra.engine.ranks.agreement import gather_flags
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +48,8 @@ class Sigterm:
             self._before = signal.signal(signal.SIGTERM, self._handle) or signal.SIG_DFL
             self._is_installed = True
         self._watchers.add(watcher)
-        missing = torch.tensor([not self._is_installed]).long()
-        ranks = gather_rows(to_device(missing, device)).flatten().nonzero().flatten().tolist()
+        flags = gather_flags(not self._is_installed, device)
+        ranks = [rank for rank, is_missing in enumerate(flags) if is_missing]
         if ranks and ranks[0] == dist.get_rank():
             logger.warning(
                 "SIGTERM will not be noticed on rank %s, and hydra.faults.save_on_sigterm saves nothing there: the "

@@ -47,7 +47,7 @@ from ds_hydra.engine.ranks.agreement import (
     ends_after,
     find_wait,
     gather_by_hosts,
-    gather_rows,
+    gather_flags,
     is_raised_on_all,
     looks_like_a_lost_peer,
     on_all_ranks,
@@ -210,13 +210,6 @@ class Watchdog:
             verdict.section == self._section != self._failed_section
         )
         return verdict if is_relevant else None
-
-    def raise_loss(self) -> None:
-        """Raise RankLostError where another rank is lost or has failed."""
-        with self._changed:
-            verdict = self._relevant_verdict()
-        if verdict is not None and not verdict.is_orderly:
-            raise self._error_of(verdict)
 
     def _error_of(self, verdict: Verdict) -> RankLostError:
         self._has_raised = True
@@ -449,7 +442,7 @@ def join_watchdog(faults: FaultsConfig, device: torch.device) -> None:
     is_watched = _watchdog is not None and not _watchdog.is_left
     try:
         with watch("start") if is_watched else contextlib.nullcontext():
-            if gather_rows(torch.tensor([is_watched], dtype=torch.int64, device=device)).all():
+            if all(gather_flags(is_watched, device)):
                 return
         _close()
         # All ranks have come here: none is still loading its model.
@@ -477,12 +470,6 @@ def leave_watchdog(*, waits: bool) -> None:
 def watch(phase: str) -> contextlib.AbstractContextManager[None]:
     """`Watchdog.section` of this process' watchdog, if it has one."""
     return contextlib.nullcontext() if _watchdog is None else _watchdog.section(phase)
-
-
-def raise_loss() -> None:
-    """Raise RankLostError where this process' watchdog, if it has one, knows of a lost rank."""
-    if _watchdog is not None:
-        _watchdog.raise_loss()
 
 
 def is_rank_lost() -> bool:
@@ -592,9 +579,9 @@ _OPEN_PORTS = (
     "let ranks reach each other on all ports, or set hydra.faults.watchdog to false: collectives then time out where a "
     "rank is lost"
 )
-_TOKEN_BYTES = 16
-_MOST_SILENT = 512
-"""Silent connections that are kept while ranks connect; beyond, the oldest is closed."""
+_HELLO = struct.Struct("!16si")
+"""The token, and the rank that connects."""
+_POLL_S = 0.02
 
 
 @dataclass(slots=True)
@@ -639,11 +626,11 @@ def connect(rank: int, num_ranks: int, exchange_text: Callable[[str], str]) -> l
                 f"rank {rank} cannot connect to port {port} of {host}, where rank 0's watchdog listens ({error}); "
                 f"{_OPEN_PORTS}"
             ) from error
-        connection.sendall(bytes.fromhex(token) + struct.pack("!i", rank))
+        connection.sendall(_HELLO.pack(bytes.fromhex(token), rank))
         return [Peer(0, _prepared(connection))]
     host = os.environ.get("MASTER_ADDR") or "127.0.0.1"
     with _listen(host, num_ranks) as server:
-        secret = secrets.token_bytes(_TOKEN_BYTES)
+        secret = secrets.token_bytes(16)
         exchange_text(f"{host} {server.getsockname()[1]} {secret.hex()}")
         return [Peer(*accepted) for accepted in _accept(server, num_ranks, secret)]
 
@@ -668,70 +655,33 @@ def _accept(server: socket.socket, num_ranks: int, token: bytes) -> list[tuple[i
     nobody.
     """
     accepted: dict[int, socket.socket] = {}
-    hellos: dict[socket.socket, bytes] = {}
-    """Bytes received from connections whose greeting is incomplete."""
+
+    def greet(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it is gone again, or silent
+            connection.settimeout(_CONNECT_TIMEOUT_S)
+            hello = b""
+            while read := connection.recv(_HELLO.size - len(hello)):  # "" also of nothing wanted
+                hello += read
+            given, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
+            is_ours = secrets.compare_digest(given, token) and 0 < rank < num_ranks
+            # A second connection of a rank is a stranger: the first one is watched.
+            if is_ours and accepted.setdefault(rank, connection) is connection:
+                return
+        connection.close()
+
     end = time.monotonic() + _CONNECT_TIMEOUT_S
-    server.settimeout(0.0)
-    with selectors.DefaultSelector() as selector:
-        selector.register(server, selectors.EVENT_READ)
-        while len(accepted) < num_ranks - 1:
-            if time.monotonic() > end:
-                missing = sorted(set(range(1, num_ranks)) - accepted.keys())
-                raise HydraConfigError(
-                    f"ranks {missing} did not reach rank 0's watchdog on port {server.getsockname()[1]} within "
-                    f"{_CONNECT_TIMEOUT_S:.0f} s; {_OPEN_PORTS}"
-                )
-            ready = {key.fileobj for key, _ in selector.select(max(0.1, end - time.monotonic()))}
-            for connection in [one for one in hellos if one in ready]:
-                rank = _read_hello(connection, hellos, token)
-                if rank is not None:
-                    selector.unregister(connection)
-                    del hellos[connection]
-                    # A second connection of a rank is a stranger: the first one is watched.
-                    is_ours = 0 < rank < num_ranks and rank not in accepted
-                    if is_ours:
-                        accepted[rank] = _prepared(connection)
-                    else:
-                        connection.close()
-            if server in ready:
-                _admit(server, hellos, selector)
-    for stranger in hellos:
-        stranger.close()
-    return sorted(accepted.items())
-
-
-def _admit(
-    server: socket.socket, hellos: dict[socket.socket, bytes], selector: selectors.BaseSelector
-) -> None:
-    """Take a connection in; the oldest silent one goes where there are too many."""
-    with contextlib.suppress(OSError):  # it is gone again
-        connection, _ = server.accept()
-        connection.settimeout(0.0)
-        selector.register(connection, selectors.EVENT_READ)
-        hellos[connection] = b""
-    if len(hellos) > _MOST_SILENT:
-        oldest = next(iter(hellos))
-        selector.unregister(oldest)
-        del hellos[oldest]
-        oldest.close()
-
-
-def _read_hello(
-    connection: socket.socket, hellos: dict[socket.socket, bytes], token: bytes
-) -> int | None:
-    """The rank at the other end, -1 for a stranger, None where more is to come."""
-    try:
-        read = connection.recv(_TOKEN_BYTES + 4 - len(hellos[connection]))
-    except BlockingIOError:
-        return None
-    except OSError:
-        return -1
-    hello = hellos[connection] = hellos[connection] + read
-    if read and len(hello) < _TOKEN_BYTES + 4:
-        return None
-    if not secrets.compare_digest(hello[:_TOKEN_BYTES], token):
-        return -1
-    return struct.unpack("!i", hello[_TOKEN_BYTES:])[0] if len(hello) == _TOKEN_BYTES + 4 else -1
+    server.settimeout(_POLL_S)
+    while len(accepted) < num_ranks - 1:
+        if time.monotonic() > end:
+            missing = sorted(set(range(1, num_ranks)) - accepted.keys())
+            raise HydraConfigError(
+                f"ranks {missing} did not reach rank 0's watchdog on port {server.getsockname()[1]} within "
+                f"{_CONNECT_TIMEOUT_S:.0f} s; {_OPEN_PORTS}"
+            )
+        with contextlib.suppress(OSError):  # nobody has come, or it is gone again
+            connection, _ = server.accept()
+            threading.Thread(target=greet, args=(connection,), daemon=True).start()
+    return [(rank, _prepared(connection)) for rank, connection in sorted(accepted.items())]
 
 
 def _prepared(connection: socket.socket) -> socket.socket:

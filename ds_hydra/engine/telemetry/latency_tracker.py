@@ -1,5 +1,4 @@
-"""Learning from measured times: logs the errors of predictions, corrects later plans, and finds
-slow ranks.
+"""Learning from measured times: corrects later plans, and finds slow ranks.
 
 Every rank takes in the same times, so every rank knows the same; only rank 0 plans with it.
 
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from math import exp, inf, isfinite, log, sqrt
@@ -143,13 +141,6 @@ class StragglerFinder:
         self._slowness, self._variance, self._num_seen = slowness, variance, num_seen
 
 
-_QUIET_ITERATIONS = 100
-"""Iterations without another warning of drift, or as many as there were, so that a log grows with
-the logarithm of a run.
-"""
-_OBSERVATIONS_FOR_DRIFT = 8
-_DRIFT = 0.15
-"""Median relative error of predictions above which to warn: above usual noise."""
 _LONGEST_MS = 3_600_000.0
 """A pipeline that took longer was suspended, or a clock was set."""
 _OUTSIDE_RATE = 0.2
@@ -183,8 +174,6 @@ class LatencyTracker:
         self._planner = planner
         self._settings = settings
         self._is_late = is_late
-        self._errors: dict[str, deque[tuple[int, float]]] = {}
-        self._quiet_until = 0
         self._schedule: list[tuple[int, Corrections]] = [(0, NO_CORRECTIONS)]
         self._outside_ms: dict[str, float] = {}
         """Time of an iteration of each strategy, less waiting for its plan, that no pipeline ran.
@@ -241,16 +230,16 @@ class LatencyTracker:
 
     def observe(
         self, plan: IterationPlan, measured_ms: Sequence[float], iteration_ms: float
-    ) -> str | None:
+    ) -> None:
         """Take in the measured time of every pipeline of `plan`, and of the iteration without
-        waiting for its plan; returns a warning now and then while predictions are off.
+        waiting for its plan.
 
         Nothing is learned from a run's first iteration, which touches memory and loads kernels for
         the first time. After that one like it is an outlier.
         """
         if not self._has_begun:
             self._has_begun = True
-            return None
+            return
         slowdown = Corrections(slow_ranks=self._straggler.slow_ranks()).slowdown
         known, of_phases = iter(zip(self.profiled_ms(plan), measured_ms, strict=True)), []
         for phase in plan.in_turn:
@@ -265,20 +254,7 @@ class LatencyTracker:
             for times in of_phases:
                 self.learned.observe(times)
             self._count(plan, measured_ms, iteration_ms)
-            # What was planned before anything was learned need not alarm anybody.
-            counts = self._planner.refit == "log" or self.corrections_for(plan.iteration).factors
-            for pipeline, measured in zip(plan.pipelines, measured_ms):
-                if counts and pipeline.makespan_ms > 0 and measured > 0:
-                    errors = self._errors.setdefault(
-                        str(pipeline.scheme), deque(maxlen=_OBSERVATIONS_FOR_DRIFT)
-                    )
-                    errors.append((plan.iteration, measured / pipeline.makespan_ms - 1))
         self._correct(plan.iteration)
-        is_quiet = plan.iteration < self._quiet_until
-        warning = None if is_quiet else self._drift_warning(plan.iteration)
-        if warning is not None:
-            self._quiet_until = plan.iteration + max(_QUIET_ITERATIONS, plan.iteration)
-        return warning
 
     def _are_plausible(
         self, plan: IterationPlan, measured_ms: Sequence[float], iteration_ms: float
@@ -313,24 +289,6 @@ class LatencyTracker:
         # What is due before the next iteration is only needed in its last version.
         while len(self._schedule) > 1 and self._schedule[1][0] <= iteration + 1:
             del self._schedule[0]
-
-    def _drift_warning(self, iteration: int) -> str | None:
-        # Of schemes that have run lately, since the last warning of them.
-        drifts = {
-            scheme: median(error for _, error in errors)
-            for scheme, errors in self._errors.items()
-            if len(errors) == _OBSERVATIONS_FOR_DRIFT
-            and errors[0][0] > iteration - _QUIET_ITERATIONS
-        }
-        worst = max(drifts, key=lambda scheme: drifts[scheme], default=None)
-        if worst is None or drifts[worst] <= _DRIFT:  # faster than predicted alarms nobody
-            return None
-        self._errors[worst].clear()
-        return (
-            f"measured times of scheme {worst} are off the predicted ones by {drifts[worst]:+.0%} over the last "
-            f"{_OBSERVATIONS_FOR_DRIFT} pipelines (threshold {_DRIFT:.0%}); profile again, "
-            "or look for a slow or shared device"
-        )
 
     # ---- checkpoints
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import itertools
 import json
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -85,26 +86,50 @@ def measure_passes(
     )
 
 
+_OF_THE_STEP = frozenset(
+    ("iteration_ms", "step_ms", "grad_norm", "tokens_per_s", "tflops_per_device", "mfu")
+)
+"""Fields that are known at the end of the step."""
+_KNOWN_BEFORE = frozenset(field.name for field in fields(IterationMetrics)) - _OF_THE_STEP
+
+
+class LateMetrics:
+    """Metrics of an iteration whose step a device may still run. What the passes say is there at
+    once; for `_OF_THE_STEP`, and for what is made of all fields, the host waits.
+    """
+
+    def __init__(self, known: IterationMetrics, complete: Callable[[IterationMetrics], Any]):
+        self._known, self._complete = known, complete
+
+    @functools.cached_property
+    def whole(self) -> IterationMetrics:
+        """All of them, at the end of the step."""
+        return self._complete(self._known)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._known if name in _KNOWN_BEFORE else self.whole, name)
+
+
 def with_times(
     metrics: IterationMetrics,
     plan: IterationPlan,
     *,
     iteration_ms: float,
-    step_ms: float,
-    grad_norm: float,
     flops: ModelFlops,
     peak_flops: float | None,
+    **given: float,
 ) -> IterationMetrics:
-    """Metrics with the times of the whole iteration and of its step, and what follows from them."""
+    """Metrics with the time of the whole iteration, and what follows from it; `given` are other
+    fields that are known at the end of the step.
+    """
     tflops = flops.tflops(plan.lengths, iteration_ms, plan.num_devices)
     return replace(
         metrics,
         iteration_ms=iteration_ms,
-        step_ms=step_ms,
-        grad_norm=grad_norm,
         tokens_per_s=metrics.num_tokens / iteration_ms * 1e3,
         tflops_per_device=tflops,
         mfu=tflops * 1e12 / peak_flops if peak_flops else nan,
+        **given,
     )
 
 

@@ -4,6 +4,7 @@ request.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 import zlib
@@ -30,96 +31,185 @@ run.
 """
 
 
+class DeviceClock:
+    """Points in the work of the calling thread's stream, to wait for and to measure between.
+
+    On an accelerator a stamp is an event on the current stream; on the CPU, where every call
+    returns when its work is done, it is a reading of `time.perf_counter`.
+    """
+
+    def __init__(self, device: torch.device):
+        self.has_streams = device.type != "cpu"
+        self._index = device.index
+        # What torch makes of a stream each time it is asked takes 20 microseconds, and an iteration
+        # asks some hundred times.
+        is_known = device.type == "cuda" and device.index is not None
+        self._find_raw = getattr(torch._C, "_cuda_getCurrentRawStream", None) if is_known else None
+        self._streams: dict[int, Any] = {}
+        self._beside: Any = None
+
+    def beside(self) -> contextlib.AbstractContextManager[Any]:
+        """Use a stream beside computation inside, the same each time; on the CPU there is none."""
+        if not self.has_streams:
+            return contextlib.nullcontext()
+        if self._beside is None:
+            # Other ranks wait for what is packed here; passes fill the device anyway
+            self._beside = get_accelerator().Stream(priority=-1)
+        return get_accelerator().stream(self._beside)
+
+    def stamp(self) -> Any:
+        """The present point of the current stream."""
+        if not self.has_streams:
+            return time.perf_counter()
+        event = get_accelerator().Event(enable_timing=True)
+        event.record(self._current_stream())
+        return event
+
+    def wait_for(self, stamp: Any) -> None:
+        """Let the current stream go on only after `stamp`."""
+        if self.has_streams:
+            self._current_stream().wait_event(stamp)
+
+    def _current_stream(self) -> Any:
+        """The current stream of the calling thread."""
+        if self._find_raw is None:
+            return get_accelerator().current_stream()
+        raw = self._find_raw(self._index)
+        if raw not in self._streams:
+            self._streams[raw] = get_accelerator().current_stream()
+        return self._streams[raw]
+
+    def settle(self, stamp: Any) -> None:
+        """Wait, on the host, until `stamp` is reached and all that it comes after."""
+        if self.has_streams:
+            stamp.synchronize()
+
+    def is_reached(self, stamp: Any) -> bool:
+        """Whether `settle` would return at once."""
+        return not self.has_streams or bool(stamp.query())
+
+    def ms_between(self, begin: Any, end: Any) -> float:
+        """Milliseconds from `begin` to `end`, both of them reached (`settle`)."""
+        if not self.has_streams:
+            return float(end - begin) * 1e3
+        return float(begin.elapsed_time(end))
+
+
 class Recorder:
-    """Spans of this rank since `begin()`. Nothing here communicates, and but for `keep_up` nothing
-    waits for the device.
+    """Spans of this rank since `begin()`, in the streams of the threads that had the work. Nothing
+    here communicates, and but for `keep_up` nothing waits for the device.
 
     On an accelerator a span ends where the current stream reaches it: two events per span, read
     only after the device was synchronised for another reason.
     """
 
-    def __init__(self) -> None:
-        self._on_device = not get_accelerator().is_synchronized_device()
-        self._spans: list[tuple[EventKind, int, Any, Any]] = []
-        self._waits: list[tuple[Any, Any]] = []
-        self.phases: list[int] = []
-        """Number of each span's phase in the iteration."""
-        self.phase = 0
-        """Number of the next span's phase."""
+    def __init__(self, clock: DeviceClock | None = None) -> None:
+        self.clock = clock or DeviceClock(torch.device("cpu"))
         self.begin()
 
     def begin(self) -> None:
         """Forget everything; now is time 0."""
-        self._spans.clear()
-        self._waits.clear()
-        self.phases.clear()
+        self._spans: list[tuple[EventKind, int, int, Any, Any]] = []
+        self._pass_ends: list[Any] = []
+        self._waits: list[tuple[int, Any, Any]] = []
+        """Phase, begin and end of waits for slices between passes' layers."""
+        self._rests: list[tuple[Any, Any]] = []
+        """Waits for the link between passes and after them."""
         self.phase = 0
-        self._zero = self._mark()
+        """Number of the next span's phase in the iteration."""
+        self._zero = self.clock.stamp()
         self.zero_s = time.perf_counter()
         """Host's time at time 0; on an accelerator, which comes there later, after `align`."""
 
     @contextmanager
     def span(self, kind: EventKind, micro_batch: int = -1) -> Iterator[None]:
         """Record the span of the block; one that raises is not recorded."""
-        start = self._mark()
+        start = self.clock.stamp()
         yield
-        self.add(kind, start, self._mark(), self.phase, micro_batch)
+        self.add(kind, start, self.clock.stamp(), self.phase, micro_batch)
+
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        """Record the block as a wait inside a pass."""
+        start = self.clock.stamp()
+        yield
+        self.add_wait(start, self.clock.stamp())
+
+    @contextmanager
+    def rest(self) -> Iterator[None]:
+        """Record the block as a wait outside of passes."""
+        start = self.clock.stamp()
+        yield
+        self._rests.append((start, self.clock.stamp()))
 
     def add(self, kind: EventKind, start: Any, end: Any, phase: int, micro_batch: int = -1) -> None:
-        """Record a span of `phase` between two marks: `perf_counter()` on a CPU, events on an
-        accelerator.
-        """
-        self._spans.append((kind, micro_batch, start, end))
-        self.phases.append(phase)
+        """Record a span of `phase` between two stamps of the clock."""
+        self._spans.append((kind, phase, micro_batch, start, end))
+        if kind in _PASSES:
+            self._pass_ends.append(end)
 
     def add_wait(self, start: Any, end: Any) -> None:
-        """Record a wait inside a pass, between two marks taken elsewhere."""
-        self._waits.append((start, end))
+        """Record a wait inside a pass, between two stamps."""
+        self._waits.append((self.phase, start, end))
 
-    def keep_up(self, num_spans: int) -> None:
-        """Let the host wait for an accelerator until fewer than `num_spans` spans are not over."""
-        if self._on_device and len(self._spans) >= num_spans:
-            self._spans[-num_spans][3].synchronize()
+    def keep_up(self, num_passes: int) -> None:
+        """Let the host wait for an accelerator until fewer than `num_passes` passes are not
+        over.
+        """
+        if len(self._pass_ends) >= num_passes:
+            self.clock.settle(self._pass_ends[-num_passes])
 
     def align(self) -> None:
         """Find the host's time at time 0; the host waits for an accelerator."""
-        if self._on_device:
-            now = self._mark()
-            now.synchronize()
+        if self.clock.has_streams:
+            now = self.clock.stamp()
+            self.clock.settle(now)
             self.zero_s = time.perf_counter() - self._ms(now) / 1e3
+
+    @property
+    def phases(self) -> list[int]:
+        """Number of each span's phase in the iteration."""
+        return [phase for _, phase, *_ in self._spans]
 
     def read(self) -> list[tuple[EventKind, int, float, float]]:
         """(kind, micro-batch, start, end) in ms since `begin()`; the device must have reached all
-        of it.
+        of it, as for all that follows.
         """
         return [
-            (kind, index, self._ms(start), self._ms(end)) for kind, index, start, end in self._spans
+            (kind, index, self._ms(start), self._ms(end))
+            for kind, _, index, start, end in self._spans
         ]
 
+    def total_ms(self, kind: EventKind) -> float:
+        """Milliseconds of all spans of `kind`."""
+        ms_between = self.clock.ms_between
+        return sum(ms_between(start, end) for of, *_, start, end in self._spans if of is kind)
+
+    def waited_ms(self, phase: int | None = None) -> float:
+        """Milliseconds that passes have waited, of `phase` or all."""
+        ms_between = self.clock.ms_between
+        waits = (wait[1:] for wait in self._waits if phase in (None, wait[0]))
+        return sum(ms_between(start, end) for start, end in waits)
+
+    def rested_ms(self) -> float:
+        """Milliseconds of waits outside of passes."""
+        return sum(self.clock.ms_between(start, end) for start, end in self._rests)
+
     def busy_ms(self) -> float:
-        """Milliseconds in passes, without their waits; the device has reached all of these."""
-        of_passes = [span[2:] for span in self._spans if span[0] in _PASSES]
+        """Milliseconds in passes, without their waits."""
+        of_passes = [span[-2:] for span in self._spans if span[0] in _PASSES]
         passes = sorted((self._ms(start), self._ms(end)) for start, end in of_passes)
         begins = [start for start, _ in passes]
         busy_ms = sum(end - start for start, end in passes)
-        for mark, until in self._waits:
+        for _, mark, until in self._waits:
             start = self._ms(mark)
             number = bisect_right(begins, start) - 1
             if number >= 0 and start < passes[number][1]:
                 busy_ms -= self._ms(until) - start
         return busy_ms
 
-    def _mark(self) -> Any:
-        if not self._on_device:
-            return time.perf_counter()
-        event = get_accelerator().Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _ms(self, mark: Any) -> float:
-        return (
-            float(self._zero.elapsed_time(mark)) if self._on_device else (mark - self._zero) * 1e3
-        )
+    def _ms(self, stamp: Any) -> float:
+        return self.clock.ms_between(self._zero, stamp)
 
 
 class TraceChoice:

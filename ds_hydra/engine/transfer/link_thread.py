@@ -4,130 +4,16 @@ between the two.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import torch
-from deepspeed.accelerator import get_accelerator
-
-from ds_hydra.engine.telemetry.trace import Recorder
+from ds_hydra.engine.telemetry.trace import DeviceClock
 from ds_hydra.errors import RankLostError
-from ds_hydra.records.timeline import EventKind
 
 Result = TypeVar("Result")
-
-
-class DeviceClock:
-    """Points in the work of the calling thread's stream, to wait for and to measure between.
-
-    On an accelerator a stamp is an event on the current stream; on the CPU, where every call
-    returns when its work is done, it is a reading of `time.perf_counter`.
-    """
-
-    def __init__(self, device: torch.device):
-        self.has_streams = device.type != "cpu"
-        self._index = device.index
-        # What torch makes of a stream each time it is asked takes 20 microseconds, and an iteration
-        # asks some hundred times.
-        is_known = device.type == "cuda" and device.index is not None
-        self._find_raw = getattr(torch._C, "_cuda_getCurrentRawStream", None) if is_known else None
-        self._streams: dict[int, Any] = {}
-        self._beside: Any = None
-
-    def beside(self) -> contextlib.AbstractContextManager[Any]:
-        """Use a stream beside computation inside, the same each time; on the CPU there is none."""
-        if not self.has_streams:
-            return contextlib.nullcontext()
-        if self._beside is None:
-            # Other ranks wait for what is packed here; passes fill the device anyway
-            self._beside = get_accelerator().Stream(priority=-1)
-        return get_accelerator().stream(self._beside)
-
-    def stamp(self) -> Any:
-        """The present point of the current stream."""
-        if not self.has_streams:
-            return time.perf_counter()
-        event = get_accelerator().Event(enable_timing=True)
-        event.record(self._current_stream())
-        return event
-
-    def wait_for(self, stamp: Any) -> None:
-        """Let the current stream go on only after `stamp`."""
-        if self.has_streams:
-            self._current_stream().wait_event(stamp)
-
-    def _current_stream(self) -> Any:
-        """The current stream of the calling thread."""
-        if self._find_raw is None:
-            return get_accelerator().current_stream()
-        raw = self._find_raw(self._index)
-        if raw not in self._streams:
-            self._streams[raw] = get_accelerator().current_stream()
-        return self._streams[raw]
-
-    def settle(self, stamp: Any) -> None:
-        """Wait, on the host, until `stamp` is reached and all that it comes after."""
-        if self.has_streams:
-            stamp.synchronize()
-
-    def is_reached(self, stamp: Any) -> bool:
-        """Whether `settle` would return at once."""
-        return not self.has_streams or bool(stamp.query())
-
-    def ms_between(self, begin: Any, end: Any) -> float:
-        """Milliseconds from `begin` to `end`, both of them reached (`settle`)."""
-        if not self.has_streams:
-            return float(end - begin) * 1e3
-        return float(begin.elapsed_time(end))
-
-
-class Spans:
-    """Spans of one kind of work, in the streams of the threads that did it."""
-
-    def __init__(self, clock: DeviceClock):
-        self.phase = 0
-        """The iteration's phase at the next span."""
-        self._clock = clock
-        self._spans: list[tuple[Any, Any, int]] = []
-
-    def add(self, begin: Any, end: Any) -> None:
-        """A span between two stamps."""
-        self._spans.append((begin, end, self.phase))
-
-    @contextlib.contextmanager
-    def measure(self) -> Iterator[None]:
-        """Measure the span of the block; one that raises has none."""
-        begin = self._clock.stamp()
-        yield
-        self.add(begin, self._clock.stamp())
-
-    def total_ms(self, phase: int | None = None) -> float:
-        """Milliseconds of all spans, or those of `phase`; the device has reached all of them."""
-        return sum(
-            self._clock.ms_between(begin, end)
-            for begin, end, of_phase in self._spans
-            if phase in (None, of_phase)
-        )
-
-    def join(self) -> None:
-        """Let the current stream go on only after the last span."""
-        if self._spans:
-            self._clock.wait_for(self._spans[-1][1])
-
-    def record_waits(self, recorder: Recorder) -> None:
-        """Hand all spans to `recorder` as waits of passes."""
-        for begin, end, _ in self._spans:
-            recorder.add_wait(begin, end)
-
-    def record(self, recorder: Recorder, kind: EventKind, first_phase: int = 0) -> None:
-        """Hand all spans to `recorder`, which counts phases before `first_phase`, too."""
-        for begin, end, phase in self._spans:
-            recorder.add(kind, begin, end, first_phase + phase)
 
 
 class LinkThread:

@@ -1,8 +1,10 @@
 """List of an iteration's transfers: weights that come and gradients that go, in order. Pure.
 
 [Note: Transfers]
-An iteration is planned as one list of transfers (`TransferSchedule`). `session.py` carries it out,
-whatever the weights: kept for the iteration, or gathered for every pass.
+An iteration is planned as one list of transfers (`TransferSchedule`), which `session.py` carries
+out. Layers in the window take turns in its slots: they are gathered for every pass. Weights outside
+of it have memory of their own and are kept for the iteration; where none is gathered, the window is
+empty.
 
 | weights  | `PULL`                             | `PUSH`                                         |
 |----------|------------------------------------|------------------------------------------------|
@@ -49,12 +51,12 @@ begins. Ranks that compute together are then in the same use.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from ds_hydra.engine.parallel.one_f_one_b import Pass
+from ds_hydra.records.timeline import EventKind
 from ds_hydra.strategy.profiles.memory_model import GATHER_WINDOW
 
 AT_ONCE = -1
@@ -63,19 +65,12 @@ NEVER = -1
 """Use of a transfer that no use of the window needs."""
 
 
-class Kind(str, Enum):
-    """Kind of a transfer."""
-
-    PULL = "pull"
-    """Shards of all ranks to slices: a round of a link."""
-    PUSH = "push"
-    """Gradients to the shards of all ranks: a round of a link."""
-
-
 class Transfer(NamedTuple):
-    """One transfer of `bucket`, carried out once event `after` is recorded."""
+    """One transfer of `bucket`, carried out once event `after` is recorded: a round of a link, of
+    shards to slices (`PULL`) or of gradients to shards (`PUSH`).
+    """
 
-    kind: Kind
+    kind: EventKind
     bucket: int
     after: int = AT_ONCE
     needed_by: int = NEVER
@@ -146,83 +141,67 @@ class TransferSchedule:
     """Rounds of a link on the wire at a time."""
 
 
-def plan_kept(
-    num_rounds: int, num_buckets: int, *, pushes: bool, overlap: bool
-) -> TransferSchedule:
-    """Weights that stay: a rank with `num_buckets` buckets, where the most that a rank has is
-    `num_rounds`.
-
-    >>> schedule = plan_kept(2, 1, pushes=True, overlap=True)
-    >>> [f"{t.kind.value} {t.bucket} after {t.after}" for t in schedule.transfers]
-    ['pull 0 after -1', 'pull 1 after -1', 'push 1 after 0', 'push 0 after 0']
-    """
-    transfers = [Transfer(Kind.PULL, bucket) for bucket in range(num_rounds)]
-    # Backward completes the last bucket first.
-    for bucket in reversed(range(num_rounds)) if pushes else ():
-        # A round beyond its buckets waits for the last one: a receive would occupy the device
-        # before.
-        own = min(bucket, num_buckets - 1)
-        # A rank without a pipeline has no gradients to wait for; its computation is over at once.
-        is_early = overlap and num_buckets > 0
-        transfers.append(Transfer(Kind.PUSH, bucket, own if is_early else num_buckets))
-    return TransferSchedule(
-        transfers=tuple(transfers),
-        end=num_buckets,
-        waits_for_gradients=pushes and overlap,
-        # While one round is on the wire the next one is packed.
-        depth=2,
-    )
-
-
-def plan_gathered(
+def plan_transfers(
     window: Window,
     num_buckets: int,
-    num_micro_batches: Sequence[int],
+    num_rounds: int,
+    num_micro_batches: Sequence[int] = (),
     *,
     training: bool,
     pushes: bool,
+    overlap: bool,
 ) -> TransferSchedule:
-    """Layers that all ranks gather for every pass; in each phase the pipeline with the most
-    micro-batches has `num_micro_batches`.
+    """The transfers of a rank with `num_buckets` buckets, where the most that a rank has is
+    `num_rounds`; in each phase the pipeline with the most micro-batches has `num_micro_batches`.
 
-    Buckets outside of the window share a parameter with another one (tied embeddings). They are
-    pulled once, their gradients add up in fp32 and are pushed at the end.
+    Buckets outside of the window are pulled once. Their gradients add up in fp32, and are pushed
+    when they are complete; at the end where others take turns, as a layer that is tied with
+    another one has both of their gradients, or where nothing overlaps.
 
-    >>> window = Window(buckets=(0, 1, 2), has_backward=(True,) * 3)
-    >>> schedule = plan_gathered(window, 3, [1], training=True, pushes=True)
-    >>> [f"{t.kind.value} {t.bucket}" for t in schedule.transfers]
-    ['pull 0', 'pull 1', 'pull 2', 'pull 0', 'push 2', 'push 1', 'push 0']
+    >>> def show(*args):
+    ...     made = plan_transfers(*args, training=True, pushes=True, overlap=True)
+    ...     return [f"{t.kind.value} {t.bucket} after {t.after}" for t in made.transfers]
+    >>> show(Window(), 1, 2)
+    ['pull 0 after -1', 'pull 1 after -1', 'push 1 after 0', 'push 0 after 0']
+    >>> show(Window(buckets=(0, 1, 2), has_backward=(True,) * 3), 3, 3, [1])[2:]
+    ['pull 2 after 0', 'pull 0 after 2', 'push 2 after 2', 'push 1 after 3', 'push 0 after 4']
     """
     passes = [Pass.FORWARD, Pass.BACKWARD] if training else [Pass.FORWARD]
     uses = window.uses(passes * sum(num_micro_batches))
+    takes_turns = bool(window.buckets)
+    end = len(uses) if takes_turns else num_buckets
+    stays = [bucket for bucket in range(num_rounds) if bucket not in window.buckets]
+    # A rank without a pipeline has no gradients to wait for; its computation is over at once.
+    is_early = overlap and not takes_turns and num_buckets > 0
+    transfers = [Transfer(EventKind.PULL, bucket) for bucket in stays]
+    transfers += _take_turns(window, uses, pushes=pushes)
+    # Backward completes the last bucket first. A round beyond a rank's buckets waits for the last
+    # one: a receive would occupy the device before.
+    for bucket in reversed(stays) if pushes else ():
+        own = min(bucket, num_buckets - 1)
+        transfers.append(Transfer(EventKind.PUSH, bucket, own if is_early else end))
     before = accumulate(num_micro_batches[:-1], initial=0)
     # A phase begins in the use in which the one before ends where both are of the same layer.
     begins = [len(window.uses([*passes * n, Pass.FORWARD])) - len(window.buckets) for n in before]
-    kept = [bucket for bucket in range(num_buckets) if bucket not in window.buckets]
-    schedule = _plan_window(
-        window,
-        uses,
-        first=[Transfer(Kind.PULL, bucket) for bucket in kept],
-        last=[Transfer(Kind.PUSH, b, len(uses)) for b in reversed(kept) if training and pushes],
-        pushes=pushes,
+    return TransferSchedule(
+        transfers=tuple(transfers),
+        end=end,
+        window=window,
+        uses=tuple(window.buckets[use.position] for use in uses),
+        phases=tuple(begins) if takes_turns else (),
+        waits_for_gradients=pushes and overlap and not takes_turns,
+        # While one round of kept weights is on the wire the next one is packed.
+        depth=1 if takes_turns else 2,
     )
-    return replace(schedule, phases=tuple(begins))
 
 
-def _plan_window(
-    window: Window,
-    uses: Sequence[Use],
-    *,
-    first: Sequence[Transfer],
-    last: Sequence[Transfer],
-    pushes: bool,
-) -> TransferSchedule:
-    """The transfers of a window between `first` and `last`, each as early as its slot allows.
+def _take_turns(window: Window, uses: Sequence[Use], *, pushes: bool) -> list[Transfer]:
+    """The transfers of the window's layers, each as early as its slot allows.
 
     Turning from forward to backward finds the last layers still in their slots, and back again the
     first ones: these are not brought again.
     """
-    transfers = [*first, *last]
+    transfers = []
     content, last_use = [-1] * GATHER_WINDOW, [AT_ONCE] * GATHER_WINDOW
     gradient_of: dict[int, int] = {}  # slot: the use that left a gradient there
     for number, use in enumerate(uses):
@@ -232,25 +211,19 @@ def _plan_window(
         # The slot is free once computation has left the layer that was in it.
         if content[slot] != position:
             content[slot] = position
-            transfers.append(Transfer(Kind.PULL, bucket, last_use[slot], number))
+            transfers.append(Transfer(EventKind.PULL, bucket, last_use[slot], number))
         if use.ends_backward and pushes:
             # The gradient before in this slot has to be gone when backward writes the next one.
             if slot in gradient_of:
                 left = gradient_of[slot]
                 before = window.buckets[uses[left].position]
-                transfers.append(Transfer(Kind.PUSH, before, left, number))
+                transfers.append(Transfer(EventKind.PUSH, before, left, number))
             gradient_of[slot] = number
         last_use[slot] = number
     if pushes:
         transfers += [
-            Transfer(Kind.PUSH, window.buckets[uses[left].position], left)
+            Transfer(EventKind.PUSH, window.buckets[uses[left].position], left)
             for left in gradient_of.values()
         ]
     # A layer before a gradient: computation waits for the layer first. The sort is stable.
-    transfers.sort(key=lambda t: (t.after, t.kind is Kind.PUSH))
-    return TransferSchedule(
-        transfers=tuple(transfers),
-        end=len(uses),
-        window=window,
-        uses=tuple(window.buckets[use.position] for use in uses),
-    )
+    return sorted(transfers, key=lambda t: (t.after, t.kind is EventKind.PUSH))

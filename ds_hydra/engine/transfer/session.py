@@ -31,19 +31,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from ds_hydra.engine.telemetry.trace import Recorder
-from ds_hydra.engine.transfer.link_thread import (
-    BucketEvents,
-    Cancelled,
-    DeviceClock,
-    LinkThread,
-    Spans,
-)
-from ds_hydra.engine.transfer.schedule import AT_ONCE, NEVER, Kind, Transfer, TransferSchedule
+from ds_hydra.engine.transfer.link_thread import BucketEvents, Cancelled, LinkThread
+from ds_hydra.engine.transfer.schedule import AT_ONCE, NEVER, Transfer, TransferSchedule
 from ds_hydra.engine.transfer.stage_weights import StageWeights
 from ds_hydra.records.timeline import EventKind
 from ds_hydra.zero_link import LinkPlan
@@ -55,48 +49,6 @@ _AHEAD = 4
 """Rounds of a pull beyond the one that is needed, posted two at a time or more: one of them packs
 while the other one is on the wire.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredLinkTimes:
-    """Milliseconds of one iteration's exchanges on this rank.
-
-    `pull_ms` and `push_ms` are the link's own: packing, transport, unpacking or summing, and
-    waiting for other ranks in it, but not for this rank's gradients. `visible_*` is the part that
-    computation waited for.
-    """
-
-    pull_ms: float
-    push_ms: float
-    visible_pull_ms: float
-    visible_push_ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class SessionSpans:
-    """Spans of one session, of which times are read once the device has reached the end of its
-    `finish`.
-    """
-
-    work: dict[Kind, Spans]
-    waits: Spans
-    """Waits of passes."""
-    rests: Spans
-    """Waits between and after passes."""
-    has_sums: bool
-
-    def measure(self) -> MeasuredLinkTimes:
-        """Times of all transfers."""
-        return MeasuredLinkTimes(
-            pull_ms=self.work[Kind.PULL].total_ms(),
-            push_ms=self.work[Kind.PUSH].total_ms() if self.has_sums else 0.0,
-            visible_pull_ms=self.waits.total_ms(),
-            visible_push_ms=self.rests.total_ms() if self.has_sums else 0.0,
-        )
-
-    def waited_ms(self, phase: int) -> float:
-        """Milliseconds that passes of `phase` waited."""
-        return self.waits.total_ms(phase)
 
 
 class RoundWindow:
@@ -174,11 +126,6 @@ class LinkCarrier:
         self._pull_again = pull_again
         self._on_nodes: set[int] = set()
 
-    @property
-    def has_sums(self) -> bool:
-        """Whether this iteration's gradients go to the shards."""
-        return self._grads_P is not None
-
     def open(self) -> None:
         """Make room for weights that stay on the node."""
         if self._pull_again is not None:
@@ -200,7 +147,7 @@ class LinkCarrier:
         """Post a round; this rank takes part with nothing where it does not have the bucket."""
         bucket = transfer.bucket
         is_own = bucket < len(self._weights.bucket_S)
-        if transfer.kind is Kind.PULL:
+        if transfer.kind is EventKind.PULL:
             return self._begin_pull(bucket, self._weights.bucket_S[bucket] if is_own else ())
         assert self._grads_P is not None
         if is_own:
@@ -230,19 +177,20 @@ class TransferSession:
     def __init__(
         self,
         thread: LinkThread,
-        clock: DeviceClock,
+        recorder: Recorder,
         schedule: TransferSchedule,
         carrier: LinkCarrier,
         weights: StageWeights,
     ):
         self.weights = weights
         self.carrier = carrier
+        self._recorder, self._clock = recorder, recorder.clock
         # [Note: Who posts]
-        self._is_threaded = thread.overlap and not clock.has_streams
-        self._is_beside = thread.overlap and clock.has_streams
-        self._thread, self._clock, self._schedule = thread, clock, schedule
-        self._left = BucketEvents(schedule.end + 1, clock)
-        self._over = BucketEvents(len(schedule.transfers), clock)
+        self._is_threaded = thread.overlap and not self._clock.has_streams
+        self._is_beside = thread.overlap and self._clock.has_streams
+        self._thread, self._schedule = thread, schedule
+        self._left = BucketEvents(schedule.end + 1, self._clock)
+        self._over = BucketEvents(len(schedule.transfers), self._clock)
         # The last transfer of those that a use needs: they end in order.
         self._needed: dict[int, int] = {}
         # Of buckets that are brought once, for the whole iteration, and not yet awaited.
@@ -251,19 +199,20 @@ class TransferSession:
         for number, transfer in enumerate(schedule.transfers):
             if transfer.needed_by != NEVER:
                 self._needed[transfer.needed_by] = number
-            elif transfer.kind is Kind.PULL:
+            elif transfer.kind is EventKind.PULL:
                 self._brought[transfer.bucket] = number
             # These stand first in the list: one number says which they are.
-            if transfer.kind is Kind.PULL and transfer.after == AT_ONCE:
+            if transfer.kind is EventKind.PULL and transfer.after == AT_ONCE:
                 self._num_at_once = number + 1
         self._in_window = frozenset(schedule.window.buckets)
         self._use = -1
         self._next = 0
         self._has_failed = False
         self._running: Future[None] | None = None
-        self._waits, self._rests = Spans(clock), Spans(clock)
-        self._work = {kind: Spans(clock) for kind in Kind}
-        self._last_work = self._work[Kind.PULL]
+        self._is_outside = False
+        self._last_kind = EventKind.PULL
+        self._last_end: Any = None
+        """End of the last work on a transfer, in the stream that had it."""
 
     def __enter__(self) -> TransferSession:
         self.carrier.open()
@@ -332,8 +281,6 @@ class TransferSession:
             with self._outside_of_passes():
                 while self._use + 1 < self._schedule.phases[number]:
                     self._go_on()
-        for spans in (self._waits, *self._work.values()):
-            spans.phase = number
 
     def await_bucket(self, bucket: int) -> None:
         """Let computation read the slices of a bucket in a forward pass. Raises the thread's
@@ -400,31 +347,30 @@ class TransferSession:
             self._join_streams()
             self.carrier.close()
 
-    @property
-    def spans(self) -> SessionSpans:
-        """Spans of all transfers, and the waits for them; nothing else of the session."""
-        return SessionSpans(self._work, self._waits, self._rests, self.carrier.has_sums)
-
-    def record(self, recorder: Recorder, first_phase: int) -> None:
-        """Hand the spans of all transfers to `recorder`, and the waits of passes; call after
-        `finish`. `first_phase` is the session's first one in the iteration.
-        """
-        self._work[Kind.PULL].record(recorder, EventKind.PULL, first_phase)
-        self._work[Kind.PUSH].record(recorder, EventKind.PUSH, first_phase)
-        self._waits.record_waits(recorder)
-
     @contextlib.contextmanager
     def _outside_of_passes(self) -> Iterator[None]:
         """Count waits inside as a wait for the push, as a whole."""
-        waits, self._waits = self._waits, Spans(self._clock)
-        with self._rests.measure():
+        self._is_outside = True
+        with self._recorder.rest():
             yield
-        self._waits = waits
+        self._is_outside = False
+
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Count the block as a wait of a pass, unless it is outside of passes."""
+        return contextlib.nullcontext() if self._is_outside else self._recorder.wait()
+
+    @contextlib.contextmanager
+    def _working(self, kind: EventKind) -> Iterator[None]:
+        """Count the block as work on transfers of `kind`."""
+        begin = self._clock.stamp()
+        yield
+        self._last_kind, self._last_end = kind, self._clock.stamp()
+        self._recorder.add(kind, begin, self._last_end, self._recorder.phase)
 
     def _join_streams(self) -> None:
         """Let the current stream go on only after all transfers."""
-        for work in self._work.values():
-            work.join()
+        if self._last_end is not None:
+            self._clock.wait_for(self._last_end)
 
     def _go_on(self) -> None:
         """Leave the present use for the next one, and wait for its transfers."""
@@ -443,7 +389,7 @@ class TransferSession:
         if self._is_beside and self._next <= number:
             self._catch_up(number + 1)
         try:
-            with self._waits.measure():
+            with self._waiting():
                 self._over.wait(number)
         except Cancelled:
             assert self._running is not None
@@ -479,7 +425,7 @@ class TransferSession:
         overlap in its stream, else in the link's.
         """
         transfers = self._schedule.transfers[:end]
-        where = self._clock.beside() if self._is_beside else self._waits.measure()
+        where = self._clock.beside() if self._is_beside else self._waiting()
         try:
             with where, self._window() as window:
                 while self._next < len(transfers):
@@ -509,21 +455,19 @@ class TransferSession:
             # Every rank ends its pull before it pushes: collectives of two groups that are under
             # way at once need one order on all ranks.
             self._settle(window)
-        work = self._work[kind]
-        with work.measure():
+        with self._working(kind):
             window.post(number)
-        self._last_work = work
 
     def _settle(self, window: RoundWindow) -> None:
         if len(window):
-            with self._last_work.measure():
+            with self._working(self._last_kind):
                 window.settle()
 
     def _end(self, number: int) -> None:
         """A transfer is over."""
         transfer = self._schedule.transfers[number]
         if transfer.bucket in self._in_window and transfer.bucket < len(self.weights.bucket_S):
-            if transfer.kind is Kind.PULL:
+            if transfer.kind is EventKind.PULL:
                 self.weights.prepare(transfer.bucket)
             else:
                 self.weights.expect_next(transfer.bucket)

@@ -1,11 +1,9 @@
-"""Weights of one iteration on this rank: pulled slices and their fp32 gradients, in reused memory.
-Slices of frozen parameters may still be those of the iteration before.
-"""
+"""Weights of one iteration on this rank: pulled slices and their gradients, in reused memory."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -19,17 +17,10 @@ from ds_hydra.engine.parallel.linear import (
     multiply_into,
     set_gradient,
 )
-from ds_hydra.zero_link import Bucket, BucketEntry, LinkPlan, ParamSpec, RankBuckets
+from ds_hydra.zero_link import Bucket, BucketEntry, ParamSpec, RankBuckets
 
 ALIGNMENT = 64
 """Slices begin at multiples of this many elements, as fast matrix kernels want them."""
-
-_CHUNK_WORDS = {"cpu": 2**17}
-"""8-byte words digested at a time: on a CPU as many as its cache holds, elsewhere 32 MiB."""
-_LARGE_CHUNK_WORDS = 2**22
-
-_WORD_FACTOR, _PLACE_FACTOR = -7046029254386353131, -4658895280553007687
-"""Odd, so that every bit of a word reaches its upper half (of splitmix64 and xxhash)."""
 
 BucketKey = tuple[str, int]
 """(kind, index of the bucket)."""
@@ -85,70 +76,6 @@ class SlicePool:
                 )
             taken[key] = held[:numel]
         return taken
-
-
-class FrozenKeeper:
-    """Remembers of which slices the pool holds those of frozen parameters."""
-
-    def __init__(self, frozen_P: Callable[[], Sequence[Tensor]], any_rank: Callable[[bool], bool]):
-        """`frozen_P()` are this rank's shards of frozen parameters; `any_rank` is collective."""
-        self._frozen_P = frozen_P
-        self._any_rank = any_rank
-        self._key: Hashable = None
-        self._is_whole = False
-        self._fingerprint = torch.zeros(0)
-
-    def choose(self, key: Hashable, pull: LinkPlan, pull_trained: LinkPlan) -> LinkPlan:
-        """`pull_trained` where the frozen slices of `key`, that of strategies which need the same
-        slices, are in the pool and no rank's shards have changed since; else `pull`, of all slices,
-        into the pool now.
-
-        Collective over all ranks, which have pulled the same strategies.
-        """
-        # Not version counters of tensors: writes by way of `data` do not raise them.
-        now = fingerprint(self._frozen_P())
-        is_same = self._key == key  # on every rank or on none
-        # One rank whose shards changed makes all pull: rounds are collective.
-        has_changed = not self._is_whole or not torch.equal(now, self._fingerprint)
-        if is_same and not self._any_rank(has_changed):
-            return pull_trained
-        self._key, self._fingerprint, self._is_whole = key, now, False
-        return pull
-
-    def mark_arrived(self) -> None:
-        """All slices that were chosen are in the pool."""
-        self._is_whole = True
-
-    def forget(self) -> None:
-        """Forget the pulled slices of the pool."""
-        self._key = None
-
-
-def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
-    """int64 digests of the bits of each tensor, one for each chunk of 8-byte words.
-
-    A word is mixed with its place before it is added, so that edits whose sums stay, and values
-    that move, change a digest but for about one in 2^32. One pass over the shards, near memory
-    bandwidth; nothing is copied but a last, incomplete word.
-    """
-    digests = [torch.zeros(0, dtype=torch.int64)]
-    for tensor in tensors:
-        bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        whole = bits.numel() // 8 * 8
-        # A view as 8-byte words needs storage that begins at a multiple of 8.
-        aligned = bits[:whole] if bits.storage_offset() % 8 == 0 else bits[:whole].clone()
-        step = _CHUNK_WORDS.get(bits.device.type, _LARGE_CHUNK_WORDS)
-        places = torch.arange(min(step, whole // 8), device=bits.device) * _PLACE_FACTOR
-        for words in aligned.view(torch.int64).split(step):
-            digests.append(_digest(words, places[: len(words)]))
-        digests.append(bits[whole:].to(torch.int64))
-    return torch.cat([d.to(digests[-1].device) for d in digests])
-
-
-def _digest(words: Tensor, places: Tensor) -> Tensor:
-    mixed = torch.add(places, words, alpha=_WORD_FACTOR)
-    mixed ^= mixed >> 32
-    return mixed.sum().view(1)
 
 
 def _padded_numel(spec: ParamSpec, entry: BucketEntry) -> int:
