@@ -31,8 +31,6 @@ RUNS = (
     "deepspeed post_training/train.py --loss distillation --iterations 6",
     "torchrun post_training/trl_sft.py --lora --max_steps 6 --output_dir RUNS/trl_sft",
     "torchrun post_training/trl_dpo.py --loss_type ipo --max_steps 6 --output_dir RUNS/trl_dpo",
-    "torchrun balance/fsdp.py --iterations 6",
-    "torchrun balance/verl_like.py --iterations 4",
 )
 """In an order in which each finds what it needs of those before."""
 HANG_S = 1800
