@@ -24,8 +24,6 @@ RUNS = (
     f"deepspeed moe/train.py --iterations 6 --run_dir RUNS/free --aux_loss off {CACHE}",
     "python moe/draw_experts.py RUNS/balanced RUNS/free --out RUNS/experts.png",
     f"deepspeed hf_trainer/pretrain.py --max_steps 6 --output_dir RUNS/pretrain {CACHE}",
-    "deepspeed hf_trainer/sft.py --max_steps 4 --model_name_or_path RUNS/pretrain --lora true --output_dir RUNS/sft "
-    f"{CACHE}",
     "deepspeed post_training/train.py --loss grpo --iterations 6",
     "deepspeed post_training/train.py --loss dpo --iterations 6",
     "deepspeed post_training/train.py --loss distillation --iterations 6",

@@ -76,14 +76,13 @@ def find_stream(dataset: Any, device: torch.device) -> datasets.IterableDataset 
     return dataset if is_stream else None
 
 
-def reading_of(config: HydraConfig, tokenize: Any, convert: Any = None) -> RowReading:
+def reading_of(config: HydraConfig, tokenize: Any) -> RowReading:
     """Settings that make sequences of a stream's rows."""
     return RowReading(
         context_length=config.context_length,
         over_length=config.over_length,
         text_column=config.text_column,
         tokenize=tokenize,
-        convert=convert,
     )
 
 

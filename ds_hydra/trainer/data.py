@@ -4,7 +4,6 @@ epochs, evaluation batches, padded batches.
 
 from __future__ import annotations
 
-import copy
 import logging
 import zlib
 from collections import OrderedDict
@@ -35,7 +34,6 @@ from ds_hydra.errors import HydraConfigError, HydraDataError
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset, check_stored, select_shown
 from ds_hydra.sampler.data.examples import IGNORED_LABEL, find_unread
-from ds_hydra.sampler.data.sft import make_row_conversion, to_labels
 from ds_hydra.sampler.data.stream import TokenStream
 
 logger = logging.getLogger(__name__)
@@ -364,7 +362,7 @@ def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
     return datasets.Dataset.from_list([{c: row.get(c) for c in columns} for row in rows])
 
 
-_READ = ("text", "prompt", "completion", "messages", "input_ids", "labels")
+_READ = ("text", "input_ids", "labels")
 _OF_ALL_ROWS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")
 _NUM_READ_TWICE = 32
 
@@ -426,37 +424,23 @@ class DatasetReader:
         args: transformers.TrainingArguments,
         config: HydraConfig,
         warn: Callable[[str], None],
-        *,
-        completion_only_loss: bool | None,
-        assistant_only_loss: bool,
     ):
         self.config = config
         """May be another one for later readings, as of arguments that were set."""
         self._args, self._warn = args, warn
-        self._completion_only_loss = completion_only_loss
-        self._assistant_only_loss = assistant_only_loss
         # With the tokenizer, so that nobody else gets its number
         self._tokens_of: OrderedDict[tuple[Any, ...], tuple[TokenDataset, Any]] = OrderedDict()
-        self._of_processor: tuple[Any, Any] | None = None
         self._rows_of: dict[int, tuple[Any, datasets.Dataset]] = {}
         """Streams, and their rows, by the number of the stream."""
 
-    def find_stream(self, dataset: Any, what: str, tokenizer: Any) -> TokenStream | None:
+    def find_stream(self, dataset: Any, tokenizer: Any) -> TokenStream | None:
         """`dataset` where it is a stream, without an end: transformers, too, begins one again until
         max_steps. Collective over all ranks.
         """
         stream = find_stream(dataset, self._args.device)
         if stream is None:
             return None
-        tokenizer = self._complete(tokenizer)
-        convert = make_row_conversion(
-            tokenizer,
-            self.config.text_column,
-            completion_only_loss=self._completion_only_loss,
-            assistant_only_loss=self._assistant_only_loss,
-            warn=lambda text: self._warn(f"{what}: {text}"),
-        )
-        return TokenStream(stream.repeat(None), reading_of(self.config, tokenizer, convert))
+        return TokenStream(stream.repeat(None), reading_of(self.config, self._complete(tokenizer)))
 
     def _rows(self, dataset: Any, what: str) -> datasets.Dataset:
         if not isinstance(dataset, IterableDataset):
@@ -467,8 +451,8 @@ class DatasetReader:
 
     def _complete(self, tokenizer: Any) -> Any:
         """The tokenizer inside of a processor, or that of hydra.tokenizer where there is none."""
-        if isinstance(tokenizer, transformers.ProcessorMixin):
-            return self._inside(tokenizer)
+        if isinstance(tokenizer, transformers.ProcessorMixin):  # which takes images first
+            return tokenizer.tokenizer
         if tokenizer is None and self.config.tokenizer is not None:
             return transformers.AutoTokenizer.from_pretrained(self.config.tokenizer)
         return tokenizer
@@ -480,20 +464,17 @@ class DatasetReader:
         find its cache. With `every_row` none is cut or left out.
         """
         device = self._args.device
-        if isinstance(tokenizer, transformers.ProcessorMixin):
-            tokenizer = self._inside(tokenizer)
         rows = run_together(lambda: self._rows(dataset, what), device)
-        # By content: a list may have other rows than when it was read before, and a tokenizer or
-        # its chat template be another one
+        # By content: a list may have other rows than when it was read before, and a tokenizer be
+        # another one
         if isinstance(rows, datasets.DatasetDict):
             content: Any = tuple((split, part._fingerprint) for split, part in rows.items())
         else:
             content = rows._fingerprint
-        template = str(getattr(tokenizer, "chat_template", None))
         size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
         config = self.config
         cut = config.context_length, config.over_length, config.text_column
-        key = content, cut, every_row, id(tokenizer), size, template
+        key = content, cut, every_row, id(tokenizer), size
         is_new = torch.tensor([key not in self._tokens_of], device=device)
         if gather_rows(is_new).any():
             with first_on_node(f"reading {what}"):
@@ -512,37 +493,17 @@ class DatasetReader:
         self._tokens_of.move_to_end(key)
         return self._tokens_of[key][0]
 
-    def _inside(self, processor: Any) -> Any:
-        """The tokenizer of a processor, which takes images first, with the processor's own chat
-        template; the same one each time.
-        """
-        tokenizer, template = processor.tokenizer, getattr(processor, "chat_template", None)
-        if template in (None, tokenizer.chat_template):
-            return tokenizer
-        if self._of_processor is None or self._of_processor[0] is not processor:
-            self._of_processor = processor, copy.copy(tokenizer)
-        self._of_processor[1].chat_template = template
-        return self._of_processor[1]
-
     def _read_now(self, dataset: Any, tokenizer: Any, what: str, every_row: bool) -> TokenDataset:
         config = self.config
         names = getattr(dataset, "column_names", ())  # of a DatasetDict those of each split
         if isinstance(names, list) and (unread := find_unread(names, config.text_column)):
             self._warn(f"{what} has columns that nothing reads: {', '.join(unread)}")
-        tokenizer = self._complete(tokenizer)
-        labelled = to_labels(
-            dataset,
-            tokenizer,
-            completion_only_loss=self._completion_only_loss,
-            assistant_only_loss=self._assistant_only_loss,
-            warn=lambda text: self._warn(f"{what}: {text}"),
-        )
         return TokenDataset.from_dataset(
-            labelled,
+            dataset,
             context_length=config.context_length,
             over_length=config.over_length,
             text_column=config.text_column,
-            tokenize=tokenizer,
+            tokenize=self._complete(tokenizer),
             every_row=every_row,
         )
 

@@ -40,11 +40,8 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
 
     Takes `TrainingArguments(deepspeed=...)` with a DeepSpeed JSON that has a "hydra" section, and a
     `train_dataset`, or a stream and `max_steps`, of input_ids (with labels, `assistant_masks` or
-    `completion_mask`), texts, chats (`messages`), or `prompt` and `completion`. One optimizer step
-    trains on hydra.tokens_per_iteration tokens; batch sizes of TrainingArguments have no meaning.
-
-    `completion_only_loss` (default: for `prompt` and `completion`) and `assistant_only_loss` say
-    which tokens of a conversation count, as in TRL. Raises HydraConfigError for arguments that
+    `completion_mask`), or of texts. One optimizer step trains on hydra.tokens_per_iteration tokens;
+    batch sizes of TrainingArguments have no meaning. Raises HydraConfigError for arguments that
     would not be honoured.
     """
 
@@ -54,30 +51,12 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     _row_losses: list[Tensor]
     """Losses of each step of an evaluation for logits, [rows, 2] (`data.losses_of_rows`)."""
 
-    def __init__(
-        self,
-        model: Any = None,
-        *args: Any,
-        completion_only_loss: bool | None = None,
-        assistant_only_loss: bool | None = None,
-        **kwargs: Any,
-    ):
-        arguments.check_elsewhere(kwargs)
+    def __init__(self, model: Any = None, *args: Any, **kwargs: Any):
         if model is not None:
             check_free(model)
         super().__init__(model, *args, **kwargs)
         arguments.correct_best_metric(self.args, self._warn)
-        self._reader = data.DatasetReader(
-            self.args,
-            self.hydra_config,
-            self._warn,
-            completion_only_loss=arguments.read_loss_option(
-                self.args, "completion_only_loss", completion_only_loss
-            ),
-            assistant_only_loss=bool(
-                arguments.read_loss_option(self.args, "assistant_only_loss", assistant_only_loss)
-            ),
-        )
+        self._reader = data.DatasetReader(self.args, self.hydra_config, self._warn)
 
     # ---- Configuration
 
@@ -102,7 +81,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
             raise HydraConfigError("train() needs a train_dataset; pass it to HydraTrainer")
         what = "train_dataset"
         self._begin_reading(what)
-        stream = self._reader.find_stream(self.train_dataset, what, self.processing_class)
+        stream = self._reader.find_stream(self.train_dataset, self.processing_class)
         if stream is not None:
             self._train_tokens, self._epochs = stream, data.StreamEpochs(self.args.max_steps)
             return DataLoader(data.Iterations(), batch_size=None)
