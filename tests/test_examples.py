@@ -156,7 +156,7 @@ def test_every_example_runs(tmp_path, left_out):
     pytest.importorskip("peft", reason="the extra ds_hydra[peft] is not installed")
     results = run_distributed(run_examples, 2, str(tmp_path), left_out)
     first = results[0]
-    assert len(first) == 11 - len(left_out)
+    assert len(first) == 10 - len(left_out)
     for name in PRETRAINING & first.keys():
         losses, _ = first[name]
         assert losses == results[1][name][0]

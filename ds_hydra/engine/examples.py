@@ -51,18 +51,26 @@ def read_data(
 
     def read() -> TokenDataset:
         with first_on_node("tokenising the training data"):
-            return TokenDataset.from_dataset(
-                dataset,
-                context_length=config.context_length,
-                over_length=config.over_length,
-                text_column=config.text_column,
-                tokenize=tokenize,
-            )
+            return tokens_of(dataset, config, tokenize)
 
     data = run_together(read, device)
     if deepspeed.comm.get_rank() == 0:
         logger.info(f"training data: {data.report}")
     return data
+
+
+def tokens_of(
+    dataset: Any, config: HydraConfig, tokenize: Any, *, every_row: bool = False
+) -> TokenDataset:
+    """Tokens of data at rest; with `every_row` none is cut or left out."""
+    return TokenDataset.from_dataset(
+        dataset,
+        context_length=config.context_length,
+        over_length=config.over_length,
+        text_column=config.text_column,
+        tokenize=tokenize,
+        every_row=every_row,
+    )
 
 
 def find_stream(dataset: Any, device: torch.device) -> datasets.IterableDataset | None:

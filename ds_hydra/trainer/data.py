@@ -20,20 +20,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import (
     ConcatDataset,
-    Dataset,
     IterableDataset,
     SequentialSampler,
     Subset,
 )
 
 from ds_hydra.configs import HydraConfig
-from ds_hydra.engine.examples import find_stream, reading_of
+from ds_hydra.engine.examples import find_stream, reading_of, tokens_of
 from ds_hydra.engine.ranks.agreement import check_same_numbers, gather_rows, run_together
 from ds_hydra.engine.ranks.turns import first_on_node
 from ds_hydra.errors import HydraConfigError, HydraDataError
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset, check_stored, select_shown
-from ds_hydra.sampler.data.examples import IGNORED_LABEL, find_unread
+from ds_hydra.sampler.data.examples import IGNORED_LABEL
 from ds_hydra.sampler.data.stream import TokenStream
 
 logger = logging.getLogger(__name__)
@@ -203,7 +202,7 @@ class EvalBatches:
         budget: int,
         pad: Callable[[Sequence[dict[str, Any]]], dict[str, Tensor]],
     ):
-        self.dataset = TokenRows(tokens)
+        self.dataset = tokens
         self._pad = pad
         self.num_label_tokens = int(tokens.num_label_tokens.sum())
         self._tokens = tokens
@@ -224,19 +223,6 @@ class EvalBatches:
         for begin, end in zip(self._bounds, self._bounds[1:], strict=False):
             examples = [self._tokens[index] for index in range(begin, end)]
             yield examples, int(self._tokens.num_label_tokens[begin:end].sum())
-
-
-class TokenRows(Dataset):
-    """A TokenDataset as torch's map-style dataset."""
-
-    def __init__(self, tokens: TokenDataset):
-        self._tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._tokens[index]
 
 
 def draw_rows(sampler: Any, num_rows: int, device: torch.device) -> tuple[list[int], bool]:
@@ -479,33 +465,20 @@ class DatasetReader:
         if gather_rows(is_new).any():
             with first_on_node(f"reading {what}"):
                 try:
-                    tokens = self._read_now(rows, tokenizer, what, every_row)
+                    complete = self._complete(tokenizer)
+                    tokens = tokens_of(rows, config, complete, every_row=every_row)
                 except (HydraConfigError, HydraDataError) as error:
                     raise type(error)(f"{what}: {error}") from error
             _check_same_rows(tokens, what, device)
             self._tokens_of[key] = tokens, tokenizer
             if len(self._tokens_of) > _NUM_KEPT:
                 self._tokens_of.popitem(last=False)
-            if tokens.report.is_partial:
+            if tokens.report.is_partial or tokens.report.unread:
                 self._warn(f"{what}: {tokens.report}")
             elif self._args.process_index == 0:
                 logger.info(f"{what}: {tokens.report}")
         self._tokens_of.move_to_end(key)
         return self._tokens_of[key][0]
-
-    def _read_now(self, dataset: Any, tokenizer: Any, what: str, every_row: bool) -> TokenDataset:
-        config = self.config
-        names = getattr(dataset, "column_names", ())  # of a DatasetDict those of each split
-        if isinstance(names, list) and (unread := find_unread(names, config.text_column)):
-            self._warn(f"{what} has columns that nothing reads: {', '.join(unread)}")
-        return TokenDataset.from_dataset(
-            dataset,
-            context_length=config.context_length,
-            over_length=config.over_length,
-            text_column=config.text_column,
-            tokenize=self._complete(tokenizer),
-            every_row=every_row,
-        )
 
 
 def _check_same_rows(tokens: TokenDataset, what: str, device: torch.device) -> None:

@@ -99,9 +99,8 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
             sampler, len(tokens), limit=self.args.max_steps, device=self.args.device
         )
         batches = data.GlobalBatches(sampler, self._epochs)
-        return DataLoader(
-            data.TokenRows(tokens), batch_sampler=batches, collate_fn=self._pad_examples
-        )
+        rows: Any = tokens
+        return DataLoader(rows, batch_sampler=batches, collate_fn=self._pad_examples)
 
     def _choose_rows(self) -> Any:
         """The training rows: all, or those that an overridden _get_train_sampler draws."""
@@ -149,7 +148,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
                 "accelerator_config.even_batches is False: some ranks would have fewer rows for logits than others, "
                 "whose passes and results wait for theirs; leave it out, rows that are added are not counted"
             )
-        rows = data.TokenRows(self._read(dataset, what, every_row=True))
+        rows: Any = self._read(dataset, what, every_row=True)
         loader = self.accelerator.prepare(
             DataLoader(rows, batch_size=self.args.eval_batch_size, collate_fn=self._pad_examples)
         )
@@ -282,14 +281,14 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         """Loss over all label tokens and perplexity, on packed micro-batches; transformers' own
         loop where logits are wanted.
         """
-        self._check_used(say_nothing)
-        self._row_losses = []
-        with self._starting_engine():  # evaluation before training starts one
-            if isinstance(dataloader, data.EvalBatches):
+        if isinstance(dataloader, data.EvalBatches):
+            self._check_used(say_nothing)
+            with self._starting_engine():
                 return self._evaluate_packed(dataloader, metric_key_prefix)
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+        self._row_losses = []
+        output = super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
         metrics, key = output.metrics, f"{metric_key_prefix}_loss"
         if key in metrics:
             # transformers' is the mean over rows; an overridden step has a loss of its own

@@ -444,12 +444,6 @@ class HydraMixin(ReferenceMixin):
 
     # ---- Evaluation
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Override of transformers: evaluation before training starts an engine."""
-        self._check_used(say_nothing)
-        with self._starting_engine():
-            return super().evaluation_loop(*args, **kwargs)
-
     def prediction_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Any:
         """Override of the Trainer, on scores."""
         return super().prediction_step(scored_now(self.engine), inputs, *args, **kwargs)

@@ -124,10 +124,12 @@ def hint_for(columns: Collection[str], otherwise: str) -> str:
     'train prompts and completions by ds_hydra.trl.HydraSFTTrainer, or name the text'
     """
     if not {*_CHATS}.isdisjoint(columns):
+        turn = "turn 'conversations' (from, value) into 'messages' (role, content), and "
         return (
-            "tokenise chats before, by dataset.map(lambda row: tokenizer.apply_chat_template(row['messages'], "
-            "return_dict=True, return_assistant_tokens_mask=True)) where the template has {% generation %} around the "
-            "assistant's turns, train them by ds_hydra.trl.HydraSFTTrainer, or " + otherwise
+            f"{turn * ('messages' not in columns)}tokenise chats before, by dataset.map(lambda row: "
+            "tokenizer.apply_chat_template(row['messages'], return_dict=True, return_assistant_tokens_mask=True)) "
+            "where the template has {% generation %} around the assistant's turns, train them by "
+            f"ds_hydra.trl.HydraSFTTrainer, or {otherwise}"
         )
     if not ({*_PROMPTS}.isdisjoint(columns) or {*_COMPLETIONS}.isdisjoint(columns)):
         return f"train prompts and completions by ds_hydra.trl.HydraSFTTrainer, or {otherwise}"
