@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import trl
 from models import tiny
 from test_config import ds_config, merge, nested
@@ -41,6 +42,11 @@ def ask_arguments(check: Callable[..., None], *kinds: type) -> Callable[..., lis
         return notes
 
     return ask
+
+
+def ask_trainer(name: str, value: Any) -> list[str]:
+    HydraTrainer(torch.nn.Linear(1, 1), **{name: value})
+    return []
 
 
 def ask_override(kind: type, rows: Sequence[Refusal]) -> Callable[..., list[str]]:
@@ -92,6 +98,7 @@ TABLES = {
         ask_arguments(arguments.check_arguments, TrainingArguments),
         is_refused=False,
     ),
+    "arguments of SFTTrainer": Table(arguments.OF_SFT_TRAINER, ask_trainer),
     "overrides": Table(arguments.NOT_CALLED, ask_override(HydraTrainer, arguments.NOT_CALLED)),
     "TRL": Table(mixin.REFUSED, ask_arguments(mixin.check_trl_arguments, *OF_TRL)),
     "overrides of TRL": Table(
@@ -115,6 +122,9 @@ NAMES = {
         dataloader_multiprocessing_context dataloader_in_order train_sampling_strategy torch_empty_cache_steps
         bf16_full_eval fp16_full_eval ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph
         ddp_bucket_cap_mb
+    """,
+    "arguments of SFTTrainer": """
+        peft_config formatting_func completion_only_loss assistant_only_loss
     """,
     "overrides": """
         get_train_dataloader _get_dataloader _remove_unused_columns _get_collator_with_removed_columns

@@ -68,7 +68,7 @@ def prepare(folder):
     write_json(f"{folder}/profile.json", small_profile(3_000_000))
 
 
-def make(folder, run, stream, *, hydra=None, tokenizer=None, callbacks=(), more=None, **settings):
+def make(folder, run, stream, *, hydra=None, callbacks=(), more=None, **settings):
     config = ds_config(hydra=section(folder) | (hydra or {}), train_micro_batch_size_per_gpu="auto")
     settings = {
         "max_steps": MAX_STEPS,
@@ -88,7 +88,6 @@ def make(folder, run, stream, *, hydra=None, tokenizer=None, callbacks=(), more=
             deepspeed=config, use_cpu=True, output_dir=f"{folder}/{run}", **settings
         ),
         train_dataset=stream,
-        processing_class=tokenizer,
         callbacks=list(callbacks),
         **(more or {}),
     )

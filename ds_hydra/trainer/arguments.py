@@ -93,6 +93,13 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 """Arguments that are legal and change nothing; each that is set is a message."""
 
+OF_SFT_TRAINER = each(
+    "peft_config formatting_func completion_only_loss assistant_only_loss",
+    "HydraTrainer takes a model with its adapters, and rows of tokens or texts; use ds_hydra.trl.HydraSFTTrainer, "
+    "which takes all of TRL's",
+)
+"""Arguments of TRL's SFTTrainer and SFTConfig, to which transformers' Trainer has nothing alike."""
+
 _BY_MATRIX = {
     "adafactor": "moments are not factored",
     "grokadamw": "all layers are clipped as one and have one decay of momentum",

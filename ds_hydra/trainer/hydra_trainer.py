@@ -28,6 +28,7 @@ from ds_hydra.engine.losses.loss import CrossEntropy
 from ds_hydra.engine.model.held_models import check_free
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import say_once
+from ds_hydra.refusals import refuse_all
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler, budget_of
 from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.sampler.data.stream import TokenStream
@@ -52,6 +53,10 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     """Losses of each step of an evaluation for logits, [rows, 2] (`data.losses_of_rows`)."""
 
     def __init__(self, model: Any = None, *args: Any, **kwargs: Any):
+        refuse_all(
+            "HydraTrainer does not take these arguments:",
+            (f"{row.name}: {row.text}" for row in arguments.OF_SFT_TRAINER if row.name in kwargs),
+        )
         if model is not None:
             check_free(model)
         super().__init__(model, *args, **kwargs)
