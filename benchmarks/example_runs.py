@@ -24,15 +24,11 @@ RUNS = (
     f"deepspeed moe/train.py --iterations 6 --run_dir RUNS/free --aux_loss off {CACHE}",
     "python moe/draw_experts.py RUNS/balanced RUNS/free --out RUNS/experts.png",
     f"deepspeed hf_trainer/pretrain.py --max_steps 6 --output_dir RUNS/pretrain {CACHE}",
-    "deepspeed hf_trainer/sft.py --max_steps 4 --model_name_or_path RUNS/pretrain --lora true --output_dir RUNS/sft "
-    f"{CACHE}",
     "deepspeed post_training/train.py --loss grpo --iterations 6",
     "deepspeed post_training/train.py --loss dpo --iterations 6",
     "deepspeed post_training/train.py --loss distillation --iterations 6",
     "torchrun post_training/trl_sft.py --lora --max_steps 6 --output_dir RUNS/trl_sft",
     "torchrun post_training/trl_dpo.py --loss_type ipo --max_steps 6 --output_dir RUNS/trl_dpo",
-    "torchrun balance/fsdp.py --iterations 6",
-    "torchrun balance/verl_like.py --iterations 4",
 )
 """In an order in which each finds what it needs of those before."""
 HANG_S = 1800

@@ -149,8 +149,7 @@ def refusals_reference() -> str:
         "Keys of the DeepSpeed JSON": (ds_config.REFUSALS, ds_config.WITHOUT_EFFECT),
         'Former keys of the "hydra" section': (hydra_config.REMOVED, ()),
         "TrainingArguments, of any trainer": (arguments.REFUSED, arguments.WITHOUT_EFFECT),
-        "SFTConfig under HydraTrainer": (arguments.SFT_REFUSED, arguments.SFT_WITHOUT_EFFECT),
-        "Arguments of TRL's SFTTrainer under HydraTrainer": (arguments.ELSEWHERE, ()),
+        "Arguments of TRL's SFTTrainer under HydraTrainer": (arguments.OF_SFT_TRAINER, ()),
         "Methods of transformers' Trainer that HydraTrainer does not call": (
             arguments.NOT_CALLED,
             (),

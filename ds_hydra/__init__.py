@@ -17,7 +17,6 @@ __all__ = [
     "HydraEngine",
     "HydraTrainer",
     "__version__",
-    "balance_rows",
     "initialize",
     "losses",
 ]
@@ -26,7 +25,6 @@ __all__ = [
 _HOMES = {
     "HydraEngine": "ds_hydra.engine",
     "HydraTrainer": "ds_hydra.trainer",
-    "balance_rows": "ds_hydra.sampler.balance",
     "initialize": "ds_hydra.engine",
 }
 

@@ -66,17 +66,24 @@ TINY_MOE = {
 SMALL = {"tiny": TINY, "tiny-moe": TINY_MOE}
 
 
-def argument_parser(doc: str, ds_config: Path, *, iterations: int) -> argparse.ArgumentParser:
-    """The arguments that all examples take, also those that launchers add."""
+def argument_parser(
+    doc: str, ds_config: Path, *, iterations: int, models: bool = True
+) -> argparse.ArgumentParser:
+    """The arguments that examples take, also those that launchers add; without `models` none that
+    choose one.
+    """
     parser = argparse.ArgumentParser(
         description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument(
-        "--model",
-        default="tiny",
-        help=f"{', '.join(SMALL)}, or a preset, as llama2-7b or mixtral-8x7b",
-    )
-    parser.add_argument("--tokenizer", help="folder or hub id; none trains a small one on the data")
+    if models:
+        parser.add_argument(
+            "--model",
+            default="tiny",
+            help=f"{', '.join(SMALL)}, or a preset, as llama2-7b or mixtral-8x7b",
+        )
+        parser.add_argument(
+            "--tokenizer", help="folder or hub id; none trains a small one on the data"
+        )
     parser.add_argument("--iterations", type=int, default=iterations, help="optimizer steps")
     parser.add_argument(
         "--ds_config", type=Path, default=ds_config, help="DeepSpeed JSON with a hydra section"
@@ -92,30 +99,24 @@ def argument_parser(doc: str, ds_config: Path, *, iterations: int) -> argparse.A
 
 
 def start(args: argparse.Namespace, *, quiet: bool = True) -> bool:
-    """Join the other ranks, and agree with them on `args.run_dir`; returns whether this rank is the
-    first.
+    """Join the other ranks, and agree with them on `args.run_dir`, without one a folder named by
+    the time; returns whether this rank is the first.
     """
     if quiet:
         ignore_future_warnings()
         transformers.logging.set_verbosity_error()
         deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.init_distributed()
-    args.run_dir = run_dir_of_first_rank(args.run_dir)
+    # On all ranks that of the first: clocks may be in different seconds
+    chosen = [args.run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")]
+    dist.broadcast_object_list(chosen)
+    args.run_dir = chosen[0]
     return dist.get_rank() == 0
 
 
 def ignore_future_warnings() -> None:
     """Those of libraries about names that other libraries use."""
     warnings.filterwarnings("ignore", category=FutureWarning)
-
-
-def run_dir_of_first_rank(run_dir: Path | None) -> Path:
-    """`run_dir`, without one a folder named by the time; on all ranks that of the first: clocks may
-    be in different seconds.
-    """
-    chosen = [run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")]
-    dist.broadcast_object_list(chosen)
-    return chosen[0]
 
 
 def is_cpu() -> bool:
@@ -194,7 +195,7 @@ def load_texts(
     file.
     """
     if source == "stdlib":
-        return prepare(cache_dir, unit="definition")
+        return prepare(cache_dir)
     if source == "hub":
         try:
             return prepare_rows(
@@ -222,12 +223,14 @@ def load_texts(
 
 
 def train(
-    args: argparse.Namespace, config: dict[str, Any], dataset: datasets.Dataset, vocab_size: int
+    args: argparse.Namespace,
+    config: dict[str, Any],
+    dataset: datasets.Dataset,
+    model: PreTrainedModel,
 ) -> list[float]:
-    """Train `args.model` on `dataset` from scratch, then show what ran; returns the losses."""
+    """Train `model` on `dataset`, then show what ran; returns the losses."""
     is_first_rank = dist.get_rank() == 0
     config["hydra"] |= {"run_dir": str(args.run_dir)}
-    model = build_model(args.model, vocab_size, config)
     engine, *_ = ds_hydra.initialize(model=model, training_data=dataset, config=config)
     losses = []
     with Progress(total=args.iterations, disable=not is_first_rank, unit="it") as progress:
@@ -235,15 +238,17 @@ def train(
             losses.append(float(engine.train_batch()))
             metrics = engine.last_metrics
             progress.set_description_str(
-                f"loss {metrics.loss:.3f} | {metrics.tokens_per_s:,.0f} tokens/s | {metrics.strategy}"
+                f"loss {metrics.loss:.3f} | {metrics.tokens_per_s:,.0f} tokens/s | {metrics.strategy} | "
+                f"imbalance {metrics.imbalance:.2f}"
             )
             progress.update()
     engine.destroy()
     if is_first_rank:
         # Only one rank pays for matplotlib
-        from ds_hydra.report import summarize_run
+        from ds_hydra.report import plot_run, summarize_run
 
         print(summarize_run(args.run_dir))
-        print(f"run folder: {args.run_dir}")
+        plot_run(args.run_dir, args.run_dir / "report.png")
+        print(f"run folder: {args.run_dir} (metrics.jsonl, plans/, trace.jsonl, report.png)")
     dist.barrier()
     return losses

@@ -126,10 +126,9 @@ def test_draw_leaves_the_stream_alone():
     assert sampler.state_dict() == before
 
 
-def test_it_is_an_endless_iterator_and_its_own_batch_sampler():
+def test_it_is_an_endless_iterator():
     sampler = make_sampler([2, 3], 5)
     assert iter(sampler) is sampler
-    assert sampler.batch_sampler is sampler
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from command_documents import COMMANDS, write_documents_of
 from command_line import accepted, document_of, invoke, refused
 from reference import make_profile
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as libraries
 
 from ds_hydra.commands import common, lengths, propose
@@ -173,33 +172,12 @@ def test_lengths_of_local_data(tmp_path, words, kind, streaming):
     )
     assert json.loads(result.stdout) == json.loads(out.read_text())
     assert json.loads(result.stdout)["counts"] == COUNTS
-    assert out.with_suffix(".png").stat().st_size > 1000
-    assert not out.with_name("lengths.json.partial").exists()
-
-
-@pytest.mark.parametrize(
-    ("over_length", "counts"),
-    [
-        ("keep", {"3": 2, "4": 1, "8": 1}),
-        ("truncate", {"3": 4}),
-        ("drop", {"3": 2}),
-        ("split", {"3": 5, "1": 1, "2": 1}),
-    ],
-)
-def test_what_becomes_of_long_documents_is_counted(tmp_path, words, over_length, counts):
-    datasets.Dataset.from_dict({"text": TEXTS}).to_json(tmp_path / "data.jsonl")
-    document = document_of(
-        "lengths", "--dataset", tmp_path / "data.jsonl", "--out", tmp_path / "h.json", "--json",
-        "--context", 3, "--over-length", over_length,
-    )  # fmt: skip
-    assert document["counts"] == dict(sorted(counts.items()))
-    assert (document["num_over_length"], document["num_tokens_beyond_context"]) == (2, 6)
 
 
 def test_lengths_refuses_without_a_traceback(tmp_path, words):
     arguments = ("lengths", "--dataset", tmp_path, "--out", tmp_path / "h.json")
     assert "holds no file" in refused(*arguments)
-    assert "needs --context" in refused(*arguments, "--over-length", "drop")
+    assert "--max-rows needs --streaming" in refused(*arguments, "--max-rows", 2)
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "broken.jsonl").write_text('{"text": ')
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
@@ -216,30 +194,22 @@ def test_lengths_refuses_without_a_traceback(tmp_path, words):
         )
 
 
-CHAT_TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
-
-
 @pytest.fixture
-def chat_tokenizer(tmp_path):
+def tokenizer_file(tmp_path):
+    """It cuts and pads what it is called with, which does not count."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({c: n for n, c in enumerate(["<end>", *alphabet])}, merges=[]))
+    backend = Tokenizer(models.BPE({c: n for n, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
-    made.chat_template = CHAT_TEMPLATE
-    made.save_pretrained(tmp_path / "tokenizer")
-    return tmp_path / "tokenizer"
-
-
-ASK = [{"role": "user", "content": "ab"}]
-ANSWER = [{"role": "assistant", "content": "c"}]
+    backend.enable_truncation(max_length=2)
+    backend.enable_padding(length=2)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
 
 
 @pytest.mark.parametrize(
     ("rows", "counts"),
     [
-        ([{"messages": ASK + ANSWER}] * 3, {"9": 3}),
-        ([{"prompt": "ab", "completion": "c"}, {"prompt": "", "completion": ""}], {"4": 1}),
-        ([{"prompt": ASK, "completion": ANSWER}], {"9": 1}),
+        ([{"text": text} for text in ("abc", "a", "", "abcd")], {"3": 1, "4": 1}),
         ([{"input_ids": n} for n in ([1, 2, 3], None, [4, 5])], {"2": 1, "3": 1}),
         ([{"id": 1}, {"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}], {"2": 1, "3": 1}),
         ([{"input_ids": [1, 2, 3], "response_mask": [1, n, 0]} for n in (0, 1)], {"3": 1}),
@@ -247,26 +217,25 @@ ANSWER = [{"role": "assistant", "content": "c"}]
         ([{"input_ids": [[1, 2, 3]]}], {"3": 1}),
     ],
 )
-def test_a_stream_counts_what_training_counts(tmp_path, chat_tokenizer, rows, counts):
+def test_a_stream_counts_what_training_counts(tmp_path, tokenizer_file, rows, counts):
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "data.jsonl").write_text(lines)
     for more in (), ("--streaming",):
         result = accepted(
-            "lengths", "--dataset", tmp_path / "data.jsonl", "--tokenizer", chat_tokenizer,
+            "lengths", "--dataset", tmp_path / "data.jsonl", "--tokenizer", tokenizer_file,
             "--out", tmp_path / "h.json", "--json", *more,
         )  # fmt: skip
         assert json.loads(result.stdout)["counts"] == counts
 
 
 @pytest.mark.parametrize("more", [(), ("--streaming",)])
-def test_data_that_cannot_be_counted_is_refused_with_the_options(tmp_path, chat_tokenizer, more):
+def test_data_that_cannot_be_counted_is_refused_with_the_options(tmp_path, tokenizer_file, more):
     turns = [{"from": "human", "value": "ab"}]
     for row, tokenizer, message in (
-        ({"conversations": turns}, chat_tokenizer, "'messages' with the keys role"),
-        ({"messages": ASK}, None, "no tokenizer; .*(--tokenizer)"),
-        ({"messages": ASK}, chat_tokenizer / "tokenizer.json", "in place of tokenizer.json"),
-        ({"question": "a", "answer": "b"}, chat_tokenizer, "'question': 'prompt', 'answer': 'comp"),
-        ({"body": "a"}, chat_tokenizer, "name one of them (--text-column)"),
+        ({"conversations": turns}, tokenizer_file, "tokenise chats before, by dataset.map("),
+        ({"text": "a"}, None, "no tokenizer; .*(--tokenizer)"),
+        ({"question": "a", "answer": "b"}, tokenizer_file, "train prompts and completions by ds"),
+        ({"body": "a"}, tokenizer_file, "name one of them (--text-column)"),
         ({"input_ids": [1, 2], "prompt_mask": [1, 0]}, None, "'prompt_mask', which is not used"),
         ({"input_ids": [1, 2]}, None, "cannot be read as"),
     ):
@@ -302,20 +271,6 @@ def test_compressed_files_and_those_beside_the_data(tmp_path, caplog):
         length_stats.load_data(str(tmp_path / "x.jsonl.zst"), split="train")
 
 
-def test_processes_share_the_work_and_one_process_finds_their_cache(tmp_path, words):
-    """Tokenised by two processes, counted again by none; a stream has no shares to give away."""
-    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "data")
-    arguments = ["lengths", "--dataset", tmp_path / "data", "--out", tmp_path / "h.json", "--json"]
-    result = accepted(*arguments, "--num-proc", 2)
-    assert json.loads(result.stdout)["counts"] == COUNTS
-    shares = sorted(path.name for path in (tmp_path / "data").glob("cache-*"))
-    assert len(shares) == 2
-    assert document_of(*arguments)["counts"] == COUNTS
-    assert sorted(path.name for path in (tmp_path / "data").glob("cache-*")) == shares
-    result = invoke(*arguments, "--num-proc", 2, "--streaming")
-    assert "leave it out with --streaming" in result.stderr
-
-
 @pytest.mark.parametrize("devices", [3, 6])
 def test_one_length_and_odd_numbers_of_devices(files, devices):
     (files / "lengths.json").write_text(json.dumps(LengthHistogram.from_counts({7: 3}).to_json()))
@@ -324,70 +279,6 @@ def test_one_length_and_odd_numbers_of_devices(files, devices):
     assert max(strategy.num_devices for strategy in found) == devices
     (files / "lengths.json").write_text('{"schema": "ds_hydra.lengths/1", "counts": {}}')
     assert "is empty" in refused(*propose_arguments(files, "--context", 50))
-
-
-def test_an_interrupted_stream_is_continued(tmp_path, monkeypatch):
-    monkeypatch.setattr(length_stats, "_BATCH_ROWS", 2)
-    rows = [{"input_ids": list(range(n))} for n in (2, 3, 4, 5, 6)]
-    partial = tmp_path / "h.partial"
-    seen = []
-
-    class Stop(Exception):
-        pass
-
-    def stop(num_rows, num_tokens):
-        raise Stop
-
-    def measure(progress):
-        stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
-        return length_stats.measure_stream(
-            stream, None, name="n", resume_file=partial, progress=progress
-        )
-
-    with pytest.raises(Stop):
-        measure(stop)
-    assert json.loads(partial.read_text())["num_rows"] == 2
-    histogram = measure(lambda num_rows, num_tokens: seen.append(num_rows))
-    assert seen == [4, 5]
-    assert histogram.lengths_tokens.tolist() == [2, 3, 4, 5, 6]
-    assert not partial.exists()
-
-
-class LetterTokenizer(SplitTokenizer):
-    """One token for each letter."""
-
-    def __call__(self, texts):
-        return {"input_ids": [list(range(1, len(text) + 1)) for text in texts]}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tokenize": LetterTokenizer()}, r"tokenizer '\w+' \(now '\w+'\)"),
-        ({"tokenize": None}, r"tokenizer '\w+' \(now None\)"),
-        ({"text_column": "body"}, r"text_column 'text' \(now 'body'\)"),
-        ({"append_eos": False}, "append_eos True"),
-        ({"part": "None test"}, "part 'None train'"),
-        ({"name": "m"}, r"dataset 'n' \(now 'm'\)"),
-    ],
-)
-def test_a_stream_counted_in_another_way_is_not_continued(tmp_path, monkeypatch, change, message):
-    monkeypatch.setattr(length_stats, "_BATCH_ROWS", 2)
-    partial = tmp_path / "h.partial"
-
-    def measure(**change):
-        settings = {"tokenize": SplitTokenizer(), "name": "n", "part": "None train"} | change
-        stream = datasets.Dataset.from_dict({"text": TEXTS}).to_iterable_dataset()
-        return length_stats.measure_stream(stream, resume_file=partial, **settings)
-
-    def stop(num_rows, num_tokens):
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        measure(progress=stop)
-    with pytest.raises(HydraConfigError, match=f"count of 2 rows with {message}"):
-        measure(**change)
-    assert measure().to_json()["counts"] == COUNTS
 
 
 def test_training_finds_the_cache_of_lengths(tmp_path):
@@ -461,14 +352,6 @@ def test_hostile_values_are_refused_by_name(tmp_path, command, content, named):
     assert result.exit_code != 0
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     assert named in result.output + result.stderr
-
-
-def test_a_damaged_interrupted_count_is_named(tmp_path):
-    for content in (DEEP, "{}", '{"num_rows": 3, "counts": 7}', '{"num_rows": -1, "counts": {}}'):
-        partial = tmp_path / "lengths.json.partial"
-        partial.write_text(content)
-        with pytest.raises(HydraConfigError, match=r"lengths\.json\.partial"):
-            length_stats._read_resume_file(partial, {})
 
 
 def test_two_processes_that_write_a_file_at_once_never_mix(tmp_path):

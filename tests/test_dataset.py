@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ds_hydra.errors import HydraConfigError, HydraDataError
 from ds_hydra.sampler.data import dataset as dataset_module
-from ds_hydra.sampler.data.dataset import RawTokenize, TokenDataset
+from ds_hydra.sampler.data.dataset import TokenDataset
 
 WORDS = ["<eos>", "<unk>", "a", "b", "c", "d"]
 TEXTS = ["a b c", "b", "", "d d d d d d d d", None, "c a"]
@@ -41,10 +41,8 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-@pytest.fixture(params=["tokenizers", "transformers"])
-def tokenize(request):
-    if request.param == "tokenizers":
-        return RawTokenize(make_tokenizer(), eos_token_id=EOS)
+@pytest.fixture
+def tokenize():
     return PreTrainedTokenizerFast(
         tokenizer_object=make_tokenizer(), eos_token="<eos>", unk_token="<unk>"
     )
@@ -75,17 +73,15 @@ def test_texts_are_tokenised_and_end_with_eos(tokenize):
     assert_row(dataset[3], [4, 2, EOS])
 
 
-def test_eos_can_be_left_out_and_is_not_doubled(tokenize):
+def test_an_end_of_text_is_not_doubled(tokenize):
     texts = Dataset.from_dict({"text": ["a b", "a b <eos>"]})
-    plain = TokenDataset.from_dataset(texts, context_length=16, tokenize=tokenize, append_eos=False)
-    assert plain.lengths.tolist() == [2, 3]
     ended = TokenDataset.from_dataset(texts, context_length=16, tokenize=tokenize)
     assert ended.lengths.tolist() == [3, 3]
 
 
 def test_a_text_that_has_a_begin_of_its_own_gets_no_second_one(tokenize):
     texts = Dataset.from_dict({"text": ["a b", "<unk> a b", "b b", "<unk> <unk> a b"]})
-    backend = getattr(tokenize, "backend_tokenizer", getattr(tokenize, "tokenizer", None))
+    backend = tokenize.backend_tokenizer
     backend.post_processor = TemplateProcessing(
         single="<unk> $A", special_tokens=[("<unk>", WORDS.index("<unk>"))]
     )
@@ -95,17 +91,6 @@ def test_a_text_that_has_a_begin_of_its_own_gets_no_second_one(tokenize):
     backend.post_processor = TemplateProcessing(single="$A", special_tokens=[])
     made = TokenDataset.from_dataset(texts, context_length=16, tokenize=tokenize)
     assert made[2]["input_ids"].tolist() == [3, 3, EOS], "no begin, and words may be equal"
-
-
-def test_truncation_and_padding_saved_with_a_tokenizer_do_not_count(tmp_path):
-    saved = make_tokenizer()
-    saved.enable_truncation(max_length=2)
-    saved.enable_padding(length=2)
-    saved.save(str(tmp_path / "tokenizer.json"))
-    tokenize = RawTokenize(Tokenizer.from_file(str(tmp_path / "tokenizer.json")), eos_token_id=EOS)
-    assert tokenize(["a b c", "b"]) == {"input_ids": [[2, 3, 4], [3]]}
-    RawTokenize(saved)
-    assert saved.truncation["max_length"] == 2, "the user's own stays as it is"
 
 
 @pytest.mark.parametrize("per_batch", [1, 1 << 20])
@@ -118,7 +103,7 @@ def test_long_texts_are_tokenised_few_at_once(monkeypatch, tokenize, per_batch):
         return tokenize(texts)
 
     texts = Dataset.from_dict({"text": ["a b", "c d"]})
-    data = TokenDataset.from_dataset(texts, context_length=9, tokenize=counted, append_eos=False)
+    data = TokenDataset.from_dataset(texts, context_length=9, tokenize=counted)
     assert (data.lengths.tolist(), seen) == ([2, 2], [1, 1] if per_batch == 1 else [2])
 
 
@@ -149,31 +134,30 @@ def read_only(monkeypatch):
     return folders
 
 
-@pytest.mark.parametrize("num_proc", [None, 2])
 def test_tokens_of_a_read_only_dataset_are_in_the_users_cache(
-    tmp_path, monkeypatch, read_only, tokenize, num_proc
+    tmp_path, monkeypatch, read_only, tokenize
 ):
     folder, cache = tmp_path / "corpus", tmp_path / "cache"
     Dataset.from_dict({"text": TEXTS}).save_to_disk(folder)
     before = sorted(folder.iterdir())
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", cache)
 
-    def read(**options):
+    def read(tokenize=tokenize):
         return TokenDataset.from_dataset(
-            load_from_disk(folder), context_length=16, tokenize=tokenize, **options
+            load_from_disk(folder), context_length=16, tokenize=tokenize
         )
 
     read_only.append(folder)
-    assert read(num_proc=num_proc).lengths.tolist() == [4, 2, 9, 3]
+    assert read().lengths.tolist() == [4, 2, 9, 3]
     made = sorted(cache.rglob("*.arrow"))
-    assert len(made) == (num_proc or 1)
+    assert len(made) == 1
     stamps = [path.stat().st_mtime_ns for path in made]
     assert read().lengths.tolist() == [4, 2, 9, 3]
     assert [path.stat().st_mtime_ns for path in made] == stamps, "other ranks find it"
     assert sorted(folder.iterdir()) == before
     read_only.append(cache)
     with pytest.raises(HydraDataError, match=f"into {folder}, nor .* set HF_DATASETS_CACHE"):
-        read(append_eos=False)
+        read(lambda texts: {"input_ids": [[1, 2]] * len(texts)})
 
 
 def test_token_ids_of_a_dataset_are_used_as_they_are():
@@ -449,7 +433,7 @@ BAD_DATA = [
     (from_columns(text=["a"], loss_mask=[[1]]), "'loss_mask' beside texts or chats"),
     (
         from_columns(conversations=[[{"from": "human", "value": "a"}]]),
-        "'conversations' .*'messages' with the keys role .* content",
+        "tokenise chats before, .* {% generation %} .*HydraSFTTrainer, or set hydra.text_column",
     ),
     (
         beside_ids(completion_mask=[[0, 1], [0, 1]]),

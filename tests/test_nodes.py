@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_distributed, wait_until
+from distributed import wait_until
 from engines import raised_by, start_hydra
 from faults import kill_in
 from models import VOCAB_SIZE, tiny
@@ -21,8 +20,6 @@ from test_engine_parity import hand_plan
 
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.propagation import Propagator
-from ds_hydra.engine.ranks.agreement import first_on_node
-from ds_hydra.engine.ranks.agreement import first_on_node
 from ds_hydra.engine.ranks.hosts import (
     Hosts,
     find_ranks_per_node,
@@ -372,26 +369,3 @@ def test_three_hosts_the_last_with_fewer_ranks(tmp_path):
     for rank in (0, 1, 2, 4):
         assert ended[rank].exit_code in (1, 75), ended[rank].stderr
         assert "rank 3 is gone: its process ended on host node-1 (ranks 2, 3)" in ended[rank].stderr
-
-
-def take_turns(folder, local_ranks):
-    """Files that this rank finds when its turn comes."""
-    rank, seen = dist.get_rank(), []
-    os.environ["LOCAL_RANK"] = str(local_ranks[rank])
-    for turn in range(2):
-        with first_on_node(torch.device("cpu")):
-            if local_ranks[rank] == 0:
-                time.sleep(0.2)  # who does not wait comes meanwhile
-            seen.append(sorted(os.listdir(folder)))
-            (folder / f"{turn}.{rank}").touch()
-    return seen
-
-
-@pytest.mark.distributed
-def test_the_first_rank_of_each_node_goes_first(tmp_path):
-    seen = run_distributed(take_turns, 4, tmp_path, [0, 1, 0, 1])
-    for rank in (1, 3):
-        assert {"0.0", "0.2"} <= {*seen[rank][0]}
-        assert {"1.0", "1.2"} <= {*seen[rank][1]}
-    for rank in (0, 2):
-        assert not {"0.1", "0.3"} & {*seen[rank][0]}

@@ -98,15 +98,7 @@ TABLES = {
         ask_arguments(arguments.check_arguments, TrainingArguments),
         is_refused=False,
     ),
-    "arguments of SFTTrainer": Table(arguments.ELSEWHERE, ask_trainer),
-    "SFTConfig": Table(
-        arguments.SFT_REFUSED, ask_arguments(arguments.check_arguments, trl.SFTConfig)
-    ),
-    "unused of SFTConfig": Table(
-        arguments.SFT_WITHOUT_EFFECT,
-        ask_arguments(arguments.check_arguments, trl.SFTConfig),
-        is_refused=False,
-    ),
+    "arguments of SFTTrainer": Table(arguments.OF_SFT_TRAINER, ask_trainer),
     "overrides": Table(arguments.NOT_CALLED, ask_override(HydraTrainer, arguments.NOT_CALLED)),
     "TRL": Table(mixin.REFUSED, ask_arguments(mixin.check_trl_arguments, *OF_TRL)),
     "overrides of TRL": Table(
@@ -132,15 +124,7 @@ NAMES = {
         ddp_bucket_cap_mb
     """,
     "arguments of SFTTrainer": """
-        peft_config formatting_func tokenizer dataset_text_field max_seq_length packing model_init_kwargs
-        quantization_config
-    """,
-    "SFTConfig": """
-        packing eval_packing loss_type activation_offloading shuffle_dataset model_init_kwargs
-        chat_template_path eos_token pad_token dataset_kwargs
-    """,
-    "unused of SFTConfig": """
-        padding_free pad_to_multiple_of dataset_num_proc
+        peft_config formatting_func completion_only_loss assistant_only_loss
     """,
     "overrides": """
         get_train_dataloader _get_dataloader _remove_unused_columns _get_collator_with_removed_columns

@@ -17,6 +17,8 @@ from distributed import free_port, remove_shared_memory
 from faults import read_json_lines, run_until_end
 from shared_data import REPOSITORY
 
+from ds_hydra.engine.ranks.process import find_restart_problem
+
 SCRIPT = REPOSITORY / "tests" / "restarted_script.py"
 BIN = Path(sys.executable).parent
 
@@ -76,6 +78,23 @@ def check_curve(folder, whole_curve):
     seen = read_json_lines(folder / "losses")
     assert {iteration for iteration, _ in seen} == set(range(restarted_script.NUM_ITERATIONS))
     assert [loss for _, loss in seen] == [whole_curve[iteration] for iteration, _ in seen]
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_warned"),
+    [
+        ({}, False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}, False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}, True),
+    ],
+)
+def test_restarts_that_would_hang_are_announced(environment, is_warned):
+    problem = find_restart_problem(environment)
+    assert (problem is not None) == is_warned
+    assert not is_warned or "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun" in problem
+    is_set = environment | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    assert not is_warned or "start with --standalone" in find_restart_problem(is_set)
 
 
 @pytest.mark.nightly

@@ -33,14 +33,16 @@ def source_dir(tmp_path):
     return root
 
 
-def prepare_small(tmp_path, source_dir, **kwargs):
-    return prepare.prepare(tmp_path / "cache", source_dir=source_dir, vocab_size=300, **kwargs)
+def prepare_small(tmp_path, source_dir):
+    return prepare.prepare(tmp_path / "cache", source_dir=source_dir, vocab_size=300)
 
 
 def test_sources_are_read_without_tests_and_installed_packages(tmp_path, source_dir):
     data = prepare_small(tmp_path, source_dir)
-    assert data.dataset["path"][:] == ["a.py", "b.py", "empty.py", "package/c.py"]
-    assert data.dataset["text"][:] == [FILES[path] for path in data.dataset["path"]]
+    assert data.dataset["path"][:] == ["a.py", "b.py", "b.py", "package/c.py", "package/c.py"]
+    assert "".join(data.dataset["text"]) == "".join(
+        FILES[name] for name in ("a.py", "b.py", "package/c.py")
+    )
 
 
 def test_every_text_survives_the_tokenizer(tmp_path, source_dir):
@@ -49,14 +51,6 @@ def test_every_text_survives_the_tokenizer(tmp_path, source_dir):
     assert tokenizer.decode(tokenizer.eos_token_id) == prepare.EOS_TOKEN
     for text in [*FILES.values(), "\x00 ünknown \U0001f40d\n\n\t  x"]:
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_units_are_files_or_definitions(tmp_path, source_dir):
-    data = prepare_small(tmp_path, source_dir, unit="definition")
-    assert data.dataset["path"][:] == ["a.py", "b.py", "b.py", "package/c.py", "package/c.py"]
-    assert "".join(data.dataset["text"]) == "".join(
-        FILES[name] for name in ("a.py", "b.py", "package/c.py")
-    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +102,7 @@ def test_an_interrupted_preparation_is_done_again(tmp_path, source_dir, monkeypa
     (unfinished,) = (tmp_path / "cache").glob("*.tmp")
     (unfinished / "stray").touch()
     data = prepare_small(tmp_path, source_dir)
-    assert len(data.dataset) == 4
+    assert len(data.dataset) == 5
     assert {path.name for path in data.tokenizer_dir.parent.iterdir()} == {"texts", "tokenizer"}
     assert not unfinished.exists()
 
@@ -122,7 +116,7 @@ def test_tokenising_is_already_in_the_cache(tmp_path, source_dir):
     before = sorted((tmp_path / "cache").rglob("*.arrow"))
     tokens = TokenDataset.from_dataset(data.dataset, context_length=64, tokenize=data.tokenizer)
     assert sorted((tmp_path / "cache").rglob("*.arrow")) == before
-    assert tokens.report.num_without_label == 1, "the empty file"
+    assert tokens.report.num_without_label == 0
     assert tokens[0]["input_ids"][-1] == data.tokenizer.eos_token_id
 
 

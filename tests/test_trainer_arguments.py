@@ -9,7 +9,6 @@ import inspect
 import logging
 import re
 import sys
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import datasets
@@ -50,7 +49,6 @@ from ds_hydra.trainer.arguments import (
     find_set,
     is_overridden,
     map_arguments,
-    read_loss_option,
 )
 from ds_hydra.trainer.data import (
     DatasetReader,
@@ -146,56 +144,12 @@ def test_a_checkpoint_to_resume_from_has_to_be_one(tmp_path):
             check_checkpoint(tmp_path / "checkpoint-5")
 
 
-def sft_arguments(kind="SFTConfig", module="trl.trainer.sft_config", **settings):
-    """What TRL adds to TrainingArguments, as far as it is needed here; TRL is not installed."""
-
-    @dataclass
-    class Config(TrainingArguments):
-        completion_only_loss: bool | None = None
-        assistant_only_loss: bool = False
-        max_length: int | None = 1024
-        dataset_text_field: str = "text"
-        packing: bool = False
-        padding_free: bool = False
-        loss_type: str = "nll"
-        of_tomorrow: int = 0
-
-    Config.__name__, Config.__module__ = kind, module
-    return Config(output_dir="unused", use_cpu=True, report_to="none", **settings)
-
-
-def test_fields_of_trl_are_honoured_or_refused():
-    notes = []
-    args = sft_arguments(assistant_only_loss=True, completion_only_loss=False, padding_free=True)
-    check_arguments(args, notes.append)
-    assert len(notes) == 1
-    assert notes[0].startswith("SFTConfig.padding_free=True has no effect: ")
-    assert read_loss_option(args, "assistant_only_loss", None) is True
-    assert read_loss_option(args, "completion_only_loss", None) is False
-    assert read_loss_option(sft_arguments(), "assistant_only_loss", True) is True
-    with pytest.raises(HydraConfigError, match=r"completion_only_loss is True in HydraTrainer and"):
-        read_loss_option(args, "completion_only_loss", True)
+def test_a_configuration_of_trl_is_refused():
+    settings = {"output_dir": "unused", "use_cpu": True, "report_to": "none", "bf16": False}
     with pytest.raises(
-        HydraConfigError,
-        match=r"(?s)packing=True: sequences are packed.*loss_type='dft'.*of_tomorrow=1: ",
+        HydraConfigError, match=r"SFTConfig is a configuration of TRL.*ds_hydra\.trl"
     ):
-        check_arguments(sft_arguments(packing=True, loss_type="dft", of_tomorrow=1), print)
-    check_arguments(sft_arguments(loss_type="chunked_nll"), notes.append)
-    with pytest.raises(HydraConfigError, match="DPOConfig asks for another training"):
-        check_arguments(sft_arguments("DPOConfig"), print)
-    own = sft_arguments("MyArguments", "my_script", packing=True, assistant_only_loss=True)
-    check_arguments(own, notes.append)  # fields of the user's own, with a meaning of their own
-    assert read_loss_option(own, "assistant_only_loss", None) is None
-    assert len(notes) == 1
-
-
-def test_fields_of_trl_that_are_keys_of_hydra():
-    args = sft_arguments(max_length=128, dataset_text_field="story")
-    assert map_arguments(args, HYDRA, print).text_column == "story"
-    with pytest.raises(
-        HydraConfigError, match=r"hydra\.context_length is 128, SFTConfig\.max_length asks for 64"
-    ):
-        map_arguments(sft_arguments(max_length=64), HYDRA, print)
+        check_arguments(SFTConfig(**settings), print)
 
 
 @pytest.mark.parametrize(
@@ -218,12 +172,7 @@ def test_all_refusals_come_at_once():
 
 def test_defaults_are_silent():
     notes = []
-    for args in (
-        arguments(),
-        SFTConfig(output_dir="unused", use_cpu=True, report_to="none", bf16=False),
-    ):
-        check_arguments(args, notes.append)
-    assert not notes
+    check_arguments(arguments(), notes.append)
     assert map_arguments(arguments(), HYDRA, notes.append) == HYDRA
     assert not notes
 
@@ -643,8 +592,8 @@ def test_what_has_no_rows_of_known_lengths_is_refused(rows, words):
 def test_rows_of_lists_and_of_datasets_that_give_the_same_each_time_are_read():
     rows = [{"input_ids": [1, 2]}, {"input_ids": [3]}]
     assert as_datasets(rows, "train_dataset")["input_ids"][:] == [[1, 2], [3]]
-    chats = [{"messages": "a"}, {"messages": "b", "tools": ["t"]}]  # columns that few rows need
-    assert as_datasets(chats, "train_dataset")["tools"][:] == [None, ["t"]]
+    texts = [{"text": "a"}, {"text": "b", "tags": ["t"]}]  # columns that few rows have
+    assert as_datasets(texts, "train_dataset")["tags"][:] == [None, ["t"]]
     same = Computed(lambda _, number: {**crop(0), "seen": number})
     assert as_datasets(same, "train_dataset")["input_ids"][:] == [[0, 1, 2]] * 2
     assert len(as_datasets(Computed(lambda *_: {"text": "text"}), "train_dataset")) == 2
@@ -671,8 +620,6 @@ def reader(alone):
         args,
         HydraConfig.parse({**SECTION, "context_length": 4}),
         logging.getLogger(__name__).warning,
-        completion_only_loss=None,
-        assistant_only_loss=False,
     )
 
 
@@ -688,10 +635,8 @@ def test_rows_that_were_changed_in_place_are_read_anew(reader):
     assert len(reader._tokens_of) == 22
 
 
-def test_another_tokenizer_or_chat_template_reads_anew(reader):
+def test_another_tokenizer_reads_anew(reader):
     class Tokenizer:
-        chat_template = "a"
-
         def __init__(self, first):
             self.first = first
 
@@ -702,22 +647,14 @@ def test_another_tokenizer_or_chat_template_reads_anew(reader):
     rows = [{"text": "abc"}]
     tokens = [reader.read(rows, "eval_dataset", t)[0]["input_ids"][0] for t in (one, other, one)]
     assert tokens == [1, 2, 1]
-    before = reader.read(rows, "eval_dataset", one)
-    one.chat_template = "b"
-    assert reader.read(rows, "eval_dataset", one) is not before
 
 
 def test_of_a_processor_the_tokenizer_reads(reader):
     processor = object.__new__(transformers.ProcessorMixin)  # called with texts it takes images
     processor.tokenizer = make_tokenizer()
-    texts = reader.read([{"text": "ab"}], "train_dataset", processor)
-    pairs = reader.read([{"prompt": "a", "completion": "b"}], "train_dataset", processor)
-    assert texts[0]["input_ids"].tolist() == pairs[0]["input_ids"].tolist()
-    processor.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"  # of its own
-    chats = [{"messages": [{"role": "user", "content": "ab"}]}]
-    read = [reader.read(chats, "train_dataset", processor) for _ in range(2)]
+    read = [reader.read([{"text": "ab"}], "train_dataset", processor) for _ in range(2)]
+    assert processor.tokenizer.decode(read[0][0]["input_ids"]) == "ab<eos>"
     assert read[0] is read[1]
-    assert processor.tokenizer.chat_template != processor.chat_template
 
 
 def test_errors_of_reading_say_which_dataset_it_is(reader):

@@ -22,7 +22,6 @@ from trl_runs import arguments, make_tokenizer, pairs, texts
 from ds_hydra.engine.losses.objective import Scores
 from ds_hydra.engine.model.experts import BalanceLoss
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.data.sft import to_labels
 from ds_hydra.trainer.arguments import check_overrides
 from ds_hydra.trl import HydraMixin, HydraSFTTrainer
 from ds_hydra.trl.mixin import (
@@ -316,7 +315,7 @@ def test_the_mixin_stands_before_the_trainer():
         type("Mine", (trl.SFTTrainer, HydraMixin), {})
 
 
-def test_trl_prepares_chats_with_tools_as_hydra_trainer_reads_them():
+def test_trl_prepares_chats_with_tools_as_they_were_before_they_were_stored():
     """Merged structs, JSON text and masks of other tools, which TRL alone takes as they are."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
@@ -342,8 +341,10 @@ def test_trl_prepares_chats_with_tools_as_hydra_trainer_reads_them():
     merged = datasets.Dataset.from_list(rows)
     text = [{**row, "tools": json.dumps(row["tools"])} for row in rows]
     for data in (merged, datasets.Dataset.from_list(text)):
-        wanted = to_labels(data, tokenizer)["input_ids"][:]
-        assert "null" not in tokenizer.decode(wanted[0])
+        wanted = [
+            tokenizer.apply_chat_template(row["messages"], tools=row["tools"])["input_ids"]
+            for row in rows
+        ]
         assert prepare(data)["input_ids"][:] == wanted
         assert [row["input_ids"] for row in prepare(data.to_iterable_dataset())] == wanted
     answer = {"role": "assistant", "content": "c", "weight": 0}

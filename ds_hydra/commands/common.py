@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from errno import EISDIR
 from pathlib import Path
@@ -189,32 +189,19 @@ def _refreshing(bar: Any, inside: Callable[[], str] | None) -> Iterator[None]:
         thread.join()
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Report that `path` was written inside, or raise HydraConfigError where it cannot be."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(EISDIR, "it is a folder; name a file")
-        yield
-    except OSError as error:
-        raise HydraConfigError(f"cannot write {path}: {error.strerror}") from error
-    log(f"wrote {path}")
-
-
 def write_document(document: Mapping[str, Any], out: Path | None) -> None:
-    """Write `document` to the file `out`, if there is one; a file that exists is replaced as a
-    whole.
+    """Write `document` to the file `out`, if there is one, and say so; a file that exists is
+    replaced as a whole. Raises HydraConfigError where it cannot be written.
     """
-    if out is not None:
-        write_documents([document], out)
-
-
-def write_documents(documents: Iterable[Mapping[str, Any]], out: Path) -> None:
-    """Write `documents` to the file `out`, one a line; a file that exists is replaced as a
-    whole.
-    """
-    with writing(out):
-        write_whole(out, (json_text(document) + "\n" for document in documents))
+    if out is None:
+        return
+    try:
+        if out.is_dir():
+            raise IsADirectoryError(EISDIR, "it is a folder; name a file")
+        write_whole(out, [json_text(document) + "\n"])
+    except OSError as error:
+        raise HydraConfigError(f"cannot write {out}: {error.strerror}") from error
+    log(f"wrote {out}")
 
 
 @contextmanager

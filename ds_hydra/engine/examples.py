@@ -54,19 +54,27 @@ def read_data(
         return TokenStream(stream, reading_of(config, tokenize))
 
     def read() -> TokenDataset:
-        with first_on_node(device):
-            return TokenDataset.from_dataset(
-                dataset,
-                context_length=config.context_length,
-                over_length=config.over_length,
-                text_column=config.text_column,
-                tokenize=tokenize,
-            )
+        with first_on_node("tokenising the training data"):
+            return tokens_of(dataset, config, tokenize)
 
     data = run_together(read, device)
     if deepspeed.comm.get_rank() == 0:
         logger.info(f"training data: {data.report}")
     return data
+
+
+def tokens_of(
+    dataset: Any, config: HydraConfig, tokenize: Any, *, every_row: bool = False
+) -> TokenDataset:
+    """Tokens of data at rest; with `every_row` none is cut or left out."""
+    return TokenDataset.from_dataset(
+        dataset,
+        context_length=config.context_length,
+        over_length=config.over_length,
+        text_column=config.text_column,
+        tokenize=tokenize,
+        every_row=every_row,
+    )
 
 
 def find_stream(dataset: Any, device: torch.device) -> datasets.IterableDataset | None:
@@ -80,14 +88,13 @@ def find_stream(dataset: Any, device: torch.device) -> datasets.IterableDataset 
     return dataset if is_stream else None
 
 
-def reading_of(config: HydraConfig, tokenize: Any, convert: Any = None) -> RowReading:
+def reading_of(config: HydraConfig, tokenize: Any) -> RowReading:
     """Settings that make sequences of a stream's rows."""
     return RowReading(
         context_length=config.context_length,
         over_length=config.over_length,
         text_column=config.text_column,
         tokenize=tokenize,
-        convert=convert,
     )
 
 

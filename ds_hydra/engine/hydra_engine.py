@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 import math
+import os
 import sys
 import warnings
 import weakref
@@ -65,16 +66,19 @@ from ds_hydra.engine.ranks.memory import (
     unfreeze_gc,
 )
 from ds_hydra.engine.ranks.process import (
+    find_restart_problem,
     leave_out_shared_memory,
     let_collectives_end_at_exit,
     let_one_rank_speak,
     offloads_optimizer,
+    remove_stale_locks,
 )
 from ds_hydra.engine.ranks.settings import check_same_settings
 from ds_hydra.engine.ranks.sigterm import SIGTERM
 from ds_hydra.engine.ranks.watchdog import join_watchdog, leave_watchdog, watch
 from ds_hydra.engine.runtime import HydraRuntime, Stamps
 from ds_hydra.engine.telemetry.trace import MemoryWatch
+from ds_hydra.environment import is_first_on_host
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
 from ds_hydra.progress import say_once, show_notes
 from ds_hydra.records.metrics import IterationMetrics
@@ -169,6 +173,8 @@ class HydraEngine(CheckpointingEngine):
         place = local_rank()
         get_accelerator().set_device(place)
         self.device = torch.device(get_accelerator().device_name(place))
+        if deepspeed.comm.get_rank() == 0 and (problem := find_restart_problem(os.environ)):
+            logger.warning(problem)
         with _torch_defaults():
             join_watchdog(hydra_config.faults, self.device)
         self._is_watched = True
@@ -195,6 +201,7 @@ class HydraEngine(CheckpointingEngine):
         self, args: Any, model: nn.Module, engine_args: Any, engine_kwargs: Mapping[str, Any]
     ) -> None:
         open_host_group(self.device)
+        run_together(lambda: remove_stale_locks(is_first_on_host()), self.device)
         # Before DeepSpeed hooks the model's modules: what a stage changes of them is found here.
         config = self._hydra_config
         document = getattr(engine_kwargs.get("config_class"), "_param_dict", None) or {}

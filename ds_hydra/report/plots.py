@@ -1,5 +1,5 @@
-"""Pictures as files, by matplotlib: of a run (which ranks formed which pipelines, how long those
-took, and the loss), and of a length histogram.
+"""Picture of a run as a file, by matplotlib: which ranks formed which pipelines, how long those
+took, and the loss.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.report.run_report import read_metrics
 from ds_hydra.strategy import Scheme
-from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 _HUES = (
     "#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f", "#ff9da7", "#a0cbe8",
@@ -209,29 +208,3 @@ def _tidy(axes: Axes) -> None:
     axes.tick_params(length=3)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.6)
     axes.set_axisbelow(True)
-
-
-_BINS_PER_OCTAVE = 4
-
-
-def plot_lengths(histogram: LengthHistogram, out_png: str | Path) -> None:
-    """Write a PNG: share of sequences and share of tokens over the length on a logarithmic axis."""
-    lengths, counts = histogram.lengths_tokens, histogram.counts
-    num_bins = (
-        max(1, int(_BINS_PER_OCTAVE * np.log2(lengths[-1] / lengths[0]))) if lengths.size > 1 else 1
-    )
-    edges = np.geomspace(lengths[0], lengths[-1] + 1, num_bins + 1)
-    figure = Figure(figsize=(8, 4.5), layout="constrained", dpi=130)
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for weights, label in ((counts, "sequences"), (counts * lengths, "tokens")):
-        share, _ = np.histogram(lengths, bins=edges, weights=weights / weights.sum())
-        axes.stairs(100 * share, edges, fill=True, alpha=0.55, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("length, tokens")
-    axes.set_ylabel("share, %")
-    axes.set_title(
-        f"{histogram.name}: {histogram.num_sequences:,} sequences, {histogram.num_tokens:,} tokens"
-    )
-    axes.legend()
-    figure.savefig(str(out_png))

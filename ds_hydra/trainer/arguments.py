@@ -93,59 +93,12 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 """Arguments that are legal and change nothing; each that is set is a message."""
 
-_PACKING = "sequences are packed by the plan, and do not see each other; leave it out"
-_LOADED = "the model is loaded before; write model=AutoModelForCausalLM.from_pretrained(name, **model_init_kwargs)"
-
-ELSEWHERE = (
-    Refusal(
-        "peft_config", "the model has its adapters before; write model=peft.get_peft_model(model, peft_config), or use "
-        "ds_hydra.trl.HydraSFTTrainer, which takes all of TRL's",
-    ),
-    Refusal(
-        "formatting_func", "texts are written before; write train_dataset=train_dataset.map(lambda row: {'text': "
-        "formatting_func(row)})",
-    ),
-    Refusal("tokenizer", "it has another name; pass it as processing_class"),
-    Refusal("dataset_text_field", "it is a key of the JSON; set hydra.text_column"),
-    Refusal("max_seq_length", "it is a key of the JSON; set hydra.context_length"),
-    Refusal("packing", _PACKING),
-    Refusal("model_init_kwargs", _LOADED),
-    Refusal("quantization_config", "base weights must not be quantized; load the model before"),
-)  # fmt: skip
-"""Arguments of TRL's SFTTrainer, now or once, with where they go."""
-
-_SFT_HONOURED = ("completion_only_loss", "assistant_only_loss")
-"""Fields of TRL's SFTConfig that HydraTrainer reads itself."""
-
-_SFT_KEYS = {"max_length": "context_length", "dataset_text_field": "text_column"}
-"""Fields of TRL's SFTConfig that say the same as a key of "hydra"."""
-
-SFT_WITHOUT_EFFECT = (
-    Refusal("padding_free", "sequences are packed without padding, and do not see each other"),
-    # TRL makes None of its default, "auto"
-    Refusal("pad_to_multiple_of", "sequences are packed without padding", 8, applies=bool),
-    Refusal("dataset_num_proc", "one process of each node tokenises; `ds-hydra lengths --num-proc` uses more", 2),
-)  # fmt: skip
-"""Fields of TRL's SFTConfig that change nothing."""
-
-SFT_REFUSED = (
-    *each("packing eval_packing", _PACKING),
-    Refusal(
-        "loss_type", f"{_OWN_LOSS}; set it to 'nll'", "dft", "nll",
-        lambda kind: kind not in ("nll", "chunked_nll"),  # the same number, computed in parts
-    ),
-    Refusal("activation_offloading", "layers are checkpointed; set hydra.activation_checkpointing instead"),
-    Refusal("shuffle_dataset", "hydra.shuffle mixes the rows anew in every epoch; leave it out"),
-    Refusal("model_init_kwargs", _LOADED),
-    Refusal("chat_template_path", "the tokenizer has it; set processing_class.chat_template"),
-    Refusal("eos_token", "the tokenizer has it; set processing_class.eos_token"),
-    Refusal("pad_token", "sequences are packed without padding; leave it out"),
-    Refusal(
-        "dataset_kwargs", "rows are read as they are; prepare train_dataset before: input_ids with labels, "
-        "assistant_masks or completion_mask",
-    ),
-)  # fmt: skip
-"""Fields of TRL's SFTConfig that would change training; so would those that no table names."""
+OF_SFT_TRAINER = each(
+    "peft_config formatting_func completion_only_loss assistant_only_loss",
+    "HydraTrainer takes a model with its adapters, and rows of tokens or texts; use ds_hydra.trl.HydraSFTTrainer, "
+    "which takes all of TRL's",
+)
+"""Arguments of TRL's SFTTrainer and SFTConfig, to which transformers' Trainer has nothing alike."""
 
 _BY_MATRIX = {
     "adafactor": "moments are not factored",
@@ -186,11 +139,14 @@ _PADDING_COLLATORS = (
 
 def check_arguments(args: TrainingArguments, note: Note) -> None:
     """Raise HydraConfigError for arguments that are not honoured; `note` those without effect."""
-    check_common_arguments(args, note, problems=_find_refused_of_trl(args))
-    given = _set_fields_of_trl(args)
-    for row in SFT_WITHOUT_EFFECT:
-        if row.name in given and row.applies_to(given[row.name]):
-            note(f"{type(args).__name__}.{row.name}={given[row.name]!r} has no effect: {row.text}")
+    kind = type(args)
+    problems = []
+    if any(base.__module__.partition(".")[0] == "trl" for base in kind.__mro__):
+        problems.append(
+            f"{kind.__name__} is a configuration of TRL, most of whose fields HydraTrainer does not read; use "
+            "TrainingArguments, or a trainer of ds_hydra.trl"
+        )
+    check_common_arguments(args, note, problems=problems)
 
 
 def check_common_arguments(
@@ -217,27 +173,9 @@ def check_common_arguments(
         )
 
 
-def check_elsewhere(given: Collection[str]) -> None:
-    """Raise HydraConfigError for arguments of TRL's SFTTrainer that HydraTrainer does not take."""
-    problems = [f"{row.name}: {row.text}" for row in ELSEWHERE if row.name in given]
-    refuse_all("HydraTrainer does not take these arguments:", problems)
-
-
-def read_loss_option(args: TrainingArguments, name: str, given: bool | None) -> bool | None:
-    """Read which tokens count, as given to HydraTrainer or in TRL's SFTConfig."""
-    of_args = _set_fields_of_trl(args).get(name)
-    if given is not None and of_args is not None and given != of_args:
-        raise HydraConfigError(
-            f"{name} is {given} in HydraTrainer and {of_args} in {type(args).__name__}; remove one of them"
-        )
-    return of_args if given is None else given
-
-
-def map_arguments(
-    args: TrainingArguments, hydra: HydraConfig, note: Note, *, of_trl: bool = True
-) -> HydraConfig:
+def map_arguments(args: TrainingArguments, hydra: HydraConfig, note: Note) -> HydraConfig:
     """`hydra` with the settings of TrainingArguments on order, seed, determinism, noise and
-    activation checkpointing, and the fields `of_trl`.
+    activation checkpointing.
 
     A key that the "hydra" section gives itself must not contradict them.
     """
@@ -260,9 +198,6 @@ def map_arguments(
         wanted["deterministic"] = ("full_determinism", True)
     if args.neftune_noise_alpha is not None:
         wanted["neftune_noise_alpha"] = ("neftune_noise_alpha", args.neftune_noise_alpha)
-    for name, value in _set_fields_of_trl(args).items() if of_trl else ():
-        if name in _SFT_KEYS:
-            wanted[_SFT_KEYS[name]] = (name, value)
     for key, (source, value) in wanted.items():
         own = getattr(hydra, key)
         if key in hydra.model_fields_set and own != value:
@@ -408,32 +343,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return " ".join(str(_plain(option)) for option in value)
     return getattr(value, "value", value)
-
-
-def _find_refused_of_trl(args: TrainingArguments) -> Iterator[str]:
-    if _is_of_trl(args) and not any(kind.__name__ == "SFTConfig" for kind in type(args).__mro__):
-        yield (
-            f"{type(args).__name__} asks for another training than HydraTrainer's; use TrainingArguments, TRL's "
-            "SFTConfig, or a trainer of ds_hydra.trl"
-        )
-        return
-    known = {*_SFT_HONOURED, *_SFT_KEYS, *(row.name for row in SFT_WITHOUT_EFFECT)}
-    refused = {row.name: row for row in SFT_REFUSED}
-    for name, value in _set_fields_of_trl(args).items():
-        row = refused.get(name, Refusal(name, "HydraTrainer does not read it; leave it out"))
-        if name not in known and row.applies_to(value):
-            yield row.describe(value)
-
-
-def _is_of_trl(args: TrainingArguments) -> bool:
-    return any(kind.__module__.partition(".")[0] == "trl" for kind in type(args).__mro__)
-
-
-def _set_fields_of_trl(args: TrainingArguments) -> dict[str, Any]:
-    """Fields that a configuration of TRL adds, where they are not the default."""
-    own = [f for f in fields(args) if f.name not in _DEFAULTS] if _is_of_trl(args) else []
-    values = {f.name: getattr(args, f.name) for f in own}
-    return {f.name: values[f.name] for f in own if values[f.name] != f.default}
 
 
 def _is_set(args: TrainingArguments, name: str) -> bool:

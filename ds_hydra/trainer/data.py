@@ -4,7 +4,6 @@ epochs, evaluation batches, padded batches.
 
 from __future__ import annotations
 
-import copy
 import logging
 import zlib
 from collections import OrderedDict
@@ -21,25 +20,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import (
     ConcatDataset,
-    Dataset,
     IterableDataset,
     SequentialSampler,
     Subset,
 )
 
 from ds_hydra.configs import HydraConfig
-from ds_hydra.engine.examples import find_stream, reading_of
-from ds_hydra.engine.ranks.agreement import (
-    check_same_numbers,
-    first_on_node,
-    gather_rows,
-    run_together,
-)
+from ds_hydra.engine.examples import find_stream, reading_of, tokens_of
+from ds_hydra.engine.ranks.agreement import check_same_numbers, gather_rows, run_together
+from ds_hydra.engine.ranks.turns import first_on_node
 from ds_hydra.errors import HydraConfigError, HydraDataError
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset, check_stored, select_shown
-from ds_hydra.sampler.data.examples import IGNORED_LABEL, find_unread
-from ds_hydra.sampler.data.sft import make_row_conversion, to_labels
+from ds_hydra.sampler.data.examples import IGNORED_LABEL
 from ds_hydra.sampler.data.stream import TokenStream
 
 logger = logging.getLogger(__name__)
@@ -209,7 +202,7 @@ class EvalBatches:
         budget: int,
         pad: Callable[[Sequence[dict[str, Any]]], dict[str, Tensor]],
     ):
-        self.dataset = TokenRows(tokens)
+        self.dataset = tokens
         self._pad = pad
         self.num_label_tokens = int(tokens.num_label_tokens.sum())
         self._tokens = tokens
@@ -230,19 +223,6 @@ class EvalBatches:
         for begin, end in zip(self._bounds, self._bounds[1:], strict=False):
             examples = [self._tokens[index] for index in range(begin, end)]
             yield examples, int(self._tokens.num_label_tokens[begin:end].sum())
-
-
-class TokenRows(Dataset):
-    """A TokenDataset as torch's map-style dataset."""
-
-    def __init__(self, tokens: TokenDataset):
-        self._tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._tokens[index]
 
 
 def draw_rows(sampler: Any, num_rows: int, device: torch.device) -> tuple[list[int], bool]:
@@ -368,7 +348,7 @@ def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
     return datasets.Dataset.from_list([{c: row.get(c) for c in columns} for row in rows])
 
 
-_READ = ("text", "prompt", "completion", "messages", "input_ids", "labels")
+_READ = ("text", "input_ids", "labels")
 _OF_ALL_ROWS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")
 _NUM_READ_TWICE = 32
 
@@ -430,37 +410,23 @@ class DatasetReader:
         args: transformers.TrainingArguments,
         config: HydraConfig,
         warn: Callable[[str], None],
-        *,
-        completion_only_loss: bool | None,
-        assistant_only_loss: bool,
     ):
         self.config = config
         """May be another one for later readings, as of arguments that were set."""
         self._args, self._warn = args, warn
-        self._completion_only_loss = completion_only_loss
-        self._assistant_only_loss = assistant_only_loss
         # With the tokenizer, so that nobody else gets its number
         self._tokens_of: OrderedDict[tuple[Any, ...], tuple[TokenDataset, Any]] = OrderedDict()
-        self._of_processor: tuple[Any, Any] | None = None
         self._rows_of: dict[int, tuple[Any, datasets.Dataset]] = {}
         """Streams, and their rows, by the number of the stream."""
 
-    def find_stream(self, dataset: Any, what: str, tokenizer: Any) -> TokenStream | None:
+    def find_stream(self, dataset: Any, tokenizer: Any) -> TokenStream | None:
         """`dataset` where it is a stream, without an end: transformers, too, begins one again until
         max_steps. Collective over all ranks.
         """
         stream = find_stream(dataset, self._args.device)
         if stream is None:
             return None
-        tokenizer = self._complete(tokenizer)
-        convert = make_row_conversion(
-            tokenizer,
-            self.config.text_column,
-            completion_only_loss=self._completion_only_loss,
-            assistant_only_loss=self._assistant_only_loss,
-            warn=lambda text: self._warn(f"{what}: {text}"),
-        )
-        return TokenStream(stream.repeat(None), reading_of(self.config, tokenizer, convert))
+        return TokenStream(stream.repeat(None), reading_of(self.config, self._complete(tokenizer)))
 
     def _rows(self, dataset: Any, what: str) -> datasets.Dataset:
         if not isinstance(dataset, IterableDataset):
@@ -471,8 +437,8 @@ class DatasetReader:
 
     def _complete(self, tokenizer: Any) -> Any:
         """The tokenizer inside of a processor, or that of hydra.tokenizer where there is none."""
-        if isinstance(tokenizer, transformers.ProcessorMixin):
-            return self._inside(tokenizer)
+        if isinstance(tokenizer, transformers.ProcessorMixin):  # which takes images first
+            return tokenizer.tokenizer
         if tokenizer is None and self.config.tokenizer is not None:
             return transformers.AutoTokenizer.from_pretrained(self.config.tokenizer)
         return tokenizer
@@ -484,71 +450,35 @@ class DatasetReader:
         find its cache. With `every_row` none is cut or left out.
         """
         device = self._args.device
-        if isinstance(tokenizer, transformers.ProcessorMixin):
-            tokenizer = self._inside(tokenizer)
         rows = run_together(lambda: self._rows(dataset, what), device)
-        # By content: a list may have other rows than when it was read before, and a tokenizer or
-        # its chat template be another one
+        # By content: a list may have other rows than when it was read before, and a tokenizer be
+        # another one
         if isinstance(rows, datasets.DatasetDict):
             content: Any = tuple((split, part._fingerprint) for split, part in rows.items())
         else:
             content = rows._fingerprint
-        template = str(getattr(tokenizer, "chat_template", None))
         size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
         config = self.config
         cut = config.context_length, config.over_length, config.text_column
-        key = content, cut, every_row, id(tokenizer), size, template
+        key = content, cut, every_row, id(tokenizer), size
         is_new = torch.tensor([key not in self._tokens_of], device=device)
         if gather_rows(is_new).any():
-            with first_on_node(device):
+            with first_on_node(f"reading {what}"):
                 try:
-                    tokens = self._read_now(rows, tokenizer, what, every_row)
+                    complete = self._complete(tokenizer)
+                    tokens = tokens_of(rows, config, complete, every_row=every_row)
                 except (HydraConfigError, HydraDataError) as error:
                     raise type(error)(f"{what}: {error}") from error
             _check_same_rows(tokens, what, device)
             self._tokens_of[key] = tokens, tokenizer
             if len(self._tokens_of) > _NUM_KEPT:
                 self._tokens_of.popitem(last=False)
-            if tokens.report.is_partial:
+            if tokens.report.is_partial or tokens.report.unread:
                 self._warn(f"{what}: {tokens.report}")
             elif self._args.process_index == 0:
                 logger.info(f"{what}: {tokens.report}")
         self._tokens_of.move_to_end(key)
         return self._tokens_of[key][0]
-
-    def _inside(self, processor: Any) -> Any:
-        """The tokenizer of a processor, which takes images first, with the processor's own chat
-        template; the same one each time.
-        """
-        tokenizer, template = processor.tokenizer, getattr(processor, "chat_template", None)
-        if template in (None, tokenizer.chat_template):
-            return tokenizer
-        if self._of_processor is None or self._of_processor[0] is not processor:
-            self._of_processor = processor, copy.copy(tokenizer)
-        self._of_processor[1].chat_template = template
-        return self._of_processor[1]
-
-    def _read_now(self, dataset: Any, tokenizer: Any, what: str, every_row: bool) -> TokenDataset:
-        config = self.config
-        names = getattr(dataset, "column_names", ())  # of a DatasetDict those of each split
-        if isinstance(names, list) and (unread := find_unread(names, config.text_column)):
-            self._warn(f"{what} has columns that nothing reads: {', '.join(unread)}")
-        tokenizer = self._complete(tokenizer)
-        labelled = to_labels(
-            dataset,
-            tokenizer,
-            completion_only_loss=self._completion_only_loss,
-            assistant_only_loss=self._assistant_only_loss,
-            warn=lambda text: self._warn(f"{what}: {text}"),
-        )
-        return TokenDataset.from_dataset(
-            labelled,
-            context_length=config.context_length,
-            over_length=config.over_length,
-            text_column=config.text_column,
-            tokenize=tokenizer,
-            every_row=every_row,
-        )
 
 
 def _check_same_rows(tokens: TokenDataset, what: str, device: torch.device) -> None:

@@ -28,6 +28,7 @@ from ds_hydra.engine.losses.loss import CrossEntropy
 from ds_hydra.engine.model.held_models import check_free
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import say_once
+from ds_hydra.refusals import refuse_all
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler, budget_of
 from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.sampler.data.stream import TokenStream
@@ -40,11 +41,8 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
 
     Takes `TrainingArguments(deepspeed=...)` with a DeepSpeed JSON that has a "hydra" section, and a
     `train_dataset`, or a stream and `max_steps`, of input_ids (with labels, `assistant_masks` or
-    `completion_mask`), texts, chats (`messages`), or `prompt` and `completion`. One optimizer step
-    trains on hydra.tokens_per_iteration tokens; batch sizes of TrainingArguments have no meaning.
-
-    `completion_only_loss` (default: for `prompt` and `completion`) and `assistant_only_loss` say
-    which tokens of a conversation count, as in TRL. Raises HydraConfigError for arguments that
+    `completion_mask`), or of texts. One optimizer step trains on hydra.tokens_per_iteration tokens;
+    batch sizes of TrainingArguments have no meaning. Raises HydraConfigError for arguments that
     would not be honoured.
     """
 
@@ -54,30 +52,16 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     _row_losses: list[Tensor]
     """Losses of each step of an evaluation for logits, [rows, 2] (`data.losses_of_rows`)."""
 
-    def __init__(
-        self,
-        model: Any = None,
-        *args: Any,
-        completion_only_loss: bool | None = None,
-        assistant_only_loss: bool | None = None,
-        **kwargs: Any,
-    ):
-        arguments.check_elsewhere(kwargs)
+    def __init__(self, model: Any = None, *args: Any, **kwargs: Any):
+        refuse_all(
+            "HydraTrainer does not take these arguments:",
+            (f"{row.name}: {row.text}" for row in arguments.OF_SFT_TRAINER if row.name in kwargs),
+        )
         if model is not None:
             check_free(model)
         super().__init__(model, *args, **kwargs)
         arguments.correct_best_metric(self.args, self._warn)
-        self._reader = data.DatasetReader(
-            self.args,
-            self.hydra_config,
-            self._warn,
-            completion_only_loss=arguments.read_loss_option(
-                self.args, "completion_only_loss", completion_only_loss
-            ),
-            assistant_only_loss=bool(
-                arguments.read_loss_option(self.args, "assistant_only_loss", assistant_only_loss)
-            ),
-        )
+        self._reader = data.DatasetReader(self.args, self.hydra_config, self._warn)
 
     # ---- Configuration
 
@@ -102,7 +86,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
             raise HydraConfigError("train() needs a train_dataset; pass it to HydraTrainer")
         what = "train_dataset"
         self._begin_reading(what)
-        stream = self._reader.find_stream(self.train_dataset, what, self.processing_class)
+        stream = self._reader.find_stream(self.train_dataset, self.processing_class)
         if stream is not None:
             self._train_tokens, self._epochs = stream, data.StreamEpochs(self.args.max_steps)
             return DataLoader(data.Iterations(), batch_size=None)
@@ -120,9 +104,8 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
             sampler, len(tokens), limit=self.args.max_steps, device=self.args.device
         )
         batches = data.GlobalBatches(sampler, self._epochs)
-        return DataLoader(
-            data.TokenRows(tokens), batch_sampler=batches, collate_fn=self._pad_examples
-        )
+        rows: Any = tokens
+        return DataLoader(rows, batch_sampler=batches, collate_fn=self._pad_examples)
 
     def _choose_rows(self) -> Any:
         """The training rows: all, or those that an overridden _get_train_sampler draws."""
@@ -170,7 +153,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
                 "accelerator_config.even_batches is False: some ranks would have fewer rows for logits than others, "
                 "whose passes and results wait for theirs; leave it out, rows that are added are not counted"
             )
-        rows = data.TokenRows(self._read(dataset, what, every_row=True))
+        rows: Any = self._read(dataset, what, every_row=True)
         loader = self.accelerator.prepare(
             DataLoader(rows, batch_size=self.args.eval_batch_size, collate_fn=self._pad_examples)
         )
@@ -303,14 +286,14 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         """Loss over all label tokens and perplexity, on packed micro-batches; transformers' own
         loop where logits are wanted.
         """
-        self._check_used(say_nothing)
-        self._row_losses = []
-        with self._starting_engine():  # evaluation before training starts one
-            if isinstance(dataloader, data.EvalBatches):
+        if isinstance(dataloader, data.EvalBatches):
+            self._check_used(say_nothing)
+            with self._starting_engine():
                 return self._evaluate_packed(dataloader, metric_key_prefix)
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+        self._row_losses = []
+        output = super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
         metrics, key = output.metrics, f"{metric_key_prefix}_loss"
         if key in metrics:
             # transformers' is the mean over rows; an overridden step has a loss of its own

@@ -327,12 +327,16 @@ class EngineMixin:
             return super().predict(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Override of transformers, in the dtype of training: a cast would stay."""
+        """Override of transformers, in the dtype of training: a cast would stay. Evaluation before
+        training starts an engine.
+        """
+        self._check_used(say_nothing)
         names = ("bf16_full_eval", "fp16_full_eval")
         asked = {name: getattr(self.args, name) for name in names}
         vars(self.args).update(dict.fromkeys(names, False))
         try:
-            return super().evaluation_loop(*args, **kwargs)
+            with self._starting_engine():
+                return super().evaluation_loop(*args, **kwargs)
         finally:
             vars(self.args).update(asked)
 

@@ -46,8 +46,6 @@ from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import no_bars_in_files
 from ds_hydra.refusals import Refusal, each
-from ds_hydra.sampler.data.dataset import check_dataset_columns
-from ds_hydra.sampler.data.sft import OF_OTHER_TOOLS, check_counts, render_chat
 from ds_hydra.trainer.arguments import (
     NOT_CALLED,
     Note,
@@ -56,6 +54,7 @@ from ds_hydra.trainer.arguments import (
     map_arguments,
 )
 from ds_hydra.trainer.mixin import EngineMixin, say_nothing
+from ds_hydra.trl.chats import check_columns_of, with_clean_chats
 from ds_hydra.trl.scored_model import (
     Call,
     Given,
@@ -253,7 +252,7 @@ class HydraMixin(ReferenceMixin):
         complete_section(ds_config, self.args, self.model)
 
     def _map_arguments(self, hydra: HydraConfig, note: Note) -> HydraConfig:
-        return map_arguments(self.args, hydra, note, of_trl=False)
+        return map_arguments(self.args, hydra, note)
 
     def _check_used(self, note: Note) -> None:
         check_trl_arguments(self.args, note)
@@ -273,8 +272,8 @@ class HydraMixin(ReferenceMixin):
 
     @no_bars_in_files()
     def _prepare_dataset(self, dataset: Any, processing_class: Any, *args: Any, **more: Any) -> Any:
-        """Override of TRL, with chats as HydraTrainer reads them. Refuses columns that TRL does not
-        read and that would change what is trained.
+        """Override of TRL, with chats as they were before `datasets` stored them. Refuses columns
+        that TRL does not read and that would change what is trained.
         """
         counting = None
         if isinstance(self, SFTTrainer):
@@ -445,12 +444,6 @@ class HydraMixin(ReferenceMixin):
 
     # ---- Evaluation
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Override of transformers: evaluation before training starts an engine."""
-        self._check_used(say_nothing)
-        with self._starting_engine():
-            return super().evaluation_loop(*args, **kwargs)
-
     def prediction_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Any:
         """Override of the Trainer, on scores."""
         return super().prediction_step(scored_now(self.engine), inputs, *args, **kwargs)
@@ -589,44 +582,3 @@ def check_trl_arguments(args: TrainingArguments, note: Note) -> None:
     """Raise HydraConfigError for settings not honoured; `note` those without effect."""
     problems = (row.find_problem(getattr(args, row.name, None)) for row in REFUSED)
     check_common_arguments(args, note, problems=filter(None, problems), honoured=OF_THE_LOOP)
-
-
-_READ = ("seq_lengths",)
-"""Columns that TRL reads beside those of HydraTrainer."""
-
-
-def with_clean_chats(processing_class: Any, counting: slice | None) -> Any:
-    """A copy of the tokenizer (or processor) whose `apply_chat_template` is `render_chat`. Of a
-    chat without a prompt for generation these messages count, or what is marked of them; None:
-    nothing is known of that.
-    """
-    if processing_class is None or not hasattr(processing_class, "apply_chat_template"):
-        return processing_class
-
-    def render(conversation: Any, **settings: Any) -> Any:
-        if counting is not None and not settings.get("add_generation_prompt"):
-            template = settings.get("chat_template") or processing_class.chat_template
-            is_marked = settings.get("return_assistant_tokens_mask")
-            check_counts(list(conversation)[counting], str(template) if is_marked else None)
-        return render_chat(processing_class, conversation, **settings)
-
-    reader = copy.copy(processing_class)
-    reader.apply_chat_template = render
-    return reader
-
-
-def check_columns_of(dataset: Any) -> list[str]:
-    """The columns of `dataset`, which may be a stream. Raises HydraConfigError where it has a mask
-    that TRL does not read.
-    """
-    if dataset.features is None:
-        dataset = dataset._resolve_features()
-    names = list(dataset.features)
-    for name in OF_OTHER_TOOLS:
-        if name in names and "labels" not in names:
-            raise HydraConfigError(
-                f"the dataset has {name!r}, which TRL does not read; call it 'assistant_masks', or put -100 into "
-                "'labels' where it is 0"
-            )
-    check_dataset_columns(dataset, _READ)
-    return names

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser = common.argument_parser(__doc__, HERE / "ds_config.json", iterations=16)
     args = parser.parse_args(arguments)
     is_first_rank = common.start(args)
-    data = prepare(args.cache_dir, unit="definition")
+    data = prepare(args.cache_dir)
     config = common.read_json(args.ds_config)
     context_length, budget = (
         config["hydra"][key] for key in ("context_length", "tokens_per_iteration")

@@ -77,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
             )
     if is_first_rank:
         print(f"{args.model} on {len(dataset):,} texts, {dist.get_world_size()} ranks")
-    return common.train(args, config, dataset, len(tokenizer))
+    model = common.build_model(args.model, len(tokenizer), config)
+    return common.train(args, config, dataset, model)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         print(
             f"{args.model} on {len(texts.dataset):,} texts of {args.data}, {dist.get_world_size()} ranks"
         )
-    return common.train(args, config, texts.dataset, len(AutoTokenizer.from_pretrained(tokenizer)))
+    vocab_size = len(AutoTokenizer.from_pretrained(tokenizer))
+    model = common.build_model(args.model, vocab_size, config)
+    return common.train(args, config, texts.dataset, model)
 
 
 if __name__ == "__main__":

@@ -29,13 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     )
     args = parser.parse_args(arguments)
     common.start(args)
-    data = prepare(args.cache_dir, unit="definition")
+    data = prepare(args.cache_dir)
     config = common.read_json(args.ds_config)
     config["hydra"] |= {"tokenizer": str(data.tokenizer_dir)}
     common.TINY_MOE["output_router_logits"] = args.aux_loss == "sequence"
     if dist.get_world_size() == 2:  # those of the file are for 4 ranks
         config["hydra"]["strategies"] = ["2x<1,1>", "1x<sp2,1;ep=2>"]
-    return common.train(args, config, data.dataset, len(data.tokenizer))
+    model = common.build_model(args.model, len(data.tokenizer), config)
+    return common.train(args, config, data.dataset, model)
 
 
 if __name__ == "__main__":

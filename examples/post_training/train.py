@@ -12,35 +12,25 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import tiny_model
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import ds_hydra
 from ds_hydra import losses
 
 HERE = Path(__file__).parent
-VOCAB_SIZE, PROMPT, NUM_SEQUENCES, NUM_BATCHES = 64, 4, 16, 3
+NUM_TOKENS, PROMPT, NUM_SEQUENCES, NUM_BATCHES = 64, 4, 16, 3
 
 Example = dict[str, Any]
-
-
-def make_model() -> LlamaForCausalLM:
-    """A LLaMA of 0.2M parameters, equal on all ranks."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        max_position_embeddings=512,
-    )
-    return LlamaForCausalLM(config)
 
 
 def draw(number: int) -> list[Example]:
@@ -49,7 +39,7 @@ def draw(number: int) -> list[Example]:
     lengths = (8 + torch.rand(NUM_SEQUENCES, generator=generator) ** 4 * 240).int().tolist()
     examples = []
     for length in lengths:
-        ids = torch.randint(0, VOCAB_SIZE, (length,), generator=generator)
+        ids = torch.randint(0, NUM_TOKENS, (length,), generator=generator)
         labels = ids.clone()
         labels[:PROMPT] = -100
         examples.append({"input_ids": ids, "labels": labels})
@@ -101,7 +91,7 @@ def for_distillation(examples: list[Example]) -> list[Example]:
     batch = []
     for example in examples:
         before = example["input_ids"].roll(1)
-        ids = torch.stack([(before + 1) % VOCAB_SIZE, (before + 2) % VOCAB_SIZE], dim=-1)
+        ids = torch.stack([(before + 1) % NUM_TOKENS, (before + 2) % NUM_TOKENS], dim=-1)
         log_probs = torch.tensor([0.8, 0.2]).log().expand(len(before), 2)
         batch.append({**example, "teacher_ids": ids, "teacher_log_probs": log_probs})
     return batch
@@ -116,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # of the launcher
     args = parser.parse_args(arguments)
-    model = make_model()
+    model, _ = tiny_model.make()
     reference = copy.deepcopy(model).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     config = str(HERE / "ds_config.json")

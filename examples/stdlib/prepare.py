@@ -7,14 +7,12 @@ reads it through `datasets`, trains a byte-level BPE on it with `tokenizers`, an
 `.cache/`. Every later call with the same interpreter finds them there. About 730 files and 12 MB
 (Python 3.11): folders of tests are left out, because they would more than double that.
 
-A sequence is a file, or with unit "definition" a top-level function or class. Files are mostly
-long, a third of them above 4096 tokens; definitions have the long tail of real corpora: median 145
-tokens, 2% above 4096.
+A sequence is a top-level function or class with what follows it, which have the long tail of real
+corpora: median 145 tokens, 2% above 4096.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import platform
@@ -28,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import datasets
 from filelock import FileLock
@@ -37,8 +35,6 @@ from transformers import PreTrainedTokenizerFast
 
 from ds_hydra.progress import no_bars_in_files
 from ds_hydra.sampler.data.dataset import TokenDataset
-
-Unit: TypeAlias = Literal["file", "definition"]
 
 DEFAULT_CACHE_DIR = Path(__file__).resolve().parents[2] / ".cache"
 EOS_TOKEN = "<|endoftext|>"
@@ -57,7 +53,7 @@ _TEXTS_PER_BATCH = 100
 
 @dataclass(frozen=True, slots=True)
 class StdlibData:
-    """The texts (columns `path` and `text`, one row per unit) and the tokenizer trained on them."""
+    """The texts (columns `path` and `text`) and the tokenizer trained on them."""
 
     dataset: datasets.Dataset
     tokenizer: PreTrainedTokenizerFast
@@ -67,7 +63,6 @@ class StdlibData:
 def prepare(
     cache_dir: str | Path = DEFAULT_CACHE_DIR,
     *,
-    unit: Unit = "file",
     source_dir: str | Path | None = None,
     vocab_size: int = VOCAB_SIZE,
 ) -> StdlibData:
@@ -80,8 +75,8 @@ def prepare(
     paths = find_sources(root)
     if not paths:
         raise FileNotFoundError(f"no Python source under {root}; give another folder as source_dir")
-    name = f"stdlib-py{platform.python_version()}-{_digest(root, paths, unit, vocab_size)}"
-    where = {"root": str(root), "paths": [str(path) for path in paths], "unit": unit}
+    name = f"stdlib-py{platform.python_version()}-{_digest(root, paths, vocab_size)}"
+    where = {"root": str(root), "paths": [str(path) for path in paths]}
     return prepare_rows(name, _read_sources, where, cache_dir, vocab_size=vocab_size)
 
 
@@ -123,9 +118,9 @@ def split_definitions(text: str) -> list[str]:
     return [text[start:end] for start, end in pairwise([0, *starts, len(text)]) if start < end]
 
 
-def _digest(root: Path, paths: list[Path], unit: Unit, vocab_size: int) -> str:
+def _digest(root: Path, paths: list[Path], vocab_size: int) -> str:
     """Fingerprint of all that the result depends on."""
-    state = hashlib.sha256(f"{unit}\0{vocab_size}\0".encode())
+    state = hashlib.sha256(f"{vocab_size}\0".encode())
     for path in paths:
         content = path.read_bytes()
         state.update(f"{path.relative_to(root)}\0{len(content)}\0".encode())
@@ -160,11 +155,11 @@ def _build(
     TokenDataset.from_dataset(data.dataset, context_length=2, tokenize=data.tokenizer)
 
 
-def _read_sources(root: str, paths: list[str], unit: Unit) -> Iterator[dict[str, str]]:
+def _read_sources(root: str, paths: list[str]) -> Iterator[dict[str, str]]:
     for path in paths:
         with tokenize.open(path) as file:  # honours the encoding that the file declares
             text = file.read()
-        for piece in split_definitions(text) if unit == "definition" else [text]:
+        for piece in split_definitions(text):
             yield {"path": str(Path(path).relative_to(root)), "text": piece}
 
 
@@ -200,20 +195,9 @@ def _load(target: Path) -> StdlibData:
 
 def main() -> None:
     """Prepare the data and say what it holds."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE_DIR)
-    parser.add_argument(
-        "--unit", choices=get_args(Unit), default="file", help="what one sequence is"
-    )
-    parser.add_argument(
-        "--context-length", type=int, default=4096, help="tokens, for the numbers printed"
-    )
-    arguments = parser.parse_args()
     start = time.perf_counter()
-    data = prepare(arguments.cache_dir, unit=arguments.unit)
-    tokens = TokenDataset.from_dataset(
-        data.dataset, context_length=arguments.context_length, tokenize=data.tokenizer
-    )
+    data = prepare()
+    tokens = TokenDataset.from_dataset(data.dataset, context_length=4096, tokenize=data.tokenizer)
     print(f"{data.tokenizer_dir.parent}: {time.perf_counter() - start:.1f} s")
     print(tokens.report)
 

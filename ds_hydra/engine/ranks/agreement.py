@@ -32,7 +32,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from ds_hydra import errors
 from ds_hydra.engine.ranks.memory import to_device
-from ds_hydra.environment import is_first_on_host
 from ds_hydra.errors import HydraError, PlanMismatchError, RankLostError
 
 _all_gather: Callable[..., object] = (
@@ -206,21 +205,6 @@ def run_together(action: Callable[[], Result], device: torch.device) -> Result:
         error = caught
     raise_together(error, device)
     return result  # type: ignore[return-value]
-
-
-@contextlib.contextmanager
-def first_on_node(device: torch.device) -> Iterator[None]:
-    """Run the block on rank 0 of each node first, on the others when all of these have ended it:
-    what one reads or tokenises the others find in a cache. Collective over all ranks.
-    """
-    is_first, arrived = is_first_on_host(), torch.zeros(1, dtype=torch.int64)
-    try:
-        if not is_first:
-            gather_by_hosts(arrived, device)
-        yield
-    finally:
-        if is_first:
-            gather_by_hosts(arrived, device)
 
 
 def check_alike(values: Mapping[str, Any], device: torch.device, *, rel_tol: float = 0.0) -> None:

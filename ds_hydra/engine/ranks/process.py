@@ -33,8 +33,10 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -42,6 +44,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import installed_ops
+from torch.utils import cpp_extension
 
 from ds_hydra.configs.ds_config import find_key
 from ds_hydra.configs.hydra_config import HydraConfig
@@ -162,6 +165,34 @@ NO_COMPILER = 'set "torch_adam": true, "fused": true in optimizer.params for tor
 """Advice that needs no nvcc."""
 
 
+QUIET_S = 120.0
+"""A lock counts as left behind when its folder has not changed for so long, which no compiler needs
+for one file, and no process of this host has it open; one of another host may share the folder.
+"""
+
+
+def find_restart_problem(environment: Mapping[str, str]) -> str | None:
+    """Reason that a restart by this launcher would not come up, or None. Looks at torchrun's
+    variables only.
+
+    torchrun's ranks meet in a store of its agent, which outlives them: a restarted rank finds the
+    address of one that is gone and waits for it (pytorch issue 135712, again so in torch 2.13).
+    """
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts == "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    if environment.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
+        return (
+            f"torchrun --max-restarts {restarts} with --master-port (or --node-rank alone) shares a store with ranks "
+            "whatever TORCH_DISABLE_SHARE_RDZV_TCP_STORE says, and restarted ones hang in it; start with --standalone, "
+            "or with --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+        )
+    return (
+        f"torchrun --max-restarts {restarts} shares a store with the ranks in which restarted ones find the "
+        "addresses of lost ones and hang; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+    )
+
+
 def leave_out_shared_memory() -> None:
     """Keep DeepSpeed from making buffers in shared memory. Repeating it changes nothing."""
     # As an attribute of deepspeed.comm, "torch" is torch itself.
@@ -185,6 +216,65 @@ def compiles_adam(ds_config: Mapping[str, Any]) -> bool:
         and not offloads_optimizer(ds_config)
         and not installed_ops.get("fused_adam")
     )
+
+
+def remove_stale_locks(is_first: bool) -> None:
+    """Remove the locks of compilers that were killed, under which a later start would wait for
+    ever; for all ranks to call, of which the first one of a host works.
+    """
+    if is_first:
+        for lock in sorted(_find_locks()):
+            _remove_if_stale(lock)
+
+
+def _find_locks() -> Iterator[Path]:
+    """Locks of torch's folder of compiled extensions, as torch names them."""
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    yield from root.glob("*/lock")
+    yield from root.glob("*/*/lock")
+
+
+def _remove_if_stale(lock: Path) -> None:
+    is_told = False
+    try:
+        while not _is_open_here(lock):
+            idle_s = _idle_s(lock)
+            if abs(idle_s) >= QUIET_S:  # a date ahead is of a clock that was set back
+                lock.unlink()
+                logger.warning("removed %s, the lock of a compiler that is gone", lock)
+                return
+            if not is_told:
+                logger.warning(
+                    "waiting up to %.0f s for %s: no process of this host holds this lock of a compiler; remove it if "
+                    "no other host compiles there",
+                    QUIET_S - idle_s,
+                    lock,
+                )
+                is_told = True
+            time.sleep(min(1.0, QUIET_S))
+    except FileNotFoundError:
+        return  # whoever compiled has finished
+    except OSError as error:
+        logger.warning("%s: %s; remove it if nobody compiles there", lock, error)
+
+
+def _idle_s(lock: Path) -> float:
+    """Return the seconds since something was written beside `lock`, by its file system's clock."""
+    written = max(path.stat().st_mtime for path in (lock, *lock.parent.iterdir()))
+    with tempfile.TemporaryFile(dir=lock.parent) as now:
+        return os.fstat(now.fileno()).st_mtime - written
+
+
+def _is_open_here(path: Path) -> bool:
+    """Whether a process of this host that may be looked at has `path` open."""
+    wanted = path.stat()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.path.samestat(link.stat(), wanted):
+                return True
+        except OSError:
+            continue  # the process, or its file, is gone or another user's
+    return False
 
 
 _PATIENCE_S = 5.0

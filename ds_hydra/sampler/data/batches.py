@@ -107,13 +107,6 @@ class TokenBudgetSampler:
             )
 
     @property
-    def batch_sampler(self) -> TokenBudgetSampler:
-        """This sampler: the Trainer of transformers asks for `batch_sampler.batch_sampler` after a
-        resume.
-        """
-        return self
-
-    @property
     def state(self) -> SamplerState:
         """Position of the stream, for `draw`."""
         return self._state

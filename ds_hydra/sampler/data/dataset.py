@@ -5,13 +5,12 @@ The only file of the planner's packages that reads data (through `datasets`).
 
 from __future__ import annotations
 
-import copy
 import errno
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import datasets
 import numpy as np
@@ -48,37 +47,6 @@ _TOKENS_PER_READ = 1 << 21
 _TEXT_BYTES_PER_BATCH = 1 << 24
 _TEXTS_PER_BATCH = 1000
 _CANNOT_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)
-
-
-class RawTokenizer(Protocol):
-    """The part of `tokenizers.Tokenizer` that is used; such a tokenizer needs no transformers
-    around it.
-    """
-
-    def encode_batch_fast(self, input: list[str]) -> Sequence[Any]:
-        """One encoding (with `.ids`) per text."""
-
-
-@dataclass(frozen=True, slots=True)
-class RawTokenize:
-    """Gives a `tokenizers.Tokenizer` the call that `TokenDataset` expects, and an end of text.
-
-    Truncation and padding that were saved with the tokenizer do not count: a copy has neither.
-    """
-
-    tokenizer: RawTokenizer
-    eos_token_id: int | None = None
-
-    def __post_init__(self) -> None:
-        if any(getattr(self.tokenizer, name, None) for name in ("truncation", "padding")):
-            whole: Any = copy.deepcopy(self.tokenizer)
-            whole.no_truncation()
-            whole.no_padding()
-            object.__setattr__(self, "tokenizer", whole)
-
-    def __call__(self, texts: list[str]) -> dict[str, list[list[int]]]:
-        """The token ids of each text under "input_ids"."""
-        return {"input_ids": [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts)]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,18 +132,16 @@ class TokenDataset:
         over_length: OverLength = "truncate",
         text_column: str = "text",
         tokenize: Tokenize | None = None,
-        append_eos: bool = True,
-        num_proc: int | None = None,
         every_row: bool = False,
     ) -> TokenDataset:
         """The sequences of `dataset`: its `input_ids`, `labels` and masks as `to_example` reads
         them, else its texts.
 
         Texts are tokenised in batches once and found in the cache of `datasets` later, whatever the
-        context length; several processes should not start that at the same time. `append_eos` ends
-        each text with `tokenize.eos_token_id` where the tokenizer has one. `num_proc` processes
-        share the work. With `every_row` none is cut or left out, for who wants an answer for each.
-        Raises HydraConfigError for data that cannot be used.
+        context length; several processes should not start that at the same time. Each text ends
+        with `tokenize.eos_token_id` where the tokenizer has one. With `every_row` none is cut or
+        left out, for who wants an answer for each. Raises HydraConfigError for data that cannot be
+        used.
         """
         if every_row:
             context_length, over_length = np.iinfo(np.int32).max, "truncate"
@@ -185,9 +151,9 @@ class TokenDataset:
         check_dataset_columns(dataset)
         num_padded_labels = 0
         if "input_ids" not in dataset.column_names:
-            dataset = _tokenize_dataset(dataset, text_column, tokenize, append_eos, num_proc)
+            dataset = _tokenize_dataset(dataset, text_column, tokenize)
         elif not _is_plain(dataset):
-            given, dataset = dataset, _convert_dataset(dataset, num_proc)
+            given, dataset = dataset, _convert_dataset(dataset)
             num_padded_labels = _count_padded_labels(given)
         full_lengths, num_label_tokens, max_token_id = _measure(dataset, context_length)
         has_label = num_label_tokens > 0
@@ -317,11 +283,7 @@ def _is_list_of_numbers(feature: Any) -> bool:
 
 @no_bars_in_files()
 def _tokenize_dataset(
-    dataset: datasets.Dataset,
-    text_column: str,
-    tokenize: Tokenize | None,
-    append_eos: bool,
-    num_proc: int | None,
+    dataset: datasets.Dataset, text_column: str, tokenize: Tokenize | None
 ) -> datasets.Dataset:
     """`dataset` with `input_ids` in place of all its columns."""
     columns = ", ".join(dataset.column_names)
@@ -344,18 +306,17 @@ def _tokenize_dataset(
     per_text = max(1, dataset.data.nbytes // max(1, len(dataset.data)))
     batch_size = min(_TEXTS_PER_BATCH, max(1, _TEXT_BYTES_PER_BATCH // per_text))
     try:
-        return map_rows(
+        return _map_rows(
             dataset,
             tokenize_texts,
             datasets.Features({"input_ids": datasets.Sequence(datasets.Value("int32"))}),
-            num_proc,
             batched=True,
             batch_size=batch_size,
             writer_batch_size=batch_size,
             input_columns=[text_column],
             fn_kwargs={
                 "tokenize": tokenize,
-                "eos_token_id": getattr(tokenize, "eos_token_id", None) if append_eos else None,
+                "eos_token_id": getattr(tokenize, "eos_token_id", None),
             },
             desc="tokenising",
         )
@@ -366,11 +327,10 @@ def _tokenize_dataset(
         ) from error
 
 
-def map_rows(
+def _map_rows(
     dataset: datasets.Dataset,
     function: Callable[..., Any],
     features: datasets.Features,
-    num_proc: int | None,
     **options: Any,
 ) -> datasets.Dataset:
     """Return the results of `function` on the rows of `dataset`, in place of all their columns.
@@ -386,7 +346,6 @@ def map_rows(
             function,
             remove_columns=dataset.column_names,
             features=features,
-            num_proc=None if num_proc is None else min(num_proc, len(dataset)),
             **options,
             **more,
         )
@@ -472,11 +431,11 @@ def _is_trivial(table: pa.Table) -> bool:
 
 
 @no_bars_in_files()
-def _convert_dataset(dataset: datasets.Dataset, num_proc: int | None) -> datasets.Dataset:
+def _convert_dataset(dataset: datasets.Dataset) -> datasets.Dataset:
     """`dataset` with the results of `to_example` on each row in place of all its columns."""
     tokens = datasets.Sequence(datasets.Value("int64"))
     features = datasets.Features({"input_ids": tokens, "labels": tokens})
-    return map_rows(dataset, _convert_row, features, num_proc, with_indices=True, desc="labels")
+    return _map_rows(dataset, _convert_row, features, with_indices=True, desc="labels")
 
 
 def _convert_row(row: Mapping[str, Any], index: int) -> dict[str, IntArray]:

@@ -37,8 +37,6 @@ _USE_MASK = (
     "'labels', and leave this column out"
 )
 
-_BESIDE_CHATS = ("tools", "chat_template_kwargs")
-
 _REFUSED_COLUMNS = {
     **dict.fromkeys(
         (
@@ -104,49 +102,38 @@ def check_columns(
 def find_unread(columns: Iterable[str], text_column: str = "text") -> list[str]:
     """The columns that nothing reads, of a dataset whose columns say where its tokens come from.
 
-    >>> find_unread(["messages", "tools", "source"]), find_unread(["input_ids", "completion_mask"])
+    >>> find_unread(["text", "source"]), find_unread(["input_ids", "completion_mask"])
     (['source'], [])
     """
     columns = list(columns)
-    if "input_ids" in columns:
-        read: tuple[str, ...] = _SAYS_NOTHING
-    elif "messages" in columns:
-        read = ("messages", *_BESIDE_CHATS)
-    elif {"prompt", "completion"} <= {*columns}:
-        read = ("prompt", "completion", *_BESIDE_CHATS)
-    else:
-        read = (text_column,)
+    read = _SAYS_NOTHING if "input_ids" in columns else (text_column,)
     return [name for name in columns if name not in read]
 
 
-_PAIRS = {
-    "prompt": ("prompt", "instruction", "question", "query"),
-    "completion": ("completion", "output", "response", "answer"),
-}
-"""Names of prompts and completions in the data of others: Alpaca, Dolly, GSM8K, UltraFeedback."""
+_CHATS = ("messages", "conversations")
+_PROMPTS = ("prompt", "instruction", "question", "query")
+_COMPLETIONS = ("completion", "output", "response", "answer")
+"""Names of prompts and completions: of TRL, Alpaca, Dolly, GSM8K, UltraFeedback."""
 
 
 def hint_for(columns: Collection[str], otherwise: str) -> str:
-    """Return the advice on `columns` that nothing reads: turn those of a known convention into
-    ours, or else `otherwise`.
+    """Return the advice on `columns` that nothing reads: what turns chats, or prompts and
+    completions, into tokens, or else `otherwise`.
 
-    >>> hint_for(["question", "completion"], "name the text")
-    "rename them: dataset.rename_columns({'question': 'prompt'}), or name the text"
+    >>> hint_for(["question", "answer"], "name the text")
+    'train prompts and completions by ds_hydra.trl.HydraSFTTrainer, or name the text'
     """
-    if "conversations" in columns:
+    if not {*_CHATS}.isdisjoint(columns):
+        turn = "turn 'conversations' (from, value) into 'messages' (role, content), and "
         return (
-            "turn 'conversations' (from, value) into 'messages' with the keys role (system, user, assistant) and "
-            f"content, or {otherwise}"
+            f"{turn * ('messages' not in columns)}tokenise chats before, by dataset.map(lambda row: "
+            "tokenizer.apply_chat_template(row['messages'], return_dict=True, return_assistant_tokens_mask=True)) "
+            "where the template has {% generation %} around the assistant's turns, train them by "
+            f"ds_hydra.trl.HydraSFTTrainer, or {otherwise}"
         )
-    found = {
-        new: next((name for name in names if name in columns), None)
-        for new, names in _PAIRS.items()
-    }
-    if None in found.values():
-        return otherwise
-    renamed = {old: new for new, old in found.items() if old != new}
-    joined = f"put 'input' into {found['prompt']!r} and " if "input" in columns else ""
-    return f"{joined}rename them: dataset.rename_columns({renamed}), or {otherwise}"
+    if not ({*_PROMPTS}.isdisjoint(columns) or {*_COMPLETIONS}.isdisjoint(columns)):
+        return f"train prompts and completions by ds_hydra.trl.HydraSFTTrainer, or {otherwise}"
+    return otherwise
 
 
 def to_example(

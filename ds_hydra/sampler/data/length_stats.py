@@ -4,37 +4,26 @@ stream.
 
 from __future__ import annotations
 
-import itertools
-import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-from datasets.fingerprint import Hasher
 
-from ds_hydra.configs.files import (
-    check_count,
-    check_object,
-    read_count,
-    read_json_object,
-    write_whole,
-)
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import no_bars_in_files
-from ds_hydra.sampler.data.dataset import TokenDataset, Tokenize, tokenize_texts
-from ds_hydra.sampler.data.examples import IGNORED_LABEL, hint_for, to_example
-from ds_hydra.sampler.data.sft import find_conversion, to_labels
+from ds_hydra.sampler.data.dataset import TokenDataset, Tokenize
+from ds_hydra.sampler.data.examples import hint_for
+from ds_hydra.sampler.data.stream import RowReading
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 logger = logging.getLogger(__name__)
 
-_NAME_ONE = "name one (--tokenizer)"
 _NO_LIMIT = 2**31 - 1
 """A context that cuts nothing: a histogram holds untruncated lengths."""
 _BATCH_ROWS = 1000
@@ -178,26 +167,14 @@ def _is_hidden(file: Path) -> bool:
 
 
 def measure_dataset(
-    dataset: datasets.Dataset,
-    tokenize: Any,
-    *,
-    name: str,
-    text_column: str = "text",
-    append_eos: bool = True,
-    num_proc: int | None = None,
+    dataset: datasets.Dataset, tokenize: Any, *, name: str, text_column: str = "text"
 ) -> LengthHistogram:
-    """Lengths of data at rest. Tokenises as training does, so that either finds the other's cache.
-
-    With `num_proc` processes that cache is one file for each of them, which training finds as well.
+    """Lengths of data at rest. Tokenises as training does, so that either finds the other's
+    cache.
     """
     _check_source(dataset.column_names, text_column, tokenize)
     data = TokenDataset.from_dataset(
-        to_labels(dataset, tokenize, num_proc=num_proc),
-        context_length=_NO_LIMIT,
-        text_column=text_column,
-        tokenize=tokenize,
-        append_eos=append_eos,
-        num_proc=num_proc,
+        dataset, context_length=_NO_LIMIT, text_column=text_column, tokenize=tokenize
     )
     lengths, counts = np.unique(data.lengths, return_counts=True)
     return LengthHistogram.from_counts(dict(zip(lengths.tolist(), counts.tolist())), name=name)
@@ -209,60 +186,35 @@ def measure_stream(
     *,
     name: str,
     text_column: str = "text",
-    append_eos: bool = True,
-    part: str = "",
     max_rows: int | None = None,
-    resume_file: Path | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None],
 ) -> LengthHistogram:
-    """Lengths of the first `max_rows` rows of a stream.
-
-    After every batch of rows the counts so far go to `resume_file`; where it exists the rows it
-    knows are skipped, if it counted the same `part` (say, the split) of the same data in the same
-    way. It is removed at the end. `progress` is told the rows and the tokens counted so far.
+    """Lengths of the first `max_rows` rows of a stream, read as training reads them; `progress` is
+    told the rows and the tokens counted so far.
     """
-    source = {
-        "dataset": name,
-        "part": part,
-        "tokenizer": None if tokenize is None else Hasher.hash(tokenize),  # as the cache knows it
-        "text_column": text_column,
-        "append_eos": append_eos,
-    }
-    num_rows, counts = _read_resume_file(resume_file, source)
-    left = None if max_rows is None else max(0, max_rows - num_rows)
-    eos = getattr(tokenize, "eos_token_id", None) if append_eos else None
-    columns = list(stream.features or ())
-    for batch in _batches(stream, num_rows, left, name):
-        columns = list(dict.fromkeys(itertools.chain(columns, *batch)))
-        _check_source(columns, text_column, tokenize)
-        counts.update(_row_lengths(batch, num_rows, columns, tokenize, text_column, eos))
-        num_rows += len(batch)
-        _write_resume_file(resume_file, source, num_rows, counts)
-        if progress is not None:
-            progress(num_rows, sum(length * count for length, count in counts.items()))
-    if resume_file is not None:
-        resume_file.unlink(missing_ok=True)
-    counts.pop(0, None)
-    counts.pop(1, None)  # as in training: a sequence of one token predicts nothing
-    return LengthHistogram.from_counts(counts, name=name)
-
-
-def _batches(
-    stream: datasets.IterableDataset, num_skipped: int, num_rows: int | None, name: str
-) -> Iterator[list[dict[str, Any]]]:
-    """Rows after the first ones of a stream; raises HydraConfigError where it cannot be read on."""
-    done = num_skipped
-    rows = islice(iter(stream.skip(num_skipped) if num_skipped else stream), num_rows)
+    reading = RowReading(
+        context_length=_NO_LIMIT,
+        over_length="truncate",
+        text_column=text_column,
+        tokenize=tokenize,
+        num_inputs=_NO_LIMIT,
+        num_labels=_NO_LIMIT,
+    )
+    num_rows, counts = 0, Counter[int]()
+    rows = islice(iter(stream), max_rows)
     while True:
         batch: list[dict[str, Any]] = []
         try:
             batch.extend(islice(rows, _BATCH_ROWS))
         except Exception as error:  # of `datasets`, or of what it reads files with
-            raise _unreadable(name, f"a stream after row {done + len(batch)}", error) from error
+            what = f"a stream after row {num_rows + len(batch)}"
+            raise _unreadable(name, what, error) from error
         if not batch:
-            return
-        done += len(batch)
-        yield batch
+            return LengthHistogram.from_counts(counts, name=name)
+        _check_source(list(batch[0]), text_column, tokenize)
+        counts.update(len(input_ids) for input_ids, _ in reading.read(batch, num_rows))
+        num_rows += len(batch)
+        progress(num_rows, sum(length * count for length, count in counts.items()))
 
 
 def _check_source(columns: Sequence[str], text_column: str, tokenize: Any) -> None:
@@ -271,14 +223,6 @@ def _check_source(columns: Sequence[str], text_column: str, tokenize: Any) -> No
     """
     if "input_ids" in columns:
         return
-    is_for_tuning = find_conversion(columns, tokenize, option=_NAME_ONE) is not None
-    if is_for_tuning and not hasattr(tokenize, "chat_template"):
-        raise HydraConfigError(
-            f"the dataset has the columns {', '.join(columns)}, which a tokenizer of transformers reads; give its "
-            "folder or hub id in place of tokenizer.json (--tokenizer)"
-        )
-    if is_for_tuning:
-        return
     if text_column not in columns:
         raise HydraConfigError(
             f"the dataset has neither 'input_ids' nor the text column {text_column!r}, but the columns "
@@ -286,62 +230,5 @@ def _check_source(columns: Sequence[str], text_column: str, tokenize: Any) -> No
         )
     if tokenize is None:
         raise HydraConfigError(
-            f"column {text_column!r} holds text and there is no tokenizer; {_NAME_ONE}"
+            f"column {text_column!r} holds text and there is no tokenizer; name one (--tokenizer)"
         )
-
-
-def _row_lengths(
-    rows: list[dict[str, Any]],
-    first_row: int,
-    columns: Sequence[str],
-    tokenize: Any,
-    text_column: str,
-    eos_token_id: int | None,
-) -> list[int]:
-    """Tokens of each row; 0 where nothing is predicted. Fields of other rows alone are None."""
-    convert = find_conversion(columns, tokenize)
-    if convert is None and "input_ids" not in columns:
-        texts = [row.get(text_column) for row in rows]
-        return list(map(len, tokenize_texts(texts, tokenize, eos_token_id)["input_ids"]))
-    lengths = []
-    for number, row in enumerate(rows, first_row):
-        whole = dict.fromkeys(columns) | row
-        read = whole if convert is None else convert(whole, number)
-        input_ids, labels = to_example(read, f"row {number} of the dataset")
-        is_predicted = (labels[1:] != IGNORED_LABEL).any()
-        lengths.append(len(input_ids) if is_predicted else 0)
-    return lengths
-
-
-def _read_resume_file(path: Path | None, source: dict[str, Any]) -> tuple[int, Counter[int]]:
-    if path is None or not path.exists():
-        return 0, Counter()
-    document = read_json_object(path)
-    try:
-        before = check_object(document.get("source", {}), "source")
-        num_rows = read_count(document, "num_rows")
-        counts = check_object(document["counts"], "counts")
-        found = Counter({int(length): check_count(n, "a count") for length, n in counts.items()})
-    except (KeyError, ValueError, HydraConfigError) as error:
-        raise HydraConfigError(
-            f"cannot continue the count in {path}: {error!s:.200}; remove it to begin anew"
-        ) from error
-    changes = [
-        f"{key} {before.get(key)!r} (now {value!r})"
-        for key, value in source.items()
-        if key not in before or before[key] != value
-    ]
-    if changes:
-        raise HydraConfigError(
-            f"{path} holds a count of {num_rows} rows with {', '.join(changes)}; count with the same "
-            "to continue it, remove it to begin anew, or name another output"
-        )
-    return num_rows, found
-
-
-def _write_resume_file(
-    path: Path | None, source: dict[str, Any], num_rows: int, counts: Counter[int]
-) -> None:
-    if path is None:
-        return
-    write_whole(path, [json.dumps({"source": source, "num_rows": num_rows, "counts": counts})])

@@ -21,7 +21,7 @@ import queue
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_hydra.errors import HydraConfigError, HydraDataError, HydraError
+from ds_hydra.progress import say_once
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import (
     OverLength,
@@ -38,7 +39,13 @@ from ds_hydra.sampler.data.dataset import (
     describe_outside,
     tokenize_texts,
 )
-from ds_hydra.sampler.data.examples import IGNORED_LABEL, check_columns, hint_for, to_example
+from ds_hydra.sampler.data.examples import (
+    IGNORED_LABEL,
+    check_columns,
+    find_unread,
+    hint_for,
+    to_example,
+)
 from ds_hydra.sampler.plan import GlobalBatch
 
 logger = logging.getLogger(__name__)
@@ -87,8 +94,6 @@ class RowReading:
     over_length: OverLength
     text_column: str
     tokenize: Tokenize | None
-    convert: Callable[[Mapping[str, Any], int], Mapping[str, Any]] | None = None
-    """Function that makes `input_ids` and `labels` of a row, given its number, where it can."""
     num_inputs: int = 0
     """Rows of the embedding; token ids are below."""
     num_labels: int = 0
@@ -98,11 +103,10 @@ class RowReading:
         """The sequences of `rows`, of which the first is row `first` of the stream; without those
         that predict nothing. Raises HydraConfigError naming a row that cannot be used.
         """
+        if rows and (unread := find_unread(rows[0], self.text_column)):
+            say_once(f"the stream has columns that nothing reads: {', '.join(unread)}")
         if rows and "input_ids" not in rows[0]:
             check_columns(rows[0], lambda name: isinstance(rows[0][name], list), "the stream")
-        if self.convert is not None:
-            rows = [self.convert(row, index) for index, row in enumerate(rows, start=first)]
-        if rows and "input_ids" not in rows[0]:
             rows = self._tokenize(rows, first)
         sequences = []
         for index, row in enumerate(rows, start=first):

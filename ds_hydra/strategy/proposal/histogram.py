@@ -71,12 +71,6 @@ class LengthHistogram:
             )
         return LengthHistogram.from_counts(limited, name=self.name)
 
-    def count_over(self, context_length: int) -> tuple[int, int]:
-        """Sequences longer than the context, and the tokens that they have beyond it."""
-        is_over = self.lengths_tokens > context_length
-        beyond = (self.lengths_tokens[is_over] - context_length) @ self.counts[is_over]
-        return int(self.counts[is_over].sum()), int(beyond)
-
     def draw_batches(
         self, tokens_per_iteration: int, num_batches: int, seed: int
     ) -> Iterator[IntArray]:
