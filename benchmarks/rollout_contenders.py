@@ -50,7 +50,7 @@ def run_hydra(task: Task, turns: Turns) -> None:
         turns.wait()
         old = engine.score(rollouts).log_probs
         batch = [{**r, "old_log_probs": values} for r, values in zip(rollouts, old, strict=True)]
-        loss = float(engine.train_batch(batch, loss=ds_hydra.losses.GRPO()))
+        loss = float(engine.train_batch(batch, loss=PolicyLoss()))
         turns.done(
             loss if dist.get_rank() == 0 else 0.0,
             metrics={
@@ -59,6 +59,20 @@ def run_hydra(task: Task, turns: Turns) -> None:
             },
         )
     turns.wait()
+
+
+class PolicyLoss(ds_hydra.losses.Loss):
+    """The clipped loss of `stock_loss`, mean over tokens."""
+
+    token_fields, sequence_fields = ("old_log_probs",), ("advantages",)
+
+    def __call__(self, tokens: ds_hydra.losses.Tokens) -> Tensor:
+        """Sum over the tokens that count."""
+        log_probs_T, advantages_T = tokens.log_probs_T, tokens.fields["advantages"]
+        ratio_T = (log_probs_T - tokens.fields["old_log_probs"]).exp()
+        clipped_T = ratio_T.clamp(1 - CLIP, 1 + CLIP)
+        loss_T = -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
+        return loss_T[tokens.counts_T].sum()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,12 @@ import transformers
 import triton_interpreter
 from models import VOCAB_SIZE, tiny
 from operators import Watching
+from test_examples import load
 from torch import nn
 
 from benchmarks import families
 from ds_hydra.engine.losses import loss as losses
-from ds_hydra.engine.losses.loss import PLAIN, CrossEntropy, Distillation, HeadLoss, Loss
+from ds_hydra.engine.losses.loss import PLAIN, CrossEntropy, HeadLoss, Loss
 from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.scheme_support import check_scheme
 from ds_hydra.engine.parallel import logits as passes
@@ -266,8 +267,11 @@ def test_a_micro_batch_without_labels_has_no_loss_and_no_gradient():
     assert not any(grad.any() for grad in grads)
 
 
+Distillation = load("post_training/own_losses.py").Distillation
+
+
 @pytest.mark.parametrize("loss", [CrossEntropy(label_smoothing=0.1, z_loss=1e-2), Distillation()])
-def test_shipped_losses_are_the_same_in_chunks(monkeypatch, loss):
+def test_given_losses_are_the_same_in_chunks(monkeypatch, loss):
     hidden, head, targets = make_case()
     generator = torch.Generator().manual_seed(1)
     fields = {

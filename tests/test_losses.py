@@ -17,6 +17,7 @@ from engines import loss_and_gradients, small_profile, start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
 from test_engine_parity import RELATIVE_TOLERANCE, relative_errors
+from test_examples import load
 
 from ds_hydra import losses
 from ds_hydra.engine.iteration import linearised
@@ -29,6 +30,7 @@ from ds_hydra.errors import (
     PlanMismatchError,
 )
 
+of_example = load("post_training/own_losses.py")
 LENGTHS = (9, 17, 30, 1, 5, 40, 3, 24)
 STRATEGIES = ("4x<1,1>", "1x<4,1>", "1x<2,1> + 1x<1,2>", "1x<sp2,2,1>", "1x<cp2,2,1>", "2x<cp2,1>",
               "4x<1,1;gather>")  # fmt: skip
@@ -38,7 +40,7 @@ K = 3
 
 
 def examples_with_fields(lengths=LENGTHS):
-    """Examples with a column for every shipped loss; half of them are the better ones of pairs."""
+    """Examples with a column for every loss; half of them are the better ones of pairs."""
     return with_fields(random_examples(lengths, VOCAB_SIZE, seed=1), VOCAB_SIZE, seed=2)
 
 
@@ -57,7 +59,6 @@ def with_fields(examples, num_logits, *, seed):
         example |= {
             "importance": draw(length) * 2,
             "advantages": float(draw() * 4 - 2),
-            "token_advantages": draw(length) * 4 - 2,
             "old_log_probs": -draw(length) - 4.5,
             "reference_log_probs": -draw(length) - 4.5,
             "teacher_ids": ids,
@@ -73,21 +74,33 @@ class OfTheUser(losses.Loss):
     """What a user would write: a margin below which log-probabilities do not count."""
 
     token_fields = ("importance",)
+    needs_entropy = True
 
     def __call__(self, tokens):
-        return (tokens.fields["importance"] * F.relu(-4.0 - tokens.log_probs_T)).sum()
+        below_T = tokens.fields["importance"] * F.relu(-4.0 - tokens.log_probs_T)
+        return (below_T - 0.01 * tokens.scores.entropy_T).sum()
+
+
+class OfSequences(losses.Loss):
+    """A mean over sequences, each of which is a mean over its tokens."""
+
+    sequence_fields = ("advantages",)
+
+    def __call__(self, tokens):
+        each_T = -tokens.fields["advantages"] * tokens.log_probs_T / tokens.num_counted_T
+        return torch.where(tokens.counts_T, each_T, 0.0).sum()
+
+    def normaliser(self, counts, fields):
+        return float(sum(bool(count.any()) for count in counts))
 
 
 CASES = {
     "cross entropy": losses.CrossEntropy(label_smoothing=0.1, z_loss=0.01, weights="importance"),
     "plain": losses.CrossEntropy(),
-    "grpo": losses.GRPO(kl=0.04, entropy=0.01),
-    "grpo of sequences": losses.GRPO(mean="sequences", is_off_policy=False),
-    "distillation": losses.Distillation(labels=0.3),
-    "dpo": losses.DPO(beta=0.2, label_smoothing=0.1),
-    "hinge": losses.DPO(kind="hinge"),
-    "ipo": losses.DPO(kind="ipo"),
-    "simpo": losses.DPO(kind="simpo", beta=2.0, margin=0.5),
+    "grpo": of_example.GRPO(kl=0.04),
+    "of sequences": OfSequences(),
+    "distillation": of_example.Distillation(labels=0.3),
+    "dpo": of_example.DPO(beta=0.2),
     "of the user": OfTheUser(),
 }
 
@@ -118,35 +131,25 @@ def wanted_of(name, model, examples):
             ratio, a = (lp - f["old_log_probs"]).exp(), f["advantages"]
             gain = torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
             r = f["reference_log_probs"] - lp
-            terms.append(-gain + 0.04 * (r.exp() - r - 1) - 0.01 * entropy)
-        elif name == "grpo of sequences":
-            gain = (lp - lp.detach()).exp() * f["advantages"]
-            terms.append(-gain / max(counts[-1], 1))
+            terms.append(-gain + 0.04 * (r.exp() - r - 1))
+        elif name == "of sequences":
+            terms.append(ce * f["advantages"] / max(counts[-1], 1))
         elif name == "distillation":
             student = log_p.gather(-1, f["teacher_ids"])
             teacher = f["teacher_log_probs"]
             terms.append(0.7 * (teacher.exp() * (teacher - student)).sum(-1) + 0.3 * ce)
         elif name == "of the user":
-            terms.append(f["importance"] * F.relu(-4.0 - lp))
+            terms.append(f["importance"] * F.relu(-4.0 - lp) - 0.01 * entropy)
     if not terms:
-        rewards = []
-        for example, total, count in zip(examples, sums, counts, strict=True):
-            reward = total if name == "simpo" else total - example["reference_log_prob"]
-            rewards.append(reward / max(count, 1) if name in ("ipo", "simpo") else reward)
-        margin = torch.stack(rewards[1::2]) - torch.stack(rewards[::2])
-        pairs = {
-            "dpo": lambda: -0.9 * F.logsigmoid(0.2 * margin) - 0.1 * F.logsigmoid(-0.2 * margin),
-            "hinge": lambda: F.relu(1 - 0.1 * margin),
-            "ipo": lambda: (margin - 5.0) ** 2,
-            "simpo": lambda: -F.logsigmoid(2.0 * margin - 0.5),
-        }
-        return pairs[name]().mean()
+        reference = torch.tensor([example["reference_log_prob"] for example in examples])
+        rewards = torch.stack(sums) - reference
+        return -F.logsigmoid(0.2 * (rewards[1::2] - rewards[::2])).mean()
     total = torch.cat(terms).sum()
     if name == "cross entropy":
         return total / sum(
             float(e["importance"][1:][e["labels"][1:] != -100].sum()) for e in examples
         )
-    return total / (sum(c > 0 for c in counts) if name == "grpo of sequences" else sum(counts))
+    return total / (sum(c > 0 for c in counts) if name == "of sequences" else sum(counts))
 
 
 def checks():
@@ -181,8 +184,8 @@ def checks():
     return {
         "errors": errors,
         "evaluated": [
-            float(engine.eval_batch(examples, "1x<2,2>", loss=losses.DPO())),
-            float(engine.eval_batch(examples, "4x<1,1>", loss=losses.DPO())),
+            float(engine.eval_batch(examples, "1x<2,2>", loss=CASES["dpo"])),
+            float(engine.eval_batch(examples, "4x<1,1>", loss=CASES["dpo"])),
         ],
         "scores": scores(engine, reference, examples),
         "steps": [
@@ -258,7 +261,6 @@ def mistakes(engine, examples):
         e | {"importance": e["importance"] * float("nan")} if n == 5 else e
         for n, e in enumerate(examples)
     ]
-    alone = examples[:-1]
     weighted = losses.CrossEntropy(weights="importance")
     wrong_shape = Wrong(lambda tokens: tokens.log_probs_T)
     of_nan = Wrong(
@@ -267,14 +269,14 @@ def mistakes(engine, examples):
     cases = {
         "lacks": (without, weighted), "short": (short, weighted), "text": (no_number, weighted),
         "shape": (examples, wrong_shape), "nan": (examples, of_nan),
-        "nan field": (nan, weighted), "alone": (alone, losses.DPO()),
+        "nan field": (nan, weighted),
         "raises": (examples, Wrong(lambda tokens: tokens.fields["missing"])),
         "no loss": (examples, "dpo"),
         "no weight": ([e | {"importance": e["importance"] * 0} for e in examples], weighted),
     }  # fmt: skip
     raised = train_each(engine, cases, "2x<2,1>", (HydraConfigError, HydraDataError))
     zero = [e | {"advantages": 0.0} for e in examples]
-    raised["all 0"] = float(engine.train_batch(zero, strategy="4x<1,1>", loss=losses.GRPO()))
+    raised["all 0"] = float(engine.train_batch(zero, strategy="4x<1,1>", loss=of_example.GRPO()))
     return raised
 
 
@@ -325,12 +327,12 @@ def differing(engine, examples):
     own = [e | {"advantages": e["advantages"] + is_last * (n == 2)} for n, e in enumerate(examples)]
     at_token = [e | {"old_log_probs": e["old_log_probs"] - is_last} for e in examples]
     cases = {
-        "advantages": (own, losses.GRPO()),
-        "old_log_probs": (at_token, losses.GRPO()),
+        "advantages": (own, of_example.GRPO()),
+        "old_log_probs": (at_token, of_example.GRPO()),
         "unread": (at_token, losses.CrossEntropy(z_loss=0.1)),
-        "beta": (examples, losses.DPO(beta=0.1 + 0.1 * is_last)),
-        "class": (examples, losses.DPO() if rank else losses.GRPO()),
-        "without": (examples, losses.GRPO() if rank else None),
+        "beta": (examples, of_example.DPO(beta=0.1 + 0.1 * is_last)),
+        "class": (examples, of_example.DPO() if rank else of_example.GRPO()),
+        "without": (examples, of_example.GRPO() if rank else None),
         "array": (examples, Scaled(torch.tensor([1.0, is_last]), 0)),
         "class attribute": (examples, type("Odd", (Scaled,), {"odd": rank})(1.0, 0)),
         "normaliser": (examples, Scaled(1.0, 0, divided_by=2.0 + is_last)),
@@ -435,7 +437,6 @@ def test_mistakes_are_named_on_every_rank(results):
             "CrossEntropy reads 'importance', which example 5 of the global batch has with NaN at 0"
             in found["nan field"]
         )
-        assert "example 6 is alone in pair 3" in found["alone"]
         assert "loss Wrong raised KeyError for example 0" in found["raises"]
         assert "loss is 'dpo', expected an object of a subclass of" in found["no loss"]
         assert "loss CrossEntropy is divided by 0.0" in found["no weight"]
@@ -481,11 +482,6 @@ def test_objectives_that_differ_between_ranks_are_named_on_every_rank(results):
     [
         (lambda: losses.CrossEntropy(label_smoothing=1.0), "label_smoothing is 1.0"),
         (lambda: losses.CrossEntropy(z_loss=-1.0), "z_loss is -1.0"),
-        (lambda: losses.GRPO(kl=-0.1), "kl is -0.1"),
-        (lambda: losses.GRPO(mean="rows"), "mean is 'rows'"),
-        (lambda: losses.DPO(beta=0.0), "beta is 0.0"),
-        (lambda: losses.DPO(kind="kto"), "kind is 'kto'"),
-        (lambda: losses.Distillation(labels=2.0), "labels is 2.0"),
     ],
 )
 def test_settings_out_of_range(make, message):
@@ -493,28 +489,11 @@ def test_settings_out_of_range(make, message):
         make()
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ([(0, 1), (0, 1)], "examples 0 and 1 are both the chosen one of pair 0"),
-        ([(0, 1), (1, 0)], "example 0 is alone in pair 0"),
-        ([(0, 1), (0, 0.5)], "'chosen' of example 1 is 0.5"),
-        ([(0, 1), (0.25, 0)], "'pair' of example 1 is 0.25"),
-    ],
-)
-def test_pairs_that_are_none(fields, message):
-    rows = [{"pair": p, "chosen": c, "reference_log_prob": 0.0} for p, c in fields]
-    labels = [torch.tensor([1, 2])] * len(rows)
-    with pytest.raises(HydraConfigError, match=message):
-        Objective.read(losses.DPO(), rows, labels)
-
-
-@pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo", "simpo"])
-def test_a_sequence_without_labelled_tokens_makes_no_nan(kind):
+def test_a_sequence_without_labelled_tokens_makes_no_nan():
     rows = [{"pair": 0, "chosen": c, "reference_log_prob": 0.0} for c in (0, 1)]
     rows += [{"pair": 1, "chosen": c, "reference_log_prob": 0.0} for c in (0, 1)]
     labels = [torch.tensor([1, 2, 3]), torch.full((3,), -100), *[torch.tensor([1, 2])] * 2]
-    objective = Objective.read(losses.DPO(kind=kind), rows, labels)
+    objective = Objective.read(of_example.DPO(), rows, labels)
     log_probs = [(l != -100) * torch.tensor([0.0, -1.0, -2.0])[: len(l)] for l in labels]
     weighted = objective.weighted(log_probs, labels)
     assert math.isfinite(weighted.value)
@@ -538,8 +517,10 @@ def test_a_loss_that_would_train_nothing_is_refused():
     objective = Objective.read(DetachedSums(), rows, labels)
     with pytest.raises(HydraConfigError, match=r"loss DetachedSums .* nothing would be trained"):
         objective.weighted([torch.zeros(3)], labels)
-    with pytest.raises(HydraConfigError, match=r"GRPO'>, expected an object .*\.GRPO\(\)"):
-        Objective.read(losses.GRPO, rows, labels)
+    with pytest.raises(
+        HydraConfigError, match=r"Detached'>, expected an object .*\.CrossEntropy\(\)"
+    ):
+        Objective.read(Detached, rows, labels)
 
 
 class Candidates(losses.Loss):
@@ -619,7 +600,8 @@ def test_mistakes_of_a_loss_of_sequences_name_it():
 def test_sequences_without_labelled_tokens_do_not_count_in_a_mean_of_sequences():
     rows = [{"advantages": 1.0}, {"advantages": 2.0}]
     labels = [torch.tensor([1, 2, 3]), torch.full((3,), -100)]
-    loss = losses.GRPO(mean="sequences", is_off_policy=False)
-    assert Objective.read(loss, rows, labels).normaliser == 1
-    with pytest.raises(HydraConfigError, match=r"GRPO is divided by 0.* some token .* must count"):
-        Objective.read(loss, rows[1:], labels[1:])
+    assert Objective.read(OfSequences(), rows, labels).normaliser == 1
+    with pytest.raises(
+        HydraConfigError, match=r"OfSequences is divided by 0.* some token .* must count"
+    ):
+        Objective.read(OfSequences(), rows[1:], labels[1:])
