@@ -218,18 +218,17 @@ def _backward(
     return grad_TH
 
 
-_operator = torch.library.custom_op(
-    "ds_hydra::linear_backward",
-    _backward,
-    # Totals do change, but are no arguments: a compiler has nothing to copy and to follow.
-    mutates_args=(),
-    schema="(Tensor grad, Tensor weight, Tensor input, Tensor gradient, Tensor shared) -> Tensor",
+_library = torch.library.Library("ds_hydra", "FRAGMENT")
+# Totals do change, but are no arguments: a compiler has nothing to copy and to follow.
+_library.define(
+    "linear_backward(Tensor grad, Tensor weight, Tensor input, Tensor gradient, Tensor shared) -> Tensor"
 )
+_library.impl("linear_backward", _backward, "CompositeExplicitAutograd")
 # Stands for nothing, because handles count from 1.
 _NONE = torch.zeros(1, dtype=torch.int64)
 
 
-@_operator.register_fake
+@torch.library.register_fake("ds_hydra::linear_backward", lib=_library)
 def _(grad_TO: Tensor, _weight: Tensor, input_TH: Tensor, *_: Tensor) -> Tensor:
     # The product is contiguous whatever strides the input has.
     return torch.empty_like(input_TH, memory_format=torch.contiguous_format)
@@ -257,7 +256,9 @@ class _TracedLinear(torch.autograd.Function):
         hidden, weight_OH, gradient, shared = ctx.saved_tensors
         grad_TO = grad.flatten(0, -2)
         input_TH = hidden.flatten(0, -2)
-        grad_TH = torch.ops.ds_hydra.linear_backward(grad_TO, weight_OH, input_TH, gradient, shared)
+        grad_TH = torch.ops.ds_hydra.linear_backward.default(
+            grad_TO, weight_OH, input_TH, gradient, shared
+        )
         grad_bias = grad_TO.sum(dim=0) if ctx.has_bias else None
         return grad_TH.view(hidden.shape), None, grad_bias, None, None
 
