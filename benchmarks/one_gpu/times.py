@@ -65,7 +65,7 @@ def measure_times(device: torch.device) -> None:
     request = ProfileRequest(
         model=model, config=config, tp=TP, pp=PP, topology=Topology.from_json(TOPOLOGY)
     )
-    document = run_profile(request, device, None)
+    document = run_profile(request, device)
     profile, hardware = Profile.from_json(document), Hardware.load(HARDWARE)
     shape = model_shape(profile)
     errors, overheads = [], []

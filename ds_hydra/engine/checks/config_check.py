@@ -421,7 +421,7 @@ class _Budget:
             return
         self._report.assumed.append(
             f"profile {name} was measured with {measured_with}; in place of its memory counts what is larger: states "
-            "by their dtypes, traced activations, communicators of NCCL's default size, exchange buffers"
+            "by their dtypes, activations by sizes of layers, communicators of NCCL's default size, exchange buffers"
         )
 
     def _say_what_is_profiled(self) -> None:

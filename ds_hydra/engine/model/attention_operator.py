@@ -6,7 +6,7 @@ sequence, right wherever torch runs, in any dtype, and what kernels are compared
 Lengths of a micro-batch are values of tensors here, not numbers that a compiler would specialise
 on: `cu_seqlens`, `cu_keys`, and in a tensor of the CPU, so that nobody waits for the device, the
 longest ones and where long segments are, as many numbers for every micro-batch. Eager layers call
-the same functions without torch.library, whose wrappers cost tens of microseconds a call.
+the same functions without torch.library, whose calls cost microseconds of the host.
 
 [Note: Sinks]
 An attention sink is a score of one more column in each softmax, which has no value. With it the
@@ -225,8 +225,8 @@ def _laid_out(grad: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like).copy_(grad)
 
 
+# As `parallel.linear`'s: custom_op would cost three times as much of the host
 _library = torch.library.Library("ds_hydra", "FRAGMENT")
-"""[Note: Operators of layers] of `parallel.linear`."""
 _library.define(f"attention({_INPUTS.format('')}, bool keeps) -> (Tensor, Tensor)")
 _library.define(
     f"attention_backward(Tensor grad, {_INPUTS.format('Tensor out, Tensor lse, ')}) -> "

@@ -218,6 +218,7 @@ def _backward(
     return grad_TH
 
 
+# Not by custom_op, whose wrappers in Python take 9 microseconds of the host a call
 _library = torch.library.Library("ds_hydra", "FRAGMENT")
 # Totals do change, but are no arguments: a compiler has nothing to copy and to follow.
 _library.define(

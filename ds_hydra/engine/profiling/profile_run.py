@@ -10,14 +10,13 @@ the device.
 
 from __future__ import annotations
 
+import copy
 import datetime
-import functools
 import os
 import re
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -31,16 +30,13 @@ from transformers import PretrainedConfig
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config, making
 from ds_hydra.engine.model.scheme_support import check_scheme
-from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.model.stage_model import StageModel, options_of
+from ds_hydra.engine.parallel import tensor_parallel
 from ds_hydra.engine.profiling import profile_document
-from ds_hydra.engine.profiling.memory import check_slices, slice_config, trace_layer_memory
-from ds_hydra.engine.profiling.profile_document import (
-    Measurements,
-    fit_memory,
-)
+from ds_hydra.engine.profiling.profile_document import fit_memory
 from ds_hydra.engine.profiling.profiler import (
+    activation_source,
     default_lengths,
-    has_device_memory,
     measure_in_rounds,
     measure_profile,
     measure_stage_ms,
@@ -122,14 +118,10 @@ def _of_shared_device(error: RuntimeError) -> Exception:
     )
 
 
-def run_profile(
-    request: ProfileRequest, device: torch.device, resume_file: Path | None
-) -> dict[str, Any]:
+def run_profile(request: ProfileRequest, device: torch.device) -> dict[str, Any]:
     """The `ds_hydra.profile/1` document, equal on all ranks. Collective over all ranks.
 
-    Measurements go to `resume_file` as they come; where it exists, what it knows is not measured
-    again. It is left behind for the caller to remove. Raises HydraConfigError or
-    UnsupportedModelError on all ranks.
+    Raises HydraConfigError or UnsupportedModelError on all ranks.
     """
     transformers.logging.set_verbosity_error()
     num_ranks = dist.get_world_size()
@@ -141,9 +133,6 @@ def run_profile(
     model_config, stage_model, schemes = run_together(
         lambda: _prepare(request, dtype, device, num_ranks), device
     )
-    known = Measurements.open(
-        resume_file, _identity(request, model_config, dtype, num_ranks, schemes), device
-    )
     if request.topology is not None:
         document = profile_slices(
             model_config,
@@ -151,12 +140,11 @@ def run_profile(
             schemes,
             request.topology,
             request.config,
-            known,
             dtype=dtype,
             device=device,
         )
     else:
-        document = _profile_ranks(stage_model, schemes, request.config, known, device)
+        document = _profile_ranks(stage_model, schemes, request.config, device)
     return dict(fit_memory(document, request.config).document)
 
 
@@ -164,7 +152,6 @@ def _profile_ranks(
     stage_model: StageModel,
     schemes: Sequence[Scheme],
     config: HydraConfig,
-    known: Measurements,
     device: torch.device,
 ) -> dict[str, Any]:
     num_ranks = dist.get_world_size()
@@ -178,7 +165,7 @@ def _profile_ranks(
         link_config=config.link,
     )
     with closing(propagator), naming_memory_limit(config.memory_limit_bytes):
-        return measure_profile(propagator, strategies, config, known)
+        return measure_profile(propagator, strategies, config)
 
 
 def _prepare(
@@ -208,11 +195,7 @@ def _prepare(
             # The whole model is only looked at where slices are measured.
             device=torch.device("meta") if request.topology is not None else device,
             num_ranks=num_ranks,
-            activation_checkpointing=request.config.activation_checkpointing,
-            compile_layers=request.config.compile_layers,
-            attention_kernel=request.config.attention,
-            float8=request.config.float8,
-            float8_exclude=request.config.float8_exclude,
+            **options_of(request.config),
         )
     return model_config, stage_model, _schemes(request, stage_model, num_devices)
 
@@ -246,42 +229,60 @@ def _degrees(option: str, degrees: Sequence[int] | None) -> str:
     return f"any {option}" if degrees is None else f"{option} {','.join(map(str, degrees))}"
 
 
-def _identity(
-    request: ProfileRequest,
-    model_config: PretrainedConfig,
-    dtype: torch.dtype,
-    num_ranks: int,
-    schemes: Sequence[Scheme],
-) -> dict[str, Any]:
-    """Values that must be equal for a run to continue another one."""
-    config = request.config
-    shape = (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "vocab_size",
-    )
-    return {
-        "model": request.model,
-        "model_type": model_config.model_type,
-        **{name: getattr(model_config, name, None) for name in shape},
-        "key_value_heads": getattr(model_config, "num_key_value_heads", None),
-        "dtype": str(dtype).removeprefix("torch."),
-        "context_length": config.context_length,
-        "memory_limit_bytes": config.memory_limit_bytes,
-        "activation_checkpointing": config.activation_checkpointing,
-        "attention": config.attention,
-        "compile_layers": config.compile_layers,
-        "deterministic": config.deterministic,
-        "float8": config.float8,
-        "float8_exclude": list(config.float8_exclude),
-        "profiling": config.profiling.model_dump(mode="json"),
-        "schemes": [str(scheme) for scheme in schemes],
-        "num_ranks": num_ranks,
-        "accelerator": str(get_accelerator().device_name()),
-        "measured": "schemes" if request.topology is None else "TP slices",
-    }
+_EXPERT_WIDTHS = {"moe_intermediate_size", "shared_expert_intermediate_size"}
+"""Keys of widths that TP cuts, where they are not those of the MLP."""
+
+
+def check_slices(config: PretrainedConfig) -> None:
+    """Raise UnsupportedModelError where a model with a part of the heads and of the MLP of `config`
+    does not compute as a rank of a TP group.
+    """
+    for name, style in (config.base_model_tp_plan or {}).items():
+        if style in (tensor_parallel.GATHERED, tensor_parallel.SPLIT):
+            raise UnsupportedModelError(
+                f"every rank of a TP group has all features of {config.model_type} at {name} ({style}), which one "
+                "device that stands for the rank does not show; measure on ranks (torchrun, without --topology), or "
+                "leave TP above 1 out (--tp 1)"
+            )
+
+
+def slice_config(
+    config: PretrainedConfig, tp: int, *, num_layers: int = 1, vocab_size: int = 8
+) -> PretrainedConfig:
+    """The model that one rank of a TP group computes: its share of heads and MLP, `num_layers` of
+    the layers.
+
+    Raises UnsupportedModelError if the shapes do not divide by `tp`, or where the share does not
+    show what the rank computes.
+    """
+    if tp > 1:
+        check_slices(config)
+    for key in ("num_attention_heads", "intermediate_size"):
+        if getattr(config, key, None) is None:
+            raise UnsupportedModelError(f"a {config.model_type} config has no {key} to slice by")
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    for name, value in (
+        ("attention heads", heads),
+        ("intermediate size", config.intermediate_size),
+    ):
+        if value % tp:
+            raise UnsupportedModelError(f"{value} {name} do not divide into TP {tp}")
+    sliced = copy.deepcopy(config)
+    sliced.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    sliced.num_attention_heads = heads // tp
+    sliced.num_key_value_heads = max(1, (kv_heads or heads) // tp)
+    sliced.intermediate_size = config.intermediate_size // tp
+    for key in _EXPERT_WIDTHS & vars(config).keys():
+        if width := getattr(config, key):
+            if width % tp:
+                raise UnsupportedModelError(f"{key} {width} does not divide into TP {tp}")
+            setattr(sliced, key, width // tp)
+    sliced.num_hidden_layers = num_layers
+    sliced.vocab_size = vocab_size
+    sliced.pad_token_id = None  # may be outside the micro-batches that are left
+    if getattr(config, "layer_types", None):
+        sliced.layer_types = config.layer_types[:num_layers]
+    return sliced
 
 
 _MOST_LAYERS = 4
@@ -313,7 +314,6 @@ def profile_slices(
     schemes: Sequence[Scheme],
     topology: Topology,
     config: HydraConfig,
-    known: profile_document.Measurements,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -325,7 +325,7 @@ def profile_slices(
     profile's does. Raises HydraConfigError where not even two lengths fit on the device.
     """
     slices = {
-        tp: _measure_slice(model_config, tp, config, known, dtype=dtype, device=device)
+        tp: _measure_slice(model_config, tp, config, dtype=dtype, device=device)
         for tp in sorted({scheme.tp for scheme in schemes})
     }
     num_layers, hidden_size = stage_model.num_layers, stage_model.hidden_size
@@ -353,7 +353,6 @@ def profile_slices(
         str(tp): (found.layer + found.ends / num_layers) * tp / hidden_size
         for tp, (_, found) in slices.items()
     }
-    is_measured = has_device_memory()
     document = profile_document.describe_measured(
         stage_model,
         config,
@@ -361,9 +360,7 @@ def profile_slices(
         hardware=profile_document.describe_hardware()
         | {"devices_per_node": topology.nodes[0].num_devices},
         memory={
-            "activation_source": "peak memory"
-            if is_measured
-            else "layer traced under fake tensors",
+            "activation_source": activation_source(),
             "activation_bytes_per_token_per_layer_per_hidden": activation,
         },
     )
@@ -375,7 +372,6 @@ def _measure_slice(
     model_config: PretrainedConfig,
     tp: int,
     config: HydraConfig,
-    known: profile_document.Measurements,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -392,16 +388,12 @@ def _measure_slice(
             dtype=dtype,
             device=device,
             num_ranks=1,
-            activation_checkpointing=config.activation_checkpointing,
-            compile_layers=config.compile_layers,
-            attention_kernel=config.attention,
-            float8=config.float8,
-            float8_exclude=config.float8_exclude,
             simulated_tp_size=tp,
+            **options_of(config),
         )
         propagators[Slice(tp, num_layers)] = Propagator(stage_model, device=device)
     try:
-        num_bytes = _token_bytes(model_config, propagators, config, known, dtype)
+        num_bytes = _token_bytes(propagators, min(config.context_length, 512))
         lengths = _lengths_that_fit(num_bytes, many, config)
         cases = [
             (slice_, profile_document.ProbeMicroBatch(length))
@@ -412,7 +404,6 @@ def _measure_slice(
             cases,
             lambda slice_, micro_batch: measure_stage_ms(propagators[slice_], _ALONE, micro_batch),
             config,
-            known,
             show_progress=True,
             warms_up_each=config.compile_layers,
         )
@@ -439,42 +430,16 @@ def _numbers_of_layers(model_config: PretrainedConfig) -> tuple[int, int]:
     return max(1, many // 2), many
 
 
-def _token_bytes(
-    model_config: PretrainedConfig,
-    propagators: dict[Slice, Propagator],
-    config: HydraConfig,
-    known: profile_document.Measurements,
-    dtype: torch.dtype,
-) -> _TokenBytes:
-    """Measure the bytes of a token by peak memory. Without a device's, a layer is traced under fake
-    tensors and the ends are counted.
+def _token_bytes(propagators: dict[Slice, Propagator], length: int) -> _TokenBytes:
+    """Measure the bytes of a token in a layer and in embedding and head, by micro-batches of
+    `length` tokens.
     """
-    length = min(config.context_length, 512)
     few, many = min(propagators), max(propagators)
-    counted = {
-        slice_: known.get(
-            f"{slice_} bytes per token",
-            functools.partial(token_bytes, propagators[slice_], _ALONE, length),
-        )
-        for slice_ in (few, many)
-    }
+    counted = {n: token_bytes(propagators[n], _ALONE, length) for n in {few, many}}
     if few == many:
         return _TokenBytes(counted[many] / many.num_layers, 0.0)
     layer = max(0.0, counted[many] - counted[few]) / (many.num_layers - few.num_layers)
     ends = max(0.0, counted[many] - many.num_layers * layer)
-    if not has_device_memory():
-        traced = trace_layer_memory(
-            model_config,
-            num_tokens=length,
-            tp=many.tp,
-            dtype=dtype,
-            checkpointing=config.activation_checkpointing,
-            tp_sequence_parallel=propagators[many].stage_model.tp.cuts_micro_batches,
-            compiled=config.compile_layers,
-        )
-        layer = traced.kept_bytes / traced.num_tokens
-        if config.activation_checkpointing:  # one layer at a time is there as a whole
-            ends += traced.peak_bytes / traced.num_tokens
     return _TokenBytes(layer, ends)
 
 
