@@ -373,9 +373,7 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # Autograd may have handed the same tensor to others, which would see the sum.
-        may_write = grad._use_count() == 1  # type: ignore[attr-defined]
-        summed, wait = _post_sum_over(grad, ctx.group, may_write=may_write)
+        summed, wait = _post_sum_over(grad, ctx.group)
         if ctx.products is not None:
             ctx.products.run()
             # Of a layer that runs again in backward: compiled linears postpone to the one that was
@@ -389,32 +387,16 @@ class _CopyToGroup(torch.autograd.Function):
 def _sum_over(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     summed, wait = _post_sum_over(part, group)
     wait()
-    return summed.detach()  # an output that is an input would be taken for the input
+    return summed
 
 
-def _post_sum_over(
-    part: Tensor, group: dist.ProcessGroup | None, *, may_write: bool = True
-) -> Posted:
-    """The sum of all ranks' `part`, in its memory where nobody else has it."""
-    if not (may_write and part.is_contiguous() and _is_alone(part)):
-        part = part.clone(memory_format=torch.contiguous_format)
-    work = dist.all_reduce(part, group=group, async_op=True)
-    torch.autograd.graph.increment_version(part)  # an error where somebody kept it after all
-    return part, work.wait
-
-
-def _is_alone(tensor: Tensor) -> bool:
-    """Whether no other tensor has the memory of `tensor`: the output of a layer, or a gradient in a
-    backward function.
-
-    Layers hand over what they made, and autograd what it has added up. But the backward of a sum
-    hands one gradient to all that was added (the tensor itself has more holders then) and that of
-    a concatenation gives each a view; a layer that needs its output for backward keeps another
-    tensor of it. Autograd sees by the same numbers what it may add to in place.
+def _post_sum_over(part: Tensor, group: dist.ProcessGroup | None) -> Posted:
+    """The sum of all ranks' `part`, on its way; in memory of its own, because others may have
+    `part`: autograd, or a user's hook.
     """
-    holders: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    # The tensor, the object that was just made, and the tensor that this one is a view of
-    return holders <= 2 + tensor._is_view()
+    summed = part.clone(memory_format=torch.contiguous_format)
+    work = dist.all_reduce(summed, group=group, async_op=True)
+    return summed, work.wait
 
 
 def _gather_features(part: Tensor, group: dist.ProcessGroup | None, size: int) -> Tensor:
