@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 
 class WeightGradient(Protocol):
-    """Sink of the gradient of one weight [O, H]; `gradient_of` returns it."""
+    """Sink of the gradient of one weight [O, H], where `set_gradient` has given it one."""
 
     is_direct: bool
     """Whether products are made in the memory where they add up."""
@@ -49,14 +49,9 @@ class WeightGradient(Protocol):
         """Add `grad_TO.T @ input_TH`."""
 
 
-def gradient_of(weight: Tensor) -> WeightGradient | None:
-    """The sink that takes products for the gradient of `weight`; None where autograd brings it."""
-    return getattr(weight, "hydra_gradient", None)
-
-
 def takes_products(weight: Tensor, shared: SharedBackward | None = None) -> bool:
     """Whether products for `weight` save a pass, or run beside the exchange of a `shared` input."""
-    gradient = gradient_of(weight)
+    gradient = getattr(weight, "hydra_gradient", None)
     return gradient is not None and (gradient.is_direct or shared is not None)
 
 
@@ -163,7 +158,7 @@ class _Linear(torch.autograd.Function):
         shared: SharedBackward | None,
     ) -> Tensor:
         needs_grad, trains_weight, ctx.trains_bias = ctx.needs_input_grad[:3]
-        ctx.gradient = gradient_of(weight_OH) if trains_weight else None
+        ctx.gradient = getattr(weight_OH, "hydra_gradient", None) if trains_weight else None
         ctx.shared = shared
         if shared is not None and trains_weight:
             shared.expect_reader()
