@@ -145,7 +145,7 @@ def end_at_start(where: str, folder: str | Path, number: int = signal.SIGKILL) -
     from ds_hydra.engine import HydraEngine, hydra_engine
     from ds_hydra.engine.candidates import EngineCandidates
     from ds_hydra.engine.parallel.groups import GroupPool
-    from ds_hydra.engine.profiling.profile_document import Measurements
+    from ds_hydra.engine.profiling import profiler
     from ds_hydra.engine.ranks import watchdog
     from ds_hydra.sampler.data.dataset import TokenDataset
 
@@ -155,7 +155,7 @@ def end_at_start(where: str, folder: str | Path, number: int = signal.SIGKILL) -
         "partition": (HydraEngine, "_configure_optimizer"),
         "groups": (GroupPool, "create"),
         "tokenise": (TokenDataset, "from_dataset"),
-        "profile": (Measurements, "get"),
+        "profile": (profiler, "measure_in_rounds"),
         "first plan": (EngineCandidates, "fit_to_data"),
     }[where]
     setattr(owner, name, lambda *_, **__: die(folder, number))

@@ -63,7 +63,7 @@ def test_a_good_configuration_shows_memory_communicators_and_what_is_assumed(tmp
     }
     # With the engine's states and all else that it holds; 9,669 and 75,238 by App. B.1
     assert rows["<1,2>"] == "5,463"
-    assert rows["<8,1>"] == "64,638"
+    assert rows["<8,1>"] == "64,823"
     states_alone = invoke("check", path, "--devices", 8)  # the rest is counted with a model
     assert "6,106" in states_alone.stdout
     assert "69,889" in states_alone.stdout

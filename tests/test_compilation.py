@@ -22,7 +22,7 @@ from ds_hydra.engine.model import attention, attention_choice, attention_contrac
 from ds_hydra.engine.model.attention_contract import LongSegment
 from ds_hydra.engine.model.attention_operator import KernelUse
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, running
-from ds_hydra.engine.model.stage_forward import Compilations, compile_each
+from ds_hydra.engine.model.stage_forward import compile_each
 from ds_hydra.engine.parallel import linear
 from ds_hydra.errors import HydraConfigError
 
@@ -107,8 +107,6 @@ def test_one_graph_of_a_layer_serves_all_lengths(traced, kernel):
         layers = Layers(kernel=kernel)
         wanted = [layers.run(lengths) for lengths in ([4, 36, 1], [9])]
         compile_each(layers.layers)
-        compilations = Compilations()
-        compilations.watch()
         for lengths in micro_batches(16):
             layers.run(lengths)
             segments = LongSegment.of(lengths, lengths)
@@ -119,10 +117,6 @@ def test_one_graph_of_a_layer_serves_all_lengths(traced, kernel):
     assert any("tokens" in call for call in calls[kernel]) == (kernel == CUDNN)
     assert traced["stats"]["unique_graphs"] == 1, "two layers of one kind"
     assert not traced["graph_break"]
-    graphs, seconds = compilations.take()
-    assert graphs == 1
-    assert seconds > 0
-    assert compilations.take() == (0, 0.0)
     for compiled, eager in zip(got, wanted, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
 

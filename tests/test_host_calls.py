@@ -19,9 +19,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_hydra.engine.gradient_shards import GradientShards
+from ds_hydra.engine.model.meta_model import build_random_stage_model
+from ds_hydra.engine.parallel import linear
+from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch
+from ds_hydra.engine.profiling.profiler import probe_plan
+from ds_hydra.engine.profiling.rehearsal import run_once
+from ds_hydra.engine.propagation import Propagator
+from ds_hydra.strategy import Strategy
 
+CPU = torch.device("cpu")
 MOST_CALLS = {"2x<1,1>": 25_000, "1x<2,1>": 38_000, "2x<1,1;gather>": 28_000}
 """Of functions of Python and C, in the computing thread, for 64 tokens and 16 layers."""
+MOST_CALLS_OF_LAYER, MOST_CALLS_OF_MICRO_BATCH = 400, 1000
+"""Of both passes of a layer for one micro-batch, and of a micro-batch without its layers."""
+MOST_CALLS_OF_OPERATOR = 12
+"""That an operator of compiled layers makes around the function that it runs."""
 WARM_UP = 3
 """Iterations until nothing is met for the first time."""
 
@@ -119,6 +131,10 @@ def count_calls(step):
     """Calls of one `step`, after some that are like it."""
     for _ in range(WARM_UP):
         step()
+    return calls_of(step)
+
+
+def calls_of(step):
     profile = cProfile.Profile()
     profile.runcall(step)
     return pstats.Stats(profile).total_calls
@@ -144,3 +160,49 @@ def test_an_iteration_makes_few_calls():
         for text, most in MOST_CALLS.items():
             assert found[text] <= most, found
         assert states == ("AVAILABLE", "NOT_AVAILABLE")  # a step releases what is gathered
+
+
+def calls_of_micro_batch(num_layers):
+    """Calls for one more micro-batch of four sequences of 16 tokens."""
+    config = tiny("llama", num_hidden_layers=num_layers).config
+    stage_model = build_random_stage_model(config, dtype=torch.float32, device=CPU, num_ranks=1)
+    with contextlib.closing(Propagator(stage_model, device=CPU)) as propagator:
+        strategy = Strategy.parse("1x<1,1>")
+        propagator.prepare([strategy])
+        plans = (probe_plan(strategy, 1, ProbeMicroBatch(16, 4), number) for number in (1, 3))
+        few, many = (count_calls(lambda plan=plan: run_once(propagator, plan)) for plan in plans)
+    return (many - few) / 2
+
+
+def calls_of_both():
+    few, many = map(calls_of_micro_batch, (4, 8))
+    of_layer = (many - few) / 4
+    return of_layer, few - 4 * of_layer
+
+
+@pytest.mark.distributed
+def test_a_layer_and_a_micro_batch_make_few_calls():
+    ((of_layer, of_micro_batch),) = run_distributed(calls_of_both, 1)
+    assert of_layer <= MOST_CALLS_OF_LAYER
+    assert of_micro_batch <= MOST_CALLS_OF_MICRO_BATCH
+
+
+def test_an_operator_of_compiled_layers_makes_few_calls():
+    """torch.library.custom_op makes several times as many."""
+
+    class Taker:
+        def expect_product(self):
+            pass
+
+        def add_product(self, grad_TO, input_TH):
+            pass
+
+    taker = Taker()
+    given = (*torch.randn(3, 4, 4).unbind(), linear.new_handle(taker), linear._NONE)
+    operator = torch.ops.ds_hydra.linear_backward.default
+    with torch.no_grad():
+        operator(*given)
+        alone, whole = (
+            calls_of(lambda run=run: run(*given)) for run in (linear._backward, operator)
+        )
+    assert whole - alone <= MOST_CALLS_OF_OPERATOR

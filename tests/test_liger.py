@@ -5,7 +5,6 @@ layers; its Triton kernels run in Triton's interpreter.
 from __future__ import annotations
 
 import logging
-from unittest import mock
 
 import pytest
 import test_engine_parity
@@ -90,54 +89,19 @@ def test_models_of_liger_have_the_gradients_of_one_process(family):
     assert "fused linear cross-entropy, in whose place" in said[0]
 
 
-def test_compiled_layers_call_the_kernels_of_liger_on_a_device_too(monkeypatch):
-    """torch's compiler looks into none of them, without Triton's interpreter either: a GPU's."""
-    from liger_kernel.ops import LigerRMSNormFunction, LigerSiLUMulFunction, rms_norm, swiglu
-    from liger_kernel.transformers import swiglu as layers
-    from liger_kernel.transformers.rms_norm import LigerRMSNorm
-    from liger_kernel.transformers.swiglu import LigerSwiGLUMLP
+def check_compiled():
+    """Also the graphs that torch has compiled."""
+    found = check_patched("llama", ("1x<1,1>",), {"compile_layers": True})
+    return *found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
-    class Device:
-        def device_name(self):
-            return "cuda"
 
-    monkeypatch.delenv("TRITON_INTERPRET")
-    monkeypatch.setattr(liger, "get_accelerator", Device)
-    looked_into, calls = [], []
-
-    def kernel(out):
-        """Stands in for one, and notes who calls it."""
-        calls.append(out.shape)
-        looked_into.append(torch.compiler.is_compiling())
-        return out
-
-    monkeypatch.setattr(
-        rms_norm, "rms_norm_forward", lambda x, w, *_: (kernel(x * w), x, w, 1, 1, 1)
-    )
-    monkeypatch.setattr(swiglu, "swiglu_forward", lambda a, b, *_: (a, b, kernel(a * b)))
-    for function in (LigerRMSNormFunction, LigerSiLUMulFunction):
-        monkeypatch.setattr(function, "forward", function.forward)  # as it was, afterwards
-    monkeypatch.setattr(layers, "_swiglu_dispatch", layers._swiglu_dispatch)
-    graphs = []
-
-    def compile_graph(graph, inputs):
-        graphs.append([value.dim() for value in inputs if torch.is_tensor(value)])
-        return graph
-
-    model = tiny("llama", num_hidden_layers=1)
-    norm, mlp = LigerRMSNorm(model.config.hidden_size), LigerSwiGLUMLP(model.config)
-    model.model.norm, model.model.layers[0].mlp = norm, mlp
-    said = mock.Mock()
-    with mock.patch.object(liger.logger, "warning", said):
-        liger.check_patches(model, is_compiled=True)
-    assert "set hydra.compile_layers to false" in said.call_args.args[0]
-    hidden = torch.randn(1, 3, model.config.hidden_size, requires_grad=True)
-    for module in (norm, mlp):
-        torch.compile(module.forward, backend=compile_graph, dynamic=True)(hidden)
-    assert len(calls) == 2
-    assert not any(looked_into)
-    assert any(graphs)
-    assert not [g for g in graphs if g and not any(g)], "a graph of numbers alone, for the CPU"
+@pytest.mark.distributed
+def test_layers_of_liger_are_not_compiled():
+    ((worst, calls, said, graphs),) = run_distributed(check_compiled, 1)
+    assert_parity(worst)
+    assert min(calls.values()) > 0, calls
+    assert graphs == 0
+    assert any("so hydra.compile_layers has no effect" in text for text in said)
 
 
 def check_trainer(folder):
@@ -188,10 +152,10 @@ def test_a_patched_model_on_a_cpu_is_refused_by_name(monkeypatch, caplog):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     model = tiny("llama")
     with caplog.at_level(logging.WARNING):
-        liger.check_patches(model, is_compiled=True)
+        liger.check_patches(model)
     model.model.norm.forward = liger_method(model.model.norm)
     with pytest.raises(UnsupportedModelError, match="patched by Liger, whose Triton kernels do"):
-        liger.check_patches(model, is_compiled=True)
+        liger.check_patches(model)
     assert not caplog.records
 
 

@@ -18,6 +18,7 @@ from engines import loss_and_gradients, refused, small_profile, start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
 from test_engine_parity import RELATIVE_TOLERANCE, relative_errors
+from test_examples import load
 
 from ds_hydra import losses
 from ds_hydra.engine.iteration import linearised
@@ -30,6 +31,7 @@ from ds_hydra.errors import (
     PlanMismatchError,
 )
 
+of_example = load("post_training/own_losses.py")
 LENGTHS = (9, 17, 30, 1, 5, 40, 3, 24)
 STRATEGIES = ("4x<1,1>", "1x<4,1>", "1x<2,1> + 1x<1,2>", "1x<sp2,2,1>", "1x<cp2,2,1>", "2x<cp2,1>",
               "4x<1,1;gather>")  # fmt: skip
@@ -39,7 +41,7 @@ K = 3
 
 
 def examples_with_fields(lengths=LENGTHS):
-    """Examples with a column for every shipped loss; half of them are the better ones of pairs."""
+    """Examples with a column for every loss; half of them are the better ones of pairs."""
     return with_fields(random_examples(lengths, VOCAB_SIZE, seed=1), VOCAB_SIZE, seed=2)
 
 
@@ -58,7 +60,6 @@ def with_fields(examples, num_logits, *, seed):
         example |= {
             "importance": draw(length) * 2,
             "advantages": float(draw() * 4 - 2),
-            "token_advantages": draw(length) * 4 - 2,
             "old_log_probs": -draw(length) - 4.5,
             "reference_log_probs": -draw(length) - 4.5,
             "teacher_ids": ids,
@@ -74,21 +75,33 @@ class OfTheUser(losses.Loss):
     """What a user would write: a margin below which log-probabilities do not count."""
 
     token_fields = ("importance",)
+    needs_entropy = True
 
     def __call__(self, tokens):
-        return (tokens.fields["importance"] * F.relu(-4.0 - tokens.log_probs_T)).sum()
+        below_T = tokens.fields["importance"] * F.relu(-4.0 - tokens.log_probs_T)
+        return (below_T - 0.01 * tokens.scores.entropy_T).sum()
+
+
+class OfSequences(losses.Loss):
+    """A mean over sequences, each of which is a mean over its tokens."""
+
+    sequence_fields = ("advantages",)
+
+    def __call__(self, tokens):
+        each_T = -tokens.fields["advantages"] * tokens.log_probs_T / tokens.num_counted_T
+        return torch.where(tokens.counts_T, each_T, 0.0).sum()
+
+    def normaliser(self, counts, fields):
+        return float(sum(bool(count.any()) for count in counts))
 
 
 CASES = {
     "cross entropy": losses.CrossEntropy(label_smoothing=0.1, z_loss=0.01, weights="importance"),
     "plain": losses.CrossEntropy(),
-    "grpo": losses.GRPO(kl=0.04, entropy=0.01),
-    "grpo of sequences": losses.GRPO(mean="sequences", is_off_policy=False),
-    "distillation": losses.Distillation(labels=0.3),
-    "dpo": losses.DPO(beta=0.2, label_smoothing=0.1),
-    "hinge": losses.DPO(kind="hinge"),
-    "ipo": losses.DPO(kind="ipo"),
-    "simpo": losses.DPO(kind="simpo", beta=2.0, margin=0.5),
+    "grpo": of_example.GRPO(kl=0.04),
+    "of sequences": OfSequences(),
+    "distillation": of_example.Distillation(labels=0.3),
+    "dpo": of_example.DPO(beta=0.2),
     "of the user": OfTheUser(),
 }
 
@@ -119,35 +132,25 @@ def wanted_of(name, model, examples):
             ratio, a = (lp - f["old_log_probs"]).exp(), f["advantages"]
             gain = torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
             r = f["reference_log_probs"] - lp
-            terms.append(-gain + 0.04 * (r.exp() - r - 1) - 0.01 * entropy)
-        elif name == "grpo of sequences":
-            gain = (lp - lp.detach()).exp() * f["advantages"]
-            terms.append(-gain / max(counts[-1], 1))
+            terms.append(-gain + 0.04 * (r.exp() - r - 1))
+        elif name == "of sequences":
+            terms.append(ce * f["advantages"] / max(counts[-1], 1))
         elif name == "distillation":
             student = log_p.gather(-1, f["teacher_ids"])
             teacher = f["teacher_log_probs"]
             terms.append(0.7 * (teacher.exp() * (teacher - student)).sum(-1) + 0.3 * ce)
         elif name == "of the user":
-            terms.append(f["importance"] * F.relu(-4.0 - lp))
+            terms.append(f["importance"] * F.relu(-4.0 - lp) - 0.01 * entropy)
     if not terms:
-        rewards = []
-        for example, total, count in zip(examples, sums, counts, strict=True):
-            reward = total if name == "simpo" else total - example["reference_log_prob"]
-            rewards.append(reward / max(count, 1) if name in ("ipo", "simpo") else reward)
-        margin = torch.stack(rewards[1::2]) - torch.stack(rewards[::2])
-        pairs = {
-            "dpo": lambda: -0.9 * F.logsigmoid(0.2 * margin) - 0.1 * F.logsigmoid(-0.2 * margin),
-            "hinge": lambda: F.relu(1 - 0.1 * margin),
-            "ipo": lambda: (margin - 5.0) ** 2,
-            "simpo": lambda: -F.logsigmoid(2.0 * margin - 0.5),
-        }
-        return pairs[name]().mean()
+        reference = torch.tensor([example["reference_log_prob"] for example in examples])
+        rewards = torch.stack(sums) - reference
+        return -F.logsigmoid(0.2 * (rewards[1::2] - rewards[::2])).mean()
     total = torch.cat(terms).sum()
     if name == "cross entropy":
         return total / sum(
             float(e["importance"][1:][e["labels"][1:] != -100].sum()) for e in examples
         )
-    return total / (sum(c > 0 for c in counts) if name == "grpo of sequences" else sum(counts))
+    return total / (sum(c > 0 for c in counts) if name == "of sequences" else sum(counts))
 
 
 def checks():
@@ -180,7 +183,7 @@ def checks():
         for strategy, lengths in FEW_TOKENS if is_everywhere else ():
             compare(name, examples_with_fields(lengths), [strategy])
     evaluated = [
-        float(engine.eval_batch(examples, s, losses.DPO())) for s in ("1x<1,2>", "4x<1,1>")
+        float(engine.eval_batch(examples, s, of_example.DPO())) for s in ("1x<1,2>", "4x<1,1>")
     ]
     assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5)
     check_scores(engine, reference, examples)
@@ -299,7 +302,6 @@ def refused_cases(examples, rank):
         "shape": (examples, *wrong(lambda of: of.log_probs_T), r"loss Wrong returned \[9\], expected one number"),
         "nan": (examples, *of_nan, "loss Wrong is not finite in the micro-batch of examples"),
         "raises": (examples, *wrong(lambda of: of.fields["missing"]), "loss Wrong raised KeyError for example 0"),
-        "alone": (examples[:-1], losses.DPO(), "2x<2,1>", "example 6 is alone in pair 3"),
         "no loss": (*alike("dpo"), "loss is 'dpo', expected an object of a subclass of"),
         # On one rank in the middle of an iteration
         "detached later": (
@@ -315,21 +317,22 @@ def refused_cases(examples, rank):
         "constant later": (marked, *later(lambda of: torch.zeros(())), ""),
         # Where ranks do not have the same objective
         "advantages": (
-            own, losses.GRPO(), "2x<2,1>",
+            own, of_example.GRPO(), "2x<2,1>",
             r"'advantages' of example 2 of the global batch is .* on rank 0 and .* on rank 3 \(1 of 4 ranks differ\)",
         ),
         "old_log_probs": (
-            at_token, losses.GRPO(), "2x<2,1>", r"'old_log_probs' of example 0 of the global batch is \[9\] values",
+            at_token, of_example.GRPO(), "2x<2,1>", r"'old_log_probs' of example 0 of the global batch is \[9\] values",
         ),
         "unread": (at_token, losses.CrossEntropy(z_loss=0.1), "2x<2,1>", ""),
         "beta": (
-            *alike(losses.DPO(beta=0.1 + 0.1 * is_last)), "beta of loss DPO is 0.1 on rank 0 and 0.2 on rank 3",
+            *alike(of_example.DPO(beta=0.1 + 0.1 * is_last)), "beta of loss DPO is 0.1 on rank 0 and 0.2 on rank 3",
         ),
         "class": (
-            *alike(losses.DPO() if rank else losses.GRPO()), r"the loss is GRPO on rank 0 and DPO on rank 1 \(3 of 4",
+            *alike(of_example.DPO() if rank else of_example.GRPO()),
+            r"the loss is GRPO on rank 0 and DPO on rank 1 \(3 of 4",
         ),
         "without": (
-            *alike(losses.GRPO() if rank else None), "the loss is the mean cross entropy on rank 0 and GRPO on",
+            *alike(of_example.GRPO() if rank else None), "the loss is the mean cross entropy on rank 0 and GRPO on",
         ),
         "array": (*alike(Scaled(torch.tensor([1.0, is_last]), 0)), r"by of loss Scaled is \[2\] values"),
         "class attribute": (
@@ -362,7 +365,7 @@ def check_refused(engine, examples):
         assert re.search(said, text), (name, text)
         assert engine.global_steps == before
     zero = [e | {"advantages": 0.0} for e in examples]
-    assert float(engine.train_batch(zero, strategy="4x<1,1>", loss=losses.GRPO())) == 0.0
+    assert float(engine.train_batch(zero, strategy="4x<1,1>", loss=of_example.GRPO())) == 0.0
 
 
 @pytest.mark.distributed
@@ -414,11 +417,6 @@ def test_what_training_does_not_hold_is_scored_and_evaluated(tmp_path):
     [
         (lambda: losses.CrossEntropy(label_smoothing=1.0), "label_smoothing is 1.0"),
         (lambda: losses.CrossEntropy(z_loss=-1.0), "z_loss is -1.0"),
-        (lambda: losses.GRPO(kl=-0.1), "kl is -0.1"),
-        (lambda: losses.GRPO(mean="rows"), "mean is 'rows'"),
-        (lambda: losses.DPO(beta=0.0), "beta is 0.0"),
-        (lambda: losses.DPO(kind="kto"), "kind is 'kto'"),
-        (lambda: losses.Distillation(labels=2.0), "labels is 2.0"),
     ],
 )
 def test_settings_out_of_range(make, message):
@@ -426,28 +424,11 @@ def test_settings_out_of_range(make, message):
         make()
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ([(0, 1), (0, 1)], "examples 0 and 1 are both the chosen one of pair 0"),
-        ([(0, 1), (1, 0)], "example 0 is alone in pair 0"),
-        ([(0, 1), (0, 0.5)], "'chosen' of example 1 is 0.5"),
-        ([(0, 1), (0.25, 0)], "'pair' of example 1 is 0.25"),
-    ],
-)
-def test_pairs_that_are_none(fields, message):
-    rows = [{"pair": p, "chosen": c, "reference_log_prob": 0.0} for p, c in fields]
-    labels = [torch.tensor([1, 2])] * len(rows)
-    with pytest.raises(HydraConfigError, match=message):
-        Objective.read(losses.DPO(), rows, labels)
-
-
-@pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo", "simpo"])
-def test_a_sequence_without_labelled_tokens_makes_no_nan(kind):
+def test_a_sequence_without_labelled_tokens_makes_no_nan():
     rows = [{"pair": 0, "chosen": c, "reference_log_prob": 0.0} for c in (0, 1)]
     rows += [{"pair": 1, "chosen": c, "reference_log_prob": 0.0} for c in (0, 1)]
     labels = [torch.tensor([1, 2, 3]), torch.full((3,), -100), *[torch.tensor([1, 2])] * 2]
-    objective = Objective.read(losses.DPO(kind=kind), rows, labels)
+    objective = Objective.read(of_example.DPO(), rows, labels)
     log_probs = [(l != -100) * torch.tensor([0.0, -1.0, -2.0])[: len(l)] for l in labels]
     weighted = objective.weighted(log_probs, labels)
     assert math.isfinite(weighted.value)
@@ -471,8 +452,10 @@ def test_a_loss_that_would_train_nothing_is_refused():
     objective = Objective.read(DetachedSums(), rows, labels)
     with pytest.raises(HydraConfigError, match=r"loss DetachedSums .* nothing would be trained"):
         objective.weighted([torch.zeros(3)], labels)
-    with pytest.raises(HydraConfigError, match=r"GRPO'>, expected an object .*\.GRPO\(\)"):
-        Objective.read(losses.GRPO, rows, labels)
+    with pytest.raises(
+        HydraConfigError, match=r"Detached'>, expected an object .*\.CrossEntropy\(\)"
+    ):
+        Objective.read(Detached, rows, labels)
 
 
 class Candidates(losses.Loss):
@@ -552,7 +535,8 @@ def test_mistakes_of_a_loss_of_sequences_name_it():
 def test_sequences_without_labelled_tokens_do_not_count_in_a_mean_of_sequences():
     rows = [{"advantages": 1.0}, {"advantages": 2.0}]
     labels = [torch.tensor([1, 2, 3]), torch.full((3,), -100)]
-    loss = losses.GRPO(mean="sequences", is_off_policy=False)
-    assert Objective.read(loss, rows, labels).normaliser == 1
-    with pytest.raises(HydraConfigError, match=r"GRPO is divided by 0.* some token .* must count"):
-        Objective.read(loss, rows[1:], labels[1:])
+    assert Objective.read(OfSequences(), rows, labels).normaliser == 1
+    with pytest.raises(
+        HydraConfigError, match=r"OfSequences is divided by 0.* some token .* must count"
+    ):
+        Objective.read(OfSequences(), rows[1:], labels[1:])

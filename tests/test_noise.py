@@ -15,6 +15,7 @@ from engines import start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples, summed_loss, token_mean_gradients
 from test_engine_parity import assert_parity, run_alone
+from test_examples import load
 from test_lora import STRATEGIES, adapted, errors_of
 from torch import nn
 
@@ -211,13 +212,13 @@ def pairs_and_steps():
         {**e, "pair": n // 2, "chosen": n % 2, "reference_log_prob": -20.0}
         for n, e in enumerate(random_examples(LENGTHS, VOCAB_SIZE))
     ]
+    loss = load("post_training/own_losses.py").DPO()
     found = {}
     for strategy in ("2x<1,1>", "1x<2,1>"):
         model = adapted("llama", lora_dropout=RATE)
         engine = start_hydra(model)
         steps = [
-            float(engine.train_batch(examples, strategy=strategy, loss=losses.DPO()))
-            for _ in range(3)
+            float(engine.train_batch(examples, strategy=strategy, loss=loss)) for _ in range(3)
         ]
         found[strategy] = steps
         engine.destroy()

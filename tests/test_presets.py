@@ -202,7 +202,7 @@ TIGHTEST = ("llama2_7b_8gpus", "llama2_13b_8gpus", "llama2_32b_16gpus", "llama2_
     ],
 )
 def test_ready_configs_fit_the_devices_they_name(name):
-    """With what the engine holds: 24 bytes a parameter, traced activations, communicators."""
+    """With what the engine holds: 24 bytes a parameter, activations, communicators."""
     report = check_preset(name)
     assert report.problems == []
     assert any("was measured with Hetu" in line for line in report.assumed)

@@ -1,13 +1,10 @@
-"""`ds-hydra profile`: on ranks, on one device for a cluster, interrupted and continued, and with
-bad input.
-"""
+"""`ds-hydra profile`: on ranks, on one device for a cluster, and with bad input."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import re
 import socket
 from types import SimpleNamespace
 from unittest import mock
@@ -23,7 +20,6 @@ from transformers import LlamaConfig
 from ds_hydra.configs import find_file
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.profiling import profile_document, profile_run, profiler, rehearsal
-from ds_hydra.engine.profiling.profile_document import Measurements
 from ds_hydra.engine.profiling.profile_run import ProfileRequest, run_profile
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks import memory
@@ -53,27 +49,22 @@ def request_for(model, *, context=64, repeats=2, tp=None, pp=None, **hydra):
     return ProfileRequest(model=model, config=config, tp=tp, pp=pp)
 
 
-class Interrupted(Exception):
-    pass
+def count_cases():
+    """Cases that are measured from now on, and tokens whose memory is."""
+    seen = []
 
+    def noting(name):
+        measure = getattr(profiler, name)
 
-@contextlib.contextmanager
-def counting(stop_after=None):
-    """Notes the cases that are measured, and fails after `stop_after`, as a killed run would."""
-    seen, original = [], Measurements.get
+        def noted(*arguments, **options):
+            seen.append(name)
+            return measure(*arguments, **options)
 
-    def counted(self, name, measure):
-        def noted():
-            if re.search(r" tokens, run \d+$| bytes per token$", name):
-                if stop_after is not None and len(seen) == stop_after:
-                    raise Interrupted
-                seen.append(name)
-            return measure()
+        setattr(profiler, name, noted)
 
-        return original(self, name, noted)
-
-    with mock.patch.object(Measurements, "get", counted):
-        yield seen
+    noting("token_bytes")
+    noting("measure_stage_ms")
+    return seen
 
 
 def count_rehearsals():
@@ -88,47 +79,11 @@ def count_rehearsals():
     return seen
 
 
-def on_ranks(model, folder):
+def on_ranks(model):
     """Everything that needs ranks, in one start of them."""
-    resume = folder / "p.json.partial"
-    request = request_for(model)
-    with counting(stop_after=9) as first, pytest.raises(Interrupted):
-        run_profile(request, CPU, resume)
-    dist.barrier()
-    found = len(json.loads(resume.read_text())["values"])
-    errors = {}
-    for name, other in {
-        "context": request_for(model, context=128),
-        "repeats": request_for(model, repeats=3),
-        "model": request_for(save_model(folder / f"other{dist.get_rank()}", hidden_size=64)),
-    }.items():
-        with pytest.raises(HydraConfigError) as caught:
-            run_profile(other, CPU, resume)
-        errors[name] = str(caught.value)
-    rehearsed = count_rehearsals()
-    with counting() as again:
-        document = run_profile(request, CPU, resume)
-    num_rehearsed = len(rehearsed)
-    dist.barrier()
-    with counting() as nothing:
-        same = run_profile(request, CPU, resume)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        resume.write_text(resume.read_text()[:-20])
-    dist.barrier()
-    with pytest.raises(HydraConfigError, match="remove it to measure from the start"):
-        run_profile(request, CPU, resume)
-    return {
-        "found": found,
-        "errors": errors,
-        "num_first": len(first),
-        "again": len(again),
-        "nothing": nothing,
-        "rehearsed": rehearsed[:num_rehearsed],
-        "rehearsed_again": rehearsed[num_rehearsed:],
-        "is_same": same == document,
-        "document": document,
-    }
+    rehearsed, measured = count_rehearsals(), count_cases()
+    document = run_profile(request_for(model), CPU)
+    return {"measured": measured, "rehearsed": rehearsed, "document": document}
 
 
 def measured_on_unequal_hosts(model):
@@ -144,8 +99,7 @@ def measured_on_unequal_hosts(model):
         mock.patch.object(profile_document.psutil, "virtual_memory", return_value=total),
         contextlib.closing(Propagator(stage_model, device=CPU, max_groups=9)) as propagator,
     ):
-        known = Measurements()
-        document = profiler._measure_memory(propagator, homogeneous, request.config, known)
+        document = profiler._measure_memory(propagator, homogeneous, request.config)
         lengths = profiler._lengths_that_fit(propagator, schemes, document, request.config)
     return document, {str(scheme): of for scheme, of in lengths.items()}
 
@@ -158,24 +112,10 @@ def test_ranks_with_other_memory_measure_the_same_lengths(tmp_path):
     assert (hardware["memory_bytes"], hardware["devices_per_node"]) == (3_000_000, 1)
 
 
-@pytest.mark.parametrize(("value", "is_read"), [(0.0, True), (-1.0, False), (float("nan"), False)])
-def test_a_measured_zero_is_continued(tmp_path, value, is_read):
-    """A slowdown that is too short to tell is 0."""
-    path, identity = tmp_path / "p.json.partial", {"model": "m"}
-    Measurements(path=path, identity=identity).get("slowdown", lambda: value)
-    if is_read:
-        assert profile_document._read(path, identity) == {"slowdown": value}
-    else:
-        with pytest.raises(
-            HydraConfigError, match=r"of values from 0 up|slowdown is nan, expected a number"
-        ):
-            profile_document._read(path, identity)
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_schemes_of_four_ranks_are_measured_once_even_if_interrupted(tmp_path):
-    results = run_distributed(on_ranks, 4, save_model(tmp_path / "model"), tmp_path)
+def test_schemes_of_four_ranks_are_measured_once(tmp_path):
+    results = run_distributed(on_ranks, 4, save_model(tmp_path / "model"))
     assert len({json.dumps(r["document"], sort_keys=True) for r in results}) == 1
     first = results[0]
     document = first["document"]
@@ -192,12 +132,11 @@ def test_schemes_of_four_ranks_are_measured_once_even_if_interrupted(tmp_path):
     ] * 6
     assert all(micro_batch["time_ms"] > 0 for micro_batch in packed)
     assert document["model"]["hidden_size"] == 32
-    # Memory of three TP degrees; six schemes, three lengths and a packed micro-batch, two runs
-    num_cases = 3 + 6 * 4 * 2
-    assert (first["num_first"], first["found"]) == (9, 9)
-    assert first["again"] == num_cases - 9
-    assert first["nothing"] == []
-    assert first["is_same"]
+    # Memory of three TP degrees
+    assert first["measured"].count("token_bytes") == 3
+    # Each of these, six schemes with three lengths and a packed micro-batch in two runs, and what
+    # is warmed up: the longest of all, and the shortest of each scheme
+    assert first["measured"].count("measure_stage_ms") == 3 + 6 * 4 * 2 + 7
     beside = {"1x<2,1> + 2x<1,1>", "1x<2,1> + 1x<1,2>", "1x<1,2> + 2x<1,1>"} & {*first["rehearsed"]}
     alone = {"4x<1,1>", "2x<2,1>", "2x<1,2>", "1x<4,1>", "1x<2,2>", "1x<1,4>"}
     assert len(beside) == 2  # of three schemes on half of the ranks
@@ -205,17 +144,10 @@ def test_schemes_of_four_ranks_are_measured_once_even_if_interrupted(tmp_path):
     # Once more what shows a scheme that nothing else does
     assert len(first["rehearsed"]) == len(alone | beside) + 3
     assert first["rehearsed"].count("1x<4,1>") == first["rehearsed"].count("1x<2,2>") == 2
-    assert first["rehearsed_again"] == []
     for entry in document["schemes"]:
         runs, factor = entry["rehearsed"]["runs"], entry["rehearsed"]["factor"]
         assert factor > 0
         assert all(str(Scheme.from_json(entry)) in r["strategy"] for r in runs)
-    assert "context_length 64 instead of 128" in first["errors"]["context"]
-    assert "'repeats': 2" in first["errors"]["repeats"]
-    assert "'repeats': 3" in first["errors"]["repeats"]
-    assert "hidden_size 32 instead of 64" in first["errors"]["model"]
-    for result in results:
-        assert all("p.json.partial" in text for text in result["errors"].values())
 
 
 @pytest.mark.parametrize("value", [0.5, -1, float("nan"), "1.5", True, [1]])
@@ -261,7 +193,7 @@ def test_what_is_touched_or_compiled_for_the_first_time_is_warmed_up(
     cases = [(name, profiler.ProbeMicroBatch(length)) for name, length in lengths]
     seen = []
     times = profiler.measure_in_rounds(
-        cases, lambda *case: seen.append(case) or 1.0, config, Measurements(), show_progress=False,
+        cases, lambda *case: seen.append(case) or 1.0, config, show_progress=False,
         warms_up_each=each,
     )  # fmt: skip
     assert set(times) == set(cases)
@@ -282,7 +214,6 @@ def test_the_command_alone_says_what_would_fit_the_context(tmp_path):
     ((code, stdout, stderr),) = run_distributed(run_command, 1, script)
     assert code == 0, stderr
     assert json.loads(stdout) == json.loads(out.read_text())
-    assert not out.with_name("p.json.partial").exists()
     for advice in (
         "no scheme fits a micro-batch of 4096 tokens",
         "lower the context to",
@@ -300,7 +231,7 @@ def run_command(script):
 
 
 def run_profile_of(model, limit):
-    run_profile(request_for(model, memory_limit_bytes=limit), CPU, None)
+    run_profile(request_for(model, memory_limit_bytes=limit), CPU)
 
 
 @pytest.mark.parametrize(
@@ -362,14 +293,14 @@ def test_memory_of_a_token_is_that_of_the_passes_after_the_pull(monkeypatch, tot
 def test_memory_far_below_what_a_layer_keeps_is_not_believed(monkeypatch, caplog):
     stage_model = SimpleNamespace(config=None, params=[torch.zeros(1)])
     config = HydraConfig(context_length=64, tokens_per_iteration=64)
-    traced = {2: 40.0}
-    monkeypatch.setattr(profiler, "traced_activation", lambda _model, tp, _config: traced.get(tp))
+    counted = {2: 40.0}
+    monkeypatch.setattr(profiler, "count_activation", lambda _model, tp, _config: counted.get(tp))
     monkeypatch.setattr(profiler.dist, "get_rank", lambda: 0)
-    assert profiler.not_below_traced(29.0, 2, stage_model, config) == 29.0
+    assert profiler.not_below_counted(29.0, 2, stage_model, config) == 29.0
     assert not caplog.messages
-    assert profiler.not_below_traced(27.0, 2, stage_model, config) == 40.0
+    assert profiler.not_below_counted(27.0, 2, stage_model, config) == 40.0
     assert "TP 2: a token was measured to take 27.0" in caplog.messages[0]
-    assert profiler.not_below_traced(1.0, 4, stage_model, config) == 1.0
+    assert profiler.not_below_counted(1.0, 4, stage_model, config) == 1.0
 
 
 def test_what_is_in_use_outside_of_torch_is_what_torch_has_not_got(monkeypatch):
@@ -399,9 +330,7 @@ def filled(monkeypatch, run_once, *, memory_bytes=10_000_000, peak_bytes=0, toke
     propagator = SimpleNamespace(num_ranks=2, rank=0, max_over_ranks=lambda value: value)
     config = HydraConfig(context_length=64, tokens_per_iteration=tokens)
     with memory.naming_memory_limit(memory_bytes):
-        profiler._fill_memory(
-            propagator, {s.schemes[0]: s for s in strategies}, profile, config, Measurements()
-        )
+        profiler._fill_memory(propagator, {s.schemes[0]: s for s in strategies}, profile, config)
     return profile
 
 

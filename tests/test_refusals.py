@@ -160,7 +160,7 @@ NAMES = {
     "hydra": """
         planner.dispatch planner.objective planner.num_trials planner.gap_tolerance planner.time_limit_ms
         planner.deadline_ms planner.drift_threshold planner.lookahead profiling.warmup link.keep_frozen
-        link.routes moe.aux_loss tp_sequence_parallel link.repull_layers link.gradient_dtype
+        link.routes moe tp_sequence_parallel link.repull_layers link.gradient_dtype
     """,
     "models": """
         is_encoder_decoder return_dict expert_capacity capacity_factor use_bidirectional_attention

@@ -10,7 +10,6 @@ import pytest
 from ds_hydra.configs import find_file
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.profiling import profiler
-from ds_hydra.engine.profiling.profile_document import Measurements
 from ds_hydra.engine.profiling.rehearsal import (
     at_rehearsed_level,
     choose_rehearsals,
@@ -105,14 +104,6 @@ def test_two_runs_that_agree_are_enough():
     times["busy"] = iter([warm_up, 100.0, 150.0, 160.0, 90.0])
     times["late"] = iter([warm_up, 150.0, 100.0, 101.0])
     cases = [(name, profiler.ProbeMicroBatch(8)) for name in times]
-    known = Measurements()
-
-    def measure(*_):
-        raise AssertionError("measured again")
-
     quiet = {"show_progress": False, "warms_up_each": False}
-    found = profiler.measure_in_rounds(
-        cases, lambda name, _: next(times[name]), config, known, **quiet
-    )
+    found = profiler.measure_in_rounds(cases, lambda name, _: next(times[name]), config, **quiet)
     assert list(found.values()) == [100.5, 125.0, 101.0]
-    assert profiler.measure_in_rounds(cases, measure, config, known, **quiet) == found

@@ -18,7 +18,6 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.meta_model import load_model_config
 from ds_hydra.engine.profiling import profiler
 from ds_hydra.engine.profiling.profile_document import (
-    Measurements,
     ProbeMicroBatch,
     layer_params,
     nominal_profile,
@@ -127,7 +126,7 @@ def expect_bytes(propagator: Propagator, strategy: Strategy, tokens: int) -> tup
     """
     model, world, scheme = propagator.stage_model, propagator.num_ranks, strategy.schemes[0]
     config = HydraConfig.model_validate({"context_length": TOKENS, "tokens_per_iteration": TOKENS})
-    measured = profiler._measure_memory(propagator, {scheme: strategy}, config, Measurements())
+    measured = profiler._measure_memory(propagator, {scheme: strategy}, config)
     document = {**nominal_profile(model, [scheme]), **measured}
     table = model.hidden_size * model.vocab_size
     document["memory"] |= {

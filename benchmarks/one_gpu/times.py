@@ -54,7 +54,7 @@ def measure_times(device: torch.device) -> None:
         }
     )
     request = ProfileRequest(model=model, config=hydra)
-    document = run_profile(request, device, None)
+    document = run_profile(request, device)
     profile, hardware = Profile.from_json(document), Hardware.load(HARDWARE)
     shape = model_shape(profile)
     errors, overheads = [], []

@@ -27,9 +27,7 @@ def profile(
     context: common.ContextLength,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Where to write ds_hydra.profile/1; unfinished work waits in OUT.partial."
-        ),
+        typer.Option(help="Where to write ds_hydra.profile/1."),
     ] = None,
     dtype: Annotated[
         common.DType | None, typer.Option(help="Type of weights; bf16 if not given, fp32 on a CPU.")
@@ -93,8 +91,7 @@ def profile(
 ) -> None:
     """Measure time and memory of a model under every scheme <TP,PP> that fits the launched ranks.
 
-    Run it under a launcher on the cluster that will train, or alone on one device. A run that was
-    interrupted continues when it is started again with the same options. Without
+    Run it under a launcher on the cluster that will train, or alone on one device. Without
     "--log_level error" the launcher of DeepSpeed logs to stdout too.
 
     Example: deepspeed --log_level error --no_local_rank --no_python ds-hydra profile --model
@@ -161,14 +158,9 @@ def _measure(request: ProfileRequest, out: Path | None) -> tuple[dict[str, Any],
 
     device = join_ranks()
     is_first_rank = dist.get_rank() == 0
-    resume_file = None if out is None else out.with_name(out.name + ".partial")
-    if is_first_rank and resume_file is not None and resume_file.exists():
-        common.log(f"continuing {resume_file}")
-    document = run_profile(request, device, resume_file)
+    document = run_profile(request, device)
     if is_first_rank:
         common.write_document(document, out)
-        if resume_file is not None:
-            resume_file.unlink(missing_ok=True)
         _warn_of_context(document, request)
     return document, is_first_rank
 

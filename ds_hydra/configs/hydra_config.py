@@ -278,18 +278,6 @@ class LinkConfig(_Section):
         return copied
 
 
-class MoeConfig(_Section):
-    """`hydra.moe`: how experts are kept balanced, beside the loss that a model asks for by
-    `output_router_logits`.
-    """
-
-    bias_update_rate: float = Field(default=0.0, ge=0, lt=1)
-    """Step by which the bias of routers (`e_score_correction_bias`) follows the tokens of each
-    expert; 0: fixed, as transformers leaves it.
-
-    DeepSeek-V3 was pre-trained with 0.001, and 0 in its last 500 billion tokens. """
-
-
 class HydraConfig(_Section):
     """The whole section. `HydraConfig.parse` builds it and raises HydraConfigError with every
     problem.
@@ -424,9 +412,6 @@ class HydraConfig(_Section):
     profiling: ProfilingConfig = ProfilingConfig()
     """Measurement of the machine when `profile` is null."""
 
-    moe: MoeConfig = MoeConfig()
-    """Balance of experts."""
-
     faults: FaultsConfig = FaultsConfig()
     """Reaction to a rank that is lost or told to stop."""
 
@@ -475,7 +460,6 @@ _SECTIONS: dict[Location, type[BaseModel]] = {
     ("link",): LinkConfig,
     ("planner",): PlannerConfig,
     ("profiling",): ProfilingConfig,
-    ("moe",): MoeConfig,
     ("faults",): FaultsConfig,
     ("checkpoint",): CheckpointConfig,
 }
@@ -499,8 +483,8 @@ REMOVED = (
         "hydra.link.devices_per_node to 1",
     ),
     Refusal(
-        "moe.aux_loss", "the model says whether it has a loss of balance; leave it out by "
-        "model.config.output_router_logits = False",
+        "moe", "routers' biases stay as they are, and the model says whether it has a loss of balance; leave that out "
+        "by model.config.output_router_logits = False",
     ),
     Refusal("tp_sequence_parallel", "TP is sequence-parallel wherever the model allows it; leave the key out"),
     Refusal(

@@ -53,11 +53,10 @@ from ds_hydra.engine.losses.loss import CrossEntropy, Loss
 from ds_hydra.engine.losses.objective import Scores
 from ds_hydra.engine.model import adapters, held_models
 from ds_hydra.engine.model.decoder_parts import is_quantised
-from ds_hydra.engine.model.experts import BiasCorrection
+from ds_hydra.engine.model.liger import choose_layers
 from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.scheme_support import check_context, find_unseen_positions
-from ds_hydra.engine.model.stage_forward import compilations
-from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.model.stage_model import StageModel, options_of
 from ds_hydra.engine.planning import ExampleLike
 from ds_hydra.engine.ranks.agreement import gather_flags, open_host_group, run_together
 from ds_hydra.engine.ranks.memory import (
@@ -161,7 +160,6 @@ class HydraEngine(CheckpointingEngine):
         self._hydra_config = hydra_config
         self._num_trained = 0
         self._hydra: HydraRuntime | None = None
-        self._bias_correction: BiasCorrection | None = None
         self._gradients: GradientShards | None = None
         self.on_sigterm: Callable[[], None] | None = None
         """Callback in place of saving and ending: a Trainer has more to save."""
@@ -203,19 +201,14 @@ class HydraEngine(CheckpointingEngine):
         open_host_group(self.device)
         run_together(lambda: remove_stale_locks(is_first_on_host()), self.device)
         # Before DeepSpeed hooks the model's modules: what a stage changes of them is found here.
-        config = self._hydra_config
+        config = self._hydra_config = choose_layers(self._hydra_config, model)
         document = getattr(engine_kwargs.get("config_class"), "_param_dict", None) or {}
         run_together(lambda: _check_dtypes(model, engine_kwargs.get("config_class")), self.device)
         make_stage_model = functools.partial(
             build_stage_model,
             model,
-            activation_checkpointing=config.activation_checkpointing,
-            compile_layers=config.compile_layers,
-            neftune_noise_alpha=config.neftune_noise_alpha,
-            attention_kernel=config.attention,
-            float8=config.float8,
-            float8_exclude=config.float8_exclude,
             offloads_optimizer=offloads_optimizer(document),
+            **options_of(config),
         )
         stage_model = run_together(make_stage_model, self.device)
         check_context(stage_model.abilities, stage_model.config, config.context_length)
@@ -229,9 +222,6 @@ class HydraEngine(CheckpointingEngine):
         run_together(functools.partial(self._check_partitions, stage_model), self.device)
         run_together(functools.partial(self._complete_optimizer, stage_model), self.device)
         check_same_settings(self)
-        if rate := config.moe.bias_update_rate:
-            find = functools.partial(BiasCorrection, self.module, rate, self.global_rank)
-            self._bias_correction = run_together(find, self.device)
         self._hydra = HydraRuntime(config, stage_model, self.device, memory)
 
     @property
@@ -592,9 +582,6 @@ class HydraEngine(CheckpointingEngine):
         finally:
             # Without this a later plain step() would take every micro-step for a boundary.
             self._is_gradient_accumulation_boundary = None
-        if self._bias_correction is not None and self.was_step_applied():
-            assert outcomes.expert_tokens_LE is not None
-            self._bias_correction.update(outcomes.expert_tokens_LE)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         super()._configure_optimizer(client_optimizer, model_parameters)
@@ -704,12 +691,6 @@ class HydraEngine(CheckpointingEngine):
             grad_norm=grad_norm,
             take=take,
         )
-        graphs, seconds = compilations.take()
-        if graphs and self.global_rank == 0:
-            logger.info(
-                f"iteration {planned.plan.iteration}: torch compiled {graphs} kinds of decoder layers or pieces of "
-                f"them in {seconds:.1f} s of this rank"
-            )
 
     def _check_partitions(self, stage_model: StageModel) -> None:
         """The plain ZeRO-3 layout over all ranks is the one that links are planned for."""

@@ -25,9 +25,11 @@ import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
 import ds_hydra
-from ds_hydra import losses
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from own_losses import DPO, GRPO, Distillation  # noqa: E402
+
 NUM_TOKENS, PROMPT, NUM_SEQUENCES, NUM_BATCHES = 64, 4, 16, 3
 
 Example = dict[str, Any]
@@ -111,11 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     config = str(HERE / "ds_config.json")
     engine, *_ = ds_hydra.initialize(model=model, optimizer=optimizer, config=config)
-    shipped = {
-        "grpo": losses.GRPO(),
-        "dpo": losses.DPO(beta=0.1),
-        "distillation": losses.Distillation(),
-    }
+    loss = {"grpo": GRPO(), "dpo": DPO(beta=0.1), "distillation": Distillation()}[args.loss]
     found = []
     for iteration in range(args.iterations):
         examples = draw(iteration % NUM_BATCHES)
@@ -125,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
             batch = for_dpo(reference, examples)
         else:
             batch = for_distillation(examples)
-        found.append(float(engine.train_batch(batch, loss=shipped[args.loss])))
+        found.append(float(engine.train_batch(batch, loss=loss)))
         if dist.get_rank() == 0:
             more = f", preference {preference(batch):+.4f}" if args.loss == "grpo" else ""
             print(f"iteration {iteration}: {args.loss} loss {found[-1]:.4f}{more}", flush=True)

@@ -16,14 +16,14 @@ from models import tiny
 from single_process import load_of, random_examples
 from torch import Tensor
 
+from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model import attention
 from ds_hydra.engine.parallel import recomputation
 from ds_hydra.engine.parallel.tensor_parallel import TokenShards
 from ds_hydra.engine.parallel.token_cuts import KeysOfRow, TokenLayout, attend_to_all_rows
 from ds_hydra.engine.profiling import profiler
-from ds_hydra.engine.profiling.memory import trace_layer_memory
+from ds_hydra.engine.profiling.memory import count_activation
 from ds_hydra.engine.profiling.profile_document import (
-    Measurements,
     ProbeMicroBatch,
     layer_params,
     nominal_profile,
@@ -101,17 +101,13 @@ def _formula_bytes(
     *,
     forward_only: bool = False,
 ) -> float:
-    """Of the tightest rank, with traced activations and the exchange buffers of a layer."""
+    """Of the tightest rank, with counted activations and the exchange buffers of a layer."""
     scheme = strategy.schemes[0]
     document = nominal_profile(stage_model, [scheme])
-    layer = trace_layer_memory(
-        stage_model.config,
-        num_tokens=NUM_TOKENS,
-        tp=scheme.tp,
-        tp_sequence_parallel=stage_model.tp.cuts_micro_batches,
-    )
+    hydra = HydraConfig(context_length=NUM_TOKENS, tokens_per_iteration=NUM_TOKENS)
+    layer = count_activation(stage_model, scheme.tp, hydra)
     document["memory"] |= {
-        "activation_bytes_per_token_per_layer_per_hidden": {str(scheme.tp): layer.activation_bytes},
+        "activation_bytes_per_token_per_layer_per_hidden": {str(scheme.tp): layer},
         "exchange_bytes": 4 * 4 * layer_params(stage_model),
     }
     memory = replace(Profile.from_json(document).memory, forward_only=forward_only)
@@ -176,7 +172,6 @@ def vocabulary(size: str) -> dict[str, dict[str, float]]:
             propagator,
             {s.schemes[0]: s for s in map(Strategy.parse, VOCABULARIES)},
             engine.hydra.config,
-            Measurements(),
         )
         for text in VOCABULARIES:
             strategy = Strategy.parse(text)

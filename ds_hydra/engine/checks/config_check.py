@@ -409,8 +409,8 @@ def _load_profile(request: CheckRequest, name: str, run: _Run, report: ConfigRep
         )
     if is_of_another_system(known.document):  # whose memory is not this engine's
         taken = (
-            "in place of its memory counts what is larger: states by their dtypes, traced activations, communicators "
-            "of NCCL's default size, exchange buffers"
+            "in place of its memory counts what is larger: states by their dtypes, activations by sizes of layers, "
+            "communicators of NCCL's default size, exchange buffers"
         )
         if model is None:
             taken = "the engine needs more memory than it says, how much follows from --model"

@@ -1,13 +1,5 @@
 """Losses for `train_batch(batch, loss=...)`."""
 
-from ds_hydra.engine.losses.loss import (
-    DPO,
-    GRPO,
-    CrossEntropy,
-    Distillation,
-    Loss,
-    SequenceLoss,
-    Tokens,
-)
+from ds_hydra.engine.losses.loss import CrossEntropy, Fields, Loss, SequenceLoss, Tokens
 
-__all__ = ["DPO", "GRPO", "CrossEntropy", "Distillation", "Loss", "SequenceLoss", "Tokens"]
+__all__ = ["CrossEntropy", "Fields", "Loss", "SequenceLoss", "Tokens"]

@@ -1,5 +1,5 @@
-"""Losses as the engine takes them: a sum over tokens or over sequences, and its divisor. Those that
-come with it: cross entropy, preferences, policies, distillation.
+"""Losses as the engine takes them: a sum over tokens or over sequences, and its divisor; cross
+entropy comes with it.
 
 [Note: Head and loss in chunks]
 Of all tensors of a micro-batch the logits are the largest: 128 Ki columns of the vocabulary are 32
@@ -20,10 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_hydra.engine.parallel.logits import ScoredLogits, TokenScores, Vocabulary
@@ -164,180 +163,6 @@ class CrossEntropy(Loss):
             return super().normaliser(counts, fields)
         pairs = zip(counts, fields, strict=True)
         return float(sum(float(f[self.weights][c].double().sum()) for c, f in pairs))
-
-
-@dataclass(frozen=True, kw_only=True)
-class GRPO(Loss):
-    """Clipped policy loss with KL: GRPO (Shao et al. 2024, Eq. 3), and PPO's (Schulman et al. 2017,
-    Eq. 7) with advantages for each token.
-
-    Fields: `advantages`, a number for each sequence, or for each token with `by_token`;
-    `old_log_probs` of the policy that generated, for each token, where `is_off_policy`;
-    `reference_log_probs` where `kl` > 0, estimated as exp(r) - r - 1 with r = reference - policy.
-    `mean` over "tokens" of the global batch (DAPO, Yu et al. 2025, Eq. 8), or over "sequences",
-    each of which is a mean over its tokens. `entropy` rewards that much times the entropy.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl: float = 0.0
-    entropy: float = 0.0
-    by_token: bool = False
-    is_off_policy: bool = True
-    mean: Literal["tokens", "sequences"] = "tokens"
-
-    def __post_init__(self) -> None:
-        for name in ("clip_low", "clip_high", "kl"):
-            if getattr(self, name) < 0:
-                raise HydraConfigError(f"GRPO: {name} is {getattr(self, name)}, expected 0 or more")
-        if self.mean not in ("tokens", "sequences"):
-            raise HydraConfigError(f'GRPO: mean is {self.mean!r}, expected "tokens" or "sequences"')
-        of_tokens = {
-            "old_log_probs": self.is_off_policy,
-            "reference_log_probs": self.kl > 0,
-            "advantages": self.by_token,
-        }
-        names = tuple(name for name, is_read in of_tokens.items() if is_read)
-        object.__setattr__(self, "token_fields", names)
-        object.__setattr__(self, "sequence_fields", () if self.by_token else ("advantages",))
-        object.__setattr__(self, "needs_entropy", self.entropy != 0)
-
-    def __call__(self, tokens: Tokens) -> Tensor:
-        """Sum over the tokens that count."""
-        fields, log_probs_T = tokens.fields, tokens.log_probs_T
-        old_T = fields["old_log_probs"] if self.is_off_policy else log_probs_T.detach()
-        # Before exp, which may overflow where nothing counts: a gradient of 0 times Inf is NaN.
-        ratio_T = torch.where(tokens.counts_T, log_probs_T - old_T, 0.0).exp()
-        clipped_T = ratio_T.clamp(1 - self.clip_low, 1 + self.clip_high)
-        advantages_T = fields["advantages"]
-        loss_T = -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
-        if self.kl:
-            below_T = fields["reference_log_probs"] - log_probs_T
-            below_T = torch.where(tokens.counts_T, below_T, 0.0)
-            loss_T = loss_T + self.kl * (below_T.exp() - below_T - 1)
-        if self.entropy:
-            assert tokens.scores.entropy_T is not None
-            loss_T = loss_T - self.entropy * tokens.scores.entropy_T
-        if self.mean == "sequences":
-            loss_T = loss_T / tokens.num_counted_T
-        return torch.where(tokens.counts_T, loss_T, 0.0).sum()
-
-    def normaliser(self, counts: Sequence[Tensor], fields: Sequence[Fields]) -> float:
-        """Tokens that count, or sequences that have some."""
-        if self.mean == "tokens":
-            return super().normaliser(counts, fields)
-        return float(sum(bool(count.any()) for count in counts))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Distillation(Loss):
-    """KL divergence from a teacher's most probable tokens, mean over the tokens that count.
-
-    Token fields `teacher_ids` [l, k] and `teacher_log_probs` [l, k]: for each prediction the
-    teacher's k most probable tokens. What the teacher gives to others is left out of the sum.
-    `labels` is the share of cross entropy with the labels beside it.
-    """
-
-    labels: float = 0.0
-
-    token_fields = ("teacher_ids", "teacher_log_probs")
-    candidates = "teacher_ids"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.labels <= 1:
-            raise HydraConfigError(f"Distillation: labels is {self.labels}, expected 0 to 1")
-
-    def __call__(self, tokens: Tokens) -> Tensor:
-        """Sum over the tokens that count."""
-        student_TK = tokens.scores.candidate_log_probs_TK
-        assert student_TK is not None
-        teacher_TK = tokens.fields["teacher_log_probs"]
-        kl_T = (teacher_TK.exp() * (teacher_TK - student_TK)).sum(-1)
-        kl = torch.where(tokens.counts_T, kl_T, 0.0).sum()
-        return (1 - self.labels) * kl + self.labels * CrossEntropy()(tokens)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DPO(SequenceLoss):
-    """Preferences in pairs: DPO (Rafailov et al. 2023, Eq. 7) and relatives, mean over pairs.
-
-    Sequence fields: `pair`, a number that the two sequences of a pair have alike; `chosen`, 1 for
-    the better one and 0 for the other; `reference_log_prob`, the sum over the tokens that count
-    under the reference model (not for "simpo").
-
-    `kind`: "sigmoid" with `label_smoothing` (conservative DPO), "hinge" (SLiC), "ipo" (Azar et al.
-    2023, Eq. 17, on means over tokens as TRL), "simpo" (Meng et al. 2024, Eq. 6: means over tokens,
-    no reference, `margin`).
-    """
-
-    beta: float = 0.1
-    kind: Literal["sigmoid", "hinge", "ipo", "simpo"] = "sigmoid"
-    label_smoothing: float = 0.0
-    margin: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.beta <= 0:
-            raise HydraConfigError(f"DPO: beta is {self.beta}, expected above 0")
-        if self.kind not in ("sigmoid", "hinge", "ipo", "simpo"):
-            raise HydraConfigError(
-                f'DPO: kind is {self.kind!r}, expected "sigmoid", "hinge", "ipo" or "simpo"'
-            )
-        reference = () if self.kind == "simpo" else ("reference_log_prob",)
-        object.__setattr__(self, "sequence_fields", ("pair", "chosen", *reference))
-
-    def of_sequences(self, sums_N: Tensor, counts_N: Tensor, fields: Sequence[Fields]) -> Tensor:
-        """Sum over pairs."""
-        better_P, worse_P = (torch.tensor(side) for side in _pairs(fields))
-        rewards_N = sums_N
-        if self.kind != "simpo":
-            rewards_N = rewards_N - torch.stack([f["reference_log_prob"] for f in fields]).double()
-        if self.kind in ("ipo", "simpo"):
-            rewards_N = rewards_N / counts_N.clamp(min=1)
-        margin_P = rewards_N[better_P] - rewards_N[worse_P]
-        if self.kind == "ipo":
-            return (margin_P - 1 / (2 * self.beta)).square().sum()
-        margin_P = self.beta * margin_P
-        if self.kind == "hinge":
-            return F.relu(1 - margin_P).sum()
-        if self.kind == "simpo":
-            margin_P = margin_P - self.margin
-        smooth = self.label_smoothing
-        return -((1 - smooth) * F.logsigmoid(margin_P) + smooth * F.logsigmoid(-margin_P)).sum()
-
-    def normaliser(self, counts: Sequence[Tensor], fields: Sequence[Fields]) -> float:
-        """Pairs."""
-        del counts
-        return float(len(_pairs(fields)[0]))
-
-
-def _pairs(fields: Sequence[Fields]) -> tuple[list[int], list[int]]:
-    """Numbers of the better and of the worse sequence of each pair."""
-    sides: tuple[dict[int, int], dict[int, int]] = ({}, {})
-    for number, of_example in enumerate(fields):
-        pair, chosen = float(of_example["pair"]), float(of_example["chosen"])
-        if not pair.is_integer():
-            raise HydraConfigError(
-                f"DPO: 'pair' of example {number} is {pair}, expected a whole number"
-            )
-        if chosen not in (0.0, 1.0):
-            raise HydraConfigError(
-                f"DPO: 'chosen' of example {number} is {chosen}, expected 0 or 1"
-            )
-        side, pair = sides[0 if chosen else 1], int(pair)
-        if pair in side:
-            what = "chosen" if chosen else "rejected"
-            raise HydraConfigError(
-                f"DPO: examples {side[pair]} and {number} are both the {what} one of pair {pair}; give each pair a "
-                "number of its own"
-            )
-        side[pair] = number
-    if alone := sides[0].keys() ^ sides[1].keys():
-        pair = min(alone)
-        number = sides[0].get(pair, sides[1].get(pair))
-        raise HydraConfigError(
-            f"DPO: example {number} is alone in pair {pair}; both sequences of a pair belong into one global batch"
-        )
-    return list(sides[0].values()), [sides[1][pair] for pair in sides[0]]
 
 
 _CHUNK_ELEMENTS, _LARGE_CHUNK_ELEMENTS = {"cpu": 2**26}, 2**28

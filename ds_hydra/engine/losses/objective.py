@@ -56,7 +56,7 @@ class Objective:
         if not isinstance(loss, Loss):
             raise HydraConfigError(
                 f"loss is {loss!r:.80}, expected an object of a subclass of ds_hydra.losses.Loss, "
-                "such as ds_hydra.losses.GRPO()"
+                "such as ds_hydra.losses.CrossEntropy()"
             )
         _check_names(loss)
         fields = [

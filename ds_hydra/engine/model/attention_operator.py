@@ -6,7 +6,7 @@ sequence, right wherever torch runs, in any dtype, and what kernels are compared
 Lengths of a micro-batch are values of tensors here, not numbers that a compiler would specialise
 on: `cu_seqlens`, `cu_keys`, and in a tensor of the CPU, so that nobody waits for the device, the
 longest ones and where long segments are, as many numbers for every micro-batch. Eager layers call
-the same functions without torch.library, whose wrappers cost tens of microseconds a call.
+the same functions without torch.library, whose calls cost microseconds of the host.
 
 [Note: Sinks]
 An attention sink is a score of one more column in each softmax, which has no value. With it the
@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -225,28 +225,28 @@ def _laid_out(grad: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like).copy_(grad)
 
 
-_operator = torch.library.custom_op(
-    "ds_hydra::attention",
-    _operate,
-    mutates_args=(),
-    schema=f"({_INPUTS.format('')}, bool keeps) -> (Tensor, Tensor)",
+# As `parallel.linear`'s: custom_op would cost three times as much of the host
+_library = torch.library.Library("ds_hydra", "FRAGMENT")
+_library.define(f"attention({_INPUTS.format('')}, bool keeps) -> (Tensor, Tensor)")
+_library.define(
+    f"attention_backward(Tensor grad, {_INPUTS.format('Tensor out, Tensor lse, ')}) -> "
+    "(Tensor, Tensor, Tensor, Tensor)"
 )
-_gradient_operator = torch.library.custom_op(
-    "ds_hydra::attention_backward",
-    _differentiate,
-    mutates_args=(),
-    schema=f"(Tensor grad, {_INPUTS.format('Tensor out, Tensor lse, ')}) -> (Tensor, Tensor, Tensor, Tensor)",
+_library.impl("attention", _operate, "CompositeExplicitAutograd")
+_library.impl("attention_backward", _differentiate, "CompositeExplicitAutograd")
+_operator, _gradient_operator = (
+    getattr(torch.ops.ds_hydra, name).default for name in ("attention", "attention_backward")
 )
 
 
-@_operator.register_fake
+@torch.library.register_fake("ds_hydra::attention", lib=_library)
 def _(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     tokens, heads, _width = query.shape
     out = query.new_empty(tokens, heads, value.shape[-1])
     return out, query.new_empty((heads, tokens), dtype=torch.float32)
 
 
-@_gradient_operator.register_fake
+@torch.library.register_fake("ds_hydra::attention_backward", lib=_library)
 def _(
     _grad: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None, *_: Any
 ) -> tuple[Tensor, ...]:
@@ -258,7 +258,9 @@ def _backward_of_operator(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | N
     return _grads(ctx, _gradient_operator, grad)
 
 
-_operator.register_autograd(_backward_of_operator, setup_context=_save)
+torch.library.register_autograd(
+    "ds_hydra::attention", _backward_of_operator, setup_context=_save, lib=_library
+)
 
 
 def _run_operator(*inputs: Any) -> Tensor:
@@ -389,20 +391,10 @@ def _masked(
     """Attention of one segment in blocks of `block` queries, which see at most `window` keys: with
     blocks of the window linear in its length.
     """
-    num_queries, num_before = query.shape[2], key.shape[2] - query.shape[2]
-    outputs = []
-    for begin in range(0, num_queries, block):
-        end = min(begin + block, num_queries)
-        keys, allowed = _visible(begin + num_before, end + num_before, window, query.device)
-        outputs.append(
-            _fused(
-                query[:, :, begin:end],
-                key[:, :, keys],
-                value[:, :, keys],
-                scale,
-                attn_mask=allowed,
-            )
-        )
+    outputs = [
+        _fused(query[:, :, rows], key[:, :, keys], value[:, :, keys], scale, attn_mask=allowed)
+        for rows, keys, allowed in _blocks(query, key, window, block)
+    ]
     return torch.cat(outputs, dim=2)
 
 
@@ -411,14 +403,11 @@ def _scored(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tens
     which no fused CPU kernel offers.
     """
     scale, window, softcap, sinks_H = scoring
-    num_queries, num_before = query.shape[2], key.shape[2] - query.shape[2]
     num_groups = query.shape[1]
     key_KND, value_KND = key[:, 0], value[:, 0]
     outputs = []
-    for begin in range(0, num_queries, _QUERY_BLOCK):
-        end = min(begin + _QUERY_BLOCK, num_queries)
-        keys, allowed = _visible(begin + num_before, end + num_before, window, query.device)
-        scores = query[:, :, begin:end].flatten(1, 2) @ key_KND[:, keys].transpose(-1, -2) * scale
+    for rows, keys, allowed in _blocks(query, key, window, _QUERY_BLOCK):
+        scores = query[:, :, rows].flatten(1, 2) @ key_KND[:, keys].transpose(-1, -2) * scale
         scores = scores.unflatten(1, (num_groups, -1))
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
@@ -433,16 +422,20 @@ def _scored(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tens
     return torch.cat(outputs, dim=2)
 
 
-def _visible(
-    begin: int, end: int, window: int | None, device: torch.device
-) -> tuple[slice, Tensor]:
-    """The keys that queries at positions `begin` to `end` see, and [end - begin, keys] True where
-    position i may see position j: i - window < j <= i.
+def _blocks(
+    query: Tensor, key: Tensor, window: int | None, block: int
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Blocks of queries, the keys that each of them sees, and [queries, keys] True where position i
+    may see position j: i - window < j <= i.
     """
-    first = max(0, begin - window + 1) if window else 0
-    queries = torch.arange(begin, end, device=device).unsqueeze(1)
-    keys = torch.arange(first, end, device=device).unsqueeze(0)
-    allowed = keys <= queries
-    if window:
-        allowed &= keys > queries - window
-    return slice(first, end), allowed
+    num_queries, num_before = query.shape[2], key.shape[2] - query.shape[2]
+    for begin in range(0, num_queries, block):
+        rows = slice(begin, min(begin + block, num_queries))
+        first = max(0, begin + num_before - window + 1) if window else 0
+        keys = slice(first, rows.stop + num_before)
+        positions_i = torch.arange(begin, rows.stop, device=query.device).unsqueeze(1) + num_before
+        positions_j = torch.arange(first, keys.stop, device=query.device).unsqueeze(0)
+        allowed = positions_j <= positions_i
+        if window:
+            allowed &= positions_j > positions_i - window
+        yield rows, keys, allowed

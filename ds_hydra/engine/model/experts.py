@@ -1,6 +1,6 @@
-"""Experts: how tokens spread over them (how many each gets, a loss that balances them, corrections
-of routers' biases), and expert parallelism inside a stage's SP x TP group, where each rank has some
-of a layer's experts, whole ones, and tokens travel to them.
+"""Experts: how tokens spread over them (how many each gets, a loss that balances them), and expert
+parallelism inside a stage's SP x TP group, where each rank has some of a layer's experts, whole
+ones, and tokens travel to them.
 
 [Note: Balance of each sequence]
 transformers' loss of balance is over all tokens of a micro-batch, so it would change with the
@@ -15,12 +15,6 @@ Only p has a gradient, so a rank that holds some tokens of a sequence needs the 
 them and nothing else: one all-reduce in forward, none in backward. The gradient enters where
 routers hand weights to experts; a layer that is computed again, streams, or lies on another stage
 needs no more.
-
-[Note: Bias in place of a loss]
-Routing without an auxiliary loss (Wang et al. 2024, Alg. 1; DeepSeek-V3, Sec. 2.1.2): what a router
-adds to the scores of its experts to choose among them, and to nothing else, moves by a fixed rate
-after every iteration, up for experts that got fewer tokens than the mean, down for those that got
-more.
 
 [Note: Tokens travel to experts]
 Ranks of a TP group have the same tokens, of which each takes a part to the experts; where TP cuts
@@ -50,16 +44,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_hydra.engine.model.adapters import unwrap_adapters
 from ds_hydra.engine.model.current_micro_batch import (
     PackedMicroBatch,
     current_micro_batch,
     is_computed_again,
 )
-from ds_hydra.engine.model.decoder_parts import DecoderParts
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, exchange
 from ds_hydra.engine.ranks.memory import to_device
-from ds_hydra.errors import HydraConfigError, UnsupportedModelError
+from ds_hydra.errors import UnsupportedModelError
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "aux_loss_alpha")
 _OWN_LOSS = "load_balancing_loss_func"
@@ -106,7 +98,7 @@ class BalanceLoss:
             key=key,
             coefficient=float(coefficient),
             is_own=is_own,
-            has_sigmoid=not is_own and bool(_find_biases(model)),
+            has_sigmoid=not is_own and _has_biases(model),
         )
 
     def __str__(self) -> str:
@@ -314,15 +306,10 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "_is_expert_parallel")
 
 
-def _find_biases(model: nn.Module) -> list[Tensor]:
-    """The corrections of routers' biases, one for each layer that has them."""
-    return [
-        value
-        for module in model.modules()
-        for held in (module._buffers, module._parameters)
-        for attribute, value in held.items()
-        if attribute in _BIASES and value is not None
-    ]
+def _has_biases(model: nn.Module) -> bool:
+    """Whether routers correct the scores by which they choose."""
+    held = ({**module._buffers, **module._parameters} for module in model.modules())
+    return any(names.get(bias) is not None for names in held for bias in _BIASES)
 
 
 def _routers(base: Any) -> dict[nn.Module, int]:
@@ -335,55 +322,6 @@ def _routers(base: Any) -> dict[nn.Module, int]:
         for module in base.modules()
         if isinstance(module, getattr(recorder, "target_class", recorder))
     }
-
-
-class BiasCorrection:
-    """The biases of a model that ZeRO-3 has partitioned: buffers are whole on every rank, of
-    parameters a rank moves its own shard. Not collective.
-    """
-
-    def __init__(self, model: nn.Module, rate: float, rank: int) -> None:
-        """Raises UnsupportedModelError where routers have none, HydraConfigError for a type in
-        which small steps are lost.
-        """
-        self._rate, self._rank = rate, rank
-        self._biases: list[tuple[int, Tensor]] = []
-        row = 0
-        for layer in DecoderParts.find(unwrap_adapters(model)).layers:
-            biases = _find_biases(layer)
-            rows = sum(map(is_experts, layer.modules()))
-            if biases and rows == len(biases):
-                self._biases += [(row + i, bias) for i, bias in enumerate(biases)]
-            row += rows
-        name = type(model).__name__
-        if not self._biases:
-            raise UnsupportedModelError(
-                f"hydra.moe.bias_update_rate is {rate:g}, and routers of {name} have no correction of their bias "
-                "(e_score_correction_bias); set it to 0"
-            )
-        dtypes = {bias.dtype for _, bias in self._biases}
-        if dtypes != {torch.float32}:
-            raise HydraConfigError(
-                f"hydra.moe.bias_update_rate is {rate:g}, and corrections of routers' biases of {name} are "
-                f"{', '.join(sorted(map(str, dtypes)))}, which loses such steps; keep them in fp32 (buffers loaded "
-                "by from_pretrained are), or set it to 0"
-            )
-
-    @torch.no_grad()
-    def update(self, tokens_LE: Tensor) -> None:
-        """Move all biases by the rate. `tokens_LE` [layers with experts, E] of the whole
-        global batch, equal on all ranks.
-        """
-        for row, bias in self._biases:
-            tokens_E = tokens_LE[row].double()
-            step_E = self._rate * (tokens_E.mean() - tokens_E).sign().to(bias)
-            shard: Any = getattr(bias, "ds_tensor", None)
-            if shard is None:
-                bias.add_(step_E.view_as(bias))
-                continue
-            begin = self._rank * shard.numel()
-            mine = step_E[begin : begin + shard.numel()]
-            shard.view(-1)[: len(mine)].add_(mine)
 
 
 class ExpertParallel:

@@ -12,15 +12,14 @@ import inspect
 import logging
 import os
 import sys
-import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -44,9 +43,9 @@ def is_patched(model: nn.Module) -> bool:
     return any(is_of_liger(value) for of_file in functions for value in of_file if callable(value))
 
 
-def check_patches(model: nn.Module, *, is_compiled: bool) -> None:
+def check_patches(model: nn.Module) -> None:
     """Raise UnsupportedModelError where Liger has patched `model` and none of its kernels runs
-    here; say on the first rank what takes the place of its loss, and what compiled layers cost.
+    here; say on the first rank what takes the place of its loss.
     """
     if not is_patched(model):
         return
@@ -55,53 +54,31 @@ def check_patches(model: nn.Module, *, is_compiled: bool) -> None:
             f"{type(model).__name__} is patched by Liger, whose Triton kernels do not run on a CPU; leave out "
             "use_liger_kernel or apply_liger_kernel_to_*"
         )
-    _keep_out_of_graphs()
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    if is_first and is_of_liger(model.forward):
-        logger.warning(
+    if is_of_liger(model.forward):
+        _say(
             "%s has Liger's fused linear cross-entropy, in whose place ds_hydra computes its own; Liger's norms, "
             "rotary embedding and activations run",
-            type(model).__name__,
-        )
-    if is_first and is_compiled:
-        logger.warning(
-            "%s has Liger's layers, whose kernels cut the graphs of hydra.compile_layers: both were slower than either "
-            "where they were measured (docs/speed-on-a-gpu.md); leave out use_liger_kernel, or set "
-            "hydra.compile_layers to false",
-            type(model).__name__,
+            model,
         )
 
 
-def _keep_out_of_graphs() -> None:
-    """Let compiled layers call each kernel of Liger, and functions that name one, as they are:
-    torch 2.11's compiler fails where it looks into a kernel, and any into Triton's interpreter. The
-    numbers that a function hands to its kernel would be a graph of their own, whose kernel for the
-    CPU a compiler of C++ builds for more than a minute.
+def choose_layers(config: HydraConfig, model: nn.Module) -> HydraConfig:
+    """`config` without compiled layers where Liger has patched `model`: its kernels cut their
+    graphs, and both together were slower than either.
     """
-    kernels = list(_kernels_of(torch.autograd.Function))
-    for kernel in kernels:
-        kernel.forward = staticmethod(_kept_out(kernel.forward))
-    names = {kernel.__name__ for kernel in kernels}
-    files = [file for name, file in sys.modules.items() if name.partition(".")[0] == _PACKAGE]
-    for file in files:
-        for name, function in list(vars(file).items()):
-            is_plain = isinstance(function, types.FunctionType) and is_of_liger(function)
-            if is_plain and names.intersection(function.__code__.co_names):
-                setattr(file, name, _kept_out(function))
+    if not config.compile_layers or not is_patched(model):
+        return config
+    _say(
+        "%s has Liger's layers, so hydra.compile_layers has no effect: both together were slower than either "
+        "(docs/speed-on-a-gpu.md); for compiled layers leave out use_liger_kernel",
+        model,
+    )
+    return config.model_copy(update={"compile_layers": False})
 
 
-def _kernels_of(kind: Any) -> Iterator[Any]:
-    """Kernels of Liger among the subclasses of `kind`, direct and indirect."""
-    for function in kind.__subclasses__():
-        if is_of_liger(function):
-            yield function
-        yield from _kernels_of(function)
-
-
-def _kept_out(function: Any) -> Any:
-    """`function`, which torch's compiler calls as it is; one that is kept out already stays."""
-    is_kept_out = hasattr(function, "_torchdynamo_disable")
-    return function if is_kept_out else torch.compiler.disable(function)
+def _say(text: str, model: nn.Module) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning(text, type(model).__name__)
 
 
 def complete_settings(model: Any, settings: Mapping[str, Any] | None) -> dict[str, Any]:

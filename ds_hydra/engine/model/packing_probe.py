@@ -67,7 +67,7 @@ _verdicts: dict[tuple[Any, ...], ModelAbilities | str] = {}
 
 def build_stage_model(model: nn.Module, **options: Any) -> StageModel:
     """The stage model of `model` with its small copy's abilities; `options` are StageModel's."""
-    liger.check_patches(unwrap_adapters(model), is_compiled=options.get("compile_layers", False))
+    liger.check_patches(unwrap_adapters(model))
     stage_model = StageModel(model, try_small_copy(model), **options)
     stage_model.check_loss()
     if note := stage_model.after_head.loss_note:

@@ -17,7 +17,6 @@ import contextlib
 import functools
 import inspect
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -500,41 +499,6 @@ gate and up again, in kernels that read their inputs anyway.
 """
 
 
-class Compilations:
-    """Counter of torch's compilations in this process since `watch`, and of their seconds."""
-
-    def __init__(self) -> None:
-        self._graphs, self._seconds, self._start = 0, 0.0, 0.0
-        self._watches = False
-
-    def watch(self) -> None:
-        """Note compilations from now on."""
-        from torch._dynamo.callback import callback_handler  # slow, and few ask
-
-        if not self._watches:
-            callback_handler.register_start_callback(self._begin)
-            callback_handler.register_end_callback(self._end)
-            self._watches = True
-
-    def take(self) -> tuple[int, float]:
-        """Graphs (a layer kind, or a piece of one between collectives) and seconds since the last
-        call.
-        """
-        found = self._graphs, self._seconds
-        self._graphs, self._seconds = 0, 0.0
-        return found
-
-    def _begin(self, _: Any) -> None:
-        self._start = time.perf_counter()
-
-    def _end(self, args: Any) -> None:
-        self._seconds += time.perf_counter() - self._start
-        self._graphs += args.callback_trigger.name == "DYNAMO"
-
-
-compilations = Compilations()
-
-
 def compile_each(layers: Iterable[nn.Module]) -> None:
     """Compile the forward of each layer at its first use; layers of one class share the compiled
     code.
@@ -553,7 +517,6 @@ def compile_each(layers: Iterable[nn.Module]) -> None:
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # torch counts on the host for itself
         cores = count_own_cores(dist.get_world_size() if dist.is_initialized() else 1)
         torch._inductor.config.compile_threads = min(cores, _MOST_THREADS)
-    compilations.watch()
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
         COMPILED.add(layer)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model import attention, decoder_parts
 from ds_hydra.engine.model.adapters import (
     add_neftune,
@@ -81,6 +82,18 @@ class ModelAbilities:
     """Reason that layers cannot be gathered."""
     positions_end: bool = False
     """Whether no sequence may be longer than `max_position_embeddings`: positions are learned."""
+
+
+def options_of(config: HydraConfig) -> dict[str, Any]:
+    """Options of a StageModel that the "hydra" section has."""
+    return {
+        "activation_checkpointing": config.activation_checkpointing,
+        "compile_layers": config.compile_layers,
+        "neftune_noise_alpha": config.neftune_noise_alpha,
+        "attention_kernel": config.attention,
+        "float8": config.float8,
+        "float8_exclude": config.float8_exclude,
+    }
 
 
 class StageModel:

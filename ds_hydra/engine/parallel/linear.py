@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 
 class WeightGradient(Protocol):
-    """Sink of the gradient of one weight [O, H]; `gradient_of` returns it."""
+    """Sink of the gradient of one weight [O, H], where `set_gradient` has given it one."""
 
     is_direct: bool
     """Whether products are made in the memory where they add up."""
@@ -49,14 +49,9 @@ class WeightGradient(Protocol):
         """Add `grad_TO.T @ input_TH`."""
 
 
-def gradient_of(weight: Tensor) -> WeightGradient | None:
-    """The sink that takes products for the gradient of `weight`; None where autograd brings it."""
-    return getattr(weight, "hydra_gradient", None)
-
-
 def takes_products(weight: Tensor, shared: SharedBackward | None = None) -> bool:
     """Whether products for `weight` save a pass, or run beside the exchange of a `shared` input."""
-    gradient = gradient_of(weight)
+    gradient = getattr(weight, "hydra_gradient", None)
     return gradient is not None and (gradient.is_direct or shared is not None)
 
 
@@ -163,7 +158,7 @@ class _Linear(torch.autograd.Function):
         shared: SharedBackward | None,
     ) -> Tensor:
         needs_grad, trains_weight, ctx.trains_bias = ctx.needs_input_grad[:3]
-        ctx.gradient = gradient_of(weight_OH) if trains_weight else None
+        ctx.gradient = getattr(weight_OH, "hydra_gradient", None) if trains_weight else None
         ctx.shared = shared
         if shared is not None and trains_weight:
             shared.expect_reader()
@@ -218,18 +213,18 @@ def _backward(
     return grad_TH
 
 
-_operator = torch.library.custom_op(
-    "ds_hydra::linear_backward",
-    _backward,
-    # Totals do change, but are no arguments: a compiler has nothing to copy and to follow.
-    mutates_args=(),
-    schema="(Tensor grad, Tensor weight, Tensor input, Tensor gradient, Tensor shared) -> Tensor",
+# Not by custom_op, whose wrappers in Python take 9 microseconds of the host a call
+_library = torch.library.Library("ds_hydra", "FRAGMENT")
+# Totals do change, but are no arguments: a compiler has nothing to copy and to follow.
+_library.define(
+    "linear_backward(Tensor grad, Tensor weight, Tensor input, Tensor gradient, Tensor shared) -> Tensor"
 )
+_library.impl("linear_backward", _backward, "CompositeExplicitAutograd")
 # Stands for nothing, because handles count from 1.
 _NONE = torch.zeros(1, dtype=torch.int64)
 
 
-@_operator.register_fake
+@torch.library.register_fake("ds_hydra::linear_backward", lib=_library)
 def _(grad_TO: Tensor, _weight: Tensor, input_TH: Tensor, *_: Tensor) -> Tensor:
     # The product is contiguous whatever strides the input has.
     return torch.empty_like(input_TH, memory_format=torch.contiguous_format)
@@ -257,7 +252,9 @@ class _TracedLinear(torch.autograd.Function):
         hidden, weight_OH, gradient, shared = ctx.saved_tensors
         grad_TO = grad.flatten(0, -2)
         input_TH = hidden.flatten(0, -2)
-        grad_TH = torch.ops.ds_hydra.linear_backward(grad_TO, weight_OH, input_TH, gradient, shared)
+        grad_TH = torch.ops.ds_hydra.linear_backward.default(
+            grad_TO, weight_OH, input_TH, gradient, shared
+        )
         grad_bias = grad_TO.sum(dim=0) if ctx.has_bias else None
         return grad_TH.view(hidden.shape), None, grad_bias, None, None
 

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -274,6 +275,10 @@ class TensorParallel:
         self.size, self.rank, self.cuts_experts = 1, 0, True
         self.shards: TokenShards | None = None
         """Set where micro-batches are cut now."""
+        self.has_copies = self.has_parts = False
+        """Whether columnwise layers are handed a copy of their input, whose gradient is summed, and
+        outputs of rowwise layers are parts of a sum, or to be cut.
+        """
         self.columns: dict[nn.Module, RemovableHandle] = {}
         self.rows: dict[nn.Module, RemovableHandle] = {}
         """Hooks of modules that are handed a shared copy of their input, and of those whose outputs
@@ -293,6 +298,8 @@ class TensorParallel:
         """Use `group` from now on; whether experts are cut by width in it."""
         self.group, self.size, self.rank, self.cuts_experts = group, size, rank, cuts_experts
         self.shards = self._shards(group, size)
+        self.has_copies = size > 1 and self.shards is None  # else their block has gathered it
+        self.has_parts = size > 1 or self.shards is not None
         self.forget_input()
         if self.shards is None:
             for hook in self._block_hooks:
@@ -304,16 +311,6 @@ class TensorParallel:
     def first_row(self, num_rows: int) -> int:
         """The first row of this rank's slice of an embedding or head of `num_rows` in all."""
         return self.rank * num_rows // self.size
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether columnwise layers are handed a copy of their input, whose gradient is summed."""
-        return self.size > 1 and self.shards is None  # else their block has gathered the input
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether outputs of rowwise layers are parts of a sum, or to be cut."""
-        return self.size > 1 or self.shards is not None
 
     def micro_batch_multiple(self, size: int) -> int:
         """Number of tokens of which micro-batches are padded to a multiple under TP `size`."""
@@ -373,9 +370,7 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # Autograd may have handed the same tensor to others, which would see the sum.
-        may_write = grad._use_count() == 1  # type: ignore[attr-defined]
-        summed, wait = _post_sum_over(grad, ctx.group, may_write=may_write)
+        summed, wait = _post_sum_over(grad, ctx.group)
         if ctx.products is not None:
             ctx.products.run()
             # Of a layer that runs again in backward: compiled linears postpone to the one that was
@@ -389,32 +384,16 @@ class _CopyToGroup(torch.autograd.Function):
 def _sum_over(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     summed, wait = _post_sum_over(part, group)
     wait()
-    return summed.detach()  # an output that is an input would be taken for the input
+    return summed
 
 
-def _post_sum_over(
-    part: Tensor, group: dist.ProcessGroup | None, *, may_write: bool = True
-) -> Posted:
-    """The sum of all ranks' `part`, in its memory where nobody else has it."""
-    if not (may_write and part.is_contiguous() and _is_alone(part)):
-        part = part.clone(memory_format=torch.contiguous_format)
-    work = dist.all_reduce(part, group=group, async_op=True)
-    torch.autograd.graph.increment_version(part)  # an error where somebody kept it after all
-    return part, work.wait
-
-
-def _is_alone(tensor: Tensor) -> bool:
-    """Whether no other tensor has the memory of `tensor`: the output of a layer, or a gradient in a
-    backward function.
-
-    Layers hand over what they made, and autograd what it has added up. But the backward of a sum
-    hands one gradient to all that was added (the tensor itself has more holders then) and that of
-    a concatenation gives each a view; a layer that needs its output for backward keeps another
-    tensor of it. Autograd sees by the same numbers what it may add to in place.
+def _post_sum_over(part: Tensor, group: dist.ProcessGroup | None) -> Posted:
+    """The sum of all ranks' `part`, on its way; in memory of its own, because others may have
+    `part`: autograd, or a user's hook.
     """
-    holders: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    # The tensor, the object that was just made, and the tensor that this one is a view of
-    return holders <= 2 + tensor._is_view()
+    summed = part.clone(memory_format=torch.contiguous_format)
+    work = dist.all_reduce(summed, group=group, async_op=True)
+    return summed, work.wait
 
 
 def _gather_features(part: Tensor, group: dist.ProcessGroup | None, size: int) -> Tensor:
@@ -484,29 +463,34 @@ def hook_linear(linear: nn.Module, tp: TensorParallel) -> None:
         if hook is not None:
             hook.remove()
 
-    def multiply(hidden: Tensor) -> Tensor:
-        weight = linear.weight
+    def trace(hidden: Tensor) -> Tensor:
+        weight, shared = linear.weight, tp.shared
         if not weight.requires_grad:
             return plain(hidden)
-        shared, is_compiling = tp.shared, torch.compiler.is_compiling()
-        if is_compiling and tp.shards is None:
+        if tp.shards is None:
             # Not by comparing tensors, whose lengths a compiler would take for constants
             is_shared = shared is not None and is_column and tp.size > 1
             return trace_linear(linear, plain, hidden, shared.backward if is_shared else None)
         if shared is not None and hidden is shared.whole:
-            run = apply_outside if is_compiling else apply_linear
-            return run(hidden, weight, linear.bias, shared.kept, shared.backward)
-        if is_compiling:
-            return trace_linear(linear, plain, hidden)
-        return (
-            apply_linear(hidden, weight, linear.bias) if takes_products(weight) else plain(hidden)
-        )
+            return apply_outside(hidden, weight, linear.bias, shared.kept, shared.backward)
+        return trace_linear(linear, plain, hidden)
 
     @functools.wraps(plain)
     def forward(hidden: Tensor) -> Tensor:
         if is_column and tp.has_copies:
             hidden = tp.copy_to_group(hidden)
-        output = multiply(hidden)
+        if torch.compiler.is_compiling():
+            output = trace(hidden)
+        else:
+            # Not by a module's attributes, each of which is a call of the host
+            params: Any = linear._parameters
+            weight, bias, shared = params["weight"], params["bias"], tp.shared
+            if shared is not None and hidden is shared.whole and weight.requires_grad:
+                output = apply_linear(hidden, weight, bias, shared.kept, shared.backward)
+            elif weight.requires_grad and takes_products(weight):
+                output = apply_linear(hidden, weight, bias)
+            else:
+                output = F.linear(hidden, weight, bias)
         return tp.sum_over_group(output) if is_row and tp.has_parts else output
 
     linear.forward = forward

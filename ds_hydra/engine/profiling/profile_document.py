@@ -1,5 +1,5 @@
-"""Measured values of a profile, and the parts of a `ds_hydra.profile/1` document (hardware, model,
-memory of the states, fitted schemes).
+"""The parts of a `ds_hydra.profile/1` document: hardware, model, memory of the states, fitted
+schemes.
 
 `estimate_profile` is the profile of a model and a device that nobody has measured, by FLOPs and
 bytes.
@@ -9,26 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from math import isfinite
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ds_hydra.configs.files import LARGEST, read_json_object, write_whole
+from ds_hydra.configs.files import LARGEST
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.losses.loss import chunk_elements
 from ds_hydra.engine.model.decoder_parts import num_kv_heads
 from ds_hydra.engine.model.experts import is_experts
 from ds_hydra.engine.model.scheme_support import can_run
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.ranks.agreement import broadcast_text, run_together
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.model_config import all_fields
 from ds_hydra.strategy import Profile, Scheme
@@ -52,102 +48,10 @@ from ds_hydra.strategy.profiles.profile import (
 from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
 from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION
 
-_SCHEMA = "ds_hydra.measurements/1"
-
-
-class Measurements:
-    """Measured numbers by name, equal on all ranks; rank 0 writes each to the file as it comes."""
-
-    def __init__(
-        self,
-        values: Mapping[str, float] | None = None,
-        *,
-        path: Path | None = None,
-        identity: Mapping[str, Any] | None = None,
-    ):
-        self._values = dict(values or {})
-        self._path = path
-        self._identity = dict(identity or {})
-
-    @classmethod
-    def open(
-        cls, path: Path | None, identity: Mapping[str, Any], device: torch.device
-    ) -> Measurements:
-        """Continue `path` where it exists; rank 0 reads and writes it. Collective over all ranks.
-
-        `identity` says what is measured. Raises HydraConfigError on all ranks for a file that
-        cannot be read or belongs to something else, naming what differs.
-        """
-        path = path if dist.get_rank() == 0 else None
-
-        def read() -> dict[str, float]:
-            return _read(path, identity) if path is not None and path.exists() else {}
-
-        found = run_together(read, device)
-        (text,) = broadcast_text([json.dumps(found)], 0, device)
-        return cls(json.loads(text), path=path, identity=identity)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
-
-    def get(self, name: str, measure: Callable[[], float]) -> float:
-        """The value called `name`, measured now if it is not known; `measure` is collective, equal
-        on all ranks.
-        """
-        if name not in self._values:
-            self._values[name] = measure()
-            self._write()
-        return self._values[name]
-
-    def value(self, name: str) -> float:
-        """The value called `name`, which is known."""
-        return self._values[name]
-
-    def _write(self) -> None:
-        if self._path is None:
-            return
-        document = {
-            "schema": _SCHEMA,
-            "digest": digest_of(self._identity),
-            "identity": self._identity,
-            "values": self._values,
-        }
-        write_whole(self._path, [json.dumps(document)])
-
-
-def _read(path: Path, identity: Mapping[str, Any]) -> dict[str, float]:
-    try:
-        document = read_json_object(path)
-        found, digest = document["identity"], document["digest"]
-        values = {str(name): float(value) for name, value in document["values"].items()}
-        is_whole = document["schema"] == _SCHEMA and digest == digest_of(found)
-        is_whole = is_whole and all(isfinite(value) and value >= 0 for value in values.values())
-    except (HydraConfigError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise HydraConfigError(
-            f"cannot continue {path}: {error!r}; remove it to measure from the start"
-        ) from error
-    if not is_whole:
-        raise HydraConfigError(
-            f"cannot continue {path}: it is no whole {_SCHEMA} of values from 0 up; remove it to start anew"
-        )
-    if digest != digest_of(identity):
-        raise HydraConfigError(
-            f"{path} continues another profile: {_differences(found, identity)}; remove it, or give --out "
-            "another name"
-        )
-    return values
-
 
 def digest_of(document: Mapping[str, Any]) -> str:
     """16 digits that a document shares with its equals alone."""
     return hashlib.blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    names = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
-    return ", ".join(
-        f"{name} {found.get(name)!r} instead of {wanted.get(name)!r}" for name in names
-    )
 
 
 def fit_memory(document: Mapping[str, Any], config: HydraConfig) -> Profile:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -19,16 +18,12 @@ import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
 from torch.distributed.constants import default_pg_timeout
-from transformers import PretrainedConfig
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.meta_model import build_random_stage_model, load_model_config, making
 from ds_hydra.engine.model.scheme_support import check_scheme
-from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.profiling.profile_document import (
-    Measurements,
-    fit_memory,
-)
+from ds_hydra.engine.model.stage_model import StageModel, options_of
+from ds_hydra.engine.profiling.profile_document import fit_memory
 from ds_hydra.engine.profiling.profiler import measure_profile
 from ds_hydra.engine.profiling.rehearsal import side_by_side
 from ds_hydra.engine.propagation import Propagator
@@ -103,14 +98,10 @@ def _of_shared_device(error: RuntimeError) -> Exception:
     )
 
 
-def run_profile(
-    request: ProfileRequest, device: torch.device, resume_file: Path | None
-) -> dict[str, Any]:
+def run_profile(request: ProfileRequest, device: torch.device) -> dict[str, Any]:
     """The `ds_hydra.profile/1` document, equal on all ranks. Collective over all ranks.
 
-    Measurements go to `resume_file` as they come; where it exists, what it knows is not measured
-    again. It is left behind for the caller to remove. Raises HydraConfigError or
-    UnsupportedModelError on all ranks.
+    Raises HydraConfigError or UnsupportedModelError on all ranks.
     """
     transformers.logging.set_verbosity_error()
     num_ranks = dist.get_world_size()
@@ -119,13 +110,8 @@ def run_profile(
     dtype = DTYPES[
         request.dtype or ("fp32" if get_accelerator().device_name() == "cpu" else "bf16")
     ]
-    model_config, stage_model, schemes = run_together(
-        lambda: _prepare(request, dtype, device, num_ranks), device
-    )
-    known = Measurements.open(
-        resume_file, _identity(request, model_config, dtype, num_ranks, schemes), device
-    )
-    document = _profile_ranks(stage_model, schemes, request.config, known, device)
+    stage_model, schemes = run_together(lambda: _prepare(request, dtype, device, num_ranks), device)
+    document = _profile_ranks(stage_model, schemes, request.config, device)
     return dict(fit_memory(document, request.config).document)
 
 
@@ -133,7 +119,6 @@ def _profile_ranks(
     stage_model: StageModel,
     schemes: Sequence[Scheme],
     config: HydraConfig,
-    known: Measurements,
     device: torch.device,
 ) -> dict[str, Any]:
     num_ranks = dist.get_world_size()
@@ -147,13 +132,13 @@ def _profile_ranks(
         link_config=config.link,
     )
     with closing(propagator), naming_memory_limit(config.memory_limit_bytes):
-        return measure_profile(propagator, strategies, config, known)
+        return measure_profile(propagator, strategies, config)
 
 
 def _prepare(
     request: ProfileRequest, dtype: torch.dtype, device: torch.device, num_ranks: int
-) -> tuple[PretrainedConfig, StageModel, tuple[Scheme, ...]]:
-    """Configuration, stage model of the whole model, and the schemes to measure."""
+) -> tuple[StageModel, tuple[Scheme, ...]]:
+    """Stage model of the whole model, and the schemes to measure."""
     model_config = load_model_config(request.model)
     with making(request.model):
         stage_model = build_random_stage_model(
@@ -161,13 +146,9 @@ def _prepare(
             dtype=dtype,
             device=device,
             num_ranks=num_ranks,
-            activation_checkpointing=request.config.activation_checkpointing,
-            compile_layers=request.config.compile_layers,
-            attention_kernel=request.config.attention,
-            float8=request.config.float8,
-            float8_exclude=request.config.float8_exclude,
+            **options_of(request.config),
         )
-    return model_config, stage_model, _schemes(request, stage_model, num_ranks)
+    return stage_model, _schemes(request, stage_model, num_ranks)
 
 
 def _schemes(
@@ -195,40 +176,3 @@ def _schemes(
 
 def _degrees(option: str, degrees: Sequence[int] | None) -> str:
     return f"any {option}" if degrees is None else f"{option} {','.join(map(str, degrees))}"
-
-
-def _identity(
-    request: ProfileRequest,
-    model_config: PretrainedConfig,
-    dtype: torch.dtype,
-    num_ranks: int,
-    schemes: Sequence[Scheme],
-) -> dict[str, Any]:
-    """Values that must be equal for a run to continue another one."""
-    config = request.config
-    shape = (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "vocab_size",
-    )
-    return {
-        "model": request.model,
-        "model_type": model_config.model_type,
-        **{name: getattr(model_config, name, None) for name in shape},
-        "key_value_heads": getattr(model_config, "num_key_value_heads", None),
-        "dtype": str(dtype).removeprefix("torch."),
-        "context_length": config.context_length,
-        "memory_limit_bytes": config.memory_limit_bytes,
-        "activation_checkpointing": config.activation_checkpointing,
-        "attention": config.attention,
-        "compile_layers": config.compile_layers,
-        "deterministic": config.deterministic,
-        "float8": config.float8,
-        "float8_exclude": list(config.float8_exclude),
-        "profiling": config.profiling.model_dump(mode="json"),
-        "schemes": [str(scheme) for scheme in schemes],
-        "num_ranks": num_ranks,
-        "accelerator": str(get_accelerator().device_name()),
-    }

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import statistics
@@ -21,9 +20,8 @@ from torch import Tensor
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.attention_choice import keeps_copies
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.profiling.memory import traced_activation
+from ds_hydra.engine.profiling.memory import count_activation
 from ds_hydra.engine.profiling.profile_document import (
-    Measurements,
     ProbeMicroBatch,
     deeper_entry,
     describe_hardware,
@@ -59,8 +57,8 @@ _SHORT_TOKENS, _LONG_TOKENS = 512, 4096
 """Tokens of the micro-batches by which the memory of a token is measured."""
 _ROOM_SHARE = 0.5
 """Largest share of the free memory that the longer one is expected to take."""
-_LEAST_OF_TRACED = 0.7
-"""Least share of a layer's traced activations that a profile has."""
+_LEAST_OF_COUNTED = 0.7
+"""Least share of a layer's counted activations that a profile has."""
 _PEAK_TOLERANCE = 0.05
 """Share by which an iteration's memory may exceed the profile's."""
 _FEWEST_PACKED = 8
@@ -77,7 +75,6 @@ def measure_profile(
     propagator: Propagator,
     strategies: Iterable[Strategy],
     config: HydraConfig,
-    measurements: Measurements | None = None,
     *,
     probes_every_pp: bool = True,
 ) -> dict[str, Any]:
@@ -88,16 +85,15 @@ def measure_profile(
     equal micro-batches each. The stage time is the makespan over 2 PP - 1 (1F1B). Micro-batches are
     single sequences, and one packed micro-batch: many short sequences cost less in one micro-batch
     than T of each alone says, and not in every scheme by as much. The level of T is that of whole
-    iterations under these strategies (`rehearsal.py`). What `measurements` knows is not measured
-    again. Without `probes_every_pp` only the shallowest pipeline of each kind is probed: deeper
-    ones have its T by the layers of a stage, and the level of their own rehearsals.
+    iterations under these strategies (`rehearsal.py`). Without `probes_every_pp` only the
+    shallowest pipeline of each kind is probed: deeper ones have its T by the layers of a stage, and
+    the level of their own rehearsals.
     """
-    known = measurements if measurements is not None else Measurements()
     strategies = list(strategies)
     schemes = sorted({scheme for strategy in strategies for scheme in strategy.schemes})
     homogeneous = {s: Strategy.alike(s, propagator.num_ranks) for s in schemes}
     propagator.prepare(homogeneous.values())
-    model = _measure_memory(propagator, homogeneous, config, known)
+    model = _measure_memory(propagator, homogeneous, config)
     lengths_of = _lengths_that_fit(propagator, schemes, model, config)
     probed_as = {s: s for s in lengths_of} if probes_every_pp else choose_probed(lengths_of)
     micro_batches_of = {
@@ -113,17 +109,14 @@ def measure_profile(
         ],
         lambda scheme, micro_batch: measure_stage_ms(propagator, homogeneous[scheme], micro_batch),
         config,
-        known,
         show_progress=propagator.rank == 0,
         warms_up_each=config.compile_layers,  # for its length
     )
     probed = {}
     for scheme, micro_batches in micro_batches_of.items():
-        entry = scheme_entry(
+        probed[scheme] = scheme_entry(
             scheme, {micro_batch: times_ms[scheme, micro_batch] for micro_batch in micro_batches}
         )
-        peak = _peak_memory(propagator, homogeneous[scheme], max(micro_batches).length, known)
-        probed[scheme] = entry | peak
     entries = [
         probed.get(scheme) or deeper_entry(scheme, probed[source], source)
         for scheme, source in probed_as.items()
@@ -136,11 +129,11 @@ def measure_profile(
     rehearsed = choose_rehearsals([*homogeneous.values(), *strategies], lengths_of)
     profile = fit_memory(document, config)
     is_warm = not has_device_memory()  # a CPU's memory is the process's, which has run probes
-    found = rehearse(propagator, rehearsed, profile, config, known, is_warm=is_warm)
+    found = rehearse(propagator, rehearsed, profile, config, is_warm=is_warm)
     if has_device_memory():
         # Communicators have had a message in each direction by now, gradients have been pushed
         document["hardware"] |= _reserved(propagator, document["hardware"])
-        _fill_memory(propagator, homogeneous, fit_memory(document, config), config, known)
+        _fill_memory(propagator, homogeneous, fit_memory(document, config), config)
     return at_rehearsed_level(document, found)
 
 
@@ -177,7 +170,6 @@ def _fill_memory(
     homogeneous: Mapping[Scheme, Strategy],
     profile: Profile,
     config: HydraConfig,
-    known: Measurements,
 ) -> None:
     """One iteration with micro-batches as long as plans may make them, under the scheme that has
     least room: where MaxLen is too long it ends here and not hours later. Collective over all
@@ -198,14 +190,11 @@ def _fill_memory(
     micro_batch = ProbeMicroBatch(num_tokens // num_sequences, num_sequences)
     plan = probe_plan(homogeneous[scheme], num_ranks, micro_batch)
 
-    def fill() -> float:
-        accelerator = get_accelerator()
-        accelerator.empty_cache()
-        accelerator.reset_peak_memory_stats()
-        run_once(propagator, plan)
-        return propagator.max_over_ranks(float(accelerator.max_memory_allocated()))
-
-    peak = known.get(f"{scheme} peak bytes of {micro_batch} tokens with push", fill)
+    accelerator = get_accelerator()
+    accelerator.empty_cache()
+    accelerator.reset_peak_memory_stats()
+    run_once(propagator, plan)
+    peak = propagator.max_over_ranks(float(accelerator.max_memory_allocated()))
     said = profile.memory.rank_bytes(scheme, num_ranks, micro_batch.num_tokens)
     # Other schemes have more tokens where those of an iteration are the limit.
     most = max(profile.memory.rank_bytes(s, num_ranks, longest[s]) for s in longest)
@@ -223,7 +212,6 @@ def measure_in_rounds(
     cases: Sequence[tuple[_Subject, ProbeMicroBatch]],
     measure_ms: Callable[[_Subject, ProbeMicroBatch], float],
     config: HydraConfig,
-    known: Measurements,
     *,
     show_progress: bool,
     warms_up_each: bool,
@@ -238,12 +226,10 @@ def measure_in_rounds(
     is the longest of all, and the shortest of each subject.
     """
     repeats = range(config.profiling.repeats)
-    names = {case: [f"{case[0]} {case[1]} tokens, run {run}" for run in repeats] for case in cases}
-    open_cases = [case for case in cases if not _is_known(names[case], known)]
-    by_length = sorted(open_cases, key=lambda case: case[1], reverse=not has_device_memory())
+    by_length = sorted(cases, key=lambda case: case[1], reverse=not has_device_memory())
     last_of_each = dict(by_length).items()
     of_process = by_length[:1] if not has_device_memory() else []
-    warmed_up = open_cases if warms_up_each else [*dict.fromkeys([*of_process, *last_of_each])]
+    warmed_up = cases if warms_up_each else [*dict.fromkeys([*of_process, *last_of_each])]
     total = len(warmed_up) + len(cases) * len(repeats)
     runs_ms: dict[tuple[_Subject, ProbeMicroBatch], list[float]] = {case: [] for case in cases}
     with Progress(total=total, desc="profiling", disable=not show_progress) as progress:
@@ -251,21 +237,14 @@ def measure_in_rounds(
             progress.set_postfix_str(f"{subject} warm-up")
             measure_ms(subject, micro_batch)
             progress.update()
-        for run in repeats:
+        for _ in repeats:
             for subject, micro_batch in cases:
                 progress.set_postfix_str(f"{subject} {micro_batch} tokens")
                 times = runs_ms[subject, micro_batch]
                 if not _agree(times):
-                    measure = functools.partial(measure_ms, subject, micro_batch)
-                    times.append(known.get(names[subject, micro_batch][run], measure))
+                    times.append(measure_ms(subject, micro_batch))
                 progress.update()
     return {case: statistics.median(times) for case, times in runs_ms.items()}
-
-
-def _is_known(names: Sequence[str], known: Measurements) -> bool:
-    """Whether no run of a case is left to be measured."""
-    times = [known.value(name) for name in names if name in known]
-    return len(times) == len(names) or _agree(times)
 
 
 def _agree(times_ms: Sequence[float]) -> bool:
@@ -282,7 +261,6 @@ def _measure_memory(
     propagator: Propagator,
     homogeneous: dict[Scheme, Strategy],
     config: HydraConfig,
-    known: Measurements,
 ) -> dict[str, Any]:
     """The profile without its times: hardware, model, and activation bytes of every TP degree.
 
@@ -305,13 +283,12 @@ def _measure_memory(
     for tp, scheme in sorted(deepest.items()):
         # Without the scheme's options: what a layer keeps that is not checkpointed.
         plain = Strategy.alike(scheme, propagator.num_ranks)
-        measure = functools.partial(token_bytes, propagator, plain, length)
-        num_bytes = known.get(f"{scheme} bytes per token", measure)
+        num_bytes = token_bytes(propagator, plain, length)
         share = activation_share(scheme, key_value_share)
         num_bytes -= ordered_share(scheme, ordered, heads) * stage_model.hidden_size
         a_layer = max(1e-6, num_bytes) / (share * stage_model.num_layers * stage_model.hidden_size)
         if has_device:
-            a_layer = not_below_traced(a_layer, tp, stage_model, config)
+            a_layer = not_below_counted(a_layer, tp, stage_model, config)
         activation[str(tp)] = a_layer
     hosts = propagator.hosts
     hardware = describe_hardware(len(hosts.ranks_beside(propagator.rank)))
@@ -326,7 +303,7 @@ def _measure_memory(
             "ranks_per_core": find_ranks_per_core(hosts, propagator.device),
         },
         memory={
-            "activation_source": "peak memory" if has_device else "tensors kept for backward",
+            "activation_source": activation_source(),
             "activation_bytes_per_token_per_layer_per_hidden": activation,
             "ordered_multiprocessors": ordered,
             "logit_chunk_bytes": logit_chunk_bytes(stage_model, propagator.device),
@@ -461,6 +438,11 @@ def has_device_memory() -> bool:
     return str(get_accelerator().device_name()) != "cpu"
 
 
+def activation_source() -> str:
+    """How `token_bytes` measures."""
+    return "peak memory" if has_device_memory() else "tensors kept for backward"
+
+
 def token_bytes(propagator: Propagator, strategy: Strategy, length: int) -> float:
     """Bytes of activations that one more token of a micro-batch costs a rank, embedding and head
     included.
@@ -491,22 +473,22 @@ def _growth(propagator: Propagator, strategy: Strategy, length: int) -> float:
     return max(1.0, grown / max(1, length - short))
 
 
-def not_below_traced(
+def not_below_counted(
     measured: float, tp: int, stage_model: StageModel, config: HydraConfig
 ) -> float:
     """`measured` activation bytes of TP degree `tp` as a profile has them. Where they are far below
-    the layer's traced ones, those are taken with a warning: something hid the growth of memory.
+    the layer's counted ones, those are taken with a warning: something hid the growth of memory.
     """
-    traced = traced_activation(stage_model, tp, config)
-    if traced is None or measured >= _LEAST_OF_TRACED * traced:
+    counted = count_activation(stage_model, tp, config)
+    if counted is None or measured >= _LEAST_OF_COUNTED * counted:
         return measured
     if dist.get_rank() == 0:
         logger.warning(
             "TP %d: a token was measured to take %.1f activation bytes per layer and hidden unit, and a layer keeps "
             "%.1f: the profile says %.1f",
-            tp, measured, traced, traced,
+            tp, measured, counted, counted,
         )  # fmt: skip
-    return traced
+    return counted
 
 
 def _peak_bytes(propagator: Propagator, strategy: Strategy, length: int) -> float:
@@ -520,18 +502,6 @@ def _peak_bytes(propagator: Propagator, strategy: Strategy, length: int) -> floa
         at_begin=accelerator.reset_peak_memory_stats,
     )
     return propagator.max_over_ranks(float(accelerator.max_memory_allocated()))
-
-
-def _peak_memory(
-    propagator: Propagator, strategy: Strategy, length: int, known: Measurements
-) -> dict[str, int]:
-    """Peak memory of the longest micro-batch measured, where the accelerator tells it."""
-    if not has_device_memory():
-        return {}
-    name = f"{strategy.schemes[0]} peak bytes at {length} tokens"
-    return {
-        "peak_memory_bytes": int(known.get(name, lambda: _peak_bytes(propagator, strategy, length)))
-    }
 
 
 @contextmanager

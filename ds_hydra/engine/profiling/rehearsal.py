@@ -10,7 +10,6 @@ T of each scheme is scaled by how long its pipelines took.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from collections import Counter
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.micro_batches import Example
-from ds_hydra.engine.profiling.profile_document import Measurements
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.agreement import broadcast_text, gather_by_hosts, run_together
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
@@ -92,7 +90,6 @@ def rehearse(
     strategies: Sequence[Strategy],
     profile: Profile,
     config: HydraConfig,
-    known: Measurements,
     *,
     is_warm: bool,
 ) -> dict[Scheme, list[dict[str, Any]]]:
@@ -102,8 +99,7 @@ def rehearse(
     Every strategy runs one global batch, of a context a rank or what an iteration has if that is
     less, without a step of the optimizer; gradients are thrown away. Unless `is_warm` the first one
     is run once before, for memory that is touched for the first time, and those of schemes that no
-    other strategy has twice, where probes are repeated too. What `known` knows is not measured
-    again.
+    other strategy has twice, where probes are repeated too.
     """
     found: dict[Scheme, list[dict[str, Any]]] = {}
     num_tokens = min(config.tokens_per_iteration, propagator.num_ranks * config.context_length)
@@ -115,18 +111,12 @@ def rehearse(
         busy = [pipeline for pipeline in plan.pipelines if pipeline.micro_batches]
         is_single = min(uses[s] for s in strategy.schemes) == 1
         for run in range(min(2, config.profiling.repeats) if is_single else 1):
-            names = [
-                f"{strategy} rehearsal {run}, pipeline {number}" for number in range(len(busy))
-            ]
-            measured: list[float] = []
-            if any(name not in known for name in names):
-                if not is_warm:
-                    run_once(propagator, plan)
-                    is_warm = True
-                times_ms = run_once(propagator, plan)
-                measured = [max(times_ms[rank] for rank in p.ranks) for p in busy]
-            for index, (name, pipeline) in enumerate(zip(names, busy, strict=True)):
-                measured_ms = known.get(name, functools.partial(measured.__getitem__, index))
+            if not is_warm:
+                run_once(propagator, plan)
+                is_warm = True
+            times_ms = run_once(propagator, plan)
+            for pipeline in busy:
+                measured_ms = max(times_ms[rank] for rank in pipeline.ranks)
                 found.setdefault(pipeline.scheme, []).append(
                     {
                         "strategy": str(strategy),
