@@ -20,16 +20,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.pages import put_section
-from benchmarks.simulate_tables import document, results
+from benchmarks.simulate_tables import HEADROOM, document, headroom, results
 from ds_hydra.lab.simulator.cases import Workload, list_cases, load_case
 from ds_hydra.lab.simulator.compare import compare
-from ds_hydra.lab.simulator.results import our_figure
+from ds_hydra.lab.simulator.results import Planned, our_figure
+from ds_hydra.lab.simulator.scenario import Scenario, bound_of
 from ds_hydra.lab.simulator.spread import with_spread
 from ds_hydra.lab.simulator.systems import Settings
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.profile import Profile, with_engine_layers
+from ds_hydra.strategy.schemes.scheme import schemes_of
 
 
 def eager_profile(workload: Workload) -> Profile:
@@ -62,15 +66,13 @@ def simulate(name: str, iterations: int, *, is_eager: bool = False) -> dict[str,
     workload = case.workload
     if is_eager:
         workload = replace(workload, own_profile=eager_profile(workload))
+    workload = workload.linked_by(find_cluster(workload.profile, workload.num_devices))
+    settings = Settings(iterations=iterations)
     start, start_cpu = time.perf_counter(), time.process_time()
-    found = with_spread(
-        compare(
-            workload.linked_by(find_cluster(workload.profile, workload.num_devices)),
-            Settings(iterations=iterations),
-        )
-    )
+    found = with_spread(compare(workload, settings))
     return {
         **found.to_json(),
+        "bound_of_candidates_ms": bound_of_candidates_ms(found.ours, settings.scenario(workload)),
         "wall_s": time.perf_counter() - start,
         "cpu_s": time.process_time() - start_cpu,
         "figure": case.figure,
@@ -79,6 +81,13 @@ def simulate(name: str, iterations: int, *, is_eager: bool = False) -> dict[str,
             for e in case.expected
         ],
     }
+
+
+def bound_of_candidates_ms(planned: Planned, scenario: Scenario) -> float:
+    """Propagation at least, in the mean of all global batches, of the schemes of the candidates."""
+    own, schemes = scenario.knowing(planned.profile), schemes_of(planned.strategies)
+    bounds = [bound_of(own, batch, schemes).perfect_balance_ms for batch in own.batches]
+    return float(np.mean(bounds))
 
 
 def main() -> None:
@@ -113,6 +122,7 @@ def main() -> None:
     print(tables)
     if arguments.page is not None:
         put_section(arguments.page, "Results", tables)
+        put_section(arguments.page, HEADROOM, headroom(found))
     if arguments.document is not None:
         arguments.document.write_text(document(found, arguments.iterations), encoding="utf-8")
 
