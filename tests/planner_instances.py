@@ -1,5 +1,5 @@
-"""Random planning problems, and two properties of the planner: no plan is faster than its lower
-bound, and more candidates do not make plans slower.
+"""Random planning problems, and what the planner promises: no plan is faster than its lower bound
+or the simulator's, and more candidates do not make plans slower.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from random import Random
+from types import SimpleNamespace
 
 from reference import make_batch, make_profile
 
+from ds_hydra.lab.simulator.scenario import perfect_balance_ms
 from ds_hydra.sampler.planner.candidate import OneStrategy
 from ds_hydra.sampler.planner.iteration import plan_with_time
 from ds_hydra.sampler.planner.phase_plan import PlanningProblem
@@ -184,6 +186,27 @@ def wrong_bounds(problem: Problem) -> Iterator[str]:
         for pipeline in (pipeline for phase in phases for pipeline in phase.pipelines()):
             if pipeline.lower_bound_ms > pipeline.makespan_ms * (1 + _ROUNDING):
                 yield f"the bound of {pipeline} is above its time"
+    yield from _wrong_balance(problem)
+
+
+def _wrong_balance(problem: Problem) -> Iterator[str]:
+    """Yield a sentence where propagation of the best plan is below the simulator's bound."""
+    planning = problem.planning()
+    if problem.corrections != Corrections() or problem.profile.ranks_per_core != 1:
+        return  # T of the profile alone is bounded
+    if not any(planning.is_held(planning.longest(s)) for s in problem.strategies):
+        return
+    schemes = dict.fromkeys(s for strategy in problem.strategies for s in strategy.schemes)
+    schemes |= dict.fromkeys(scheme.staying for scheme in schemes)
+    scenario = SimpleNamespace(
+        profile=problem.profile,
+        num_devices=problem.num_devices,
+        max_len_tokens=planning.max_len_tokens,
+    )
+    bound_ms = perfect_balance_ms(scenario, planning.batch, list(schemes))  # type: ignore[arg-type]
+    plan, _ = plan_with_time(planning, problem.strategies)
+    if bound_ms > plan.makespan_ms * (1 + _ROUNDING):
+        yield f"perfect balance takes {bound_ms} ms, {plan.strategy} {plan.makespan_ms}"
 
 
 def slower_with_more(problem: Problem, rng: Random, num_subsets: int = 4) -> Iterator[str]:

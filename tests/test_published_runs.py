@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -16,6 +17,7 @@ from ds_hydra.strategy.cost_models.cluster import Cluster, find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.cost_models.estimate import estimate_from_config
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.schemes.scheme import Scheme
 
 RUNS = shared_json("published_runs.json")
 CLOSE = 0.15
@@ -103,6 +105,21 @@ def test_pieces_of_sequences_have_the_overhead_of_one_gpu(card):
 
     cp, sp = fastest("<cp8,1>"), fastest("<sp8,1>")
     assert Hardware.load(card).pieces_overhead_ms == pytest.approx((cp - sp) / 32, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<cp8,1>", "<cp16,1>", "<cp4,2,1>", "<cp2,4>", "<cp8,1;gather>", "<cp4,2,1;gather>", "<cp2,sp8,1>"],
+)  # fmt: skip
+def test_every_scheme_with_cp_has_the_overhead_of_pieces(text):
+    """Also one whose keys are priced by a TP group as wide."""
+    profile, _ = estimate_from_config("llama3_1_8b", "h100", 16, 8192)
+    cluster = find_cluster(profile, 16, "h100")
+    without = replace(cluster, hardware=replace(cluster.hardware, pieces_overhead_ms=0.0))
+    scheme = Scheme.parse(text)
+    more = [Costs(profile, own).latency(scheme).constant_ms for own in (cluster, without)]
+    pieces_ms = cluster.hardware.pieces_overhead_ms
+    assert more[0] - more[1] == pytest.approx(32 / scheme.pp * pieces_ms)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from ds_hydra.lab.simulator.systems import (
 )
 from ds_hydra.lab.simulator.ulysses import deepspeed_ulysses
 from ds_hydra.strategy.cost_models.costs import Costs
-from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
 from ds_hydra.strategy.schemes.enumeration import neighbour_strategies
@@ -192,6 +193,44 @@ def test_bound_by_hand():
     many = make_scenario([10] * 40)
     device_ms = 40 * (1e-3 * 100 + 10 + 2 * 10 / 60)
     assert bound_of_plain(many) == pytest.approx(device_ms / 4)
+
+
+def bound_of_gathered(lengths, **latency):
+    """The bound on four devices of gathered schemes, which hold 100 tokens a rank."""
+    known = {Scheme.parse(text): model for text, model in latency.items()}
+    scenario = SimpleNamespace(
+        profile=SimpleNamespace(get_latency=known.__getitem__),
+        num_devices=4,
+        max_len_tokens=lambda scheme: 100 * scheme.num_devices,
+    )
+    return perfect_balance_ms(scenario, make_batch(lengths), list(known))
+
+
+def model_of(linear_ms, constant_ms=0.0, **traffic):
+    return LatencyModel(quadratic_ms=0.0, linear_ms=linear_ms, constant_ms=constant_ms, **traffic)
+
+
+@pytest.mark.parametrize(("number", "bound_ms"), [(2, 60), (3, 90), (4, 100)])
+def test_bound_where_sequences_must_end_in_time(number, bound_ms):
+    """A sequence takes a rank 100 ms, two ranks 60: less than 100 ms is a matter of 120 ms of
+    devices for each.
+    """
+    one, two = (model_of(linear_ms) for linear_ms in (1.0, 0.6))
+    found = bound_of_gathered([100] * number, **{"<1,1;gather>": one, "<sp2,1;gather>": two})
+    assert found == pytest.approx(bound_ms, rel=2e-4)
+
+
+@pytest.mark.parametrize(("number", "bound_ms"), [(4, 110), (5, 145)])
+def test_bound_counts_steps_that_memory_asks_for(number, bound_ms):
+    """Four ranks hold 400 tokens. The fifth sequence needs a step more, and its constant."""
+    found = bound_of_gathered([100] * number, **{"<1,1;gather>": model_of(1.0, 10.0)})
+    assert found == pytest.approx(bound_ms, rel=2e-4)
+
+
+def test_bound_knows_weights_that_stay_on_the_node():
+    """They travel in 20 ms, crossing ones in 500: a plan may take the time of the sequence, 100."""
+    model = model_of(1.0, traffic_ms=500.0, hpz_traffic_ms=20.0)
+    assert bound_of_gathered([100], **{"<1,1;gather>": model}) == 100
 
 
 def test_all_systems_are_there_and_none_static_is_faster(comparison):

@@ -23,7 +23,12 @@ from ds_hydra.lab.simulator.fixed_length import MicroBatches
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner.iteration import plan_iteration
 from ds_hydra.sampler.planner.planner_settings import PlannerSettings
-from ds_hydra.sampler.schedule import FloatArray, IntArray
+from ds_hydra.sampler.schedule import (
+    MAX_BALANCED_MICRO_BATCHES,
+    FloatArray,
+    IntArray,
+    balance_micro_batches,
+)
 from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.profiles.profile import NO_LINKS, LatencyModel, LinkTimes
 from ds_hydra.strategy.proposal.program import homogeneous_strategies, usable_schemes
@@ -254,35 +259,120 @@ def priced(scenario: Scenario, schemes: Iterable[Scheme]) -> tuple[Scenario, tup
     return wider, tuple(s for s in found if wider.has_room(s))
 
 
+_PRECISION = 1e-4
+"""Relative width of the interval in which a bound is left by its bisection."""
+_ROUNDING = 1e-9
+"""Tolerance that keeps bounds valid."""
+_COUNTS = np.arange(1, MAX_BALANCED_MICRO_BATCHES + 1)
+"""Micro-batches of a pipeline, for which the best division is known."""
+_PRICES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+"""Prices of a device's memory in a step, as shares of the time of the step."""
+
+
+class _Family:
+    """Schemes that one strategy may have, all that gather or all others, on a global batch.
+
+    Within M a sequence runs on schemes alone where it ends within M by itself, and there takes a
+    share of each device of its group. Whatever the division, these shares, of the scheme where they
+    are least, are no more than devices have. A group also has a constant for each micro-batch,
+    which is a part of its work at least as large as in a micro-batch that lasts all of M, and the
+    bubble of its stages; or constants as full micro-batches have them.
+
+    Layers are gathered in steps of all devices. Each has at least the least constant, and memory
+    says what it holds, so in few steps sequences run on schemes that keep less: at any price of
+    memory, what sequences take of time and memory is no more than devices have of both (as in
+    `sampler/planner/bounds.py`).
+    """
+
+    def __init__(self, scenario: Scenario, lengths: FloatArray, schemes: Sequence[Scheme]) -> None:
+        latency = [scenario.profile.get_latency(scheme) for scheme in schemes]
+        self._constant = np.array([[t.constant_ms] for t in latency])
+        traffic = np.array([[t.hpz_traffic_ms or t.traffic_ms] for t in latency])
+        devices = np.array([[scheme.num_devices] for scheme in schemes])
+        held = np.array([[scenario.max_len_tokens(scheme)] for scheme in schemes])
+        work = np.array([t.sequences_ms(lengths) for t in latency])
+        stages = np.array([[scheme.pp] for scheme in schemes])
+        self._ratio = np.array(
+            [balance_micro_batches(scheme.pp).ratio[_COUNTS] for scheme in schemes]
+        )
+        self._num_devices, self._gathers = scenario.num_devices, schemes[0].gather
+        # [scheme, sequence], of all devices
+        passes = np.maximum(work + self._constant, traffic) * stages
+        self._alone_ms = np.where(lengths <= held, passes, np.inf)
+        self._work_ms, self._memory = work * devices, lengths * devices / held
+        self._full_ms = self._work_ms + self._constant * self._memory
+        self._least_ms = float(self._constant.min())
+        self._step_ms = max(self._least_ms, float(traffic.min()))
+        self._num_steps = max(1, math.ceil(self._memory.min(axis=0).sum() / self._num_devices))
+
+    def bound_ms(self) -> float:
+        """The least M that is not proved impossible; infinite where a sequence fits nowhere."""
+        alone_ms = float(self._alone_ms.min(axis=0).max())
+        low = max(alone_ms, float(self._least_full_ms().sum()) / self._num_devices)
+        if np.isinf(low) or not self._is_impossible(low):
+            return low
+        high = 2 * low
+        while self._is_impossible(high):
+            low, high = high, 2 * high
+        while low < high * (1 - _PRECISION):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._is_impossible(middle) else (low, middle)
+        return low
+
+    def _least_full_ms(self) -> FloatArray:
+        """Least time of all devices for each sequence in full micro-batches, [sequence]."""
+        fitting = np.where(np.isfinite(self._alone_ms), self._full_ms, np.inf)
+        least: FloatArray = fitting.min(axis=0)
+        return least
+
+    def _is_impossible(self, limit_ms: float) -> bool:
+        if not self._gathers:
+            # Most work of a pipeline within the limit, with the best number of micro-batches
+            most = (limit_ms / self._ratio - _COUNTS * self._constant).max(axis=1, keepdims=True)
+            shares = (self._full_ms, self._longer(limit_ms, most))
+            return any(self._is_short(limit_ms, limit_ms, own) for own in shares)
+        steps = self._num_steps
+        while True:
+            step_ms = limit_ms - (steps - 1) * self._step_ms
+            own = self._longer(step_ms - self._least_ms, step_ms - self._constant)
+            there_ms = limit_ms - steps * self._least_ms
+            if self._is_short(step_ms, there_ms, own):  # and so are more steps
+                return True
+            if not any(
+                self._is_short(step_ms, there_ms + price * steps, own + price * self._memory)
+                for price in np.multiply(_PRICES, step_ms)
+            ):
+                return False
+            steps += 1
+
+    def _longer(self, whole_ms: float, most_ms: FloatArray) -> FloatArray:
+        """Work with what else takes devices where they work `most_ms` of `whole_ms`."""
+        is_any = most_ms > 0
+        longer = self._work_ms * (whole_ms / np.where(is_any, most_ms, 1.0))
+        return np.where(is_any, longer, np.inf)
+
+    def _is_short(self, step_ms: float, there_ms: float, shares: FloatArray) -> bool:
+        """Whether each device has less than its part of the `shares`, of schemes where sequences
+        end within `step_ms`.
+        """
+        least = np.where(self._alone_ms <= step_ms, shares, np.inf).min(axis=0)
+        return bool(least.sum() > there_ms * self._num_devices * (1 + _ROUNDING))
+
+
 def perfect_balance_ms(
     scenario: Scenario, batch: GlobalBatch, schemes: Collection[Scheme]
 ) -> float:
     """Lower bound of the propagation of `batch` with all strategies of `schemes`, however placed.
 
-    Every sequence runs on the scheme that uses least device time for it, of those that gather or of
-    the others, all devices are always busy, and a micro-batch's constant is spread over a full
-    micro-batch; with gathers as long as their layers travel for so many steps as hold all tokens.
-    Or the longest sequence alone in a micro-batch, through all stages of the fastest pipeline that
-    fits it, if that is longer.
+    Sequences are divided freely and all devices are always busy, see `_Family`. Or the longest
+    sequence alone in a micro-batch, through all stages of the fastest pipeline that fits it, if
+    that is longer.
     """
     lengths = np.array(batch.lengths, dtype=np.float64)
-    longest = max(batch.lengths, default=0)
-    least_of = {gathers: np.full(lengths.size, np.inf) for gathers in (False, True)}
-    most_held, least_traffic_ms = 1.0, np.inf  # of a step of gathered layers, on all devices
-    alone_ms = np.inf
-    for scheme in schemes:
-        t, max_len = scenario.profile.get_latency(scheme), scenario.max_len_tokens(scheme)
-        work = t.sequences_ms(lengths)
-        shared = scheme.num_devices * (work + t.constant_ms * lengths / max_len)
-        least = least_of[scheme.gather]
-        np.minimum(least, np.where(lengths <= max_len, shared, np.inf), out=least)
-        if scheme.gather:
-            most_held = max(most_held, max_len * scenario.num_devices / scheme.num_devices)
-            least_traffic_ms = min(least_traffic_ms, t.hpz_traffic_ms or t.traffic_ms)
-        if longest <= max_len:
-            alone_ms = min(alone_ms, scheme.pp * t.micro_batch_ms([longest]))
-    balanced_ms = {g: float(of.sum()) / scenario.num_devices for g, of in least_of.items()}
-    if np.isfinite(least_traffic_ms):
-        num_steps = np.ceil(lengths.sum() / most_held)
-        balanced_ms[True] = max(balanced_ms[True], float(num_steps) * least_traffic_ms)
-    return max(min(balanced_ms.values()), 0.0 if np.isinf(alone_ms) else alone_ms)
+    if not lengths.size:
+        return 0.0
+    held = [scheme for scheme in schemes if scenario.max_len_tokens(scheme) > 0]
+    split = ([s for s in held if s.gather == gathers] for gathers in (False, True))
+    families = [_Family(scenario, lengths, own) for own in split if own]
+    bound_ms = min((family.bound_ms() for family in families), default=np.inf)
+    return 0.0 if np.isinf(bound_ms) else bound_ms

@@ -290,7 +290,7 @@ class Costs:
         latency = replace(
             shared,
             linear_ms=shared.linear_ms + seen_ms,
-            constant_ms=max(shared.constant_ms, group.constant_ms),
+            constant_ms=max(shared.constant_ms, group.constant_ms) + self._pieces_ms(scheme),
             hidden_ms=hidden_ms,
         )
         return Price(latency, "estimated", (uncut, narrow, wide))
@@ -376,10 +376,15 @@ class Costs:
             latency,
             linear_ms=latency.linear_ms + seen_ms,
             hidden_ms=hidden_ms + starts * each_ms / (scheme.cp * _ROW_TOKENS),
-            constant_ms=latency.constant_ms
-            + num_seen * each_ms
-            + layers * cluster.hardware.pieces_overhead_ms,
+            constant_ms=latency.constant_ms + num_seen * each_ms + self._pieces_ms(scheme),
         )
+
+    def _pieces_ms(self, scheme: Scheme) -> float:
+        """Overhead of a micro-batch whose attention is to pieces of sequences; 0 where unknown."""
+        if self.cluster is None:
+            return 0.0
+        layers = self.cluster.shape.num_layers / scheme.pp
+        return layers * self.cluster.hardware.pieces_overhead_ms
 
     def _seen_and_hidden(self, scheme: Scheme, travels_ms: float) -> tuple[float, float]:
         """Visible time of keys and values that travel `travels_ms` for a token in all exchanges of
