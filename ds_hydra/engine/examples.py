@@ -22,9 +22,9 @@ from ds_hydra.engine.model.micro_batches import Example
 from ds_hydra.engine.ranks.agreement import (
     check_alike,
     check_same_numbers,
-    first_on_node,
     run_together,
 )
+from ds_hydra.engine.ranks.turns import first_on_node
 from ds_hydra.errors import HydraConfigError, HydraDataError
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset

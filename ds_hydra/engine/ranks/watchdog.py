@@ -211,6 +211,13 @@ class Watchdog:
         )
         return verdict if is_relevant else None
 
+    def raise_loss(self) -> None:
+        """Raise RankLostError where another rank is lost or has failed."""
+        with self._changed:
+            verdict = self._relevant_verdict()
+        if verdict is not None and not verdict.is_orderly:
+            raise self._error_of(verdict)
+
     def _error_of(self, verdict: Verdict) -> RankLostError:
         self._has_raised = True
         return said_by(1 if verdict.rank == 0 else 0, RankLostError(self._describe(verdict)))
@@ -470,6 +477,12 @@ def leave_watchdog(*, waits: bool) -> None:
 def watch(phase: str) -> contextlib.AbstractContextManager[None]:
     """`Watchdog.section` of this process' watchdog, if it has one."""
     return contextlib.nullcontext() if _watchdog is None else _watchdog.section(phase)
+
+
+def raise_loss() -> None:
+    """Raise RankLostError where this process' watchdog, if it has one, knows of a lost rank."""
+    if _watchdog is not None:
+        _watchdog.raise_loss()
 
 
 def is_rank_lost() -> bool:
