@@ -7,9 +7,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
-import subprocess
-import sys
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -22,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from distributed import free_port, remove_shared_memory, run_distributed
+from distributed import run_distributed
 from engines import adamw, ds_config, raised_by, small_profile, start_hydra, write_json
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
@@ -425,41 +422,3 @@ def run_under_other_defaults():
 @pytest.mark.distributed
 def test_default_types_of_the_user_change_no_number():
     run_distributed(run_under_other_defaults, 2)
-
-
-SCRIPT = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
-from models import tiny
-import ds_hydra
-model = tiny("llama")
-config = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
-          "hydra": {"context_length": 64, "tokens_per_iteration": 128, "strategy": ["2x<1,1>"]}}
-ds_hydra.initialize(model=model, config=config)
-print("not reached")
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.distributed
-def test_the_launcher_stops_with_the_message_and_a_failing_exit_code(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    tests = str(Path(__file__).parent)
-    launcher = [
-        sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--no_local_rank",
-    ]  # fmt: skip
-    port = free_port()
-    result = subprocess.run(
-        [*launcher, "--master_port", str(port), str(script), tests],
-        capture_output=True,
-        text=True,
-        timeout=800,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-        check=False,
-    )
-    remove_shared_memory(port)
-    output = result.stdout + result.stderr
-    assert result.returncode != 0
-    assert "hydra.strategy is not a key; did you mean hydra.strategies?" in output
-    assert "not reached" not in output

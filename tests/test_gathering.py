@@ -52,7 +52,7 @@ def repeats(text, *ways):
         data = [random_examples((9, 17, 30, 5, 40, 3), VOCAB_SIZE, seed=seed) for seed in range(3)]
         losses = [float(engine.train_batch(examples, strategy=text)) for examples in data]
         found.append((losses, [p.ds_tensor.clone() for p in engine.hydra.stage_model.params]))
-        if not overlap:  # computation waits for all of both
+        if not overlap and "gather" not in text:  # computation waits for all of both
             metrics = engine.last_metrics
             assert 0 < metrics.pull_ms <= metrics.visible_pull_ms
             assert 0 < metrics.push_ms <= metrics.visible_push_ms

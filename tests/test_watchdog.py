@@ -115,7 +115,10 @@ def test_a_rank_that_leaves_waits_for_the_others_and_names_one_that_is_lost(pair
 
 def test_rank_0_tells_the_others_of_a_lost_rank():
     with connected(num_ranks=3) as three:
-        close_without_a_word(three[2])
+        with mock.patch.object(three[0], "_tell", wraps=three[0]._tell) as tell:
+            close_without_a_word(three[2])
+            wait_for_verdict(three[0])
+            assert tell.called
         assert wait_for_verdict(three[1]).rank == 2
 
 
