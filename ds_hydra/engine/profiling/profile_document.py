@@ -160,7 +160,9 @@ def _describe_layers(stage_model: StageModel) -> dict[str, Any]:
     except HydraConfigError:  # without attention heads, or with sizes of its own names
         return {}
     return {
-        key: value for key, value in shape.to_json().items() if key in ("layer", "attention_width")
+        key: value
+        for key, value in shape.to_json().items()
+        if key in ("layer", "attention_width", "norms_heads")
     }
 
 

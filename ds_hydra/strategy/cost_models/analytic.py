@@ -237,6 +237,8 @@ class ModelShape:
     """Key-value heads over attention heads."""
     attention_width: int = 0
     """Features of all attention heads; 0: the hidden size."""
+    norms_heads: bool = False
+    """Whether queries and keys pass norms of their own, as in Qwen3."""
     experts: Experts | None = None
     layer: LayerMeans | None = None
     """Sizes of layers that are not as above: four projections, and an MLP with a gate or experts
@@ -295,7 +297,8 @@ class ModelShape:
         A layer keeps queries, keys, values and attention's output. Where it is `compiled` it keeps
         the inputs of norms, the output of the one before attention, and gate and up of an MLP.
         Under TP, whose collectives part its graph, it keeps outputs of norms, of the activation
-        and of the product too. An eager layer keeps norms in fp32 besides.
+        and of the product too. An eager layer keeps norms in fp32 besides. Norms of queries and
+        keys have the same, but for their outputs, which attention keeps.
 
         >>> sizes = {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000}
         >>> shape = ModelShape(num_layers=32, **sizes)
@@ -314,6 +317,7 @@ class ModelShape:
             of_norm * (1 + share) * copies
             - 2 * is_whole  # the output of the norm before the MLP
             + 4 * (1 + self.key_value_share) * mixed
+            + (of_norm - 2) * self.norms_heads * (1 + self.key_value_share) * mixed
             + of_unit * means.kept_width / hidden
             + _KEPT_OF_EXPERTS * rows
         )
@@ -330,7 +334,7 @@ class ModelShape:
         """The "model" section of a profile, beside the model's name."""
         document = asdict(self)
         del document["key_value_share"]
-        optional = ("attention_width", "experts", "layer")
+        optional = ("attention_width", "norms_heads", "experts", "layer")
         return {name: value for name, value in document.items() if value or name not in optional}
 
 

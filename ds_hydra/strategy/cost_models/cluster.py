@@ -290,6 +290,7 @@ def model_shape(profile: Profile) -> ModelShape:
         **{name: model[name] for name in names},
         key_value_share=profile.memory.key_value_share,
         attention_width=model.get("attention_width", 0),
+        norms_heads=bool(model.get("norms_heads")),
         experts=Experts(**model["experts"]) if model.get("experts") else None,
         layer=LayerMeans.from_json(model["layer"]) if model.get("layer") else None,
     )

@@ -51,6 +51,13 @@ from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme
 
+_NORM_HEADS = """
+    afmoe apertus dots1 exaone4 exaone_moe flex_olmo gemma3 gemma3n gemma4 glm4_moe hunyuan_v1_dense
+    hunyuan_v1_moe lfm2 lfm2_moe minimax_m2 nanochat olmo2 olmo3 olmo_hybrid olmoe qwen3 qwen3_5
+    qwen3_5_moe qwen3_moe qwen3_next
+""".split()
+"""Model types whose queries and keys pass norms, which no field of a config.json says."""
+
 
 def describe_config(config: Mapping[str, Any], source: str) -> tuple[ModelShape, int]:
     """Shape and attention heads of the decoder in a config.json; raises HydraConfigError for one
@@ -81,6 +88,7 @@ def describe_config(config: Mapping[str, Any], source: str) -> tuple[ModelShape,
         vocab_size=config["vocab_size"],
         key_value_share=key_value_heads(config, heads, source) / heads,
         attention_width=0 if means.attention_width == hidden else round(means.attention_width),
+        norms_heads=family.removesuffix("_text") in _NORM_HEADS,
         experts=experts,
     )
     return by_sizes if by_sizes.means == means else replace(by_sizes, layer=means), heads
