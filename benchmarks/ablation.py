@@ -140,6 +140,8 @@ def main() -> None:
         share = used[name] / num_iterations
         lines.append(f"| {name} | {mean} | {worst} | {impossible[name]} | {share:.0%} |")
     command = f"python -m benchmarks.ablation --iterations {options.iterations}"
+    if options.cases != parser.get_default("cases"):
+        command += f" --cases '{options.cases}'"
     lines += ["", f"Command: `{command} --page docs/benchmarks/planner.md`."]
     print("\n".join(lines))
     if options.page:

@@ -26,7 +26,9 @@ from ds_hydra.strategy.cost_models.costs import Costs
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
-RIVALS = ("zero3", "deepspeed_balanced", "deepspeed_degrees", "flexsp", "fcp", "dynamic_cp")
+RIVALS = (
+    "zero3", "deepspeed_balanced", "deepspeed_degrees", "flexsp", "flexsp_hidden", "fcp", "dynamic_cp",
+)  # fmt: skip
 CONTEXT = 32768
 LOGNORMAL = {"chat": (540, 1.1), "rollout": (6000, 0.8)}
 """Median in tokens and standard deviation of the logarithm; the deviations are assumed."""
