@@ -55,7 +55,7 @@ _NORM_HEADS = """
     afmoe apertus dots1 exaone4 exaone_moe flex_olmo gemma3 gemma3n gemma4 glm4_moe hunyuan_v1_dense
     hunyuan_v1_moe lfm2 lfm2_moe minimax_m2 nanochat olmo2 olmo3 olmo_hybrid olmoe qwen3 qwen3_5
     qwen3_5_moe qwen3_moe qwen3_next
-""".split()
+""".split()  # noqa: SIM905
 """Model types whose queries and keys pass norms, which no field of a config.json says."""
 
 
