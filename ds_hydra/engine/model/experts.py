@@ -57,6 +57,7 @@ from ds_hydra.engine.model.current_micro_batch import (
     is_computed_again,
 )
 from ds_hydra.engine.model.decoder_parts import DecoderParts
+from ds_hydra.engine.model.language_model import language_model_of
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, exchange
 from ds_hydra.engine.ranks.memory import to_device
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
@@ -349,7 +350,7 @@ class BiasCorrection:
         self._rate, self._rank = rate, rank
         self._biases: list[tuple[int, Tensor]] = []
         row = 0
-        for layer in DecoderParts.find(unwrap_adapters(model)).layers:
+        for layer in DecoderParts.find(language_model_of(unwrap_adapters(model))).layers:
             biases = _find_biases(layer)
             rows = sum(map(is_experts, layer.modules()))
             if biases and rows == len(biases):

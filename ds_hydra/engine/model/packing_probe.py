@@ -37,6 +37,7 @@ from ds_hydra.engine.model import apart, decoder_parts, liger
 from ds_hydra.engine.model.adapters import unwrap_adapters
 from ds_hydra.engine.model.attention import ATTENTION_NAME
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch
+from ds_hydra.engine.model.language_model import language_model_of
 from ds_hydra.engine.model.stage_forward import NOT_ONCE
 from ds_hydra.engine.model.stage_model import ModelAbilities, StageModel
 from ds_hydra.errors import UnsupportedModelError
@@ -84,7 +85,7 @@ def try_small_copy(model: nn.Module) -> ModelAbilities:
     Deterministic, so equal on all ranks; takes tenths of a second, on the CPU, or on the
     accelerator where the family's code runs there alone.
     """
-    model = unwrap_adapters(model)
+    model = language_model_of(unwrap_adapters(model))
     decoder_parts.check_supported(model)
     kind, key = type(model), (model.config.to_json_string(), *_code_of(model))
     if key not in _verdicts:

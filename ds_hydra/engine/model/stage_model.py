@@ -44,6 +44,7 @@ from ds_hydra.engine.model.decoder_parts import (
 from ds_hydra.engine.model.experts import ExpertBalance, ExpertParallel, hook_dispatch
 from ds_hydra.engine.model.float8 import Float8Layers, use_plain_head
 from ds_hydra.engine.model.in_place import InPlace
+from ds_hydra.engine.model.language_model import language_model_of
 from ds_hydra.engine.model.since_start import SinceStart, find_hooks
 from ds_hydra.engine.model.stage_forward import (
     AfterHead,
@@ -118,10 +119,10 @@ class StageModel:
         float8_exclude: Sequence[str] = (),
         offloads_optimizer: bool = False,
     ):
-        model = unwrap_adapters(model)
+        model = language_model_of(unwrap_adapters(model))
         decoder_parts.check_supported(model)
         self.model = model
-        """The model, without what PEFT wraps it in."""
+        """The language model, without what PEFT wraps it in."""
         self.abilities = abilities or ModelAbilities()
         self.offloads_optimizer = offloads_optimizer
         """Whether masters and moments of its parameters are in the host's memory."""
