@@ -7,6 +7,9 @@ DEVELOPED := $(VENV)/.installed-dev
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint requirements/constraints.txt
 TEST := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+TELLING := $(addprefix tests/test_,engine_overrides.py engine_training.py stage_model.py attention.py lora.py \
+	trainer.py trainer_arguments.py trl_parts.py checkpoint.py dataset.py config.py planner.py check_command.py)
+
 export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
@@ -15,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-nightly check docs reproduce format clean
+.PHONY: help install demo test test-all test-nightly test-lowest test-newest check docs reproduce format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,6 +52,24 @@ test-all: $(DEVELOPED)  ## run those too that are slow, as CI does
 
 test-nightly: $(DEVELOPED)  ## run what is slow and rarely fails: launchers, hosts, the stand-in device, long counts
 	$(TEST) -m nightly
+
+test-lowest:  ## test with the lowest versions that setup.cfg admits, in an environment of their own
+test-newest:  ## the same with the newest versions
+
+# Of torch the version that constraints pin: its other builds for Linux are those for CUDA.
+test-lowest: RESOLUTION := lowest-direct
+test-newest: RESOLUTION := highest
+test-lowest test-newest:
+	@echo "installing what setup.cfg admits into $(VENV)-$@"
+	@$(PYTHON) -m venv $(VENV)-$@
+	@grep '^torch==' requirements/constraints.txt > $(VENV)-$@/torch.txt
+	@$(VENV)-$@/bin/pip install --quiet --disable-pip-version-check uv
+	@$(VENV)-$@/bin/uv pip compile --quiet --resolution $(RESOLUTION) --constraint $(VENV)-$@/torch.txt \
+		--extra highs --extra peft --extra trl setup.cfg --output-file $(VENV)-$@/versions.txt
+	@$(VENV)-$@/bin/pip install --quiet --disable-pip-version-check --no-compile --constraint $(VENV)-$@/versions.txt \
+		--editable '.[highs,peft,trl]' pytest pytest-timeout pytest-xdist hypothesis
+	PATH="$(abspath $(VENV))-$@/bin:$$PATH" $(VENV)-$@/bin/python -m pytest -n 2 --dist loadfile \
+		-m "not slow and not nightly" $(TELLING)
 
 check: $(DEVELOPED) docs  ## lint, types, import contract, documentation
 	$(BIN)/ruff check .

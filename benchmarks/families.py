@@ -42,8 +42,16 @@ from ds_hydra.engine.model.scheme_support import check_scheme
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Strategy
 
-STRATEGIES = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<cp2,1>", "1x<sp2,1;ep=2>")
-SHORT = ("DP 2", "TP 2", "PP 2", "SP 2", "CP 2", "EP 2")
+STRATEGIES = (
+    "2x<1,1>",
+    "1x<2,1>",
+    "1x<1,2>",
+    "1x<sp2,1>",
+    "1x<cp2,1>",
+    "1x<sp2,1;ep=2>",
+    "2x<1,1;gather>",
+)
+SHORT = ("DP 2", "TP 2", "PP 2", "SP 2", "CP 2", "EP 2", "gathered")
 """Heads of columns."""
 LENGTHS = (9, 5, 17, 1, 12)
 POSITIONS = 20
@@ -73,6 +81,14 @@ FEW_EXPERTS = {
 
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+OFTEN = {
+    "llama": "Llama 3", "qwen2": "Qwen 2.5", "qwen3": "Qwen 3", "qwen3_moe": "Qwen 3, experts",
+    "qwen3_next": "Qwen3-Next", "qwen3_5_text": "Qwen 3.5", "gpt_oss": "gpt-oss", "gemma3_text": "Gemma 3",
+    "gemma4_text": "Gemma 4", "mistral": "Mistral", "mixtral": "Mixtral", "phi3": "Phi 3 and 4",
+    "deepseek_v3": "DeepSeek-V3", "glm4_moe": "GLM 4.5", "granitemoehybrid": "Granite 4-H", "nemotron_h": "Nemotron-H",
+    "falcon_h1": "Falcon-H1", "lfm2": "LFM2", "kimi_linear": "Kimi-Linear", "olmo3": "OLMo 3",
+}  # fmt: skip
+"""Twenty types of models that people train today."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}
@@ -164,6 +180,8 @@ def try_type(model_type: str) -> dict[str, Any]:
     except HydraError as error:
         return {**found, STRATEGIES[0]: {"refused": str(error)}}
     found["one_by_one"] = stage_model.abilities.one_by_one_because
+    found["apart"] = sorted(stage_model.abilities.apart)
+    found["apart_because"] = stage_model.abilities.apart_because
     runs = []
     for strategy in STRATEGIES:
         (scheme,) = Strategy.parse(strategy).schemes[:1]
@@ -234,6 +252,13 @@ def render(records: list[dict[str, Any]]) -> str:
     """The document: a figure or a numbered reason in each cell."""
     records = sorted(records, key=lambda r: r["type"])
     reasons: dict[str, int] = {}
+    by_type = {r["type"]: r for r in records}
+    often = [
+        f"| {name} | {kind} | {_way(by_type[kind], reasons)} | "
+        f"{' | '.join(_answer(by_type[kind].get(strategy), reasons) for strategy in STRATEGIES[1:])} |"
+        for kind, name in OFTEN.items()
+        if kind in by_type
+    ]
     rows = [
         f"| {r['type']} | {_way(r, reasons)} | "
         f"{' | '.join(_cell(r.get(strategy), reasons) for strategy in STRATEGIES)} |"
@@ -243,6 +268,14 @@ def render(records: list[dict[str, Any]]) -> str:
     return "\n".join(
         [
             *_introduction(records),
+            "",
+            "## Twenty that are trained today",
+            "",
+            f"| model | type | sequences | {' | '.join(SHORT[1:])} |",
+            f"|---|---|---|{'---|' * len(SHORT[1:])}",
+            *often,
+            "",
+            "## All types",
             "",
             f"| type | sequences | {' | '.join(SHORT)} |",
             f"|---|---|{'---|' * len(SHORT)}",
@@ -295,7 +328,8 @@ def _introduction(records: list[dict[str, Any]]) -> list[str]:
         f"A gradient is wrong that is off by more than {TOLERANCE:.0e}, unless the one process is off by a quarter of "
         f"that in fp32 against fp64, and the same strategies are off by at most {FP64_TOLERANCE:.0e} with parameters "
         f"in fp64, whose gradients are still added up in fp32. {_noise(off)} Sequences of a micro-batch run packed, or "
-        "one after the other where that would mix them ([limits](limits.md)).",
+        "one after the other where that would mix them: in the modules that carry states, or in all "
+        "of the model ([limits](limits.md)).",
     ]
 
 
@@ -322,8 +356,15 @@ def _ran(record: dict[str, Any]) -> list[dict[str, Any]]:
 def _way(record: dict[str, Any], reasons: dict[str, int]) -> str:
     if not record.get("runs"):
         return ""
-    because = record["one_by_one"]
-    return f"one by one\N{NO-BREAK SPACE}[{_number(because, reasons)}]" if because else "packed"
+    way = "one by one" if record["one_by_one"] else "packed"
+    if kinds := record["apart"]:
+        way += f" but {', '.join(kinds)}"
+    because = record["one_by_one"] or record["apart_because"]
+    return f"{way}\N{NO-BREAK SPACE}[{_number(because, reasons)}]" if because else way
+
+
+def _answer(case: dict[str, Any] | None, reasons: dict[str, int]) -> str:
+    return "yes" if case is not None and "error" in case else _cell(case, reasons)
 
 
 def _cell(case: dict[str, Any] | None, reasons: dict[str, int]) -> str:
@@ -345,7 +386,9 @@ def _number(reason: str, reasons: dict[str, int]) -> int:
     text = re.sub(r"^the model \(model type '[^']*'\):? ", "", text)
     text = re.sub(r"; (use TP|use PP|use ep|leave) [^;]*$", "", text)
     text = re.sub(
-        r", because it has layers of type .*|(?<=one after the other), because .*", "", text
+        r", because it has layers of type .*?(?=, so that|$)|(?<=one after the other), because .*",
+        "",
+        text,
     )
     text = re.sub(r"gradients of \S+ are off by \d+%", "gradients are off", text)
     text = re.sub(r"parameters model\.[^ ]*(, model\.[^ ]*)* are", "parameters are", text)

@@ -156,7 +156,7 @@ OTHER_STRUCTURES = {
 }
 """Learned positions and other names; attention and MLP side by side; layers that drop keyword
 arguments; activations with parameters; latent attention; ALiBi, a table that is read without its
-module, and states of their own, which run one sequence after the other.
+module, and modules with states of their own, which run one sequence after the other.
 """
 
 WHOLE_FEATURES = {

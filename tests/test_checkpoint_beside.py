@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -248,6 +249,21 @@ def save(save_dir, tag, value, *, numel=2000):
     written._thread.join()
     if written._error is not None:
         raise written._error
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_the_thread_that_writes_gives_way_to_training(tmp_path, monkeypatch):
+    noted, write = [], SavingBeside._write
+
+    def noting(beside):
+        noted.append(os.getpriority(os.PRIO_PROCESS, 0))
+        write(beside)
+
+    monkeypatch.setattr(SavingBeside, "_write", noting)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    save(tmp_path, "step1", 1.0)
+    assert noted == [min(own + 10, 19)]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
 @pytest.mark.slow

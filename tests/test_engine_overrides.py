@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime import config, engine
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator, stage3
 
 import ds_hydra
 from ds_hydra.engine import HydraEngine, gradient_shards
@@ -19,6 +24,33 @@ REPLACED = [
     "save_checkpoint", "load_checkpoint", "save_16bit_model", "deepspeed_io", "forward", "backward",
     "step", "destroy", "offload_states", "_zero3_consolidated_16bit_state_dict",
 ]  # fmt: skip
+
+
+PRIVATE = {
+    "_config", "_configure_checkpointing", "_configure_optimizer", "_copy_recovery_script", "_get_all_ckpt_names",
+    "_get_zero_param_shapes", "_global_grad_norm", "_is_gradient_accumulation_boundary", "_param_dict",
+    "_partition_all_parameters", "_step_applied", "_take_model_step", "_zero3_consolidated_16bit_state_dict",
+}  # fmt: skip
+"""Names of DeepSpeed that it may move in any version."""
+OF_OTHERS = {"_lock", "_save_checkpoint"}
+"""Names of ds_hydra and transformers that DeepSpeed has as well."""
+
+
+def private_names(tree):
+    """What is read, set, overridden, or named in a string."""
+    for node in ast.walk(tree):
+        names = [getattr(node, key, None) for key in ("attr", "name", "value")]
+        yield from (n for n in names if isinstance(n, str) and re.fullmatch(r"_[a-z]\w+", n))
+
+
+def test_the_private_names_of_deepspeed_that_are_used_are_known_and_there():
+    modules = (engine, config, stage3, parameter_offload, partitioned_param_coordinator)
+    code = "\n".join(map(inspect.getsource, modules))
+    theirs = set(re.findall(r"(?:self\.|def )(_[a-z]\w+)", code))
+    texts = [path.read_text() for path in Path(ds_hydra.__file__).parent.rglob("*.py")]
+    used = {n for text in texts if "deepspeed" in text for n in private_names(ast.parse(text))}
+    assert theirs >= PRIVATE, f"DeepSpeed has moved {sorted(PRIVATE - theirs)}"
+    assert used & theirs - OF_OTHERS == PRIVATE, sorted(used & theirs ^ PRIVATE)
 
 
 @pytest.mark.parametrize("name", REPLACED)

@@ -24,6 +24,8 @@ from single_process import (
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 
 from ds_hydra.engine.losses import loss as losses
+from ds_hydra.engine.model import packing_probe
+from ds_hydra.engine.model.scheme_support import can_run
 from ds_hydra.engine.model.stage_forward import StageForward
 from ds_hydra.engine.parallel import linear
 from ds_hydra.sampler.cuts import cut_micro_batches
@@ -230,7 +232,7 @@ def check_structures():
         "apertus": ("1x<2,1>",),
         "minicpm3": ("1x<2,1>",),
         "prophetnet": ("2x<1,1>",),
-        "olmo_hybrid": ("1x<1,2>",),
+        "olmo_hybrid": ("1x<1,2>", "1x<2,1>", "2x<1,1;gather>"),
     }.items():
         assert_parity(check_gradients(family, schemes))
 
@@ -247,6 +249,42 @@ def check_boundaries():
     strategies = ("2x<1,1>", "1x<1,2>", "1x<1,2;ckpt=1>", "2x<1,1;gather>")
     assert_parity(check_gradients("olmo_hybrid", strategies))
     assert any(len(lengths) > 2 for lengths in told)
+
+
+def check_hybrid(model_type):
+    """Modules with states run each sequence, everything else the packed micro-batch."""
+    from benchmarks.families import HYDRA, LENGTHS, build
+
+    model = build(model_type)
+    stage_model = packing_probe.build_stage_model(model)
+    strategies = ["2x<1,1>", "1x<1,2;ckpt=1>", "2x<1,1;ckpt=1;gather>", "1x<2,1>"]
+    runs = [s for s in strategies if can_run(stage_model, Strategy.parse(s).schemes[0])]
+    worst = check_gradients(model, runs, HYDRA, lengths=LENGTHS)
+    return worst, stage_model.abilities, runs
+
+
+HYBRIDS = {
+    "nemotron_h": "NemotronHMamba2Mixer",
+    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    "falcon_h1": "FalconH1Mixer",
+    "lfm2": "Lfm2ShortConv",
+    "qwen3_next": "Qwen3NextGatedDeltaNet",
+    "kimi_linear": "KimiLinearDeltaAttention",
+    "jamba": "JambaMambaMixer",
+    "bamba": "BambaMixer",
+}
+"""Types of models with states, and the class of their modules that carry them."""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_hybrids_are_packed_gathered_and_checkpointed(model_type):
+    worst, abilities, runs = run_distributed(check_hybrid, 2, model_type)[0]
+    assert_parity(worst)
+    assert abilities.apart == {HYBRIDS[model_type]}
+    assert not abilities.one_by_one_because
+    assert {"2x<1,1>", "1x<1,2;ckpt=1>", "2x<1,1;ckpt=1;gather>"} <= set(runs)
 
 
 @pytest.mark.distributed

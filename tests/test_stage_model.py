@@ -355,6 +355,20 @@ class Leaking(transformers.LlamaForCausalLM):
             return super().forward(hidden_BTD + 0.1 * before_BTD)
 
 
+class LeakingOutside(Leaking):
+    """The same behind the embedding, of which no layer knows."""
+
+    def __init__(self, config):
+        transformers.LlamaForCausalLM.__init__(self, config)
+        self.model.embed_tokens = self.Leaky(config.vocab_size, config.hidden_size)
+
+    class Leaky(torch.nn.Embedding):
+        def forward(self, input_ids):
+            embedded_BTH = super().forward(input_ids)
+            before_BTH = torch.nn.functional.pad(embedded_BTH, (0, 0, 1, 0))[:, :-1]
+            return embedded_BTH + 0.3 * before_BTH
+
+
 class WithoutSmallCopy(Leaking):
     def __init__(self, config, more):
         super().__init__(config)
@@ -365,9 +379,8 @@ def test_families_that_do_not_keep_sequences_apart_run_them_one_by_one(caplog):
     settings = SIZES | {"num_experts": 0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
     doge = transformers.DogeForCausalLM(transformers.DogeConfig(**settings))
     for model, why in (
-        (Leaking(config), r"are off by \d+% where two sequences share a micro-batch"),
+        (LeakingOutside(config), r"are off by \d+% where two sequences share a micro-batch"),
         (doge, "DogeAttention: .*a mask of its own"),
-        (tiny("olmo_hybrid"), "layers of type linear_attention"),
     ):
         stage_model = packing_probe.build_stage_model(model)
         assert re.search(f"one after the other .*{why}", caplog.messages.pop())
@@ -457,11 +470,29 @@ def test_kernels_are_told_where_sequences_begin(monkeypatch, caplog):
     assert not stage_model.abilities.one_by_one_because
     assert not caplog.messages
     assert {tuple(lengths) for lengths in told if len(lengths) > 1} == {(7, 4)}
-    for works in (Scheme(1, 1), Scheme(1, 2), Scheme(1, 1, gather=True), Scheme(1, 1, ckpt=2)):
-        check_scheme(stage_model, works)
-    for scheme in (Scheme(2, 1), Scheme(1, 1, sp=2), Scheme(1, 1, cp=2)):
-        with pytest.raises(UnsupportedModelError, match=r"token to token.*linear_attention.*TP 1"):
+    assert not stage_model.abilities.apart
+    check_schemes_of_states(stage_model)
+
+
+def check_schemes_of_states(stage_model):
+    for works in ("<1,1>", "<1,2>", "<2,1>", "<1,1;gather>", "<1,1;ckpt=2>", "<1,1;ckpt=2;gather>"):
+        check_scheme(stage_model, Scheme.parse(works))
+    for scheme in (Scheme(1, 1, sp=2), Scheme(1, 1, cp=2)):
+        with pytest.raises(UnsupportedModelError, match=r"token to token.*linear_attention.*SP 1"):
             check_scheme(stage_model, scheme)
+
+
+def test_modules_with_states_run_each_sequence_where_no_kernel_keeps_them_apart(caplog):
+    stage_model = packing_probe.build_stage_model(tiny("olmo_hybrid"))
+    abilities = stage_model.abilities
+    assert abilities.apart == {"OlmoHybridGatedDeltaNet"}
+    assert not abilities.one_by_one_because
+    assert not abilities.boundaries_because
+    assert re.search("packs sequences, but for OlmoHybridGatedDeltaNet.*conv", caplog.messages[-1])
+    check_schemes_of_states(stage_model)
+    # The same of any module in a layer
+    leaking = packing_probe.try_small_copy(Leaking(transformers.LlamaConfig(**SIZES)))
+    assert leaking.apart == {"LlamaAttention"}
 
 
 def test_kernels_that_mix_sequences_are_given_one_at_a_time(monkeypatch, caplog):
@@ -474,7 +505,8 @@ def test_kernels_that_mix_sequences_are_given_one_at_a_time(monkeypatch, caplog)
     monkeypatch.setattr(modeling_olmo_hybrid, "torch_chunk_gated_delta_rule", mixing)
     monkeypatch.setattr(packing_probe, "_verdicts", {})
     trial = packing_probe.try_small_copy(tiny("olmo_hybrid"))
-    assert re.search(r"linear_attention, and .* are off by \d+%", trial.one_by_one_because)
+    assert re.search(r"linear_attention, and .* are off by \d+%", trial.apart_because)
+    assert trial.apart == {"OlmoHybridGatedDeltaNet"}
 
 
 def test_kernels_of_an_accelerator_alone_are_tried_there(monkeypatch):

@@ -21,6 +21,7 @@ from ds_hydra.engine.checks.deepspeed_section import check_buildable
 from ds_hydra.engine.hydra_engine import HydraEngine, needs_metric
 from ds_hydra.engine.model.adapters import check_trains
 from ds_hydra.engine.model.held_models import check_free
+from ds_hydra.engine.model.language_model import freeze_other_parts
 from ds_hydra.engine.ranks.process import prepare_accelerator
 from ds_hydra.errors import HydraConfigError
 
@@ -130,6 +131,7 @@ def initialize(
             f"the {type(optimizer).__name__} has no parameters: another engine has taken them (DeepSpeed steps its own "
             "copies); make a new optimizer for this one"
         )
+    freeze_other_parts(model)
     if optimizer is not None or "optimizer" in ds_config:
         check_trains(model)
     if model_parameters is None and optimizer is None:

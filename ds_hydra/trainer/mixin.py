@@ -57,6 +57,7 @@ from ds_hydra.engine.checkpointing.files import (
 from ds_hydra.engine.checks.deepspeed_section import check_buildable
 from ds_hydra.engine.hydra_engine import needs_metric
 from ds_hydra.engine.model.adapters import check_trains, unify_adapter_dtype, unwrap_adapters
+from ds_hydra.engine.model.language_model import freeze_other_parts
 from ds_hydra.engine.model.liger import complete_settings
 from ds_hydra.engine.ranks.agreement import raise_together, run_together
 from ds_hydra.engine.ranks.watchdog import call_together, names_losses
@@ -343,6 +344,7 @@ class EngineMixin:
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, DataLoader]:
+        freeze_other_parts(self.model)
         check_trains(self.model)
         unify_adapter_dtype(self.model, self._warn)
         self._try_saving()

@@ -15,6 +15,8 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import os
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -41,6 +43,11 @@ _SHARE = 0.9
 _PATIENCE_S = 300.0
 """Longest that files which another rank has written are looked for: a network mount may show them
 late.
+"""
+
+_NICENESS = 10
+"""Steps by which the thread that writes gives way: where no core is free training has ten times its
+share. At 19 it would hardly write there.
 """
 
 _WRITING, _WRITTEN, _DONE, _FAILED = range(4)
@@ -230,6 +237,8 @@ class SavingBeside:
     # The thread.
 
     def _run(self) -> None:
+        if sys.platform == "linux":  # of this thread alone; elsewhere of the process
+            os.nice(_NICENESS)
         self._keep_error(self._write)
         self._is_written.set()
         with self._lock:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -65,6 +65,7 @@ class PackedMicroBatch:
     """[T] int64, beside the seeds: tokens of each token's sequence."""
     predicting: Tensor | None = None
     """[t] int64: places of the tokens that the head is asked about; None where it is about all."""
+    _alone: list[PackedMicroBatch] = field(default_factory=list, init=False, compare=False)
 
     @classmethod
     def build(
@@ -117,6 +118,20 @@ class PackedMicroBatch:
             layout=layout,
             keys=keys,
         )
+
+    def each_alone(self) -> Sequence[PackedMicroBatch]:
+        """Micro-batches of one segment each, of a micro-batch that no rank shares; made once."""
+        if not self._alone:
+            noise = (self.token_seeds_T, self.token_lengths_T)
+            seeds, of_tokens = (
+                [None] * len(self.lengths) if values is None else values.split(self.lengths)
+                for values in noise
+            )
+            for length, seeds_T, lengths_T in zip(self.lengths, seeds, of_tokens, strict=True):
+                alone = PackedMicroBatch.build([length], self.position_ids.device)
+                alone = replace(alone, token_seeds_T=seeds_T, token_lengths_T=lengths_T)
+                self._alone.append(alone)
+        return self._alone
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -590,6 +590,12 @@ def _cut_by_plan(
     """
     cut, shape = functools.partial(replace, spec), spec.shape
     num_dims = len(shape)
+    if style == "packed_colwise" or (style == "colwise" and num_dims == 3):  # of experts
+        dim, num_packed = max(num_dims - 2, 0), 1 if style == "colwise" else _NUM_PACKED
+        multiple = _cut_multiple(shape, shape[dim] // num_packed)
+        return cut(
+            slicing=Slicing.ROWWISE, cut_dim=dim, num_packed=num_packed, cut_multiple=multiple
+        )
     if style in ("colwise", tensor_parallel.GATHERED):
         is_head = style == "colwise"
         if is_head and name in _KEY_VALUE_PROJECTIONS:
@@ -597,12 +603,6 @@ def _cut_by_plan(
         is_head = is_head and name in _QUERY_PROJECTIONS
         num_heads = config.num_attention_heads if is_head else 0
         return cut(slicing=Slicing.COLWISE, num_blocks=num_heads)
-    if style == "packed_colwise":
-        dim = max(num_dims - 2, 0)
-        multiple = _cut_multiple(shape, shape[dim] // _NUM_PACKED)
-        return cut(
-            slicing=Slicing.ROWWISE, cut_dim=dim, num_packed=_NUM_PACKED, cut_multiple=multiple
-        )
     if style in ("rowwise", tensor_parallel.SPLIT):
         if num_dims == 1:
             # A bias: added once, although every rank has a part of the products.

@@ -4,11 +4,12 @@ layers run in stages.
 
 [Note: One by one]
 Where attention does not go through transformers' AttentionInterface, or layers have states of their
-own (linear attention, convolutions), a packed micro-batch would mix its sequences. Such a model
-runs the sequences of a micro-batch one after the other, with its own attention, which is right for
-any model that is causal. Layers with states are first told where the sequences begin: the kernels
-of flash-linear-attention and causal-conv1d, where installed, keep them apart by that, and
-transformers refuses it without them.
+own (linear attention, convolutions), a packed micro-batch would mix its sequences. Layers with
+states are first told where the sequences begin: the kernels of flash-linear-attention, mamba-ssm
+and causal-conv1d, where installed, keep them apart by that, and transformers refuses it without
+them. Then the modules with states run apart (apart.py). Where that is not enough the model runs the
+sequences of a micro-batch one after the other, with its own attention, which is right for any model
+that is causal.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_hydra.engine.model import decoder_parts, liger
+from ds_hydra.engine.model import apart, decoder_parts, liger
 from ds_hydra.engine.model.adapters import unwrap_adapters
 from ds_hydra.engine.model.attention import ATTENTION_NAME
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch
+from ds_hydra.engine.model.language_model import language_model_of
 from ds_hydra.engine.model.stage_forward import NOT_ONCE
 from ds_hydra.engine.model.stage_model import ModelAbilities, StageModel
 from ds_hydra.errors import UnsupportedModelError
@@ -52,9 +54,9 @@ _MOST_DIFFERENCE = 1e-3
 more.
 """
 
-_KEPT_APART = frozenset({"linear_attention", "conv", "moe"})
-"""Types of layers whose kernels keep states of sequences apart. Of other types two short sequences
-may not show that they mix, so they run one by one.
+_SHOW_STATES = frozenset({"linear_attention", "conv", "moe", "hybrid", "hybrid_sliding"})
+"""Types of layers whose states two short sequences show. Of other types these may not show that
+they mix, so they run one by one.
 """
 
 _SMALLEST_SHARE = 1e-3
@@ -83,7 +85,7 @@ def try_small_copy(model: nn.Module) -> ModelAbilities:
     Deterministic, so equal on all ranks; takes tenths of a second, on the CPU, or on the
     accelerator where the family's code runs there alone.
     """
-    model = unwrap_adapters(model)
+    model = language_model_of(unwrap_adapters(model))
     decoder_parts.check_supported(model)
     kind, key = type(model), (model.config.to_json_string(), *_code_of(model))
     if key not in _verdicts:
@@ -97,7 +99,8 @@ def try_small_copy(model: nn.Module) -> ModelAbilities:
     if isinstance(verdict, str):
         raise UnsupportedModelError(verdict)
     if not verdict.one_by_one_because and (problem := _find_untried(model)):
-        verdict = replace(verdict, one_by_one_because=problem, boundaries_because="")
+        of_states = {"boundaries_because": "", "apart_because": "", "apart": frozenset()}
+        verdict = replace(verdict, one_by_one_because=problem, **of_states)
         _log(kind, verdict)
     decoder_parts.check_unchanged(model, has_own_masks=bool(verdict.one_by_one_because))
     return verdict
@@ -135,6 +138,13 @@ def _log(kind: type[nn.Module], abilities: ModelAbilities) -> None:
             kind.__name__,
             abilities.one_by_one_because,
         )
+    if abilities.apart:
+        logger.warning(
+            "%s packs sequences, but for %s, which runs those of a micro-batch one after the other, because %s",
+            kind.__name__,
+            ", ".join(sorted(abilities.apart)),
+            abilities.apart_because,
+        )
 
 
 def _try(kind: type[nn.Module], config: Any) -> ModelAbilities:
@@ -142,10 +152,14 @@ def _try(kind: type[nn.Module], config: Any) -> ModelAbilities:
     types = decoder_parts.other_layer_types(config)
     problem = states = f"it has layers of type {', '.join(types)}" if types else ""
     abilities = ModelAbilities(boundaries_because=states)
-    if _KEPT_APART.issuperset(types):
+    if _SHOW_STATES.issuperset(types):
         problem = small.compare(abilities, Scheme(1, 1))
         if problem and states:
             problem = f"{states}, and {problem}"
+    if problem and _SHOW_STATES.issuperset(types) and (kinds := small.find_mixed()):
+        tried = ModelAbilities(apart=kinds, apart_because=problem)
+        if not small.compare(tried, Scheme(1, 1)):
+            abilities, problem = tried, ""
     if problem:
         abilities = ModelAbilities(one_by_one_because=problem)
         if still := small.compare(abilities, Scheme(1, 1)):
@@ -282,6 +296,17 @@ class _SmallCopy:
         how = "run in stages" if scheme.pp > 1 else "share a micro-batch"
         problem = _compare(names, together, self._alone)
         return problem and f"{problem} where two sequences {how}"
+
+    def find_mixed(self) -> frozenset[str]:
+        """Classes of modules in layers that mix sequences of a packed micro-batch."""
+        try:
+            stage_model = StageModel(self._model, aux_loss=False)
+            layers = stage_model.layers
+            with torch.no_grad(), apart.noting_mixed(layers, _MOST_DIFFERENCE) as kinds:
+                self._run_together(stage_model, Scheme(1, 1))
+        except Exception:  # a family's own code
+            return frozenset()
+        return frozenset(kinds)
 
     def looks_ahead(self) -> bool:
         """Whether another last token changes the outputs of a sequence before it."""

@@ -80,10 +80,10 @@ def _find_of_layers(scheme: Scheme, of: StageModel) -> Iterator[str]:
     name, abilities = type(of.model).__name__, of.abilities
     is_shared = scheme.tp > 1 or scheme.sp > 1 or scheme.cp > 1
     one_by_one = abilities.one_by_one_because
-    if abilities.boundaries_because and is_shared:
+    if abilities.states_because and (scheme.sp > 1 or scheme.cp > 1):
         yield (
-            f"states pass from token to token in {name}, because {abilities.boundaries_because}; use TP 1, SP 1 and "
-            "CP 1"
+            f"states pass from token to token in {name}, because {abilities.states_because}, so that a rank needs "
+            "whole sequences; use SP 1 and CP 1"
         )
     if one_by_one and is_shared:
         yield (

@@ -182,15 +182,11 @@ class StageForward:
         """
         if not self._one_by_one or len(micro_batch.lengths) == 1:
             return self._run(micro_batch, input_ids, hidden, at_head)
-        lengths, device = micro_batch.lengths, micro_batch.position_ids.device
-        noise = (micro_batch.token_seeds_T, micro_batch.token_lengths_T)
-        seeds, of_tokens = (_split(values_T, lengths, dim=0) for values_T in noise)
-        parts = zip(lengths, _split(input_ids, lengths), _split(hidden, lengths), seeds, of_tokens)
-        outputs = []
-        for length, ids, part, seeds_T, lengths_T in parts:
-            alone = PackedMicroBatch.build([length], device)
-            alone = replace(alone, token_seeds_T=seeds_T, token_lengths_T=lengths_T)
-            outputs.append(self._run(alone, ids, part, at_head and _hand_on))
+        parts = (_split(tensor, micro_batch.lengths) for tensor in (input_ids, hidden))
+        outputs = [
+            self._run(alone, ids, part, at_head and _hand_on)
+            for alone, ids, part in zip(micro_batch.each_alone(), *parts, strict=True)
+        ]
         output = torch.cat(outputs, dim=1)
         if micro_batch.predicting is not None:  # on the last stage alone
             output = output.index_select(1, micro_batch.predicting)
@@ -479,8 +475,8 @@ def _end_at_head(_module: nn.Module, args: tuple[Any, ...]) -> None:
     raise StageEnd(args[0])
 
 
-def _split(tensor: Tensor | None, lengths: Sequence[int], dim: int = 1) -> Sequence[Tensor | None]:
-    return [None] * len(lengths) if tensor is None else tensor.split(lengths, dim)
+def _split(tensor: Tensor | None, lengths: Sequence[int]) -> Sequence[Tensor | None]:
+    return [None] * len(lengths) if tensor is None else tensor.split(lengths, dim=1)
 
 
 _MOST_VARIANTS = 64

@@ -31,6 +31,7 @@ from ds_hydra.engine.model.adapters import (
     unwrap_adapters,
     use_saved_modules,
 )
+from ds_hydra.engine.model.apart import run_apart
 from ds_hydra.engine.model.attention_choice import Choice, head_widths, select_kernels
 from ds_hydra.engine.model.current_micro_batch import checkpointed, current_micro_batch
 from ds_hydra.engine.model.decoder_parts import (
@@ -44,6 +45,7 @@ from ds_hydra.engine.model.decoder_parts import (
 from ds_hydra.engine.model.experts import ExpertBalance, ExpertParallel, hook_dispatch
 from ds_hydra.engine.model.float8 import Float8Layers, use_plain_head
 from ds_hydra.engine.model.in_place import InPlace
+from ds_hydra.engine.model.language_model import language_model_of
 from ds_hydra.engine.model.since_start import SinceStart, find_hooks
 from ds_hydra.engine.model.stage_forward import (
     AfterHead,
@@ -76,12 +78,23 @@ class ModelAbilities:
     """Reason that the sequences of a micro-batch run one after the other ([Note: One by one])."""
     boundaries_because: str = ""
     """Reason that the layers of a packed micro-batch need the begins of its sequences."""
+    apart: frozenset[str] = frozenset()
+    """Classes of modules that run the sequences of a micro-batch one after the other
+    ([Note: Modules apart]).
+    """
+    apart_because: str = ""
+    """Reason that they do."""
     no_stages_because: str = ""
     """Reason that layers cannot be split into stages."""
     no_gather_because: str = ""
     """Reason that layers cannot be gathered."""
     positions_end: bool = False
     """Whether no sequence may be longer than `max_position_embeddings`: positions are learned."""
+
+    @property
+    def states_because(self) -> str:
+        """Reason that a rank has to have whole sequences."""
+        return self.boundaries_because or self.apart_because
 
 
 def options_of(config: HydraConfig) -> dict[str, Any]:
@@ -118,10 +131,10 @@ class StageModel:
         float8_exclude: Sequence[str] = (),
         offloads_optimizer: bool = False,
     ):
-        model = unwrap_adapters(model)
+        model = language_model_of(unwrap_adapters(model))
         decoder_parts.check_supported(model)
         self.model = model
-        """The model, without what PEFT wraps it in."""
+        """The language model, without what PEFT wraps it in."""
         self.abilities = abilities or ModelAbilities()
         self.offloads_optimizer = offloads_optimizer
         """Whether masters and moments of its parameters are in the host's memory."""
@@ -143,7 +156,7 @@ class StageModel:
             named = self._take_params(named, meta_of)
             parts = decoder_parts.DecoderParts.find(self.model)
             self._base, self._embedding, head = parts.base, parts.embedding, parts.head
-            self._follow_sequences()
+            self._follow_sequences(parts.layers)
             self._checkpoint_layers(parts.layers, activation_checkpointing)
             self._replace_forward(parts)
             self._hook_units(parts)
@@ -181,12 +194,13 @@ class StageModel:
         self._meta_params: list[nn.Parameter] = [meta_of[id(p)] for p in self.params]
         return named
 
-    def _follow_sequences(self) -> None:
+    def _follow_sequences(self, layers: Iterable[nn.Module]) -> None:
         """Let attention and layers with states see where the sequences of a micro-batch begin."""
         if not self.abilities.one_by_one_because:
             attention.use_packed_attention(self.model)
         self.model.train()
         attention.follow_each_sequence(self.model)
+        run_apart(layers, self.abilities.apart)
 
     def _checkpoint_layers(self, layers: Iterable[nn.Module], all_of_them: bool) -> None:
         """Let layers run again in backward where they are asked to, or under any scheme."""
@@ -499,6 +513,8 @@ class StageModel:
             return [], f"{outside[0]} is sliced outside of the layers"
         if not self.has_plain_embedding:
             return [], "more than an embedding runs before the layers"
+        if because := self.abilities.states_because:
+            return [], f"states pass from token to token: {because}"
         try:
             blocks = [block for layer in self.layers for block in find_blocks(layer, sides)]
         except ValueError as error:

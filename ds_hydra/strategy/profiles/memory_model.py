@@ -22,8 +22,6 @@ OPTIMIZER_BYTES = 4 + 8 + 4
 
 GRADIENT_BYTES = 4
 """Bytes per element of a pulled slice, and of a ZeRO-3 shard: its fp32 gradient."""
-OFFLOAD_WINDOW = 2
-"""Offloaded layers whose input, and what attention has returned, are on the device at any time."""
 GATHER_WINDOW = 2
 """Gathered layers that are with a rank at any time: the one that runs and the next one."""
 
@@ -143,9 +141,10 @@ class MemoryModel:
     with i = `input_bytes` of an element of a hidden state, which every rank of a TP group has whole
     (1 / TP of it with `tp_sequence_parallel`), and K = `attention_bytes`, attention's output and
     log-sum-exp, which do not run again (0 where all layers are checkpointed). Of layers that
-    `offload` the host has these, `host_bytes` of a rank, and the device those of
-    two. Logits and their
-    gradient, for which other layers no longer leave room, come on top. MaxLen is that of the
+    `offload` the host has these, `host_bytes` of a rank, and the device those of the last one that
+    ran forward, or of the one below the layer that runs again, whose own are in A. That layer
+    counts where n = m: else the last micro-batch's n - m others are gone before it runs. Logits and
+    their gradient, for which other layers no longer leave room, come on top. MaxLen is that of the
     tightest stage. A of a TP degree already accounts for which activations TP shards.
 
     Where a pass is `forward_only` nothing waits for backward: of a micro-batch there are
@@ -341,7 +340,8 @@ class MemoryModel:
                 whole * layer + stage.num_checkpointed * on_device
             )
             if stage.num_checkpointed:
-                per_token += layer + (OFFLOAD_WINDOW * kept if scheme.offload else 0.0)
+                per_token += 0.0 if scheme.offload and whole else layer
+                per_token += kept if scheme.offload else 0.0
             per_token += self._in_one_layer_bytes(scheme)
             per_token += again if stage.is_last else 0.0
             stages.append((self._state_bytes(scheme, num_devices, stage.num_layers), per_token))
