@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 import pytest
-from command_line import accepted, document_of, invoke, refused
+from command_line import accepted, document_of, invoke
 
 from benchmarks.galvatron_originals import later_repository_cases, rtx_titan
 from ds_hydra.configs import find_file
@@ -376,21 +376,3 @@ class TestCommand:
             8,
         )
         assert "samples/s" in result.stdout
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (("--devices", 8, "--memory-gb", 80), "give either --layers or --profile"),
-            (
-                ("--profile", "a800_llama2_7b", "--devices", 6, "--memory-gb", 80),
-                "not a power of two",
-            ),
-            (
-                ("--profile", "a800_llama2_7b", "--devices", 8, "--memory-gb", 1),
-                "no plan fits 1024 MB",
-            ),
-            (("--profile", "a800_llama_7b", "--devices", 8, "--memory-gb", 1), "did you mean"),
-        ],
-    )
-    def test_mistakes_are_explained(self, arguments, message):
-        assert message in refused("search", *arguments)
