@@ -16,7 +16,7 @@ from ds_hydra.records.events import simulate_plan
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
 from ds_hydra.sampler.planner import candidate as candidate_module
 from ds_hydra.sampler.planner.candidate import OneStrategy, Phases, find_menus
-from ds_hydra.sampler.planner.group_steps import MAX_CUTS, Cuts, MixedGroups, find_cuts, plan_steps
+from ds_hydra.sampler.planner.group_steps import MAX_CUTS, Cuts, MixedGroups, plan_steps
 from ds_hydra.sampler.planner.iteration import fastest, plan_iteration, plan_with_time
 from ds_hydra.sampler.planner.phase_plan import PhasePlan, PlanningProblem
 from ds_hydra.sampler.planner.planner_settings import PlannerSettings
@@ -339,6 +339,7 @@ def widest_menu(num_devices, schemes=OF_ANY_SIZE):
         (12, [1, 2, 4, 8, 12]),
         (24, [1, 2, 4, 8, 16, 24]),
         (40, [1, 2, 4, 8, 16, 32, 40]),
+        (96, [1, 2, 4, 8, 16, 32, 96]),
     ],
 )
 def test_ranks_that_are_no_power_of_two_have_groups_of_all_and_of_powers_of_two(num_devices, sizes):
@@ -348,6 +349,7 @@ def test_ranks_that_are_no_power_of_two_have_groups_of_all_and_of_powers_of_two(
     known = groups_of_all(menu.alike(num_devices))
     groups = menu.groups_of_step(num_devices)._cuts
     assert [int(n == num_devices) for n in sizes] in groups.first.tolist()
+    assert len(groups.first) <= MAX_CUTS
     for counts in groups.first[:: len(groups.first) // 200 + 1]:
         assert counts @ sizes == num_devices
         strategy = Strategy(tuple(s for s, n in zip(menu.schemes, counts) for _ in range(n)))
@@ -362,20 +364,6 @@ def test_sizes_that_do_not_divide_each_other_are_in_menus_of_their_own():
     known = {"max_len_tokens": lambda s: 30 * s.cp, "links_of": lambda _: NO_LINKS}
     found = find_menus(schemes, profile, 6, **known)
     assert sorted([s.cp for s in menu.schemes] for menu in found) == [[1, 2, 6], [1, 3, 6]]
-
-
-def test_a_sequence_goes_where_there_is_room_when_the_earliest_group_is_full():
-    """Where a step takes the same with any sequences, the earliest of two groups stays so; where
-    9 takes longer than 5 and 5 do, the group of 9 ends later and has room for 2.
-    """
-    for sequences_ms, lengths in (
-        (lambda lengths: 0.0 * lengths, [5] * 4),
-        (lambda lengths: 1.0 * lengths**2, [9, 5, 5, 2]),
-    ):
-        own = np.array(lengths)
-        pair = MixedGroups(2, [1], [11], [1.0], [sequences_ms], Cuts.all([[2]]))
-        step = pair.step(0, own, pair.table_ms(own), np.arange(own.size))
-        assert np.bincount(step.group_of, own).max() <= 11
 
 
 def test_steps_end_with_the_last_sequence(monkeypatch):
@@ -403,15 +391,6 @@ def test_sizes_that_do_not_divide_the_ranks_are_in_no_menu():
     found, time_ms = plan([200, 28], strategies, settings, profile, 8)
     assert str(found.strategy) == "1x<cp7,1;gather> + 1x<1,1;gather>", "as it is written"
     assert time_ms == pytest.approx(200 / 7)
-
-
-def test_the_widest_group_of_96_ranks_is_there():
-    """Sizes that divide the ranks, of which 96 is no power of two."""
-    sizes = (1, 2, 4, 8, 16, 32, 96)
-    assert num_cuts(96, sizes) > MAX_CUTS
-    first = find_cuts(96, sizes).first
-    assert 0 < len(first) <= MAX_CUTS
-    assert [0, 0, 0, 0, 0, 0, 1] in first.tolist()
 
 
 def held_profile():
@@ -443,9 +422,6 @@ def test_proposed_where_they_make_global_batches_faster():
     refused = propose_phases(bench, bench.world.profile, GroupLimits(0), (), np.full(3, 150.0))
     assert refused.strategies == ()
     assert refused.are_refused
-
-
-IN_FIVE = "1x<sp4,1;gather>" + 4 * " then 4x<1,1;gather>"
 
 
 def test_time_outside_of_propagation_is_not_counted_for_every_phase():

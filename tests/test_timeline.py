@@ -55,9 +55,6 @@ def test_bubble_counts_every_device():
     timeline = make_timeline()
     assert timeline.propagation_ms == 6
     assert timeline.bubble == pytest.approx(1 - (2 * 6 + 1 * 4) / (5 * 6))
-
-
-def test_without_micro_batches():
     empty = make_timeline(events=())
     assert (empty.propagation_ms, empty.bubble) == (0.0, 0.0)
 
