@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hydra.lab.simulator.fixed_length import (
-    first_fit_decreasing,
     karmarkar_karp,
     pack_fixed_length,
 )
@@ -22,12 +21,6 @@ def kk_sums(weights, num_groups):
     return sorted(np.bincount(groups, weights=weights, minlength=num_groups).tolist())
 
 
-def test_first_fit_takes_the_first_micro_batch_with_room():
-    micro_batches = np.zeros(5, dtype=np.int64)
-    assert first_fit_decreasing(np.array([6, 5, 4, 3, 1]), 9, micro_batches) == 3
-    assert micro_batches.tolist() == [0, 1, 1, 0, 2]
-
-
 def test_differencing_by_hand():
     """8 7 6 5 4 in two groups: 8-7=1, 6-5=1, 4-1=3, 3-1=2: the sums differ by 2, the best division
     by 0.
@@ -36,18 +29,6 @@ def test_differencing_by_hand():
     assert kk_sums([5, 5, 4, 4, 3, 3], 3) == [8, 8, 8]
     assert kk_sums([3, 1], 1) == [4]
     assert kk_sums([3, 1], 4) == [0, 0, 1, 3]
-
-
-def test_micro_batches_are_dealt_out_in_turn():
-    lengths = np.array([9, 8, 7, 6, 5])
-    pipelines = pack_fixed_length(lengths, 10, 2)
-    assert [
-        [lengths[micro_batch].tolist() for micro_batch in micro_batches]
-        for micro_batches in pipelines
-    ] == [
-        [[9], [7], [5]],
-        [[8], [6]],
-    ]
 
 
 lengths_strategy = st.lists(st.integers(1, 50), min_size=0, max_size=40).map(
