@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from command_line import invoke, refused
+from command_line import invoke
 from distributed import run_distributed
 from engines import small_profile
 from transformers import LlamaConfig, Qwen2Config
@@ -235,10 +235,14 @@ def test_a_ratio_of_the_hardware_that_cannot_be_is_refused(key, value):
         Profile.from_json(document)
 
 
-def ranks_of_a_core(cores, num_threads):
-    os.sched_setaffinity(0, cores[dist.get_rank()])
-    torch.set_num_threads(num_threads)
-    return find_ranks_per_core(Hosts(("a", "b"), (0, 0, 1)), CPU)
+def ranks_of_a_core(cases):
+    """By cores and threads of each rank."""
+    found = []
+    for cores, num_threads in cases:
+        os.sched_setaffinity(0, cores[dist.get_rank()])
+        torch.set_num_threads(num_threads)
+        found.append(find_ranks_per_core(Hosts(("a", "b"), (0, 0, 1)), CPU))
+    return found
 
 
 @pytest.mark.distributed
@@ -247,9 +251,8 @@ def test_ranks_of_a_core_are_counted_on_the_fullest_host():
     if not others:
         pytest.skip("needs two cores")
     both = {first, others[0]}
-    assert run_distributed(ranks_of_a_core, 3, [{first}, {first}, {first}], 1) == [2.0] * 3
-    assert run_distributed(ranks_of_a_core, 3, [{first}, {others[0]}, both], 1) == [1.0] * 3
-    assert run_distributed(ranks_of_a_core, 3, [both, both, both], 2) == [2.0] * 3
+    cases = [([{first}] * 3, 1), ([{first}, {others[0]}, both], 1), ([both] * 3, 2)]
+    assert run_distributed(ranks_of_a_core, 3, cases) == [[2.0, 1.0, 2.0]] * 3
     assert find_ranks_per_core(Hosts(("a",), (0,)), torch.device("cuda")) == 1.0
 
 
@@ -324,11 +327,11 @@ def test_one_device_measures_slices_and_adds_the_clusters_communication(tmp_path
         first, last = (3 * 10 + 2) * pass_ms + hop_ms, (3 * 10 + 3) * pass_ms
         # T = (slowest stage + both) / 3, and either stage may be the slowest.
         assert (2 * last + first) / 3 - 2e-3 <= costly - cheap <= (2 * first + last) / 3 + 2e-3
-    assert dear["memory"]["activation_bytes_per_token_per_layer_per_hidden"].keys() == {
-        "1",
-        "2",
-        "4",
-    }
+    assert dear["tp_sequence_parallel"]
+    kept = dear["memory"]["activation_bytes_per_token_per_layer_per_hidden"]
+    assert kept.keys() == {"1", "2", "4"}
+    # The gradient of hidden states before the head is whole on every rank until its backward
+    assert 0.95 * kept["1"] < kept["2"] < kept["4"] < 1.25 * kept["1"]
     assert dear["model"]["num_layers"] == 6
     assert Profile.from_json(dear).max_len_tokens(Scheme(2, 1), 8) > 0
 
@@ -368,33 +371,8 @@ def run_profile_of(model, limit):
     run_profile(request_for(model, memory_limit_bytes=limit), CPU, None)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--lengths", "8,x,32"], "--lengths is '8,x,32', expected whole numbers"),
-        (["--lengths", "8,16"], "three different lengths"),
-        (["--lengths", "8,16,128"], "--lengths has 128, more than --context 64"),
-        (["--tp", "0,1"], "--tp is '0,1', expected whole numbers of 1 or more"),
-        (["--out", "no/such/folder/p.json"], "whose folder does not exist"),
-        (["--topology", "missing.json"], "cannot read missing.json"),
-    ],
-)
-def test_the_command_refuses_before_any_rank_starts(arguments, message):
-    assert message in refused("profile", "--model", "llama2_7b", "--context", 64, *arguments)
-
-
-def test_the_help_shows_how_launchers_start_it():
-    text = " ".join(invoke("profile", "--help").stdout.split())
-    assert (
-        "deepspeed --log_level error --no_local_rank --no_python ds-hydra profile --model llama2_7b"
-        in text
-    )
-
-
 def test_unknown_models_are_refused_with_the_names_of_presets(tmp_path):
-    with pytest.raises(
-        HydraConfigError, match=r"a shipped preset .gpt_oss_20b, llama2_13b, llama2_32b, llama2_7b"
-    ):
+    with pytest.raises(HydraConfigError, match=r"a shipped preset .gpt_oss_20b, llama2_13b, llam"):
         profile_run.load_model_config(str(tmp_path))
 
 
@@ -430,25 +408,6 @@ def test_nodes_may_have_links_of_different_speed():
     assert interconnects.bytes_per_s[0, 1] == 1e9
     assert interconnects.bytes_per_s[4, 5] == interconnects.bytes_per_s[3, 4] == 1e8
     assert (interconnects.latency_s[4, 5], interconnects.latency_s[3, 4]) == (1e-4, 1e-3)
-
-
-def slices_in_shards(model):
-    """Activations of TP slices of one device, as a rank of the group would hold them."""
-    profile_run.Measurements = SimpleNamespace(open=lambda *_: Measurements())
-    request = request_for(
-        model, topology=Topology.from_json(TOPOLOGY), tp=(1, 2, 4), pp=(1,), repeats=1
-    )
-    document = run_profile(request, CPU, None)
-    per_tp = document["memory"]["activation_bytes_per_token_per_layer_per_hidden"]
-    return document["tp_sequence_parallel"], per_tp
-
-
-@pytest.mark.distributed
-def test_slices_keep_the_shards_of_their_ranks_under_tp(tmp_path):
-    ((is_cut, shards),) = run_distributed(slices_in_shards, 1, save_model(tmp_path))
-    assert is_cut
-    # The gradient of hidden states before the head is whole on every rank until its backward
-    assert 0.95 * shards["1"] < shards["2"] < shards["4"] < 1.25 * shards["1"]
 
 
 @pytest.mark.parametrize(("total", "longest"), [(80 << 30, 4096), (3 << 30, 512)])
