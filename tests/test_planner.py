@@ -156,16 +156,6 @@ def test_bound_and_makespan_enclose_the_optimum(lengths, strategy, objective):
     assert optimum * (1 - 1e-9) <= result.makespan_ms <= optimum * 1.2
 
 
-@settings(deadline=None, max_examples=30)
-@given(batches, st.randoms(use_true_random=False))
-def test_equal_input_equal_plan_and_order_of_the_batch_is_irrelevant(lengths, random):
-    first = plan(lengths)
-    assert plan(lengths) == first
-    assert plan(lengths).digest == first.digest
-    random.shuffle(lengths)
-    assert plan(lengths).makespan_ms == first.makespan_ms
-
-
 SHARED = replace(PROFILE, ranks_per_core=2.0)
 
 
